@@ -1,0 +1,593 @@
+/*
+ * frugal.h - the whole public interface of Frugal, an embeddable engine that trains embedding
+ * tables larger than the GPU and larger than RAM with the exact result of synchronous training.
+ *
+ * What is not in this file is not part of the interface. C99 and every later C and C++.
+ *
+ * The step protocol
+ * -----------------
+ *     frugal_open -> frugal_table_create -> one frugal_trainer per rank
+ *     every trainer, for s = first, first + 1, ...:
+ *         frugal_prefetch(s + L, keys)      declare the keys of a later step (asynchronous)
+ *         frugal_step_begin(s)              the gate: waits until the rows of s are up to date
+ *         frugal_lookup(keys, out)          rows for the forward pass
+ *         frugal_push_grad(keys, grads)     gradients of the backward pass
+ *         frugal_step_end(s)
+ *     frugal_flush / frugal_close
+ *
+ * With staleness 0 a lookup at step s returns, on every rank, each row after exactly all updates
+ * of the steps before s; the final tables are bit for bit those of a one-thread loop, whatever
+ * the number of threads, the cache size, the window, and timing. docs/arithmetic.md states the
+ * arithmetic down to the order of each addition.
+ *
+ * Conventions
+ * -----------
+ * - Every function that can fail returns int32_t: FRUGAL_OK (0), or a negative status whose
+ *   value is fixed forever. frugal_last_error() has the message of the calling thread.
+ * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
+ *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
+ * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
+ *   success unless their description says otherwise.
+ * - Structs that may grow start with `struct_size`; set it (and every default) with the struct's
+ *   _INIT macro or its _init function, which give the same bytes. A struct_size that this
+ *   library does not know, and any unknown flag, is an error.
+ * - Threads: a `const` handle may be used by any number of threads at once; a call that takes a
+ *   trainer as non-const is made by one thread at a time for that trainer. Different trainers
+ *   are independent.
+ * - Ownership: the caller's buffers are read or written during the call only; the library keeps
+ *   no pointer into them. Memory that the library lends says so.
+ * - Every wait has a time-out in milliseconds: FRUGAL_TIMEOUT_DEFAULT takes the engine's (30
+ *   minutes unless configured), 0 polls, FRUGAL_TIMEOUT_INFINITE waits for ever. A call that
+ *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
+ *   waited for.
+ * - The library prints nothing, installs no signal handler, never exits, and refuses to work in
+ *   a child made by fork() (FRUGAL_ERR_FORKED).
+ *
+ * Since: all functions below are of version 0.1 unless they say otherwise.
+ */
+#ifndef FRUGAL_H
+#define FRUGAL_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__) || defined(__clang__)
+#define FRUGAL_API __attribute__((visibility("default")))
+#else
+#define FRUGAL_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FRUGAL_VERSION_MAJOR 0
+#define FRUGAL_VERSION_MINOR 1
+#define FRUGAL_VERSION_PATCH 0
+
+/* ---------------------------------------------------------------------------------------------
+ * Status
+ * ------------------------------------------------------------------------------------------ */
+
+typedef enum frugal_status {
+  FRUGAL_OK = 0,
+  FRUGAL_ERR_INVALID_ARGUMENT = -1, /* a null pointer, a value out of its range, an unknown flag */
+  FRUGAL_ERR_BAD_HANDLE = -2,       /* closed, never opened, or of another kind */
+  FRUGAL_ERR_STRUCT_SIZE = -3,      /* a config struct of a newer or unknown version */
+  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory, /dev/shm or the engine's host_bytes is exhausted */
+  FRUGAL_ERR_KEY_OUT_OF_RANGE = -5, /* an id of a dense table is not in 0..rows-1 */
+  FRUGAL_ERR_TABLE_FULL = -6,       /* the new keys of the call do not all fit */
+  FRUGAL_ERR_EXISTS = -7,           /* a table of that name, or a trainer of that rank, exists */
+  FRUGAL_ERR_STEP_ORDER = -8,       /* the step is not the one that must come now */
+  FRUGAL_ERR_STEP_RANGE = -9,       /* a declared step has begun, or lies beyond the ring */
+  FRUGAL_ERR_NOT_IN_STEP = -10,     /* the call belongs between step_begin and step_end */
+  FRUGAL_ERR_STEP_ABORTED = -11,    /* the step was aborted by another rank; begin it again */
+  FRUGAL_ERR_BUSY = -12,            /* a rank is inside a step, or ranks have ended different ones */
+  FRUGAL_ERR_TIMEOUT = -13,         /* the message names what was waited for; call again */
+  FRUGAL_ERR_NAN = -14,             /* a gradient has a NaN and the table rejects them */
+  FRUGAL_ERR_FORKED = -15,          /* the engine belongs to the parent of this process */
+  FRUGAL_ERR_UNSUPPORTED = -16,     /* well formed, but this build or machine cannot do it */
+  FRUGAL_ERR_NOT_FOUND = -17,       /* no such table or batch */
+  FRUGAL_ERR_UNHEALTHY = -18,       /* a background failure; frugal_health() tells which */
+  FRUGAL_ERR_CLOSED = -19,          /* the object was closed while the call waited */
+  FRUGAL_ERR_OVERFLOW = -20,        /* an output buffer is too small; the needed size is told */
+  FRUGAL_ERR_INTERNAL = -21         /* a bug of the library; please report the message */
+} frugal_status;
+
+/* The name of a status, as "FRUGAL_ERR_TIMEOUT". Returns: a static string, never NULL;
+ * "FRUGAL_UNKNOWN" for other values. Threads: any. */
+FRUGAL_API const char *frugal_status_name(int32_t status);
+
+/* What went wrong in the calling thread's last call that failed. */
+typedef struct frugal_error {
+  int32_t status;      /* of that call; FRUGAL_OK if none failed yet */
+  int32_t system_code; /* errno of the system call behind it, or 0 */
+  int32_t device_code; /* CUDA error behind it, or 0 */
+  int32_t reserved;
+  const char *message; /* what was wrong and what to do; never NULL */
+} frugal_error;
+
+/* Tells the calling thread's last failure. Returns: nothing; `error_out` is filled (NULL is
+ * ignored). Ownership: the message is the library's, valid until this thread's next failing
+ * call. Threads: any; each thread has its own. */
+FRUGAL_API void frugal_last_error(frugal_error *error_out);
+
+/* The library's version as "major.minor.patch". Returns: a static string. Threads: any. */
+FRUGAL_API const char *frugal_version(void);
+
+/* ---------------------------------------------------------------------------------------------
+ * Handles and constants
+ * ------------------------------------------------------------------------------------------ */
+
+typedef struct frugal_engine frugal_engine;   /* an opened instance */
+typedef struct frugal_table frugal_table;     /* rows of one dimension with optimizer state */
+typedef struct frugal_trainer frugal_trainer; /* one rank of synchronous training */
+typedef struct frugal_batch frugal_batch;     /* keys declared for one step */
+
+#define FRUGAL_TIMEOUT_DEFAULT ((int64_t)-1)
+#define FRUGAL_TIMEOUT_INFINITE ((int64_t)-2)
+#define FRUGAL_STALENESS_ASYNC UINT64_MAX /* staleness without bound (ASP) */
+#define FRUGAL_NO_STEP UINT64_MAX         /* "no step committed yet" */
+#define FRUGAL_MAX_LOOKAHEAD 40           /* largest engine-wide lookahead */
+
+/* How updates reach the host rows (contract: P2F; FRUGAL section 3.3). */
+typedef enum frugal_flush_mode {
+  FRUGAL_FLUSH_AUTO = 0,         /* the engine chooses between the next two by measured idle time */
+  FRUGAL_FLUSH_AT_ONCE = 1,      /* applied after the step's end by all threads, trainers included */
+  FRUGAL_FLUSH_DEFERRED = 2,     /* priority-based proactive flushing, two-level queue */
+  FRUGAL_FLUSH_WRITE_THROUGH = 3,/* baseline FRUGAL-SYNC: the flush threads write everything at step end */
+  FRUGAL_FLUSH_TREE_HEAP = 4     /* baseline: deferred, the queue is a heap with a lock per node */
+} frugal_flush_mode;
+
+typedef enum frugal_backing {
+  FRUGAL_BACKING_PRIVATE = 0, /* anonymous memory with transparent huge pages */
+  FRUGAL_BACKING_SHM = 1      /* POSIX shared memory, unlinked at once */
+} frugal_backing;
+
+/* A log line. `level`: 0 error, 1 warning, 2 information. The text is valid during the call. The
+ * hook may be called from any thread of the engine and must not call the library. */
+typedef void (*frugal_log_fn)(void *context, int32_t level, const char *text);
+
+/* ---------------------------------------------------------------------------------------------
+ * Engine
+ * ------------------------------------------------------------------------------------------ */
+
+typedef struct frugal_config {
+  size_t struct_size;
+  uint32_t world_size;        /* ranks, 1..4096; default 1 */
+  uint32_t lookahead;         /* largest number of future steps that may be declared: the ring
+                                 holds the current step + lookahead; 0..FRUGAL_MAX_LOOKAHEAD;
+                                 default 20 */
+  uint32_t flush_threads;     /* background threads, 0..256; with 0 the waiters flush; default 1 */
+  int32_t flush_mode;         /* frugal_flush_mode; default FRUGAL_FLUSH_AUTO */
+  uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between */
+  uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows; 0 writes
+                                 through; default 1 GiB */
+  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
+  int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
+  int32_t backing;            /* frugal_backing; default private */
+  uint32_t flags;             /* 0 */
+  uint64_t seed;              /* of all initializers; default 0 */
+  frugal_log_fn log;          /* NULL: no log */
+  void *log_context;
+} frugal_config;
+
+#define FRUGAL_CONFIG_INIT                                                                      \
+  { sizeof(frugal_config), 1, 20, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \
+    1800000, FRUGAL_BACKING_PRIVATE, 0, 0, NULL, NULL }
+
+/* Sets every default. Returns: nothing. Threads: any. */
+FRUGAL_API void frugal_config_init(frugal_config *config);
+
+/* Opens an engine and starts its threads. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
+ * OUT_OF_MEMORY, UNSUPPORTED. Ownership: the caller closes *engine_out. Threads: any.
+ * `config` NULL means all defaults. */
+FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
+
+/* Writes what is pending, stops the threads and frees everything; trainers and tables of the
+ * engine become closed handles; a step that some rank is inside of is aborted. NULL is accepted.
+ * Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
+ * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
+FRUGAL_API int32_t frugal_close(frugal_engine *engine);
+
+/* The sticky health of the engine: FRUGAL_OK, or the status of the first background failure,
+ * which every later call reports as FRUGAL_ERR_UNHEALTHY. Threads: any. */
+FRUGAL_API int32_t frugal_health(const frugal_engine *engine);
+
+/* Waits until every update of every committed step is in the host rows. Returns: FRUGAL_OK,
+ * TIMEOUT, BAD_HANDLE, UNHEALTHY. Threads: any; a caller helps with the work. */
+FRUGAL_API int32_t frugal_flush(const frugal_engine *engine, int64_t timeout_ms);
+
+/* Tells the last step that all ranks have ended; FRUGAL_NO_STEP if none. Threads: any. */
+FRUGAL_API int32_t frugal_committed_step(const frugal_engine *engine, uint64_t *step_out);
+
+/* ---------------------------------------------------------------------------------------------
+ * Optimizers. Equations and sources: docs/arithmetic.md.
+ * ------------------------------------------------------------------------------------------ */
+
+typedef enum frugal_optimizer_kind {
+  FRUGAL_SGD = 0,             /* no state */
+  FRUGAL_MOMENTUM = 1,        /* dim floats of state; momentum, dampening, nesterov */
+  FRUGAL_ADAGRAD = 2,         /* dim floats */
+  FRUGAL_ROWWISE_ADAGRAD = 3, /* 1 float */
+  FRUGAL_ADAM = 4,            /* lazy Adam, 2 x dim floats; bias correction by step number + 1 */
+  FRUGAL_RMSPROP = 5,         /* dim floats */
+  FRUGAL_FTRL = 6             /* 2 x dim floats: z and n */
+} frugal_optimizer_kind;
+
+/* Hyper-parameters. The kind is the table's and fixed; everything else may change for any step
+ * that is not committed yet. */
+typedef struct frugal_optimizer {
+  size_t struct_size;
+  int32_t kind;               /* frugal_optimizer_kind; default SGD */
+  float lr;                   /* learning rate; default 0.01 */
+  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp; default 1e-8 */
+  float momentum;             /* momentum: mu; default 0.9 */
+  float dampening;            /* momentum: default 0 */
+  float beta1;                /* Adam; default 0.9 */
+  float beta2;                /* Adam; default 0.999 */
+  float rho;                  /* RMSProp: alpha; default 0.99 */
+  float ftrl_lambda1;         /* FTRL: L1; default 0 */
+  float ftrl_lambda2;         /* FTRL: L2; default 0 */
+  float ftrl_beta;            /* FTRL: default 1 */
+  float initial_accumulator;  /* Adagrad, row-wise Adagrad, FTRL n: state of a new row; default 0;
+                                 fixed at table creation */
+  float weight_decay_l2;      /* adds l2 * w to the gradient; default 0 */
+  float weight_decay;         /* decoupled: w -= lr * weight_decay * w after the update; default 0 */
+  float clip_value;           /* each element to [-c, c]; 0 (default): off */
+  float clip_norm;            /* the row's gradient to L2 norm at most c; 0 (default): off */
+  float weight_bound;         /* each weight to [-b, b] after the update; 0 (default): off */
+  float grad_scale;           /* multiplies the summed gradient; default 1 */
+  uint32_t flags;             /* FRUGAL_OPT_* */
+} frugal_optimizer;
+
+#define FRUGAL_OPT_NESTEROV 1u     /* momentum: Nesterov's form */
+#define FRUGAL_OPT_MEAN_RANKS 2u   /* the sum over ranks is divided by world_size */
+
+#define FRUGAL_OPTIMIZER_INIT                                                                   \
+  { sizeof(frugal_optimizer), FRUGAL_SGD, 0.01f, 1e-8f, 0.9f, 0.0f, 0.9f, 0.999f, 0.99f, 0.0f,   \
+    0.0f, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0 }
+
+/* Sets every default. Returns: nothing. Threads: any. */
+FRUGAL_API void frugal_optimizer_init(frugal_optimizer *optimizer);
+
+/* ---------------------------------------------------------------------------------------------
+ * Tables
+ * ------------------------------------------------------------------------------------------ */
+
+typedef enum frugal_key_space {
+  FRUGAL_DENSE = 0, /* ids 0..rows-1, every row exists from the start */
+  FRUGAL_HASHED = 1 /* any 64-bit key; a row is created on first training use; at most `rows` */
+} frugal_key_space;
+
+typedef enum frugal_dtype { FRUGAL_F32 = 0 } frugal_dtype;
+
+typedef enum frugal_init_kind {
+  FRUGAL_INIT_CONSTANT = 0,         /* a */
+  FRUGAL_INIT_UNIFORM = 1,          /* [a, b) */
+  FRUGAL_INIT_NORMAL = 2,           /* mean a, standard deviation b */
+  FRUGAL_INIT_TRUNCATED_NORMAL = 3, /* the same, within a +- 2 b */
+  FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), fan_in = b or,
+                                       if b is 0, `rows` */
+} frugal_init_kind;
+
+typedef enum frugal_nan_policy {
+  FRUGAL_NAN_REJECT = 0, /* the push answers FRUGAL_ERR_NAN and nothing is taken (default) */
+  FRUGAL_NAN_SKIP = 1,   /* a row whose summed gradient has a NaN is not touched in that step */
+  FRUGAL_NAN_ACCEPT = 2  /* arithmetic goes on; NaNs are stored as 0x7fc00000 */
+} frugal_nan_policy;
+
+typedef struct frugal_table_config {
+  size_t struct_size;
+  const char *name;       /* 1..255 bytes, unique in the engine; part of the initial values' seed */
+  int32_t key_space;      /* frugal_key_space; default dense */
+  int32_t dtype;          /* frugal_dtype of the rows; default FRUGAL_F32 */
+  uint64_t rows;          /* dense: number of ids; hashed: most rows; 1..2^32-2 */
+  uint32_t dim;           /* elements of a row, 1..65536 */
+  int32_t init;           /* frugal_init_kind; default constant */
+  float init_a;           /* default 0 */
+  float init_b;           /* default 0 */
+  int32_t nan_policy;     /* frugal_nan_policy */
+  uint32_t flags;         /* FRUGAL_TABLE_* */
+  frugal_optimizer optimizer;
+} frugal_table_config;
+
+#define FRUGAL_TABLE_LAZY 1u /* dense: memory and initial values of a row come with its first use */
+
+#define FRUGAL_TABLE_CONFIG_INIT                                                                \
+  { sizeof(frugal_table_config), NULL, FRUGAL_DENSE, FRUGAL_F32, 0, 0, FRUGAL_INIT_CONSTANT,    \
+    0.0f, 0.0f, FRUGAL_NAN_REJECT, 0, FRUGAL_OPTIMIZER_INIT }
+
+/* Sets every default. Returns: nothing. Threads: any. */
+FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
+
+/* Creates a table; its memory is reserved (all of it, or per slab for lazy and hashed tables)
+ * and a dense table's rows are initialized in parallel. Returns: FRUGAL_OK, INVALID_ARGUMENT,
+ * STRUCT_SIZE, EXISTS, OUT_OF_MEMORY, BUSY (a rank is inside a step), UNSUPPORTED. Ownership:
+ * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
+ * any. */
+FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
+                                       frugal_table **table_out);
+
+/* Drops a table and frees its memory; declared batches lose their part of it. NULL is accepted.
+ * Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
+FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
+
+/* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */
+FRUGAL_API int32_t frugal_table_find(const frugal_engine *engine, const char *name,
+                                     frugal_table **table_out);
+
+typedef struct frugal_table_info {
+  size_t struct_size;      /* set by the caller */
+  uint64_t rows;           /* rows that exist now */
+  uint64_t capacity;       /* the configured `rows` */
+  uint64_t value_bytes;    /* bytes of a row's elements: dim * element size */
+  uint64_t state_floats;   /* optimizer state of a row, in floats */
+  uint64_t memory_bytes;   /* memory held now */
+  uint32_t dim;
+  int32_t key_space;
+  int32_t optimizer;
+  uint32_t page_bytes;     /* page size that the rows' memory asks for */
+} frugal_table_info;
+
+/* Describes a table; `info_out->struct_size` must be set. Returns: FRUGAL_OK, BAD_HANDLE,
+ * STRUCT_SIZE. Threads: any. */
+FRUGAL_API int32_t frugal_table_describe(const frugal_table *table, frugal_table_info *info_out);
+
+/* Counts the rows that exist. Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
+FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count_out);
+
+/* Enumerates keys: writes up to `capacity` keys of existing rows from `*cursor` on (start with
+ * 0) and moves the cursor; `*count_out` 0 means the end. The order is the rows' internal one and
+ * changes when rows are created or deleted. Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
+FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
+                                     uint64_t *keys_out, size_t capacity, size_t *count_out);
+
+/* Sets the hyper-parameters from `first_step` on, until a later change. The kind and
+ * initial_accumulator must be the table's. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
+ * STEP_RANGE (first_step is committed). Threads: any. */
+FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
+                                              const frugal_optimizer *optimizer);
+
+/* Tells the bytes that a configuration takes before it is opened. `cache_rows` is the number of
+ * rows that one trainer's device cache would hold for this table. */
+typedef struct frugal_memory {
+  uint64_t values;      /* host rows */
+  uint64_t state;       /* optimizer state */
+  uint64_t index;       /* keys, hash index, existence bits */
+  uint64_t window;      /* the flat index of g-entries (4 bytes a row) when flushing is deferred */
+  uint64_t cache;       /* one trainer's device cache */
+  uint64_t total;
+} frugal_memory;
+
+/* Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE. Threads: any. */
+FRUGAL_API int32_t frugal_memory_needed(const frugal_config *engine_config,
+                                        const frugal_table_config *table_config,
+                                        uint64_t cache_rows, frugal_memory *memory_out);
+
+/* ---------------------------------------------------------------------------------------------
+ * Rows outside steps. Allowed when no rank is inside a step and all have ended the same one,
+ * else FRUGAL_ERR_BUSY. All see every committed step.
+ * ------------------------------------------------------------------------------------------ */
+
+#define FRUGAL_WITH_STATE 1u /* rows travel with optimizer state: dim floats, then state_floats */
+
+/* Reads `count` rows into `rows_out` (row i at byte i * row_stride; stride 0 means packed). A
+ * missing row of a hashed table leaves its part of rows_out untouched; found_out (may be NULL)
+ * tells 1 or 0 for each key. Creates nothing. Returns: FRUGAL_OK (also when keys are missing),
+ * KEY_OUT_OF_RANGE, BUSY, TIMEOUT. Threads: any. */
+FRUGAL_API int32_t frugal_get(const frugal_table *table, const uint64_t *keys, size_t count,
+                              uint32_t flags, float *rows_out, size_t row_stride,
+                              uint8_t *found_out);
+
+/* Writes `count` rows, creating those that are missing; without FRUGAL_WITH_STATE the optimizer
+ * state of a row is reset to that of a new one. If a key comes twice its last row stays. Cached
+ * copies are dropped. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, TABLE_FULL (nothing is written),
+ * BUSY, TIMEOUT. Threads: any. */
+FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t count,
+                              uint32_t flags, const float *rows, size_t row_stride);
+
+/* Deletes rows; those of a dense table return to their initial value and state. Missing keys are
+ * ignored; *deleted_out (may be NULL) counts the rows that were there. Returns: FRUGAL_OK,
+ * KEY_OUT_OF_RANGE, BUSY, TIMEOUT. Threads: any. */
+FRUGAL_API int32_t frugal_delete(frugal_table *table, const uint64_t *keys, size_t count,
+                                 uint64_t *deleted_out);
+
+/* ---------------------------------------------------------------------------------------------
+ * Trainers
+ * ------------------------------------------------------------------------------------------ */
+
+typedef struct frugal_trainer_config {
+  size_t struct_size;
+  uint32_t rank;          /* 0..world_size-1 */
+  uint32_t flags;         /* 0 */
+  const char *device;     /* "cpu" (default, NULL too) or, in a CUDA build, "cuda:N" */
+  uint64_t cache_bytes;   /* private cache for rows and state, over all tables; default 0 */
+  double cache_ratio;     /* the same as a share of each table's rows, 0..1; the larger counts */
+} frugal_trainer_config;
+
+#define FRUGAL_TRAINER_CONFIG_INIT \
+  { sizeof(frugal_trainer_config), 0, 0, NULL, 0, 0.0 }
+
+/* Sets every default. Returns: nothing. Threads: any. */
+FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
+
+/* Joins as a rank. Nobody's step commits until every rank has joined once. A rank that left may
+ * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
+ * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, UNSUPPORTED, OUT_OF_MEMORY.
+ * Ownership: the caller closes *trainer_out. Threads: any. */
+FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
+                                         const frugal_trainer_config *config,
+                                         frugal_trainer **trainer_out);
+
+/* Leaves: from now on nobody waits for this rank. Its declarations are cancelled; a step that it
+ * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED.
+ * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
+FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
+
+/* ---------------------------------------------------------------------------------------------
+ * Steps
+ * ------------------------------------------------------------------------------------------ */
+
+typedef enum frugal_pooling {
+  FRUGAL_POOL_NONE = 0, /* a row for each key */
+  FRUGAL_POOL_SUM = 1,  /* a row for each bag: the (weighted) sum of its rows */
+  FRUGAL_POOL_MEAN = 2  /* the sum divided by the bag's number of keys, padding not counted */
+} frugal_pooling;
+
+/* The keys of one table in a call. A call takes an array of these, tables in any order, a table
+ * more than once if wanted. */
+typedef struct frugal_op {
+  size_t struct_size;
+  frugal_table *table;
+  const frugal_batch *batch; /* declared batch whose part `part` this is, or NULL */
+  uint32_t part;             /* index of this table's op in the frugal_prefetch call */
+  int32_t pooling;           /* frugal_pooling */
+  const uint64_t *keys;      /* `count` keys; NULL with a batch: exactly the declared keys */
+  size_t count;              /* number of keys; with keys NULL ignored */
+  const uint64_t *offsets;   /* pooled: `bags` + 1 values, offsets[0] = 0, not decreasing,
+                                offsets[bags] = number of keys; bag b has the keys
+                                offsets[b]..offsets[b+1]-1 and may be empty (its row is zeros) */
+  size_t bags;
+  const float *weights;      /* pooled sum: a factor for each key, or NULL */
+  float *weight_grads_out;   /* push, pooled sum with weights: gradient of each factor, or NULL */
+  float *rows_out;           /* lookup and read: the output rows */
+  const float *grads;        /* push: the gradient rows (of keys, or of bags if pooled) */
+  size_t row_stride;         /* bytes from row to row in rows_out or grads; 0: packed */
+  uint8_t *found_out;        /* frugal_read: 1 or 0 for each key, or NULL */
+  uint64_t padding_key;      /* with FRUGAL_OP_PADDING: rows of this key read as zeros, take no
+                                gradient and are never created */
+  uint32_t flags;            /* FRUGAL_OP_* */
+  uint32_t reserved;
+} frugal_op;
+
+#define FRUGAL_OP_PADDING 1u
+
+#define FRUGAL_OP_INIT                                                                          \
+  { sizeof(frugal_op), NULL, NULL, 0, FRUGAL_POOL_NONE, NULL, 0, NULL, 0, NULL, NULL, NULL,     \
+    NULL, 0, NULL, 0, 0, 0 }
+
+/* Sets every default. Returns: nothing. Threads: any. */
+FRUGAL_API void frugal_op_init(frugal_op *op);
+
+/* Declares keys of a step that this trainer has not begun (FRUGAL section 3.3, MLKV look-ahead):
+ * of each op the fields table, keys, count, padding_key and flags are used. Several declarations
+ * for one step add up; they may come late and in any order. Nothing waits: keys are copied and
+ * resolved in the background (with 0 flush threads in this call). Rows of a hashed table are
+ * reserved, not created. `*batch_out` (may be NULL) names the batch until its step ends.
+ * Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, TABLE_FULL, STEP_RANGE, INVALID_ARGUMENT; on an error
+ * nothing is declared. Threads: one at a time for a trainer. */
+FRUGAL_API int32_t frugal_prefetch(frugal_trainer *trainer, uint64_t step, const frugal_op *ops,
+                                   size_t op_count, frugal_batch **batch_out);
+
+/* Takes a declaration back, before its step begins. Returns: FRUGAL_OK, BAD_HANDLE, STEP_RANGE.
+ * Threads: one at a time for the trainer that declared it. */
+FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch *batch);
+
+/* The gate: begins a step on this rank when every update of the steps before `step` - staleness
+ * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
+ * same on all ranks; then + 1. A waiting caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * STEP_ABORTED (the last step was undone; the message names the step to begin), CLOSED,
+ * UNHEALTHY. Threads: one at a time for a trainer. */
+FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int64_t timeout_ms);
+
+/* Reads rows in a step, creating rows of hashed tables. Declared keys are what is fast; others
+ * are right too and may wait. All ops are checked before any row is created or written; rows_out
+ * is undefined after an error. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL,
+ * TIMEOUT, STEP_ABORTED, INVALID_ARGUMENT. Threads: one at a time for a trainer. */
+FRUGAL_API int32_t frugal_lookup(frugal_trainer *trainer, const frugal_op *ops, size_t op_count);
+
+/* Hands over gradients of the step: a row's gradients, over positions, pushes and ranks, are
+ * summed and the optimizer is applied once when the step has ended on all ranks. The gradients
+ * are the engine's when the call returns: the buffers can be overwritten. Never waits for another
+ * rank. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, NAN, STEP_ABORTED,
+ * INVALID_ARGUMENT; on an error nothing is taken. Threads: one at a time for a trainer. */
+FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *ops,
+                                    size_t op_count);
+
+/* Memory for gradients that the engine lends: `bytes` bytes, 64-byte aligned, huge pages where
+ * possible, which a push from it takes without a copy where that is faster. The caller writes it
+ * between step_begin and the push, reads nothing from it after the push, and asks again each
+ * step (the same memory may come back when its updates are applied). Returns: FRUGAL_OK,
+ * NOT_IN_STEP, OUT_OF_MEMORY. Ownership: the engine's. Threads: one at a time for a trainer. */
+FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **memory_out);
+
+#define FRUGAL_STEP_SKIP 1u /* the step commits without any update (an overflow was found); one
+                               rank's word is enough */
+
+/* Ends the step on this rank. The step commits when the last rank has ended it. Never waits for
+ * another rank. Returns: FRUGAL_OK, NOT_IN_STEP, STEP_ABORTED, INVALID_ARGUMENT. Threads: one at
+ * a time for a trainer. */
+FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
+
+/* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows
+ * created since are gone, declarations stay. Each other rank's next call of the step protocol
+ * answers FRUGAL_ERR_STEP_ABORTED once; then all begin the step after the last committed one
+ * again. Returns: FRUGAL_OK, NOT_IN_STEP. Threads: one at a time for a trainer. */
+FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
+
+/* Reads rows for evaluation or serving: creates nothing, declares nothing, leaves cache policy
+ * and priorities alone. Keys that are missing read as zeros and are told in found_out. With a
+ * trainer inside a step it sees what lookup sees; with a trainer between steps it waits, like
+ * the next step's gate, for the other ranks to end theirs; with `trainer` NULL it is an
+ * operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT. Threads: any
+ * (trainer: one at a time). */
+FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
+                               const frugal_op *ops, size_t op_count, int64_t timeout_ms);
+
+/* ---------------------------------------------------------------------------------------------
+ * Statistics: counters since open; times in nanoseconds.
+ * ------------------------------------------------------------------------------------------ */
+
+typedef struct frugal_stats {
+  size_t struct_size;            /* set by the caller */
+  uint64_t steps_committed;
+  uint64_t steps_aborted;
+  uint64_t keys_declared;
+  uint64_t keys_looked_up;
+  uint64_t keys_undeclared;      /* looked up or pushed without a declared batch */
+  uint64_t keys_pushed;
+  uint64_t rows_created;
+  uint64_t rows_updated;         /* (row, step) updates written to host rows */
+  uint64_t rows_deferred;        /* of these: queued when the step after theirs could begin */
+  uint64_t gate_waits;           /* step_begin calls that had to wait */
+  uint64_t gate_wait_ns;
+  uint64_t gate_in_flight;       /* gates that met an update dequeued but unwritten */
+  uint64_t lookup_waits;         /* undeclared keys that had to wait */
+  uint64_t priority_rises;       /* a pending update became more urgent */
+  uint64_t priority_falls;       /* a pending update became less urgent */
+  uint64_t enqueued;             /* g-entries put into the queue */
+  uint64_t dequeued;
+  uint64_t back_pressure;        /* times that the budget forced writing */
+  uint64_t ranks_apart;          /* step_begin calls while another rank was still in an earlier step */
+  uint64_t stale_reads;          /* rows read with a pending update (staleness > 0) */
+  uint64_t cache_hits;           /* keys served from a trainer's cache */
+  uint64_t cache_misses;
+  uint64_t cache_admitted;
+  uint64_t cache_evicted;
+  uint64_t cache_evicted_dirty;  /* evicted while the host row had pending updates */
+  uint64_t pending_bytes;        /* now */
+  uint64_t pending_bytes_peak;
+  uint64_t pending_rows;         /* g-entries with pending updates now */
+  uint64_t active_rows;          /* g-entries now */
+  uint64_t modes_at_once;        /* steps applied at once */
+  uint64_t modes_deferred;       /* steps queued */
+  uint64_t lookup_ns;            /* wall time inside the calls, summed over trainers */
+  uint64_t push_ns;
+  uint64_t step_begin_ns;
+  uint64_t step_end_ns;
+  uint64_t prefetch_ns;
+  uint64_t entry_ns;             /* time spent on g-entries and queue */
+  uint64_t apply_ns;             /* time spent applying updates, over threads */
+} frugal_stats;
+
+/* Fills `stats_out`, whose struct_size must be set. Returns: FRUGAL_OK, BAD_HANDLE, STRUCT_SIZE.
+ * Threads: any. */
+FRUGAL_API int32_t frugal_get_stats(const frugal_engine *engine, frugal_stats *stats_out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FRUGAL_H */
