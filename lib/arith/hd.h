@@ -1,0 +1,54 @@
+// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share.
+//
+// What: on the host a body is always inlined. Beside speed that keeps the program right: the CPU
+// kernels are compiled several times with different instruction sets, and an inline function that
+// was emitted by one of them must never be picked by the linker for the others.
+// Invariants: bodies use no containers, no libm and no static data; floating-point code in them
+// is compiled without contraction (-ffp-contract=off, nvcc --fmad=false).
+// Callers: everything in lib/arith, lib/device.
+#ifndef FRUGAL_ARITH_HD_H_
+#define FRUGAL_ARITH_HD_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#define FRUGAL_HD __host__ __device__ __forceinline__
+#elif defined(__GNUC__) || defined(__clang__)
+#define FRUGAL_HD inline __attribute__((always_inline))
+#else
+#define FRUGAL_HD inline
+#endif
+
+namespace frugal::arith {
+
+// What a body needs to know of its operand type. A body is written once for T = float and works
+// for a vector of floats as well (GCC and clang vector extensions: + - * / < ?: apply to each
+// lane); a vector type specializes this template for what the operators cannot say.
+template <class T>
+struct Lane;
+
+template <>
+struct Lane<float> {
+  static FRUGAL_HD float splat(float x) { return x; }
+  static FRUGAL_HD float root(float x) {
+#if defined(__CUDA_ARCH__)
+    return __fsqrt_rn(x);
+#else
+    return __builtin_sqrtf(x);
+#endif
+  }
+};
+
+// The correctly rounded square root of a double.
+FRUGAL_HD double root_double(double x) {
+#if defined(__CUDA_ARCH__)
+  return __dsqrt_rn(x);
+#else
+  return __builtin_sqrt(x);
+#endif
+}
+
+}  // namespace frugal::arith
+
+#endif  // FRUGAL_ARITH_HD_H_

@@ -1,0 +1,100 @@
+#include "base/buffer.h"
+
+#include <bit>
+#include <cstdlib>
+
+#include "base/os.h"
+
+namespace frugal {
+namespace {
+
+constexpr size_t kSmallest = 256;
+
+// Size classes: 256, 320, 384, 448, 512, 640, ... a quarter of a power of two apart.
+size_t class_of(size_t bytes, size_t* rounded) {
+  if (bytes <= kSmallest) {
+    *rounded = kSmallest;
+    return 0;
+  }
+  unsigned log = static_cast<unsigned>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes <= 2^(log+1)
+  size_t quarter = (size_t{1} << log) / 4;
+  size_t q = (bytes - (size_t{1} << log) + quarter - 1) / quarter;  // 1..4
+  *rounded = (size_t{1} << log) + q * quarter;
+  return (log - 8) * 4 + q;
+}
+
+}  // namespace
+
+void Buffer::reset() noexcept {
+  if (data_) pool_->put(data_, capacity_);
+  pool_ = nullptr;
+  data_ = nullptr;
+  capacity_ = 0;
+}
+
+BufferPool::~BufferPool() {
+  for (auto& list : free_)
+    for (Free& f : list) {
+      if (f.capacity >= kHugePage) {
+        Mapping m{f.data, (f.capacity + kHugePage - 1) / kHugePage * kHugePage, -1};
+        os_release(&m);
+      } else {
+        std::free(f.data);
+      }
+    }
+}
+
+Status BufferPool::get(size_t bytes, Buffer* out) {
+  out->reset();
+  if (bytes == 0) return FRUGAL_OK;
+  size_t capacity;
+  size_t c = class_of(bytes, &capacity);
+  if (c >= kClasses) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);
+  char* data = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!free_[c].empty()) {
+      data = free_[c].back().data;
+      free_[c].pop_back();
+    }
+  }
+  if (!data) {
+    if (capacity >= kHugePage) {
+      Mapping m;
+      FRUGAL_TRY(os_reserve(capacity, false, &m));
+      if (Status s = os_commit(m, 0, m.bytes)) {
+        os_release(&m);
+        return s;
+      }
+      data = m.base;
+    } else {
+      data = static_cast<char*>(std::aligned_alloc(64, capacity));
+      if (!data) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);
+    }
+    held_.fetch_add(capacity, std::memory_order_relaxed);
+  }
+  out->pool_ = this;
+  out->data_ = data;
+  out->capacity_ = capacity;
+  return FRUGAL_OK;
+}
+
+void BufferPool::put(char* data, size_t capacity) noexcept {
+  size_t rounded;
+  size_t c = class_of(capacity, &rounded);
+  std::lock_guard<std::mutex> lock(mu_);
+  try {
+    free_[c].push_back({data, capacity});
+  } catch (...) {
+    // No memory for the list itself: the buffer goes back to the system instead.
+    held_.fetch_sub(capacity, std::memory_order_relaxed);
+    if (capacity >= kHugePage) {
+      Mapping m{data, (capacity + kHugePage - 1) / kHugePage * kHugePage, -1};
+      os_release(&m);
+    } else {
+      std::free(data);
+    }
+  }
+}
+
+}  // namespace frugal

@@ -1,0 +1,72 @@
+// Reusable buffers for keys, pairs and gradients: huge-page memory that circulates.
+//
+// A step needs the same few sizes again and again, so freed buffers are kept by size class and
+// handed out again; nothing is allocated in steady state. Sizes are rounded up to a quarter of a
+// power of two. Thread-safe. A Buffer is move-only and returns its memory to its pool.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <mutex>
+
+#include "base/heap.h"
+#include "base/status.h"
+
+namespace frugal {
+
+class BufferPool;
+
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    Buffer moved(static_cast<Buffer&&>(other));
+    swap(moved);
+    return *this;
+  }
+  ~Buffer() { reset(); }
+  void reset() noexcept;
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+  char* data() const { return data_; }
+  size_t capacity() const { return capacity_; }
+  explicit operator bool() const { return data_ != nullptr; }
+
+ private:
+  friend class BufferPool;
+  void swap(Buffer& o) noexcept {
+    std::swap(pool_, o.pool_);
+    std::swap(data_, o.data_);
+    std::swap(capacity_, o.capacity_);
+  }
+  BufferPool* pool_ = nullptr;
+  char* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+class BufferPool {
+ public:
+  BufferPool() = default;
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
+  // an empty Buffer.
+  Status get(size_t bytes, Buffer* out);
+  size_t bytes_held() const { return held_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class Buffer;
+  void put(char* data, size_t capacity) noexcept;
+  struct Free {
+    char* data;
+    size_t capacity;
+  };
+  static constexpr size_t kClasses = 256;
+  std::mutex mu_;
+  Vector<Free> free_[kClasses];
+  std::atomic<size_t> held_{0};
+};
+
+}  // namespace frugal

@@ -1,0 +1,164 @@
+#include "base/os.h"
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace frugal {
+namespace {
+
+std::atomic<int64_t> g_fail_after{0};
+
+bool injected_failure() {
+  if (g_fail_after.load(std::memory_order_relaxed) <= 0) return false;
+  return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
+}
+
+uint64_t clock_ns(clockid_t id) {
+  timespec t;
+  clock_gettime(id, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+int open_unlinked_shm() {
+  static std::atomic<uint32_t> counter{0};
+  for (int attempt = 0; attempt < 64; ++attempt) {
+    char name[64];
+    std::snprintf(name, sizeof name, "/frugal.%d.%u.%llx", static_cast<int>(getpid()),
+                  counter.fetch_add(1), static_cast<unsigned long long>(now_ns()));
+    int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd >= 0) {
+      shm_unlink(name);
+      return fd;
+    }
+    if (errno != EEXIST) return -1;
+  }
+  return -1;
+}
+
+}  // namespace
+
+uint64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
+uint64_t process_cpu_ns() { return clock_ns(CLOCK_PROCESS_CPUTIME_ID); }
+
+uint32_t cpu_count() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    int n = CPU_COUNT(&set);
+    if (n > 0) return static_cast<uint32_t>(n);
+  }
+  long n = sysconf(_SC_NPROCESSORS_ONLN);
+  return n > 0 ? static_cast<uint32_t>(n) : 1;
+}
+
+uint64_t available_bytes() {
+  uint64_t kib = 0;
+  if (FILE* f = std::fopen("/proc/meminfo", "re")) {
+    char line[128];
+    unsigned long long v;
+    while (std::fgets(line, sizeof line, f))
+      if (std::sscanf(line, "MemAvailable: %llu kB", &v) == 1) kib = v;
+    std::fclose(f);
+  }
+  return kib ? kib << 10 : UINT64_MAX;
+}
+
+Status os_reserve(size_t bytes, bool shared, Mapping* out) {
+  if (bytes > SIZE_MAX / 2)
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space", bytes);
+  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (injected_failure())
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "reserving %zu bytes failed", bytes);
+  int fd = -1;
+  if (shared) {
+    fd = open_unlinked_shm();
+    if (fd < 0)
+      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "shared memory cannot be created");
+    if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+      int code = errno;
+      close(fd);
+      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "shared memory of %zu bytes", bytes);
+    }
+  }
+  // One huge page more, so that the start can be aligned.
+  size_t span = bytes + kHugePage;
+  int flags = MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS;
+  void* raw = mmap(nullptr, span, fd >= 0 ? PROT_NONE : PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (raw == MAP_FAILED) {
+    int code = errno;
+    if (fd >= 0) close(fd);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "reserving %zu bytes of addresses", bytes);
+  }
+  uintptr_t start = reinterpret_cast<uintptr_t>(raw);
+  uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
+  if (aligned > start) munmap(raw, aligned - start);
+  if (size_t tail = start + span - (aligned + bytes))
+    munmap(reinterpret_cast<void*>(aligned + bytes), tail);
+  char* base = reinterpret_cast<char*>(aligned);
+  if (fd >= 0) {
+    void* p = mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd,
+                   0);
+    if (p == MAP_FAILED) {
+      int code = errno;
+      munmap(base, bytes);
+      close(fd);
+      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "mapping %zu bytes of shared memory",
+                        bytes);
+    }
+  }
+  madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
+  madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
+  *out = {base, bytes, fd};
+  return FRUGAL_OK;
+}
+
+Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
+  if (injected_failure())
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "committing %zu bytes failed", bytes);
+  if (m.fd >= 0) {
+    int code = posix_fallocate(m.fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+    if (code != 0)
+      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                        "/dev/shm has no room for %zu bytes more; enlarge it or use private backing",
+                        bytes);
+    return FRUGAL_OK;
+  }
+  // Without this check an overcommitting kernel would kill the process later, on a touch.
+  if (bytes >= (size_t{64} << 20) && bytes > available_bytes())
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes are more than the memory available", bytes);
+  if (madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "%zu bytes of memory", bytes);
+  return FRUGAL_OK;
+}
+
+void os_decommit(const Mapping& m, size_t offset, size_t bytes) {
+  if (m.fd >= 0)
+    fallocate(m.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+              static_cast<off_t>(bytes));
+  else
+    madvise(m.base + offset, bytes, MADV_DONTNEED);
+}
+
+void os_release(Mapping* m) {
+  if (m->base) munmap(m->base, m->bytes);
+  if (m->fd >= 0) close(m->fd);
+  *m = {};
+}
+
+void os_test_fail_after(int64_t n) { g_fail_after.store(n, std::memory_order_relaxed); }
+
+}  // namespace frugal

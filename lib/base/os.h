@@ -1,0 +1,38 @@
+// Everything the library asks of the operating system: memory mappings, clocks, the process.
+// One place, so that tests can make the n-th call fail (os_test_fail_after).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "base/status.h"
+
+namespace frugal {
+
+uint64_t now_ns();          // monotonic
+uint64_t process_cpu_ns();  // CPU time of all threads of the process
+uint32_t cpu_count();       // processors that this process may run on
+uint64_t available_bytes(); // memory that can be had without swapping
+
+// A reserved range of addresses; memory comes with os_commit.
+struct Mapping {
+  char* base = nullptr;
+  size_t bytes = 0;
+  int fd = -1;  // shared memory, else -1
+};
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory whose name
+// is gone at once. No memory is taken.
+Status os_reserve(size_t bytes, bool shared, Mapping* out);
+// Makes [offset, offset + bytes) usable: afterwards touching it cannot fail. The range should be
+// aligned to 2 MiB for huge pages.
+Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
+// Gives the memory of a range back to the system; it reads as zeros after the next commit.
+void os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
+void os_release(Mapping* mapping);
+
+// Test hook: the n-th os_reserve or os_commit from now on fails (0: off).
+void os_test_fail_after(int64_t n);
+
+}  // namespace frugal

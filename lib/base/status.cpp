@@ -1,0 +1,86 @@
+#include "base/status.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+namespace frugal {
+namespace {
+
+struct LastError {
+  Status status = FRUGAL_OK;
+  int system_code = 0;
+  char message[512] = "";
+};
+thread_local LastError t_last;
+
+Status record(Status status, int code, const char* format, va_list args) {
+  t_last.status = status;
+  t_last.system_code = code;
+  int n = std::vsnprintf(t_last.message, sizeof t_last.message, format, args);
+  if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof t_last.message) {
+    char text[96] = "";
+    // The GNU strerror_r may return a string of its own.
+    const char* s = strerror_r(code, text, sizeof text);
+    std::snprintf(t_last.message + n, sizeof t_last.message - static_cast<size_t>(n), " (%s)", s);
+  }
+  return status;
+}
+
+}  // namespace
+
+Status fail(Status status, const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  record(status, 0, format, args);
+  va_end(args);
+  return status;
+}
+
+Status fail_errno(Status status, int code, const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  record(status, code, format, args);
+  va_end(args);
+  return status;
+}
+
+const char* status_name(Status status) {
+  switch (status) {
+#define CASE(name) \
+  case name:       \
+    return #name
+    CASE(FRUGAL_OK);
+    CASE(FRUGAL_ERR_INVALID_ARGUMENT);
+    CASE(FRUGAL_ERR_BAD_HANDLE);
+    CASE(FRUGAL_ERR_STRUCT_SIZE);
+    CASE(FRUGAL_ERR_OUT_OF_MEMORY);
+    CASE(FRUGAL_ERR_KEY_OUT_OF_RANGE);
+    CASE(FRUGAL_ERR_TABLE_FULL);
+    CASE(FRUGAL_ERR_EXISTS);
+    CASE(FRUGAL_ERR_STEP_ORDER);
+    CASE(FRUGAL_ERR_STEP_RANGE);
+    CASE(FRUGAL_ERR_NOT_IN_STEP);
+    CASE(FRUGAL_ERR_STEP_ABORTED);
+    CASE(FRUGAL_ERR_BUSY);
+    CASE(FRUGAL_ERR_TIMEOUT);
+    CASE(FRUGAL_ERR_NAN);
+    CASE(FRUGAL_ERR_FORKED);
+    CASE(FRUGAL_ERR_UNSUPPORTED);
+    CASE(FRUGAL_ERR_NOT_FOUND);
+    CASE(FRUGAL_ERR_UNHEALTHY);
+    CASE(FRUGAL_ERR_CLOSED);
+    CASE(FRUGAL_ERR_OVERFLOW);
+    CASE(FRUGAL_ERR_INTERNAL);
+#undef CASE
+    default:
+      return "FRUGAL_UNKNOWN";
+  }
+}
+
+void last_error(frugal_error* out) {
+  if (!out) return;
+  *out = {t_last.status, t_last.system_code, 0, 0, t_last.message};
+}
+
+}  // namespace frugal

@@ -1,0 +1,28 @@
+// Status values inside the library, and the thread's last error.
+//
+// Inside the library a failure travels as `Status` (0 or a negative frugal_status); whoever finds
+// it records the message at once with fail(). Exceptions are used by the standard library only
+// (allocation); the C boundary turns them into a status. Nothing here prints.
+#pragma once
+#include <cstdint>
+
+#include "frugal.h"
+
+namespace frugal {
+
+using Status = int32_t;
+
+// Records `status` and the message as this thread's last error; returns `status`.
+[[gnu::format(printf, 2, 3)]] Status fail(Status status, const char* format, ...);
+// The same with the errno behind it.
+[[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
+
+const char* status_name(Status status);
+void last_error(frugal_error* out);
+
+#define FRUGAL_TRY(expression)                                       \
+  do {                                                               \
+    if (::frugal::Status try_status_ = (expression)) return try_status_; \
+  } while (0)
+
+}  // namespace frugal

@@ -1,0 +1,558 @@
+// The C boundary: handles become objects, arguments are checked, exceptions become a status.
+#include "frugal.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "base/handles.h"
+#include "engine/engine.h"
+
+namespace frugal {
+namespace {
+
+template <class F>
+Status guard(F&& body) noexcept {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted");
+  } catch (const std::exception& e) {
+    return fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what());
+  } catch (...) {
+    return fail(FRUGAL_ERR_INTERNAL, "unexpected failure; please report this");
+  }
+}
+
+template <class T>
+struct KindOf;
+template <>
+struct KindOf<Engine> {
+  static constexpr HandleKind kind = HandleKind::kEngine;
+  static constexpr const char* name = "engine";
+};
+template <>
+struct KindOf<Table> {
+  static constexpr HandleKind kind = HandleKind::kTable;
+  static constexpr const char* name = "table";
+};
+template <>
+struct KindOf<Trainer> {
+  static constexpr HandleKind kind = HandleKind::kTrainer;
+  static constexpr const char* name = "trainer";
+};
+template <>
+struct KindOf<Batch> {
+  static constexpr HandleKind kind = HandleKind::kBatch;
+  static constexpr const char* name = "batch";
+};
+
+uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
+
+const Engine& engine_of(const Engine& e) { return e; }
+const Engine& engine_of(const Table& t) { return *t.engine; }
+const Engine& engine_of(const Trainer& t) { return *t.engine; }
+
+template <class T>
+Status acquire(const void* handle, std::shared_ptr<T>* out) {
+  auto object = handle_get(KindOf<T>::kind, number(handle));
+  if (!object)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is %s", KindOf<T>::name,
+                handle ? "closed, or never was one" : "NULL");
+  *out = std::static_pointer_cast<T>(object);
+  if (engine_of(**out).generation() != process_generation()) {
+    return fail(FRUGAL_ERR_FORKED,
+                "the engine belongs to the process that opened it; open one after fork()");
+  }
+  return FRUGAL_OK;
+}
+
+Status null(const char* what) {
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
+}
+
+template <class T>
+Status check_size(const T* config, const char* name) {
+  if (config->struct_size == sizeof(T)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_STRUCT_SIZE,
+              "%s.struct_size is %zu, this library (%s) knows %zu: use the INIT macro, and a "
+              "library no older than the header",
+              name, config->struct_size, frugal_version(), sizeof(T));
+}
+
+bool real(float x) { return std::isfinite(x); }
+
+Status check_config(const frugal_config& c) {
+  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s", what); };
+  FRUGAL_TRY(check_size(&c, "frugal_config"));
+  if (c.flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
+  if (c.world_size < 1 || c.world_size > 4096) return bad("world_size must be 1..4096");
+  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return bad("lookahead exceeds FRUGAL_MAX_LOOKAHEAD");
+  if (c.flush_threads > 256) return bad("flush_threads must be 0..256");
+  if (c.flush_mode < FRUGAL_FLUSH_AUTO || c.flush_mode > FRUGAL_FLUSH_TREE_HEAP)
+    return bad("unknown flush_mode");
+  if (c.backing != FRUGAL_BACKING_PRIVATE && c.backing != FRUGAL_BACKING_SHM)
+    return bad("unknown backing");
+  if (c.timeout_ms < 0 && c.timeout_ms != FRUGAL_TIMEOUT_INFINITE)
+    return bad("timeout_ms must be >= 0 or FRUGAL_TIMEOUT_INFINITE");
+  return FRUGAL_OK;
+}
+
+Status check_optimizer(const frugal_optimizer& o) {
+  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer: %s", what); };
+  FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
+  if (o.kind < FRUGAL_SGD || o.kind > FRUGAL_FTRL) return bad("unknown kind");
+  if (o.flags & ~(FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer: unknown flags 0x%x", o.flags);
+  const float all[] = {o.lr,           o.eps,          o.momentum,   o.dampening,
+                       o.beta1,        o.beta2,        o.rho,        o.ftrl_lambda1,
+                       o.ftrl_lambda2, o.ftrl_beta,    o.initial_accumulator,
+                       o.weight_decay_l2, o.weight_decay, o.clip_value, o.clip_norm,
+                       o.weight_bound, o.grad_scale};
+  for (float x : all)
+    if (!real(x)) return bad("every hyper-parameter must be finite");
+  if (o.eps < 0) return bad("eps must be >= 0");
+  if (o.kind == FRUGAL_ADAM && !(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1))
+    return bad("beta1 and beta2 must lie in [0, 1)");
+  if (o.kind == FRUGAL_FTRL && !(o.lr > 0)) return bad("FTRL needs lr > 0");
+  if (o.initial_accumulator < 0) return bad("initial_accumulator must be >= 0");
+  if (o.clip_value < 0 || o.clip_norm < 0 || o.weight_bound < 0)
+    return bad("clip_value, clip_norm and weight_bound must be >= 0 (0: off)");
+  return FRUGAL_OK;
+}
+
+Status check_table(const frugal_table_config& c, bool need_name) {
+  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: %s", what); };
+  FRUGAL_TRY(check_size(&c, "frugal_table_config"));
+  if (need_name) {
+    if (!c.name) return bad("name is NULL");
+    size_t n = strnlen(c.name, 256);
+    if (n == 0 || n > 255) return bad("name must have 1..255 bytes");
+  }
+  if (c.key_space != FRUGAL_DENSE && c.key_space != FRUGAL_HASHED) return bad("unknown key_space");
+  if (c.dtype != FRUGAL_F32) return bad("unknown dtype");
+  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return bad("rows must be 1..2^32-2");
+  if (c.dim < 1 || c.dim > 65536) return bad("dim must be 1..65536");
+  if (c.init < FRUGAL_INIT_CONSTANT || c.init > FRUGAL_INIT_XAVIER) return bad("unknown init");
+  if (!real(c.init_a) || !real(c.init_b)) return bad("init_a and init_b must be finite");
+  if (c.nan_policy < FRUGAL_NAN_REJECT || c.nan_policy > FRUGAL_NAN_ACCEPT)
+    return bad("unknown nan_policy");
+  if (c.flags & ~FRUGAL_TABLE_LAZY)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: unknown flags 0x%x", c.flags);
+  if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)
+    return bad("FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
+  return check_optimizer(c.optimizer);
+}
+
+Status check_ops(const frugal_op* ops, size_t n) {
+  if (!ops && n) return null("ops");
+  return FRUGAL_OK;
+}
+
+}  // namespace
+}  // namespace frugal
+
+using namespace frugal;
+
+extern "C" {
+
+const char* frugal_status_name(int32_t status) { return status_name(status); }
+
+void frugal_last_error(frugal_error* error_out) { last_error(error_out); }
+
+const char* frugal_version(void) { return "0.1.0"; }
+
+void frugal_config_init(frugal_config* config) {
+  if (!config) return;
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  std::memcpy(config, &c, sizeof c);
+}
+
+void frugal_optimizer_init(frugal_optimizer* optimizer) {
+  if (!optimizer) return;
+  frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+  std::memcpy(optimizer, &o, sizeof o);
+}
+
+void frugal_table_config_init(frugal_table_config* config) {
+  if (!config) return;
+  frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
+  std::memcpy(config, &c, sizeof c);
+}
+
+void frugal_trainer_config_init(frugal_trainer_config* config) {
+  if (!config) return;
+  frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
+  std::memcpy(config, &c, sizeof c);
+}
+
+void frugal_op_init(frugal_op* op) {
+  if (!op) return;
+  frugal_op o = FRUGAL_OP_INIT;
+  std::memcpy(op, &o, sizeof o);
+}
+
+int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
+  return guard([&]() -> Status {
+    if (!engine_out) return null("engine_out");
+    frugal_config c = FRUGAL_CONFIG_INIT;
+    if (config) {
+      FRUGAL_TRY(check_size(config, "frugal_config"));
+      c = *config;
+    }
+    FRUGAL_TRY(check_config(c));
+    auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
+    FRUGAL_TRY(engine->start());
+    uint64_t handle = handle_add(HandleKind::kEngine, engine);
+    if (!handle) {
+      engine->shutdown();
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    }
+    *engine_out = reinterpret_cast<frugal_engine*>(handle);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_close(frugal_engine* engine) {
+  return guard([&]() -> Status {
+    if (!engine) return FRUGAL_OK;
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!handle_remove(HandleKind::kEngine, number(engine)))
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
+    e->shutdown();
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_health(const frugal_engine* engine) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    return e->health();
+  });
+}
+
+int32_t frugal_flush(const frugal_engine* engine, int64_t timeout_ms) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    return e->flush(e->deadline(timeout_ms));
+  });
+}
+
+int32_t frugal_committed_step(const frugal_engine* engine, uint64_t* step_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!step_out) return null("step_out");
+    *step_out = e->committed();
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* config,
+                            frugal_table** table_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!config) return null("config");
+    if (!table_out) return null("table_out");
+    FRUGAL_TRY(check_table(*config, true));
+    TableRef table;
+    FRUGAL_TRY(e->create_table(*config, &table));
+    *table_out = reinterpret_cast<frugal_table*>(table->handle);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_table_drop(frugal_table* table) {
+  return guard([&]() -> Status {
+    if (!table) return FRUGAL_OK;
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    return t->engine->drop_table(t);
+  });
+}
+
+int32_t frugal_table_find(const frugal_engine* engine, const char* name,
+                          frugal_table** table_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!name) return null("name");
+    if (!table_out) return null("table_out");
+    TableRef t = e->find_table(name);
+    if (!t) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+    *table_out = reinterpret_cast<frugal_table*>(t->handle);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info_out) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!info_out) return null("info_out");
+    FRUGAL_TRY(check_size(info_out, "frugal_table_info"));
+    frugal_table_info i;
+    std::memset(&i, 0, sizeof i);
+    i.struct_size = sizeof i;
+    i.rows = t->rows.count();
+    i.capacity = t->rows.capacity();
+    i.value_bytes = t->rows.layout().dim * sizeof(float);
+    i.state_floats = t->rows.layout().state_floats;
+    i.memory_bytes = t->rows.memory_bytes();
+    i.dim = t->rows.layout().dim;
+    i.key_space = t->config.key_space;
+    i.optimizer = t->config.optimizer.kind;
+    i.page_bytes = static_cast<uint32_t>(kHugePage);
+    *info_out = i;
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!count_out) return null("count_out");
+    return t->engine->count(*t, count_out);
+  });
+}
+
+int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t* keys_out,
+                          size_t capacity, size_t* count_out) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!cursor) return null("cursor");
+    if (!count_out) return null("count_out");
+    if (!keys_out && capacity) return null("keys_out");
+    return t->engine->keys(*t, cursor, keys_out, capacity, count_out);
+  });
+}
+
+int32_t frugal_table_set_optimizer(frugal_table* table, uint64_t first_step,
+                                   const frugal_optimizer* optimizer) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!optimizer) return null("optimizer");
+    FRUGAL_TRY(check_optimizer(*optimizer));
+    return t->engine->set_optimizer(*t, first_step, *optimizer);
+  });
+}
+
+int32_t frugal_memory_needed(const frugal_config* engine_config,
+                             const frugal_table_config* table_config, uint64_t cache_rows,
+                             frugal_memory* memory_out) {
+  return guard([&]() -> Status {
+    if (!table_config) return null("table_config");
+    if (!memory_out) return null("memory_out");
+    frugal_config c = FRUGAL_CONFIG_INIT;
+    if (engine_config) {
+      FRUGAL_TRY(check_size(engine_config, "frugal_config"));
+      c = *engine_config;
+    }
+    FRUGAL_TRY(check_config(c));
+    FRUGAL_TRY(check_table(*table_config, false));
+    RowLayout l = RowLayout::of(table_config->dim, table_config->optimizer.kind);
+    auto slabs = [&](size_t stride) {
+      uint64_t slab = SlabArray::slab_bytes(table_config->rows, stride);
+      return stride ? (table_config->rows * stride + slab - 1) / slab * slab : 0;
+    };
+    frugal_memory m;
+    std::memset(&m, 0, sizeof m);
+    m.values = slabs(l.value_stride * 4);
+    m.state = slabs(l.state_stride * 4);
+    if (table_config->key_space == FRUGAL_HASHED)
+      m.index = slabs(8) + slabs(1) + KeyIndex::bytes_for(table_config->rows);
+    else if (table_config->flags & FRUGAL_TABLE_LAZY)
+      m.index = slabs(1);
+    if (c.flush_mode != FRUGAL_FLUSH_AT_ONCE && c.flush_mode != FRUGAL_FLUSH_WRITE_THROUGH)
+      m.window = table_config->rows * 4;
+    m.cache = cache_rows * RowCache::line_bytes(l);
+    m.total = m.values + m.state + m.index + m.window + m.cache;
+    *memory_out = m;
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
+                   float* rows_out, size_t row_stride, uint8_t* found_out) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!keys && count) return null("keys");
+    if (!rows_out && count) return null("rows_out");
+    if (flags & ~FRUGAL_WITH_STATE)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+    return t->engine->get(*t, keys, count, flags, rows_out, row_stride, found_out);
+  });
+}
+
+int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
+                   const float* rows, size_t row_stride) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!keys && count) return null("keys");
+    if (!rows && count) return null("rows");
+    if (flags & ~FRUGAL_WITH_STATE)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+    return t->engine->put(*t, keys, count, flags, rows, row_stride);
+  });
+}
+
+int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
+                      uint64_t* deleted_out) {
+  return guard([&]() -> Status {
+    TableRef t;
+    FRUGAL_TRY(acquire(table, &t));
+    if (!keys && count) return null("keys");
+    return t->engine->remove(*t, keys, count, deleted_out);
+  });
+}
+
+int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config* config,
+                              frugal_trainer** trainer_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!config) return null("config");
+    if (!trainer_out) return null("trainer_out");
+    FRUGAL_TRY(check_size(config, "frugal_trainer_config"));
+    if (config->flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", config->flags);
+    if (config->rank >= e->config().world_size)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: world_size is %u", config->rank,
+                  e->config().world_size);
+    if (!(config->cache_ratio >= 0 && config->cache_ratio <= 1))
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "cache_ratio must lie in [0, 1]");
+    if (config->device && std::strcmp(config->device, "cpu") != 0) {
+      if (std::strncmp(config->device, "cuda", 4) == 0)
+        return fail(FRUGAL_ERR_UNSUPPORTED, "device '%s': this build has the cpu device only",
+                    config->device);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: \"cpu\"", config->device);
+    }
+    TrainerRef trainer;
+    FRUGAL_TRY(e->create_trainer(*config, &trainer));
+    *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_trainer_close(frugal_trainer* trainer) {
+  return guard([&]() -> Status {
+    if (!trainer) return FRUGAL_OK;
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    if (!handle_remove(HandleKind::kTrainer, number(trainer)))
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+    return t->engine->close_trainer(t);
+  });
+}
+
+int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op* ops,
+                        size_t op_count, frugal_batch** batch_out) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    FRUGAL_TRY(check_ops(ops, op_count));
+    uint64_t handle = 0;
+    FRUGAL_TRY(t->engine->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle));
+    if (batch_out) *batch_out = reinterpret_cast<frugal_batch*>(handle);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    auto b = std::static_pointer_cast<Batch>(handle_get(HandleKind::kBatch, number(batch)));
+    if (!b)
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is %s",
+                  batch ? "closed: its step has ended, or it was cancelled" : "NULL");
+    return t->engine->cancel(*t, b);
+  });
+}
+
+int32_t frugal_step_begin(frugal_trainer* trainer, uint64_t step, int64_t timeout_ms) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    return t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms));
+  });
+}
+
+int32_t frugal_lookup(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    FRUGAL_TRY(check_ops(ops, op_count));
+    return t->engine->lookup(*t, ops, op_count);
+  });
+}
+
+int32_t frugal_push_grad(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    FRUGAL_TRY(check_ops(ops, op_count));
+    return t->engine->push(*t, ops, op_count);
+  });
+}
+
+int32_t frugal_borrow(frugal_trainer* trainer, size_t bytes, void** memory_out) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    if (!memory_out) return null("memory_out");
+    return t->engine->borrow(*t, bytes, memory_out);
+  });
+}
+
+int32_t frugal_step_end(frugal_trainer* trainer, uint64_t step, uint32_t flags) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    return t->engine->step_end(*t, step, flags);
+  });
+}
+
+int32_t frugal_step_abort(frugal_trainer* trainer) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    return t->engine->abort_call(*t);
+  });
+}
+
+int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const frugal_op* ops,
+                    size_t op_count, int64_t timeout_ms) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    TrainerRef t;
+    if (trainer) {
+      FRUGAL_TRY(acquire(trainer, &t));
+      if (t->engine != e)
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
+    }
+    FRUGAL_TRY(check_ops(ops, op_count));
+    return e->read(t.get(), ops, op_count, e->deadline(timeout_ms));
+  });
+}
+
+int32_t frugal_get_stats(const frugal_engine* engine, frugal_stats* stats_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!stats_out) return null("stats_out");
+    FRUGAL_TRY(check_size(stats_out, "frugal_stats"));
+    e->stats(stats_out);
+    return FRUGAL_OK;
+  });
+}
+
+}  // extern "C"

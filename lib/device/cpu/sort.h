@@ -1,0 +1,35 @@
+// Duplicate removal: a stable radix sort of (slot, position) pairs, and its list of distinct slots.
+//
+// What: the sorted pairs are all that the update of a step needs: runs of equal slots, positions
+// ascending within a run, rows in the order in which they lie in memory.
+// Invariants: stable; padding (0xffffffff) is left out; nothing is allocated: the caller gives two
+// buffers of n pairs, of which one holds the result.
+// Callers: the engine when keys of a step have been resolved; one thread a list.
+#ifndef FRUGAL_DEVICE_CPU_SORT_H_
+#define FRUGAL_DEVICE_CPU_SORT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace frugal::device {
+
+struct SortedPairs {
+  uint64_t* pairs;  // `a` or `b` of sort_pairs
+  size_t count;     // pairs that are not padding
+};
+
+// Sorts slot << 32 | (first_position + i) for i in 0 .. n - 1 by slot, stable, without padding.
+// Slots that are not padding are < `rows`. n + first_position <= 2^32. `a` and `b` each have room
+// for n pairs. Uses about 33 KiB of stack.
+SortedPairs sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
+                       uint64_t* a, uint64_t* b);
+
+// The distinct slots of sorted pairs: slots_out[i] and start_out[i], the index of its first pair,
+// both with room for `count` (start_out: count + 1); start_out[result] = count. Returns their
+// number.
+size_t distinct_slots(const uint64_t* pairs, size_t count, uint32_t* slots_out,
+                      uint32_t* start_out);
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_CPU_SORT_H_

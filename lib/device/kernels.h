@@ -1,0 +1,149 @@
+// The kernels of the cpu device: everything that moves or computes rows in bulk.
+//
+// What: a table of function pointers, filled for the widest instruction set that the machine has.
+// Invariants: all instruction sets give the same bits, those of docs/arithmetic.md. Kernels are
+// re-entrant, allocate nothing, take no locks and report no errors: their arguments are checked
+// before. They compute in the default floating-point environment (base/fpenv.h), which the caller
+// sets. Pointers need the alignment of their type only; rows, state and sums should be aligned to
+// 64 bytes for speed.
+// Callers: the engine, with chunks of some hundred to some ten thousand rows; initializers; caches.
+#ifndef FRUGAL_DEVICE_KERNELS_H_
+#define FRUGAL_DEVICE_KERNELS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "arith/init.h"
+#include "arith/optimizer.h"
+
+namespace frugal::device {
+
+// Slots that are no rows; a table has fewer than 2^32 - 2.
+inline constexpr uint32_t kPaddingSlot = 0xffffffffu;  // reads as zeros, is no term of a bag
+inline constexpr uint32_t kMissingSlot = 0xfffffffeu;  // reads as zeros, counts as a term of zeros
+
+// The rows of a table, or of a cache. State columns of row r start at state + r * state_stride
+// and state + r * state_stride + state_second.
+struct RowsRef {
+  float* values;
+  size_t value_stride;  // floats from row to row
+  float* state;         // NULL for optimizers without state
+  size_t state_stride;  // floats from row to row
+  size_t state_second;  // floats from the first state column to the second
+  uint32_t dim;
+};
+
+// Where the gradient of a position comes from.
+struct GradSource {
+  const float* grads;    // gradient rows, of positions or of bags
+  size_t stride;         // bytes from row to row
+  const uint32_t* bag;   // position -> gradient row; NULL: the position itself
+  const float* factor;   // per position: multiplies the gradient; or NULL
+  const float* divisor;  // per gradient row: divides the gradient (mean pooling); or NULL
+};
+
+// One push of a table within a step of one rank: its occurrences sorted by (slot, position).
+struct FoldSegment {
+  const uint64_t* pairs;   // slot << 32 | position
+  const uint32_t* slots;   // distinct slots, ascending
+  const uint32_t* start;   // slots[i] has the pairs start[i] .. start[i + 1] - 1
+  size_t count;            // distinct slots
+  GradSource source;
+};
+
+struct Kernels {
+  const char* name;  // "baseline", "avx2", "avx512"
+
+  // --- Reading rows ---------------------------------------------------------------------------
+
+  // out row i = row slots[i]; zeros for kPaddingSlot and kMissingSlot. `out_stride` is in bytes, a
+  // multiple of 4 and at least dim * 4. With `streaming` the stores go past the caches where
+  // alignment allows it: right for outputs that are larger than the caches (about 1 MiB and more).
+  void (*gather)(const RowsRef& rows, const uint32_t* slots, size_t n, float* out,
+                 size_t out_stride, bool streaming);
+  // The same from pointers; NULL is zeros.
+  void (*gather_pointers)(const float* const* rows, size_t n, uint32_t dim, float* out,
+                          size_t out_stride, bool streaming);
+
+  // Pooled lookup of bags first .. last - 1; bag b has the keys offsets[b] .. offsets[b + 1] - 1 and
+  // goes to out + b * out_stride bytes. `weights` (one a key) or NULL; `mean` divides by the number
+  // of terms. kPaddingSlot is no term.
+  void (*pool)(const RowsRef& rows, const uint32_t* slots, const uint64_t* offsets, size_t first,
+               size_t last, const float* weights, bool mean, float* out, size_t out_stride);
+  // The same from pointers, one a key. NULL is padding, that is no term; a missing row is given as
+  // a pointer to zeros.
+  void (*pool_pointers)(const float* const* rows, uint32_t dim, const uint64_t* offsets,
+                        size_t first, size_t last, const float* weights, bool mean, float* out,
+                        size_t out_stride);
+
+  // out[i] = sum16(row slots[i] * gradient of position i), canonical; 0 for padding. Of `source`
+  // only grads, stride and bag count.
+  void (*weight_grads)(const RowsRef& rows, const uint32_t* slots, size_t n,
+                       const GradSource& source, float* out);
+  void (*weight_grads_pointers)(const float* const* rows, size_t n, uint32_t dim,
+                                const GradSource& source, float* out);
+
+  // --- Summing the gradients of one rank ------------------------------------------------------
+
+  // Distinct rows first .. last - 1 of a sorted list: out + i * out_stride (floats) = fold32 over
+  // the pairs start[i] .. start[i + 1] - 1. Returns true if one of the terms is a NaN. `streaming`
+  // as for gather: right for sums that are not read soon.
+  bool (*reduce)(const uint64_t* pairs, const uint32_t* start, size_t first, size_t last,
+                 uint32_t dim, const GradSource& source, float* out, size_t out_stride,
+                 bool streaming);
+  // The same over several pushes: for i in first .. last - 1, out row i = fold32 over the
+  // occurrences of slots[i] in segments 0 .. k - 1, in this order. Each slots[i] occurs in at least
+  // one segment; slots ascend. `cursors` is scratch for k values.
+  bool (*reduce_segments)(const FoldSegment* segments, size_t k, const uint32_t* slots,
+                          size_t first, size_t last, uint32_t dim, size_t* cursors, float* out,
+                          size_t out_stride);
+  // True if a gradient row has a NaN, for positions (rows of grads) 0 .. n - 1; `stride` in bytes.
+  bool (*has_nan)(const float* grads, size_t n, uint32_t dim, size_t stride);
+
+  // --- Updating rows --------------------------------------------------------------------------
+  // All of docs/arithmetic.md, section 3, for rows that no other thread touches meanwhile. Slots of
+  // a call are distinct; ascending order is fastest. Each returns the number of touched rows, which
+  // is n unless the NaN policy skips some.
+
+  // Row slots[i] with the gradient sums + i * sums_stride (floats).
+  size_t (*apply)(const RowsRef& rows, const arith::StepScalars& step, const uint32_t* slots,
+                  size_t n, const float* sums, size_t sums_stride);
+  // Row slots[index[i]] with the gradient sums + index[i] * sums_stride.
+  size_t (*apply_indexed)(const RowsRef& rows, const arith::StepScalars& step,
+                          const uint32_t* slots, const uint32_t* index, size_t n,
+                          const float* sums, size_t sums_stride);
+  // Row slots[i] with the serial sum of terms[term_start[i]] .. terms[term_start[i + 1] - 1], the
+  // rank sums in ascending rank order, at least one a row.
+  size_t (*apply_terms)(const RowsRef& rows, const arith::StepScalars& step,
+                        const uint32_t* slots, size_t n, const float* const* terms,
+                        const uint32_t* term_start);
+  // Reduce and apply in one pass: row slots[i] for i in first .. last - 1 of a sorted list, slots
+  // and start as sort.h makes them.
+  size_t (*apply_fused)(const RowsRef& rows, const arith::StepScalars& step,
+                        const uint64_t* pairs, const uint32_t* slots, const uint32_t* start,
+                        size_t first, size_t last, const GradSource& source);
+  // apply_fused for the distinct rows index[0 .. n - 1] of the sorted list.
+  size_t (*apply_fused_indexed)(const RowsRef& rows, const arith::StepScalars& step,
+                                const uint64_t* pairs, const uint32_t* slots,
+                                const uint32_t* start, const uint32_t* index, size_t n,
+                                const GradSource& source);
+
+  // --- Making rows ----------------------------------------------------------------------------
+
+  // Fills row i (i in 0 .. n - 1) with the initial values and state of its key. The row is
+  // slots[i], or first_slot + i if slots is NULL; the key keys[i], or first_key + i if keys is NULL.
+  void (*initialize)(const RowsRef& rows, const arith::InitSpec& spec, const uint64_t* keys,
+                     uint64_t first_key, const uint32_t* slots, uint32_t first_slot, size_t n);
+  // Replaces each NaN by the canonical one.
+  void (*canonicalize)(float* values, size_t n);
+};
+
+// The kernels for this machine.
+const Kernels& kernels();
+
+// The kernels of one instruction set; NULL if this build or machine does not have it.
+const Kernels* kernels_isa(const char* name);
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_KERNELS_H_

@@ -1,0 +1,594 @@
+// Lookup and push: the data path.
+#include <algorithm>
+#include <cstring>
+
+#include "arith/fold.h"
+#include "base/fpenv.h"
+#include "base/handles.h"
+#include "engine/wait.h"
+
+namespace frugal {
+namespace {
+
+constexpr size_t kGatherRows = 4096;   // rows of a chunk
+constexpr size_t kReduceRows = 2048;
+constexpr size_t kParallelBytes = 256 << 10;  // below, sharing costs more than it saves
+// Outputs of this size live beyond the caches anyway: write them past.
+constexpr size_t kStreamBytes = size_t{24} << 20;
+
+}  // namespace
+
+// --- Checking ------------------------------------------------------------------------------------
+
+Status Engine::op_table(const frugal_op& op, TableRef* out) const {
+  if (op.struct_size != sizeof(frugal_op))
+    return fail(FRUGAL_ERR_STRUCT_SIZE, "frugal_op.struct_size is %zu, expected %zu: use "
+                "FRUGAL_OP_INIT", op.struct_size, sizeof(frugal_op));
+  auto table = std::static_pointer_cast<Table>(
+      handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(op.table)));
+  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table");
+  if (table->engine.get() != this)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine",
+                table->name.c_str());
+  *out = std::move(table);
+  return FRUGAL_OK;
+}
+
+Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Use use) const {
+  auto bad = [&](const char* what) {
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table '%s': %s", table.name.c_str(), what);
+  };
+  if (op.flags & ~FRUGAL_OP_PADDING)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in frugal_op", op.flags);
+  if (op.reserved) return bad("frugal_op.reserved is not 0");
+  if (keys >= UINT32_MAX) return bad("more than 2^32 - 2 keys in one op");
+  if (!op.keys && op.count && !op.batch) return bad("keys is NULL but count is not 0");
+  if (use == Use::kDeclare) return FRUGAL_OK;
+  if (op.pooling < FRUGAL_POOL_NONE || op.pooling > FRUGAL_POOL_MEAN) return bad("unknown pooling");
+  size_t rows = keys;
+  if (op.pooling != FRUGAL_POOL_NONE) {
+    rows = op.bags;
+    if (!op.offsets) return bad("pooling needs offsets");
+    if (op.bags >= UINT32_MAX) return bad("more than 2^32 - 2 bags in one op");
+    if (op.offsets[0] != 0) return bad("offsets[0] must be 0");
+    for (size_t b = 0; b < op.bags; ++b)
+      if (op.offsets[b] > op.offsets[b + 1]) return bad("offsets must not decrease");
+    if (op.offsets[op.bags] != keys) return bad("the last offset must be the number of keys");
+    if (op.weights && op.pooling != FRUGAL_POOL_SUM) return bad("weights need FRUGAL_POOL_SUM");
+  } else if (op.weights) {
+    return bad("weights need FRUGAL_POOL_SUM");
+  }
+  if (op.weight_grads_out && !op.weights) return bad("weight_grads_out needs weights");
+  const size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
+  if (op.row_stride && (op.row_stride < row_bytes || op.row_stride % sizeof(float)))
+    return bad("row_stride must be 0, or a multiple of 4 that holds a row");
+  if (use == Use::kPush) {
+    if (rows && !op.grads) return bad("grads is NULL");
+  } else if (rows && !op.rows_out) {
+    return bad("rows_out is NULL");
+  }
+  return FRUGAL_OK;
+}
+
+// Finds the declaration that an op names by its batch, or by its keys.
+Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, Access* out) {
+  FRUGAL_TRY(op_table(op, &out->table));
+  bool padded = op.flags & FRUGAL_OP_PADDING;
+  auto same_padding = [&](const Part& p) {
+    return p.has_padding == padded && (!padded || p.padding == op.padding_key);
+  };
+  size_t keys = op.count;
+  if (op.batch) {
+    auto batch = std::static_pointer_cast<Batch>(
+        handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op.batch)));
+    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+    if (batch->rank != t.rank || batch->step != t.step)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "the batch was declared for step %llu of rank %u; this is step %llu of rank %u",
+                  static_cast<unsigned long long>(batch->step), batch->rank,
+                  static_cast<unsigned long long>(t.step), t.rank);
+    if (op.part >= batch->parts.size())
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u: the batch has %zu", op.part,
+                  batch->parts.size());
+    if (batch->tables[op.part] != out->table)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u of the batch is of table '%s'", op.part,
+                  batch->tables[op.part]->name.c_str());
+    const PartRef& p = batch->parts[op.part];
+    if (!op.keys) {
+      keys = p->n;
+      if (padded && !same_padding(*p))
+        return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                    "the padding key differs from the declared one; give the keys too");
+      out->part = p;
+      out->whole = p->resolved();
+    } else if (p->resolved() && same_padding(*p) && p->same_keys(op.keys, op.count)) {
+      out->part = p;
+      out->whole = true;
+    }
+  } else if (op.count) {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto at = batches_.find(t.step);
+    if (at != batches_.end())
+      for (const BatchRef& b : at->second) {
+        if (b->rank != t.rank || out->whole) continue;
+        for (size_t i = 0; i < b->parts.size(); ++i) {
+          const PartRef& p = b->parts[i];
+          if (b->tables[i] == out->table && p->resolved() && same_padding(*p) &&
+              p->same_keys(op.keys, op.count)) {
+            out->part = p;
+            out->whole = true;
+            break;
+          }
+        }
+      }
+  }
+  FRUGAL_TRY(check_op(op, *out->table, keys, use));
+  if (!out->whole && op.keys)
+    FRUGAL_TRY(out->table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
+  return FRUGAL_OK;
+}
+
+// Makes sure that the rows exist and their slots are known. `sorted`: with duplicates removed too.
+Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool sorted,
+                              Vector<CreatedRows>* created) {
+  Rows& rows = a->table->rows;
+  CreatedRows fresh_rows;
+  fresh_rows.table = a->table;
+  Status status = FRUGAL_OK;
+  if (a->whole) {
+    // Declared rows may be reserved only; training use creates them.
+    if (rows.has_reserved())
+      rows.create_reserved(a->part->row_slots(), a->part->distinct, &fresh_rows.slots);
+  } else {
+    PartRef part = make_part();
+    part->step = t.step;
+    part->rank = t.rank;
+    const uint64_t* keys = op.keys;
+    size_t n = op.count;
+    bool padded = op.flags & FRUGAL_OP_PADDING;
+    uint64_t padding = op.padding_key;
+    if (!keys && a->part) {
+      // A declaration that could not be resolved ahead.
+      keys = a->part->keys.as<uint64_t>();
+      n = a->part->n;
+      padded = a->part->has_padding;
+      padding = a->part->padding;
+    }
+    counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
+    if (sorted) {
+      FRUGAL_TRY(part->take_keys(pool_, keys, n, padded, padding));
+      status = part->resolve(pool_, rows, Rows::Missing::kCreate, &fresh_rows.slots);
+    } else {
+      part->n = n;
+      FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &part->slots));
+      status = rows.resolve(keys, n, padded ? &padding : nullptr, Rows::Missing::kCreate,
+                            part->slots.as<uint32_t>(), &fresh_rows.slots);
+    }
+    a->part = std::move(part);
+  }
+  if (!fresh_rows.slots.empty()) created->push_back(std::move(fresh_rows));
+  return status;
+}
+
+// Undeclared rows: their pending updates become urgent, and are waited for.
+Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
+                     Deadline deadline) {
+  Status s = FRUGAL_OK;
+  if (apply_jobs_.load())
+    s = wait(deadline, t, [&] { return apply_jobs_.load() == 0; },
+             [&] { return run_jobs(true); });
+  if (s == FRUGAL_OK && table.window.opened() && table.window.any_pending()) {
+    uint64_t before = step;
+    if (step != UINT64_MAX)
+      before = config_.staleness >= step ? 0 : step - config_.staleness;
+    if (table.window.force(slots, n, before)) {
+      counters_.lookup_waits.fetch_add(1, std::memory_order_relaxed);
+      uint64_t base;
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        base = to_commit();
+      }
+      s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
+               [&] { return flush_rows(base); });
+    }
+  }
+  if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborted(*t);
+  if (s == FRUGAL_ERR_TIMEOUT)
+    return fail(s, "undeclared keys of table '%s' waited for their pending updates; call again",
+                table.name.c_str());
+  return s;
+}
+
+// --- Lookup --------------------------------------------------------------------------------------
+
+namespace {
+
+struct GatherContext {
+  const Rows* rows;
+  const RowCache* cache;
+  const uint32_t* slots;
+  const float* const* pointers;
+  const frugal_op* op;
+  size_t n, stride, chunk;
+  bool streaming;
+  Counters* counters;
+};
+
+void gather_chunk(void* context, size_t i) {
+  const auto& c = *static_cast<GatherContext*>(context);
+  const device::Kernels& k = device::kernels();
+  size_t from = i * c.chunk, n = std::min(c.chunk, c.n - from);
+  float* out = reinterpret_cast<float*>(reinterpret_cast<char*>(c.op->rows_out) + from * c.stride);
+  if (c.pointers)
+    k.gather_pointers(c.pointers + from, n, c.rows->layout().dim, out, c.stride, c.streaming);
+  else
+    k.gather(c.rows->ref(), c.slots + from, n, out, c.stride, c.streaming);
+}
+
+void pool_chunk(void* context, size_t i) {
+  const auto& c = *static_cast<GatherContext*>(context);
+  const device::Kernels& k = device::kernels();
+  size_t from = i * c.chunk, to = std::min(from + c.chunk, c.op->bags);
+  bool mean = c.op->pooling == FRUGAL_POOL_MEAN;
+  if (c.pointers)
+    k.pool_pointers(c.pointers, c.rows->layout().dim, c.op->offsets, from, to, c.op->weights, mean,
+                    c.op->rows_out, c.stride);
+  else
+    k.pool(c.rows->ref(), c.slots, c.op->offsets, from, to, c.op->weights, mean, c.op->rows_out,
+           c.stride);
+}
+
+}  // namespace
+
+// Where each key's row is to be read: the trainer's cache, the host row, or (staleness) a copy made
+// under the row's lock. Empty `pointers`: all in the host rows.
+Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
+                      Buffer* pointers, Buffer* copies) {
+  RowCache* cache = nullptr;
+  if (t && t->has_cache.load()) {
+    auto at = t->caches.find(&table);
+    if (at != t->caches.end()) cache = at->second.cache.get();
+  }
+  if (!cache && !stale()) return FRUGAL_OK;
+  static const float* const zeros = static_cast<const float*>(std::calloc(65536, sizeof(float)));
+  FRUGAL_TRY(pool_.get(n * sizeof(float*), pointers));
+  const float** p = pointers->as<const float*>();
+  size_t row_floats = table.rows.layout().value_stride;
+  if (stale()) FRUGAL_TRY(pool_.get(n * row_floats * sizeof(float), copies));
+  uint64_t hits = 0, misses = 0;
+  for (size_t i = 0; i < n; ++i) {
+    uint32_t s = slots[i];
+    if (s == kNoSlot) {
+      p[i] = nullptr;
+      continue;
+    }
+    if (s == kMissingSlot) {
+      p[i] = zeros;
+      continue;
+    }
+    uint32_t line = cache ? cache->find(s) : RowCache::kNone;
+    if (line != RowCache::kNone) {
+      ++hits;
+      p[i] = cache->values(line);
+      continue;
+    }
+    ++misses;
+    p[i] = table.rows.values(s);
+    if (stale()) {
+      float* copy = copies->as<float>() + i * row_floats;
+      std::lock_guard<std::mutex> lock(stripe(table, s));
+      std::memcpy(copy, p[i], table.rows.layout().dim * sizeof(float));
+      p[i] = copy;
+    }
+  }
+  if (cache) {
+    counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
+    counters_.cache_misses.fetch_add(misses, std::memory_order_relaxed);
+  }
+  return FRUGAL_OK;
+}
+
+Status Engine::gather(Trainer* t, Table& table, const uint32_t* slots, size_t n,
+                      const frugal_op& op) {
+  Buffer pointers, copies;
+  FRUGAL_TRY(locate(t, table, slots, n, &pointers, &copies));
+  GatherContext c{};
+  c.rows = &table.rows;
+  c.slots = slots;
+  c.pointers = pointers.as<const float*>();
+  c.op = &op;
+  c.n = n;
+  size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
+  c.stride = op.row_stride ? op.row_stride : row_bytes;
+  c.streaming = n * row_bytes >= kStreamBytes;
+  bool pooled = op.pooling != FRUGAL_POOL_NONE;
+  size_t items = pooled ? op.bags : n;
+  // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
+  c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
+  if (pooled && n) c.chunk = std::max<size_t>(1, c.chunk * std::max<size_t>(1, op.bags) / n);
+  size_t chunks = (items + c.chunk - 1) / c.chunk;
+  if (n * row_bytes < kParallelBytes) {
+    c.chunk = std::max<size_t>(items, 1);
+    chunks = items ? 1 : 0;
+  }
+  parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
+  return FRUGAL_OK;
+}
+
+Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
+  Timed timed(counters_.lookup_ns);
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  FRUGAL_TRY(inside(t));
+  Vector<Access> accesses(n);
+  for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, &accesses[i]));
+  Vector<CreatedRows> created;
+  for (size_t i = 0; i < n; ++i) {
+    Status s = resolve_access(t, ops[i], &accesses[i], false, &created);
+    if (s != FRUGAL_OK) {
+      frugal_error e;
+      last_error(&e);
+      std::string message = e.message;
+      undo_rows(created);
+      return fail(s, "%s", message.c_str());
+    }
+  }
+  for (CreatedRows& c : created) t.created.push_back(std::move(c));
+  uint64_t keys = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const Access& a = accesses[i];
+    const uint32_t* slots = a.part->slots.as<uint32_t>();
+    size_t count = a.part->n;
+    keys += count;
+    if (!a.whole)
+      FRUGAL_TRY(fresh(&t, *a.table, slots, count, t.step, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+    if (stale()) {
+      Vector<uint32_t> behind;
+      if (a.table->window.opened()) a.table->window.collect_pending(slots, count, &behind);
+      counters_.stale_reads.fetch_add(behind.size(), std::memory_order_relaxed);
+    }
+    FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
+  }
+  counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
+  return FRUGAL_OK;
+}
+
+// --- Push ----------------------------------------------------------------------------------------
+
+namespace {
+
+struct ReduceContext {
+  const Part* part;
+  uint32_t dim;
+  device::GradSource source;
+  float* sums;
+  size_t stride;
+  size_t chunk;
+  const PushState::Heavy* heavy;  // rows with more than a run of occurrences, ascending
+  size_t heavies;
+  float* runs;
+  bool streaming;
+  std::atomic<bool> nan{false};
+};
+
+// Sums the gradients of a chunk of distinct rows. Of rows with several runs the run sums are kept,
+// so that a later push of the step can go on with the fold.
+void reduce_chunk(void* context, size_t i) {
+  auto& c = *static_cast<ReduceContext*>(context);
+  const device::Kernels& k = device::kernels();
+  const uint64_t* pairs = c.part->pairs.as<uint64_t>();
+  const uint32_t* start = c.part->row_start();
+  size_t at = i * c.chunk, end = std::min(at + c.chunk, c.part->distinct);
+  const PushState::Heavy* h =
+      std::lower_bound(c.heavy, c.heavy + c.heavies, at,
+                       [](const PushState::Heavy& x, size_t row) { return x.row < row; });
+  const PushState::Heavy* last = c.heavy + c.heavies;
+  bool nan = false;
+  while (at < end) {
+    size_t stop = h != last && h->row < end ? h->row : end;
+    if (at < stop)
+      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums + at * c.stride, c.stride,
+                      c.streaming);
+    at = stop;
+    if (at == end) break;
+    // Each run of 32 as if it were a row of its own, then the runs pairwise.
+    uint32_t first = start[at], n = start[at + 1] - first;
+    uint32_t runs = (n + arith::kFoldRun - 1) / arith::kFoldRun;
+    float* to = c.runs + size_t{h->first_run} * c.dim;
+    uint32_t cuts[65];
+    for (uint32_t r = 0; r < runs; r += 64) {
+      uint32_t m = std::min<uint32_t>(64, runs - r);
+      for (uint32_t q = 0; q <= m; ++q)
+        cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
+      nan |= k.reduce(pairs, cuts, 0, m, c.dim, c.source, to + size_t{r} * c.dim, c.dim, false);
+    }
+    static thread_local Vector<float> scratch;
+    scratch.assign(to, to + size_t{runs} * c.dim);
+    combine_runs(scratch.data(), runs, c.dim);
+    std::copy_n(scratch.data(), c.dim, c.sums + at * c.stride);
+    ++h;
+    ++at;
+  }
+  if (nan) c.nan.store(true, std::memory_order_relaxed);
+}
+
+// Gradients of single keys, for a push that is not the first of its table in the step.
+void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
+  for (size_t i = 0; i < n; ++i) {
+    size_t row = s.bag ? s.bag[i] : i;
+    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(s.grads) + row * s.stride);
+    float* to = out + i * dim;
+    for (uint32_t d = 0; d < dim; ++d) {
+      float x = g[d];
+      if (s.factor) x = s.factor[i] * x;
+      if (s.divisor) x = x / s.divisor[row];
+      to[d] = x;
+    }
+  }
+}
+
+}  // namespace
+
+Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushState* state) {
+  const Part& part = *a.part;
+  const RowLayout& layout = a.table->rows.layout();
+  device::GradSource source{};
+  source.grads = op.grads;
+  source.stride = op.row_stride ? op.row_stride : layout.dim * sizeof(float);
+  Buffer bag, divisor;
+  const uint32_t* slots = part.slots.as<uint32_t>();
+  if (op.pooling != FRUGAL_POOL_NONE) {
+    FRUGAL_TRY(pool_.get(part.n * sizeof(uint32_t), &bag));
+    uint32_t* of = bag.as<uint32_t>();
+    for (size_t b = 0; b < op.bags; ++b)
+      std::fill(of + op.offsets[b], of + op.offsets[b + 1], static_cast<uint32_t>(b));
+    source.bag = of;
+    source.factor = op.weights;
+    if (op.pooling == FRUGAL_POOL_MEAN) {
+      FRUGAL_TRY(pool_.get(op.bags * sizeof(float), &divisor));
+      float* d = divisor.as<float>();
+      for (size_t b = 0; b < op.bags; ++b) {
+        uint64_t terms = 0;
+        for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
+        d[b] = static_cast<float>(terms);
+      }
+      source.divisor = d;
+    }
+    if (op.weight_grads_out && part.n) {
+      if (!a.whole)
+        FRUGAL_TRY(fresh(&t, *a.table, slots, part.n, t.step, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+      Buffer pointers, copies;
+      FRUGAL_TRY(locate(&t, *a.table, slots, part.n, &pointers, &copies));
+      device::GradSource plain = source;
+      plain.factor = nullptr;
+      plain.divisor = nullptr;
+      if (pointers)
+        device::kernels().weight_grads_pointers(pointers.as<const float*>(), part.n, layout.dim,
+                                                plain, op.weight_grads_out);
+      else
+        device::kernels().weight_grads(a.table->rows.ref(), slots, part.n, plain,
+                                       op.weight_grads_out);
+    }
+  }
+  const bool reject = a.table->config.nan_policy == FRUGAL_NAN_REJECT;
+  auto nan_found = [&] {
+    return fail(FRUGAL_ERR_NAN,
+                "a gradient for table '%s' has a NaN; nothing of the call was taken (nan_policy "
+                "skip or accept would take it)",
+                a.table->name.c_str());
+  };
+  if (state->table) {
+    PushState::Tail tail;
+    FRUGAL_TRY(pool_.get(part.n * layout.dim * sizeof(float), &tail.grads));
+    expand(source, part.n, layout.dim, tail.grads.as<float>());
+    if (reject)
+      for (size_t i = 0; i < part.n; ++i)
+        if (slots[i] != kNoSlot &&
+            device::kernels().has_nan(tail.grads.as<float>() + i * layout.dim, 1, layout.dim,
+                                      layout.dim * sizeof(float)))
+          return nan_found();
+    tail.part = a.part;
+    state->tail.push_back(std::move(tail));
+    return FRUGAL_OK;
+  }
+  Handover& h = state->first;
+  h.rank = t.rank;
+  h.part = a.part;
+  h.whole = a.whole;
+  h.stride = layout.value_stride;
+  FRUGAL_TRY(pool_.get(part.distinct * h.stride * sizeof(float), &h.sums));
+  uint32_t runs = 0;
+  const uint32_t* start = part.row_start();
+  if (part.occurrences > part.distinct + arith::kFoldRun - 1)
+    for (size_t i = 0; i < part.distinct; ++i) {
+      uint32_t n = start[i + 1] - start[i];
+      if (n <= arith::kFoldRun) continue;
+      state->heavy.push_back({static_cast<uint32_t>(i), runs});
+      runs += (n + arith::kFoldRun - 1) / arith::kFoldRun;
+    }
+  FRUGAL_TRY(pool_.get(size_t{runs} * layout.dim * sizeof(float), &state->runs));
+  ReduceContext c{};
+  c.part = &part;
+  c.dim = layout.dim;
+  c.source = source;
+  c.sums = h.sums.as<float>();
+  c.stride = h.stride;
+  c.heavy = state->heavy.data();
+  c.heavies = state->heavy.size();
+  c.runs = state->runs.as<float>();
+  // Sums that wait for their turn leave the caches alone; those that are used at once stay there.
+  c.streaming = deferred_now_.load(std::memory_order_relaxed);
+  size_t bytes = part.occurrences * layout.dim * sizeof(float);
+  c.chunk = bytes < kParallelBytes
+                ? std::max<size_t>(part.distinct, 1)
+                : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, layout.dim));
+  parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c);
+  if (reject && c.nan.load()) return nan_found();
+  state->table = a.table;
+  return FRUGAL_OK;
+}
+
+Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
+  Timed timed(counters_.push_ns);
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  FRUGAL_TRY(inside(t));
+  Vector<Access> accesses(n);
+  for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
+  Vector<CreatedRows> created;
+  // What a failure takes back: new states are dropped, older ones lose the tails of this call.
+  std::map<const Table*, PushState> fresh_states;
+  std::map<const Table*, size_t> tails;
+  Status status = FRUGAL_OK;
+  uint64_t keys = 0;
+  for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
+    status = resolve_access(t, ops[i], &accesses[i], true, &created);
+    if (status != FRUGAL_OK) break;
+    const Table* raw = accesses[i].table.get();
+    keys += accesses[i].part->n;
+    auto old = t.pushes.find(raw);
+    PushState* state;
+    if (old != t.pushes.end()) {
+      state = &old->second;
+      tails.emplace(raw, state->tail.size());
+    } else {
+      state = &fresh_states[raw];
+    }
+    status = push_one(t, ops[i], accesses[i], state);
+  }
+  if (status != FRUGAL_OK) {
+    frugal_error e;
+    last_error(&e);
+    std::string message = e.message;
+    for (auto& [raw, size] : tails) t.pushes[raw].tail.resize(size);
+    undo_rows(created);
+    return fail(status, "%s", message.c_str());
+  }
+  for (auto& [raw, state] : fresh_states) t.pushes[raw] = std::move(state);
+  for (CreatedRows& c : created) t.created.push_back(std::move(c));
+  counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
+  return FRUGAL_OK;
+}
+
+Status Engine::inside(Trainer& t) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!t.in_step)
+    return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first",
+                t.rank);
+  return FRUGAL_OK;
+}
+
+Status Engine::borrow(Trainer& t, size_t bytes, void** out) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(inside(t));
+  Buffer b;
+  FRUGAL_TRY(pool_.get(std::max<size_t>(bytes, 64), &b));
+  *out = b.data();
+  t.lent.push_back(std::move(b));
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

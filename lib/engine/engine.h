@@ -1,0 +1,372 @@
+// The engine: the step protocol, and who does which work when.
+//
+// One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. Nothing
+// is done per key under it. Bulk work runs outside: a table's g-entries under the window's lock, key
+// mapping under the rows' lock, row updates under no lock, because at any time one thread alone
+// has claimed a row.
+//
+// A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
+// hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
+// A commit either publishes a job that applies everything at once (workers and gates take chunks),
+// or makes the rows pending in the tables' windows, whence workers and gates take the most urgent.
+//
+// Waiting: progress_ counts events that may open a gate; a waiter looks at its condition, helps
+// with what the condition needs, and sleeps until the count moves. Workers sleep on work_ likewise.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/buffer.h"
+#include "base/heap.h"
+#include "base/status.h"
+#include "base/os.h"
+#include "cache/row_cache.h"
+#include "storage/rows.h"
+#include "window/window.h"
+
+namespace frugal {
+
+class Engine;
+struct Trainer;
+
+constexpr uint64_t kNoStep = UINT64_MAX;
+constexpr uint64_t kMaxAhead = 20;  // how far ranks may run apart when staleness allows it
+
+struct Table : HeapObject {
+  std::shared_ptr<Engine> engine;
+  uint64_t handle = 0;
+  std::string name;
+  frugal_table_config config{};
+  Rows rows;
+  Window window;
+  std::map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
+  Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
+  uint32_t predict_pause = 0;                      // steps without staging ahead
+  std::atomic<bool> dropped{false};
+};
+using TableRef = std::shared_ptr<Table>;
+
+struct Batch : HeapObject {
+  uint64_t step = 0;
+  uint32_t rank = 0;
+  uint64_t handle = 0;
+  bool cancelled = false;
+  Vector<PartRef> parts;
+  Vector<TableRef> tables;
+};
+using BatchRef = std::shared_ptr<Batch>;
+
+// What one rank has pushed for one table in its current step.
+struct PushState {
+  TableRef table;
+  Handover first;
+  // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
+  // occurrences (row index, offset of its first run in `runs`).
+  struct Heavy {
+    uint32_t row;
+    uint32_t first_run;
+  };
+  Vector<Heavy> heavy;
+  Buffer runs;
+  // Later pushes, expanded to a gradient for each key.
+  struct Tail {
+    PartRef part;
+    Buffer grads;
+  };
+  Vector<Tail> tail;
+};
+
+struct CreatedRows {
+  TableRef table;
+  Vector<uint32_t> slots;
+};
+
+struct TrainerTable {
+  TableRef table;
+  std::unique_ptr<RowCache> cache;
+};
+
+struct Trainer : HeapObject {
+  std::shared_ptr<Engine> engine;
+  uint64_t handle = 0;
+  uint32_t rank = 0;
+  uint64_t cache_bytes = 0;
+  double cache_ratio = 0;
+  std::mutex call_mu;  // held by a call of this trainer; taken by an abort to undo its step
+  std::atomic<bool> closing{false};
+  // Guarded by the engine's mu_:
+  bool in_step = false;
+  uint64_t step = kNoStep;       // begun last
+  uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
+  std::atomic<bool> abort_notice{false};  // the next call tells that the step was aborted
+  std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
+  Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
+  Vector<TableRef> backlog_tables;
+  // Guarded by call_mu:
+  std::map<const Table*, PushState> pushes;
+  Vector<CreatedRows> created;
+  Vector<Buffer> lent;
+  std::map<const Table*, TrainerTable> caches;
+  std::atomic<bool> has_cache{false};
+};
+using TrainerRef = std::shared_ptr<Trainer>;
+
+// A parallel loop that workers and waiting trainers share.
+struct Job : HeapObject {
+  void (*run)(void* context, size_t chunk) = nullptr;
+  void* context = nullptr;
+  size_t chunks = 0;
+  std::atomic<size_t> next{0};
+  std::atomic<size_t> done{0};
+  std::shared_ptr<void> keep;  // what the context needs to live
+  bool apply = false;          // a committed step's update: gates wait for it
+  bool exhausted() const { return next.load(std::memory_order_relaxed) >= chunks; }
+  bool finished() const { return done.load(std::memory_order_acquire) == chunks; }
+};
+using JobRef = std::shared_ptr<Job>;
+
+struct PreparedUpdate {
+  TableRef table;
+  UpdateRef update;
+  bool ready = false;
+};
+
+struct StepRecord {
+  bool skip = false;
+  struct TableHandovers {
+    TableRef table;
+    Vector<Handover> ranks;
+  };
+  std::map<const Table*, TableHandovers> handovers;
+  Vector<CreatedRows> created;
+  std::map<const Table*, PreparedUpdate> prepared;
+  bool prepare_scheduled = false;
+};
+
+struct Deadline {
+  uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
+  bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
+};
+
+struct Counters {
+#define FRUGAL_COUNTERS(X)                                                                       \
+  X(steps_committed) X(steps_aborted) X(keys_declared) X(keys_looked_up) X(keys_undeclared)      \
+  X(keys_pushed) X(rows_created) X(rows_updated) X(rows_deferred) X(gate_waits) X(gate_wait_ns)  \
+  X(gate_in_flight) X(lookup_waits) X(back_pressure) X(ranks_apart) X(stale_reads) X(cache_hits) \
+  X(cache_misses) X(cache_admitted) X(cache_evicted) X(cache_evicted_dirty) X(modes_at_once)     \
+  X(modes_deferred) X(lookup_ns) X(push_ns) X(step_begin_ns) X(step_end_ns) X(prefetch_ns)       \
+  X(entry_ns) X(apply_ns) X(pending_bytes_peak)
+#define X(name) std::atomic<uint64_t> name{0};
+  FRUGAL_COUNTERS(X)
+#undef X
+};
+
+// Wall time of a scope, added to a counter.
+class Timed {
+ public:
+  explicit Timed(std::atomic<uint64_t>& counter) : counter_(counter), start_(now_ns()) {}
+  ~Timed() { counter_.fetch_add(now_ns() - start_, std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t>& counter_;
+  uint64_t start_;
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  static void* operator new(size_t bytes) { return heap_alloc(bytes); }
+  static void operator delete(void* p) noexcept { heap_free(p); }
+
+  explicit Engine(const frugal_config& config);
+  ~Engine();
+  Status start();
+  void shutdown();
+
+  // --- tables.cpp
+  Status create_table(const frugal_table_config& config, TableRef* out);
+  Status drop_table(const TableRef& table);
+  TableRef find_table(const char* name);
+  Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);
+  // --- outside.cpp: rows outside steps
+  Status count(Table& table, uint64_t* out);
+  Status keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n);
+  Status get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+             uint8_t* found);
+  Status put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+             size_t stride);
+  Status remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted);
+  Status flush(Deadline deadline);
+  Status read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline);
+  // --- trainers.cpp
+  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out);
+  Status close_trainer(const TrainerRef& trainer);
+  Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                  uint64_t* batch_out);
+  Status cancel(Trainer& t, const BatchRef& batch);
+  // --- steps.cpp
+  Status step_begin(Trainer& t, uint64_t step, Deadline deadline);
+  Status step_end(Trainer& t, uint64_t step, uint32_t flags);
+  Status abort_call(Trainer& t);
+  // --- access.cpp
+  Status lookup(Trainer& t, const frugal_op* ops, size_t n);
+  Status push(Trainer& t, const frugal_op* ops, size_t n);
+  Status borrow(Trainer& t, size_t bytes, void** out);
+
+  enum class Use { kLookup, kPush, kRead, kDeclare };
+
+  Status health() const { return health_.load(std::memory_order_acquire); }
+  Status check() const;  // health and closing
+  void stats(frugal_stats* out);
+  uint64_t committed();
+  Deadline deadline(int64_t timeout_ms) const;
+  uint32_t generation() const { return generation_; }
+  BufferPool& pool() { return pool_; }
+  Counters& counters() { return counters_; }
+  const frugal_config& config() const { return config_; }
+
+ private:
+  friend class OutsideScope;
+  // --- work.cpp: workers, helping, jobs
+  void worker_main();
+  bool background_work();              // one unit of anything; false: nothing to do
+  bool help_gate(uint64_t step, bool everything);  // one unit of what a gate at `step` needs
+  bool run_jobs(bool apply_only);
+  bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
+  bool resolve_one(uint64_t up_to);
+  bool link_one(uint64_t up_to);
+  bool prepare_one();
+  bool sweep_one();
+  void apply_claim(Table& table, Claim& claim);
+  void parallel(size_t chunks, void (*run)(void*, size_t), void* context);
+  void publish(const JobRef& job);
+  void finish_job_chunk(const JobRef& job);
+  void progress();
+  void wake_workers();
+  template <class Ready, class Help>
+  Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
+  void fail_background(Status status);
+  void log(int level, const char* text);
+
+  // --- steps.cpp
+  Status gate(Trainer* t, uint64_t step, Deadline deadline);
+  bool gate_open(uint64_t step, std::string* why);
+  Status finalize_push(PushState& p, uint32_t rank, Handover* out);
+  Status commit_ready();
+  bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
+  Status commit_table(uint64_t step, StepRecord& record, const TableRef& table,
+                      Vector<Handover>* ranks, bool skip, bool deferred);
+  void retire(uint64_t step, const StepRecord& record);
+  Status enter(Trainer& t);
+  Status aborted(Trainer& t);
+  Status undo(Trainer& by, bool leaving);
+  void undo_local(Trainer& t);
+  void undo_rows(Vector<CreatedRows>& created);
+  void choose_mode();
+  bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
+  bool need_links() const { return deferred_now_ || caches_exist(); }
+  Status turn_caches(Trainer& t, uint64_t step);
+  RowCache* cache_of(Trainer& t, const TableRef& table);
+  frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
+  uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
+  Status open_window(Table& table);
+  void start_steps(uint64_t first);
+  bool rank_has_cache(uint32_t rank) const;
+  void settle_orphans(Table& table);
+  void drop_batch(const BatchRef& batch);
+  bool outside_allowed(std::string* why);
+  void drop_cached(Table& table, const uint32_t* slots, size_t n);
+  // --- access.cpp
+  // Keys of an op as they stand for this step.
+  struct Access {
+    TableRef table;
+    PartRef part;        // resolved
+    bool whole = false;  // it was declared, and the op names exactly its keys
+  };
+  Status op_table(const frugal_op& op, TableRef* out) const;
+  Status check_op(const frugal_op& op, const Table& table, size_t keys, Use use) const;
+  Status find_access(Trainer& t, const frugal_op& op, Use use, Access* out);
+  Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted,
+                        Vector<CreatedRows>* created);
+  Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
+               Deadline deadline);
+  Status inside(Trainer& t);
+  Status locate(Trainer* t, Table& table, const uint32_t* slots, size_t n, Buffer* pointers,
+                Buffer* copies);
+  Status gather(Trainer* t, Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
+  Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
+
+  frugal_config config_;
+  const uint32_t generation_;
+  BufferPool pool_;
+  MemoryBudget budget_;
+  Counters counters_;
+
+  std::mutex mu_;
+  std::condition_variable cv_progress_, cv_work_;
+  std::atomic<uint64_t> progress_{0}, work_{0};
+  std::atomic<uint32_t> waiters_{0}, sleepers_{0};
+  std::atomic<bool> stopping_{false};  // workers end
+  std::atomic<bool> closed_{false};    // calls end
+  std::atomic<Status> health_{FRUGAL_OK};
+  Vector<std::thread> workers_;
+
+  Vector<TableRef> tables_;
+  std::atomic<uint64_t> tables_version_{0};
+  Vector<TrainerRef> ranks_;        // null: nobody there
+  Vector<uint8_t> joined_;          // ever
+  uint64_t first_step_ = kNoStep;
+  uint64_t committed_ = kNoStep;
+  bool committing_ = false;
+  uint32_t aborting_ = 0;           // undos under way: nothing may begin
+  std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
+  uint32_t outside_ = 0;            // operations outside steps under way
+  std::mutex outside_mu_;
+  std::mutex abort_mu_;
+  std::mutex cache_mu_;             // commits against cache boundaries
+  std::map<uint64_t, StepRecord> records_;
+  std::map<uint64_t, Vector<BatchRef>> batches_;
+  uint32_t unresolved_ = 0, resolving_ = 0;  // parts
+  uint32_t linking_ = 0;
+  Vector<JobRef> jobs_;
+  std::atomic<uint32_t> job_count_{0};
+  std::atomic<uint32_t> apply_jobs_{0};
+  struct Sweep {
+    TableRef table;
+    PartRef part;
+    size_t from;
+  };
+  Vector<Sweep> sweeps_;
+  std::atomic<bool> deferred_now_{false};
+  std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
+  std::atomic<uint32_t> cache_count_{0};
+  std::atomic<uint64_t> pending_bytes_{0};
+  static constexpr size_t kStripes = 1024;
+  std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
+  bool stale() const { return config_.staleness != 0; }
+  std::mutex& stripe(const Table& t, uint32_t slot) {
+    return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];
+  }
+  // choose_mode's measurements
+  uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0;
+};
+
+// For the length of an operation outside steps: no step begins.
+class OutsideScope {
+ public:
+  explicit OutsideScope(Engine& engine);
+  ~OutsideScope();
+  Status status() const { return status_; }
+
+ private:
+  Engine& engine_;
+  std::lock_guard<std::mutex> order_;
+  Status status_ = FRUGAL_OK;
+  bool entered_ = false;
+};
+
+}  // namespace frugal

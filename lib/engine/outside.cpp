@@ -1,0 +1,273 @@
+// Rows outside steps: get, put, delete, enumerate, count, flush, and evaluation reads.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "arith/nan.h"
+#include "base/fpenv.h"
+#include "engine/wait.h"
+
+namespace frugal {
+
+// Holds off the beginning of steps. Allowed when no rank is inside a step and all have ended the
+// same one.
+OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outside_mu_) {
+  std::unique_lock<std::mutex> lock(engine.mu_);
+  engine.cv_progress_.wait(lock, [&] {
+    return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
+  });
+  std::string why;
+  if (engine.closed_.load()) {
+    status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  } else if (!engine.outside_allowed(&why)) {
+    status_ = fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same",
+                   why.c_str());
+  } else {
+    ++engine.outside_;
+    entered_ = true;
+  }
+}
+
+OutsideScope::~OutsideScope() {
+  if (!entered_) return;
+  {
+    std::lock_guard<std::mutex> lock(engine_.mu_);
+    --engine_.outside_;
+  }
+  engine_.progress();
+}
+
+bool Engine::outside_allowed(std::string* why) {  // with mu_ held
+  uint64_t next = first_step_ == kNoStep ? kNoStep : to_commit();
+  for (const TrainerRef& t : ranks_) {
+    if (!t) continue;
+    if (t->in_step) {
+      *why = "rank " + std::to_string(t->rank) + " is inside step " + std::to_string(t->step);
+      return false;
+    }
+    if (t->next_step != kNoStep && next != kNoStep && t->next_step != next) {
+      *why = "rank " + std::to_string(t->rank) + " has ended step " +
+             std::to_string(t->next_step - 1) + ", others have not";
+      return false;
+    }
+  }
+  return true;
+}
+
+Status Engine::flush(Deadline deadline) {
+  FRUGAL_TRY(check());
+  FpEnvironment fp;
+  auto written = [&] {
+    if (apply_jobs_.load()) return false;
+    std::lock_guard<std::mutex> lock(mu_);
+    if (committing_) return false;
+    for (const TableRef& t : tables_)
+      if (t->window.opened() && t->window.any_pending()) return false;
+    return true;
+  };
+  Status s = wait(deadline, nullptr, written, [&] {
+    return run_jobs(true) || flush_rows(UINT64_MAX);
+  });
+  if (s == FRUGAL_ERR_TIMEOUT) return fail(s, "flush: updates are still pending; call again");
+  return s;
+}
+
+Status Engine::count(Table& table, uint64_t* out) {
+  OutsideScope scope(*this);
+  FRUGAL_TRY(scope.status());
+  *out = table.rows.count();
+  return FRUGAL_OK;
+}
+
+Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+  OutsideScope scope(*this);
+  FRUGAL_TRY(scope.status());
+  *n = table.rows.enumerate(cursor, out, capacity);
+  return FRUGAL_OK;
+}
+
+namespace {
+
+void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
+  const RowLayout& l = rows.layout();
+  std::memcpy(out, rows.values(slot), l.dim * sizeof(float));
+  if (state) rows.export_state(slot, out + l.dim);
+}
+
+Status check_stride(size_t* stride, size_t row_bytes) {
+  if (*stride == 0) *stride = row_bytes;
+  if (*stride < row_bytes || *stride % sizeof(float))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "row_stride %zu: a row has %zu bytes; give 0 or a larger multiple of 4", *stride,
+                row_bytes);
+  return FRUGAL_OK;
+}
+
+}  // namespace
+
+Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+                   size_t stride, uint8_t* found) {
+  FRUGAL_TRY(check());
+  FpEnvironment fp;
+  bool state = flags & FRUGAL_WITH_STATE;
+  const RowLayout& l = t.rows.layout();
+  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float)));
+  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
+  OutsideScope scope(*this);
+  FRUGAL_TRY(scope.status());
+  Buffer slots;
+  FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
+  uint32_t* s = slots.as<uint32_t>();
+  FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
+  FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  for (size_t i = 0; i < n; ++i) {
+    bool there = s[i] < kMissingSlot;
+    if (found) found[i] = there;
+    if (there)
+      read_row(t.rows, s[i], state,
+               reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride));
+  }
+  return FRUGAL_OK;
+}
+
+Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+                   size_t stride) {
+  FRUGAL_TRY(check());
+  FpEnvironment fp;
+  bool state = flags & FRUGAL_WITH_STATE;
+  const RowLayout& l = t.rows.layout();
+  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float)));
+  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
+  OutsideScope scope(*this);
+  FRUGAL_TRY(scope.status());
+  FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  Buffer slots, row;
+  FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
+  FRUGAL_TRY(pool_.get((l.dim + l.state_floats) * sizeof(float), &row));
+  uint32_t* s = slots.as<uint32_t>();
+  Vector<uint32_t> created;
+  FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created));
+  for (size_t i = 0; i < n; ++i) {
+    const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
+    float* r = row.as<float>();
+    size_t floats = l.dim + (state ? l.state_floats : 0);
+    std::memcpy(r, from, floats * sizeof(float));
+    device::kernels().canonicalize(r, floats);
+    std::memcpy(t.rows.values(s[i]), r, l.dim * sizeof(float));
+    if (state)
+      t.rows.import_state(s[i], r + l.dim);
+    else
+      t.rows.reset_state(s[i]);
+  }
+  drop_cached(t, s, n);
+  counters_.rows_created.fetch_add(created.size(), std::memory_order_relaxed);
+  return FRUGAL_OK;
+}
+
+// No rank is inside a step, and none can begin one: the caches are ours.
+void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
+  if (!caches_exist()) return;
+  Vector<TrainerRef> trainers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    trainers = ranks_;
+  }
+  Vector<uint32_t> dropped;
+  for (const TrainerRef& t : trainers) {
+    if (!t) continue;
+    auto at = t->caches.find(&table);
+    if (at == t->caches.end() || !at->second.cache) continue;
+    for (size_t i = 0; i < n; ++i)
+      if (slots[i] < kMissingSlot && at->second.cache->find(slots[i]) != RowCache::kNone) {
+        at->second.cache->drop(slots[i]);
+        dropped.push_back(slots[i]);
+      }
+  }
+  if (table.window.opened())
+    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+}
+
+Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
+  FRUGAL_TRY(check());
+  FpEnvironment fp;
+  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
+  OutsideScope scope(*this);
+  FRUGAL_TRY(scope.status());
+  FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  Vector<uint32_t> slots(n);
+  FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, slots.data(), nullptr));
+  std::erase_if(slots, [](uint32_t s) { return s >= kMissingSlot; });
+  std::sort(slots.begin(), slots.end());
+  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  drop_cached(t, slots.data(), slots.size());
+  uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
+  if (t.rows.hashed()) {
+    std::lock_guard<std::mutex> lock(mu_);
+    t.orphans.insert(t.orphans.end(), slots.begin(), slots.end());
+    settle_orphans(t);
+  }
+  if (deleted) *deleted = were;
+  return FRUGAL_OK;
+}
+
+// Evaluation: sees every committed step, changes nothing.
+Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline) {
+  FRUGAL_TRY(check());
+  FpEnvironment fp;
+  std::unique_lock<std::mutex> call;
+  std::unique_ptr<OutsideScope> scope;
+  uint64_t step = UINT64_MAX;
+  if (trainer) {
+    call = std::unique_lock<std::mutex>(trainer->call_mu);
+    FRUGAL_TRY(enter(*trainer));
+    // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
+    // before it must be committed, and nothing commits while this rank has not begun the next.
+    uint64_t next;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      next = trainer->in_step ? trainer->step : trainer->next_step;
+      if (next != kNoStep) step = next;
+    }
+    if (next != kNoStep) {
+      auto ended = [&] {
+        if (apply_jobs_.load()) return false;
+        std::lock_guard<std::mutex> lock(mu_);
+        return config_.staleness >= next || to_commit() >= next - config_.staleness;
+      };
+      Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
+      if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
+      if (s == FRUGAL_ERR_TIMEOUT)
+        return fail(s, "read waited for other ranks to end step %llu; call again",
+                    static_cast<unsigned long long>(next - 1));
+      FRUGAL_TRY(s);
+    }
+  } else {
+    scope = std::make_unique<OutsideScope>(*this);
+    FRUGAL_TRY(scope->status());
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const frugal_op& op = ops[i];
+    TableRef table;
+    FRUGAL_TRY(op_table(op, &table));
+    FRUGAL_TRY(check_op(op, *table, op.count, Use::kRead));
+    const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
+    FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padding));
+  }
+  for (size_t i = 0; i < n; ++i) {
+    const frugal_op& op = ops[i];
+    TableRef table;
+    FRUGAL_TRY(op_table(op, &table));
+    const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
+    Buffer slots;
+    FRUGAL_TRY(pool_.get(op.count * sizeof(uint32_t), &slots));
+    uint32_t* s = slots.as<uint32_t>();
+    FRUGAL_TRY(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr));
+    FRUGAL_TRY(fresh(trainer, *table, s, op.count, step, deadline));
+    if (op.found_out)
+      for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
+    FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
+  }
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

@@ -1,0 +1,826 @@
+// The step protocol: gate, end, commit, abort.
+#include <algorithm>
+#include <cstring>
+
+#include "arith/fold.h"
+#include "base/fpenv.h"
+#include "base/handles.h"
+#include "engine/wait.h"
+
+namespace frugal {
+
+// --- Entering a call of a trainer ----------------------------------------------------------------
+
+// Called with call_mu held, first thing in every call of the step protocol.
+Status Engine::enter(Trainer& t) {
+  FRUGAL_TRY(check());
+  if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (t.abort_notice.load()) return aborted(t);
+  return FRUGAL_OK;
+}
+
+Status Engine::aborted(Trainer& t) {
+  if (t.undo_pending.load()) undo_local(t);
+  uint64_t next;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    t.abort_notice.store(false);
+    next = to_commit();
+  }
+  return fail(FRUGAL_ERR_STEP_ABORTED,
+              "another rank aborted the step: it is undone on all ranks; begin step %llu again",
+              static_cast<unsigned long long>(next));
+}
+
+// --- The gate ------------------------------------------------------------------------------------
+
+// Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
+// declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
+// claimed but unwritten, or in a job.
+bool Engine::gate_open(uint64_t step, std::string* why) {
+  Vector<TableRef> windows;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (outside_ || aborting_) {
+      if (why) *why = outside_ ? "an operation outside steps" : "an abort";
+      return false;
+    }
+    uint64_t needed = to_commit();
+    bool near = config_.staleness >= step || step - config_.staleness <= needed;
+    if (!near || (step > needed && step - needed > kMaxAhead)) {
+      if (why) {
+        char text[160];
+        std::string who;
+        for (uint32_t r = 0; r < ranks_.size(); ++r) {
+          const TrainerRef& t = ranks_[r];
+          bool late = t ? (t->next_step == kNoStep ||
+                           (t->in_step ? t->step <= needed : t->next_step <= needed))
+                        : !joined_[r];
+          if (!late || who.size() > 80) continue;
+          who += (who.empty() ? "" : ", ") + std::to_string(r) + (joined_[r] ? "" : " (not joined)");
+        }
+        std::snprintf(text, sizeof text, "rank %s to end step %llu", who.c_str(),
+                      static_cast<unsigned long long>(needed));
+        *why = text;
+      }
+      return false;
+    }
+    if (apply_jobs_.load()) {
+      if (why) *why = "the updates of the last step to be applied";
+      return false;
+    }
+    bool links = need_links();
+    for (auto& [s, batches] : batches_) {
+      if (s > step) break;
+      for (const BatchRef& b : batches)
+        for (const PartRef& p : b->parts) {
+          uint32_t state = p->state.load(std::memory_order_acquire);
+          if (state == Part::kDeclared || state == Part::kResolving ||
+              (state == Part::kResolved && links && !p->linked && s >= needed)) {
+            if (why) *why = "the keys declared for step " + std::to_string(s);
+            return false;
+          }
+        }
+    }
+    for (const TableRef& t : tables_)
+      if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
+  }
+  bool everything = drain_.load();
+  bool over = pending_bytes_.load() > config_.pending_bytes;
+  if (windows.empty()) {
+    drain_.store(false);
+    return true;
+  }
+  if (everything || over) {
+    if (why) *why = "pending updates to be written";
+    return false;
+  }
+  for (const TableRef& t : windows)
+    if (t->window.pending_until(step)) {
+      if (why)
+        *why = "pending updates of table '" + t->name + "' that step " + std::to_string(step) +
+               " reads (" + std::to_string(t->window.pending_rows()) + " rows pending)";
+      return false;
+    }
+  return true;
+}
+
+Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
+  if (gate_open(step, nullptr)) return FRUGAL_OK;
+  counters_.gate_waits.fetch_add(1, std::memory_order_relaxed);
+  Timed timed(counters_.gate_wait_ns);
+  if (pending_bytes_.load() > config_.pending_bytes)
+    counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
+  {
+    Vector<TableRef> tables;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      tables = tables_;
+    }
+    for (const TableRef& table : tables)
+      if (table->window.opened() && table->window.in_flight_until(step)) {
+        counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
+        break;
+      }
+  }
+  Status s = wait(
+      deadline, t, [&] { return gate_open(step, nullptr); },
+      [&] {
+        bool everything =
+            drain_.load() || pending_bytes_.load() > config_.pending_bytes;
+        return help_gate(step, everything);
+      });
+  if (s == FRUGAL_ERR_TIMEOUT) {
+    std::string why = "nothing any more";
+    gate_open(step, &why);
+    return fail(s, "step %llu waited for %s; call again",
+                static_cast<unsigned long long>(step), why.c_str());
+  }
+  return s;
+}
+
+void Engine::start_steps(uint64_t first) {  // with mu_ held
+  first_step_ = first;
+  for (const TableRef& t : tables_)
+    if (t->window.opened()) t->window.set_base(first);
+}
+
+Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
+  Timed timed(counters_.step_begin_ns);
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  if (step >= kNoStep - kRing)
+    return fail(FRUGAL_ERR_STEP_ORDER, "step %llu is too large",
+                static_cast<unsigned long long>(step));
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (t.in_step)
+      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first",
+                  t.rank, static_cast<unsigned long long>(t.step));
+    uint64_t expected = t.next_step != kNoStep ? t.next_step : first_step_;
+    if (expected != kNoStep && step != expected)
+      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u must begin step %llu now, not %llu", t.rank,
+                  static_cast<unsigned long long>(expected),
+                  static_cast<unsigned long long>(step));
+    if (first_step_ == kNoStep) start_steps(step);
+    for (const TrainerRef& o : ranks_)
+      if (o && o.get() != &t && o->next_step != kNoStep &&
+          (o->in_step ? o->step < step : o->next_step < step)) {
+        counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
+        break;
+      }
+  }
+  for (;;) {
+    Status s = gate(&t, step, deadline);
+    if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
+    if (s != FRUGAL_OK) return s;
+    std::lock_guard<std::mutex> lock(mu_);
+    if (t.abort_notice.load() || t.closing.load() || closed_.load() || outside_ || aborting_)
+      continue;  // the gate says what
+    t.in_step = true;
+    t.step = step;
+    t.next_step = step + 1;
+    if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
+    break;
+  }
+  if (t.cache_bytes || t.cache_ratio > 0) {
+    Status s = turn_caches(t, step);
+    if (s != FRUGAL_OK) {
+      std::lock_guard<std::mutex> lock(mu_);
+      t.in_step = false;
+      t.next_step = step;
+      return s;
+    }
+  }
+  if (deferred_now_.load(std::memory_order_relaxed) && config_.flush_threads) {
+    bool schedule = false;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (step == to_commit()) {
+        schedule = true;
+        for (uint32_t r = 0; r < ranks_.size(); ++r) {
+          const TrainerRef& o = ranks_[r];
+          if (o ? (o->next_step == kNoStep || o->next_step <= step) : !joined_[r]) schedule = false;
+        }
+        if (schedule) records_[step].prepare_scheduled = true;
+      }
+    }
+    if (schedule) wake_workers();
+  }
+  return FRUGAL_OK;
+}
+
+// --- The caches' boundary ------------------------------------------------------------------------
+
+RowCache* Engine::cache_of(Trainer& t, const TableRef& table) {
+  auto at = t.caches.find(table.get());
+  if (at != t.caches.end()) return at->second.cache.get();
+  TrainerTable made;
+  made.table = table;
+  uint64_t per_line = RowCache::line_bytes(table->rows.layout());
+  uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
+  if (t.cache_bytes) {
+    // Tables share the bytes in proportion to their size.
+    long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TableRef& o : tables_)
+      all += static_cast<long double>(RowCache::line_bytes(o->rows.layout())) * o->rows.capacity();
+    lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
+  }
+  lines = std::min<uint64_t>(lines, table->rows.capacity());
+  if (lines) {
+    made.cache = std::make_unique<RowCache>();
+    // No memory for a cache: the trainer works without one.
+    if (made.cache->open(table->rows, lines, pool_) != FRUGAL_OK) made.cache.reset();
+  }
+  RowCache* cache = made.cache.get();
+  t.caches[table.get()] = std::move(made);
+  return cache;
+}
+
+Status Engine::turn_caches(Trainer& t, uint64_t step) {
+  // No commit while rows are copied: with staleness other ranks may end steps now.
+  std::lock_guard<std::mutex> boundary(cache_mu_);
+  Vector<UpdateRef> updates;
+  Vector<TableRef> update_tables, tables;
+  std::map<const Table*, Vector<PartRef>> parts;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    updates.swap(t.backlog);
+    update_tables.swap(t.backlog_tables);
+    tables = tables_;
+    auto at = batches_.find(step);
+    if (at != batches_.end())
+      for (const BatchRef& b : at->second)
+        if (b->rank == t.rank)
+          for (size_t i = 0; i < b->parts.size(); ++i)
+            if (b->parts[i]->resolved()) parts[b->tables[i].get()].push_back(b->parts[i]);
+  }
+  TermList scratch;
+  for (size_t i = 0; i < updates.size(); ++i) {
+    RowCache* cache = cache_of(t, update_tables[i]);
+    if (cache) cache->apply(*updates[i], &scratch);
+  }
+  updates.clear();
+  Vector<uint32_t> slots, waiting, admitted, evicted;
+  Vector<uint64_t> next;
+  for (const TableRef& table : tables) {
+    auto at = parts.find(table.get());
+    if (at == parts.end()) continue;
+    RowCache* cache = cache_of(t, table);
+    if (!cache) continue;
+    FRUGAL_TRY(open_window(*table));
+    slots.clear();
+    waiting.clear();
+    admitted.clear();
+    evicted.clear();
+    for (const PartRef& p : at->second)
+      for (size_t i = 0; i < p->distinct; ++i)
+        if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
+          slots.push_back(p->row_slots()[i]);
+    std::sort(slots.begin(), slots.end());
+    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+    // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
+    // not what the cache would have to hold.
+    if (table->rows.has_reserved()) {
+      table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
+      std::erase_if(slots, [&](uint32_t s) {
+        return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
+      });
+    }
+    if (stale()) {
+      waiting.clear();
+      table->window.collect_pending(slots.data(), slots.size(), &waiting);
+      std::erase_if(slots, [&](uint32_t s) {
+        return std::binary_search(waiting.begin(), waiting.end(), s) &&
+               cache->find(s) == RowCache::kNone;
+      });
+    }
+    next.resize(slots.size());
+    table->window.next_owner_reads(slots.data(), slots.size(), step, next.data());
+    cache->turn_over(
+        table->rows, step, slots.data(), next.data(), slots.size(),
+        [&](uint32_t slot) {
+          uint64_t n;
+          table->window.next_owner_reads(&slot, 1, step, &n);
+          return n;
+        },
+        &admitted, &evicted);
+    uint64_t dirty = 0;
+    table->window.set_cached(evicted.data(), evicted.size(), false, &dirty);
+    table->window.set_cached(admitted.data(), admitted.size(), true, nullptr);
+    counters_.cache_admitted.fetch_add(admitted.size(), std::memory_order_relaxed);
+    counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
+    counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
+  }
+  return FRUGAL_OK;
+}
+
+// --- Ending a step -------------------------------------------------------------------------------
+
+// Joins the pushes of a table into one hand-over, going on with fold32 where the first push ended.
+Status Engine::finalize_push(PushState& p, uint32_t rank, Handover* out) {
+  if (p.tail.empty()) {
+    *out = std::move(p.first);
+    return FRUGAL_OK;
+  }
+  const uint32_t dim = p.table->rows.layout().dim;
+  const size_t stride = p.first.stride;
+  // The union of the rows of all pushes.
+  Vector<uint32_t> slots(p.first.slots(), p.first.slots() + p.first.rows());
+  for (const PushState::Tail& t : p.tail)
+    slots.insert(slots.end(), t.part->row_slots(), t.part->row_slots() + t.part->distinct);
+  std::sort(slots.begin(), slots.end());
+  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  PartRef part = make_part();
+  part->rank = rank;
+  part->distinct = slots.size();
+  FRUGAL_TRY(pool_.get(slots.size() * sizeof(uint32_t), &part->rows));
+  std::copy(slots.begin(), slots.end(), part->rows.as<uint32_t>());
+  Buffer sums;
+  FRUGAL_TRY(pool_.get(slots.size() * stride * sizeof(float), &sums));
+  Vector<size_t> cursor(p.tail.size(), 0);
+  Vector<float> runs;
+  size_t at_first = 0, at_heavy = 0;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    // The sums of the runs so far; `open` terms are in the last one.
+    runs.clear();
+    size_t open = arith::kFoldRun;
+    if (at_first < p.first.rows() && p.first.slots()[at_first] == slots[i]) {
+      const Part& f = *p.first.part;
+      size_t n = f.row_start()[at_first + 1] - f.row_start()[at_first];
+      if (n > arith::kFoldRun) {
+        while (p.heavy[at_heavy].row != at_first) ++at_heavy;
+        size_t m = (n + arith::kFoldRun - 1) / arith::kFoldRun;
+        const float* from = p.runs.as<float>() + size_t{p.heavy[at_heavy].first_run} * dim;
+        runs.assign(from, from + m * dim);
+      } else {
+        const float* from = p.first.sums.as<float>() + at_first * stride;
+        runs.assign(from, from + dim);
+      }
+      open = n % arith::kFoldRun ? n % arith::kFoldRun : arith::kFoldRun;
+      ++at_first;
+    }
+    for (size_t k = 0; k < p.tail.size(); ++k) {
+      const Part& q = *p.tail[k].part;
+      if (cursor[k] == q.distinct || q.row_slots()[cursor[k]] != slots[i]) continue;
+      for (uint32_t o = q.row_start()[cursor[k]]; o < q.row_start()[cursor[k] + 1]; ++o) {
+        const float* g = p.tail[k].grads.as<float>() +
+                         size_t{static_cast<uint32_t>(q.pairs.as<uint64_t>()[o])} * dim;
+        if (open == arith::kFoldRun) {
+          runs.insert(runs.end(), g, g + dim);
+          open = 1;
+        } else {
+          float* run = runs.data() + runs.size() - dim;
+          for (uint32_t d = 0; d < dim; ++d) run[d] = run[d] + g[d];
+          ++open;
+        }
+      }
+      ++cursor[k];
+    }
+    combine_runs(runs.data(), runs.size() / dim, dim);
+    std::copy_n(runs.data(), dim, sums.as<float>() + i * stride);
+  }
+  out->rank = rank;
+  out->part = part;
+  out->whole = false;
+  out->sums = std::move(sums);
+  out->stride = stride;
+  return FRUGAL_OK;
+}
+
+Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
+  Timed timed(counters_.step_end_ns);
+  {
+    std::lock_guard<std::mutex> call(t.call_mu);
+    FRUGAL_TRY(enter(t));
+    if (flags & ~FRUGAL_STEP_SKIP)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
+    FpEnvironment fp;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (!t.in_step)
+        return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
+      if (t.step != step)
+        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
+                    static_cast<unsigned long long>(t.step),
+                    static_cast<unsigned long long>(step));
+    }
+    Vector<std::pair<TableRef, Handover>> handovers;
+    for (auto& [raw, push] : t.pushes) {
+      if (push.table->dropped.load()) continue;
+      Handover h;
+      FRUGAL_TRY(finalize_push(push, t.rank, &h));
+      if (h.rows()) handovers.emplace_back(push.table, std::move(h));
+    }
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (!t.abort_notice.load()) {
+        StepRecord& record = records_[step];
+        for (auto& [table, h] : handovers) {
+          StepRecord::TableHandovers& all = record.handovers[table.get()];
+          all.table = table;
+          auto at = std::find_if(all.ranks.begin(), all.ranks.end(),
+                                 [&](const Handover& o) { return o.rank > t.rank; });
+          all.ranks.insert(at, std::move(h));
+        }
+        for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
+        if (flags & FRUGAL_STEP_SKIP) record.skip = true;
+        t.in_step = false;
+        t.pushes.clear();
+        t.created.clear();
+        t.lent.clear();
+      }
+    }
+    if (t.abort_notice.load()) return aborted(t);
+  }
+  return commit_ready();
+}
+
+// --- Commit --------------------------------------------------------------------------------------
+
+Status Engine::commit_ready() {
+  Status status = FRUGAL_OK;
+  std::unique_lock<std::mutex> lock(mu_);
+  // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
+  if (committing_) return FRUGAL_OK;
+  while (commit_one(lock, &status)) {
+  }
+  return status;
+}
+
+bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
+  if (first_step_ == kNoStep || aborting_ || closed_.load()) return false;
+  uint64_t step = to_commit();
+  auto at = records_.find(step);
+  bool ended = false;
+  for (uint32_t r = 0; r < ranks_.size(); ++r) {
+    if (!joined_[r]) return false;
+    const TrainerRef& t = ranks_[r];
+    if (!t) continue;
+    if (t->next_step == kNoStep || t->next_step <= step || (t->in_step && t->step <= step))
+      return false;
+    ended = true;
+  }
+  // Ranks that ended the step and left count too: their record is there.
+  if (!ended && at == records_.end()) return false;
+  if (ended && at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
+  if (!ended) {
+    // Everybody left; what was ended completely is committed only if nobody aborted it.
+    if (at->second.handovers.empty() && at->second.created.empty()) return false;
+  }
+  committing_ = true;
+  StepRecord& record = at->second;
+  cv_progress_.wait(lock, [&] {
+    for (auto& [raw, p] : record.prepared)
+      if (!p.ready) return false;
+    return true;
+  });
+  bool want_deferred = deferred_now_.load();
+  bool any_pending = false;
+  for (const TableRef& t : tables_)
+    if (t->window.opened() && t->window.any_pending()) any_pending = true;
+  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
+  bool deferred = want_deferred || any_pending;
+  if (!want_deferred && any_pending) drain_.store(true);
+  lock.unlock();
+  {
+    std::lock_guard<std::mutex> boundary(cache_mu_);
+    Vector<TableRef> tables;
+    {
+      std::lock_guard<std::mutex> again(mu_);
+      tables = tables_;
+    }
+    for (const TableRef& table : tables) {
+      auto h = record.handovers.find(table.get());
+      Vector<Handover> none;
+      Status s = commit_table(step, record, table, h == record.handovers.end() ? &none : &h->second.ranks,
+                              record.skip, deferred);
+      if (s != FRUGAL_OK) {
+        *status = s;
+        fail_background(s);
+      }
+    }
+    lock.lock();
+    committed_ = step;
+    counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
+    (deferred ? counters_.modes_deferred : counters_.modes_at_once)
+        .fetch_add(1, std::memory_order_relaxed);
+    uint64_t created = 0;
+    for (const CreatedRows& c : record.created) created += c.slots.size();
+    counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
+    retire(step, record);
+    records_.erase(step);
+  }
+  choose_mode();
+  committing_ = false;
+  progress_.fetch_add(1);
+  cv_progress_.notify_all();
+  work_.fetch_add(1);
+  cv_work_.notify_all();
+  return true;
+}
+
+namespace {
+
+struct ApplyContext : HeapObject {
+  TableRef table;
+  UpdateRef update;
+  Vector<uint64_t> bounds;
+  size_t rows_per_chunk;
+  Counters* counters;
+};
+
+void apply_chunk(void* context, size_t chunk) {
+  auto* c = static_cast<ApplyContext*>(context);
+  Timed timed(c->counters->apply_ns);
+  const device::Kernels& k = device::kernels();
+  const StepUpdate& u = *c->update;
+  size_t rows;
+  if (u.ranks.size() == 1) {
+    const Handover& h = u.ranks[0];
+    size_t from = chunk * c->rows_per_chunk;
+    rows = std::min(c->rows_per_chunk, h.rows() - from);
+    k.apply(c->table->rows.ref(), u.scalars, h.slots() + from, rows,
+            h.sums.as<float>() + from * h.stride, h.stride);
+  } else {
+    static thread_local TermList terms;
+    terms.clear();
+    u.merge_range(c->bounds[chunk], c->bounds[chunk + 1], &terms);
+    terms.close();
+    rows = terms.slots.size();
+    k.apply_terms(c->table->rows.ref(), u.scalars, terms.slots.data(), rows, terms.terms.data(),
+                  terms.start.data());
+  }
+  c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& table,
+                            Vector<Handover>* ranks, bool skip, bool deferred) {
+  Window& window = table->window;
+  auto prepared = record.prepared.find(table.get());
+  UpdateRef update;
+  bool staged = false;
+  if (prepared != record.prepared.end()) {
+    // Was pushed exactly what was declared?
+    update = prepared->second.update;
+    staged = deferred && !skip && ranks->size() == update->ranks.size();
+    for (size_t r = 0; staged && r < ranks->size(); ++r)
+      staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
+    if (staged) {
+      for (size_t r = 0; r < ranks->size(); ++r) update->ranks[r] = std::move((*ranks)[r]);
+    } else {
+      window.unstage(*update);
+      window.forget(*update);
+      update.reset();
+      table->predict_pause = 16;
+    }
+  } else if (table->predict_pause) {
+    --table->predict_pause;
+  }
+  if (skip || ranks->empty()) {
+    if (window.opened()) window.commit(nullptr, step);
+    return FRUGAL_OK;
+  }
+  if (!update) {
+    update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+    update->step = step;
+    update->ranks = std::move(*ranks);
+  }
+  frugal_optimizer optimizer;
+  {
+    std::lock_guard<std::mutex> again(mu_);
+    optimizer = optimizer_at(*table, step);
+  }
+  update->scalars = arith::step_scalars(optimizer, step, config_.world_size,
+                                        table->config.nan_policy, table->rows.layout().dim);
+  for (const Handover& h : update->ranks) update->bytes += h.rows() * h.stride * sizeof(float);
+  update->account(&pending_bytes_, &counters_.pending_bytes_peak);
+  if (caches_exist()) {
+    std::lock_guard<std::mutex> again(mu_);
+    for (const TrainerRef& t : ranks_)
+      if (t && t->has_cache.load()) {
+        t->backlog.push_back(update);
+        t->backlog_tables.push_back(table);
+      }
+  }
+  if (!deferred) {
+    if (window.opened()) window.commit(nullptr, step);
+    auto context = std::allocate_shared<ApplyContext>(HeapAllocator<ApplyContext>());
+    context->table = table;
+    context->update = update;
+    context->counters = &counters_;
+    context->rows_per_chunk = 1024;
+    JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
+    if (update->ranks.size() == 1) {
+      job->chunks = (update->ranks[0].rows() + 1023) / 1024;
+    } else {
+      update->cut(1024, &context->bounds);
+      job->chunks = context->bounds.size() - 1;
+    }
+    job->run = apply_chunk;
+    job->context = context.get();
+    job->keep = context;
+    job->apply = true;
+    publish(job);
+    return FRUGAL_OK;
+  }
+  FRUGAL_TRY(open_window(*table));
+  if (!staged) {
+    Timed timed(counters_.entry_ns);
+    update->make_list();
+    FRUGAL_TRY(pool_.get(update->n * sizeof(uint32_t), &update->own_ids));
+    update->ids = update->own_ids.as<uint32_t>();
+    window.add(update);
+    window.stage(*update, 0, update->n, nullptr, update->own_ids.as<uint32_t>(),
+                 Window::Urgency::kUrgent);
+  }
+  Timed timed(counters_.entry_ns);
+  window.commit(update.get(), step);
+  return FRUGAL_OK;
+}
+
+// What was declared for steps up to `step` has served.
+void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
+  while (!batches_.empty() && batches_.begin()->first <= step) {
+    for (const BatchRef& b : batches_.begin()->second) {
+      if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
+      for (size_t i = 0; i < b->parts.size(); ++i) {
+        const PartRef& p = b->parts[i];
+        const TableRef& table = b->tables[i];
+        if (p->state.load() == Part::kDeclared) {
+          p->state.store(Part::kDropped);
+          --unresolved_;
+        }
+        if (!p->resolved()) continue;
+        // Rows whose update is pending are given up when it is written.
+        auto at = record.prepared.find(table.get());
+        bool updated = at != record.prepared.end() && at->second.update->committed;
+        if (p->linked && !updated) sweeps_.push_back({table, p, 0});
+        if (table->rows.has_reserved())
+          table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
+      }
+    }
+    Vector<TableRef> tables;
+    for (const BatchRef& b : batches_.begin()->second)
+      for (const TableRef& t : b->tables) tables.push_back(t);
+    batches_.erase(batches_.begin());
+    for (const TableRef& t : tables) settle_orphans(*t);
+  }
+}
+
+// Frees reserved rows that no declaration names any more. With mu_ held.
+void Engine::settle_orphans(Table& table) {
+  if (table.orphans.empty()) return;
+  for (auto& [step, batches] : batches_)
+    for (const BatchRef& b : batches)
+      for (size_t i = 0; i < b->parts.size(); ++i)
+        // A part in the middle of being resolved may hold any slot: later.
+        if (b->tables[i].get() == &table && b->parts[i]->state.load() == Part::kResolving) return;
+  for (uint32_t slot : table.orphans) {
+    bool named = false;
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size() && !named; ++i)
+          named = b->tables[i].get() == &table && b->parts[i]->resolved() &&
+                  b->parts[i]->contains(slot);
+    if (!named) table.rows.release_reserved(slot);
+  }
+  table.orphans.clear();
+}
+
+// Deferring pays if there is idle time of processors to write in; else it is only more work.
+void Engine::choose_mode() {  // with mu_ held
+  bool deferred;
+  switch (config_.flush_mode) {
+    case FRUGAL_FLUSH_DEFERRED:
+    case FRUGAL_FLUSH_TREE_HEAP:
+      deferred = true;
+      break;
+    case FRUGAL_FLUSH_AUTO: {
+      deferred = deferred_now_.load(std::memory_order_relaxed);
+      if (++mode_steps_ % 16 != 0) break;
+      uint64_t wall = now_ns(), cpu = process_cpu_ns(), apply = counters_.apply_ns.load();
+      uint64_t span = wall - mode_wall_, busy = cpu - mode_cpu_, work = apply - mode_apply_;
+      bool first = mode_wall_ == 0;
+      mode_wall_ = wall;
+      mode_cpu_ = cpu;
+      mode_apply_ = apply;
+      if (first || config_.flush_threads == 0) break;
+      uint64_t all = span * cpu_count();
+      uint64_t idle = all > busy ? all - busy : 0;
+      // Hysteresis: to defer, the idle time must hold the work with room to spare.
+      deferred = deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10;
+      break;
+    }
+    default:
+      deferred = false;
+  }
+  if (stale()) deferred = true;
+  deferred_now_.store(deferred, std::memory_order_relaxed);
+}
+
+// --- Abort ---------------------------------------------------------------------------------------
+
+Status Engine::abort_call(Trainer& t) {
+  {
+    std::lock_guard<std::mutex> call(t.call_mu);
+    FRUGAL_TRY(enter(t));
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!t.in_step) return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
+  }
+  return undo(t, false);
+}
+
+// Undoes this rank's part of uncommitted steps. With call_mu held.
+void Engine::undo_local(Trainer& t) {
+  undo_rows(t.created);
+  t.pushes.clear();
+  t.created.clear();
+  t.lent.clear();
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    t.in_step = false;
+    if (t.next_step != kNoStep) t.next_step = to_commit();
+  }
+  t.undo_pending.store(false);
+}
+
+// Rows that a step created exist no longer; their slots stay while a declaration names them.
+void Engine::undo_rows(Vector<CreatedRows>& created) {
+  for (CreatedRows& c : created) {
+    c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
+    std::lock_guard<std::mutex> lock(mu_);
+    c.table->orphans.insert(c.table->orphans.end(), c.slots.begin(), c.slots.end());
+    settle_orphans(*c.table);
+  }
+  created.clear();
+}
+
+// Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
+// notices; the others' parts are undone here. Nobody begins a step before all is done.
+Status Engine::undo(Trainer& by, bool leaving) {
+  std::lock_guard<std::mutex> one(abort_mu_);
+  Vector<TrainerRef> others;
+  std::map<uint64_t, StepRecord> records;
+  {
+    std::unique_lock<std::mutex> lock(mu_);
+    if (by.abort_notice.load() && !leaving) {
+      lock.unlock();
+      std::lock_guard<std::mutex> call(by.call_mu);
+      return aborted(by);
+    }
+    cv_progress_.wait(lock, [&] { return !committing_; });
+    ++aborting_;
+    for (const TrainerRef& t : ranks_)
+      if (t && t.get() != &by) {
+        t->undo_pending.store(true);
+        t->abort_notice.store(true);
+        others.push_back(t);
+      }
+    if (!leaving) by.undo_pending.store(true);
+    cv_progress_.wait(lock, [&] {
+      for (auto& [step, record] : records_)
+        for (auto& [raw, p] : record.prepared)
+          if (!p.ready) return false;
+      return true;
+    });
+    records.swap(records_);
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
+  }
+  for (auto& [step, record] : records) {
+    for (auto& [raw, p] : record.prepared) {
+      p.table->window.unstage(*p.update);
+      p.table->window.forget(*p.update);
+    }
+    undo_rows(record.created);
+  }
+  auto settle = [&](Trainer& t) {
+    while (t.undo_pending.load()) {
+      if (t.call_mu.try_lock()) {
+        if (t.undo_pending.load()) undo_local(t);
+        t.call_mu.unlock();
+        break;
+      }
+      // Inside a call, which will notice.
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  };
+  if (!leaving) settle(by);
+  for (const TrainerRef& t : others) settle(*t);
+  if (leaving) undo_local(by);  // its call_mu is held by the caller
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    --aborting_;
+    begun_.store(committed_ == kNoStep ? 0 : committed_ + 1);
+  }
+  counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
+  progress();
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

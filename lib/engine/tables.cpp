@@ -1,0 +1,291 @@
+// Engine life, tables, hyper-parameters, statistics.
+#include <algorithm>
+#include <cstring>
+
+#include "base/fpenv.h"
+#include "base/handles.h"
+#include "engine/wait.h"
+
+namespace frugal {
+
+Engine::Engine(const frugal_config& config)
+    : config_(config), generation_(process_generation()) {
+  budget_.limit = config.host_bytes;
+  ranks_.resize(config.world_size);
+  joined_.resize(config.world_size, 0);
+  choose_mode();
+}
+
+Engine::~Engine() { shutdown(); }
+
+Status Engine::start() {
+  try {
+    for (uint32_t i = 0; i < config_.flush_threads; ++i)
+      workers_.emplace_back([this] { worker_main(); });
+  } catch (...) {
+    shutdown();
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u flush threads cannot be started; use fewer",
+                config_.flush_threads);
+  }
+  return FRUGAL_OK;
+}
+
+// Ends the threads and lets go of everything. Calls of other threads that are under way notice
+// closed_ and keep what they use alive by their references.
+void Engine::shutdown() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (closed_.exchange(true) && workers_.empty() && tables_.empty()) return;
+    stopping_.store(true);
+    progress_.fetch_add(1);
+    work_.fetch_add(1);
+    cv_progress_.notify_all();
+    cv_work_.notify_all();
+  }
+  for (std::thread& w : workers_) w.join();
+  workers_.clear();
+  Vector<TableRef> tables;
+  Vector<TrainerRef> trainers;
+  std::map<uint64_t, Vector<BatchRef>> batches;
+  std::map<uint64_t, StepRecord> records;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tables.swap(tables_);
+    trainers.swap(ranks_);
+    batches.swap(batches_);
+    records.swap(records_);
+    ranks_.resize(config_.world_size);
+  }
+  for (auto& [step, list] : batches)
+    for (const BatchRef& b : list)
+      if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
+  for (const TableRef& t : tables) {
+    t->dropped.store(true);
+    handle_remove(HandleKind::kTable, t->handle);
+  }
+  for (const TrainerRef& t : trainers)
+    if (t) {
+      t->closing.store(true);
+      handle_remove(HandleKind::kTrainer, t->handle);
+      std::lock_guard<std::mutex> call(t->call_mu);
+      t->pushes.clear();
+      t->created.clear();
+      t->lent.clear();
+      t->caches.clear();
+      t->backlog.clear();
+      t->backlog_tables.clear();
+    }
+}
+
+Status Engine::check() const {
+  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  if (Status s = health())
+    return fail(FRUGAL_ERR_UNHEALTHY,
+                "a background failure (%s) stopped the engine; close it and restore the tables",
+                status_name(s));
+  return FRUGAL_OK;
+}
+
+Deadline Engine::deadline(int64_t timeout_ms) const {
+  if (timeout_ms == FRUGAL_TIMEOUT_DEFAULT) timeout_ms = config_.timeout_ms;
+  if (timeout_ms < 0) return {UINT64_MAX};
+  uint64_t ns = static_cast<uint64_t>(timeout_ms);
+  ns = ns > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ns * 1000000u;
+  return {now_ns() + ns};
+}
+
+uint64_t Engine::committed() {
+  std::lock_guard<std::mutex> lock(mu_);
+  return committed_;
+}
+
+TableRef Engine::find_table(const char* name) {
+  std::lock_guard<std::mutex> lock(mu_);
+  for (const TableRef& t : tables_)
+    if (t->name == name) return t;
+  return nullptr;
+}
+
+namespace {
+
+struct InitContext {
+  Rows* rows;
+  uint64_t total;
+  std::atomic<Status> status{FRUGAL_OK};
+};
+
+void init_chunk(void* context, size_t chunk) {
+  auto* c = static_cast<InitContext*>(context);
+  uint64_t n = c->rows->chunk_rows(), from = chunk * n;
+  Status s = c->rows->initialize_range(from, std::min(n, c->total - from));
+  if (s != FRUGAL_OK) c->status.store(s);
+}
+
+}  // namespace
+
+Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
+  FpEnvironment fp;
+  FRUGAL_TRY(check());
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TableRef& t : tables_)
+      if (t->name == config.name)
+        return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);
+    for (const TrainerRef& t : ranks_)
+      if (t && t->in_step)
+        return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
+                    t->rank, static_cast<unsigned long long>(t->step));
+  }
+  auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
+  table->engine = shared_from_this();
+  table->name = config.name;
+  table->config = config;
+  table->config.name = table->name.c_str();
+  Rows::Config rows;
+  rows.capacity = config.rows;
+  rows.hashed = config.key_space == FRUGAL_HASHED;
+  rows.lazy = (config.flags & FRUGAL_TABLE_LAZY) != 0;
+  rows.shared = config_.backing == FRUGAL_BACKING_SHM;
+  rows.layout = RowLayout::of(config.dim, config.optimizer.kind);
+  rows.init = arith::init_spec(config.init, config.init_a, config.init_b, config.rows, config.dim,
+                               arith::table_hash(config_.seed, config.name, std::strlen(config.name)),
+                               config.optimizer.kind,
+                               config.optimizer.initial_accumulator);
+  FRUGAL_TRY(table->rows.open(rows, &budget_));
+  if (!rows.hashed && !rows.lazy) {
+    InitContext context{&table->rows, config.rows, {}};
+    size_t chunk = table->rows.chunk_rows();
+    parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
+    if (Status s = context.status.load())
+      // The message may be on a worker's thread: say it here.
+      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %s", config.name,
+                  static_cast<unsigned long long>(config.rows), config.dim,
+                  config_.backing == FRUGAL_BACKING_SHM ? "/dev/shm or host_bytes is exhausted"
+                                                        : "memory or host_bytes is exhausted");
+  }
+  std::lock_guard<std::mutex> lock(mu_);
+  for (const TableRef& t : tables_)
+    if (t->name == config.name)
+      return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);
+  table->schedule[0] = config.optimizer;
+  table->handle = handle_add(HandleKind::kTable, table);
+  if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  tables_.push_back(table);
+  *out = table;
+  return FRUGAL_OK;
+}
+
+Status Engine::drop_table(const TableRef& table) {
+  FRUGAL_TRY(check());
+  OutsideScope scope(*this);
+  FRUGAL_TRY(scope.status());
+  FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  Vector<TrainerRef> trainers;
+  {
+    std::unique_lock<std::mutex> lock(mu_);
+    auto at = std::find(tables_.begin(), tables_.end(), table);
+    if (at == tables_.end())
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the table was dropped already");
+    // Background work on its declarations must have ended.
+    table->dropped.store(true);
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->tables[i] == table && b->parts[i]->state.load() == Part::kDeclared) {
+            b->parts[i]->state.store(Part::kDropped);
+            --unresolved_;
+          }
+    cv_progress_.wait(lock, [&] { return resolving_ == 0 && linking_ == 0; });
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->tables[i] == table) b->parts[i]->state.store(Part::kDropped);
+    std::erase_if(sweeps_, [&](const Sweep& s) { return s.table == table; });
+    tables_.erase(std::find(tables_.begin(), tables_.end(), table));
+    trainers = ranks_;
+  }
+  for (const TrainerRef& t : trainers)
+    if (t) {
+      // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
+      // nobody uses a cache.
+      t->caches.erase(table.get());
+      std::lock_guard<std::mutex> lock(mu_);
+      for (size_t i = t->backlog.size(); i-- > 0;)
+        if (t->backlog_tables[i] == table) {
+          t->backlog.erase(t->backlog.begin() + static_cast<long>(i));
+          t->backlog_tables.erase(t->backlog_tables.begin() + static_cast<long>(i));
+        }
+    }
+  handle_remove(HandleKind::kTable, table->handle);
+  return FRUGAL_OK;
+}
+
+frugal_optimizer Engine::optimizer_at(const Table& table, uint64_t step) const {
+  auto at = table.schedule.upper_bound(step);
+  return std::prev(at)->second;
+}
+
+Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& o) {
+  FRUGAL_TRY(check());
+  std::lock_guard<std::mutex> lock(mu_);
+  if (committed_ != kNoStep && first_step <= committed_)
+    return fail(FRUGAL_ERR_STEP_RANGE, "step %llu is committed; the next is %llu",
+                static_cast<unsigned long long>(first_step),
+                static_cast<unsigned long long>(committed_ + 1));
+  if (committing_ && first_step <= to_commit())
+    return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has been ended by all ranks",
+                static_cast<unsigned long long>(first_step));
+  if (o.kind != table.config.optimizer.kind ||
+      std::memcmp(&o.initial_accumulator, &table.config.optimizer.initial_accumulator,
+                  sizeof(float)) != 0)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the kind and initial_accumulator of a table's optimizer are fixed at creation");
+  // What held before the last committed step is of no use any more.
+  if (committed_ != kNoStep) {
+    auto now = table.schedule.upper_bound(committed_ + 1);
+    if (now != table.schedule.begin())
+      table.schedule.erase(table.schedule.begin(), std::prev(now));
+  }
+  table.schedule[first_step] = o;
+  return FRUGAL_OK;
+}
+
+Status Engine::open_window(Table& table) {
+  if (table.window.opened()) return FRUGAL_OK;
+  Window::Config c;
+  c.rows = table.rows.capacity();
+  c.staleness = config_.staleness;
+  c.world_size = config_.world_size;
+  c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
+  // Under mu_, so that no commit moves the base on between.
+  std::lock_guard<std::mutex> lock(mu_);
+  return table.window.open(c, first_step_ == kNoStep ? 0 : to_commit());
+}
+
+void Engine::stats(frugal_stats* out) {
+  frugal_stats s;
+  std::memset(&s, 0, sizeof s);
+  s.struct_size = sizeof s;
+#define X(name) s.name = counters_.name.load(std::memory_order_relaxed);
+  FRUGAL_COUNTERS(X)
+#undef X
+  Vector<TableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tables = tables_;
+  }
+  for (const TableRef& t : tables) {
+    if (!t->window.opened()) continue;
+    WindowStats w = t->window.stats();
+    s.priority_rises += w.rises;
+    s.priority_falls += w.falls;
+    s.enqueued += w.enqueued;
+    s.dequeued += w.dequeued;
+    s.pending_rows += w.pending;
+    s.active_rows += w.active;
+  }
+  s.pending_bytes = pending_bytes_.load(std::memory_order_relaxed);
+  *out = s;
+}
+
+}  // namespace frugal

@@ -1,0 +1,248 @@
+// Ranks: joining, leaving, declaring.
+#include <algorithm>
+
+#include "base/fpenv.h"
+#include "base/handles.h"
+#include "engine/wait.h"
+
+namespace frugal {
+
+Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out) {
+  FRUGAL_TRY(check());
+  auto t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
+  t->engine = shared_from_this();
+  t->rank = config.rank;
+  t->cache_bytes = config.cache_bytes;
+  t->cache_ratio = config.cache_ratio;
+  bool cached = t->cache_bytes || t->cache_ratio > 0;
+  std::unique_lock<std::mutex> lock(mu_);
+  if (ranks_[config.rank])
+    return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
+  if (joined_[config.rank]) {
+    // It was here before: it comes back between steps, so that it misses none.
+    cv_progress_.wait(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
+    std::string why;
+    if (!outside_allowed(&why))
+      return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
+                  why.c_str());
+  }
+  t->next_step = first_step_ == kNoStep ? kNoStep : to_commit();
+  t->has_cache.store(cached);
+  t->handle = handle_add(HandleKind::kTrainer, t);
+  if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  ranks_[config.rank] = t;
+  joined_[config.rank] = 1;
+  if (cached) cache_count_.fetch_add(1);
+  progress_.fetch_add(1);
+  cv_progress_.notify_all();
+  *out = t;
+  return FRUGAL_OK;
+}
+
+Status Engine::close_trainer(const TrainerRef& t) {
+  t->closing.store(true);
+  progress();
+  std::unique_lock<std::mutex> call(t->call_mu);
+  FpEnvironment fp;
+  bool inside;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
+    inside = t->in_step;
+  }
+  if (t->undo_pending.load()) {
+    undo_local(*t);
+    inside = false;
+  }
+  if (inside) {
+    call.unlock();
+    undo(*t, true);
+    call.lock();
+  }
+  Vector<BatchRef> mine;
+  {
+    std::unique_lock<std::mutex> lock(mu_);
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        if (b->rank == t->rank) mine.push_back(b);
+  }
+  for (const BatchRef& b : mine) drop_batch(b);
+  // Rows that it cached: its own reads are gone with its declarations, the flags go too.
+  for (auto& [raw, tt] : t->caches) {
+    if (!tt.cache) continue;
+    Vector<uint32_t> dropped;
+    tt.cache->clear(&dropped);
+    if (tt.table->window.opened())
+      tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    ranks_[t->rank].reset();
+    if (t->has_cache.load()) cache_count_.fetch_sub(1);
+    t->backlog.clear();
+    t->backlog_tables.clear();
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
+  }
+  t->caches.clear();
+  call.unlock();
+  // Others may have waited for this rank alone.
+  return commit_ready();
+}
+
+// --- Declarations --------------------------------------------------------------------------------
+
+Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
+                        bool want_handle, uint64_t* batch_out) {
+  Timed timed(counters_.prefetch_ns);
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
+  batch->step = step;
+  batch->rank = t.rank;
+  uint64_t keys = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const frugal_op& op = ops[i];
+    TableRef table;
+    FRUGAL_TRY(op_table(op, &table));
+    FRUGAL_TRY(check_op(op, *table, op.count, Use::kDeclare));
+    bool padded = op.flags & FRUGAL_OP_PADDING;
+    FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
+    PartRef part = make_part();
+    part->step = step;
+    part->rank = t.rank;
+    FRUGAL_TRY(part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
+    batch->parts.push_back(std::move(part));
+    batch->tables.push_back(std::move(table));
+    keys += op.count;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TableRef& table : batch->tables)
+      if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "the table was dropped");
+    uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_;
+    uint64_t lookahead = config_.lookahead;
+    if (at != kNoStep) {
+      // Inside step s the next is s + 1, but the window is that of s.
+      uint64_t last = (t.in_step ? t.step : at) + lookahead;
+      if (step < at)
+        return fail(FRUGAL_ERR_STEP_RANGE,
+                    "rank %u has begun step %llu already: declare step %llu or later", t.rank,
+                    static_cast<unsigned long long>(step), static_cast<unsigned long long>(at));
+      if (step > last)
+        return fail(FRUGAL_ERR_STEP_RANGE,
+                    "step %llu lies beyond the ring: the last that rank %u can declare now is %llu "
+                    "(lookahead %u)",
+                    static_cast<unsigned long long>(step), t.rank,
+                    static_cast<unsigned long long>(last), config_.lookahead);
+    } else {
+      // The first step is not known yet; what is declared must fit into one window.
+      uint64_t least = step, most = step;
+      if (!batches_.empty()) {
+        least = std::min(least, batches_.begin()->first);
+        most = std::max(most, batches_.rbegin()->first);
+      }
+      if (most - least > lookahead || step >= kNoStep - kRing)
+        return fail(FRUGAL_ERR_STEP_RANGE,
+                    "steps %llu and %llu do not fit into one window of lookahead %u",
+                    static_cast<unsigned long long>(least),
+                    static_cast<unsigned long long>(most), config_.lookahead);
+    }
+    if (want_handle) {
+      batch->handle = handle_add(HandleKind::kBatch, batch);
+      if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+      *batch_out = batch->handle;
+    }
+    batches_[step].push_back(batch);
+    unresolved_ += static_cast<uint32_t>(batch->parts.size());
+  }
+  counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
+  if (config_.flush_threads) {
+    wake_workers();
+  } else {
+    while (resolve_one(step)) {
+    }
+    if (need_links())
+      while (link_one(step)) {
+      }
+  }
+  return FRUGAL_OK;
+}
+
+// Takes a batch out of the window.
+void Engine::drop_batch(const BatchRef& batch) {
+  std::unique_lock<std::mutex> lock(mu_);
+  auto at = batches_.find(batch->step);
+  if (at == batches_.end()) return;
+  auto in = std::find(at->second.begin(), at->second.end(), batch);
+  if (in == at->second.end()) return;
+  for (const PartRef& p : batch->parts)
+    if (p->state.load() == Part::kDeclared) {
+      p->state.store(Part::kDropped);
+      --unresolved_;
+    }
+  cv_progress_.wait(lock, [&] {
+    for (const PartRef& p : batch->parts)
+      if (p->state.load() == Part::kResolving || p->linking) return false;
+    // A step that is being taken in ahead uses its declarations.
+    auto record = records_.find(batch->step);
+    if (record != records_.end())
+      for (auto& [raw, p] : record->second.prepared)
+        if (!p.ready) return false;
+    return true;
+  });
+  at = batches_.find(batch->step);
+  if (at == batches_.end()) return;
+  in = std::find(at->second.begin(), at->second.end(), batch);
+  if (in == at->second.end()) return;
+  at->second.erase(in);
+  for (size_t i = 0; i < batch->parts.size(); ++i) {
+    const PartRef& p = batch->parts[i];
+    const TableRef& table = batch->tables[i];
+    if (p->linked && !table->dropped.load()) {
+      Vector<PartRef> same;
+      Vector<bool> owned;
+      auto gather_same = [&](const BatchRef& b) {
+        for (size_t k = 0; k < b->parts.size(); ++k)
+          if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked) {
+            same.push_back(b->parts[k]);
+            owned.push_back(rank_has_cache(b->rank));
+          }
+      };
+      for (const BatchRef& b : at->second) gather_same(b);
+      for (size_t k = i + 1; k < batch->parts.size(); ++k)
+        if (batch->tables[k] == table && batch->parts[k]->linked) {
+          same.push_back(batch->parts[k]);
+          owned.push_back(rank_has_cache(batch->rank));
+        }
+      table->window.unlink(*p, rank_has_cache(p->rank), same, owned);
+    }
+    p->linked = false;
+    if (p->resolved() && table->rows.has_reserved())
+      table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
+  }
+  if (at->second.empty()) batches_.erase(at);
+  if (batch->handle) handle_remove(HandleKind::kBatch, batch->handle);
+  for (const TableRef& table : batch->tables) settle_orphans(*table);
+  progress_.fetch_add(1);
+  cv_progress_.notify_all();
+}
+
+Status Engine::cancel(Trainer& t, const BatchRef& batch) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  if (batch->rank != t.rank)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by rank %u, not rank %u",
+                batch->rank, t.rank);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (t.next_step != kNoStep && batch->step < t.next_step)
+      return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays",
+                  static_cast<unsigned long long>(batch->step));
+  }
+  drop_batch(batch);
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

@@ -1,0 +1,63 @@
+// How a call of the engine waits: look, help, sleep. Included by the engine's sources only.
+#pragma once
+#include <chrono>
+
+#include "engine/engine.h"
+
+namespace frugal {
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Sleeps on `cv` until done() or for about a second. The system clock is used because a change of it
+// only makes one slice longer or shorter.
+template <class Done>
+void sleep_slice(std::condition_variable& cv, std::unique_lock<std::mutex>& lock, uint64_t until,
+                 Done done) {
+  uint64_t now = now_ns();
+  uint64_t ns = until == UINT64_MAX ? 1000000000u : until > now ? until - now : 0;
+  ns = std::min<uint64_t>(ns, 1000000000u);
+  cv.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns), done);
+}
+
+// Waits until ready(). help() does one unit of the work that ready() needs and tells whether there
+// was any. FRUGAL_ERR_TIMEOUT and FRUGAL_ERR_STEP_ABORTED are given without a message: the caller
+// knows what it waited for.
+template <class Ready, class Help>
+Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
+  struct Waiting {
+    std::atomic<uint32_t>& n;
+    explicit Waiting(std::atomic<uint32_t>& c) : n(c) { n.fetch_add(1); }
+    ~Waiting() { n.fetch_sub(1); }
+  } waiting(waiters_);
+  for (;;) {
+    // The count is read before the condition: whoever makes the condition true counts afterwards.
+    uint64_t seen = progress_.load();
+    if (closed_.load() || (trainer && trainer->closing.load()))
+      return fail(FRUGAL_ERR_CLOSED, "the %s was closed while a call waited",
+                  closed_.load() ? "engine" : "trainer");
+    if (Status s = health())
+      return fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
+                  status_name(s));
+    if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
+    if (ready()) return FRUGAL_OK;
+    if (help()) continue;
+    if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
+    // A short spin: what is waited for is often a few microseconds away, a sleep costs more.
+    bool moved = false;
+    for (int i = 0; i < 400 && !moved; ++i) {
+      cpu_relax();
+      moved = progress_.load(std::memory_order_relaxed) != seen;
+    }
+    if (moved) continue;
+    std::unique_lock<std::mutex> lock(mu_);
+    sleep_slice(cv_progress_, lock, deadline.at, [&] { return progress_.load() != seen; });
+  }
+}
+
+}  // namespace frugal

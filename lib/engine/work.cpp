@@ -1,0 +1,450 @@
+// Who does the work: the flush threads, and callers that wait.
+#include <algorithm>
+
+#include "base/fpenv.h"
+#include "engine/wait.h"
+
+namespace frugal {
+namespace {
+
+constexpr size_t kClaimRows = 512;
+
+struct Scratch {
+  Claim claim;
+  TermList terms;
+};
+
+Scratch& scratch() {
+  static thread_local Scratch s;
+  return s;
+}
+
+}  // namespace
+
+void Engine::progress() {
+  progress_.fetch_add(1);
+  if (waiters_.load() == 0) return;
+  { std::lock_guard<std::mutex> lock(mu_); }
+  cv_progress_.notify_all();
+}
+
+void Engine::wake_workers() {
+  work_.fetch_add(1);
+  if (sleepers_.load() == 0) return;
+  { std::lock_guard<std::mutex> lock(mu_); }
+  cv_work_.notify_all();
+}
+
+void Engine::fail_background(Status status) {
+  Status none = FRUGAL_OK;
+  health_.compare_exchange_strong(none, status);
+  log(0, "a background thread failed");
+  progress();
+}
+
+void Engine::log(int level, const char* text) {
+  if (config_.log) config_.log(config_.log_context, level, text);
+}
+
+void Engine::worker_main() {
+  FpEnvironment fp;
+  for (;;) {
+    uint64_t seen = work_.load();
+    if (stopping_.load()) return;
+    bool worked = false;
+    try {
+      worked = background_work();
+    } catch (const std::bad_alloc&) {
+      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+    } catch (...) {
+      fail_background(FRUGAL_ERR_INTERNAL);
+    }
+    if (worked) continue;
+    bool moved = false;
+    for (int i = 0; i < 400 && !moved; ++i) {
+      cpu_relax();
+      moved = work_.load(std::memory_order_relaxed) != seen;
+    }
+    if (moved) continue;
+    sleepers_.fetch_add(1);
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      cv_work_.wait(lock, [&] { return work_.load() != seen || stopping_.load(); });
+    }
+    sleepers_.fetch_sub(1);
+  }
+}
+
+bool Engine::background_work() {
+  if (health() != FRUGAL_OK) return false;
+  uint64_t next;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    next = to_commit() == kNoStep ? 0 : to_commit() + 1;
+  }
+  if (run_jobs(false)) return true;
+  if (flush_rows(next)) return true;
+  if (resolve_one(next) || (need_links() && link_one(next))) return true;
+  if (prepare_one()) return true;
+  if (pending_bytes_.load(std::memory_order_relaxed) > config_.pending_bytes / 2 &&
+      flush_rows(UINT64_MAX))
+    return true;
+  if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX))) return true;
+  return sweep_one() || flush_rows(UINT64_MAX);
+}
+
+bool Engine::help_gate(uint64_t step, bool everything) {
+  if (run_jobs(true)) return true;
+  if (resolve_one(step) || (need_links() && link_one(step))) return true;
+  return flush_rows(everything ? UINT64_MAX : step);
+}
+
+// --- Jobs ----------------------------------------------------------------------------------------
+
+void Engine::publish(const JobRef& job) {
+  if (job->apply) apply_jobs_.fetch_add(1);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    jobs_.push_back(job);
+    job_count_.fetch_add(1);
+  }
+  wake_workers();
+}
+
+void Engine::finish_job_chunk(const JobRef& job) {
+  if (job->done.fetch_add(1, std::memory_order_acq_rel) + 1 != job->chunks) return;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto at = std::find(jobs_.begin(), jobs_.end(), job);
+    if (at != jobs_.end()) {
+      jobs_.erase(at);
+      job_count_.fetch_sub(1);
+    }
+  }
+  job->keep.reset();
+  if (job->apply) apply_jobs_.fetch_sub(1);
+  progress();
+}
+
+bool Engine::run_jobs(bool apply_only) {
+  if (job_count_.load() == 0) return false;
+  JobRef job;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const JobRef& j : jobs_)
+      if (!j->exhausted() && (j->apply || !apply_only)) {
+        job = j;
+        break;
+      }
+  }
+  if (!job) return false;
+  bool any = false;
+  for (;;) {
+    size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= job->chunks) return any;
+    job->run(job->context, i);
+    finish_job_chunk(job);
+    any = true;
+  }
+}
+
+void Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) {
+  // Nobody to share with: do it here.
+  if (chunks < 2 || config_.flush_threads == 0) {
+    for (size_t i = 0; i < chunks; ++i) run(context, i);
+    return;
+  }
+  JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
+  job->run = run;
+  job->context = context;
+  job->chunks = chunks;
+  publish(job);
+  for (;;) {
+    size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= chunks) break;
+    run(context, i);
+    finish_job_chunk(job);
+  }
+  // Chunks that workers have taken end soon. The context is the caller's stack: no way out before.
+  for (int spin = 0; !job->finished(); ++spin) {
+    if (spin < 2000) {
+      cpu_relax();
+      continue;
+    }
+    struct Waiting {
+      std::atomic<uint32_t>& n;
+      explicit Waiting(std::atomic<uint32_t>& c) : n(c) { n.fetch_add(1); }
+      ~Waiting() { n.fetch_sub(1); }
+    } waiting(waiters_);
+    std::unique_lock<std::mutex> lock(mu_);
+    cv_progress_.wait(lock, [&] { return job->finished(); });
+  }
+}
+
+// --- Pending rows --------------------------------------------------------------------------------
+
+bool Engine::flush_rows(uint64_t step) {
+  Vector<TableRef> candidates;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TableRef& t : tables_)
+      if (t->window.opened() && t->window.any_pending()) candidates.push_back(t);
+  }
+  for (const TableRef& t : candidates) {
+    Claim& claim = scratch().claim;
+    {
+      Timed timed(counters_.entry_ns);
+      if (!t->window.queued_until(step)) continue;
+      // What nobody waits for is taken in larger batches.
+      if (!t->window.claim(step, kClaimRows, &claim)) continue;
+    }
+    apply_claim(*t, claim);
+    Vector<UpdateRef> written;
+    {
+      Timed timed(counters_.entry_ns);
+      t->window.finish(&claim, &written);
+    }
+    written.clear();
+    progress();
+    return true;
+  }
+  return false;
+}
+
+void Engine::apply_claim(Table& table, Claim& claim) {
+  Timed timed(counters_.apply_ns);
+  const device::Kernels& k = device::kernels();
+  TermList& terms = scratch().terms;
+  uint64_t begun = begun_.load(std::memory_order_relaxed), deferred = 0;
+  size_t left = claim.ids.size();
+  // Wave w writes the w-th pending update of each row: a row's updates stay in step order, and
+  // rows of one update go to the kernel together.
+  Vector<size_t> first;
+  if (claim.chained) {
+    first.reserve(claim.ids.size());
+    size_t at = 0;
+    for (uint32_t n : claim.nodes) {
+      first.push_back(at);
+      at += n;
+    }
+  }
+  for (uint32_t wave = 0; left != 0; ++wave) {
+    left = 0;
+    StepUpdate* current = nullptr;
+    auto write = [&] {
+      if (!current) return;
+      terms.close();
+      if (!stale()) {
+        k.apply_terms(table.rows.ref(), current->scalars, terms.slots.data(), terms.slots.size(),
+                      terms.terms.data(), terms.start.data());
+      } else {
+        // With staleness a row may be read meanwhile: it is written under its lock.
+        for (size_t i = 0; i < terms.slots.size(); ++i) {
+          std::lock_guard<std::mutex> lock(stripe(table, terms.slots[i]));
+          uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
+          k.apply_terms(table.rows.ref(), current->scalars, &terms.slots[i], 1,
+                        terms.terms.data() + terms.start[i], start);
+        }
+      }
+      if (current->step + 1 < begun) deferred += terms.slots.size();
+      terms.clear();
+    };
+    terms.clear();
+    for (size_t i = 0; i < claim.ids.size(); ++i) {
+      if (wave >= claim.nodes[i]) continue;
+      if (wave + 1 < claim.nodes[i]) ++left;
+      const Claim::Node& node = claim.flat[claim.chained ? first[i] + wave : i];
+      if (node.update != current) {
+        write();
+        current = node.update;
+      }
+      node.update->add_terms(node.row, &terms);
+    }
+    write();
+  }
+  counters_.rows_updated.fetch_add(claim.flat.size(), std::memory_order_relaxed);
+  counters_.rows_deferred.fetch_add(deferred, std::memory_order_relaxed);
+}
+
+// --- Declarations --------------------------------------------------------------------------------
+
+bool Engine::resolve_one(uint64_t up_to) {
+  PartRef part;
+  TableRef table;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (unresolved_ == 0) return false;
+    for (auto& [step, batches] : batches_) {
+      if (step > up_to) break;
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->parts[i]->state.load() == Part::kDeclared) {
+            part = b->parts[i];
+            table = b->tables[i];
+            goto found;
+          }
+    }
+    return false;
+  found:
+    part->state.store(Part::kResolving);
+    --unresolved_;
+    ++resolving_;
+  }
+  // If the table is full, or memory is short, the calls of the step resolve again and tell.
+  if (part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) != FRUGAL_OK)
+    part->state.store(Part::kStale);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    --resolving_;
+    settle_orphans(*table);
+  }
+  progress();
+  return true;
+}
+
+bool Engine::rank_has_cache(uint32_t rank) const {
+  const TrainerRef& t = ranks_[rank];
+  return t && t->has_cache.load(std::memory_order_relaxed);
+}
+
+bool Engine::link_one(uint64_t up_to) {
+  PartRef part;
+  TableRef table;
+  bool owned = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (first_step_ == kNoStep) return false;
+    uint64_t base = to_commit();
+    for (auto& [step, batches] : batches_) {
+      if (step > up_to || step >= base + kRing - 1) break;
+      if (step < base) continue;
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i) {
+          Part& p = *b->parts[i];
+          if (p.linked || p.linking || !p.resolved()) continue;
+          part = b->parts[i];
+          table = b->tables[i];
+          goto found;
+        }
+    }
+    return false;
+  found:
+    part->linking = true;
+    owned = rank_has_cache(part->rank);
+    ++linking_;
+  }
+  bool ok = open_window(*table) == FRUGAL_OK &&
+            pool_.get(part->distinct * sizeof(uint32_t), &part->ids) == FRUGAL_OK;
+  size_t done = 0;
+  if (ok) {
+    Timed timed(counters_.entry_ns);
+    done = table->window.link(*part, 0, part->distinct, owned, Window::Urgency::kBackground);
+    if (done < part->distinct) table->window.sweep(*part, 0, done);
+  } else {
+    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    part->linking = false;
+    part->linked = done == part->distinct;
+    --linking_;
+  }
+  progress();
+  return true;
+}
+
+// Takes a step's rows in while the step is still being computed: the rows that will be pushed are
+// known from the declarations, and when the push is what was declared, the commit has only to
+// publish them.
+bool Engine::prepare_one() {
+  if (!deferred_now_.load(std::memory_order_relaxed)) return false;
+  StepRecord* record = nullptr;
+  TableRef table;
+  UpdateRef update;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (first_step_ == kNoStep || aborting_ || committing_) return false;
+    uint64_t step = to_commit();
+    auto at = records_.find(step);
+    if (at == records_.end() || !at->second.prepare_scheduled) return false;
+    record = &at->second;
+    auto declared = batches_.find(step);
+    if (declared == batches_.end()) return false;
+    for (const TableRef& t : tables_) {
+      if (record->prepared.count(t.get()) || t->dropped.load()) continue;
+      if (t->predict_pause) continue;
+      Vector<PartRef> parts(ranks_.size());
+      bool any = false, simple = true;
+      for (const BatchRef& b : declared->second)
+        for (size_t i = 0; i < b->parts.size(); ++i) {
+          if (b->tables[i] != t) continue;
+          const PartRef& p = b->parts[i];
+          if (!p->resolved() || !p->linked || parts[b->rank]) simple = false;
+          parts[b->rank] = p;
+          any = true;
+        }
+      if (!any || !simple) continue;
+      update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+      update->step = step;
+      for (uint32_t r = 0; r < parts.size(); ++r)
+        if (parts[r] && parts[r]->distinct) {
+          update->ranks.emplace_back();
+          update->ranks.back().rank = r;
+          update->ranks.back().part = parts[r];
+        }
+      if (update->ranks.empty()) continue;
+      table = t;
+      record->prepared[t.get()] = {t, update, false};
+      break;
+    }
+    if (!table) return false;
+  }
+  Status status = FRUGAL_OK;
+  {
+    Timed timed(counters_.entry_ns);
+    update->make_list();
+    const uint32_t* known = nullptr;
+    if (update->ranks.size() == 1) {
+      known = update->ranks[0].part->ids.as<uint32_t>();
+      update->ids = known;
+    } else {
+      status = pool_.get(update->n * sizeof(uint32_t), &update->own_ids);
+      update->ids = update->own_ids.as<uint32_t>();
+    }
+    if (status == FRUGAL_OK) {
+      table->window.add(update);
+      table->window.stage(*update, 0, update->n, known,
+                          known ? nullptr : update->own_ids.as<uint32_t>(),
+                          Window::Urgency::kBackground);
+    } else {
+      fail_background(status);
+    }
+  }
+  {
+    // The record is still there: a commit or an abort waits until its updates are ready.
+    std::lock_guard<std::mutex> lock(mu_);
+    record->prepared[table.get()].ready = true;
+  }
+  progress();
+  return true;
+}
+
+bool Engine::sweep_one() {
+  Sweep work;
+  constexpr size_t kRows = 4096;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (sweeps_.empty()) return false;
+    work = sweeps_.back();
+    if (work.from + kRows < work.part->distinct)
+      sweeps_.back().from += kRows;
+    else
+      sweeps_.pop_back();
+  }
+  Timed timed(counters_.entry_ns);
+  work.table->window.sweep(*work.part, work.from,
+                           std::min(kRows, work.part->distinct - work.from));
+  return true;
+}
+
+}  // namespace frugal

@@ -1,0 +1,58 @@
+// Priority queues of g-entries (FRUGAL section 3.4): which pending update is written first.
+//
+// A priority is a position of the ring of 64 future steps (step mod 64) or kInfinity. An entry is
+// in the queue at most once; its current priority is prio[id]. Two implementations: the two-level
+// queue (a ring of buckets, everything O(1) amortized, batched) and, as the paper's baseline, a
+// binary heap with a lock for each node.
+//
+// Threads: the owner of a queue serializes calls (window/window.h).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "base/heap.h"
+
+namespace frugal {
+
+constexpr uint32_t kRing = 64;       // priorities of steps
+constexpr uint8_t kInfinity = 64;    // no declared read
+constexpr uint8_t kAbsent = 255;     // not queued
+
+// The distance of a priority from the step `base`: ring positions in step order, infinity last.
+inline uint32_t prio_rank(uint8_t prio, uint64_t base) {
+  return prio == kInfinity ? kRing : static_cast<uint32_t>((prio - base) & (kRing - 1));
+}
+
+class Queue : public HeapObject {
+ public:
+  virtual ~Queue() = default;
+  // Entry ids are below `capacity` from now on; never shrinks.
+  virtual void reserve_ids(uint32_t capacity) = 0;
+  // `id` becomes queued at `prio`; it must not be queued.
+  virtual void push(uint32_t id, uint8_t prio) = 0;
+  virtual void push(const uint32_t* ids, size_t n, uint8_t prio) {
+    for (size_t i = 0; i < n; ++i) push(ids[i], prio);
+  }
+  // `id` is queued and gets another priority.
+  virtual void adjust(uint32_t id, uint8_t prio) = 0;
+  // Takes up to `max` entries with the lowest priorities counted from step `base`, none of a rank
+  // above `limit_rank` (kRing: all). They are no longer queued.
+  virtual size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) = 0;
+  // Is anything queued up to that rank? May say yes wrongly, never no.
+  virtual bool any(uint64_t base, uint32_t limit_rank) = 0;
+  // Staging: entries of a step that is not committed yet. They have a priority but cannot be
+  // popped; commit_stage() makes all of them queued at once, in O(ring) for the two-level queue.
+  virtual void stage(uint32_t id, uint8_t prio) = 0;
+  virtual void adjust_staged(uint32_t id, uint8_t prio) = 0;
+  virtual void commit_stage() = 0;
+  virtual void drop_stage() = 0;
+  // A pop may give a staged entry that has a stale place in the queue; the caller, who knows, puts
+  // it back by this.
+  virtual void restore_staged(uint32_t id, uint8_t prio) = 0;
+  virtual uint8_t priority(uint32_t id) const = 0;
+};
+
+Queue* make_two_level_queue();
+Queue* make_tree_heap();
+
+}  // namespace frugal

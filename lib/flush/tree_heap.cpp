@@ -1,0 +1,181 @@
+// The paper's baseline (Exp #4): a binary heap with a lock for each node.
+//
+// Each operation locks nodes hand over hand along one path of the tree, a pop from the root down,
+// a push or a rise from the leaf up (child and parent are always taken parent first), as in
+// concurrent heaps with per-node locks. Kept for comparison; the two-level queue is what is used.
+// A change of priority moves the entry's node, which is found through place[id].
+#include <atomic>
+#include <mutex>
+
+#include "flush/queue.h"
+
+namespace frugal {
+namespace {
+
+class SpinLock {
+ public:
+  void lock() {
+    while (flag_.test_and_set(std::memory_order_acquire)) {
+    }
+  }
+  void unlock() { flag_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
+};
+
+class TreeHeap final : public Queue {
+ public:
+  ~TreeHeap() override { heap_free(locks_); }
+
+  void reserve_ids(uint32_t capacity) override {
+    if (capacity <= prio_.size()) return;
+    prio_.resize(capacity, kAbsent);
+    order_.resize(capacity, 0);
+    place_.resize(capacity, 0);
+    node_.resize(size_t{capacity} + 1, 0);
+    // Called with no operation under way, so fresh locks are as good as the old ones.
+    heap_free(locks_);
+    locks_ = static_cast<SpinLock*>(heap_alloc(sizeof(SpinLock) * (size_t{capacity} + 1)));
+    for (size_t i = 0; i <= capacity; ++i) new (&locks_[i]) SpinLock;
+  }
+
+  void push(uint32_t id, uint8_t prio) override {
+    prio_[id] = prio;
+    order_[id] = key(prio);
+    size_t at;
+    {
+      std::lock_guard<SpinLock> guard(size_lock_);
+      at = ++size_;
+      locks_[at].lock();
+    }
+    node_[at] = id;
+    place_[id] = static_cast<uint32_t>(at);
+    locks_[at].unlock();
+    rise(at);
+  }
+
+  void adjust(uint32_t id, uint8_t prio) override {
+    if (prio_[id] == prio) return;
+    uint64_t before = order_[id];
+    prio_[id] = prio;
+    order_[id] = key(prio);
+    if (order_[id] < before)
+      rise(place_[id]);
+    else
+      sink(place_[id]);
+  }
+
+  void stage(uint32_t id, uint8_t prio) override {
+    prio_[id] = prio;
+    staged_.push_back(id);
+  }
+  void adjust_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
+  void commit_stage() override {
+    for (uint32_t id : staged_) push(id, prio_[id]);
+    staged_.clear();
+  }
+  void drop_stage() override {
+    for (uint32_t id : staged_) prio_[id] = kAbsent;
+    staged_.clear();
+  }
+
+  void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
+
+  uint8_t priority(uint32_t id) const override { return prio_[id]; }
+
+  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
+    rebase(base);
+    size_t n = 0;
+    while (n < max) {
+      size_t last;
+      uint32_t top;
+      {
+        std::lock_guard<SpinLock> guard(size_lock_);
+        if (size_ == 0 || prio_rank(prio_[node_[1]], base) > limit_rank) break;
+        last = size_--;
+        top = node_[1];
+        prio_[top] = kAbsent;
+        if (last > 1) {
+          locks_[1].lock();
+          locks_[last].lock();
+          node_[1] = node_[last];
+          place_[node_[1]] = 1;
+          locks_[last].unlock();
+          locks_[1].unlock();
+        }
+      }
+      ids[n++] = top;
+      if (last > 1) sink(1);
+    }
+    return n;
+  }
+
+  bool any(uint64_t base, uint32_t limit_rank) override {
+    rebase(base);
+    std::lock_guard<SpinLock> guard(size_lock_);
+    return size_ && prio_rank(prio_[node_[1]], base) <= limit_rank;
+  }
+
+ private:
+  // Ring positions as numbers that keep their order while the base moves on.
+  uint64_t key(uint8_t prio) const {
+    return prio == kInfinity ? UINT64_MAX : base_ + prio_rank(prio, base_);
+  }
+  void rebase(uint64_t base) {
+    if (base > base_) base_ = base;
+  }
+
+  void swap_nodes(size_t a, size_t b) {
+    uint32_t x = node_[a], y = node_[b];
+    node_[a] = y;
+    node_[b] = x;
+    place_[y] = static_cast<uint32_t>(a);
+    place_[x] = static_cast<uint32_t>(b);
+  }
+
+  void rise(size_t at) {
+    while (at > 1) {
+      size_t up = at / 2;
+      std::lock_guard<SpinLock> parent(locks_[up]);
+      std::lock_guard<SpinLock> child(locks_[at]);
+      if (order_[node_[at]] >= order_[node_[up]]) return;
+      swap_nodes(at, up);
+      at = up;
+    }
+  }
+
+  void sink(size_t at) {
+    locks_[at].lock();
+    for (;;) {
+      size_t left = at * 2, right = left + 1, least = at;
+      if (left > size_) break;
+      locks_[left].lock();
+      if (right <= size_) locks_[right].lock();
+      if (order_[node_[left]] < order_[node_[least]]) least = left;
+      if (right <= size_ && order_[node_[right]] < order_[node_[least]]) least = right;
+      bool has_right = right <= size_;
+      if (has_right && least != right) locks_[right].unlock();
+      if (least != left) locks_[left].unlock();
+      if (least == at) break;
+      swap_nodes(at, least);
+      locks_[at].unlock();
+      at = least;
+    }
+    locks_[at].unlock();
+  }
+
+  SpinLock size_lock_;
+  SpinLock* locks_ = nullptr;
+  size_t size_ = 0;
+  uint64_t base_ = 0;
+  Vector<uint8_t> prio_;
+  Vector<uint64_t> order_;
+  Vector<uint32_t> place_, node_, staged_;
+};
+
+}  // namespace
+
+Queue* make_tree_heap() { return new TreeHeap; }
+
+}  // namespace frugal

@@ -1,0 +1,307 @@
+#include "storage/rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace frugal {
+
+RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
+  RowLayout l;
+  l.dim = dim;
+  // Small rows never straddle a cache line; larger ones start on one. A stride that is a multiple
+  // of 128 bytes keeps rows on the 128-byte lines of a GPU's link where dim allows it.
+  size_t bytes = size_t{dim} * 4;
+  size_t stride = 16;
+  if (bytes <= 128)
+    while (stride < bytes) stride *= 2;
+  else
+    stride = (bytes + 63) / 64 * 64;
+  l.value_stride = stride / 4;
+  switch (optimizer) {
+    case FRUGAL_SGD:
+      break;
+    case FRUGAL_ROWWISE_ADAGRAD:
+      l.state_floats = 1;
+      l.state_stride = 1;
+      break;
+    case FRUGAL_ADAM:
+    case FRUGAL_FTRL:
+      l.state_columns = 2;
+      break;
+    default:
+      l.state_columns = 1;
+  }
+  if (l.state_columns) {
+    l.state_floats = l.state_columns * dim;
+    l.state_stride = l.state_columns * l.value_stride;
+  }
+  return l;
+}
+
+Status Rows::open(const Config& c, MemoryBudget* budget) {
+  capacity_ = c.capacity;
+  hashed_ = c.hashed;
+  lazy_ = c.lazy || c.hashed;
+  layout_ = c.layout;
+  init_ = c.init;
+  FRUGAL_TRY(values_.reserve(capacity_, layout_.value_stride * 4, c.shared, budget));
+  FRUGAL_TRY(state_.reserve(capacity_, layout_.state_stride * 4, c.shared, budget));
+  if (lazy_) {
+    FRUGAL_TRY(flags_.reserve(capacity_, 1, false, budget));
+  }
+  if (hashed_) {
+    FRUGAL_TRY(keys_.reserve(capacity_, 8, c.shared, budget));
+    FRUGAL_TRY(index_.open(capacity_, budget));
+  }
+  ref_.values = reinterpret_cast<float*>(values_.base());
+  ref_.value_stride = layout_.value_stride;
+  ref_.state = reinterpret_cast<float*>(state_.base());
+  ref_.state_stride = layout_.state_stride;
+  ref_.state_second = layout_.state_columns == 2 ? layout_.value_stride : 0;
+  ref_.dim = layout_.dim;
+  return FRUGAL_OK;
+}
+
+uint64_t Rows::chunk_rows() const {
+  // Rows after which values and state both stand at the start of a slab of theirs; 2^21 records
+  // of a multiple of 4 bytes are a multiple of 8 MiB.
+  return uint64_t{1} << 21;
+}
+
+Status Rows::ensure_memory(uint64_t first, uint64_t n) {
+  FRUGAL_TRY(values_.ensure(first, n));
+  FRUGAL_TRY(state_.ensure(first, n));
+  if (lazy_) FRUGAL_TRY(flags_.ensure(first, n));
+  if (hashed_) FRUGAL_TRY(keys_.ensure(first, n));
+  return FRUGAL_OK;
+}
+
+Status Rows::initialize_range(uint64_t first, uint64_t n) {
+  FRUGAL_TRY(ensure_memory(first, n));
+  device::kernels().initialize(ref_, init_, nullptr, first, nullptr,
+                               static_cast<uint32_t>(first), n);
+  return FRUGAL_OK;
+}
+
+void Rows::initialize_slot(uint32_t slot, uint64_t key) {
+  device::kernels().initialize(ref_, init_, &key, 0, &slot, 0, 1);
+}
+
+Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const {
+  if (hashed_) return FRUGAL_OK;
+  uint64_t largest = 0;
+  if (!padding)
+    for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i]);
+  else
+    for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i] == *padding ? 0 : keys[i]);
+  if (n == 0 || largest < capacity_) return FRUGAL_OK;
+  for (size_t i = 0; i < n; ++i)
+    if (keys[i] >= capacity_ && !(padding && keys[i] == *padding))
+      return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
+                  "id %llu at position %zu: the table has ids 0..%llu; nothing was taken",
+                  static_cast<unsigned long long>(keys[i]), i,
+                  static_cast<unsigned long long>(capacity_ - 1));
+  return FRUGAL_OK;
+}
+
+Status Rows::resolve_dense(const uint64_t* keys, size_t n, const uint64_t* padding,
+                           uint32_t* slots) {
+  if (!padding)
+    for (size_t i = 0; i < n; ++i) slots[i] = static_cast<uint32_t>(keys[i]);
+  else
+    for (size_t i = 0; i < n; ++i)
+      slots[i] = keys[i] == *padding ? kNoSlot : static_cast<uint32_t>(keys[i]);
+  if (!lazy_) return FRUGAL_OK;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (size_t i = 0; i < n; ++i) {
+    uint32_t s = slots[i];
+    if (s == kNoSlot) continue;
+    FRUGAL_TRY(flags_.ensure(s, 1));
+    if (flags()[s]) continue;
+    FRUGAL_TRY(ensure_memory(s, 1));
+    initialize_slot(s, s);
+    flags()[s] = kExists;
+  }
+  return FRUGAL_OK;
+}
+
+Status Rows::add_key(uint64_t key, bool existing, uint32_t* slot) {
+  uint32_t s;
+  if (!free_.empty()) {
+    s = free_.back();
+  } else {
+    if (next_slot_ >= capacity_)
+      return fail(FRUGAL_ERR_TABLE_FULL,
+                  "the table has %llu rows, no room for key %llu; create it with more rows",
+                  static_cast<unsigned long long>(capacity_),
+                  static_cast<unsigned long long>(key));
+    FRUGAL_TRY(ensure_memory(next_slot_, 1));
+    s = static_cast<uint32_t>(next_slot_);
+  }
+  FRUGAL_TRY(index_.make_room(1));
+  if (!free_.empty())
+    free_.pop_back();
+  else
+    ++next_slot_;
+  index_.insert(key, s);
+  reinterpret_cast<uint64_t*>(keys_.base())[s] = key;
+  initialize_slot(s, key);
+  flags()[s] = existing ? kExists : kReserved;
+  if (existing)
+    ++existing_;
+  else
+    reserved_.fetch_add(1, std::memory_order_relaxed);
+  *slot = s;
+  return FRUGAL_OK;
+}
+
+Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
+                     uint32_t* slots, Vector<uint32_t>* created) {
+  if (!hashed_) return resolve_dense(keys, n, padding, slots);
+  constexpr size_t kChunk = 8192;  // other threads get their turn in between
+  Vector<uint32_t> added;          // rows of this call, taken back if it fails
+  size_t created_before = created ? created->size() : 0;
+  Status status = FRUGAL_OK;
+  for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) {
+    size_t m = std::min(kChunk, n - at);
+    std::lock_guard<std::mutex> lock(mu_);
+    index_.find(keys + at, m, slots + at);
+    for (size_t i = at; i < at + m; ++i) {
+      if (padding && keys[i] == *padding) {
+        slots[i] = kNoSlot;
+        continue;
+      }
+      if (missing == Missing::kLeave) {
+        if (slots[i] == KeyIndex::kNone || !(flags()[slots[i]] & kExists)) slots[i] = kMissingSlot;
+        continue;
+      }
+      if (slots[i] == KeyIndex::kNone) {
+        // A duplicate within the chunk may have added it just now.
+        slots[i] = index_.find(keys[i]);
+        if (slots[i] == KeyIndex::kNone) {
+          status = add_key(keys[i], missing == Missing::kCreate, &slots[i]);
+          if (status != FRUGAL_OK) break;
+          added.push_back(slots[i]);
+          if (missing == Missing::kCreate && created) created->push_back(slots[i]);
+          continue;
+        }
+      }
+      if (missing == Missing::kCreate && !(flags()[slots[i]] & kExists)) {
+        flags()[slots[i]] = kExists;
+        ++existing_;
+        reserved_.fetch_sub(1, std::memory_order_relaxed);
+        if (created) created->push_back(slots[i]);
+      }
+    }
+  }
+  if (status == FRUGAL_OK) return status;
+  if (created) {
+    // Rows that were reserved before the call are reserved again, those of the call are freed.
+    uncreate(created->data() + created_before, created->size() - created_before, false);
+    created->resize(created_before);
+  }
+  for (uint32_t s : added) release_reserved(s);
+  return status;
+}
+
+void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {
+  if (!hashed_) return;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (size_t i = 0; i < n; ++i) {
+    uint32_t s = slots[i];
+    if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
+    flags()[s] = kExists;
+    ++existing_;
+    reserved_.fetch_sub(1, std::memory_order_relaxed);
+    if (created) created->push_back(s);
+  }
+}
+
+uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
+  std::lock_guard<std::mutex> lock(mu_);
+  uint64_t were = 0;
+  for (size_t i = 0; i < n; ++i) {
+    uint32_t s = slots[i];
+    if (hashed_) {
+      if (!(flags()[s] & kExists)) continue;
+      flags()[s] = kReserved;
+      --existing_;
+      reserved_.fetch_add(1, std::memory_order_relaxed);
+    }
+    ++were;
+    if (reinitialize) initialize_slot(s, key_of(s));
+  }
+  return were;
+}
+
+bool Rows::exists(uint32_t slot) {
+  if (!hashed_) return true;
+  std::lock_guard<std::mutex> lock(mu_);
+  return flags()[slot] & kExists;
+}
+
+void Rows::release_reserved(uint32_t slot) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!(flags()[slot] & kReserved)) return;
+  index_.erase(key_of(slot));
+  flags()[slot] = 0;
+  reserved_.fetch_sub(1, std::memory_order_relaxed);
+  free_.push_back(slot);
+}
+
+void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
+  if (!hashed_) return;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (size_t i = 0; i < n; ++i)
+    if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
+}
+
+void Rows::reset_state(uint32_t slot) {
+  float* s = state(slot);
+  for (uint32_t c = 0; c < init_.state_columns; ++c)
+    std::fill_n(s + c * layout_.value_stride, init_.column_floats, init_.state[c]);
+}
+
+uint64_t Rows::count() {
+  if (!hashed_) return capacity_;
+  std::lock_guard<std::mutex> lock(mu_);
+  return existing_;
+}
+
+size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
+  size_t n = 0;
+  std::lock_guard<std::mutex> lock(mu_);
+  uint64_t end = hashed_ ? next_slot_ : capacity_;
+  while (n < capacity && *cursor < end) {
+    uint32_t s = static_cast<uint32_t>((*cursor)++);
+    if (!hashed_ || (flags()[s] & kExists)) keys[n++] = key_of(s);
+  }
+  return n;
+}
+
+void Rows::export_state(uint32_t slot, float* out) const {
+  const float* s = state(slot);
+  if (layout_.state_columns == 0) {
+    if (layout_.state_floats) *out = *s;
+    return;
+  }
+  for (uint32_t c = 0; c < layout_.state_columns; ++c)
+    std::memcpy(out + c * layout_.dim, s + c * layout_.value_stride, layout_.dim * sizeof(float));
+}
+
+void Rows::import_state(uint32_t slot, const float* in) const {
+  float* s = state(slot);
+  if (layout_.state_columns == 0) {
+    if (layout_.state_floats) *s = *in;
+    return;
+  }
+  for (uint32_t c = 0; c < layout_.state_columns; ++c)
+    std::memcpy(s + c * layout_.value_stride, in + c * layout_.dim, layout_.dim * sizeof(float));
+}
+
+uint64_t Rows::memory_bytes() const {
+  return values_.committed_bytes() + state_.committed_bytes() + keys_.committed_bytes() +
+         flags_.committed_bytes() + index_.memory_bytes();
+}
+
+}  // namespace frugal

@@ -1,0 +1,117 @@
+// The host rows of one table: values, optimizer state, and which row is whose.
+//
+// A row is known by its slot, a 32-bit number below the capacity; slot i's values lie at
+// values + i * value_stride, its state beside it in a parallel array, so that values keep their
+// alignment. Dense tables: slot = id. Hashed tables: slots come from a free list, an index maps
+// key -> slot, and a flag byte says whether the row exists or is only reserved by a declaration.
+// Everything that maps keys to slots goes through resolve(): the one seam for later tiers.
+//
+// Threads: values and state of a row are written by whoever applies its update (the engine sees
+// to it that this is one thread at a time and nobody reads meanwhile). The key mapping is guarded
+// by this class's own mutex.
+#pragma once
+#include <cstdint>
+#include <mutex>
+
+#include "arith/init.h"
+#include "base/heap.h"
+#include "device/kernels.h"
+#include "storage/key_index.h"
+#include "storage/slab.h"
+
+namespace frugal {
+
+constexpr uint32_t kNoSlot = device::kPaddingSlot;       // padding: no row at all
+constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
+
+// How a row lies in memory.
+struct RowLayout {
+  uint32_t dim = 0;
+  uint32_t state_columns = 0;  // of dim floats each; row-wise Adagrad: 0 and state_floats 1
+  uint32_t state_floats = 0;   // as exported
+  size_t value_stride = 0;     // floats
+  size_t state_stride = 0;     // floats
+  static RowLayout of(uint32_t dim, int32_t optimizer);
+};
+
+class Rows : public HeapObject {
+ public:
+  struct Config {
+    uint64_t capacity = 0;
+    bool hashed = false;
+    bool lazy = false;
+    bool shared = false;
+    RowLayout layout;
+    arith::InitSpec init;
+  };
+  // What resolve() may do with keys that have no row.
+  enum class Missing { kLeave, kReserve, kCreate };
+
+  Status open(const Config& config, MemoryBudget* budget);
+  // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
+  // parallel if they do not share a slab (chunk_rows() rows and its multiples do not).
+  Status initialize_range(uint64_t first, uint64_t n);
+  uint64_t chunk_rows() const;
+
+  // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: ids must be in range
+  // (check_ids). kLeave: kMissingSlot where missing. kReserve, kCreate: rows come into being as reserved
+  // or existing; newly existing slots are appended to `created`. TABLE_FULL changes nothing.
+  Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
+                 uint32_t* slots, Vector<uint32_t>* created);
+  // Fails with KEY_OUT_OF_RANGE naming the first id that a dense table does not have.
+  Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
+  // Turns reserved rows among `slots` into existing ones.
+  void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
+  // Back to reserved: an aborted step's creations, and deleted rows (which get initial values
+  // again). Returns how many existed.
+  uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
+  bool exists(uint32_t slot);
+  // Frees a slot that is reserved only.
+  void release_reserved(uint32_t slot);
+  bool has_reserved() const { return reserved_.load(std::memory_order_relaxed) != 0; }
+  // Those of `slots` that are reserved only.
+  void collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
+
+  void reset_state(uint32_t slot);
+  uint64_t key_of(uint32_t slot) const {
+    return hashed_ ? reinterpret_cast<const uint64_t*>(keys_.base())[slot] : slot;
+  }
+  uint64_t count();
+  // Keys of existing rows from slot *cursor on.
+  size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
+
+  const device::RowsRef& ref() const { return ref_; }
+  float* values(uint32_t slot) const { return ref_.values + slot * ref_.value_stride; }
+  float* state(uint32_t slot) const { return ref_.state + slot * ref_.state_stride; }
+  const RowLayout& layout() const { return layout_; }
+  // Between the exported form of state (columns of dim floats) and ours.
+  void export_state(uint32_t slot, float* out) const;
+  void import_state(uint32_t slot, const float* in) const;
+  uint64_t capacity() const { return capacity_; }
+  bool hashed() const { return hashed_; }
+  uint64_t memory_bytes() const;
+
+ private:
+  Status ensure_memory(uint64_t first, uint64_t n);
+  void initialize_slot(uint32_t slot, uint64_t key);
+  Status resolve_dense(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots);
+  Status add_key(uint64_t key, bool existing, uint32_t* slot);
+  uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
+
+  static constexpr uint8_t kExists = 1, kReserved = 2;
+
+  std::mutex mu_;  // index, flags, free list
+  uint64_t capacity_ = 0;
+  bool hashed_ = false, lazy_ = false;
+  RowLayout layout_;
+  arith::InitSpec init_;
+  device::RowsRef ref_{};
+  SlabArray values_, state_, keys_, flags_;
+  KeyIndex index_;
+  Vector<uint32_t> free_;
+  uint64_t next_slot_ = 0;
+  uint64_t existing_ = 0;
+  std::atomic<uint64_t> reserved_{0};
+};
+
+}  // namespace frugal

@@ -1,0 +1,57 @@
+#include "storage/slab.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/heap.h"
+
+namespace frugal {
+
+size_t SlabArray::slab_bytes(uint64_t count, size_t stride) {
+  // A small array needs no 8 MiB; a page is the least.
+  uint64_t bytes = count * stride;
+  if (bytes >= kSlab) return kSlab;
+  return std::max<uint64_t>(4096, (bytes + 4095) / 4096 * 4096);
+}
+
+SlabArray::~SlabArray() {
+  os_release(&mapping_);
+  if (budget_) budget_->give(committed_.load());
+  if (done_) heap_free(done_);
+}
+
+Status SlabArray::reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget) {
+  stride_ = stride;
+  budget_ = budget;
+  if (count == 0 || stride == 0) return FRUGAL_OK;
+  if (count > (UINT64_MAX >> 2) / stride)
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu rows of %zu bytes exceed the address space",
+                static_cast<unsigned long long>(count), stride);
+  slab_ = slab_bytes(count, stride);
+  slabs_ = (count * stride + slab_ - 1) / slab_;
+  FRUGAL_TRY(os_reserve(slabs_ * slab_, shared, &mapping_));
+  done_ = static_cast<uint8_t*>(heap_alloc(slabs_));
+  std::memset(done_, 0, slabs_);
+  return FRUGAL_OK;
+}
+
+Status SlabArray::ensure(uint64_t first, uint64_t n) {
+  if (n == 0 || stride_ == 0) return FRUGAL_OK;
+  uint64_t a = first * stride_ / slab_, b = ((first + n) * stride_ - 1) / slab_;
+  for (uint64_t i = a; i <= b; ++i) {
+    if (done_[i]) continue;
+    if (budget_ && !budget_->take(slab_))
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                  "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
+                  static_cast<unsigned long long>(budget_->limit));
+    if (Status s = os_commit(mapping_, i * slab_, slab_)) {
+      if (budget_) budget_->give(slab_);
+      return s;
+    }
+    committed_.fetch_add(slab_, std::memory_order_relaxed);
+    done_[i] = 1;
+  }
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

@@ -1,0 +1,52 @@
+// Memory of rows: an array of fixed-size records in reserved address space, committed slab by
+// slab before a record is handed out. The one seam for huge pages, shared memory and (later)
+// pinning; everything else sees base + index * stride.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+#include "base/os.h"
+
+namespace frugal {
+
+// The engine's limit of memory for tables (frugal_config.host_bytes).
+struct MemoryBudget {
+  uint64_t limit = UINT64_MAX;
+  std::atomic<uint64_t> used{0};
+  bool take(uint64_t bytes) {
+    uint64_t before = used.fetch_add(bytes, std::memory_order_relaxed);
+    if (before + bytes <= limit) return true;
+    used.fetch_sub(bytes, std::memory_order_relaxed);
+    return false;
+  }
+  void give(uint64_t bytes) { used.fetch_sub(bytes, std::memory_order_relaxed); }
+};
+
+class SlabArray {
+ public:
+  SlabArray() = default;
+  ~SlabArray();
+  SlabArray(const SlabArray&) = delete;
+  // Reserves room for `count` records of `stride` bytes. stride 0: an empty array.
+  Status reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget);
+  // Commits the slabs under records [first, first + n). Idempotent; callers serialize calls that
+  // may share a slab.
+  Status ensure(uint64_t first, uint64_t n);
+  char* base() const { return mapping_.base; }
+  size_t stride() const { return stride_; }
+  uint64_t committed_bytes() const { return committed_.load(std::memory_order_relaxed); }
+  // Bytes of a slab: records are committed in such steps.
+  static constexpr size_t kSlab = size_t{8} << 20;
+  static size_t slab_bytes(uint64_t count, size_t stride);
+
+ private:
+  Mapping mapping_;
+  size_t stride_ = 0;
+  size_t slab_ = kSlab;
+  uint64_t slabs_ = 0;
+  uint8_t* done_ = nullptr;  // a byte for each slab
+  MemoryBudget* budget_ = nullptr;
+  std::atomic<uint64_t> committed_{0};
+};
+
+}  // namespace frugal

@@ -1,0 +1,60 @@
+#include "window/part.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "device/cpu/sort.h"
+
+namespace frugal {
+
+Status Part::take_keys(BufferPool& pool, const uint64_t* from, size_t count, bool padded,
+                       uint64_t padding_key) {
+  if (count >= UINT32_MAX)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu keys in one op: at most 2^32 - 2", count);
+  n = count;
+  has_padding = padded;
+  padding = padding_key;
+  FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &keys));
+  if (n) std::memcpy(keys.data(), from, n * sizeof(uint64_t));
+  return FRUGAL_OK;
+}
+
+Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
+                     Vector<uint32_t>* created) {
+  FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
+  FRUGAL_TRY(table.resolve(keys.as<uint64_t>(), n, has_padding ? &padding : nullptr, missing,
+                           slots.as<uint32_t>(), created));
+  Buffer a, b;
+  FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &a));
+  FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &b));
+  device::SortedPairs sorted = device::sort_pairs(slots.as<uint32_t>(), n, 0, table.capacity(),
+                                                  a.as<uint64_t>(), b.as<uint64_t>());
+  occurrences = sorted.count;
+  pairs = std::move(sorted.pairs == a.as<uint64_t>() ? a : b);
+  FRUGAL_TRY(pool.get(occurrences * sizeof(uint32_t), &rows));
+  FRUGAL_TRY(pool.get((occurrences + 1) * sizeof(uint32_t), &start));
+  distinct = device::distinct_slots(pairs.as<uint64_t>(), occurrences, rows.as<uint32_t>(),
+                                    start.as<uint32_t>());
+  // Ids of a dense table are their slots: the copy of the keys has served.
+  if (!table.hashed()) keys.reset();
+  state.store(kResolved, std::memory_order_release);
+  return FRUGAL_OK;
+}
+
+bool Part::same_keys(const uint64_t* other, size_t count) const {
+  if (count != n) return false;
+  if (keys) return n == 0 || std::memcmp(keys.data(), other, n * sizeof(uint64_t)) == 0;
+  const uint32_t* s = slots.as<uint32_t>();
+  uint64_t differ = 0;
+  if (!has_padding)
+    for (size_t i = 0; i < n; ++i) differ |= other[i] ^ s[i];
+  else
+    for (size_t i = 0; i < n; ++i) differ |= other[i] ^ (s[i] == kNoSlot ? padding : s[i]);
+  return differ == 0;
+}
+
+bool Part::contains(uint32_t slot) const {
+  return std::binary_search(row_slots(), row_slots() + distinct, slot);
+}
+
+}  // namespace frugal

@@ -1,0 +1,62 @@
+// A part: the keys of one table in one declaration (or in one undeclared call), resolved.
+//
+// Resolving turns keys into slots, sorts (slot, position) pairs, and lists the distinct rows. All
+// later work on the batch (lookup, summing gradients, links, updates) runs on these arrays, so
+// nothing is resolved twice. Bytes per key: 4 slot + 8 pair + 8 (hashed: the key), and per distinct
+// row 4 slot + 4 start + 4 g-entry.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "base/buffer.h"
+#include "storage/rows.h"
+
+namespace frugal {
+
+struct Part : HeapObject {
+  enum State : uint32_t {
+    kDeclared,   // keys are there, nothing else
+    kResolving,
+    kResolved,
+    kStale,      // could not be resolved ahead (table full): the calls resolve again
+    kDropped     // cancelled, or its table is gone
+  };
+
+  uint64_t step = 0;
+  uint32_t rank = 0;
+  size_t n = 0;  // keys
+  bool has_padding = false;
+  uint64_t padding = 0;
+  Buffer keys;   // uint64_t[n]; kept for hashed tables, released after resolving a dense one
+  Buffer slots;  // uint32_t[n]
+  Buffer pairs;  // uint64_t[n]: slot << 32 | position, sorted, padding left out
+  Buffer rows;   // uint32_t[distinct]
+  Buffer start;  // uint32_t[distinct + 1]
+  Buffer ids;    // uint32_t[distinct]: g-entries, once linked
+  size_t distinct = 0;
+  size_t occurrences = 0;  // pairs: keys that are not padding
+  std::atomic<uint32_t> state{kDeclared};
+  bool linked = false;  // guarded by the engine's mutex, as is queued
+  bool linking = false;
+
+  bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
+  const uint32_t* row_slots() const { return rows.as<uint32_t>(); }
+  const uint32_t* row_start() const { return start.as<uint32_t>(); }
+
+  // Takes a copy of `count` keys; ids of a dense table must have been checked.
+  Status take_keys(BufferPool& pool, const uint64_t* keys, size_t count, bool has_padding,
+                   uint64_t padding);
+  // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`.
+  Status resolve(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
+  // Are these exactly the declared keys?
+  bool same_keys(const uint64_t* other, size_t count) const;
+  // Does a row of this slot occur?
+  bool contains(uint32_t slot) const;
+};
+
+using PartRef = std::shared_ptr<Part>;
+
+inline PartRef make_part() { return std::allocate_shared<Part>(HeapAllocator<Part>()); }
+
+}  // namespace frugal

@@ -1,0 +1,95 @@
+// The update of one table by one step: what all ranks pushed, and which rows are still unwritten.
+//
+// A rank's hand-over is the sum of its gradients for each distinct row, in row order; it owns its
+// bytes (contract: pending updates own their bytes). The update of a row is the serial sum of its
+// ranks' sums in ascending rank order, then the optimizer. With one rank the hand-over's list is
+// the update's list; with several, lists are merged over ranges of slots, in parallel where the
+// update is applied at once, and into arrays where rows become pending one by one.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "arith/optimizer.h"
+#include "flush/queue.h"
+#include "window/part.h"
+
+namespace frugal {
+
+// What one rank hands over for one table in one step.
+struct Handover {
+  uint32_t rank = 0;
+  PartRef part;         // its distinct rows
+  bool whole = false;   // `part` was declared and pushed exactly
+  Buffer sums;          // distinct x stride floats, row order
+  size_t stride = 0;    // floats
+  const uint32_t* slots() const { return part->row_slots(); }
+  size_t rows() const { return part->distinct; }
+};
+
+// Rows and their rank sums, ready for Kernels::apply_terms.
+struct TermList {
+  Vector<uint32_t> slots;
+  Vector<const float*> terms;
+  Vector<uint32_t> start;
+  void clear() {
+    slots.clear();
+    terms.clear();
+    start.clear();
+  }
+  void close() { start.push_back(static_cast<uint32_t>(terms.size())); }
+  void begin_row(uint32_t slot) {
+    start.push_back(static_cast<uint32_t>(terms.size()));
+    slots.push_back(slot);
+  }
+};
+
+struct StepUpdate : HeapObject {
+  uint64_t step = 0;
+  uint32_t seq = 0;               // its number in the window
+  arith::StepScalars scalars{};
+  Vector<Handover> ranks;         // ascending; ranks without gradients are not here
+  size_t bytes = 0;               // of the sums: counted against the budget
+
+  // Rows as a list: filled when the rows become pending one by one (deferred), except that with
+  // one rank `slots` is its hand-over's list and a row's one term is its sum of the same index.
+  const uint32_t* slots = nullptr;
+  size_t n = 0;
+  Vector<uint32_t> merged_slots;
+  Vector<uint32_t> term_start, term_rank, term_index;
+  const uint32_t* ids = nullptr;  // g-entries
+  Buffer own_ids;
+  Vector<uint64_t> late;          // id << 32 | row: rows that had older pending updates
+  Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
+  uint64_t staged[kRing + 1] = {};
+  size_t prepared = 0;            // rows taken in so far
+  bool committed = false;
+  size_t remaining = 0;           // rows not yet in the host rows
+
+  ~StepUpdate() {
+    if (accounted_) accounted_->fetch_sub(bytes, std::memory_order_relaxed);
+  }
+  // Counts `bytes` against a budget for as long as this object lives.
+  void account(std::atomic<uint64_t>* total, std::atomic<uint64_t>* peak) {
+    accounted_ = total;
+    uint64_t now = total->fetch_add(bytes, std::memory_order_relaxed) + bytes;
+    if (now > peak->load(std::memory_order_relaxed)) peak->store(now, std::memory_order_relaxed);
+  }
+
+  void make_list();               // merges the ranks; fills slots, n and the terms
+  void add_terms(size_t row, TermList* out) const;
+  // The rows with slots in [low, high) of all ranks, merged.
+  void merge_range(uint64_t low, uint64_t high, TermList* out) const;
+  // Slot values that cut the rows into chunks of about `rows` rows.
+  void cut(size_t rows, Vector<uint64_t>* bounds) const;
+
+ private:
+  std::atomic<uint64_t>* accounted_ = nullptr;
+};
+
+// Combines `n` run sums of fold32, one after the other in `runs`, pairwise into the first.
+void combine_runs(float* runs, size_t n, uint32_t dim);
+
+using UpdateRef = std::shared_ptr<StepUpdate>;
+
+}  // namespace frugal
