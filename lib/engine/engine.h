@@ -249,6 +249,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wake_workers();
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
+  template <class Done>
+  void settle(std::unique_lock<std::mutex>& lock, Done done);
   void fail_background(Status status);
   void log(int level, const char* text);
 

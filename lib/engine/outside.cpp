@@ -13,7 +13,7 @@ namespace frugal {
 // same one.
 OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outside_mu_) {
   std::unique_lock<std::mutex> lock(engine.mu_);
-  engine.cv_progress_.wait(lock, [&] {
+  engine.settle(lock, [&] {
     return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
   });
   std::string why;

@@ -472,7 +472,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   }
   committing_ = true;
   StepRecord& record = at->second;
-  cv_progress_.wait(lock, [&] {
+  settle(lock, [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
     return true;
@@ -773,7 +773,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
-    cv_progress_.wait(lock, [&] { return !committing_; });
+    settle(lock, [&] { return !committing_; });
     ++aborting_;
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
@@ -782,7 +782,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
         others.push_back(t);
       }
     if (!leaving) by.undo_pending.store(true);
-    cv_progress_.wait(lock, [&] {
+    settle(lock, [&] {
       for (auto& [step, record] : records_)
         for (auto& [raw, p] : record.prepared)
           if (!p.ready) return false;
@@ -799,7 +799,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
     }
     undo_rows(record.created);
   }
-  auto settle = [&](Trainer& t) {
+  auto undo_part = [&](Trainer& t) {
     while (t.undo_pending.load()) {
       if (t.call_mu.try_lock()) {
         if (t.undo_pending.load()) undo_local(t);
@@ -810,8 +810,8 @@ Status Engine::undo(Trainer& by, bool leaving) {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   };
-  if (!leaving) settle(by);
-  for (const TrainerRef& t : others) settle(*t);
+  if (!leaving) undo_part(by);
+  for (const TrainerRef& t : others) undo_part(*t);
   if (leaving) undo_local(by);  // its call_mu is held by the caller
   {
     std::lock_guard<std::mutex> lock(mu_);

@@ -195,7 +195,7 @@ Status Engine::drop_table(const TableRef& table) {
             b->parts[i]->state.store(Part::kDropped);
             --unresolved_;
           }
-    cv_progress_.wait(lock, [&] { return resolving_ == 0 && linking_ == 0; });
+    settle(lock, [&] { return resolving_ == 0 && linking_ == 0; });
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)

@@ -20,7 +20,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
   if (joined_[config.rank]) {
     // It was here before: it comes back between steps, so that it misses none.
-    cv_progress_.wait(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
+    settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
     std::string why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
@@ -182,7 +182,7 @@ void Engine::drop_batch(const BatchRef& batch) {
       p->state.store(Part::kDropped);
       --unresolved_;
     }
-  cv_progress_.wait(lock, [&] {
+  settle(lock, [&] {
     for (const PartRef& p : batch->parts)
       if (p->state.load() == Part::kResolving || p->linking) return false;
     // A step that is being taken in ahead uses its declarations.

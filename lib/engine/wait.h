@@ -25,16 +25,26 @@ void sleep_slice(std::condition_variable& cv, std::unique_lock<std::mutex>& lock
   cv.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns), done);
 }
 
+struct Counted {
+  std::atomic<uint32_t>& n;
+  explicit Counted(std::atomic<uint32_t>& c) : n(c) { n.fetch_add(1); }
+  ~Counted() { n.fetch_sub(1); }
+};
+
+// Waits for control state that is guarded by mu_, held in `lock`: for background work that is under
+// way and ends soon by itself.
+template <class Done>
+void Engine::settle(std::unique_lock<std::mutex>& lock, Done done) {
+  Counted waiting(waiters_);
+  cv_progress_.wait(lock, done);
+}
+
 // Waits until ready(). help() does one unit of the work that ready() needs and tells whether there
 // was any. FRUGAL_ERR_TIMEOUT and FRUGAL_ERR_STEP_ABORTED are given without a message: the caller
 // knows what it waited for.
 template <class Ready, class Help>
 Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
-  struct Waiting {
-    std::atomic<uint32_t>& n;
-    explicit Waiting(std::atomic<uint32_t>& c) : n(c) { n.fetch_add(1); }
-    ~Waiting() { n.fetch_sub(1); }
-  } waiting(waiters_);
+  Counted waiting(waiters_);
   for (;;) {
     // The count is read before the condition: whoever makes the condition true counts afterwards.
     uint64_t seen = progress_.load();

@@ -171,13 +171,8 @@ void Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) 
       cpu_relax();
       continue;
     }
-    struct Waiting {
-      std::atomic<uint32_t>& n;
-      explicit Waiting(std::atomic<uint32_t>& c) : n(c) { n.fetch_add(1); }
-      ~Waiting() { n.fetch_sub(1); }
-    } waiting(waiters_);
     std::unique_lock<std::mutex> lock(mu_);
-    cv_progress_.wait(lock, [&] { return job->finished(); });
+    settle(lock, [&] { return job->finished(); });
   }
 }
 
