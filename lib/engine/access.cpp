@@ -388,7 +388,7 @@ void reduce_chunk(void* context, size_t i) {
   while (at < end) {
     size_t stop = h != last && h->row < end ? h->row : end;
     if (at < stop)
-      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums + at * c.stride, c.stride,
+      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums, c.stride,
                       c.streaming);
     at = stop;
     if (at == end) break;

@@ -119,6 +119,7 @@ using TrainerRef = std::shared_ptr<Trainer>;
 // A parallel loop that workers and waiting trainers share.
 struct Job : HeapObject {
   void (*run)(void* context, size_t chunk) = nullptr;
+  void (*finished_hook)(void* context) = nullptr;  // once, after the last chunk
   void* context = nullptr;
   size_t chunks = 0;
   std::atomic<size_t> next{0};

@@ -622,6 +622,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
       job->chunks = context->bounds.size() - 1;
     }
     job->run = apply_chunk;
+    job->finished_hook = [](void* c) { static_cast<ApplyContext*>(c)->update->written(); };
     job->context = context.get();
     job->keep = context;
     job->apply = true;

@@ -48,12 +48,16 @@ void Engine::shutdown() {
   Vector<TrainerRef> trainers;
   std::map<uint64_t, Vector<BatchRef>> batches;
   std::map<uint64_t, StepRecord> records;
+  Vector<Sweep> sweeps;
+  Vector<JobRef> jobs;
   {
     std::lock_guard<std::mutex> lock(mu_);
     tables.swap(tables_);
     trainers.swap(ranks_);
     batches.swap(batches_);
     records.swap(records_);
+    sweeps.swap(sweeps_);
+    jobs.swap(jobs_);
     ranks_.resize(config_.world_size);
   }
   for (auto& [step, list] : batches)

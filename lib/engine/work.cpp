@@ -121,6 +121,7 @@ void Engine::finish_job_chunk(const JobRef& job) {
       job_count_.fetch_sub(1);
     }
   }
+  if (job->finished_hook) job->finished_hook(job->context);
   job->keep.reset();
   if (job->apply) apply_jobs_.fetch_sub(1);
   progress();

@@ -28,6 +28,8 @@ class Queue : public HeapObject {
   virtual ~Queue() = default;
   // Entry ids are below `capacity` from now on; never shrinks.
   virtual void reserve_ids(uint32_t capacity) = 0;
+  // The first step that is not committed has moved on: ring positions mean steps from it on.
+  virtual void set_base(uint64_t base) { (void)base; }
   // `id` becomes queued at `prio`; it must not be queued.
   virtual void push(uint32_t id, uint8_t prio) = 0;
   virtual void push(const uint32_t* ids, size_t n, uint8_t prio) {

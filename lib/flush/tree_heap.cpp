@@ -40,6 +40,8 @@ class TreeHeap final : public Queue {
     for (size_t i = 0; i <= capacity; ++i) new (&locks_[i]) SpinLock;
   }
 
+  void set_base(uint64_t base) override { base_ = base; }
+
   void push(uint32_t id, uint8_t prio) override {
     prio_[id] = prio;
     order_[id] = key(prio);
@@ -85,7 +87,6 @@ class TreeHeap final : public Queue {
   uint8_t priority(uint32_t id) const override { return prio_[id]; }
 
   size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
-    rebase(base);
     size_t n = 0;
     while (n < max) {
       size_t last;
@@ -112,7 +113,6 @@ class TreeHeap final : public Queue {
   }
 
   bool any(uint64_t base, uint32_t limit_rank) override {
-    rebase(base);
     std::lock_guard<SpinLock> guard(size_lock_);
     return size_ && prio_rank(prio_[node_[1]], base) <= limit_rank;
   }
@@ -121,9 +121,6 @@ class TreeHeap final : public Queue {
   // Ring positions as numbers that keep their order while the base moves on.
   uint64_t key(uint8_t prio) const {
     return prio == kInfinity ? UINT64_MAX : base_ + prio_rank(prio, base_);
-  }
-  void rebase(uint64_t base) {
-    if (base > base_) base_ = base;
   }
 
   void swap_nodes(size_t a, size_t b) {

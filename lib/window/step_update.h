@@ -66,10 +66,13 @@ struct StepUpdate : HeapObject {
   bool committed = false;
   size_t remaining = 0;           // rows not yet in the host rows
 
-  ~StepUpdate() {
+  ~StepUpdate() { written(); }
+  // All rows are in the host rows (a cache may still have to apply it): gives the bytes back.
+  void written() {
     if (accounted_) accounted_->fetch_sub(bytes, std::memory_order_relaxed);
+    accounted_ = nullptr;
   }
-  // Counts `bytes` against a budget for as long as this object lives.
+  // Counts `bytes` against a budget until they are given back.
   void account(std::atomic<uint64_t>* total, std::atomic<uint64_t>* peak) {
     accounted_ = total;
     uint64_t now = total->fetch_add(bytes, std::memory_order_relaxed) + bytes;

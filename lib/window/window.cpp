@@ -49,6 +49,7 @@ Status Window::open(const Config& config, uint64_t base) {
   entries_ = reinterpret_cast<Entry*>(entry_map_.base);
   owner_reads_ = reinterpret_cast<uint64_t*>(owner_map_.base);
   queue_.reset(config.tree_heap ? make_tree_heap() : make_two_level_queue());
+  queue_->set_base(base);
   updates_.resize(64);
   opened_.store(true, std::memory_order_release);
   return FRUGAL_OK;
@@ -57,6 +58,7 @@ Status Window::open(const Config& config, uint64_t base) {
 void Window::set_base(uint64_t base) {
   std::lock_guard<std::mutex> lock(mu_);
   base_ = base;
+  queue_->set_base(base);
 }
 
 uint32_t Window::owner(uint32_t slot, uint32_t world_size) {
@@ -309,6 +311,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   Lock lock(*this, Urgency::kUrgent);
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
   base_ = step + 1;
+  queue_->set_base(base_);
   // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
   // that it had forced can leave some: they must not seem to be 64 steps away.
   if (count_[passed]) {
@@ -480,6 +483,7 @@ void Window::finish(Claim* c, Vector<UpdateRef>* finished) {
         e.seq = kNone;
       }
       if (--u->remaining == 0) {
+        u->written();
         UpdateRef& ref = updates_[u->seq & (updates_.size() - 1)];
         finished->push_back(std::move(ref));
         ref.reset();

@@ -1,0 +1,274 @@
+// The oracle test: random runs of the engine against the one-thread reference, bit for bit.
+//
+//     oracle --seeds 1000 --first 1 --require 1000
+//
+// Each seed is one configuration. A seed that fails is printed with the command that repeats it.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "oracle/driver.h"
+#include "oracle/replay.h"
+#include "oracle/script.h"
+#include "reference/reference.h"
+
+namespace frugal_oracle {
+namespace {
+
+struct Arguments {
+  uint64_t seeds = 100;
+  uint64_t first = 1;
+  int jobs = 3;
+  bool verbose = false;
+  bool keep_going = true;
+  uint64_t require = 0;
+  bool required = false;
+  int hang_seconds = 60;
+  Options options;
+};
+
+// What one worker is at.
+struct Slot {
+  std::atomic<uint64_t> seed{0};
+  std::atomic<int64_t> since_ms{-1};  // -1: nothing runs
+  Progress progress;
+};
+
+struct Totals {
+  std::mutex mutex;
+  uint64_t passed = 0;
+  std::atomic<uint64_t> failed{0};
+  uint64_t stale_runs = 0;
+  uint64_t rows_checked = 0;
+  uint64_t older_rows = 0;
+  frugal_stats stats = {};
+};
+
+int64_t NowMs() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void AddStats(const frugal_stats& from, frugal_stats* to) {
+  // Everything behind struct_size is a 64-bit counter.
+  uint64_t a[sizeof(frugal_stats) / sizeof(uint64_t)];
+  uint64_t b[sizeof(frugal_stats) / sizeof(uint64_t)];
+  std::memcpy(a, &from, sizeof(from));
+  std::memcpy(b, to, sizeof(*to));
+  for (size_t i = 1; i < std::size(a); ++i) b[i] += a[i];
+  std::memcpy(to, b, sizeof(b));
+}
+
+std::string RepeatCommand(const Arguments& arguments, uint64_t seed) {
+  std::string command = "oracle --seeds 1 --jobs 1 --verbose --first " + std::to_string(seed);
+  const Options& options = arguments.options;
+  if (options.tau_only) command += " --tau-only";
+  if (options.exact_only) command += " --exact-only";
+  if (options.flush_mode >= 0) command += " --mode " + std::to_string(options.flush_mode);
+  if (options.flush_threads >= 0) {
+    command += " --flush-threads " + std::to_string(options.flush_threads);
+  }
+  if (options.max_ranks != 8) command += " --max-ranks " + std::to_string(options.max_ranks);
+  if (options.no_cache) command += " --no-cache";
+  if (options.scale != 1) command += " --scale " + std::to_string(options.scale);
+  return command;
+}
+
+void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* totals) {
+  slot->seed = seed;
+  slot->progress.phase = "reference";
+  slot->since_ms = NowMs();
+  Script script = MakeScript(seed, arguments.options);
+  if (arguments.verbose) {
+    std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed),
+                script.Describe().c_str());
+    std::fflush(stdout);
+  }
+  frugal_reference::Reference reference(script.config.seed, script.config.world_size);
+  Replay(&script, &reference);
+  const Outcome outcome = RunScript(script, reference, &slot->progress);
+  slot->since_ms = -1;
+
+  const std::lock_guard<std::mutex> lock(totals->mutex);
+  if (outcome.passed) {
+    ++totals->passed;
+  } else {
+    ++totals->failed;
+  }
+  totals->stale_runs += script.config.staleness != 0 ? 1 : 0;
+  totals->rows_checked += outcome.rows_checked;
+  totals->older_rows += outcome.older_rows;
+  AddStats(outcome.stats, &totals->stats);
+  if (!outcome.passed) {
+    std::printf("FAILED seed %llu: %s\n  run: %s\n  repeat: %s\n",
+                static_cast<unsigned long long>(seed), outcome.message.c_str(),
+                script.Describe().c_str(), RepeatCommand(arguments, seed).c_str());
+    std::fflush(stdout);
+  }
+}
+
+// A run that hangs cannot be ended from outside, so the whole process is.
+void Watch(const Arguments& arguments, const std::vector<std::unique_ptr<Slot>>& slots,
+           const std::atomic<bool>& done) {
+  while (!done) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    for (const auto& slot : slots) {
+      const int64_t since = slot->since_ms;
+      if (since < 0 || NowMs() - since < arguments.hang_seconds * int64_t{1000}) continue;
+      const uint64_t seed = slot->seed;
+      std::printf("HANGS seed %llu (%s): more than %d s\n  repeat: %s\n",
+                  static_cast<unsigned long long>(seed), slot->progress.phase.load(),
+                  arguments.hang_seconds, RepeatCommand(arguments, seed).c_str());
+      for (size_t r = 0; r < Progress::kRanks; ++r) {
+        const Progress::Rank& rank = slot->progress.ranks[r];
+        std::printf("  rank %zu: step %llu, %s\n", r,
+                    static_cast<unsigned long long>(rank.step.load()), rank.doing.load());
+      }
+      std::fflush(stdout);
+      _exit(3);
+    }
+  }
+}
+
+bool PrintTotals(const Arguments& arguments, const Totals& totals) {
+  const frugal_stats& s = totals.stats;
+  struct Line {
+    const char* name;
+    uint64_t value;
+    bool required;
+  };
+  const Line lines[] = {
+      {"gate waits", s.gate_waits, true},
+      {"priority rises", s.priority_rises, true},
+      {"priority falls", s.priority_falls, true},
+      {"in flight at a gate", s.gate_in_flight, true},
+      {"dirty evictions", s.cache_evicted_dirty, true},
+      {"back-pressure", s.back_pressure, true},
+      {"ranks apart", s.ranks_apart, true},
+      {"stale reads", s.stale_reads, false},
+      {"rows of an older step", totals.older_rows, false},
+      {"rows compared", totals.rows_checked, false},
+      {"steps committed", s.steps_committed, false},
+      {"steps aborted", s.steps_aborted, false},
+      {"rows updated", s.rows_updated, false},
+      {"rows deferred", s.rows_deferred, false},
+      {"lookup waits", s.lookup_waits, false},
+      {"cache hits", s.cache_hits, false},
+      {"cache evictions", s.cache_evicted, false},
+      {"steps at once", s.modes_at_once, false},
+      {"steps deferred", s.modes_deferred, false},
+  };
+  bool enough = true;
+  for (const Line& line : lines) {
+    const bool short_of = arguments.required && line.required && line.value <= arguments.require;
+    std::printf("  %-24s %12llu%s\n", line.name, static_cast<unsigned long long>(line.value),
+                short_of ? "   TOO FEW" : "");
+    enough = enough && !short_of;
+  }
+  // Bounded staleness that is never used would be checked by nothing.
+  if (totals.stale_runs >= 20 && totals.older_rows == 0) {
+    std::printf("  no row was ever of an older step: the staleness bound is not used\n");
+    enough = false;
+  }
+  return enough;
+}
+
+[[noreturn]] void Usage() {
+  std::fprintf(stderr,
+               "usage: oracle [--seeds N] [--first SEED] [--jobs J] [--verbose] [--require N]\n"
+               "              [--tau-only | --exact-only] [--mode FLUSH_MODE]\n"
+               "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
+               "              [--hang-seconds S] [--stop]\n");
+  std::exit(2);
+}
+
+Arguments Parse(int argc, char** argv) {
+  Arguments arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    auto number = [&]() -> uint64_t {
+      if (i + 1 >= argc) Usage();
+      return std::strtoull(argv[++i], nullptr, 10);
+    };
+    if (name == "--seeds") {
+      arguments.seeds = number();
+    } else if (name == "--first") {
+      arguments.first = number();
+    } else if (name == "--jobs") {
+      arguments.jobs = std::max(1, static_cast<int>(number()));
+    } else if (name == "--verbose") {
+      arguments.verbose = true;
+    } else if (name == "--stop") {
+      arguments.keep_going = false;
+    } else if (name == "--require") {
+      arguments.require = number();
+      arguments.required = true;
+    } else if (name == "--tau-only") {
+      arguments.options.tau_only = true;
+    } else if (name == "--exact-only") {
+      arguments.options.exact_only = true;
+    } else if (name == "--mode") {
+      arguments.options.flush_mode = static_cast<int>(number());
+    } else if (name == "--flush-threads") {
+      arguments.options.flush_threads = static_cast<int>(number());
+    } else if (name == "--max-ranks") {
+      arguments.options.max_ranks = static_cast<int>(number());
+    } else if (name == "--no-cache") {
+      arguments.options.no_cache = true;
+    } else if (name == "--scale") {
+      if (i + 1 >= argc) Usage();
+      arguments.options.scale = std::strtod(argv[++i], nullptr);
+    } else if (name == "--hang-seconds") {
+      arguments.hang_seconds = static_cast<int>(number());
+    } else {
+      Usage();
+    }
+  }
+  return arguments;
+}
+
+int Main(int argc, char** argv) {
+  const Arguments arguments = Parse(argc, argv);
+  const int64_t start = NowMs();
+  Totals totals;
+  std::atomic<uint64_t> next{0};
+  std::atomic<bool> done{false};
+  std::vector<std::unique_ptr<Slot>> slots;
+  for (int j = 0; j < arguments.jobs; ++j) slots.push_back(std::make_unique<Slot>());
+  std::thread watchdog([&] { Watch(arguments, slots, done); });
+  // Several runs at once are several engines in one process.
+  std::vector<std::thread> workers;
+  for (int j = 0; j < arguments.jobs; ++j) {
+    workers.emplace_back([&, slot = slots[static_cast<size_t>(j)].get()] {
+      for (uint64_t i = next++; i < arguments.seeds; i = next++) {
+        RunSeed(arguments, arguments.first + i, slot, &totals);
+        if (!arguments.keep_going && totals.failed > 0) break;
+      }
+    });
+  }
+  for (std::thread& worker : workers) worker.join();
+  done = true;
+  watchdog.join();
+  const bool enough = PrintTotals(arguments, totals);
+  std::printf("  %-24s %10.1f s\n", "time", static_cast<double>(NowMs() - start) / 1000);
+  std::printf("oracle: %llu passed, %llu failed\n",
+              static_cast<unsigned long long>(totals.passed),
+              static_cast<unsigned long long>(totals.failed.load()));
+  return totals.failed == 0 && enough ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace frugal_oracle
+
+int main(int argc, char** argv) { return frugal_oracle::Main(argc, argv); }
