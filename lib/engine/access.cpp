@@ -166,6 +166,8 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
     }
     a->part = std::move(part);
   }
+  if (stale() && status == FRUGAL_OK && rows.hashed())
+    note_young(*a->table, t.step, a->part->slots.as<uint32_t>(), a->part->n, fresh_rows.slots);
   if (!fresh_rows.slots.empty()) created->push_back(std::move(fresh_rows));
   return status;
 }

@@ -46,6 +46,10 @@ struct Table : HeapObject {
   Window window;
   std::map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
   Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
+  // With staleness, ranks are in different steps: rows that uncommitted steps created, with the
+  // earliest step that used them, which is the one whose undoing takes them back.
+  std::mutex young_mu;
+  std::map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::atomic<bool> dropped{false};
 };
@@ -269,6 +273,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status undo(Trainer& by, bool leaving);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
+  void note_young(Table& table, uint64_t step, const uint32_t* slots, size_t n,
+                  const Vector<uint32_t>& created);
   void choose_mode();
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }

@@ -507,6 +507,11 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
     (deferred ? counters_.modes_deferred : counters_.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
+    if (stale())
+      for (const TableRef& table : tables) {
+        std::lock_guard<std::mutex> young(table->young_mu);
+        std::erase_if(table->young, [&](const auto& y) { return y.second <= step; });
+      }
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
@@ -753,12 +758,27 @@ void Engine::undo_local(Trainer& t) {
 // Rows that a step created exist no longer; their slots stay while a declaration names them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
   for (CreatedRows& c : created) {
+    if (stale()) {
+      std::lock_guard<std::mutex> young(c.table->young_mu);
+      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0; });
+    }
     c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     std::lock_guard<std::mutex> lock(mu_);
     c.table->orphans.insert(c.table->orphans.end(), c.slots.begin(), c.slots.end());
     settle_orphans(*c.table);
   }
   created.clear();
+}
+
+void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size_t n,
+                        const Vector<uint32_t>& created) {
+  std::lock_guard<std::mutex> lock(table.young_mu);
+  for (uint32_t s : created) table.young.emplace(s, step);
+  if (table.young.empty()) return;
+  for (size_t i = 0; i < n; ++i) {
+    auto at = table.young.find(slots[i]);
+    if (at != table.young.end()) at->second = std::min(at->second, step);
+  }
 }
 
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call

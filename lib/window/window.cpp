@@ -335,7 +335,13 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   queue_->commit_stage();
   for (uint64_t packed : u->late) {
     uint32_t id = static_cast<uint32_t>(packed >> 32), row = static_cast<uint32_t>(packed);
+    if (!(entries_[id].flags & kLive) || entries_[id].slot != u->slots[row]) {
+      // Its older update was written meanwhile and the entry given up.
+      id = find_or_add(u->slots[row]);
+      const_cast<uint32_t*>(u->ids)[row] = id;
+    }
     Entry& e = entries_[id];
+    age(e, id);
     if (e.seq != kNone) {
       // Behind the older ones, so that updates of a row are applied in step order.
       StepUpdate* last = update(e.seq);
@@ -348,20 +354,13 @@ void Window::commit(StepUpdate* u, uint64_t step) {
       if (last->next.empty()) last->next.resize(last->n, 0);
       last->next[last_row] = (uint64_t{u->seq} << 32 | row) + 1;
     } else {
-      if (!(e.flags & kLive) || e.slot != u->slots[row]) {
-        // Its older update was written meanwhile and the entry given up.
-        id = find_or_add(u->slots[row]);
-        const_cast<uint32_t*>(u->ids)[row] = id;
-      }
-      Entry& f = entries_[id];
-      age(f, id);
-      f.seq = u->seq;
-      f.row = row;
-      f.prio = deadline(f, id);
-      ++count_[f.prio];
-      ++queued_[f.prio];
+      e.seq = u->seq;
+      e.row = row;
+      e.prio = deadline(e, id);
+      ++count_[e.prio];
+      ++queued_[e.prio];
       ++pending;
-      queue_->push(id, f.prio);
+      queue_->push(id, e.prio);
     }
   }
   u->late.clear();
