@@ -107,7 +107,7 @@ struct Trainer : HeapObject {
   bool in_step = false;
   uint64_t step = kNoStep;       // begun last
   uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
-  std::atomic<bool> abort_notice{false};  // the next call tells that the step was aborted
+  std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;

@@ -24,7 +24,7 @@ Status Engine::aborted(Trainer& t) {
   uint64_t next;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    t.abort_notice.store(false);
+    t.abort_notice.fetch_sub(1);
     next = to_commit();
   }
   return fail(FRUGAL_ERR_STEP_ABORTED,
@@ -799,7 +799,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
         t->undo_pending.store(true);
-        t->abort_notice.store(true);
+        t->abort_notice.fetch_add(1);
         others.push_back(t);
       }
     if (!leaving) by.undo_pending.store(true);

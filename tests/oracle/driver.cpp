@@ -550,6 +550,7 @@ std::vector<frugal_op> RankDriver::MakeOps(const Action& action, Use use) {
       const size_t dim = run_.reference().dim(spec.table);
       buffers.stride = dim + spec.gap_floats;
       if (spec.gap_floats != 0) op.row_stride = buffers.stride * sizeof(float);
+      buffers.rows.reserve(1);
       buffers.rows.assign(spec.rows() * buffers.stride, Garbage());
       if (use == Use::kPush) {
         op.grads = buffers.rows.data();
