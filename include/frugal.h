@@ -161,7 +161,8 @@ typedef struct frugal_config {
                                  default 20 */
   uint32_t flush_threads;     /* background threads, 0..256; with 0 the waiters flush; default 1 */
   int32_t flush_mode;         /* frugal_flush_mode; default FRUGAL_FLUSH_AUTO */
-  uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between */
+  uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between; a
+                                 rank runs at most 62 - lookahead steps ahead of the last commit */
   uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows; 0 writes
                                  through; default 1 GiB */
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
@@ -444,7 +445,8 @@ typedef struct frugal_op {
   const frugal_batch *batch; /* declared batch whose part `part` this is, or NULL */
   uint32_t part;             /* index of this table's op in the frugal_prefetch call */
   int32_t pooling;           /* frugal_pooling */
-  const uint64_t *keys;      /* `count` keys; NULL with a batch: exactly the declared keys */
+  const uint64_t *keys;      /* `count` keys; NULL with a batch: exactly the declared keys (so give
+                                a pointer that is not NULL for no keys) */
   size_t count;              /* number of keys; with keys NULL ignored */
   const uint64_t *offsets;   /* pooled: `bags` + 1 values, offsets[0] = 0, not decreasing,
                                 offsets[bags] = number of keys; bag b has the keys
@@ -522,8 +524,8 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
 /* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows
- * created since are gone, declarations stay. Each other rank's next call of the step protocol
- * answers FRUGAL_ERR_STEP_ABORTED once; then all begin the step after the last committed one
+ * created since are gone, declarations stay. Each other rank is told of each abort once: its next
+ * call of the step protocol answers FRUGAL_ERR_STEP_ABORTED; then all begin the step after the last committed one
  * again. Returns: FRUGAL_OK, NOT_IN_STEP. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
 

@@ -35,7 +35,6 @@ class Engine;
 struct Trainer;
 
 constexpr uint64_t kNoStep = UINT64_MAX;
-constexpr uint64_t kMaxAhead = 20;  // how far ranks may run apart when staleness allows it
 
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
@@ -261,7 +260,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool gate_open(uint64_t step, std::string* why);
+  bool gate_open(uint64_t step, std::string* why, bool* in_flight = nullptr);
   Status finalize_push(PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
@@ -356,6 +355,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<uint64_t> pending_bytes_{0};
   static constexpr size_t kStripes = 1024;
   std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
+  // How far a rank may run ahead of the last commit when staleness allows it: what it declares must
+  // still fit into the ring.
+  uint64_t most_ahead() const { return kRing - 2 - config_.lookahead; }
   bool stale() const { return config_.staleness != 0; }
   std::mutex& stripe(const Table& t, uint32_t slot) {
     return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];

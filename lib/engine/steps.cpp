@@ -37,7 +37,7 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, std::string* why) {
+bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -47,7 +47,7 @@ bool Engine::gate_open(uint64_t step, std::string* why) {
     }
     uint64_t needed = to_commit();
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
-    if (!near || (step > needed && step - needed > kMaxAhead)) {
+    if (!near || (step > needed && step - needed > most_ahead())) {
       if (why) {
         char text[160];
         std::string who;
@@ -97,6 +97,7 @@ bool Engine::gate_open(uint64_t step, std::string* why) {
   }
   for (const TableRef& t : windows)
     if (t->window.pending_until(step)) {
+      if (in_flight && !*in_flight) *in_flight = t->window.in_flight_until(step);
       if (why)
         *why = "pending updates of table '" + t->name + "' that step " + std::to_string(step) +
                " reads (" + std::to_string(t->window.pending_rows()) + " rows pending)";
@@ -106,30 +107,20 @@ bool Engine::gate_open(uint64_t step, std::string* why) {
 }
 
 Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
-  if (gate_open(step, nullptr)) return FRUGAL_OK;
+  bool in_flight = false;
+  if (gate_open(step, nullptr, &in_flight)) return FRUGAL_OK;
   counters_.gate_waits.fetch_add(1, std::memory_order_relaxed);
   Timed timed(counters_.gate_wait_ns);
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
-  {
-    Vector<TableRef> tables;
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      tables = tables_;
-    }
-    for (const TableRef& table : tables)
-      if (table->window.opened() && table->window.in_flight_until(step)) {
-        counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
-        break;
-      }
-  }
   Status s = wait(
-      deadline, t, [&] { return gate_open(step, nullptr); },
+      deadline, t, [&] { return gate_open(step, nullptr, &in_flight); },
       [&] {
         bool everything =
             drain_.load() || pending_bytes_.load() > config_.pending_bytes;
         return help_gate(step, everything);
       });
+  if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
     std::string why = "nothing any more";
     gate_open(step, &why);

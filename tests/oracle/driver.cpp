@@ -200,7 +200,9 @@ class RankDriver {
   bool AbortComing() const { return run_.aborts > aborts_told_; }
   // Whether step_begin can succeed without anything from another rank.
   bool GateOpen() {
-    const uint64_t staleness = script_.config.staleness;
+    // The ring limits how far ranks run apart.
+    const uint64_t staleness =
+        std::min<uint64_t>(script_.config.staleness, 62 - script_.config.lookahead);
     return staleness >= index_ || run_.NextIndex() >= index_ - staleness;
   }
 
