@@ -1,0 +1,138 @@
+// The queue alone: sides `frugal` (two-level) and `tree_heap`, in the same harness.
+//
+// prepare  side entries threads
+// run      one repetition; one update = enqueue at a random priority, one adjust to another
+//          random priority, dequeue in order
+//
+// The queue's owner serializes calls, so `threads` threads share one queue under one lock, which
+// each takes for a batch of operations, as the engine does. Entries come in random order.
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <numeric>
+
+#include "flush/queue.h"
+#include "harness.h"
+
+namespace bench {
+namespace {
+
+// As long as the engine's batches.
+constexpr size_t kBatch = 512;
+
+class SpinLock {
+ public:
+  void lock() {
+    for (int spins = 0; flag_.test_and_set(std::memory_order_acquire); ++spins) {
+      CpuRelax();
+      if (spins > 20000) std::this_thread::yield();
+    }
+  }
+  void unlock() { flag_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
+};
+
+class Worker {
+ public:
+  Metrics Handle(const std::string& command, const Params& p) {
+    if (command == "prepare") return Prepare(p);
+    if (command == "run") return Run();
+    if (command == "free") {
+      queue_.reset();
+      return {};
+    }
+    throw std::runtime_error("unknown command " + command);
+  }
+
+ private:
+  Metrics Prepare(const Params& p) {
+    entries_ = p.Int("entries", 1000000);
+    threads_ = static_cast<int>(p.Int("threads", 2));
+    const std::string side = p.Str("side");
+    queue_.reset(side == "tree_heap" ? frugal::make_tree_heap() : frugal::make_two_level_queue());
+    queue_->reserve_ids(static_cast<uint32_t>(entries_));
+    Random random(11);
+    ids_.resize(entries_);
+    std::iota(ids_.begin(), ids_.end(), 0u);
+    for (size_t i = entries_; i > 1; --i) std::swap(ids_[i - 1], ids_[random.Below(i)]);
+    for (auto* prios : {&first_, &second_}) {
+      prios->resize(entries_);
+      for (uint8_t& prio : *prios) prio = static_cast<uint8_t>(random.Below(frugal::kRing));
+    }
+    return {};
+  }
+
+  // body(begin, end) over all entries by all threads, under the lock a batch at a time.
+  template <typename Body>
+  double Phase(const Body& body) {
+    SpinBarrier barrier(threads_);
+    std::atomic<int64_t> start{0}, end{0};
+    Parallel(threads_, [&](int thread) {
+      const size_t from = entries_ * thread / threads_, to = entries_ * (thread + 1) / threads_;
+      barrier.Wait();
+      if (thread == 0) start = NowNs();
+      barrier.Wait();
+      for (size_t i = from; i < to; i += kBatch) body(i, std::min(i + kBatch, to));
+      barrier.Wait();
+      if (thread == 0) end = NowNs();
+    });
+    return static_cast<double>(end - start);
+  }
+
+  Metrics Run() {
+    const double enqueue = Phase([&](size_t begin, size_t end) {
+      std::lock_guard<SpinLock> guard(lock_);
+      for (size_t i = begin; i < end; ++i) queue_->push(ids_[i], first_[i]);
+    });
+    const double adjust = Phase([&](size_t begin, size_t end) {
+      std::lock_guard<SpinLock> guard(lock_);
+      for (size_t i = begin; i < end; ++i) queue_->adjust(ids_[i], second_[i]);
+    });
+    std::atomic<size_t> taken{0};
+    std::vector<uint8_t> prio_of(entries_);
+    for (size_t i = 0; i < entries_; ++i) prio_of[ids_[i]] = second_[i];
+    std::vector<uint8_t> order(entries_);
+    const double dequeue = Phase([&](size_t begin, size_t end) {
+      std::array<uint32_t, kBatch> out;
+      size_t n = 0, at;
+      {
+        std::lock_guard<SpinLock> guard(lock_);
+        // One call may give less than it was asked for.
+        while (n < end - begin) {
+          const size_t got = queue_->pop(0, frugal::kRing, &out[n], end - begin - n);
+          if (got == 0) break;
+          n += got;
+        }
+        at = taken.fetch_add(n);
+      }
+      for (size_t i = 0; i < n; ++i) order[at + i] = prio_of[out[i]];
+    });
+    if (taken != entries_) throw std::runtime_error("entries were lost");
+    if (!std::is_sorted(order.begin(), order.end())) throw std::runtime_error("out of order");
+    const double n = static_cast<double>(entries_) * 1e9;
+    return {{"throughput", n / (enqueue + adjust + dequeue)},
+            {"enqueue", n / enqueue},
+            {"adjust", n / adjust},
+            {"dequeue", n / dequeue}};
+  }
+
+  std::unique_ptr<frugal::Queue> queue_;
+  SpinLock lock_;
+  size_t entries_ = 0;
+  int threads_ = 1;
+  std::vector<uint32_t> ids_;
+  std::vector<uint8_t> first_, second_;
+};
+
+}  // namespace
+}  // namespace bench
+
+int main() {
+  bench::Worker worker;
+  return bench::Serve([&](const std::string& command, const bench::Params& params) {
+    return worker.Handle(command, params);
+  });
+}

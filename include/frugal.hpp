@@ -1,0 +1,401 @@
+// frugal.hpp - the C ABI of frugal.h for C++17 and later: RAII, exceptions, spans. Header only.
+//
+// Invariants: a class holds one handle of frugal.h and nothing else that matters; every call maps
+// to the C function of the same name, which documents threads, ownership and statuses. A status
+// other than FRUGAL_OK becomes a frugal::Error. Classes are move-only; a moved-from object holds
+// NULL. Destructors never throw and may run in any order: a handle that is already closed is no
+// error to close.
+//
+//     frugal::Engine engine;
+//     auto config = frugal::TableConfig("users", /*rows=*/1000, /*dim=*/16);
+//     config.optimizer.kind = FRUGAL_ADAGRAD;
+//     frugal::Table table = engine.CreateTable(config);
+//     frugal::Trainer trainer = engine.CreateTrainer();
+//     for (uint64_t step = 0; step < 100; ++step) {
+//       frugal::Batch batch = trainer.Prefetch(step, table, keys);
+//       trainer.StepBegin(step);
+//       trainer.Lookup(batch, rows);       // std::vector<float> rows(keys.size() * 16)
+//       trainer.PushGrad(batch, grads);
+//       trainer.StepEnd(step);
+//     }
+#ifndef FRUGAL_HPP
+#define FRUGAL_HPP
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "frugal.h"
+
+namespace frugal {
+
+// A failed call: its status, and the codes of the system or device call behind it.
+class Error : public std::runtime_error {
+ public:
+  Error(int32_t status, const std::string& message, int32_t system_code = 0,
+        int32_t device_code = 0)
+      : std::runtime_error(std::string(frugal_status_name(status)) + ": " + message),
+        status_(status),
+        system_code_(system_code),
+        device_code_(device_code) {}
+
+  int32_t status() const noexcept { return status_; }
+  int32_t system_code() const noexcept { return system_code_; }
+  int32_t device_code() const noexcept { return device_code_; }
+
+ private:
+  int32_t status_, system_code_, device_code_;
+};
+
+// Throws the calling thread's last error unless `status` is FRUGAL_OK.
+inline void Check(int32_t status) {
+  if (status == FRUGAL_OK) return;
+  frugal_error error;
+  frugal_last_error(&error);
+  throw Error(status, error.message, error.system_code, error.device_code);
+}
+
+// A view of contiguous elements, as std::span of C++20. Made from anything with data() and
+// size(), from a pointer and a size, or from an array.
+template <typename T>
+class Span {
+ public:
+  constexpr Span() noexcept = default;
+  constexpr Span(T* data, size_t size) noexcept : data_(data), size_(size) {}
+  template <size_t kSize>
+  constexpr Span(T (&array)[kSize]) noexcept : data_(array), size_(kSize) {}
+  template <typename Container,
+            typename = std::enable_if_t<std::is_convertible_v<
+                decltype(std::declval<Container&>().data()), T*>>>
+  constexpr Span(Container&& container) noexcept
+      : data_(container.data()), size_(container.size()) {}
+
+  constexpr T* data() const noexcept { return data_; }
+  constexpr size_t size() const noexcept { return size_; }
+  constexpr bool empty() const noexcept { return size_ == 0; }
+  constexpr T* begin() const noexcept { return data_; }
+  constexpr T* end() const noexcept { return data_ + size_; }
+  constexpr T& operator[](size_t i) const { return data_[i]; }
+
+ private:
+  T* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Configurations with every default set.
+inline frugal_config Config() {
+  frugal_config config;
+  frugal_config_init(&config);
+  return config;
+}
+
+// `name` must live until the table is created.
+inline frugal_table_config TableConfig(const char* name, uint64_t rows, uint32_t dim) {
+  frugal_table_config config;
+  frugal_table_config_init(&config);
+  config.name = name;
+  config.rows = rows;
+  config.dim = dim;
+  return config;
+}
+
+inline frugal_trainer_config TrainerConfig(uint32_t rank = 0) {
+  frugal_trainer_config config;
+  frugal_trainer_config_init(&config);
+  config.rank = rank;
+  return config;
+}
+
+inline frugal_op Op() {
+  frugal_op op;
+  frugal_op_init(&op);
+  return op;
+}
+
+namespace internal {
+
+// A handle that leaves its place when it is moved.
+template <typename T>
+class Handle {
+ public:
+  Handle() noexcept = default;
+  explicit Handle(T* handle) noexcept : handle_(handle) {}
+  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Handle& operator=(Handle&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  T* get() const noexcept { return handle_; }
+  T* Release() noexcept { return std::exchange(handle_, nullptr); }
+
+ private:
+  T* handle_ = nullptr;
+};
+
+inline void CheckSize(size_t have, size_t need, const char* what) {
+  if (have < need) {
+    throw Error(FRUGAL_ERR_INVALID_ARGUMENT, std::string(what) + " has " + std::to_string(have) +
+                                                 " elements and needs " + std::to_string(need));
+  }
+}
+
+}  // namespace internal
+
+// A table. The engine owns it: the destructor leaves it as it is, Drop() removes it.
+class Table {
+ public:
+  Table() noexcept = default;
+  explicit Table(frugal_table* handle) : handle_(handle), dim_(Describe().dim) {}
+
+  frugal_table* get() const noexcept { return handle_.get(); }
+  uint32_t dim() const noexcept { return dim_; }
+
+  frugal_table_info Describe() const {
+    frugal_table_info info = {};
+    info.struct_size = sizeof(info);
+    Check(frugal_table_describe(get(), &info));
+    return info;
+  }
+
+  uint64_t Count() const {
+    uint64_t count = 0;
+    Check(frugal_table_count(get(), &count));
+    return count;
+  }
+
+  // All keys, in the rows' internal order.
+  std::vector<uint64_t> Keys() const {
+    std::vector<uint64_t> keys(Count());
+    uint64_t cursor = 0;
+    size_t done = 0;
+    for (size_t n = 1; done < keys.size() && n > 0; done += n) {
+      Check(frugal_table_keys(get(), &cursor, keys.data() + done, keys.size() - done, &n));
+    }
+    keys.resize(done);
+    return keys;
+  }
+
+  // Rows without optimizer state: `rows` has dim() floats for each key. With `found`, as many
+  // flags as keys.
+  void Get(Span<const uint64_t> keys, Span<float> rows, Span<uint8_t> found = {}) const {
+    internal::CheckSize(rows.size(), keys.size() * dim_, "rows");
+    if (!found.empty()) internal::CheckSize(found.size(), keys.size(), "found");
+    Check(frugal_get(get(), keys.data(), keys.size(), 0, rows.data(), 0, found.data()));
+  }
+
+  void Put(Span<const uint64_t> keys, Span<const float> rows) {
+    internal::CheckSize(rows.size(), keys.size() * dim_, "rows");
+    Check(frugal_put(get(), keys.data(), keys.size(), 0, rows.data(), 0));
+  }
+
+  // Returns the number of rows that were there.
+  uint64_t Delete(Span<const uint64_t> keys) {
+    uint64_t deleted = 0;
+    Check(frugal_delete(get(), keys.data(), keys.size(), &deleted));
+    return deleted;
+  }
+
+  void SetOptimizer(uint64_t first_step, const frugal_optimizer& optimizer) {
+    Check(frugal_table_set_optimizer(get(), first_step, &optimizer));
+  }
+
+  void Drop() { Check(frugal_table_drop(handle_.Release())); }
+
+ private:
+  internal::Handle<frugal_table> handle_;
+  uint32_t dim_ = 0;
+};
+
+// Keys declared for one step; the library forgets them when the step ends.
+class Batch {
+ public:
+  Batch() noexcept = default;
+
+  frugal_batch* get() const noexcept { return handle_.get(); }
+  // Of a batch of one table: number of keys and of the floats in their rows.
+  size_t size() const noexcept { return size_; }
+  size_t floats() const noexcept { return size_ * dim_; }
+
+ private:
+  friend class Trainer;
+  Batch(frugal_batch* handle, frugal_table* table, size_t size, uint32_t dim)
+      : handle_(handle), table_(table), size_(size), dim_(dim) {}
+
+  frugal_op ToOp() const {
+    frugal_op op = Op();
+    op.table = table_;
+    op.batch = get();
+    return op;
+  }
+
+  internal::Handle<frugal_batch> handle_;
+  frugal_table* table_ = nullptr;
+  size_t size_ = 0;
+  uint32_t dim_ = 0;
+};
+
+// A rank of synchronous training; leaves when it is destroyed. One thread at a time.
+class Trainer {
+ public:
+  Trainer() noexcept = default;
+  explicit Trainer(frugal_trainer* handle) noexcept : handle_(handle) {}
+  Trainer(Trainer&&) noexcept = default;
+  Trainer& operator=(Trainer&&) noexcept = default;
+  ~Trainer() { frugal_trainer_close(handle_.get()); }
+
+  frugal_trainer* get() const noexcept { return handle_.get(); }
+  void Close() { Check(frugal_trainer_close(handle_.Release())); }
+
+  Batch Prefetch(uint64_t step, const Table& table, Span<const uint64_t> keys) {
+    frugal_op op = Op();
+    op.table = table.get();
+    op.keys = keys.data();
+    op.count = keys.size();
+    frugal_batch* batch = nullptr;
+    Check(frugal_prefetch(get(), step, &op, 1, &batch));
+    return Batch(batch, table.get(), keys.size(), table.dim());
+  }
+
+  // Of many tables: give the batch and its parts to the ops of Lookup and PushGrad.
+  Batch Prefetch(uint64_t step, Span<const frugal_op> ops) {
+    frugal_batch* batch = nullptr;
+    Check(frugal_prefetch(get(), step, ops.data(), ops.size(), &batch));
+    return Batch(batch, nullptr, 0, 0);
+  }
+
+  void Cancel(Batch batch) { Check(frugal_prefetch_cancel(get(), batch.get())); }
+
+  void StepBegin(uint64_t step, int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) {
+    Check(frugal_step_begin(get(), step, timeout_ms));
+  }
+
+  // Rows of a declared batch of one table.
+  void Lookup(const Batch& batch, Span<float> rows) {
+    internal::CheckSize(rows.size(), batch.floats(), "rows");
+    frugal_op op = batch.ToOp();
+    op.rows_out = rows.data();
+    Check(frugal_lookup(get(), &op, 1));
+  }
+
+  // Rows of any keys, declared or not.
+  void Lookup(const Table& table, Span<const uint64_t> keys, Span<float> rows) {
+    internal::CheckSize(rows.size(), keys.size() * table.dim(), "rows");
+    frugal_op op = Op();
+    op.table = table.get();
+    op.keys = keys.data();
+    op.count = keys.size();
+    op.rows_out = rows.data();
+    Check(frugal_lookup(get(), &op, 1));
+  }
+
+  void Lookup(Span<const frugal_op> ops) { Check(frugal_lookup(get(), ops.data(), ops.size())); }
+
+  void PushGrad(const Batch& batch, Span<const float> grads) {
+    internal::CheckSize(grads.size(), batch.floats(), "grads");
+    frugal_op op = batch.ToOp();
+    op.grads = grads.data();
+    Check(frugal_push_grad(get(), &op, 1));
+  }
+
+  void PushGrad(const Table& table, Span<const uint64_t> keys, Span<const float> grads) {
+    internal::CheckSize(grads.size(), keys.size() * table.dim(), "grads");
+    frugal_op op = Op();
+    op.table = table.get();
+    op.keys = keys.data();
+    op.count = keys.size();
+    op.grads = grads.data();
+    Check(frugal_push_grad(get(), &op, 1));
+  }
+
+  void PushGrad(Span<const frugal_op> ops) {
+    Check(frugal_push_grad(get(), ops.data(), ops.size()));
+  }
+
+  // Memory for `floats` gradients that the engine lends for this step.
+  Span<float> Borrow(size_t floats) {
+    void* memory = nullptr;
+    Check(frugal_borrow(get(), floats * sizeof(float), &memory));
+    return {static_cast<float*>(memory), floats};
+  }
+
+  void StepEnd(uint64_t step, uint32_t flags = 0) { Check(frugal_step_end(get(), step, flags)); }
+  void StepAbort() { Check(frugal_step_abort(get())); }
+
+ private:
+  internal::Handle<frugal_trainer> handle_;
+};
+
+// An engine; closed when it is destroyed, which writes what is pending.
+class Engine {
+ public:
+  explicit Engine(const frugal_config& config = Config()) {
+    frugal_engine* engine = nullptr;
+    Check(frugal_open(&config, &engine));
+    handle_ = internal::Handle<frugal_engine>(engine);
+  }
+  Engine(Engine&&) noexcept = default;
+  Engine& operator=(Engine&&) noexcept = default;
+  ~Engine() { frugal_close(handle_.get()); }
+
+  frugal_engine* get() const noexcept { return handle_.get(); }
+  void Close() { Check(frugal_close(handle_.Release())); }
+
+  Table CreateTable(const frugal_table_config& config) {
+    frugal_table* table = nullptr;
+    Check(frugal_table_create(get(), &config, &table));
+    return Table(table);
+  }
+
+  Table FindTable(const char* name) const {
+    frugal_table* table = nullptr;
+    Check(frugal_table_find(get(), name, &table));
+    return Table(table);
+  }
+
+  Trainer CreateTrainer(const frugal_trainer_config& config = TrainerConfig()) {
+    frugal_trainer* trainer = nullptr;
+    Check(frugal_trainer_create(get(), &config, &trainer));
+    return Trainer(trainer);
+  }
+
+  // FRUGAL_OK, or the status of the first background failure.
+  int32_t Health() const noexcept { return frugal_health(get()); }
+
+  void Flush(int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
+    Check(frugal_flush(get(), timeout_ms));
+  }
+
+  // The last step that all ranks have ended, if any.
+  std::optional<uint64_t> CommittedStep() const {
+    uint64_t step = FRUGAL_NO_STEP;
+    Check(frugal_committed_step(get(), &step));
+    if (step == FRUGAL_NO_STEP) return std::nullopt;
+    return step;
+  }
+
+  // Evaluation: creates and declares nothing. `trainer` may be NULL.
+  void Read(Trainer* trainer, Span<const frugal_op> ops,
+            int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
+    Check(frugal_read(get(), trainer == nullptr ? nullptr : trainer->get(), ops.data(), ops.size(),
+                      timeout_ms));
+  }
+
+  frugal_stats Stats() const {
+    frugal_stats stats = {};
+    stats.struct_size = sizeof(stats);
+    Check(frugal_get_stats(get(), &stats));
+    return stats;
+  }
+
+ private:
+  internal::Handle<frugal_engine> handle_;
+};
+
+}  // namespace frugal
+
+#endif  // FRUGAL_HPP

@@ -1,0 +1,2229 @@
+// The C ABI from outside: bad input, and the finer points of the protocol. Every refusal is a named
+// status with a message, changes nothing, and leaves other trainers free to go on.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "frugal.h"
+#include "reference/reference.h"
+
+namespace {
+
+using frugal_reference::Reference;
+
+constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
+constexpr float kUntouched = -77.5f;
+const float kNan = std::numeric_limits<float>::quiet_NaN();
+
+uint32_t Bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+std::string LastMessage() {
+  frugal_error error;
+  frugal_last_error(&error);
+  return error.message == nullptr ? std::string() : error.message;
+}
+
+// The call is refused with one of `statuses`, and the thread's last error tells so in words.
+testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> statuses) {
+  if (std::find(statuses.begin(), statuses.end(), status) == statuses.end()) {
+    return testing::AssertionFailure() << "answered " << frugal_status_name(status) << " and not "
+                                       << frugal_status_name(*statuses.begin());
+  }
+  frugal_error error;
+  frugal_last_error(&error);
+  if (error.status != status) {
+    return testing::AssertionFailure()
+           << "answered " << frugal_status_name(status) << ", but the last error is "
+           << frugal_status_name(error.status);
+  }
+  if (error.message == nullptr || std::strlen(error.message) < 4) {
+    return testing::AssertionFailure() << frugal_status_name(status) << " without a message";
+  }
+  return testing::AssertionSuccess();
+}
+
+#define EXPECT_REFUSED(call, ...) EXPECT_TRUE(Refused((call), {__VA_ARGS__})) << #call
+#define ASSERT_OK(call) \
+  ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
+#define EXPECT_OK(call) \
+  EXPECT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
+// What a NULL handle is, the header leaves open: an argument that is null, or no handle.
+#define EXPECT_NULL_REFUSED(call) \
+  EXPECT_REFUSED(call, FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_BAD_HANDLE)
+
+// An engine that closes itself, with short names for what most tests do.
+class Engine {
+ public:
+  explicit Engine(uint32_t world_size = 1,
+                  const std::function<void(frugal_config*)>& change = nullptr) {
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    config.world_size = world_size;
+    config.timeout_ms = 20'000;
+    if (change) change(&config);
+    EXPECT_OK(frugal_open(&config, &engine_));
+  }
+  ~Engine() { Close(); }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  void Close() {
+    if (engine_ != nullptr) {
+      EXPECT_OK(frugal_close(engine_));
+    }
+    engine_ = nullptr;
+  }
+  operator frugal_engine*() const { return engine_; }
+
+  frugal_table* Table(const char* name, int32_t key_space, uint64_t rows, uint32_t dim,
+                      const std::function<void(frugal_table_config*)>& change = nullptr) {
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = name;
+    config.key_space = key_space;
+    config.rows = rows;
+    config.dim = dim;
+    config.optimizer.lr = 1;
+    if (change) change(&config);
+    frugal_table* table = nullptr;
+    EXPECT_OK(frugal_table_create(engine_, &config, &table));
+    return table;
+  }
+  frugal_trainer* Trainer(uint32_t rank, double cache_ratio = 0) {
+    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+    config.rank = rank;
+    config.cache_ratio = cache_ratio;
+    frugal_trainer* trainer = nullptr;
+    EXPECT_OK(frugal_trainer_create(engine_, &config, &trainer));
+    return trainer;
+  }
+  uint64_t Committed() {
+    uint64_t step = 0;
+    EXPECT_OK(frugal_committed_step(engine_, &step));
+    return step;
+  }
+
+ private:
+  frugal_engine* engine_ = nullptr;
+};
+
+// An op on single rows with its buffers.
+struct RowOp {
+  RowOp(frugal_table* table, std::vector<uint64_t> keys_in, size_t dim)
+      : keys(std::move(keys_in)), rows(keys.size() * dim, kUntouched),
+        grads(keys.size() * dim, 1.0f) {
+    op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = keys.size();
+    op.rows_out = rows.data();
+    op.grads = grads.data();
+  }
+  RowOp(const RowOp&) = delete;
+  RowOp& operator=(const RowOp&) = delete;
+
+  std::vector<uint64_t> keys;
+  std::vector<float> rows;
+  std::vector<float> grads;
+  frugal_op op;
+};
+
+float GetOne(frugal_table* table, uint64_t key, uint8_t* found = nullptr) {
+  float row[8] = {kUntouched};
+  EXPECT_OK(frugal_get(table, &key, 1, 0, row, 0, found));
+  return row[0];
+}
+
+uint64_t Count(frugal_table* table) {
+  uint64_t count = 12345;
+  EXPECT_OK(frugal_table_count(table, &count));
+  return count;
+}
+
+std::set<uint64_t> Keys(frugal_table* table, size_t capacity = 3) {
+  std::set<uint64_t> keys;
+  std::vector<uint64_t> part(capacity);
+  uint64_t cursor = 0;
+  size_t count = 0;
+  while (frugal_table_keys(table, &cursor, part.data(), capacity, &count) == FRUGAL_OK &&
+         count > 0) {
+    for (size_t i = 0; i < count; ++i) EXPECT_TRUE(keys.insert(part[i]).second) << part[i];
+  }
+  EXPECT_EQ(count, 0u);
+  return keys;
+}
+
+// A whole step of one trainer that pushes 1 for each key of a table of dim 1.
+void TrainStep(frugal_trainer* trainer, uint64_t step, frugal_table* table,
+               std::vector<uint64_t> keys) {
+  RowOp row(table, std::move(keys), 1);
+  ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+  ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+  ASSERT_OK(frugal_step_end(trainer, step, 0));
+}
+
+frugal_stats Stats(frugal_engine* engine) {
+  frugal_stats stats;
+  stats.struct_size = sizeof(stats);
+  EXPECT_OK(frugal_get_stats(engine, &stats));
+  return stats;
+}
+
+// --- The library ---
+
+TEST(Library, StatusNamesAreUnique) {
+  std::set<std::string> names;
+  for (int32_t status = FRUGAL_OK; status >= FRUGAL_ERR_INTERNAL; --status) {
+    const char* name = frugal_status_name(status);
+    ASSERT_NE(name, nullptr);
+    EXPECT_EQ(std::string(name).rfind("FRUGAL_", 0), 0u) << name;
+    EXPECT_STRNE(name, "FRUGAL_UNKNOWN");
+    EXPECT_TRUE(names.insert(name).second) << name;
+  }
+  EXPECT_STREQ(frugal_status_name(FRUGAL_ERR_TIMEOUT), "FRUGAL_ERR_TIMEOUT");
+  for (int32_t status : {1, -22, 1000, INT32_MIN, INT32_MAX}) {
+    EXPECT_STREQ(frugal_status_name(status), "FRUGAL_UNKNOWN");
+  }
+}
+
+TEST(Library, VersionIsTheHeaders) {
+  char version[32];
+  std::snprintf(version, sizeof(version), "%d.%d.%d", FRUGAL_VERSION_MAJOR, FRUGAL_VERSION_MINOR,
+                FRUGAL_VERSION_PATCH);
+  EXPECT_STREQ(frugal_version(), version);
+}
+
+TEST(Library, LastErrorIsTheThreadsOwn) {
+  frugal_last_error(nullptr);
+  EXPECT_NULL_REFUSED(frugal_health(nullptr));
+  std::thread([] {
+    frugal_error error;
+    std::memset(&error, 0x5a, sizeof(error));
+    frugal_last_error(&error);
+    EXPECT_EQ(error.status, FRUGAL_OK);
+    EXPECT_NE(error.message, nullptr);
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    config.struct_size = 1;
+    frugal_engine* engine = nullptr;
+    EXPECT_REFUSED(frugal_open(&config, &engine), FRUGAL_ERR_STRUCT_SIZE);
+  }).join();
+  frugal_error error;
+  frugal_last_error(&error);
+  EXPECT_NE(error.status, FRUGAL_ERR_STRUCT_SIZE);
+  EXPECT_NE(error.status, FRUGAL_OK);
+}
+
+TEST(Library, InitFunctionsGiveTheSameBytesAsMacros) {
+  const auto same = [](const void* a, const void* b, size_t n) {
+    return std::memcmp(a, b, n) == 0;
+  };
+  // Without the padding behind frugal_optimizer's last field.
+  const size_t tail =
+      sizeof(frugal_optimizer) - offsetof(frugal_optimizer, flags) - sizeof(uint32_t);
+  {
+    frugal_config a = FRUGAL_CONFIG_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_config_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a)));
+  }
+  {
+    frugal_optimizer a = FRUGAL_OPTIMIZER_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_optimizer_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a) - tail));
+  }
+  {
+    frugal_table_config a = FRUGAL_TABLE_CONFIG_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_table_config_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a) - tail));
+  }
+  {
+    frugal_trainer_config a = FRUGAL_TRAINER_CONFIG_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_trainer_config_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a)));
+  }
+  {
+    frugal_op a = FRUGAL_OP_INIT, b;
+    std::memset(&b, 0x5a, sizeof(b));
+    frugal_op_init(&b);
+    EXPECT_TRUE(same(&a, &b, sizeof(a)));
+  }
+}
+
+// --- Opening ---
+
+TEST(Open, DefaultsAndNullConfig) {
+  frugal_engine* engine = nullptr;
+  ASSERT_OK(frugal_open(nullptr, &engine));
+  EXPECT_OK(frugal_health(engine));
+  EXPECT_OK(frugal_flush(engine, 0));
+  uint64_t step = 0;
+  EXPECT_OK(frugal_committed_step(engine, &step));
+  EXPECT_EQ(step, FRUGAL_NO_STEP);
+  EXPECT_OK(frugal_close(engine));
+  EXPECT_OK(frugal_close(nullptr));
+  EXPECT_OK(frugal_trainer_close(nullptr));
+  EXPECT_OK(frugal_table_drop(nullptr));
+}
+
+TEST(Open, RefusesBadConfigs) {
+  frugal_engine* const untouched = reinterpret_cast<frugal_engine*>(uintptr_t{0x77});
+  frugal_engine* engine = untouched;
+  const auto refuses = [&](int32_t status, const std::function<void(frugal_config*)>& change) {
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    change(&config);
+    EXPECT_REFUSED(frugal_open(&config, &engine), status);
+    EXPECT_EQ(engine, untouched);
+  };
+  for (size_t size : {size_t{0}, size_t{8}, sizeof(frugal_config) - 8, sizeof(frugal_config) + 8,
+                      SIZE_MAX}) {
+    refuses(FRUGAL_ERR_STRUCT_SIZE, [&](frugal_config* c) { c->struct_size = size; });
+  }
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  refuses(invalid, [](frugal_config* c) { c->world_size = 0; });
+  refuses(invalid, [](frugal_config* c) { c->world_size = 4097; });
+  refuses(invalid, [](frugal_config* c) { c->lookahead = FRUGAL_MAX_LOOKAHEAD + 1; });
+  refuses(invalid, [](frugal_config* c) { c->flush_threads = 257; });
+  refuses(invalid, [](frugal_config* c) { c->flush_mode = 5; });
+  refuses(invalid, [](frugal_config* c) { c->flush_mode = -1; });
+  refuses(invalid, [](frugal_config* c) { c->backing = 2; });
+  refuses(invalid, [](frugal_config* c) { c->flags = 1; });
+  refuses(invalid, [](frugal_config* c) { c->flags = 0x80000000u; });
+  refuses(invalid, [](frugal_config* c) { c->timeout_ms = -7; });
+  const frugal_config config = FRUGAL_CONFIG_INIT;
+  EXPECT_REFUSED(frugal_open(&config, nullptr), invalid);
+}
+
+TEST(Open, ExtremesThatAreAllowed) {
+  for (uint32_t threads : {0u, 8u}) {
+    Engine engine(4096, [&](frugal_config* c) {
+      c->lookahead = FRUGAL_MAX_LOOKAHEAD;
+      c->flush_threads = threads;
+      c->pending_bytes = 0;
+    });
+    EXPECT_OK(frugal_health(engine));
+  }
+  Engine engine(1, [](frugal_config* c) {
+    c->lookahead = 0;
+    c->staleness = FRUGAL_STALENESS_ASYNC;
+    c->pending_bytes = UINT64_MAX;
+    c->timeout_ms = FRUGAL_TIMEOUT_INFINITE;
+    c->backing = FRUGAL_BACKING_SHM;
+  });
+  EXPECT_OK(frugal_health(engine));
+}
+
+// --- Handles ---
+
+TEST(Handles, ClosedOnesAreRefusedEverywhere) {
+  frugal_engine* engine = nullptr;
+  ASSERT_OK(frugal_open(nullptr, &engine));
+  frugal_table_config table_config = FRUGAL_TABLE_CONFIG_INIT;
+  table_config.name = "t";
+  table_config.rows = 10;
+  table_config.dim = 1;
+  frugal_table* table = nullptr;
+  ASSERT_OK(frugal_table_create(engine, &table_config, &table));
+  frugal_trainer_config trainer_config = FRUGAL_TRAINER_CONFIG_INIT;
+  frugal_trainer* trainer = nullptr;
+  ASSERT_OK(frugal_trainer_create(engine, &trainer_config, &trainer));
+  RowOp row(table, {1, 2}, 1);
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 3, &row.op, 1, &batch));
+  ASSERT_OK(frugal_close(engine));
+
+  const int32_t bad = FRUGAL_ERR_BAD_HANDLE;
+  uint64_t number = 5;
+  size_t size = 0;
+  void* memory = nullptr;
+  frugal_table* table_out = nullptr;
+  frugal_trainer* trainer_out = nullptr;
+  frugal_batch* batch_out = nullptr;
+  frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  frugal_table_info info;
+  info.struct_size = sizeof(info);
+  frugal_stats stats;
+  stats.struct_size = sizeof(stats);
+  float x = 0;
+  EXPECT_REFUSED(frugal_close(engine), bad);
+  EXPECT_REFUSED(frugal_health(engine), bad);
+  EXPECT_REFUSED(frugal_flush(engine, 0), bad);
+  EXPECT_REFUSED(frugal_committed_step(engine, &number), bad);
+  EXPECT_REFUSED(frugal_get_stats(engine, &stats), bad);
+  EXPECT_REFUSED(frugal_table_create(engine, &table_config, &table_out), bad);
+  EXPECT_REFUSED(frugal_table_find(engine, "t", &table_out), bad);
+  EXPECT_REFUSED(frugal_trainer_create(engine, &trainer_config, &trainer_out), bad);
+  EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), bad);
+  EXPECT_REFUSED(frugal_table_drop(table), bad);
+  EXPECT_REFUSED(frugal_table_describe(table, &info), bad);
+  EXPECT_REFUSED(frugal_table_count(table, &number), bad);
+  EXPECT_REFUSED(frugal_table_keys(table, &number, &number, 1, &size), bad);
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &optimizer), bad);
+  EXPECT_REFUSED(frugal_get(table, &number, 1, 0, &x, 0, nullptr), bad);
+  EXPECT_REFUSED(frugal_put(table, &number, 1, 0, &x, 0), bad);
+  EXPECT_REFUSED(frugal_delete(table, &number, 1, nullptr), bad);
+  EXPECT_REFUSED(frugal_trainer_close(trainer), bad);
+  EXPECT_REFUSED(frugal_prefetch(trainer, 0, &row.op, 1, &batch_out), bad);
+  EXPECT_REFUSED(frugal_prefetch_cancel(trainer, batch), bad);
+  EXPECT_REFUSED(frugal_step_begin(trainer, 0, 0), bad);
+  EXPECT_REFUSED(frugal_lookup(trainer, &row.op, 1), bad);
+  EXPECT_REFUSED(frugal_push_grad(trainer, &row.op, 1), bad);
+  EXPECT_REFUSED(frugal_borrow(trainer, 64, &memory), bad);
+  EXPECT_REFUSED(frugal_step_end(trainer, 0, 0), bad);
+  EXPECT_REFUSED(frugal_step_abort(trainer), bad);
+  EXPECT_EQ(number, 5u);
+  EXPECT_EQ(memory, nullptr);
+  EXPECT_EQ(table_out, nullptr);
+  EXPECT_EQ(trainer_out, nullptr);
+  EXPECT_EQ(batch_out, nullptr);
+}
+
+TEST(Handles, NullOnesAreRefusedEverywhere) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1, 2}, 1);
+  uint64_t number = 0;
+  size_t size = 0;
+  void* memory = nullptr;
+  frugal_table* table_out = nullptr;
+  frugal_trainer* trainer_out = nullptr;
+  const frugal_table_config table_config = FRUGAL_TABLE_CONFIG_INIT;
+  const frugal_trainer_config trainer_config = FRUGAL_TRAINER_CONFIG_INIT;
+  const frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  frugal_table_info info;
+  info.struct_size = sizeof(info);
+  frugal_stats stats;
+  stats.struct_size = sizeof(stats);
+  float x = 0;
+  EXPECT_NULL_REFUSED(frugal_health(nullptr));
+  EXPECT_NULL_REFUSED(frugal_flush(nullptr, 0));
+  EXPECT_NULL_REFUSED(frugal_committed_step(nullptr, &number));
+  EXPECT_NULL_REFUSED(frugal_get_stats(nullptr, &stats));
+  EXPECT_NULL_REFUSED(frugal_table_create(nullptr, &table_config, &table_out));
+  EXPECT_NULL_REFUSED(frugal_table_find(nullptr, "t", &table_out));
+  EXPECT_NULL_REFUSED(frugal_trainer_create(nullptr, &trainer_config, &trainer_out));
+  EXPECT_NULL_REFUSED(frugal_read(nullptr, nullptr, &row.op, 1, 0));
+  EXPECT_NULL_REFUSED(frugal_table_describe(nullptr, &info));
+  EXPECT_NULL_REFUSED(frugal_table_count(nullptr, &number));
+  EXPECT_NULL_REFUSED(frugal_table_keys(nullptr, &number, &number, 1, &size));
+  EXPECT_NULL_REFUSED(frugal_table_set_optimizer(nullptr, 0, &optimizer));
+  EXPECT_NULL_REFUSED(frugal_get(nullptr, &number, 1, 0, &x, 0, nullptr));
+  EXPECT_NULL_REFUSED(frugal_put(nullptr, &number, 1, 0, &x, 0));
+  EXPECT_NULL_REFUSED(frugal_delete(nullptr, &number, 1, nullptr));
+  EXPECT_NULL_REFUSED(frugal_prefetch(nullptr, 0, &row.op, 1, nullptr));
+  EXPECT_NULL_REFUSED(frugal_prefetch_cancel(nullptr, nullptr));
+  EXPECT_NULL_REFUSED(frugal_prefetch_cancel(trainer, nullptr));
+  EXPECT_NULL_REFUSED(frugal_step_begin(nullptr, 0, 0));
+  EXPECT_NULL_REFUSED(frugal_lookup(nullptr, &row.op, 1));
+  EXPECT_NULL_REFUSED(frugal_push_grad(nullptr, &row.op, 1));
+  EXPECT_NULL_REFUSED(frugal_borrow(nullptr, 64, &memory));
+  EXPECT_NULL_REFUSED(frugal_step_end(nullptr, 0, 0));
+  EXPECT_NULL_REFUSED(frugal_step_abort(nullptr));
+
+  // Outputs and inputs that are null, with good handles.
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  EXPECT_REFUSED(frugal_committed_step(engine, nullptr), invalid);
+  EXPECT_REFUSED(frugal_get_stats(engine, nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_create(engine, nullptr, &table_out), invalid);
+  EXPECT_REFUSED(frugal_table_create(engine, &table_config, nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_find(engine, nullptr, &table_out), invalid);
+  EXPECT_REFUSED(frugal_table_find(engine, "t", nullptr), invalid);
+  EXPECT_REFUSED(frugal_trainer_create(engine, nullptr, &trainer_out), invalid);
+  EXPECT_REFUSED(frugal_trainer_create(engine, &trainer_config, nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_describe(table, nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_count(table, nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_keys(table, nullptr, &number, 1, &size), invalid);
+  EXPECT_REFUSED(frugal_table_keys(table, &number, nullptr, 1, &size), invalid);
+  EXPECT_REFUSED(frugal_table_keys(table, &number, &number, 1, nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, nullptr), invalid);
+  EXPECT_REFUSED(frugal_get(table, nullptr, 1, 0, &x, 0, nullptr), invalid);
+  EXPECT_REFUSED(frugal_get(table, &number, 1, 0, nullptr, 0, nullptr), invalid);
+  EXPECT_REFUSED(frugal_put(table, nullptr, 1, 0, &x, 0), invalid);
+  EXPECT_REFUSED(frugal_put(table, &number, 1, 0, nullptr, 0), invalid);
+  EXPECT_REFUSED(frugal_delete(table, nullptr, 1, nullptr), invalid);
+  EXPECT_REFUSED(frugal_prefetch(trainer, 1, nullptr, 1, nullptr), invalid);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer, nullptr, 1), invalid);
+  EXPECT_REFUSED(frugal_push_grad(trainer, nullptr, 1), invalid);
+  EXPECT_REFUSED(frugal_read(engine, trainer, nullptr, 1, 0), invalid);
+  EXPECT_REFUSED(frugal_borrow(trainer, 64, nullptr), invalid);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  EXPECT_EQ(GetOne(table, 1), 0.0f);
+}
+
+TEST(Handles, OtherKindsAndInventedOnesAreRefused) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  uint64_t number = 0;
+  int on_stack = 0;
+  const int32_t bad = FRUGAL_ERR_BAD_HANDLE;
+  void* const handles[] = {static_cast<frugal_engine*>(engine), table, trainer, &on_stack,
+                           reinterpret_cast<void*>(uintptr_t{0x1234}),
+                           reinterpret_cast<void*>(UINTPTR_MAX),
+                           reinterpret_cast<void*>(uintptr_t{1} << 63)};
+  for (size_t i = 0; i < std::size(handles); ++i) {
+    void* const h = handles[i];
+    if (i != 0) {
+      EXPECT_REFUSED(frugal_committed_step(static_cast<frugal_engine*>(h), &number), bad);
+      EXPECT_REFUSED(frugal_close(static_cast<frugal_engine*>(h)), bad);
+    }
+    if (i != 1) {
+      EXPECT_REFUSED(frugal_table_count(static_cast<frugal_table*>(h), &number), bad);
+      EXPECT_REFUSED(frugal_table_drop(static_cast<frugal_table*>(h)), bad);
+    }
+    if (i != 2) {
+      EXPECT_REFUSED(frugal_step_begin(static_cast<frugal_trainer*>(h), 0, 0), bad);
+      EXPECT_REFUSED(frugal_trainer_close(static_cast<frugal_trainer*>(h)), bad);
+    }
+    EXPECT_REFUSED(frugal_prefetch_cancel(trainer, static_cast<frugal_batch*>(h)), bad);
+  }
+  TrainStep(trainer, 0, table, {1});
+  EXPECT_EQ(GetOne(table, 1), -1.0f);
+}
+
+TEST(Handles, TrainerAndTableCloseOnce) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_table* other = engine.Table("u", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_trainer* gone = engine.Trainer(1);
+  ASSERT_OK(frugal_trainer_close(gone));
+  EXPECT_REFUSED(frugal_trainer_close(gone), FRUGAL_ERR_BAD_HANDLE);
+  EXPECT_REFUSED(frugal_step_begin(gone, 0, 0), FRUGAL_ERR_BAD_HANDLE);
+  ASSERT_OK(frugal_table_drop(other));
+  EXPECT_REFUSED(frugal_table_drop(other), FRUGAL_ERR_BAD_HANDLE);
+  RowOp dropped(other, {1}, 1);
+  RowOp good(table, {1}, 1);
+  frugal_op ops[] = {good.op, dropped.op};
+  EXPECT_REFUSED(frugal_prefetch(trainer, 0, ops, 2, nullptr), FRUGAL_ERR_BAD_HANDLE);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer, ops, 2), FRUGAL_ERR_BAD_HANDLE);
+  EXPECT_REFUSED(frugal_push_grad(trainer, ops, 2), FRUGAL_ERR_BAD_HANDLE);
+  ops[1].table = nullptr;
+  EXPECT_NULL_REFUSED(frugal_lookup(trainer, ops, 2));
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  EXPECT_EQ(GetOne(table, 1), 0.0f);
+}
+
+TEST(Handles, TwoEnginesAtOnce) {
+  Engine one(1, [](frugal_config* c) { c->seed = 1; });
+  Engine two(1, [](frugal_config* c) { c->seed = 1; });
+  const auto uniform = [](frugal_table_config* c) {
+    c->init = FRUGAL_INIT_UNIFORM;
+    c->init_b = 1;
+  };
+  frugal_table* a = one.Table("same", FRUGAL_DENSE, 10, 1, uniform);
+  frugal_table* b = two.Table("same", FRUGAL_DENSE, 10, 1, uniform);
+  EXPECT_NE(a, b);
+  frugal_trainer* trainer_a = one.Trainer(0);
+  frugal_trainer* trainer_b = two.Trainer(0);
+  const float start = GetOne(a, 3);
+  EXPECT_EQ(start, GetOne(b, 3));
+  TrainStep(trainer_a, 5, a, {3});
+  EXPECT_EQ(GetOne(a, 3), start - 1);
+  EXPECT_EQ(GetOne(b, 3), start);
+  EXPECT_EQ(one.Committed(), 5u);
+  EXPECT_EQ(two.Committed(), FRUGAL_NO_STEP);
+  // A table of the one is none of the other's.
+  RowOp row(a, {1}, 1);
+  ASSERT_OK(frugal_step_begin(trainer_b, 0, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer_b, &row.op, 1), FRUGAL_ERR_BAD_HANDLE,
+                 FRUGAL_ERR_INVALID_ARGUMENT);
+  ASSERT_OK(frugal_step_end(trainer_b, 0, 0));
+  two.Close();
+  TrainStep(trainer_a, 6, a, {3});
+  EXPECT_EQ(GetOne(a, 3), start - 2);
+}
+
+// --- Tables ---
+
+TEST(Tables, RefusesBadConfigs) {
+  Engine engine;
+  engine.Table("taken", FRUGAL_DENSE, 10, 1);
+  frugal_table* table = nullptr;
+  const auto refuses = [&](int32_t status,
+                           const std::function<void(frugal_table_config*)>& change) {
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "t";
+    config.rows = 10;
+    config.dim = 4;
+    change(&config);
+    EXPECT_REFUSED(frugal_table_create(engine, &config, &table), status);
+    EXPECT_EQ(table, nullptr);
+  };
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  const int32_t size = FRUGAL_ERR_STRUCT_SIZE;
+  for (size_t s : {size_t{0}, sizeof(frugal_table_config) - 8, sizeof(frugal_table_config) + 8}) {
+    refuses(size, [&](frugal_table_config* c) { c->struct_size = s; });
+  }
+  refuses(size, [](frugal_table_config* c) { c->optimizer.struct_size += 8; });
+  refuses(size, [](frugal_table_config* c) { c->optimizer.struct_size = 0; });
+  const std::string long_name(256, 'n');
+  refuses(invalid, [](frugal_table_config* c) { c->name = nullptr; });
+  refuses(invalid, [](frugal_table_config* c) { c->name = ""; });
+  refuses(invalid, [&](frugal_table_config* c) { c->name = long_name.c_str(); });
+  refuses(FRUGAL_ERR_EXISTS, [](frugal_table_config* c) { c->name = "taken"; });
+  refuses(invalid, [](frugal_table_config* c) { c->key_space = 2; });
+  refuses(invalid, [](frugal_table_config* c) { c->dtype = 9; });
+  refuses(invalid, [](frugal_table_config* c) { c->rows = 0; });
+  refuses(invalid, [](frugal_table_config* c) { c->rows = (uint64_t{1} << 32) - 1; });
+  refuses(invalid, [](frugal_table_config* c) { c->dim = 0; });
+  refuses(invalid, [](frugal_table_config* c) { c->dim = 65537; });
+  refuses(invalid, [](frugal_table_config* c) { c->init = 5; });
+  refuses(invalid, [](frugal_table_config* c) { c->nan_policy = 3; });
+  refuses(invalid, [](frugal_table_config* c) { c->flags = 2; });
+  refuses(invalid, [](frugal_table_config* c) { c->optimizer.kind = 7; });
+  refuses(invalid, [](frugal_table_config* c) { c->optimizer.kind = -1; });
+  refuses(invalid, [](frugal_table_config* c) { c->optimizer.flags = 4; });
+  EXPECT_REFUSED(frugal_table_find(engine, "t", &table), FRUGAL_ERR_NOT_FOUND);
+  const std::string longest(255, 'n');
+  EXPECT_NE(engine.Table(longest.c_str(), FRUGAL_HASHED, 1, 1), nullptr);
+  EXPECT_OK(frugal_table_find(engine, longest.c_str(), &table));
+}
+
+TEST(Tables, FindDescribeCountAndKeys) {
+  Engine engine;
+  frugal_table* dense = engine.Table("dense", FRUGAL_DENSE, 10, 3, [](frugal_table_config* c) {
+    c->optimizer.kind = FRUGAL_ADAM;
+  });
+  frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 10, 1);
+  frugal_table* lazy = engine.Table("lazy", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
+    c->flags = FRUGAL_TABLE_LAZY;
+  });
+  frugal_table* found = nullptr;
+  EXPECT_OK(frugal_table_find(engine, "dense", &found));
+  EXPECT_EQ(found, dense);
+  EXPECT_REFUSED(frugal_table_find(engine, "dens", &found), FRUGAL_ERR_NOT_FOUND);
+  EXPECT_EQ(found, dense);
+
+  frugal_table_info info;
+  for (size_t size : {size_t{0}, sizeof(info) - 8, sizeof(info) + 8}) {
+    info.struct_size = size;
+    EXPECT_REFUSED(frugal_table_describe(dense, &info), FRUGAL_ERR_STRUCT_SIZE);
+  }
+  info.struct_size = sizeof(info);
+  EXPECT_OK(frugal_table_describe(dense, &info));
+  EXPECT_EQ(info.rows, 10u);
+  EXPECT_EQ(info.capacity, 10u);
+  EXPECT_EQ(info.value_bytes, 12u);
+  EXPECT_EQ(info.state_floats, 6u);
+  EXPECT_EQ(info.dim, 3u);
+  EXPECT_EQ(info.key_space, FRUGAL_DENSE);
+  EXPECT_EQ(info.optimizer, FRUGAL_ADAM);
+  EXPECT_GT(info.memory_bytes, 0u);
+  EXPECT_GE(info.page_bytes, 4096u);
+
+  EXPECT_EQ(Count(dense), 10u);
+  EXPECT_EQ(Count(lazy), 10u);
+  EXPECT_EQ(Count(hashed), 0u);
+  std::set<uint64_t> ids;
+  for (uint64_t id = 0; id < 10; ++id) ids.insert(id);
+  EXPECT_EQ(Keys(dense), ids);
+  EXPECT_EQ(Keys(lazy), ids);
+  EXPECT_TRUE(Keys(hashed).empty());
+  const uint64_t keys[] = {0, UINT64_MAX, 1, uint64_t{1} << 63, 17};
+  const float rows[] = {1, 2, 3, 4, 5};
+  ASSERT_OK(frugal_put(hashed, keys, 5, 0, rows, 0));
+  EXPECT_EQ(Count(hashed), 5u);
+  for (size_t capacity : {1, 2, 5, 100}) {
+    EXPECT_EQ(Keys(hashed, capacity), std::set<uint64_t>(keys, keys + 5));
+  }
+  info.struct_size = sizeof(info);
+  EXPECT_OK(frugal_table_describe(hashed, &info));
+  EXPECT_EQ(info.rows, 5u);
+}
+
+TEST(Tables, DropAndCreateAgain) {
+  Engine engine;
+  const auto normal = [](frugal_table_config* c) {
+    c->init = FRUGAL_INIT_NORMAL;
+    c->init_b = 1;
+  };
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1, normal);
+  frugal_table* other = engine.Table("u", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0, 0.5);
+  const float start = GetOne(table, 3);
+  RowOp in_both(table, {3}, 1);
+  RowOp in_other(other, {3}, 1);
+  frugal_op ops[] = {in_both.op, in_other.op};
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 1, ops, 2, &batch));
+  TrainStep(trainer, 0, table, {3});
+  ASSERT_OK(frugal_step_begin(trainer, 1, kWait));
+  EXPECT_REFUSED(frugal_table_drop(table), FRUGAL_ERR_BUSY);
+  frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+  config.name = "v";
+  config.rows = 1;
+  config.dim = 1;
+  frugal_table* created = nullptr;
+  EXPECT_REFUSED(frugal_table_create(engine, &config, &created), FRUGAL_ERR_BUSY);
+  ASSERT_OK(frugal_step_end(trainer, 1, 0));
+
+  ASSERT_OK(frugal_prefetch(trainer, 2, ops, 2, &batch));
+  ASSERT_OK(frugal_table_drop(table));
+  frugal_table* found = nullptr;
+  EXPECT_REFUSED(frugal_table_find(engine, "t", &found), FRUGAL_ERR_NOT_FOUND);
+  frugal_table* again = engine.Table("t", FRUGAL_DENSE, 10, 1, normal);
+  EXPECT_NE(again, table);
+  EXPECT_REFUSED(frugal_table_drop(table), FRUGAL_ERR_BAD_HANDLE);
+  EXPECT_EQ(GetOne(again, 3), start);
+  // The other part of the declaration is as it was.
+  ASSERT_OK(frugal_step_begin(trainer, 2, kWait));
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = other;
+  op.batch = batch;
+  op.part = 1;
+  float out = kUntouched;
+  op.rows_out = &out;
+  EXPECT_OK(frugal_lookup(trainer, &op, 1));
+  EXPECT_EQ(out, 0.0f);
+  ASSERT_OK(frugal_step_end(trainer, 2, 0));
+  TrainStep(trainer, 3, again, {3});
+  EXPECT_EQ(GetOne(again, 3), start - 1);
+}
+
+TEST(Tables, SetOptimizer) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) {
+    c->optimizer.kind = FRUGAL_ADAGRAD;
+    c->optimizer.initial_accumulator = 0.25f;
+    c->optimizer.eps = 0.5f;
+  });
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_optimizer good = FRUGAL_OPTIMIZER_INIT;
+  good.kind = FRUGAL_ADAGRAD;
+  good.initial_accumulator = 0.25f;
+  const auto refuses = [&](int32_t status, const std::function<void(frugal_optimizer*)>& change) {
+    frugal_optimizer optimizer = good;
+    change(&optimizer);
+    EXPECT_REFUSED(frugal_table_set_optimizer(table, 100, &optimizer), status);
+  };
+  refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size += 8; });
+  refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size = 0; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->kind = FRUGAL_SGD; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->initial_accumulator = 0; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->flags = 4; });
+  TrainStep(trainer, 7, table, {1});
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, 7, &good), FRUGAL_ERR_STEP_RANGE);
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &good), FRUGAL_ERR_STEP_RANGE);
+  EXPECT_OK(frugal_table_set_optimizer(table, 8, &good));
+  EXPECT_OK(frugal_table_set_optimizer(table, UINT64_MAX - 1, &good));
+}
+
+TEST(Tables, HyperParametersBelongToAStep) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  optimizer.lr = 100;
+  ASSERT_OK(frugal_table_set_optimizer(table, 4, &optimizer));
+  optimizer.lr = 10;
+  ASSERT_OK(frugal_table_set_optimizer(table, 2, &optimizer));
+  ASSERT_OK(frugal_step_begin(trainer, 1, kWait));
+  RowOp row(table, {0}, 1);
+  ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+  optimizer.lr = 2;
+  // Also in the step, as long as it is not committed.
+  ASSERT_OK(frugal_table_set_optimizer(table, 1, &optimizer));
+  ASSERT_OK(frugal_step_end(trainer, 1, 0));
+  EXPECT_EQ(GetOne(table, 0), -2.0f);
+  for (uint64_t step = 2; step <= 5; ++step) TrainStep(trainer, step, table, {0});
+  EXPECT_EQ(GetOne(table, 0), -222.0f);  // 2, 10, 10, 100, 100
+}
+
+TEST(Tables, MemoryNeeded) {
+  frugal_config engine_config = FRUGAL_CONFIG_INIT;
+  frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+  config.name = "t";
+  config.rows = 100'000;
+  config.dim = 32;
+  config.optimizer.kind = FRUGAL_ADAGRAD;
+  frugal_memory memory;
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 1000, &memory));
+  EXPECT_GE(memory.values, 100'000u * 32 * 4);
+  EXPECT_LE(memory.values, 100'000u * 32 * 4 + (4u << 20));
+  EXPECT_GE(memory.state, 100'000u * 32 * 4);
+  EXPECT_GE(memory.cache, 1000u * 64 * 4);
+  EXPECT_EQ(memory.total, memory.values + memory.state + memory.index + memory.window +
+                              memory.cache);
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 100'000, 32, [](frugal_table_config* c) {
+    c->optimizer.kind = FRUGAL_ADAGRAD;
+  });
+  frugal_table_info info;
+  info.struct_size = sizeof(info);
+  ASSERT_OK(frugal_table_describe(table, &info));
+  EXPECT_GE(info.memory_bytes, memory.values);
+  EXPECT_LE(info.memory_bytes, memory.total + (4u << 20));
+
+  config.key_space = FRUGAL_HASHED;
+  frugal_memory hashed;
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
+  EXPECT_GE(hashed.index, 100'000u * 8);
+  EXPECT_EQ(hashed.cache, 0u);
+
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, nullptr),
+                 FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, nullptr, 0, &memory),
+                 FRUGAL_ERR_INVALID_ARGUMENT);
+  config.dim = 0;
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory),
+                 FRUGAL_ERR_INVALID_ARGUMENT);
+  config.struct_size = 4;
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory),
+                 FRUGAL_ERR_STRUCT_SIZE);
+  engine_config.struct_size = 4;
+  EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, &memory),
+                 FRUGAL_ERR_STRUCT_SIZE);
+}
+
+TEST(Tables, MemoryThatIsNotThere) {
+  for (int32_t backing : {FRUGAL_BACKING_PRIVATE, FRUGAL_BACKING_SHM}) {
+    Engine engine(1, [&](frugal_config* c) {
+      c->backing = backing;
+      c->host_bytes = 16 << 20;
+    });
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "large";
+    config.rows = 1 << 20;
+    config.dim = 32;
+    frugal_table* table = nullptr;
+    EXPECT_REFUSED(frugal_table_create(engine, &config, &table), FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_EQ(table, nullptr);
+    EXPECT_REFUSED(frugal_table_find(engine, "large", &table), FRUGAL_ERR_NOT_FOUND);
+    frugal_table* small = engine.Table("large", FRUGAL_DENSE, 1000, 8);
+    TrainStep(engine.Trainer(0), 0, engine.Table("u", FRUGAL_DENSE, 5, 1), {1});
+    EXPECT_EQ(Count(small), 1000u);
+  }
+  // More than the machine can address.
+  for (int32_t backing : {FRUGAL_BACKING_PRIVATE, FRUGAL_BACKING_SHM}) {
+    Engine engine(1, [&](frugal_config* c) { c->backing = backing; });
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "huge";
+    config.rows = (uint64_t{1} << 32) - 2;
+    config.dim = 65536;
+    frugal_table* table = nullptr;
+    EXPECT_REFUSED(frugal_table_create(engine, &config, &table), FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_NE(engine.Table("small", FRUGAL_DENSE, 10, 1), nullptr);
+  }
+}
+
+uint64_t ResidentBytes() {
+  std::ifstream statm("/proc/self/statm");
+  uint64_t total = 0, resident = 0;
+  statm >> total >> resident;
+  return resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+TEST(Tables, SparseLazyBillionRows) {
+  Engine engine(1, [](frugal_config* c) { c->seed = 11; });
+  const uint64_t before = ResidentBytes();
+  const auto change = [](frugal_table_config* c) {
+    c->flags = FRUGAL_TABLE_LAZY;
+    c->init = FRUGAL_INIT_NORMAL;
+    c->init_b = 0.1f;
+  };
+  const uint64_t rows = 1'000'000'000;
+  frugal_table* table = engine.Table("billion", FRUGAL_DENSE, rows, 32, change);
+  ASSERT_NE(table, nullptr);
+  frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+  config.name = "billion";
+  config.rows = rows;
+  config.dim = 32;
+  change(&config);
+  std::vector<uint64_t> keys = {0, 1, rows - 1, rows / 2};
+  std::mt19937_64 random(5);
+  while (keys.size() < 40) keys.push_back(random() % rows);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, keys, 32);
+  ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, 1, nullptr));
+  for (uint64_t step = 0; step < 3; ++step) {
+    ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+    ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
+    for (size_t i = 0; i < keys.size(); ++i) {
+      for (size_t c = 0; c < 32; ++c) {
+        float expected = frugal_reference::InitialValue(config, 11, keys[i], c);
+        for (uint64_t s = 0; s < step; ++s) expected = expected - 1.0f;
+        ASSERT_EQ(Bits(row.rows[i * 32 + c]), Bits(expected)) << step << ' ' << i << ' ' << c;
+      }
+    }
+    ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+    ASSERT_OK(frugal_step_end(trainer, step, 0));
+  }
+  ASSERT_OK(frugal_flush(engine, kWait));
+  EXPECT_EQ(Count(table), rows);
+  uint64_t outside = rows;
+  float out[32];
+  EXPECT_REFUSED(frugal_get(table, &outside, 1, 0, out, 0, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  // 128 GB of rows; a touched one costs a huge page at most, in values and in each index.
+  EXPECT_LT(ResidentBytes() - before, uint64_t{512} << 20);
+}
+
+// --- Trainers ---
+
+TEST(Trainers, RefusesBadConfigs) {
+  Engine engine(2);
+  engine.Trainer(0);
+  frugal_trainer* trainer = nullptr;
+  const auto refuses = [&](std::initializer_list<int32_t> statuses,
+                           const std::function<void(frugal_trainer_config*)>& change) {
+    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+    config.rank = 1;
+    change(&config);
+    EXPECT_TRUE(Refused(frugal_trainer_create(engine, &config, &trainer), statuses));
+    EXPECT_EQ(trainer, nullptr);
+  };
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  refuses({FRUGAL_ERR_STRUCT_SIZE}, [](frugal_trainer_config* c) { c->struct_size -= 8; });
+  refuses({FRUGAL_ERR_STRUCT_SIZE}, [](frugal_trainer_config* c) { c->struct_size += 8; });
+  refuses({FRUGAL_ERR_STRUCT_SIZE}, [](frugal_trainer_config* c) { c->struct_size = 0; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->rank = 2; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->rank = UINT32_MAX; });
+  refuses({FRUGAL_ERR_EXISTS}, [](frugal_trainer_config* c) { c->rank = 0; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 1; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->cache_ratio = -0.5; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->cache_ratio = 1.5; });
+  refuses({invalid}, [](frugal_trainer_config* c) {
+    c->cache_ratio = std::numeric_limits<double>::quiet_NaN();
+  });
+  refuses({FRUGAL_ERR_UNSUPPORTED}, [](frugal_trainer_config* c) { c->device = "cuda:99"; });
+  refuses({invalid, FRUGAL_ERR_UNSUPPORTED},
+          [](frugal_trainer_config* c) { c->device = "abacus"; });
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.rank = 1;
+  config.device = "cpu";
+  EXPECT_OK(frugal_trainer_create(engine, &config, &trainer));
+}
+
+TEST(Trainers, AMissingOneIsNamedAndMayComeLater) {
+  Engine engine(3);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* first = engine.Trainer(0);
+  frugal_trainer* third = engine.Trainer(2);
+  TrainStep(first, 0, table, {1});
+  TrainStep(third, 0, table, {1});
+  EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP);
+  EXPECT_REFUSED(frugal_step_begin(first, 1, 20), FRUGAL_ERR_TIMEOUT);
+  EXPECT_NE(LastMessage().find("rank 1"), std::string::npos) << LastMessage();
+  frugal_trainer* second = engine.Trainer(1);
+  TrainStep(second, 0, table, {2});
+  EXPECT_EQ(engine.Committed(), 0u);
+  EXPECT_OK(frugal_step_begin(first, 1, kWait));
+  EXPECT_OK(frugal_step_end(first, 1, 0));
+}
+
+TEST(Trainers, NobodyWaitsForOneThatLeft) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* stays = engine.Trainer(0);
+  frugal_trainer* leaves = engine.Trainer(1);
+  TrainStep(stays, 0, table, {1});
+  TrainStep(leaves, 0, table, {1});
+  TrainStep(stays, 1, table, {1});
+  EXPECT_EQ(engine.Committed(), 0u);
+  ASSERT_OK(frugal_trainer_close(leaves));
+  EXPECT_EQ(engine.Committed(), 1u);  // it was the last that step 1 waited for
+  for (uint64_t step = 2; step < 5; ++step) TrainStep(stays, step, table, {1});
+  EXPECT_EQ(GetOne(table, 1), -6.0f);
+}
+
+TEST(Trainers, MayJoinAgainOutsideSteps) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* stays = engine.Trainer(0);
+  frugal_trainer* leaves = engine.Trainer(1);
+  TrainStep(stays, 0, table, {1});
+  TrainStep(leaves, 0, table, {1});
+  ASSERT_OK(frugal_trainer_close(leaves));
+  ASSERT_OK(frugal_step_begin(stays, 1, kWait));
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.rank = 1;
+  frugal_trainer* again = nullptr;
+  EXPECT_REFUSED(frugal_trainer_create(engine, &config, &again), FRUGAL_ERR_BUSY);
+  ASSERT_OK(frugal_step_end(stays, 1, 0));
+  ASSERT_OK(frugal_trainer_create(engine, &config, &again));
+  EXPECT_REFUSED(frugal_step_begin(again, 1, 0), FRUGAL_ERR_STEP_ORDER);
+  TrainStep(again, 2, table, {1});
+  EXPECT_EQ(engine.Committed(), 1u);
+  TrainStep(stays, 2, table, {1});
+  EXPECT_EQ(engine.Committed(), 2u);
+  EXPECT_EQ(GetOne(table, 1), -4.0f);
+}
+
+TEST(Trainers, ClosingWakesAWaitingCall) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* waits = engine.Trainer(0);
+  engine.Trainer(1);
+  TrainStep(waits, 0, table, {1});
+  std::atomic<int32_t> status{1};
+  std::thread thread([&] { status = frugal_step_begin(waits, 1, kWait); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(status, 1);
+  EXPECT_OK(frugal_trainer_close(waits));
+  thread.join();
+  EXPECT_EQ(status, FRUGAL_ERR_CLOSED);
+}
+
+TEST(Trainers, ClosingTheEngineWakesWaitingCalls) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* waits = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  TrainStep(waits, 0, table, {1});
+  ASSERT_OK(frugal_step_begin(other, 0, kWait));
+  std::atomic<int32_t> status{1};
+  std::thread thread([&] { status = frugal_step_begin(waits, 1, FRUGAL_TIMEOUT_INFINITE); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  engine.Close();
+  thread.join();
+  EXPECT_EQ(status, FRUGAL_ERR_CLOSED);
+}
+
+// --- Steps ---
+
+TEST(Steps, Order) {
+  Engine engine(2);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  const int32_t order = FRUGAL_ERR_STEP_ORDER;
+  const uint64_t first = (uint64_t{1} << 40) + 7;
+  EXPECT_REFUSED(frugal_step_end(a, first, 0), FRUGAL_ERR_NOT_IN_STEP);
+  ASSERT_OK(frugal_step_begin(a, first, kWait));
+  EXPECT_REFUSED(frugal_step_begin(a, first, kWait), order);
+  EXPECT_REFUSED(frugal_step_begin(a, first + 1, kWait), order);
+  // The first step is the same on all ranks.
+  EXPECT_REFUSED(frugal_step_begin(b, first + 1, kWait), order);
+  EXPECT_REFUSED(frugal_step_begin(b, first - 1, kWait), order);
+  EXPECT_REFUSED(frugal_step_begin(b, 0, kWait), order);
+  ASSERT_OK(frugal_step_begin(b, first, kWait));
+  EXPECT_REFUSED(frugal_step_end(a, first + 1, 0), FRUGAL_ERR_INVALID_ARGUMENT,
+                 FRUGAL_ERR_NOT_IN_STEP, FRUGAL_ERR_STEP_ORDER);
+  EXPECT_REFUSED(frugal_step_end(a, first, 2), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_REFUSED(frugal_step_end(a, first, 0x80000001u), FRUGAL_ERR_INVALID_ARGUMENT);
+  ASSERT_OK(frugal_step_end(a, first, 0));
+  EXPECT_REFUSED(frugal_step_end(a, first, 0), FRUGAL_ERR_NOT_IN_STEP);
+  EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP);
+  ASSERT_OK(frugal_step_end(b, first, 0));
+  EXPECT_EQ(engine.Committed(), first);
+  EXPECT_REFUSED(frugal_step_begin(a, first, kWait), order);
+  EXPECT_REFUSED(frugal_step_begin(a, first + 2, kWait), order);
+  ASSERT_OK(frugal_step_begin(a, first + 1, kWait));
+  ASSERT_OK(frugal_step_begin(b, first + 1, kWait));
+  ASSERT_OK(frugal_step_end(b, first + 1, 0));
+  ASSERT_OK(frugal_step_end(a, first + 1, 0));
+  EXPECT_EQ(engine.Committed(), first + 1);
+}
+
+TEST(Steps, CallsThatBelongInAStep) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1}, 1);
+  void* memory = nullptr;
+  for (uint64_t step = 0; step < 2; ++step) {
+    const int32_t out = FRUGAL_ERR_NOT_IN_STEP;
+    EXPECT_REFUSED(frugal_lookup(trainer, &row.op, 1), out);
+    EXPECT_REFUSED(frugal_push_grad(trainer, &row.op, 1), out);
+    EXPECT_REFUSED(frugal_borrow(trainer, 64, &memory), out);
+    EXPECT_REFUSED(frugal_step_end(trainer, step, 0), out);
+    EXPECT_REFUSED(frugal_step_abort(trainer), out);
+    EXPECT_EQ(Count(table), 0u);
+    EXPECT_EQ(memory, nullptr);
+    ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+    ASSERT_OK(frugal_step_end(trainer, step, 0));
+  }
+}
+
+TEST(Steps, TimeOuts) {
+  Engine engine(2, [](frugal_config* c) { c->timeout_ms = 60; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  TrainStep(a, 0, table, {1});
+  ASSERT_OK(frugal_step_begin(b, 0, kWait));
+  const auto waited = [&](int64_t timeout) {
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_REFUSED(frugal_step_begin(a, 1, timeout), FRUGAL_ERR_TIMEOUT);
+    EXPECT_NE(LastMessage().find("rank 1"), std::string::npos) << LastMessage();
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+        .count();
+  };
+  EXPECT_LT(waited(0), 2000);
+  const double short_wait = waited(20);
+  EXPECT_GE(short_wait, 19);
+  EXPECT_LT(short_wait, 5000);
+  const double default_wait = waited(FRUGAL_TIMEOUT_DEFAULT);
+  EXPECT_GE(default_wait, 59);
+  EXPECT_LT(default_wait, 5000);
+  EXPECT_REFUSED(frugal_step_begin(a, 1, -7), FRUGAL_ERR_INVALID_ARGUMENT);
+  // A call that timed out took nothing.
+  ASSERT_OK(frugal_step_end(b, 0, 0));
+  ASSERT_OK(frugal_step_begin(a, 1, kWait));
+  ASSERT_OK(frugal_step_end(a, 1, 0));
+  EXPECT_REFUSED(frugal_flush(engine, -7), FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
+TEST(Steps, OneThreadDrivesAllRanks) {
+  for (uint32_t threads : {0u, 1u}) {
+    Engine engine(3, [&](frugal_config* c) {
+      c->flush_threads = threads;
+      c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+    });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+    std::vector<frugal_trainer*> trainers;
+    for (uint32_t r = 0; r < 3; ++r) trainers.push_back(engine.Trainer(r));
+    for (uint64_t step = 0; step < 20; ++step) {
+      RowOp row(table, {1, 2, 1}, 1);
+      for (frugal_trainer* t : trainers) {
+        ASSERT_OK(frugal_prefetch(t, step + 2, &row.op, 1, nullptr));
+        ASSERT_OK(frugal_step_begin(t, step, kWait));
+      }
+      for (frugal_trainer* t : trainers) {
+        ASSERT_OK(frugal_lookup(t, &row.op, 1));
+        EXPECT_EQ(row.rows[0], -6.0f * static_cast<float>(step));
+        EXPECT_EQ(row.rows[1], -3.0f * static_cast<float>(step));
+        ASSERT_OK(frugal_push_grad(t, &row.op, 1));
+      }
+      for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, step, 0));
+    }
+    EXPECT_EQ(GetOne(table, 1), -120.0f);
+  }
+}
+
+TEST(Steps, SkippedOnesCommitWithoutUpdates) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  RowOp row(table, {5}, 1);
+  for (frugal_trainer* t : {a, b}) {
+    ASSERT_OK(frugal_step_begin(t, 0, kWait));
+    ASSERT_OK(frugal_push_grad(t, &row.op, 1));
+  }
+  ASSERT_OK(frugal_step_end(a, 0, FRUGAL_STEP_SKIP));
+  ASSERT_OK(frugal_step_end(b, 0, 0));
+  EXPECT_EQ(engine.Committed(), 0u);
+  EXPECT_EQ(GetOne(table, 5), 0.0f);
+  EXPECT_EQ(Count(table), 1u);  // the step committed, and the push made the row
+}
+
+// --- Aborts ---
+
+TEST(Abort, UndoesTheStepOnAllRanks) {
+  Engine engine(2, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* a = engine.Trainer(0, 0.5);
+  frugal_trainer* b = engine.Trainer(1);
+  TrainStep(a, 10, table, {1});
+  TrainStep(b, 10, table, {1});
+  RowOp row(table, {1, 2}, 1);
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(a, 11, &row.op, 1, &batch));
+  ASSERT_OK(frugal_step_begin(a, 11, kWait));
+  ASSERT_OK(frugal_push_grad(a, &row.op, 1));
+  ASSERT_OK(frugal_step_end(a, 11, 0));
+  ASSERT_OK(frugal_step_begin(b, 11, kWait));
+  ASSERT_OK(frugal_lookup(b, &row.op, 1));
+  ASSERT_OK(frugal_step_abort(b));
+  EXPECT_EQ(engine.Committed(), 10u);
+  EXPECT_REFUSED(frugal_step_abort(b), FRUGAL_ERR_NOT_IN_STEP);
+  EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ABORTED);
+  EXPECT_NE(LastMessage().find("11"), std::string::npos) << LastMessage();
+  EXPECT_REFUSED(frugal_step_begin(a, 12, kWait), FRUGAL_ERR_STEP_ORDER);  // told once
+  EXPECT_EQ(Count(table), 1u);
+  EXPECT_EQ(GetOne(table, 1), -2.0f);
+
+  // Declarations stay.
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.batch = batch;
+  float out[2] = {kUntouched, kUntouched};
+  op.rows_out = out;
+  ASSERT_OK(frugal_step_begin(a, 11, kWait));
+  EXPECT_OK(frugal_lookup(a, &op, 1));
+  EXPECT_EQ(out[0], -2.0f);
+  EXPECT_EQ(out[1], 0.0f);
+  ASSERT_OK(frugal_step_end(a, 11, 0));
+  TrainStep(b, 11, table, {1});
+  EXPECT_EQ(engine.Committed(), 11u);
+  EXPECT_EQ(GetOne(table, 1), -3.0f);
+  EXPECT_EQ(Stats(engine).steps_committed, 2u);
+  EXPECT_EQ(Stats(engine).steps_aborted, 1u);
+}
+
+TEST(Abort, OfTheFirstStep) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  RowOp row(table, {1}, 1);
+  ASSERT_OK(frugal_step_begin(a, 3, kWait));
+  ASSERT_OK(frugal_step_begin(b, 3, kWait));
+  ASSERT_OK(frugal_push_grad(b, &row.op, 1));
+  ASSERT_OK(frugal_step_abort(a));
+  EXPECT_REFUSED(frugal_push_grad(b, &row.op, 1), FRUGAL_ERR_STEP_ABORTED);
+  EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP);
+  EXPECT_EQ(Count(table), 0u);
+  TrainStep(b, 3, table, {1});
+  TrainStep(a, 3, table, {});
+  EXPECT_EQ(GetOne(table, 1), -1.0f);
+}
+
+TEST(Abort, IsToldByWhateverCallComesNext) {
+  for (int call = 0; call < 4; ++call) {
+    Engine engine(2);
+    frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+    frugal_trainer* a = engine.Trainer(0);
+    frugal_trainer* b = engine.Trainer(1);
+    ASSERT_OK(frugal_step_begin(a, 0, kWait));
+    ASSERT_OK(frugal_step_begin(b, 0, kWait));
+    ASSERT_OK(frugal_step_abort(a));
+    RowOp row(table, {1}, 1);
+    const int32_t aborted = FRUGAL_ERR_STEP_ABORTED;
+    switch (call) {
+      case 0:
+        EXPECT_REFUSED(frugal_lookup(b, &row.op, 1), aborted);
+        break;
+      case 1:
+        EXPECT_REFUSED(frugal_push_grad(b, &row.op, 1), aborted);
+        break;
+      case 2:
+        EXPECT_REFUSED(frugal_step_end(b, 0, 0), aborted);
+        break;
+      default:
+        EXPECT_REFUSED(frugal_step_begin(b, 0, kWait), aborted);
+    }
+    EXPECT_REFUSED(frugal_step_end(b, 0, 0), FRUGAL_ERR_NOT_IN_STEP);
+    TrainStep(a, 0, table, {1});
+    TrainStep(b, 0, table, {1});
+    EXPECT_EQ(GetOne(table, 1), -2.0f);
+  }
+}
+
+TEST(Abort, WakesAWaitingGate) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  TrainStep(a, 0, table, {1});
+  ASSERT_OK(frugal_step_begin(b, 0, kWait));
+  std::atomic<int32_t> status{1};
+  std::thread thread([&] { status = frugal_step_begin(a, 1, FRUGAL_TIMEOUT_INFINITE); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(status, 1);
+  ASSERT_OK(frugal_step_abort(b));
+  thread.join();
+  EXPECT_EQ(status, FRUGAL_ERR_STEP_ABORTED);
+  TrainStep(a, 0, table, {2});
+  TrainStep(b, 0, table, {2});
+  EXPECT_EQ(GetOne(table, 1), 0.0f);
+  EXPECT_EQ(GetOne(table, 2), -2.0f);
+}
+
+TEST(Abort, ByClosingATrainerInAStep) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* stays = engine.Trainer(0);
+  frugal_trainer* leaves = engine.Trainer(1);
+  TrainStep(stays, 0, table, {1});
+  TrainStep(leaves, 0, table, {1});
+  RowOp row(table, {1, 9}, 1);
+  for (frugal_trainer* t : {stays, leaves}) {
+    ASSERT_OK(frugal_step_begin(t, 1, kWait));
+    ASSERT_OK(frugal_push_grad(t, &row.op, 1));
+  }
+  ASSERT_OK(frugal_trainer_close(leaves));
+  EXPECT_REFUSED(frugal_step_end(stays, 1, 0), FRUGAL_ERR_STEP_ABORTED);
+  EXPECT_EQ(engine.Committed(), 0u);
+  EXPECT_EQ(Count(table), 1u);
+  EXPECT_EQ(GetOne(table, 1), -2.0f);
+  TrainStep(stays, 1, table, {1});
+  EXPECT_EQ(engine.Committed(), 1u);
+  frugal_trainer* again = engine.Trainer(1);
+  TrainStep(stays, 2, table, {1});
+  TrainStep(again, 2, table, {1});
+  EXPECT_EQ(GetOne(table, 1), -5.0f);
+}
+
+TEST(Abort, ByClosingTheEngineInAStep) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1}, 1);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+  engine.Close();
+  EXPECT_REFUSED(frugal_step_end(trainer, 0, 0), FRUGAL_ERR_BAD_HANDLE);
+}
+
+// --- Declarations ---
+
+TEST(Prefetch, Range) {
+  Engine engine(1, [](frugal_config* c) { c->lookahead = 4; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1}, 1);
+  const int32_t range = FRUGAL_ERR_STEP_RANGE;
+  TrainStep(trainer, 20, table, {});
+  frugal_batch* batch = nullptr;
+  EXPECT_REFUSED(frugal_prefetch(trainer, 20, &row.op, 1, &batch), range);
+  EXPECT_REFUSED(frugal_prefetch(trainer, 0, &row.op, 1, &batch), range);
+  EXPECT_OK(frugal_prefetch(trainer, 21 + 4, &row.op, 1, nullptr));  // as in the protocol
+  EXPECT_REFUSED(frugal_prefetch(trainer, 21 + 5, &row.op, 1, &batch), range);
+  EXPECT_REFUSED(frugal_prefetch(trainer, UINT64_MAX, &row.op, 1, &batch), range);
+  EXPECT_EQ(batch, nullptr);
+  ASSERT_OK(frugal_step_begin(trainer, 21, kWait));
+  EXPECT_REFUSED(frugal_prefetch(trainer, 21, &row.op, 1, &batch), range);
+  EXPECT_OK(frugal_prefetch(trainer, 22, &row.op, 1, nullptr));
+  EXPECT_OK(frugal_prefetch(trainer, 25, &row.op, 1, nullptr));
+  EXPECT_REFUSED(frugal_prefetch(trainer, 26, &row.op, 1, &batch), range);
+  ASSERT_OK(frugal_step_end(trainer, 21, 0));
+}
+
+TEST(Prefetch, BeforeTheFirstStepInAnyOrder) {
+  Engine engine(1, [](frugal_config* c) { c->lookahead = 4; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1}, 1);
+  for (uint64_t step : {1002, 1004, 1000, 1003}) {
+    EXPECT_OK(frugal_prefetch(trainer, step, &row.op, 1, nullptr));
+  }
+  for (uint64_t step = 1000; step < 1006; ++step) {
+    ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+    ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
+    EXPECT_EQ(row.rows[0], -static_cast<float>(step - 1000));
+    ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+    ASSERT_OK(frugal_step_end(trainer, step, 0));
+  }
+}
+
+TEST(Prefetch, RefusedOnesDeclareNothing) {
+  Engine engine;
+  frugal_table* dense = engine.Table("dense", FRUGAL_DENSE, 10, 1);
+  frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 4, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp good(hashed, {1, 2, 3, 4}, 1);
+  RowOp bad(dense, {3, 10}, 1);
+  frugal_batch* batch = nullptr;
+  frugal_op ops[] = {good.op, bad.op};
+  EXPECT_REFUSED(frugal_prefetch(trainer, 0, ops, 2, &batch), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  const auto refuses = [&](int32_t status, const std::function<void(frugal_op*)>& change) {
+    ops[1] = bad.op;
+    ops[1].count = 1;
+    change(&ops[1]);
+    EXPECT_REFUSED(frugal_prefetch(trainer, 0, ops, 2, &batch), status);
+  };
+  refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_op* op) { op->struct_size = 8; });
+  refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_op* op) { op->struct_size += 8; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_op* op) { op->flags = 2; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_op* op) { op->keys = nullptr; });
+  EXPECT_EQ(batch, nullptr);
+  EXPECT_EQ(Stats(engine).keys_declared, 0u);
+  // Nothing is reserved: four other keys fit.
+  TrainStep(trainer, 0, hashed, {11, 12, 13, 14});
+  EXPECT_EQ(Count(hashed), 4u);
+}
+
+TEST(Prefetch, CreatesNoRows) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1, 2}, 1);
+  for (uint64_t step = 0; step < 3; ++step) {
+    ASSERT_OK(frugal_prefetch(trainer, step, &row.op, 1, nullptr));
+  }
+  ASSERT_OK(frugal_flush(engine, kWait));
+  EXPECT_EQ(Count(table), 0u);
+  uint8_t found = 9;
+  GetOne(table, 1, &found);
+  EXPECT_EQ(found, 0);
+  for (uint64_t step = 0; step < 3; ++step) TrainStep(trainer, step, table, {7});
+  EXPECT_EQ(Keys(table), std::set<uint64_t>{7});
+}
+
+TEST(Prefetch, Cancel) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  RowOp row(table, {1, 2}, 1);
+  frugal_batch *first = nullptr, *second = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 0, &row.op, 1, &first));
+  ASSERT_OK(frugal_prefetch(trainer, 0, &row.op, 1, &second));
+  EXPECT_NE(first, second);
+  EXPECT_REFUSED(frugal_prefetch_cancel(other, first), FRUGAL_ERR_BAD_HANDLE,
+                 FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(frugal_prefetch_cancel(trainer, first));
+  EXPECT_REFUSED(frugal_prefetch_cancel(trainer, first), FRUGAL_ERR_BAD_HANDLE);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_REFUSED(frugal_prefetch_cancel(trainer, second), FRUGAL_ERR_STEP_RANGE);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.batch = second;
+  float out[2] = {kUntouched, kUntouched};
+  op.rows_out = out;
+  EXPECT_OK(frugal_lookup(trainer, &op, 1));
+  EXPECT_EQ(out[1], 0.0f);
+  op.batch = first;
+  EXPECT_REFUSED(frugal_lookup(trainer, &op, 1), FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_NOT_FOUND);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+}
+
+TEST(Prefetch, BatchesThatAreWrong) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_table* second_table = engine.Table("u", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  RowOp row(table, {1, 2}, 1);
+  frugal_batch *now = nullptr, *later = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 0, &row.op, 1, &now));
+  ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, 1, &later));
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  ASSERT_OK(frugal_step_begin(other, 0, kWait));
+  float out[2];
+  const auto status = [&](frugal_trainer* who, const std::function<void(frugal_op*)>& change) {
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.batch = now;
+    op.rows_out = out;
+    change(&op);
+    return frugal_lookup(who, &op, 1);
+  };
+  const auto nothing = [](frugal_op*) {};
+  EXPECT_REFUSED(status(trainer, [](frugal_op* op) { op->part = 1; }),
+                 FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_NOT_FOUND);
+  EXPECT_REFUSED(status(trainer, [&](frugal_op* op) { op->table = second_table; }),
+                 FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_REFUSED(status(trainer, [&](frugal_op* op) { op->batch = later; }),
+                 FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_NOT_FOUND,
+                 FRUGAL_ERR_STEP_RANGE, FRUGAL_ERR_STEP_ORDER);
+  EXPECT_REFUSED(status(other, nothing), FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_BAD_HANDLE,
+                 FRUGAL_ERR_NOT_FOUND);
+  EXPECT_OK(status(trainer, nothing));
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  ASSERT_OK(frugal_step_end(other, 0, 0));
+  EXPECT_EQ(Keys(table), (std::set<uint64_t>{1, 2}));
+  EXPECT_EQ(Count(second_table), 0u);
+  ASSERT_OK(frugal_step_begin(trainer, 1, kWait));
+  EXPECT_REFUSED(status(trainer, nothing), FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_NOT_FOUND);
+  EXPECT_REFUSED(frugal_prefetch_cancel(trainer, now), FRUGAL_ERR_BAD_HANDLE);
+  ASSERT_OK(frugal_step_end(trainer, 1, 0));
+}
+
+// --- Ops ---
+
+class Ops : public testing::Test {
+ protected:
+  Ops() {
+    dense_ = engine_.Table("dense", FRUGAL_DENSE, 10, 2);
+    hashed_ = engine_.Table("hashed", FRUGAL_HASHED, 10, 2);
+    trainer_ = engine_.Trainer(0);
+  }
+  // A pooled op on the dense table with two bags, of two keys and of one, behind one that creates
+  // rows of the hashed table: those must not be there after a refusal.
+  void Refuses(int32_t status, bool push, const std::function<void(frugal_op*)>& change) {
+    RowOp creates(hashed_, {1, 2}, 2);
+    frugal_op ops[] = {creates.op, creates.op};
+    frugal_op& op = ops[1];
+    op.table = dense_;
+    op.pooling = FRUGAL_POOL_SUM;
+    op.keys = keys_;
+    op.count = 3;
+    op.offsets = offsets_;
+    op.bags = 2;
+    op.rows_out = rows_;
+    op.grads = grads_;
+    change(&op);
+    EXPECT_REFUSED(push ? frugal_push_grad(trainer_, ops, 2) : frugal_lookup(trainer_, ops, 2),
+                   status)
+        << (push ? "push" : "lookup");
+  }
+
+  Engine engine_;
+  frugal_table* dense_;
+  frugal_table* hashed_;
+  frugal_trainer* trainer_;
+  uint64_t keys_[3] = {3, 4, 5};
+  uint64_t offsets_[3] = {0, 2, 3};
+  float rows_[6] = {};
+  float grads_[6] = {1, 1, 1, 1, 1, 1};
+  float weights_[3] = {1, 1, 1};
+};
+
+TEST_F(Ops, BadOnesAreRefusedAndTakeNothing) {
+  ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  const uint64_t outside[] = {3, 10, 5};
+  const uint64_t late[] = {1, 2, 3}, falling[] = {0, 3, 2}, beyond[] = {0, 2, 4}, few[] = {0, 2, 2};
+  float weight_grads[3] = {kUntouched, kUntouched, kUntouched};
+  for (bool push : {false, true}) {
+    Refuses(FRUGAL_ERR_KEY_OUT_OF_RANGE, push, [&](frugal_op* op) { op->keys = outside; });
+    Refuses(FRUGAL_ERR_STRUCT_SIZE, push, [](frugal_op* op) { op->struct_size = 0; });
+    Refuses(FRUGAL_ERR_STRUCT_SIZE, push, [](frugal_op* op) { op->struct_size += 8; });
+    Refuses(invalid, push, [](frugal_op* op) { op->flags = 4; });
+    Refuses(invalid, push, [](frugal_op* op) { op->pooling = 3; });
+    Refuses(invalid, push, [](frugal_op* op) { op->pooling = -1; });
+    Refuses(invalid, push, [](frugal_op* op) { op->keys = nullptr; });
+    Refuses(invalid, push, [](frugal_op* op) { op->offsets = nullptr; });
+    Refuses(invalid, push, [&](frugal_op* op) { op->offsets = late; });
+    Refuses(invalid, push, [&](frugal_op* op) { op->offsets = falling; });
+    Refuses(invalid, push, [&](frugal_op* op) { op->offsets = beyond; });
+    Refuses(invalid, push, [&](frugal_op* op) { op->offsets = few; });
+    Refuses(invalid, push, [&](frugal_op* op) {
+      op->pooling = FRUGAL_POOL_MEAN;
+      op->weights = weights_;
+    });
+    Refuses(invalid, push, [](frugal_op* op) { op->row_stride = 4; });  // shorter than a row
+    Refuses(invalid, push, [](frugal_op* op) { op->row_stride = 9; });  // no multiple of 4
+  }
+  Refuses(invalid, false, [](frugal_op* op) { op->rows_out = nullptr; });
+  Refuses(invalid, true, [](frugal_op* op) { op->grads = nullptr; });
+  Refuses(invalid, true, [&](frugal_op* op) { op->weight_grads_out = weight_grads; });
+  EXPECT_EQ(weight_grads[0], kUntouched);
+  // A pushed bag has one gradient row; the third row here is nobody's.
+  ASSERT_OK(frugal_step_end(trainer_, 0, 0));
+  EXPECT_EQ(Count(hashed_), 0u);
+  for (uint64_t key = 0; key < 10; ++key) EXPECT_EQ(GetOne(dense_, key), 0.0f);
+  EXPECT_OK(frugal_health(engine_));
+}
+
+TEST_F(Ops, EmptyOnes) {
+  frugal_op nothing = FRUGAL_OP_INIT;
+  nothing.table = dense_;
+  const uint64_t zero = 0;
+  frugal_op no_bags = nothing;
+  no_bags.pooling = FRUGAL_POOL_SUM;
+  no_bags.offsets = &zero;
+  ASSERT_OK(frugal_prefetch(trainer_, 0, nullptr, 0, nullptr));
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer_, 0, &nothing, 1, &batch));
+  ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
+  EXPECT_OK(frugal_lookup(trainer_, nullptr, 0));
+  EXPECT_OK(frugal_push_grad(trainer_, nullptr, 0));
+  for (frugal_op op : {nothing, no_bags}) {
+    EXPECT_OK(frugal_lookup(trainer_, &op, 1));
+    EXPECT_OK(frugal_push_grad(trainer_, &op, 1));
+    EXPECT_OK(frugal_read(engine_, trainer_, &op, 1, kWait));
+  }
+  nothing.batch = batch;
+  EXPECT_OK(frugal_lookup(trainer_, &nothing, 1));
+  EXPECT_OK(frugal_push_grad(trainer_, &nothing, 1));
+
+  // Bags without keys, and with nothing but padding, are zeros.
+  const uint64_t keys[] = {7, 7, 1};
+  const uint64_t offsets[] = {0, 0, 2, 3, 3};
+  float rows[8];
+  std::fill(std::begin(rows), std::end(rows), kUntouched);
+  frugal_op bags = FRUGAL_OP_INIT;
+  bags.table = hashed_;
+  bags.keys = keys;
+  bags.count = 3;
+  bags.offsets = offsets;
+  bags.bags = 4;
+  bags.rows_out = rows;
+  bags.grads = rows;
+  bags.flags = FRUGAL_OP_PADDING;
+  bags.padding_key = 7;
+  for (int32_t pooling : {FRUGAL_POOL_SUM, FRUGAL_POOL_MEAN}) {
+    bags.pooling = pooling;
+    EXPECT_OK(frugal_lookup(trainer_, &bags, 1));
+    for (float x : rows) EXPECT_EQ(Bits(x), 0u);
+    std::fill(std::begin(rows), std::end(rows), 1.0f);
+    EXPECT_OK(frugal_push_grad(trainer_, &bags, 1));
+  }
+  EXPECT_OK(frugal_step_end(trainer_, 0, 0));
+  EXPECT_EQ(Keys(hashed_), std::set<uint64_t>{1});  // padding is never created
+  EXPECT_EQ(GetOne(hashed_, 1), -2.0f);
+  EXPECT_OK(frugal_get(dense_, nullptr, 0, 0, nullptr, 0, nullptr));
+  EXPECT_OK(frugal_put(dense_, nullptr, 0, 0, nullptr, 0));
+  EXPECT_OK(frugal_delete(dense_, nullptr, 0, nullptr));
+  EXPECT_OK(frugal_read(engine_, nullptr, nullptr, 0, kWait));
+}
+
+TEST_F(Ops, PaddingOfADenseTableMayBeNoId) {
+  RowOp row(dense_, {1, UINT64_MAX}, 2);
+  row.op.flags = FRUGAL_OP_PADDING;
+  row.op.padding_key = UINT64_MAX;
+  ASSERT_OK(frugal_prefetch(trainer_, 0, &row.op, 1, nullptr));
+  ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
+  EXPECT_OK(frugal_lookup(trainer_, &row.op, 1));
+  EXPECT_EQ(Bits(row.rows[2]), 0u);
+  EXPECT_OK(frugal_push_grad(trainer_, &row.op, 1));
+  ASSERT_OK(frugal_step_end(trainer_, 0, 0));
+  EXPECT_EQ(GetOne(dense_, 1), -1.0f);
+}
+
+TEST_F(Ops, BorrowedMemory) {
+  for (uint64_t step = 0; step < 30; ++step) {
+    ASSERT_OK(frugal_step_begin(trainer_, step, kWait));
+    void *one = nullptr, *two = nullptr;
+    ASSERT_OK(frugal_borrow(trainer_, 16, &one));
+    ASSERT_OK(frugal_borrow(trainer_, 1 << 20, &two));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(one) % 64, 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(two) % 64, 0u);
+    std::memset(two, 0x77, 1 << 20);
+    RowOp row(dense_, {1, 2}, 2);
+    std::fill_n(static_cast<float*>(one), 4, static_cast<float>(step));
+    row.op.grads = static_cast<float*>(one);
+    ASSERT_OK(frugal_push_grad(trainer_, &row.op, 1));
+    std::memset(two, 0x55, 1 << 20);
+    ASSERT_OK(frugal_step_end(trainer_, step, 0));
+  }
+  EXPECT_EQ(GetOne(dense_, 1), -435.0f);
+  ASSERT_OK(frugal_step_begin(trainer_, 30, kWait));
+  void* memory = nullptr;
+  EXPECT_REFUSED(frugal_borrow(trainer_, SIZE_MAX - 100, &memory), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_EQ(memory, nullptr);
+  ASSERT_OK(frugal_step_end(trainer_, 30, 0));
+}
+
+TEST(Nan, Policies) {
+  Engine engine;
+  const auto with = [](int32_t policy) {
+    return [policy](frugal_table_config* c) { c->nan_policy = policy; };
+  };
+  frugal_table* reject = engine.Table("reject", FRUGAL_HASHED, 10, 2, with(FRUGAL_NAN_REJECT));
+  frugal_table* skip = engine.Table("skip", FRUGAL_HASHED, 10, 2, with(FRUGAL_NAN_SKIP));
+  frugal_table* accept = engine.Table("accept", FRUGAL_HASHED, 10, 2, with(FRUGAL_NAN_ACCEPT));
+  frugal_trainer* trainer = engine.Trainer(0);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  RowOp rejected(reject, {1, 2}, 2), skipped(skip, {1, 2}, 2), accepted(accept, {1, 2}, 2);
+  const float other_nan = -std::nanf("123");
+  for (RowOp* op : {&rejected, &skipped, &accepted}) op->grads[3] = other_nan;
+  frugal_op ops[] = {skipped.op, accepted.op, rejected.op};
+  EXPECT_REFUSED(frugal_push_grad(trainer, ops, 3), FRUGAL_ERR_NAN);
+  ASSERT_OK(frugal_push_grad(trainer, ops, 2));
+  rejected.grads[3] = 1;
+  ASSERT_OK(frugal_push_grad(trainer, &rejected.op, 1));
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  const uint64_t keys[] = {1, 2};
+  float rows[4];
+  ASSERT_OK(frugal_get(reject, keys, 2, 0, rows, 0, nullptr));
+  for (float x : rows) EXPECT_EQ(x, -1.0f);
+  ASSERT_OK(frugal_get(skip, keys, 2, 0, rows, 0, nullptr));
+  EXPECT_EQ(rows[0], -1.0f);
+  EXPECT_EQ(rows[2], 0.0f);  // not touched, the other element neither
+  EXPECT_EQ(rows[3], 0.0f);
+  ASSERT_OK(frugal_get(accept, keys, 2, 0, rows, 0, nullptr));
+  EXPECT_EQ(rows[2], -1.0f);
+  EXPECT_EQ(Bits(rows[3]), 0x7fc00000u);
+}
+
+TEST(Nan, ARejectedPushCreatesNothing) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_table* dense = engine.Table("u", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp good(table, {1, 2}, 1), bad(dense, {1}, 1);
+  bad.grads[0] = kNan;
+  frugal_op ops[] = {good.op, bad.op};
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_REFUSED(frugal_push_grad(trainer, ops, 2), FRUGAL_ERR_NAN);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  EXPECT_EQ(Count(table), 0u);
+  EXPECT_EQ(GetOne(dense, 1), 0.0f);
+}
+
+// --- Full tables ---
+
+class Full : public testing::Test {
+ protected:
+  Full() {
+    table_ = engine_.Table("t", FRUGAL_HASHED, 4, 1);
+    other_ = engine_.Table("u", FRUGAL_HASHED, 100, 1);
+    trainer_ = engine_.Trainer(0);
+  }
+  Engine engine_;
+  frugal_table* table_;
+  frugal_table* other_;
+  frugal_trainer* trainer_;
+};
+
+TEST_F(Full, TheCallChangesNothing) {
+  RowOp fits(other_, {1}, 1), too_many(table_, {1, 2, 3, 4, 5}, 1);
+  frugal_op ops[] = {fits.op, too_many.op};
+  const int32_t full = FRUGAL_ERR_TABLE_FULL;
+  frugal_batch* batch = nullptr;
+  EXPECT_REFUSED(frugal_prefetch(trainer_, 0, ops, 2, &batch), full);
+  EXPECT_EQ(batch, nullptr);
+  EXPECT_REFUSED(frugal_put(table_, too_many.keys.data(), 5, 0, too_many.grads.data(), 0), full);
+  EXPECT_EQ(Count(table_), 0u);
+  ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer_, ops, 2), full);
+  EXPECT_REFUSED(frugal_push_grad(trainer_, ops, 2), full);
+  // Four different keys fit, however often they come.
+  RowOp just(table_, {1, 2, 3, 4, 1, 2, 3, 4}, 1);
+  EXPECT_OK(frugal_lookup(trainer_, &just.op, 1));
+  EXPECT_OK(frugal_push_grad(trainer_, &just.op, 1));
+  RowOp one_more(table_, {1, 5}, 1);
+  EXPECT_REFUSED(frugal_lookup(trainer_, &one_more.op, 1), full);
+  EXPECT_REFUSED(frugal_push_grad(trainer_, &one_more.op, 1), full);
+  ASSERT_OK(frugal_step_end(trainer_, 0, 0));
+  EXPECT_EQ(Keys(table_), (std::set<uint64_t>{1, 2, 3, 4}));
+  EXPECT_EQ(Count(other_), 0u);
+  EXPECT_EQ(GetOne(table_, 1), -2.0f);
+  const uint64_t five = 5;
+  const float x = 1;
+  EXPECT_REFUSED(frugal_put(table_, &five, 1, 0, &x, 0), full);
+  EXPECT_OK(frugal_health(engine_));
+}
+
+TEST_F(Full, RoomComesBack) {
+  const auto fill = [&](uint64_t step, uint64_t base) {
+    TrainStep(trainer_, step, table_, {base, base + 1, base + 2, base + 3});
+    EXPECT_EQ(Keys(table_), (std::set<uint64_t>{base, base + 1, base + 2, base + 3}));
+  };
+  const auto clear = [&] {
+    const std::set<uint64_t> keys = Keys(table_);
+    const std::vector<uint64_t> list(keys.begin(), keys.end());
+    uint64_t deleted = 0;
+    ASSERT_OK(frugal_delete(table_, list.data(), list.size(), &deleted));
+    EXPECT_EQ(deleted, list.size());
+    EXPECT_EQ(Count(table_), 0u);
+  };
+  fill(0, 100);
+  clear();
+  fill(1, 200);
+  clear();
+  // After an aborted step.
+  RowOp four(table_, {301, 302, 303, 304}, 1);
+  ASSERT_OK(frugal_step_begin(trainer_, 2, kWait));
+  ASSERT_OK(frugal_push_grad(trainer_, &four.op, 1));
+  ASSERT_OK(frugal_step_abort(trainer_));
+  fill(2, 400);
+  clear();
+  // After a declaration that was not used.
+  ASSERT_OK(frugal_prefetch(trainer_, 3, &four.op, 1, nullptr));
+  ASSERT_OK(frugal_step_begin(trainer_, 3, kWait));
+  ASSERT_OK(frugal_step_end(trainer_, 3, 0));
+  fill(4, 500);
+  clear();
+  // After a declaration that was taken back.
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer_, 8, &four.op, 1, &batch));
+  ASSERT_OK(frugal_prefetch_cancel(trainer_, batch));
+  fill(5, 600);
+  clear();
+  // After the trainer that declared has left.
+  ASSERT_OK(frugal_prefetch(trainer_, 8, &four.op, 1, &batch));
+  ASSERT_OK(frugal_trainer_close(trainer_));
+  trainer_ = engine_.Trainer(0);
+  fill(6, 700);
+}
+
+// --- Rows outside steps ---
+
+TEST(Outside, BusyInAStepAndWhileRanksAreApart) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  const uint64_t key = 1;
+  float x = 5;
+  uint64_t number = 0;
+  size_t count = 0;
+  RowOp row(table, {1}, 1);
+  const auto expect = [&](int32_t status) {
+    const auto check = [&](int32_t got, const char* call) {
+      EXPECT_EQ(got, status) << call;
+      if (status != FRUGAL_OK) {
+        EXPECT_TRUE(Refused(got, {status})) << call;
+      }
+    };
+    x = 5;
+    check(frugal_put(table, &key, 1, 0, &x, 0), "put");
+    check(frugal_get(table, &key, 1, 0, &x, 0, nullptr), "get");
+    check(frugal_read(engine, nullptr, &row.op, 1, 0), "read");
+    check(frugal_table_count(table, &number), "count");
+    number = 0;
+    uint64_t keys[20];
+    check(frugal_table_keys(table, &number, keys, 20, &count), "keys");
+    check(frugal_delete(table, &key, 1, nullptr), "delete");
+  };
+  expect(FRUGAL_OK);
+  ASSERT_OK(frugal_step_begin(a, 0, kWait));
+  expect(FRUGAL_ERR_BUSY);
+  ASSERT_OK(frugal_step_end(a, 0, 0));
+  expect(FRUGAL_ERR_BUSY);  // a has ended step 0, b nothing
+  ASSERT_OK(frugal_step_begin(b, 0, kWait));
+  expect(FRUGAL_ERR_BUSY);
+  ASSERT_OK(frugal_step_end(b, 0, 0));
+  expect(FRUGAL_OK);
+  ASSERT_OK(frugal_step_begin(a, 1, kWait));
+  ASSERT_OK(frugal_lookup(a, &row.op, 1));
+  EXPECT_EQ(row.rows[0], 0.0f);
+  ASSERT_OK(frugal_step_abort(a));
+  expect(FRUGAL_OK);
+}
+
+TEST(Outside, BadArguments) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 2);
+  const uint64_t keys[] = {1, 10};
+  float rows[4] = {kUntouched, kUntouched, kUntouched, kUntouched};
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  EXPECT_REFUSED(frugal_get(table, keys, 2, 0, rows, 0, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_REFUSED(frugal_put(table, keys, 2, 0, rows, 0), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  uint64_t deleted = 77;
+  EXPECT_REFUSED(frugal_delete(table, keys, 2, &deleted), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_EQ(deleted, 77u);
+  EXPECT_REFUSED(frugal_get(table, keys, 1, 2, rows, 0, nullptr), invalid);
+  EXPECT_REFUSED(frugal_put(table, keys, 1, 0x80, rows, 0), invalid);
+  EXPECT_REFUSED(frugal_get(table, keys, 1, 0, rows, 4, nullptr), invalid);
+  EXPECT_REFUSED(frugal_put(table, keys, 1, 0, rows, 7), invalid);
+  for (float x : rows) EXPECT_EQ(x, kUntouched);
+  EXPECT_EQ(GetOne(table, 1), 0.0f);
+  RowOp row(table, {1, 10}, 2);
+  EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+}
+
+TEST(Outside, MissingRowsAreToldAndLeftAlone) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 2);
+  const uint64_t keys[] = {1, 2, 3};
+  float rows[9];
+  std::fill(std::begin(rows), std::end(rows), kUntouched);
+  const float two[] = {5, 6};
+  ASSERT_OK(frugal_put(table, &keys[1], 1, 0, two, 0));
+  uint8_t found[3] = {9, 9, 9};
+  ASSERT_OK(frugal_get(table, keys, 3, 0, rows, 3 * sizeof(float), found));
+  const float u = kUntouched;
+  const float expected[] = {u, u, u, 5, 6, u, u, u, u};
+  for (size_t i = 0; i < 9; ++i) EXPECT_EQ(rows[i], expected[i]) << i;
+  EXPECT_EQ(found[0], 0);
+  EXPECT_EQ(found[1], 1);
+  EXPECT_EQ(found[2], 0);
+  EXPECT_OK(frugal_get(table, keys, 3, 0, rows, 0, nullptr));
+
+  // A read gives zeros for them, in a sum too.
+  RowOp row(table, {1, 2, 3}, 2);
+  row.op.found_out = found;
+  ASSERT_OK(frugal_read(engine, nullptr, &row.op, 1, kWait));
+  const float read[] = {0, 0, 5, 6, 0, 0};
+  for (size_t i = 0; i < 6; ++i) EXPECT_EQ(row.rows[i], read[i]) << i;
+  const uint64_t offsets[] = {0, 3};
+  row.op.pooling = FRUGAL_POOL_SUM;
+  row.op.offsets = offsets;
+  row.op.bags = 1;
+  ASSERT_OK(frugal_read(engine, nullptr, &row.op, 1, kWait));
+  EXPECT_EQ(row.rows[0], 5.0f);
+  EXPECT_EQ(found[0], 0);
+  EXPECT_EQ(Count(table), 1u);
+}
+
+TEST(Outside, PutAndDelete) {
+  Engine engine;
+  const auto normal = [](frugal_table_config* c) {
+    c->init = FRUGAL_INIT_NORMAL;
+    c->init_b = 1;
+  };
+  frugal_table* hashed = engine.Table("h", FRUGAL_HASHED, 10, 1, normal);
+  frugal_table* dense = engine.Table("d", FRUGAL_DENSE, 10, 1, normal);
+  const uint64_t twice[] = {4, 5, 4};
+  const float values[] = {1, -std::nanf("77"), 3};
+  for (frugal_table* table : {hashed, dense}) {
+    const float start = GetOne(dense, 4);
+    ASSERT_OK(frugal_put(table, twice, 3, 0, values, 0));
+    EXPECT_EQ(GetOne(table, 4), 3.0f);  // the last one stays
+    EXPECT_EQ(Bits(GetOne(table, 5)), 0x7fc00000u);
+    uint64_t deleted = 0;
+    const uint64_t both[] = {4, 5};
+    ASSERT_OK(frugal_delete(table, both, 2, &deleted));
+    EXPECT_EQ(deleted, 2u);
+    if (table == dense) {
+      EXPECT_EQ(GetOne(table, 4), start);
+    } else {
+      EXPECT_EQ(Count(table), 0u);
+      ASSERT_OK(frugal_delete(table, both, 2, &deleted));
+      EXPECT_EQ(deleted, 0u);
+      EXPECT_OK(frugal_delete(table, both, 2, nullptr));
+    }
+  }
+}
+
+TEST(Outside, PutAndDeleteOfDeclaredRows) {
+  Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1, [](frugal_table_config* c) {
+    c->init_a = 7;
+  });
+  frugal_trainer* trainer = engine.Trainer(0, 1.0);
+  RowOp row(table, {1, 2, 3}, 1);
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 2, &row.op, 1, &batch));
+  TrainStep(trainer, 0, table, {1, 2});
+  TrainStep(trainer, 1, table, {1, 2});
+  const uint64_t one = 1, two = 2;
+  ASSERT_OK(frugal_delete(table, &one, 1, nullptr));
+  const float value = 50;
+  ASSERT_OK(frugal_put(table, &two, 1, 0, &value, 0));
+  EXPECT_EQ(Keys(table), std::set<uint64_t>{2});
+  ASSERT_OK(frugal_step_begin(trainer, 2, kWait));
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.batch = batch;
+  op.rows_out = row.rows.data();
+  ASSERT_OK(frugal_lookup(trainer, &op, 1));
+  EXPECT_EQ(row.rows[0], 7.0f);  // new again
+  EXPECT_EQ(row.rows[1], 50.0f);
+  EXPECT_EQ(row.rows[2], 7.0f);
+  op.grads = row.grads.data();
+  ASSERT_OK(frugal_push_grad(trainer, &op, 1));
+  ASSERT_OK(frugal_step_end(trainer, 2, 0));
+  EXPECT_EQ(GetOne(table, 1), 6.0f);
+  EXPECT_EQ(GetOne(table, 2), 49.0f);
+  EXPECT_EQ(Count(table), 3u);
+}
+
+TEST(Outside, StateTravels) {
+  for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
+    const uint32_t dim = 5;
+    Engine engine(1, [](frugal_config* c) { c->seed = 3; });
+    const auto with = [&](frugal_table_config* c) {
+      c->init = FRUGAL_INIT_UNIFORM;
+      c->init_a = -1;
+      c->init_b = 1;
+      c->optimizer.kind = kind;
+      c->optimizer.lr = 0.1f;
+      c->optimizer.initial_accumulator = 0.5f;
+    };
+    frugal_table* from = engine.Table("from", FRUGAL_HASHED, 10, dim, with);
+    frugal_table* to = engine.Table("to", FRUGAL_DENSE, 10, dim, with);
+    frugal_trainer* trainer = engine.Trainer(0);
+    const auto train = [&](uint64_t step, frugal_table* table) {
+      RowOp row(table, {1, 2}, dim);
+      for (size_t i = 0; i < row.grads.size(); ++i) row.grads[i] = 0.1f * static_cast<float>(i);
+      ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+      ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+      ASSERT_OK(frugal_step_end(trainer, step, 0));
+    };
+    train(0, from);
+    train(1, from);
+    const size_t floats = dim + frugal_reference::StateFloats(kind, dim);
+    frugal_table_info info;
+    info.struct_size = sizeof(info);
+    ASSERT_OK(frugal_table_describe(from, &info));
+    EXPECT_EQ(info.state_floats, floats - dim);
+    const uint64_t keys[] = {1, 2};
+    std::vector<float> rows(2 * floats), back(2 * floats, kUntouched);
+    ASSERT_OK(frugal_get(from, keys, 2, FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+    ASSERT_OK(frugal_put(to, keys, 2, FRUGAL_WITH_STATE, rows.data(), 0));
+    ASSERT_OK(frugal_get(to, keys, 2, FRUGAL_WITH_STATE, back.data(), 0, nullptr));
+    EXPECT_EQ(std::memcmp(rows.data(), back.data(), rows.size() * sizeof(float)), 0) << kind;
+    // The copy goes on as the row would have.
+    train(2, from);
+    ASSERT_OK(frugal_get(from, keys, 2, FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+    Engine second(1, [](frugal_config* c) { c->seed = 3; });
+    frugal_table* copy = second.Table("to", FRUGAL_DENSE, 10, dim, with);
+    frugal_trainer* other = second.Trainer(0);
+    ASSERT_OK(frugal_put(copy, keys, 2, FRUGAL_WITH_STATE, back.data(), 0));
+    RowOp row(copy, {1, 2}, dim);
+    for (size_t i = 0; i < row.grads.size(); ++i) row.grads[i] = 0.1f * static_cast<float>(i);
+    ASSERT_OK(frugal_step_begin(other, 2, kWait));
+    ASSERT_OK(frugal_push_grad(other, &row.op, 1));
+    ASSERT_OK(frugal_step_end(other, 2, 0));
+    ASSERT_OK(frugal_get(copy, keys, 2, FRUGAL_WITH_STATE, back.data(), 0, nullptr));
+    EXPECT_EQ(std::memcmp(rows.data(), back.data(), rows.size() * sizeof(float)), 0) << kind;
+
+    // Without state it is reset to that of a new row.
+    ASSERT_OK(frugal_put(copy, keys, 1, 0, back.data(), 0));
+    std::vector<float> reset(floats);
+    ASSERT_OK(frugal_get(copy, keys, 1, FRUGAL_WITH_STATE, reset.data(), 0, nullptr));
+    EXPECT_EQ(std::memcmp(reset.data(), back.data(), dim * sizeof(float)), 0);
+    for (size_t i = dim; i < floats; ++i) {
+      const bool accumulator = kind == FRUGAL_ADAGRAD || kind == FRUGAL_ROWWISE_ADAGRAD ||
+                               (kind == FRUGAL_FTRL && i >= 2 * dim);
+      EXPECT_EQ(reset[i], accumulator ? 0.5f : 0.0f) << kind << ' ' << i;
+    }
+  }
+}
+
+TEST(Outside, SeesDeferredUpdatesAndDirtyCaches) {
+  Engine engine(2, [](frugal_config* c) {
+    c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+    c->flush_threads = 0;
+  });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 100, 1);
+  frugal_trainer* a = engine.Trainer(0, 1.0);
+  frugal_trainer* b = engine.Trainer(1, 0.3);
+  for (uint64_t step = 0; step < 10; ++step) {
+    for (frugal_trainer* t : {a, b}) TrainStep(t, step, table, {1, 2, 99});
+    EXPECT_EQ(GetOne(table, 99), -2.0f * static_cast<float>(step + 1));
+  }
+  EXPECT_OK(frugal_flush(engine, kWait));
+  EXPECT_EQ(Stats(engine).pending_rows, 0u);
+  EXPECT_EQ(Stats(engine).pending_bytes, 0u);
+}
+
+// --- Reading ---
+
+TEST(Read, InAndBetweenSteps) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  TrainStep(a, 0, table, {1});
+  RowOp row(table, {1, 2}, 1);
+  uint8_t found[2] = {9, 9};
+  row.op.found_out = found;
+  // Between steps it waits for the others, like the next gate.
+  EXPECT_REFUSED(frugal_read(engine, a, &row.op, 1, 20), FRUGAL_ERR_TIMEOUT);
+  TrainStep(b, 0, table, {1});
+  ASSERT_OK(frugal_read(engine, a, &row.op, 1, kWait));
+  EXPECT_EQ(row.rows[0], -2.0f);
+  EXPECT_EQ(row.rows[1], 0.0f);
+  EXPECT_EQ(found[0], 1);
+  EXPECT_EQ(found[1], 0);
+  ASSERT_OK(frugal_step_begin(a, 1, kWait));
+  ASSERT_OK(frugal_push_grad(a, &row.op, 1));  // makes row 2
+  ASSERT_OK(frugal_read(engine, a, &row.op, 1, kWait));
+  EXPECT_EQ(row.rows[0], -2.0f);
+  EXPECT_EQ(row.rows[1], 0.0f);
+  ASSERT_OK(frugal_step_end(a, 1, 0));
+  TrainStep(b, 1, table, {});
+  ASSERT_OK(frugal_read(engine, nullptr, &row.op, 1, kWait));
+  EXPECT_EQ(row.rows[0], -3.0f);
+  EXPECT_EQ(row.rows[1], -1.0f);
+  EXPECT_EQ(Count(table), 2u);
+}
+
+TEST(Stats, StructSizes) {
+  Engine engine;
+  frugal_stats stats;
+  for (size_t size : {size_t{0}, sizeof(stats) - 8, sizeof(stats) + 8}) {
+    stats.struct_size = size;
+    EXPECT_REFUSED(frugal_get_stats(engine, &stats), FRUGAL_ERR_STRUCT_SIZE);
+  }
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  TrainStep(trainer, 0, table, {1, 2, 1});
+  stats = Stats(engine);
+  EXPECT_EQ(stats.struct_size, sizeof(stats));
+  EXPECT_EQ(stats.steps_committed, 1u);
+  EXPECT_EQ(stats.keys_pushed, 3u);
+  EXPECT_EQ(stats.keys_undeclared, 3u);
+  EXPECT_EQ(stats.rows_created, 2u);
+  ASSERT_OK(frugal_flush(engine, kWait));
+  EXPECT_EQ(Stats(engine).rows_updated, 2u);
+}
+
+// --- Another trainer is not hung by this one's mistakes ---
+
+TEST(Mistakes, DoNotHangOthers) {
+  Engine engine(2);
+  frugal_table* dense = engine.Table("d", FRUGAL_DENSE, 10, 1);
+  frugal_table* full = engine.Table("h", FRUGAL_HASHED, 2, 1);
+  frugal_trainer* good = engine.Trainer(0);
+  frugal_trainer* clumsy = engine.Trainer(1);
+  std::thread thread([&] {
+    for (uint64_t step = 0; step < 50; ++step) TrainStep(good, step, dense, {1});
+  });
+  for (uint64_t step = 0; step < 50; ++step) {
+    RowOp outside(dense, {1, 10}, 1), many(full, {1, 2, 3}, 1), nan(dense, {2}, 1);
+    nan.grads[0] = kNan;
+    EXPECT_REFUSED(frugal_step_begin(clumsy, step + 3, kWait), FRUGAL_ERR_STEP_ORDER);
+    EXPECT_REFUSED(frugal_prefetch(clumsy, step + 1, &outside.op, 1, nullptr),
+                   FRUGAL_ERR_KEY_OUT_OF_RANGE);
+    EXPECT_REFUSED(frugal_prefetch(clumsy, step + 100, &nan.op, 1, nullptr),
+                   FRUGAL_ERR_STEP_RANGE);
+    ASSERT_OK(frugal_step_begin(clumsy, step, kWait));
+    EXPECT_REFUSED(frugal_lookup(clumsy, &outside.op, 1), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+    EXPECT_REFUSED(frugal_lookup(clumsy, &many.op, 1), FRUGAL_ERR_TABLE_FULL);
+    EXPECT_REFUSED(frugal_push_grad(clumsy, &nan.op, 1), FRUGAL_ERR_NAN);
+    EXPECT_REFUSED(frugal_step_end(clumsy, step, 8), FRUGAL_ERR_INVALID_ARGUMENT);
+    ASSERT_OK(frugal_step_end(clumsy, step, 0));
+  }
+  thread.join();
+  EXPECT_EQ(GetOne(dense, 1), -50.0f);
+  EXPECT_EQ(GetOne(dense, 2), 0.0f);
+  EXPECT_EQ(Count(full), 0u);
+  EXPECT_OK(frugal_health(engine));
+}
+
+// A first step that differs: the rank that came second is refused whatever the numbers are.
+TEST(Mistakes, RanksWithDifferentFirstSteps) {
+  Engine engine(2);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  ASSERT_OK(frugal_step_begin(a, 5, kWait));
+  ASSERT_OK(frugal_step_end(a, 5, 0));
+  EXPECT_REFUSED(frugal_step_begin(b, 6, 20), FRUGAL_ERR_STEP_ORDER);
+  ASSERT_OK(frugal_step_begin(b, 5, kWait));
+  ASSERT_OK(frugal_step_end(b, 5, 0));
+  EXPECT_EQ(engine.Committed(), 5u);
+}
+
+// --- fork ---
+
+TEST(Fork, TheChildIsRefusedAndTheParentGoesOn) {
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 2; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  TrainStep(trainer, 0, table, {1});
+  ASSERT_OK(frugal_step_begin(trainer, 1, kWait));
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    // Counts the calls that do not answer FRUGAL_ERR_FORKED; nothing of the parent's is used.
+    int wrong = 0;
+    const auto check = [&](int32_t status) { wrong += status == FRUGAL_ERR_FORKED ? 0 : 1; };
+    uint64_t number = 1;
+    size_t count = 0;
+    float x = 0;
+    void* memory = nullptr;
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = &number;
+    op.count = 1;
+    op.rows_out = &x;
+    op.grads = &x;
+    frugal_stats stats;
+    stats.struct_size = sizeof(stats);
+    frugal_table_info info;
+    info.struct_size = sizeof(info);
+    frugal_table* table_out = nullptr;
+    frugal_trainer* trainer_out = nullptr;
+    frugal_table_config table_config = FRUGAL_TABLE_CONFIG_INIT;
+    table_config.name = "u";
+    table_config.rows = 1;
+    table_config.dim = 1;
+    frugal_trainer_config trainer_config = FRUGAL_TRAINER_CONFIG_INIT;
+    frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+    check(frugal_health(engine));
+    check(frugal_flush(engine, 0));
+    check(frugal_committed_step(engine, &number));
+    check(frugal_get_stats(engine, &stats));
+    check(frugal_table_create(engine, &table_config, &table_out));
+    check(frugal_table_find(engine, "t", &table_out));
+    check(frugal_trainer_create(engine, &trainer_config, &trainer_out));
+    check(frugal_read(engine, nullptr, &op, 1, 0));
+    check(frugal_table_describe(table, &info));
+    check(frugal_table_count(table, &number));
+    check(frugal_table_keys(table, &number, &number, 1, &count));
+    check(frugal_table_set_optimizer(table, 5, &optimizer));
+    check(frugal_get(table, &number, 1, 0, &x, 0, nullptr));
+    check(frugal_put(table, &number, 1, 0, &x, 0));
+    check(frugal_delete(table, &number, 1, nullptr));
+    check(frugal_prefetch(trainer, 3, &op, 1, nullptr));
+    check(frugal_step_begin(trainer, 2, 0));
+    check(frugal_lookup(trainer, &op, 1));
+    check(frugal_push_grad(trainer, &op, 1));
+    check(frugal_borrow(trainer, 64, &memory));
+    check(frugal_step_end(trainer, 1, 0));
+    check(frugal_step_abort(trainer));
+    check(frugal_trainer_close(trainer));
+    check(frugal_table_drop(table));
+    check(frugal_close(engine));
+    frugal_error error;
+    frugal_last_error(&error);
+    if (error.status != FRUGAL_ERR_FORKED || std::strlen(error.message) < 4) ++wrong;
+    if (std::strcmp(frugal_status_name(0), "FRUGAL_OK") != 0) ++wrong;
+    _exit(wrong);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0) << "calls that did not answer FRUGAL_ERR_FORKED";
+  RowOp row(table, {1}, 1);
+  ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+  ASSERT_OK(frugal_step_end(trainer, 1, 0));
+  EXPECT_EQ(GetOne(table, 1), -2.0f);
+}
+
+// --- Dimensions ---
+
+TEST(Dims, EveryOptimizerAgainstTheReference) {
+  std::mt19937 random(8);
+  std::uniform_real_distribution<float> value(-1, 1);
+  for (uint32_t dim : {1u, 3u, 100u, 1000u}) {
+    for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
+      Engine engine(1, [](frugal_config* c) { c->seed = 4; });
+      const std::string name = "dim " + std::to_string(dim);
+      frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+      config.name = name.c_str();
+      config.rows = 20;
+      config.dim = dim;
+      config.init = FRUGAL_INIT_TRUNCATED_NORMAL;
+      config.init_b = 0.5f;
+      config.optimizer.kind = kind;
+      config.optimizer.lr = 0.1f;
+      config.optimizer.clip_norm = 3;
+      config.optimizer.weight_decay_l2 = 0.01f;
+      config.optimizer.weight_decay = 0.02f;
+      frugal_table* table = nullptr;
+      ASSERT_OK(frugal_table_create(engine, &config, &table));
+      frugal_trainer* trainer = engine.Trainer(0);
+      Reference reference(4, 1);
+      reference.AddTable(config);
+      for (uint64_t step = 0; step < 4; ++step) {
+        std::vector<uint64_t> keys;
+        for (int i = 0; i < 60; ++i) keys.push_back(random() % 20);
+        RowOp row(table, keys, dim);
+        for (float& g : row.grads) g = value(random);
+        frugal_reference::Op op;
+        op.keys = row.keys.data();
+        op.count = keys.size();
+        op.grads = row.grads.data();
+        ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+        ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
+        std::vector<float> expected(row.rows.size());
+        reference.Lookup(step, op, expected.data());
+        ASSERT_EQ(std::memcmp(row.rows.data(), expected.data(), expected.size() * sizeof(float)),
+                  0)
+            << "dim " << dim << " optimizer " << kind << " step " << step;
+        ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+        ASSERT_EQ(reference.Push(0, step, {op}), FRUGAL_OK);
+        ASSERT_OK(frugal_step_end(trainer, step, 0));
+        reference.Commit(step, false);
+      }
+      const size_t floats = dim + frugal_reference::StateFloats(kind, dim);
+      for (uint64_t key = 0; key < 20; ++key) {
+        std::vector<float> row(floats), expected;
+        ASSERT_OK(frugal_get(table, &key, 1, FRUGAL_WITH_STATE, row.data(), 0, nullptr));
+        ASSERT_TRUE(reference.Get(0, key, &expected));
+        ASSERT_EQ(std::memcmp(row.data(), expected.data(), floats * sizeof(float)), 0)
+            << "dim " << dim << " optimizer " << kind << " key " << key;
+      }
+    }
+  }
+}
+
+TEST(Dims, TheLargest) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 3, 65536);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {7}, 65536);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
+  ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  const uint64_t key = 7;
+  ASSERT_OK(frugal_get(table, &key, 1, 0, row.rows.data(), 0, nullptr));
+  EXPECT_EQ(row.rows[0], -1.0f);
+  EXPECT_EQ(row.rows[65535], -1.0f);
+}
+
+}  // namespace

@@ -1,0 +1,182 @@
+"""Does each kept mutant turn the tests red?
+
+A mutant is tests/mutants/NAME.patch: a diff (paths from the repository's root, -p1) under a head
+of comment lines:
+
+    # What the mutant breaks, in a line.
+    # tests: oracle --seeds 200
+    # timeout: 120
+
+Each `tests:` line is a command: a program of the build's tests folder with its arguments, or
+`ctest` with arguments. They run in turn; the mutant is killed as soon as one fails or runs past
+the timeout (seconds, each; default 180). All mutants share one copy of the tree, so that applying
+one rebuilds only what it touches. A patch that does not apply or compile is an error, not a kill.
+
+    tests/mutants/run.py [--json FILE] [NAME ...]
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+WORK = os.path.join(ROOT, 'build', 'mutants')
+SOURCE = os.path.join(WORK, 'src')
+BUILD = os.path.join(WORK, 'build')
+LOG = os.path.join(WORK, 'log')
+
+
+class Mutant:
+
+  def __init__(self, path):
+    self.path = path
+    self.name = os.path.basename(path)[:-len('.patch')]
+    self.what, self.tests, self.timeout = '', [], 180
+    with open(path, encoding='utf-8') as f:
+      for row in f:
+        if not row.startswith('#'):
+          break
+        text = row[1:].strip()
+        if text.startswith('tests:'):
+          self.tests.append(text[len('tests:'):].split())
+        elif text.startswith('timeout:'):
+          self.timeout = int(text[len('timeout:'):])
+        elif not self.what:
+          self.what = text
+    if not self.tests:
+      sys.exit(f'{path}: no "# tests:" line')
+
+
+def run(command, timeout=None, cwd=None):
+  with open(LOG, 'a', encoding='utf-8') as log:
+    log.write(f'$ {" ".join(command)}\n')
+    log.flush()
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=cwd,
+                               start_new_session=True)
+    try:
+      return process.wait(timeout)
+    finally:
+      if process.poll() is None:  # with what it started: ctest's tests outlive ctest
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def must(command, what):
+  if run(command) != 0:
+    sys.exit(f'mutants: {what}; see {LOG}')
+
+
+def copy_tree():
+  """Copies what git tracks or would track, leaving files alone that have not changed."""
+  listed = subprocess.run(['git', '-C', ROOT, 'ls-files', '-co', '--exclude-standard', '-z'],
+                          check=True, capture_output=True).stdout.decode().split('\0')
+  wanted = {name for name in listed if name and os.path.isfile(os.path.join(ROOT, name))}
+  for folder, _, files in os.walk(SOURCE):
+    for file in files:
+      path = os.path.join(folder, file)
+      if os.path.relpath(path, SOURCE) not in wanted:
+        os.unlink(path)
+  for name in wanted:
+    source, target = os.path.join(ROOT, name), os.path.join(SOURCE, name)
+    with open(source, 'rb') as f:
+      data = f.read()
+    if os.path.exists(target):
+      with open(target, 'rb') as f:
+        if f.read() == data:
+          continue
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with open(target, 'wb') as f:
+      f.write(data)
+    shutil.copymode(source, target)
+
+
+def build(targets):
+  command = ['cmake', '--build', BUILD]
+  if targets:
+    command += ['--target'] + sorted(targets)
+  return run(command)
+
+
+def targets_of(mutants):
+  programs = {test[0] for m in mutants for test in m.tests}
+  return set() if 'ctest' in programs else programs
+
+
+def command_of(test):
+  if test[0] == 'ctest':
+    return ['ctest', '--test-dir', BUILD, '--no-tests=error'] + test[1:]
+  for folder, _, files in os.walk(os.path.join(BUILD, 'tests')):
+    path = os.path.join(folder, test[0])
+    if test[0] in files and os.access(path, os.X_OK):
+      return [path] + test[1:]
+  sys.exit(f'mutants: no program {test[0]} in {BUILD}/tests')
+
+
+def is_red(test, timeout):
+  try:
+    return run(command_of(test), timeout=timeout, cwd=BUILD) != 0
+  except subprocess.TimeoutExpired:
+    return True
+
+
+def judge(mutant):
+  """The command that the mutant turned red, or None; with the patch in place."""
+  for test in mutant.tests:
+    if is_red(test, mutant.timeout):
+      return ' '.join(test)
+  return None
+
+
+def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument('--json')
+  parser.add_argument('names', nargs='*')
+  args = parser.parse_args()
+  mutants = [Mutant(os.path.join(HERE, name)) for name in sorted(os.listdir(HERE))
+             if name.endswith('.patch') and (not args.names or name[:-6] in args.names)]
+  if not mutants:
+    sys.exit('mutants: there are none')
+  os.makedirs(SOURCE, exist_ok=True)
+  open(LOG, 'w', encoding='utf-8').close()
+  copy_tree()
+  must(['cmake', '-S', SOURCE, '-B', BUILD, '-G', 'Ninja', '-DCMAKE_BUILD_TYPE=Release',
+        '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF'], 'the tree does not configure')
+  targets = targets_of(mutants)
+  if build(targets) != 0:
+    sys.exit(f'mutants: the unchanged tree does not build; see {LOG}')
+  # A test that is red without a mutant would kill all of them.
+  for test in {tuple(t): t for m in mutants for t in m.tests}.values():
+    start = time.monotonic()
+    if is_red(test, 1800):
+      sys.exit(f'mutants: red without any mutant: {" ".join(test)}; see {LOG}')
+    print(f'unchanged: {" ".join(test)} is green ({time.monotonic() - start:.0f} s)', flush=True)
+  results = []
+  for m in mutants:
+    start = time.monotonic()
+    copy_tree()
+    must(['patch', '-p1', '-s', '-d', SOURCE, '-i', m.path], f'{m.name} does not apply')
+    if build(targets) != 0:
+      copy_tree()
+      sys.exit(f'mutants: {m.name} does not compile; see {LOG}')
+    by = judge(m)
+    results.append({'name': m.name, 'what': m.what, 'killed': by is not None, 'by': by or '',
+                    'seconds': round(time.monotonic() - start, 1)})
+    print(f'{m.name:32s} {"killed" if by else "SURVIVED":9s} {results[-1]["seconds"]:6.1f} s  '
+          f'{m.what}{"  [" + by + "]" if by else ""}', flush=True)
+  copy_tree()
+  if args.json:
+    with open(args.json, 'w', encoding='utf-8') as f:
+      json.dump(results, f, indent=1)
+  alive = [r['name'] for r in results if not r['killed']]
+  print(f'{len(results) - len(alive)} of {len(results)} mutants killed')
+  return 1 if alive else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

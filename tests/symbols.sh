@@ -1,0 +1,31 @@
+#!/bin/sh
+# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them.
+#   tests/symbols.sh LIBRARY          compares all three
+#   tests/symbols.sh --update         writes tests/symbols.txt from frugal.h
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+
+# Comments go; a declaration may span lines, so the text becomes one line, cut at semicolons.
+declared() {
+  sed 's,/\*[^*]*\*/,,g' "$here/../include/frugal.h" | tr '\n' ' ' |
+    sed 's,/\*\([^*]\|\*[^/]\)*\*\+/,,g' | tr ';' '\n' |
+    sed -n 's/.*FRUGAL_API [^(]*\(frugal_[a-z0-9_]*\)(.*/\1/p' | LC_ALL=C sort
+}
+
+if [ "${1:-}" = --update ]; then
+  declared > "$here/symbols.txt"
+  exit 0
+fi
+exported=$(nm -D --defined-only "$1" | awk '$2 ~ /[A-Z]/ { sub(/@.*/, "", $3); print $3 }' |
+  LC_ALL=C sort)
+if [ "$(declared)" != "$(cat "$here/symbols.txt")" ]; then
+  echo "frugal.h and tests/symbols.txt differ; tests/symbols.sh --update writes the list" >&2
+  declared | diff "$here/symbols.txt" - >&2 || true
+  exit 1
+fi
+if [ "$exported" != "$(cat "$here/symbols.txt")" ]; then
+  echo "the library's exports (>) are not those of tests/symbols.txt (<)" >&2
+  echo "$exported" | diff "$here/symbols.txt" - >&2 || true
+  exit 1
+fi
+echo "$(wc -l < "$here/symbols.txt") exported symbols, as declared"
