@@ -877,8 +877,8 @@ TEST(Tables, SparseLazyBillionRows) {
   uint64_t outside = rows;
   float out[32];
   EXPECT_REFUSED(frugal_get(table, &outside, 1, 0, out, 0, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
-  // 128 GB of rows; a touched one costs a huge page at most, in values and in each index.
-  EXPECT_LT(ResidentBytes() - before, uint64_t{512} << 20);
+  // 128 GB of rows: a touched one may cost huge pages, in values and in each index, but no more.
+  EXPECT_LT(ResidentBytes() - before, uint64_t{1} << 30);
 }
 
 // --- Trainers ---
@@ -1078,9 +1078,9 @@ TEST(Steps, TimeOuts) {
   const double default_wait = waited(FRUGAL_TIMEOUT_DEFAULT);
   EXPECT_GE(default_wait, 59);
   EXPECT_LT(default_wait, 5000);
-  EXPECT_REFUSED(frugal_step_begin(a, 1, -7), FRUGAL_ERR_INVALID_ARGUMENT);
   // A call that timed out took nothing.
   ASSERT_OK(frugal_step_end(b, 0, 0));
+  EXPECT_REFUSED(frugal_step_begin(a, 1, -7), FRUGAL_ERR_INVALID_ARGUMENT);
   ASSERT_OK(frugal_step_begin(a, 1, kWait));
   ASSERT_OK(frugal_step_end(a, 1, 0));
   EXPECT_REFUSED(frugal_flush(engine, -7), FRUGAL_ERR_INVALID_ARGUMENT);
@@ -1667,9 +1667,6 @@ TEST_F(Full, TheCallChangesNothing) {
   RowOp fits(other_, {1}, 1), too_many(table_, {1, 2, 3, 4, 5}, 1);
   frugal_op ops[] = {fits.op, too_many.op};
   const int32_t full = FRUGAL_ERR_TABLE_FULL;
-  frugal_batch* batch = nullptr;
-  EXPECT_REFUSED(frugal_prefetch(trainer_, 0, ops, 2, &batch), full);
-  EXPECT_EQ(batch, nullptr);
   EXPECT_REFUSED(frugal_put(table_, too_many.keys.data(), 5, 0, too_many.grads.data(), 0), full);
   EXPECT_EQ(Count(table_), 0u);
   ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
@@ -1690,6 +1687,28 @@ TEST_F(Full, TheCallChangesNothing) {
   const float x = 1;
   EXPECT_REFUSED(frugal_put(table_, &five, 1, 0, &x, 0), full);
   EXPECT_OK(frugal_health(engine_));
+}
+
+TEST_F(Full, DeclaringTooMuchIsRefusedAtTheLatestByItsUse) {
+  RowOp too_many(table_, {1, 2, 3, 4, 5}, 1), fits(table_, {11, 12, 13, 14}, 1);
+  frugal_batch* batch = nullptr;
+  // Keys are resolved in the background, so a prefetch need not know yet.
+  const int32_t status = frugal_prefetch(trainer_, 0, &too_many.op, 1, &batch);
+  if (status != FRUGAL_OK) {
+    EXPECT_REFUSED(status, FRUGAL_ERR_TABLE_FULL);
+    EXPECT_EQ(batch, nullptr);
+  }
+  ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
+  too_many.op.batch = batch;
+  EXPECT_REFUSED(frugal_lookup(trainer_, &too_many.op, 1), FRUGAL_ERR_TABLE_FULL);
+  EXPECT_REFUSED(frugal_push_grad(trainer_, &too_many.op, 1), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(frugal_step_end(trainer_, 0, 0));
+  EXPECT_EQ(Count(table_), 0u);
+  EXPECT_OK(frugal_health(engine_));
+  ASSERT_OK(frugal_step_begin(trainer_, 1, kWait));
+  EXPECT_OK(frugal_push_grad(trainer_, &fits.op, 1));
+  ASSERT_OK(frugal_step_end(trainer_, 1, 0));
+  EXPECT_EQ(Count(table_), 4u);
 }
 
 TEST_F(Full, RoomComesBack) {
@@ -2038,17 +2057,20 @@ TEST(Mistakes, DoNotHangOthers) {
   frugal_table* full = engine.Table("h", FRUGAL_HASHED, 2, 1);
   frugal_trainer* good = engine.Trainer(0);
   frugal_trainer* clumsy = engine.Trainer(1);
-  std::thread thread([&] {
+  std::jthread thread([&] {
     for (uint64_t step = 0; step < 50; ++step) TrainStep(good, step, dense, {1});
   });
   for (uint64_t step = 0; step < 50; ++step) {
     RowOp outside(dense, {1, 10}, 1), many(full, {1, 2, 3}, 1), nan(dense, {2}, 1);
     nan.grads[0] = kNan;
-    EXPECT_REFUSED(frugal_step_begin(clumsy, step + 3, kWait), FRUGAL_ERR_STEP_ORDER);
+    // The very first step could be any.
+    if (step > 0) {
+      EXPECT_REFUSED(frugal_step_begin(clumsy, step + 3, kWait), FRUGAL_ERR_STEP_ORDER);
+      EXPECT_REFUSED(frugal_prefetch(clumsy, step + 100, &nan.op, 1, nullptr),
+                     FRUGAL_ERR_STEP_RANGE);
+    }
     EXPECT_REFUSED(frugal_prefetch(clumsy, step + 1, &outside.op, 1, nullptr),
                    FRUGAL_ERR_KEY_OUT_OF_RANGE);
-    EXPECT_REFUSED(frugal_prefetch(clumsy, step + 100, &nan.op, 1, nullptr),
-                   FRUGAL_ERR_STEP_RANGE);
     ASSERT_OK(frugal_step_begin(clumsy, step, kWait));
     EXPECT_REFUSED(frugal_lookup(clumsy, &outside.op, 1), FRUGAL_ERR_KEY_OUT_OF_RANGE);
     EXPECT_REFUSED(frugal_lookup(clumsy, &many.op, 1), FRUGAL_ERR_TABLE_FULL);

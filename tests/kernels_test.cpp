@@ -18,6 +18,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -235,7 +236,7 @@ struct Table {
         count(count_in) {
     value_stride = dim + random.below(3) * random.below(20);
     state_second = column + random.below(5);
-    state_stride = columns == 2 ? state_second + column + random.below(4) : column + random.below(4);
+    state_stride = (columns == 2 ? state_second : 0) + column + random.below(4);
     values.assign(count * value_stride + 1, kGuard);
     state.assign(count * state_stride + 1, kGuard);
     for (size_t r = 0; r < count; ++r) {
@@ -451,7 +452,8 @@ TEST_P(KernelsTest, Pool) {
       offsets.push_back(offsets.back() + size);
     }
     const size_t n = offsets.back();
-    std::vector<uint32_t> slots = random_slots(random, n, table.count, random.chance(0.2) ? 1 : 0.1);
+    const double padding = random.chance(0.1) ? 1.0 : 0.1;
+    std::vector<uint32_t> slots = random_slots(random, n, table.count, padding);
     for (uint32_t& s : slots) s = random.chance(0.02) ? kMissingSlot : s;
     const bool weighted = random.chance(0.5);
     std::vector<float> weights(n);

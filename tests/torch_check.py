@@ -12,6 +12,7 @@ which must not move.
 
 import ctypes
 import sys
+import warnings
 
 try:
   import torch
@@ -50,6 +51,12 @@ class TableConfig(ctypes.Structure):
       ('init_a', c_float), ('init_b', c_float), ('nan_policy', c_int32), ('flags', c_uint32),
       ('optimizer', Optimizer)
   ]
+
+
+class TrainerConfig(ctypes.Structure):
+  _fields_ = [('struct_size', c_size_t), ('rank', c_uint32), ('flags', c_uint32),
+              ('device', ctypes.c_char_p), ('cache_bytes', c_uint64),
+              ('cache_ratio', ctypes.c_double)]
 
 
 class Op(ctypes.Structure):
@@ -106,7 +113,9 @@ class Table:
     for name, value in settings.items():
       setattr(config.optimizer, name, value)
     lib.call('frugal_table_create', self.engine, ctypes.byref(config), ctypes.byref(self.table))
-    lib.call('frugal_trainer_create', self.engine, None, ctypes.byref(self.trainer))
+    config = lib.make(TrainerConfig, 'frugal_trainer_config_init')
+    lib.call('frugal_trainer_create', self.engine, ctypes.byref(config),
+             ctypes.byref(self.trainer))
     self.keys = torch.arange(weight.shape[0])
     lib.call('frugal_put', self.table, pointer(self.keys), c_size_t(weight.shape[0]), c_uint32(0),
              pointer(weight), c_size_t(0))
@@ -130,7 +139,7 @@ class Table:
 
 
 def cases():
-  """Name, Frugal's settings, torch's optimizer, names of its state columns, every key in a batch."""
+  """Name, Frugal's settings, torch's optimizer, its state columns, each key in each batch."""
   optim = torch.optim
   common = {'lr': 0.05, 'eps': 1e-8}
   yield ('SGD', {'kind': SGD, 'lr': 0.05}, lambda p: optim.SGD(p, lr=0.05), [], False)
@@ -154,7 +163,9 @@ def cases():
   yield ('SparseAdam', {'kind': ADAM, 'beta1': 0.9, 'beta2': 0.99, **common},
          lambda p: optim.SparseAdam(p, lr=0.05, eps=1e-8, betas=(0.9, 0.99)),
          ['exp_avg', 'exp_avg_sq'], False)
-  yield ('Adam, every row', {'kind': ADAM, **common}, lambda p: optim.Adam(p, lr=0.05, eps=1e-8),
+  # torch's dense Adam adds eps after the bias correction, so it must be too small to matter.
+  yield ('Adam, every row', {'kind': ADAM, 'lr': 0.05, 'eps': 1e-15, 'beta2': 0.99},
+         lambda p: optim.Adam(p, lr=0.05, eps=1e-15, betas=(0.9, 0.99)),
          ['exp_avg', 'exp_avg_sq'], True)
   yield ('RMSprop', {'kind': RMSPROP, 'rho': 0.9, **common},
          lambda p: optim.RMSprop(p, lr=0.05, alpha=0.9, eps=1e-8), ['square_avg'], True)
@@ -189,7 +200,8 @@ def check(lib, name, settings, make, columns, every_key):
   worst = difference(rows, torch.cat(expected, dim=1))
   moved = (rows[:, :DIM] != weight).any(dim=1).sum().item()
   fine = worst <= 1 and moved > ROWS // 2 and (every_key or moved <= ROWS * 2 // 3)
-  print(f'{"ok  " if fine else "FAIL"} {name}: {worst:.3f} of the allowed error, {moved} rows moved')
+  verdict = 'ok  ' if fine else 'FAIL'
+  print(f'{verdict} {name}: {worst:.3f} of the allowed error, {moved} rows moved')
   return fine
 
 
@@ -198,6 +210,7 @@ def main():
     print(__doc__)
     return 2
   torch.set_num_threads(1)
+  warnings.filterwarnings('ignore', message='Sparse invariant checks')
   lib = Library(sys.argv[1])
   fine = [check(lib, *case) for case in cases()]
   return 0 if all(fine) else 1

@@ -40,7 +40,9 @@ inline uint64_t table_hash(uint64_t seed, const char* name, size_t length) {
   return mix(seed + h);
 }
 
-FRUGAL_HD uint64_t row_hash(uint64_t table, uint64_t key) { return mix(table ^ mix(key + kGolden)); }
+FRUGAL_HD uint64_t row_hash(uint64_t table, uint64_t key) {
+  return mix(table ^ mix(key + kGolden));
+}
 
 FRUGAL_HD uint64_t column_bits(uint64_t row, uint32_t column) {
   return mix(row + (static_cast<uint64_t>(column) + 1) * kGolden);

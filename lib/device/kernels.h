@@ -65,7 +65,7 @@ struct Kernels {
   void (*gather_pointers)(const float* const* rows, size_t n, uint32_t dim, float* out,
                           size_t out_stride, bool streaming);
 
-  // Pooled lookup of bags first .. last - 1; bag b has the keys offsets[b] .. offsets[b + 1] - 1 and
+  // Pooled lookup of bags first .. last - 1; bag b has keys offsets[b] .. offsets[b + 1] - 1 and
   // goes to out + b * out_stride bytes. `weights` (one a key) or NULL; `mean` divides by the number
   // of terms. kPaddingSlot is no term.
   void (*pool)(const RowsRef& rows, const uint32_t* slots, const uint64_t* offsets, size_t first,
@@ -131,7 +131,7 @@ struct Kernels {
   // --- Making rows ----------------------------------------------------------------------------
 
   // Fills row i (i in 0 .. n - 1) with the initial values and state of its key. The row is
-  // slots[i], or first_slot + i if slots is NULL; the key keys[i], or first_key + i if keys is NULL.
+  // slots[i], or first_slot + i if slots is NULL; the key keys[i], or first_key + i if NULL.
   void (*initialize)(const RowsRef& rows, const arith::InitSpec& spec, const uint64_t* keys,
                      uint64_t first_key, const uint32_t* slots, uint32_t first_slot, size_t n);
   // Replaces each NaN by the canonical one.

@@ -13,6 +13,7 @@
 // Waiting: progress_ counts events that may open a gate; a waiter looks at its condition, helps
 // with what the condition needs, and sleeps until the count moves. Workers sleep on work_ likewise.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <map>
@@ -246,6 +247,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool prepare_one();
   bool sweep_one();
   void apply_claim(Table& table, Claim& claim);
+  void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   void parallel(size_t chunks, void (*run)(void*, size_t), void* context);
   void publish(const JobRef& job);
   void finish_job_chunk(const JobRef& job);
@@ -330,6 +332,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
   bool committing_ = false;
+  uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
   uint32_t outside_ = 0;            // operations outside steps under way
@@ -353,6 +356,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
   std::atomic<uint32_t> cache_count_{0};
   std::atomic<uint64_t> pending_bytes_{0};
+  std::atomic<uint64_t> step_bytes_{0};  // sums of the last committed step
+  // Gates write when more than this is pending: the budget, or less where a backlog of several steps
+  // shows that flushing does not keep up. A longer one would only leave the caches.
+  uint64_t pending_limit() const {
+    return std::min<uint64_t>(config_.pending_bytes,
+                              std::max<uint64_t>(4 * step_bytes_.load(std::memory_order_relaxed),
+                                                 uint64_t{4} << 20));
+  }
   static constexpr size_t kStripes = 1024;
   std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
   // How far a rank may run ahead of the last commit when staleness allows it: what it declares must

@@ -86,7 +86,7 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
       if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
   }
   bool everything = drain_.load();
-  bool over = pending_bytes_.load() > config_.pending_bytes;
+  bool over = pending_bytes_.load() > pending_limit();
   if (windows.empty()) {
     drain_.store(false);
     return true;
@@ -117,7 +117,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
       deadline, t, [&] { return gate_open(step, nullptr, &in_flight); },
       [&] {
         bool everything =
-            drain_.load() || pending_bytes_.load() > config_.pending_bytes;
+            drain_.load() || pending_bytes_.load() > pending_limit();
         return help_gate(step, everything);
       });
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
@@ -509,6 +509,8 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     retire(step, record);
     records_.erase(step);
   }
+  step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
+  committing_bytes_ = 0;
   choose_mode();
   committing_ = false;
   progress_.fetch_add(1);
@@ -594,6 +596,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   update->scalars = arith::step_scalars(optimizer, step, config_.world_size,
                                         table->config.nan_policy, table->rows.layout().dim);
   for (const Handover& h : update->ranks) update->bytes += h.rows() * h.stride * sizeof(float);
+  committing_bytes_ += update->bytes;
   update->account(&pending_bytes_, &counters_.pending_bytes_peak);
   if (caches_exist()) {
     std::lock_guard<std::mutex> again(mu_);

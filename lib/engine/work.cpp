@@ -7,11 +7,13 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kClaimRows = 512;
+constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
+constexpr size_t kClaimRows = 2048;
 
 struct Scratch {
   Claim claim;
   TermList terms;
+  Vector<uint32_t> rows;
 };
 
 Scratch& scratch() {
@@ -86,7 +88,7 @@ bool Engine::background_work() {
   if (flush_rows(next)) return true;
   if (resolve_one(next) || (need_links() && link_one(next))) return true;
   if (prepare_one()) return true;
-  if (pending_bytes_.load(std::memory_order_relaxed) > config_.pending_bytes / 2 &&
+  if (pending_bytes_.load(std::memory_order_relaxed) > pending_limit() / 2 &&
       flush_rows(UINT64_MAX))
     return true;
   if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX))) return true;
@@ -191,8 +193,8 @@ bool Engine::flush_rows(uint64_t step) {
     {
       Timed timed(counters_.entry_ns);
       if (!t->window.queued_until(step)) continue;
-      // What nobody waits for is taken in larger batches.
-      if (!t->window.claim(step, kClaimRows, &claim)) continue;
+      size_t rows = step == UINT64_MAX ? kClaimRows : kUrgentRows;
+      if (!t->window.claim(step, rows, &claim)) continue;
     }
     apply_claim(*t, claim);
     Vector<UpdateRef> written;
@@ -205,6 +207,22 @@ bool Engine::flush_rows(uint64_t step) {
     return true;
   }
   return false;
+}
+
+void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& terms) {
+  const device::Kernels& k = device::kernels();
+  if (!stale()) {
+    k.apply_terms(table.rows.ref(), u.scalars, terms.slots.data(), terms.slots.size(),
+                  terms.terms.data(), terms.start.data());
+    return;
+  }
+  // With staleness a row may be read meanwhile: it is written under its lock.
+  for (size_t i = 0; i < terms.slots.size(); ++i) {
+    std::lock_guard<std::mutex> lock(stripe(table, terms.slots[i]));
+    uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
+    k.apply_terms(table.rows.ref(), u.scalars, &terms.slots[i], 1,
+                  terms.terms.data() + terms.start[i], start);
+  }
 }
 
 void Engine::apply_claim(Table& table, Claim& claim) {
@@ -224,28 +242,27 @@ void Engine::apply_claim(Table& table, Claim& claim) {
       at += n;
     }
   }
+  Vector<uint32_t>& rows = scratch().rows;
   for (uint32_t wave = 0; left != 0; ++wave) {
     left = 0;
     StepUpdate* current = nullptr;
+    rows.clear();
     auto write = [&] {
-      if (!current) return;
-      terms.close();
-      if (!stale()) {
-        k.apply_terms(table.rows.ref(), current->scalars, terms.slots.data(), terms.slots.size(),
-                      terms.terms.data(), terms.start.data());
+      if (rows.empty()) return;
+      const StepUpdate& u = *current;
+      if (!stale() && u.ranks.size() == 1) {
+        const Handover& h = u.ranks[0];
+        k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows.data(), rows.size(),
+                        h.sums.as<float>(), h.stride);
       } else {
-        // With staleness a row may be read meanwhile: it is written under its lock.
-        for (size_t i = 0; i < terms.slots.size(); ++i) {
-          std::lock_guard<std::mutex> lock(stripe(table, terms.slots[i]));
-          uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
-          k.apply_terms(table.rows.ref(), current->scalars, &terms.slots[i], 1,
-                        terms.terms.data() + terms.start[i], start);
-        }
+        terms.clear();
+        for (uint32_t row : rows) u.add_terms(row, &terms);
+        terms.close();
+        apply_terms(table, u, terms);
       }
-      if (current->step + 1 < begun) deferred += terms.slots.size();
-      terms.clear();
+      if (u.step + 1 < begun) deferred += rows.size();
+      rows.clear();
     };
-    terms.clear();
     for (size_t i = 0; i < claim.ids.size(); ++i) {
       if (wave >= claim.nodes[i]) continue;
       if (wave + 1 < claim.nodes[i]) ++left;
@@ -254,7 +271,7 @@ void Engine::apply_claim(Table& table, Claim& claim) {
         write();
         current = node.update;
       }
-      node.update->add_terms(node.row, &terms);
+      rows.push_back(node.row);
     }
     write();
   }

@@ -45,6 +45,9 @@ class Queue : public HeapObject {
   // Staging: entries of a step that is not committed yet. They have a priority but cannot be
   // popped; commit_stage() makes all of them queued at once, in O(ring) for the two-level queue.
   virtual void stage(uint32_t id, uint8_t prio) = 0;
+  virtual void stage(const uint32_t* ids, size_t n, uint8_t prio) {
+    for (size_t i = 0; i < n; ++i) stage(ids[i], prio);
+  }
   virtual void adjust_staged(uint32_t id, uint8_t prio) = 0;
   virtual void commit_stage() = 0;
   virtual void drop_stage() = 0;

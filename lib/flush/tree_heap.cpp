@@ -26,6 +26,9 @@ class SpinLock {
 
 class TreeHeap final : public Queue {
  public:
+  using Queue::push;
+  using Queue::stage;
+
   ~TreeHeap() override { heap_free(locks_); }
 
   void reserve_ids(uint32_t capacity) override {

@@ -50,18 +50,8 @@ class TwoLevelQueue final : public Queue {
   }
 
   void push(const uint32_t* ids, size_t n, uint8_t prio) override {
-    if (n == 0) return;
-    Bag& bag = bags_[prio];
-    for (size_t done = 0; done < n;) {
-      Block* b = room(bag);
-      size_t m = std::min<size_t>(kBlock - b->end, n - done);
-      std::memcpy(b->ids + b->end, ids + done, m * sizeof(uint32_t));
-      b->end += static_cast<uint32_t>(m);
-      for (size_t i = done; i < done + m; ++i) prio_[ids[i]] = prio;
-      done += m;
-    }
-    bag.places += n;
-    mark(prio);
+    append(bags_[prio], ids, n, prio);
+    if (n) mark(prio);
   }
 
   void adjust(uint32_t id, uint8_t prio) override {
@@ -76,6 +66,10 @@ class TwoLevelQueue final : public Queue {
   void stage(uint32_t id, uint8_t prio) override {
     prio_[id] = prio;
     append(staged_[prio], id);
+  }
+
+  void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
+    append(staged_[prio], ids, n, prio);
   }
 
   void adjust_staged(uint32_t id, uint8_t prio) override {
@@ -215,6 +209,18 @@ class TwoLevelQueue final : public Queue {
     Block* b = room(bag);
     b->ids[b->end++] = id;
     ++bag.places;
+  }
+
+  void append(Bag& bag, const uint32_t* ids, size_t n, uint8_t prio) {
+    for (size_t done = 0; done < n;) {
+      Block* b = room(bag);
+      size_t m = std::min<size_t>(kBlock - b->end, n - done);
+      std::memcpy(b->ids + b->end, ids + done, m * sizeof(uint32_t));
+      b->end += static_cast<uint32_t>(m);
+      for (size_t i = done; i < done + m; ++i) prio_[ids[i]] = prio;
+      done += m;
+    }
+    bag.places += n;
   }
 
   void recycle(Bag& bag) {

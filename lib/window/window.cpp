@@ -88,7 +88,7 @@ uint32_t Window::find_or_add(uint32_t slot) {
     }
   }
   entries_[id] = {slot, static_cast<uint32_t>(base_), 0, kNone, 0, kAbsent, kLive, 0, 0};
-  owner_reads_[id] = 0;
+  if (caches_) owner_reads_[id] = 0;
   index_[slot] = id + 1;
   ++stats_.active;
   return id;
@@ -99,24 +99,23 @@ void Window::age(Entry& e, uint32_t id) {
   if (passed == 0) return;
   if (passed >= kRing) {
     e.reads = 0;
-    owner_reads_[id] = 0;
+    if (caches_) owner_reads_[id] = 0;
   } else {
     uint64_t old = std::rotl((uint64_t{1} << passed) - 1, static_cast<int>(e.touch & (kRing - 1)));
     e.reads &= ~old;
-    if (owner_reads_[id]) owner_reads_[id] &= ~old;
+    if (caches_) owner_reads_[id] &= ~old;
   }
   e.touch = static_cast<uint32_t>(base_);
 }
 
 uint64_t Window::effective_reads(const Entry& e, uint32_t id) const {
-  return (e.flags & kCached) ? e.reads : e.reads | owner_reads_[id];
+  return !caches_ || (e.flags & kCached) ? e.reads : e.reads | owner_reads_[id];
 }
 
-uint8_t Window::deadline(const Entry& e, uint32_t id) const {
+uint8_t Window::deadline(const Entry& e, uint64_t oldest, uint32_t id) const {
   if (e.flags & kForced) return static_cast<uint8_t>(base_ & (kRing - 1));
   uint64_t reads = effective_reads(e, id);
   if (reads == 0) return kInfinity;
-  uint64_t oldest = update(e.seq)->step;
   // First step that has to see the oldest update.
   if (config_.staleness >= kRing) return kInfinity;
   uint64_t first = oldest + 1 + config_.staleness;
@@ -133,7 +132,7 @@ uint8_t Window::deadline(const Entry& e, uint32_t id) const {
 
 void Window::reprioritize(Entry& e, uint32_t id) {
   if (e.seq == kNone) return;
-  uint8_t now = deadline(e, id);
+  uint8_t now = deadline(e, update(e.seq)->step, id);
   if (now == e.prio) return;
   StepUpdate* u = update(e.seq);
   bool more_urgent = prio_rank(now, base_) < prio_rank(e.prio, base_);
@@ -155,7 +154,8 @@ void Window::reprioritize(Entry& e, uint32_t id) {
 }
 
 void Window::maybe_free(Entry& e, uint32_t id) {
-  if (e.seq != kNone || (e.flags & (kClaimed | kCached)) || e.reads || owner_reads_[id]) return;
+  if (e.seq != kNone || (e.flags & (kClaimed | kCached)) || e.reads) return;
+  if (caches_ && owner_reads_[id]) return;
   e.flags = 0;
   free_.push_back(id);
   --stats_.active;
@@ -170,20 +170,21 @@ void Window::set_bit(Entry& e, uint32_t id, uint64_t bit, bool owned) {
 }
 
 size_t Window::link(Part& part, size_t from, size_t n, bool owned, Urgency urgency) {
-  constexpr size_t kChunk = 512, kAhead = 32;
+  constexpr size_t kChunk = 2048, kAhead = 96;
   const uint32_t* slots = part.row_slots();
   uint32_t* ids = part.ids.as<uint32_t>();
   uint64_t bit = uint64_t{1} << (part.step & (kRing - 1));
   for (size_t at = from, end = from + n; at < end; at += kChunk) {
     Lock lock(*this, urgency);
     if (part.step < base_) return at - from;
+    if (owned) use_caches();
     size_t stop = std::min(end, at + kChunk);
     for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
       __builtin_prefetch(&index_[slots[i]], 1);
     for (size_t i = at; i < stop; ++i) {
       if (i + kAhead < stop) __builtin_prefetch(&index_[slots[i + kAhead]], 1);
-      if (i + 8 < stop) {
-        uint32_t next = index_[slots[i + 8]] - 1;
+      if (i + 24 < stop) {
+        uint32_t next = index_[slots[i + 24]] - 1;
         if (next < entry_count_) __builtin_prefetch(&entries_[next], 1);
       }
       uint32_t id = find_or_add(slots[i]);
@@ -267,11 +268,14 @@ void Window::forget(StepUpdate& update) {
 
 void Window::stage(StepUpdate& u, size_t from, size_t n, const uint32_t* known_ids, uint32_t* ids,
                    Urgency urgency) {
-  constexpr size_t kChunk = 512;
+  constexpr size_t kChunk = 1024, kAhead = 24;
+  uint32_t unread[kChunk];  // entries without a declared read: most of them
   for (size_t at = from, end = from + n; at < end; at += kChunk) {
     Lock lock(*this, urgency);
-    size_t stop = std::min(end, at + kChunk);
+    size_t stop = std::min(end, at + kChunk), unreads = 0;
     for (size_t i = at; i < stop; ++i) {
+      if (known_ids && i + kAhead < stop) __builtin_prefetch(&entries_[known_ids[i + kAhead]], 1);
+      if (!known_ids && i + kAhead < stop) __builtin_prefetch(&index_[u.slots[i + kAhead]], 1);
       uint32_t id = known_ids ? known_ids[i] : find_or_add(u.slots[i]);
       if (ids) ids[i] = id;
       Entry& e = entries_[id];
@@ -282,10 +286,16 @@ void Window::stage(StepUpdate& u, size_t from, size_t n, const uint32_t* known_i
       }
       e.seq = u.seq;
       e.row = static_cast<uint32_t>(i);
-      e.prio = deadline(e, id);
+      e.prio = deadline(e, u.step, id);
+      if (e.prio == kInfinity) {
+        unread[unreads++] = id;
+        continue;
+      }
       ++u.staged[e.prio];
       queue_->stage(id, e.prio);
     }
+    u.staged[kInfinity] += unreads;
+    queue_->stage(unread, unreads, kInfinity);
     u.prepared = stop;
   }
 }
@@ -356,7 +366,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
     } else {
       e.seq = u->seq;
       e.row = row;
-      e.prio = deadline(e, id);
+      e.prio = deadline(e, update(e.seq)->step, id);
       ++count_[e.prio];
       ++queued_[e.prio];
       ++pending;
@@ -467,9 +477,21 @@ void Window::finish(Claim* c, Vector<UpdateRef>* finished) {
   Lock lock(*this, Urgency::kUrgent);
   size_t at = 0;
   uint64_t done = 0;
+  // Rows of one update come in runs: its count is settled once a run.
+  StepUpdate* current = nullptr;
+  size_t written = 0;
+  auto settle = [&] {
+    if (current && (current->remaining -= written) == 0) {
+      current->written();
+      UpdateRef& ref = updates_[current->seq & (updates_.size() - 1)];
+      finished->push_back(std::move(ref));
+      ref.reset();
+    }
+    written = 0;
+  };
   for (size_t i = 0; i < c->ids.size(); ++i) {
     uint32_t id = c->ids[i];
-    if (i + 8 < c->ids.size()) __builtin_prefetch(&entries_[c->ids[i + 8]], 1);
+    if (i + 16 < c->ids.size()) __builtin_prefetch(&entries_[c->ids[i + 16]], 1);
     Entry& e = entries_[id];
     for (uint32_t k = 0; k < c->nodes[i]; ++k, ++at) {
       StepUpdate* u = c->flat[at].update;
@@ -481,34 +503,44 @@ void Window::finish(Claim* c, Vector<UpdateRef>* finished) {
       } else {
         e.seq = kNone;
       }
-      if (--u->remaining == 0) {
-        u->written();
-        UpdateRef& ref = updates_[u->seq & (updates_.size() - 1)];
-        finished->push_back(std::move(ref));
-        ref.reset();
+      if (u != current) {
+        settle();
+        current = u;
       }
+      ++written;
     }
     --count_[e.prio];
-    e.flags &= static_cast<uint8_t>(~(kClaimed | kForced));
+    e.flags &= static_cast<uint8_t>(~kClaimed);
     e.prio = kAbsent;
     age(e, id);
     if (e.seq == kNone) {
+      // Who forced the row waits for all its updates: the mark stays while one is left.
+      e.flags &= static_cast<uint8_t>(~kForced);
       ++done;
       maybe_free(e, id);
     } else {
       // A later step updated the row while this claim was being written.
-      e.prio = deadline(e, id);
+      e.prio = deadline(e, update(e.seq)->step, id);
       ++count_[e.prio];
       ++queued_[e.prio];
       queue_->push(id, e.prio);
     }
   }
+  settle();
   pending_total_.fetch_sub(done, std::memory_order_acq_rel);
   c->ids.clear();
 }
 
+void Window::use_caches() {
+  if (caches_) return;
+  // Nobody looked at these words before: they may be of entries that came and went.
+  std::fill_n(owner_reads_, entry_count_, 0);
+  caches_ = true;
+}
+
 void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty) {
   Lock lock(*this, Urgency::kUrgent);
+  if (n) use_caches();
   for (size_t i = 0; i < n; ++i) {
     uint32_t id = cached ? find_or_add(slots[i]) : find(slots[i]);
     if (id == kNone) continue;
@@ -530,7 +562,7 @@ void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, u
   for (size_t i = 0; i < n; ++i) {
     next[i] = UINT64_MAX;
     uint32_t id = find(slots[i]);
-    if (id == kNone) continue;
+    if (id == kNone || !caches_) continue;
     age(entries_[id], id);
     uint64_t ahead = std::rotr(owner_reads_[id], static_cast<int>(base_ & (kRing - 1)));
     if (after + 1 > base_) {

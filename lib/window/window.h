@@ -136,7 +136,8 @@ class Window : public HeapObject {
   uint32_t find_or_add(uint32_t slot);
   void age(Entry& e, uint32_t id);
   uint64_t effective_reads(const Entry& e, uint32_t id) const;
-  uint8_t deadline(const Entry& e, uint32_t id) const;
+  uint8_t deadline(const Entry& e, uint64_t oldest, uint32_t id) const;
+  void use_caches();
   void reprioritize(Entry& e, uint32_t id);
   void maybe_free(Entry& e, uint32_t id);
   bool owned_by(uint32_t slot, uint32_t rank) const { return owner(slot, config_.world_size) == rank; }
@@ -153,7 +154,8 @@ class Window : public HeapObject {
   Mapping index_map_, entry_map_, owner_map_;
   uint32_t* index_ = nullptr;      // slot -> entry id + 1, perhaps out of date
   Entry* entries_ = nullptr;
-  uint64_t* owner_reads_ = nullptr;
+  uint64_t* owner_reads_ = nullptr;  // by entry id: declared reads by the row's owner, if it caches
+  bool caches_ = false;              // some rank caches: owner_reads_ counts
   uint32_t entry_count_ = 0;       // ids handed out so far
   uint32_t queue_ids_ = 0;
   Vector<uint32_t> free_;

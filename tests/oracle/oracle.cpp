@@ -110,6 +110,19 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   totals->rows_checked += outcome.rows_checked;
   totals->older_rows += outcome.older_rows;
   AddStats(outcome.stats, &totals->stats);
+  if (arguments.verbose) {
+    const frugal_stats& stats = outcome.stats;
+    std::printf("seed %llu: waits %llu, rises %llu, falls %llu, in flight %llu, dirty evictions "
+                "%llu, back-pressure %llu, apart %llu\n",
+                static_cast<unsigned long long>(seed),
+                static_cast<unsigned long long>(stats.gate_waits),
+                static_cast<unsigned long long>(stats.priority_rises),
+                static_cast<unsigned long long>(stats.priority_falls),
+                static_cast<unsigned long long>(stats.gate_in_flight),
+                static_cast<unsigned long long>(stats.cache_evicted_dirty),
+                static_cast<unsigned long long>(stats.back_pressure),
+                static_cast<unsigned long long>(stats.ranks_apart));
+  }
   if (!outcome.passed) {
     std::printf("FAILED seed %llu: %s\n  run: %s\n  repeat: %s\n",
                 static_cast<unsigned long long>(seed), outcome.message.c_str(),

@@ -43,9 +43,11 @@ class ScriptMaker {
 
   void MakeEngine() {
     frugal_config& config = script_.config;
-    const uint32_t most = static_cast<uint32_t>(std::max(1, options_.max_ranks));
+    pressure_ = random_.Chance(0.35);
+    const uint32_t most = std::min(static_cast<uint32_t>(std::max(1, options_.max_ranks)), 8u);
     config.world_size =
-        random_.Chance(0.15) ? 1 : static_cast<uint32_t>(random_.Between(1, std::min(most, 8u)));
+        random_.Chance(0.15) ? 1 : static_cast<uint32_t>(random_.Between(1, most));
+    if (pressure_) config.world_size = static_cast<uint32_t>(random_.Between((most + 1) / 2, most));
     const bool stale =
         options_.tau_only || (!options_.exact_only && random_.Chance(0.15));
     if (stale) {
@@ -60,6 +62,12 @@ class ScriptMaker {
     const int32_t modes[] = {FRUGAL_FLUSH_AUTO, FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED,
                              FRUGAL_FLUSH_WRITE_THROUGH, FRUGAL_FLUSH_TREE_HEAP};
     config.flush_mode = modes[random_.Weighted({20, 10, 45, 8, 17})];
+    if (pressure_) {
+      config.lookahead = static_cast<uint32_t>(random_.Between(4, 20));
+      config.flush_threads = static_cast<uint32_t>(random_.Between(1, 8));
+      config.flush_mode =
+          random_.Chance(0.7) ? FRUGAL_FLUSH_DEFERRED : FRUGAL_FLUSH_TREE_HEAP;
+    }
     if (options_.flush_mode >= 0) config.flush_mode = options_.flush_mode;
     if (options_.flush_threads >= 0) {
       config.flush_threads = static_cast<uint32_t>(options_.flush_threads);
@@ -85,6 +93,11 @@ class ScriptMaker {
     }
     script_.steps = random_.Between(5, 40);
     script_.one_thread = random_.Chance(0.2);
+    if (pressure_) {
+      if (random_.Chance(0.8)) config.pending_bytes = budgets[random_.Weighted({0, 10, 30, 60})];
+      script_.steps = random_.Between(40, 120);
+      script_.one_thread = false;
+    }
     script_.close_trainers = random_.Chance(0.5);
   }
 
@@ -99,9 +112,10 @@ class ScriptMaker {
       config.dim = random_.Chance(0.6)
                        ? random_.OneOf<uint32_t>({1, 2, 3, 4, 8, 16, 17, 32, 64})
                        : static_cast<uint32_t>(random_.Between(1, 70));
+      if (pressure_ && random_.Chance(0.7)) config.dim = random_.OneOf<uint32_t>({32, 64, 70});
       config.key_space = random_.Chance(0.5) ? FRUGAL_HASHED : FRUGAL_DENSE;
-      const uint64_t keys = random_.Chance(0.3) ? random_.Between(10, 60)
-                                                : random_.Between(10, 2000);
+      uint64_t keys = random_.Chance(0.3) ? random_.Between(10, 60) : random_.Between(10, 2000);
+      if (pressure_) keys = random_.Between(500, 6000);
       MakeUniverse(keys, &table);
       config.rows = keys;
       // A table with no room to spare shows whether rows that are gone give theirs back.
@@ -172,7 +186,12 @@ class ScriptMaker {
         rank.window =
             static_cast<uint32_t>(random_.Below(std::min(script_.config.lookahead, 20u) + 1));
       }
-      switch (options_.no_cache ? 0 : random_.Weighted({35, 20, 20, 10, 15})) {
+      if (pressure_) {
+        rank.window = static_cast<uint32_t>(random_.Between(2, script_.config.lookahead));
+      }
+      size_t cache = pressure_ ? 1 : random_.Weighted({35, 20, 20, 10, 15});
+      if (options_.no_cache || (pressure_ && random_.Chance(0.3))) cache = 0;
+      switch (cache) {
         case 0:
           break;
         case 1:
@@ -191,12 +210,12 @@ class ScriptMaker {
       idle_.push_back(random_.Chance(0.1));
     }
     groups_per_step_ = static_cast<int>(random_.Between(1, 4));
-    const double budget = 1.2e6 * options_.scale;
+    const double budget = (pressure_ ? 8e7 : 2e6) * options_.scale;
     const double calls = static_cast<double>(script_.config.world_size * script_.steps) *
                          groups_per_step_;
     const double affordable = budget / (calls * mean_dim_);
-    max_keys_ = static_cast<size_t>(std::clamp(affordable, 4.0, 300.0));
-    if (random_.Chance(0.3)) max_keys_ = std::max<size_t>(4, max_keys_ / 10);
+    max_keys_ = static_cast<size_t>(std::clamp(affordable, 4.0, pressure_ ? 1500.0 : 300.0));
+    if (!pressure_ && random_.Chance(0.3)) max_keys_ = std::max<size_t>(4, max_keys_ / 10);
     const double sleeps[] = {0, 0.03, 0.2};
     sleep_chance_ = sleeps[random_.Weighted({30, 50, 20})];
     cancel_chance_ = random_.Chance(0.25) ? 0.5 : 0.06;
@@ -730,6 +749,9 @@ class ScriptMaker {
   double mean_dim_ = 1;
   int groups_per_step_ = 1;
   size_t max_keys_ = 4;
+  // A run that makes the rare events likely: rows that come again within long windows, flush
+  // threads at work, caches that are too small.
+  bool pressure_ = false;
   double sleep_chance_ = 0;
   double cancel_chance_ = 0;
   double abort_chance_ = 0;
