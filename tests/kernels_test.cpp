@@ -311,7 +311,12 @@ struct Gradients {
     const bool bags = general && random.chance(0.7);
     const size_t rows = bags ? n / 3 + 1 : n;
     memory.resize(rows * stride / 4 + 1);
-    for (float& x : memory) x = random.value(special);
+    // Half of the sources have infinities but no NaN: their sums can have NaNs all the same.
+    const bool nans = random.chance(0.5);
+    for (float& x : memory) {
+      x = random.value(special);
+      if (!nans && std::isnan(x)) x = std::signbit(x) ? -INFINITY : INFINITY;
+    }
     source = {memory.data(), stride, nullptr, nullptr, nullptr};
     if (bags) {
       bag.resize(n);
@@ -320,7 +325,7 @@ struct Gradients {
     }
     if (general && random.chance(0.5)) {
       factor.resize(n);
-      for (float& x : factor) x = random.value(special / 4);
+      for (float& x : factor) x = nans ? random.value(special / 4) : random.value(0.0);
       source.factor = factor.data();
     }
     if (general && random.chance(0.5)) {

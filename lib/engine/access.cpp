@@ -128,48 +128,80 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, Access* out
   return FRUGAL_OK;
 }
 
-// Makes sure that the rows exist and their slots are known. `sorted`: with duplicates removed too.
-Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool sorted,
-                              Vector<CreatedRows>* created) {
-  Rows& rows = a->table->rows;
-  CreatedRows fresh_rows;
-  fresh_rows.table = a->table;
-  Status status = FRUGAL_OK;
-  if (a->whole) {
-    // Declared rows may be reserved only; training use creates them.
-    if (rows.has_reserved())
-      rows.create_reserved(a->part->row_slots(), a->part->distinct, &fresh_rows.slots);
-  } else {
-    PartRef part = make_part();
-    part->step = t.step;
-    part->rank = t.rank;
-    const uint64_t* keys = op.keys;
-    size_t n = op.count;
-    bool padded = op.flags & FRUGAL_OP_PADDING;
-    uint64_t padding = op.padding_key;
-    if (!keys && a->part) {
-      // A declaration that could not be resolved ahead.
-      keys = a->part->keys.as<uint64_t>();
-      n = a->part->n;
-      padded = a->part->has_padding;
-      padding = a->part->padding;
-    }
-    counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
-    if (sorted) {
-      FRUGAL_TRY(part->take_keys(pool_, keys, n, padded, padding));
-      status = part->resolve(pool_, rows, Rows::Missing::kCreate, &fresh_rows.slots);
-    } else {
-      part->n = n;
-      FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &part->slots));
-      status = rows.resolve(keys, n, padded ? &padding : nullptr, Rows::Missing::kCreate,
-                            part->slots.as<uint32_t>(), &fresh_rows.slots);
-    }
-    a->part = std::move(part);
+// While it lives, no reserved row of the tables is given up: a call may be about to use it.
+class Engine::AccessScope {
+ public:
+  AccessScope(Engine& engine, const Vector<Access>& accesses)
+      : engine_(engine), accesses_(accesses) {
+    std::lock_guard<std::mutex> lock(engine_.mu_);
+    for (const Access& a : accesses)
+      if (counts(a)) ++a.table->accessing;
   }
-  if (stale() && status == FRUGAL_OK && rows.hashed())
-    note_young(*a->table, t.step, a->part->slots.as<uint32_t>(), a->part->n, fresh_rows.slots);
-  if (!fresh_rows.slots.empty()) created->push_back(std::move(fresh_rows));
-  return status;
+  ~AccessScope() {
+    std::lock_guard<std::mutex> lock(engine_.mu_);
+    for (const Access& a : accesses_) {
+      if (!counts(a)) continue;
+      --a.table->accessing;
+      // What is reserved only, now, is what a call that failed has left.
+      if (a.part && a.part->slots && a.part->state.load() != Part::kStale &&
+          a.table->rows.has_reserved())
+        a.table->rows.collect_reserved(a.part->slots.as<uint32_t>(), a.part->n,
+                                       &a.table->orphans);
+      engine_.settle_orphans(*a.table);
+    }
+  }
+
+ private:
+  static bool counts(const Access& a) { return !a.whole && a.table->rows.hashed(); }
+  Engine& engine_;
+  const Vector<Access>& accesses_;
+};
+
+// Slots of keys that are not a whole declaration; missing rows are reserved, so that a call which
+// fails later has created nothing. `sorted`: with duplicates removed too.
+Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool sorted) {
+  if (a->whole) return FRUGAL_OK;
+  Rows& rows = a->table->rows;
+  PartRef part = make_part();
+  part->step = t.step;
+  part->rank = t.rank;
+  const uint64_t* keys = op.keys;
+  size_t n = op.count;
+  bool padded = op.flags & FRUGAL_OP_PADDING;
+  uint64_t padding = op.padding_key;
+  if (!keys && a->part) {
+    // A declaration that could not be resolved ahead.
+    keys = a->part->keys.as<uint64_t>();
+    n = a->part->n;
+    padded = a->part->has_padding;
+    padding = a->part->padding;
+  }
+  counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
+  if (sorted) {
+    FRUGAL_TRY(part->take_keys(pool_, keys, n, padded, padding));
+    FRUGAL_TRY(part->resolve(pool_, rows, Rows::Missing::kReserve, nullptr));
+  } else {
+    part->n = n;
+    FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &part->slots));
+    FRUGAL_TRY(rows.resolve(keys, n, padded ? &padding : nullptr, Rows::Missing::kReserve,
+                            part->slots.as<uint32_t>(), nullptr));
+  }
+  a->part = std::move(part);
+  return FRUGAL_OK;
+}
+
+// Rows of the accesses that are only reserved come into being. Cannot fail.
+void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
+  for (const Access& a : accesses) {
+    Rows& rows = a.table->rows;
+    if (!rows.hashed()) continue;
+    CreatedRows made;
+    made.table = a.table;
+    const uint32_t* slots = a.part->slots.as<uint32_t>();
+    if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
+    if (track_young()) note_young(*a.table, t.step, slots, a.part->n, made.slots);
+    if (!made.slots.empty()) t.created.push_back(std::move(made));
+  }
 }
 
 // Undeclared rows: their pending updates become urgent, and are waited for.
@@ -325,18 +357,11 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(inside(t));
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, &accesses[i]));
-  Vector<CreatedRows> created;
-  for (size_t i = 0; i < n; ++i) {
-    Status s = resolve_access(t, ops[i], &accesses[i], false, &created);
-    if (s != FRUGAL_OK) {
-      frugal_error e;
-      last_error(&e);
-      std::string message = e.message;
-      undo_rows(created);
-      return fail(s, "%s", message.c_str());
-    }
+  {
+    AccessScope scope(*this, accesses);
+    for (size_t i = 0; i < n; ++i) FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i], false));
+    create_rows(t, accesses);
   }
-  for (CreatedRows& c : created) t.created.push_back(std::move(c));
   uint64_t keys = 0;
   for (size_t i = 0; i < n; ++i) {
     const Access& a = accesses[i];
@@ -539,14 +564,14 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(inside(t));
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
-  Vector<CreatedRows> created;
+  AccessScope scope(*this, accesses);
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
   std::map<const Table*, PushState> fresh_states;
   std::map<const Table*, size_t> tails;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
   for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
-    status = resolve_access(t, ops[i], &accesses[i], true, &created);
+    status = resolve_access(t, ops[i], &accesses[i], true);
     if (status != FRUGAL_OK) break;
     const Table* raw = accesses[i].table.get();
     keys += accesses[i].part->n;
@@ -561,15 +586,11 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
     status = push_one(t, ops[i], accesses[i], state);
   }
   if (status != FRUGAL_OK) {
-    frugal_error e;
-    last_error(&e);
-    std::string message = e.message;
     for (auto& [raw, size] : tails) t.pushes[raw].tail.resize(size);
-    undo_rows(created);
-    return fail(status, "%s", message.c_str());
+    return status;
   }
   for (auto& [raw, state] : fresh_states) t.pushes[raw] = std::move(state);
-  for (CreatedRows& c : created) t.created.push_back(std::move(c));
+  create_rows(t, accesses);
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
 }

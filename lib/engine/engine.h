@@ -46,8 +46,9 @@ struct Table : HeapObject {
   Window window;
   std::map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
   Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
-  // With staleness, ranks are in different steps: rows that uncommitted steps created, with the
-  // earliest step that used them, which is the one whose undoing takes them back.
+  uint32_t accessing = 0;  // calls that may be about to use reserved rows; engine's mu_
+  // Rows that uncommitted steps created, with the earliest step that used them: with staleness ranks
+  // are in different steps, and that one's undoing takes the row back. Not cached before its commit.
   std::mutex young_mu;
   std::map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
@@ -274,6 +275,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status undo(Trainer& by, bool leaving);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
+  bool track_young() const { return stale() || caches_exist(); }
   void note_young(Table& table, uint64_t step, const uint32_t* slots, size_t n,
                   const Vector<uint32_t>& created);
   void choose_mode();
@@ -300,8 +302,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status op_table(const frugal_op& op, TableRef* out) const;
   Status check_op(const frugal_op& op, const Table& table, size_t keys, Use use) const;
   Status find_access(Trainer& t, const frugal_op& op, Use use, Access* out);
-  Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted,
-                        Vector<CreatedRows>* created);
+  class AccessScope;
+  Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
+  void create_rows(Trainer& t, const Vector<Access>& accesses);
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(Trainer& t);

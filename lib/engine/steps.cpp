@@ -280,6 +280,11 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
         return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
       });
     }
+    {
+      std::lock_guard<std::mutex> young(table->young_mu);
+      if (!table->young.empty())
+        std::erase_if(slots, [&](uint32_t s) { return table->young.count(s) != 0; });
+    }
     if (stale()) {
       waiting.clear();
       table->window.collect_pending(slots.data(), slots.size(), &waiting);
@@ -498,7 +503,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
     (deferred ? counters_.modes_deferred : counters_.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
-    if (stale())
+    if (track_young())
       for (const TableRef& table : tables) {
         std::lock_guard<std::mutex> young(table->young_mu);
         std::erase_if(table->young, [&](const auto& y) { return y.second <= step; });
@@ -674,7 +679,8 @@ void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
 
 // Frees reserved rows that no declaration names any more. With mu_ held.
 void Engine::settle_orphans(Table& table) {
-  if (table.orphans.empty()) return;
+  table.rows.take_stranded(&table.orphans);
+  if (table.orphans.empty() || table.accessing) return;
   for (auto& [step, batches] : batches_)
     for (const BatchRef& b : batches)
       for (size_t i = 0; i < b->parts.size(); ++i)
@@ -752,9 +758,9 @@ void Engine::undo_local(Trainer& t) {
 // Rows that a step created exist no longer; their slots stay while a declaration names them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
   for (CreatedRows& c : created) {
-    if (stale()) {
+    if (track_young()) {
       std::lock_guard<std::mutex> young(c.table->young_mu);
-      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0; });
+      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
     }
     c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     std::lock_guard<std::mutex> lock(mu_);

@@ -125,7 +125,7 @@ Status Rows::resolve_dense(const uint64_t* keys, size_t n, const uint64_t* paddi
   return FRUGAL_OK;
 }
 
-Status Rows::add_key(uint64_t key, bool existing, uint32_t* slot) {
+Status Rows::add_key(uint64_t key, uint32_t* slot) {
   uint32_t s;
   if (!free_.empty()) {
     s = free_.back();
@@ -146,11 +146,8 @@ Status Rows::add_key(uint64_t key, bool existing, uint32_t* slot) {
   index_.insert(key, s);
   reinterpret_cast<uint64_t*>(keys_.base())[s] = key;
   initialize_slot(s, key);
-  flags()[s] = existing ? kExists : kReserved;
-  if (existing)
-    ++existing_;
-  else
-    reserved_.fetch_add(1, std::memory_order_relaxed);
+  flags()[s] = kReserved;
+  reserved_.fetch_add(1, std::memory_order_relaxed);
   *slot = s;
   return FRUGAL_OK;
 }
@@ -159,8 +156,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
                      uint32_t* slots, Vector<uint32_t>* created) {
   if (!hashed_) return resolve_dense(keys, n, padding, slots);
   constexpr size_t kChunk = 8192;  // other threads get their turn in between
-  Vector<uint32_t> added;          // rows of this call, taken back if it fails
-  size_t created_before = created ? created->size() : 0;
+  Vector<uint32_t> added;
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) {
     size_t m = std::min(kChunk, n - at);
@@ -179,29 +175,28 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
         // A duplicate within the chunk may have added it just now.
         slots[i] = index_.find(keys[i]);
         if (slots[i] == KeyIndex::kNone) {
-          status = add_key(keys[i], missing == Missing::kCreate, &slots[i]);
+          status = add_key(keys[i], &slots[i]);
           if (status != FRUGAL_OK) break;
           added.push_back(slots[i]);
-          if (missing == Missing::kCreate && created) created->push_back(slots[i]);
-          continue;
         }
-      }
-      if (missing == Missing::kCreate && !(flags()[slots[i]] & kExists)) {
-        flags()[slots[i]] = kExists;
-        ++existing_;
-        reserved_.fetch_sub(1, std::memory_order_relaxed);
-        if (created) created->push_back(slots[i]);
       }
     }
   }
-  if (status == FRUGAL_OK) return status;
-  if (created) {
-    // Rows that were reserved before the call are reserved again, those of the call are freed.
-    uncreate(created->data() + created_before, created->size() - created_before, false);
-    created->resize(created_before);
+  if (status != FRUGAL_OK) {
+    // Others may have found these rows meanwhile: whether anybody wants them is seen later.
+    std::lock_guard<std::mutex> lock(mu_);
+    stranded_.insert(stranded_.end(), added.begin(), added.end());
+    return status;
   }
-  for (uint32_t s : added) release_reserved(s);
-  return status;
+  if (missing == Missing::kCreate) create_reserved(slots, n, created);
+  return FRUGAL_OK;
+}
+
+void Rows::take_stranded(Vector<uint32_t>* out) {
+  if (!hashed_) return;
+  std::lock_guard<std::mutex> lock(mu_);
+  out->insert(out->end(), stranded_.begin(), stranded_.end());
+  stranded_.clear();
 }
 
 void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {

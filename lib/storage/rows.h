@@ -54,12 +54,15 @@ class Rows : public HeapObject {
   uint64_t chunk_rows() const;
 
   // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: ids must be in range
-  // (check_ids). kLeave: kMissingSlot where missing. kReserve, kCreate: rows come into being as reserved
-  // or existing; newly existing slots are appended to `created`. TABLE_FULL changes nothing.
+  // (check_ids). kLeave: kMissingSlot where missing. kReserve: missing rows are reserved. kCreate: all
+  // exist afterwards; newly existing slots are appended to `created`. If the table is full, nothing
+  // exists that did not; rows that the call had reserved are among the stranded.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
   // Fails with KEY_OUT_OF_RANGE naming the first id that a dense table does not have.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
+  // Rows that failed calls reserved, which the caller releases unless somebody wants them.
+  void take_stranded(Vector<uint32_t>* out);
   // Turns reserved rows among `slots` into existing ones.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
   // Back to reserved: an aborted step's creations, and deleted rows (which get initial values
@@ -95,7 +98,7 @@ class Rows : public HeapObject {
   Status ensure_memory(uint64_t first, uint64_t n);
   void initialize_slot(uint32_t slot, uint64_t key);
   Status resolve_dense(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots);
-  Status add_key(uint64_t key, bool existing, uint32_t* slot);
+  Status add_key(uint64_t key, uint32_t* slot);
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
   static constexpr uint8_t kExists = 1, kReserved = 2;
@@ -108,7 +111,7 @@ class Rows : public HeapObject {
   device::RowsRef ref_{};
   SlabArray values_, state_, keys_, flags_;
   KeyIndex index_;
-  Vector<uint32_t> free_;
+  Vector<uint32_t> free_, stranded_;
   uint64_t next_slot_ = 0;
   uint64_t existing_ = 0;
   std::atomic<uint64_t> reserved_{0};

@@ -250,6 +250,7 @@ class RankDriver {
   bool Matches(const OpSpec& spec, uint64_t key, const float* row);
   void Mismatch(const char* call, const OpSpec& spec, size_t row, const float* got,
                 const float* expected);
+  std::string WhoseRow(const OpSpec& spec, uint64_t key, const float* got) const;
 
   Run& run_;
   const Script& script_;
@@ -751,7 +752,34 @@ void RankDriver::Mismatch(const char* call, const OpSpec& spec, size_t row, cons
   }
   out << (spec.declaration < 0 ? ", undeclared" : ", declared") << ": got " << Row(got, dim)
       << ", expected " << Row(expected, dim);
+  if (spec.pooling == FRUGAL_POOL_NONE) out << WhoseRow(spec, spec.keys[row], got);
   run_.Fail(out.str());
+}
+
+// What a wrong row is, if it is anything: an older or newer one, another key's, or torn.
+std::string RankDriver::WhoseRow(const OpSpec& spec, uint64_t key, const float* got) const {
+  const size_t dim = run_.reference().dim(spec.table);
+  for (uint64_t other : script_.tables[spec.table].universe) {
+    const auto versions =
+        run_.reference().VersionsAt(spec.table, other, UINT64_MAX, UINT64_MAX);
+    for (size_t v = 0; v < versions.size(); ++v) {
+      if (!SameBits(versions[v].data(), got, dim)) continue;
+      return " (that is version " + std::to_string(versions.size() - 1 - v) + " of " +
+             std::to_string(versions.size()) + (other == key ? " of this key)" : " of key ") +
+             (other == key ? "" : std::to_string(other) + ")");
+    }
+  }
+  const auto versions = run_.reference().VersionsAt(spec.table, key, UINT64_MAX, UINT64_MAX);
+  size_t known = 0;
+  for (size_t c = 0; c < dim; ++c) {
+    for (const std::vector<float>& version : versions) {
+      if (!SameBits(&version[c], got + c, 1)) continue;
+      ++known;
+      break;
+    }
+  }
+  return " (" + std::to_string(known) + " of " + std::to_string(dim) +
+         " elements are of some version of this key)";
 }
 
 void RankDriver::CheckGaps(const OpSpec& spec, const Buffers& buffers, const char* call) {
