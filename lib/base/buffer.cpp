@@ -1,6 +1,7 @@
 #include "base/buffer.h"
 
 #include <bit>
+#include <cstdint>
 #include <cstdlib>
 
 #include "base/os.h"
@@ -47,6 +48,8 @@ BufferPool::~BufferPool() {
 Status BufferPool::get(size_t bytes, Buffer* out) {
   out->reset();
   if (bytes == 0) return FRUGAL_OK;
+  if (bytes > SIZE_MAX / 4)
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes exceeds the address space", bytes);
   size_t capacity;
   size_t c = class_of(bytes, &capacity);
   if (c >= kClasses) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);

@@ -143,6 +143,12 @@ Status check_table(const frugal_table_config& c, bool need_name) {
   return check_optimizer(c.optimizer);
 }
 
+Status check_timeout(int64_t ms) {
+  if (ms >= FRUGAL_TIMEOUT_INFINITE) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "timeout_ms %lld: give milliseconds or FRUGAL_TIMEOUT_*",
+              static_cast<long long>(ms));
+}
+
 Status check_ops(const frugal_op* ops, size_t n) {
   if (!ops && n) return null("ops");
   return FRUGAL_OK;
@@ -236,6 +242,7 @@ int32_t frugal_flush(const frugal_engine* engine, int64_t timeout_ms) {
   return guard([&]() -> Status {
     std::shared_ptr<Engine> e;
     FRUGAL_TRY(acquire(engine, &e));
+    FRUGAL_TRY(check_timeout(timeout_ms));
     return e->flush(e->deadline(timeout_ms));
   });
 }
@@ -481,6 +488,7 @@ int32_t frugal_step_begin(frugal_trainer* trainer, uint64_t step, int64_t timeou
   return guard([&]() -> Status {
     TrainerRef t;
     FRUGAL_TRY(acquire(trainer, &t));
+    FRUGAL_TRY(check_timeout(timeout_ms));
     return t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms));
   });
 }
@@ -539,6 +547,7 @@ int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const 
       if (t->engine != e)
         return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
     }
+    FRUGAL_TRY(check_timeout(timeout_ms));
     FRUGAL_TRY(check_ops(ops, op_count));
     return e->read(t.get(), ops, op_count, e->deadline(timeout_ms));
   });

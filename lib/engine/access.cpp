@@ -586,7 +586,10 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
     status = push_one(t, ops[i], accesses[i], state);
   }
   if (status != FRUGAL_OK) {
-    for (auto& [raw, size] : tails) t.pushes[raw].tail.resize(size);
+    for (auto& [raw, size] : tails) {
+      auto old = t.pushes.find(raw);  // gone if the step was undone meanwhile
+      if (old != t.pushes.end()) old->second.tail.resize(size);
+    }
     return status;
   }
   for (auto& [raw, state] : fresh_states) t.pushes[raw] = std::move(state);

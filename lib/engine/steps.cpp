@@ -85,7 +85,8 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
     for (const TableRef& t : tables_)
       if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
   }
-  bool everything = drain_.load();
+  // Out of deferred mode, declarations are no longer linked: what is pending must go first.
+  bool everything = drain_.load() || !deferred_now_.load();
   bool over = pending_bytes_.load() > pending_limit();
   if (windows.empty()) {
     drain_.store(false);
@@ -117,7 +118,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
       deadline, t, [&] { return gate_open(step, nullptr, &in_flight); },
       [&] {
         bool everything =
-            drain_.load() || pending_bytes_.load() > pending_limit();
+            drain_.load() || !deferred_now_.load() || pending_bytes_.load() > pending_limit();
         return help_gate(step, everything);
       });
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
@@ -431,12 +432,18 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     }
     if (t.abort_notice.load()) return aborted(t);
   }
-  return commit_ready();
+  FRUGAL_TRY(commit_ready());
+  // Without flush threads nobody else gives up the g-entries that have served.
+  if (config_.flush_threads == 0)
+    while (sweep_one()) {
+    }
+  return FRUGAL_OK;
 }
 
 // --- Commit --------------------------------------------------------------------------------------
 
 Status Engine::commit_ready() {
+  FpEnvironment fp;
   Status status = FRUGAL_OK;
   std::unique_lock<std::mutex> lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.

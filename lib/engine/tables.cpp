@@ -11,6 +11,9 @@ namespace frugal {
 Engine::Engine(const frugal_config& config)
     : config_(config), generation_(process_generation()) {
   budget_.limit = config.host_bytes;
+  // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
+  if (config_.staleness != FRUGAL_STALENESS_ASYNC)
+    config_.staleness = std::min<uint64_t>(config_.staleness, kRing - 2);
   ranks_.resize(config.world_size);
   joined_.resize(config.world_size, 0);
   choose_mode();
