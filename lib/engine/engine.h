@@ -377,7 +377,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];
   }
   // choose_mode's measurements
-  uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0;
+  uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
+  bool mode_paid_ = false;
 };
 
 // For the length of an operation outside steps: no step begins.

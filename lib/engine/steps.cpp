@@ -723,10 +723,19 @@ void Engine::choose_mode() {  // with mu_ held
       mode_cpu_ = cpu;
       mode_apply_ = apply;
       if (first || config_.flush_threads == 0) break;
-      uint64_t all = span * cpu_count();
-      uint64_t idle = all > busy ? all - busy : 0;
+      // Only time that trainers spend outside the engine can be hidden behind.
+      uint64_t calls = counters_.lookup_ns.load() + counters_.push_ns.load() +
+                       counters_.step_begin_ns.load() + counters_.step_end_ns.load() +
+                       counters_.prefetch_ns.load();
+      uint64_t inside = (calls - mode_calls_) / config_.world_size;
+      mode_calls_ = calls;
+      uint64_t all = span * cpu_count(), outside = span > inside ? span - inside : 0;
+      uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpu_count());
       // Hysteresis: to defer, the idle time must hold the work with room to spare.
-      deferred = deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10;
+      bool pays = deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10;
+      // One pause of the program says nothing: it has to pay twice in a row.
+      deferred = deferred ? pays : pays && mode_paid_;
+      mode_paid_ = pays;
       break;
     }
     default:
