@@ -246,8 +246,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool resolve_one(uint64_t up_to);
   bool link_one(uint64_t up_to);
   bool prepare_one();
-  bool sweep_one();
-  void apply_claim(Table& table, Claim& claim);
+  void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   void parallel(size_t chunks, void (*run)(void*, size_t), void* context);
   void publish(const JobRef& job);
@@ -263,13 +262,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool gate_open(uint64_t step, std::string* why, bool* in_flight = nullptr);
+  bool gate_open(uint64_t step, std::string* why, bool* in_flight = nullptr,
+                 bool* everything = nullptr);
   Status finalize_push(PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   Status commit_table(uint64_t step, StepRecord& record, const TableRef& table,
                       Vector<Handover>* ranks, bool skip, bool deferred);
-  void retire(uint64_t step, const StepRecord& record);
+  void retire(uint64_t step);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
   Status undo(Trainer& by, bool leaving);
@@ -349,12 +349,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Vector<JobRef> jobs_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
-  struct Sweep {
-    TableRef table;
-    PartRef part;
-    size_t from;
-  };
-  Vector<Sweep> sweeps_;
   std::atomic<bool> deferred_now_{false};
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
   std::atomic<uint32_t> cache_count_{0};
@@ -369,9 +363,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   static constexpr size_t kStripes = 1024;
   std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
-  // How far a rank may run ahead of the last commit when staleness allows it: what it declares must
-  // still fit into the ring.
-  uint64_t most_ahead() const { return kRing - 2 - config_.lookahead; }
+  // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
+  // read must be linked, if priorities matter at all.
+  uint64_t most_ahead() const {
+    return config_.staleness >= kRing ? kRing - 2 : Window::kHorizon - 2;
+  }
   bool stale() const { return config_.staleness != 0; }
   std::mutex& stripe(const Table& t, uint32_t slot) {
     return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];

@@ -1,4 +1,6 @@
 // The step protocol: gate, end, commit, abort.
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -37,7 +39,8 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
+bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight, bool* everything) {
+  if (everything) *everything = false;
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -69,7 +72,8 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
       if (why) *why = "the updates of the last step to be applied";
       return false;
     }
-    bool links = need_links();
+    // With unlimited staleness nothing is urgent, so links do not matter to a gate.
+    bool links = need_links() && config_.staleness < kRing;
     for (auto& [s, batches] : batches_) {
       if (s > step) break;
       for (const BatchRef& b : batches)
@@ -86,13 +90,15 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
       if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
   }
   // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-  bool everything = drain_.load() || !deferred_now_.load();
+  bool all = drain_.load() || !deferred_now_.load();
   bool over = pending_bytes_.load() > pending_limit();
+  for (const TableRef& t : windows) over |= t->window.crowded();
   if (windows.empty()) {
     drain_.store(false);
     return true;
   }
-  if (everything || over) {
+  if (all || over) {
+    if (everything) *everything = true;
     if (why) *why = "pending updates to be written";
     return false;
   }
@@ -114,13 +120,10 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.gate_wait_ns);
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
+  bool everything = false;
   Status s = wait(
-      deadline, t, [&] { return gate_open(step, nullptr, &in_flight); },
-      [&] {
-        bool everything =
-            drain_.load() || !deferred_now_.load() || pending_bytes_.load() > pending_limit();
-        return help_gate(step, everything);
-      });
+      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything); },
+      [&] { return help_gate(step, everything); });
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
     std::string why = "nothing any more";
@@ -432,12 +435,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     }
     if (t.abort_notice.load()) return aborted(t);
   }
-  FRUGAL_TRY(commit_ready());
-  // Without flush threads nobody else gives up the g-entries that have served.
-  if (config_.flush_threads == 0)
-    while (sweep_one()) {
-    }
-  return FRUGAL_OK;
+  return commit_ready();
 }
 
 // --- Commit --------------------------------------------------------------------------------------
@@ -518,7 +516,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
-    retire(step, record);
+    retire(step);
     records_.erase(step);
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
@@ -584,7 +582,6 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
       for (size_t r = 0; r < ranks->size(); ++r) update->ranks[r] = std::move((*ranks)[r]);
     } else {
       window.unstage(*update);
-      window.forget(*update);
       update.reset();
       table->predict_pause = 16;
     }
@@ -641,22 +638,20 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     return FRUGAL_OK;
   }
   FRUGAL_TRY(open_window(*table));
-  if (!staged) {
-    Timed timed(counters_.entry_ns);
-    update->make_list();
-    FRUGAL_TRY(pool_.get(update->n * sizeof(uint32_t), &update->own_ids));
-    update->ids = update->own_ids.as<uint32_t>();
-    window.add(update);
-    window.stage(*update, 0, update->n, nullptr, update->own_ids.as<uint32_t>(),
-                 Window::Urgency::kUrgent);
-  }
   Timed timed(counters_.entry_ns);
+  if (!staged) {
+    update->make_list();
+    // So many unwritten updates that they cannot be told apart: some have to be written now.
+    while (!window.add(update))
+      if (!flush_rows(UINT64_MAX)) sched_yield();
+    window.stage(*update, Window::Urgency::kUrgent);
+  }
   window.commit(update.get(), step);
   return FRUGAL_OK;
 }
 
 // What was declared for steps up to `step` has served.
-void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
+void Engine::retire(uint64_t step) {  // with mu_ held
   while (!batches_.empty() && batches_.begin()->first <= step) {
     for (const BatchRef& b : batches_.begin()->second) {
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
@@ -668,10 +663,6 @@ void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
           --unresolved_;
         }
         if (!p->resolved()) continue;
-        // Rows whose update is pending are given up when it is written.
-        auto at = record.prepared.find(table.get());
-        bool updated = at != record.prepared.end() && at->second.update->committed;
-        if (p->linked && !updated) sweeps_.push_back({table, p, 0});
         if (table->rows.has_reserved())
           table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
       }
@@ -832,7 +823,6 @@ Status Engine::undo(Trainer& by, bool leaving) {
   for (auto& [step, record] : records) {
     for (auto& [raw, p] : record.prepared) {
       p.table->window.unstage(*p.update);
-      p.table->window.forget(*p.update);
     }
     undo_rows(record.created);
   }

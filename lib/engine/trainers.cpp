@@ -202,21 +202,12 @@ void Engine::drop_batch(const BatchRef& batch) {
     const TableRef& table = batch->tables[i];
     if (p->linked && !table->dropped.load()) {
       Vector<PartRef> same;
-      Vector<bool> owned;
-      auto gather_same = [&](const BatchRef& b) {
+      for (const BatchRef& b : at->second)
         for (size_t k = 0; k < b->parts.size(); ++k)
-          if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked) {
-            same.push_back(b->parts[k]);
-            owned.push_back(rank_has_cache(b->rank));
-          }
-      };
-      for (const BatchRef& b : at->second) gather_same(b);
+          if (b->tables[k] == table && b->parts[k]->linked) same.push_back(b->parts[k]);
       for (size_t k = i + 1; k < batch->parts.size(); ++k)
-        if (batch->tables[k] == table && batch->parts[k]->linked) {
-          same.push_back(batch->parts[k]);
-          owned.push_back(rank_has_cache(batch->rank));
-        }
-      table->window.unlink(*p, rank_has_cache(p->rank), same, owned);
+        if (batch->tables[k] == table && batch->parts[k]->linked) same.push_back(batch->parts[k]);
+      table->window.unlink(*p, same);
     }
     p->linked = false;
     if (p->resolved() && table->rows.has_reserved())

@@ -3,7 +3,7 @@
 // Resolving turns keys into slots, sorts (slot, position) pairs, and lists the distinct rows. All
 // later work on the batch (lookup, summing gradients, links, updates) runs on these arrays, so
 // nothing is resolved twice. Bytes per key: 4 slot + 8 pair + 8 (hashed: the key), and per distinct
-// row 4 slot + 4 start + 4 g-entry.
+// row 4 slot + 4 start.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -33,12 +33,12 @@ struct Part : HeapObject {
   Buffer pairs;  // uint64_t[n]: slot << 32 | position, sorted, padding left out
   Buffer rows;   // uint32_t[distinct]
   Buffer start;  // uint32_t[distinct + 1]
-  Buffer ids;    // uint32_t[distinct]: g-entries, once linked
   size_t distinct = 0;
   size_t occurrences = 0;  // pairs: keys that are not padding
   std::atomic<uint32_t> state{kDeclared};
-  bool linked = false;  // guarded by the engine's mutex, as is queued
+  bool linked = false;  // guarded by the engine's mutex, as is linking
   bool linking = false;
+  bool owner_apart = false;  // how it was linked: its rank has a cache
 
   bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
   const uint32_t* row_slots() const { return rows.as<uint32_t>(); }

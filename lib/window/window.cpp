@@ -30,24 +30,33 @@ class Window::Lock {
   Window& w_;
 };
 
-Window::~Window() {
-  os_release(&index_map_);
-  os_release(&entry_map_);
-  os_release(&owner_map_);
+namespace {
+
+// Row of `slot` in a sorted list, or n. `from`: a row that is not behind it, where to begin. Calls
+// with ascending slots gallop.
+size_t find_row(const uint32_t* slots, size_t n, size_t from, uint32_t slot) {
+  size_t low = from, step = 1;
+  while (low + step < n && slots[low + step] < slot) {
+    low += step;
+    step *= 2;
+  }
+  const uint32_t* end = slots + std::min(n, low + step + 1);
+  const uint32_t* at = std::lower_bound(slots + low, end, slot);
+  return at != end && *at == slot ? static_cast<size_t>(at - slots) : n;
 }
+
+}  // namespace
+
+Window::~Window() { os_release(&word_map_); }
 
 Status Window::open(const Config& config, uint64_t base) {
   std::lock_guard<std::mutex> lock(mu_);
   if (opened()) return FRUGAL_OK;
   config_ = config;
   base_ = base;
-  // Addresses only: pages come with use, at most 4 + 32 (+ 8) bytes for each row.
-  FRUGAL_TRY(os_reserve(config.rows * sizeof(uint32_t), false, &index_map_));
-  FRUGAL_TRY(os_reserve((config.rows + 1) * sizeof(Entry), false, &entry_map_));
-  FRUGAL_TRY(os_reserve((config.rows + 1) * sizeof(uint64_t), false, &owner_map_));
-  index_ = reinterpret_cast<uint32_t*>(index_map_.base);
-  entries_ = reinterpret_cast<Entry*>(entry_map_.base);
-  owner_reads_ = reinterpret_cast<uint64_t*>(owner_map_.base);
+  // Addresses only: pages come with use, and are zero then, as nobody's row should be.
+  FRUGAL_TRY(os_reserve(config.rows * sizeof(Word), false, &word_map_));
+  words_ = reinterpret_cast<Word*>(word_map_.base);
   queue_.reset(config.tree_heap ? make_tree_heap() : make_two_level_queue());
   queue_->set_base(base);
   updates_.resize(64);
@@ -67,254 +76,229 @@ uint32_t Window::owner(uint32_t slot, uint32_t world_size) {
   return static_cast<uint32_t>(((x & 0xffffffffu) * world_size) >> 32);
 }
 
-uint32_t Window::find(uint32_t slot) const {
-  uint32_t id = index_[slot] - 1;  // kNone where the place was never written
-  if (id == kNone || id >= entry_count_) return kNone;
-  const Entry& e = entries_[id];
-  return (e.flags & kLive) && e.slot == slot ? id : kNone;
-}
+// --- Words ---------------------------------------------------------------------------------------
 
-uint32_t Window::find_or_add(uint32_t slot) {
-  uint32_t id = find(slot);
-  if (id != kNone) return id;
-  if (!free_.empty()) {
-    id = free_.back();
-    free_.pop_back();
-  } else {
-    id = entry_count_++;
-    if (entry_count_ > queue_ids_) {
-      queue_ids_ = std::max<uint32_t>(1024, queue_ids_ * 2);
-      queue_->reserve_ids(queue_ids_);
-    }
-  }
-  entries_[id] = {slot, static_cast<uint32_t>(base_), 0, kNone, 0, kAbsent, kLive, 0, 0};
-  if (caches_) owner_reads_[id] = 0;
-  index_[slot] = id + 1;
-  ++stats_.active;
-  return id;
-}
-
-void Window::age(Entry& e, uint32_t id) {
-  uint32_t passed = static_cast<uint32_t>(base_) - e.touch;
+void Window::age(Word& w) const {
+  uint32_t passed = (static_cast<uint32_t>(base_) - w.stamp) & 511;
   if (passed == 0) return;
-  if (passed >= kRing) {
-    e.reads = 0;
-    if (caches_) owner_reads_[id] = 0;
-  } else {
-    uint64_t old = std::rotl((uint64_t{1} << passed) - 1, static_cast<int>(e.touch & (kRing - 1)));
-    e.reads &= ~old;
-    if (caches_) owner_reads_[id] &= ~old;
-  }
-  e.touch = static_cast<uint32_t>(base_);
+  w.reads = passed < kHorizon ? w.reads >> passed : 0;
+  w.owner = passed < kHorizon ? w.owner >> passed : 0;
+  w.stamp = base_ & 511;
 }
 
-uint64_t Window::effective_reads(const Entry& e, uint32_t id) const {
-  return !caches_ || (e.flags & kCached) ? e.reads : e.reads | owner_reads_[id];
+uint64_t Window::effective_reads(const Word& w) const {
+  return w.cached ? w.reads : w.reads | w.owner;
 }
 
-uint8_t Window::deadline(const Entry& e, uint64_t oldest, uint32_t id) const {
-  if (e.flags & kForced) return static_cast<uint8_t>(base_ & (kRing - 1));
-  uint64_t reads = effective_reads(e, id);
+// Of an update of `step` to the row: the first declared step that has to see it. The word is aged.
+uint8_t Window::deadline(const Word& w, uint64_t step) const {
+  uint64_t reads = effective_reads(w);
+  if (reads == 0 || config_.staleness >= kRing) return kInfinity;
+  uint64_t first = step + 1 + config_.staleness;
+  if (first > base_) reads = first - base_ < kHorizon ? reads >> (first - base_) << (first - base_) : 0;
   if (reads == 0) return kInfinity;
-  // First step that has to see the oldest update.
-  if (config_.staleness >= kRing) return kInfinity;
-  uint64_t first = oldest + 1 + config_.staleness;
-  uint64_t ahead = std::rotr(reads, static_cast<int>(base_ & (kRing - 1)));
-  if (first > base_) {
-    uint64_t skip = first - base_;
-    if (skip >= kRing) return kInfinity;
-    ahead &= ~((uint64_t{1} << skip) - 1);
-  }
-  if (ahead == 0) return kInfinity;
-  return static_cast<uint8_t>((base_ + static_cast<uint64_t>(std::countr_zero(ahead))) &
+  return static_cast<uint8_t>((base_ + static_cast<uint64_t>(std::countr_zero(reads))) &
                               (kRing - 1));
 }
 
-void Window::reprioritize(Entry& e, uint32_t id) {
-  if (e.seq == kNone) return;
-  uint8_t now = deadline(e, update(e.seq)->step, id);
-  if (now == e.prio) return;
-  StepUpdate* u = update(e.seq);
-  bool more_urgent = prio_rank(now, base_) < prio_rank(e.prio, base_);
-  if (!u->committed) {
-    --u->staged[e.prio];
-    ++u->staged[now];
-    queue_->adjust_staged(id, now);
+StepUpdate* Window::live(uint32_t writer) const {
+  StepUpdate* u = updates_[writer & (updates_.size() - 1)].get();
+  return u && (u->seq & (kUpdates - 1)) == writer ? u : nullptr;
+}
+
+// The row's oldest unwritten update.
+Window::Node Window::pending(const Word& w, uint32_t slot) {
+  StepUpdate* u = live(w.writer);
+  if (!u || u->staged_rows == 0) return {};
+  if (u->cursor >= u->staged_rows || u->slots[u->cursor] > slot) u->cursor = 0;
+  size_t row = find_row(u->slots, u->staged_rows, u->cursor, slot);
+  if (row == u->staged_rows) return {};
+  u->cursor = row;
+  Node node{u, static_cast<uint32_t>(row), node_id(*u, static_cast<uint32_t>(row))};
+  uint8_t state = state_[node.id];
+  return state == kDone || state == kBlocked ? Node{} : node;
+}
+
+void Window::reprioritize(const Node& node, uint8_t prio) {
+  uint8_t state = state_[node.id], old = state & ~kClaimed;
+  if (old == prio) return;
+  if (!node.update->committed) {
+    --node.update->staged[old];
+    ++node.update->staged[prio];
+    queue_->adjust_staged(node.id, prio);
   } else {
-    more_urgent ? ++stats_.rises : ++stats_.falls;
-    --count_[e.prio];
-    ++count_[now];
-    if (!(e.flags & kClaimed)) {
-      --queued_[e.prio];
-      ++queued_[now];
-      queue_->adjust(id, now);
+    prio_rank(prio, base_) < prio_rank(old, base_) ? ++stats_.rises : ++stats_.falls;
+    --count_[old];
+    ++count_[prio];
+    if (!(state & kClaimed)) {
+      --queued_[old];
+      ++queued_[prio];
+      queue_->adjust(node.id, prio);
     }
   }
-  e.prio = now;
+  state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
 }
 
-void Window::maybe_free(Entry& e, uint32_t id) {
-  if (e.seq != kNone || (e.flags & (kClaimed | kCached)) || e.reads) return;
-  if (caches_ && owner_reads_[id]) return;
-  e.flags = 0;
-  free_.push_back(id);
-  --stats_.active;
-}
-
-void Window::set_bit(Entry& e, uint32_t id, uint64_t bit, bool owned) {
-  if (owned)
-    owner_reads_[id] |= bit;
-  else
-    e.reads |= bit;
-  if (e.seq != kNone) reprioritize(e, id);
-}
-
-size_t Window::link(Part& part, size_t from, size_t n, bool owned, Urgency urgency) {
-  constexpr size_t kChunk = 2048, kAhead = 96;
+bool Window::link(Part& part, bool owned, Urgency urgency) {
+  constexpr size_t kChunk = 2048, kAhead = 48;
   const uint32_t* slots = part.row_slots();
-  uint32_t* ids = part.ids.as<uint32_t>();
-  uint64_t bit = uint64_t{1} << (part.step & (kRing - 1));
-  for (size_t at = from, end = from + n; at < end; at += kChunk) {
+  part.owner_apart = owned;
+  for (size_t at = 0; at < part.distinct; at += kChunk) {
     Lock lock(*this, urgency);
-    if (part.step < base_) return at - from;
-    if (owned) use_caches();
-    size_t stop = std::min(end, at + kChunk);
+    if (part.step < base_) return false;
+    uint64_t bit = uint64_t{1} << (part.step - base_);
+    size_t stop = std::min(part.distinct, at + kChunk);
     for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
-      __builtin_prefetch(&index_[slots[i]], 1);
+      __builtin_prefetch(&words_[slots[i]], 1);
     for (size_t i = at; i < stop; ++i) {
-      if (i + kAhead < stop) __builtin_prefetch(&index_[slots[i + kAhead]], 1);
-      if (i + 24 < stop) {
-        uint32_t next = index_[slots[i + 24]] - 1;
-        if (next < entry_count_) __builtin_prefetch(&entries_[next], 1);
-      }
-      uint32_t id = find_or_add(slots[i]);
-      ids[i] = id;
-      Entry& e = entries_[id];
-      age(e, id);
-      set_bit(e, id, bit, owned && owned_by(slots[i], part.rank));
-    }
-  }
-  return n;
-}
-
-void Window::unlink(Part& part, bool owned, const Vector<PartRef>& same_step,
-                    const Vector<bool>& same_owned) {
-  Lock lock(*this, Urgency::kUrgent);
-  uint64_t bit = uint64_t{1} << (part.step & (kRing - 1));
-  const uint32_t* ids = part.ids.as<uint32_t>();
-  for (size_t i = 0; i < part.distinct; ++i) {
-    Entry& e = entries_[ids[i]];
-    age(e, ids[i]);
-    if (owned && owned_by(e.slot, part.rank))
-      owner_reads_[ids[i]] &= ~bit;
-    else
-      e.reads &= ~bit;
-  }
-  // Others may read the same rows in the same step: their bits come back.
-  for (size_t p = 0; p < same_step.size(); ++p) {
-    const Part& other = *same_step[p];
-    const uint32_t* other_ids = other.ids.as<uint32_t>();
-    for (size_t i = 0; i < other.distinct; ++i) {
-      Entry& e = entries_[other_ids[i]];
-      if (same_owned[p] && owned_by(e.slot, other.rank))
-        owner_reads_[other_ids[i]] |= bit;
+      if (i + kAhead < stop) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
+      Word w = words_[slots[i]];
+      age(w);
+      uint64_t before = effective_reads(w);
+      if (owned && owner(slots[i], config_.world_size) == part.rank)
+        w.owner |= bit;
       else
-        e.reads |= bit;
+        w.reads |= bit;
+      words_[slots[i]] = w;
+      // Only a first read makes a pending update more urgent, unless steps before do not count.
+      // (Bit 0 may be the step of a staged update, which does not see itself.)
+      if ((before & (bit - 1) & ~uint64_t{1}) && config_.staleness == 0) continue;
+      if (before == effective_reads(w)) continue;
+      if (Node node = pending(w, slots[i]); node.update)
+        reprioritize(node, deadline(w, node.update->step));
     }
   }
-  for (size_t i = 0; i < part.distinct; ++i) {
-    Entry& e = entries_[ids[i]];
-    reprioritize(e, ids[i]);
-    maybe_free(e, ids[i]);
-  }
+  return true;
 }
 
-void Window::sweep(const Part& part, size_t from, size_t n) {
-  constexpr size_t kChunk = 512;
-  const uint32_t* slots = part.row_slots();
-  const uint32_t* ids = part.ids.as<uint32_t>();
-  for (size_t at = from, end = from + n; at < end; at += kChunk) {
-    Lock lock(*this, Urgency::kBackground);
-    for (size_t i = at; i < std::min(end, at + kChunk); ++i) {
-      Entry& e = entries_[ids[i]];
-      if (!(e.flags & kLive) || e.slot != slots[i]) continue;
-      age(e, ids[i]);
-      maybe_free(e, ids[i]);
-    }
-  }
-}
-
-void Window::add(const UpdateRef& update) {
+void Window::unlink(const Part& part, const Vector<PartRef>& same_step) {
   Lock lock(*this, Urgency::kUrgent);
-  // The ring is indexed by seq; grow it when the place is still taken.
-  while (updates_[next_seq_ & (updates_.size() - 1)]) {
+  if (part.step < base_) return;
+  uint64_t bit = uint64_t{1} << (part.step - base_);
+  auto set = [&](const Part& p, bool on) {
+    for (size_t i = 0; i < p.distinct; ++i) {
+      uint32_t slot = p.row_slots()[i];
+      Word& w = words_[slot];
+      age(w);
+      if (p.owner_apart && owner(slot, config_.world_size) == p.rank)
+        w.owner = on ? w.owner | bit : w.owner & ~bit;
+      else
+        w.reads = on ? w.reads | bit : w.reads & ~bit;
+    }
+  };
+  set(part, false);
+  // Others may read the same rows in the same step: their bits come back.
+  for (const PartRef& p : same_step) set(*p, true);
+  for (size_t i = 0; i < part.distinct; ++i) {
+    uint32_t slot = part.row_slots()[i];
+    if (Node node = pending(words_[slot], slot); node.update)
+      reprioritize(node, deadline(words_[slot], node.update->step));
+  }
+}
+
+// --- Updates -------------------------------------------------------------------------------------
+
+bool Window::add(const UpdateRef& update) {
+  Lock lock(*this, Urgency::kUrgent);
+  // The ring is indexed by number; it grows when the place is still taken.
+  while (updates_[next_ & (updates_.size() - 1)]) {
+    if (updates_.size() == kUpdates) return false;
     Vector<UpdateRef> bigger(updates_.size() * 2);
     for (UpdateRef& u : updates_)
       if (u) bigger[u->seq & (bigger.size() - 1)] = std::move(u);
     updates_ = std::move(bigger);
   }
-  update->seq = next_seq_++;
-  if (next_seq_ == kNone) next_seq_ = 0;
-  updates_[update->seq & (updates_.size() - 1)] = update;
-  update->prepared = 0;
-  update->remaining = 0;
-  std::fill_n(update->staged, kRing + 1, 0);
-}
-
-void Window::forget(StepUpdate& update) {
-  Lock lock(*this, Urgency::kUrgent);
-  updates_[update.seq & (updates_.size() - 1)].reset();
-}
-
-void Window::stage(StepUpdate& u, size_t from, size_t n, const uint32_t* known_ids, uint32_t* ids,
-                   Urgency urgency) {
-  constexpr size_t kChunk = 1024, kAhead = 24;
-  uint32_t unread[kChunk];  // entries without a declared read: most of them
-  for (size_t at = from, end = from + n; at < end; at += kChunk) {
-    Lock lock(*this, urgency);
-    size_t stop = std::min(end, at + kChunk), unreads = 0;
-    for (size_t i = at; i < stop; ++i) {
-      if (known_ids && i + kAhead < stop) __builtin_prefetch(&entries_[known_ids[i + kAhead]], 1);
-      if (!known_ids && i + kAhead < stop) __builtin_prefetch(&index_[u.slots[i + kAhead]], 1);
-      uint32_t id = known_ids ? known_ids[i] : find_or_add(u.slots[i]);
-      if (ids) ids[i] = id;
-      Entry& e = entries_[id];
-      age(e, id);
-      if (e.seq != kNone) {
-        u.late.push_back(uint64_t{id} << 32 | i);
-        continue;
-      }
-      e.seq = u.seq;
-      e.row = static_cast<uint32_t>(i);
-      e.prio = deadline(e, u.step, id);
-      if (e.prio == kInfinity) {
-        unread[unreads++] = id;
-        continue;
-      }
-      ++u.staged[e.prio];
-      queue_->stage(id, e.prio);
+  while (update->pages.size() * kPage < update->n) {
+    if (free_pages_.empty()) {
+      size_t pages = std::max<size_t>(4, pages_.size() * 2);
+      state_.resize(pages * kPage, kDone);
+      queue_->reserve_ids(static_cast<uint32_t>(pages * kPage));
+      free_pages_.reserve(pages);
+      for (size_t p = pages; p > pages_.size(); --p)
+        free_pages_.push_back(static_cast<uint32_t>(p - 1));
+      pages_.resize(pages);
     }
-    u.staged[kInfinity] += unreads;
-    queue_->stage(unread, unreads, kInfinity);
-    u.prepared = stop;
+    pages_[free_pages_.back()] = {update.get(),
+                                  static_cast<uint32_t>(update->pages.size() * kPage)};
+    update->pages.push_back(free_pages_.back());
+    free_pages_.pop_back();
   }
+  update->seq = next_++;
+  updates_[update->seq & (updates_.size() - 1)] = update;
+  span_.store(next_ - oldest_, std::memory_order_relaxed);
+  return true;
+}
+
+void Window::stage(StepUpdate& u, Urgency urgency) {
+  constexpr size_t kAhead = 48;
+  uint32_t ids[kPage];
+  uint8_t prio[kPage];
+  uint32_t start[kRing + 2];
+  for (size_t at = 0; at < u.n; at += kPage) {
+    Lock lock(*this, urgency);
+    const size_t n = std::min<size_t>(kPage, u.n - at);
+    const uint32_t* slots = u.slots + at;
+    const uint32_t first = u.pages[at / kPage] * kPage;
+    uint8_t* state = state_.data() + first;
+    std::fill_n(start, kRing + 2, 0);
+    for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
+      Word w = words_[slots[i]];
+      age(w);
+      // All ranks have passed the gate of the step: what it reads has nothing unwritten.
+      bool clean = config_.staleness == 0 && u.step >= base_ && u.step - base_ < kHorizon &&
+                   (w.reads >> (u.step - base_) & 1);
+      if (!clean && pending(w, slots[i]).update) {
+        state[i] = prio[i] = kBlocked;
+        u.late.push_back(static_cast<uint32_t>(at + i));
+      } else {
+        w.writer = u.seq & (kUpdates - 1);
+        state[i] = prio[i] = deadline(w, u.step);
+        ++start[prio[i] + 1];
+      }
+      words_[slots[i]] = w;
+    }
+    // By priority, so that a bag gets its rows at once.
+    for (uint32_t p = 0; p <= kRing; ++p) {
+      u.staged[p] += start[p + 1];
+      start[p + 1] += start[p];
+    }
+    uint32_t next[kRing + 1];
+    std::copy_n(start, kRing + 1, next);
+    for (size_t i = 0; i < n; ++i)
+      if (prio[i] != kBlocked) ids[next[prio[i]]++] = first + static_cast<uint32_t>(i);
+    for (uint32_t p = 0; p <= kRing; ++p)
+      if (start[p + 1] != start[p])
+        queue_->stage(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
+    u.staged_rows = at + n;
+  }
+}
+
+// The oldest numbers whose updates are gone need no place any more.
+void Window::close_gap() {
+  while (oldest_ != next_ && !updates_[oldest_ & (updates_.size() - 1)]) ++oldest_;
+  span_.store(next_ - oldest_, std::memory_order_relaxed);
+}
+
+void Window::release(StepUpdate& u) {
+  for (uint32_t page : u.pages) {
+    pages_[page] = {};
+    free_pages_.push_back(page);
+  }
+  u.pages.clear();
+  u.staged_rows = 0;
+  updates_[u.seq & (updates_.size() - 1)].reset();
+  close_gap();
 }
 
 void Window::unstage(StepUpdate& u) {
+  UpdateRef keep;
   Lock lock(*this, Urgency::kUrgent);
+  keep = updates_[u.seq & (updates_.size() - 1)];
   queue_->drop_stage();
-  for (size_t i = 0; i < u.prepared; ++i) {
-    uint32_t id = u.ids[i];
-    Entry& e = entries_[id];
-    if (e.seq != u.seq) continue;  // a late one: it has older updates, or none any more
-    e.seq = kNone;
-    e.prio = kAbsent;
-    age(e, id);
-    maybe_free(e, id);
-  }
-  u.late.clear();
-  u.prepared = 0;
-  std::fill_n(u.staged, kRing + 1, 0);
+  for (size_t i = 0; i < u.staged_rows; ++i) state_[node_id(u, static_cast<uint32_t>(i))] = kDone;
+  release(u);
 }
 
 void Window::commit(StepUpdate* u, uint64_t step) {
@@ -324,59 +308,60 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   queue_->set_base(base_);
   // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
   // that it had forced can leave some: they must not seem to be 64 steps away.
-  if (count_[passed]) {
-    for (uint32_t id = 0; id < entry_count_; ++id) {
-      Entry& e = entries_[id];
-      if ((e.flags & kLive) && e.seq != kNone && e.prio == passed && update(e.seq)->committed) {
-        age(e, id);
-        reprioritize(e, id);
+  if (count_[passed])
+    for (const UpdateRef& other : updates_) {
+      if (!other || !other->committed) continue;
+      for (uint32_t row = 0; row < other->n; ++row) {
+        Node node{other.get(), row, node_id(*other, row)};
+        if ((state_[node.id] & ~kClaimed) != passed) continue;
+        Word& w = words_[other->slots[row]];
+        age(w);
+        reprioritize(node, deadline(w, other->step));
       }
     }
-  }
   if (!u) return;
   u->committed = true;
   u->remaining = u->n;
-  uint64_t pending = 0;
+  uint64_t pending_rows = 0;
   for (uint32_t p = 0; p <= kRing; ++p) {
     count_[p] += u->staged[p];
     queued_[p] += u->staged[p];
-    pending += u->staged[p];
+    pending_rows += u->staged[p];
   }
   queue_->commit_stage();
-  for (uint64_t packed : u->late) {
-    uint32_t id = static_cast<uint32_t>(packed >> 32), row = static_cast<uint32_t>(packed);
-    if (!(entries_[id].flags & kLive) || entries_[id].slot != u->slots[row]) {
-      // Its older update was written meanwhile and the entry given up.
-      id = find_or_add(u->slots[row]);
-      const_cast<uint32_t*>(u->ids)[row] = id;
-    }
-    Entry& e = entries_[id];
-    age(e, id);
-    if (e.seq != kNone) {
+  for (uint32_t row : u->late) {
+    uint32_t slot = u->slots[row];
+    Word& w = words_[slot];
+    age(w);
+    if (Node node = pending(w, slot); node.update) {
       // Behind the older ones, so that updates of a row are applied in step order.
-      StepUpdate* last = update(e.seq);
-      uint32_t last_row = e.row;
+      StepUpdate* last = node.update;
+      uint32_t last_row = node.row;
       while (!last->next.empty() && last->next[last_row]) {
         uint64_t link = last->next[last_row] - 1;
-        last = update(static_cast<uint32_t>(link >> 32));
+        last = live(static_cast<uint32_t>(link >> 32) & (kUpdates - 1));
         last_row = static_cast<uint32_t>(link);
       }
       if (last->next.empty()) last->next.resize(last->n, 0);
       last->next[last_row] = (uint64_t{u->seq} << 32 | row) + 1;
-    } else {
-      e.seq = u->seq;
-      e.row = row;
-      e.prio = deadline(e, update(e.seq)->step, id);
-      ++count_[e.prio];
-      ++queued_[e.prio];
-      ++pending;
-      queue_->push(id, e.prio);
+      continue;
     }
+    // The older update was written meanwhile.
+    w.writer = u->seq & (kUpdates - 1);
+    uint8_t prio = deadline(w, u->step);
+    uint32_t id = node_id(*u, row);
+    state_[id] = prio;
+    ++count_[prio];
+    ++queued_[prio];
+    ++pending_rows;
+    queue_->push(id, prio);
   }
   u->late.clear();
   stats_.enqueued += u->n;
-  pending_total_.fetch_add(pending, std::memory_order_acq_rel);
+  pending_total_.fetch_add(pending_rows, std::memory_order_acq_rel);
 }
+
+// --- Asking --------------------------------------------------------------------------------------
 
 bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
   constexpr size_t kChunk = 512;
@@ -385,16 +370,10 @@ bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
     Lock lock(*this, Urgency::kUrgent);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       if (slots[i] >= kMissingSlot) continue;
-      uint32_t id = find(slots[i]);
-      if (id == kNone) continue;
-      Entry& e = entries_[id];
-      if (e.seq == kNone) continue;
-      StepUpdate* u = update(e.seq);
-      if (!u->committed || u->step >= before) continue;
+      Node node = pending(words_[slots[i]], slots[i]);
+      if (!node.update || !node.update->committed || node.update->step >= before) continue;
       any = true;
-      e.flags |= kForced;
-      age(e, id);
-      reprioritize(e, id);
+      reprioritize(node, static_cast<uint8_t>(base_ & (kRing - 1)));
     }
   }
   return any;
@@ -426,134 +405,91 @@ bool Window::in_flight_until(uint64_t step) {
   return limit == kRing && count_[kInfinity] != queued_[kInfinity];
 }
 
-bool Window::queued_until(uint64_t step) {
-  if (!any_pending()) return false;
-  Lock lock(*this, Urgency::kBackground);
-  uint32_t limit = limit_rank(step);
-  for (uint32_t r = 0; r <= std::min(limit, kRing - 1); ++r)
-    if (queued_[(base_ + r) & (kRing - 1)]) return true;
-  return limit == kRing && queued_[kInfinity];
-}
-
 bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->ids.clear();
-  c->nodes.clear();
-  c->flat.clear();
-  c->chained = false;
+  c->rows.clear();
+  c->runs.clear();
   if (!any_pending()) return false;
   Lock lock(*this, Urgency::kUrgent);
   c->ids.resize(max);
   size_t n = queue_->pop(base_, limit_rank(step), c->ids.data(), max);
-  size_t kept = 0;
+  c->rows.resize(n);
+  uint32_t kept = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t id = c->ids[i];
-    if (i + 8 < n) __builtin_prefetch(&entries_[c->ids[i + 8]], 1);
-    Entry& e = entries_[id];
-    StepUpdate* u = update(e.seq);
+    const Page& page = pages_[id / kPage];
+    StepUpdate* u = page.update;
+    uint8_t prio = state_[id];
     if (!u->committed) {
-      queue_->restore_staged(id, e.prio);
+      queue_->restore_staged(id, prio);
       continue;
     }
-    e.flags |= kClaimed;
-    --queued_[e.prio];
-    c->ids[kept++] = id;
-    uint32_t nodes = 1;
-    c->flat.push_back({u, e.row});
-    for (uint32_t row = e.row; !u->next.empty() && u->next[row]; ++nodes) {
-      uint64_t link = u->next[row] - 1;
-      u = update(static_cast<uint32_t>(link >> 32));
-      row = static_cast<uint32_t>(link);
-      c->flat.push_back({u, row});
-    }
-    c->chained |= nodes > 1;
-    c->nodes.push_back(nodes);
+    state_[id] = prio | kClaimed;
+    --queued_[prio];
+    c->ids[kept] = id;
+    c->rows[kept] = page.first_row + id % kPage;
+    if (c->runs.empty() || c->runs.back().update != u) c->runs.push_back({u, kept, kept});
+    c->runs.back().end = ++kept;
   }
   c->ids.resize(kept);
+  c->rows.resize(kept);
   stats_.dequeued += kept;
   return kept != 0;
 }
 
-void Window::finish(Claim* c, Vector<UpdateRef>* finished) {
+void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {
   Lock lock(*this, Urgency::kUrgent);
-  size_t at = 0;
   uint64_t done = 0;
-  // Rows of one update come in runs: its count is settled once a run.
-  StepUpdate* current = nullptr;
-  size_t written = 0;
-  auto settle = [&] {
-    if (current && (current->remaining -= written) == 0) {
-      current->written();
-      UpdateRef& ref = updates_[current->seq & (updates_.size() - 1)];
-      finished->push_back(std::move(ref));
-      ref.reset();
+  for (const Claim::Run& run : c.runs) {
+    StepUpdate* u = run.update;
+    for (uint32_t i = run.begin; i < run.end; ++i) {
+      uint32_t id = c.ids[i];
+      --count_[state_[id] & ~kClaimed];
+      state_[id] = kDone;
     }
-    written = 0;
-  };
-  for (size_t i = 0; i < c->ids.size(); ++i) {
-    uint32_t id = c->ids[i];
-    if (i + 16 < c->ids.size()) __builtin_prefetch(&entries_[c->ids[i + 16]], 1);
-    Entry& e = entries_[id];
-    for (uint32_t k = 0; k < c->nodes[i]; ++k, ++at) {
-      StepUpdate* u = c->flat[at].update;
-      uint32_t row = c->flat[at].row;
-      uint64_t link = u->next.empty() ? 0 : u->next[row];
-      if (link) {
-        e.seq = static_cast<uint32_t>((link - 1) >> 32);
-        e.row = static_cast<uint32_t>(link - 1);
-      } else {
-        e.seq = kNone;
-      }
-      if (u != current) {
-        settle();
-        current = u;
-      }
-      ++written;
-    }
-    --count_[e.prio];
-    e.flags &= static_cast<uint8_t>(~kClaimed);
-    e.prio = kAbsent;
-    age(e, id);
-    if (e.seq == kNone) {
-      // Who forced the row waits for all its updates: the mark stays while one is left.
-      e.flags &= static_cast<uint8_t>(~kForced);
-      ++done;
-      maybe_free(e, id);
+    if (u->next.empty()) {
+      done += run.end - run.begin;
     } else {
-      // A later step updated the row while this claim was being written.
-      e.prio = deadline(e, update(e.seq)->step, id);
-      ++count_[e.prio];
-      ++queued_[e.prio];
-      queue_->push(id, e.prio);
+      for (uint32_t i = run.begin; i < run.end; ++i) {
+        uint64_t link = u->next[c.rows[i]];
+        if (!link) {
+          ++done;
+          continue;
+        }
+        // A later step updated the row, too: that is its turn now.
+        StepUpdate* after = live(static_cast<uint32_t>((link - 1) >> 32) & (kUpdates - 1));
+        uint32_t row = static_cast<uint32_t>(link - 1), id = node_id(*after, row);
+        Word& w = words_[after->slots[row]];
+        age(w);
+        w.writer = after->seq & (kUpdates - 1);
+        uint8_t prio = deadline(w, after->step);
+        state_[id] = prio;
+        ++count_[prio];
+        ++queued_[prio];
+        queue_->push(id, prio);
+      }
+    }
+    if ((u->remaining -= run.end - run.begin) == 0) {
+      u->written();
+      finished->push_back(updates_[u->seq & (updates_.size() - 1)]);
+      release(*u);
     }
   }
-  settle();
   pending_total_.fetch_sub(done, std::memory_order_acq_rel);
-  c->ids.clear();
 }
 
-void Window::use_caches() {
-  if (caches_) return;
-  // Nobody looked at these words before: they may be of entries that came and went.
-  std::fill_n(owner_reads_, entry_count_, 0);
-  caches_ = true;
-}
+// --- Caches --------------------------------------------------------------------------------------
 
 void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty) {
   Lock lock(*this, Urgency::kUrgent);
-  if (n) use_caches();
   for (size_t i = 0; i < n; ++i) {
-    uint32_t id = cached ? find_or_add(slots[i]) : find(slots[i]);
-    if (id == kNone) continue;
-    Entry& e = entries_[id];
-    age(e, id);
-    if (cached) {
-      e.flags |= kCached;
-    } else {
-      e.flags &= static_cast<uint8_t>(~kCached);
-      if (dirty && e.seq != kNone && update(e.seq)->committed) ++*dirty;
-    }
-    reprioritize(e, id);
-    maybe_free(e, id);
+    Word& w = words_[slots[i]];
+    age(w);
+    w.cached = cached;
+    Node node = pending(w, slots[i]);
+    if (!node.update) continue;
+    if (dirty && !cached && node.update->committed) ++*dirty;
+    reprioritize(node, deadline(w, node.update->step));
   }
 }
 
@@ -561,14 +497,10 @@ void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, u
   Lock lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     next[i] = UINT64_MAX;
-    uint32_t id = find(slots[i]);
-    if (id == kNone || !caches_) continue;
-    age(entries_[id], id);
-    uint64_t ahead = std::rotr(owner_reads_[id], static_cast<int>(base_ & (kRing - 1)));
-    if (after + 1 > base_) {
-      uint64_t skip = after + 1 - base_;
-      ahead = skip >= kRing ? 0 : ahead & ~((uint64_t{1} << skip) - 1);
-    }
+    Word& w = words_[slots[i]];
+    age(w);
+    uint64_t ahead = w.owner;
+    if (after >= base_) ahead = after + 1 - base_ < kHorizon ? ahead >> (after + 1 - base_) << (after + 1 - base_) : 0;
     if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
   }
 }
@@ -578,16 +510,15 @@ void Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* 
   Lock lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
-    uint32_t id = find(slots[i]);
-    if (id == kNone || entries_[id].seq == kNone) continue;
-    if (update(entries_[id].seq)->committed) out->push_back(slots[i]);
+    Node node = pending(words_[slots[i]], slots[i]);
+    if (node.update && node.update->committed) out->push_back(slots[i]);
   }
 }
 
 WindowStats Window::stats() {
   Lock lock(*this, Urgency::kBackground);
   WindowStats s = stats_;
-  s.pending = pending_total_.load(std::memory_order_relaxed);
+  s.pending = s.active = pending_total_.load(std::memory_order_relaxed);
   return s;
 }
 
