@@ -358,7 +358,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // shows that flushing does not keep up. A longer one would only leave the caches.
   uint64_t pending_limit() const {
     return std::min<uint64_t>(config_.pending_bytes,
-                              std::max<uint64_t>(4 * step_bytes_.load(std::memory_order_relaxed),
+                              std::max<uint64_t>(1 * step_bytes_.load(std::memory_order_relaxed),
                                                  uint64_t{4} << 20));
   }
   static constexpr size_t kStripes = 1024;

@@ -1,6 +1,4 @@
 // The step protocol: gate, end, commit, abort.
-#include <sched.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -581,7 +579,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     if (staged) {
       for (size_t r = 0; r < ranks->size(); ++r) update->ranks[r] = std::move((*ranks)[r]);
     } else {
-      window.unstage(*update);
+      window.unstage(update);
       update.reset();
       table->predict_pause = 16;
     }
@@ -641,10 +639,8 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   Timed timed(counters_.entry_ns);
   if (!staged) {
     update->make_list();
-    // So many unwritten updates that they cannot be told apart: some have to be written now.
-    while (!window.add(update))
-      if (!flush_rows(UINT64_MAX)) sched_yield();
-    window.stage(*update, Window::Urgency::kUrgent);
+    window.add(update);
+    window.stage(*update, false, Window::Urgency::kUrgent);
   }
   window.commit(update.get(), step);
   return FRUGAL_OK;
@@ -822,7 +818,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
   }
   for (auto& [step, record] : records) {
     for (auto& [raw, p] : record.prepared) {
-      p.table->window.unstage(*p.update);
+      p.table->window.unstage(p.update);
     }
     undo_rows(record.created);
   }

@@ -64,7 +64,9 @@ Status Engine::close_trainer(const TrainerRef& t) {
     std::unique_lock<std::mutex> lock(mu_);
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)
-        if (b->rank == t->rank) mine.push_back(b);
+        // What it has read in a step that the others have not ended yet stays declared.
+        if (b->rank == t->rank && (t->next_step == kNoStep || step >= t->next_step))
+          mine.push_back(b);
   }
   for (const BatchRef& b : mine) drop_batch(b);
   // Rows that it cached: its own reads are gone with its declarations, the flags go too.
@@ -207,7 +209,7 @@ void Engine::drop_batch(const BatchRef& batch) {
           if (b->tables[k] == table && b->parts[k]->linked) same.push_back(b->parts[k]);
       for (size_t k = i + 1; k < batch->parts.size(); ++k)
         if (batch->tables[k] == table && batch->parts[k]->linked) same.push_back(batch->parts[k]);
-      table->window.unlink(*p, same);
+      table->window.unlink(p, same);
     }
     p->linked = false;
     if (p->resolved() && table->rows.has_reserved())

@@ -315,10 +315,12 @@ bool Engine::link_one(uint64_t up_to) {
     ++linking_;
   }
   Status status = open_window(*table);
+  if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
+  if (status == FRUGAL_OK) status = part->finder.build(pool_, part->row_slots(), part->distinct);
   bool done = false;
   if (status == FRUGAL_OK) {
     Timed timed(counters_.entry_ns);
-    done = table->window.link(*part, owned, Window::Urgency::kBackground);
+    done = table->window.link(part, owned, Window::Urgency::kBackground);
   } else {
     fail_background(status);
   }
@@ -351,7 +353,7 @@ bool Engine::prepare_one() {
     if (declared == batches_.end()) return false;
     for (const TableRef& t : tables_) {
       if (record->prepared.count(t.get()) || t->dropped.load()) continue;
-      if (t->predict_pause || t->window.crowded()) continue;
+      if (t->predict_pause) continue;
       Vector<PartRef> parts(ranks_.size());
       bool any = false, simple = true;
       for (const BatchRef& b : declared->second)
@@ -381,9 +383,8 @@ bool Engine::prepare_one() {
   {
     Timed timed(counters_.entry_ns);
     update->make_list();
-    // There is room: the window was not crowded, and one step is taken in ahead at a time.
     table->window.add(update);
-    table->window.stage(*update, Window::Urgency::kBackground);
+    table->window.stage(*update, true, Window::Urgency::kBackground);
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.

@@ -63,7 +63,6 @@ struct StepUpdate : HeapObject {
   Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
   uint64_t staged[kRing + 1] = {};
   size_t staged_rows = 0;         // rows taken in so far
-  size_t cursor = 0;              // where a row was found last
   bool committed = false;
   size_t remaining = 0;           // rows not yet in the host rows
 

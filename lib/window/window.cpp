@@ -9,63 +9,59 @@
 
 namespace frugal {
 
-// The lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
+// A lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
 // would let the pass take it again and again.
 class Window::Lock {
  public:
-  Lock(Window& w, Urgency urgency) : w_(w) {
+  Lock(std::mutex& mu, std::atomic<int>& urgent, Urgency urgency) : mu_(mu) {
     if (urgency == Urgency::kUrgent) {
-      w_.urgent_.fetch_add(1, std::memory_order_relaxed);
-      w_.mu_.lock();
-      w_.urgent_.fetch_sub(1, std::memory_order_relaxed);
+      if (mu_.try_lock()) return;
+      urgent.fetch_add(1, std::memory_order_relaxed);
+      mu_.lock();
+      urgent.fetch_sub(1, std::memory_order_relaxed);
       return;
     }
-    for (int spin = 0; w_.urgent_.load(std::memory_order_relaxed) != 0 && spin < 64; ++spin)
+    for (int spin = 0; urgent.load(std::memory_order_relaxed) != 0 && spin < 64; ++spin)
       sched_yield();
-    w_.mu_.lock();
+    mu_.lock();
   }
-  ~Lock() { w_.mu_.unlock(); }
+  Lock(Window& w, Urgency urgency) : Lock(w.mu_, w.urgent_, urgency) {}
+  ~Lock() { mu_.unlock(); }
 
  private:
-  Window& w_;
+  std::mutex& mu_;
 };
 
-namespace {
+class Window::BothLocks {
+ public:
+  BothLocks(Window& w, Urgency urgency)
+      : links_(w.links_mu_, w.links_urgent_, urgency), nodes_(w, urgency) {}
 
-// Row of `slot` in a sorted list, or n. `from`: a row that is not behind it, where to begin. Calls
-// with ascending slots gallop.
-size_t find_row(const uint32_t* slots, size_t n, size_t from, uint32_t slot) {
-  size_t low = from, step = 1;
-  while (low + step < n && slots[low + step] < slot) {
-    low += step;
-    step *= 2;
-  }
-  const uint32_t* end = slots + std::min(n, low + step + 1);
-  const uint32_t* at = std::lower_bound(slots + low, end, slot);
-  return at != end && *at == slot ? static_cast<size_t>(at - slots) : n;
-}
-
-}  // namespace
+ private:
+  Lock links_, nodes_;
+};
 
 Window::~Window() { os_release(&word_map_); }
 
 Status Window::open(const Config& config, uint64_t base) {
-  std::lock_guard<std::mutex> lock(mu_);
+  BothLocks lock(*this, Urgency::kUrgent);
   if (opened()) return FRUGAL_OK;
   config_ = config;
+  // Beyond what words hold, nothing is urgent.
+  config_.staleness = std::min<uint64_t>(config.staleness, kRing);
+  words_only_ = config.staleness != 0;
   base_ = base;
   // Addresses only: pages come with use, and are zero then, as nobody's row should be.
   FRUGAL_TRY(os_reserve(config.rows * sizeof(Word), false, &word_map_));
   words_ = reinterpret_cast<Word*>(word_map_.base);
   queue_.reset(config.tree_heap ? make_tree_heap() : make_two_level_queue());
   queue_->set_base(base);
-  updates_.resize(64);
   opened_.store(true, std::memory_order_release);
   return FRUGAL_OK;
 }
 
 void Window::set_base(uint64_t base) {
-  std::lock_guard<std::mutex> lock(mu_);
+  BothLocks lock(*this, Urgency::kUrgent);
   base_ = base;
   queue_->set_base(base);
 }
@@ -78,45 +74,84 @@ uint32_t Window::owner(uint32_t slot, uint32_t world_size) {
 
 // --- Words ---------------------------------------------------------------------------------------
 
-void Window::age(Word& w) const {
-  uint32_t passed = (static_cast<uint32_t>(base_) - w.stamp) & 511;
-  if (passed == 0) return;
-  w.reads = passed < kHorizon ? w.reads >> passed : 0;
-  w.owner = passed < kHorizon ? w.owner >> passed : 0;
-  w.stamp = base_ & 511;
+// The word with its stamp at `base`.
+inline Window::Word Window::aged(Word w, uint64_t base) {
+  uint64_t passed = std::min<uint64_t>((base - (w >> kStampAt)) & kStamp, 63);
+  Word reads = (w & kReads) >> passed;
+  // What the owner has read is of the past like all else.
+  Word owner = (w >> kOwnerAt & kOwner) << kPast >> passed;
+  return reads | (owner & kPassed) | owner >> kPast << kOwnerAt | (w & kCached) |
+         (base & kStamp) << kStampAt;
 }
 
-uint64_t Window::effective_reads(const Word& w) const {
-  return w.cached ? w.reads : w.reads | w.owner;
+// Steps from the stamp on whose reads count.
+inline uint64_t Window::effective_reads(Word aged) {
+  uint64_t owner = aged & kCached ? 0 : aged >> kOwnerAt & kOwner;
+  return (aged & kReads) >> kPast | owner;
 }
 
-// Of an update of `step` to the row: the first declared step that has to see it. The word is aged.
-uint8_t Window::deadline(const Word& w, uint64_t step) const {
-  uint64_t reads = effective_reads(w);
-  if (reads == 0 || config_.staleness >= kRing) return kInfinity;
+// Of an update of `step` to the row: the first declared step that has to see it.
+inline uint8_t Window::deadline(Word aged, uint64_t step) const {
   uint64_t first = step + 1 + config_.staleness;
-  if (first > base_) reads = first - base_ < kHorizon ? reads >> (first - base_) << (first - base_) : 0;
+  uint64_t skip = std::min<uint64_t>(first > base_ ? first - base_ : 0, 63);
+  uint64_t reads = effective_reads(aged) >> skip;
   if (reads == 0) return kInfinity;
-  return static_cast<uint8_t>((base_ + static_cast<uint64_t>(std::countr_zero(reads))) &
+  return static_cast<uint8_t>((base_ + skip + static_cast<uint64_t>(std::countr_zero(reads))) &
                               (kRing - 1));
 }
 
-StepUpdate* Window::live(uint32_t writer) const {
-  StepUpdate* u = updates_[writer & (updates_.size() - 1)].get();
-  return u && (u->seq & (kUpdates - 1)) == writer ? u : nullptr;
+// Bits of `reads` that stand for unwritten updates. `ancient`: there are some of older steps, too.
+uint64_t Window::written_mask(bool* ancient) const {
+  uint64_t mask = 0;
+  *ancient = false;
+  for (const UpdateRef& u : updates_) {
+    if (u->step + kPast < base_)
+      *ancient = true;
+    else
+      mask |= uint64_t{1} << (u->step + kPast - base_);
+  }
+  return mask;
+}
+
+StepUpdate* Window::find_update(uint32_t seq) const {
+  for (const UpdateRef& u : updates_)
+    if (u->seq == seq) return u.get();
+  return nullptr;
+}
+
+Window::Node Window::find_node(StepUpdate& u, uint32_t slot) {
+  uint32_t row;
+  if (u.ranks.size() == 1 && u.ranks[0].part->finder.built()) {
+    row = RowFinder::find(u.slots, u.ranks[0].part->finder.near(slot), slot);
+    if (row == UINT32_MAX) return {};
+  } else {
+    const uint32_t* at = std::lower_bound(u.slots, u.slots + u.n, slot);
+    if (at == u.slots + u.n || *at != slot) return {};
+    row = static_cast<uint32_t>(at - u.slots);
+  }
+  return {&u, row, node_id(u, row)};
 }
 
 // The row's oldest unwritten update.
-Window::Node Window::pending(const Word& w, uint32_t slot) {
-  StepUpdate* u = live(w.writer);
-  if (!u || u->staged_rows == 0) return {};
-  if (u->cursor >= u->staged_rows || u->slots[u->cursor] > slot) u->cursor = 0;
-  size_t row = find_row(u->slots, u->staged_rows, u->cursor, slot);
-  if (row == u->staged_rows) return {};
-  u->cursor = row;
-  Node node{u, static_cast<uint32_t>(row), node_id(*u, static_cast<uint32_t>(row))};
-  uint8_t state = state_[node.id];
-  return state == kDone || state == kBlocked ? Node{} : node;
+Window::Node Window::pending(Word aged, uint32_t slot) {
+  for (const UpdateRef& u : updates_) {
+    // Of old steps words know nothing.
+    if (u->step + kPast >= base_ && !(aged >> (u->step + kPast - base_) & 1)) continue;
+    Node node = find_node(*u, slot);
+    if (!node.update) continue;
+    uint8_t state = state_[node.id];
+    if (state != kDone && state != kBlocked) return node;
+  }
+  return {};
+}
+
+// The row is read in declared step `step`, and next with priority `prio`.
+void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
+  for (const PartRef& p : parts_[step & (kRing - 1)]) {
+    if (!p->finder.built()) continue;
+    uint32_t row = RowFinder::find(p->row_slots(), p->finder.near(slot), slot);
+    if (row != UINT32_MAX) p->next.as<uint8_t>()[row] = prio;
+  }
 }
 
 void Window::reprioritize(const Node& node, uint8_t prio) {
@@ -139,75 +174,127 @@ void Window::reprioritize(const Node& node, uint8_t prio) {
   state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
 }
 
-bool Window::link(Part& part, bool owned, Urgency urgency) {
-  constexpr size_t kChunk = 2048, kAhead = 48;
+bool Window::link(const PartRef& ref, bool owned, Urgency urgency) {
+  constexpr size_t kChunk = 2048, kAhead = 96;
+  Part& part = *ref;
   const uint32_t* slots = part.row_slots();
+  uint8_t* next = part.next.as<uint8_t>();
   part.owner_apart = owned;
-  for (size_t at = 0; at < part.distinct; at += kChunk) {
-    Lock lock(*this, urgency);
+  for (size_t at = 0; at < std::max<size_t>(part.distinct, 1); at += kChunk) {
+    Lock lock(links_mu_, links_urgent_, urgency);
     if (part.step < base_) return false;
-    uint64_t bit = uint64_t{1} << (part.step - base_);
-    size_t stop = std::min(part.distinct, at + kChunk);
+    if (at == 0) parts_[part.step & (kRing - 1)].push_back(ref);
+    if (owned) words_only_ = true;
+    const uint64_t base = base_, own = part.step - base, bit = uint64_t{1} << own;
+    const uint8_t prio = static_cast<uint8_t>(part.step & (kRing - 1));
+    uint64_t written;
+    bool ancient;
+    {
+      Lock nodes(*this, urgency);
+      written = written_mask(&ancient);  // who takes an update in holds both locks, so no bit is missing
+    }
+    // Earlier steps that will read, or that have an unwritten update.
+    const uint64_t matters = ((bit << kPast) - 1) & (~kPassed | written);
+    struct Found {
+      uint32_t slot;
+      int step;       // counted from the base: an earlier one that reads it, or has updated it
+      uint32_t from;  // near its row there
+    } found[kChunk];
+    size_t stop = std::min(part.distinct, at + kChunk), finds = 0;
     for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
       __builtin_prefetch(&words_[slots[i]], 1);
     for (size_t i = at; i < stop; ++i) {
       if (i + kAhead < stop) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
-      Word w = words_[slots[i]];
-      age(w);
-      uint64_t before = effective_reads(w);
-      if (owned && owner(slots[i], config_.world_size) == part.rank)
-        w.owner |= bit;
-      else
-        w.reads |= bit;
-      words_[slots[i]] = w;
-      // Only a first read makes a pending update more urgent, unless steps before do not count.
-      // (Bit 0 may be the step of a staged update, which does not see itself.)
-      if ((before & (bit - 1) & ~uint64_t{1}) && config_.staleness == 0) continue;
-      if (before == effective_reads(w)) continue;
-      if (Node node = pending(w, slots[i]); node.update)
+      Word w = aged(words_[slots[i]], base);
+      bool apart = owned && owner(slots[i], config_.world_size) == part.rank;
+      Word linked = w | (apart ? bit << kOwnerAt : bit << kPast);
+      words_[slots[i]] = linked;
+      if (words_only_) {
+        if ((w & written) || ancient) found[finds++] = {slots[i], -1, 0};
+        continue;
+      }
+      uint64_t later = (w & kReads) >> kPast >> own >> 1;
+      next[i] = later ? static_cast<uint8_t>((part.step + 1 +
+                                              static_cast<uint64_t>(std::countr_zero(later))) &
+                                             (kRing - 1))
+                      : kInfinity;
+      if ((w & matters) == 0 && !ancient) continue;
+      uint64_t earlier = w & ((bit << kPast) - 1) & kReads;
+      found[finds++] = {slots[i], static_cast<int>(std::bit_width(earlier)) - 1 - static_cast<int>(kPast), 0};
+    }
+    // In two passes, so that the lists' cache lines come meanwhile.
+    for (size_t f = 0; f < finds; ++f) {
+      if (found[f].step < 0) continue;
+      const Vector<PartRef>& there = parts_[(base + static_cast<uint64_t>(found[f].step)) & (kRing - 1)];
+      if (there.size() != 1 || !there[0]->finder.built()) continue;
+      found[f].from = there[0]->finder.near(found[f].slot);
+      __builtin_prefetch(there[0]->row_slots() + found[f].from);
+      __builtin_prefetch(there[0]->next.as<uint8_t>() + found[f].from, 1);
+    }
+    size_t kept = 0;
+    for (size_t f = 0; f < finds; ++f) {
+      uint32_t slot = found[f].slot;
+      if (found[f].step >= 0) {
+        uint64_t step = base + static_cast<uint64_t>(found[f].step);
+        const Vector<PartRef>& there = parts_[step & (kRing - 1)];
+        if (there.size() == 1) {
+          uint32_t row = RowFinder::find(there[0]->row_slots(), found[f].from, slot);
+          if (row != UINT32_MAX) there[0]->next.as<uint8_t>()[row] = prio;
+        } else {
+          learn_next(step, slot, prio);
+        }
+      }
+      // Its update may be there already.
+      if (found[f].step <= 0 && ((words_[slot] & written) || ancient)) found[kept++] = found[f];
+    }
+    if (kept == 0) continue;
+    Lock nodes(*this, urgency);
+    for (size_t f = 0; f < kept; ++f) {
+      Word w = words_[found[f].slot];
+      if (Node node = pending(w, found[f].slot); node.update)
         reprioritize(node, deadline(w, node.update->step));
     }
   }
   return true;
 }
 
-void Window::unlink(const Part& part, const Vector<PartRef>& same_step) {
-  Lock lock(*this, Urgency::kUrgent);
-  if (part.step < base_) return;
-  uint64_t bit = uint64_t{1} << (part.step - base_);
+void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
+  BothLocks lock(*this, Urgency::kUrgent);
+  if (part->step < base_) return;
+  Vector<PartRef>& here = parts_[part->step & (kRing - 1)];
+  here.erase(std::remove(here.begin(), here.end(), part), here.end());
+  const uint64_t own = part->step - base_, bit = uint64_t{1} << own;
   auto set = [&](const Part& p, bool on) {
     for (size_t i = 0; i < p.distinct; ++i) {
       uint32_t slot = p.row_slots()[i];
       Word& w = words_[slot];
-      age(w);
-      if (p.owner_apart && owner(slot, config_.world_size) == p.rank)
-        w.owner = on ? w.owner | bit : w.owner & ~bit;
-      else
-        w.reads = on ? w.reads | bit : w.reads & ~bit;
+      bool apart = p.owner_apart && owner(slot, config_.world_size) == p.rank;
+      Word mask = apart ? bit << kOwnerAt : bit << kPast;
+      w = on ? aged(w, base_) | mask : aged(w, base_) & ~mask;
     }
   };
-  set(part, false);
+  set(*part, false);
   // Others may read the same rows in the same step: their bits come back.
   for (const PartRef& p : same_step) set(*p, true);
-  for (size_t i = 0; i < part.distinct; ++i) {
-    uint32_t slot = part.row_slots()[i];
-    if (Node node = pending(words_[slot], slot); node.update)
-      reprioritize(node, deadline(words_[slot], node.update->step));
+  for (size_t i = 0; i < part->distinct; ++i) {
+    uint32_t slot = part->row_slots()[i];
+    Word w = words_[slot];
+    if (!(w & bit << kPast)) {
+      uint64_t earlier = (w & kReads) >> kPast & (bit - 1);
+      if (earlier) {
+        uint64_t step = base_ + static_cast<uint64_t>(std::bit_width(earlier)) - 1;
+        learn_next(step, slot, deadline(w, part->step));
+      }
+    }
+    if (Node node = pending(w, slot); node.update)
+      reprioritize(node, deadline(w, node.update->step));
   }
 }
 
 // --- Updates -------------------------------------------------------------------------------------
 
-bool Window::add(const UpdateRef& update) {
-  Lock lock(*this, Urgency::kUrgent);
-  // The ring is indexed by number; it grows when the place is still taken.
-  while (updates_[next_ & (updates_.size() - 1)]) {
-    if (updates_.size() == kUpdates) return false;
-    Vector<UpdateRef> bigger(updates_.size() * 2);
-    for (UpdateRef& u : updates_)
-      if (u) bigger[u->seq & (bigger.size() - 1)] = std::move(u);
-    updates_ = std::move(bigger);
-  }
+void Window::add(const UpdateRef& update) {
+  BothLocks lock(*this, Urgency::kUrgent);
   while (update->pages.size() * kPage < update->n) {
     if (free_pages_.empty()) {
       size_t pages = std::max<size_t>(4, pages_.size() * 2);
@@ -223,62 +310,74 @@ bool Window::add(const UpdateRef& update) {
     update->pages.push_back(free_pages_.back());
     free_pages_.pop_back();
   }
-  update->seq = next_++;
-  updates_[update->seq & (updates_.size() - 1)] = update;
-  span_.store(next_ - oldest_, std::memory_order_relaxed);
-  return true;
+  update->seq = next_seq_++;
+  updates_.push_back(update);
+  live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-void Window::stage(StepUpdate& u, Urgency urgency) {
+void Window::stage(StepUpdate& u, bool declared, Urgency urgency) {
   constexpr size_t kAhead = 48;
   uint32_t ids[kPage];
   uint8_t prio[kPage];
-  uint32_t start[kRing + 2];
+  uint16_t read[kPage];
+  uint32_t start[kRing + 1], next[kRing];
   for (size_t at = 0; at < u.n; at += kPage) {
-    Lock lock(*this, urgency);
+    BothLocks lock(*this, urgency);
     const size_t n = std::min<size_t>(kPage, u.n - at);
     const uint32_t* slots = u.slots + at;
     const uint32_t first = u.pages[at / kPage] * kPage;
     uint8_t* state = state_.data() + first;
-    std::fill_n(start, kRing + 2, 0);
-    for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
-    for (size_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
-      Word w = words_[slots[i]];
-      age(w);
-      // All ranks have passed the gate of the step: what it reads has nothing unwritten.
-      bool clean = config_.staleness == 0 && u.step >= base_ && u.step - base_ < kHorizon &&
-                   (w.reads >> (u.step - base_) & 1);
-      if (!clean && pending(w, slots[i]).update) {
-        state[i] = prio[i] = kBlocked;
-        u.late.push_back(static_cast<uint32_t>(at + i));
+    if (declared && !words_only_) {
+      // All ranks have passed the gate of the step: the rows that it reads have nothing unwritten.
+      if (u.ranks.size() == 1) {
+        std::copy_n(u.ranks[0].part->next.as<uint8_t>() + at, n, prio);
       } else {
-        w.writer = u.seq & (kUpdates - 1);
-        state[i] = prio[i] = deadline(w, u.step);
-        ++start[prio[i] + 1];
+        for (size_t i = 0; i < n; ++i) {
+          uint32_t term = u.term_start[at + i];
+          prio[i] = u.ranks[u.term_rank[term]].part->next.as<uint8_t>()[u.term_index[term]];
+        }
       }
-      words_[slots[i]] = w;
+      std::copy_n(prio, n, state);
+    } else {
+      const uint64_t own = u.step + kPast - base_;
+      bool ancient;
+      const uint64_t written = written_mask(&ancient) & ~(uint64_t{1} << own);
+      for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
+      for (size_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
+        Word w = aged(words_[slots[i]], base_);
+        words_[slots[i]] = w | uint64_t{1} << own;
+        if (((w & written) || ancient) && pending(w, slots[i]).update) {
+          state[i] = prio[i] = kBlocked;
+          u.late.push_back(static_cast<uint32_t>(at + i));
+          continue;
+        }
+        state[i] = prio[i] = deadline(w, u.step);
+      }
     }
-    // By priority, so that a bag gets its rows at once.
-    for (uint32_t p = 0; p <= kRing; ++p) {
+    // By priority, so that a bag gets its rows at once. Most have none.
+    size_t reads = 0, unread = 0;
+    for (size_t i = 0; i < n; ++i) {
+      ids[unread] = first + static_cast<uint32_t>(i);
+      unread += prio[i] == kInfinity;
+      read[reads] = static_cast<uint16_t>(i);
+      reads += prio[i] < kInfinity;
+    }
+    u.staged[kInfinity] += unread;
+    queue_->stage(ids, unread, kInfinity);
+    std::fill_n(start, kRing + 1, 0);
+    for (size_t i = 0; i < reads; ++i) ++start[prio[read[i]] + 1];
+    for (uint32_t p = 0; p < kRing; ++p) {
       u.staged[p] += start[p + 1];
       start[p + 1] += start[p];
     }
-    uint32_t next[kRing + 1];
-    std::copy_n(start, kRing + 1, next);
-    for (size_t i = 0; i < n; ++i)
-      if (prio[i] != kBlocked) ids[next[prio[i]]++] = first + static_cast<uint32_t>(i);
-    for (uint32_t p = 0; p <= kRing; ++p)
+    std::copy_n(start, kRing, next);
+    for (size_t i = 0; i < reads; ++i) ids[next[prio[read[i]]]++] = first + read[i];
+    for (uint32_t p = 0; p < kRing; ++p)
       if (start[p + 1] != start[p])
         queue_->stage(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
     u.staged_rows = at + n;
   }
-}
-
-// The oldest numbers whose updates are gone need no place any more.
-void Window::close_gap() {
-  while (oldest_ != next_ && !updates_[oldest_ & (updates_.size() - 1)]) ++oldest_;
-  span_.store(next_ - oldest_, std::memory_order_relaxed);
 }
 
 void Window::release(StepUpdate& u) {
@@ -288,35 +387,38 @@ void Window::release(StepUpdate& u) {
   }
   u.pages.clear();
   u.staged_rows = 0;
-  updates_[u.seq & (updates_.size() - 1)].reset();
-  close_gap();
+  for (auto at = updates_.begin(); at != updates_.end(); ++at)
+    if (at->get() == &u) {
+      updates_.erase(at);
+      break;
+    }
+  live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-void Window::unstage(StepUpdate& u) {
-  UpdateRef keep;
+void Window::unstage(const UpdateRef& update) {
+  StepUpdate& u = *update;
   Lock lock(*this, Urgency::kUrgent);
-  keep = updates_[u.seq & (updates_.size() - 1)];
   queue_->drop_stage();
   for (size_t i = 0; i < u.staged_rows; ++i) state_[node_id(u, static_cast<uint32_t>(i))] = kDone;
   release(u);
 }
 
 void Window::commit(StepUpdate* u, uint64_t step) {
-  Lock lock(*this, Urgency::kUrgent);
+  Vector<PartRef> served;
+  BothLocks lock(*this, Urgency::kUrgent);
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
+  served.swap(parts_[passed]);
   base_ = step + 1;
   queue_->set_base(base_);
   // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
   // that it had forced can leave some: they must not seem to be 64 steps away.
   if (count_[passed])
     for (const UpdateRef& other : updates_) {
-      if (!other || !other->committed) continue;
+      if (!other->committed) continue;
       for (uint32_t row = 0; row < other->n; ++row) {
         Node node{other.get(), row, node_id(*other, row)};
         if ((state_[node.id] & ~kClaimed) != passed) continue;
-        Word& w = words_[other->slots[row]];
-        age(w);
-        reprioritize(node, deadline(w, other->step));
+        reprioritize(node, deadline(aged(words_[other->slots[row]], base_), other->step));
       }
     }
   if (!u) return;
@@ -331,15 +433,14 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   queue_->commit_stage();
   for (uint32_t row : u->late) {
     uint32_t slot = u->slots[row];
-    Word& w = words_[slot];
-    age(w);
+    Word w = aged(words_[slot], base_);
     if (Node node = pending(w, slot); node.update) {
       // Behind the older ones, so that updates of a row are applied in step order.
       StepUpdate* last = node.update;
       uint32_t last_row = node.row;
       while (!last->next.empty() && last->next[last_row]) {
         uint64_t link = last->next[last_row] - 1;
-        last = live(static_cast<uint32_t>(link >> 32) & (kUpdates - 1));
+        last = find_update(static_cast<uint32_t>(link >> 32));
         last_row = static_cast<uint32_t>(link);
       }
       if (last->next.empty()) last->next.resize(last->n, 0);
@@ -347,7 +448,6 @@ void Window::commit(StepUpdate* u, uint64_t step) {
       continue;
     }
     // The older update was written meanwhile.
-    w.writer = u->seq & (kUpdates - 1);
     uint8_t prio = deadline(w, u->step);
     uint32_t id = node_id(*u, row);
     state_[id] = prio;
@@ -367,10 +467,10 @@ bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
   constexpr size_t kChunk = 512;
   bool any = false;
   for (size_t at = 0; at < n; at += kChunk) {
-    Lock lock(*this, Urgency::kUrgent);
+    BothLocks lock(*this, Urgency::kUrgent);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       if (slots[i] >= kMissingSlot) continue;
-      Node node = pending(words_[slots[i]], slots[i]);
+      Node node = pending(aged(words_[slots[i]], base_), slots[i]);
       if (!node.update || !node.update->committed || node.update->step >= before) continue;
       any = true;
       reprioritize(node, static_cast<uint8_t>(base_ & (kRing - 1)));
@@ -414,23 +514,39 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(max);
   size_t n = queue_->pop(base_, limit_rank(step), c->ids.data(), max);
   c->rows.resize(n);
-  uint32_t kept = 0;
+  // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
+  uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
+  StepUpdate* u = nullptr;
+  uint8_t last = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t id = c->ids[i];
-    const Page& page = pages_[id / kPage];
-    StepUpdate* u = page.update;
     uint8_t prio = state_[id];
-    if (!u->committed) {
-      queue_->restore_staged(id, prio);
-      continue;
+    if (!u || id / kPage != first_id / kPage) {
+      const Page& page = pages_[id / kPage];
+      if (!page.update->committed) {
+        queue_->restore_staged(id, prio);
+        continue;
+      }
+      first_id = id / kPage * kPage;
+      first_row = page.first_row;
+      if (page.update != u) {
+        u = page.update;
+        if (!c->runs.empty()) c->runs.back().end = kept;
+        c->runs.push_back({u, kept, kept});
+      }
     }
+    if (prio != last) {
+      queued_[last] -= same;
+      last = prio;
+      same = 0;
+    }
+    ++same;
     state_[id] = prio | kClaimed;
-    --queued_[prio];
     c->ids[kept] = id;
-    c->rows[kept] = page.first_row + id % kPage;
-    if (c->runs.empty() || c->runs.back().update != u) c->runs.push_back({u, kept, kept});
-    c->runs.back().end = ++kept;
+    c->rows[kept++] = first_row + (id - first_id);
   }
+  queued_[last] -= same;
+  if (!c->runs.empty()) c->runs.back().end = kept;
   c->ids.resize(kept);
   c->rows.resize(kept);
   stats_.dequeued += kept;
@@ -438,54 +554,80 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
 }
 
 void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {
-  Lock lock(*this, Urgency::kUrgent);
+  {
+    Lock lock(*this, Urgency::kUrgent);
+    bool chained = false;
+    for (const Claim::Run& run : c.runs) chained |= !run.update->next.empty();
+    if (!chained) {
+      for (const Claim::Run& run : c.runs) {
+        written(c, run);
+        pending_total_.fetch_sub(run.end - run.begin, std::memory_order_acq_rel);
+        settle(run, finished);
+      }
+      return;
+    }
+  }
+  // What waits behind these rows gets its priority from the words.
+  BothLocks lock(*this, Urgency::kUrgent);
   uint64_t done = 0;
   for (const Claim::Run& run : c.runs) {
     StepUpdate* u = run.update;
+    written(c, run);
     for (uint32_t i = run.begin; i < run.end; ++i) {
-      uint32_t id = c.ids[i];
-      --count_[state_[id] & ~kClaimed];
-      state_[id] = kDone;
-    }
-    if (u->next.empty()) {
-      done += run.end - run.begin;
-    } else {
-      for (uint32_t i = run.begin; i < run.end; ++i) {
-        uint64_t link = u->next[c.rows[i]];
-        if (!link) {
-          ++done;
-          continue;
-        }
-        // A later step updated the row, too: that is its turn now.
-        StepUpdate* after = live(static_cast<uint32_t>((link - 1) >> 32) & (kUpdates - 1));
-        uint32_t row = static_cast<uint32_t>(link - 1), id = node_id(*after, row);
-        Word& w = words_[after->slots[row]];
-        age(w);
-        w.writer = after->seq & (kUpdates - 1);
-        uint8_t prio = deadline(w, after->step);
-        state_[id] = prio;
-        ++count_[prio];
-        ++queued_[prio];
-        queue_->push(id, prio);
+      uint64_t link = u->next.empty() ? 0 : u->next[c.rows[i]];
+      if (!link) {
+        ++done;
+        continue;
       }
+      StepUpdate* after = find_update(static_cast<uint32_t>((link - 1) >> 32));
+      uint32_t row = static_cast<uint32_t>(link - 1), id = node_id(*after, row);
+      uint8_t prio = deadline(aged(words_[after->slots[row]], base_), after->step);
+      state_[id] = prio;
+      ++count_[prio];
+      ++queued_[prio];
+      queue_->push(id, prio);
     }
-    if ((u->remaining -= run.end - run.begin) == 0) {
-      u->written();
-      finished->push_back(updates_[u->seq & (updates_.size() - 1)]);
-      release(*u);
-    }
+    settle(run, finished);
   }
   pending_total_.fetch_sub(done, std::memory_order_acq_rel);
+}
+
+// The nodes of a run are done.
+void Window::written(const Claim& c, const Claim::Run& run) {
+  uint64_t same = 0;
+  uint8_t last = 0;
+  for (uint32_t i = run.begin; i < run.end; ++i) {
+    uint8_t& state = state_[c.ids[i]];
+    uint8_t prio = state & static_cast<uint8_t>(~kClaimed);
+    if (prio != last) {
+      count_[last] -= same;
+      last = prio;
+      same = 0;
+    }
+    ++same;
+    state = kDone;
+  }
+  count_[last] -= same;
+}
+
+void Window::settle(const Claim::Run& run, Vector<UpdateRef>* finished) {
+  StepUpdate* u = run.update;
+  if ((u->remaining -= run.end - run.begin) != 0) return;
+  u->written();
+  for (const UpdateRef& ref : updates_)
+    if (ref.get() == u) finished->push_back(ref);
+  release(*u);
 }
 
 // --- Caches --------------------------------------------------------------------------------------
 
 void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty) {
-  Lock lock(*this, Urgency::kUrgent);
+  BothLocks lock(*this, Urgency::kUrgent);
+  if (n) words_only_ = true;
   for (size_t i = 0; i < n; ++i) {
     Word& w = words_[slots[i]];
-    age(w);
-    w.cached = cached;
+    w = aged(w, base_);
+    w = cached ? w | kCached : w & ~kCached;
     Node node = pending(w, slots[i]);
     if (!node.update) continue;
     if (dirty && !cached && node.update->committed) ++*dirty;
@@ -494,23 +636,21 @@ void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* 
 }
 
 void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next) {
-  Lock lock(*this, Urgency::kUrgent);
+  Lock lock(links_mu_, links_urgent_, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     next[i] = UINT64_MAX;
-    Word& w = words_[slots[i]];
-    age(w);
-    uint64_t ahead = w.owner;
-    if (after >= base_) ahead = after + 1 - base_ < kHorizon ? ahead >> (after + 1 - base_) << (after + 1 - base_) : 0;
+    uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
+    uint64_t ahead = (aged(words_[slots[i]], base_) >> kOwnerAt & kOwner) >> skip << skip;
     if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
   }
 }
 
 void Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
   if (!any_pending()) return;
-  Lock lock(*this, Urgency::kUrgent);
+  BothLocks lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
-    Node node = pending(words_[slots[i]], slots[i]);
+    Node node = pending(aged(words_[slots[i]], base_), slots[i]);
     if (node.update && node.update->committed) out->push_back(slots[i]);
   }
 }

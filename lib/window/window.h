@@ -2,14 +2,21 @@
 // (FRUGAL section 3.3: g-entries).
 //
 // A row's g-entry has two parts. Its word in the flat index (8 bytes a table row) is the R set:
-// the declared steps that read the row, and the update that wrote it last. While updates of it are
-// unwritten, each of them is a node (5 bytes): the W set. The priority of a row is that of its
-// oldest node: the first declared step > the node's step + staleness, else infinity. Younger nodes
-// of the row are blocked behind it, in a chain, and enter the queue one after the other.
+// the declared steps that read the row, and which of the latest steps did. While updates of it are
+// unwritten, each of them is a node (5 bytes): the W set, found through the word. The priority of
+// a row is that of its oldest node: the first declared step > the node's step + staleness, else
+// infinity. Younger nodes of the row are blocked behind it, in a chain, and enter the queue one
+// after the other.
 //
 // Bits of a word count from the step in its stamp, so it is brought up to date when it is next
 // touched and no pass is needed to take back what has passed. Stamps wrap around: a row that nobody
-// touched for 512 steps may seem to be read soon. That makes an update too urgent, never too late.
+// touched for some 500 steps may seem to be read soon. That makes an update too urgent, never too
+// late.
+//
+// A word costs a cache line from memory, so it is touched once for each declared row, when that is
+// linked. Then the row's declaration before learns its next read (Part::next), and when its update
+// is staged the priorities are there. (With staleness, caches, or gradients that were not declared,
+// staging reads the words.)
 //
 // Life of an update: link() sets the bits of a declared step; stage() takes a step's rows in before
 // the step is committed, while the device computes; commit() makes all of them pending in O(ring);
@@ -19,8 +26,10 @@
 // Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
 // therefore means written, not merely taken (contract, gate condition c).
 //
-// Threads: everything is done under one lock, in bulk, a chunk of rows at a time. Background passes
-// give way to a thread that is on somebody's critical path (Urgency).
+// Threads: words and what parts learn are guarded by links_mu_, nodes, queue and counts by mu_, which
+// is taken second. So linking, the longest pass, does not stand in the way of who writes rows. All
+// is done in bulk, a chunk of rows at a time; background passes give way to a thread that is on
+// somebody's critical path (Urgency).
 #pragma once
 #include <atomic>
 #include <memory>
@@ -52,8 +61,9 @@ class Window : public HeapObject {
   enum class Urgency { kBackground, kUrgent };
   // Declared steps in [base, base + kHorizon) can be linked. Later ones wait for the base.
   static constexpr uint32_t kHorizon = 21;
-  // Updates from the oldest unwritten one to the youngest, at most: `writer` tells them apart.
-  static constexpr uint32_t kUpdates = 4096;
+  // Words remember this many steps. Unwritten updates of older ones are searched for every row that
+  // is looked at.
+  static constexpr uint32_t kPast = 12;
 
   struct Config {
     uint64_t rows = 0;
@@ -69,21 +79,21 @@ class Window : public HeapObject {
   // The first step that is not committed.
   void set_base(uint64_t base);
 
-  // The rows of a resolved part get the bit of its step. `owned` says that the part's rank has a
-  // cache: reads of rows that it owns are kept apart. False if the step was committed meanwhile.
-  bool link(Part& part, bool owned, Urgency urgency);
+  // The rows of a resolved part get the bit of its step; part.next must have room. `owned` says
+  // that the part's rank has a cache: reads of rows that it owns are kept apart. False if the step
+  // was committed meanwhile.
+  bool link(const PartRef& part, bool owned, Urgency urgency);
   // Takes back the bits of a linked part; `same_step` are the linked parts of its step that stay.
-  void unlink(const Part& part, const Vector<PartRef>& same_step);
+  void unlink(const PartRef& part, const Vector<PartRef>& same_step);
 
-  // Gives an update, whose list is made, its number and nodes. False if there are kUpdates unwritten
-  // ones already.
-  bool add(const UpdateRef& update);
+  // Gives an update, whose list is made, its number and nodes, before it is staged.
+  void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
-  bool crowded() const { return span_.load(std::memory_order_relaxed) > kUpdates / 2; }
-  // Takes all rows of the update's list in.
-  void stage(StepUpdate& update, Urgency urgency);
+  bool crowded() const { return live_.load(std::memory_order_relaxed) > kPast; }
+  // Takes all rows of the update's list in. `declared`: they are the linked parts of its ranks.
+  void stage(StepUpdate& update, bool declared, Urgency urgency);
   // The update is of a step that will not be, or not so: forget it.
-  void unstage(StepUpdate& update);
+  void unstage(const UpdateRef& update);
   // Step `step` is committed: its staged rows are pending, base = step + 1. `update` may be null.
   void commit(StepUpdate* update, uint64_t step);
 
@@ -114,15 +124,19 @@ class Window : public HeapObject {
   static uint32_t owner(uint32_t slot, uint32_t world_size);
 
  private:
-  // A row in the flat index.
-  struct Word {
-    uint64_t reads : kHorizon;   // bit i: step stamp + i is declared to read the row,
-    uint64_t owner : kHorizon;   // … by the row's owner, which may have it cached
-    uint64_t cached : 1;         // it has: its own reads do not count
-    uint64_t stamp : 9;
-    uint64_t writer : 12;        // low bits of the oldest unwritten update's number, if any
-  };
-  static_assert(sizeof(Word) == 8 && kUpdates == 1u << 12);
+  // A row in the flat index, from the lowest bit (bit fields are slower here than shifts):
+  // - reads, kPast + kHorizon bits: bit i says that step stamp - kPast + i reads the row by a
+  //   declaration, or updates it;
+  // - owner, kHorizon bits: bit i says that the row's owner, which may have it cached, reads it in
+  //   step stamp + i;
+  // - cached: it has, so its own reads do not count;
+  // - stamp, 9 bits of a step.
+  using Word = uint64_t;
+  static constexpr int kOwnerAt = kPast + kHorizon, kCachedAt = kOwnerAt + kHorizon, kStampAt = 55;
+  static constexpr Word kReads = (Word{1} << kOwnerAt) - 1, kOwner = (Word{1} << kHorizon) - 1;
+  static constexpr Word kPassed = (Word{1} << kPast) - 1, kCached = Word{1} << kCachedAt;
+  static constexpr Word kStamp = 511;
+  static_assert(kCachedAt < kStampAt && kStampAt + 9 == 64);
   // What a node is, one byte: a priority; with kClaimed, somebody is writing it; or neither:
   static constexpr uint8_t kClaimed = 0x80;
   static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
@@ -139,25 +153,30 @@ class Window : public HeapObject {
   };
 
   class Lock;
-  void age(Word& w) const;
-  uint64_t effective_reads(const Word& w) const;
-  uint8_t deadline(const Word& w, uint64_t step) const;
-  StepUpdate* live(uint32_t writer) const;
-  Node pending(const Word& w, uint32_t slot);
+  class BothLocks;
+  static Word aged(Word w, uint64_t base);
+  static uint64_t effective_reads(Word aged);
+  uint8_t deadline(Word aged, uint64_t step) const;
+  uint64_t written_mask(bool* ancient) const;
+  StepUpdate* find_update(uint32_t seq) const;
+  Node find_node(StepUpdate& u, uint32_t slot);
+  Node pending(Word aged, uint32_t slot);
+  void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
   void reprioritize(const Node& node, uint8_t prio);
-  void close_gap();
   void release(StepUpdate& u);
+  void written(const Claim& c, const Claim::Run& run);
+  void settle(const Claim::Run& run, Vector<UpdateRef>* finished);
   uint32_t node_id(const StepUpdate& u, uint32_t row) const {
     return u.pages[row / kPage] * kPage + row % kPage;
   }
   uint32_t limit_rank(uint64_t step) const;
 
   Config config_;
-  std::mutex mu_;
-  std::atomic<int> urgent_{0};
+  std::mutex links_mu_, mu_;
+  std::atomic<int> links_urgent_{0}, urgent_{0};
   std::atomic<bool> opened_{false};
   std::atomic<uint64_t> pending_total_{0};
-  std::atomic<uint32_t> span_{0};
+  std::atomic<uint32_t> live_{0};   // updates_.size()
   uint64_t base_ = 0;
   Mapping word_map_;
   Word* words_ = nullptr;           // by slot
@@ -167,8 +186,10 @@ class Window : public HeapObject {
   std::unique_ptr<Queue> queue_;
   uint64_t count_[kRing + 1] = {};  // pending rows by priority, claimed ones included
   uint64_t queued_[kRing + 1] = {}; // of these, not claimed
-  Vector<UpdateRef> updates_;       // ring by number, a power of two <= kUpdates
-  uint32_t oldest_ = 0, next_ = 0;  // numbers: every unwritten update is in [oldest_, next_)
+  Vector<UpdateRef> updates_;       // unwritten ones, and the staged one; ascending steps
+  uint32_t next_seq_ = 0;
+  Vector<PartRef> parts_[kRing];    // linked, by step mod kRing
+  bool words_only_ = false;         // staleness or a cache: Part::next does not tell everything
   WindowStats stats_;
 };
 
