@@ -186,7 +186,13 @@ void Engine::drop_batch(const BatchRef& batch) {
     }
   settle(lock, [&] {
     for (const PartRef& p : batch->parts)
-      if (p->state.load() == Part::kResolving || p->linking) return false;
+      if (p->state.load() == Part::kResolving) return false;
+    // Nor while others of the step are being linked: those would lose what they have in common.
+    auto step = batches_.find(batch->step);
+    if (step != batches_.end())
+      for (const BatchRef& b : step->second)
+        for (const PartRef& p : b->parts)
+          if (p->linking) return false;
     // A step that is being taken in ahead uses its declarations.
     auto record = records_.find(batch->step);
     if (record != records_.end())
