@@ -244,7 +244,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool run_jobs(bool apply_only);
   bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
   bool resolve_one(uint64_t up_to);
-  bool link_one(uint64_t up_to);
+  // `worker`: between the pieces, help whoever has published a job.
+  bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
@@ -358,7 +359,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // shows that flushing does not keep up. A longer one would only leave the caches.
   uint64_t pending_limit() const {
     return std::min<uint64_t>(config_.pending_bytes,
-                              std::max<uint64_t>(1 * step_bytes_.load(std::memory_order_relaxed),
+                              std::max<uint64_t>(step_bytes_.load(std::memory_order_relaxed) * 5 / 4,
                                                  uint64_t{4} << 20));
   }
   static constexpr size_t kStripes = 1024;

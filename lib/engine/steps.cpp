@@ -471,11 +471,17 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   }
   committing_ = true;
   StepRecord& record = at->second;
-  settle(lock, [&] {
+  auto prepared = [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
     return true;
-  });
+  };
+  while (!prepared()) {
+    lock.unlock();
+    bool helped = flush_rows(UINT64_MAX);
+    lock.lock();
+    if (!helped) settle(lock, prepared);
+  }
   bool want_deferred = deferred_now_.load();
   bool any_pending = false;
   for (const TableRef& t : tables_)
@@ -638,9 +644,14 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   FRUGAL_TRY(open_window(*table));
   Timed timed(counters_.entry_ns);
   if (!staged) {
+    bool declared = true;
+    {
+      std::lock_guard<std::mutex> again(mu_);
+      for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
+    }
     update->make_list();
     window.add(update);
-    window.stage(*update, false, Window::Urgency::kUrgent);
+    window.stage(*update, declared, Window::Urgency::kUrgent);
   }
   window.commit(update.get(), step);
   return FRUGAL_OK;

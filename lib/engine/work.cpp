@@ -49,6 +49,8 @@ void Engine::log(int level, const char* text) {
 
 void Engine::worker_main() {
   FpEnvironment fp;
+  // Who wakes a worker is on its way through a call: it keeps its processor.
+  os_batch_thread();
   for (;;) {
     uint64_t seen = work_.load();
     if (stopping_.load()) return;
@@ -85,12 +87,12 @@ bool Engine::background_work() {
   }
   if (run_jobs(false)) return true;
   if (flush_rows(next)) return true;
-  if (resolve_one(next) || (need_links() && link_one(next))) return true;
+  if (resolve_one(next) || (need_links() && link_one(next, true))) return true;
   if (prepare_one()) return true;
   if (pending_bytes_.load(std::memory_order_relaxed) > pending_limit() / 2 &&
       flush_rows(UINT64_MAX))
     return true;
-  if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX))) return true;
+  if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX, true))) return true;
   return flush_rows(UINT64_MAX);
 }
 
@@ -288,7 +290,7 @@ bool Engine::rank_has_cache(uint32_t rank) const {
   return t && t->has_cache.load(std::memory_order_relaxed);
 }
 
-bool Engine::link_one(uint64_t up_to) {
+bool Engine::link_one(uint64_t up_to, bool worker) {
   PartRef part;
   TableRef table;
   bool owned = false;
@@ -320,7 +322,14 @@ bool Engine::link_one(uint64_t up_to) {
   bool done = false;
   if (status == FRUGAL_OK) {
     Timed timed(counters_.entry_ns);
-    done = table->window.link(part, owned, Window::Urgency::kBackground);
+    // Whoever looks rows up meanwhile is helped between the pieces.
+    constexpr size_t kPiece = 8192;
+    size_t at = 0;
+    do {
+      done = table->window.link(part, at, kPiece, owned, Window::Urgency::kBackground);
+      at += kPiece;
+      if (worker) run_jobs(false);
+    } while (done && at < part->distinct);
   } else {
     fail_background(status);
   }

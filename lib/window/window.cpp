@@ -174,13 +174,14 @@ void Window::reprioritize(const Node& node, uint8_t prio) {
   state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
 }
 
-bool Window::link(const PartRef& ref, bool owned, Urgency urgency) {
+bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency urgency) {
   constexpr size_t kChunk = 2048, kAhead = 96;
   Part& part = *ref;
   const uint32_t* slots = part.row_slots();
   uint8_t* next = part.next.as<uint8_t>();
   part.owner_apart = owned;
-  for (size_t at = 0; at < std::max<size_t>(part.distinct, 1); at += kChunk) {
+  const size_t end = std::min(part.distinct, from + n);
+  for (size_t at = from; at < std::max<size_t>(end, from + 1); at += kChunk) {
     Lock lock(links_mu_, links_urgent_, urgency);
     if (part.step < base_) return false;
     if (at == 0) parts_[part.step & (kRing - 1)].push_back(ref);
@@ -200,7 +201,7 @@ bool Window::link(const PartRef& ref, bool owned, Urgency urgency) {
       int step;       // counted from the base: an earlier one that reads it, or has updated it
       uint32_t from;  // near its row there
     } found[kChunk];
-    size_t stop = std::min(part.distinct, at + kChunk), finds = 0;
+    size_t stop = std::min(end, at + kChunk), finds = 0;
     for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
       __builtin_prefetch(&words_[slots[i]], 1);
     for (size_t i = at; i < stop; ++i) {

@@ -79,10 +79,10 @@ class Window : public HeapObject {
   // The first step that is not committed.
   void set_base(uint64_t base);
 
-  // The rows of a resolved part get the bit of its step; part.next must have room. `owned` says
-  // that the part's rank has a cache: reads of rows that it owns are kept apart. False if the step
-  // was committed meanwhile.
-  bool link(const PartRef& part, bool owned, Urgency urgency);
+  // Rows [from, from + n) of a resolved part get the bit of its step, in ascending calls from 0 on;
+  // part.next must have room. `owned` says that the part's rank has a cache: reads of rows that it
+  // owns are kept apart. False if the step was committed meanwhile.
+  bool link(const PartRef& part, size_t from, size_t n, bool owned, Urgency urgency);
   // Takes back the bits of a linked part; `same_step` are the linked parts of its step that stay.
   void unlink(const PartRef& part, const Vector<PartRef>& same_step);
 
