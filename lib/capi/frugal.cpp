@@ -40,11 +40,6 @@ struct KindOf<Trainer> {
   static constexpr HandleKind kind = HandleKind::kTrainer;
   static constexpr const char* name = "trainer";
 };
-template <>
-struct KindOf<Batch> {
-  static constexpr HandleKind kind = HandleKind::kBatch;
-  static constexpr const char* name = "batch";
-};
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
