@@ -14,6 +14,8 @@ inline void cpu_relax() {
 #endif
 }
 
+constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
+
 // Sleeps on `cv` until done() or for about a second. The system clock is used because a change of it
 // only makes one slice longer or shorter.
 template <class Done>
@@ -58,11 +60,13 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     if (ready()) return FRUGAL_OK;
     if (help()) continue;
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
-    // A short spin: what is waited for is often a few microseconds away, a sleep costs more.
+    // A short spin: what is waited for is often some microseconds away, a sleep costs more.
     bool moved = false;
-    for (int i = 0; i < 400 && !moved; ++i) {
-      cpu_relax();
-      moved = progress_.load(std::memory_order_relaxed) != seen;
+    for (uint64_t until = now_ns() + kSpinNs; !moved && now_ns() < until;) {
+      for (int i = 0; i < 16 && !moved; ++i) {
+        cpu_relax();
+        moved = progress_.load(std::memory_order_relaxed) != seen;
+      }
     }
     if (moved) continue;
     std::unique_lock<std::mutex> lock(mu_);

@@ -7,7 +7,7 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
+constexpr size_t kUrgentRows = 256;  // of a claim that somebody waits for
 constexpr size_t kClaimRows = 2048;
 
 struct Scratch {
