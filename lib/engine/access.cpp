@@ -284,7 +284,7 @@ Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
     if (at != t->caches.end()) cache = at->second.cache.get();
   }
   if (!cache && !stale()) return FRUGAL_OK;
-  static const float* const zeros = static_cast<const float*>(std::calloc(65536, sizeof(float)));
+  static const float zeros[65536] = {};  // the largest row
   FRUGAL_TRY(pool_.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();
   size_t row_floats = table.rows.layout().value_stride;
@@ -566,8 +566,8 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
   AccessScope scope(*this, accesses);
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
-  std::map<const Table*, PushState> fresh_states;
-  std::map<const Table*, size_t> tails;
+  Map<const Table*, PushState> fresh_states;
+  Map<const Table*, size_t> tails;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
   for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {

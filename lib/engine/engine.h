@@ -16,10 +16,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 
 #include "base/buffer.h"
@@ -40,17 +38,17 @@ constexpr uint64_t kNoStep = UINT64_MAX;
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
   uint64_t handle = 0;
-  std::string name;
+  String name;
   frugal_table_config config{};
   Rows rows;
   Window window;
-  std::map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
+  Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
   Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
   uint32_t accessing = 0;  // calls that may be about to use reserved rows; engine's mu_
   // Rows that uncommitted steps created, with the earliest step that used them: with staleness ranks
   // are in different steps, and that one's undoing takes the row back. Not cached before its commit.
   std::mutex young_mu;
-  std::map<uint32_t, uint64_t> young;
+  Map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::atomic<bool> dropped{false};
 };
@@ -113,10 +111,10 @@ struct Trainer : HeapObject {
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
   // Guarded by call_mu:
-  std::map<const Table*, PushState> pushes;
+  Map<const Table*, PushState> pushes;
   Vector<CreatedRows> created;
   Vector<Buffer> lent;
-  std::map<const Table*, TrainerTable> caches;
+  Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
 };
 using TrainerRef = std::shared_ptr<Trainer>;
@@ -148,9 +146,9 @@ struct StepRecord {
     TableRef table;
     Vector<Handover> ranks;
   };
-  std::map<const Table*, TableHandovers> handovers;
+  Map<const Table*, TableHandovers> handovers;
   Vector<CreatedRows> created;
-  std::map<const Table*, PreparedUpdate> prepared;
+  Map<const Table*, PreparedUpdate> prepared;
   bool prepare_scheduled = false;
 };
 
@@ -263,7 +261,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool gate_open(uint64_t step, std::string* why, bool* in_flight = nullptr);
+  bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr);
   Status finalize_push(PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
@@ -290,7 +288,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool rank_has_cache(uint32_t rank) const;
   void settle_orphans(Table& table);
   void drop_batch(const BatchRef& batch);
-  bool outside_allowed(std::string* why);
+  bool outside_allowed(String* why);
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
   // Keys of an op as they stand for this step.
@@ -342,8 +340,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex outside_mu_;
   std::mutex abort_mu_;
   std::mutex cache_mu_;             // commits against cache boundaries
-  std::map<uint64_t, StepRecord> records_;
-  std::map<uint64_t, Vector<BatchRef>> batches_;
+  Map<uint64_t, StepRecord> records_;
+  Map<uint64_t, Vector<BatchRef>> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
   Vector<JobRef> jobs_;

@@ -37,7 +37,7 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
+bool Engine::gate_open(uint64_t step, String* why, bool* in_flight) {
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -49,19 +49,17 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
     if (!near || (step > needed && step - needed > most_ahead())) {
       if (why) {
-        char text[160];
-        std::string who;
+        String who;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& t = ranks_[r];
           bool late = t ? (t->next_step == kNoStep ||
                            (t->in_step ? t->step <= needed : t->next_step <= needed))
                         : !joined_[r];
           if (!late || who.size() > 80) continue;
-          who += (who.empty() ? "" : ", ") + std::to_string(r) + (joined_[r] ? "" : " (not joined)");
+          who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
         }
-        std::snprintf(text, sizeof text, "rank %s to end step %llu", who.c_str(),
-                      static_cast<unsigned long long>(needed));
-        *why = text;
+        *why = text("rank %s to end step %llu", who.c_str(),
+                    static_cast<unsigned long long>(needed));
       }
       return false;
     }
@@ -77,7 +75,8 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
           uint32_t state = p->state.load(std::memory_order_acquire);
           if (state == Part::kDeclared || state == Part::kResolving ||
               (state == Part::kResolved && links && !p->linked && s >= needed)) {
-            if (why) *why = "the keys declared for step " + std::to_string(s);
+            if (why)
+              *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
             return false;
           }
         }
@@ -100,8 +99,9 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight) {
     if (t->window.pending_until(step)) {
       if (in_flight && !*in_flight) *in_flight = t->window.in_flight_until(step);
       if (why)
-        *why = "pending updates of table '" + t->name + "' that step " + std::to_string(step) +
-               " reads (" + std::to_string(t->window.pending_rows()) + " rows pending)";
+        *why = text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
+                    t->name.c_str(), static_cast<unsigned long long>(step),
+                    static_cast<unsigned long long>(t->window.pending_rows()));
       return false;
     }
   return true;
@@ -123,7 +123,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
       });
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
-    std::string why = "nothing any more";
+    String why = "nothing any more";
     gate_open(step, &why);
     return fail(s, "step %llu waited for %s; call again",
                 static_cast<unsigned long long>(step), why.c_str());
@@ -236,7 +236,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   std::lock_guard<std::mutex> boundary(cache_mu_);
   Vector<UpdateRef> updates;
   Vector<TableRef> update_tables, tables;
-  std::map<const Table*, Vector<PartRef>> parts;
+  Map<const Table*, Vector<PartRef>> parts;
   {
     std::lock_guard<std::mutex> lock(mu_);
     updates.swap(t.backlog);
@@ -802,7 +802,7 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 Status Engine::undo(Trainer& by, bool leaving) {
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;
-  std::map<uint64_t, StepRecord> records;
+  Map<uint64_t, StepRecord> records;
   {
     std::unique_lock<std::mutex> lock(mu_);
     if (by.abort_notice.load() && !leaving) {

@@ -49,8 +49,8 @@ void Engine::shutdown() {
   workers_.clear();
   Vector<TableRef> tables;
   Vector<TrainerRef> trainers;
-  std::map<uint64_t, Vector<BatchRef>> batches;
-  std::map<uint64_t, StepRecord> records;
+  Map<uint64_t, Vector<BatchRef>> batches;
+  Map<uint64_t, StepRecord> records;
   Vector<Sweep> sweeps;
   Vector<JobRef> jobs;
   {

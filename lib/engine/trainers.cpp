@@ -21,7 +21,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (joined_[config.rank]) {
     // It was here before: it comes back between steps, so that it misses none.
     settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
-    std::string why;
+    String why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
