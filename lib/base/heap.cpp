@@ -58,6 +58,6 @@ void* heap_alloc_aligned(size_t alignment, size_t bytes) noexcept {
 
 void heap_free(void* memory) noexcept { functions().free(memory); }
 
-void heap_test_fail_after(int64_t n) { g_fail_after.store(n, std::memory_order_relaxed); }
+int64_t heap_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }
 
 }  // namespace frugal

@@ -190,8 +190,10 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
   return FRUGAL_OK;
 }
 
-// Rows of the accesses that are only reserved come into being. Cannot fail.
+// Rows of the accesses that are only reserved come into being. Throws if there is no memory: what
+// exists by then is among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
+  t.created.reserve(t.created.size() + accesses.size());
   for (const Access& a : accesses) {
     Rows& rows = a.table->rows;
     if (!rows.hashed()) continue;
@@ -199,8 +201,11 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     made.table = a.table;
     const uint32_t* slots = a.part->slots.as<uint32_t>();
     if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
-    if (track_young()) note_young(*a.table, t.step, slots, a.part->n, made.slots);
-    if (!made.slots.empty()) t.created.push_back(std::move(made));
+    bool any = !made.slots.empty();
+    if (any) t.created.push_back(std::move(made));
+    if (track_young())
+      note_young(*a.table, t.step, slots, a.part->n,
+                 any ? t.created.back().slots : Vector<uint32_t>());
   }
 }
 
@@ -345,8 +350,7 @@ Status Engine::gather(Trainer* t, Table& table, const uint32_t* slots, size_t n,
     c.chunk = std::max<size_t>(items, 1);
     chunks = items ? 1 : 0;
   }
-  parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
-  return FRUGAL_OK;
+  return parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
 }
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
@@ -550,7 +554,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   c.chunk = bytes < kParallelBytes
                 ? std::max<size_t>(part.distinct, 1)
                 : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, layout.dim));
-  parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c);
+  FRUGAL_TRY(parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c));
   if (reject && c.nan.load()) return nan_found();
   state->table = a.table;
   return FRUGAL_OK;
@@ -570,20 +574,25 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   Map<const Table*, size_t> tails;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
-  for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
-    status = resolve_access(t, ops[i], &accesses[i], true);
-    if (status != FRUGAL_OK) break;
-    const Table* raw = accesses[i].table.get();
-    keys += accesses[i].part->n;
-    auto old = t.pushes.find(raw);
-    PushState* state;
-    if (old != t.pushes.end()) {
-      state = &old->second;
-      tails.emplace(raw, state->tail.size());
-    } else {
-      state = &fresh_states[raw];
+  try {
+    for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
+      status = resolve_access(t, ops[i], &accesses[i], true);
+      if (status != FRUGAL_OK) break;
+      const Table* raw = accesses[i].table.get();
+      keys += accesses[i].part->n;
+      auto old = t.pushes.find(raw);
+      PushState* state;
+      if (old != t.pushes.end()) {
+        state = &old->second;
+        tails.emplace(raw, state->tail.size());
+      } else {
+        state = &fresh_states[raw];
+      }
+      status = push_one(t, ops[i], accesses[i], state);
     }
-    status = push_one(t, ops[i], accesses[i], state);
+    if (status == FRUGAL_OK) create_rows(t, accesses);
+  } catch (const std::bad_alloc&) {
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
   if (status != FRUGAL_OK) {
     for (auto& [raw, size] : tails) {
@@ -592,8 +601,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
     }
     return status;
   }
-  for (auto& [raw, state] : fresh_states) t.pushes[raw] = std::move(state);
-  create_rows(t, accesses);
+  t.pushes.merge(fresh_states);  // moves nodes: cannot fail
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
 }

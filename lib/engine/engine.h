@@ -127,6 +127,7 @@ struct Job : HeapObject {
   size_t chunks = 0;
   std::atomic<size_t> next{0};
   std::atomic<size_t> done{0};
+  std::atomic<Status> status{FRUGAL_OK};  // of the first chunk that failed
   std::shared_ptr<void> keep;  // what the context needs to live
   bool apply = false;          // a committed step's update: gates wait for it
   bool exhausted() const { return next.load(std::memory_order_relaxed) >= chunks; }
@@ -247,9 +248,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool sweep_one();
   void apply_claim(Table& table, Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
-  void parallel(size_t chunks, void (*run)(void*, size_t), void* context);
+  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
   void publish(const JobRef& job);
-  void finish_job_chunk(const JobRef& job);
+  void run_job_chunk(const JobRef& job, size_t chunk);
   void progress();
   void wake_workers();
   template <class Ready, class Help>
@@ -262,9 +263,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
   bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr);
-  Status finalize_push(PushState& p, uint32_t rank, Handover* out);
+  Status finalize_push(const PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
+  void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+                   Status* status);
   Status commit_table(uint64_t step, StepRecord& record, const TableRef& table,
                       Vector<Handover>* ranks, bool skip, bool deferred);
   void retire(uint64_t step, const StepRecord& record);
@@ -286,6 +289,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status open_window(Table& table);
   void start_steps(uint64_t first);
   bool rank_has_cache(uint32_t rank) const;
+  void add_orphans(Table& table, const Vector<uint32_t>& slots);
   void settle_orphans(Table& table);
   void drop_batch(const BatchRef& batch);
   bool outside_allowed(String* why);

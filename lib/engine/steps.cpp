@@ -177,7 +177,14 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     break;
   }
   if (t.cache_bytes || t.cache_ratio > 0) {
-    Status s = turn_caches(t, step);
+    Status s;
+    try {
+      s = turn_caches(t, step);
+    } catch (const std::bad_alloc&) {
+      // Updates may be lost to the cache: its rows are not to be read any more.
+      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date", t.rank);
+      fail_background(s);
+    }
     if (s != FRUGAL_OK) {
       std::lock_guard<std::mutex> lock(mu_);
       t.in_step = false;
@@ -187,7 +194,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   }
   if (deferred_now_.load(std::memory_order_relaxed) && config_.flush_threads) {
     bool schedule = false;
-    {
+    try {
       std::lock_guard<std::mutex> lock(mu_);
       if (step == to_commit()) {
         schedule = true;
@@ -197,6 +204,8 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         }
         if (schedule) records_[step].prepare_scheduled = true;
       }
+    } catch (const std::bad_alloc&) {
+      schedule = false;  // staging is a favour
     }
     if (schedule) wake_workers();
   }
@@ -316,12 +325,9 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
 
 // --- Ending a step -------------------------------------------------------------------------------
 
-// Joins the pushes of a table into one hand-over, going on with fold32 where the first push ended.
-Status Engine::finalize_push(PushState& p, uint32_t rank, Handover* out) {
-  if (p.tail.empty()) {
-    *out = std::move(p.first);
-    return FRUGAL_OK;
-  }
+// Joins several pushes of a table into one hand-over, going on with fold32 where the first push
+// ended. The pushes stay as they are, so that a step_end that runs out of memory can be repeated.
+Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
   const uint32_t dim = p.table->rows.layout().dim;
   const size_t stride = p.first.stride;
   // The union of the rows of all pushes.
@@ -404,23 +410,35 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
                     static_cast<unsigned long long>(t.step),
                     static_cast<unsigned long long>(step));
     }
-    Vector<std::pair<TableRef, Handover>> handovers;
+    struct Ready {
+      PushState* push;
+      Handover joined;
+      StepRecord::TableHandovers* to;
+    };
+    Vector<Ready> handovers;
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
-      Handover h;
-      FRUGAL_TRY(finalize_push(push, t.rank, &h));
-      if (h.rows()) handovers.emplace_back(push.table, std::move(h));
+      Ready r{&push, {}, nullptr};
+      if (!push.tail.empty()) FRUGAL_TRY(finalize_push(push, t.rank, &r.joined));
+      Handover& h = push.tail.empty() ? push.first : r.joined;
+      if (h.rows()) handovers.push_back(std::move(r));
     }
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.abort_notice.load()) {
+        // First all that may want memory; then the hand-over, which cannot fail.
         StepRecord& record = records_[step];
-        for (auto& [table, h] : handovers) {
-          StepRecord::TableHandovers& all = record.handovers[table.get()];
-          all.table = table;
-          auto at = std::find_if(all.ranks.begin(), all.ranks.end(),
+        for (Ready& r : handovers) {
+          r.to = &record.handovers[r.push->table.get()];
+          r.to->table = r.push->table;
+          r.to->ranks.reserve(r.to->ranks.size() + 1);
+        }
+        record.created.reserve(record.created.size() + t.created.size());
+        for (Ready& r : handovers) {
+          Vector<Handover>& ranks = r.to->ranks;
+          auto at = std::find_if(ranks.begin(), ranks.end(),
                                  [&](const Handover& o) { return o.rank > t.rank; });
-          all.ranks.insert(at, std::move(h));
+          ranks.insert(at, std::move(r.push->tail.empty() ? r.push->first : r.joined));
         }
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
@@ -434,8 +452,11 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
   }
   FRUGAL_TRY(commit_ready());
   // Without flush threads nobody else gives up the g-entries that have served.
-  if (config_.flush_threads == 0)
-    while (sweep_one()) {
+  if (config_.flush_threads == 0) try {
+      while (sweep_one()) {
+      }
+    } catch (const std::bad_alloc&) {
+      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // the step has ended all the same
     }
   return FRUGAL_OK;
 }
@@ -474,7 +495,24 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     if (at->second.handovers.empty() && at->second.created.empty()) return false;
   }
   committing_ = true;
-  StepRecord& record = at->second;
+  try {
+    commit_step(lock, step, at->second, status);
+  } catch (const std::bad_alloc&) {
+    // Part of the step may be in: nobody may go on from here, and nobody is left waiting.
+    *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu",
+                   static_cast<unsigned long long>(step));
+    if (!lock.owns_lock()) lock.lock();
+    committing_ = false;
+    lock.unlock();
+    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+    lock.lock();
+    return false;
+  }
+  return true;
+}
+
+void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+                         Status* status) {
   settle(lock, [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
@@ -529,7 +567,6 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   cv_progress_.notify_all();
   work_.fetch_add(1);
   cv_work_.notify_all();
-  return true;
 }
 
 namespace {
@@ -684,9 +721,21 @@ void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
   }
 }
 
+// Without memory for the list the rows stay reserved until somebody names them again. With mu_ held.
+void Engine::add_orphans(Table& table, const Vector<uint32_t>& slots) {
+  try {
+    table.orphans.insert(table.orphans.end(), slots.begin(), slots.end());
+  } catch (const std::bad_alloc&) {
+  }
+}
+
 // Frees reserved rows that no declaration names any more. With mu_ held.
 void Engine::settle_orphans(Table& table) {
-  table.rows.take_stranded(&table.orphans);
+  try {
+    table.rows.take_stranded(&table.orphans);
+  } catch (const std::bad_alloc&) {
+    return;  // next time
+  }
   if (table.orphans.empty() || table.accessing) return;
   for (auto& [step, batches] : batches_)
     for (const BatchRef& b : batches)
@@ -780,7 +829,7 @@ void Engine::undo_rows(Vector<CreatedRows>& created) {
     }
     c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     std::lock_guard<std::mutex> lock(mu_);
-    c.table->orphans.insert(c.table->orphans.end(), c.slots.begin(), c.slots.end());
+    add_orphans(*c.table, c.slots);
     settle_orphans(*c.table);
   }
   created.clear();
@@ -810,6 +859,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
+    others.reserve(ranks_.size());  // from here on nothing wants memory
     settle(lock, [&] { return !committing_; });
     ++aborting_;
     for (const TrainerRef& t : ranks_)

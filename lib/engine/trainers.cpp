@@ -149,23 +149,29 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(least),
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
+    Vector<BatchRef>& declared = batches_[step];
+    declared.reserve(declared.size() + 1);
     if (want_handle) {
       batch->handle = handle_add(HandleKind::kBatch, batch);
       if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
       *batch_out = batch->handle;
     }
-    batches_[step].push_back(batch);
+    declared.push_back(batch);
     unresolved_ += static_cast<uint32_t>(batch->parts.size());
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   if (config_.flush_threads) {
     wake_workers();
   } else {
-    while (resolve_one(step)) {
-    }
-    if (need_links())
-      while (link_one(step)) {
+    try {
+      while (resolve_one(step)) {
       }
+      if (need_links())
+        while (link_one(step)) {
+        }
+    } catch (const std::bad_alloc&) {
+      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // the keys are declared all the same
+    }
   }
   return FRUGAL_OK;
 }

@@ -56,7 +56,13 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
                   status_name(s));
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
     if (ready()) return FRUGAL_OK;
-    if (help()) continue;
+    try {
+      if (help()) continue;
+    } catch (const std::bad_alloc&) {
+      // The help was the engine's work, rows of it may be half done: as in a background thread.
+      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+      continue;
+    }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often a few microseconds away, a sleep costs more.
     bool moved = false;
