@@ -351,14 +351,18 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
 
-/* Tells the bytes that a configuration takes before it is opened. `cache_rows` is the number of
- * rows that one trainer's device cache would hold for this table. */
+/* Tells the bytes that a configuration takes before it is opened: the most that a table with all of
+ * its rows takes at any time. `cache_rows` is the number of rows that one trainer's device cache
+ * would hold for this table. The first three are what counts against host_bytes. Not counted, for
+ * they depend on the batches: declared keys, and the updates that wait (pending_bytes). */
 typedef struct frugal_memory {
   uint64_t values;      /* host rows */
   uint64_t state;       /* optimizer state */
-  uint64_t index;       /* keys, hash index, existence bits */
-  uint64_t window;      /* the flat index of g-entries (4 bytes a row) when flushing is deferred */
-  uint64_t cache;       /* one trainer's device cache */
+  uint64_t index;       /* hashed: keys, existence bytes and the hash index at its largest, which is
+                           while it is copied to a larger one; lazy: existence bytes */
+  uint64_t window;      /* flat index of rows, 8 bytes a row, where updates can be deferred: any mode
+                           but at-once and write-through, staleness > 0, or with a cache */
+  uint64_t cache;       /* one trainer's device cache, its index included */
   uint64_t total;
 } frugal_memory;
 

@@ -765,7 +765,8 @@ TEST(Tables, MemoryNeeded) {
   EXPECT_GE(memory.values, 100'000u * 32 * 4);
   EXPECT_LE(memory.values, 100'000u * 32 * 4 + (4u << 20));
   EXPECT_GE(memory.state, 100'000u * 32 * 4);
-  EXPECT_GE(memory.cache, 1000u * 64 * 4);
+  EXPECT_GE(memory.cache, 1000u * (64 * 4 + 44));
+  EXPECT_EQ(memory.window, 100'000u * 8);
   EXPECT_EQ(memory.total, memory.values + memory.state + memory.index + memory.window +
                               memory.cache);
   Engine engine;
@@ -781,8 +782,17 @@ TEST(Tables, MemoryNeeded) {
   config.key_space = FRUGAL_HASHED;
   frugal_memory hashed;
   ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
-  EXPECT_GE(hashed.index, 100'000u * 8);
+  EXPECT_GE(hashed.index, 100'000u * (8 + 1 + 16));
   EXPECT_EQ(hashed.cache, 0u);
+  // A window is opened where updates can be deferred.
+  engine_config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
+  EXPECT_EQ(hashed.window, 0u);
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 1, &hashed));
+  EXPECT_EQ(hashed.window, 100'000u * 8);
+  engine_config.staleness = 1;
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
+  EXPECT_EQ(hashed.window, 100'000u * 8);
 
   EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, nullptr),
                  FRUGAL_ERR_INVALID_ARGUMENT);
@@ -827,6 +837,54 @@ TEST(Tables, MemoryThatIsNotThere) {
     frugal_table* table = nullptr;
     EXPECT_REFUSED(frugal_table_create(engine, &config, &table), FRUGAL_ERR_OUT_OF_MEMORY);
     EXPECT_NE(engine.Table("small", FRUGAL_DENSE, 10, 1), nullptr);
+  }
+}
+
+// What frugal_memory_needed says is enough as host_bytes, and the index' growth needs it.
+TEST(Tables, MemoryNeededIsEnough) {
+  for (uint64_t rows : {1'000u, 131'072u, 131'073u, 300'000u, 700'000u}) {
+    SCOPED_TRACE(rows);
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "t";
+    config.key_space = FRUGAL_HASHED;
+    config.rows = rows;
+    config.dim = 1;
+    config.optimizer.kind = FRUGAL_ADAGRAD;
+    frugal_memory memory;
+    ASSERT_OK(frugal_memory_needed(nullptr, &config, 0, &memory));
+    const uint64_t needed = memory.values + memory.state + memory.index;
+    std::vector<uint64_t> keys(rows);
+    for (size_t i = 0; i < rows; ++i) keys[i] = i * 0x9e3779b97f4a7c15ull;
+    const std::vector<float> values(rows, 1.5f);
+    for (const bool enough : {true, false}) {
+      Engine engine(1, [&](frugal_config* c) { c->host_bytes = enough ? needed : needed - 1; });
+      frugal_table* table = nullptr;
+      const int32_t created = frugal_table_create(engine, &config, &table);
+      if (enough) {
+        ASSERT_OK(created);
+        EXPECT_OK(frugal_put(table, keys.data(), rows, 0, values.data(), 0));
+        EXPECT_EQ(Count(table), rows);
+        frugal_table_info info;
+        info.struct_size = sizeof(info);
+        ASSERT_OK(frugal_table_describe(table, &info));
+        EXPECT_LE(info.memory_bytes, needed);
+        continue;
+      }
+      // Where rows fill one slab, the index alone needs more as they come: it is refused its growth, the
+      // call as a whole, and the rest goes on.
+      if (rows == 131'073 || rows == 300'000) {
+        ASSERT_OK(created);
+        ASSERT_OK(frugal_put(table, keys.data(), rows / 3, 0, values.data(), 0));
+        EXPECT_REFUSED(frugal_put(table, keys.data(), rows, 0, values.data(), 0),
+                       FRUGAL_ERR_OUT_OF_MEMORY);
+        EXPECT_NE(LastMessage().find("host_bytes"), std::string::npos) << LastMessage();
+        EXPECT_NE(LastMessage().find("index"), std::string::npos) << LastMessage();
+        EXPECT_EQ(Count(table), rows / 3);
+        TrainStep(engine.Trainer(0), 0, table, {keys[0], keys[1]});
+        EXPECT_EQ(GetOne(table, keys[2]), 1.5f);
+        EXPECT_OK(frugal_health(engine));
+      }
+    }
   }
 }
 

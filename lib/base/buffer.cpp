@@ -44,6 +44,13 @@ BufferPool::~BufferPool() {
     }
 }
 
+size_t BufferPool::capacity_for(size_t bytes) {
+  if (bytes == 0 || bytes > SIZE_MAX / 4) return bytes;
+  size_t capacity;
+  class_of(bytes, &capacity);
+  return capacity >= kHugePage ? (capacity + kHugePage - 1) / kHugePage * kHugePage : capacity;
+}
+
 Status BufferPool::get(size_t bytes, Buffer* out) {
   out->reset();
   if (bytes == 0) return FRUGAL_OK;
