@@ -106,20 +106,27 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, Access* out
       out->whole = true;
     }
   } else if (op.count) {
-    std::lock_guard<std::mutex> lock(mu_);
-    auto at = batches_.find(t.step);
-    if (at != batches_.end())
-      for (const BatchRef& b : at->second) {
-        if (b->rank != t.rank || out->whole) continue;
-        for (size_t i = 0; i < b->parts.size(); ++i) {
-          const PartRef& p = b->parts[i];
-          if (b->tables[i] == out->table && p->resolved() && same_padding(*p) &&
-              p->same_keys(op.keys, op.count)) {
-            out->part = p;
-            out->whole = true;
-            break;
+    Vector<PartRef> candidates;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      auto at = batches_.find(t.step);
+      if (at != batches_.end())
+        for (const BatchRef& b : at->second) {
+          if (b->rank != t.rank) continue;
+          for (size_t i = 0; i < b->parts.size(); ++i) {
+            const PartRef& p = b->parts[i];
+            if (b->tables[i] == out->table && p->n == op.count && p->resolved() && same_padding(*p))
+              candidates.push_back(p);
           }
         }
+    }
+    // A resolved part does not change, and those of a step that this rank is inside of stay: keys
+    // are compared without the lock.
+    for (const PartRef& p : candidates)
+      if (p->same_keys(op.keys, op.count)) {
+        out->part = p;
+        out->whole = true;
+        break;
       }
   }
   FRUGAL_TRY(check_op(op, *out->table, keys, use));
@@ -138,15 +145,17 @@ class Engine::AccessScope {
       if (counts(a)) ++a.table->accessing;
   }
   ~AccessScope() {
-    std::lock_guard<std::mutex> lock(engine_.mu_);
     for (const Access& a : accesses_) {
       if (!counts(a)) continue;
-      --a.table->accessing;
-      // What is reserved only, now, is what a call that failed has left.
+      // What is reserved only, now, is what a call that failed has left. Nothing of it is given to
+      // others between this look and the next lines: this scope still counts.
+      Vector<uint32_t> left;
       if (a.part && a.part->slots && a.part->state.load() != Part::kStale &&
           a.table->rows.has_reserved())
-        a.table->rows.collect_reserved(a.part->slots.as<uint32_t>(), a.part->n,
-                                       &a.table->orphans);
+        engine_.unused_rows(*a.table, a.part->slots.as<uint32_t>(), a.part->n, &left);
+      std::lock_guard<std::mutex> lock(engine_.mu_);
+      engine_.add_orphans(*a.table, left);
+      --a.table->accessing;
       engine_.settle_orphans(*a.table);
     }
   }

@@ -1,9 +1,11 @@
 // The engine: the step protocol, and who does which work when.
 //
-// One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. Nothing
-// is done per key under it. Bulk work runs outside: a table's g-entries under the window's lock, key
-// mapping under the rows' lock, row updates under no lock, because at any time one thread alone
-// has claimed a row.
+// One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. What every
+// step does per key runs outside it: a table's g-entries under the window's lock, key mapping under
+// the rows' lock, row updates under no lock, because at any time one thread alone has claimed a row.
+// Two rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking a
+// linked declaration back (drop_batch) and freeing rows that were reserved for nothing
+// (settle_orphans).
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -270,7 +272,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
                    Status* status);
   Status commit_table(uint64_t step, StepRecord& record, const TableRef& table,
                       Vector<Handover>* ranks, bool skip, bool deferred);
-  void retire(uint64_t step, const StepRecord& record);
+  struct Unused {
+    TableRef table;
+    Vector<uint32_t> slots;
+  };
+  Vector<Unused> unused_until(uint64_t step);
+  void unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out);
+  void retire(uint64_t step, const StepRecord& record, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
   Status undo(Trainer& by, bool leaving);

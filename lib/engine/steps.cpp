@@ -543,6 +543,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
         fail_background(s);
       }
     }
+    Vector<Unused> unused = unused_until(step);
     lock.lock();
     committed_ = step;
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
@@ -556,7 +557,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
-    retire(step, record);
+    retire(step, record, unused);
     records_.erase(step);
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
@@ -692,8 +693,42 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   return FRUGAL_OK;
 }
 
+// Rows that declarations for steps up to `step` reserved and nobody has used. All ranks have ended the
+// step: nobody declares for it, or uses what was declared, any more.
+Vector<Engine::Unused> Engine::unused_until(uint64_t step) {
+  Vector<std::pair<TableRef, PartRef>> served;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& [s, batches] : batches_) {
+      if (s > step) break;
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->parts[i]->resolved() && b->tables[i]->rows.has_reserved())
+            served.emplace_back(b->tables[i], b->parts[i]);
+    }
+  }
+  Vector<Unused> unused(served.size());
+  for (size_t i = 0; i < served.size(); ++i) {
+    const Part& p = *served[i].second;
+    unused[i].table = served[i].first;
+    unused_rows(*served[i].first, p.row_slots(), p.distinct, &unused[i].slots);
+  }
+  return unused;
+}
+
+// Those of `slots` that are reserved only. Without memory for the list: none, they stay reserved.
+void Engine::unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
+  try {
+    table.rows.collect_reserved(slots, n, out);
+  } catch (const std::bad_alloc&) {
+    out->clear();
+  }
+}
+
 // What was declared for steps up to `step` has served.
-void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
+void Engine::retire(uint64_t step, const StepRecord& record,
+                    const Vector<Unused>& unused) {  // with mu_ held
+  for (const Unused& u : unused) add_orphans(*u.table, u.slots);
   while (!batches_.empty() && batches_.begin()->first <= step) {
     for (const BatchRef& b : batches_.begin()->second) {
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
@@ -709,8 +744,6 @@ void Engine::retire(uint64_t step, const StepRecord& record) {  // with mu_ held
         auto at = record.prepared.find(table.get());
         bool updated = at != record.prepared.end() && at->second.update->committed;
         if (p->linked && !updated) sweeps_.push_back({table, p, 0});
-        if (table->rows.has_reserved())
-          table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
       }
     }
     Vector<TableRef> tables;

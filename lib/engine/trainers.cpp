@@ -225,14 +225,22 @@ void Engine::drop_batch(const BatchRef& batch) {
       table->window.unlink(*p, rank_has_cache(p->rank), same, owned);
     }
     p->linked = false;
-    if (p->resolved() && table->rows.has_reserved())
-      table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
   }
   if (at->second.empty()) batches_.erase(at);
   if (batch->handle) handle_remove(HandleKind::kBatch, batch->handle);
-  for (const TableRef& table : batch->tables) settle_orphans(*table);
   progress_.fetch_add(1);
   cv_progress_.notify_all();
+  lock.unlock();
+  for (size_t i = 0; i < batch->parts.size(); ++i) {
+    const Part& p = *batch->parts[i];
+    Table& table = *batch->tables[i];
+    if (!p.resolved() || !table.rows.has_reserved()) continue;
+    Vector<uint32_t> left;
+    unused_rows(table, p.row_slots(), p.distinct, &left);
+    std::lock_guard<std::mutex> again(mu_);
+    add_orphans(table, left);
+    settle_orphans(table);
+  }
 }
 
 Status Engine::cancel(Trainer& t, const BatchRef& batch) {

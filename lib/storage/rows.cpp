@@ -5,6 +5,10 @@
 
 namespace frugal {
 
+namespace {
+constexpr size_t kChunk = 8192;  // keys under one lock: other threads get their turn in between
+}
+
 RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   RowLayout l;
   l.dim = dim;
@@ -155,7 +159,6 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
 Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                      uint32_t* slots, Vector<uint32_t>* created) {
   if (!hashed_) return resolve_dense(keys, n, padding, slots);
-  constexpr size_t kChunk = 8192;  // other threads get their turn in between
   Vector<uint32_t> added;
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {
@@ -266,9 +269,11 @@ void Rows::release_reserved(uint32_t slot) {
 
 void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
   if (!hashed_) return;
-  std::lock_guard<std::mutex> lock(mu_);
-  for (size_t i = 0; i < n; ++i)
-    if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
+  for (size_t at = 0; at < n; at += kChunk) {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (size_t i = at; i < std::min(n, at + kChunk); ++i)
+      if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
+  }
 }
 
 void Rows::reset_state(uint32_t slot) {
