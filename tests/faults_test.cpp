@@ -3,7 +3,6 @@
 // hangs. Linked with the objects of the library, for the hooks that make memory calls fail.
 #include <sched.h>
 #include <sys/mount.h>
-#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,10 +10,8 @@
 
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/heap.h"
@@ -298,6 +295,150 @@ TEST(Memory, ATrainingDeferred) {
 
 TEST(Memory, ATrainingAtOnce) {
   EveryPlace(FRUGAL_FLUSH_AT_ONCE, frugal::heap_test_fail_after, {0, 1});
+}
+
+// --- Shared memory that is full ---
+
+frugal_table_config Large(int32_t key_space, uint64_t rows, uint32_t dim) {
+  frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+  config.name = key_space == FRUGAL_DENSE ? "large" : "growing";
+  config.key_space = key_space;
+  config.rows = rows;
+  config.dim = dim;
+  return config;
+}
+
+// What goes on while no more shared memory can be had. Returns 0, or the line of what went wrong. The
+// dense table does not fit; of the hashed one, at least `some` rows and not all do.
+int UseFullSharedMemory(uint64_t rows, uint64_t some, const std::function<void(bool)>& full) {
+#define CHECK_THAT(x)                                                                      \
+  do {                                                                                     \
+    if (!(x)) {                                                                            \
+      std::fprintf(stderr, "%s: %s\n", #x, LastMessage().c_str());                         \
+      return __LINE__;                                                                     \
+    }                                                                                      \
+  } while (0)
+  frugal_config config = FRUGAL_CONFIG_INIT;
+  config.backing = FRUGAL_BACKING_SHM;
+  config.flush_threads = 0;
+  config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
+  frugal_engine* engine = nullptr;
+  CHECK_THAT(frugal_open(&config, &engine) == FRUGAL_OK);
+  frugal_table_config dense = Large(FRUGAL_DENSE, 1000, 4), hashed = Large(FRUGAL_HASHED, rows, 16);
+  dense.name = "small";
+  frugal_table *small = nullptr, *growing = nullptr, *large = nullptr;
+  CHECK_THAT(frugal_table_create(engine, &dense, &small) == FRUGAL_OK);
+  CHECK_THAT(frugal_table_create(engine, &hashed, &growing) == FRUGAL_OK);
+  const std::vector<uint64_t> keys = Range(1'000'000, rows);
+  const std::vector<float> values(rows * 16, 2.5f);
+  CHECK_THAT(frugal_put(growing, keys.data(), some, 0, values.data(), 0) == FRUGAL_OK);
+  full(true);
+  // A table that does not fit.
+  dense = Large(FRUGAL_DENSE, rows, 16);
+  CHECK_THAT(frugal_table_create(engine, &dense, &large) == FRUGAL_ERR_OUT_OF_MEMORY);
+  CHECK_THAT(LastMessage().find("large") != std::string::npos);
+  CHECK_THAT(LastMessage().find("/dev/shm") != std::string::npos);
+  CHECK_THAT(large == nullptr && frugal_table_find(engine, "large", &large) == FRUGAL_ERR_NOT_FOUND);
+  // Rows that do not fit, outside steps and in one.
+  CHECK_THAT(frugal_put(growing, keys.data(), rows, 0, values.data(), 0) ==
+             FRUGAL_ERR_OUT_OF_MEMORY);
+  uint64_t count = 0;
+  CHECK_THAT(frugal_table_count(growing, &count) == FRUGAL_OK && count == some);
+  frugal_trainer_config t = FRUGAL_TRAINER_CONFIG_INIT;
+  frugal_trainer* trainer = nullptr;
+  CHECK_THAT(frugal_trainer_create(engine, &t, &trainer) == FRUGAL_OK);
+  std::vector<float> out(rows * 16);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = growing;
+  op.keys = keys.data();
+  op.rows_out = out.data();
+  op.grads = values.data();
+  for (uint64_t s = 0; s < 3; ++s) {
+    CHECK_THAT(frugal_step_begin(trainer, s, kWait) == FRUGAL_OK);
+    op.count = rows;
+    CHECK_THAT(frugal_lookup(trainer, &op, 1) == FRUGAL_ERR_OUT_OF_MEMORY);
+    CHECK_THAT(frugal_push_grad(trainer, &op, 1) == FRUGAL_ERR_OUT_OF_MEMORY);
+    op.count = some;
+    CHECK_THAT(frugal_lookup(trainer, &op, 1) == FRUGAL_OK);
+    CHECK_THAT(out[0] == 2.5f - 0.01f * 2.5f * static_cast<float>(s) || s > 1);
+    CHECK_THAT(frugal_push_grad(trainer, &op, 1) == FRUGAL_OK);
+    CHECK_THAT(frugal_step_end(trainer, s, 0) == FRUGAL_OK);
+  }
+  CHECK_THAT(frugal_table_count(growing, &count) == FRUGAL_OK && count == some);
+  CHECK_THAT(frugal_health(engine) == FRUGAL_OK);
+  // Room again: what failed goes on.
+  CHECK_THAT(frugal_table_drop(small) == FRUGAL_OK);
+  full(false);
+  CHECK_THAT(frugal_put(growing, keys.data(), rows / 2, 0, values.data(), 0) == FRUGAL_OK);
+  CHECK_THAT(frugal_table_count(growing, &count) == FRUGAL_OK && count == rows / 2);
+  CHECK_THAT(frugal_close(engine) == FRUGAL_OK);
+#undef CHECK_THAT
+  return 0;
+}
+
+// In a child that mounts a small /dev/shm of its own, where the machine lets it.
+TEST(SharedMemory, ASmallDevShm) {
+  constexpr int kCannot = 77;
+  constexpr uint64_t kRows = 400'000;  // of 64 bytes: 24 MiB and more
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const std::string user = "0 " + std::to_string(getuid()) + " 1";
+    const std::string group = "0 " + std::to_string(getgid()) + " 1";
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) _exit(kCannot);
+    const auto tell = [](const char* file, const std::string& text) {
+      std::FILE* f = std::fopen(file, "w");
+      if (f == nullptr) return false;
+      const bool written = std::fwrite(text.data(), 1, text.size(), f) == text.size();
+      return (std::fclose(f) == 0) && written;
+    };
+    if (!tell("/proc/self/setgroups", "deny") || !tell("/proc/self/uid_map", user) ||
+        !tell("/proc/self/gid_map", group))
+      _exit(kCannot);
+    if (mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=24m") != 0) _exit(kCannot);
+    const int line = UseFullSharedMemory(kRows, 1000, [](bool full) {
+      // Half of the table fits then.
+      if (!full) mount("tmpfs", "/dev/shm", "tmpfs", MS_REMOUNT, "size=64m");
+    });
+    _exit(line == 0 ? 0 : line % 2 ? 1 : 2);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+  if (WEXITSTATUS(status) == kCannot) GTEST_SKIP() << "no mount of its own is allowed here";
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+// Every commitment of memory that a table asks for fails once.
+TEST(SharedMemory, EveryCommitmentOfATable) {
+  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED}) {
+    Engine engine([](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
+    frugal_table_config config = Large(key_space, 200'000, 16);
+    config.optimizer.kind = FRUGAL_ADAM;
+    frugal_table* table = nullptr;
+    int failed = Sweep(frugal::os_test_fail_after, [&] {
+      const int32_t status = frugal_table_create(engine.handle, &config, &table);
+      EXPECT_TRUE(status == FRUGAL_OK || table == nullptr);
+      return status;
+    });
+    EXPECT_GE(failed, 4);
+    const std::vector<uint64_t> keys = Range(0, 200'000);
+    const std::vector<float> values(200'000 * 16, 2.5f);
+    failed = Sweep(frugal::os_test_fail_after, [&] {
+      const int32_t status = frugal_put(table, keys.data(), keys.size(), 0, values.data(), 0);
+      uint64_t count = 0;
+      EXPECT_OK(frugal_table_count(table, &count));
+      EXPECT_EQ(count, status == FRUGAL_OK || key_space == FRUGAL_DENSE ? 200'000u : 0u);
+      return status;
+    });
+    if (key_space == FRUGAL_HASHED) {
+      EXPECT_GE(failed, 4);
+    }
+    float row[16];
+    EXPECT_OK(frugal_get(table, &keys[199'999], 1, 0, row, 0, nullptr));
+    EXPECT_EQ(row[15], 2.5f);
+    EXPECT_OK(frugal_health(engine.handle));
+  }
 }
 
 }  // namespace
