@@ -1361,6 +1361,29 @@ TEST(Prefetch, Range) {
   ASSERT_OK(frugal_step_end(trainer, 21, 0));
 }
 
+TEST(Prefetch, DefaultLookahead) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 4, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1}, 1);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_OK(frugal_prefetch(trainer, 10, &row.op, 1, nullptr));
+  EXPECT_REFUSED(frugal_prefetch(trainer, 11, &row.op, 1, nullptr), FRUGAL_ERR_STEP_RANGE);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+}
+
+// With no flush threads keys are resolved in the call, and it still answers the same.
+TEST(Prefetch, ATableThatIsTooSmallIsToldByTheStep) {
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 2, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1, 2, 3}, 1);
+  EXPECT_OK(frugal_prefetch(trainer, 0, &row.op, 1, nullptr));
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer, &row.op, 1), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+}
+
 TEST(Prefetch, BeforeTheFirstStepInAnyOrder) {
   Engine engine(1, [](frugal_config* c) { c->lookahead = 4; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
@@ -1750,12 +1773,8 @@ TEST_F(Full, TheCallChangesNothing) {
 TEST_F(Full, DeclaringTooMuchIsRefusedAtTheLatestByItsUse) {
   RowOp too_many(table_, {1, 2, 3, 4, 5}, 1), fits(table_, {11, 12, 13, 14}, 1);
   frugal_batch* batch = nullptr;
-  // Keys are resolved in the background, so a prefetch need not know yet.
-  const int32_t status = frugal_prefetch(trainer_, 0, &too_many.op, 1, &batch);
-  if (status != FRUGAL_OK) {
-    EXPECT_REFUSED(status, FRUGAL_ERR_TABLE_FULL);
-    EXPECT_EQ(batch, nullptr);
-  }
+  // Keys are resolved in the background: a prefetch does not know yet.
+  ASSERT_OK(frugal_prefetch(trainer_, 0, &too_many.op, 1, &batch));
   ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
   too_many.op.batch = batch;
   EXPECT_REFUSED(frugal_lookup(trainer_, &too_many.op, 1), FRUGAL_ERR_TABLE_FULL);
