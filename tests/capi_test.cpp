@@ -1714,6 +1714,63 @@ TEST(Nan, Policies) {
   EXPECT_EQ(Bits(rows[3]), 0x7fc00000u);
 }
 
+// Of terms, not of sums; and what weight_grads_out gives.
+TEST(Nan, WhatRejectLooksAt) {
+  const float inf = std::numeric_limits<float>::infinity();
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_table* skip = engine.Table("s", FRUGAL_DENSE, 10, 1,
+                                    [](frugal_table_config* c) { c->nan_policy = FRUGAL_NAN_SKIP; });
+  frugal_trainer* trainer = engine.Trainer(0);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  for (frugal_table* t : {table, skip}) {
+    // In one push, and over two.
+    RowOp both(t, {1, 1, 2}, 1), other(t, {2, 3}, 1);
+    both.grads = {inf, -inf, inf};
+    both.op.grads = both.grads.data();
+    other.grads = {-inf, 1};
+    other.op.grads = other.grads.data();
+    EXPECT_OK(frugal_push_grad(trainer, &both.op, 1));
+    EXPECT_OK(frugal_push_grad(trainer, &other.op, 1));
+  }
+  // A NaN that belongs to padding is nobody's.
+  RowOp padded(table, {4, 7}, 1);
+  padded.grads = {1, kNan};
+  padded.op.grads = padded.grads.data();
+  padded.op.flags = FRUGAL_OP_PADDING;
+  padded.op.padding_key = 7;
+  EXPECT_OK(frugal_push_grad(trainer, &padded.op, 1));
+  // A weight makes a NaN of an infinity, in the first push of a table or later.
+  const uint64_t keys[] = {5, 7}, offsets[] = {0, 2};
+  const float weights[] = {0, 1};
+  float gradient = inf, weight_grads[2] = {kUntouched, kUntouched};
+  frugal_op bag = FRUGAL_OP_INIT;
+  bag.table = table;
+  bag.pooling = FRUGAL_POOL_SUM;
+  bag.keys = keys;
+  bag.count = 2;
+  bag.offsets = offsets;
+  bag.bags = 1;
+  bag.weights = weights;
+  bag.weight_grads_out = weight_grads;
+  bag.grads = &gradient;
+  bag.flags = FRUGAL_OP_PADDING;
+  bag.padding_key = 7;
+  EXPECT_REFUSED(frugal_push_grad(trainer, &bag, 1), FRUGAL_ERR_NAN);
+  EXPECT_EQ(Bits(weight_grads[0]), 0x7fc00000u);  // row 0 * inf
+  EXPECT_EQ(Bits(weight_grads[1]), 0u);           // padding
+  gradient = 1;
+  EXPECT_OK(frugal_push_grad(trainer, &bag, 1));
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  for (uint64_t key : {1, 2}) {
+    EXPECT_EQ(Bits(GetOne(table, key)), 0x7fc00000u) << key;
+    EXPECT_EQ(GetOne(skip, key), 0.0f) << key;
+  }
+  EXPECT_EQ(GetOne(table, 3), -1.0f);
+  EXPECT_EQ(GetOne(skip, 3), -1.0f);
+  EXPECT_EQ(GetOne(table, 7), 0.0f);
+}
+
 TEST(Nan, ARejectedPushCreatesNothing) {
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
