@@ -1888,6 +1888,63 @@ TEST_F(Full, RoomComesBack) {
   fill(6, 700);
 }
 
+// What is only declared, for steps that have not begun, makes way for what is wanted now.
+TEST(Reserved, RowsMakeWay) {
+  for (int32_t mode : {FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED})
+    for (uint32_t threads : {0u, 1u}) {
+      SCOPED_TRACE(std::to_string(mode) + " " + std::to_string(threads));
+      Engine engine(2, [&](frugal_config* c) {
+        c->flush_mode = mode;
+        c->flush_threads = threads;
+      });
+      frugal_table* table = engine.Table("t", FRUGAL_HASHED, 6, 1);
+      frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+      RowOp later(table, {11, 12, 13}, 1), last(table, {13, 14, 15, 16}, 1), now(table, {1, 2}, 1),
+          mine(table, {3}, 1), more(table, {4, 5, 1}, 1);
+      frugal_batch *batch = nullptr, *own = nullptr;
+      ASSERT_OK(frugal_prefetch(trainers[0], 0, &now.op, 1, nullptr));
+      ASSERT_OK(frugal_prefetch(trainers[1], 0, &mine.op, 1, &own));
+      ASSERT_OK(frugal_prefetch(trainers[0], 1, &later.op, 1, &batch));
+      ASSERT_OK(frugal_prefetch(trainers[1], 2, &last.op, 1, nullptr));
+      ASSERT_OK(frugal_step_begin(trainers[0], 0, kWait));
+      ASSERT_OK(frugal_step_begin(trainers[1], 0, kWait));
+      // By what rank, and whether in lookup or push, makes no difference; begun steps keep theirs.
+      EXPECT_OK(frugal_lookup(trainers[0], &more.op, 1));
+      EXPECT_OK(frugal_push_grad(trainers[0], &now.op, 1));
+      mine.op.batch = own;
+      EXPECT_OK(frugal_push_grad(trainers[1], &mine.op, 1));
+      RowOp sixth(table, {6}, 1), seventh(table, {7}, 1);
+      EXPECT_OK(frugal_push_grad(trainers[1], &sixth.op, 1));
+      EXPECT_REFUSED(frugal_push_grad(trainers[1], &seventh.op, 1), FRUGAL_ERR_TABLE_FULL);
+      for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, 0, 0));
+      EXPECT_EQ(Keys(table), (std::set<uint64_t>{1, 2, 3, 4, 5, 6}));
+      EXPECT_EQ(GetOne(table, 3), -1.0f);
+      // The declaration is as good as none: its rows are found, or not, by the step.
+      ASSERT_OK(frugal_step_begin(trainers[0], 1, kWait));
+      ASSERT_OK(frugal_step_begin(trainers[1], 1, kWait));
+      later.op.batch = batch;
+      EXPECT_REFUSED(frugal_lookup(trainers[0], &later.op, 1), FRUGAL_ERR_TABLE_FULL);
+      for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, 1, 0));
+      const uint64_t gone[] = {1, 2, 3, 4};
+      ASSERT_OK(frugal_delete(table, gone, 4, nullptr));
+      // put, with step 2 declared again.
+      ASSERT_OK(frugal_prefetch(trainers[0], 3, &last.op, 1, nullptr));
+      const uint64_t put[] = {21, 22, 23, 24};
+      const float x[] = {1, 2, 3, 4};
+      EXPECT_OK(frugal_put(table, put, 4, 0, x, 0));
+      EXPECT_EQ(Keys(table), (std::set<uint64_t>{5, 6, 21, 22, 23, 24}));
+      ASSERT_OK(frugal_delete(table, put, 4, nullptr));
+      for (uint64_t s = 2; s < 4; ++s) {
+        for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_begin(t, s, kWait));
+        EXPECT_OK(frugal_push_grad(trainers[s == 2], &last.op, 1));
+        for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, s, 0));
+      }
+      EXPECT_EQ(Keys(table), (std::set<uint64_t>{5, 6, 13, 14, 15, 16}));
+      EXPECT_EQ(GetOne(table, 13), -2.0f);
+      EXPECT_OK(frugal_health(engine));
+    }
+}
+
 // --- Rows outside steps ---
 
 TEST(Outside, BusyInAStepAndWhileRanksAreApart) {

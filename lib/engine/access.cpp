@@ -153,10 +153,15 @@ class Engine::AccessScope {
       if (a.part && a.part->slots && a.part->state.load() != Part::kStale &&
           a.table->rows.has_reserved())
         engine_.unused_rows(*a.table, a.part->slots.as<uint32_t>(), a.part->n, &left);
-      std::lock_guard<std::mutex> lock(engine_.mu_);
-      engine_.add_orphans(*a.table, left);
-      --a.table->accessing;
-      engine_.settle_orphans(*a.table);
+      bool wanted;
+      {
+        std::lock_guard<std::mutex> lock(engine_.mu_);
+        engine_.add_orphans(*a.table, left);
+        --a.table->accessing;
+        engine_.settle_orphans(*a.table);
+        wanted = a.table->tight != 0;
+      }
+      if (wanted) engine_.progress();
     }
   }
 
@@ -368,6 +373,10 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  return with_room(ops, n, [&] { return lookup_rows(t, ops, n); });
+}
+
+Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, &accesses[i]));
   {
@@ -575,6 +584,10 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  return with_room(ops, n, [&] { return push_rows(t, ops, n); });
+}
+
+Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
   AccessScope scope(*this, accesses);

@@ -3,9 +3,9 @@
 // One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. What every
 // step does per key runs outside it: a table's g-entries under the window's lock, key mapping under
 // the rows' lock, row updates under no lock, because at any time one thread alone has claimed a row.
-// Two rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking a
-// linked declaration back (drop_batch) and freeing rows that were reserved for nothing
-// (settle_orphans).
+// Three rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
+// a linked declaration back (drop_batch), freeing rows that were reserved for nothing
+// (settle_orphans), and making room in a full table (give_up_reserved).
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -47,6 +47,7 @@ struct Table : HeapObject {
   Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
   Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
   uint32_t accessing = 0;  // calls that may be about to use reserved rows; engine's mu_
+  uint32_t tight = 0;      // calls that need every place: nothing is reserved ahead; engine's mu_
   // Rows that uncommitted steps created, with the earliest step that used them: with staleness ranks
   // are in different steps, and that one's undoing takes the row back. Not cached before its commit.
   std::mutex young_mu;
@@ -300,6 +301,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void add_orphans(Table& table, const Vector<uint32_t>& slots);
   void settle_orphans(Table& table);
   void drop_batch(const BatchRef& batch);
+  void unlink_part(const Batch& batch, size_t i);
+  void give_up_reserved(Table& table);
+  // Makes a call; where rows that are only reserved fill one of its tables, again without those.
+  template <class Call>
+  Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
@@ -321,6 +327,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status locate(Trainer* t, Table& table, const uint32_t* slots, size_t n, Buffer* pointers,
                 Buffer* copies);
   Status gather(Trainer* t, Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
+  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n);
+  Status push_rows(Trainer& t, const frugal_op* ops, size_t n);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
 
   frugal_config config_;

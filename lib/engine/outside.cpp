@@ -147,7 +147,26 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   FRUGAL_TRY(pool_.get((l.dim + l.state_floats) * sizeof(float), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
-  FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created));
+  // Reserved rows are not given to others while some of them are about to be these.
+  struct Accessing {
+    Engine& engine;
+    Table& table;
+    Accessing(Engine& e, Table& of) : engine(e), table(of) {
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      ++table.accessing;
+    }
+    ~Accessing() {
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      --table.accessing;
+      engine.settle_orphans(table);
+    }
+  };
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = reinterpret_cast<frugal_table*>(t.handle);
+  FRUGAL_TRY(with_room(&op, 1, [&] {
+    Accessing accessing(*this, t);
+    return t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created);
+  }));
   for (size_t i = 0; i < n; ++i) {
     const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
     float* r = row.as<float>();

@@ -176,6 +176,64 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   return FRUGAL_OK;
 }
 
+// Takes a part of a declared batch out of its table's window. With mu_ held.
+void Engine::unlink_part(const Batch& batch, size_t i) {
+  const PartRef& p = batch.parts[i];
+  const TableRef& table = batch.tables[i];
+  if (p->linked && !table->dropped.load()) {
+    Vector<PartRef> same;
+    Vector<bool> owned;
+    for (const BatchRef& b : batches_[batch.step])
+      for (size_t k = 0; k < b->parts.size(); ++k)
+        if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked) {
+          same.push_back(b->parts[k]);
+          owned.push_back(rank_has_cache(b->rank));
+        }
+    table->window.unlink(*p, rank_has_cache(p->rank), same, owned);
+  }
+  p->linked = false;
+}
+
+// A call needs the places of a full table that declarations have reserved. Those for steps that their
+// ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve again.
+// Until the caller takes `tight` back no declaration reserves a row of the table.
+void Engine::give_up_reserved(Table& table) {
+  std::unique_lock<std::mutex> lock(mu_);
+  auto each = [&](auto visit) {
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->tables[i].get() == &table) visit(*b, i);
+  };
+  // Nor may anybody be in the middle of finding rows: these would be free only afterwards.
+  auto idle = [&] {
+    bool none = table.accessing == 0;
+    each([&](const Batch& b, size_t i) {
+      if (b.parts[i]->state.load() == Part::kResolving || b.parts[i]->linking) none = false;
+    });
+    return none;
+  };
+  settle(lock, [&] { return idle() || closed_.load() || health() != FRUGAL_OK; });
+  if (!idle()) return;
+  each([&](const Batch& b, size_t i) {
+    const TrainerRef& t = ranks_[b.rank];
+    if (t && t->next_step != kNoStep && b.step < t->next_step) return;  // begun
+    Part& p = *b.parts[i];
+    if (p.state.load() == Part::kDeclared) {
+      p.state.store(Part::kStale);
+      --unresolved_;
+    } else if (p.resolved()) {
+      Vector<uint32_t> left;
+      unused_rows(table, p.row_slots(), p.distinct, &left);
+      if (left.empty()) return;  // it holds no place
+      unlink_part(b, i);
+      p.state.store(Part::kStale);
+      add_orphans(table, left);
+    }
+  });
+  settle_orphans(table);
+}
+
 // Takes a batch out of the window.
 void Engine::drop_batch(const BatchRef& batch) {
   std::unique_lock<std::mutex> lock(mu_);
@@ -202,30 +260,8 @@ void Engine::drop_batch(const BatchRef& batch) {
   if (at == batches_.end()) return;
   in = std::find(at->second.begin(), at->second.end(), batch);
   if (in == at->second.end()) return;
+  for (size_t i = 0; i < batch->parts.size(); ++i) unlink_part(*batch, i);
   at->second.erase(in);
-  for (size_t i = 0; i < batch->parts.size(); ++i) {
-    const PartRef& p = batch->parts[i];
-    const TableRef& table = batch->tables[i];
-    if (p->linked && !table->dropped.load()) {
-      Vector<PartRef> same;
-      Vector<bool> owned;
-      auto gather_same = [&](const BatchRef& b) {
-        for (size_t k = 0; k < b->parts.size(); ++k)
-          if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked) {
-            same.push_back(b->parts[k]);
-            owned.push_back(rank_has_cache(b->rank));
-          }
-      };
-      for (const BatchRef& b : at->second) gather_same(b);
-      for (size_t k = i + 1; k < batch->parts.size(); ++k)
-        if (batch->tables[k] == table && batch->parts[k]->linked) {
-          same.push_back(batch->parts[k]);
-          owned.push_back(rank_has_cache(batch->rank));
-        }
-      table->window.unlink(*p, rank_has_cache(p->rank), same, owned);
-    }
-    p->linked = false;
-  }
   if (at->second.empty()) batches_.erase(at);
   if (batch->handle) handle_remove(HandleKind::kBatch, batch->handle);
   progress_.fetch_add(1);

@@ -319,6 +319,11 @@ bool Engine::resolve_one(uint64_t up_to) {
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->parts[i]->state.load() == Part::kDeclared) {
+            if (b->tables[i]->tight) {  // no row is to be reserved now: the calls of the step resolve
+              b->parts[i]->state.store(Part::kStale);
+              --unresolved_;
+              continue;
+            }
             part = b->parts[i];
             table = b->tables[i];
             goto found;
