@@ -280,7 +280,7 @@ class Worker {
       op.rows_out = rank.out.data();
       CHECK_OK(frugal_lookup(trainer, &op, 1));
       int64_t inside = NowNs() - t0;
-      if (wait_ns_ > 0) SleepUntilNs(NowNs() + wait_ns_);
+      if (wait_ns_ > 0) WaitUntilNs(NowNs() + wait_ns_);
       float* grads = rank.grads.data();
       if (lent_) {
         void* memory = nullptr;
@@ -301,7 +301,7 @@ class Worker {
       if (call_us != nullptr) (*call_us)[s - step_] = static_cast<double>(inside) * 1e-3;
       if (quiet) {
         CHECK_OK(frugal_flush(engine_->engine(), FRUGAL_TIMEOUT_DEFAULT));
-        SleepUntilNs(NowNs() + settle_ns_);
+        WaitUntilNs(NowNs() + settle_ns_);
       }
     }
   }
@@ -363,13 +363,23 @@ class Worker {
     };
     const auto busy_us = middle(run.call_us), quiet_us = middle(quiet.call_us);
     const double updated = Delta(run, &frugal_stats::rows_updated);
-    const double n = static_cast<double>(steps);
+    const double n = static_cast<double>(steps), nq = static_cast<double>(quiet.call_us.size());
     return {{"stall", Median(busy_us) - Median(quiet_us)},
             {"stall_mean", Mean(busy_us) - Mean(quiet_us)},
             {"calls", Median(busy_us)},
             {"calls_nothing_pending", Median(quiet_us)},
             {"throughput", n * static_cast<double>(batch_) / run.seconds},
             {"entry_time", Delta(run, &frugal_stats::entry_ns) / n * 1e-3},
+            {"lookup_time", Delta(run, &frugal_stats::lookup_ns) / n * 1e-3},
+            {"push_time", Delta(run, &frugal_stats::push_ns) / n * 1e-3},
+            {"prefetch_time", Delta(run, &frugal_stats::prefetch_ns) / n * 1e-3},
+            {"step_begin_time", Delta(run, &frugal_stats::step_begin_ns) / n * 1e-3},
+            {"step_end_time", Delta(run, &frugal_stats::step_end_ns) / n * 1e-3},
+            {"quiet_lookup", Delta(quiet, &frugal_stats::lookup_ns) / nq * 1e-3},
+            {"quiet_push", Delta(quiet, &frugal_stats::push_ns) / nq * 1e-3},
+            {"quiet_prefetch", Delta(quiet, &frugal_stats::prefetch_ns) / nq * 1e-3},
+            {"quiet_begin", Delta(quiet, &frugal_stats::step_begin_ns) / nq * 1e-3},
+            {"quiet_end", Delta(quiet, &frugal_stats::step_end_ns) / nq * 1e-3},
             {"deferred_share", updated > 0 ? Delta(run, &frugal_stats::rows_deferred) / updated
                                            : 0}};
   }

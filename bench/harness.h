@@ -48,18 +48,25 @@ inline int64_t CpuNs() {
 }
 
 // Stands in for device time: the core is free for others until the deadline.
-inline void SleepUntilNs(int64_t deadline) {
-  timespec t{static_cast<time_t>(deadline / 1000000000), static_cast<long>(deadline % 1000000000)};
-  while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) != 0) {
-  }
-}
-
 inline void CpuRelax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+// A timed wait. The last part of it is spent awake: a core that wakes up is slow for a while, and
+// that would be taken for the engine's.
+inline void WaitUntilNs(int64_t deadline) {
+  constexpr int64_t kAwake = 500000;
+  const int64_t wake = deadline - kAwake;
+  const timespec t{static_cast<time_t>(wake / 1000000000), static_cast<long>(wake % 1000000000)};
+  if (NowNs() < wake) {
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) != 0) {
+    }
+  }
+  while (NowNs() < deadline) CpuRelax();
 }
 
 // The arguments of a command.

@@ -65,6 +65,11 @@ uint32_t cpu_count() {
   return n > 0 ? static_cast<uint32_t>(n) : 1;
 }
 
+void os_batch_thread() {
+  sched_param none{};
+  sched_setscheduler(0, SCHED_BATCH, &none);  // a wish: without it, the default holds
+}
+
 uint64_t available_bytes() {
   uint64_t kib = 0;
   if (FILE* f = std::fopen("/proc/meminfo", "re")) {

@@ -11,6 +11,8 @@ namespace frugal {
 uint64_t now_ns();          // monotonic
 uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
+// The calling thread does not push others off their processors when it is woken (SCHED_BATCH).
+void os_batch_thread();
 uint64_t available_bytes(); // memory that can be had without swapping
 
 // A reserved range of addresses; memory comes with os_commit.

@@ -234,8 +234,11 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
     uint64_t before = step;
     if (step != UINT64_MAX)
       before = config_.staleness >= step ? 0 : step - config_.staleness;
-    if (table.window.force(slots, n, before)) {
-      counters_.lookup_waits.fetch_add(1, std::memory_order_relaxed);
+    bool waited = false;
+    // One round for each unwritten update of a row.
+    while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
+      if (!waited) counters_.lookup_waits.fetch_add(1, std::memory_order_relaxed);
+      waited = true;
       uint64_t base;
       {
         std::lock_guard<std::mutex> lock(mu_);

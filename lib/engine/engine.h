@@ -246,10 +246,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool run_jobs(bool apply_only);
   bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
   bool resolve_one(uint64_t up_to);
-  bool link_one(uint64_t up_to);
+  // `worker`: between the pieces, help whoever has published a job.
+  bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
-  bool sweep_one();
-  void apply_claim(Table& table, Claim& claim);
+  void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
   void publish(const JobRef& job);
@@ -265,7 +265,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr);
+  bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
+                 bool* everything = nullptr);
   Status finalize_push(const PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
@@ -279,7 +280,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
   Vector<Unused> unused_until(uint64_t step);
   void unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out);
-  void retire(uint64_t step, const StepRecord& record, const Vector<Unused>& unused);
+  void retire(uint64_t step, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
   Status undo(Trainer& by, bool leaving);
@@ -367,12 +368,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Vector<JobRef> jobs_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
-  struct Sweep {
-    TableRef table;
-    PartRef part;
-    size_t from;
-  };
-  Vector<Sweep> sweeps_;
   std::atomic<bool> deferred_now_{false};
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
   std::atomic<uint32_t> cache_count_{0};
@@ -382,14 +377,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // shows that flushing does not keep up. A longer one would only leave the caches.
   uint64_t pending_limit() const {
     return std::min<uint64_t>(config_.pending_bytes,
-                              std::max<uint64_t>(4 * step_bytes_.load(std::memory_order_relaxed),
+                              std::max<uint64_t>(step_bytes_.load(std::memory_order_relaxed) * 5 / 4,
                                                  uint64_t{4} << 20));
   }
   static constexpr size_t kStripes = 1024;
   std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
-  // How far a rank may run ahead of the last commit when staleness allows it: what it declares must
-  // still fit into the ring.
-  uint64_t most_ahead() const { return kRing - 2 - config_.lookahead; }
+  // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
+  // read must be linked, if priorities matter at all.
+  uint64_t most_ahead() const {
+    return config_.staleness >= kRing ? kRing - 2 : Window::kHorizon - 2;
+  }
   bool stale() const { return config_.staleness != 0; }
   std::mutex& stripe(const Table& t, uint32_t slot) {
     return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];

@@ -37,7 +37,8 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, String* why, bool* in_flight) {
+bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everything) {
+  if (everything) *everything = false;
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -67,7 +68,8 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight) {
       if (why) *why = "the updates of the last step to be applied";
       return false;
     }
-    bool links = need_links();
+    // With unlimited staleness nothing is urgent, so links do not matter to a gate.
+    bool links = need_links() && config_.staleness < kRing;
     for (auto& [s, batches] : batches_) {
       if (s > step) break;
       for (const BatchRef& b : batches)
@@ -85,13 +87,15 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight) {
       if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
   }
   // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-  bool everything = drain_.load() || !deferred_now_.load();
+  bool all = drain_.load() || !deferred_now_.load();
   bool over = pending_bytes_.load() > pending_limit();
+  for (const TableRef& t : windows) over |= t->window.crowded();
   if (windows.empty()) {
     drain_.store(false);
     return true;
   }
-  if (everything || over) {
+  if (all || over) {
+    if (everything) *everything = true;
     if (why) *why = "pending updates to be written";
     return false;
   }
@@ -114,13 +118,10 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.gate_wait_ns);
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
+  bool everything = false;
   Status s = wait(
-      deadline, t, [&] { return gate_open(step, nullptr, &in_flight); },
-      [&] {
-        bool everything =
-            drain_.load() || !deferred_now_.load() || pending_bytes_.load() > pending_limit();
-        return help_gate(step, everything);
-      });
+      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything); },
+      [&] { return help_gate(step, everything); });
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
     String why = "nothing any more";
@@ -450,15 +451,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     }
     if (t.abort_notice.load()) return aborted(t);
   }
-  FRUGAL_TRY(commit_ready());
-  // Without flush threads nobody else gives up the g-entries that have served.
-  if (config_.flush_threads == 0) try {
-      while (sweep_one()) {
-      }
-    } catch (const std::bad_alloc&) {
-      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // the step has ended all the same
-    }
-  return FRUGAL_OK;
+  return commit_ready();
 }
 
 // --- Commit --------------------------------------------------------------------------------------
@@ -513,11 +506,17 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
 
 void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
                          Status* status) {
-  settle(lock, [&] {
+  auto prepared = [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
     return true;
-  });
+  };
+  while (!prepared()) {
+    lock.unlock();
+    bool helped = flush_rows(UINT64_MAX);
+    lock.lock();
+    if (!helped) settle(lock, prepared);
+  }
   bool want_deferred = deferred_now_.load();
   bool any_pending = false;
   for (const TableRef& t : tables_)
@@ -557,7 +556,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
-    retire(step, record, unused);
+    retire(step, unused);
     records_.erase(step);
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
@@ -621,8 +620,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     if (staged) {
       for (size_t r = 0; r < ranks->size(); ++r) update->ranks[r] = std::move((*ranks)[r]);
     } else {
-      window.unstage(*update);
-      window.forget(*update);
+      window.unstage(update);
       update.reset();
       table->predict_pause = 16;
     }
@@ -679,16 +677,17 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     return FRUGAL_OK;
   }
   FRUGAL_TRY(open_window(*table));
-  if (!staged) {
-    Timed timed(counters_.entry_ns);
-    update->make_list();
-    FRUGAL_TRY(pool_.get(update->n * sizeof(uint32_t), &update->own_ids));
-    update->ids = update->own_ids.as<uint32_t>();
-    window.add(update);
-    window.stage(*update, 0, update->n, nullptr, update->own_ids.as<uint32_t>(),
-                 Window::Urgency::kUrgent);
-  }
   Timed timed(counters_.entry_ns);
+  if (!staged) {
+    bool declared = true;
+    {
+      std::lock_guard<std::mutex> again(mu_);
+      for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
+    }
+    update->make_list();
+    window.add(update);
+    window.stage(*update, declared, Window::Urgency::kUrgent);
+  }
   window.commit(update.get(), step);
   return FRUGAL_OK;
 }
@@ -726,24 +725,17 @@ void Engine::unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<u
 }
 
 // What was declared for steps up to `step` has served.
-void Engine::retire(uint64_t step, const StepRecord& record,
-                    const Vector<Unused>& unused) {  // with mu_ held
+void Engine::retire(uint64_t step, const Vector<Unused>& unused) {  // with mu_ held
   for (const Unused& u : unused) add_orphans(*u.table, u.slots);
   while (!batches_.empty() && batches_.begin()->first <= step) {
     for (const BatchRef& b : batches_.begin()->second) {
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
       for (size_t i = 0; i < b->parts.size(); ++i) {
         const PartRef& p = b->parts[i];
-        const TableRef& table = b->tables[i];
         if (p->state.load() == Part::kDeclared) {
           p->state.store(Part::kDropped);
           --unresolved_;
         }
-        if (!p->resolved()) continue;
-        // Rows whose update is pending are given up when it is written.
-        auto at = record.prepared.find(table.get());
-        bool updated = at != record.prepared.end() && at->second.update->committed;
-        if (p->linked && !updated) sweeps_.push_back({table, p, 0});
       }
     }
     Vector<TableRef> tables;
@@ -914,8 +906,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
   }
   for (auto& [step, record] : records) {
     for (auto& [raw, p] : record.prepared) {
-      p.table->window.unstage(*p.update);
-      p.table->window.forget(*p.update);
+      p.table->window.unstage(p.update);
     }
     undo_rows(record.created);
   }

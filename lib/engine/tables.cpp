@@ -13,7 +13,7 @@ Engine::Engine(const frugal_config& config)
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
-    config_.staleness = std::min<uint64_t>(config_.staleness, kRing - 2);
+    config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
   ranks_.resize(config.world_size);
   joined_.resize(config.world_size, 0);
   choose_mode();
@@ -51,7 +51,6 @@ void Engine::shutdown() {
   Vector<TrainerRef> trainers;
   Map<uint64_t, Vector<BatchRef>> batches;
   Map<uint64_t, StepRecord> records;
-  Vector<Sweep> sweeps;
   Vector<JobRef> jobs;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -59,7 +58,6 @@ void Engine::shutdown() {
     trainers.swap(ranks_);
     batches.swap(batches_);
     records.swap(records_);
-    sweeps.swap(sweeps_);
     jobs.swap(jobs_);
     ranks_.resize(config_.world_size);
   }
@@ -207,7 +205,6 @@ Status Engine::drop_table(const TableRef& table) {
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->tables[i] == table) b->parts[i]->state.store(Part::kDropped);
-    std::erase_if(sweeps_, [&](const Sweep& s) { return s.table == table; });
     tables_.erase(std::find(tables_.begin(), tables_.end(), table));
     trainers = ranks_;
   }

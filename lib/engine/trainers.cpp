@@ -64,7 +64,9 @@ Status Engine::close_trainer(const TrainerRef& t) {
     std::unique_lock<std::mutex> lock(mu_);
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)
-        if (b->rank == t->rank) mine.push_back(b);
+        // What it has read in a step that the others have not ended yet stays declared.
+        if (b->rank == t->rank && (t->next_step == kNoStep || step >= t->next_step))
+          mine.push_back(b);
   }
   for (const BatchRef& b : mine) drop_batch(b);
   // Rows that it cached: its own reads are gone with its declarations, the flags go too.
@@ -182,14 +184,11 @@ void Engine::unlink_part(const Batch& batch, size_t i) {
   const TableRef& table = batch.tables[i];
   if (p->linked && !table->dropped.load()) {
     Vector<PartRef> same;
-    Vector<bool> owned;
     for (const BatchRef& b : batches_[batch.step])
       for (size_t k = 0; k < b->parts.size(); ++k)
-        if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked) {
+        if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked)
           same.push_back(b->parts[k]);
-          owned.push_back(rank_has_cache(b->rank));
-        }
-    table->window.unlink(*p, rank_has_cache(p->rank), same, owned);
+    table->window.unlink(p, same);
   }
   p->linked = false;
 }
@@ -217,7 +216,8 @@ void Engine::give_up_reserved(Table& table) {
   if (!idle()) return;
   each([&](const Batch& b, size_t i) {
     const TrainerRef& t = ranks_[b.rank];
-    if (t && t->next_step != kNoStep && b.step < t->next_step) return;  // begun
+    // Begun: in use. What a rank leaves behind was, too.
+    if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
     Part& p = *b.parts[i];
     if (p.state.load() == Part::kDeclared) {
       p.state.store(Part::kStale);
@@ -248,7 +248,13 @@ void Engine::drop_batch(const BatchRef& batch) {
     }
   settle(lock, [&] {
     for (const PartRef& p : batch->parts)
-      if (p->state.load() == Part::kResolving || p->linking) return false;
+      if (p->state.load() == Part::kResolving) return false;
+    // Nor while others of the step are being linked: those would lose what they have in common.
+    auto step = batches_.find(batch->step);
+    if (step != batches_.end())
+      for (const BatchRef& b : step->second)
+        for (const PartRef& p : b->parts)
+          if (p->linking) return false;
     // A step that is being taken in ahead uses its declarations.
     auto record = records_.find(batch->step);
     if (record != records_.end())

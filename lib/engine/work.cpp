@@ -13,7 +13,6 @@ constexpr size_t kClaimRows = 2048;
 struct Scratch {
   Claim claim;
   TermList terms;
-  Vector<uint32_t> rows;
 };
 
 Scratch& scratch() {
@@ -50,6 +49,8 @@ void Engine::log(int level, const char* text) {
 
 void Engine::worker_main() {
   FpEnvironment fp;
+  // Who wakes a worker is on its way through a call: it keeps its processor.
+  os_batch_thread();
   for (;;) {
     uint64_t seen = work_.load();
     if (stopping_.load()) return;
@@ -86,13 +87,13 @@ bool Engine::background_work() {
   }
   if (run_jobs(false)) return true;
   if (flush_rows(next)) return true;
-  if (resolve_one(next) || (need_links() && link_one(next))) return true;
+  if (resolve_one(next) || (need_links() && link_one(next, true))) return true;
   if (prepare_one()) return true;
   if (pending_bytes_.load(std::memory_order_relaxed) > pending_limit() / 2 &&
       flush_rows(UINT64_MAX))
     return true;
-  if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX))) return true;
-  return sweep_one() || flush_rows(UINT64_MAX);
+  if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX, true))) return true;
+  return flush_rows(UINT64_MAX);
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
@@ -219,7 +220,6 @@ bool Engine::flush_rows(uint64_t step) {
     Claim& claim = scratch().claim;
     {
       Timed timed(counters_.entry_ns);
-      if (!t->window.queued_until(step)) continue;
       size_t rows = step == UINT64_MAX ? kClaimRows : kUrgentRows;
       if (!t->window.claim(step, rows, &claim)) continue;
     }
@@ -227,7 +227,7 @@ bool Engine::flush_rows(uint64_t step) {
     Vector<UpdateRef> written;
     {
       Timed timed(counters_.entry_ns);
-      t->window.finish(&claim, &written);
+      t->window.finish(claim, &written);
     }
     written.clear();
     progress();
@@ -252,57 +252,27 @@ void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& term
   }
 }
 
-void Engine::apply_claim(Table& table, Claim& claim) {
+void Engine::apply_claim(Table& table, const Claim& claim) {
   Timed timed(counters_.apply_ns);
   const device::Kernels& k = device::kernels();
-  TermList& terms = scratch().terms;
   uint64_t begun = begun_.load(std::memory_order_relaxed), deferred = 0;
-  size_t left = claim.ids.size();
-  // Wave w writes the w-th pending update of each row: a row's updates stay in step order, and
-  // rows of one update go to the kernel together.
-  Vector<size_t> first;
-  if (claim.chained) {
-    first.reserve(claim.ids.size());
-    size_t at = 0;
-    for (uint32_t n : claim.nodes) {
-      first.push_back(at);
-      at += n;
+  for (const Claim::Run& run : claim.runs) {
+    const StepUpdate& u = *run.update;
+    const uint32_t* rows = claim.rows.data() + run.begin;
+    size_t n = run.end - run.begin;
+    if (!stale() && u.ranks.size() == 1) {
+      const Handover& h = u.ranks[0];
+      k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride);
+    } else {
+      TermList& terms = scratch().terms;
+      terms.clear();
+      for (size_t i = 0; i < n; ++i) u.add_terms(rows[i], &terms);
+      terms.close();
+      apply_terms(table, u, terms);
     }
+    if (u.step + 1 < begun) deferred += n;
   }
-  Vector<uint32_t>& rows = scratch().rows;
-  for (uint32_t wave = 0; left != 0; ++wave) {
-    left = 0;
-    StepUpdate* current = nullptr;
-    rows.clear();
-    auto write = [&] {
-      if (rows.empty()) return;
-      const StepUpdate& u = *current;
-      if (!stale() && u.ranks.size() == 1) {
-        const Handover& h = u.ranks[0];
-        k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows.data(), rows.size(),
-                        h.sums.as<float>(), h.stride);
-      } else {
-        terms.clear();
-        for (uint32_t row : rows) u.add_terms(row, &terms);
-        terms.close();
-        apply_terms(table, u, terms);
-      }
-      if (u.step + 1 < begun) deferred += rows.size();
-      rows.clear();
-    };
-    for (size_t i = 0; i < claim.ids.size(); ++i) {
-      if (wave >= claim.nodes[i]) continue;
-      if (wave + 1 < claim.nodes[i]) ++left;
-      const Claim::Node& node = claim.flat[claim.chained ? first[i] + wave : i];
-      if (node.update != current) {
-        write();
-        current = node.update;
-      }
-      rows.push_back(node.row);
-    }
-    write();
-  }
-  counters_.rows_updated.fetch_add(claim.flat.size(), std::memory_order_relaxed);
+  counters_.rows_updated.fetch_add(claim.ids.size(), std::memory_order_relaxed);
   counters_.rows_deferred.fetch_add(deferred, std::memory_order_relaxed);
 }
 
@@ -356,7 +326,7 @@ bool Engine::rank_has_cache(uint32_t rank) const {
   return t && t->has_cache.load(std::memory_order_relaxed);
 }
 
-bool Engine::link_one(uint64_t up_to) {
+bool Engine::link_one(uint64_t up_to, bool worker) {
   PartRef part;
   TableRef table;
   bool owned = false;
@@ -365,7 +335,7 @@ bool Engine::link_one(uint64_t up_to) {
     if (first_step_ == kNoStep) return false;
     uint64_t base = to_commit();
     for (auto& [step, batches] : batches_) {
-      if (step > up_to || step >= base + kRing - 1) break;
+      if (step > up_to || step >= base + Window::kHorizon) break;
       if (step < base) continue;
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i) {
@@ -382,20 +352,27 @@ bool Engine::link_one(uint64_t up_to) {
     owned = rank_has_cache(part->rank);
     ++linking_;
   }
-  bool ok = open_window(*table) == FRUGAL_OK &&
-            pool_.get(part->distinct * sizeof(uint32_t), &part->ids) == FRUGAL_OK;
-  size_t done = 0;
-  if (ok) {
+  Status status = open_window(*table);
+  if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
+  if (status == FRUGAL_OK) status = part->finder.build(pool_, part->row_slots(), part->distinct);
+  bool done = false;
+  if (status == FRUGAL_OK) {
     Timed timed(counters_.entry_ns);
-    done = table->window.link(*part, 0, part->distinct, owned, Window::Urgency::kBackground);
-    if (done < part->distinct) table->window.sweep(*part, 0, done);
+    // Whoever looks rows up meanwhile is helped between the pieces.
+    constexpr size_t kPiece = 8192;
+    size_t at = 0;
+    do {
+      done = table->window.link(part, at, kPiece, owned, Window::Urgency::kBackground);
+      at += kPiece;
+      if (worker) run_jobs(false);
+    } while (done && at < part->distinct);
   } else {
-    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+    fail_background(status);
   }
   {
     std::lock_guard<std::mutex> lock(mu_);
     part->linking = false;
-    part->linked = done == part->distinct;
+    part->linked = done;
     --linking_;
   }
   progress();
@@ -448,26 +425,11 @@ bool Engine::prepare_one() {
     }
     if (!table) return false;
   }
-  Status status = FRUGAL_OK;
   {
     Timed timed(counters_.entry_ns);
     update->make_list();
-    const uint32_t* known = nullptr;
-    if (update->ranks.size() == 1) {
-      known = update->ranks[0].part->ids.as<uint32_t>();
-      update->ids = known;
-    } else {
-      status = pool_.get(update->n * sizeof(uint32_t), &update->own_ids);
-      update->ids = update->own_ids.as<uint32_t>();
-    }
-    if (status == FRUGAL_OK) {
-      table->window.add(update);
-      table->window.stage(*update, 0, update->n, known,
-                          known ? nullptr : update->own_ids.as<uint32_t>(),
-                          Window::Urgency::kBackground);
-    } else {
-      fail_background(status);
-    }
+    table->window.add(update);
+    table->window.stage(*update, true, Window::Urgency::kBackground);
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
@@ -475,24 +437,6 @@ bool Engine::prepare_one() {
     record->prepared[table.get()].ready = true;
   }
   progress();
-  return true;
-}
-
-bool Engine::sweep_one() {
-  Sweep work;
-  constexpr size_t kRows = 4096;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (sweeps_.empty()) return false;
-    work = sweeps_.back();
-    if (work.from + kRows < work.part->distinct)
-      sweeps_.back().from += kRows;
-    else
-      sweeps_.pop_back();
-  }
-  Timed timed(counters_.entry_ns);
-  work.table->window.sweep(*work.part, work.from,
-                           std::min(kRows, work.part->distinct - work.from));
   return true;
 }
 

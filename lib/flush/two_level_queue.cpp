@@ -142,27 +142,29 @@ class TwoLevelQueue final : public Queue {
 
   size_t drain(uint8_t prio, uint32_t* out, size_t max) {
     Bag& bag = bags_[prio];
+    uint8_t* const prios = prio_.data();
     size_t n = 0;
     while (Block* b = bag.first) {
-      while (b->begin < b->end) {
-        if (n == max) return n;
-        if (b->begin + 16 < b->end) __builtin_prefetch(&prio_[b->ids[b->begin + 16]], 1);
-        uint32_t id = b->ids[b->begin++];
-        --bag.places;
+      uint32_t at = b->begin, end = b->end;
+      const size_t before = n;
+      for (; at < end && n < max; ++at) {
+        uint32_t id = b->ids[at];
         out[n] = id;
-        bool valid = prio_[id] == prio;
-        if (valid)
-          prio_[id] = kAbsent;
-        else if (stale_)
-          --stale_;
+        bool valid = prios[id] == prio;
+        prios[id] = valid ? kAbsent : prios[id];
         n += valid;
       }
+      uint64_t taken = at - b->begin;
+      bag.places -= taken;
+      stale_ -= std::min<uint64_t>(stale_, taken - (n - before));
+      b->begin = at;
+      if (at < end) break;
       bag.first = b->next;
       if (!bag.first) bag.last = nullptr;
       b->next = pool_;
       pool_ = b;
     }
-    if (prio != kInfinity) live_ &= ~(uint64_t{1} << prio);
+    if (!bag.first && prio != kInfinity) live_ &= ~(uint64_t{1} << prio);
     return n;
   }
 

@@ -1,6 +1,7 @@
 #include "window/part.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "device/cpu/sort.h"
@@ -31,10 +32,11 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
                                                   a.as<uint64_t>(), b.as<uint64_t>());
   occurrences = sorted.count;
   pairs = std::move(sorted.pairs == a.as<uint64_t>() ? a : b);
-  FRUGAL_TRY(pool.get(occurrences * sizeof(uint32_t), &rows));
+  FRUGAL_TRY(pool.get((occurrences + RowFinder::kPadding) * sizeof(uint32_t), &rows));
   FRUGAL_TRY(pool.get((occurrences + 1) * sizeof(uint32_t), &start));
   distinct = device::distinct_slots(pairs.as<uint64_t>(), occurrences, rows.as<uint32_t>(),
                                     start.as<uint32_t>());
+  std::fill_n(rows.as<uint32_t>() + distinct, RowFinder::kPadding, UINT32_MAX);
   // Ids of a dense table are their slots: the copy of the keys has served.
   if (!table.hashed()) keys.reset();
   state.store(kResolved, std::memory_order_release);
@@ -51,6 +53,22 @@ bool Part::same_keys(const uint64_t* other, size_t count) const {
   else
     for (size_t i = 0; i < n; ++i) differ |= other[i] ^ (s[i] == kNoSlot ? padding : s[i]);
   return differ == 0;
+}
+
+Status RowFinder::build(BufferPool& pool, const uint32_t* slots, size_t n) {
+  if (n == 0) return FRUGAL_OK;
+  // About eight rows a range: a cache line holds them twice.
+  int bits = std::bit_width(slots[n - 1]), wanted = std::max(0, static_cast<int>(std::bit_width(n)) - 3);
+  shift_ = std::max(0, bits - wanted);
+  uint32_t ranges = (slots[n - 1] >> shift_) + 1;
+  FRUGAL_TRY(pool.get((size_t{ranges} + 1) * sizeof(uint32_t), &starts_));
+  uint32_t* starts = starts_.as<uint32_t>();
+  size_t next = 0;
+  for (size_t i = 0; i < n; ++i)
+    for (size_t b = slots[i] >> shift_; next <= b; ++next) starts[next] = static_cast<uint32_t>(i);
+  starts[ranges] = static_cast<uint32_t>(n);
+  ranges_ = ranges;
+  return FRUGAL_OK;
 }
 
 bool Part::contains(uint32_t slot) const {

@@ -3,8 +3,9 @@
 // Resolving turns keys into slots, sorts (slot, position) pairs, and lists the distinct rows. All
 // later work on the batch (lookup, summing gradients, links, updates) runs on these arrays, so
 // nothing is resolved twice. Bytes per key: 4 slot + 8 pair + 8 (hashed: the key), and per distinct
-// row 4 slot + 4 start + 4 g-entry.
+// row 4 slot + 4 start + 1 next read.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,33 @@
 #include "storage/rows.h"
 
 namespace frugal {
+
+// Finds rows in a sorted list, which is followed by kPadding places of UINT32_MAX: where the slots of
+// each of some equal ranges begin.
+class RowFinder {
+ public:
+  static constexpr uint32_t kPadding = 16;
+  Status build(BufferPool& pool, const uint32_t* slots, size_t n);
+  bool built() const { return ranges_ != 0; }
+  // Where `slot` is, if it is there, and rows of other slots before and behind it.
+  uint32_t near(uint32_t slot) const {
+    return starts_.as<uint32_t>()[std::min<uint32_t>(slot >> shift_, ranges_)];
+  }
+  // The row of `slot`; `from` = near(slot). UINT32_MAX if it is not there.
+  static uint32_t find(const uint32_t* slots, uint32_t from, uint32_t slot) {
+    for (;; from += kPadding) {
+      uint32_t below = 0;
+      for (uint32_t k = 0; k < kPadding; ++k) below += slots[from + k] < slot;
+      if (below < kPadding)
+        return slots[from + below] == slot ? from + below : UINT32_MAX;
+    }
+  }
+
+ private:
+  Buffer starts_;  // uint32_t[ranges + 1]
+  uint32_t ranges_ = 0;
+  int shift_ = 0;
+};
 
 struct Part : HeapObject {
   enum State : uint32_t {
@@ -33,12 +61,14 @@ struct Part : HeapObject {
   Buffer pairs;  // uint64_t[n]: slot << 32 | position, sorted, padding left out
   Buffer rows;   // uint32_t[distinct]
   Buffer start;  // uint32_t[distinct + 1]
-  Buffer ids;    // uint32_t[distinct]: g-entries, once linked
+  Buffer next;   // uint8_t[distinct]: priority of the row's next declared read, once linked
+  RowFinder finder;  // of rows, once linked
   size_t distinct = 0;
   size_t occurrences = 0;  // pairs: keys that are not padding
   std::atomic<uint32_t> state{kDeclared};
-  bool linked = false;  // guarded by the engine's mutex, as is queued
+  bool linked = false;  // guarded by the engine's mutex, as is linking
   bool linking = false;
+  bool owner_apart = false;  // how it was linked: its rank has a cache
 
   bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
   const uint32_t* row_slots() const { return rows.as<uint32_t>(); }

@@ -57,12 +57,12 @@ struct StepUpdate : HeapObject {
   size_t n = 0;
   Vector<uint32_t> merged_slots;
   Vector<uint32_t> term_start, term_rank, term_index;
-  const uint32_t* ids = nullptr;  // g-entries
-  Buffer own_ids;
-  Vector<uint64_t> late;          // id << 32 | row: rows that had older pending updates
+  // The window's, guarded by its lock.
+  Vector<uint32_t> pages;         // of nodes
+  Vector<uint32_t> late;          // rows that had older pending updates
   Vector<uint64_t> next;          // row -> seq << 32 | row of the next pending update + 1, or 0
   uint64_t staged[kRing + 1] = {};
-  size_t prepared = 0;            // rows taken in so far
+  size_t staged_rows = 0;         // rows taken in so far
   bool committed = false;
   size_t remaining = 0;           // rows not yet in the host rows
 

@@ -9,54 +9,59 @@
 
 namespace frugal {
 
-// The lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
+// A lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
 // would let the pass take it again and again.
 class Window::Lock {
  public:
-  Lock(Window& w, Urgency urgency) : w_(w) {
+  Lock(std::mutex& mu, std::atomic<int>& urgent, Urgency urgency) : mu_(mu) {
     if (urgency == Urgency::kUrgent) {
-      w_.urgent_.fetch_add(1, std::memory_order_relaxed);
-      w_.mu_.lock();
-      w_.urgent_.fetch_sub(1, std::memory_order_relaxed);
+      if (mu_.try_lock()) return;
+      urgent.fetch_add(1, std::memory_order_relaxed);
+      mu_.lock();
+      urgent.fetch_sub(1, std::memory_order_relaxed);
       return;
     }
-    for (int spin = 0; w_.urgent_.load(std::memory_order_relaxed) != 0 && spin < 64; ++spin)
+    for (int spin = 0; urgent.load(std::memory_order_relaxed) != 0 && spin < 64; ++spin)
       sched_yield();
-    w_.mu_.lock();
+    mu_.lock();
   }
-  ~Lock() { w_.mu_.unlock(); }
+  Lock(Window& w, Urgency urgency) : Lock(w.mu_, w.urgent_, urgency) {}
+  ~Lock() { mu_.unlock(); }
 
  private:
-  Window& w_;
+  std::mutex& mu_;
 };
 
-Window::~Window() {
-  os_release(&index_map_);
-  os_release(&entry_map_);
-  os_release(&owner_map_);
-}
+class Window::BothLocks {
+ public:
+  BothLocks(Window& w, Urgency urgency)
+      : links_(w.links_mu_, w.links_urgent_, urgency), nodes_(w, urgency) {}
+
+ private:
+  Lock links_, nodes_;
+};
+
+Window::~Window() { os_release(&word_map_); }
 
 Status Window::open(const Config& config, uint64_t base) {
-  std::lock_guard<std::mutex> lock(mu_);
+  BothLocks lock(*this, Urgency::kUrgent);
   if (opened()) return FRUGAL_OK;
   config_ = config;
+  // Beyond what words hold, nothing is urgent.
+  config_.staleness = std::min<uint64_t>(config.staleness, kRing);
+  words_only_ = config.staleness != 0;
   base_ = base;
-  // Addresses only: pages come with use, at most 4 + 32 (+ 8) bytes for each row.
-  FRUGAL_TRY(os_reserve(config.rows * sizeof(uint32_t), false, &index_map_));
-  FRUGAL_TRY(os_reserve((config.rows + 1) * sizeof(Entry), false, &entry_map_));
-  FRUGAL_TRY(os_reserve((config.rows + 1) * sizeof(uint64_t), false, &owner_map_));
-  index_ = reinterpret_cast<uint32_t*>(index_map_.base);
-  entries_ = reinterpret_cast<Entry*>(entry_map_.base);
-  owner_reads_ = reinterpret_cast<uint64_t*>(owner_map_.base);
+  // Addresses only: pages come with use, and are zero then, as nobody's row should be.
+  FRUGAL_TRY(os_reserve(config.rows * sizeof(Word), false, &word_map_));
+  words_ = reinterpret_cast<Word*>(word_map_.base);
   queue_.reset(config.tree_heap ? make_tree_heap() : make_two_level_queue());
   queue_->set_base(base);
-  updates_.resize(64);
   opened_.store(true, std::memory_order_release);
   return FRUGAL_OK;
 }
 
 void Window::set_base(uint64_t base) {
-  std::lock_guard<std::mutex> lock(mu_);
+  BothLocks lock(*this, Urgency::kUrgent);
   base_ = base;
   queue_->set_base(base);
 }
@@ -67,334 +72,409 @@ uint32_t Window::owner(uint32_t slot, uint32_t world_size) {
   return static_cast<uint32_t>(((x & 0xffffffffu) * world_size) >> 32);
 }
 
-uint32_t Window::find(uint32_t slot) const {
-  uint32_t id = index_[slot] - 1;  // kNone where the place was never written
-  if (id == kNone || id >= entry_count_) return kNone;
-  const Entry& e = entries_[id];
-  return (e.flags & kLive) && e.slot == slot ? id : kNone;
+// --- Words ---------------------------------------------------------------------------------------
+
+// The word with its stamp at `base`.
+inline Window::Word Window::aged(Word w, uint64_t base) {
+  uint64_t passed = std::min<uint64_t>((base - (w >> kStampAt)) & kStamp, 63);
+  Word reads = (w & kReads) >> passed;
+  // What the owner has read is of the past like all else.
+  Word owner = (w >> kOwnerAt & kOwner) << kPast >> passed;
+  return reads | (owner & kPassed) | owner >> kPast << kOwnerAt | (w & kCached) |
+         (base & kStamp) << kStampAt;
 }
 
-uint32_t Window::find_or_add(uint32_t slot) {
-  uint32_t id = find(slot);
-  if (id != kNone) return id;
-  if (!free_.empty()) {
-    id = free_.back();
-    free_.pop_back();
-  } else {
-    id = entry_count_++;
-    if (entry_count_ > queue_ids_) {
-      queue_ids_ = std::max<uint32_t>(1024, queue_ids_ * 2);
-      queue_->reserve_ids(queue_ids_);
-    }
-  }
-  entries_[id] = {slot, static_cast<uint32_t>(base_), 0, kNone, 0, kAbsent, kLive, 0, 0};
-  if (caches_) owner_reads_[id] = 0;
-  index_[slot] = id + 1;
-  ++stats_.active;
-  return id;
+// Steps from the stamp on whose reads count.
+inline uint64_t Window::effective_reads(Word aged) {
+  uint64_t owner = aged & kCached ? 0 : aged >> kOwnerAt & kOwner;
+  return (aged & kReads) >> kPast | owner;
 }
 
-void Window::age(Entry& e, uint32_t id) {
-  uint32_t passed = static_cast<uint32_t>(base_) - e.touch;
-  if (passed == 0) return;
-  if (passed >= kRing) {
-    e.reads = 0;
-    if (caches_) owner_reads_[id] = 0;
-  } else {
-    uint64_t old = std::rotl((uint64_t{1} << passed) - 1, static_cast<int>(e.touch & (kRing - 1)));
-    e.reads &= ~old;
-    if (caches_) owner_reads_[id] &= ~old;
-  }
-  e.touch = static_cast<uint32_t>(base_);
-}
-
-uint64_t Window::effective_reads(const Entry& e, uint32_t id) const {
-  return !caches_ || (e.flags & kCached) ? e.reads : e.reads | owner_reads_[id];
-}
-
-uint8_t Window::deadline(const Entry& e, uint64_t oldest, uint32_t id) const {
-  if (e.flags & kForced) return static_cast<uint8_t>(base_ & (kRing - 1));
-  uint64_t reads = effective_reads(e, id);
+// Of an update of `step` to the row: the first declared step that has to see it.
+inline uint8_t Window::deadline(Word aged, uint64_t step) const {
+  uint64_t first = step + 1 + config_.staleness;
+  uint64_t skip = std::min<uint64_t>(first > base_ ? first - base_ : 0, 63);
+  uint64_t reads = effective_reads(aged) >> skip;
   if (reads == 0) return kInfinity;
-  // First step that has to see the oldest update.
-  if (config_.staleness >= kRing) return kInfinity;
-  uint64_t first = oldest + 1 + config_.staleness;
-  uint64_t ahead = std::rotr(reads, static_cast<int>(base_ & (kRing - 1)));
-  if (first > base_) {
-    uint64_t skip = first - base_;
-    if (skip >= kRing) return kInfinity;
-    ahead &= ~((uint64_t{1} << skip) - 1);
-  }
-  if (ahead == 0) return kInfinity;
-  return static_cast<uint8_t>((base_ + static_cast<uint64_t>(std::countr_zero(ahead))) &
+  return static_cast<uint8_t>((base_ + skip + static_cast<uint64_t>(std::countr_zero(reads))) &
                               (kRing - 1));
 }
 
-void Window::reprioritize(Entry& e, uint32_t id) {
-  if (e.seq == kNone) return;
-  uint8_t now = deadline(e, update(e.seq)->step, id);
-  if (now == e.prio) return;
-  StepUpdate* u = update(e.seq);
-  bool more_urgent = prio_rank(now, base_) < prio_rank(e.prio, base_);
-  if (!u->committed) {
-    --u->staged[e.prio];
-    ++u->staged[now];
-    queue_->adjust_staged(id, now);
-  } else {
-    more_urgent ? ++stats_.rises : ++stats_.falls;
-    --count_[e.prio];
-    ++count_[now];
-    if (!(e.flags & kClaimed)) {
-      --queued_[e.prio];
-      ++queued_[now];
-      queue_->adjust(id, now);
-    }
-  }
-  e.prio = now;
-}
-
-void Window::maybe_free(Entry& e, uint32_t id) {
-  if (e.seq != kNone || (e.flags & (kClaimed | kCached)) || e.reads) return;
-  if (caches_ && owner_reads_[id]) return;
-  e.flags = 0;
-  free_.push_back(id);
-  --stats_.active;
-}
-
-void Window::set_bit(Entry& e, uint32_t id, uint64_t bit, bool owned) {
-  if (owned)
-    owner_reads_[id] |= bit;
-  else
-    e.reads |= bit;
-  if (e.seq != kNone) reprioritize(e, id);
-}
-
-size_t Window::link(Part& part, size_t from, size_t n, bool owned, Urgency urgency) {
-  constexpr size_t kChunk = 2048, kAhead = 96;
-  const uint32_t* slots = part.row_slots();
-  uint32_t* ids = part.ids.as<uint32_t>();
-  uint64_t bit = uint64_t{1} << (part.step & (kRing - 1));
-  for (size_t at = from, end = from + n; at < end; at += kChunk) {
-    Lock lock(*this, urgency);
-    if (part.step < base_) return at - from;
-    if (owned) use_caches();
-    size_t stop = std::min(end, at + kChunk);
-    for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
-      __builtin_prefetch(&index_[slots[i]], 1);
-    for (size_t i = at; i < stop; ++i) {
-      if (i + kAhead < stop) __builtin_prefetch(&index_[slots[i + kAhead]], 1);
-      if (i + 24 < stop) {
-        uint32_t next = index_[slots[i + 24]] - 1;
-        if (next < entry_count_) __builtin_prefetch(&entries_[next], 1);
-      }
-      uint32_t id = find_or_add(slots[i]);
-      ids[i] = id;
-      Entry& e = entries_[id];
-      age(e, id);
-      set_bit(e, id, bit, owned && owned_by(slots[i], part.rank));
-    }
-  }
-  return n;
-}
-
-void Window::unlink(Part& part, bool owned, const Vector<PartRef>& same_step,
-                    const Vector<bool>& same_owned) {
-  Lock lock(*this, Urgency::kUrgent);
-  uint64_t bit = uint64_t{1} << (part.step & (kRing - 1));
-  const uint32_t* ids = part.ids.as<uint32_t>();
-  for (size_t i = 0; i < part.distinct; ++i) {
-    Entry& e = entries_[ids[i]];
-    age(e, ids[i]);
-    if (owned && owned_by(e.slot, part.rank))
-      owner_reads_[ids[i]] &= ~bit;
+// Bits of `reads` that stand for unwritten updates. `ancient`: there are some of older steps, too.
+uint64_t Window::written_mask(bool* ancient) const {
+  uint64_t mask = 0;
+  *ancient = false;
+  for (const UpdateRef& u : updates_) {
+    if (u->step + kPast < base_)
+      *ancient = true;
     else
-      e.reads &= ~bit;
+      mask |= uint64_t{1} << (u->step + kPast - base_);
   }
-  // Others may read the same rows in the same step: their bits come back.
-  for (size_t p = 0; p < same_step.size(); ++p) {
-    const Part& other = *same_step[p];
-    const uint32_t* other_ids = other.ids.as<uint32_t>();
-    for (size_t i = 0; i < other.distinct; ++i) {
-      Entry& e = entries_[other_ids[i]];
-      if (same_owned[p] && owned_by(e.slot, other.rank))
-        owner_reads_[other_ids[i]] |= bit;
-      else
-        e.reads |= bit;
-    }
+  return mask;
+}
+
+StepUpdate* Window::find_update(uint32_t seq) const {
+  for (const UpdateRef& u : updates_)
+    if (u->seq == seq) return u.get();
+  return nullptr;
+}
+
+Window::Node Window::find_node(StepUpdate& u, uint32_t slot) {
+  uint32_t row;
+  if (u.ranks.size() == 1 && u.ranks[0].part->finder.built()) {
+    row = RowFinder::find(u.slots, u.ranks[0].part->finder.near(slot), slot);
+    if (row == UINT32_MAX) return {};
+  } else {
+    const uint32_t* at = std::lower_bound(u.slots, u.slots + u.n, slot);
+    if (at == u.slots + u.n || *at != slot) return {};
+    row = static_cast<uint32_t>(at - u.slots);
   }
-  for (size_t i = 0; i < part.distinct; ++i) {
-    Entry& e = entries_[ids[i]];
-    reprioritize(e, ids[i]);
-    maybe_free(e, ids[i]);
+  return {&u, row, node_id(u, row)};
+}
+
+// The row's oldest unwritten update.
+Window::Node Window::pending(Word aged, uint32_t slot) {
+  for (const UpdateRef& u : updates_) {
+    // Of old steps words know nothing.
+    if (u->step + kPast >= base_ && !(aged >> (u->step + kPast - base_) & 1)) continue;
+    Node node = find_node(*u, slot);
+    if (!node.update) continue;
+    uint8_t state = state_[node.id];
+    if (state != kDone && state != kBlocked) return node;
+  }
+  return {};
+}
+
+// The row is read in declared step `step`, and next with priority `prio`.
+void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
+  for (const PartRef& p : parts_[step & (kRing - 1)]) {
+    if (!p->finder.built()) continue;
+    uint32_t row = RowFinder::find(p->row_slots(), p->finder.near(slot), slot);
+    if (row != UINT32_MAX) p->next.as<uint8_t>()[row] = prio;
   }
 }
 
-void Window::sweep(const Part& part, size_t from, size_t n) {
-  constexpr size_t kChunk = 512;
-  const uint32_t* slots = part.row_slots();
-  const uint32_t* ids = part.ids.as<uint32_t>();
-  for (size_t at = from, end = from + n; at < end; at += kChunk) {
-    Lock lock(*this, Urgency::kBackground);
-    for (size_t i = at; i < std::min(end, at + kChunk); ++i) {
-      Entry& e = entries_[ids[i]];
-      if (!(e.flags & kLive) || e.slot != slots[i]) continue;
-      age(e, ids[i]);
-      maybe_free(e, ids[i]);
+void Window::reprioritize(const Node& node, uint8_t prio) {
+  uint8_t state = state_[node.id], old = state & ~kClaimed;
+  if (old == prio) return;
+  if (!node.update->committed) {
+    --node.update->staged[old];
+    ++node.update->staged[prio];
+    queue_->adjust_staged(node.id, prio);
+  } else {
+    prio_rank(prio, base_) < prio_rank(old, base_) ? ++stats_.rises : ++stats_.falls;
+    --count_[old];
+    ++count_[prio];
+    if (!(state & kClaimed)) {
+      --queued_[old];
+      ++queued_[prio];
+      queue_->adjust(node.id, prio);
     }
   }
+  state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
 }
+
+bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency urgency) {
+  constexpr size_t kChunk = 2048, kAhead = 96;
+  Part& part = *ref;
+  const uint32_t* slots = part.row_slots();
+  uint8_t* next = part.next.as<uint8_t>();
+  part.owner_apart = owned;
+  const size_t end = std::min(part.distinct, from + n);
+  for (size_t at = from; at < std::max<size_t>(end, from + 1); at += kChunk) {
+    Lock lock(links_mu_, links_urgent_, urgency);
+    if (part.step < base_) return false;
+    if (at == 0) parts_[part.step & (kRing - 1)].push_back(ref);
+    if (owned) words_only_ = true;
+    const uint64_t base = base_, own = part.step - base, bit = uint64_t{1} << own;
+    const uint8_t prio = static_cast<uint8_t>(part.step & (kRing - 1));
+    uint64_t written;
+    bool ancient;
+    {
+      Lock nodes(*this, urgency);
+      written = written_mask(&ancient);  // who takes an update in holds both locks, so no bit is missing
+    }
+    // Earlier steps that will read, or that have an unwritten update.
+    const uint64_t matters = ((bit << kPast) - 1) & (~kPassed | written);
+    struct Found {
+      uint32_t slot;
+      int step;       // counted from the base: an earlier one that reads it, or has updated it
+      uint32_t from;  // near its row there
+    } found[kChunk];
+    size_t stop = std::min(end, at + kChunk), finds = 0;
+    for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
+      __builtin_prefetch(&words_[slots[i]], 1);
+    for (size_t i = at; i < stop; ++i) {
+      if (i + kAhead < stop) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
+      Word w = aged(words_[slots[i]], base);
+      bool apart = owned && owner(slots[i], config_.world_size) == part.rank;
+      Word linked = w | (apart ? bit << kOwnerAt : bit << kPast);
+      words_[slots[i]] = linked;
+      if (words_only_) {
+        if ((w & written) || ancient) found[finds++] = {slots[i], -1, 0};
+        continue;
+      }
+      uint64_t later = (w & kReads) >> kPast >> own >> 1;
+      next[i] = later ? static_cast<uint8_t>((part.step + 1 +
+                                              static_cast<uint64_t>(std::countr_zero(later))) &
+                                             (kRing - 1))
+                      : kInfinity;
+      if ((w & matters) == 0 && !ancient) continue;
+      uint64_t earlier = w & ((bit << kPast) - 1) & kReads;
+      found[finds++] = {slots[i], static_cast<int>(std::bit_width(earlier)) - 1 - static_cast<int>(kPast), 0};
+    }
+    // In two passes, so that the lists' cache lines come meanwhile.
+    for (size_t f = 0; f < finds; ++f) {
+      if (found[f].step < 0) continue;
+      const Vector<PartRef>& there = parts_[(base + static_cast<uint64_t>(found[f].step)) & (kRing - 1)];
+      if (there.size() != 1 || !there[0]->finder.built()) continue;
+      found[f].from = there[0]->finder.near(found[f].slot);
+      __builtin_prefetch(there[0]->row_slots() + found[f].from);
+      __builtin_prefetch(there[0]->next.as<uint8_t>() + found[f].from, 1);
+    }
+    size_t kept = 0;
+    for (size_t f = 0; f < finds; ++f) {
+      uint32_t slot = found[f].slot;
+      if (found[f].step >= 0) {
+        uint64_t step = base + static_cast<uint64_t>(found[f].step);
+        const Vector<PartRef>& there = parts_[step & (kRing - 1)];
+        if (there.size() == 1) {
+          uint32_t row = RowFinder::find(there[0]->row_slots(), found[f].from, slot);
+          if (row != UINT32_MAX) there[0]->next.as<uint8_t>()[row] = prio;
+        } else {
+          learn_next(step, slot, prio);
+        }
+      }
+      // Its update may be there already.
+      if (found[f].step <= 0 && ((words_[slot] & written) || ancient)) found[kept++] = found[f];
+    }
+    if (kept == 0) continue;
+    Lock nodes(*this, urgency);
+    for (size_t f = 0; f < kept; ++f) {
+      Word w = words_[found[f].slot];
+      if (Node node = pending(w, found[f].slot); node.update)
+        reprioritize(node, deadline(w, node.update->step));
+    }
+  }
+  return true;
+}
+
+void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
+  BothLocks lock(*this, Urgency::kUrgent);
+  if (part->step < base_) return;
+  Vector<PartRef>& here = parts_[part->step & (kRing - 1)];
+  here.erase(std::remove(here.begin(), here.end(), part), here.end());
+  const uint64_t own = part->step - base_, bit = uint64_t{1} << own;
+  auto set = [&](const Part& p, bool on) {
+    for (size_t i = 0; i < p.distinct; ++i) {
+      uint32_t slot = p.row_slots()[i];
+      Word& w = words_[slot];
+      bool apart = p.owner_apart && owner(slot, config_.world_size) == p.rank;
+      Word mask = apart ? bit << kOwnerAt : bit << kPast;
+      w = on ? aged(w, base_) | mask : aged(w, base_) & ~mask;
+    }
+  };
+  set(*part, false);
+  // Others may read the same rows in the same step: their bits come back.
+  for (const PartRef& p : same_step) set(*p, true);
+  for (size_t i = 0; i < part->distinct; ++i) {
+    uint32_t slot = part->row_slots()[i];
+    Word w = words_[slot];
+    if (!(w & bit << kPast)) {
+      uint64_t earlier = (w & kReads) >> kPast & (bit - 1);
+      if (earlier) {
+        uint64_t step = base_ + static_cast<uint64_t>(std::bit_width(earlier)) - 1;
+        learn_next(step, slot, deadline(w, part->step));
+      }
+    }
+    if (Node node = pending(w, slot); node.update)
+      reprioritize(node, deadline(w, node.update->step));
+  }
+}
+
+// --- Updates -------------------------------------------------------------------------------------
 
 void Window::add(const UpdateRef& update) {
-  Lock lock(*this, Urgency::kUrgent);
-  // The ring is indexed by seq; grow it when the place is still taken.
-  while (updates_[next_seq_ & (updates_.size() - 1)]) {
-    Vector<UpdateRef> bigger(updates_.size() * 2);
-    for (UpdateRef& u : updates_)
-      if (u) bigger[u->seq & (bigger.size() - 1)] = std::move(u);
-    updates_ = std::move(bigger);
+  BothLocks lock(*this, Urgency::kUrgent);
+  while (update->pages.size() * kPage < update->n) {
+    if (free_pages_.empty()) {
+      size_t pages = std::max<size_t>(4, pages_.size() * 2);
+      state_.resize(pages * kPage, kDone);
+      queue_->reserve_ids(static_cast<uint32_t>(pages * kPage));
+      free_pages_.reserve(pages);
+      for (size_t p = pages; p > pages_.size(); --p)
+        free_pages_.push_back(static_cast<uint32_t>(p - 1));
+      pages_.resize(pages);
+    }
+    pages_[free_pages_.back()] = {update.get(),
+                                  static_cast<uint32_t>(update->pages.size() * kPage)};
+    update->pages.push_back(free_pages_.back());
+    free_pages_.pop_back();
   }
   update->seq = next_seq_++;
-  if (next_seq_ == kNone) next_seq_ = 0;
-  updates_[update->seq & (updates_.size() - 1)] = update;
-  update->prepared = 0;
-  update->remaining = 0;
-  std::fill_n(update->staged, kRing + 1, 0);
+  updates_.push_back(update);
+  live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-void Window::forget(StepUpdate& update) {
-  Lock lock(*this, Urgency::kUrgent);
-  updates_[update.seq & (updates_.size() - 1)].reset();
-}
-
-void Window::stage(StepUpdate& u, size_t from, size_t n, const uint32_t* known_ids, uint32_t* ids,
-                   Urgency urgency) {
-  constexpr size_t kChunk = 1024, kAhead = 24;
-  uint32_t unread[kChunk];  // entries without a declared read: most of them
-  for (size_t at = from, end = from + n; at < end; at += kChunk) {
-    Lock lock(*this, urgency);
-    size_t stop = std::min(end, at + kChunk), unreads = 0;
-    for (size_t i = at; i < stop; ++i) {
-      if (known_ids && i + kAhead < stop) __builtin_prefetch(&entries_[known_ids[i + kAhead]], 1);
-      if (!known_ids && i + kAhead < stop) __builtin_prefetch(&index_[u.slots[i + kAhead]], 1);
-      uint32_t id = known_ids ? known_ids[i] : find_or_add(u.slots[i]);
-      if (ids) ids[i] = id;
-      Entry& e = entries_[id];
-      age(e, id);
-      if (e.seq != kNone) {
-        u.late.push_back(uint64_t{id} << 32 | i);
-        continue;
+void Window::stage(StepUpdate& u, bool declared, Urgency urgency) {
+  constexpr size_t kAhead = 48;
+  uint32_t ids[kPage];
+  uint8_t prio[kPage];
+  uint16_t read[kPage];
+  uint32_t start[kRing + 1], next[kRing];
+  for (size_t at = 0; at < u.n; at += kPage) {
+    BothLocks lock(*this, urgency);
+    const size_t n = std::min<size_t>(kPage, u.n - at);
+    const uint32_t* slots = u.slots + at;
+    const uint32_t first = u.pages[at / kPage] * kPage;
+    uint8_t* state = state_.data() + first;
+    if (declared && !words_only_) {
+      // All ranks have passed the gate of the step: the rows that it reads have nothing unwritten.
+      if (u.ranks.size() == 1) {
+        std::copy_n(u.ranks[0].part->next.as<uint8_t>() + at, n, prio);
+      } else {
+        for (size_t i = 0; i < n; ++i) {
+          uint32_t term = u.term_start[at + i];
+          prio[i] = u.ranks[u.term_rank[term]].part->next.as<uint8_t>()[u.term_index[term]];
+        }
       }
-      e.seq = u.seq;
-      e.row = static_cast<uint32_t>(i);
-      e.prio = deadline(e, u.step, id);
-      if (e.prio == kInfinity) {
-        unread[unreads++] = id;
-        continue;
+      std::copy_n(prio, n, state);
+    } else {
+      const uint64_t own = u.step + kPast - base_;
+      bool ancient;
+      const uint64_t written = written_mask(&ancient) & ~(uint64_t{1} << own);
+      for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
+      for (size_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
+        Word w = aged(words_[slots[i]], base_);
+        words_[slots[i]] = w | uint64_t{1} << own;
+        if (((w & written) || ancient) && pending(w, slots[i]).update) {
+          state[i] = prio[i] = kBlocked;
+          u.late.push_back(static_cast<uint32_t>(at + i));
+          continue;
+        }
+        state[i] = prio[i] = deadline(w, u.step);
       }
-      ++u.staged[e.prio];
-      queue_->stage(id, e.prio);
     }
-    u.staged[kInfinity] += unreads;
-    queue_->stage(unread, unreads, kInfinity);
-    u.prepared = stop;
+    // By priority, so that a bag gets its rows at once. Most have none.
+    size_t reads = 0, unread = 0;
+    for (size_t i = 0; i < n; ++i) {
+      ids[unread] = first + static_cast<uint32_t>(i);
+      unread += prio[i] == kInfinity;
+      read[reads] = static_cast<uint16_t>(i);
+      reads += prio[i] < kInfinity;
+    }
+    u.staged[kInfinity] += unread;
+    queue_->stage(ids, unread, kInfinity);
+    std::fill_n(start, kRing + 1, 0);
+    for (size_t i = 0; i < reads; ++i) ++start[prio[read[i]] + 1];
+    for (uint32_t p = 0; p < kRing; ++p) {
+      u.staged[p] += start[p + 1];
+      start[p + 1] += start[p];
+    }
+    std::copy_n(start, kRing, next);
+    for (size_t i = 0; i < reads; ++i) ids[next[prio[read[i]]]++] = first + read[i];
+    for (uint32_t p = 0; p < kRing; ++p)
+      if (start[p + 1] != start[p])
+        queue_->stage(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
+    u.staged_rows = at + n;
   }
 }
 
-void Window::unstage(StepUpdate& u) {
+void Window::release(StepUpdate& u) {
+  for (uint32_t page : u.pages) {
+    pages_[page] = {};
+    free_pages_.push_back(page);
+  }
+  u.pages.clear();
+  u.staged_rows = 0;
+  for (auto at = updates_.begin(); at != updates_.end(); ++at)
+    if (at->get() == &u) {
+      updates_.erase(at);
+      break;
+    }
+  live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
+}
+
+void Window::unstage(const UpdateRef& update) {
+  StepUpdate& u = *update;
   Lock lock(*this, Urgency::kUrgent);
   queue_->drop_stage();
-  for (size_t i = 0; i < u.prepared; ++i) {
-    uint32_t id = u.ids[i];
-    Entry& e = entries_[id];
-    if (e.seq != u.seq) continue;  // a late one: it has older updates, or none any more
-    e.seq = kNone;
-    e.prio = kAbsent;
-    age(e, id);
-    maybe_free(e, id);
-  }
-  u.late.clear();
-  u.prepared = 0;
-  std::fill_n(u.staged, kRing + 1, 0);
+  for (size_t i = 0; i < u.staged_rows; ++i) state_[node_id(u, static_cast<uint32_t>(i))] = kDone;
+  release(u);
 }
 
 void Window::commit(StepUpdate* u, uint64_t step) {
-  Lock lock(*this, Urgency::kUrgent);
+  Vector<PartRef> served;
+  BothLocks lock(*this, Urgency::kUrgent);
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
+  served.swap(parts_[passed]);
   base_ = step + 1;
   queue_->set_base(base_);
   // Normally nobody is left at the committed step's own priority. A waiter that gave up on rows
   // that it had forced can leave some: they must not seem to be 64 steps away.
-  if (count_[passed]) {
-    for (uint32_t id = 0; id < entry_count_; ++id) {
-      Entry& e = entries_[id];
-      if ((e.flags & kLive) && e.seq != kNone && e.prio == passed && update(e.seq)->committed) {
-        age(e, id);
-        reprioritize(e, id);
+  if (count_[passed])
+    for (const UpdateRef& other : updates_) {
+      if (!other->committed) continue;
+      for (uint32_t row = 0; row < other->n; ++row) {
+        Node node{other.get(), row, node_id(*other, row)};
+        if ((state_[node.id] & ~kClaimed) != passed) continue;
+        reprioritize(node, deadline(aged(words_[other->slots[row]], base_), other->step));
       }
     }
-  }
   if (!u) return;
   u->committed = true;
   u->remaining = u->n;
-  uint64_t pending = 0;
+  uint64_t pending_rows = 0;
   for (uint32_t p = 0; p <= kRing; ++p) {
     count_[p] += u->staged[p];
     queued_[p] += u->staged[p];
-    pending += u->staged[p];
+    pending_rows += u->staged[p];
   }
   queue_->commit_stage();
-  for (uint64_t packed : u->late) {
-    uint32_t id = static_cast<uint32_t>(packed >> 32), row = static_cast<uint32_t>(packed);
-    if (!(entries_[id].flags & kLive) || entries_[id].slot != u->slots[row]) {
-      // Its older update was written meanwhile and the entry given up.
-      id = find_or_add(u->slots[row]);
-      const_cast<uint32_t*>(u->ids)[row] = id;
-    }
-    Entry& e = entries_[id];
-    age(e, id);
-    if (e.seq != kNone) {
+  for (uint32_t row : u->late) {
+    uint32_t slot = u->slots[row];
+    Word w = aged(words_[slot], base_);
+    if (Node node = pending(w, slot); node.update) {
       // Behind the older ones, so that updates of a row are applied in step order.
-      StepUpdate* last = update(e.seq);
-      uint32_t last_row = e.row;
+      StepUpdate* last = node.update;
+      uint32_t last_row = node.row;
       while (!last->next.empty() && last->next[last_row]) {
         uint64_t link = last->next[last_row] - 1;
-        last = update(static_cast<uint32_t>(link >> 32));
+        last = find_update(static_cast<uint32_t>(link >> 32));
         last_row = static_cast<uint32_t>(link);
       }
       if (last->next.empty()) last->next.resize(last->n, 0);
       last->next[last_row] = (uint64_t{u->seq} << 32 | row) + 1;
-    } else {
-      e.seq = u->seq;
-      e.row = row;
-      e.prio = deadline(e, update(e.seq)->step, id);
-      ++count_[e.prio];
-      ++queued_[e.prio];
-      ++pending;
-      queue_->push(id, e.prio);
+      continue;
     }
+    // The older update was written meanwhile.
+    uint8_t prio = deadline(w, u->step);
+    uint32_t id = node_id(*u, row);
+    state_[id] = prio;
+    ++count_[prio];
+    ++queued_[prio];
+    ++pending_rows;
+    queue_->push(id, prio);
   }
   u->late.clear();
   stats_.enqueued += u->n;
-  pending_total_.fetch_add(pending, std::memory_order_acq_rel);
+  pending_total_.fetch_add(pending_rows, std::memory_order_acq_rel);
 }
+
+// --- Asking --------------------------------------------------------------------------------------
 
 bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
   constexpr size_t kChunk = 512;
   bool any = false;
   for (size_t at = 0; at < n; at += kChunk) {
-    Lock lock(*this, Urgency::kUrgent);
+    BothLocks lock(*this, Urgency::kUrgent);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       if (slots[i] >= kMissingSlot) continue;
-      uint32_t id = find(slots[i]);
-      if (id == kNone) continue;
-      Entry& e = entries_[id];
-      if (e.seq == kNone) continue;
-      StepUpdate* u = update(e.seq);
-      if (!u->committed || u->step >= before) continue;
+      Node node = pending(aged(words_[slots[i]], base_), slots[i]);
+      if (!node.update || !node.update->committed || node.update->step >= before) continue;
       any = true;
-      e.flags |= kForced;
-      age(e, id);
-      reprioritize(e, id);
+      reprioritize(node, static_cast<uint8_t>(base_ & (kRing - 1)));
     }
   }
   return any;
@@ -426,168 +506,160 @@ bool Window::in_flight_until(uint64_t step) {
   return limit == kRing && count_[kInfinity] != queued_[kInfinity];
 }
 
-bool Window::queued_until(uint64_t step) {
-  if (!any_pending()) return false;
-  Lock lock(*this, Urgency::kBackground);
-  uint32_t limit = limit_rank(step);
-  for (uint32_t r = 0; r <= std::min(limit, kRing - 1); ++r)
-    if (queued_[(base_ + r) & (kRing - 1)]) return true;
-  return limit == kRing && queued_[kInfinity];
-}
-
 bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->ids.clear();
-  c->nodes.clear();
-  c->flat.clear();
-  c->chained = false;
+  c->rows.clear();
+  c->runs.clear();
   if (!any_pending()) return false;
   Lock lock(*this, Urgency::kUrgent);
   c->ids.resize(max);
   size_t n = queue_->pop(base_, limit_rank(step), c->ids.data(), max);
-  size_t kept = 0;
+  c->rows.resize(n);
+  // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
+  uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
+  StepUpdate* u = nullptr;
+  uint8_t last = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t id = c->ids[i];
-    if (i + 8 < n) __builtin_prefetch(&entries_[c->ids[i + 8]], 1);
-    Entry& e = entries_[id];
-    StepUpdate* u = update(e.seq);
-    if (!u->committed) {
-      queue_->restore_staged(id, e.prio);
-      continue;
+    uint8_t prio = state_[id];
+    if (!u || id / kPage != first_id / kPage) {
+      const Page& page = pages_[id / kPage];
+      if (!page.update->committed) {
+        queue_->restore_staged(id, prio);
+        continue;
+      }
+      first_id = id / kPage * kPage;
+      first_row = page.first_row;
+      if (page.update != u) {
+        u = page.update;
+        if (!c->runs.empty()) c->runs.back().end = kept;
+        c->runs.push_back({u, kept, kept});
+      }
     }
-    e.flags |= kClaimed;
-    --queued_[e.prio];
-    c->ids[kept++] = id;
-    uint32_t nodes = 1;
-    c->flat.push_back({u, e.row});
-    for (uint32_t row = e.row; !u->next.empty() && u->next[row]; ++nodes) {
-      uint64_t link = u->next[row] - 1;
-      u = update(static_cast<uint32_t>(link >> 32));
-      row = static_cast<uint32_t>(link);
-      c->flat.push_back({u, row});
+    if (prio != last) {
+      queued_[last] -= same;
+      last = prio;
+      same = 0;
     }
-    c->chained |= nodes > 1;
-    c->nodes.push_back(nodes);
+    ++same;
+    state_[id] = prio | kClaimed;
+    c->ids[kept] = id;
+    c->rows[kept++] = first_row + (id - first_id);
   }
+  queued_[last] -= same;
+  if (!c->runs.empty()) c->runs.back().end = kept;
   c->ids.resize(kept);
+  c->rows.resize(kept);
   stats_.dequeued += kept;
   return kept != 0;
 }
 
-void Window::finish(Claim* c, Vector<UpdateRef>* finished) {
-  Lock lock(*this, Urgency::kUrgent);
-  size_t at = 0;
-  uint64_t done = 0;
-  // Rows of one update come in runs: its count is settled once a run.
-  StepUpdate* current = nullptr;
-  size_t written = 0;
-  auto settle = [&] {
-    if (current && (current->remaining -= written) == 0) {
-      current->written();
-      UpdateRef& ref = updates_[current->seq & (updates_.size() - 1)];
-      finished->push_back(std::move(ref));
-      ref.reset();
-    }
-    written = 0;
-  };
-  for (size_t i = 0; i < c->ids.size(); ++i) {
-    uint32_t id = c->ids[i];
-    if (i + 16 < c->ids.size()) __builtin_prefetch(&entries_[c->ids[i + 16]], 1);
-    Entry& e = entries_[id];
-    for (uint32_t k = 0; k < c->nodes[i]; ++k, ++at) {
-      StepUpdate* u = c->flat[at].update;
-      uint32_t row = c->flat[at].row;
-      uint64_t link = u->next.empty() ? 0 : u->next[row];
-      if (link) {
-        e.seq = static_cast<uint32_t>((link - 1) >> 32);
-        e.row = static_cast<uint32_t>(link - 1);
-      } else {
-        e.seq = kNone;
+void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {
+  {
+    Lock lock(*this, Urgency::kUrgent);
+    bool chained = false;
+    for (const Claim::Run& run : c.runs) chained |= !run.update->next.empty();
+    if (!chained) {
+      for (const Claim::Run& run : c.runs) {
+        written(c, run);
+        pending_total_.fetch_sub(run.end - run.begin, std::memory_order_acq_rel);
+        settle(run, finished);
       }
-      if (u != current) {
-        settle();
-        current = u;
-      }
-      ++written;
-    }
-    --count_[e.prio];
-    e.flags &= static_cast<uint8_t>(~kClaimed);
-    e.prio = kAbsent;
-    age(e, id);
-    if (e.seq == kNone) {
-      // Who forced the row waits for all its updates: the mark stays while one is left.
-      e.flags &= static_cast<uint8_t>(~kForced);
-      ++done;
-      maybe_free(e, id);
-    } else {
-      // A later step updated the row while this claim was being written.
-      e.prio = deadline(e, update(e.seq)->step, id);
-      ++count_[e.prio];
-      ++queued_[e.prio];
-      queue_->push(id, e.prio);
+      return;
     }
   }
-  settle();
+  // What waits behind these rows gets its priority from the words.
+  BothLocks lock(*this, Urgency::kUrgent);
+  uint64_t done = 0;
+  for (const Claim::Run& run : c.runs) {
+    StepUpdate* u = run.update;
+    written(c, run);
+    for (uint32_t i = run.begin; i < run.end; ++i) {
+      uint64_t link = u->next.empty() ? 0 : u->next[c.rows[i]];
+      if (!link) {
+        ++done;
+        continue;
+      }
+      StepUpdate* after = find_update(static_cast<uint32_t>((link - 1) >> 32));
+      uint32_t row = static_cast<uint32_t>(link - 1), id = node_id(*after, row);
+      uint8_t prio = deadline(aged(words_[after->slots[row]], base_), after->step);
+      state_[id] = prio;
+      ++count_[prio];
+      ++queued_[prio];
+      queue_->push(id, prio);
+    }
+    settle(run, finished);
+  }
   pending_total_.fetch_sub(done, std::memory_order_acq_rel);
-  c->ids.clear();
 }
 
-void Window::use_caches() {
-  if (caches_) return;
-  // Nobody looked at these words before: they may be of entries that came and went.
-  std::fill_n(owner_reads_, entry_count_, 0);
-  caches_ = true;
+// The nodes of a run are done.
+void Window::written(const Claim& c, const Claim::Run& run) {
+  uint64_t same = 0;
+  uint8_t last = 0;
+  for (uint32_t i = run.begin; i < run.end; ++i) {
+    uint8_t& state = state_[c.ids[i]];
+    uint8_t prio = state & static_cast<uint8_t>(~kClaimed);
+    if (prio != last) {
+      count_[last] -= same;
+      last = prio;
+      same = 0;
+    }
+    ++same;
+    state = kDone;
+  }
+  count_[last] -= same;
 }
+
+void Window::settle(const Claim::Run& run, Vector<UpdateRef>* finished) {
+  StepUpdate* u = run.update;
+  if ((u->remaining -= run.end - run.begin) != 0) return;
+  u->written();
+  for (const UpdateRef& ref : updates_)
+    if (ref.get() == u) finished->push_back(ref);
+  release(*u);
+}
+
+// --- Caches --------------------------------------------------------------------------------------
 
 void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty) {
-  Lock lock(*this, Urgency::kUrgent);
-  if (n) use_caches();
+  BothLocks lock(*this, Urgency::kUrgent);
+  if (n) words_only_ = true;
   for (size_t i = 0; i < n; ++i) {
-    uint32_t id = cached ? find_or_add(slots[i]) : find(slots[i]);
-    if (id == kNone) continue;
-    Entry& e = entries_[id];
-    age(e, id);
-    if (cached) {
-      e.flags |= kCached;
-    } else {
-      e.flags &= static_cast<uint8_t>(~kCached);
-      if (dirty && e.seq != kNone && update(e.seq)->committed) ++*dirty;
-    }
-    reprioritize(e, id);
-    maybe_free(e, id);
+    Word& w = words_[slots[i]];
+    w = aged(w, base_);
+    w = cached ? w | kCached : w & ~kCached;
+    Node node = pending(w, slots[i]);
+    if (!node.update) continue;
+    if (dirty && !cached && node.update->committed) ++*dirty;
+    reprioritize(node, deadline(w, node.update->step));
   }
 }
 
 void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next) {
-  Lock lock(*this, Urgency::kUrgent);
+  Lock lock(links_mu_, links_urgent_, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     next[i] = UINT64_MAX;
-    uint32_t id = find(slots[i]);
-    if (id == kNone || !caches_) continue;
-    age(entries_[id], id);
-    uint64_t ahead = std::rotr(owner_reads_[id], static_cast<int>(base_ & (kRing - 1)));
-    if (after + 1 > base_) {
-      uint64_t skip = after + 1 - base_;
-      ahead = skip >= kRing ? 0 : ahead & ~((uint64_t{1} << skip) - 1);
-    }
+    uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
+    uint64_t ahead = (aged(words_[slots[i]], base_) >> kOwnerAt & kOwner) >> skip << skip;
     if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
   }
 }
 
 void Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
   if (!any_pending()) return;
-  Lock lock(*this, Urgency::kUrgent);
+  BothLocks lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
-    uint32_t id = find(slots[i]);
-    if (id == kNone || entries_[id].seq == kNone) continue;
-    if (update(entries_[id].seq)->committed) out->push_back(slots[i]);
+    Node node = pending(aged(words_[slots[i]], base_), slots[i]);
+    if (node.update && node.update->committed) out->push_back(slots[i]);
   }
 }
 
 WindowStats Window::stats() {
   Lock lock(*this, Urgency::kBackground);
   WindowStats s = stats_;
-  s.pending = pending_total_.load(std::memory_order_relaxed);
+  s.pending = s.active = pending_total_.load(std::memory_order_relaxed);
   return s;
 }
 

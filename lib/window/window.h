@@ -1,22 +1,35 @@
-// The window of a table: g-entries, their priorities, and the pending updates (FRUGAL section 3.3).
+// The window of a table: who reads a row next, and which of its updates are not in the host row yet
+// (FRUGAL section 3.3: g-entries).
 //
-// A row has a g-entry while it has a declared read in the window (its R set, a mask of steps) or an
-// update that is not in the host row yet (its W set, a chain of (StepUpdate, row) pairs, oldest
-// first). The priority of an entry with a W set is the first declared step > oldest update +
-// staleness, else infinity. Bytes: 32 per active row, 4 per table row for the flat index row ->
-// entry (a place in it that is out of date is recognized: the entry it names is another row's).
+// A row's g-entry has two parts. Its word in the flat index (8 bytes a table row) is the R set:
+// the declared steps that read the row, and which of the latest steps did. While updates of it are
+// unwritten, each of them is a node (5 bytes): the W set, found through the word. The priority of
+// a row is that of its oldest node: the first declared step > the node's step + staleness, else
+// infinity. Younger nodes of the row are blocked behind it, in a chain, and enter the queue one
+// after the other.
 //
-// Life of a row: link() sets the bit of a declared step; stage() takes a step's rows in before the
-// step is committed, while the device computes; commit() makes all of them pending in O(ring);
-// claim() takes the most urgent ones, the caller writes the rows, finish() publishes that. Bits of
-// steps that have passed vanish when an entry is next touched, so no pass over rows is needed to
-// take them back; sweep() is for rows that were declared and never updated.
+// Bits of a word count from the step in its stamp, so it is brought up to date when it is next
+// touched and no pass is needed to take back what has passed. Stamps wrap around: a row that nobody
+// touched for some 500 steps may seem to be read soon. That makes an update too urgent, never too
+// late.
 //
-// Counts per priority include entries that were claimed but not yet finished: pending(rank) == 0
+// A word costs a cache line from memory, so it is touched once for each declared row, when that is
+// linked. Then the row's declaration before learns its next read (Part::next), and when its update
+// is staged the priorities are there. (With staleness, caches, or gradients that were not declared,
+// staging reads the words.)
+//
+// Life of an update: link() sets the bits of a declared step; stage() takes a step's rows in before
+// the step is committed, while the device computes; commit() makes all of them pending in O(ring);
+// claim() takes the most urgent ones, the caller writes the rows, finish() publishes that. Rows of
+// a part and of an update are sorted by slot, so every pass runs through memory in one direction.
+//
+// Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
 // therefore means written, not merely taken (contract, gate condition c).
 //
-// Threads: everything is done under one lock, in bulk, a chunk of rows at a time. Background passes
-// give way to a thread that is on somebody's critical path (Urgency).
+// Threads: words and what parts learn are guarded by links_mu_, nodes, queue and counts by mu_, which
+// is taken second. So linking, the longest pass, does not stand in the way of who writes rows. All
+// is done in bulk, a chunk of rows at a time; background passes give way to a thread that is on
+// somebody's critical path (Urgency).
 #pragma once
 #include <atomic>
 #include <memory>
@@ -27,30 +40,15 @@
 
 namespace frugal {
 
-struct Entry {
-  uint32_t slot;
-  uint32_t touch;  // low bits of the base step when `reads` was last brought up to date
-  uint64_t reads;  // declared steps in [base, base + 63], bit step mod 64
-  uint32_t seq;    // oldest pending update, or kNone
-  uint32_t row;    // its row there
-  uint8_t prio;    // while pending; kAbsent otherwise
-  uint8_t flags;
-  uint16_t unused;
-  uint32_t unused2;
-};
-static_assert(sizeof(Entry) == 32);
-
-// Rows taken out of the queue by one claim.
+// Rows taken out of the queue by one claim: their oldest unwritten updates.
 struct Claim {
-  Vector<uint32_t> ids;
-  Vector<uint32_t> nodes;       // pending updates taken for each id
-  struct Node {
+  struct Run {
     StepUpdate* update;
-    uint32_t row;
+    uint32_t begin, end;   // of ids and rows
   };
-  Vector<Node> flat;            // all nodes of all ids, oldest first for each id
-  bool chained = false;         // some id has more than one node
-  bool empty() const { return ids.empty(); }
+  Vector<uint32_t> ids;    // nodes
+  Vector<uint32_t> rows;   // row of the update
+  Vector<Run> runs;        // neighbours of one update
 };
 
 struct WindowStats {
@@ -61,8 +59,12 @@ struct WindowStats {
 class Window : public HeapObject {
  public:
   enum class Urgency { kBackground, kUrgent };
+  // Declared steps in [base, base + kHorizon) can be linked. Later ones wait for the base.
+  static constexpr uint32_t kHorizon = 21;
+  // Words remember this many steps. Unwritten updates of older ones are searched for every row that
+  // is looked at.
+  static constexpr uint32_t kPast = 12;
 
-  // `cached_ranks[r]`: rank r has a device cache. `owner(slot)` decides whose cache may hold a row.
   struct Config {
     uint64_t rows = 0;
     uint64_t staleness = 0;
@@ -74,48 +76,42 @@ class Window : public HeapObject {
   Status open(const Config& config, uint64_t base);
   bool opened() const { return opened_.load(std::memory_order_acquire); }
 
-  // The first step that is not committed; declared steps lie in [base, base + 62].
+  // The first step that is not committed.
   void set_base(uint64_t base);
 
-  // Declared rows [from, from + n) of a resolved part get the bit of its step. `owned` says that
-  // the part's rank has a cache: reads of rows that it owns are kept apart. part.ids must have room.
-  // Returns the rows done: fewer than n if the step was committed meanwhile.
-  size_t link(Part& part, size_t from, size_t n, bool owned, Urgency urgency);
+  // Rows [from, from + n) of a resolved part get the bit of its step, in ascending calls from 0 on;
+  // part.next must have room. `owned` says that the part's rank has a cache: reads of rows that it
+  // owns are kept apart. False if the step was committed meanwhile.
+  bool link(const PartRef& part, size_t from, size_t n, bool owned, Urgency urgency);
   // Takes back the bits of a linked part; `same_step` are the linked parts of its step that stay.
-  void unlink(Part& part, bool owned, const Vector<PartRef>& same_step,
-              const Vector<bool>& same_owned);
-  // Drops g-entries of a linked part whose step has passed and that nobody needs.
-  void sweep(const Part& part, size_t from, size_t n);
+  void unlink(const PartRef& part, const Vector<PartRef>& same_step);
 
-  // Takes rows [from, from + n) of the list of `update` in. ids: entries, where known.
-  void stage(StepUpdate& update, size_t from, size_t n, const uint32_t* known_ids, uint32_t* ids,
-             Urgency urgency);
-  // The staged update is of a step that will not be: forget it.
-  void unstage(StepUpdate& update);
-  // Registers an update (gives it its number) before staging.
+  // Gives an update, whose list is made, its number and nodes, before it is staged.
   void add(const UpdateRef& update);
-  // Forgets an update that was added and unstaged.
-  void forget(StepUpdate& update);
+  // So many unwritten updates that all should be written.
+  bool crowded() const { return live_.load(std::memory_order_relaxed) > kPast; }
+  // Takes all rows of the update's list in. `declared`: they are the linked parts of its ranks.
+  void stage(StepUpdate& update, bool declared, Urgency urgency);
+  // The update is of a step that will not be, or not so: forget it.
+  void unstage(const UpdateRef& update);
   // Step `step` is committed: its staged rows are pending, base = step + 1. `update` may be null.
   void commit(StepUpdate* update, uint64_t step);
 
   // Rows of `slots` with updates of committed steps < `before` become as urgent as can be. Returns
-  // whether there are any.
+  // whether there are any. Younger updates of a row are not: ask again when the older are written.
   bool force(const uint32_t* slots, size_t n, uint64_t before);
   // For the priority's sake: is an update of a step <= `step` - staleness that a declared step <=
   // `step` reads (or a forced one) not written yet?
   bool pending_until(uint64_t step);
   bool any_pending() const { return pending_total_.load(std::memory_order_acquire) != 0; }
   uint64_t pending_rows() const { return pending_total_.load(std::memory_order_acquire); }
-  // Pending updates that are claimed but unwritten, of steps up to `step`.
+  // Rows that are claimed but unwritten, of priorities up to `step`.
   bool in_flight_until(uint64_t step);
 
   // Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last).
   bool claim(uint64_t step, size_t max, Claim* claim);
   // The rows of the claim are written. Updates that are wholly written go to `finished`.
-  void finish(Claim* claim, Vector<UpdateRef>* finished);
-  // Rank of the most urgent queued entry, counted from base; kRing + 1: none.
-  bool queued_until(uint64_t step);
+  void finish(const Claim& claim, Vector<UpdateRef>* finished);
 
   // The owner's cache took (or gave up) these rows: its own reads no longer (again) count.
   void set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty);
@@ -128,43 +124,72 @@ class Window : public HeapObject {
   static uint32_t owner(uint32_t slot, uint32_t world_size);
 
  private:
-  static constexpr uint32_t kNone = UINT32_MAX;
-  static constexpr uint8_t kLive = 1, kClaimed = 2, kForced = 4, kCached = 8;
+  // A row in the flat index, from the lowest bit (bit fields are slower here than shifts):
+  // - reads, kPast + kHorizon bits: bit i says that step stamp - kPast + i reads the row by a
+  //   declaration, or updates it;
+  // - owner, kHorizon bits: bit i says that the row's owner, which may have it cached, reads it in
+  //   step stamp + i;
+  // - cached: it has, so its own reads do not count;
+  // - stamp, 9 bits of a step.
+  using Word = uint64_t;
+  static constexpr int kOwnerAt = kPast + kHorizon, kCachedAt = kOwnerAt + kHorizon, kStampAt = 55;
+  static constexpr Word kReads = (Word{1} << kOwnerAt) - 1, kOwner = (Word{1} << kHorizon) - 1;
+  static constexpr Word kPassed = (Word{1} << kPast) - 1, kCached = Word{1} << kCachedAt;
+  static constexpr Word kStamp = 511;
+  static_assert(kCachedAt < kStampAt && kStampAt + 9 == 64);
+  // What a node is, one byte: a priority; with kClaimed, somebody is writing it; or neither:
+  static constexpr uint8_t kClaimed = 0x80;
+  static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
+  static constexpr uint8_t kDone = 0x7f;     // nothing is pending
+  // Nodes are handed out in pages, row i of an update lies in the update's page i / kPage.
+  static constexpr uint32_t kPage = 1024;
+  struct Node {
+    StepUpdate* update = nullptr;
+    uint32_t row = 0, id = 0;
+  };
+  struct Page {
+    StepUpdate* update = nullptr;
+    uint32_t first_row = 0;
+  };
 
   class Lock;
-  uint32_t find(uint32_t slot) const;       // entry id or kNone
-  uint32_t find_or_add(uint32_t slot);
-  void age(Entry& e, uint32_t id);
-  uint64_t effective_reads(const Entry& e, uint32_t id) const;
-  uint8_t deadline(const Entry& e, uint64_t oldest, uint32_t id) const;
-  void use_caches();
-  void reprioritize(Entry& e, uint32_t id);
-  void maybe_free(Entry& e, uint32_t id);
-  bool owned_by(uint32_t slot, uint32_t rank) const { return owner(slot, config_.world_size) == rank; }
-  StepUpdate* update(uint32_t seq) const { return updates_[seq & (updates_.size() - 1)].get(); }
-  void set_bit(Entry& e, uint32_t id, uint64_t bit, bool owned);
+  class BothLocks;
+  static Word aged(Word w, uint64_t base);
+  static uint64_t effective_reads(Word aged);
+  uint8_t deadline(Word aged, uint64_t step) const;
+  uint64_t written_mask(bool* ancient) const;
+  StepUpdate* find_update(uint32_t seq) const;
+  Node find_node(StepUpdate& u, uint32_t slot);
+  Node pending(Word aged, uint32_t slot);
+  void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
+  void reprioritize(const Node& node, uint8_t prio);
+  void release(StepUpdate& u);
+  void written(const Claim& c, const Claim::Run& run);
+  void settle(const Claim::Run& run, Vector<UpdateRef>* finished);
+  uint32_t node_id(const StepUpdate& u, uint32_t row) const {
+    return u.pages[row / kPage] * kPage + row % kPage;
+  }
   uint32_t limit_rank(uint64_t step) const;
 
   Config config_;
-  std::mutex mu_;
-  std::atomic<int> urgent_{0};
+  std::mutex links_mu_, mu_;
+  std::atomic<int> links_urgent_{0}, urgent_{0};
   std::atomic<bool> opened_{false};
   std::atomic<uint64_t> pending_total_{0};
+  std::atomic<uint32_t> live_{0};   // updates_.size()
   uint64_t base_ = 0;
-  Mapping index_map_, entry_map_, owner_map_;
-  uint32_t* index_ = nullptr;      // slot -> entry id + 1, perhaps out of date
-  Entry* entries_ = nullptr;
-  uint64_t* owner_reads_ = nullptr;  // by entry id: declared reads by the row's owner, if it caches
-  bool caches_ = false;              // some rank caches: owner_reads_ counts
-  uint32_t entry_count_ = 0;       // ids handed out so far
-  uint32_t queue_ids_ = 0;
-  Vector<uint32_t> free_;
+  Mapping word_map_;
+  Word* words_ = nullptr;           // by slot
+  Vector<uint8_t> state_;           // by node
+  Vector<Page> pages_;
+  Vector<uint32_t> free_pages_;
   std::unique_ptr<Queue> queue_;
-  uint64_t count_[kRing + 1] = {};  // pending entries by priority, claimed ones included
+  uint64_t count_[kRing + 1] = {};  // pending rows by priority, claimed ones included
   uint64_t queued_[kRing + 1] = {}; // of these, not claimed
-  Vector<UpdateRef> updates_;       // ring by seq, a power of two
+  Vector<UpdateRef> updates_;       // unwritten ones, and the staged one; ascending steps
   uint32_t next_seq_ = 0;
-  uint64_t live_updates_ = 0;
+  Vector<PartRef> parts_[kRing];    // linked, by step mod kRing
+  bool words_only_ = false;         // staleness or a cache: Part::next does not tell everything
   WindowStats stats_;
 };
 
