@@ -217,7 +217,8 @@ void Engine::give_up_reserved(Table& table) {
   if (!idle()) return;
   each([&](const Batch& b, size_t i) {
     const TrainerRef& t = ranks_[b.rank];
-    if (t && t->next_step != kNoStep && b.step < t->next_step) return;  // begun
+    // Begun: in use. What a rank leaves behind was, too.
+    if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
     Part& p = *b.parts[i];
     if (p.state.load() == Part::kDeclared) {
       p.state.store(Part::kStale);
