@@ -24,6 +24,9 @@
  * -----------
  * - Every function that can fail returns int32_t: FRUGAL_OK (0), or a negative status whose
  *   value is fixed forever. frugal_last_error() has the message of the calling thread.
+ *   A function names the statuses that are its own. Beside them each may answer BAD_HANDLE, FORKED,
+ *   INVALID_ARGUMENT (a null pointer, a bad time-out), OUT_OF_MEMORY and INTERNAL; one that works
+ *   on an open engine CLOSED and UNHEALTHY.
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -136,7 +139,8 @@ typedef enum frugal_flush_mode {
   FRUGAL_FLUSH_AUTO = 0,         /* the engine chooses between the next two by measured idle time */
   FRUGAL_FLUSH_AT_ONCE = 1,      /* applied after the step's end by all threads, trainers included */
   FRUGAL_FLUSH_DEFERRED = 2,     /* priority-based proactive flushing, two-level queue */
-  FRUGAL_FLUSH_WRITE_THROUGH = 3,/* baseline FRUGAL-SYNC: the flush threads write everything at step end */
+  FRUGAL_FLUSH_WRITE_THROUGH = 3,/* baseline FRUGAL-SYNC: everything is written at step end, before the
+                                    next begins; as yet in the same way as at once */
   FRUGAL_FLUSH_TREE_HEAP = 4     /* baseline: deferred, the queue is a heap with a lock per node */
 } frugal_flush_mode;
 
@@ -158,12 +162,15 @@ typedef struct frugal_config {
   uint32_t world_size;        /* ranks, 1..4096; default 1 */
   uint32_t lookahead;         /* largest number of future steps that may be declared: the ring
                                  holds the current step + lookahead; 0..FRUGAL_MAX_LOOKAHEAD;
-                                 default 20 */
+                                 default 10 */
   uint32_t flush_threads;     /* background threads, 0..256; with 0 the waiters flush; default 1 */
   int32_t flush_mode;         /* frugal_flush_mode; default FRUGAL_FLUSH_AUTO */
   uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between; a
                                  rank runs at most 62 - lookahead steps ahead of the last commit */
-  uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows; 0 writes
+  uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows: while more
+                                 than this waits no step begins and the gates write; they do so
+                                 earlier, from 4 MiB on, when a backlog of steps shows that flushing
+                                 does not keep up. One step's updates may exceed it. 0 writes
                                  through; default 1 GiB */
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
@@ -175,19 +182,20 @@ typedef struct frugal_config {
 } frugal_config;
 
 #define FRUGAL_CONFIG_INIT                                                                      \
-  { sizeof(frugal_config), 1, 20, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \
+  { sizeof(frugal_config), 1, 10, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \
     1800000, FRUGAL_BACKING_PRIVATE, 0, 0, NULL, NULL }
 
 /* Sets every default. Returns: nothing. Threads: any. */
 FRUGAL_API void frugal_config_init(frugal_config *config);
 
 /* Opens an engine and starts its threads. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
- * OUT_OF_MEMORY, UNSUPPORTED. Ownership: the caller closes *engine_out. Threads: any.
+ * OUT_OF_MEMORY. Ownership: the caller closes *engine_out. Threads: any.
  * `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 
-/* Writes what is pending, stops the threads and frees everything; trainers and tables of the
- * engine become closed handles; a step that some rank is inside of is aborted. NULL is accepted.
+/* Stops the threads and frees everything, tables and pending updates alike; trainers, tables and
+ * batches of the engine become closed handles; a step that some rank is inside of is lost. NULL is
+ * accepted.
  * Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_close(frugal_engine *engine);
@@ -200,7 +208,8 @@ FRUGAL_API int32_t frugal_health(const frugal_engine *engine);
  * TIMEOUT, BAD_HANDLE, UNHEALTHY. Threads: any; a caller helps with the work. */
 FRUGAL_API int32_t frugal_flush(const frugal_engine *engine, int64_t timeout_ms);
 
-/* Tells the last step that all ranks have ended; FRUGAL_NO_STEP if none. Threads: any. */
+/* Tells the last step that all ranks have ended; FRUGAL_NO_STEP if none. Returns: FRUGAL_OK,
+ * BAD_HANDLE. Threads: any. */
 FRUGAL_API int32_t frugal_committed_step(const frugal_engine *engine, uint64_t *step_out);
 
 /* ---------------------------------------------------------------------------------------------
@@ -305,14 +314,14 @@ FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
 
 /* Creates a table; its memory is reserved (all of it, or per slab for lazy and hashed tables)
  * and a dense table's rows are initialized in parallel. Returns: FRUGAL_OK, INVALID_ARGUMENT,
- * STRUCT_SIZE, EXISTS, OUT_OF_MEMORY, BUSY (a rank is inside a step), UNSUPPORTED. Ownership:
+ * STRUCT_SIZE, EXISTS, OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
  * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
  * any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
                                        frugal_table **table_out);
 
 /* Drops a table and frees its memory; declared batches lose their part of it. NULL is accepted.
- * Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
+ * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, TIMEOUT (of writing what is pending). Threads: any. */
 FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 
 /* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */
@@ -351,14 +360,18 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
 
-/* Tells the bytes that a configuration takes before it is opened. `cache_rows` is the number of
- * rows that one trainer's device cache would hold for this table. */
+/* Tells the bytes that a configuration takes before it is opened: the most that a table with all of
+ * its rows takes at any time. `cache_rows` is the number of rows that one trainer's device cache
+ * would hold for this table. The first three are what counts against host_bytes. Not counted, for
+ * they depend on the batches: declared keys, and the updates that wait (pending_bytes). */
 typedef struct frugal_memory {
   uint64_t values;      /* host rows */
   uint64_t state;       /* optimizer state */
-  uint64_t index;       /* keys, hash index, existence bits */
-  uint64_t window;      /* the flat index of g-entries (4 bytes a row) when flushing is deferred */
-  uint64_t cache;       /* one trainer's device cache */
+  uint64_t index;       /* hashed: keys, existence bytes and the hash index at its largest, which is
+                           while it is copied to a larger one; lazy: existence bytes */
+  uint64_t window;      /* flat index of rows, 8 bytes a row, where updates can be deferred: any mode
+                           but at-once and write-through, staleness > 0, or with a cache */
+  uint64_t cache;       /* one trainer's device cache, its index included */
   uint64_t total;
 } frugal_memory;
 
@@ -377,15 +390,15 @@ FRUGAL_API int32_t frugal_memory_needed(const frugal_config *engine_config,
 /* Reads `count` rows into `rows_out` (row i at byte i * row_stride; stride 0 means packed). A
  * missing row of a hashed table leaves its part of rows_out untouched; found_out (may be NULL)
  * tells 1 or 0 for each key. Creates nothing. Returns: FRUGAL_OK (also when keys are missing),
- * KEY_OUT_OF_RANGE, BUSY, TIMEOUT. Threads: any. */
+ * INVALID_ARGUMENT, KEY_OUT_OF_RANGE, BUSY, TIMEOUT. Threads: any. */
 FRUGAL_API int32_t frugal_get(const frugal_table *table, const uint64_t *keys, size_t count,
                               uint32_t flags, float *rows_out, size_t row_stride,
                               uint8_t *found_out);
 
 /* Writes `count` rows, creating those that are missing; without FRUGAL_WITH_STATE the optimizer
  * state of a row is reset to that of a new one. If a key comes twice its last row stays. Cached
- * copies are dropped. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, TABLE_FULL (nothing is written),
- * BUSY, TIMEOUT. Threads: any. */
+ * copies are dropped. Returns: FRUGAL_OK, INVALID_ARGUMENT, KEY_OUT_OF_RANGE, TABLE_FULL or
+ * OUT_OF_MEMORY (nothing is written), BUSY, TIMEOUT. Threads: any. */
 FRUGAL_API int32_t frugal_put(frugal_table *table, const uint64_t *keys, size_t count,
                               uint32_t flags, const float *rows, size_t row_stride);
 
@@ -477,14 +490,16 @@ FRUGAL_API void frugal_op_init(frugal_op *op);
  * of each op the fields table, keys, count, padding_key and flags are used. Several declarations
  * for one step add up; they may come late and in any order. Nothing waits: keys are copied and
  * resolved in the background (with 0 flush threads in this call). Rows of a hashed table are
- * reserved, not created. `*batch_out` (may be NULL) names the batch until its step ends.
- * Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, TABLE_FULL, STEP_RANGE, INVALID_ARGUMENT; on an error
- * nothing is declared. Threads: one at a time for a trainer. */
+ * reserved, not created; if the table has no room for them, the calls of the step that use them
+ * say so. `*batch_out` (may be NULL) names the batch until its step ends. Returns: FRUGAL_OK,
+ * KEY_OUT_OF_RANGE, STEP_RANGE, STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is
+ * declared. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_prefetch(frugal_trainer *trainer, uint64_t step, const frugal_op *ops,
                                    size_t op_count, frugal_batch **batch_out);
 
-/* Takes a declaration back, before its step begins. Returns: FRUGAL_OK, BAD_HANDLE, STEP_RANGE.
- * Threads: one at a time for the trainer that declared it. */
+/* Takes a declaration back, before its step begins. Returns: FRUGAL_OK, BAD_HANDLE, STEP_RANGE,
+ * STEP_ABORTED, INVALID_ARGUMENT (another rank's). Threads: one at a time for the trainer that
+ * declared it. */
 FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch *batch);
 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
@@ -496,15 +511,18 @@ FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int
 
 /* Reads rows in a step, creating rows of hashed tables. Declared keys are what is fast; others
  * are right too and may wait. All ops are checked before any row is created or written; rows_out
- * is undefined after an error. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL,
- * TIMEOUT, STEP_ABORTED, INVALID_ARGUMENT. Threads: one at a time for a trainer. */
+ * is undefined after an error; after TIMEOUT, which only keys that were not declared can meet, the
+ * rows exist. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, OUT_OF_MEMORY, TIMEOUT,
+ * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_lookup(frugal_trainer *trainer, const frugal_op *ops, size_t op_count);
 
 /* Hands over gradients of the step: a row's gradients, over positions, pushes and ranks, are
  * summed and the optimizer is applied once when the step has ended on all ranks. The gradients
  * are the engine's when the call returns: the buffers can be overwritten. Never waits for another
- * rank. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, NAN, STEP_ABORTED,
- * INVALID_ARGUMENT; on an error nothing is taken. Threads: one at a time for a trainer. */
+ * rank. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, OUT_OF_MEMORY, NAN,
+ * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT, TIMEOUT (weight_grads_out of keys that were not
+ * declared: their rows may have updates that are not written yet); on an error nothing is taken.
+ * Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *ops,
                                     size_t op_count);
 
@@ -512,29 +530,32 @@ FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *op
  * possible, which a push from it takes without a copy where that is faster. The caller writes it
  * between step_begin and the push, reads nothing from it after the push, and asks again each
  * step (the same memory may come back when its updates are applied). Returns: FRUGAL_OK,
- * NOT_IN_STEP, OUT_OF_MEMORY. Ownership: the engine's. Threads: one at a time for a trainer. */
+ * NOT_IN_STEP, STEP_ABORTED, OUT_OF_MEMORY. Ownership: the engine's. Threads: one at a time for a
+ * trainer. */
 FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **memory_out);
 
 #define FRUGAL_STEP_SKIP 1u /* the step commits without any update (an overflow was found); one
                                rank's word is enough */
 
 /* Ends the step on this rank. The step commits when the last rank has ended it. Never waits for
- * another rank. Returns: FRUGAL_OK, NOT_IN_STEP, STEP_ABORTED, INVALID_ARGUMENT. Threads: one at
- * a time for a trainer. */
+ * another rank. Returns: FRUGAL_OK, NOT_IN_STEP, STEP_ORDER (it is another step's turn),
+ * STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is FRUGAL_OK the step goes on: call again),
+ * INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
 /* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows
  * created since are gone, declarations stay. Each other rank is told of each abort once: its next
- * call of the step protocol answers FRUGAL_ERR_STEP_ABORTED; then all begin the step after the last committed one
- * again. Returns: FRUGAL_OK, NOT_IN_STEP. Threads: one at a time for a trainer. */
+ * call of the step protocol answers FRUGAL_ERR_STEP_ABORTED; then all begin the step after the last
+ * committed one again. Returns: FRUGAL_OK, NOT_IN_STEP, STEP_ABORTED (another rank was first).
+ * Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
 
 /* Reads rows for evaluation or serving: creates nothing, declares nothing, leaves cache policy
  * and priorities alone. Keys that are missing read as zeros and are told in found_out. With a
  * trainer inside a step it sees what lookup sees; with a trainer between steps it waits, like
  * the next step's gate, for the other ranks to end theirs; with `trainer` NULL it is an
- * operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT. Threads: any
- * (trainer: one at a time). */
+ * operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
+ * STRUCT_SIZE, INVALID_ARGUMENT. Threads: any (trainer: one at a time). */
 FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
                                const frugal_op *ops, size_t op_count, int64_t timeout_ms);
 

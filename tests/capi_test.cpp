@@ -765,7 +765,8 @@ TEST(Tables, MemoryNeeded) {
   EXPECT_GE(memory.values, 100'000u * 32 * 4);
   EXPECT_LE(memory.values, 100'000u * 32 * 4 + (4u << 20));
   EXPECT_GE(memory.state, 100'000u * 32 * 4);
-  EXPECT_GE(memory.cache, 1000u * 64 * 4);
+  EXPECT_GE(memory.cache, 1000u * (64 * 4 + 44));
+  EXPECT_EQ(memory.window, 100'000u * 8);
   EXPECT_EQ(memory.total, memory.values + memory.state + memory.index + memory.window +
                               memory.cache);
   Engine engine;
@@ -781,8 +782,17 @@ TEST(Tables, MemoryNeeded) {
   config.key_space = FRUGAL_HASHED;
   frugal_memory hashed;
   ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
-  EXPECT_GE(hashed.index, 100'000u * 8);
+  EXPECT_GE(hashed.index, 100'000u * (8 + 1 + 16));
   EXPECT_EQ(hashed.cache, 0u);
+  // A window is opened where updates can be deferred.
+  engine_config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
+  EXPECT_EQ(hashed.window, 0u);
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 1, &hashed));
+  EXPECT_EQ(hashed.window, 100'000u * 8);
+  engine_config.staleness = 1;
+  ASSERT_OK(frugal_memory_needed(&engine_config, &config, 0, &hashed));
+  EXPECT_EQ(hashed.window, 100'000u * 8);
 
   EXPECT_REFUSED(frugal_memory_needed(&engine_config, &config, 0, nullptr),
                  FRUGAL_ERR_INVALID_ARGUMENT);
@@ -827,6 +837,54 @@ TEST(Tables, MemoryThatIsNotThere) {
     frugal_table* table = nullptr;
     EXPECT_REFUSED(frugal_table_create(engine, &config, &table), FRUGAL_ERR_OUT_OF_MEMORY);
     EXPECT_NE(engine.Table("small", FRUGAL_DENSE, 10, 1), nullptr);
+  }
+}
+
+// What frugal_memory_needed says is enough as host_bytes, and the index' growth needs it.
+TEST(Tables, MemoryNeededIsEnough) {
+  for (uint64_t rows : {1'000u, 131'072u, 131'073u, 300'000u, 700'000u}) {
+    SCOPED_TRACE(rows);
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "t";
+    config.key_space = FRUGAL_HASHED;
+    config.rows = rows;
+    config.dim = 1;
+    config.optimizer.kind = FRUGAL_ADAGRAD;
+    frugal_memory memory;
+    ASSERT_OK(frugal_memory_needed(nullptr, &config, 0, &memory));
+    const uint64_t needed = memory.values + memory.state + memory.index;
+    std::vector<uint64_t> keys(rows);
+    for (size_t i = 0; i < rows; ++i) keys[i] = i * 0x9e3779b97f4a7c15ull;
+    const std::vector<float> values(rows, 1.5f);
+    for (const bool enough : {true, false}) {
+      Engine engine(1, [&](frugal_config* c) { c->host_bytes = enough ? needed : needed - 1; });
+      frugal_table* table = nullptr;
+      const int32_t created = frugal_table_create(engine, &config, &table);
+      if (enough) {
+        ASSERT_OK(created);
+        EXPECT_OK(frugal_put(table, keys.data(), rows, 0, values.data(), 0));
+        EXPECT_EQ(Count(table), rows);
+        frugal_table_info info;
+        info.struct_size = sizeof(info);
+        ASSERT_OK(frugal_table_describe(table, &info));
+        EXPECT_LE(info.memory_bytes, needed);
+        continue;
+      }
+      // Where rows fill one slab, the index alone needs more as they come: it is refused its growth, the
+      // call as a whole, and the rest goes on.
+      if (rows == 131'073 || rows == 300'000) {
+        ASSERT_OK(created);
+        ASSERT_OK(frugal_put(table, keys.data(), rows / 3, 0, values.data(), 0));
+        EXPECT_REFUSED(frugal_put(table, keys.data(), rows, 0, values.data(), 0),
+                       FRUGAL_ERR_OUT_OF_MEMORY);
+        EXPECT_NE(LastMessage().find("host_bytes"), std::string::npos) << LastMessage();
+        EXPECT_NE(LastMessage().find("index"), std::string::npos) << LastMessage();
+        EXPECT_EQ(Count(table), rows / 3);
+        TrainStep(engine.Trainer(0), 0, table, {keys[0], keys[1]});
+        EXPECT_EQ(GetOne(table, keys[2]), 1.5f);
+        EXPECT_OK(frugal_health(engine));
+      }
+    }
   }
 }
 
@@ -1303,6 +1361,29 @@ TEST(Prefetch, Range) {
   ASSERT_OK(frugal_step_end(trainer, 21, 0));
 }
 
+TEST(Prefetch, DefaultLookahead) {
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 4, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1}, 1);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_OK(frugal_prefetch(trainer, 10, &row.op, 1, nullptr));
+  EXPECT_REFUSED(frugal_prefetch(trainer, 11, &row.op, 1, nullptr), FRUGAL_ERR_STEP_RANGE);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+}
+
+// With no flush threads keys are resolved in the call, and it still answers the same.
+TEST(Prefetch, ATableThatIsTooSmallIsToldByTheStep) {
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 2, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  RowOp row(table, {1, 2, 3}, 1);
+  EXPECT_OK(frugal_prefetch(trainer, 0, &row.op, 1, nullptr));
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer, &row.op, 1), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+}
+
 TEST(Prefetch, BeforeTheFirstStepInAnyOrder) {
   Engine engine(1, [](frugal_config* c) { c->lookahead = 4; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
@@ -1633,6 +1714,63 @@ TEST(Nan, Policies) {
   EXPECT_EQ(Bits(rows[3]), 0x7fc00000u);
 }
 
+// Of terms, not of sums; and what weight_grads_out gives.
+TEST(Nan, WhatRejectLooksAt) {
+  const float inf = std::numeric_limits<float>::infinity();
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_table* skip = engine.Table("s", FRUGAL_DENSE, 10, 1,
+                                    [](frugal_table_config* c) { c->nan_policy = FRUGAL_NAN_SKIP; });
+  frugal_trainer* trainer = engine.Trainer(0);
+  ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+  for (frugal_table* t : {table, skip}) {
+    // In one push, and over two.
+    RowOp both(t, {1, 1, 2}, 1), other(t, {2, 3}, 1);
+    both.grads = {inf, -inf, inf};
+    both.op.grads = both.grads.data();
+    other.grads = {-inf, 1};
+    other.op.grads = other.grads.data();
+    EXPECT_OK(frugal_push_grad(trainer, &both.op, 1));
+    EXPECT_OK(frugal_push_grad(trainer, &other.op, 1));
+  }
+  // A NaN that belongs to padding is nobody's.
+  RowOp padded(table, {4, 7}, 1);
+  padded.grads = {1, kNan};
+  padded.op.grads = padded.grads.data();
+  padded.op.flags = FRUGAL_OP_PADDING;
+  padded.op.padding_key = 7;
+  EXPECT_OK(frugal_push_grad(trainer, &padded.op, 1));
+  // A weight makes a NaN of an infinity, in the first push of a table or later.
+  const uint64_t keys[] = {5, 7}, offsets[] = {0, 2};
+  const float weights[] = {0, 1};
+  float gradient = inf, weight_grads[2] = {kUntouched, kUntouched};
+  frugal_op bag = FRUGAL_OP_INIT;
+  bag.table = table;
+  bag.pooling = FRUGAL_POOL_SUM;
+  bag.keys = keys;
+  bag.count = 2;
+  bag.offsets = offsets;
+  bag.bags = 1;
+  bag.weights = weights;
+  bag.weight_grads_out = weight_grads;
+  bag.grads = &gradient;
+  bag.flags = FRUGAL_OP_PADDING;
+  bag.padding_key = 7;
+  EXPECT_REFUSED(frugal_push_grad(trainer, &bag, 1), FRUGAL_ERR_NAN);
+  EXPECT_EQ(Bits(weight_grads[0]), 0x7fc00000u);  // row 0 * inf
+  EXPECT_EQ(Bits(weight_grads[1]), 0u);           // padding
+  gradient = 1;
+  EXPECT_OK(frugal_push_grad(trainer, &bag, 1));
+  ASSERT_OK(frugal_step_end(trainer, 0, 0));
+  for (uint64_t key : {1, 2}) {
+    EXPECT_EQ(Bits(GetOne(table, key)), 0x7fc00000u) << key;
+    EXPECT_EQ(GetOne(skip, key), 0.0f) << key;
+  }
+  EXPECT_EQ(GetOne(table, 3), -1.0f);
+  EXPECT_EQ(GetOne(skip, 3), -1.0f);
+  EXPECT_EQ(GetOne(table, 7), 0.0f);
+}
+
 TEST(Nan, ARejectedPushCreatesNothing) {
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
@@ -1692,12 +1830,8 @@ TEST_F(Full, TheCallChangesNothing) {
 TEST_F(Full, DeclaringTooMuchIsRefusedAtTheLatestByItsUse) {
   RowOp too_many(table_, {1, 2, 3, 4, 5}, 1), fits(table_, {11, 12, 13, 14}, 1);
   frugal_batch* batch = nullptr;
-  // Keys are resolved in the background, so a prefetch need not know yet.
-  const int32_t status = frugal_prefetch(trainer_, 0, &too_many.op, 1, &batch);
-  if (status != FRUGAL_OK) {
-    EXPECT_REFUSED(status, FRUGAL_ERR_TABLE_FULL);
-    EXPECT_EQ(batch, nullptr);
-  }
+  // Keys are resolved in the background: a prefetch does not know yet.
+  ASSERT_OK(frugal_prefetch(trainer_, 0, &too_many.op, 1, &batch));
   ASSERT_OK(frugal_step_begin(trainer_, 0, kWait));
   too_many.op.batch = batch;
   EXPECT_REFUSED(frugal_lookup(trainer_, &too_many.op, 1), FRUGAL_ERR_TABLE_FULL);
@@ -1752,6 +1886,63 @@ TEST_F(Full, RoomComesBack) {
   ASSERT_OK(frugal_trainer_close(trainer_));
   trainer_ = engine_.Trainer(0);
   fill(6, 700);
+}
+
+// What is only declared, for steps that have not begun, makes way for what is wanted now.
+TEST(Reserved, RowsMakeWay) {
+  for (int32_t mode : {FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED})
+    for (uint32_t threads : {0u, 1u}) {
+      SCOPED_TRACE(std::to_string(mode) + " " + std::to_string(threads));
+      Engine engine(2, [&](frugal_config* c) {
+        c->flush_mode = mode;
+        c->flush_threads = threads;
+      });
+      frugal_table* table = engine.Table("t", FRUGAL_HASHED, 6, 1);
+      frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+      RowOp later(table, {11, 12, 13}, 1), last(table, {13, 14, 15, 16}, 1), now(table, {1, 2}, 1),
+          mine(table, {3}, 1), more(table, {4, 5, 1}, 1);
+      frugal_batch *batch = nullptr, *own = nullptr;
+      ASSERT_OK(frugal_prefetch(trainers[0], 0, &now.op, 1, nullptr));
+      ASSERT_OK(frugal_prefetch(trainers[1], 0, &mine.op, 1, &own));
+      ASSERT_OK(frugal_prefetch(trainers[0], 1, &later.op, 1, &batch));
+      ASSERT_OK(frugal_prefetch(trainers[1], 2, &last.op, 1, nullptr));
+      ASSERT_OK(frugal_step_begin(trainers[0], 0, kWait));
+      ASSERT_OK(frugal_step_begin(trainers[1], 0, kWait));
+      // By what rank, and whether in lookup or push, makes no difference; begun steps keep theirs.
+      EXPECT_OK(frugal_lookup(trainers[0], &more.op, 1));
+      EXPECT_OK(frugal_push_grad(trainers[0], &now.op, 1));
+      mine.op.batch = own;
+      EXPECT_OK(frugal_push_grad(trainers[1], &mine.op, 1));
+      RowOp sixth(table, {6}, 1), seventh(table, {7}, 1);
+      EXPECT_OK(frugal_push_grad(trainers[1], &sixth.op, 1));
+      EXPECT_REFUSED(frugal_push_grad(trainers[1], &seventh.op, 1), FRUGAL_ERR_TABLE_FULL);
+      for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, 0, 0));
+      EXPECT_EQ(Keys(table), (std::set<uint64_t>{1, 2, 3, 4, 5, 6}));
+      EXPECT_EQ(GetOne(table, 3), -1.0f);
+      // The declaration is as good as none: its rows are found, or not, by the step.
+      ASSERT_OK(frugal_step_begin(trainers[0], 1, kWait));
+      ASSERT_OK(frugal_step_begin(trainers[1], 1, kWait));
+      later.op.batch = batch;
+      EXPECT_REFUSED(frugal_lookup(trainers[0], &later.op, 1), FRUGAL_ERR_TABLE_FULL);
+      for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, 1, 0));
+      const uint64_t gone[] = {1, 2, 3, 4};
+      ASSERT_OK(frugal_delete(table, gone, 4, nullptr));
+      // put, with step 2 declared again.
+      ASSERT_OK(frugal_prefetch(trainers[0], 3, &last.op, 1, nullptr));
+      const uint64_t put[] = {21, 22, 23, 24};
+      const float x[] = {1, 2, 3, 4};
+      EXPECT_OK(frugal_put(table, put, 4, 0, x, 0));
+      EXPECT_EQ(Keys(table), (std::set<uint64_t>{5, 6, 21, 22, 23, 24}));
+      ASSERT_OK(frugal_delete(table, put, 4, nullptr));
+      for (uint64_t s = 2; s < 4; ++s) {
+        for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_begin(t, s, kWait));
+        EXPECT_OK(frugal_push_grad(trainers[s == 2], &last.op, 1));
+        for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_end(t, s, 0));
+      }
+      EXPECT_EQ(Keys(table), (std::set<uint64_t>{5, 6, 13, 14, 15, 16}));
+      EXPECT_EQ(GetOne(table, 13), -2.0f);
+      EXPECT_OK(frugal_health(engine));
+    }
 }
 
 // --- Rows outside steps ---

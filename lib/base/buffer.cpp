@@ -2,7 +2,6 @@
 
 #include <bit>
 #include <cstdint>
-#include <cstdlib>
 
 #include "base/os.h"
 
@@ -40,9 +39,16 @@ BufferPool::~BufferPool() {
         Mapping m{f.data, (f.capacity + kHugePage - 1) / kHugePage * kHugePage, -1};
         os_release(&m);
       } else {
-        std::free(f.data);
+        heap_free(f.data);
       }
     }
+}
+
+size_t BufferPool::capacity_for(size_t bytes) {
+  if (bytes == 0 || bytes > SIZE_MAX / 4) return bytes;
+  size_t capacity;
+  class_of(bytes, &capacity);
+  return capacity >= kHugePage ? (capacity + kHugePage - 1) / kHugePage * kHugePage : capacity;
 }
 
 Status BufferPool::get(size_t bytes, Buffer* out) {
@@ -71,7 +77,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
       }
       data = m.base;
     } else {
-      data = static_cast<char*>(std::aligned_alloc(64, capacity));
+      data = static_cast<char*>(heap_alloc_aligned(64, capacity));
       if (!data) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);
     }
     held_.fetch_add(capacity, std::memory_order_relaxed);
@@ -95,7 +101,7 @@ void BufferPool::put(char* data, size_t capacity) noexcept {
       Mapping m{data, (capacity + kHugePage - 1) / kHugePage * kHugePage, -1};
       os_release(&m);
     } else {
-      std::free(data);
+      heap_free(data);
     }
   }
 }

@@ -54,6 +54,8 @@ class BufferPool {
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
   Status get(size_t bytes, Buffer* out);
+  // What a buffer of `bytes` bytes takes.
+  static size_t capacity_for(size_t bytes);
   size_t bytes_held() const { return held_.load(std::memory_order_relaxed); }
 
  private:

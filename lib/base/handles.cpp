@@ -19,7 +19,7 @@ struct Slot {
   std::shared_ptr<void> object;
 };
 
-struct Registry {
+struct Registry : HeapObject {
   std::mutex mu;
   Vector<Slot> slots;
   Vector<uint32_t> free;

@@ -1,28 +1,63 @@
 #include "base/heap.h"
 
+#include <dlfcn.h>
+
+#include <atomic>
 #include <cstdlib>
-#ifdef FRUGAL_MIMALLOC
-#include <mimalloc.h>
-#endif
 
 namespace frugal {
+namespace {
+
+std::atomic<int64_t> g_fail_after{0};
+
+bool injected_failure() {
+  if (g_fail_after.load(std::memory_order_relaxed) <= 0) return false;
+  return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
+}
+
+struct Functions {
+  void* (*alloc)(size_t bytes) = std::malloc;
+  void* (*alloc_aligned)(size_t bytes, size_t alignment) = [](size_t bytes, size_t alignment) {
+    return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  };
+  void (*free)(void* memory) = std::free;
+};
+
+Functions load() {
+  Functions f;
+#ifdef FRUGAL_MIMALLOC
+  // RTLD_LOCAL: nobody else's malloc or operator new resolves to it.
+  if (void* library = dlopen(FRUGAL_MIMALLOC, RTLD_NOW | RTLD_LOCAL)) {
+    void* a = dlsym(library, "mi_malloc");
+    void* b = dlsym(library, "mi_malloc_aligned");
+    void* c = dlsym(library, "mi_free");
+    if (a && b && c)
+      f = {reinterpret_cast<void* (*)(size_t)>(a),
+           reinterpret_cast<void* (*)(size_t, size_t)>(b), reinterpret_cast<void (*)(void*)>(c)};
+  }
+#endif
+  return f;
+}
+
+const Functions& functions() {
+  static const Functions f = load();
+  return f;
+}
+
+}  // namespace
 
 void* heap_alloc(size_t bytes) {
-#ifdef FRUGAL_MIMALLOC
-  void* p = mi_malloc(bytes ? bytes : 1);
-#else
-  void* p = std::malloc(bytes ? bytes : 1);
-#endif
+  void* p = injected_failure() ? nullptr : functions().alloc(bytes ? bytes : 1);
   if (!p) throw std::bad_alloc();
   return p;
 }
 
-void heap_free(void* memory) noexcept {
-#ifdef FRUGAL_MIMALLOC
-  mi_free(memory);
-#else
-  std::free(memory);
-#endif
+void* heap_alloc_aligned(size_t alignment, size_t bytes) noexcept {
+  return injected_failure() ? nullptr : functions().alloc_aligned(bytes ? bytes : 1, alignment);
 }
+
+void heap_free(void* memory) noexcept { functions().free(memory); }
+
+int64_t heap_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }
 
 }  // namespace frugal

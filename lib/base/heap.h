@@ -1,17 +1,27 @@
 // The engine's own objects live in mimalloc, the host program's malloc stays its own.
 //
-// Rule: an object of the engine derives from HeapObject, and a container is a Vector (or takes
-// HeapAllocator). Rows, keys and gradients are not here: they live in slabs and buffers
-// (storage/slab.h, base/buffer.h). Under sanitizers this is plain malloc.
+// Rule: an object of the engine derives from HeapObject, and a container is a Vector, Map or String
+// (or takes HeapAllocator). Rows, large keys and gradients are not here: they live in slabs and
+// buffers (storage/slab.h, base/buffer.h). mimalloc is loaded with its names kept to itself: linked,
+// its malloc and operator new could become those of the program. Under sanitizers, and where it is
+// not installed, this is plain malloc.
 #pragma once
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <new>
+#include <string>
 #include <vector>
 
 namespace frugal {
 
 void* heap_alloc(size_t bytes);  // throws std::bad_alloc
+void* heap_alloc_aligned(size_t alignment, size_t bytes) noexcept;  // null: no memory
 void heap_free(void* memory) noexcept;
+
+// Test hook: the n-th allocation from now on fails (0: off). Returns what was left of the last n.
+int64_t heap_test_fail_after(int64_t n);
 
 template <class T>
 struct HeapAllocator {
@@ -29,6 +39,9 @@ struct HeapAllocator {
 
 template <class T>
 using Vector = std::vector<T, HeapAllocator<T>>;
+template <class K, class V>
+using Map = std::map<K, V, std::less<K>, HeapAllocator<std::pair<const K, V>>>;
+using String = std::basic_string<char, std::char_traits<char>, HeapAllocator<char>>;
 
 struct HeapObject {
   static void* operator new(size_t bytes) { return heap_alloc(bytes); }

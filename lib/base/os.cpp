@@ -164,6 +164,6 @@ void os_release(Mapping* m) {
   *m = {};
 }
 
-void os_test_fail_after(int64_t n) { g_fail_after.store(n, std::memory_order_relaxed); }
+int64_t os_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }
 
 }  // namespace frugal

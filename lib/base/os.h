@@ -34,7 +34,8 @@ Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
-// Test hook: the n-th os_reserve or os_commit from now on fails (0: off).
-void os_test_fail_after(int64_t n);
+// Test hook: the n-th os_reserve or os_commit from now on fails (0: off). Returns what was left of
+// the last n.
+int64_t os_test_fail_after(int64_t n);
 
 }  // namespace frugal

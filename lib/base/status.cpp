@@ -45,6 +45,15 @@ Status fail_errno(Status status, int code, const char* format, ...) {
   return status;
 }
 
+String text(const char* format, ...) {
+  char out[512];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(out, sizeof out, format, args);
+  va_end(args);
+  return out;
+}
+
 const char* status_name(Status status) {
   switch (status) {
 #define CASE(name) \

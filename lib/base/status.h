@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 
+#include "base/heap.h"
 #include "frugal.h"
 
 namespace frugal {
@@ -16,6 +17,9 @@ using Status = int32_t;
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char* format, ...);
 // The same with the errno behind it.
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
+
+// A text for a message.
+[[gnu::format(printf, 1, 2)]] String text(const char* format, ...);
 
 const char* status_name(Status status);
 void last_error(frugal_error* out);

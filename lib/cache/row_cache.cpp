@@ -5,6 +5,16 @@
 
 namespace frugal {
 
+uint64_t RowCache::places_for(uint64_t lines) { return std::bit_ceil(lines * 2 + 2); }
+
+uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
+  if (lines == 0) return 0;
+  return BufferPool::capacity_for(lines * l.value_stride * sizeof(float)) +
+         BufferPool::capacity_for(lines * l.state_stride * sizeof(float)) +
+         lines * (sizeof(Line) + sizeof(Pinned) + sizeof(uint32_t)) +
+         places_for(lines) * sizeof(Place);
+}
+
 Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool& pool) {
   lines_ = lines;
   const device::RowsRef& host = rows.ref();
@@ -18,7 +28,7 @@ Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool& pool) {
   line_.resize(lines, Line{kNone, kNone, kNone, kNone, 0});
   free_.reserve(lines);
   for (uint64_t i = lines; i-- > 0;) free_.push_back(static_cast<uint32_t>(i));
-  uint64_t places = std::bit_ceil(lines * 2 + 2);
+  uint64_t places = places_for(lines);
   index_.resize(places, Place{0, kNone});
   shift_ = 64 - std::countr_zero(places);
   for (uint32_t& h : head_) h = kNone;

@@ -8,7 +8,8 @@
 //
 // Admission and eviction look ahead: of the rows that a step reads, those come in whose next read
 // by the owner is near, and the row whose next read is farthest goes out (Belady's rule within the
-// window). Index: open addressing, slot -> line; bytes per line: values + state + 32.
+// window). Index: open addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line:
+// values + state + 60 .. 76.
 //
 // Threads: the owning trainer's, except drop(), which is called outside steps.
 #pragma once
@@ -25,14 +26,31 @@ struct CacheStats {
 };
 
 class RowCache : public HeapObject {
+  struct Line {
+    uint32_t slot;      // kNone: free
+    uint32_t prev, next;  // list of its next-read class
+    uint32_t list;
+    uint64_t next_read;
+  };
+  struct Pinned {
+    uint32_t line;
+    uint64_t next_read;
+  };
+  struct Place {
+    uint32_t slot, line;  // line kNone: empty
+  };
+
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
   Status open(const Rows& rows, uint64_t lines, BufferPool& pool);
   uint64_t lines() const { return lines_; }
   uint64_t size() const { return size_; }
+  // At most, beside the rounding of the two arrays; bytes_for counts exactly.
   static uint64_t line_bytes(const RowLayout& layout) {
-    return (layout.value_stride + layout.state_stride) * 4 + 32;
+    return (layout.value_stride + layout.state_stride) * 4 + sizeof(Line) + sizeof(Pinned) +
+           sizeof(uint32_t) + 4 * sizeof(Place);
   }
+  static uint64_t bytes_for(const RowLayout& layout, uint64_t lines);
 
   uint32_t find(uint32_t slot) const;  // line or kNone
   float* values(uint32_t line) const { return ref_.values + line * ref_.value_stride; }
@@ -53,12 +71,6 @@ class RowCache : public HeapObject {
   void clear(Vector<uint32_t>* dropped);
 
  private:
-  struct Line {
-    uint32_t slot;      // kNone: free
-    uint32_t prev, next;  // list of its next-read class
-    uint32_t list;
-    uint64_t next_read;
-  };
   // Lists of lines by next read: step mod 64, then "never", then free lines.
   static constexpr uint32_t kNever = 64, kLists = 65;
 
@@ -74,21 +86,15 @@ class RowCache : public HeapObject {
   }
   void remove(uint32_t line);
   void copy_in(const Rows& host, uint32_t slot, uint32_t line);
+  static uint64_t places_for(uint64_t lines);
 
   uint64_t lines_ = 0, size_ = 0;
   device::RowsRef ref_{};
   Buffer values_, state_;
   size_t value_floats_ = 0, state_floats_ = 0;
   Vector<Line> line_;
-  struct Pinned {
-    uint32_t line;
-    uint64_t next_read;
-  };
   Vector<Pinned> pinned_;
   Vector<uint32_t> free_;
-  struct Place {
-    uint32_t slot, line;  // line kNone: empty
-  };
   Vector<Place> index_;
   int shift_ = 63;
   uint32_t head_[kLists];

@@ -368,12 +368,14 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
     m.values = slabs(l.value_stride * 4);
     m.state = slabs(l.state_stride * 4);
     if (table_config->key_space == FRUGAL_HASHED)
-      m.index = slabs(8) + slabs(1) + KeyIndex::bytes_for(table_config->rows);
+      m.index = slabs(8) + slabs(1) + KeyIndex::peak_bytes(table_config->rows);
     else if (table_config->flags & FRUGAL_TABLE_LAZY)
       m.index = slabs(1);
-    if (c.flush_mode != FRUGAL_FLUSH_AT_ONCE && c.flush_mode != FRUGAL_FLUSH_WRITE_THROUGH)
-      m.window = table_config->rows * 4;
-    m.cache = cache_rows * RowCache::line_bytes(l);
+    bool deferred = (c.flush_mode != FRUGAL_FLUSH_AT_ONCE &&
+                     c.flush_mode != FRUGAL_FLUSH_WRITE_THROUGH) ||
+                    c.staleness != 0;
+    if (deferred || cache_rows) m.window = table_config->rows * 8;
+    m.cache = RowCache::bytes_for(l, std::min<uint64_t>(cache_rows, table_config->rows));
     m.total = m.values + m.state + m.index + m.window + m.cache;
     *memory_out = m;
     return FRUGAL_OK;

@@ -106,20 +106,27 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, Access* out
       out->whole = true;
     }
   } else if (op.count) {
-    std::lock_guard<std::mutex> lock(mu_);
-    auto at = batches_.find(t.step);
-    if (at != batches_.end())
-      for (const BatchRef& b : at->second) {
-        if (b->rank != t.rank || out->whole) continue;
-        for (size_t i = 0; i < b->parts.size(); ++i) {
-          const PartRef& p = b->parts[i];
-          if (b->tables[i] == out->table && p->resolved() && same_padding(*p) &&
-              p->same_keys(op.keys, op.count)) {
-            out->part = p;
-            out->whole = true;
-            break;
+    Vector<PartRef> candidates;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      auto at = batches_.find(t.step);
+      if (at != batches_.end())
+        for (const BatchRef& b : at->second) {
+          if (b->rank != t.rank) continue;
+          for (size_t i = 0; i < b->parts.size(); ++i) {
+            const PartRef& p = b->parts[i];
+            if (b->tables[i] == out->table && p->n == op.count && p->resolved() && same_padding(*p))
+              candidates.push_back(p);
           }
         }
+    }
+    // A resolved part does not change, and those of a step that this rank is inside of stay: keys
+    // are compared without the lock.
+    for (const PartRef& p : candidates)
+      if (p->same_keys(op.keys, op.count)) {
+        out->part = p;
+        out->whole = true;
+        break;
       }
   }
   FRUGAL_TRY(check_op(op, *out->table, keys, use));
@@ -138,16 +145,23 @@ class Engine::AccessScope {
       if (counts(a)) ++a.table->accessing;
   }
   ~AccessScope() {
-    std::lock_guard<std::mutex> lock(engine_.mu_);
     for (const Access& a : accesses_) {
       if (!counts(a)) continue;
-      --a.table->accessing;
-      // What is reserved only, now, is what a call that failed has left.
+      // What is reserved only, now, is what a call that failed has left. Nothing of it is given to
+      // others between this look and the next lines: this scope still counts.
+      Vector<uint32_t> left;
       if (a.part && a.part->slots && a.part->state.load() != Part::kStale &&
           a.table->rows.has_reserved())
-        a.table->rows.collect_reserved(a.part->slots.as<uint32_t>(), a.part->n,
-                                       &a.table->orphans);
-      engine_.settle_orphans(*a.table);
+        engine_.unused_rows(*a.table, a.part->slots.as<uint32_t>(), a.part->n, &left);
+      bool wanted;
+      {
+        std::lock_guard<std::mutex> lock(engine_.mu_);
+        engine_.add_orphans(*a.table, left);
+        --a.table->accessing;
+        engine_.settle_orphans(*a.table);
+        wanted = a.table->tight != 0;
+      }
+      if (wanted) engine_.progress();
     }
   }
 
@@ -190,8 +204,10 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
   return FRUGAL_OK;
 }
 
-// Rows of the accesses that are only reserved come into being. Cannot fail.
+// Rows of the accesses that are only reserved come into being. Throws if there is no memory: what
+// exists by then is among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
+  t.created.reserve(t.created.size() + accesses.size());
   for (const Access& a : accesses) {
     Rows& rows = a.table->rows;
     if (!rows.hashed()) continue;
@@ -199,8 +215,11 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     made.table = a.table;
     const uint32_t* slots = a.part->slots.as<uint32_t>();
     if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
-    if (track_young()) note_young(*a.table, t.step, slots, a.part->n, made.slots);
-    if (!made.slots.empty()) t.created.push_back(std::move(made));
+    bool any = !made.slots.empty();
+    if (any) t.created.push_back(std::move(made));
+    if (track_young())
+      note_young(*a.table, t.step, slots, a.part->n,
+                 any ? t.created.back().slots : Vector<uint32_t>());
   }
 }
 
@@ -287,7 +306,7 @@ Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
     if (at != t->caches.end()) cache = at->second.cache.get();
   }
   if (!cache && !stale()) return FRUGAL_OK;
-  static const float* const zeros = static_cast<const float*>(std::calloc(65536, sizeof(float)));
+  static const float zeros[65536] = {};  // the largest row
   FRUGAL_TRY(pool_.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();
   size_t row_floats = table.rows.layout().value_stride;
@@ -348,8 +367,7 @@ Status Engine::gather(Trainer* t, Table& table, const uint32_t* slots, size_t n,
     c.chunk = std::max<size_t>(items, 1);
     chunks = items ? 1 : 0;
   }
-  parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
-  return FRUGAL_OK;
+  return parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
 }
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
@@ -358,6 +376,10 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  return with_room(ops, n, [&] { return lookup_rows(t, ops, n); });
+}
+
+Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, &accesses[i]));
   {
@@ -553,7 +575,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   c.chunk = bytes < kParallelBytes
                 ? std::max<size_t>(part.distinct, 1)
                 : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, layout.dim));
-  parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c);
+  FRUGAL_TRY(parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c));
   if (reject && c.nan.load()) return nan_found();
   state->table = a.table;
   return FRUGAL_OK;
@@ -565,28 +587,37 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  return with_room(ops, n, [&] { return push_rows(t, ops, n); });
+}
+
+Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
   AccessScope scope(*this, accesses);
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
-  std::map<const Table*, PushState> fresh_states;
-  std::map<const Table*, size_t> tails;
+  Map<const Table*, PushState> fresh_states;
+  Map<const Table*, size_t> tails;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
-  for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
-    status = resolve_access(t, ops[i], &accesses[i], true);
-    if (status != FRUGAL_OK) break;
-    const Table* raw = accesses[i].table.get();
-    keys += accesses[i].part->n;
-    auto old = t.pushes.find(raw);
-    PushState* state;
-    if (old != t.pushes.end()) {
-      state = &old->second;
-      tails.emplace(raw, state->tail.size());
-    } else {
-      state = &fresh_states[raw];
+  try {
+    for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
+      status = resolve_access(t, ops[i], &accesses[i], true);
+      if (status != FRUGAL_OK) break;
+      const Table* raw = accesses[i].table.get();
+      keys += accesses[i].part->n;
+      auto old = t.pushes.find(raw);
+      PushState* state;
+      if (old != t.pushes.end()) {
+        state = &old->second;
+        tails.emplace(raw, state->tail.size());
+      } else {
+        state = &fresh_states[raw];
+      }
+      status = push_one(t, ops[i], accesses[i], state);
     }
-    status = push_one(t, ops[i], accesses[i], state);
+    if (status == FRUGAL_OK) create_rows(t, accesses);
+  } catch (const std::bad_alloc&) {
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
   if (status != FRUGAL_OK) {
     for (auto& [raw, size] : tails) {
@@ -595,8 +626,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
     }
     return status;
   }
-  for (auto& [raw, state] : fresh_states) t.pushes[raw] = std::move(state);
-  create_rows(t, accesses);
+  t.pushes.merge(fresh_states);  // moves nodes: cannot fail
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
 }

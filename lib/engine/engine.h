@@ -1,9 +1,11 @@
 // The engine: the step protocol, and who does which work when.
 //
-// One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. Nothing
-// is done per key under it. Bulk work runs outside: a table's g-entries under the window's lock, key
-// mapping under the rows' lock, row updates under no lock, because at any time one thread alone
-// has claimed a row.
+// One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. What every
+// step does per key runs outside it: a table's g-entries under the window's lock, key mapping under
+// the rows' lock, row updates under no lock, because at any time one thread alone has claimed a row.
+// Three rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
+// a linked declaration back (drop_batch), freeing rows that were reserved for nothing
+// (settle_orphans), and making room in a full table (give_up_reserved).
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -16,10 +18,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 
 #include "base/buffer.h"
@@ -40,17 +40,18 @@ constexpr uint64_t kNoStep = UINT64_MAX;
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
   uint64_t handle = 0;
-  std::string name;
+  String name;
   frugal_table_config config{};
   Rows rows;
   Window window;
-  std::map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
+  Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
   Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
   uint32_t accessing = 0;  // calls that may be about to use reserved rows; engine's mu_
+  uint32_t tight = 0;      // calls that need every place: nothing is reserved ahead; engine's mu_
   // Rows that uncommitted steps created, with the earliest step that used them: with staleness ranks
   // are in different steps, and that one's undoing takes the row back. Not cached before its commit.
   std::mutex young_mu;
-  std::map<uint32_t, uint64_t> young;
+  Map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::atomic<bool> dropped{false};
 };
@@ -113,10 +114,10 @@ struct Trainer : HeapObject {
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
   // Guarded by call_mu:
-  std::map<const Table*, PushState> pushes;
+  Map<const Table*, PushState> pushes;
   Vector<CreatedRows> created;
   Vector<Buffer> lent;
-  std::map<const Table*, TrainerTable> caches;
+  Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
 };
 using TrainerRef = std::shared_ptr<Trainer>;
@@ -129,6 +130,7 @@ struct Job : HeapObject {
   size_t chunks = 0;
   std::atomic<size_t> next{0};
   std::atomic<size_t> done{0};
+  std::atomic<Status> status{FRUGAL_OK};  // of the first chunk that failed
   std::shared_ptr<void> keep;  // what the context needs to live
   bool apply = false;          // a committed step's update: gates wait for it
   bool exhausted() const { return next.load(std::memory_order_relaxed) >= chunks; }
@@ -148,9 +150,9 @@ struct StepRecord {
     TableRef table;
     Vector<Handover> ranks;
   };
-  std::map<const Table*, TableHandovers> handovers;
+  Map<const Table*, TableHandovers> handovers;
   Vector<CreatedRows> created;
-  std::map<const Table*, PreparedUpdate> prepared;
+  Map<const Table*, PreparedUpdate> prepared;
   bool prepare_scheduled = false;
 };
 
@@ -249,9 +251,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool prepare_one();
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
-  void parallel(size_t chunks, void (*run)(void*, size_t), void* context);
+  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
   void publish(const JobRef& job);
-  void finish_job_chunk(const JobRef& job);
+  void run_job_chunk(const JobRef& job, size_t chunk);
   void progress();
   void wake_workers();
   template <class Ready, class Help>
@@ -263,14 +265,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool gate_open(uint64_t step, std::string* why, bool* in_flight = nullptr,
+  bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
                  bool* everything = nullptr);
-  Status finalize_push(PushState& p, uint32_t rank, Handover* out);
+  Status finalize_push(const PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
+  void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+                   Status* status);
   Status commit_table(uint64_t step, StepRecord& record, const TableRef& table,
                       Vector<Handover>* ranks, bool skip, bool deferred);
-  void retire(uint64_t step);
+  struct Unused {
+    TableRef table;
+    Vector<uint32_t> slots;
+  };
+  Vector<Unused> unused_until(uint64_t step);
+  void unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out);
+  void retire(uint64_t step, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
   Status undo(Trainer& by, bool leaving);
@@ -289,9 +299,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status open_window(Table& table);
   void start_steps(uint64_t first);
   bool rank_has_cache(uint32_t rank) const;
+  void add_orphans(Table& table, const Vector<uint32_t>& slots);
   void settle_orphans(Table& table);
   void drop_batch(const BatchRef& batch);
-  bool outside_allowed(std::string* why);
+  void unlink_part(const Batch& batch, size_t i);
+  void give_up_reserved(Table& table);
+  // Makes a call; where rows that are only reserved fill one of its tables, again without those.
+  template <class Call>
+  Status with_room(const frugal_op* ops, size_t n, Call call);
+  bool outside_allowed(String* why);
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
   // Keys of an op as they stand for this step.
@@ -312,6 +328,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status locate(Trainer* t, Table& table, const uint32_t* slots, size_t n, Buffer* pointers,
                 Buffer* copies);
   Status gather(Trainer* t, Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
+  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n);
+  Status push_rows(Trainer& t, const frugal_op* ops, size_t n);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
 
   frugal_config config_;
@@ -343,8 +361,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex outside_mu_;
   std::mutex abort_mu_;
   std::mutex cache_mu_;             // commits against cache boundaries
-  std::map<uint64_t, StepRecord> records_;
-  std::map<uint64_t, Vector<BatchRef>> batches_;
+  Map<uint64_t, StepRecord> records_;
+  Map<uint64_t, Vector<BatchRef>> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
   Vector<JobRef> jobs_;

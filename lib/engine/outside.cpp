@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "arith/nan.h"
 #include "base/fpenv.h"
@@ -16,7 +17,7 @@ OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outs
   engine.settle(lock, [&] {
     return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
   });
-  std::string why;
+  String why;
   if (engine.closed_.load()) {
     status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   } else if (!engine.outside_allowed(&why)) {
@@ -37,17 +38,17 @@ OutsideScope::~OutsideScope() {
   engine_.progress();
 }
 
-bool Engine::outside_allowed(std::string* why) {  // with mu_ held
+bool Engine::outside_allowed(String* why) {  // with mu_ held
   uint64_t next = first_step_ == kNoStep ? kNoStep : to_commit();
   for (const TrainerRef& t : ranks_) {
     if (!t) continue;
     if (t->in_step) {
-      *why = "rank " + std::to_string(t->rank) + " is inside step " + std::to_string(t->step);
+      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
       return false;
     }
     if (t->next_step != kNoStep && next != kNoStep && t->next_step != next) {
-      *why = "rank " + std::to_string(t->rank) + " has ended step " +
-             std::to_string(t->next_step - 1) + ", others have not";
+      *why = text("rank %u has ended step %llu, others have not", t->rank,
+                  static_cast<unsigned long long>(t->next_step - 1));
       return false;
     }
   }
@@ -146,7 +147,26 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   FRUGAL_TRY(pool_.get((l.dim + l.state_floats) * sizeof(float), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
-  FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created));
+  // Reserved rows are not given to others while some of them are about to be these.
+  struct Accessing {
+    Engine& engine;
+    Table& table;
+    Accessing(Engine& e, Table& of) : engine(e), table(of) {
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      ++table.accessing;
+    }
+    ~Accessing() {
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      --table.accessing;
+      engine.settle_orphans(table);
+    }
+  };
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = reinterpret_cast<frugal_table*>(t.handle);
+  FRUGAL_TRY(with_room(&op, 1, [&] {
+    Accessing accessing(*this, t);
+    return t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created);
+  }));
   for (size_t i = 0; i < n; ++i) {
     const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
     float* r = row.as<float>();
@@ -215,7 +235,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   FRUGAL_TRY(check());
   FpEnvironment fp;
   std::unique_lock<std::mutex> call;
-  std::unique_ptr<OutsideScope> scope;
+  std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;
   if (trainer) {
     call = std::unique_lock<std::mutex>(trainer->call_mu);
@@ -242,7 +262,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       FRUGAL_TRY(s);
     }
   } else {
-    scope = std::make_unique<OutsideScope>(*this);
+    scope.emplace(*this);
     FRUGAL_TRY(scope->status());
   }
   for (size_t i = 0; i < n; ++i) {

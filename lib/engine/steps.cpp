@@ -37,7 +37,7 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight, bool* everything) {
+bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everything) {
   if (everything) *everything = false;
   Vector<TableRef> windows;
   {
@@ -50,19 +50,17 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight, bool* e
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
     if (!near || (step > needed && step - needed > most_ahead())) {
       if (why) {
-        char text[160];
-        std::string who;
+        String who;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& t = ranks_[r];
           bool late = t ? (t->next_step == kNoStep ||
                            (t->in_step ? t->step <= needed : t->next_step <= needed))
                         : !joined_[r];
           if (!late || who.size() > 80) continue;
-          who += (who.empty() ? "" : ", ") + std::to_string(r) + (joined_[r] ? "" : " (not joined)");
+          who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
         }
-        std::snprintf(text, sizeof text, "rank %s to end step %llu", who.c_str(),
-                      static_cast<unsigned long long>(needed));
-        *why = text;
+        *why = text("rank %s to end step %llu", who.c_str(),
+                    static_cast<unsigned long long>(needed));
       }
       return false;
     }
@@ -79,7 +77,8 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight, bool* e
           uint32_t state = p->state.load(std::memory_order_acquire);
           if (state == Part::kDeclared || state == Part::kResolving ||
               (state == Part::kResolved && links && !p->linked && s >= needed)) {
-            if (why) *why = "the keys declared for step " + std::to_string(s);
+            if (why)
+              *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
             return false;
           }
         }
@@ -104,8 +103,9 @@ bool Engine::gate_open(uint64_t step, std::string* why, bool* in_flight, bool* e
     if (t->window.pending_until(step)) {
       if (in_flight && !*in_flight) *in_flight = t->window.in_flight_until(step);
       if (why)
-        *why = "pending updates of table '" + t->name + "' that step " + std::to_string(step) +
-               " reads (" + std::to_string(t->window.pending_rows()) + " rows pending)";
+        *why = text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
+                    t->name.c_str(), static_cast<unsigned long long>(step),
+                    static_cast<unsigned long long>(t->window.pending_rows()));
       return false;
     }
   return true;
@@ -124,7 +124,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
       [&] { return help_gate(step, everything); });
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
-    std::string why = "nothing any more";
+    String why = "nothing any more";
     gate_open(step, &why);
     return fail(s, "step %llu waited for %s; call again",
                 static_cast<unsigned long long>(step), why.c_str());
@@ -178,7 +178,14 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     break;
   }
   if (t.cache_bytes || t.cache_ratio > 0) {
-    Status s = turn_caches(t, step);
+    Status s;
+    try {
+      s = turn_caches(t, step);
+    } catch (const std::bad_alloc&) {
+      // Updates may be lost to the cache: its rows are not to be read any more.
+      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date", t.rank);
+      fail_background(s);
+    }
     if (s != FRUGAL_OK) {
       std::lock_guard<std::mutex> lock(mu_);
       t.in_step = false;
@@ -188,7 +195,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   }
   if (deferred_now_.load(std::memory_order_relaxed) && config_.flush_threads) {
     bool schedule = false;
-    {
+    try {
       std::lock_guard<std::mutex> lock(mu_);
       if (step == to_commit()) {
         schedule = true;
@@ -198,6 +205,8 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         }
         if (schedule) records_[step].prepare_scheduled = true;
       }
+    } catch (const std::bad_alloc&) {
+      schedule = false;  // staging is a favour
     }
     if (schedule) wake_workers();
   }
@@ -237,7 +246,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   std::lock_guard<std::mutex> boundary(cache_mu_);
   Vector<UpdateRef> updates;
   Vector<TableRef> update_tables, tables;
-  std::map<const Table*, Vector<PartRef>> parts;
+  Map<const Table*, Vector<PartRef>> parts;
   {
     std::lock_guard<std::mutex> lock(mu_);
     updates.swap(t.backlog);
@@ -317,12 +326,9 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
 
 // --- Ending a step -------------------------------------------------------------------------------
 
-// Joins the pushes of a table into one hand-over, going on with fold32 where the first push ended.
-Status Engine::finalize_push(PushState& p, uint32_t rank, Handover* out) {
-  if (p.tail.empty()) {
-    *out = std::move(p.first);
-    return FRUGAL_OK;
-  }
+// Joins several pushes of a table into one hand-over, going on with fold32 where the first push
+// ended. The pushes stay as they are, so that a step_end that runs out of memory can be repeated.
+Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
   const uint32_t dim = p.table->rows.layout().dim;
   const size_t stride = p.first.stride;
   // The union of the rows of all pushes.
@@ -405,23 +411,35 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
                     static_cast<unsigned long long>(t.step),
                     static_cast<unsigned long long>(step));
     }
-    Vector<std::pair<TableRef, Handover>> handovers;
+    struct Ready {
+      PushState* push;
+      Handover joined;
+      StepRecord::TableHandovers* to;
+    };
+    Vector<Ready> handovers;
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
-      Handover h;
-      FRUGAL_TRY(finalize_push(push, t.rank, &h));
-      if (h.rows()) handovers.emplace_back(push.table, std::move(h));
+      Ready r{&push, {}, nullptr};
+      if (!push.tail.empty()) FRUGAL_TRY(finalize_push(push, t.rank, &r.joined));
+      Handover& h = push.tail.empty() ? push.first : r.joined;
+      if (h.rows()) handovers.push_back(std::move(r));
     }
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.abort_notice.load()) {
+        // First all that may want memory; then the hand-over, which cannot fail.
         StepRecord& record = records_[step];
-        for (auto& [table, h] : handovers) {
-          StepRecord::TableHandovers& all = record.handovers[table.get()];
-          all.table = table;
-          auto at = std::find_if(all.ranks.begin(), all.ranks.end(),
+        for (Ready& r : handovers) {
+          r.to = &record.handovers[r.push->table.get()];
+          r.to->table = r.push->table;
+          r.to->ranks.reserve(r.to->ranks.size() + 1);
+        }
+        record.created.reserve(record.created.size() + t.created.size());
+        for (Ready& r : handovers) {
+          Vector<Handover>& ranks = r.to->ranks;
+          auto at = std::find_if(ranks.begin(), ranks.end(),
                                  [&](const Handover& o) { return o.rank > t.rank; });
-          all.ranks.insert(at, std::move(h));
+          ranks.insert(at, std::move(r.push->tail.empty() ? r.push->first : r.joined));
         }
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
@@ -470,7 +488,24 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     if (at->second.handovers.empty() && at->second.created.empty()) return false;
   }
   committing_ = true;
-  StepRecord& record = at->second;
+  try {
+    commit_step(lock, step, at->second, status);
+  } catch (const std::bad_alloc&) {
+    // Part of the step may be in: nobody may go on from here, and nobody is left waiting.
+    *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu",
+                   static_cast<unsigned long long>(step));
+    if (!lock.owns_lock()) lock.lock();
+    committing_ = false;
+    lock.unlock();
+    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+    lock.lock();
+    return false;
+  }
+  return true;
+}
+
+void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+                         Status* status) {
   auto prepared = [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
@@ -507,6 +542,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
         fail_background(s);
       }
     }
+    Vector<Unused> unused = unused_until(step);
     lock.lock();
     committed_ = step;
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
@@ -520,7 +556,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
-    retire(step);
+    retire(step, unused);
     records_.erase(step);
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
@@ -531,7 +567,6 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   cv_progress_.notify_all();
   work_.fetch_add(1);
   cv_work_.notify_all();
-  return true;
 }
 
 namespace {
@@ -657,21 +692,50 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   return FRUGAL_OK;
 }
 
+// Rows that declarations for steps up to `step` reserved and nobody has used. All ranks have ended the
+// step: nobody declares for it, or uses what was declared, any more.
+Vector<Engine::Unused> Engine::unused_until(uint64_t step) {
+  Vector<std::pair<TableRef, PartRef>> served;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& [s, batches] : batches_) {
+      if (s > step) break;
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->parts[i]->resolved() && b->tables[i]->rows.has_reserved())
+            served.emplace_back(b->tables[i], b->parts[i]);
+    }
+  }
+  Vector<Unused> unused(served.size());
+  for (size_t i = 0; i < served.size(); ++i) {
+    const Part& p = *served[i].second;
+    unused[i].table = served[i].first;
+    unused_rows(*served[i].first, p.row_slots(), p.distinct, &unused[i].slots);
+  }
+  return unused;
+}
+
+// Those of `slots` that are reserved only. Without memory for the list: none, they stay reserved.
+void Engine::unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
+  try {
+    table.rows.collect_reserved(slots, n, out);
+  } catch (const std::bad_alloc&) {
+    out->clear();
+  }
+}
+
 // What was declared for steps up to `step` has served.
-void Engine::retire(uint64_t step) {  // with mu_ held
+void Engine::retire(uint64_t step, const Vector<Unused>& unused) {  // with mu_ held
+  for (const Unused& u : unused) add_orphans(*u.table, u.slots);
   while (!batches_.empty() && batches_.begin()->first <= step) {
     for (const BatchRef& b : batches_.begin()->second) {
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
       for (size_t i = 0; i < b->parts.size(); ++i) {
         const PartRef& p = b->parts[i];
-        const TableRef& table = b->tables[i];
         if (p->state.load() == Part::kDeclared) {
           p->state.store(Part::kDropped);
           --unresolved_;
         }
-        if (!p->resolved()) continue;
-        if (table->rows.has_reserved())
-          table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
       }
     }
     Vector<TableRef> tables;
@@ -682,9 +746,21 @@ void Engine::retire(uint64_t step) {  // with mu_ held
   }
 }
 
+// Without memory for the list the rows stay reserved until somebody names them again. With mu_ held.
+void Engine::add_orphans(Table& table, const Vector<uint32_t>& slots) {
+  try {
+    table.orphans.insert(table.orphans.end(), slots.begin(), slots.end());
+  } catch (const std::bad_alloc&) {
+  }
+}
+
 // Frees reserved rows that no declaration names any more. With mu_ held.
 void Engine::settle_orphans(Table& table) {
-  table.rows.take_stranded(&table.orphans);
+  try {
+    table.rows.take_stranded(&table.orphans);
+  } catch (const std::bad_alloc&) {
+    return;  // next time
+  }
   if (table.orphans.empty() || table.accessing) return;
   for (auto& [step, batches] : batches_)
     for (const BatchRef& b : batches)
@@ -778,7 +854,7 @@ void Engine::undo_rows(Vector<CreatedRows>& created) {
     }
     c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     std::lock_guard<std::mutex> lock(mu_);
-    c.table->orphans.insert(c.table->orphans.end(), c.slots.begin(), c.slots.end());
+    add_orphans(*c.table, c.slots);
     settle_orphans(*c.table);
   }
   created.clear();
@@ -800,7 +876,7 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 Status Engine::undo(Trainer& by, bool leaving) {
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;
-  std::map<uint64_t, StepRecord> records;
+  Map<uint64_t, StepRecord> records;
   {
     std::unique_lock<std::mutex> lock(mu_);
     if (by.abort_notice.load() && !leaving) {
@@ -808,6 +884,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
+    others.reserve(ranks_.size());  // from here on nothing wants memory
     settle(lock, [&] { return !committing_; });
     ++aborting_;
     for (const TrainerRef& t : ranks_)

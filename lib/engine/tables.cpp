@@ -49,8 +49,8 @@ void Engine::shutdown() {
   workers_.clear();
   Vector<TableRef> tables;
   Vector<TrainerRef> trainers;
-  std::map<uint64_t, Vector<BatchRef>> batches;
-  std::map<uint64_t, StepRecord> records;
+  Map<uint64_t, Vector<BatchRef>> batches;
+  Map<uint64_t, StepRecord> records;
   Vector<JobRef> jobs;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -160,8 +160,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
   if (!rows.hashed && !rows.lazy) {
     InitContext context{&table->rows, config.rows, {}};
     size_t chunk = table->rows.chunk_rows();
-    parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
-    if (Status s = context.status.load())
+    Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
+    if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
       return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %s", config.name,
                   static_cast<unsigned long long>(config.rows), config.dim,

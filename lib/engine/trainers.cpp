@@ -21,7 +21,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (joined_[config.rank]) {
     // It was here before: it comes back between steps, so that it misses none.
     settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
-    std::string why;
+    String why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
@@ -151,25 +151,87 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(least),
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
+    Vector<BatchRef>& declared = batches_[step];
+    declared.reserve(declared.size() + 1);
     if (want_handle) {
       batch->handle = handle_add(HandleKind::kBatch, batch);
       if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
       *batch_out = batch->handle;
     }
-    batches_[step].push_back(batch);
+    declared.push_back(batch);
     unresolved_ += static_cast<uint32_t>(batch->parts.size());
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   if (config_.flush_threads) {
     wake_workers();
   } else {
-    while (resolve_one(step)) {
-    }
-    if (need_links())
-      while (link_one(step)) {
+    try {
+      while (resolve_one(step)) {
       }
+      if (need_links())
+        while (link_one(step)) {
+        }
+    } catch (const std::bad_alloc&) {
+      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // the keys are declared all the same
+    }
   }
   return FRUGAL_OK;
+}
+
+// Takes a part of a declared batch out of its table's window. With mu_ held.
+void Engine::unlink_part(const Batch& batch, size_t i) {
+  const PartRef& p = batch.parts[i];
+  const TableRef& table = batch.tables[i];
+  if (p->linked && !table->dropped.load()) {
+    Vector<PartRef> same;
+    for (const BatchRef& b : batches_[batch.step])
+      for (size_t k = 0; k < b->parts.size(); ++k)
+        if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked)
+          same.push_back(b->parts[k]);
+    table->window.unlink(p, same);
+  }
+  p->linked = false;
+}
+
+// A call needs the places of a full table that declarations have reserved. Those for steps that their
+// ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve again.
+// Until the caller takes `tight` back no declaration reserves a row of the table.
+void Engine::give_up_reserved(Table& table) {
+  std::unique_lock<std::mutex> lock(mu_);
+  auto each = [&](auto visit) {
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->tables[i].get() == &table) visit(*b, i);
+  };
+  // Nor may anybody be in the middle of finding rows: these would be free only afterwards.
+  auto idle = [&] {
+    bool none = table.accessing == 0;
+    each([&](const Batch& b, size_t i) {
+      if (b.parts[i]->state.load() == Part::kResolving || b.parts[i]->linking) none = false;
+    });
+    return none;
+  };
+  settle(lock, [&] { return idle() || closed_.load() || health() != FRUGAL_OK; });
+  if (!idle()) return;
+  each([&](const Batch& b, size_t i) {
+    const TrainerRef& t = ranks_[b.rank];
+    // Begun: in use. What a rank leaves behind was, too.
+    if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
+    Part& p = *b.parts[i];
+    if (p.state.load() == Part::kDeclared) {
+      p.state.store(Part::kStale);
+      --unresolved_;
+    } else if (p.resolved()) {
+      Vector<uint32_t> left;
+      unused_rows(table, p.row_slots(), p.distinct, &left);
+      if (left.empty()) return;  // it holds no place
+      unlink_part(b, i);
+      p.state.store(Part::kStale);
+      add_orphans(table, left);
+    }
+  });
+  settle_orphans(table);
 }
 
 // Takes a batch out of the window.
@@ -204,28 +266,23 @@ void Engine::drop_batch(const BatchRef& batch) {
   if (at == batches_.end()) return;
   in = std::find(at->second.begin(), at->second.end(), batch);
   if (in == at->second.end()) return;
+  for (size_t i = 0; i < batch->parts.size(); ++i) unlink_part(*batch, i);
   at->second.erase(in);
-  for (size_t i = 0; i < batch->parts.size(); ++i) {
-    const PartRef& p = batch->parts[i];
-    const TableRef& table = batch->tables[i];
-    if (p->linked && !table->dropped.load()) {
-      Vector<PartRef> same;
-      for (const BatchRef& b : at->second)
-        for (size_t k = 0; k < b->parts.size(); ++k)
-          if (b->tables[k] == table && b->parts[k]->linked) same.push_back(b->parts[k]);
-      for (size_t k = i + 1; k < batch->parts.size(); ++k)
-        if (batch->tables[k] == table && batch->parts[k]->linked) same.push_back(batch->parts[k]);
-      table->window.unlink(p, same);
-    }
-    p->linked = false;
-    if (p->resolved() && table->rows.has_reserved())
-      table->rows.collect_reserved(p->row_slots(), p->distinct, &table->orphans);
-  }
   if (at->second.empty()) batches_.erase(at);
   if (batch->handle) handle_remove(HandleKind::kBatch, batch->handle);
-  for (const TableRef& table : batch->tables) settle_orphans(*table);
   progress_.fetch_add(1);
   cv_progress_.notify_all();
+  lock.unlock();
+  for (size_t i = 0; i < batch->parts.size(); ++i) {
+    const Part& p = *batch->parts[i];
+    Table& table = *batch->tables[i];
+    if (!p.resolved() || !table.rows.has_reserved()) continue;
+    Vector<uint32_t> left;
+    unused_rows(table, p.row_slots(), p.distinct, &left);
+    std::lock_guard<std::mutex> again(mu_);
+    add_orphans(table, left);
+    settle_orphans(table);
+  }
 }
 
 Status Engine::cancel(Trainer& t, const BatchRef& batch) {

@@ -1,7 +1,9 @@
-// How a call of the engine waits: look, help, sleep. Included by the engine's sources only.
+// How a call of the engine waits: look, help, sleep; and how it makes room. Included by the engine's
+// sources only.
 #pragma once
 #include <chrono>
 
+#include "base/handles.h"
 #include "engine/engine.h"
 
 namespace frugal {
@@ -58,7 +60,13 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
                   status_name(s));
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
     if (ready()) return FRUGAL_OK;
-    if (help()) continue;
+    try {
+      if (help()) continue;
+    } catch (const std::bad_alloc&) {
+      // The help was the engine's work, rows of it may be half done: as in a background thread.
+      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+      continue;
+    }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.
     bool moved = false;
@@ -72,6 +80,33 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     std::unique_lock<std::mutex> lock(mu_);
     sleep_slice(cv_progress_, lock, deadline.at, [&] { return progress_.load() != seen; });
   }
+}
+
+template <class Call>
+Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
+  Status s = call();
+  if (s != FRUGAL_ERR_TABLE_FULL) return s;
+  struct Tight {
+    Engine& engine;
+    Vector<TableRef> tables;
+    ~Tight() {
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      for (const TableRef& t : tables) --t->tight;
+    }
+  } tight{*this, {}};
+  tight.tables.reserve(n);
+  for (size_t i = 0; i < n; ++i) {
+    auto table = std::static_pointer_cast<Table>(
+        handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(ops[i].table)));
+    if (!table || !table->rows.hashed() || !table->rows.has_reserved()) continue;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      ++table->tight;
+    }
+    tight.tables.push_back(table);
+    give_up_reserved(*table);
+  }
+  return tight.tables.empty() ? s : call();
 }
 
 }  // namespace frugal

@@ -105,16 +105,39 @@ bool Engine::help_gate(uint64_t step, bool everything) {
 // --- Jobs ----------------------------------------------------------------------------------------
 
 void Engine::publish(const JobRef& job) {
-  if (job->apply) apply_jobs_.fetch_add(1);
   {
     std::lock_guard<std::mutex> lock(mu_);
-    jobs_.push_back(job);
+    jobs_.push_back(job);  // fails before anybody has seen it, or not at all
     job_count_.fetch_add(1);
+    if (job->apply) apply_jobs_.fetch_add(1);
   }
   wake_workers();
 }
 
-void Engine::finish_job_chunk(const JobRef& job) {
+namespace {
+
+// What a chunk throws is kept as a status: the thread that runs it may not be the one that waits.
+Status run_chunk(void (*run)(void*, size_t), void* context, size_t chunk) noexcept {
+  try {
+    run(context, chunk);
+    return FRUGAL_OK;
+  } catch (const std::bad_alloc&) {
+    return FRUGAL_ERR_OUT_OF_MEMORY;
+  } catch (...) {
+    return FRUGAL_ERR_INTERNAL;
+  }
+}
+
+}  // namespace
+
+void Engine::run_job_chunk(const JobRef& job, size_t chunk) {
+  if (Status s = run_chunk(job->run, job->context, chunk)) {
+    Status none = FRUGAL_OK;
+    job->status.compare_exchange_strong(none, s);
+    // Some rows of the step are written, others are not: there is no way on from here. Told before
+    // the job counts as done, so that no gate opens on it.
+    if (job->apply) fail_background(s);
+  }
   if (job->done.fetch_add(1, std::memory_order_acq_rel) + 1 != job->chunks) return;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -146,17 +169,21 @@ bool Engine::run_jobs(bool apply_only) {
   for (;;) {
     size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
     if (i >= job->chunks) return any;
-    job->run(job->context, i);
-    finish_job_chunk(job);
+    run_job_chunk(job, i);
     any = true;
   }
 }
 
-void Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) {
+// A chunk that fails does not stop the others; the status is that of the first to fail.
+Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) {
+  auto told = [](Status s) {
+    return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken");
+  };
   // Nobody to share with: do it here.
   if (chunks < 2 || config_.flush_threads == 0) {
-    for (size_t i = 0; i < chunks; ++i) run(context, i);
-    return;
+    Status status = FRUGAL_OK;
+    for (size_t i = 0; i < chunks && status == FRUGAL_OK; ++i) status = run_chunk(run, context, i);
+    return told(status);
   }
   JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
   job->run = run;
@@ -166,8 +193,7 @@ void Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) 
   for (;;) {
     size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
     if (i >= chunks) break;
-    run(context, i);
-    finish_job_chunk(job);
+    run_job_chunk(job, i);
   }
   // Chunks that workers have taken end soon. The context is the caller's stack: no way out before.
   for (int spin = 0; !job->finished(); ++spin) {
@@ -178,6 +204,7 @@ void Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) 
     std::unique_lock<std::mutex> lock(mu_);
     settle(lock, [&] { return job->finished(); });
   }
+  return told(job->status.load());
 }
 
 // --- Pending rows --------------------------------------------------------------------------------
@@ -262,6 +289,11 @@ bool Engine::resolve_one(uint64_t up_to) {
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->parts[i]->state.load() == Part::kDeclared) {
+            if (b->tables[i]->tight) {  // no row is to be reserved now: the calls of the step resolve
+              b->parts[i]->state.store(Part::kStale);
+              --unresolved_;
+              continue;
+            }
             part = b->parts[i];
             table = b->tables[i];
             goto found;
@@ -274,8 +306,12 @@ bool Engine::resolve_one(uint64_t up_to) {
     ++resolving_;
   }
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
-  if (part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) != FRUGAL_OK)
-    part->state.store(Part::kStale);
+  bool resolved = false;
+  try {
+    resolved = part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
+  } catch (const std::bad_alloc&) {
+  }
+  if (!resolved) part->state.store(Part::kStale);
   {
     std::lock_guard<std::mutex> lock(mu_);
     --resolving_;

@@ -4,6 +4,10 @@
 
 namespace frugal {
 
+namespace {
+constexpr uint64_t kFirst = 1 << 16;  // keys that an index has room for from the start
+}
+
 uint64_t KeyIndex::hash(uint64_t x) {
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdull;
@@ -19,14 +23,25 @@ uint64_t KeyIndex::bytes_for(uint64_t keys) {
   return (bytes + kHugePage - 1) / kHugePage * kHugePage;
 }
 
+uint64_t KeyIndex::peak_bytes(uint64_t capacity) {
+  uint64_t now = bytes_for(std::min(capacity, kFirst)), most = now;
+  for (uint64_t limit; (limit = now / sizeof(Bucket) * 4) < capacity;) {
+    uint64_t next = bytes_for(std::min(limit * 2, capacity));
+    most = std::max(most, now + next);
+    now = next;
+  }
+  return most;
+}
+
 KeyIndex::~KeyIndex() {
   if (budget_ && mapping_.base) budget_->give(mapping_.bytes);
   os_release(&mapping_);
 }
 
 Status KeyIndex::open(uint64_t capacity, MemoryBudget* budget) {
+  capacity_ = capacity;
   budget_ = budget;
-  return make_room(std::min<uint64_t>(capacity, 1 << 16));
+  return make_room(std::min(capacity, kFirst));
 }
 
 uint32_t KeyIndex::find(uint64_t key) const {
@@ -70,13 +85,17 @@ void KeyIndex::find(const uint64_t* keys, size_t n, uint32_t* slots) const {
 
 Status KeyIndex::make_room(uint64_t n) {
   if (mapping_.base && size_ + n <= limit_) return FRUGAL_OK;
-  uint64_t want = std::max<uint64_t>(size_ + n, limit_ * 2);
+  uint64_t want = std::max<uint64_t>(size_ + n, std::min(limit_ * 2, capacity_));
   uint64_t buckets = buckets_for(want);
   Mapping bigger;
   FRUGAL_TRY(os_reserve(buckets * sizeof(Bucket), false, &bigger));
   if (budget_ && !budget_->take(bigger.bytes)) {
+    size_t bytes = bigger.bytes;
     os_release(&bigger);
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "the engine's host_bytes are used up by the key index");
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                "the key index has to grow from %zu to %zu bytes, both at once for a moment, and the "
+                "engine's host_bytes (%llu) do not allow it; raise the limit",
+                mapping_.bytes, bytes, static_cast<unsigned long long>(budget_->limit));
   }
   if (Status s = os_commit(bigger, 0, bigger.bytes)) {
     if (budget_) budget_->give(bigger.bytes);

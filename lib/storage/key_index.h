@@ -3,8 +3,9 @@
 // Buckets of one cache line hold five keys with their slots. A key lies in its home bucket or,
 // where that is full, in one after it; `overflow` of a bucket counts the keys that had to pass it,
 // so a search ends at the first bucket that nobody passed. Every 64-bit value is a key (a slot of
-// 0 marks an empty place; slots are stored + 1). Grows by doubling up to the table's capacity.
-// Bytes per row: 64 / (5 * fill), 17-27 between two doublings.
+// 0 marks an empty place; slots are stored + 1). Grows by doubling, at last to the table's capacity;
+// while it is copied both copies are there, and both count against the budget. Bytes a key: 64 / (5 *
+// fill), 16 .. 32 between two doublings; the most it ever holds is peak_bytes().
 //
 // Callers serialize all calls (the table's index mutex).
 #pragma once
@@ -31,9 +32,11 @@ class KeyIndex {
   void erase(uint64_t key);                  // the key must be there
   uint64_t size() const { return size_; }
   uint64_t memory_bytes() const { return mapping_.bytes; }
-  static uint64_t bytes_for(uint64_t keys);
+  // The most that an index of so many keys takes at any time: as a rule while it grows.
+  static uint64_t peak_bytes(uint64_t capacity);
 
  private:
+  static uint64_t bytes_for(uint64_t keys);
   static constexpr int kWays = 5;
   struct Bucket {
     uint64_t key[kWays];
@@ -48,6 +51,7 @@ class KeyIndex {
   static uint64_t buckets_for(uint64_t keys);
   Bucket* table() const { return reinterpret_cast<Bucket*>(mapping_.base); }
   Mapping mapping_;
+  uint64_t capacity_ = 0;
   uint64_t buckets_ = 0;
   uint64_t limit_ = 0;  // keys before the next doubling
   uint64_t size_ = 0;

@@ -5,6 +5,10 @@
 
 namespace frugal {
 
+namespace {
+constexpr size_t kChunk = 8192;  // keys under one lock: other threads get their turn in between
+}
+
 RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   RowLayout l;
   l.dim = dim;
@@ -155,10 +159,9 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
 Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                      uint32_t* slots, Vector<uint32_t>* created) {
   if (!hashed_) return resolve_dense(keys, n, padding, slots);
-  constexpr size_t kChunk = 8192;  // other threads get their turn in between
   Vector<uint32_t> added;
   Status status = FRUGAL_OK;
-  for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) {
+  for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {
     size_t m = std::min(kChunk, n - at);
     std::lock_guard<std::mutex> lock(mu_);
     index_.find(keys + at, m, slots + at);
@@ -175,17 +178,27 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
         // A duplicate within the chunk may have added it just now.
         slots[i] = index_.find(keys[i]);
         if (slots[i] == KeyIndex::kNone) {
+          added.push_back(kMissingSlot);  // first: no row is added that is not in the list
           status = add_key(keys[i], &slots[i]);
-          if (status != FRUGAL_OK) break;
-          added.push_back(slots[i]);
+          if (status != FRUGAL_OK) {
+            added.pop_back();
+            break;
+          }
+          added.back() = slots[i];
         }
       }
     }
+  } catch (const std::bad_alloc&) {
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to list new rows");
   }
   if (status != FRUGAL_OK) {
     // Others may have found these rows meanwhile: whether anybody wants them is seen later.
     std::lock_guard<std::mutex> lock(mu_);
-    stranded_.insert(stranded_.end(), added.begin(), added.end());
+    try {
+      stranded_.insert(stranded_.end(), added.begin(), added.end());
+    } catch (const std::bad_alloc&) {
+      // They stay reserved until somebody names them.
+    }
     return status;
   }
   if (missing == Missing::kCreate) create_reserved(slots, n, created);
@@ -202,6 +215,12 @@ void Rows::take_stranded(Vector<uint32_t>* out) {
 void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {
   if (!hashed_) return;
   std::lock_guard<std::mutex> lock(mu_);
+  if (created) {
+    // Room for the list first: no row exists that is not in it.
+    size_t most = 0;
+    for (size_t i = 0; i < n; ++i) most += slots[i] < kMissingSlot && !(flags()[slots[i]] & kExists);
+    created->reserve(created->size() + most);
+  }
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
@@ -238,17 +257,23 @@ bool Rows::exists(uint32_t slot) {
 void Rows::release_reserved(uint32_t slot) {
   std::lock_guard<std::mutex> lock(mu_);
   if (!(flags()[slot] & kReserved)) return;
+  try {
+    free_.push_back(slot);
+  } catch (const std::bad_alloc&) {
+    return;  // it stays reserved
+  }
   index_.erase(key_of(slot));
   flags()[slot] = 0;
   reserved_.fetch_sub(1, std::memory_order_relaxed);
-  free_.push_back(slot);
 }
 
 void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
   if (!hashed_) return;
-  std::lock_guard<std::mutex> lock(mu_);
-  for (size_t i = 0; i < n; ++i)
-    if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
+  for (size_t at = 0; at < n; at += kChunk) {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (size_t i = at; i < std::min(n, at + kChunk); ++i)
+      if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
+  }
 }
 
 void Rows::reset_state(uint32_t slot) {

@@ -1,0 +1,444 @@
+// Memory that runs out, at every place where it can: each call answers with a status, can be
+// repeated, and the bits are right; what cannot be repeated makes the engine's health say so; nobody
+// hangs. Linked with the objects of the library, for the hooks that make memory calls fail.
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/heap.h"
+#include "base/os.h"
+#include "frugal.h"
+
+namespace {
+
+constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
+
+std::string LastMessage() {
+  frugal_error error;
+  frugal_last_error(&error);
+  return error.message;
+}
+
+#define ASSERT_OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
+#define EXPECT_OK(call) EXPECT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
+
+struct Engine {
+  explicit Engine(const std::function<void(frugal_config*)>& change) {
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    config.timeout_ms = 10'000;
+    config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
+    change(&config);
+    EXPECT_OK(frugal_open(&config, &handle));
+  }
+  ~Engine() { EXPECT_OK(frugal_close(handle)); }
+  frugal_table* Table(const char* name, int32_t key_space, uint64_t rows, uint32_t dim,
+                      int32_t optimizer = FRUGAL_ADAGRAD) {
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = name;
+    config.key_space = key_space;
+    config.rows = rows;
+    config.dim = dim;
+    config.init = FRUGAL_INIT_UNIFORM;
+    config.init_b = 1;
+    config.optimizer.kind = optimizer;
+    frugal_table* table = nullptr;
+    EXPECT_OK(frugal_table_create(handle, &config, &table));
+    return table;
+  }
+  frugal_trainer* Trainer(uint32_t rank) {
+    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+    config.rank = rank;
+    frugal_trainer* trainer = nullptr;
+    EXPECT_OK(frugal_trainer_create(handle, &config, &trainer));
+    return trainer;
+  }
+  frugal_engine* handle = nullptr;
+};
+
+struct Op {
+  Op(frugal_table* table, std::vector<uint64_t> keys_in, size_t dim, float salt)
+      : keys(std::move(keys_in)), rows(keys.size() * dim), grads(keys.size() * dim) {
+    for (size_t i = 0; i < grads.size(); ++i)
+      grads[i] = salt + static_cast<float>(i % 977) * 1e-3f;
+    op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = keys.size();
+    op.rows_out = rows.data();
+    op.grads = grads.data();
+  }
+  std::vector<uint64_t> keys;
+  std::vector<float> rows, grads;
+  frugal_op op;
+};
+
+std::vector<uint64_t> Range(uint64_t from, uint64_t n) {
+  std::vector<uint64_t> keys(n);
+  for (uint64_t i = 0; i < n; ++i) keys[i] = from + i;
+  return keys;
+}
+
+std::vector<float> Rows(frugal_table* table, uint64_t n, uint32_t dim) {
+  std::vector<float> rows(n * 2 * dim, -77.5f);
+  const std::vector<uint64_t> keys = Range(0, n);
+  EXPECT_OK(frugal_get(table, keys.data(), n, FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+  return rows;
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+using Arm = int64_t (*)(int64_t);
+
+// Makes the call with its 1st, 2nd, ... request for memory failing, until it succeeds. Returns how
+// often it failed.
+int Sweep(Arm arm, const std::function<int32_t()>& call) {
+  for (int n = 1; n < 2000; ++n) {
+    arm(n);
+    const int32_t status = call();
+    const std::string message = LastMessage();
+    arm(0);
+    if (status == FRUGAL_OK) return n - 1;
+    EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << frugal_status_name(status) << message;
+    if (status != FRUGAL_ERR_OUT_OF_MEMORY) return -1;
+    EXPECT_GT(message.size(), 4u);
+  }
+  ADD_FAILURE() << "it never succeeded";
+  return -1;
+}
+
+int Plain(const std::function<int32_t()>& call) {
+  EXPECT_OK(call());
+  return 1;
+}
+
+// Two ranks; rank 0 pushes once to one table and several times to another; rank 1 ends the step.
+std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures) {
+  const uint32_t dim = 32;
+  const uint64_t n = 20'000;  // sums of more than 2 MiB, which are mapped
+  Engine engine([&](frugal_config* c) {
+    c->world_size = 2;
+    c->flush_threads = threads;
+  });
+  frugal_table* tables[3];
+  for (int t = 0; t < 3; ++t)
+    tables[t] = engine.Table(std::to_string(t).c_str(), FRUGAL_DENSE, n, dim);
+  frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+  EXPECT_OK(frugal_step_begin(trainers[0], 0, kWait));
+  EXPECT_OK(frugal_step_begin(trainers[1], 0, kWait));
+  // Some rows more often than a run of the fold holds.
+  std::vector<uint64_t> hot = Range(0, n);
+  for (size_t i = 0; i < 4000; ++i) hot[i] = i % 5;
+  Op once(tables[0], hot, dim, 0.5f), first(tables[1], Range(0, n), dim, 0.25f),
+      second(tables[1], hot, dim, -0.125f), last(tables[2], Range(5, 100), dim, 1.0f);
+  const auto sweep = [&](const std::function<int32_t()>& call) {
+    const int failed = arm ? Sweep(arm, call) : Plain(call);
+    EXPECT_GE(failed, 1) << "no request for memory";
+    *failures += failed;
+  };
+  sweep([&] { return frugal_push_grad(trainers[0], &first.op, 1); });
+  frugal_op both[] = {once.op, second.op, last.op};
+  sweep([&] { return frugal_push_grad(trainers[0], both, 3); });
+  sweep([&] { return frugal_step_end(trainers[0], 0, 0); });
+  EXPECT_OK(frugal_push_grad(trainers[1], &first.op, 1));
+  EXPECT_OK(frugal_step_end(trainers[1], 0, 0));
+  EXPECT_OK(frugal_step_begin(trainers[0], 1, kWait));
+  EXPECT_OK(frugal_step_begin(trainers[1], 1, kWait));
+  EXPECT_OK(frugal_step_end(trainers[0], 1, 0));
+  EXPECT_OK(frugal_step_end(trainers[1], 1, 0));
+  EXPECT_OK(frugal_health(engine.handle));
+  std::vector<float> rows;
+  for (frugal_table* t : tables) {
+    const std::vector<float> more = Rows(t, n, dim);
+    rows.insert(rows.end(), more.begin(), more.end());
+  }
+  return rows;
+}
+
+TEST(Memory, PushesAndStepEndCanBeRepeated) {
+  int none = 0;
+  const std::vector<float> expected = SeveralPushes(0, nullptr, &none);
+  for (uint32_t threads : {0u, 1u})
+    for (Arm arm : {frugal::os_test_fail_after, frugal::heap_test_fail_after}) {
+      SCOPED_TRACE(std::to_string(threads) + (arm == frugal::heap_test_fail_after ? " heap" : " os"));
+      int failures = 0;
+      EXPECT_TRUE(SameBits(SeveralPushes(threads, arm, &failures), expected));
+      EXPECT_GE(failures, 6);
+      if (HasFailure()) return;
+    }
+}
+
+// --- A whole training, with one request for memory failing anywhere ---
+
+struct Outcome {
+  bool healthy = true;
+  bool fired = false;  // the request was made
+  int told = 0;        // calls that failed for it
+  std::vector<float> rows;
+};
+
+// A call that answers OUT_OF_MEMORY is made again; UNHEALTHY ends the training, and then every call
+// says so.
+Outcome Training(int32_t mode, uint32_t threads, Arm arm, int64_t n) {
+  const uint32_t dim = 4;
+  const uint64_t keys = 600;
+  Outcome out;
+  Engine engine([&](frugal_config* c) {
+    c->world_size = 2;
+    c->flush_threads = threads;
+    c->flush_mode = mode;
+  });
+  frugal_table* dense = engine.Table("dense", FRUGAL_DENSE, keys, dim);
+  frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, keys, dim);
+  frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+  const auto repeat = [&](const char* what, const std::function<int32_t()>& call) {
+    for (int attempt = 0; attempt < 4 && out.healthy; ++attempt) {
+      const int32_t status = call();
+      if (status == FRUGAL_OK) return;
+      ++out.told;
+      if (frugal_health(engine.handle) != FRUGAL_OK) {
+        out.healthy = false;
+      } else {
+        EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << what << ": " << LastMessage();
+      }
+    }
+    EXPECT_FALSE(out.healthy) << what << " never succeeded: " << LastMessage();
+  };
+  const auto key_list = [&](uint64_t s, uint32_t r) {
+    std::vector<uint64_t> list(150);
+    for (size_t i = 0; i < list.size(); ++i) list[i] = (s * 131 + r * 17 + i * (i + 3)) % keys;
+    return list;
+  };
+  const auto declare = [&](uint64_t s) {
+    for (uint32_t r = 0; r < 2; ++r) {
+      Op a(dense, key_list(s, r), dim, 0), b(hashed, key_list(s + 1, r), dim, 0);
+      frugal_op ops[] = {a.op, b.op};
+      repeat("prefetch", [&] { return frugal_prefetch(trainers[r], s, ops, 2, nullptr); });
+    }
+  };
+  const auto train = [&](uint64_t s) {
+    declare(s + 2);
+    for (uint32_t r = 0; r < 2; ++r)
+      repeat("step_begin", [&] { return frugal_step_begin(trainers[r], s, kWait); });
+    for (uint32_t r = 0; r < 2; ++r) {
+      Op a(dense, key_list(s, r), dim, 0.5f), b(hashed, key_list(s + 1, r), dim, 0.25f);
+      frugal_op ops[] = {a.op, b.op};
+      repeat("lookup", [&] { return frugal_lookup(trainers[r], ops, 2); });
+      repeat("push_grad", [&] { return frugal_push_grad(trainers[r], ops, 2); });
+      if (s % 2) repeat("push_grad", [&] { return frugal_push_grad(trainers[r], ops, 1); });
+    }
+    for (uint32_t r = 0; r < 2; ++r)
+      repeat("step_end", [&] { return frugal_step_end(trainers[r], s, 0); });
+  };
+  declare(0);
+  declare(1);
+  train(0);
+  arm(n);
+  train(1);
+  train(2);
+  if (out.healthy) repeat("flush", [&] { return frugal_flush(engine.handle, kWait); });
+  out.fired = arm(0) <= 0;
+  if (out.healthy) {
+    train(3);
+    repeat("flush", [&] { return frugal_flush(engine.handle, kWait); });
+  }
+  if (out.healthy) {
+    out.rows = Rows(dense, keys, dim);
+    const std::vector<float> more = Rows(hashed, keys, dim);
+    out.rows.insert(out.rows.end(), more.begin(), more.end());
+  } else {
+    uint64_t key = 0;
+    float row[8];
+    EXPECT_EQ(frugal_get(dense, &key, 1, 0, row, 0, nullptr), FRUGAL_ERR_UNHEALTHY);
+    EXPECT_EQ(frugal_step_begin(trainers[0], 7, kWait), FRUGAL_ERR_UNHEALTHY);
+  }
+  return out;
+}
+
+void EveryPlace(int32_t mode, Arm arm, std::vector<uint32_t> flush_threads) {
+  for (uint32_t threads : flush_threads) {
+    const std::vector<float> expected = Training(mode, threads, arm, 0).rows;
+    int sick = 0, fired = 0, told = 0, quiet = 0;
+    // Up to where nothing has failed for a while: the training makes no more requests.
+    for (int n = 1; n < 4000 && quiet < 5; ++n) {
+      SCOPED_TRACE("mode " + std::to_string(mode) + ", threads " + std::to_string(threads) +
+                   ", request " + std::to_string(n));
+      const Outcome out = Training(mode, threads, arm, n);
+      fired += out.fired;
+      told += out.told;
+      sick += !out.healthy;
+      quiet = out.fired ? 0 : quiet + 1;
+      if (out.healthy) {
+        EXPECT_TRUE(SameBits(out.rows, expected));
+      }
+      if (testing::Test::HasFailure()) return;
+    }
+    std::printf("mode %d, threads %u: %d requests failed, %d told by calls, %d for good\n", mode,
+                threads, fired, told, sick);
+    EXPECT_GT(fired, 100);
+  }
+}
+
+TEST(Memory, ATrainingDeferred) {
+  EveryPlace(FRUGAL_FLUSH_DEFERRED, frugal::heap_test_fail_after, {0});
+}
+
+TEST(Memory, ATrainingAtOnce) {
+  EveryPlace(FRUGAL_FLUSH_AT_ONCE, frugal::heap_test_fail_after, {0, 1});
+}
+
+// --- Shared memory that is full ---
+
+frugal_table_config Large(int32_t key_space, uint64_t rows, uint32_t dim) {
+  frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+  config.name = key_space == FRUGAL_DENSE ? "large" : "growing";
+  config.key_space = key_space;
+  config.rows = rows;
+  config.dim = dim;
+  return config;
+}
+
+// What goes on while no more shared memory can be had. Returns 0, or the line of what went wrong. The
+// dense table does not fit; of the hashed one, at least `some` rows and not all do.
+int UseFullSharedMemory(uint64_t rows, uint64_t some, const std::function<void(bool)>& full) {
+#define CHECK_THAT(x)                                                                      \
+  do {                                                                                     \
+    if (!(x)) {                                                                            \
+      std::fprintf(stderr, "%s: %s\n", #x, LastMessage().c_str());                         \
+      return __LINE__;                                                                     \
+    }                                                                                      \
+  } while (0)
+  frugal_config config = FRUGAL_CONFIG_INIT;
+  config.backing = FRUGAL_BACKING_SHM;
+  config.flush_threads = 0;
+  config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
+  frugal_engine* engine = nullptr;
+  CHECK_THAT(frugal_open(&config, &engine) == FRUGAL_OK);
+  frugal_table_config dense = Large(FRUGAL_DENSE, 1000, 4), hashed = Large(FRUGAL_HASHED, rows, 16);
+  dense.name = "small";
+  frugal_table *small = nullptr, *growing = nullptr, *large = nullptr;
+  CHECK_THAT(frugal_table_create(engine, &dense, &small) == FRUGAL_OK);
+  CHECK_THAT(frugal_table_create(engine, &hashed, &growing) == FRUGAL_OK);
+  const std::vector<uint64_t> keys = Range(1'000'000, rows);
+  const std::vector<float> values(rows * 16, 2.5f);
+  CHECK_THAT(frugal_put(growing, keys.data(), some, 0, values.data(), 0) == FRUGAL_OK);
+  full(true);
+  // A table that does not fit.
+  dense = Large(FRUGAL_DENSE, rows, 16);
+  CHECK_THAT(frugal_table_create(engine, &dense, &large) == FRUGAL_ERR_OUT_OF_MEMORY);
+  CHECK_THAT(LastMessage().find("large") != std::string::npos);
+  CHECK_THAT(LastMessage().find("/dev/shm") != std::string::npos);
+  CHECK_THAT(large == nullptr && frugal_table_find(engine, "large", &large) == FRUGAL_ERR_NOT_FOUND);
+  // Rows that do not fit, outside steps and in one.
+  CHECK_THAT(frugal_put(growing, keys.data(), rows, 0, values.data(), 0) ==
+             FRUGAL_ERR_OUT_OF_MEMORY);
+  uint64_t count = 0;
+  CHECK_THAT(frugal_table_count(growing, &count) == FRUGAL_OK && count == some);
+  frugal_trainer_config t = FRUGAL_TRAINER_CONFIG_INIT;
+  frugal_trainer* trainer = nullptr;
+  CHECK_THAT(frugal_trainer_create(engine, &t, &trainer) == FRUGAL_OK);
+  std::vector<float> out(rows * 16);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = growing;
+  op.keys = keys.data();
+  op.rows_out = out.data();
+  op.grads = values.data();
+  for (uint64_t s = 0; s < 3; ++s) {
+    CHECK_THAT(frugal_step_begin(trainer, s, kWait) == FRUGAL_OK);
+    op.count = rows;
+    CHECK_THAT(frugal_lookup(trainer, &op, 1) == FRUGAL_ERR_OUT_OF_MEMORY);
+    CHECK_THAT(frugal_push_grad(trainer, &op, 1) == FRUGAL_ERR_OUT_OF_MEMORY);
+    op.count = some;
+    CHECK_THAT(frugal_lookup(trainer, &op, 1) == FRUGAL_OK);
+    CHECK_THAT(out[0] == 2.5f - 0.01f * 2.5f * static_cast<float>(s) || s > 1);
+    CHECK_THAT(frugal_push_grad(trainer, &op, 1) == FRUGAL_OK);
+    CHECK_THAT(frugal_step_end(trainer, s, 0) == FRUGAL_OK);
+  }
+  CHECK_THAT(frugal_table_count(growing, &count) == FRUGAL_OK && count == some);
+  CHECK_THAT(frugal_health(engine) == FRUGAL_OK);
+  // Room again: what failed goes on.
+  CHECK_THAT(frugal_table_drop(small) == FRUGAL_OK);
+  full(false);
+  CHECK_THAT(frugal_put(growing, keys.data(), rows / 2, 0, values.data(), 0) == FRUGAL_OK);
+  CHECK_THAT(frugal_table_count(growing, &count) == FRUGAL_OK && count == rows / 2);
+  CHECK_THAT(frugal_close(engine) == FRUGAL_OK);
+#undef CHECK_THAT
+  return 0;
+}
+
+// In a child that mounts a small /dev/shm of its own, where the machine lets it.
+TEST(SharedMemory, ASmallDevShm) {
+  constexpr int kCannot = 77;
+  constexpr uint64_t kRows = 400'000;  // of 64 bytes: 24 MiB and more
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const std::string user = "0 " + std::to_string(getuid()) + " 1";
+    const std::string group = "0 " + std::to_string(getgid()) + " 1";
+    if (unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) _exit(kCannot);
+    const auto tell = [](const char* file, const std::string& text) {
+      std::FILE* f = std::fopen(file, "w");
+      if (f == nullptr) return false;
+      const bool written = std::fwrite(text.data(), 1, text.size(), f) == text.size();
+      return (std::fclose(f) == 0) && written;
+    };
+    if (!tell("/proc/self/setgroups", "deny") || !tell("/proc/self/uid_map", user) ||
+        !tell("/proc/self/gid_map", group))
+      _exit(kCannot);
+    if (mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=24m") != 0) _exit(kCannot);
+    const int line = UseFullSharedMemory(kRows, 1000, [](bool full) {
+      // Half of the table fits then.
+      if (!full) mount("tmpfs", "/dev/shm", "tmpfs", MS_REMOUNT, "size=64m");
+    });
+    _exit(line == 0 ? 0 : line % 2 ? 1 : 2);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFEXITED(status)) << "signal " << WTERMSIG(status);
+  if (WEXITSTATUS(status) == kCannot) GTEST_SKIP() << "no mount of its own is allowed here";
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+// Every commitment of memory that a table asks for fails once.
+TEST(SharedMemory, EveryCommitmentOfATable) {
+  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED}) {
+    Engine engine([](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
+    frugal_table_config config = Large(key_space, 200'000, 16);
+    config.optimizer.kind = FRUGAL_ADAM;
+    frugal_table* table = nullptr;
+    int failed = Sweep(frugal::os_test_fail_after, [&] {
+      const int32_t status = frugal_table_create(engine.handle, &config, &table);
+      EXPECT_TRUE(status == FRUGAL_OK || table == nullptr);
+      return status;
+    });
+    EXPECT_GE(failed, 4);
+    const std::vector<uint64_t> keys = Range(0, 200'000);
+    const std::vector<float> values(200'000 * 16, 2.5f);
+    failed = Sweep(frugal::os_test_fail_after, [&] {
+      const int32_t status = frugal_put(table, keys.data(), keys.size(), 0, values.data(), 0);
+      uint64_t count = 0;
+      EXPECT_OK(frugal_table_count(table, &count));
+      EXPECT_EQ(count, status == FRUGAL_OK || key_space == FRUGAL_DENSE ? 200'000u : 0u);
+      return status;
+    });
+    if (key_space == FRUGAL_HASHED) {
+      EXPECT_GE(failed, 4);
+    }
+    float row[16];
+    EXPECT_OK(frugal_get(table, &keys[199'999], 1, 0, row, 0, nullptr));
+    EXPECT_EQ(row[15], 2.5f);
+    EXPECT_OK(frugal_health(engine.handle));
+  }
+}
+
+}  // namespace
