@@ -290,7 +290,7 @@ void EveryPlace(int32_t mode, Arm arm, std::vector<uint32_t> flush_threads) {
 }
 
 TEST(Memory, ATrainingDeferred) {
-  EveryPlace(FRUGAL_FLUSH_DEFERRED, frugal::heap_test_fail_after, {0});
+  EveryPlace(FRUGAL_FLUSH_DEFERRED, frugal::heap_test_fail_after, {0, 1});
 }
 
 TEST(Memory, ATrainingAtOnce) {

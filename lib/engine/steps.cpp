@@ -468,7 +468,7 @@ Status Engine::commit_ready() {
 }
 
 bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
-  if (first_step_ == kNoStep || aborting_ || closed_.load()) return false;
+  if (first_step_ == kNoStep || aborting_ || closed_.load() || health() != FRUGAL_OK) return false;
   uint64_t step = to_commit();
   auto at = records_.find(step);
   bool ended = false;
@@ -516,6 +516,12 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     bool helped = flush_rows(UINT64_MAX);
     lock.lock();
     if (!helped) settle(lock, prepared);
+  }
+  if (health() != FRUGAL_OK) {
+    // What was taken in ahead may be half of it.
+    *status = health();
+    committing_ = false;
+    return;
   }
   bool want_deferred = deferred_now_.load();
   bool any_pending = false;
@@ -923,7 +929,7 @@ Status Engine::undo(Trainer& by, bool leaving) {
   };
   if (!leaving) undo_part(by);
   for (const TrainerRef& t : others) undo_part(*t);
-  if (leaving) undo_local(by);  // its call_mu is held by the caller
+  if (leaving) undo_local(by);  // it is being closed: no call of its is under way or gets in
   {
     std::lock_guard<std::mutex> lock(mu_);
     --aborting_;

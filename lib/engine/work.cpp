@@ -356,7 +356,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
   if (status == FRUGAL_OK) status = part->finder.build(pool_, part->row_slots(), part->distinct);
   bool done = false;
-  if (status == FRUGAL_OK) {
+  if (status == FRUGAL_OK) try {
     Timed timed(counters_.entry_ns);
     // Whoever looks rows up meanwhile is helped between the pieces.
     constexpr size_t kPiece = 8192;
@@ -366,9 +366,11 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
       at += kPiece;
       if (worker) run_jobs(false);
     } while (done && at < part->distinct);
-  } else {
-    fail_background(status);
+  } catch (const std::bad_alloc&) {
+    done = false;
+    status = FRUGAL_ERR_OUT_OF_MEMORY;
   }
+  if (status != FRUGAL_OK) fail_background(status);
   {
     std::lock_guard<std::mutex> lock(mu_);
     part->linking = false;
@@ -425,11 +427,13 @@ bool Engine::prepare_one() {
     }
     if (!table) return false;
   }
-  {
+  try {
     Timed timed(counters_.entry_ns);
     update->make_list();
     table->window.add(update);
     table->window.stage(*update, true, Window::Urgency::kBackground);
+  } catch (const std::bad_alloc&) {
+    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // which keeps the commit from using it
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
