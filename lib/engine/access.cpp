@@ -531,6 +531,12 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
                 a.table->name.c_str());
   };
   if (state->table) {
+    if (state->first.lent) {
+      // It is to be gone on with, so it is needed as sums after all.
+      bool nan = false;
+      FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
+      state->first.lent.reset();
+    }
     PushState::Tail tail;
     FRUGAL_TRY(pool_.get(part.n * layout.dim * sizeof(float), &tail.grads));
     expand(source, part.n, layout.dim, tail.grads.as<float>());
@@ -549,8 +555,62 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   h.part = a.part;
   h.whole = a.whole;
   h.stride = layout.value_stride;
+  state->table = a.table;
+  bool nan = false;
+  Status status = FRUGAL_OK;
+  if (std::shared_ptr<Buffer> lent = lent_for(t, source, part, layout.dim);
+      lent && config_.world_size == 1 && !stale() && !caches_exist()) {
+    if (reject) status = find_nan(source, part.n, layout.dim, &nan);
+    h.lent = std::move(lent);
+    h.source = source;
+  } else {
+    status = reduce_first(state, source, &nan);
+  }
+  if (status == FRUGAL_OK && reject && nan) status = nan_found();
+  if (status != FRUGAL_OK) *state = {};
+  return status;
+}
+
+// The lent memory that holds all gradients of a push, one for each key; null if there is none.
+std::shared_ptr<Buffer> Engine::lent_for(const Trainer& t, const device::GradSource& source,
+                                         const Part& part, uint32_t dim) {
+  if (source.bag || source.factor || part.n == 0 || part.occurrences != part.n) return nullptr;
+  const char* from = reinterpret_cast<const char*>(source.grads);
+  size_t bytes = (part.n - 1) * source.stride + dim * sizeof(float);
+  for (const std::shared_ptr<Buffer>& b : t.lent) {
+    const char* start = b->as<char>();
+    if (from >= start && from + bytes <= start + b->capacity()) return b;
+  }
+  return nullptr;
+}
+
+// Is a NaN among the gradients?
+Status Engine::find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan) {
+  struct Context {
+    const device::GradSource& source;
+    size_t n, chunk;
+    uint32_t dim;
+    std::atomic<bool> nan{false};
+  } c{source, n, std::max<size_t>(64, size_t{kParallelBytes} / (dim * sizeof(float))), dim};
+  FRUGAL_TRY(parallel((n + c.chunk - 1) / c.chunk, [](void* context, size_t i) {
+    auto& at = *static_cast<Context*>(context);
+    const char* from = reinterpret_cast<const char*>(at.source.grads) + i * at.chunk * at.source.stride;
+    size_t rows = std::min(at.chunk, at.n - i * at.chunk);
+    if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows, at.dim, at.source.stride))
+      at.nan.store(true, std::memory_order_relaxed);
+  }, &c));
+  *nan = c.nan.load();
+  return FRUGAL_OK;
+}
+
+// Sums the first push of a table in a step.
+Status Engine::reduce_first(PushState* state, const device::GradSource& source, bool* nan) {
+  Handover& h = state->first;
+  const Part& part = *h.part;
+  const uint32_t dim = state->table->rows.layout().dim;
   FRUGAL_TRY(pool_.get(part.distinct * h.stride * sizeof(float), &h.sums));
   uint32_t runs = 0;
+  state->heavy.clear();
   const uint32_t* start = part.row_start();
   if (part.occurrences > part.distinct + arith::kFoldRun - 1)
     for (size_t i = 0; i < part.distinct; ++i) {
@@ -559,10 +619,10 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
       state->heavy.push_back({static_cast<uint32_t>(i), runs});
       runs += (n + arith::kFoldRun - 1) / arith::kFoldRun;
     }
-  FRUGAL_TRY(pool_.get(size_t{runs} * layout.dim * sizeof(float), &state->runs));
+  FRUGAL_TRY(pool_.get(size_t{runs} * dim * sizeof(float), &state->runs));
   ReduceContext c{};
   c.part = &part;
-  c.dim = layout.dim;
+  c.dim = dim;
   c.source = source;
   c.sums = h.sums.as<float>();
   c.stride = h.stride;
@@ -571,13 +631,12 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   c.runs = state->runs.as<float>();
   // Sums that wait for their turn leave the caches alone; those that are used at once stay there.
   c.streaming = deferred_now_.load(std::memory_order_relaxed);
-  size_t bytes = part.occurrences * layout.dim * sizeof(float);
+  size_t bytes = part.occurrences * dim * sizeof(float);
   c.chunk = bytes < kParallelBytes
                 ? std::max<size_t>(part.distinct, 1)
-                : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, layout.dim));
+                : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, dim));
   FRUGAL_TRY(parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c));
-  if (reject && c.nan.load()) return nan_found();
-  state->table = a.table;
+  *nan = c.nan.load();
   return FRUGAL_OK;
 }
 
@@ -646,7 +705,7 @@ Status Engine::borrow(Trainer& t, size_t bytes, void** out) {
   Buffer b;
   FRUGAL_TRY(pool_.get(std::max<size_t>(bytes, 64), &b));
   *out = b.data();
-  t.lent.push_back(std::move(b));
+  t.lent.push_back(std::allocate_shared<Buffer>(HeapAllocator<Buffer>(), std::move(b)));
   return FRUGAL_OK;
 }
 

@@ -116,7 +116,7 @@ struct Trainer : HeapObject {
   // Guarded by call_mu:
   Map<const Table*, PushState> pushes;
   Vector<CreatedRows> created;
-  Vector<Buffer> lent;
+  Vector<std::shared_ptr<Buffer>> lent;
   Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
 };
@@ -331,6 +331,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n);
   Status push_rows(Trainer& t, const frugal_op* ops, size_t n);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
+  static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
+                                          const Part& part, uint32_t dim);
+  Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
 
   frugal_config config_;
   const uint32_t generation_;

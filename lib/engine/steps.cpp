@@ -595,8 +595,12 @@ void apply_chunk(void* context, size_t chunk) {
     const Handover& h = u.ranks[0];
     size_t from = chunk * c->rows_per_chunk;
     rows = std::min(c->rows_per_chunk, h.rows() - from);
-    k.apply(c->table->rows.ref(), u.scalars, h.slots() + from, rows,
-            h.sums.as<float>() + from * h.stride, h.stride);
+    if (h.lent)
+      k.apply_fused(c->table->rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), h.slots(),
+                    h.part->row_start(), from, from + rows, h.source);
+    else
+      k.apply(c->table->rows.ref(), u.scalars, h.slots() + from, rows,
+              h.sums.as<float>() + from * h.stride, h.stride);
   } else {
     static thread_local TermList terms;
     terms.clear();
@@ -649,7 +653,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   }
   update->scalars = arith::step_scalars(optimizer, step, config_.world_size,
                                         table->config.nan_policy, table->rows.layout().dim);
-  for (const Handover& h : update->ranks) update->bytes += h.rows() * h.stride * sizeof(float);
+  for (const Handover& h : update->ranks) update->bytes += h.bytes();
   committing_bytes_ += update->bytes;
   update->account(&pending_bytes_, &counters_.pending_bytes_peak);
   if (caches_exist()) {

@@ -262,7 +262,11 @@ void Engine::apply_claim(Table& table, const Claim& claim) {
     size_t n = run.end - run.begin;
     if (!stale() && u.ranks.size() == 1) {
       const Handover& h = u.ranks[0];
-      k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride);
+      if (h.lent)
+        k.apply_fused_indexed(table.rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,
+                              h.part->row_start(), rows, n, h.source);
+      else
+        k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride);
     } else {
       TermList& terms = scratch().terms;
       terms.clear();

@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "arith/optimizer.h"
+#include "device/kernels.h"
 #include "flush/queue.h"
 #include "window/part.h"
 
@@ -21,8 +22,15 @@ struct Handover {
   uint32_t rank = 0;
   PartRef part;         // its distinct rows
   bool whole = false;   // `part` was declared and pushed exactly
-  Buffer sums;          // distinct x stride floats, row order
+  Buffer sums;          // distinct x stride floats, row order; empty if `lent`
   size_t stride = 0;    // floats
+  // Gradients in memory that the engine lent, which nobody writes any more: they are summed when
+  // the rows are written. One rank's update only (`ranks` has no other), without caches.
+  std::shared_ptr<Buffer> lent;
+  device::GradSource source{};
+  size_t bytes() const {
+    return (lent ? part->occurrences * source.stride : rows() * stride * sizeof(float));
+  }
   const uint32_t* slots() const { return part->row_slots(); }
   size_t rows() const { return part->distinct; }
 };
