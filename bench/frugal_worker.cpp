@@ -273,12 +273,13 @@ class Worker {
     for (uint64_t s = step_; s < last && s < step_ + window; ++s) Declare(r, s);
     for (uint64_t s = step_; s < last; ++s) {
       const int64_t t0 = NowNs();
-      if (s + window < last) Declare(r, s + window);
       CHECK_OK(frugal_step_begin(trainer, s, FRUGAL_TIMEOUT_DEFAULT));
       frugal_op op = Op();
       op.batch = rank.ring[s % rank.ring.size()];
       op.rows_out = rank.out.data();
       CHECK_OK(frugal_lookup(trainer, &op, 1));
+      // What is far ahead is declared when the device has its work.
+      if (s + window < last) Declare(r, s + window);
       int64_t inside = NowNs() - t0;
       if (wait_ns_ > 0) WaitUntilNs(NowNs() + wait_ns_);
       float* grads = rank.grads.data();
