@@ -166,7 +166,8 @@ typedef struct frugal_config {
   uint32_t flush_threads;     /* background threads, 0..256; with 0 the waiters flush; default 1 */
   int32_t flush_mode;         /* frugal_flush_mode; default FRUGAL_FLUSH_AUTO */
   uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between; a
-                                 rank runs at most 62 - lookahead steps ahead of the last commit */
+                                 finite bound above 19 means 19. A rank runs at most 19 steps ahead of
+                                 the last commit, or 62 with FRUGAL_STALENESS_ASYNC */
   uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows: while more
                                  than this waits no step begins and the gates write; they do so
                                  earlier, from 4 MiB on, when a backlog of steps shows that flushing
@@ -593,7 +594,7 @@ typedef struct frugal_stats {
   uint64_t pending_bytes;        /* now */
   uint64_t pending_bytes_peak;
   uint64_t pending_rows;         /* g-entries with pending updates now */
-  uint64_t active_rows;          /* g-entries now */
+  uint64_t active_rows;          /* the same: g-entries of rows that are only read are not counted */
   uint64_t modes_at_once;        /* steps applied at once */
   uint64_t modes_deferred;       /* steps queued */
   uint64_t lookup_ns;            /* wall time inside the calls, summed over trainers */

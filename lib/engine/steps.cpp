@@ -551,6 +551,9 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     Vector<Unused> unused = unused_until(step);
     lock.lock();
     committed_ = step;
+    // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
+    for (const TableRef& table : tables_)
+      if (table->window.opened() && table->window.base() <= step) table->window.commit(nullptr, step);
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
     (deferred ? counters_.modes_deferred : counters_.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
@@ -628,11 +631,19 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     for (size_t r = 0; staged && r < ranks->size(); ++r)
       staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
     if (staged) {
-      for (size_t r = 0; r < ranks->size(); ++r) update->ranks[r] = std::move((*ranks)[r]);
+      // All but the part, which is the same and may be being read.
+      for (size_t r = 0; r < ranks->size(); ++r) {
+        Handover &to = update->ranks[r], &from = (*ranks)[r];
+        to.whole = from.whole;
+        to.sums = std::move(from.sums);
+        to.stride = from.stride;
+        to.lent = std::move(from.lent);
+        to.source = from.source;
+      }
     } else {
       window.unstage(update);
       update.reset();
-      table->predict_pause = 16;
+      if (deferred && !skip) table->predict_pause = 16;
     }
   } else if (table->predict_pause) {
     --table->predict_pause;

@@ -358,15 +358,19 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   }
   Status status = open_window(*table);
   if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
-  if (status == FRUGAL_OK) status = part->finder.build(pool_, part->row_slots(), part->distinct);
+  // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
+  if (status == FRUGAL_OK && config_.staleness < kRing)
+    status = part->finder.build(pool_, part->row_slots(), part->distinct);
   bool done = false;
   if (status == FRUGAL_OK) try {
-    Timed timed(counters_.entry_ns);
     // Whoever looks rows up meanwhile is helped between the pieces.
     constexpr size_t kPiece = 8192;
     size_t at = 0;
     do {
-      done = table->window.link(part, at, kPiece, owned, Window::Urgency::kBackground);
+      {
+        Timed timed(counters_.entry_ns);
+        done = table->window.link(part, at, kPiece, owned, Window::Urgency::kBackground);
+      }
       at += kPiece;
       if (worker) run_jobs(false);
     } while (done && at < part->distinct);

@@ -60,12 +60,12 @@ Status RowFinder::build(BufferPool& pool, const uint32_t* slots, size_t n) {
   // About eight rows a range: a cache line holds them twice.
   int bits = std::bit_width(slots[n - 1]), wanted = std::max(0, static_cast<int>(std::bit_width(n)) - 3);
   shift_ = std::max(0, bits - wanted);
-  uint32_t ranges = (slots[n - 1] >> shift_) + 1;
+  uint32_t ranges = static_cast<uint32_t>(uint64_t{slots[n - 1]} >> shift_) + 1;
   FRUGAL_TRY(pool.get((size_t{ranges} + 1) * sizeof(uint32_t), &starts_));
   uint32_t* starts = starts_.as<uint32_t>();
   size_t next = 0;
   for (size_t i = 0; i < n; ++i)
-    for (size_t b = slots[i] >> shift_; next <= b; ++next) starts[next] = static_cast<uint32_t>(i);
+    for (size_t b = uint64_t{slots[i]} >> shift_; next <= b; ++next) starts[next] = static_cast<uint32_t>(i);
   starts[ranges] = static_cast<uint32_t>(n);
   ranges_ = ranges;
   return FRUGAL_OK;

@@ -3,7 +3,7 @@
 // Resolving turns keys into slots, sorts (slot, position) pairs, and lists the distinct rows. All
 // later work on the batch (lookup, summing gradients, links, updates) runs on these arrays, so
 // nothing is resolved twice. Bytes per key: 4 slot + 8 pair + 8 (hashed: the key), and per distinct
-// row 4 slot + 4 start + 1 next read.
+// row 4 slot + 4 start + 1 next read + 1/2 finder (to 1).
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -24,7 +24,7 @@ class RowFinder {
   bool built() const { return ranges_ != 0; }
   // Where `slot` is, if it is there, and rows of other slots before and behind it.
   uint32_t near(uint32_t slot) const {
-    return starts_.as<uint32_t>()[std::min<uint32_t>(slot >> shift_, ranges_)];
+    return starts_.as<uint32_t>()[std::min<uint64_t>(uint64_t{slot} >> shift_, ranges_)];
   }
   // The row of `slot`; `from` = near(slot). UINT32_MAX if it is not there.
   static uint32_t find(const uint32_t* slots, uint32_t from, uint32_t slot) {

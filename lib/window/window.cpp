@@ -60,6 +60,11 @@ Status Window::open(const Config& config, uint64_t base) {
   return FRUGAL_OK;
 }
 
+uint64_t Window::base() {
+  Lock lock(*this, Urgency::kUrgent);
+  return base_;
+}
+
 void Window::set_base(uint64_t base) {
   BothLocks lock(*this, Urgency::kUrgent);
   base_ = base;
@@ -183,7 +188,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
   const size_t end = std::min(part.distinct, from + n);
   for (size_t at = from; at < std::max<size_t>(end, from + 1); at += kChunk) {
     Lock lock(links_mu_, links_urgent_, urgency);
-    if (part.step < base_) return false;
+    if (part.step < base_ || part.step - base_ >= kHorizon) return false;
     if (at == 0) parts_[part.step & (kRing - 1)].push_back(ref);
     if (owned) words_only_ = true;
     const uint64_t base = base_, own = part.step - base, bit = uint64_t{1} << own;
@@ -246,7 +251,8 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
         }
       }
       // Its update may be there already.
-      if (found[f].step <= 0 && ((words_[slot] & written) || ancient)) found[kept++] = found[f];
+      // (Whatever the step before seems to be, if the update is so old that the stamp may have wrapped.)
+      if (ancient || (found[f].step <= 0 && (words_[slot] & written))) found[kept++] = found[f];
     }
     if (kept == 0) continue;
     Lock nodes(*this, urgency);
@@ -512,6 +518,13 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->runs.clear();
   if (!any_pending()) return false;
   Lock lock(*this, Urgency::kUrgent);
+  // Stale places of staged nodes may be all that a pop finds: then there is more behind them.
+  while (pop(step, max, c) != 0 && c->ids.empty()) {
+  }
+  return !c->ids.empty();
+}
+
+size_t Window::pop(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(max);
   size_t n = queue_->pop(base_, limit_rank(step), c->ids.data(), max);
   c->rows.resize(n);
@@ -551,7 +564,7 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(kept);
   c->rows.resize(kept);
   stats_.dequeued += kept;
-  return kept != 0;
+  return n;
 }
 
 void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {

@@ -3,7 +3,8 @@
 //
 // A row's g-entry has two parts. Its word in the flat index (8 bytes a table row) is the R set:
 // the declared steps that read the row, and which of the latest steps did. While updates of it are
-// unwritten, each of them is a node (5 bytes): the W set, found through the word. The priority of
+// unwritten, each of them is a node (6 bytes, with
+// the queue's): the W set, found through the word. The priority of
 // a row is that of its oldest node: the first declared step > the node's step + staleness, else
 // infinity. Younger nodes of the row are blocked behind it, in a chain, and enter the queue one
 // after the other.
@@ -78,6 +79,7 @@ class Window : public HeapObject {
 
   // The first step that is not committed.
   void set_base(uint64_t base);
+  uint64_t base();
 
   // Rows [from, from + n) of a resolved part get the bit of its step, in ascending calls from 0 on;
   // part.next must have room. `owned` says that the part's rank has a cache: reads of rows that it
@@ -164,6 +166,7 @@ class Window : public HeapObject {
   void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
   void reprioritize(const Node& node, uint8_t prio);
   void release(StepUpdate& u);
+  size_t pop(uint64_t step, size_t max, Claim* c);
   void written(const Claim& c, const Claim::Run& run);
   void settle(const Claim::Run& run, Vector<UpdateRef>* finished);
   uint32_t node_id(const StepUpdate& u, uint32_t row) const {
