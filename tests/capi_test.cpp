@@ -2220,6 +2220,52 @@ TEST(Read, InAndBetweenSteps) {
   EXPECT_EQ(Count(table), 2u);
 }
 
+// The window keeps the low bits of the step in which a row was touched last. Rows that are left
+// alone until those have wrapped around, with an update that nobody has written yet, are read right.
+TEST(Window, ARowLeftAloneFor500Steps) {
+  constexpr uint64_t kLookahead = 15;
+  for (uint64_t gap = 490; gap <= 560; ++gap) {
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    config.flush_threads = 0;
+    config.flush_mode = FRUGAL_FLUSH_DEFERRED;
+    config.lookahead = kLookahead;
+    frugal_engine* engine;
+    ASSERT_OK(frugal_open(&config, &engine));
+    frugal_table_config table_config = FRUGAL_TABLE_CONFIG_INIT;
+    table_config.name = "alone";
+    table_config.rows = 10;
+    table_config.dim = 1;
+    frugal_table* table;
+    ASSERT_OK(frugal_table_create(engine, &table_config, &table));
+    frugal_trainer_config trainer_config = FRUGAL_TRAINER_CONFIG_INIT;
+    frugal_trainer* trainer;
+    ASSERT_OK(frugal_trainer_create(engine, &trainer_config, &trainer));
+    const uint64_t key = 7, first = kLookahead, second = first + gap;
+    float before = 0, after = 0;
+    const float grad = 1;
+    for (uint64_t step = 0; step <= second; ++step) {
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = table;
+      op.keys = &key;
+      op.count = 1;
+      ASSERT_OK(frugal_step_begin(trainer, step, 1000));
+      if (step + kLookahead == first || step + kLookahead == second)
+        ASSERT_OK(frugal_prefetch(trainer, step + kLookahead, &op, 1, nullptr));
+      if (step == first || step == second) {
+        op.rows_out = step == first ? &before : &after;
+        ASSERT_OK(frugal_lookup(trainer, &op, 1));
+      }
+      if (step == first) {
+        op.grads = &grad;
+        ASSERT_OK(frugal_push_grad(trainer, &op, 1));
+      }
+      ASSERT_OK(frugal_step_end(trainer, step, 0));
+    }
+    EXPECT_NE(before, after) << gap << " steps later";
+    ASSERT_OK(frugal_close(engine));
+  }
+}
+
 TEST(Stats, StructSizes) {
   Engine engine;
   frugal_stats stats;
