@@ -2249,8 +2249,9 @@ TEST(Window, ARowLeftAloneFor500Steps) {
       op.keys = &key;
       op.count = 1;
       ASSERT_OK(frugal_step_begin(trainer, step, 1000));
-      if (step + kLookahead == first || step + kLookahead == second)
+      if (step + kLookahead == first || step + kLookahead == second) {
         ASSERT_OK(frugal_prefetch(trainer, step + kLookahead, &op, 1, nullptr));
+      }
       if (step == first || step == second) {
         op.rows_out = step == first ? &before : &after;
         ASSERT_OK(frugal_lookup(trainer, &op, 1));
