@@ -529,6 +529,7 @@ def run_train_point(workers, report, bases, opt, dim, case, dist, batch, group, 
   for peer in PEERS[opt]:
     ratio(f'frugal / {peer}', '', peer, PEER_AIMS.get((opt, peer)))
   ratio('frugal / stages', '', 'stages', 0.75)
+  ratio('frugal grads=lent / stages', 'grads=lent', 'stages', 0.75)
   ratio('lent / own', 'grads=lent', '', None)
   ratio('hashed / dense', 'keys=hashed', '', 0.6)
   ratio('deferred / at once', 'flush=deferred', 'flush=at_once', 0.8)
