@@ -214,6 +214,9 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     CreatedRows made;
     made.table = a.table;
     const uint32_t* slots = a.part->slots.as<uint32_t>();
+    // Who finds a row existing must find it young, too.
+    std::unique_lock<std::mutex> young(a.table->young_mu, std::defer_lock);
+    if (track_young()) young.lock();
     if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
     bool any = !made.slots.empty();
     if (any) t.created.push_back(std::move(made));

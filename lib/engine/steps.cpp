@@ -882,8 +882,7 @@ void Engine::undo_rows(Vector<CreatedRows>& created) {
 }
 
 void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size_t n,
-                        const Vector<uint32_t>& created) {
-  std::lock_guard<std::mutex> lock(table.young_mu);
+                        const Vector<uint32_t>& created) {  // with young_mu held
   for (uint32_t s : created) table.young.emplace(s, step);
   if (table.young.empty()) return;
   for (size_t i = 0; i < n; ++i) {
