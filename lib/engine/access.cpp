@@ -42,7 +42,9 @@ Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Us
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in frugal_op", op.flags);
   if (op.reserved) return bad("frugal_op.reserved is not 0");
   if (keys >= UINT32_MAX) return bad("more than 2^32 - 2 keys in one op");
-  if (!op.keys && op.count && !op.batch) return bad("keys is NULL but count is not 0");
+  if (use == Use::kRead && op.batch) return bad("a read takes keys, not a batch");
+  if (!op.keys && op.count && (!op.batch || use == Use::kDeclare))
+    return bad("keys is NULL but count is not 0");
   if (use == Use::kDeclare) return FRUGAL_OK;
   if (op.pooling < FRUGAL_POOL_NONE || op.pooling > FRUGAL_POOL_MEAN) return bad("unknown pooling");
   size_t rows = keys;
@@ -659,6 +661,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
   Map<const Table*, PushState> fresh_states;
   Map<const Table*, size_t> tails;
+  Vector<Buffer> weight_grads(n);
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
   try {
@@ -675,7 +678,14 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
       } else {
         state = &fresh_states[raw];
       }
-      status = push_one(t, ops[i], accesses[i], state);
+      // Outputs are written when nothing can fail any more.
+      frugal_op op = ops[i];
+      if (op.weight_grads_out) {
+        status = pool_.get(accesses[i].part->n * sizeof(float), &weight_grads[i]);
+        if (status != FRUGAL_OK) break;
+        op.weight_grads_out = weight_grads[i].as<float>();
+      }
+      status = push_one(t, op, accesses[i], state);
     }
     if (status == FRUGAL_OK) create_rows(t, accesses);
   } catch (const std::bad_alloc&) {
@@ -689,6 +699,9 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
     return status;
   }
   t.pushes.merge(fresh_states);  // moves nodes: cannot fail
+  for (size_t i = 0; i < n; ++i)
+    if (ops[i].weight_grads_out && weight_grads[i])
+      std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), accesses[i].part->n * sizeof(float));
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
 }

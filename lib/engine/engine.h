@@ -58,6 +58,7 @@ struct Table : HeapObject {
 using TableRef = std::shared_ptr<Table>;
 
 struct Batch : HeapObject {
+  const Engine* engine = nullptr;
   uint64_t step = 0;
   uint32_t rank = 0;
   uint64_t handle = 0;
@@ -119,6 +120,9 @@ struct Trainer : HeapObject {
   Vector<std::shared_ptr<Buffer>> lent;
   Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
+  // Nothing is cached before this step is to be committed: rows of the steps before may still be
+  // undone, and nobody kept track of them while there was no cache. Set when it joins.
+  uint64_t cache_from = 0;
 };
 using TrainerRef = std::shared_ptr<Trainer>;
 

@@ -40,6 +40,12 @@ OutsideScope::~OutsideScope() {
 
 bool Engine::outside_allowed(String* why) {  // with mu_ held
   uint64_t next = first_step_ == kNoStep ? kNoStep : to_commit();
+  // What a rank has ended counts after it has left, too.
+  for (const auto& [step, record] : records_)
+    if (!record.handovers.empty() || !record.created.empty() || record.skip) {
+      *why = text("step %llu is ended by some ranks only", static_cast<unsigned long long>(step));
+      return false;
+    }
   for (const TrainerRef& t : ranks_) {
     if (!t) continue;
     if (t->in_step) {

@@ -27,6 +27,7 @@ Status Engine::aborted(Trainer& t) {
     t.abort_notice.fetch_sub(1);
     next = to_commit();
   }
+  t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
   return fail(FRUGAL_ERR_STEP_ABORTED,
               "another rank aborted the step: it is undone on all ranks; begin step %llu again",
               static_cast<unsigned long long>(next));
@@ -253,7 +254,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     update_tables.swap(t.backlog_tables);
     tables = tables_;
     auto at = batches_.find(step);
-    if (at != batches_.end())
+    if (at != batches_.end() && to_commit() >= t.cache_from)
       for (const BatchRef& b : at->second)
         if (b->rank == t.rank)
           for (size_t i = 0; i < b->parts.size(); ++i)
@@ -485,7 +486,10 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   if (ended && at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
   if (!ended) {
     // Everybody left; what was ended completely is committed only if nobody aborted it.
-    if (at->second.handovers.empty() && at->second.created.empty()) return false;
+    if (at->second.handovers.empty() && at->second.created.empty()) {
+      records_.erase(at);
+      return false;
+    }
   }
   committing_ = true;
   try {
@@ -857,7 +861,6 @@ void Engine::undo_local(Trainer& t) {
   undo_rows(t.created);
   t.pushes.clear();
   t.created.clear();
-  t.lent.clear();
   {
     std::lock_guard<std::mutex> lock(mu_);
     t.in_step = false;
@@ -942,6 +945,10 @@ Status Engine::undo(Trainer& by, bool leaving) {
     }
   };
   if (!leaving) undo_part(by);
+  {
+    std::lock_guard<std::mutex> call(by.call_mu);
+    by.lent.clear();
+  }
   for (const TrainerRef& t : others) undo_part(*t);
   if (leaving) undo_local(by);  // it is being closed: no call of its is under way or gets in
   {

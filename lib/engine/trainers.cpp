@@ -32,7 +32,9 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
-  if (cached) cache_count_.fetch_add(1);
+  if (cached && cache_count_.fetch_add(1) == 0)
+    for (const TrainerRef& o : ranks_)
+      if (o && o != t && o->next_step != kNoStep) t->cache_from = std::max(t->cache_from, o->next_step);
   progress_.fetch_add(1);
   cv_progress_.notify_all();
   *out = t;
@@ -69,16 +71,12 @@ Status Engine::close_trainer(const TrainerRef& t) {
           mine.push_back(b);
   }
   for (const BatchRef& b : mine) drop_batch(b);
-  // Rows that it cached: its own reads are gone with its declarations, the flags go too.
-  for (auto& [raw, tt] : t->caches) {
-    if (!tt.cache) continue;
-    Vector<uint32_t> dropped;
-    tt.cache->clear(&dropped);
-    if (tt.table->window.opened())
-      tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
-  }
+  decltype(t->caches) caches;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    std::unique_lock<std::mutex> lock(mu_);
+    // An operation outside steps may be looking into the caches.
+    settle(lock, [&] { return outside_ == 0; });
+    caches.swap(t->caches);
     ranks_[t->rank].reset();
     if (t->has_cache.load()) cache_count_.fetch_sub(1);
     t->backlog.clear();
@@ -86,7 +84,15 @@ Status Engine::close_trainer(const TrainerRef& t) {
     progress_.fetch_add(1);
     cv_progress_.notify_all();
   }
-  t->caches.clear();
+  t->lent.clear();
+  // Rows that it cached: its own reads are gone with its declarations, the flags go too.
+  for (auto& [raw, tt] : caches) {
+    if (!tt.cache) continue;
+    Vector<uint32_t> dropped;
+    tt.cache->clear(&dropped);
+    if (tt.table->window.opened())
+      tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+  }
   call.unlock();
   // Others may have waited for this rank alone.
   return commit_ready();
@@ -103,6 +109,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
   batch->step = step;
   batch->rank = t.rank;
+  batch->engine = this;
   uint64_t keys = 0;
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
@@ -288,6 +295,8 @@ void Engine::drop_batch(const BatchRef& batch) {
 Status Engine::cancel(Trainer& t, const BatchRef& batch) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
+  if (batch->engine != this)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine");
   if (batch->rank != t.rank)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by rank %u, not rank %u",
                 batch->rank, t.rank);

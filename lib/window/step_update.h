@@ -29,7 +29,7 @@ struct Handover {
   std::shared_ptr<Buffer> lent;
   device::GradSource source{};
   size_t bytes() const {
-    return (lent ? part->occurrences * source.stride : rows() * stride * sizeof(float));
+    return lent ? lent->capacity() : rows() * stride * sizeof(float);
   }
   const uint32_t* slots() const { return part->row_slots(); }
   size_t rows() const { return part->distinct; }
