@@ -1281,6 +1281,32 @@ TEST(Abort, IsToldByWhateverCallComesNext) {
   }
 }
 
+TEST(Abort, LeavesLentMemoryUntilTheRankIsTold) {
+  constexpr size_t kDim = 1024, kRows = 64;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, kRows, kDim);
+  frugal_trainer* a = engine.Trainer(0);
+  frugal_trainer* b = engine.Trainer(1);
+  ASSERT_OK(frugal_step_begin(a, 0, kWait));
+  ASSERT_OK(frugal_step_begin(b, 0, kWait));
+  void* lent = nullptr;
+  ASSERT_OK(frugal_borrow(a, kRows * kDim * sizeof(float), &lent));
+  ASSERT_OK(frugal_step_abort(b));
+  // Rank 0 does not know yet, and goes on computing gradients into what it has borrowed.
+  std::vector<uint64_t> keys(kRows);
+  for (size_t i = 0; i < kRows; ++i) keys[i] = i;
+  RowOp rows(table, keys, kDim);
+  ASSERT_OK(frugal_step_begin(b, 0, kWait));
+  ASSERT_OK(frugal_push_grad(b, &rows.op, 1));
+  std::fill_n(static_cast<float*>(lent), kRows * kDim, 1000.0f);
+  ASSERT_OK(frugal_step_end(b, 0, 0));
+  EXPECT_REFUSED(frugal_step_end(a, 0, 0), FRUGAL_ERR_STEP_ABORTED);
+  TrainStep(a, 0, table, {});
+  std::vector<float> values(kRows * kDim);
+  ASSERT_OK(frugal_get(table, keys.data(), kRows, 0, values.data(), 0, nullptr));
+  for (float x : values) ASSERT_EQ(x, -1.0f);
+}
+
 TEST(Abort, WakesAWaitingGate) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
@@ -1757,8 +1783,13 @@ TEST(Nan, WhatRejectLooksAt) {
   bag.flags = FRUGAL_OP_PADDING;
   bag.padding_key = 7;
   EXPECT_REFUSED(frugal_push_grad(trainer, &bag, 1), FRUGAL_ERR_NAN);
+  EXPECT_EQ(weight_grads[0], kUntouched);
+  EXPECT_EQ(weight_grads[1], kUntouched);
+  bag.table = skip;
+  EXPECT_OK(frugal_push_grad(trainer, &bag, 1));
   EXPECT_EQ(Bits(weight_grads[0]), 0x7fc00000u);  // row 0 * inf
   EXPECT_EQ(Bits(weight_grads[1]), 0u);           // padding
+  bag.table = table;
   gradient = 1;
   EXPECT_OK(frugal_push_grad(trainer, &bag, 1));
   ASSERT_OK(frugal_step_end(trainer, 0, 0));
