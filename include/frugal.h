@@ -459,8 +459,8 @@ typedef struct frugal_op {
   const frugal_batch *batch; /* declared batch whose part `part` this is, or NULL */
   uint32_t part;             /* index of this table's op in the frugal_prefetch call */
   int32_t pooling;           /* frugal_pooling */
-  const uint64_t *keys;      /* `count` keys; NULL with a batch: exactly the declared keys (so give
-                                a pointer that is not NULL for no keys) */
+  const uint64_t *keys;      /* `count` keys; lookup, push: NULL with a batch: exactly the declared
+                                keys (so give a pointer that is not NULL for no keys) */
   size_t count;              /* number of keys; with keys NULL ignored */
   const uint64_t *offsets;   /* pooled: `bags` + 1 values, offsets[0] = 0, not decreasing,
                                 offsets[bags] = number of keys; bag b has the keys
@@ -519,7 +519,8 @@ FRUGAL_API int32_t frugal_lookup(frugal_trainer *trainer, const frugal_op *ops, 
 
 /* Hands over gradients of the step: a row's gradients, over positions, pushes and ranks, are
  * summed and the optimizer is applied once when the step has ended on all ranks. The gradients
- * are the engine's when the call returns: the buffers can be overwritten. Never waits for another
+ * are the engine's when the call returns: the buffers can be overwritten (but for memory that
+ * frugal_borrow lent, which must not be). Never waits for another
  * rank. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, OUT_OF_MEMORY, NAN,
  * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT, TIMEOUT (weight_grads_out of keys that were not
  * declared: their rows may have updates that are not written yet); on an error nothing is taken.
@@ -529,8 +530,9 @@ FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *op
 
 /* Memory for gradients that the engine lends: `bytes` bytes, 64-byte aligned, huge pages where
  * possible, which a push from it takes without a copy where that is faster. The caller writes it
- * between step_begin and the push, reads nothing from it after the push, and asks again each
- * step (the same memory may come back when its updates are applied). Returns: FRUGAL_OK,
+ * between step_begin and the push, neither reads nor writes it after the push, and asks again each
+ * step (the same memory may come back when its updates are applied). All of it counts against
+ * pending_bytes until then. Returns: FRUGAL_OK,
  * NOT_IN_STEP, STEP_ABORTED, OUT_OF_MEMORY. Ownership: the engine's. Threads: one at a time for a
  * trainer. */
 FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **memory_out);
@@ -551,8 +553,10 @@ FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint3
  * Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
 
-/* Reads rows for evaluation or serving: creates nothing, declares nothing, leaves cache policy
- * and priorities alone. Keys that are missing read as zeros and are told in found_out. With a
+/* Reads rows by their keys (an op with a batch is refused) for evaluation or serving: creates no
+ * row, declares nothing, leaves cache policy and declared priorities alone; updates of these rows
+ * that it has to see are written first. Rows of a lazy dense table that nobody has used take their
+ * memory when they are read. Keys that are missing read as zeros and are told in found_out. With a
  * trainer inside a step it sees what lookup sees; with a trainer between steps it waits, like
  * the next step's gate, for the other ranks to end theirs; with `trainer` NULL it is an
  * operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
