@@ -148,6 +148,7 @@ class TwoLevelQueue final : public Queue {
       uint32_t at = b->begin, end = b->end;
       const size_t before = n;
       for (; at < end && n < max; ++at) {
+        if (at + 16 < end) __builtin_prefetch(&prios[b->ids[at + 16]], 1);
         uint32_t id = b->ids[at];
         out[n] = id;
         bool valid = prios[id] == prio;
