@@ -364,7 +364,7 @@ class Worker {
     };
     const auto busy_us = middle(run.call_us), quiet_us = middle(quiet.call_us);
     const double updated = Delta(run, &frugal_stats::rows_updated);
-    const double n = static_cast<double>(steps), nq = static_cast<double>(quiet.call_us.size());
+    const double n = static_cast<double>(steps);
     return {{"stall", Median(busy_us) - Median(quiet_us)},
             {"stall_mean", Mean(busy_us) - Mean(quiet_us)},
             {"calls", Median(busy_us)},
@@ -376,11 +376,6 @@ class Worker {
             {"prefetch_time", Delta(run, &frugal_stats::prefetch_ns) / n * 1e-3},
             {"step_begin_time", Delta(run, &frugal_stats::step_begin_ns) / n * 1e-3},
             {"step_end_time", Delta(run, &frugal_stats::step_end_ns) / n * 1e-3},
-            {"quiet_lookup", Delta(quiet, &frugal_stats::lookup_ns) / nq * 1e-3},
-            {"quiet_push", Delta(quiet, &frugal_stats::push_ns) / nq * 1e-3},
-            {"quiet_prefetch", Delta(quiet, &frugal_stats::prefetch_ns) / nq * 1e-3},
-            {"quiet_begin", Delta(quiet, &frugal_stats::step_begin_ns) / nq * 1e-3},
-            {"quiet_end", Delta(quiet, &frugal_stats::step_end_ns) / nq * 1e-3},
             {"deferred_share", updated > 0 ? Delta(run, &frugal_stats::rows_deferred) / updated
                                            : 0}};
   }

@@ -47,7 +47,6 @@ inline int64_t CpuNs() {
   return int64_t{t.tv_sec} * 1000000000 + t.tv_nsec;
 }
 
-// Stands in for device time: the core is free for others until the deadline.
 inline void CpuRelax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -56,7 +55,7 @@ inline void CpuRelax() {
 #endif
 }
 
-// A timed wait. The last part of it is spent awake: a core that wakes up is slow for a while, and
+// Stands in for device time. The last part of it is spent awake: a core that wakes up is slow for a while, and
 // that would be taken for the engine's.
 inline void WaitUntilNs(int64_t deadline) {
   constexpr int64_t kAwake = 500000;

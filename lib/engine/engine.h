@@ -356,7 +356,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Vector<std::thread> workers_;
 
   Vector<TableRef> tables_;
-  std::atomic<uint64_t> tables_version_{0};
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
   uint64_t first_step_ = kNoStep;

@@ -40,8 +40,6 @@ class Queue : public HeapObject {
   // Takes up to `max` entries with the lowest priorities counted from step `base`, none of a rank
   // above `limit_rank` (kRing: all). They are no longer queued.
   virtual size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) = 0;
-  // Is anything queued up to that rank? May say yes wrongly, never no.
-  virtual bool any(uint64_t base, uint32_t limit_rank) = 0;
   // Staging: entries of a step that is not committed yet. They have a priority but cannot be
   // popped; commit_stage() makes all of them queued at once, in O(ring) for the two-level queue.
   virtual void stage(uint32_t id, uint8_t prio) = 0;
@@ -54,7 +52,6 @@ class Queue : public HeapObject {
   // A pop may give a staged entry that has a stale place in the queue; the caller, who knows, puts
   // it back by this.
   virtual void restore_staged(uint32_t id, uint8_t prio) = 0;
-  virtual uint8_t priority(uint32_t id) const = 0;
 };
 
 Queue* make_two_level_queue();

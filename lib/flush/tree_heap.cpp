@@ -87,8 +87,6 @@ class TreeHeap final : public Queue {
 
   void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
 
-  uint8_t priority(uint32_t id) const override { return prio_[id]; }
-
   size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
     size_t n = 0;
     while (n < max) {
@@ -113,11 +111,6 @@ class TreeHeap final : public Queue {
       if (last > 1) sink(1);
     }
     return n;
-  }
-
-  bool any(uint64_t base, uint32_t limit_rank) override {
-    std::lock_guard<SpinLock> guard(size_lock_);
-    return size_ && prio_rank(prio_[node_[1]], base) <= limit_rank;
   }
 
  private:

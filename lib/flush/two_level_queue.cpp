@@ -104,8 +104,6 @@ class TwoLevelQueue final : public Queue {
 
   void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
 
-  uint8_t priority(uint32_t id) const override { return prio_[id]; }
-
   size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
     size_t n = 0;
     while (n < max) {
@@ -114,11 +112,6 @@ class TwoLevelQueue final : public Queue {
       n += drain(prio, ids + n, max - n);
     }
     return n;
-  }
-
-  bool any(uint64_t base, uint32_t limit_rank) override {
-    uint8_t prio = lowest(base);
-    return prio != kAbsent && prio_rank(prio, base) <= limit_rank;
   }
 
  private:

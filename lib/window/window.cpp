@@ -219,11 +219,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
         if ((w & written) || ancient) found[finds++] = {slots[i], -1, 0};
         continue;
       }
-      uint64_t later = (w & kReads) >> kPast >> own >> 1;
-      next[i] = later ? static_cast<uint8_t>((part.step + 1 +
-                                              static_cast<uint64_t>(std::countr_zero(later))) &
-                                             (kRing - 1))
-                      : kInfinity;
+      next[i] = deadline(w, part.step);
       if ((w & matters) == 0 && !ancient) continue;
       uint64_t earlier = w & ((bit << kPast) - 1) & kReads;
       found[finds++] = {slots[i], static_cast<int>(std::bit_width(earlier)) - 1 - static_cast<int>(kPast), 0};
