@@ -425,6 +425,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       Handover& h = push.tail.empty() ? push.first : r.joined;
       if (h.rows()) handovers.push_back(std::move(r));
     }
+    bool taken = false;
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.abort_notice.load()) {
@@ -448,9 +449,12 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
         t.pushes.clear();
         t.created.clear();
         t.lent.clear();
+        taken = true;
       }
     }
-    if (t.abort_notice.load()) return aborted(t);
+    // An abort that comes after the hand-over is for the next call to tell: this step may have been
+    // committed before it.
+    if (!taken) return aborted(t);
   }
   return commit_ready();
 }
