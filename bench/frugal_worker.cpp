@@ -16,7 +16,9 @@
 // - gather: the lookup calls alone, of declared batches.
 // - flush: stall = wall time inside the calls of a step, less that of the same calls when
 //   frugal_flush and a pause (not counted) came after each step_end: nothing is pending then,
-//   neither an update nor a declaration that is not resolved yet.
+//   neither an update nor a declaration that is not resolved yet. Blocks of steps of either kind
+//   take turns within one run, because what is compared is far smaller than the machine's changes
+//   of speed from second to second.
 #include <algorithm>
 #include <memory>
 
@@ -233,8 +235,9 @@ class Worker {
   }
 
   // Steps step_ .. step_ + count - 1 on every trainer, declared and drained inside the clock.
-  // `quiet`: frugal_flush and a pause after each step, outside the time of the calls.
-  Run Train(size_t count, bool quiet) {
+  // `block`: in every other block of so many steps, frugal_flush and a pause after each step,
+  // outside the time of the calls. 0: never.
+  Run Train(size_t count, size_t block = 0) {
     Run run;
     const Shape& shape = engine_->shape();
     run.before = engine_->Stats();
@@ -247,7 +250,7 @@ class Worker {
       try {
         barrier.Wait();
         if (r == 0) start = NowNs();
-        TrainRank(static_cast<size_t>(r), count, quiet, r == 0 ? &call_us : nullptr);
+        TrainRank(static_cast<size_t>(r), count, block, r == 0 ? &call_us : nullptr);
       } catch (const std::exception& e) {
         errors[r] = e.what();
       }
@@ -264,7 +267,7 @@ class Worker {
     return run;
   }
 
-  void TrainRank(size_t r, size_t count, bool quiet, std::vector<double>* call_us) {
+  void TrainRank(size_t r, size_t count, size_t block, std::vector<double>* call_us) {
     frugal_trainer* trainer = engine_->trainer(r);
     Rank& rank = ranks_[r];
     const auto [begin, end] = Part(r);
@@ -300,7 +303,7 @@ class Worker {
       CHECK_OK(frugal_step_end(trainer, s, 0));
       inside += NowNs() - t2;
       if (call_us != nullptr) (*call_us)[s - step_] = static_cast<double>(inside) * 1e-3;
-      if (quiet) {
+      if (block && (s - step_) / block % 2) {
         CHECK_OK(frugal_flush(engine_->engine(), FRUGAL_TIMEOUT_DEFAULT));
         WaitUntilNs(NowNs() + settle_ns_);
       }
@@ -310,8 +313,8 @@ class Worker {
   // Steps that make a run of about `seconds`; measured once for a case.
   size_t StepsFor(double seconds) {
     if (per_run_ == 0) {
-      Train(4, false);
-      const Run trial = Train(16, false);
+      Train(4);
+      const Run trial = Train(16);
       const double step = trial.seconds / 16;
       per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), 40, 20000);
     }
@@ -320,8 +323,8 @@ class Worker {
 
   Metrics RunTrain(const Params& p) {
     const size_t steps = StepsFor(p.Num("seconds", 0.4));
-    Train(4, false);  // the first touches after another side's turn
-    const Run run = Train(steps, false);
+    Train(4);  // the first touches after another side's turn
+    const Run run = Train(steps);
     const double updated = Delta(run, &frugal_stats::rows_updated);
     const double n = static_cast<double>(steps);
     return {{"throughput", n * static_cast<double>(batch_) / run.seconds},
@@ -344,28 +347,38 @@ class Worker {
 
   Metrics CpuWork() {
     const int64_t wait = std::exchange(wait_ns_, 0);
-    Train(8, false);
+    Train(8);
     std::vector<double> work;
-    for (int i = 0; i < 5; ++i) work.push_back(Train(16, false).cpu_seconds / 16 * 1e9);
+    for (int i = 0; i < 5; ++i) work.push_back(Train(16).cpu_seconds / 16 * 1e9);
     wait_ns_ = wait;
     return {{"cpu_ns", Median(work)}};
   }
 
   Metrics RunFlush(const Params& p) {
     const size_t steps = StepsFor(p.Num("seconds", 0.4));
-    Train(4, false);
-    const Run run = Train(steps, false);
-    const Run quiet = Train(std::min<size_t>(steps, 100), true);
-    // The window fills at the start and has nothing left to declare at the end.
-    const size_t window = engine_->shape().window;
-    const auto middle = [window](const std::vector<double>& v) {
-      const size_t edge = std::min(window + 1, v.size() / 4);
-      return std::vector<double>(v.begin() + edge, v.end() - edge);
-    };
-    const auto busy_us = middle(run.call_us), quiet_us = middle(quiet.call_us);
+    Train(4);
+    const Run run = Train(steps);
+    // The window fills at the start and has nothing left to declare at the end; the first steps of
+    // a block still feel the other kind.
+    constexpr size_t kBlock = 12, kSettle = 4;
+    const size_t edge = engine_->shape().window + 2;
+    const size_t turns = std::clamp<size_t>(steps / (2 * kBlock), 3, 40);
+    const Run mixed = Train(edge + kBlock + turns * 2 * kBlock + edge, kBlock);
+    std::vector<double> busy_us, quiet_us, stall_us;
+    for (size_t turn = 0, at = (edge / kBlock + 1) * kBlock; turn < turns; ++turn) {
+      std::vector<double> us[2];
+      for (size_t half = 0; half < 2; ++half, at += kBlock) {
+        std::vector<double>& mine = us[at / kBlock % 2];
+        mine.assign(mixed.call_us.begin() + static_cast<ptrdiff_t>(at + kSettle),
+                    mixed.call_us.begin() + static_cast<ptrdiff_t>(at + kBlock));
+      }
+      busy_us.insert(busy_us.end(), us[0].begin(), us[0].end());
+      quiet_us.insert(quiet_us.end(), us[1].begin(), us[1].end());
+      stall_us.push_back(Median(us[0]) - Median(us[1]));
+    }
     const double updated = Delta(run, &frugal_stats::rows_updated);
     const double n = static_cast<double>(steps);
-    return {{"stall", Median(busy_us) - Median(quiet_us)},
+    return {{"stall", Median(stall_us)},
             {"stall_mean", Mean(busy_us) - Mean(quiet_us)},
             {"calls", Median(busy_us)},
             {"calls_nothing_pending", Median(quiet_us)},

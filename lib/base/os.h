@@ -15,6 +15,15 @@ uint32_t cpu_count();       // processors that this process may run on
 void os_batch_thread();
 uint64_t available_bytes(); // memory that can be had without swapping
 
+// For loops that look again soon.
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // A reserved range of addresses; memory comes with os_commit.
 struct Mapping {
   char* base = nullptr;

@@ -8,14 +8,6 @@
 
 namespace frugal {
 
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
 
 // Sleeps on `cv` until done() or for about a second. The system clock is used because a change of it

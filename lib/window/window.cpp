@@ -10,25 +10,35 @@
 namespace frugal {
 
 // A lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
-// would let the pass take it again and again.
+// would let the pass take it again and again. Locks are held for tens of microseconds, a chunk of
+// rows; to sleep and to be woken costs as much, so threads look again for a while first.
 class Window::Lock {
  public:
   Lock(std::mutex& mu, std::atomic<int>& urgent, Urgency urgency) : mu_(mu) {
     if (urgency == Urgency::kUrgent) {
       if (mu_.try_lock()) return;
       urgent.fetch_add(1, std::memory_order_relaxed);
-      mu_.lock();
+      if (!spin([&] { return mu_.try_lock(); })) mu_.lock();
       urgent.fetch_sub(1, std::memory_order_relaxed);
       return;
     }
-    for (int spin = 0; urgent.load(std::memory_order_relaxed) != 0 && spin < 64; ++spin)
-      sched_yield();
-    mu_.lock();
+    if (urgent.load(std::memory_order_relaxed) != 0)
+      spin([&] { return urgent.load(std::memory_order_relaxed) == 0; });
+    if (!spin([&] { return mu_.try_lock(); })) mu_.lock();
   }
   Lock(Window& w, Urgency urgency) : Lock(w.mu_, w.urgent_, urgency) {}
   ~Lock() { mu_.unlock(); }
 
  private:
+  template <class Done>
+  static bool spin(Done done) {
+    for (int round = 0; round < 64; ++round) {
+      if (done()) return true;
+      for (int i = 0; i < 16; ++i) cpu_relax();
+    }
+    return done();
+  }
+
   std::mutex& mu_;
 };
 
