@@ -55,16 +55,9 @@ inline void CpuRelax() {
 #endif
 }
 
-// Stands in for device time. The last part of it is spent awake: a core that wakes up is slow for a while, and
-// that would be taken for the engine's.
+// Stands in for device time. It is spent awake, as by a thread that polls its device: a core that sleeps
+// and wakes up is slow for a while, and that would be taken for the engine's time.
 inline void WaitUntilNs(int64_t deadline) {
-  constexpr int64_t kAwake = 500000;
-  const int64_t wake = deadline - kAwake;
-  const timespec t{static_cast<time_t>(wake / 1000000000), static_cast<long>(wake % 1000000000)};
-  if (NowNs() < wake) {
-    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) != 0) {
-    }
-  }
   while (NowNs() < deadline) CpuRelax();
 }
 

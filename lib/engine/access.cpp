@@ -381,6 +381,7 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  Counted busy(calls_);
   return with_room(ops, n, [&] { return lookup_rows(t, ops, n); });
 }
 
@@ -651,6 +652,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  Counted busy(calls_);
   return with_room(ops, n, [&] { return push_rows(t, ops, n); });
 }
 

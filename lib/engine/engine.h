@@ -245,7 +245,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   friend class OutsideScope;
   // --- work.cpp: workers, helping, jobs
   void worker_main();
-  bool background_work();              // one unit of anything; false: nothing to do
+  enum class Did { kWork, kHeld, kNothing };  // kHeld: there may be some, but not now
+  Did background_work();               // one unit of anything
   bool help_gate(uint64_t step, bool everything);  // one unit of what a gate at `step` needs
   bool run_jobs(bool apply_only);
   bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
@@ -350,6 +351,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::condition_variable cv_progress_, cv_work_;
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
+  std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
+  const uint32_t cpus_ = cpu_count();
   std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
   std::atomic<Status> health_{FRUGAL_OK};

@@ -832,8 +832,8 @@ void Engine::choose_mode() {  // with mu_ held
                        counters_.prefetch_ns.load();
       uint64_t inside = (calls - mode_calls_) / config_.world_size;
       mode_calls_ = calls;
-      uint64_t all = span * cpu_count(), outside = span > inside ? span - inside : 0;
-      uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpu_count());
+      uint64_t all = span * cpus_, outside = span > inside ? span - inside : 0;
+      uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpus_);
       // Hysteresis: to defer, the idle time must hold the work with room to spare.
       bool pays = deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10;
       // One pause of the program says nothing: it has to pay twice in a row.

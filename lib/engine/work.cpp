@@ -8,7 +8,9 @@ namespace frugal {
 namespace {
 
 constexpr size_t kUrgentRows = 256;  // of a claim that somebody waits for
-constexpr size_t kClaimRows = 2048;
+constexpr size_t kClaimRows = 1024;
+constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
+constexpr uint64_t kHoldNs = 50000;  // between two looks whether the calls have ended
 
 struct Scratch {
   Claim claim;
@@ -54,46 +56,55 @@ void Engine::worker_main() {
   for (;;) {
     uint64_t seen = work_.load();
     if (stopping_.load()) return;
-    bool worked = false;
+    Did did = Did::kNothing;
     try {
-      worked = background_work();
+      did = background_work();
     } catch (const std::bad_alloc&) {
       fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
     } catch (...) {
       fail_background(FRUGAL_ERR_INTERNAL);
     }
-    if (worked) continue;
+    if (did == Did::kWork) continue;
     bool moved = false;
-    for (int i = 0; i < 400 && !moved; ++i) {
-      cpu_relax();
-      moved = work_.load(std::memory_order_relaxed) != seen;
-    }
+    for (uint64_t until = now_ns() + kSpinNs; !moved && now_ns() < until;)
+      for (int i = 0; i < 16 && !moved; ++i) {
+        cpu_relax();
+        moved = work_.load(std::memory_order_relaxed) != seen;
+      }
     if (moved) continue;
     sleepers_.fetch_add(1);
     {
       std::unique_lock<std::mutex> lock(mu_);
-      cv_work_.wait(lock, [&] { return work_.load() != seen || stopping_.load(); });
+      auto called = [&] { return work_.load() != seen || stopping_.load(); };
+      if (did == Did::kHeld)
+        sleep_slice(cv_work_, lock, now_ns() + kHoldNs, called);
+      else
+        cv_work_.wait(lock, called);
     }
     sleepers_.fetch_sub(1);
   }
 }
 
-bool Engine::background_work() {
-  if (health() != FRUGAL_OK) return false;
-  uint64_t next;
+// In the order of urgency. What no gate is about to need waits while calls that gather or sum want the
+// processors, and the memory's bandwidth, of this machine: the time for it is the device's.
+Engine::Did Engine::background_work() {
+  if (health() != FRUGAL_OK) return Did::kNothing;
+  uint64_t now;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    next = to_commit() == kNoStep ? 0 : to_commit() + 1;
+    now = to_commit() == kNoStep ? 0 : to_commit();
   }
-  if (run_jobs(false)) return true;
-  if (flush_rows(next)) return true;
-  if (resolve_one(next) || (need_links() && link_one(next, true))) return true;
-  if (prepare_one()) return true;
-  if (pending_bytes_.load(std::memory_order_relaxed) > pending_limit() / 2 &&
-      flush_rows(UINT64_MAX))
-    return true;
-  if (resolve_one(UINT64_MAX) || (need_links() && link_one(UINT64_MAX, true))) return true;
-  return flush_rows(UINT64_MAX);
+  const uint64_t pending = pending_bytes_.load(std::memory_order_relaxed), limit = pending_limit();
+  auto declared = [&](uint64_t up_to) {
+    return resolve_one(up_to) || (need_links() && link_one(up_to, true));
+  };
+  if (run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one())
+    return Did::kWork;
+  if (pending <= limit && calls_.load(std::memory_order_relaxed) * 2 >= cpus_) return Did::kHeld;
+  if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
+      declared(UINT64_MAX) || flush_rows(UINT64_MAX))
+    return Did::kWork;
+  return Did::kNothing;
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
