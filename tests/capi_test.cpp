@@ -2251,6 +2251,39 @@ TEST(Read, InAndBetweenSteps) {
   EXPECT_EQ(Count(table), 2u);
 }
 
+// A trainer's read between steps and an operation outside steps are one after the other: a row is
+// read as one put has written it.
+TEST(Read, BetweenStepsIsNotTornByPuts) {
+  constexpr uint32_t kDim = 65536;
+  for (uint64_t steps : {0u, 1u}) {  // before the first step, too
+    Engine engine;
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 3, kDim);
+    frugal_trainer* trainer = engine.Trainer(0);
+    for (uint64_t s = 0; s < steps; ++s) {
+      ASSERT_OK(frugal_step_begin(trainer, s, kWait));
+      ASSERT_OK(frugal_step_end(trainer, s, 0));
+    }
+    std::atomic<bool> stop{false};
+    std::thread putter([&] {
+      std::vector<float> values(kDim);
+      const uint64_t key = 1;
+      for (int i = 0; !stop; ++i) {
+        std::fill(values.begin(), values.end(), static_cast<float>(i));
+        EXPECT_OK(frugal_put(table, &key, 1, 0, values.data(), 0));
+      }
+    });
+    RowOp row(table, {1}, kDim);
+    int torn = 0;
+    for (int i = 0; i < 500; ++i) {
+      EXPECT_OK(frugal_read(engine, trainer, &row.op, 1, kWait));
+      torn += row.rows.front() != row.rows.back();
+    }
+    stop = true;
+    putter.join();
+    EXPECT_EQ(torn, 0);
+  }
+}
+
 // The window keeps the low bits of the step in which a row was touched last. Rows that are left
 // alone until those have wrapped around, with an update that nobody has written yet, are read right.
 TEST(Window, ARowLeftAloneFor500Steps) {

@@ -15,7 +15,8 @@ namespace frugal {
 OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outside_mu_) {
   std::unique_lock<std::mutex> lock(engine.mu_);
   engine.settle(lock, [&] {
-    return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
+    return (!engine.committing_ && engine.aborting_ == 0 && engine.reading_ == 0) ||
+           engine.closed_.load();
   });
   String why;
   if (engine.closed_.load()) {
@@ -242,6 +243,19 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   FpEnvironment fp;
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;
+  // Between steps an operation outside steps could write, or delete, what is being read.
+  struct Reading {
+    Engine& engine;
+    bool entered = false;
+    ~Reading() {
+      if (!entered) return;
+      {
+        std::lock_guard<std::mutex> lock(engine.mu_);
+        --engine.reading_;
+      }
+      engine.progress();
+    }
+  } reading{*this};
   uint64_t step = UINT64_MAX;
   if (trainer) {
     call = std::unique_lock<std::mutex>(trainer->call_mu);
@@ -254,19 +268,24 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       next = trainer->in_step ? trainer->step : trainer->next_step;
       if (next != kNoStep) step = next;
     }
-    if (next != kNoStep) {
-      auto ended = [&] {
-        if (apply_jobs_.load()) return false;
-        std::lock_guard<std::mutex> lock(mu_);
-        return config_.staleness >= next || to_commit() >= next - config_.staleness;
-      };
-      Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
-      if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
-      if (s == FRUGAL_ERR_TIMEOUT)
-        return fail(s, "read waited for other ranks to end step %llu; call again",
-                    static_cast<unsigned long long>(next - 1));
-      FRUGAL_TRY(s);
-    }
+    auto ended = [&] {
+      if (apply_jobs_.load()) return false;
+      std::lock_guard<std::mutex> lock(mu_);
+      if (outside_) return false;
+      if (next != kNoStep && config_.staleness < next && to_commit() < next - config_.staleness)
+        return false;
+      ++reading_;
+      reading.entered = true;
+      return true;
+    };
+    Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
+    if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
+    if (s == FRUGAL_ERR_TIMEOUT && next != kNoStep)
+      return fail(s, "read waited for other ranks to end step %llu, or for an operation outside steps; "
+                  "call again", static_cast<unsigned long long>(next - 1));
+    if (s == FRUGAL_ERR_TIMEOUT)
+      return fail(s, "read waited for an operation outside steps; call again");
+    FRUGAL_TRY(s);
   } else {
     scope.emplace(*this);
     FRUGAL_TRY(scope->status());
