@@ -39,6 +39,7 @@
  *   are independent.
  * - Ownership: the caller's buffers are read or written during the call only; the library keeps
  *   no pointer into them. Memory that the library lends says so.
+ * - A call takes at most 2^32 - 2 ops, an op (or a call on rows outside steps) as many keys.
  * - Every wait has a time-out in milliseconds: FRUGAL_TIMEOUT_DEFAULT takes the engine's (30
  *   minutes unless configured), 0 polls, FRUGAL_TIMEOUT_INFINITE waits for ever. A call that
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it

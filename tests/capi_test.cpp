@@ -2042,6 +2042,42 @@ TEST(Outside, BadArguments) {
   EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), FRUGAL_ERR_KEY_OUT_OF_RANGE);
 }
 
+// What no memory can hold is refused before anything of it is looked at.
+TEST(Outside, CountsAndStridesBeyondMemory) {
+  Engine engine;
+  frugal_trainer* trainer = engine.Trainer(0);
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED}) {
+    const std::string name = std::to_string(key_space);
+    frugal_table* table = engine.Table(name.c_str(), key_space, 10, 1);
+    const uint64_t keys[] = {1, 2};
+    const float ones[] = {1, 1};
+    ASSERT_OK(frugal_put(table, keys, 2, 0, ones, 0));
+    float out[2] = {kUntouched, kUntouched};
+    uint64_t deleted = 77;
+    for (size_t count : {SIZE_MAX, size_t{1} << 62, size_t{UINT32_MAX}}) {
+      EXPECT_REFUSED(frugal_get(table, keys, count, 0, out, 0, nullptr), invalid);
+      EXPECT_REFUSED(frugal_put(table, keys, count, 0, out, 0), invalid);
+      EXPECT_REFUSED(frugal_delete(table, keys, count, &deleted), invalid);
+      RowOp row(table, {1}, 1);
+      EXPECT_REFUSED(frugal_lookup(trainer, &row.op, count), invalid);
+      EXPECT_REFUSED(frugal_push_grad(trainer, &row.op, count), invalid);
+      EXPECT_REFUSED(frugal_prefetch(trainer, 0, &row.op, count, nullptr), invalid);
+      EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, count, 0), invalid);
+    }
+    for (size_t stride : {SIZE_MAX - 3, SIZE_MAX / 4 * 3 + 1}) {  // as if rows lay backwards
+      EXPECT_REFUSED(frugal_get(table, keys, 2, 0, out + 1, stride, nullptr), invalid);
+      EXPECT_REFUSED(frugal_put(table, keys, 2, 0, out + 1, stride), invalid);
+      RowOp row(table, {1, 2}, 1);
+      row.op.row_stride = stride;
+      EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), invalid);
+    }
+    for (float x : out) EXPECT_EQ(x, kUntouched);
+    EXPECT_EQ(deleted, 77u);
+    EXPECT_EQ(GetOne(table, 2), 1.0f);
+  }
+}
+
 TEST(Outside, MissingRowsAreToldAndLeftAlone) {
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 2);

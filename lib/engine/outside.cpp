@@ -102,12 +102,15 @@ void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
   if (state) rows.export_state(slot, out + l.dim);
 }
 
-Status check_stride(size_t* stride, size_t row_bytes) {
+Status check_stride(size_t* stride, size_t row_bytes, size_t rows) {
   if (*stride == 0) *stride = row_bytes;
   if (*stride < row_bytes || *stride % sizeof(float))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "row_stride %zu: a row has %zu bytes; give 0 or a larger multiple of 4", *stride,
                 row_bytes);
+  if (rows && *stride > PTRDIFF_MAX / rows)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %zu: %zu rows exceed the address space",
+                *stride, rows);
   return FRUGAL_OK;
 }
 
@@ -119,7 +122,7 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
-  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float)));
+  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
@@ -144,7 +147,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
-  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float)));
+  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
