@@ -840,6 +840,31 @@ TEST(Tables, MemoryThatIsNotThere) {
   }
 }
 
+// More than the machine has, but less than it can address: told before any of it is touched, for an
+// overcommitting kernel would end the process on the way.
+TEST(Tables, MoreMemoryThanTheMachineHas) {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string word;
+  uint64_t kib = 0;
+  while (meminfo >> word && word != "MemTotal:") {
+  }
+  meminfo >> kib;
+  ASSERT_GT(kib, 0u);
+  for (int32_t backing : {FRUGAL_BACKING_PRIVATE, FRUGAL_BACKING_SHM}) {
+    Engine engine(1, [&](frugal_config* c) { c->backing = backing; });
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "large";
+    config.dim = 8192;
+    config.rows = kib * 1024 * 2 / (config.dim * sizeof(float));
+    frugal_table* table = nullptr;
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_REFUSED(frugal_table_create(engine, &config, &table), FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+    EXPECT_EQ(table, nullptr);
+    EXPECT_NE(engine.Table("large", FRUGAL_DENSE, 10, 1), nullptr);
+  }
+}
+
 // What frugal_memory_needed says is enough as host_bytes, and the index' growth needs it.
 TEST(Tables, MemoryNeededIsEnough) {
   for (uint64_t rows : {1'000u, 131'072u, 131'073u, 300'000u, 700'000u}) {
