@@ -26,7 +26,8 @@
  *   value is fixed forever. frugal_last_error() has the message of the calling thread.
  *   A function names the statuses that are its own. Beside them each may answer BAD_HANDLE, FORKED,
  *   INVALID_ARGUMENT (a null pointer, a bad time-out), OUT_OF_MEMORY and INTERNAL; one that works
- *   on an open engine CLOSED and UNHEALTHY.
+ *   on an open engine CLOSED and UNHEALTHY, but for those that only tell (frugal_health,
+ *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats).
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on

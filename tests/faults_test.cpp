@@ -261,6 +261,10 @@ Outcome Training(int32_t mode, uint32_t threads, Arm arm, int64_t n) {
     float row[8];
     EXPECT_EQ(frugal_get(dense, &key, 1, 0, row, 0, nullptr), FRUGAL_ERR_UNHEALTHY);
     EXPECT_EQ(frugal_step_begin(trainers[0], 7, kWait), FRUGAL_ERR_UNHEALTHY);
+    uint64_t count = 0, cursor = 0;
+    size_t listed = 0;
+    EXPECT_EQ(frugal_table_count(hashed, &count), FRUGAL_ERR_UNHEALTHY);
+    EXPECT_EQ(frugal_table_keys(hashed, &cursor, &key, 1, &listed), FRUGAL_ERR_UNHEALTHY);
   }
   return out;
 }

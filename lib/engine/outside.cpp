@@ -81,6 +81,7 @@ Status Engine::flush(Deadline deadline) {
 }
 
 Status Engine::count(Table& table, uint64_t* out) {
+  FRUGAL_TRY(check());
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
   *out = table.rows.count();
@@ -88,6 +89,7 @@ Status Engine::count(Table& table, uint64_t* out) {
 }
 
 Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+  FRUGAL_TRY(check());
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
   *n = table.rows.enumerate(cursor, out, capacity);
