@@ -177,7 +177,11 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   op.table = reinterpret_cast<frugal_table*>(t.handle);
   FRUGAL_TRY(with_room(&op, 1, [&] {
     Accessing accessing(*this, t);
-    return t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created);
+    FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
+    // Before anything is written, for it may want memory. A cache can always do without its copy.
+    drop_cached(t, s, n);
+    t.rows.create_reserved(s, n, &created);
+    return Status{FRUGAL_OK};
   }));
   for (size_t i = 0; i < n; ++i) {
     const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
@@ -191,7 +195,6 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
     else
       t.rows.reset_state(s[i]);
   }
-  drop_cached(t, s, n);
   counters_.rows_created.fetch_add(created.size(), std::memory_order_relaxed);
   return FRUGAL_OK;
 }
@@ -205,6 +208,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     trainers = ranks_;
   }
   Vector<uint32_t> dropped;
+  dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
   for (const TrainerRef& t : trainers) {
     if (!t) continue;
     auto at = t->caches.find(&table);
@@ -235,7 +239,7 @@ Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* delete
   uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
   if (t.rows.hashed()) {
     std::lock_guard<std::mutex> lock(mu_);
-    t.orphans.insert(t.orphans.end(), slots.begin(), slots.end());
+    add_orphans(t, slots);
     settle_orphans(t);
   }
   if (deleted) *deleted = were;
