@@ -231,6 +231,24 @@ TEST(Library, LastErrorIsTheThreadsOwn) {
   EXPECT_NE(error.status, FRUGAL_OK);
 }
 
+// A call that meets a failure on its way and ends well is not the last one that failed.
+TEST(Library, LastErrorIsOfACallThatFailed) {
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 2, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_table* none = nullptr;
+  EXPECT_REFUSED(frugal_table_find(engine, "nobody", &none), FRUGAL_ERR_NOT_FOUND);
+  frugal_error before, after;
+  frugal_last_error(&before);
+  const std::string message = before.message;
+  RowOp row(table, {1, 2, 3}, 1);
+  ASSERT_OK(frugal_prefetch(trainer, 0, &row.op, 1, nullptr));  // resolves here: the table is too small
+  frugal_last_error(&after);
+  EXPECT_EQ(after.status, FRUGAL_ERR_NOT_FOUND);
+  EXPECT_EQ(message, before.message);
+  EXPECT_EQ(message, after.message);
+}
+
 TEST(Library, InitFunctionsGiveTheSameBytesAsMacros) {
   const auto same = [](const void* a, const void* b, size_t n) {
     return std::memcmp(a, b, n) == 0;

@@ -12,14 +12,16 @@ namespace {
 
 template <class F>
 Status guard(F&& body) noexcept {
+  begin_call();
   try {
-    return body();
+    return end_call(body());
   } catch (const std::bad_alloc&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted");
+    return end_call(
+        fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted"));
   } catch (const std::exception& e) {
-    return fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what());
+    return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what()));
   } catch (...) {
-    return fail(FRUGAL_ERR_INTERNAL, "unexpected failure; please report this");
+    return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected failure; please report this"));
   }
 }
 
