@@ -352,7 +352,7 @@ FRUGAL_API int32_t frugal_table_describe(const frugal_table *table, frugal_table
 FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count_out);
 
 /* Enumerates keys: writes up to `capacity` keys of existing rows from `*cursor` on (start with
- * 0) and moves the cursor; `*count_out` 0 means the end. The order is the rows' internal one and
+ * 0) and moves the cursor; with a capacity above 0, `*count_out` 0 means the end. The order is the rows' internal one and
  * changes when rows are created or deleted. Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
 FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
                                      uint64_t *keys_out, size_t capacity, size_t *count_out);
@@ -378,7 +378,9 @@ typedef struct frugal_memory {
   uint64_t total;
 } frugal_memory;
 
-/* Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE. Threads: any. */
+/* Tells the bytes that a table of an engine would take; opens and reserves nothing. `engine_config`
+ * NULL means all defaults, and the table's name is not looked at. Returns: FRUGAL_OK,
+ * INVALID_ARGUMENT, STRUCT_SIZE. Threads: any. */
 FRUGAL_API int32_t frugal_memory_needed(const frugal_config *engine_config,
                                         const frugal_table_config *table_config,
                                         uint64_t cache_rows, frugal_memory *memory_out);
@@ -507,7 +509,8 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
  * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
- * same on all ranks; then + 1. A waiting caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * same on all ranks; then + 1. The first call names it, even one that answers TIMEOUT. A waiting
+ * caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
  * STEP_ABORTED (the last step was undone; the message names the step to begin), CLOSED,
  * UNHEALTHY. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int64_t timeout_ms);
