@@ -1105,6 +1105,34 @@ TEST(Trainers, ClosingTheEngineWakesWaitingCalls) {
 
 // --- Steps ---
 
+// A step_begin whose gate is open, and that is closed before it has begun, ends, too: neither the
+// caller nor who closes hangs.
+TEST(Trainers, ClosingWhileStepsBegin) {
+  for (int round = 0; round < 200; ++round) {
+    SCOPED_TRACE(round);
+    Engine engine;
+    frugal_trainer* trainer = engine.Trainer(0);
+    std::atomic<uint64_t> steps{0};
+    std::thread training([&] {
+      int32_t status = FRUGAL_OK;
+      for (uint64_t s = 0; status == FRUGAL_OK; ++s) {
+        status = frugal_step_begin(trainer, s, kWait);
+        if (status == FRUGAL_OK) status = frugal_step_end(trainer, s, 0);
+        steps = s + 1;
+      }
+      EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE)
+          << frugal_status_name(status);
+    });
+    while (steps < 3) std::this_thread::yield();
+    if (round % 2) {
+      EXPECT_OK(frugal_trainer_close(trainer));
+    } else {
+      engine.Close();
+    }
+    training.join();
+  }
+}
+
 TEST(Steps, Order) {
   Engine engine(2);
   frugal_trainer* a = engine.Trainer(0);
