@@ -26,7 +26,8 @@
  *   value is fixed forever. frugal_last_error() has the message of the calling thread.
  *   A function names the statuses that are its own. Beside them each may answer BAD_HANDLE, FORKED,
  *   INVALID_ARGUMENT (a null pointer, a bad time-out), OUT_OF_MEMORY and INTERNAL; one that works
- *   on an open engine CLOSED and UNHEALTHY.
+ *   on an open engine CLOSED and UNHEALTHY, but for those that only tell (frugal_health,
+ *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats).
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -39,6 +40,7 @@
  *   are independent.
  * - Ownership: the caller's buffers are read or written during the call only; the library keeps
  *   no pointer into them. Memory that the library lends says so.
+ * - A call takes at most 2^32 - 2 ops, an op (or a call on rows outside steps) as many keys.
  * - Every wait has a time-out in milliseconds: FRUGAL_TIMEOUT_DEFAULT takes the engine's (30
  *   minutes unless configured), 0 polls, FRUGAL_TIMEOUT_INFINITE waits for ever. A call that
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
@@ -350,7 +352,7 @@ FRUGAL_API int32_t frugal_table_describe(const frugal_table *table, frugal_table
 FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count_out);
 
 /* Enumerates keys: writes up to `capacity` keys of existing rows from `*cursor` on (start with
- * 0) and moves the cursor; `*count_out` 0 means the end. The order is the rows' internal one and
+ * 0) and moves the cursor; with a capacity above 0, `*count_out` 0 means the end. The order is the rows' internal one and
  * changes when rows are created or deleted. Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
 FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
                                      uint64_t *keys_out, size_t capacity, size_t *count_out);
@@ -376,7 +378,9 @@ typedef struct frugal_memory {
   uint64_t total;
 } frugal_memory;
 
-/* Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE. Threads: any. */
+/* Tells the bytes that a table of an engine would take; opens and reserves nothing. `engine_config`
+ * NULL means all defaults, and the table's name is not looked at. Returns: FRUGAL_OK,
+ * INVALID_ARGUMENT, STRUCT_SIZE. Threads: any. */
 FRUGAL_API int32_t frugal_memory_needed(const frugal_config *engine_config,
                                         const frugal_table_config *table_config,
                                         uint64_t cache_rows, frugal_memory *memory_out);
@@ -505,7 +509,8 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
  * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
- * same on all ranks; then + 1. A waiting caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * same on all ranks; then + 1. The first call names it, even one that answers TIMEOUT. A waiting
+ * caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
  * STEP_ABORTED (the last step was undone; the message names the step to begin), CLOSED,
  * UNHEALTHY. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int64_t timeout_ms);
@@ -558,8 +563,8 @@ FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
  * that it has to see are written first. Rows of a lazy dense table that nobody has used take their
  * memory when they are read. Keys that are missing read as zeros and are told in found_out. With a
  * trainer inside a step it sees what lookup sees; with a trainer between steps it waits, like
- * the next step's gate, for the other ranks to end theirs; with `trainer` NULL it is an
- * operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
+ * the next step's gate, for the other ranks to end theirs and for operations outside steps; with
+ * `trainer` NULL it is one itself. rows_out and found_out are undefined after an error. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
  * STRUCT_SIZE, INVALID_ARGUMENT. Threads: any (trainer: one at a time). */
 FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
                                const frugal_op *ops, size_t op_count, int64_t timeout_ms);

@@ -204,7 +204,11 @@ class Table {
     Check(frugal_table_set_optimizer(get(), first_step, &optimizer));
   }
 
-  void Drop() { Check(frugal_table_drop(handle_.Release())); }
+  // After an error, as FRUGAL_ERR_BUSY, the table is there as before, and this object still its.
+  void Drop() {
+    Check(frugal_table_drop(get()));
+    handle_.Release();
+  }
 
  private:
   internal::Handle<frugal_table> handle_;
@@ -268,7 +272,11 @@ class Trainer {
     return Batch(batch, nullptr, 0, 0);
   }
 
-  void Cancel(Batch batch) { Check(frugal_prefetch_cancel(get(), batch.get())); }
+  // After an error, as FRUGAL_ERR_STEP_RANGE, the batch can be used as before.
+  void Cancel(Batch&& batch) {
+    Check(frugal_prefetch_cancel(get(), batch.get()));
+    batch = Batch();
+  }
 
   void StepBegin(uint64_t step, int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) {
     Check(frugal_step_begin(get(), step, timeout_ms));
@@ -330,7 +338,7 @@ class Trainer {
   internal::Handle<frugal_trainer> handle_;
 };
 
-// An engine; closed when it is destroyed, which writes what is pending.
+// An engine; closed when it is destroyed, tables and pending updates with it.
 class Engine {
  public:
   explicit Engine(const frugal_config& config = Config()) {

@@ -231,6 +231,24 @@ TEST(Library, LastErrorIsTheThreadsOwn) {
   EXPECT_NE(error.status, FRUGAL_OK);
 }
 
+// A call that meets a failure on its way and ends well is not the last one that failed.
+TEST(Library, LastErrorIsOfACallThatFailed) {
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 2, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_table* none = nullptr;
+  EXPECT_REFUSED(frugal_table_find(engine, "nobody", &none), FRUGAL_ERR_NOT_FOUND);
+  frugal_error before, after;
+  frugal_last_error(&before);
+  const std::string message = before.message;
+  RowOp row(table, {1, 2, 3}, 1);
+  ASSERT_OK(frugal_prefetch(trainer, 0, &row.op, 1, nullptr));  // resolves here: the table is too small
+  frugal_last_error(&after);
+  EXPECT_EQ(after.status, FRUGAL_ERR_NOT_FOUND);
+  EXPECT_EQ(message, before.message);
+  EXPECT_EQ(message, after.message);
+}
+
 TEST(Library, InitFunctionsGiveTheSameBytesAsMacros) {
   const auto same = [](const void* a, const void* b, size_t n) {
     return std::memcmp(a, b, n) == 0;
@@ -840,6 +858,31 @@ TEST(Tables, MemoryThatIsNotThere) {
   }
 }
 
+// More than the machine has, but less than it can address: told before any of it is touched, for an
+// overcommitting kernel would end the process on the way.
+TEST(Tables, MoreMemoryThanTheMachineHas) {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string word;
+  uint64_t kib = 0;
+  while (meminfo >> word && word != "MemTotal:") {
+  }
+  meminfo >> kib;
+  ASSERT_GT(kib, 0u);
+  for (int32_t backing : {FRUGAL_BACKING_PRIVATE, FRUGAL_BACKING_SHM}) {
+    Engine engine(1, [&](frugal_config* c) { c->backing = backing; });
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "large";
+    config.dim = 8192;
+    config.rows = kib * 1024 * 2 / (config.dim * sizeof(float));
+    frugal_table* table = nullptr;
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_REFUSED(frugal_table_create(engine, &config, &table), FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+    EXPECT_EQ(table, nullptr);
+    EXPECT_NE(engine.Table("large", FRUGAL_DENSE, 10, 1), nullptr);
+  }
+}
+
 // What frugal_memory_needed says is enough as host_bytes, and the index' growth needs it.
 TEST(Tables, MemoryNeededIsEnough) {
   for (uint64_t rows : {1'000u, 131'072u, 131'073u, 300'000u, 700'000u}) {
@@ -1061,6 +1104,34 @@ TEST(Trainers, ClosingTheEngineWakesWaitingCalls) {
 }
 
 // --- Steps ---
+
+// A step_begin whose gate is open, and that is closed before it has begun, ends, too: neither the
+// caller nor who closes hangs.
+TEST(Trainers, ClosingWhileStepsBegin) {
+  for (int round = 0; round < 200; ++round) {
+    SCOPED_TRACE(round);
+    Engine engine;
+    frugal_trainer* trainer = engine.Trainer(0);
+    std::atomic<uint64_t> steps{0};
+    std::thread training([&] {
+      int32_t status = FRUGAL_OK;
+      for (uint64_t s = 0; status == FRUGAL_OK; ++s) {
+        status = frugal_step_begin(trainer, s, kWait);
+        if (status == FRUGAL_OK) status = frugal_step_end(trainer, s, 0);
+        steps = s + 1;
+      }
+      EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE)
+          << frugal_status_name(status);
+    });
+    while (steps < 3) std::this_thread::yield();
+    if (round % 2) {
+      EXPECT_OK(frugal_trainer_close(trainer));
+    } else {
+      engine.Close();
+    }
+    training.join();
+  }
+}
 
 TEST(Steps, Order) {
   Engine engine(2);
@@ -2042,6 +2113,42 @@ TEST(Outside, BadArguments) {
   EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), FRUGAL_ERR_KEY_OUT_OF_RANGE);
 }
 
+// What no memory can hold is refused before anything of it is looked at.
+TEST(Outside, CountsAndStridesBeyondMemory) {
+  Engine engine;
+  frugal_trainer* trainer = engine.Trainer(0);
+  const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
+  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED}) {
+    const std::string name = std::to_string(key_space);
+    frugal_table* table = engine.Table(name.c_str(), key_space, 10, 1);
+    const uint64_t keys[] = {1, 2};
+    const float ones[] = {1, 1};
+    ASSERT_OK(frugal_put(table, keys, 2, 0, ones, 0));
+    float out[2] = {kUntouched, kUntouched};
+    uint64_t deleted = 77;
+    for (size_t count : {SIZE_MAX, size_t{1} << 62, size_t{UINT32_MAX}}) {
+      EXPECT_REFUSED(frugal_get(table, keys, count, 0, out, 0, nullptr), invalid);
+      EXPECT_REFUSED(frugal_put(table, keys, count, 0, out, 0), invalid);
+      EXPECT_REFUSED(frugal_delete(table, keys, count, &deleted), invalid);
+      RowOp row(table, {1}, 1);
+      EXPECT_REFUSED(frugal_lookup(trainer, &row.op, count), invalid);
+      EXPECT_REFUSED(frugal_push_grad(trainer, &row.op, count), invalid);
+      EXPECT_REFUSED(frugal_prefetch(trainer, 0, &row.op, count, nullptr), invalid);
+      EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, count, 0), invalid);
+    }
+    for (size_t stride : {SIZE_MAX - 3, SIZE_MAX / 4 * 3 + 1}) {  // as if rows lay backwards
+      EXPECT_REFUSED(frugal_get(table, keys, 2, 0, out + 1, stride, nullptr), invalid);
+      EXPECT_REFUSED(frugal_put(table, keys, 2, 0, out + 1, stride), invalid);
+      RowOp row(table, {1, 2}, 1);
+      row.op.row_stride = stride;
+      EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), invalid);
+    }
+    for (float x : out) EXPECT_EQ(x, kUntouched);
+    EXPECT_EQ(deleted, 77u);
+    EXPECT_EQ(GetOne(table, 2), 1.0f);
+  }
+}
+
 TEST(Outside, MissingRowsAreToldAndLeftAlone) {
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 2);
@@ -2249,6 +2356,39 @@ TEST(Read, InAndBetweenSteps) {
   EXPECT_EQ(row.rows[0], -3.0f);
   EXPECT_EQ(row.rows[1], -1.0f);
   EXPECT_EQ(Count(table), 2u);
+}
+
+// A trainer's read between steps and an operation outside steps are one after the other: a row is
+// read as one put has written it.
+TEST(Read, BetweenStepsIsNotTornByPuts) {
+  constexpr uint32_t kDim = 65536;
+  for (uint64_t steps : {0u, 1u}) {  // before the first step, too
+    Engine engine;
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 3, kDim);
+    frugal_trainer* trainer = engine.Trainer(0);
+    for (uint64_t s = 0; s < steps; ++s) {
+      ASSERT_OK(frugal_step_begin(trainer, s, kWait));
+      ASSERT_OK(frugal_step_end(trainer, s, 0));
+    }
+    std::atomic<bool> stop{false};
+    std::thread putter([&] {
+      std::vector<float> values(kDim);
+      const uint64_t key = 1;
+      for (int i = 0; !stop; ++i) {
+        std::fill(values.begin(), values.end(), static_cast<float>(i));
+        EXPECT_OK(frugal_put(table, &key, 1, 0, values.data(), 0));
+      }
+    });
+    RowOp row(table, {1}, kDim);
+    int torn = 0;
+    for (int i = 0; i < 500; ++i) {
+      EXPECT_OK(frugal_read(engine, trainer, &row.op, 1, kWait));
+      torn += row.rows.front() != row.rows.back();
+    }
+    stop = true;
+    putter.join();
+    EXPECT_EQ(torn, 0);
+  }
 }
 
 // The window keeps the low bits of the step in which a row was touched last. Rows that are left

@@ -261,6 +261,10 @@ Outcome Training(int32_t mode, uint32_t threads, Arm arm, int64_t n) {
     float row[8];
     EXPECT_EQ(frugal_get(dense, &key, 1, 0, row, 0, nullptr), FRUGAL_ERR_UNHEALTHY);
     EXPECT_EQ(frugal_step_begin(trainers[0], 7, kWait), FRUGAL_ERR_UNHEALTHY);
+    uint64_t count = 0, cursor = 0;
+    size_t listed = 0;
+    EXPECT_EQ(frugal_table_count(hashed, &count), FRUGAL_ERR_UNHEALTHY);
+    EXPECT_EQ(frugal_table_keys(hashed, &cursor, &key, 1, &listed), FRUGAL_ERR_UNHEALTHY);
   }
   return out;
 }
@@ -295,6 +299,56 @@ TEST(Memory, ATrainingDeferred) {
 
 TEST(Memory, ATrainingAtOnce) {
   EveryPlace(FRUGAL_FLUSH_AT_ONCE, frugal::heap_test_fail_after, {0, 1});
+}
+
+// --- Rows outside steps ---
+
+// A put or delete that fails has changed no row, and one that succeeds no cache hides.
+TEST(Memory, PutAndDeleteOfCachedRows) {
+  const uint32_t dim = 4;
+  const uint64_t keys = 40;
+  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED})
+    for (bool remove : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "key space " << key_space << ", delete " << remove);
+      Engine engine([](frugal_config* c) { c->flush_threads = 0; });
+      frugal_table* table = engine.Table("t", key_space, keys, dim);
+      frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+      config.cache_ratio = 1;
+      frugal_trainer* trainer = nullptr;
+      ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainer));
+      Op all(table, Range(0, keys), dim, 0.5f);
+      uint64_t step = 0;
+      const auto train = [&] {
+        ASSERT_OK(frugal_prefetch(trainer, step, &all.op, 1, nullptr));
+        ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+        ASSERT_OK(frugal_lookup(trainer, &all.op, 1));
+        ASSERT_OK(frugal_push_grad(trainer, &all.op, 1));
+        ASSERT_OK(frugal_step_end(trainer, step++, 0));
+      };
+      train();
+      train();
+      const std::vector<float> before = Rows(table, keys, dim);
+      const std::vector<float> other(keys * dim, 3.25f);
+      const int failures = Sweep(frugal::heap_test_fail_after, [&] {
+        const int32_t status =
+            remove ? frugal_delete(table, all.keys.data(), keys, nullptr)
+                   : frugal_put(table, all.keys.data(), keys, 0, other.data(), 0);
+        frugal::heap_test_fail_after(0);
+        if (status != FRUGAL_OK) {
+          EXPECT_TRUE(SameBits(Rows(table, keys, dim), before));
+        }
+        return status;
+      });
+      EXPECT_GT(failures, 1);
+      std::vector<float> now(keys * dim, 0.0f);
+      if (!remove || key_space == FRUGAL_DENSE) {
+        ASSERT_OK(frugal_get(table, all.keys.data(), keys, 0, now.data(), 0, nullptr));
+      }
+      train();
+      if (!remove || key_space == FRUGAL_DENSE) {
+        EXPECT_TRUE(SameBits(all.rows, now));
+      }
+    }
 }
 
 // --- Shared memory that is full ---

@@ -101,6 +101,26 @@ TEST(Hpp, StatusesBecomeErrors) {
   EXPECT_EQ(StatusOf([&] { engine.CreateTrainer(); }), FRUGAL_ERR_EXISTS);
 }
 
+TEST(Hpp, WhatIsRefusedStaysAsItWas) {
+  frugal::Engine engine;
+  frugal::Table table = engine.CreateTable(frugal::TableConfig("t", 10, 1));
+  frugal::Trainer trainer = engine.CreateTrainer();
+  const std::vector<uint64_t> keys = {1};
+  std::vector<float> rows(1);
+  frugal::Batch batch = trainer.Prefetch(0, table, keys);
+  trainer.StepBegin(0);
+  EXPECT_EQ(StatusOf([&] { table.Drop(); }), FRUGAL_ERR_BUSY);
+  EXPECT_EQ(StatusOf([&] { trainer.Cancel(std::move(batch)); }), FRUGAL_ERR_STEP_RANGE);
+  trainer.Lookup(batch, rows);
+  trainer.StepEnd(0);
+  EXPECT_EQ(table.Count(), 10u);
+  batch = trainer.Prefetch(1, table, keys);
+  trainer.Cancel(std::move(batch));
+  EXPECT_EQ(batch.get(), nullptr);
+  table.Drop();
+  EXPECT_EQ(table.get(), nullptr);
+}
+
 TEST(Hpp, AnyOrderOfDestruction) {
   frugal::Trainer trainer;
   {

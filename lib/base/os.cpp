@@ -131,6 +131,12 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out) {
   return FRUGAL_OK;
 }
 
+Status os_check_available(uint64_t bytes) {
+  if (bytes <= available_bytes()) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu bytes are more than the memory available",
+              static_cast<unsigned long long>(bytes));
+}
+
 Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   if (injected_failure())
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "committing %zu bytes failed", bytes);
@@ -142,9 +148,9 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
                         bytes);
     return FRUGAL_OK;
   }
-  // Without this check an overcommitting kernel would kill the process later, on a touch.
-  if (bytes >= (size_t{64} << 20) && bytes > available_bytes())
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes are more than the memory available", bytes);
+  // Without this check an overcommitting kernel would kill the process later, on a touch. A slab is
+  // large enough: tables grow by them.
+  if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));
   if (madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "%zu bytes of memory", bytes);
   return FRUGAL_OK;

@@ -12,17 +12,20 @@ struct LastError {
   int system_code = 0;
   char message[512] = "";
 };
+// What a call under way has met. It may end well all the same (a full table makes room, a cache is
+// done without), and then the last call that failed is still another.
+thread_local LastError t_met;
 thread_local LastError t_last;
 
 Status record(Status status, int code, const char* format, va_list args) {
-  t_last.status = status;
-  t_last.system_code = code;
-  int n = std::vsnprintf(t_last.message, sizeof t_last.message, format, args);
-  if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof t_last.message) {
+  t_met.status = status;
+  t_met.system_code = code;
+  int n = std::vsnprintf(t_met.message, sizeof t_met.message, format, args);
+  if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof t_met.message) {
     char text[96] = "";
     // The GNU strerror_r may return a string of its own.
     const char* s = strerror_r(code, text, sizeof text);
-    std::snprintf(t_last.message + n, sizeof t_last.message - static_cast<size_t>(n), " (%s)", s);
+    std::snprintf(t_met.message + n, sizeof t_met.message - static_cast<size_t>(n), " (%s)", s);
   }
   return status;
 }
@@ -85,6 +88,16 @@ const char* status_name(Status status) {
     default:
       return "FRUGAL_UNKNOWN";
   }
+}
+
+void begin_call() { t_met.status = FRUGAL_OK; }
+
+Status end_call(Status status) {
+  if (status == FRUGAL_OK) return status;
+  // Background failures come without a message of this thread.
+  if (t_met.status != status) fail(status, "%s: it happened in the background", status_name(status));
+  t_last = t_met;
+  return status;
 }
 
 void last_error(frugal_error* out) {

@@ -13,7 +13,7 @@ namespace frugal {
 
 using Status = int32_t;
 
-// Records `status` and the message as this thread's last error; returns `status`.
+// Records `status` and the message, which end_call makes this thread's last error; returns `status`.
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char* format, ...);
 // The same with the errno behind it.
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
@@ -22,6 +22,9 @@ using Status = int32_t;
 [[gnu::format(printf, 1, 2)]] String text(const char* format, ...);
 
 const char* status_name(Status status);
+// Around each call through the C boundary; end_call returns its status.
+void begin_call();
+Status end_call(Status status);
 void last_error(frugal_error* out);
 
 #define FRUGAL_TRY(expression)                                       \

@@ -12,14 +12,16 @@ namespace {
 
 template <class F>
 Status guard(F&& body) noexcept {
+  begin_call();
   try {
-    return body();
+    return end_call(body());
   } catch (const std::bad_alloc&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted");
+    return end_call(
+        fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted"));
   } catch (const std::exception& e) {
-    return fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what());
+    return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what()));
   } catch (...) {
-    return fail(FRUGAL_ERR_INTERNAL, "unexpected failure; please report this");
+    return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected failure; please report this"));
   }
 }
 
@@ -144,9 +146,15 @@ Status check_timeout(int64_t ms) {
               static_cast<long long>(ms));
 }
 
+// Beyond this there is no such array, or slots and positions would not fit into 32 bits.
+Status check_count(size_t n, const char* what) {
+  if (n < UINT32_MAX) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu %s in one call: at most 2^32 - 2", n, what);
+}
+
 Status check_ops(const frugal_op* ops, size_t n) {
   if (!ops && n) return null("ops");
-  return FRUGAL_OK;
+  return check_count(n, "ops");
 }
 
 }  // namespace
@@ -388,6 +396,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
     TableRef t;
     FRUGAL_TRY(acquire(table, &t));
     if (!keys && count) return null("keys");
+    FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
@@ -401,6 +410,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
     TableRef t;
     FRUGAL_TRY(acquire(table, &t));
     if (!keys && count) return null("keys");
+    FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
@@ -414,6 +424,7 @@ int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
     TableRef t;
     FRUGAL_TRY(acquire(table, &t));
     if (!keys && count) return null("keys");
+    FRUGAL_TRY(check_count(count, "keys"));
     return t->engine->remove(*t, keys, count, deleted_out);
   });
 }

@@ -64,6 +64,7 @@ Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Us
   const size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
   if (op.row_stride && (op.row_stride < row_bytes || op.row_stride % sizeof(float)))
     return bad("row_stride must be 0, or a multiple of 4 that holds a row");
+  if (rows && op.row_stride > PTRDIFF_MAX / rows) return bad("row_stride: the rows exceed the address space");
   if (use == Use::kPush) {
     if (rows && !op.grads) return bad("grads is NULL");
   } else if (rows && !op.rows_out) {

@@ -15,7 +15,8 @@ namespace frugal {
 OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outside_mu_) {
   std::unique_lock<std::mutex> lock(engine.mu_);
   engine.settle(lock, [&] {
-    return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
+    return (!engine.committing_ && engine.aborting_ == 0 && engine.reading_ == 0) ||
+           engine.closed_.load();
   });
   String why;
   if (engine.closed_.load()) {
@@ -80,6 +81,7 @@ Status Engine::flush(Deadline deadline) {
 }
 
 Status Engine::count(Table& table, uint64_t* out) {
+  FRUGAL_TRY(check());
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
   *out = table.rows.count();
@@ -87,6 +89,7 @@ Status Engine::count(Table& table, uint64_t* out) {
 }
 
 Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+  FRUGAL_TRY(check());
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
   *n = table.rows.enumerate(cursor, out, capacity);
@@ -101,12 +104,15 @@ void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
   if (state) rows.export_state(slot, out + l.dim);
 }
 
-Status check_stride(size_t* stride, size_t row_bytes) {
+Status check_stride(size_t* stride, size_t row_bytes, size_t rows) {
   if (*stride == 0) *stride = row_bytes;
   if (*stride < row_bytes || *stride % sizeof(float))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "row_stride %zu: a row has %zu bytes; give 0 or a larger multiple of 4", *stride,
                 row_bytes);
+  if (rows && *stride > PTRDIFF_MAX / rows)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %zu: %zu rows exceed the address space",
+                *stride, rows);
   return FRUGAL_OK;
 }
 
@@ -118,7 +124,7 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
-  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float)));
+  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
@@ -143,7 +149,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
-  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float)));
+  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this);
   FRUGAL_TRY(scope.status());
@@ -171,7 +177,11 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   op.table = reinterpret_cast<frugal_table*>(t.handle);
   FRUGAL_TRY(with_room(&op, 1, [&] {
     Accessing accessing(*this, t);
-    return t.rows.resolve(keys, n, nullptr, Rows::Missing::kCreate, s, &created);
+    FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
+    // Before anything is written, for it may want memory. A cache can always do without its copy.
+    drop_cached(t, s, n);
+    t.rows.create_reserved(s, n, &created);
+    return Status{FRUGAL_OK};
   }));
   for (size_t i = 0; i < n; ++i) {
     const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
@@ -185,7 +195,6 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
     else
       t.rows.reset_state(s[i]);
   }
-  drop_cached(t, s, n);
   counters_.rows_created.fetch_add(created.size(), std::memory_order_relaxed);
   return FRUGAL_OK;
 }
@@ -199,6 +208,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     trainers = ranks_;
   }
   Vector<uint32_t> dropped;
+  dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
   for (const TrainerRef& t : trainers) {
     if (!t) continue;
     auto at = t->caches.find(&table);
@@ -229,7 +239,7 @@ Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* delete
   uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
   if (t.rows.hashed()) {
     std::lock_guard<std::mutex> lock(mu_);
-    t.orphans.insert(t.orphans.end(), slots.begin(), slots.end());
+    add_orphans(t, slots);
     settle_orphans(t);
   }
   if (deleted) *deleted = were;
@@ -242,6 +252,19 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   FpEnvironment fp;
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;
+  // Between steps an operation outside steps could write, or delete, what is being read.
+  struct Reading {
+    Engine& engine;
+    bool entered = false;
+    ~Reading() {
+      if (!entered) return;
+      {
+        std::lock_guard<std::mutex> lock(engine.mu_);
+        --engine.reading_;
+      }
+      engine.progress();
+    }
+  } reading{*this};
   uint64_t step = UINT64_MAX;
   if (trainer) {
     call = std::unique_lock<std::mutex>(trainer->call_mu);
@@ -254,19 +277,24 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       next = trainer->in_step ? trainer->step : trainer->next_step;
       if (next != kNoStep) step = next;
     }
-    if (next != kNoStep) {
-      auto ended = [&] {
-        if (apply_jobs_.load()) return false;
-        std::lock_guard<std::mutex> lock(mu_);
-        return config_.staleness >= next || to_commit() >= next - config_.staleness;
-      };
-      Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
-      if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
-      if (s == FRUGAL_ERR_TIMEOUT)
-        return fail(s, "read waited for other ranks to end step %llu; call again",
-                    static_cast<unsigned long long>(next - 1));
-      FRUGAL_TRY(s);
-    }
+    auto ended = [&] {
+      if (apply_jobs_.load()) return false;
+      std::lock_guard<std::mutex> lock(mu_);
+      if (outside_) return false;
+      if (next != kNoStep && config_.staleness < next && to_commit() < next - config_.staleness)
+        return false;
+      ++reading_;
+      reading.entered = true;
+      return true;
+    };
+    Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
+    if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
+    if (s == FRUGAL_ERR_TIMEOUT && next != kNoStep)
+      return fail(s, "read waited for other ranks to end step %llu, or for an operation outside steps; "
+                  "call again", static_cast<unsigned long long>(next - 1));
+    if (s == FRUGAL_ERR_TIMEOUT)
+      return fail(s, "read waited for an operation outside steps; call again");
+    FRUGAL_TRY(s);
   } else {
     scope.emplace(*this);
     FRUGAL_TRY(scope->status());

@@ -166,6 +166,8 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
       }
   }
   for (;;) {
+    // Closed, or aborted, since: an open gate does not look.
+    FRUGAL_TRY(enter(t));
     Status s = gate(&t, step, deadline);
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
     if (s != FRUGAL_OK) return s;

@@ -158,6 +158,9 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
                                config.optimizer.initial_accumulator);
   FRUGAL_TRY(table->rows.open(rows, &budget_));
   if (!rows.hashed && !rows.lazy) {
+    // All of it at once, before the first page of it is touched.
+    FRUGAL_TRY(os_check_available(config.rows * sizeof(float) *
+                                  (rows.layout.value_stride + rows.layout.state_stride)));
     InitContext context{&table->rows, config.rows, {}};
     size_t chunk = table->rows.chunk_rows();
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
