@@ -169,14 +169,20 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     Status s = gate(&t, step, deadline);
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
     if (s != FRUGAL_OK) return s;
-    std::lock_guard<std::mutex> lock(mu_);
-    if (t.abort_notice.load() || t.closing.load() || closed_.load() || outside_ || aborting_)
-      continue;  // the gate says what
-    t.in_step = true;
-    t.step = step;
-    t.next_step = step + 1;
-    if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
-    break;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
+          !outside_ && !aborting_) {
+        t.in_step = true;
+        t.step = step;
+        t.next_step = step + 1;
+        if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
+        break;
+      }
+    }
+    // A gate that is open at once asks neither after the trainer nor after the engine: who closes
+    // one of them waits for this call.
+    FRUGAL_TRY(enter(t));
   }
   if (t.cache_bytes || t.cache_ratio > 0) {
     Status s;
