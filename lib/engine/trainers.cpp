@@ -16,11 +16,14 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   std::unique_lock<std::mutex> lock(mu_);
+  // Who was here before comes back between steps, so that it misses none. Nothing is decided before
+  // this wait: another thread may take the rank meanwhile.
+  if (joined_[config.rank] && !ranks_[config.rank])
+    settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
+  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
   if (joined_[config.rank]) {
-    // It was here before: it comes back between steps, so that it misses none.
-    settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
     String why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
