@@ -434,6 +434,8 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     bool taken = false;
     {
       std::lock_guard<std::mutex> lock(mu_);
+      // Who closes the engine has taken the records away already.
+      if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
       if (!t.abort_notice.load()) {
         // First all that may want memory; then the hand-over, which cannot fail.
         StepRecord& record = records_[step];

@@ -131,6 +131,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   }
   {
     std::lock_guard<std::mutex> lock(mu_);
+    // Who closes the engine has taken the batches away already.
+    if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
     for (const TableRef& table : batch->tables)
       if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "the table was dropped");
     uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_;
