@@ -537,6 +537,9 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     // What was taken in ahead may be half of it.
     *status = health();
     committing_ = false;
+    // Who waits for commits to end has no time-out, and nothing else may happen any more.
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
     return;
   }
   bool want_deferred = deferred_now_.load();
