@@ -204,7 +204,9 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     bool schedule = false;
     try {
       std::lock_guard<std::mutex> lock(mu_);
-      if (step == to_commit()) {
+      // After an abort, of which this rank is not told yet, all begin the step again: it may be
+      // declared for meanwhile, and what is staged must have passed the gates.
+      if (step == to_commit() && !aborting_ && !t.abort_notice.load()) {
         schedule = true;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& o = ranks_[r];
