@@ -294,14 +294,15 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
     // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
     // not what the cache would have to hold.
-    if (table->rows.has_reserved()) {
-      table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
-      std::erase_if(slots, [&](uint32_t s) {
-        return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
-      });
-    }
     {
+      // One look at both: a row that an abort takes back now is young before and reserved after.
       std::lock_guard<std::mutex> young(table->young_mu);
+      if (table->rows.has_reserved()) {
+        table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
+        std::erase_if(slots, [&](uint32_t s) {
+          return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
+        });
+      }
       if (!table->young.empty())
         std::erase_if(slots, [&](uint32_t s) { return table->young.count(s) != 0; });
     }
@@ -889,11 +890,15 @@ void Engine::undo_local(Trainer& t) {
 // Rows that a step created exist no longer; their slots stay while a declaration names them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
   for (CreatedRows& c : created) {
-    if (track_young()) {
-      std::lock_guard<std::mutex> young(c.table->young_mu);
-      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
+    {
+      // In one section: who lets rows into a cache must find them young or reserved.
+      std::unique_lock<std::mutex> young(c.table->young_mu, std::defer_lock);
+      if (track_young()) {
+        young.lock();
+        std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
+      }
+      c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     }
-    c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     std::lock_guard<std::mutex> lock(mu_);
     add_orphans(*c.table, c.slots);
     settle_orphans(*c.table);
