@@ -35,9 +35,15 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
-  if (cached && cache_count_.fetch_add(1) == 0)
+  if (cached) {
+    // Rows of steps that were begun before the first cache came are not tracked: that holds for the
+    // caches that come after it, too, and for steps that were ended by ranks that have left.
+    const bool first = cache_count_.fetch_add(1) == 0;
+    if (first && !records_.empty()) t->cache_from = records_.rbegin()->first + 1;
     for (const TrainerRef& o : ranks_)
-      if (o && o != t && o->next_step != kNoStep) t->cache_from = std::max(t->cache_from, o->next_step);
+      if (o && o != t && o->next_step != kNoStep)
+        t->cache_from = std::max(t->cache_from, first ? o->next_step : o->cache_from);
+  }
   progress_.fetch_add(1);
   cv_progress_.notify_all();
   *out = t;
