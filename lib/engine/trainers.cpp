@@ -86,21 +86,25 @@ Status Engine::close_trainer(const TrainerRef& t) {
     // An operation outside steps may be looking into the caches.
     settle(lock, [&] { return outside_ == 0; });
     caches.swap(t->caches);
-    ranks_[t->rank].reset();
-    if (t->has_cache.load()) cache_count_.fetch_sub(1);
-    t->backlog.clear();
-    t->backlog_tables.clear();
-    progress_.fetch_add(1);
-    cv_progress_.notify_all();
   }
   t->lent.clear();
-  // Rows that it cached: its own reads are gone with its declarations, the flags go too.
+  // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
+  // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, tt] : caches) {
     if (!tt.cache) continue;
     Vector<uint32_t> dropped;
     tt.cache->clear(&dropped);
     if (tt.table->window.opened())
       tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    ranks_[t->rank].reset();
+    if (t->has_cache.load()) cache_count_.fetch_sub(1);
+    t->backlog.clear();
+    t->backlog_tables.clear();
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
   }
   call.unlock();
   // Others may have waited for this rank alone.
