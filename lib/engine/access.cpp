@@ -210,6 +210,8 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
 // exists by then is among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
+  // Asked once: a cache may join in between, and nothing is noted without the lock.
+  const bool track = track_young();
   for (const Access& a : accesses) {
     Rows& rows = a.table->rows;
     if (!rows.hashed()) continue;
@@ -218,11 +220,11 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     const uint32_t* slots = a.part->slots.as<uint32_t>();
     // Who finds a row existing must find it young, too.
     std::unique_lock<std::mutex> young(a.table->young_mu, std::defer_lock);
-    if (track_young()) young.lock();
+    if (track) young.lock();
     if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
     bool any = !made.slots.empty();
     if (any) t.created.push_back(std::move(made));
-    if (track_young())
+    if (track)
       note_young(*a.table, t.step, slots, a.part->n,
                  any ? t.created.back().slots : Vector<uint32_t>());
   }
