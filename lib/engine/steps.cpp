@@ -929,6 +929,12 @@ Status Engine::undo(Trainer& by, bool leaving) {
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
+    // Another abort, or the trainer's closing, was first: others may have begun the step again, and
+    // that is not to be undone.
+    if (!by.in_step) {
+      if (leaving) return FRUGAL_OK;
+      return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+    }
     others.reserve(ranks_.size());  // from here on nothing wants memory
     settle(lock, [&] { return !committing_; });
     ++aborting_;
@@ -972,7 +978,11 @@ Status Engine::undo(Trainer& by, bool leaving) {
     by.lent.clear();
   }
   for (const TrainerRef& t : others) undo_part(*t);
-  if (leaving) undo_local(by);  // it is being closed: no call of its is under way or gets in
+  if (leaving) {
+    // No call of its is under way or gets in, but the engine may be being closed.
+    std::lock_guard<std::mutex> call(by.call_mu);
+    undo_local(by);
+  }
   {
     std::lock_guard<std::mutex> lock(mu_);
     --aborting_;
