@@ -237,6 +237,8 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
   if (apply_jobs_.load())
     s = wait(deadline, t, [&] { return apply_jobs_.load() == 0; },
              [&] { return run_jobs(true); });
+  // A job that has failed counts as done, too, after health has told.
+  if (s == FRUGAL_OK) s = check();
   if (s == FRUGAL_OK && table.window.opened() && table.window.any_pending()) {
     uint64_t before = step;
     if (step != UINT64_MAX)
