@@ -558,8 +558,8 @@ FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
  * that it has to see are written first. Rows of a lazy dense table that nobody has used take their
  * memory when they are read. Keys that are missing read as zeros and are told in found_out. With a
  * trainer inside a step it sees what lookup sees; with a trainer between steps it waits, like
- * the next step's gate, for the other ranks to end theirs; with `trainer` NULL it is an
- * operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
+ * the next step's gate, for the other ranks to end theirs and for operations outside steps; with
+ * `trainer` NULL it is an operation outside steps. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
  * STRUCT_SIZE, INVALID_ARGUMENT. Threads: any (trainer: one at a time). */
 FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
                                const frugal_op *ops, size_t op_count, int64_t timeout_ms);

@@ -24,8 +24,9 @@ OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outs
     status_ = fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same",
                    why.c_str());
   } else {
-    ++engine.outside_;
+    ++engine.outside_;  // no more of them begin
     entered_ = true;
+    engine.settle(lock, [&] { return engine.reading_ == 0; });
   }
 }
 
@@ -243,30 +244,54 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;
+  // Between steps nothing else keeps operations outside steps from changing the rows that are read.
+  struct Reading {
+    Engine& engine;
+    bool counted = false;
+    ~Reading() {
+      if (!counted) return;
+      {
+        std::lock_guard<std::mutex> lock(engine.mu_);
+        --engine.reading_;
+      }
+      engine.progress();
+    }
+  } reading{*this};
   if (trainer) {
     call = std::unique_lock<std::mutex>(trainer->call_mu);
     FRUGAL_TRY(enter(*trainer));
     // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
     // before it must be committed, and nothing commits while this rank has not begun the next.
     uint64_t next;
+    bool inside;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      next = trainer->in_step ? trainer->step : trainer->next_step;
+      inside = trainer->in_step;
+      next = inside ? trainer->step : trainer->next_step;
       if (next != kNoStep) step = next;
     }
-    if (next != kNoStep) {
-      auto ended = [&] {
-        if (apply_jobs_.load()) return false;
-        std::lock_guard<std::mutex> lock(mu_);
-        return config_.staleness >= next || to_commit() >= next - config_.staleness;
-      };
-      Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
-      if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
-      if (s == FRUGAL_ERR_TIMEOUT)
-        return fail(s, "read waited for other ranks to end step %llu; call again",
-                    static_cast<unsigned long long>(next - 1));
-      FRUGAL_TRY(s);
-    }
+    bool busy = false;
+    auto ended = [&] {
+      if (apply_jobs_.load()) return false;
+      std::lock_guard<std::mutex> lock(mu_);
+      busy = outside_ != 0;
+      if (busy || (next != kNoStep && config_.staleness < next &&
+                   to_commit() < next - config_.staleness))
+        return false;
+      if (!inside) {
+        ++reading_;
+        reading.counted = true;
+      }
+      return true;
+    };
+    Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
+    if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
+    if (s == FRUGAL_ERR_TIMEOUT && busy)
+      return fail(s, "read waited for an operation outside steps; call again");
+    if (s == FRUGAL_ERR_TIMEOUT)
+      return fail(s, "read waited for other ranks to end step %llu; call again",
+                  static_cast<unsigned long long>(next - 1));
+    FRUGAL_TRY(s);
   } else {
     scope.emplace(*this);
     FRUGAL_TRY(scope->status());
