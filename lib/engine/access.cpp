@@ -411,6 +411,8 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n) {
     }
     FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
   }
+  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  if (t.abort_notice.load()) return aborted(t);
   counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
 }
@@ -692,6 +694,8 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
       status = push_one(t, op, accesses[i], state);
     }
     if (status == FRUGAL_OK) create_rows(t, accesses);
+    // As in a lookup: rows were read if gradients of weights are wanted.
+    if (status == FRUGAL_OK && t.abort_notice.load()) status = aborted(t);
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }

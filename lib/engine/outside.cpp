@@ -318,6 +318,8 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
     FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
   }
+  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  if (trainer && trainer->abort_notice.load()) return aborted(*trainer);
   return FRUGAL_OK;
 }
 
