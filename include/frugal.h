@@ -196,9 +196,9 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
  * `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 
-/* Stops the threads and frees everything, tables and pending updates alike; trainers, tables and
- * batches of the engine become closed handles; a step that some rank is inside of is lost. NULL is
- * accepted.
+/* Stops the threads, writes what is pending, and frees everything, the tables, too; trainers, tables
+ * and batches of the engine become closed handles; a step that some rank is inside of is lost. NULL
+ * is accepted.
  * Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_close(frugal_engine *engine);
@@ -564,7 +564,8 @@ FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
  * memory when they are read. Keys that are missing read as zeros and are told in found_out. With a
  * trainer inside a step it sees what lookup sees; with a trainer between steps it waits, like
  * the next step's gate, for the other ranks to end theirs and for operations outside steps; with
- * `trainer` NULL it is one itself. rows_out and found_out are undefined after an error. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
+ * `trainer` NULL it is one itself. rows_out and found_out are undefined after an error. Returns:
+ * FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
  * STRUCT_SIZE, INVALID_ARGUMENT. Threads: any (trainer: one at a time). */
 FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
                                const frugal_op *ops, size_t op_count, int64_t timeout_ms);

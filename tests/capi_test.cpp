@@ -1103,6 +1103,64 @@ TEST(Trainers, ClosingTheEngineWakesWaitingCalls) {
   EXPECT_EQ(status, FRUGAL_ERR_CLOSED);
 }
 
+// A trainer may be closed in any moment of a step_begin, though the gate is open.
+TEST(Trainers, ClosingBesideAnOpenGate) {
+  for (int i = 0; i < 200; ++i) {
+    Engine engine;
+    frugal_trainer* trainer = engine.Trainer(0);
+    std::atomic<int32_t> status{1};
+    std::atomic<bool> go{false};
+    std::thread thread([&] {
+      go = true;
+      status = frugal_step_begin(trainer, 0, kWait);
+    });
+    while (!go) {
+    }
+    if (i % 2) {
+      engine.Close();
+    } else {
+      EXPECT_OK(frugal_trainer_close(trainer));
+    }
+    thread.join();
+    EXPECT_TRUE(status == FRUGAL_OK || status == FRUGAL_ERR_CLOSED ||
+                status == FRUGAL_ERR_BAD_HANDLE)
+        << frugal_status_name(status);
+  }
+}
+
+// Rows that a step has created before there were caches are not cached by the second one either: an
+// abort takes them back, and their places may become other rows.
+TEST(Trainers, ASecondCacheJoinsBeforeAnAbort) {
+  Engine engine(3, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 64, 1, [](frugal_table_config* c) {
+    c->init = FRUGAL_INIT_UNIFORM;
+    c->init_b = 1;
+  });
+  std::vector<uint64_t> first, second;
+  for (uint64_t i = 0; i < 32; ++i) {
+    first.push_back(1000 + i);
+    second.push_back(5000 + i);
+  }
+  RowOp before(table, first, 1);
+  frugal_trainer* plain = engine.Trainer(0);
+  ASSERT_OK(frugal_step_begin(plain, 0, kWait));
+  ASSERT_OK(frugal_lookup(plain, &before.op, 1));
+  frugal_trainer* cached = engine.Trainer(1, 1.0);
+  frugal_trainer* too = engine.Trainer(2, 1.0);
+  ASSERT_OK(frugal_prefetch(too, 0, &before.op, 1, nullptr));
+  for (frugal_trainer* t : {cached, too}) ASSERT_OK(frugal_step_begin(t, 0, kWait));
+  ASSERT_OK(frugal_step_abort(plain));
+  for (frugal_trainer* t : {cached, too})
+    EXPECT_REFUSED(frugal_step_end(t, 0, 0), FRUGAL_ERR_STEP_ABORTED);
+  for (frugal_trainer* t : {plain, cached, too}) ASSERT_OK(frugal_step_begin(t, 0, kWait));
+  for (frugal_trainer* t : {plain, cached, too}) ASSERT_OK(frugal_step_end(t, 0, 0));
+  for (frugal_trainer* t : {plain, cached, too}) ASSERT_OK(frugal_step_begin(t, 1, kWait));
+  RowOp rows(table, second, 1), same(table, second, 1);
+  ASSERT_OK(frugal_lookup(plain, &rows.op, 1));
+  ASSERT_OK(frugal_lookup(too, &same.op, 1));
+  EXPECT_EQ(rows.rows, same.rows);
+}
+
 // --- Steps ---
 
 // A step_begin whose gate is open, and that is closed before it has begun, ends, too: neither the

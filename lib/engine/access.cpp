@@ -211,6 +211,8 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
 // exists by then is among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
+  // Asked once: a cache may join in between, and nothing is noted without the lock.
+  const bool track = track_young();
   for (const Access& a : accesses) {
     Rows& rows = a.table->rows;
     if (!rows.hashed()) continue;
@@ -219,11 +221,11 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     const uint32_t* slots = a.part->slots.as<uint32_t>();
     // Who finds a row existing must find it young, too.
     std::unique_lock<std::mutex> young(a.table->young_mu, std::defer_lock);
-    if (track_young()) young.lock();
+    if (track) young.lock();
     if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
     bool any = !made.slots.empty();
     if (any) t.created.push_back(std::move(made));
-    if (track_young())
+    if (track)
       note_young(*a.table, t.step, slots, a.part->n,
                  any ? t.created.back().slots : Vector<uint32_t>());
   }
@@ -236,6 +238,8 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
   if (apply_jobs_.load())
     s = wait(deadline, t, [&] { return apply_jobs_.load() == 0; },
              [&] { return run_jobs(true); });
+  // A job that has failed counts as done, too, after health has told.
+  if (s == FRUGAL_OK) s = check();
   if (s == FRUGAL_OK && table.window.opened() && table.window.any_pending()) {
     uint64_t before = step;
     if (step != UINT64_MAX)
@@ -409,6 +413,8 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n) {
     }
     FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
   }
+  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  if (t.abort_notice.load()) return aborted(t);
   counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
 }
@@ -691,6 +697,8 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
       status = push_one(t, op, accesses[i], state);
     }
     if (status == FRUGAL_OK) create_rows(t, accesses);
+    // As in a lookup: rows were read if gradients of weights are wanted.
+    if (status == FRUGAL_OK && t.abort_notice.load()) status = aborted(t);
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }

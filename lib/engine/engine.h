@@ -368,7 +368,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
   uint32_t outside_ = 0;            // operations outside steps under way
-  uint32_t reading_ = 0;            // reads of trainers that are between steps: they keep those off
+  uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
   std::mutex outside_mu_;
   std::mutex abort_mu_;
   std::mutex cache_mu_;             // commits against cache boundaries

@@ -15,8 +15,7 @@ namespace frugal {
 OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outside_mu_) {
   std::unique_lock<std::mutex> lock(engine.mu_);
   engine.settle(lock, [&] {
-    return (!engine.committing_ && engine.aborting_ == 0 && engine.reading_ == 0) ||
-           engine.closed_.load();
+    return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
   });
   String why;
   if (engine.closed_.load()) {
@@ -25,8 +24,9 @@ OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outs
     status_ = fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same",
                    why.c_str());
   } else {
-    ++engine.outside_;
+    ++engine.outside_;  // no more of them begin
     entered_ = true;
+    engine.settle(lock, [&] { return engine.reading_ == 0; });
   }
 }
 
@@ -252,12 +252,13 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   FpEnvironment fp;
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;
-  // Between steps an operation outside steps could write, or delete, what is being read.
+  uint64_t step = UINT64_MAX;
+  // Between steps nothing else keeps operations outside steps from changing the rows that are read.
   struct Reading {
     Engine& engine;
-    bool entered = false;
+    bool counted = false;
     ~Reading() {
-      if (!entered) return;
+      if (!counted) return;
       {
         std::lock_guard<std::mutex> lock(engine.mu_);
         --engine.reading_;
@@ -265,35 +266,40 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       engine.progress();
     }
   } reading{*this};
-  uint64_t step = UINT64_MAX;
   if (trainer) {
     call = std::unique_lock<std::mutex>(trainer->call_mu);
     FRUGAL_TRY(enter(*trainer));
     // Inside a step: what its lookups see. Between steps: what the next one's would see; the step
     // before it must be committed, and nothing commits while this rank has not begun the next.
     uint64_t next;
+    bool inside;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      next = trainer->in_step ? trainer->step : trainer->next_step;
+      inside = trainer->in_step;
+      next = inside ? trainer->step : trainer->next_step;
       if (next != kNoStep) step = next;
     }
+    bool busy = false;
     auto ended = [&] {
       if (apply_jobs_.load()) return false;
       std::lock_guard<std::mutex> lock(mu_);
-      if (outside_) return false;
-      if (next != kNoStep && config_.staleness < next && to_commit() < next - config_.staleness)
+      busy = outside_ != 0;
+      if (busy || (next != kNoStep && config_.staleness < next &&
+                   to_commit() < next - config_.staleness))
         return false;
-      ++reading_;
-      reading.entered = true;
+      if (!inside) {
+        ++reading_;
+        reading.counted = true;
+      }
       return true;
     };
     Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
-    if (s == FRUGAL_ERR_TIMEOUT && next != kNoStep)
-      return fail(s, "read waited for other ranks to end step %llu, or for an operation outside steps; "
-                  "call again", static_cast<unsigned long long>(next - 1));
-    if (s == FRUGAL_ERR_TIMEOUT)
+    if (s == FRUGAL_ERR_TIMEOUT && busy)
       return fail(s, "read waited for an operation outside steps; call again");
+    if (s == FRUGAL_ERR_TIMEOUT)
+      return fail(s, "read waited for other ranks to end step %llu; call again",
+                  static_cast<unsigned long long>(next - 1));
     FRUGAL_TRY(s);
   } else {
     scope.emplace(*this);
@@ -321,6 +327,8 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
     FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
   }
+  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  if (trainer && trainer->abort_notice.load()) return aborted(*trainer);
   return FRUGAL_OK;
 }
 

@@ -166,19 +166,23 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
       }
   }
   for (;;) {
-    // Closed, or aborted, since: an open gate does not look.
-    FRUGAL_TRY(enter(t));
     Status s = gate(&t, step, deadline);
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
     if (s != FRUGAL_OK) return s;
-    std::lock_guard<std::mutex> lock(mu_);
-    if (t.abort_notice.load() || t.closing.load() || closed_.load() || outside_ || aborting_)
-      continue;  // the gate says what
-    t.in_step = true;
-    t.step = step;
-    t.next_step = step + 1;
-    if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
-    break;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
+          !outside_ && !aborting_) {
+        t.in_step = true;
+        t.step = step;
+        t.next_step = step + 1;
+        if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
+        break;
+      }
+    }
+    // A gate that is open at once asks neither after the trainer nor after the engine: who closes
+    // one of them waits for this call.
+    FRUGAL_TRY(enter(t));
   }
   if (t.cache_bytes || t.cache_ratio > 0) {
     Status s;
@@ -200,7 +204,9 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     bool schedule = false;
     try {
       std::lock_guard<std::mutex> lock(mu_);
-      if (step == to_commit()) {
+      // After an abort, of which this rank is not told yet, all begin the step again: it may be
+      // declared for meanwhile, and what is staged must have passed the gates.
+      if (step == to_commit() && !aborting_ && !t.abort_notice.load()) {
         schedule = true;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& o = ranks_[r];
@@ -288,14 +294,15 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
     // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
     // not what the cache would have to hold.
-    if (table->rows.has_reserved()) {
-      table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
-      std::erase_if(slots, [&](uint32_t s) {
-        return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
-      });
-    }
     {
+      // One look at both: a row that an abort takes back now is young before and reserved after.
       std::lock_guard<std::mutex> young(table->young_mu);
+      if (table->rows.has_reserved()) {
+        table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
+        std::erase_if(slots, [&](uint32_t s) {
+          return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
+        });
+      }
       if (!table->young.empty())
         std::erase_if(slots, [&](uint32_t s) { return table->young.count(s) != 0; });
     }
@@ -430,6 +437,8 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     bool taken = false;
     {
       std::lock_guard<std::mutex> lock(mu_);
+      // Who closes the engine has taken the records away already.
+      if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
       if (!t.abort_notice.load()) {
         // First all that may want memory; then the hand-over, which cannot fail.
         StepRecord& record = records_[step];
@@ -531,6 +540,9 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     // What was taken in ahead may be half of it.
     *status = health();
     committing_ = false;
+    // Who waits for commits to end has no time-out, and nothing else may happen any more.
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
     return;
   }
   bool want_deferred = deferred_now_.load();
@@ -878,11 +890,15 @@ void Engine::undo_local(Trainer& t) {
 // Rows that a step created exist no longer; their slots stay while a declaration names them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
   for (CreatedRows& c : created) {
-    if (track_young()) {
-      std::lock_guard<std::mutex> young(c.table->young_mu);
-      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
+    {
+      // In one section: who lets rows into a cache must find them young or reserved.
+      std::unique_lock<std::mutex> young(c.table->young_mu, std::defer_lock);
+      if (track_young()) {
+        young.lock();
+        std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
+      }
+      c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     }
-    c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
     std::lock_guard<std::mutex> lock(mu_);
     add_orphans(*c.table, c.slots);
     settle_orphans(*c.table);
@@ -912,6 +928,12 @@ Status Engine::undo(Trainer& by, bool leaving) {
       lock.unlock();
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
+    }
+    // Another abort, or the trainer's closing, was first: others may have begun the step again, and
+    // that is not to be undone.
+    if (!by.in_step) {
+      if (leaving) return FRUGAL_OK;
+      return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
     others.reserve(ranks_.size());  // from here on nothing wants memory
     settle(lock, [&] { return !committing_; });
@@ -956,7 +978,11 @@ Status Engine::undo(Trainer& by, bool leaving) {
     by.lent.clear();
   }
   for (const TrainerRef& t : others) undo_part(*t);
-  if (leaving) undo_local(by);  // it is being closed: no call of its is under way or gets in
+  if (leaving) {
+    // No call of its is under way or gets in, but the engine may be being closed.
+    std::lock_guard<std::mutex> call(by.call_mu);
+    undo_local(by);
+  }
   {
     std::lock_guard<std::mutex> lock(mu_);
     --aborting_;

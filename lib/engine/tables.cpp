@@ -47,13 +47,23 @@ void Engine::shutdown() {
   }
   for (std::thread& w : workers_) w.join();
   workers_.clear();
+  // What is committed gets written, for whoever has mapped the rows, too.
+  try {
+    FpEnvironment fp;
+    while (health() == FRUGAL_OK && (run_jobs(true) || flush_rows(UINT64_MAX))) {
+    }
+  } catch (const std::bad_alloc&) {
+  }
   Vector<TableRef> tables;
   Vector<TrainerRef> trainers;
   Map<uint64_t, Vector<BatchRef>> batches;
   Map<uint64_t, StepRecord> records;
   Vector<JobRef> jobs;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    std::unique_lock<std::mutex> lock(mu_);
+    // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
+    // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
+    settle(lock, [&] { return !committing_ && aborting_ == 0 && outside_ == 0; });
     tables.swap(tables_);
     trainers.swap(ranks_);
     batches.swap(batches_);
@@ -172,6 +182,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
                                                         : "memory or host_bytes is exhausted");
   }
   std::lock_guard<std::mutex> lock(mu_);
+  // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
+  FRUGAL_TRY(check());
   for (const TableRef& t : tables_)
     if (t->name == config.name)
       return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);

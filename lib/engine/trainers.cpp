@@ -16,11 +16,14 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   std::unique_lock<std::mutex> lock(mu_);
+  // Who was here before comes back between steps, so that it misses none. Nothing is decided before
+  // this wait: another thread may take the rank meanwhile.
+  if (joined_[config.rank] && !ranks_[config.rank])
+    settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
+  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
   if (joined_[config.rank]) {
-    // It was here before: it comes back between steps, so that it misses none.
-    settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
     String why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
@@ -32,9 +35,15 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
-  if (cached && cache_count_.fetch_add(1) == 0)
+  if (cached) {
+    // Rows of steps that were begun before the first cache came are not tracked: that holds for the
+    // caches that come after it, too, and for steps that were ended by ranks that have left.
+    const bool first = cache_count_.fetch_add(1) == 0;
+    if (first && !records_.empty()) t->cache_from = records_.rbegin()->first + 1;
     for (const TrainerRef& o : ranks_)
-      if (o && o != t && o->next_step != kNoStep) t->cache_from = std::max(t->cache_from, o->next_step);
+      if (o && o != t && o->next_step != kNoStep)
+        t->cache_from = std::max(t->cache_from, first ? o->next_step : o->cache_from);
+  }
   progress_.fetch_add(1);
   cv_progress_.notify_all();
   *out = t;
@@ -77,21 +86,25 @@ Status Engine::close_trainer(const TrainerRef& t) {
     // An operation outside steps may be looking into the caches.
     settle(lock, [&] { return outside_ == 0; });
     caches.swap(t->caches);
-    ranks_[t->rank].reset();
-    if (t->has_cache.load()) cache_count_.fetch_sub(1);
-    t->backlog.clear();
-    t->backlog_tables.clear();
-    progress_.fetch_add(1);
-    cv_progress_.notify_all();
   }
   t->lent.clear();
-  // Rows that it cached: its own reads are gone with its declarations, the flags go too.
+  // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
+  // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, tt] : caches) {
     if (!tt.cache) continue;
     Vector<uint32_t> dropped;
     tt.cache->clear(&dropped);
     if (tt.table->window.opened())
       tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    ranks_[t->rank].reset();
+    if (t->has_cache.load()) cache_count_.fetch_sub(1);
+    t->backlog.clear();
+    t->backlog_tables.clear();
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
   }
   call.unlock();
   // Others may have waited for this rank alone.
@@ -128,6 +141,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   }
   {
     std::lock_guard<std::mutex> lock(mu_);
+    // Who closes the engine has taken the batches away already.
+    if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
     for (const TableRef& table : batch->tables)
       if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "the table was dropped");
     uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_;

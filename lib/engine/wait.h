@@ -51,7 +51,13 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
       return fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
                   status_name(s));
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
-    if (ready()) return FRUGAL_OK;
+    if (ready()) {
+      // A job that has failed counts as done, too, after health has told.
+      if (Status s = health())
+        return fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
+                    status_name(s));
+      return FRUGAL_OK;
+    }
     try {
       if (help()) continue;
     } catch (const std::bad_alloc&) {
