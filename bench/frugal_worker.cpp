@@ -284,21 +284,24 @@ class Worker {
       // What is far ahead is declared when the device has its work.
       if (s + window < last) Declare(r, s + window);
       int64_t inside = NowNs() - t0;
-      if (wait_ns_ > 0) WaitUntilNs(NowNs() + wait_ns_);
+      const int64_t device_done = NowNs() + wait_ns_;
       float* grads = rank.grads.data();
       if (lent_) {
         void* memory = nullptr;
         CHECK_OK(frugal_borrow(trainer, n * engine_->shape().dim * sizeof(float), &memory));
         grads = static_cast<float*>(memory);
-        gradients_->Fill(s, 0, n, grads);
       }
+      // With lent memory, and in bench flush, it is the device that writes the gradients.
+      const bool by_device = lent_ || bench_ == "flush";
+      if (by_device) gradients_->Fill(s, 0, n, grads);
+      WaitUntilNs(device_done);
       const int64_t t1 = NowNs();
       op.rows_out = nullptr;
       op.grads = grads;
       CHECK_OK(frugal_push_grad(trainer, &op, 1));
       inside += NowNs() - t1;
       // The buffer is the caller's again: the next step's gradients overwrite it at once.
-      if (!lent_) gradients_->Fill(s + 1, 0, n, grads);
+      if (!by_device) gradients_->Fill(s + 1, 0, n, grads);
       const int64_t t2 = NowNs();
       CHECK_OK(frugal_step_end(trainer, s, 0));
       inside += NowNs() - t2;
