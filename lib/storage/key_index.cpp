@@ -1,6 +1,7 @@
 #include "storage/key_index.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace frugal {
 
@@ -44,42 +45,60 @@ Status KeyIndex::open(uint64_t capacity, MemoryBudget* budget) {
   return make_room(std::min(capacity, kFirst));
 }
 
-uint32_t KeyIndex::find(uint64_t key) const {
-  const Bucket* t = table();
-  for (uint64_t b = home(key);;) {
-    const Bucket& bucket = t[b];
-    for (int w = 0; w < kWays; ++w)
-      if (bucket.key[w] == key && bucket.slot[w]) return bucket.slot[w] - 1;
-    if (!bucket.overflow) return kNone;
+// The slot of the key in a bucket plus 1, or 0. Without branches: which way it is cannot be predicted.
+inline uint32_t KeyIndex::match(const Bucket& bucket, uint64_t key) {
+  uint32_t hit = 0;
+  for (int w = 0; w < kWays; ++w) hit |= bucket.slot[w] & -static_cast<uint32_t>(bucket.key[w] == key);
+  return hit;  // a key that was erased is still there, with slot 0
+}
+
+uint32_t KeyIndex::find_from(uint64_t b, uint64_t key) const {
+  for (;;) {
+    const Bucket& bucket = table()[b];
+    uint32_t hit = match(bucket, key);
+    if (hit || !bucket.overflow) return hit - 1;
     if (++b == buckets_) b = 0;
   }
 }
 
+uint32_t KeyIndex::find(uint64_t key) const { return find_from(home(key), key); }
+
 void KeyIndex::find(const uint64_t* keys, size_t n, uint32_t* slots) const {
-  constexpr size_t kAhead = 24;
+  constexpr size_t kAhead = 64, kBlock = 256;  // kAhead: a power of two
   const Bucket* t = table();
   uint64_t homes[kAhead];
-  size_t warm = std::min(n, kAhead);
-  for (size_t i = 0; i < warm; ++i) {
+  for (size_t i = 0; i < std::min(n, kAhead); ++i) {
     homes[i] = home(keys[i]);
     __builtin_prefetch(&t[homes[i]]);
   }
-  for (size_t i = 0, ring = 0; i < n; ++i) {
-    uint64_t b = homes[ring], key = keys[i];
-    if (i + kAhead < n) {
-      homes[ring] = home(keys[i + kAhead]);
-      __builtin_prefetch(&t[homes[ring]]);
+  // One key in ten is not in its home bucket. It waits until the next bucket has come: to go there at
+  // once would cost the whole way to memory, because nobody can predict which key it is.
+  struct {
+    uint32_t at;
+    uint64_t bucket;
+  } moved[kBlock];
+  for (size_t from = 0; from < n; from += kBlock) {
+    size_t left = 0;
+    auto look = [&](size_t i, uint64_t b) {
+      uint32_t hit = match(t[b], keys[i]);
+      slots[i] = hit - 1;
+      bool on = hit == 0 && t[b].overflow != 0;
+      uint64_t next = b + 1 == buckets_ ? 0 : b + 1;
+      moved[left] = {static_cast<uint32_t>(i), next};
+      left += on;
+      __builtin_prefetch(&t[on ? next : b]);
+    };
+    for (size_t i = from; i < std::min(n, from + kBlock); ++i) {
+      uint64_t b = homes[i % kAhead];
+      if (i + kAhead < n) {
+        uint64_t ahead = home(keys[i + kAhead]);
+        homes[i % kAhead] = ahead;
+        __builtin_prefetch(&t[ahead]);
+      }
+      look(i, b);
     }
-    if (++ring == kAhead) ring = 0;
-    uint32_t found = kNone;
-    for (;;) {
-      const Bucket& bucket = t[b];
-      for (int w = 0; w < kWays; ++w)
-        if (bucket.key[w] == key && bucket.slot[w]) found = bucket.slot[w] - 1;
-      if (found != kNone || !bucket.overflow) break;
-      if (++b == buckets_) b = 0;
-    }
-    slots[i] = found;
+    while (size_t all = std::exchange(left, 0))
+      for (size_t k = 0; k < all; ++k) look(moved[k].at, moved[k].bucket);
   }
 }
 
