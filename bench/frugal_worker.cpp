@@ -319,7 +319,7 @@ class Worker {
       Train(4);
       const Run trial = Train(16);
       const double step = trial.seconds / 16;
-      per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), 40, 20000);
+      per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), bench_ == "flush" ? 20 : 40, 20000);
     }
     return per_run_;
   }
@@ -363,7 +363,7 @@ class Worker {
     const Run run = Train(steps);
     // The window fills at the start and has nothing left to declare at the end; the first steps of
     // a block still feel the other kind.
-    constexpr size_t kBlock = 12, kSettle = 4;
+    constexpr size_t kBlock = 10, kSettle = 3;
     const size_t edge = engine_->shape().window + 2;
     const size_t turns = std::clamp<size_t>(steps / (2 * kBlock), 3, 40);
     const Run mixed = Train(edge + kBlock + turns * 2 * kBlock + edge, kBlock);

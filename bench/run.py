@@ -299,7 +299,7 @@ def bench_gather(workers, report):
   reps, seconds = (5, 0.15) if ARGS.quick else (9, 0.4)
   shapes = [(10_000_000, 32)] if ARGS.quick else [(10_000_000, 32), (4_000_000, 128)]
   for rows, dim in shapes:
-    for threads in (1, 2):
+    for threads in (1,) if ARGS.brief else (1, 2):
       for dist in ('uniform', 'zipf0.99'):
         keys = batch_file(dist, rows, 65536)
         case = pairs(dist=dist, dim=dim, batch=65536, keys='dense', trainers=threads,
@@ -443,8 +443,11 @@ def train_groups(opt, dim, budget):
 def bench_train(workers, report):
   machine(workers)
   reps, seconds = (3, 0.25) if ARGS.quick else (5, 0.4)
-  opts = ('rowwise_adagrad', 'adagrad') if ARGS.quick else (
-      'rowwise_adagrad', 'adagrad', 'sgd', 'adam')
+  opts = ('rowwise_adagrad',)
+  if not ARGS.brief:
+    opts += ('adagrad',)
+  if not ARGS.quick:
+    opts += ('sgd', 'adam')
   dims = (32,) if ARGS.quick else (32, 128)
   sizes = (65536,) if ARGS.quick else (65536, 4096, 262144)
   budget = memory_kib('MemAvailable') * 1024 * 0.8
@@ -544,11 +547,11 @@ def run_train_point(workers, report, bases, opt, dim, case, dist, batch, group, 
 
 def bench_flush(workers, report):
   machine(workers)
-  reps, seconds = (3, 0.2) if ARGS.quick else (5, 0.3)
+  reps, seconds = (1 if ARGS.brief else 2, 0.2) if ARGS.quick else (5, 0.3)
   rows, dim, opt = 10_000_000, 32, 'rowwise_adagrad'
   sizes = (65536,) if ARGS.quick else (65536, 16384, 4096, 1024)
   dists = ('uniform', 'zipf0.99') if ARGS.quick else ('uniform', 'zipf0.9', 'zipf0.99')
-  factors = (3, 1) if ARGS.quick else (3, 1, 0)
+  factors = (3,) if ARGS.brief else (3, 1) if ARGS.quick else (3, 1, 0)
   modes = (('frugal', 'deferred'), ('write_through', 'write_through'),
            ('tree_heap', 'tree_heap'))
   for batch in sizes:
@@ -575,7 +578,7 @@ def bench_flush(workers, report):
         wait_ns = int(work_ns * factor)
         entries = [Entry(case, side, 'frugal' if side == 'frugal' else f'frugal-{side}',
                          pairs(**base, flush=mode, wait_ns=wait_ns,
-                               settle_ns=int(2 * work_ns))) for side, mode in modes]
+                               settle_ns=int(work_ns))) for side, mode in modes]
         alternate(workers, entries, reps, seconds)
         report.add_samples(case, 'frugal', 'device_time', [wait_ns / 1e3])
         report.add_samples(case, 'frugal', 'next_step_share', [share['next_step_share']])
@@ -643,6 +646,8 @@ def main():
   parser.add_argument('--python', default=sys.executable,
                       help='the interpreter that has torch and FBGEMM')
   args = parser.parse_args()
+  # All four within the minute that each has alone.
+  args.brief = args.quick and args.bench == 'all'
   args.without = set(filter(None, args.without.split(',')))
   args.data = os.path.join(args.build, 'bench-data')
   os.makedirs(args.data, exist_ok=True)

@@ -10,9 +10,11 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -70,6 +72,64 @@ void os_batch_thread() {
   sched_setscheduler(0, SCHED_BATCH, &none);  // a wish: without it, the default holds
 }
 
+namespace {
+
+// The number in a file of one line; UINT64_MAX if there is none, as in "max".
+uint64_t number_in(const char* path) {
+  unsigned long long v = 0;
+  bool read = false;
+  if (FILE* f = std::fopen(path, "re")) {
+    read = std::fscanf(f, "%llu", &v) == 1;
+    std::fclose(f);
+  }
+  return read ? v : UINT64_MAX;
+}
+
+// The pages of files in a control group, which it can let go of.
+uint64_t group_files(const char* path) {
+  uint64_t bytes = 0;
+  if (FILE* f = std::fopen(path, "re")) {
+    char line[128];
+    unsigned long long v;
+    while (std::fgets(line, sizeof line, f))
+      if (std::sscanf(line, "inactive_file %llu", &v) == 1 || std::sscanf(line, "active_file %llu", &v) == 1)
+        bytes += v;
+    std::fclose(f);
+  }
+  return bytes;
+}
+
+// What the process's control group (v2) and the groups above it leave, as in a container.
+uint64_t group_bytes() {
+  constexpr char kRoot[] = "/sys/fs/cgroup";
+  char line[512], path[1024];
+  char* group = nullptr;
+  if (FILE* f = std::fopen("/proc/self/cgroup", "re")) {
+    while (!group && std::fgets(line, sizeof line, f))
+      if (std::strncmp(line, "0::/", 4) == 0) group = line + 3;
+    std::fclose(f);
+  }
+  uint64_t least = UINT64_MAX;
+  if (!group) return least;
+  group[std::strcspn(group, "\n")] = 0;
+  for (;;) {
+    std::snprintf(path, sizeof path, "%s%s/memory.max", kRoot, group);
+    uint64_t limit = number_in(path);
+    std::snprintf(path, sizeof path, "%s%s/memory.current", kRoot, group);
+    uint64_t used = number_in(path);
+    if (limit != UINT64_MAX && used != UINT64_MAX) {
+      std::snprintf(path, sizeof path, "%s%s/memory.stat", kRoot, group);
+      used -= std::min(used, group_files(path));
+      least = std::min(least, limit > used ? limit - used : 0);
+    }
+    char* slash = std::strrchr(group, '/');
+    if (!slash) return least;
+    *slash = 0;
+  }
+}
+
+}  // namespace
+
 uint64_t available_bytes() {
   uint64_t kib = 0;
   if (FILE* f = std::fopen("/proc/meminfo", "re")) {
@@ -79,7 +139,7 @@ uint64_t available_bytes() {
       if (std::sscanf(line, "MemAvailable: %llu kB", &v) == 1) kib = v;
     std::fclose(f);
   }
-  return kib ? kib << 10 : UINT64_MAX;
+  return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
 }
 
 Status os_reserve(size_t bytes, bool shared, Mapping* out) {
