@@ -1050,6 +1050,25 @@ TEST(Trainers, NobodyWaitsForOneThatLeft) {
   EXPECT_EQ(GetOne(table, 1), -6.0f);
 }
 
+// Everybody has left: what was ended is committed, a step without gradients in between, too.
+TEST(Trainers, LeavingCommitsWhatWasEnded) {
+  Engine engine(2, [](frugal_config* config) { config->staleness = 5; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* ahead = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  TrainStep(ahead, 0, table, {1});
+  ASSERT_OK(frugal_step_begin(ahead, 1, kWait));
+  ASSERT_OK(frugal_step_end(ahead, 1, 0));
+  TrainStep(ahead, 2, table, {1});
+  ASSERT_OK(frugal_trainer_close(ahead));
+  ASSERT_OK(frugal_trainer_close(other));
+  EXPECT_EQ(engine.Committed(), 2u);
+  EXPECT_EQ(GetOne(table, 1), -2.0f);
+  ahead = engine.Trainer(0);
+  TrainStep(ahead, 3, table, {1});
+  EXPECT_EQ(GetOne(table, 1), -3.0f);
+}
+
 TEST(Trainers, MayJoinAgainOutsideSteps) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
