@@ -2468,6 +2468,31 @@ TEST(Read, BetweenStepsIsNotTornByPuts) {
   }
 }
 
+// A rank that was told of an abort reads none of the rows that others are still giving back.
+TEST(Read, BesideTheRestOfAnAbort) {
+  Engine engine(3);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 200'000, 1);
+  frugal_trainer* aborts = engine.Trainer(0);
+  frugal_trainer* reads = engine.Trainer(1);
+  frugal_trainer* creates = engine.Trainer(2);
+  std::vector<uint64_t> keys(100'000);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i;
+  RowOp all(table, keys, 1), last(table, {keys.size() - 1}, 1);
+  uint8_t found = 0;
+  last.op.found_out = &found;
+  for (int round = 0; round < 5; ++round) {
+    for (frugal_trainer* t : {aborts, reads, creates}) ASSERT_OK(frugal_step_begin(t, 0, kWait));
+    ASSERT_OK(frugal_lookup(creates, &all.op, 1));
+    std::thread abort([&] { EXPECT_OK(frugal_step_abort(aborts)); });
+    while (frugal_read(engine, reads, &last.op, 1, kWait) != FRUGAL_ERR_STEP_ABORTED) {
+    }
+    EXPECT_OK(frugal_read(engine, reads, &last.op, 1, kWait));
+    EXPECT_EQ(found, 0);
+    abort.join();
+    EXPECT_REFUSED(frugal_step_begin(creates, 0, 0), FRUGAL_ERR_STEP_ABORTED);
+  }
+}
+
 // The window keeps the low bits of the step in which a row was touched last. Rows that are left
 // alone until those have wrapped around, with an update that nobody has written yet, are read right.
 TEST(Window, ARowLeftAloneFor500Steps) {
