@@ -307,6 +307,8 @@ bool Engine::resolve_one(uint64_t up_to) {
             if (b->tables[i]->tight) {  // no row is to be reserved now: the calls of the step resolve
               b->parts[i]->state.store(Part::kStale);
               --unresolved_;
+              progress_.fetch_add(1);  // a gate may have waited for this one
+              cv_progress_.notify_all();
               continue;
             }
             part = b->parts[i];
