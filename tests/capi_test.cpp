@@ -1050,6 +1050,25 @@ TEST(Trainers, NobodyWaitsForOneThatLeft) {
   EXPECT_EQ(GetOne(table, 1), -6.0f);
 }
 
+// Everybody has left: what was ended is committed, a step without gradients in between, too.
+TEST(Trainers, LeavingCommitsWhatWasEnded) {
+  Engine engine(2, [](frugal_config* config) { config->staleness = 5; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* ahead = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  TrainStep(ahead, 0, table, {1});
+  ASSERT_OK(frugal_step_begin(ahead, 1, kWait));
+  ASSERT_OK(frugal_step_end(ahead, 1, 0));
+  TrainStep(ahead, 2, table, {1});
+  ASSERT_OK(frugal_trainer_close(ahead));
+  ASSERT_OK(frugal_trainer_close(other));
+  EXPECT_EQ(engine.Committed(), 2u);
+  EXPECT_EQ(GetOne(table, 1), -2.0f);
+  ahead = engine.Trainer(0);
+  TrainStep(ahead, 3, table, {1});
+  EXPECT_EQ(GetOne(table, 1), -3.0f);
+}
+
 TEST(Trainers, MayJoinAgainOutsideSteps) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
@@ -2446,6 +2465,31 @@ TEST(Read, BetweenStepsIsNotTornByPuts) {
     stop = true;
     putter.join();
     EXPECT_EQ(torn, 0);
+  }
+}
+
+// A rank that was told of an abort reads none of the rows that others are still giving back.
+TEST(Read, BesideTheRestOfAnAbort) {
+  Engine engine(3);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 200'000, 1);
+  frugal_trainer* aborts = engine.Trainer(0);
+  frugal_trainer* reads = engine.Trainer(1);
+  frugal_trainer* creates = engine.Trainer(2);
+  std::vector<uint64_t> keys(100'000);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i;
+  RowOp all(table, keys, 1), last(table, {keys.size() - 1}, 1);
+  uint8_t found = 0;
+  last.op.found_out = &found;
+  for (int round = 0; round < 5; ++round) {
+    for (frugal_trainer* t : {aborts, reads, creates}) ASSERT_OK(frugal_step_begin(t, 0, kWait));
+    ASSERT_OK(frugal_lookup(creates, &all.op, 1));
+    std::thread abort([&] { EXPECT_OK(frugal_step_abort(aborts)); });
+    while (frugal_read(engine, reads, &last.op, 1, kWait) != FRUGAL_ERR_STEP_ABORTED) {
+    }
+    EXPECT_OK(frugal_read(engine, reads, &last.op, 1, kWait));
+    EXPECT_EQ(found, 0);
+    abort.join();
+    EXPECT_REFUSED(frugal_step_begin(creates, 0, 0), FRUGAL_ERR_STEP_ABORTED);
   }
 }
 

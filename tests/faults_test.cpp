@@ -301,6 +301,53 @@ TEST(Memory, ATrainingAtOnce) {
   EveryPlace(FRUGAL_FLUSH_AT_ONCE, frugal::heap_test_fail_after, {0, 1});
 }
 
+// Memory runs out where the first step's keys are taken in, or where a rank leaves: it leaves, or all are told.
+TEST(Memory, Leaving) {
+  for (int32_t mode : {FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_TREE_HEAP})
+    for (bool closing : {false, true}) {
+      int quiet = 0;
+      for (int n = 1; n < 400 && quiet < 3; ++n) {
+        SCOPED_TRACE(testing::Message() << "mode " << mode << ", closing " << closing << ", request " << n);
+        Engine engine([&](frugal_config* c) {
+          c->flush_threads = 0;
+          c->flush_mode = mode;
+          c->world_size = 2;
+        });
+        frugal_table* table = engine.Table("t", FRUGAL_HASHED, 5000, 4);
+        frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+        Op op(table, Range(0, 3000), 4, 0.5f);
+        if (!closing) frugal::heap_test_fail_after(n);
+        for (uint64_t s = 0; s < 3; ++s) {
+          for (int attempt = 0; attempt < 9; ++attempt)
+            if (frugal_prefetch(trainers[0], s, &op.op, 1, nullptr) == FRUGAL_OK) break;
+          if (s > 1) break;
+          for (frugal_trainer* t : trainers)
+            for (int attempt = 0; attempt < 9; ++attempt)
+              if (frugal_step_begin(t, s, kWait) == FRUGAL_OK) break;
+          for (int attempt = 0; attempt < 9; ++attempt)
+            if (frugal_push_grad(trainers[0], &op.op, 1) == FRUGAL_OK) break;
+          for (frugal_trainer* t : trainers)
+            for (int attempt = 0; attempt < 9; ++attempt)
+              if (frugal_step_end(t, s, 0) == FRUGAL_OK) break;
+        }
+        if (closing) frugal::heap_test_fail_after(n);
+        int32_t left = frugal_trainer_close(trainers[0]);
+        quiet = frugal::heap_test_fail_after(0) <= 0 ? 0 : quiet + 1;
+        // The other one goes on, or is told.
+        if (frugal_health(engine.handle) == FRUGAL_OK) {
+          EXPECT_EQ(left, FRUGAL_OK);
+          uint64_t committed = 0;
+          EXPECT_OK(frugal_committed_step(engine.handle, &committed));
+          EXPECT_OK(frugal_step_begin(trainers[1], committed + 1, 5000));
+          EXPECT_OK(frugal_step_end(trainers[1], committed + 1, 0));
+        } else {
+          EXPECT_EQ(frugal_step_begin(trainers[1], 2, 5000), FRUGAL_ERR_UNHEALTHY);
+        }
+        if (testing::Test::HasFailure()) return;
+      }
+    }
+}
+
 // --- Rows outside steps ---
 
 // A put or delete that fails has changed no row, and one that succeeds no cache hides.

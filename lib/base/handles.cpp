@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -61,6 +62,8 @@ uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
   } else {
     if (r.slots.size() == kIndexMask) return 0;
     index = static_cast<uint32_t>(r.slots.size());
+    // Removing a handle must not want memory: what it names would stay, out of reach.
+    if (r.free.capacity() <= index) r.free.reserve(std::max<size_t>(64, size_t{index} * 2));
     r.slots.emplace_back();
   }
   Slot& s = r.slots[index];

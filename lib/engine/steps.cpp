@@ -496,16 +496,10 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
       return false;
     ended = true;
   }
-  // Ranks that ended the step and left count too: their record is there.
+  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It may be
+  // empty: later ones wait behind it, and rows may be staged for it.
   if (!ended && at == records_.end()) return false;
-  if (ended && at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
-  if (!ended) {
-    // Everybody left; what was ended completely is committed only if nobody aborted it.
-    if (at->second.handovers.empty() && at->second.created.empty()) {
-      records_.erase(at);
-      return false;
-    }
-  }
+  if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
   committing_ = true;
   try {
     commit_step(lock, step, at->second, status);

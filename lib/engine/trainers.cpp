@@ -50,7 +50,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   return FRUGAL_OK;
 }
 
-Status Engine::close_trainer(const TrainerRef& t) {
+Status Engine::close_trainer(const TrainerRef& t) try {
   t->closing.store(true);
   progress();
   std::unique_lock<std::mutex> call(t->call_mu);
@@ -109,6 +109,10 @@ Status Engine::close_trainer(const TrainerRef& t) {
   call.unlock();
   // Others may have waited for this rank alone.
   return commit_ready();
+} catch (const std::bad_alloc&) {
+  // The handle is gone, the rank may not be: nobody is to wait for it.
+  fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to take rank %u out of the engine", t->rank);
 }
 
 // --- Declarations --------------------------------------------------------------------------------

@@ -307,6 +307,8 @@ bool Engine::resolve_one(uint64_t up_to) {
             if (b->tables[i]->tight) {  // no row is to be reserved now: the calls of the step resolve
               b->parts[i]->state.store(Part::kStale);
               --unresolved_;
+              progress_.fetch_add(1);  // a gate may have waited for this one
+              cv_progress_.notify_all();
               continue;
             }
             part = b->parts[i];
@@ -367,24 +369,26 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
     owned = rank_has_cache(part->rank);
     ++linking_;
   }
-  Status status = open_window(*table);
-  if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
-  // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
-  if (status == FRUGAL_OK && config_.staleness < kRing)
-    status = part->finder.build(pool_, part->row_slots(), part->distinct);
+  Status status = FRUGAL_OK;
   bool done = false;
-  if (status == FRUGAL_OK) try {
+  // Whatever fails: who cancels or leaves waits until nobody is linking.
+  try {
+    status = open_window(*table);
+    if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
+    // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
+    if (status == FRUGAL_OK && config_.staleness < kRing)
+      status = part->finder.build(pool_, part->row_slots(), part->distinct);
     // Whoever looks rows up meanwhile is helped between the pieces.
     constexpr size_t kPiece = 8192;
-    size_t at = 0;
-    do {
+    for (size_t at = 0; status == FRUGAL_OK;) {
       {
         Timed timed(counters_.entry_ns);
         done = table->window.link(part, at, kPiece, owned, Window::Urgency::kBackground);
       }
       at += kPiece;
       if (worker) run_jobs(false);
-    } while (done && at < part->distinct);
+      if (!done || at >= part->distinct) break;
+    }
   } catch (const std::bad_alloc&) {
     done = false;
     status = FRUGAL_ERR_OUT_OF_MEMORY;

@@ -38,8 +38,9 @@ class TreeHeap final : public Queue {
     place_.resize(capacity, 0);
     node_.resize(size_t{capacity} + 1, 0);
     // Called with no operation under way, so fresh locks are as good as the old ones.
+    auto* locks = static_cast<SpinLock*>(heap_alloc(sizeof(SpinLock) * (size_t{capacity} + 1)));
     heap_free(locks_);
-    locks_ = static_cast<SpinLock*>(heap_alloc(sizeof(SpinLock) * (size_t{capacity} + 1)));
+    locks_ = locks;
     for (size_t i = 0; i <= capacity; ++i) new (&locks_[i]) SpinLock;
   }
 

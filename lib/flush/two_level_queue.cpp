@@ -44,8 +44,8 @@ class TwoLevelQueue final : public Queue {
   }
 
   void push(uint32_t id, uint8_t prio) override {
+    append(bags_[prio], id);  // or nothing has changed
     prio_[id] = prio;
-    append(bags_[prio], id);
     mark(prio);
   }
 
@@ -64,8 +64,8 @@ class TwoLevelQueue final : public Queue {
   }
 
   void stage(uint32_t id, uint8_t prio) override {
-    prio_[id] = prio;
     append(staged_[prio], id);
+    prio_[id] = prio;
   }
 
   void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
@@ -165,6 +165,19 @@ class TwoLevelQueue final : public Queue {
   // Drops stale places. A kept entry is marked absent until all its places are seen, so that it
   // keeps one place only.
   void compact() {
+    // Blocks for the largest bag first: halfway there is no way back. Without memory: another time.
+    uint64_t most = 0, free = 0;
+    for (const Bag& b : bags_) most = std::max(most, b.places / kBlock + 1);
+    for (Block* b = pool_; b && free < most; b = b->next) ++free;
+    try {
+      for (; free < most; ++free) {
+        Block* b = static_cast<Block*>(heap_alloc(sizeof(Block)));
+        b->next = pool_;
+        pool_ = b;
+      }
+    } catch (const std::bad_alloc&) {
+      return;
+    }
     for (uint32_t p = 0; p <= kRing; ++p) {
       Bag old = bags_[p];
       bags_[p] = {};

@@ -61,11 +61,12 @@ Status Window::open(const Config& config, uint64_t base) {
   config_.staleness = std::min<uint64_t>(config.staleness, kRing);
   words_only_ = config.staleness != 0;
   base_ = base;
-  // Addresses only: pages come with use, and are zero then, as nobody's row should be.
-  FRUGAL_TRY(os_reserve(config.rows * sizeof(Word), false, &word_map_));
-  words_ = reinterpret_cast<Word*>(word_map_.base);
   queue_.reset(config.tree_heap ? make_tree_heap() : make_two_level_queue());
   queue_->set_base(base);
+  // Addresses only: pages come with use, and are zero then, as nobody's row should be. Last, so that an
+  // open that fails holds none.
+  FRUGAL_TRY(os_reserve(config.rows * sizeof(Word), false, &word_map_));
+  words_ = reinterpret_cast<Word*>(word_map_.base);
   opened_.store(true, std::memory_order_release);
   return FRUGAL_OK;
 }
@@ -172,19 +173,20 @@ void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
 void Window::reprioritize(const Node& node, uint8_t prio) {
   uint8_t state = state_[node.id], old = state & ~kClaimed;
   if (old == prio) return;
+  // The queue first: it may want memory, and where there is none nothing has changed.
   if (!node.update->committed) {
+    queue_->adjust_staged(node.id, prio);
     --node.update->staged[old];
     ++node.update->staged[prio];
-    queue_->adjust_staged(node.id, prio);
   } else {
+    if (!(state & kClaimed)) {
+      queue_->adjust(node.id, prio);
+      --queued_[old];
+      ++queued_[prio];
+    }
     prio_rank(prio, base_) < prio_rank(old, base_) ? ++stats_.rises : ++stats_.falls;
     --count_[old];
     ++count_[prio];
-    if (!(state & kClaimed)) {
-      --queued_[old];
-      ++queued_[prio];
-      queue_->adjust(node.id, prio);
-    }
   }
   state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
 }
@@ -299,8 +301,11 @@ void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
         learn_next(step, slot, deadline(w, part->step));
       }
     }
-    if (Node node = pending(w, slot); node.update)
+    if (Node node = pending(w, slot); node.update) try {
       reprioritize(node, deadline(w, node.update->step));
+    } catch (const std::bad_alloc&) {
+      // It stays more urgent than it need be.
+    }
   }
 }
 
