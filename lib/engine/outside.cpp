@@ -283,7 +283,8 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     auto ended = [&] {
       if (apply_jobs_.load()) return false;
       std::lock_guard<std::mutex> lock(mu_);
-      busy = outside_ != 0;
+      // An abort, of which this rank may have been told, takes rows back at its end.
+      busy = outside_ || (!inside && aborting_);
       if (busy || (next != kNoStep && config_.staleness < next &&
                    to_commit() < next - config_.staleness))
         return false;
@@ -296,7 +297,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
     if (s == FRUGAL_ERR_TIMEOUT && busy)
-      return fail(s, "read waited for an operation outside steps; call again");
+      return fail(s, "read waited for an operation outside steps or an abort; call again");
     if (s == FRUGAL_ERR_TIMEOUT)
       return fail(s, "read waited for other ranks to end step %llu; call again",
                   static_cast<unsigned long long>(next - 1));
