@@ -149,6 +149,7 @@ struct PreparedUpdate {
 };
 
 struct StepRecord {
+  bool ended = false;  // by some rank; else there is a record for what is prepared only
   bool skip = false;
   struct TableHandovers {
     TableRef table;

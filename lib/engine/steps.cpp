@@ -455,6 +455,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
           ranks.insert(at, std::move(r.push->tail.empty() ? r.push->first : r.joined));
         }
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
+        record.ended = true;
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
         t.in_step = false;
         t.pushes.clear();
@@ -500,8 +501,9 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   if (!ended && at == records_.end()) return false;
   if (ended && at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
   if (!ended) {
-    // Everybody left; what was ended completely is committed only if nobody aborted it.
-    if (at->second.handovers.empty() && at->second.created.empty()) {
+    // Everybody left; what somebody had ended is committed if nobody aborted it. Empty or not: with
+    // staleness a later step may have updates.
+    if (!at->second.ended) {
       records_.erase(at);
       return false;
     }
