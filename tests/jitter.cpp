@@ -21,14 +21,9 @@ namespace {
 
 std::atomic<uint64_t> seed{1}, one_in{128}, most_us{300}, threads{0};
 
-// The next definition of a name after this library's, found once. Of the functions on condition variables
-// x86-64's C library has an old kind, too, which does not know today's objects.
-void* find(std::atomic<void*>& slot, const char* name, [[maybe_unused]] const char* version) {
-  void* found = nullptr;
-#ifdef __x86_64__
-  if (version) found = dlvsym(RTLD_NEXT, name, version);
-#endif
-  if (!found) found = dlsym(RTLD_NEXT, name);
+// The next definition of a name after this library's, found once.
+void* find(std::atomic<void*>& slot, const char* name) {
+  void* found = dlsym(RTLD_NEXT, name);
   if (!found) abort();
   slot.store(found, std::memory_order_release);
   return found;
@@ -74,27 +69,27 @@ void jitter() {
 
 extern "C" {
 
-#define JITTERED(function, version, parameters, arguments)                                   \
-  __attribute__((visibility("default"))) int function parameters noexcept(noexcept(function arguments)) { \
-    static constinit std::atomic<void*> slot{nullptr};                                       \
-    void* next = slot.load(std::memory_order_acquire);                                       \
-    if (!next) next = find(slot, #function, version);                                        \
-    jitter();                                                                                \
-    const int answer = reinterpret_cast<int(*) parameters>(next) arguments;                  \
-    jitter();                                                                                \
-    return answer;                                                                           \
+#define JITTERED(function, parameters, arguments)                                                   \
+  __attribute__((visibility("default"))) int function parameters                                    \
+      noexcept(noexcept(function arguments)) {                                                      \
+    static constinit std::atomic<void*> slot{nullptr};                                              \
+    void* next = slot.load(std::memory_order_acquire);                                              \
+    if (!next) next = find(slot, #function);                                                        \
+    jitter();                                                                                       \
+    const int answer = reinterpret_cast<int(*) parameters>(next) arguments;                         \
+    jitter();                                                                                       \
+    return answer;                                                                                  \
   }
 
 // After a lock, and after a wait, the thread sleeps with the mutex held: others come upon it.
-JITTERED(pthread_mutex_lock, nullptr, (pthread_mutex_t* m), (m))
-JITTERED(pthread_mutex_trylock, nullptr, (pthread_mutex_t* m), (m))
-JITTERED(pthread_mutex_unlock, nullptr, (pthread_mutex_t* m), (m))
-JITTERED(pthread_cond_wait, "GLIBC_2.3.2", (pthread_cond_t* c, pthread_mutex_t* m), (c, m))
-JITTERED(pthread_cond_timedwait, "GLIBC_2.3.2",
-         (pthread_cond_t* c, pthread_mutex_t* m, const timespec* t), (c, m, t))
-JITTERED(pthread_cond_clockwait, nullptr,
+JITTERED(pthread_mutex_lock, (pthread_mutex_t* m), (m))
+JITTERED(pthread_mutex_trylock, (pthread_mutex_t* m), (m))
+JITTERED(pthread_mutex_unlock, (pthread_mutex_t* m), (m))
+JITTERED(pthread_cond_wait, (pthread_cond_t* c, pthread_mutex_t* m), (c, m))
+JITTERED(pthread_cond_timedwait, (pthread_cond_t* c, pthread_mutex_t* m, const timespec* t), (c, m, t))
+JITTERED(pthread_cond_clockwait,
          (pthread_cond_t* c, pthread_mutex_t* m, clockid_t clock, const timespec* t), (c, m, clock, t))
-JITTERED(pthread_cond_signal, "GLIBC_2.3.2", (pthread_cond_t* c), (c))
-JITTERED(pthread_cond_broadcast, "GLIBC_2.3.2", (pthread_cond_t* c), (c))
+JITTERED(pthread_cond_signal, (pthread_cond_t* c), (c))
+JITTERED(pthread_cond_broadcast, (pthread_cond_t* c), (c))
 
 }  // extern "C"
