@@ -139,6 +139,18 @@ struct TableSpec {
   std::atomic<frugal_table*> handle{nullptr};
   std::atomic<uint64_t> drops{0};
 
+  uint32_t StateFloats() const {
+    switch (optimizer) {
+      case FRUGAL_ADAGRAD:
+        return dim;
+      case FRUGAL_ROWWISE_ADAGRAD:
+        return 1;
+      case FRUGAL_ADAM:
+        return 2 * dim;
+      default:
+        return 0;
+    }
+  }
   uint64_t Key(uint64_t i) const {
     if (!hashed) return i;
     if (i == 0) return 0;
@@ -168,6 +180,8 @@ struct RowOp {
   std::vector<uint64_t> ids, keys;
   std::vector<float> rows, grads;
   std::vector<uint8_t> found;
+  std::vector<uint64_t> offsets;  // with factors
+  std::vector<float> weights, weight_grads;
   frugal_op op = FRUGAL_OP_INIT;
 };
 
@@ -552,7 +566,6 @@ Scene::Caller::In Scene::Caller::ReadRows(Life* life, bool inside) {
 Scene::Caller::In Scene::Caller::Lookup(Life* life, uint64_t step) {
   std::vector<std::unique_ptr<RowOp>> rows;
   std::vector<frugal_op> ops;
-  std::vector<std::vector<uint64_t>> offsets(3);
   for (size_t i = random_.Between(1, 3); i > 0; --i) {
     const Declared* of = nullptr;
     for (const Declared& d : life->declared)
@@ -586,9 +599,9 @@ Scene::Caller::In Scene::Caller::Lookup(Life* life, uint64_t step) {
       std::fill(op.ids.begin(), op.ids.end(), op.ids[0]);
       std::fill(op.keys.begin(), op.keys.end(), op.keys[0]);
       op.ids.resize(1);
-      offsets[i - 1] = {0, op.keys.size()};
+      op.offsets = {0, op.keys.size()};
       op.op.pooling = FRUGAL_POOL_SUM;
-      op.op.offsets = offsets[i - 1].data();
+      op.op.offsets = op.offsets.data();
       op.op.bags = 1;
     }
     ops.push_back(op.op);
@@ -634,12 +647,48 @@ Scene::Caller::In Scene::Caller::Push(Life* life, uint64_t step) {
       if (!Use(&use)) continue;
       rows.push_back(MakeOp(use, random_.Between(1, run_.most_keys_)));
     }
-    Gradients(rows.back().get(), rows.back()->ids.size());
-    ops.push_back(rows.back()->op);
+    RowOp& op = *rows.back();
+    const size_t keys = op.ids.size();
+    Gradients(&op, keys);
+    if (random_.Chance(0.2)) {
+      // A bag for each key: the rows are read, too.
+      op.offsets.resize(keys + 1);
+      for (size_t k = 0; k <= keys; ++k) op.offsets[k] = k;
+      op.weights.assign(keys, 1.0f);
+      op.weight_grads.assign(keys, kNan);
+      op.op.pooling = FRUGAL_POOL_SUM;
+      op.op.offsets = op.offsets.data();
+      op.op.bags = keys;
+      op.op.weights = op.weights.data();
+      op.op.weight_grads_out = op.weight_grads.data();
+    } else if (random_.Chance(0.1)) {
+      void* lent = nullptr;
+      Doing("frugal_borrow");
+      const int32_t status = frugal_borrow(life->session->handle, op.grads.size() * sizeof(float), &lent);
+      const In in = Told(life, "frugal_borrow", status, {FRUGAL_ERR_STEP_ABORTED});
+      if (in != In::kGoesOn || status != FRUGAL_OK) return in;
+      std::copy(op.grads.begin(), op.grads.end(), static_cast<float*>(lent));
+      op.op.grads = static_cast<float*>(lent);
+    }
+    ops.push_back(op.op);
   }
   Doing("frugal_push_grad");
   const int32_t status = frugal_push_grad(life->session->handle, ops.data(), ops.size());
-  return Told(life, "frugal_push_grad", status, {FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_TABLE_FULL}, &rows);
+  const In in =
+      Told(life, "frugal_push_grad", status, {FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_TABLE_FULL}, &rows);
+  if (status != FRUGAL_OK) return in;
+  for (const auto& op : rows) {
+    const TableSpec& spec = *op->table.spec;
+    for (size_t k = 0; k < op->weight_grads.size(); ++k) {
+      // Row and gradient are multiples of the same numbers: so is their product.
+      const float f = Factor(op->ids[k]), unit = f * f + static_cast<float>(spec.dim - 1);
+      const float product = op->weight_grads[k];
+      if (std::isnan(product) ||
+          (spec.numbers && std::fabs(product) < 0x1p24f && std::fmod(product, unit) != 0))
+        Fault("frugal_push_grad", status, "the gradient of a factor is of no whole row of the key");
+    }
+  }
+  return in;
 }
 
 Scene::Caller::In Scene::Caller::Inside(Life* life, uint64_t step) {
@@ -737,27 +786,37 @@ void Scene::Caller::OutsideCall() {
   switch (what) {
     case 0: {
       auto op = MakeOp(use, random_.Between(1, run_.most_keys_));
+      const bool state = random_.Chance(0.3);
+      const size_t floats = use.spec->dim + (state ? use.spec->StateFloats() : 0);
+      op->rows.assign(op->keys.size() * floats, kNan);
       Doing("frugal_get");
-      const int32_t status = frugal_get(use.handle, op->keys.data(), op->keys.size(), 0, op->rows.data(), 0,
-                                        op->found.data());
+      const int32_t status = frugal_get(use.handle, op->keys.data(), op->keys.size(),
+                                        state ? FRUGAL_WITH_STATE : 0, op->rows.data(), 0, op->found.data());
       TableCall(use, "frugal_get", status, {FRUGAL_ERR_BUSY});
       if (status != FRUGAL_OK) break;
       for (size_t i = 0; i < op->ids.size(); ++i) {
-        const float* row = &op->rows[i * use.spec->dim];
-        if (op->found[i] == 1)
+        const float* row = &op->rows[i * floats];
+        if (op->found[i] == 1) {
           CheckRow(*use.spec, op->ids[i], row, "frugal_get");
-        else if (op->found[i] != 0 || !use.spec->hashed || !std::isnan(row[0]))
+          for (size_t k = use.spec->dim; k < floats; ++k)
+            if (row[k] != row[use.spec->dim + (k / use.spec->dim - 1) * use.spec->dim])
+              Fault("frugal_get", status, "a row's state is torn");
+        } else if (op->found[i] != 0 || !use.spec->hashed || !std::isnan(row[0]))
           Fault("frugal_get", status, "a row that is missing, or nearly");
       }
       break;
     }
     case 1: {
       auto op = MakeOp(use, random_.Between(1, run_.most_keys_));
+      const bool state = random_.Chance(0.3);
+      const size_t floats = use.spec->dim + (state ? use.spec->StateFloats() : 0);
+      op->rows.assign(op->keys.size() * floats, 0.25f);
       for (size_t i = 0; i < op->ids.size(); ++i)
-        Fill(*use.spec, op->ids[i], static_cast<float>(random_.Below(200)) - 100, &op->rows[i * use.spec->dim]);
+        Fill(*use.spec, op->ids[i], static_cast<float>(random_.Below(200)) - 100, &op->rows[i * floats]);
       Doing("frugal_put");
       TableCall(use, "frugal_put",
-                frugal_put(use.handle, op->keys.data(), op->keys.size(), 0, op->rows.data(), 0),
+                frugal_put(use.handle, op->keys.data(), op->keys.size(), state ? FRUGAL_WITH_STATE : 0,
+                           op->rows.data(), 0),
                 {FRUGAL_ERR_BUSY, FRUGAL_ERR_TABLE_FULL});
       break;
     }
