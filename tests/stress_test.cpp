@@ -172,6 +172,7 @@ struct Session {
   frugal_trainer* handle = nullptr;
   uint32_t rank = 0;
   std::atomic<bool> closed{false};  // set before it is closed
+  std::mutex lent_mu;  // lent memory is gone when the trainer is closed: held by who writes there, or closes
 };
 
 // Rows of one table in one call.
@@ -253,6 +254,7 @@ class Scene {
   const uint64_t seed_;
   Random random_;
   frugal_config config_ = FRUGAL_CONFIG_INIT;
+  bool orderly_ = false;  // the engine is closed when all others have ended
   size_t most_keys_ = 24;  // of an op
   double cached_ = 0;  // share of trainers with a cache
   frugal_engine* engine_ = nullptr;
@@ -455,6 +457,7 @@ void Scene::Caller::TrainerLoop(uint32_t rank) {
 
 void Scene::Caller::Leave(Session* session) {
   if (session->closed.exchange(true)) return;
+  const std::lock_guard<std::mutex> lock(session->lent_mu);
   Doing("frugal_trainer_close");
   EngineCall("frugal_trainer_close", frugal_trainer_close(session->handle), {});
 }
@@ -661,7 +664,8 @@ Scene::Caller::In Scene::Caller::Push(Life* life, uint64_t step) {
       op.op.bags = keys;
       op.op.weights = op.weights.data();
       op.op.weight_grads_out = op.weight_grads.data();
-    } else if (random_.Chance(0.1)) {
+    } else if (run_.orderly_ && random_.Chance(0.2)) {
+      const std::lock_guard<std::mutex> lock(life->session->lent_mu);
       void* lent = nullptr;
       Doing("frugal_borrow");
       const int32_t status = frugal_borrow(life->session->handle, op.grads.size() * sizeof(float), &lent);
@@ -1013,7 +1017,7 @@ void Scene::Execute() {
   Caller* mine = callers.back().get();
   for (TableSpec& spec : tables_)
     if (random_.Chance(0.8)) mine->CreateTable(&spec);
-  const bool orderly = random_.Chance(0.4);
+  orderly_ = random_.Chance(0.4);
   const uint64_t calls = random_.Between(100, 3000);
   const uint64_t closers = random_.Between(1, 2);
   std::vector<std::thread> running;
@@ -1025,7 +1029,7 @@ void Scene::Execute() {
         callers[i]->OutsideLoop();
     });
   while (calls_ < calls && !stop_) Pause(200);
-  if (orderly) {
+  if (orderly_) {
     stop_ = true;
     for (std::thread& t : running) t.join();
     if (fault_.empty()) FinalChecks(mine);
