@@ -538,8 +538,8 @@ FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *op
  * between step_begin and the push, neither reads nor writes it after the push, and asks again each
  * step (the same memory may come back when its updates are applied). All of it counts against
  * pending_bytes until then. Returns: FRUGAL_OK,
- * NOT_IN_STEP, STEP_ABORTED, OUT_OF_MEMORY. Ownership: the engine's. Threads: one at a time for a
- * trainer. */
+ * NOT_IN_STEP, STEP_ABORTED, OUT_OF_MEMORY. Ownership: the engine's; closing the trainer or the
+ * engine takes it back. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **memory_out);
 
 #define FRUGAL_STEP_SKIP 1u /* the step commits without any update (an overflow was found); one

@@ -2744,6 +2744,25 @@ TEST(Dims, EveryOptimizerAgainstTheReference) {
   }
 }
 
+TEST(Steps, WhatSomebodyEndedIsCommittedWhenAllHaveLeft) {
+  // With staleness an empty step can come before one with updates.
+  Engine engine(2, [](frugal_config* c) { c->staleness = 3; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 4, 2);
+  frugal_trainer* first = engine.Trainer(0);
+  frugal_trainer* second = engine.Trainer(1);
+  RowOp row(table, {1}, 2);
+  ASSERT_OK(frugal_step_begin(first, 5, kWait));
+  ASSERT_OK(frugal_step_end(first, 5, 0));
+  ASSERT_OK(frugal_step_begin(first, 6, kWait));
+  ASSERT_OK(frugal_push_grad(first, &row.op, 1));
+  ASSERT_OK(frugal_step_end(first, 6, 0));
+  ASSERT_OK(frugal_trainer_close(first));
+  ASSERT_OK(frugal_trainer_close(second));
+  EXPECT_EQ(engine.Committed(), 6u);
+  EXPECT_EQ(GetOne(table, 1), -1.0f);
+  EXPECT_NE(engine.Trainer(0), nullptr);
+}
+
 TEST(Dims, TheLargest) {
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 3, 65536);

@@ -868,11 +868,10 @@ Status Engine::abort_call(Trainer& t) {
   return undo(t, false);
 }
 
-// Undoes this rank's part of uncommitted steps. With call_mu held.
+// Undoes this rank's part of uncommitted steps, but for its created rows, which the abort takes back when
+// nobody reads them any more. With call_mu held.
 void Engine::undo_local(Trainer& t) {
-  undo_rows(t.created);
   t.pushes.clear();
-  t.created.clear();
   {
     std::lock_guard<std::mutex> lock(mu_);
     t.in_step = false;
@@ -949,12 +948,9 @@ Status Engine::undo(Trainer& by, bool leaving) {
     progress_.fetch_add(1);
     cv_progress_.notify_all();
   }
-  for (auto& [step, record] : records) {
-    for (auto& [raw, p] : record.prepared) {
+  for (auto& [step, record] : records)
+    for (auto& [raw, p] : record.prepared)
       p.table->window.unstage(p.update);
-    }
-    undo_rows(record.created);
-  }
   auto undo_part = [&](Trainer& t) {
     while (t.undo_pending.load()) {
       if (t.call_mu.try_lock()) {
@@ -977,6 +973,11 @@ Status Engine::undo(Trainer& by, bool leaving) {
     std::lock_guard<std::mutex> call(by.call_mu);
     undo_local(by);
   }
+  // No call that began before the abort reads rows any more, and nobody is inside a step: places of rows
+  // may become others'. A rank's list is ours until it may begin a step again.
+  for (auto& [step, record] : records) undo_rows(record.created);
+  undo_rows(by.created);
+  for (const TrainerRef& t : others) undo_rows(t->created);
   {
     std::lock_guard<std::mutex> lock(mu_);
     --aborting_;
