@@ -53,6 +53,7 @@ void Engine::worker_main() {
   FpEnvironment fp;
   // Who wakes a worker is on its way through a call: it keeps its processor.
   os_batch_thread();
+  Did last = Did::kNothing;
   for (;;) {
     uint64_t seen = work_.load();
     if (stopping_.load()) return;
@@ -64,9 +65,11 @@ void Engine::worker_main() {
     } catch (...) {
       fail_background(FRUGAL_ERR_INTERNAL);
     }
+    // Looks again for a while, but once only where it is held: the processor is a call's then.
+    bool moved = false, again = did == Did::kHeld && last == Did::kHeld;
+    last = did;
     if (did == Did::kWork) continue;
-    bool moved = false;
-    for (uint64_t until = now_ns() + kSpinNs; !moved && now_ns() < until;)
+    for (uint64_t until = again ? 0 : now_ns() + kSpinNs; !moved && now_ns() < until;)
       for (int i = 0; i < 16 && !moved; ++i) {
         cpu_relax();
         moved = work_.load(std::memory_order_relaxed) != seen;
