@@ -65,11 +65,12 @@ void Engine::worker_main() {
     } catch (...) {
       fail_background(FRUGAL_ERR_INTERNAL);
     }
-    // Looks again for a while, but once only where it is held: the processor is a call's then.
-    bool moved = false, again = did == Did::kHeld && last == Did::kHeld;
+    // Looks again for a while: long before it is held, since a call may want help soon, and once only.
+    bool moved = false, first = did != last;
     last = did;
     if (did == Did::kWork) continue;
-    for (uint64_t until = again ? 0 : now_ns() + kSpinNs; !moved && now_ns() < until;)
+    const uint64_t spin = did == Did::kNothing ? kSpinNs / 4 : first ? kSpinNs : 0;
+    for (uint64_t until = now_ns() + spin; !moved && now_ns() < until;)
       for (int i = 0; i < 16 && !moved; ++i) {
         cpu_relax();
         moved = work_.load(std::memory_order_relaxed) != seen;
@@ -88,8 +89,8 @@ void Engine::worker_main() {
   }
 }
 
-// In the order of urgency. What no gate is about to need waits while calls that gather or sum want the
-// processors, and the memory's bandwidth, of this machine: the time for it is the device's.
+// In the order of urgency. Where there is device time to hide behind, what no gate is about to need waits
+// while calls that gather or sum want the processors, and the memory's bandwidth, of this machine.
 Engine::Did Engine::background_work() {
   if (health() != FRUGAL_OK) return Did::kNothing;
   uint64_t now;
@@ -103,7 +104,9 @@ Engine::Did Engine::background_work() {
   };
   if (run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one())
     return Did::kWork;
-  if (pending <= limit && calls_.load(std::memory_order_relaxed) * 2 >= cpus_) return Did::kHeld;
+  if (deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&
+      calls_.load(std::memory_order_relaxed) * 2 >= cpus_)
+    return Did::kHeld;
   if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
       declared(UINT64_MAX) || flush_rows(UINT64_MAX))
     return Did::kWork;
