@@ -348,12 +348,13 @@ typedef struct frugal_table_info {
  * STRUCT_SIZE. Threads: any. */
 FRUGAL_API int32_t frugal_table_describe(const frugal_table *table, frugal_table_info *info_out);
 
-/* Counts the rows that exist. Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
+/* Counts the rows that exist. Returns: FRUGAL_OK, BAD_HANDLE, BUSY, TIMEOUT. Threads: any. */
 FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count_out);
 
 /* Enumerates keys: writes up to `capacity` keys of existing rows from `*cursor` on (start with
  * 0) and moves the cursor; with a capacity above 0, `*count_out` 0 means the end. The order is the rows' internal one and
- * changes when rows are created or deleted. Returns: FRUGAL_OK, BAD_HANDLE, BUSY. Threads: any. */
+ * changes when rows are created or deleted. Returns: FRUGAL_OK, BAD_HANDLE, BUSY, TIMEOUT. Threads:
+ * any. */
 FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
                                      uint64_t *keys_out, size_t capacity, size_t *count_out);
 

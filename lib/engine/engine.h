@@ -369,7 +369,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
   uint32_t outside_ = 0;            // operations outside steps under way
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
-  std::mutex outside_mu_;
+  std::timed_mutex outside_mu_;
   std::mutex abort_mu_;
   std::mutex cache_mu_;             // commits against cache boundaries
   Map<uint64_t, StepRecord> records_;
@@ -410,13 +410,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
 // For the length of an operation outside steps: no step begins.
 class OutsideScope {
  public:
-  explicit OutsideScope(Engine& engine);
+  OutsideScope(Engine& engine, Deadline deadline);
   ~OutsideScope();
   Status status() const { return status_; }
 
  private:
   Engine& engine_;
-  std::lock_guard<std::mutex> order_;
+  std::unique_lock<std::timed_mutex> order_;
   Status status_ = FRUGAL_OK;
   bool entered_ = false;
 };

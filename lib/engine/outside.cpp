@@ -12,7 +12,22 @@ namespace frugal {
 
 // Holds off the beginning of steps. Allowed when no rank is inside a step and all have ended the
 // same one.
-OutsideScope::OutsideScope(Engine& engine) : engine_(engine), order_(engine.outside_mu_) {
+OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
+    : engine_(engine), order_(engine.outside_mu_, std::try_to_lock) {
+  // One after the other. In slices by the system clock, as other sleeps.
+  while (!order_.owns_lock()) {
+    if (engine.closed_.load()) {
+      status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+      return;
+    }
+    if (deadline.passed()) {
+      status_ = fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
+      return;
+    }
+    uint64_t now = now_ns(), left = deadline.at > now ? deadline.at - now : 0;
+    (void)order_.try_lock_until(std::chrono::system_clock::now() +
+                                std::chrono::nanoseconds(std::min<uint64_t>(left, 1000000000)));
+  }
   std::unique_lock<std::mutex> lock(engine.mu_);
   engine.settle(lock, [&] {
     return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
@@ -82,7 +97,7 @@ Status Engine::flush(Deadline deadline) {
 
 Status Engine::count(Table& table, uint64_t* out) {
   FRUGAL_TRY(check());
-  OutsideScope scope(*this);
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   *out = table.rows.count();
   return FRUGAL_OK;
@@ -90,7 +105,7 @@ Status Engine::count(Table& table, uint64_t* out) {
 
 Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
   FRUGAL_TRY(check());
-  OutsideScope scope(*this);
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   *n = table.rows.enumerate(cursor, out, capacity);
   return FRUGAL_OK;
@@ -126,7 +141,7 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   const RowLayout& l = t.rows.layout();
   FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
-  OutsideScope scope(*this);
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   Buffer slots;
   FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
@@ -151,7 +166,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   const RowLayout& l = t.rows.layout();
   FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
-  OutsideScope scope(*this);
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Buffer slots, row;
@@ -227,7 +242,7 @@ Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* delete
   FRUGAL_TRY(check());
   FpEnvironment fp;
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
-  OutsideScope scope(*this);
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Vector<uint32_t> slots(n);
@@ -303,7 +318,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
                   static_cast<unsigned long long>(next - 1));
     FRUGAL_TRY(s);
   } else {
-    scope.emplace(*this);
+    scope.emplace(*this, deadline);
     FRUGAL_TRY(scope->status());
   }
   for (size_t i = 0; i < n; ++i) {

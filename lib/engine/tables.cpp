@@ -197,7 +197,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
 
 Status Engine::drop_table(const TableRef& table) {
   FRUGAL_TRY(check());
-  OutsideScope scope(*this);
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Vector<TrainerRef> trainers;
