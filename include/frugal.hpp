@@ -338,7 +338,7 @@ class Trainer {
   internal::Handle<frugal_trainer> handle_;
 };
 
-// An engine; closed when it is destroyed, tables and pending updates with it.
+// An engine; closed when it is destroyed, its tables with it.
 class Engine {
  public:
   explicit Engine(const frugal_config& config = Config()) {

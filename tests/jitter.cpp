@@ -1,7 +1,6 @@
 // Shifts threads against each other: loaded before everything else (LD_PRELOAD), it now and then lets a
-// thread sleep, or yield, around a call on a mutex, a condition variable
-// or the clock. What is right only as long as
-// nobody is interrupted between two sections then goes wrong within seconds, not once a month.
+// thread sleep, or yield, around a call on a mutex, a condition variable or the clock. What is right only as
+// long as nobody is interrupted between two sections then goes wrong within seconds, not once a month.
 //
 //   FRUGAL_JITTER_SEED=7 FRUGAL_JITTER_ONE_IN=128 FRUGAL_JITTER_US=300 LD_PRELOAD=libfrugal_jitter.so PROGRAM
 //

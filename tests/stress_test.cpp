@@ -230,6 +230,7 @@ class Scene {
     In Declare(Life* life, uint64_t step);
     In CancelOne(Life* life);
     In ReadRows(Life* life, bool inside);
+    const Declared* DeclaredFor(const Life& life, uint64_t step);
     In Lookup(Life* life, uint64_t step);
     In Push(Life* life, uint64_t step);
     In Inside(Life* life, uint64_t step);
@@ -566,13 +567,19 @@ Scene::Caller::In Scene::Caller::ReadRows(Life* life, bool inside) {
   return in;
 }
 
+// One of the declarations of the step, or none.
+const Declared* Scene::Caller::DeclaredFor(const Life& life, uint64_t step) {
+  const Declared* of = nullptr;
+  for (const Declared& d : life.declared)
+    if (d.step == step && !d.ops.empty() && random_.Chance(0.5)) of = &d;
+  return of;
+}
+
 Scene::Caller::In Scene::Caller::Lookup(Life* life, uint64_t step) {
   std::vector<std::unique_ptr<RowOp>> rows;
   std::vector<frugal_op> ops;
   for (size_t i = random_.Between(1, 3); i > 0; --i) {
-    const Declared* of = nullptr;
-    for (const Declared& d : life->declared)
-      if (d.step == step && !d.ops.empty() && random_.Chance(0.5)) of = &d;
+    const Declared* of = DeclaredFor(*life, step);
     TableUse use;
     if (of) {
       const uint32_t part = static_cast<uint32_t>(random_.Below(of->ops.size()));
@@ -634,9 +641,7 @@ Scene::Caller::In Scene::Caller::Push(Life* life, uint64_t step) {
   std::vector<std::unique_ptr<RowOp>> rows;
   std::vector<frugal_op> ops;
   for (size_t i = random_.Between(1, 3); i > 0; --i) {
-    const Declared* of = nullptr;
-    for (const Declared& d : life->declared)
-      if (d.step == step && !d.ops.empty() && random_.Chance(0.5)) of = &d;
+    const Declared* of = DeclaredFor(*life, step);
     if (of) {
       const uint32_t part = static_cast<uint32_t>(random_.Below(of->ops.size()));
       const RowOp& declared = *of->ops[part];

@@ -74,29 +74,19 @@ void os_batch_thread() {
 
 namespace {
 
-// The number in a file of one line; UINT64_MAX if there is none, as in "max".
-uint64_t number_in(const char* path) {
-  unsigned long long v = 0;
-  bool read = false;
-  if (FILE* f = std::fopen(path, "re")) {
-    read = std::fscanf(f, "%llu", &v) == 1;
-    std::fclose(f);
-  }
-  return read ? v : UINT64_MAX;
-}
-
-// The pages of files in a control group, which it can let go of.
-uint64_t group_files(const char* path) {
-  uint64_t bytes = 0;
-  if (FILE* f = std::fopen(path, "re")) {
-    char line[128];
+// The number behind `name` at the beginning of a line of a file; `otherwise` where there is none.
+uint64_t number_in(const char* path, const char* name, uint64_t otherwise) {
+  FILE* f = std::fopen(path, "re");
+  if (!f) return otherwise;
+  char line[128];
+  const size_t length = std::strlen(name);
+  for (bool found = false; !found && std::fgets(line, sizeof line, f);) {
     unsigned long long v;
-    while (std::fgets(line, sizeof line, f))
-      if (std::sscanf(line, "inactive_file %llu", &v) == 1 || std::sscanf(line, "active_file %llu", &v) == 1)
-        bytes += v;
-    std::fclose(f);
+    found = std::strncmp(line, name, length) == 0 && std::sscanf(line + length, "%llu", &v) == 1;
+    if (found) otherwise = v;
   }
-  return bytes;
+  std::fclose(f);
+  return otherwise;
 }
 
 // What the process's control group (v2) and the groups above it leave, as in a container.
@@ -114,12 +104,13 @@ uint64_t group_bytes() {
   group[std::strcspn(group, "\n")] = 0;
   for (;;) {
     std::snprintf(path, sizeof path, "%s%s/memory.max", kRoot, group);
-    uint64_t limit = number_in(path);
+    uint64_t limit = number_in(path, "", UINT64_MAX);  // or "max"
     std::snprintf(path, sizeof path, "%s%s/memory.current", kRoot, group);
-    uint64_t used = number_in(path);
+    uint64_t used = number_in(path, "", UINT64_MAX);
     if (limit != UINT64_MAX && used != UINT64_MAX) {
       std::snprintf(path, sizeof path, "%s%s/memory.stat", kRoot, group);
-      used -= std::min(used, group_files(path));
+      // Pages of files it can let go of.
+      used -= std::min(used, number_in(path, "inactive_file ", 0) + number_in(path, "active_file ", 0));
       least = std::min(least, limit > used ? limit - used : 0);
     }
     char* slash = std::strrchr(group, '/');
@@ -131,14 +122,7 @@ uint64_t group_bytes() {
 }  // namespace
 
 uint64_t available_bytes() {
-  uint64_t kib = 0;
-  if (FILE* f = std::fopen("/proc/meminfo", "re")) {
-    char line[128];
-    unsigned long long v;
-    while (std::fgets(line, sizeof line, f))
-      if (std::sscanf(line, "MemAvailable: %llu kB", &v) == 1) kib = v;
-    std::fclose(f);
-  }
+  uint64_t kib = number_in("/proc/meminfo", "MemAvailable:", 0);
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
 }
 

@@ -10,6 +10,16 @@ namespace frugal {
 
 constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
 
+// Looks for up to `ns` whether the count has moved on from `seen`.
+inline bool moves(const std::atomic<uint64_t>& count, uint64_t seen, uint64_t ns) {
+  for (uint64_t until = now_ns() + ns; now_ns() < until;)
+    for (int i = 0; i < 16; ++i) {
+      cpu_relax();
+      if (count.load(std::memory_order_relaxed) != seen) return true;
+    }
+  return false;
+}
+
 // Sleeps on `cv` until done() or for about a second. The system clock is used because a change of it
 // only makes one slice longer or shorter.
 template <class Done>
@@ -41,23 +51,21 @@ void Engine::settle(std::unique_lock<std::mutex>& lock, Done done) {
 template <class Ready, class Help>
 Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
   Counted waiting(waiters_);
+  auto healthy = [&] {
+    Status s = health();
+    return s == FRUGAL_OK ? s : fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
+                                     status_name(s));
+  };
   for (;;) {
     // The count is read before the condition: whoever makes the condition true counts afterwards.
     uint64_t seen = progress_.load();
     if (closed_.load() || (trainer && trainer->closing.load()))
       return fail(FRUGAL_ERR_CLOSED, "the %s was closed while a call waited",
                   closed_.load() ? "engine" : "trainer");
-    if (Status s = health())
-      return fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
-                  status_name(s));
+    FRUGAL_TRY(healthy());
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
-    if (ready()) {
-      // A job that has failed counts as done, too, after health has told.
-      if (Status s = health())
-        return fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
-                    status_name(s));
-      return FRUGAL_OK;
-    }
+    // A job that has failed counts as done, too, after health has told.
+    if (ready()) return healthy();
     try {
       if (help()) continue;
     } catch (const std::bad_alloc&) {
@@ -67,14 +75,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.
-    bool moved = false;
-    for (uint64_t until = now_ns() + kSpinNs; !moved && now_ns() < until;) {
-      for (int i = 0; i < 16 && !moved; ++i) {
-        cpu_relax();
-        moved = progress_.load(std::memory_order_relaxed) != seen;
-      }
-    }
-    if (moved) continue;
+    if (moves(progress_, seen, kSpinNs)) continue;
     std::unique_lock<std::mutex> lock(mu_);
     sleep_slice(cv_progress_, lock, deadline.at, [&] { return progress_.load() != seen; });
   }

@@ -66,16 +66,11 @@ void Engine::worker_main() {
       fail_background(FRUGAL_ERR_INTERNAL);
     }
     // Looks again for a while: long before it is held, since a call may want help soon, and once only.
-    bool moved = false, first = did != last;
+    bool first = did != last;
     last = did;
     if (did == Did::kWork) continue;
     const uint64_t spin = did == Did::kNothing ? kSpinNs / 4 : first ? kSpinNs : 0;
-    for (uint64_t until = now_ns() + spin; !moved && now_ns() < until;)
-      for (int i = 0; i < 16 && !moved; ++i) {
-        cpu_relax();
-        moved = work_.load(std::memory_order_relaxed) != seen;
-      }
-    if (moved) continue;
+    if (moves(work_, seen, spin)) continue;
     sleepers_.fetch_add(1);
     {
       std::unique_lock<std::mutex> lock(mu_);

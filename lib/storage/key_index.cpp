@@ -52,16 +52,14 @@ inline uint32_t KeyIndex::match(const Bucket& bucket, uint64_t key) {
   return hit;  // a key that was erased is still there, with slot 0
 }
 
-uint32_t KeyIndex::find_from(uint64_t b, uint64_t key) const {
-  for (;;) {
+uint32_t KeyIndex::find(uint64_t key) const {
+  for (uint64_t b = home(key);;) {
     const Bucket& bucket = table()[b];
     uint32_t hit = match(bucket, key);
     if (hit || !bucket.overflow) return hit - 1;
     if (++b == buckets_) b = 0;
   }
 }
-
-uint32_t KeyIndex::find(uint64_t key) const { return find_from(home(key), key); }
 
 void KeyIndex::find(const uint64_t* keys, size_t n, uint32_t* slots) const {
   constexpr size_t kAhead = 64, kBlock = 256;  // kAhead: a power of two

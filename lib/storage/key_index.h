@@ -50,7 +50,6 @@ class KeyIndex {
   }
   static uint64_t buckets_for(uint64_t keys);
   static uint32_t match(const Bucket& bucket, uint64_t key);
-  uint32_t find_from(uint64_t bucket, uint64_t key) const;
   Bucket* table() const { return reinterpret_cast<Bucket*>(mapping_.base); }
   Mapping mapping_;
   uint64_t capacity_ = 0;

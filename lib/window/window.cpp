@@ -1,7 +1,5 @@
 #include "window/window.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <bit>
 
