@@ -1,0 +1,27 @@
+// The list of kernels, and how each is found.
+//
+// What: FRUGAL_KERNELS(X) names every kernel as X(name, Arguments): the body is
+// `void name##_body(const Arguments&)` in one of ops/*.h. The numbers of launches, the host's table
+// and the __global__ functions `frugal_##name` come from this list.
+// Invariants: argument structs are plain and at most 4 KiB; a kernel is a body and nothing else.
+#ifndef FRUGAL_DEVICE_OPS_KERNELS_H_
+#define FRUGAL_DEVICE_OPS_KERNELS_H_
+
+#include "device/ops/rows.h"
+
+#define FRUGAL_KERNELS(X)          \
+  X(gather_rows, GatherArgs)       \
+  X(stage_rows, StageArgs)
+
+namespace frugal::device {
+
+enum class Kernel : uint32_t {
+#define X(name, Arguments) name,
+  FRUGAL_KERNELS(X)
+#undef X
+  kCount
+};
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_OPS_KERNELS_H_

@@ -1,0 +1,135 @@
+// What kernel bodies are written in: threads of a block, memory that kernels see.
+//
+// What: the one header with target-dependent code. Compiled by nvcc it is CUDA's built-ins; compiled
+// for the host it is calls into sim/, which runs a block's threads as fibers and checks every access.
+// Invariants: bodies call load and store for all memory but their own variables and shared(). No
+// load goes through the read-only cache (host rows change between kernels). add() is for device
+// memory alone: nothing on the device reads, modifies and writes host memory. A warp is 32 threads,
+// all of which take part in shuffle and ballot; threads of a block are a multiple of 32.
+// Callers: ops/*.h.
+#ifndef FRUGAL_DEVICE_SIMT_H_
+#define FRUGAL_DEVICE_SIMT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "device/runtime.h"
+
+#if defined(__CUDACC__)
+#define FRUGAL_DEVICE __device__ __forceinline__
+#else
+#include <string.h>
+#define FRUGAL_DEVICE inline
+#endif
+
+namespace frugal::device {
+
+struct alignas(16) Float4 {
+  float x, y, z, w;
+};
+
+inline constexpr uint32_t kWarp = 32;
+
+#if defined(__CUDACC__)
+
+FRUGAL_DEVICE uint32_t thread() { return threadIdx.x; }
+FRUGAL_DEVICE uint32_t threads() { return blockDim.x; }
+FRUGAL_DEVICE uint32_t block() { return blockIdx.x; }
+FRUGAL_DEVICE uint32_t blocks() { return gridDim.x; }
+FRUGAL_DEVICE uint32_t lane() { return threadIdx.x % kWarp; }
+FRUGAL_DEVICE void sync() { __syncthreads(); }
+FRUGAL_DEVICE uint32_t ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
+
+// `v` of lane `from` of the caller's group of `width` lanes (a power of two).
+template <class T>
+FRUGAL_DEVICE T shuffle(T v, uint32_t from, uint32_t width = kWarp) {
+  return __shfl_sync(0xffffffffu, v, static_cast<int>(from), static_cast<int>(width));
+}
+template <class T>
+FRUGAL_DEVICE T shuffle_xor(T v, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, v, static_cast<int>(mask));
+}
+
+FRUGAL_DEVICE char* shared() {
+  extern __shared__ __align__(16) char frugal_shared[];
+  return frugal_shared;
+}
+
+template <class T>
+FRUGAL_DEVICE T load(Ptr<T> p) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  return *reinterpret_cast<const T*>(p.address);
+}
+template <class T>
+FRUGAL_DEVICE void store(Ptr<T> p, T v) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  *reinterpret_cast<T*>(p.address) = v;
+}
+FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) {
+  return atomicAdd(reinterpret_cast<unsigned int*>(p.address), v);
+}
+
+#else
+
+namespace sim {  // sim/block.cpp
+struct Position {
+  uint32_t thread, threads, block, blocks;
+};
+const Position& position();              // of the running fiber
+void meet_block();
+uint32_t meet_ballot(bool p);
+uint64_t meet_exchange(uint64_t v, uint32_t from);  // lane `from` of the warp
+char* block_memory();
+const void* readable(uint64_t address, size_t bytes);
+void* writable(uint64_t address, size_t bytes);
+uint32_t add_device(uint64_t address, uint32_t v);
+}  // namespace sim
+
+FRUGAL_DEVICE uint32_t thread() { return sim::position().thread; }
+FRUGAL_DEVICE uint32_t threads() { return sim::position().threads; }
+FRUGAL_DEVICE uint32_t block() { return sim::position().block; }
+FRUGAL_DEVICE uint32_t blocks() { return sim::position().blocks; }
+FRUGAL_DEVICE uint32_t lane() { return sim::position().thread % kWarp; }
+FRUGAL_DEVICE void sync() { sim::meet_block(); }
+FRUGAL_DEVICE uint32_t ballot(bool p) { return sim::meet_ballot(p); }
+
+template <class T>
+FRUGAL_DEVICE T shuffle(T v, uint32_t from, uint32_t width = kWarp) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  memcpy(&bits, &v, sizeof(T));
+  bits = sim::meet_exchange(bits, lane() / width * width + from % width);
+  memcpy(&v, &bits, sizeof(T));
+  return v;
+}
+template <class T>
+FRUGAL_DEVICE T shuffle_xor(T v, uint32_t mask) {
+  return shuffle(v, lane() ^ mask);
+}
+
+FRUGAL_DEVICE char* shared() { return sim::block_memory(); }
+
+template <class T>
+FRUGAL_DEVICE T load(Ptr<T> p) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  T v;
+  memcpy(&v, sim::readable(p.address, sizeof(T)), sizeof(T));
+  return v;
+}
+template <class T>
+FRUGAL_DEVICE void store(Ptr<T> p, T v) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  memcpy(sim::writable(p.address, sizeof(T)), &v, sizeof(T));
+}
+FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) { return sim::add_device(p.address, v); }
+
+#endif
+
+template <class T, class U>
+FRUGAL_DEVICE Ptr<T> as(Ptr<U> p) {
+  return {p.address};
+}
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_SIMT_H_
