@@ -131,8 +131,8 @@ FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
 struct StageArgs {
   PartPtr part;
   RowsPtr host, hbm;
-  Ptr<uint32_t> rows;    // distinct rows to copy into HBM
-  Ptr<uint32_t> to;      // their places there
+  Ptr<uint32_t> rows;    // distinct rows to copy into HBM; null: the first `count`
+  Ptr<uint32_t> to;      // their places there; null: in order
   uint32_t count;
   uint32_t dim;
 };
@@ -165,7 +165,7 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
       to[k] = accumulator_to[k] = {};
       if (walk.item() < a.count && walk.in_row()) {
         const uint32_t slot = slot_of(walk.item());
-        const uint32_t line = load(a.to + walk.item());
+        const uint32_t line = a.to ? load(a.to + walk.item()) : static_cast<uint32_t>(walk.item());
         const uint32_t v = walk.vector();
         const bool state = v >= value_vectors;
         const uint32_t column = (state ? v - value_vectors : v) * 4;
@@ -187,7 +187,7 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
 
 FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
   copy_rows(FillArgs{a.host, a.hbm, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
-    return load(a.part.slots + load(a.rows + i));
+    return load(a.part.slots + (a.rows ? load(a.rows + i) : i));
   });
 }
 
@@ -202,6 +202,7 @@ FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
 struct PlaceArgs {
   PartPtr part;
   Ptr<uint32_t> source;  // of distinct rows, as in GatherArgs; null: all are host rows
+  uint32_t all_staged;   // 1: row i lies in HBM, at i
   Ptr<uint32_t> out;     // one a key
 };
 
@@ -212,7 +213,7 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   Walk walk(Cut{kWarp, kWarp, 1}, block(), blocks());
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
-    uint32_t place = a.source ? load(a.source + row) : 0;
+    uint32_t place = a.all_staged ? kHbm | row : a.source ? load(a.source + row) : 0;
     if (!(place & kHbm)) place = load(a.part.slots + row);
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
