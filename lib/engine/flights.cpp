@@ -23,8 +23,9 @@ Status Engine::join_gpu(const char* device, std::shared_ptr<Gpu>* out) {
 }
 
 Status Engine::set_stream(Trainer& t, void* stream) {
+  // No call of the step protocol: an abort is told by the next one.
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(check());
   if (!t.gpu)
     return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams", t.rank);
   return t.gpu->set_stream(stream);
