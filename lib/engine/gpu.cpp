@@ -186,6 +186,9 @@ Status Gpu::open(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned,
   auto gpu = std::allocate_shared<Gpu>(HeapAllocator<Gpu>(), std::move(runtime), pinned);
   FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kHigh, &gpu->upload_),
                     "a stream of the engine");
+  FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kLow, &gpu->boundary_),
+                    "a stream of the engine");
+  FRUGAL_TRY(gpu->create_event(&gpu->boundary_done_));
   *out = std::move(gpu);
   return FRUGAL_OK;
 }
@@ -196,6 +199,8 @@ Gpu::Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned)
       memory_(std::allocate_shared<DevicePool>(HeapAllocator<DevicePool>(), runtime_)) {}
 
 Gpu::~Gpu() {
+  if (boundary_done_.handle) runtime_->destroy_event(boundary_done_);
+  if (boundary_.handle) runtime_->destroy_stream(boundary_);
   for (device::Event e : events_) runtime_->destroy_event(e);
   if (upload_.handle) runtime_->destroy_stream(upload_);
 }
@@ -358,7 +363,7 @@ namespace {
 
 // Layout of a part's arrays, 16-byte aligned, in one piece.
 struct Pieces {
-  size_t slots, start, positions, items, source, staged, staged_to, heavy, bytes;
+  size_t slots, start, positions, items, source, staged, heavy, bytes;
   Pieces(const Part& p, size_t item_count, size_t frequent) {
     size_t at = 0;
     auto piece = [&](size_t size) {
@@ -372,7 +377,6 @@ struct Pieces {
     items = piece(item_count * sizeof(device::Item));
     source = piece(frequent ? p.distinct * sizeof(uint32_t) : 0);
     staged = piece(frequent * sizeof(uint32_t));
-    staged_to = piece(frequent * sizeof(uint32_t));
     heavy = piece(frequent * sizeof(device::HeavyRow));
     bytes = at;
   }
@@ -386,6 +390,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     *out = static_cast<PartOnDevice*>(part.on_device.get());
     return FRUGAL_OK;
   }
+  if (part.distinct >= device::kMostHbmRows)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "more than 2^30 distinct rows in one op on a GPU");
   auto made = std::allocate_shared<PartOnDevice>(HeapAllocator<PartOnDevice>());
   PartOnDevice& d = *made;
   d.gpu = shared_from_this();
@@ -422,15 +428,12 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     std::memset(source, 0, part.distinct * sizeof(uint32_t));
     auto* staged = reinterpret_cast<uint32_t*>(to + at.staged);
     uint32_t k = 0;
-    auto* staged_to = reinterpret_cast<uint32_t*>(to + at.staged_to);
     std::memcpy(to + at.heavy, d.frequent.data(), d.frequent.size() * sizeof(device::HeavyRow));
     for (const device::HeavyRow& f : d.frequent) {
       uint32_t n = start[f.row + 1] - start[f.row];
       for (uint32_t r = 0; r * device::kRun < n; ++r) *item++ = {f.row, r};
-      source[f.row] = device::kHbm | k;
-      staged[k] = f.row;
-      staged_to[k] = k;
-      ++k;
+      source[f.row] = device::kHbm | device::kStaged | k;
+      staged[k++] = f.row;
     }
   }
   Ptr<char> base = d.memory.as<char>();
@@ -443,7 +446,6 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     d.items = {base.address + at.items};
     d.source = {base.address + at.source};
     d.staged = {base.address + at.staged};
-    d.staged_to = {base.address + at.staged_to};
     d.heavy = {base.address + at.heavy};
   }
   if (at.bytes) {

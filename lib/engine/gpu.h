@@ -12,6 +12,7 @@
 #include "base/heap.h"
 #include "base/pin.h"
 #include "base/status.h"
+#include "cache/row_cache.h"
 #include "device/ops/kernels.h"
 #include "device/runtime.h"
 #include "storage/rows.h"
@@ -79,10 +80,10 @@ struct PartOnDevice : HeapObject {
   Vector<device::HeavyRow> frequent;  // rows with more than a run of positions
   uint32_t runs = 0;                // of the frequent rows
   // Where some row is frequent: all runs of all rows, those of the frequent ones last; the source of each
-  // row, frequent ones staged; which rows to stage, and where. Else null: item i is row i.
+  // row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
   device::Ptr<device::Item> items;
   uint32_t item_count = 0;
-  device::Ptr<uint32_t> source, staged, staged_to;
+  device::Ptr<uint32_t> source, staged;
   device::Ptr<device::HeavyRow> heavy;  // `frequent`
   device::Event uploaded;
   ~PartOnDevice();
@@ -98,6 +99,8 @@ struct Flight : HeapObject {
   Vector<PartRef> parts;
   Vector<Buffer> pinned;
   Vector<DeviceBuffer> memory;
+  Vector<UpdateRef> updates;  // whose sums the cache's boundary reads
+  bool after_boundary = false;
   Vector<const uint32_t*> nan_flags;  // not 0: a gradient of a push that is to be refused has a NaN
   bool must_land = false;  // before the step's end answers
   std::mutex mu;           // of events, once it has ended
@@ -129,6 +132,15 @@ struct GpuOp {
   Buffer keys, offsets, weights;  // pinned copies
   device::Ptr<uint64_t> device_offsets;
   device::Ptr<float> device_weights, device_weight_grads;
+};
+
+// A table's cache in device memory: the index and the policy are here, the lines there.
+struct DeviceLines : HeapObject {
+  RowCache index;
+  DeviceBuffer value_memory, state_memory;
+  size_t stride = 0, state_stride = 0, state_second = 0;  // floats
+  uint32_t state_floats = 0;
+  device::RowsPtr values() const { return {value_memory.as<float>(), stride}; }
 };
 
 class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
@@ -171,7 +183,9 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
 
   // Rows of a part, pooled or not, to the op's rows_out.
-  Status gather(Flight& f, const PartRef& part, const Rows& rows, const GpuOp& op);
+  // `lines` (may be null) hold some of them; *cached_keys counts keys of those.
+  Status gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                const GpuOp& op, uint64_t* cached_keys);
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
@@ -184,8 +198,15 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A gradient for each key into pinned memory.
   Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
-  Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const GpuOp& op,
-                      const device::GradPtr& source);
+  Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                      const GpuOp& op, const device::GradPtr& source);
+
+  // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
+  Status open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out);
+  Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, const TermList& touched);
+  Status fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Vector<uint32_t>& slots,
+                    const Vector<uint32_t>& to);
+  Status end_boundary(Flight& f);
 
   Status create_event(device::Event* out);
   void give_back(device::Event e);
@@ -195,8 +216,23 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   template <class Arguments>
   Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments);
-  Status places(Flight& f, const PartRef& part, const Rows& rows, PartOnDevice& d,
-                device::Ptr<uint32_t>* out, device::RowsPtr* staged);
+  struct Sources {
+    device::Ptr<uint32_t> source, staged;
+    device::Ptr<device::Item> items;
+    uint32_t host_items = 0, hbm_items = 0;
+    size_t staged_rows = 0;
+    device::RowsPtr lines{};
+    uint64_t cached_keys = 0;
+  };
+  Status sources(Flight& f, const Part& part, const PartOnDevice& d, const DeviceLines* lines,
+                 Sources* out);
+  Status stage(Flight& f, const PartOnDevice& d, const Rows& rows, device::Ptr<uint32_t> which,
+               device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
+  Status places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+                const DeviceLines* lines, device::Ptr<uint32_t>* out, device::RowsPtr* line_rows,
+                device::RowsPtr* staged, uint64_t* cached_keys = nullptr);
+  Status on_boundary(device::Kernel kernel, const device::Shape& shape, const void* arguments,
+                     size_t bytes);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status weights_of(Flight& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);
@@ -210,6 +246,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Vector<Buffer> outgrown_;
   std::mutex upload_mu_;
   device::Stream upload_;
+  device::Stream boundary_;       // call_mu
+  device::Event boundary_done_;
   std::mutex events_mu_;
   Vector<device::Event> events_;
   std::atomic<Status> failed_{FRUGAL_OK};

@@ -24,6 +24,11 @@ device::RowsPtr host_rows(const Rows& rows) {
 
 uint64_t bytes_or(size_t stride, uint32_t dim) { return stride ? stride : dim * sizeof(float); }
 
+template <class T>
+Ptr<T> seen_at(const T* pinned) {
+  return {reinterpret_cast<uint64_t>(pinned)};
+}
+
 }  // namespace
 
 template <class Arguments>
@@ -38,10 +43,11 @@ Status Gpu::begin(Flight& f, const PartRef& part, PartOnDevice** out) {
   FRUGAL_TRY(f.use(stream_));
   f.parts.push_back(part);
   FRUGAL_TRY(upload(*part, out));
-  if (!(*out)->uploaded.handle) return FRUGAL_OK;
-  device::Result r = runtime_->wait(stream_, (*out)->uploaded);
+  device::Result r;
+  if ((*out)->uploaded.handle) r = runtime_->wait(stream_, (*out)->uploaded);
+  if (r.ok() && f.after_boundary) r = runtime_->wait(stream_, boundary_done_);
   failed(r);
-  return device_status(r, "waiting for a batch's places");
+  return device_status(r, "waiting for a batch's places, or for the cache");
 }
 
 Status Gpu::identity(size_t n, Ptr<uint32_t>* out) {
@@ -74,31 +80,113 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
   return launch(Kernel::gather_rows, device::gather_shape(&a), a);
 }
 
+// Host rows into device memory: `count` of the part's distinct rows (null: all), to places there (null: one
+// after the other).
+Status Gpu::stage(Flight& f, const PartOnDevice& d, const Rows& rows, Ptr<uint32_t> which,
+                  Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
+  DeviceBuffer memory;
+  out->stride = rows.ref().value_stride;
+  const size_t places = to ? d.part.distinct : count;
+  FRUGAL_TRY(memory_->get(places * out->stride * sizeof(float), &memory));
+  out->values = memory.as<float>();
+  f.memory.push_back(std::move(memory));
+  if (count == 0) return FRUGAL_OK;
+  device::StageArgs s{};
+  s.part = d.part;
+  s.host = host_rows(rows);
+  s.staged = *out;
+  s.rows = which;
+  s.to = to;
+  s.count = static_cast<uint32_t>(count);
+  s.dim = rows.layout().dim;
+  return launch(Kernel::stage_rows, device::stage_shape(s), s);
+}
+
+// Where the rows of a part are read, when some are in lines: sources, items and what is to be staged.
+// Without lines that is the same for all lookups of the part, and came with it.
+Status Gpu::sources(Flight& f, const Part& part, const PartOnDevice& d, const DeviceLines* lines,
+                    Sources* out) {
+  if (!lines) {
+    out->host_items = d.part.distinct;
+    if (!d.item_count) return FRUGAL_OK;
+    out->source = d.source;
+    out->items = d.items;
+    out->hbm_items = d.runs;
+    out->host_items = d.item_count - d.runs;
+    out->staged = d.staged;
+    out->staged_rows = d.frequent.size();
+    return FRUGAL_OK;
+  }
+  const size_t n = part.distinct, most_items = d.item_count ? d.item_count : n;
+  const uint32_t *slots = part.row_slots(), *start = part.row_start();
+  Buffer memory;
+  FRUGAL_TRY(pinned_.get(most_items * sizeof(device::Item) + 2 * n * sizeof(uint32_t), &memory));
+  auto* items = memory.as<device::Item>();
+  auto* source = reinterpret_cast<uint32_t*>(items + most_items);
+  auto* staged = source + n;
+  uint32_t last = static_cast<uint32_t>(most_items);  // items of rows in device memory, from the end
+  uint64_t hits = 0;
+  for (uint32_t i = 0; i < n; ++i) {
+    const uint32_t runs = (start[i + 1] - start[i] + device::kRun - 1) / device::kRun;
+    const uint32_t line = lines->index.find(slots[i]);
+    if (line != RowCache::kNone) {
+      source[i] = device::kHbm | line;
+      hits += start[i + 1] - start[i];
+    } else if (runs > 1) {
+      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(out->staged_rows);
+      staged[out->staged_rows++] = i;
+    } else {
+      source[i] = 0;
+      items[out->host_items++] = {i, 0};
+      continue;
+    }
+    for (uint32_t r = 0; r < runs; ++r) items[--last] = {i, r};
+  }
+  // (Every row has its runs: the two ends meet.)
+  out->hbm_items = static_cast<uint32_t>(most_items) - last;
+  out->lines = lines->values();
+  out->items = seen<device::Item>(memory);
+  out->source = seen_at(source);
+  out->staged = seen_at(staged);
+  out->cached_keys = hits;
+  f.pinned.push_back(std::move(memory));
+  return FRUGAL_OK;
+}
+
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
 // once, however many bags it is in.
-Status Gpu::places(Flight& f, const PartRef& part, const Rows& rows, PartOnDevice& d,
-                   Ptr<uint32_t>* out, device::RowsPtr* staged) {
-  const uint32_t dim = rows.layout().dim;
-  DeviceBuffer places, memory;
-  FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &places));
-  staged->stride = rows.ref().value_stride;
-  FRUGAL_TRY(memory_->get(part->distinct * staged->stride * sizeof(float), &memory));
-  staged->values = memory.as<float>();
-  *out = places.as<uint32_t>();
-  f.memory.push_back(std::move(places));
-  f.memory.push_back(std::move(memory));
-  if (part->distinct) {
-    device::StageArgs s{};
-    s.part = d.part;
-    s.host = host_rows(rows);
-    s.hbm = *staged;
-    s.count = d.part.distinct;  // rows and to null: all, in order
-    s.dim = dim;
-    FRUGAL_TRY(launch(Kernel::stage_rows, device::stage_shape(s), s));
+Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+                   const DeviceLines* lines, Ptr<uint32_t>* out, device::RowsPtr* line_rows,
+                   device::RowsPtr* staged, uint64_t* cached_keys) {
+  Ptr<uint32_t> host, source;
+  size_t host_count = part.distinct;
+  if (lines) {
+    *line_rows = lines->values();
+    Buffer lists;
+    FRUGAL_TRY(pinned_.get(2 * part.distinct * sizeof(uint32_t), &lists));
+    auto *from = lists.as<uint32_t>(), *of_host = from + part.distinct;
+    host_count = 0;
+    for (uint32_t i = 0; i < part.distinct; ++i) {
+      const uint32_t line = lines->index.find(part.row_slots()[i]);
+      from[i] = line == RowCache::kNone ? 0 : device::kHbm | line;
+      if (!from[i])
+        of_host[host_count++] = i;
+      else if (cached_keys)
+        *cached_keys += part.row_start()[i + 1] - part.row_start()[i];
+    }
+    source = seen<uint32_t>(lists);
+    host = source + part.distinct;
+    f.pinned.push_back(std::move(lists));
   }
-  if (part->n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(stage(f, d, rows, host, host, host_count, staged));
+  DeviceBuffer memory;
+  FRUGAL_TRY(memory_->get(part.n * sizeof(uint32_t), &memory));
+  *out = memory.as<uint32_t>();
+  f.memory.push_back(std::move(memory));
+  if (part.n == 0) return FRUGAL_OK;
   device::PlaceArgs p{};
   p.part = d.part;
+  p.source = source;
   p.all_staged = 1;
   p.out = *out;
   return launch(Kernel::place_keys, device::place_shape(p), p);
@@ -115,7 +203,8 @@ Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out)
   return FRUGAL_OK;
 }
 
-Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const GpuOp& op) {
+Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                   const GpuOp& op, uint64_t* cached_keys) {
   const uint32_t dim = rows.layout().dim;
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -124,7 +213,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const GpuOp
     if (op.op.bags == 0) return FRUGAL_OK;
     device::PoolArgs a{};
     a.host = host_rows(rows);
-    FRUGAL_TRY(places(f, part, rows, *d, &a.places, &a.hbm));
+    FRUGAL_TRY(places(f, *part, rows, *d, lines, &a.places, &a.lines, &a.staged, cached_keys));
     a.offsets = op.device_offsets;
     if (!a.offsets) {
       Buffer copy;
@@ -143,31 +232,20 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const GpuOp
     return launch(Kernel::pool_rows, device::pool_shape(a), a);
   }
   if (part->n == 0) return FRUGAL_OK;
+  Sources from;
+  FRUGAL_TRY(sources(f, *part, *d, lines, &from));
+  if (cached_keys) *cached_keys = from.cached_keys;
   device::GatherArgs a{};
   a.part = d->part;
   a.host = host_rows(rows);
-  a.host_items = d->part.distinct;
-  if (d->item_count) {
-    // Frequent rows cross the link once, into device memory, and are spread out from there.
-    DeviceBuffer staged;
-    a.hbm.stride = a.host.stride;
-    FRUGAL_TRY(memory_->get(d->frequent.size() * a.hbm.stride * sizeof(float), &staged));
-    a.hbm.values = staged.as<float>();
-    f.memory.push_back(std::move(staged));
-    device::StageArgs s{};
-    s.part = d->part;
-    s.host = a.host;
-    s.hbm = a.hbm;
-    s.rows = d->staged;
-    s.to = d->staged_to;
-    s.count = static_cast<uint32_t>(d->frequent.size());
-    s.dim = dim;
-    FRUGAL_TRY(launch(Kernel::stage_rows, device::stage_shape(s), s));
-    a.items = d->items;
-    a.source = d->source;
-    a.hbm_items = d->runs;
-    a.host_items = d->item_count - d->runs;
-  }
+  a.lines = from.lines;
+  a.source = from.source;
+  a.items = from.items;
+  a.host_items = from.host_items;
+  a.hbm_items = from.hbm_items;
+  // Frequent rows cross the link once, into device memory, and are spread out from there.
+  if (from.staged_rows)
+    FRUGAL_TRY(stage(f, *d, rows, from.staged, {}, from.staged_rows, &a.staged));
   a.dim = dim;
   a.out = out;
   a.out_stride = bytes_or(op.op.row_stride, dim);
@@ -217,7 +295,7 @@ Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source
     a.heavy_runs = d->runs;
     a.runs = seen<float>(runs);
   }
-  if (nan) a.nan = {device::Runtime::visible(const_cast<uint32_t*>(nan)).address};
+  if (nan) a.nan = seen_at(nan);
   FRUGAL_TRY(launch(Kernel::reduce_runs, device::reduce_shape(a), a));
   if (!d->item_count) return FRUGAL_OK;
   device::CombineArgs c{};
@@ -241,18 +319,18 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   a.source = source;
   a.dim = dim;
   a.out = seen<float>(out);
-  if (nan) a.nan = {device::Runtime::visible(const_cast<uint32_t*>(nan)).address};
+  if (nan) a.nan = seen_at(nan);
   return launch(Kernel::expand_terms, device::expand_shape(a), a);
 }
 
-Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const GpuOp& op,
-                         const device::GradPtr& source) {
+Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                         const GpuOp& op, const device::GradPtr& source) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
   if (part->n == 0) return FRUGAL_OK;
   device::WeightGradArgs a{};
   a.host = host_rows(rows);
-  FRUGAL_TRY(places(f, part, rows, *d, &a.places, &a.hbm));
+  FRUGAL_TRY(places(f, *part, rows, *d, lines, &a.places, &a.lines, &a.staged));
   a.grads = source.grads;
   a.grads_stride = source.stride;
   a.bag = source.bag;
@@ -260,6 +338,115 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const
   a.dim = rows.layout().dim;
   a.out = op.device_weight_grads;
   return launch(Kernel::weight_grads, device::weight_grads_shape(a), a);
+}
+
+// --- Lines ---------------------------------------------------------------------------------------
+
+Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out) {
+  auto lines = std::make_unique<DeviceLines>();
+  const device::RowsRef& ref = rows.ref();
+  lines->stride = ref.value_stride;
+  lines->state_stride = ref.state_stride;
+  lines->state_second = ref.state_second;
+  lines->state_floats = static_cast<uint32_t>(ref.state_stride);
+  FRUGAL_TRY(lines->index.open(rows, count, nullptr));
+  FRUGAL_TRY(memory_->get(count * lines->stride * sizeof(float), &lines->value_memory));
+  FRUGAL_TRY(memory_->get(count * lines->state_stride * sizeof(float), &lines->state_memory));
+  *out = std::move(lines);
+  return FRUGAL_OK;
+}
+
+Status Gpu::on_boundary(Kernel kernel, const device::Shape& shape, const void* arguments, size_t bytes) {
+  device::Result r =
+      runtime_->launch(static_cast<uint32_t>(kernel), shape, arguments, bytes, boundary_);
+  failed(r);
+  return device_status(r, "launching a kernel");
+}
+
+// The update of the lines that a committed step touches: rank sums in order, then the optimizer.
+Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, const TermList& touched) {
+  const size_t n = touched.slots.size(), terms = touched.terms.size();
+  if (n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(f.use(boundary_));
+  f.updates.push_back(update);
+  Buffer lists;
+  FRUGAL_TRY(pinned_.get(terms * sizeof(Ptr<float>) + (2 * n + 1) * sizeof(uint32_t), &lists));
+  auto* term = lists.as<Ptr<float>>();
+  auto* start = reinterpret_cast<uint32_t*>(term + terms);
+  auto* to = start + n + 1;
+  for (size_t i = 0; i < terms; ++i) term[i] = seen_at(touched.terms[i]);
+  std::memcpy(start, touched.start.data(), (n + 1) * sizeof(uint32_t));
+  std::memcpy(to, touched.slots.data(), n * sizeof(uint32_t));
+  f.pinned.push_back(std::move(lists));
+  DeviceBuffer sums;
+  FRUGAL_TRY(memory_->get(n * lines.stride * sizeof(float), &sums));
+  const uint32_t dim = update->scalars.dim;
+  device::SumTermsArgs s{};
+  s.terms = seen_at(term);
+  s.start = seen_at(start);
+  s.count = static_cast<uint32_t>(n);
+  s.dim = dim;
+  s.sums = sums.as<float>();
+  s.sums_stride = lines.stride;
+  f.memory.push_back(std::move(sums));
+  FRUGAL_TRY(on_boundary(Kernel::sum_terms, device::sum_terms_shape(s), &s, sizeof s));
+  device::ApplyArgs a{};
+  a.step = update->scalars;
+  a.lines = lines.values();
+  a.state = lines.state_memory.as<float>();
+  a.state_stride = lines.state_stride;
+  a.state_second = lines.state_second;
+  a.to = seen_at(to);
+  a.count = s.count;
+  a.dim = dim;
+  a.sums = s.sums;
+  a.sums_stride = s.sums_stride;
+  Kernel kernel = Kernel::apply_sgd;
+  switch (update->scalars.kind) {
+    case FRUGAL_MOMENTUM: kernel = Kernel::apply_momentum; break;
+    case FRUGAL_ADAGRAD: kernel = Kernel::apply_adagrad; break;
+    case FRUGAL_ROWWISE_ADAGRAD: kernel = Kernel::apply_rowwise_adagrad; break;
+    case FRUGAL_ADAM: kernel = Kernel::apply_adam; break;
+    case FRUGAL_RMSPROP: kernel = Kernel::apply_rmsprop; break;
+    case FRUGAL_FTRL: kernel = Kernel::apply_ftrl; break;
+    default: break;
+  }
+  return on_boundary(kernel, device::apply_shape(a), &a, sizeof a);
+}
+
+// Rows that have been let in: values and state from the host rows, which are up to date.
+Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Vector<uint32_t>& slots,
+                       const Vector<uint32_t>& to) {
+  const size_t n = slots.size();
+  if (n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(f.use(boundary_));
+  Buffer lists;
+  FRUGAL_TRY(pinned_.get(2 * n * sizeof(uint32_t), &lists));
+  std::memcpy(lists.data(), slots.data(), n * sizeof(uint32_t));
+  std::memcpy(lists.as<uint32_t>() + n, to.data(), n * sizeof(uint32_t));
+  device::FillArgs a{};
+  a.host = host_rows(rows);
+  a.lines = lines.values();
+  a.host_state = {seen_at(rows.ref().state), rows.ref().state_stride};
+  a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
+  a.slots = seen<uint32_t>(lists);
+  a.to = a.slots + n;
+  a.count = static_cast<uint32_t>(n);
+  a.dim = rows.layout().dim;
+  a.state_floats = lines.state_floats;
+  f.pinned.push_back(std::move(lists));
+  return on_boundary(Kernel::fill_lines, device::fill_shape(a), &a, sizeof a);
+}
+
+// What is launched from now on in the caller's stream comes after the boundary's work.
+Status Gpu::end_boundary(Flight& f) {
+  bool used = false;
+  for (device::Stream s : f.streams) used |= s.handle == boundary_.handle;
+  f.after_boundary = used;
+  if (!used) return FRUGAL_OK;
+  device::Result r = runtime_->record(boundary_done_, boundary_);
+  failed(r);
+  return device_status(r, "the cache's boundary");
 }
 
 }  // namespace frugal

@@ -24,7 +24,9 @@ struct PartPtr {
   uint32_t distinct, zeros;
 };
 
-inline constexpr uint32_t kHbm = 0x80000000u;  // bit of a source
+// Bits of a source: the row is in device memory, and there among the staged ones; the rest is its index.
+inline constexpr uint32_t kHbm = 0x80000000u, kStaged = 0x40000000u;
+inline constexpr uint32_t kMostHbmRows = kStaged;
 inline constexpr uint32_t kRun = 32;           // positions of an item; the run of fold32
 
 // A run of positions of a row: its row, and which run of the row.
@@ -34,6 +36,11 @@ struct alignas(8) Item {
 
 FRUGAL_DEVICE Ptr<float> row_of(const RowsPtr& rows, uint32_t index) {
   return rows.values + index * rows.stride;
+}
+
+// The row in device memory that a source names.
+FRUGAL_DEVICE Ptr<float> hbm_row(const RowsPtr& lines, const RowsPtr& staged, uint32_t source) {
+  return row_of(source & kStaged ? staged : lines, source & ~(kHbm | kStaged));
 }
 
 // The positions of an item: positions[begin] .. positions[end - 1].
@@ -52,7 +59,7 @@ FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
 
 struct GatherArgs {
   PartPtr part;
-  RowsPtr host, hbm;
+  RowsPtr host, lines, staged;
   Ptr<uint32_t> source;  // of distinct rows; null: all are host rows
   Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
@@ -82,7 +89,7 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
         const Item item = a.items ? load(a.items + at) : Item{static_cast<uint32_t>(at), 0};
         Ptr<float> row;
         if constexpr (kFromHbm) {
-          row = row_of(a.hbm, load(a.source + item.row) & ~kHbm);
+          row = hbm_row(a.lines, a.staged, load(a.source + item.row));
         } else {
           row = row_of(a.host, load(a.part.slots + item.row));
         }
@@ -130,7 +137,7 @@ FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
 
 struct StageArgs {
   PartPtr part;
-  RowsPtr host, hbm;
+  RowsPtr host, staged;
   Ptr<uint32_t> rows;    // distinct rows to copy into HBM; null: the first `count`
   Ptr<uint32_t> to;      // their places there; null: in order
   uint32_t count;
@@ -186,7 +193,7 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
 }
 
 FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
-  copy_rows(FillArgs{a.host, a.hbm, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
+  copy_rows(FillArgs{a.host, a.staged, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
     return load(a.part.slots + (a.rows ? load(a.rows + i) : i));
   });
 }
@@ -197,12 +204,12 @@ FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
 
 // --- Places of keys -----------------------------------------------------------------------------
 
-// A *place* tells for one key where its row is read: kHbm | index in HBM, or the slot of a host row
-// (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
+// A *place* tells for one key where its row is read: its source if it is in device memory, or the slot
+// of a host row (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
 struct PlaceArgs {
   PartPtr part;
   Ptr<uint32_t> source;  // of distinct rows, as in GatherArgs; null: all are host rows
-  uint32_t all_staged;   // 1: row i lies in HBM, at i
+  uint32_t all_staged;   // 1: host row i is staged, at i
   Ptr<uint32_t> out;     // one a key
 };
 
@@ -213,8 +220,8 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   Walk walk(Cut{kWarp, kWarp, 1}, block(), blocks());
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
-    uint32_t place = a.all_staged ? kHbm | row : a.source ? load(a.source + row) : 0;
-    if (!(place & kHbm)) place = load(a.part.slots + row);
+    uint32_t place = a.source ? load(a.source + row) : 0;
+    if (!(place & kHbm)) place = a.all_staged ? kHbm | kStaged | row : load(a.part.slots + row);
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
       store(a.out + load(a.part.positions + p), place);
@@ -230,9 +237,10 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
 // Vector `index` of the row at a place that is not padding; nothing behind the row is read if
 // it is read in single floats.
 template <class V>
-FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& hbm, uint32_t place, uint32_t index) {
+FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
+                           uint32_t place, uint32_t index) {
   if (place == kMissingSlot) return V{};
-  return load_vector<V>(place & kHbm ? row_of(hbm, place & ~kHbm) : row_of(host, place), index);
+  return load_vector<V>(place & kHbm ? hbm_row(lines, staged, place) : row_of(host, place), index);
 }
 
 }  // namespace frugal::device
