@@ -55,8 +55,7 @@ FRUGAL_DEVICE char* shared() {
   return frugal_shared;
 }
 
-// Told to be global: a plain pointer that comes from a number gives generic accesses, which the
-// hardware has to sort into global, shared and local ones.
+// That an address is neither of shared nor of local memory: ld.global instead of a generic load.
 template <class T>
 FRUGAL_DEVICE T* global(Ptr<T> p) {
   return static_cast<T*>(__cvta_global_to_generic(p.address));
@@ -71,7 +70,9 @@ FRUGAL_DEVICE void store(Ptr<T> p, T v) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
   *global(p) = v;
 }
-FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) { return atomicAdd(global(p), v); }
+FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) {
+  return atomicAdd(reinterpret_cast<unsigned int*>(p.address), v);
+}
 
 #else
 
