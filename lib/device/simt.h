@@ -55,15 +55,20 @@ FRUGAL_DEVICE char* shared() {
   return frugal_shared;
 }
 
+// That an address is neither of shared nor of local memory: ld.global instead of a generic load.
+template <class T>
+FRUGAL_DEVICE T* global(Ptr<T> p) {
+  return static_cast<T*>(__cvta_global_to_generic(p.address));
+}
 template <class T>
 FRUGAL_DEVICE T load(Ptr<T> p) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-  return *reinterpret_cast<const T*>(p.address);
+  return *global(p);
 }
 template <class T>
 FRUGAL_DEVICE void store(Ptr<T> p, T v) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-  *reinterpret_cast<T*>(p.address) = v;
+  *global(p) = v;
 }
 FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) {
   return atomicAdd(reinterpret_cast<unsigned int*>(p.address), v);
