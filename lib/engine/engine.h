@@ -96,7 +96,9 @@ struct CreatedRows {
 
 struct TrainerTable {
   TableRef table;
-  std::unique_ptr<RowCache> cache;
+  std::unique_ptr<RowCache> host;      // on the cpu device
+  std::unique_ptr<DeviceLines> lines;  // on a GPU
+  RowCache* cache() const { return lines ? &lines->index : host.get(); }
 };
 
 struct Trainer : HeapObject {
@@ -312,7 +314,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }
   Status turn_caches(Trainer& t, uint64_t step);
-  RowCache* cache_of(Trainer& t, const TableRef& table);
+  TrainerTable& cache_of(Trainer& t, const TableRef& table);
+  Status turn_table(Trainer& t, uint64_t step, const TableRef& table, const Vector<PartRef>& parts);
+  void forget_lines(Trainer& t);
+  static const DeviceLines* lines_of(const Trainer& t, const Table& table);
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
   Status open_window(Table& table);
@@ -327,6 +332,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
+  bool ranks_inside(String* why);
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
   // Keys of an op as they stand for this step.
@@ -353,6 +359,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
   Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
+  Status gather_through_device(Trainer& t, const Access& access, const GpuOp& op);
   Status gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots, size_t n,
                          const GpuOp& op);
   Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
@@ -361,6 +368,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  Status sum_lent(PushState* state);
   Status room_for_sums(PushState* state, BufferPool& pool);
   Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
 
@@ -369,6 +377,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   std::shared_ptr<Pinner> pinner_;   // mu_; of tables' memory
+  std::atomic<bool> has_gpus_{false};  // ever: sums are pinned
   MemoryBudget budget_;
   Counters counters_;
 

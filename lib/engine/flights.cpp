@@ -17,6 +17,7 @@ Status Engine::join_gpu(const char* device, std::shared_ptr<Gpu>* out) {
       pinned_.pin_with(pinner_);
     }
     tables = tables_;
+    has_gpus_.store(true);
   }
   for (const TableRef& t : tables) FRUGAL_TRY(t->rows.pin(pinner_));
   return Gpu::open(std::move(runtime), pinned_, out);

@@ -121,6 +121,7 @@ bool Arrival::ask() {
 }
 
 Status Flight::use(device::Stream s) {
+  landed.store(false);
   for (device::Stream o : streams)
     if (o.handle == s.handle) return FRUGAL_OK;
   // Its event, too: the end of the step wants no memory.
@@ -130,7 +131,6 @@ Status Flight::use(device::Stream s) {
   FRUGAL_TRY(gpu->create_event(&e));
   events.push_back(e);
   streams.push_back(s);
-  landed.store(false);
   return FRUGAL_OK;
 }
 

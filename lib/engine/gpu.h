@@ -127,7 +127,7 @@ struct Arrival : HeapObject {
 
 // An op of a call of a trainer on a GPU, its keys and offsets on the host.
 struct GpuOp {
-  frugal_op op;
+  frugal_op op = FRUGAL_OP_INIT;
   bool rows_on_device = false;  // rows_out or grads
   Buffer keys, offsets, weights;  // pinned copies
   device::Ptr<uint64_t> device_offsets;
@@ -152,6 +152,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   ~Gpu();
   device::Runtime& runtime() { return *runtime_; }
   BufferPool& pinned() { return pinned_; }
+  DevicePool& memory() { return *memory_; }
 
   // The caller's stream. `set` refuses one that is being captured.
   Status set_stream(void* stream);
