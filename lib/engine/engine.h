@@ -27,6 +27,7 @@
 #include "base/status.h"
 #include "base/os.h"
 #include "cache/row_cache.h"
+#include "engine/gpu.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
@@ -104,6 +105,8 @@ struct Trainer : HeapObject {
   uint32_t rank = 0;
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
+  std::shared_ptr<Gpu> gpu;      // null: the cpu device
+  std::atomic<bool> reaped{false};  // its GPU has failed, and that is being seen to
   std::mutex call_mu;  // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
   // Guarded by the engine's mu_:
@@ -158,6 +161,7 @@ struct StepRecord {
   Vector<CreatedRows> created;
   Map<const Table*, PreparedUpdate> prepared;
   bool prepare_scheduled = false;
+  Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
 struct Deadline {
@@ -220,6 +224,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out);
   Status cancel(Trainer& t, const BatchRef& batch);
+  Status set_stream(Trainer& t, void* stream);
   // --- steps.cpp
   Status step_begin(Trainer& t, uint64_t step, Deadline deadline);
   Status step_end(Trainer& t, uint64_t step, uint32_t flags);
@@ -268,6 +273,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void fail_background(Status status);
   void log(int level, const char* text);
 
+  // --- flights.cpp: what GPUs have in flight
+  Status join_gpu(const char* device, std::shared_ptr<Gpu>* out);
+  bool land();                       // takes in what has landed since the last look
+  Status land_all(Deadline deadline);  // waits for all that is in flight
+  Status end_flight(Trainer& t, bool* nan);
+  void device_failed(uint32_t rank);
+  void never_resolve(Part& part, Part::State instead);
+
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
   bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
@@ -288,7 +301,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void retire(uint64_t step, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
-  Status undo(Trainer& by, bool leaving);
+  enum class Undo { kCall, kLeaving, kFailed };
+  Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
   bool track_young() const { return stale() || caches_exist(); }
@@ -333,17 +347,28 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status locate(Trainer* t, Table& table, const uint32_t* slots, size_t n, Buffer* pointers,
                 Buffer* copies);
   Status gather(Trainer* t, Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
-  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n);
-  Status push_rows(Trainer& t, const frugal_op* ops, size_t n);
+  // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
+  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
+  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
+  Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
+  Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
+  Status gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots, size_t n,
+                         const GpuOp& op);
+  Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
+  template <class Call>
+  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  Status room_for_sums(PushState* state, BufferPool& pool);
   Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
 
   frugal_config config_;
   const uint32_t generation_;
   BufferPool pool_;
+  BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
+  std::shared_ptr<Pinner> pinner_;   // mu_; of tables' memory
   MemoryBudget budget_;
   Counters counters_;
 
@@ -376,6 +401,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Map<uint64_t, Vector<BatchRef>> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
+  Vector<std::shared_ptr<Arrival>> arrivals_;
+  std::atomic<uint32_t> in_flight_{0};  // flights of records_, and arrivals_
+  Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
   Vector<JobRef> jobs_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};

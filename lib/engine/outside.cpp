@@ -28,6 +28,9 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     (void)order_.try_lock_until(std::chrono::system_clock::now() +
                                 std::chrono::nanoseconds(std::min<uint64_t>(left, 1000000000)));
   }
+  // What was ended but is still in flight would make the ranks look apart.
+  status_ = engine.land_all(deadline);
+  if (status_ != FRUGAL_OK) return;
   std::unique_lock<std::mutex> lock(engine.mu_);
   engine.settle(lock, [&] {
     return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
@@ -80,6 +83,7 @@ bool Engine::outside_allowed(String* why) {  // with mu_ held
 Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(check());
   FpEnvironment fp;
+  FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (apply_jobs_.load()) return false;
     std::lock_guard<std::mutex> lock(mu_);
@@ -321,6 +325,14 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     scope.emplace(*this, deadline);
     FRUGAL_TRY(scope->status());
   }
+  Vector<GpuOp> gpu;
+  Vector<frugal_op> host;
+  if (trainer && trainer->gpu) {
+    FRUGAL_TRY(trainer->gpu->ready());
+    FRUGAL_TRY(trainer->gpu->take_ops(ops, n, Gpu::Use::kRead, &gpu));
+    for (const GpuOp& o : gpu) host.push_back(o.op);
+    ops = host.data();
+  }
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     TableRef table;
@@ -341,7 +353,10 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     FRUGAL_TRY(fresh(trainer, *table, s, op.count, step, deadline));
     if (op.found_out)
       for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
-    FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
+    if (trainer && trainer->gpu && gpu[i].rows_on_device)
+      FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i]));
+    else
+      FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborted(*trainer);

@@ -15,6 +15,10 @@ namespace frugal {
 Status Engine::enter(Trainer& t) {
   FRUGAL_TRY(check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (t.gpu && t.gpu->sticky()) {
+    device_failed(t.rank);
+    return t.gpu->ready();
+  }
   if (t.abort_notice.load()) return aborted(t);
   return FRUGAL_OK;
 }
@@ -76,7 +80,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       for (const BatchRef& b : batches)
         for (const PartRef& p : b->parts) {
           uint32_t state = p->state.load(std::memory_order_acquire);
-          if (state == Part::kDeclared || state == Part::kResolving ||
+          if (state == Part::kArriving || state == Part::kDeclared || state == Part::kResolving ||
               (state == Part::kResolved && links && !p->linked && s >= needed)) {
             if (why)
               *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
@@ -406,8 +410,9 @@ Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
 
 Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
   Timed timed(counters_.step_end_ns);
+  FlightRef landed;  // ends when no lock is held
   {
-    std::lock_guard<std::mutex> call(t.call_mu);
+    std::unique_lock<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
@@ -426,6 +431,16 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       Handover joined;
       StepRecord::TableHandovers* to;
     };
+    bool nan = false;
+    if (t.gpu) FRUGAL_TRY(end_flight(t, &nan));
+    if (nan) {
+      call.unlock();
+      FRUGAL_TRY(undo(t, Undo::kCall));
+      return fail(FRUGAL_ERR_NAN,
+                  "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
+                  "accept would take it): the step is undone on all ranks; begin it again",
+                  static_cast<unsigned long long>(step));
+    }
     Vector<Ready> handovers;
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
@@ -448,6 +463,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
           r.to->ranks.reserve(r.to->ranks.size() + 1);
         }
         record.created.reserve(record.created.size() + t.created.size());
+        if (t.gpu) record.flights.reserve(record.flights.size() + 1);
         for (Ready& r : handovers) {
           Vector<Handover>& ranks = r.to->ranks;
           auto at = std::find_if(ranks.begin(), ranks.end(),
@@ -456,6 +472,11 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
         }
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
+        if (t.gpu) landed = t.gpu->take_flight();
+        if (landed && !landed->landed.load()) {
+          record.flights.push_back(std::move(landed));
+          in_flight_.fetch_add(1);
+        }
         t.in_step = false;
         t.pushes.clear();
         t.created.clear();
@@ -500,6 +521,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   // empty: later ones wait behind it, and rows may be staged for it.
   if (!ended && at == records_.end()) return false;
   if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
+  if (!at->second.flights.empty()) return false;  // land() comes back
   committing_ = true;
   try {
     commit_step(lock, step, at->second, status);
@@ -769,10 +791,7 @@ void Engine::retire(uint64_t step, const Vector<Unused>& unused) {  // with mu_ 
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
       for (size_t i = 0; i < b->parts.size(); ++i) {
         const PartRef& p = b->parts[i];
-        if (p->state.load() == Part::kDeclared) {
-          p->state.store(Part::kDropped);
-          --unresolved_;
-        }
+        never_resolve(*p, Part::kDropped);
       }
     }
     Vector<TableRef> tables;
@@ -865,12 +884,13 @@ Status Engine::abort_call(Trainer& t) {
     std::lock_guard<std::mutex> lock(mu_);
     if (!t.in_step) return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
   }
-  return undo(t, false);
+  return undo(t, Undo::kCall);
 }
 
 // Undoes this rank's part of uncommitted steps, but for its created rows, which the abort takes back when
 // nobody reads them any more. With call_mu held.
 void Engine::undo_local(Trainer& t) {
+  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.pushes.clear();
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -911,20 +931,21 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
 // notices; the others' parts are undone here. Nobody begins a step before all is done.
-Status Engine::undo(Trainer& by, bool leaving) {
+Status Engine::undo(Trainer& by, Undo why) {
+  const bool leaving = why == Undo::kLeaving;
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;
   Map<uint64_t, StepRecord> records;
   {
     std::unique_lock<std::mutex> lock(mu_);
-    if (by.abort_notice.load() && !leaving) {
+    if (by.abort_notice.load() && why == Undo::kCall) {
       lock.unlock();
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
     // Another abort, or the trainer's closing, was first: others may have begun the step again, and
     // that is not to be undone.
-    if (!by.in_step) {
+    if (!by.in_step && why != Undo::kFailed) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
@@ -945,12 +966,15 @@ Status Engine::undo(Trainer& by, bool leaving) {
       return true;
     });
     records.swap(records_);
+    for (auto& [step, record] : records)
+      in_flight_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
     progress_.fetch_add(1);
     cv_progress_.notify_all();
   }
-  for (auto& [step, record] : records)
-    for (auto& [raw, p] : record.prepared)
-      p.table->window.unstage(p.update);
+  for (auto& [step, record] : records) {
+    for (auto& [raw, p] : record.prepared) p.table->window.unstage(p.update);
+    record.flights.clear();  // waits until the devices have done with them
+  }
   auto undo_part = [&](Trainer& t) {
     while (t.undo_pending.load()) {
       if (t.call_mu.try_lock()) {

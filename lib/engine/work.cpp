@@ -97,7 +97,7 @@ Engine::Did Engine::background_work() {
   auto declared = [&](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
-  if (run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one())
+  if (land() || run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one())
     return Did::kWork;
   if (deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&
       calls_.load(std::memory_order_relaxed) * 2 >= cpus_)
@@ -105,7 +105,8 @@ Engine::Did Engine::background_work() {
   if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
       declared(UINT64_MAX) || flush_rows(UINT64_MAX))
     return Did::kWork;
-  return Did::kNothing;
+  // What GPUs have in flight is looked at from time to time.
+  return in_flight_.load() ? Did::kHeld : Did::kNothing;
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
@@ -326,7 +327,11 @@ bool Engine::resolve_one(uint64_t up_to) {
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
   bool resolved = false;
   try {
-    resolved = part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
+    // Ids from a device that the table does not have are told by the calls of the step, too.
+    const uint64_t* padding = part->has_padding ? &part->padding : nullptr;
+    resolved = (!part->unchecked || table->rows.check_ids(part->keys.as<uint64_t>(), part->n,
+                                                          padding) == FRUGAL_OK) &&
+               part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
   } catch (const std::bad_alloc&) {
   }
   if (!resolved) part->state.store(Part::kStale);

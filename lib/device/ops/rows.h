@@ -24,7 +24,9 @@ struct PartPtr {
   uint32_t distinct, zeros;
 };
 
-inline constexpr uint32_t kHbm = 0x80000000u;  // bit of a source
+// Bits of a source: the row is in device memory, and there among the staged ones; the rest is its index.
+inline constexpr uint32_t kHbm = 0x80000000u, kStaged = 0x40000000u;
+inline constexpr uint32_t kMostHbmRows = kStaged;
 inline constexpr uint32_t kRun = 32;           // positions of an item; the run of fold32
 
 // A run of positions of a row: its row, and which run of the row.
@@ -34,6 +36,11 @@ struct alignas(8) Item {
 
 FRUGAL_DEVICE Ptr<float> row_of(const RowsPtr& rows, uint32_t index) {
   return rows.values + index * rows.stride;
+}
+
+// The row in device memory that a source names.
+FRUGAL_DEVICE Ptr<float> hbm_row(const RowsPtr& lines, const RowsPtr& staged, uint32_t source) {
+  return row_of(source & kStaged ? staged : lines, source & ~(kHbm | kStaged));
 }
 
 // The positions of an item: positions[begin] .. positions[end - 1].
@@ -52,7 +59,7 @@ FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
 
 struct GatherArgs {
   PartPtr part;
-  RowsPtr host, hbm;
+  RowsPtr host, lines, staged;
   Ptr<uint32_t> source;  // of distinct rows; null: all are host rows
   Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
@@ -65,23 +72,22 @@ struct GatherArgs {
 // The items of one group of blocks: a row's vector is read once and written to all positions.
 template <class V, bool kFromHbm>
 FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
-  const RowsPtr& rows = kFromHbm ? a.hbm : a.host;
   const uint64_t first_item = kFromHbm ? a.host_items : 0;
   const uint64_t read = kFromHbm ? a.hbm_items : a.host_items;
   const uint64_t items = kFromHbm ? read + a.part.zeros : read;
   while (walk.item() < items) {
     Span span[kInFlight];
-    uint32_t index[kInFlight], vector[kInFlight];
+    uint32_t source[kInFlight], vector[kInFlight];
     bool reads[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
       span[k] = {0, 0};
-      index[k] = 0;
+      source[k] = 0;
       vector[k] = walk.vector();
       reads[k] = walk.item() < read && walk.in_row();
       if (reads[k]) {
         const uint64_t at = first_item + walk.item();
         const Item item = a.items ? load(a.items + at) : Item{static_cast<uint32_t>(at), 0};
-        index[k] = kFromHbm ? load(a.source + item.row) & ~kHbm : load(a.part.slots + item.row);
+        source[k] = load((kFromHbm ? a.source : a.part.slots) + item.row);
         span[k] = span_of(a.part, item);
       } else if (kFromHbm && walk.item() < items && walk.in_row()) {
         const uint32_t zero = static_cast<uint32_t>(walk.item() - read);
@@ -94,7 +100,11 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
     uint32_t position[kInFlight];  // the first: mostly the only one
     for (uint32_t k = 0; k < kInFlight; ++k) {
       value[k] = V{};
-      if (reads[k]) value[k] = load_vector<V>(row_of(rows, index[k]), vector[k]);
+      if (reads[k]) {
+        const Ptr<float> row =
+            kFromHbm ? hbm_row(a.lines, a.staged, source[k]) : row_of(a.host, source[k]);
+        value[k] = load_vector<V>(row, vector[k]);
+      }
       position[k] = 0;
       if (span[k].begin != span[k].end) position[k] = load(a.part.positions + span[k].begin);
     }
@@ -131,9 +141,9 @@ FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
 
 struct StageArgs {
   PartPtr part;
-  RowsPtr host, hbm;
-  Ptr<uint32_t> rows;    // distinct rows to copy into HBM
-  Ptr<uint32_t> to;      // their places there
+  RowsPtr host, staged;
+  Ptr<uint32_t> rows;    // distinct rows to copy into HBM; null: the first `count`
+  Ptr<uint32_t> to;      // their places there; null: in order
   uint32_t count;
   uint32_t dim;
 };
@@ -169,7 +179,7 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
       slot[k] = line[k] = 0;
       if (copies[k]) {
         slot[k] = slot_of(walk.item());
-        line[k] = load(a.to + walk.item());
+        line[k] = a.to ? load(a.to + walk.item()) : static_cast<uint32_t>(walk.item());
       }
       walk.next();
     }
@@ -191,8 +201,8 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
 }
 
 FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
-  copy_rows(FillArgs{a.host, a.hbm, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
-    return load(a.part.slots + load(a.rows + i));
+  copy_rows(FillArgs{a.host, a.staged, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
+    return load(a.part.slots + (a.rows ? load(a.rows + i) : i));
   });
 }
 
@@ -202,11 +212,12 @@ FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
 
 // --- Places of keys -----------------------------------------------------------------------------
 
-// A *place* tells for one key where its row is read: kHbm | index in HBM, or the slot of a host row
-// (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
+// A *place* tells for one key where its row is read: its source if it is in device memory, or the slot
+// of a host row (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
 struct PlaceArgs {
   PartPtr part;
   Ptr<uint32_t> source;  // of distinct rows, as in GatherArgs; null: all are host rows
+  uint32_t all_staged;   // 1: host row i is staged, at i
   Ptr<uint32_t> out;     // one a key
 };
 
@@ -218,7 +229,7 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
     uint32_t place = a.source ? load(a.source + row) : 0;
-    if (!(place & kHbm)) place = load(a.part.slots + row);
+    if (!(place & kHbm)) place = a.all_staged ? kHbm | kStaged | row : load(a.part.slots + row);
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
       store(a.out + load(a.part.positions + p), place);
@@ -234,9 +245,10 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
 // Vector `index` of the row at a place that is not padding; nothing behind the row is read if
 // it is read in single floats.
 template <class V>
-FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& hbm, uint32_t place, uint32_t index) {
+FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
+                           uint32_t place, uint32_t index) {
   if (place == kMissingSlot) return V{};
-  return load_vector<V>(place & kHbm ? row_of(hbm, place & ~kHbm) : row_of(host, place), index);
+  return load_vector<V>(place & kHbm ? hbm_row(lines, staged, place) : row_of(host, place), index);
 }
 
 }  // namespace frugal::device

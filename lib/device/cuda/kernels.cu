@@ -1,0 +1,45 @@
+// Launchers: each kernel of ops/kernels.h is its body and nothing else.
+#include "device/cuda/kernels.h"
+
+#include "device/ops/kernels.h"
+
+namespace frugal::device {
+
+// TEMPORARY: until ops/rows.h has the bodies.
+FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
+  const uint32_t i = block() * threads() + thread();
+  if (i >= a.part.distinct) return;
+  const Float4 v = load(as<Float4>(a.host.values + load(a.part.slots + i) * a.host.stride));
+  store(as<Float4>(a.out + uint64_t{i} * 4), v);
+}
+FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
+  const uint32_t i = block() * threads() + thread();
+  if (i >= a.count) return;
+  const Float4 v = load(as<Float4>(a.host.values + load(a.rows + i) * a.host.stride));
+  store(as<Float4>(a.hbm.values + load(a.to + i) * a.hbm.stride), v);
+}
+
+// C names, so that tools and the checks of the fat binary know kernels by the names of the list.
+extern "C" {
+#define X(name, Arguments)                                                      \
+  __global__ void frugal_##name(const __grid_constant__ Arguments arguments) {  \
+    name##_body(arguments);                                                     \
+  }
+FRUGAL_KERNELS(X)
+#undef X
+}
+
+CudaKernels cuda_kernels() {
+#define X(name, Arguments)                                                                   \
+  static_assert(sizeof(Arguments) <= 4096, "arguments of a kernel are at most 4 KiB");       \
+  static_assert(__is_trivially_copyable(Arguments), "arguments are copied byte by byte");
+  FRUGAL_KERNELS(X)
+#undef X
+#define X(name, Arguments) {#name, reinterpret_cast<const void*>(&frugal_##name), sizeof(Arguments)},
+  static const CudaKernel all[] = {FRUGAL_KERNELS(X)};
+#undef X
+  static_assert(sizeof(all) / sizeof(all[0]) == static_cast<size_t>(Kernel::kCount));
+  return {all, static_cast<uint32_t>(Kernel::kCount)};
+}
+
+}  // namespace frugal::device

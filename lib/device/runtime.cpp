@@ -1,0 +1,84 @@
+#include "device/runtime.h"
+
+#include <string.h>
+
+#include <mutex>
+#include <new>
+
+#include "base/heap.h"
+#include "device/sim/sim.h"
+#if FRUGAL_WITH_CUDA
+#include "device/cuda/cuda.h"
+#endif
+
+namespace frugal::device {
+namespace {
+
+struct OpenRuntimes : HeapObject {
+  std::mutex mutex;  // held while a device is opened, so that it is opened once
+  Map<String, std::weak_ptr<Runtime>> by_name;
+};
+
+OpenRuntimes& open_runtimes() {
+  // Never destroyed: threads of the host program may outlive static objects.
+  static OpenRuntimes& all = *new OpenRuntimes;
+  return all;
+}
+
+// Reads "cuda:17": true if `name` is `kind`, a colon and a number below 2^16 without leading zeros,
+// so that a device has one name.
+bool parse(const char* name, const char* kind, uint32_t* index) {
+  const size_t length = strlen(kind);
+  if (strncmp(name, kind, length) != 0 || name[length] != ':') return false;
+  const char* digit = name + length + 1;
+  if (*digit == '\0' || (*digit == '0' && digit[1] != '\0')) return false;
+  uint32_t value = 0;
+  for (; *digit != '\0'; ++digit) {
+    if (*digit < '0' || *digit > '9') return false;
+    value = value * 10 + static_cast<uint32_t>(*digit - '0');
+    if (value > 0xffff) return false;
+  }
+  *index = value;
+  return true;
+}
+
+Result no_device(const char* text) { return {ErrorKind::kNoDevice, 0, "open", text}; }
+
+Result open_new(const char* name, std::shared_ptr<Runtime>* out) {
+  uint32_t index = 0;
+  if (parse(name, "cuda", &index)) {
+#if FRUGAL_WITH_CUDA
+    return open_cuda(index, out);
+#else
+    return no_device("this build has no CUDA");
+#endif
+  }
+  if (parse(name, "sim", &index)) return sim::open_sim(index, out);
+  return no_device("the name of a device is cuda:N or sim:N");
+}
+
+}  // namespace
+
+Result open_runtime(const char* name, std::shared_ptr<Runtime>* out) {
+  out->reset();
+  try {
+    OpenRuntimes& all = open_runtimes();
+    const String key(name);
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.by_name.find(key);
+    if (found != all.by_name.end()) {
+      *out = found->second.lock();
+      if (*out) return {};
+    }
+    std::shared_ptr<Runtime> made;
+    const Result result = open_new(name, &made);
+    if (!result.ok()) return result;
+    all.by_name[key] = made;
+    *out = std::move(made);
+    return {};
+  } catch (const std::bad_alloc&) {
+    return {ErrorKind::kOutOfMemory, 0, "open", "no host memory"};
+  }
+}
+
+}  // namespace frugal::device
