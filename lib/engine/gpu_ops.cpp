@@ -229,7 +229,10 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     a.dim = dim;
     a.out = out;
     a.out_stride = bytes_or(op.op.row_stride, dim);
-    return launch(Kernel::pool_rows, device::pool_shape(a), a);
+    uint64_t longest = 0;
+    for (size_t b = 0; b < op.op.bags; ++b)
+      longest = std::max(longest, op.op.offsets[b + 1] - op.op.offsets[b]);
+    return launch(Kernel::pool_rows, device::pool_shape(a, longest), a);
   }
   if (part->n == 0) return FRUGAL_OK;
   Sources from;
@@ -320,7 +323,7 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   a.dim = dim;
   a.out = seen<float>(out);
   if (nan) a.nan = seen_at(nan);
-  return launch(Kernel::expand_terms, device::expand_shape(a), a);
+  return launch(Kernel::expand_terms, device::expand_shape(a, part->n), a);
 }
 
 Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,

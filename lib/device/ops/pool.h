@@ -35,17 +35,21 @@ FRUGAL_DEVICE void pool_vectors(const PoolArgs& a) {
     V run = {};
     PairwiseSum<V> runs;
     for (uint64_t key = load(a.offsets + walk.item()); key < end; key += kInFlight) {
+      uint32_t place[kInFlight];
+      float weight[kInFlight];
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        place[k] = key + k < end ? load(a.places + (key + k)) : kPaddingSlot;
+        weight[k] = a.weights && key + k < end ? load(a.weights + (key + k)) : 1.0f;
+      }
       V x[kInFlight];
-      bool is_term[kInFlight];
       for (uint32_t k = 0; k < kInFlight; ++k) {
         x[k] = V{};
-        const uint32_t place = key + k < end ? load(a.places + (key + k)) : kPaddingSlot;
-        is_term[k] = place != kPaddingSlot;
-        if (is_term[k]) x[k] = load_place<V>(a.host, a.lines, a.staged, place, walk.vector());
+        if (place[k] == kPaddingSlot) continue;
+        x[k] = load_place<V>(a.host, a.lines, a.staged, place[k], walk.vector());
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        if (!is_term[k]) continue;
-        if (a.weights) x[k] = load(a.weights + (key + k)) * x[k];
+        if (place[k] == kPaddingSlot) continue;
+        if (a.weights) x[k] = weight[k] * x[k];
         if (terms % kRun == 0) {
           if (terms != 0) runs.add(run);
           run = x[k];
