@@ -7,11 +7,31 @@
 #ifndef FRUGAL_DEVICE_OPS_KERNELS_H_
 #define FRUGAL_DEVICE_OPS_KERNELS_H_
 
+#include "device/ops/compare.h"
+#include "device/ops/pool.h"
+#include "device/ops/reduce.h"
 #include "device/ops/rows.h"
+#include "device/ops/update.h"
 
-#define FRUGAL_KERNELS(X)          \
-  X(gather_rows, GatherArgs)       \
-  X(stage_rows, StageArgs)
+#define FRUGAL_KERNELS(X)             \
+  X(gather_rows, GatherArgs)          \
+  X(stage_rows, StageArgs)            \
+  X(fill_lines, FillArgs)             \
+  X(place_keys, PlaceArgs)            \
+  X(pool_rows, PoolArgs)              \
+  X(weight_grads, WeightGradArgs)     \
+  X(same_keys, SameKeysArgs)          \
+  X(reduce_runs, ReduceArgs)          \
+  X(combine_runs, CombineArgs)        \
+  X(expand_terms, ExpandArgs)         \
+  X(sum_terms, SumTermsArgs)          \
+  X(apply_sgd, ApplyArgs)             \
+  X(apply_momentum, ApplyArgs)        \
+  X(apply_adagrad, ApplyArgs)         \
+  X(apply_rowwise_adagrad, ApplyArgs) \
+  X(apply_adam, ApplyArgs)            \
+  X(apply_rmsprop, ApplyArgs)         \
+  X(apply_ftrl, ApplyArgs)
 
 namespace frugal::device {
 

@@ -2,14 +2,16 @@
 #ifndef FRUGAL_DEVICE_OPS_ROWS_H_
 #define FRUGAL_DEVICE_OPS_ROWS_H_
 
+#include "device/kernels.h"
+#include "device/ops/lanes.h"
 #include "device/simt.h"
 
 namespace frugal::device {
 
 // Rows of a table in host memory (by slot) or in device memory (lines, staged rows; by index).
 struct RowsPtr {
-  Ptr<float> values;
-  uint64_t stride;  // floats, a multiple of 4
+  Ptr<float> values;  // aligned to 16 bytes
+  uint64_t stride;    // floats, a multiple of 4
 };
 
 // The keys of a part, sorted by row: distinct row i has slot slots[i] and stands at positions[start[i]]
@@ -26,9 +28,27 @@ inline constexpr uint32_t kHbm = 0x80000000u;  // bit of a source
 inline constexpr uint32_t kRun = 32;           // positions of an item; the run of fold32
 
 // A run of positions of a row: its row, and which run of the row.
-struct Item {
+struct alignas(8) Item {
   uint32_t row, run;
 };
+
+FRUGAL_DEVICE Ptr<float> row_of(const RowsPtr& rows, uint32_t index) {
+  return rows.values + index * rows.stride;
+}
+
+// The positions of an item: positions[begin] .. positions[end - 1].
+struct Span {
+  uint32_t begin, end;
+};
+
+FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
+  Span s{load(part.start + item.row), load(part.start + (item.row + 1))};
+  s.begin += item.run * kRun;
+  if (s.end - s.begin > kRun) s.end = s.begin + kRun;
+  return s;
+}
+
+// --- Rows to the positions of a batch -----------------------------------------------------------
 
 struct GatherArgs {
   PartPtr part;
@@ -36,11 +56,78 @@ struct GatherArgs {
   Ptr<uint32_t> source;  // of distinct rows; null: all are host rows
   Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
-  uint32_t host_blocks;  // blocks of the first group; the others take HBM rows
+  uint32_t host_blocks;  // blocks of the first group; the others take HBM rows, and the zeros
   uint32_t dim;
   Ptr<float> out;
   uint64_t out_stride;   // bytes, a multiple of 4
 };
+
+// The items of one group of blocks: a row's vector is read once and written to all positions.
+template <class V, bool kFromHbm>
+FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
+  const RowsPtr& rows = kFromHbm ? a.hbm : a.host;
+  const uint64_t first_item = kFromHbm ? a.host_items : 0;
+  const uint64_t read = kFromHbm ? a.hbm_items : a.host_items;
+  const uint64_t items = kFromHbm ? read + a.part.zeros : read;
+  while (walk.item() < items) {
+    Span span[kInFlight];
+    uint32_t index[kInFlight], vector[kInFlight];
+    bool reads[kInFlight];
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      span[k] = {0, 0};
+      index[k] = 0;
+      vector[k] = walk.vector();
+      reads[k] = walk.item() < read && walk.in_row();
+      if (reads[k]) {
+        const uint64_t at = first_item + walk.item();
+        const Item item = a.items ? load(a.items + at) : Item{static_cast<uint32_t>(at), 0};
+        index[k] = kFromHbm ? load(a.source + item.row) & ~kHbm : load(a.part.slots + item.row);
+        span[k] = span_of(a.part, item);
+      } else if (kFromHbm && walk.item() < items && walk.in_row()) {
+        const uint32_t zero = static_cast<uint32_t>(walk.item() - read);
+        span[k].begin = load(a.part.start + a.part.distinct) + zero;
+        span[k].end = span[k].begin + 1;
+      }
+      walk.next();
+    }
+    V value[kInFlight];
+    uint32_t position[kInFlight];  // the first: mostly the only one
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      value[k] = V{};
+      if (reads[k]) value[k] = load_vector<V>(row_of(rows, index[k]), vector[k]);
+      position[k] = 0;
+      if (span[k].begin != span[k].end) position[k] = load(a.part.positions + span[k].begin);
+    }
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      if (span[k].begin == span[k].end) continue;
+      store_vector<V>(forward(a.out, position[k] * a.out_stride), vector[k], value[k]);
+      for (uint32_t p = span[k].begin + 1; p < span[k].end; ++p) {
+        const uint32_t next = load(a.part.positions + p);
+        store_vector<V>(forward(a.out, next * a.out_stride), vector[k], value[k]);
+      }
+    }
+  }
+}
+
+template <class V>
+FRUGAL_DEVICE void gather_vectors(const GatherArgs& a) {
+  const Cut cut = cut_rows<V>(a.dim);
+  if (block() < a.host_blocks) {
+    gather_items<V, false>(a, Walk(cut, block(), a.host_blocks));
+  } else {
+    gather_items<V, true>(a, Walk(cut, block() - a.host_blocks, blocks() - a.host_blocks));
+  }
+}
+
+FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
+  if (in_fours(a.out, a.out_stride, a.dim)) {
+    gather_vectors<Float4>(a);
+  } else {
+    gather_vectors<float>(a);
+  }
+}
+
+// --- Host rows into device memory ---------------------------------------------------------------
 
 struct StageArgs {
   PartPtr part;
@@ -50,6 +137,107 @@ struct StageArgs {
   uint32_t count;
   uint32_t dim;
 };
+
+// Rows and state of lines. Columns of state lie in a line as they do in a host row.
+struct FillArgs {
+  RowsPtr host, lines;
+  RowsPtr host_state, line_state;  // strides: of floats, a multiple of 4 or, if state_floats is 1, any
+  Ptr<uint32_t> slots;
+  Ptr<uint32_t> to;      // lines
+  uint32_t count;
+  uint32_t dim;
+  uint32_t state_floats;  // of a row, columns with what is between them: 0, 1 or a multiple of 4
+};
+
+// Rows and state are copied as if they lay one behind the other, what is between rows too: all
+// strides are multiples of a vector.
+template <class SlotOf>
+FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
+  const uint32_t value_vectors = (a.dim + 3) / 4;
+  const Cut cut = cut_vectors(value_vectors + a.state_floats / 4);
+  auto vector_of = [&](const RowsPtr& rows, const RowsPtr& state, uint32_t index, uint32_t vector) {
+    if (vector < value_vectors) return as<Float4>(row_of(rows, index)) + vector;
+    return as<Float4>(row_of(state, index)) + (vector - value_vectors);
+  };
+  Walk walk(cut, block(), blocks());
+  while (walk.item() < a.count) {
+    uint32_t slot[kInFlight], line[kInFlight], vector[kInFlight];
+    bool copies[kInFlight];
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      vector[k] = walk.vector();
+      copies[k] = walk.item() < a.count && walk.in_row();
+      slot[k] = line[k] = 0;
+      if (copies[k]) {
+        slot[k] = slot_of(walk.item());
+        line[k] = load(a.to + walk.item());
+      }
+      walk.next();
+    }
+    Float4 value[kInFlight];
+    float accumulator[kInFlight];  // the one float of state
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      value[k] = {};
+      accumulator[k] = 0.0f;
+      if (!copies[k]) continue;
+      value[k] = load(vector_of(a.host, a.host_state, slot[k], vector[k]));
+      if (a.state_floats == 1 && vector[k] == 0) accumulator[k] = load(row_of(a.host_state, slot[k]));
+    }
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      if (!copies[k]) continue;
+      store(vector_of(a.lines, a.line_state, line[k], vector[k]), value[k]);
+      if (a.state_floats == 1 && vector[k] == 0) store(row_of(a.line_state, line[k]), accumulator[k]);
+    }
+  }
+}
+
+FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
+  copy_rows(FillArgs{a.host, a.hbm, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
+    return load(a.part.slots + load(a.rows + i));
+  });
+}
+
+FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
+  copy_rows(a, [&](uint64_t i) { return load(a.slots + i); });
+}
+
+// --- Places of keys -----------------------------------------------------------------------------
+
+// A *place* tells for one key where its row is read: kHbm | index in HBM, or the slot of a host row
+// (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
+struct PlaceArgs {
+  PartPtr part;
+  Ptr<uint32_t> source;  // of distinct rows, as in GatherArgs; null: all are host rows
+  Ptr<uint32_t> out;     // one a key
+};
+
+// What pool_rows and weight_grads read: the source of each row, at all its positions. The zeros are
+// padding; there is nothing missing in a step.
+FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
+  // A lane group of a warp for each row, so that frequent rows do not hold up the others for long.
+  Walk walk(Cut{kWarp, kWarp, 1}, block(), blocks());
+  for (; walk.item() < a.part.distinct; walk.next()) {
+    const uint32_t row = static_cast<uint32_t>(walk.item());
+    uint32_t place = a.source ? load(a.source + row) : 0;
+    if (!(place & kHbm)) place = load(a.part.slots + row);
+    const uint32_t end = load(a.part.start + (row + 1));
+    for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
+      store(a.out + load(a.part.positions + p), place);
+    }
+  }
+  const uint32_t first_zero = load(a.part.start + a.part.distinct);
+  for (uint64_t z = uint64_t{block()} * threads() + thread(); z < a.part.zeros;
+       z += uint64_t{blocks()} * threads()) {
+    store(a.out + load(a.part.positions + (first_zero + z)), kPaddingSlot);
+  }
+}
+
+// Vector `index` of the row at a place that is not padding; nothing behind the row is read if
+// it is read in single floats.
+template <class V>
+FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& hbm, uint32_t place, uint32_t index) {
+  if (place == kMissingSlot) return V{};
+  return load_vector<V>(place & kHbm ? row_of(hbm, place & ~kHbm) : row_of(host, place), index);
+}
 
 }  // namespace frugal::device
 

@@ -1,0 +1,140 @@
+// How rows are cut up among threads: vectors, lane groups, tiles.
+//
+// What: a row is read and written in vectors of four floats, or of one where dim or an address does
+// not allow four. A *lane group* of 1 to 32 lanes of a warp handles one *tile* of a row, that is up
+// to 32 vectors, one a lane: narrow rows share a warp, wide rows are several tiles. All kernels that
+// work elementwise walk over (item, tile) pairs in this way, so they have no loop over columns.
+// Invariants: everything that depends on dim alone is the same in all lanes of a grid.
+// Callers: the kernel bodies; shapes.h.
+#ifndef FRUGAL_DEVICE_OPS_LANES_H_
+#define FRUGAL_DEVICE_OPS_LANES_H_
+
+#include "arith/hd.h"
+#include "arith/nan.h"
+#include "device/simt.h"
+
+namespace frugal::device {
+
+// Vectors that a lane requests before it uses the first: what hides the time that memory takes.
+inline constexpr uint32_t kInFlight = 4;
+
+// --- Vectors ------------------------------------------------------------------------------------
+
+template <class V>
+inline constexpr uint32_t kFloats = sizeof(V) / sizeof(float);
+
+FRUGAL_DEVICE Float4 operator+(Float4 a, Float4 b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+FRUGAL_DEVICE Float4 operator*(float a, Float4 b) {
+  return {a * b.x, a * b.y, a * b.z, a * b.w};
+}
+FRUGAL_DEVICE Float4 operator/(Float4 a, float b) {
+  return {a.x / b, a.y / b, a.z / b, a.w / b};
+}
+
+FRUGAL_DEVICE bool has_nan(float x) { return x != x; }
+FRUGAL_DEVICE bool has_nan(Float4 v) {
+  return has_nan(v.x) | has_nan(v.y) | has_nan(v.z) | has_nan(v.w);
+}
+
+FRUGAL_DEVICE float canonical(float x) { return arith::canonical(x); }
+FRUGAL_DEVICE Float4 canonical(Float4 v) {
+  return {canonical(v.x), canonical(v.y), canonical(v.z), canonical(v.w)};
+}
+
+// Calls f(x, ...) for the first `valid` elements of vectors.
+template <class F, class... Vs>
+FRUGAL_DEVICE void for_elements(uint32_t valid, F f, Vs&... v) {
+  if (valid > 0) f(v.x...);
+  if (valid > 1) f(v.y...);
+  if (valid > 2) f(v.z...);
+  if (valid > 3) f(v.w...);
+}
+
+// Rows of floats that may be used four at a time: at `p`, `stride` bytes from row to row.
+FRUGAL_HD bool in_fours(Ptr<float> p, uint64_t stride, uint32_t dim) {
+  return dim % 4 == 0 && (p.address | stride) % sizeof(Float4) == 0;
+}
+
+// `p` and `bytes` more.
+template <class T>
+FRUGAL_DEVICE Ptr<T> forward(Ptr<T> p, uint64_t bytes) {
+  return {p.address + bytes};
+}
+
+// Vector `index` of a row.
+template <class V>
+FRUGAL_DEVICE V load_vector(Ptr<float> row, uint32_t index) {
+  return load(as<V>(row) + index);
+}
+template <class V>
+FRUGAL_DEVICE void store_vector(Ptr<float> row, uint32_t index, V v) {
+  store(as<V>(row) + index, v);
+}
+
+// The elements of vector `index` of a row of `dim` floats, of which none behind the row is read; +0
+// there. `fours`: the address is that of a Float4.
+FRUGAL_DEVICE Float4 load_part(Ptr<float> row, uint32_t index, uint32_t dim, bool fours) {
+  const uint32_t first = index * 4;
+  if (fours && dim - first >= 4) return load_vector<Float4>(row, index);
+  Float4 v = {};
+  uint32_t c = first;
+  for_elements(dim - first, [&](float& x) { x = load(row + c++); }, v);
+  return v;
+}
+
+// --- Lane groups --------------------------------------------------------------------------------
+
+// How rows are cut: into `tiles` of `lanes` vectors; the last tile may have fewer.
+struct Cut {
+  uint32_t vectors, lanes, tiles;
+};
+
+FRUGAL_HD Cut cut_vectors(uint32_t vectors) {
+  Cut c{vectors, 1, 1};
+  while (c.lanes < vectors && c.lanes < kWarp) c.lanes *= 2;
+  c.tiles = (vectors + c.lanes - 1) / c.lanes;
+  return c;
+}
+
+template <class V>
+FRUGAL_HD Cut cut_rows(uint32_t dim) {
+  return cut_vectors((dim + kFloats<V> - 1) / kFloats<V>);
+}
+
+// The way of a lane group through (item, tile) pairs, all tiles of an item before the next: the
+// groups of `blocks` blocks, of which this is number `block`, take turns.
+class Walk {
+ public:
+  FRUGAL_DEVICE Walk(const Cut& cut, uint32_t block, uint32_t blocks)
+      : lane_(thread() % cut.lanes), cut_(cut) {
+    const uint32_t in_block = threads() / cut.lanes;
+    const uint32_t group = block * in_block + thread() / cut.lanes;
+    const uint32_t groups = blocks * in_block;
+    item_ = group / cut.tiles;
+    tile_ = group % cut.tiles;
+    items_on_ = groups / cut.tiles;
+    tiles_on_ = groups % cut.tiles;
+  }
+  FRUGAL_DEVICE uint64_t item() const { return item_; }
+  FRUGAL_DEVICE uint32_t vector() const { return tile_ * cut_.lanes + lane_; }
+  FRUGAL_DEVICE bool in_row() const { return vector() < cut_.vectors; }
+  FRUGAL_DEVICE void next() {
+    item_ += items_on_;
+    tile_ += tiles_on_;
+    if (tile_ >= cut_.tiles) {
+      tile_ -= cut_.tiles;
+      ++item_;
+    }
+  }
+
+ private:
+  uint64_t item_, items_on_;
+  uint32_t tile_, tiles_on_, lane_;
+  Cut cut_;
+};
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_OPS_LANES_H_

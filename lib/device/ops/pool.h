@@ -1,0 +1,134 @@
+// Pooled lookups, and the gradients of their weights.
+#ifndef FRUGAL_DEVICE_OPS_POOL_H_
+#define FRUGAL_DEVICE_OPS_POOL_H_
+
+#include "arith/fold.h"
+#include "device/ops/fold.h"
+#include "device/ops/lanes.h"
+#include "device/ops/reduce.h"
+#include "device/ops/rows.h"
+#include "device/simt.h"
+
+namespace frugal::device {
+
+// Bag b has keys offsets[b] .. offsets[b + 1] - 1 and goes to out + b * out_stride bytes.
+struct PoolArgs {
+  RowsPtr host, hbm;
+  Ptr<uint32_t> places;   // one a key, as place_keys makes them; padding is no term
+  Ptr<uint64_t> offsets;
+  Ptr<float> weights;     // one a key; or null
+  uint32_t mean;          // 1: divides by the number of terms
+  uint32_t bags;
+  uint32_t dim;
+  Ptr<float> out;
+  uint64_t out_stride;    // bytes, a multiple of 4
+};
+
+// A lane group for each tile of a bag: the terms one after the other, a run at a time.
+template <class V>
+FRUGAL_DEVICE void pool_vectors(const PoolArgs& a) {
+  Walk walk(cut_rows<V>(a.dim), block(), blocks());
+  for (; walk.item() < a.bags; walk.next()) {
+    if (!walk.in_row()) continue;
+    const uint64_t end = load(a.offsets + (walk.item() + 1));
+    uint64_t terms = 0;
+    V run = {};
+    PairwiseSum<V> runs;
+    for (uint64_t key = load(a.offsets + walk.item()); key < end; key += kInFlight) {
+      uint32_t place[kInFlight];
+      float weight[kInFlight];
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        place[k] = key + k < end ? load(a.places + (key + k)) : kPaddingSlot;
+        weight[k] = a.weights && key + k < end ? load(a.weights + (key + k)) : 1.0f;
+      }
+      V x[kInFlight];
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        x[k] = V{};
+        if (place[k] != kPaddingSlot) x[k] = load_place<V>(a.host, a.hbm, place[k], walk.vector());
+      }
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        if (place[k] == kPaddingSlot) continue;
+        if (a.weights) x[k] = weight[k] * x[k];
+        if (terms % kRun == 0) {
+          if (terms != 0) runs.add(run);
+          run = x[k];
+        } else {
+          run = run + x[k];
+        }
+        ++terms;
+      }
+    }
+    V sum = {};
+    if (terms != 0) {
+      sum = runs.finish(run);
+      if (a.mean) sum = sum / static_cast<float>(terms);
+      sum = canonical(sum);
+    }
+    store_vector<V>(forward(a.out, walk.item() * a.out_stride), walk.vector(), sum);
+  }
+}
+
+FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
+  if (in_fours(a.out, a.out_stride, a.dim)) {
+    pool_vectors<Float4>(a);
+  } else {
+    pool_vectors<float>(a);
+  }
+}
+
+// --- sum16 --------------------------------------------------------------------------------------
+
+// Lanes of a group that makes a sum16: each holds four of the sixteen.
+inline constexpr uint32_t kSumGroup = arith::kSumLanes / 4;
+
+// The sum over the caller's group of kSumGroup lanes, in all of them: lane l + lane l + 8, then + 4,
+// + 2, + 1. Which operand is on the left changes no bit (of a sum that is no NaN). All lanes of the
+// warp take part.
+FRUGAL_DEVICE float finish_sum16(Float4 acc) {
+  auto add_of = [](Float4 v, uint32_t mask) {
+    return v + Float4{shuffle_xor(v.x, mask), shuffle_xor(v.y, mask), shuffle_xor(v.z, mask),
+                      shuffle_xor(v.w, mask)};
+  };
+  const Float4 four = add_of(add_of(acc, 2), 1);
+  return (four.x + four.z) + (four.y + four.w);
+}
+
+struct WeightGradArgs {
+  RowsPtr host, hbm;
+  Ptr<uint32_t> places;  // one a key, as in PoolArgs
+  Ptr<float> grads;      // of bags
+  uint64_t grads_stride;  // bytes, a multiple of 4
+  Ptr<uint32_t> bag;     // of keys
+  uint32_t keys;
+  uint32_t dim;
+  Ptr<float> out;        // one a key
+};
+
+FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
+  const uint32_t vectors = (a.dim + 3) / 4;
+  const bool fours = in_fours(a.grads, a.grads_stride, a.dim);
+  const uint64_t groups = uint64_t{blocks()} * (threads() / kSumGroup);
+  const uint64_t group = uint64_t{block()} * (threads() / kSumGroup) + thread() / kSumGroup;
+  const uint32_t in_group = thread() % kSumGroup, in_warp = lane() / kSumGroup;
+  // A warp goes on until the first of its groups has no more keys.
+  for (uint64_t key = group; key - in_warp < a.keys; key += groups) {
+    Float4 acc = {};
+    const uint32_t place = key < a.keys ? load(a.places + key) : kPaddingSlot;
+    if (place != kPaddingSlot) {
+      const Ptr<float> grad = forward(a.grads, load(a.bag + key) * a.grads_stride);
+      for (uint32_t v = in_group; v < vectors; v += kSumGroup) {
+        const Float4 row = load_place<Float4>(a.host, a.hbm, place, v);
+        const Float4 g = load_part(grad, v, a.dim, fours);
+        for_elements(
+            a.dim - v * 4,
+            [](float& sum, const float& w, const float& x) { sum = sum + w * x; }, acc, row, g);
+      }
+    }
+    const float sum = finish_sum16(acc);
+    if (key < a.keys && in_group == 0) store(a.out + key, canonical(sum));
+  }
+}
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_OPS_POOL_H_

@@ -1,0 +1,197 @@
+// Updating the lines of a cache: docs/cuda.md, section 8; docs/arithmetic.md, section 3.
+//
+// What: the rank sums of a row are added up into device memory (sum_terms: over the link, each
+// read once), then the row is updated with that sum (apply_<optimizer>: in device memory alone, where
+// reading a sum in several passes is cheap).
+// Callers: boundaries of a cache.
+#ifndef FRUGAL_DEVICE_OPS_UPDATE_H_
+#define FRUGAL_DEVICE_OPS_UPDATE_H_
+
+#include "arith/optimizer.h"
+#include "device/ops/lanes.h"
+#include "device/ops/pool.h"
+#include "device/ops/rows.h"
+#include "device/simt.h"
+
+namespace frugal::device {
+
+// --- Ranks --------------------------------------------------------------------------------------
+
+// Row i of `sums` = the serial sum of the rows terms[start[i]] .. terms[start[i + 1] - 1], the rank
+// sums in ascending rank order, at least one a row. Each is aligned to 16 bytes and may be read up
+// to a multiple of 4 floats.
+struct SumTermsArgs {
+  Ptr<Ptr<float>> terms;
+  Ptr<uint32_t> start;   // null: one term a row
+  uint32_t count;
+  uint32_t dim;
+  Ptr<float> sums;       // device memory, aligned to 16 bytes
+  uint64_t sums_stride;  // floats, a multiple of 4
+};
+
+FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
+  Walk walk(cut_rows<Float4>(a.dim), block(), blocks());
+  while (walk.item() < a.count) {
+    Span span[kInFlight];  // of terms
+    uint32_t row[kInFlight], vector[kInFlight];
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      span[k] = {0, 0};
+      row[k] = static_cast<uint32_t>(walk.item());
+      vector[k] = walk.vector();
+      if (walk.item() < a.count && walk.in_row()) {
+        span[k] = {row[k], row[k] + 1};
+        if (a.start) span[k] = {load(a.start + row[k]), load(a.start + (row[k] + 1))};
+      }
+      walk.next();
+    }
+    // A rank at a time for all rows in flight.
+    Float4 sum[kInFlight] = {};
+    bool more = true;
+    for (uint32_t t = 0; more; ++t) {
+      Ptr<float> term[kInFlight];
+      more = false;
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        const bool in_span = t < span[k].end - span[k].begin;
+        term[k] = in_span ? load(a.terms + (span[k].begin + t)) : Ptr<float>{};
+        more = more || in_span;
+      }
+      Float4 x[kInFlight];
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        x[k] = term[k] ? load_vector<Float4>(term[k], vector[k]) : Float4{};
+      }
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        if (term[k]) sum[k] = t == 0 ? x[k] : sum[k] + x[k];
+      }
+    }
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      if (span[k].begin == span[k].end) continue;
+      store_vector<Float4>(a.sums + row[k] * a.sums_stride, vector[k], sum[k]);
+    }
+  }
+}
+
+// --- The update ---------------------------------------------------------------------------------
+
+// Line to[i] with the gradient sums + i * sums_stride, lines that nothing else touches meanwhile.
+// State columns of line r start at state + r * state_stride and state_second floats further.
+struct ApplyArgs {
+  arith::StepScalars step;
+  RowsPtr lines;
+  Ptr<float> state;       // aligned to 16 bytes
+  uint64_t state_stride;  // floats; row-wise Adagrad: any; else a multiple of 4
+  uint64_t state_second;  // floats, a multiple of 4
+  Ptr<uint32_t> to;
+  uint32_t count;
+  uint32_t dim;
+  Ptr<float> sums;
+  uint64_t sums_stride;   // floats, a multiple of 4
+};
+
+// Steps 1 to 6 for one element.
+FRUGAL_DEVICE float prepare(const arith::StepScalars& s, float norm_factor, float g, float w) {
+  g = arith::scale_gradient(s, g);
+  if (s.flags & arith::kClipNorm) g = g * norm_factor;
+  if (s.flags & arith::kL2) g = arith::add_l2(s, g, w);
+  return g;
+}
+
+// A lane group for each row; of kSumGroup lanes if there are sums over the row, else of as many as
+// the row has vectors.
+template <int kKind>
+FRUGAL_DEVICE void apply(const ApplyArgs& a) {
+  constexpr bool kRowwise = kKind == FRUGAL_ROWWISE_ADAGRAD;
+  constexpr bool kFirst = kKind != FRUGAL_SGD && !kRowwise;
+  constexpr bool kSecond = kKind == FRUGAL_ADAM || kKind == FRUGAL_FTRL;
+  const arith::StepScalars& s = a.step;
+  const uint32_t vectors = (a.dim + 3) / 4;
+  const bool measures = (s.flags & (arith::kClipNorm | arith::kNanSkip)) != 0;
+  const uint32_t lanes = kRowwise || measures ? kSumGroup : cut_vectors(vectors).lanes;
+  const uint64_t groups = uint64_t{blocks()} * (threads() / lanes);
+  const uint64_t group = uint64_t{block()} * (threads() / lanes) + thread() / lanes;
+  const uint32_t in_group = thread() % lanes, in_warp = lane() / lanes;
+  // A warp goes on until the first of its groups has no more rows.
+  for (uint64_t i = group; i - in_warp < a.count; i += groups) {
+    bool touched = i < a.count;
+    const uint64_t line = touched ? load(a.to + i) : 0;
+    const Ptr<float> row = a.lines.values + line * a.lines.stride;
+    const Ptr<float> sums = a.sums + i * a.sums_stride;
+    const Ptr<float> state = a.state + line * a.state_stride;
+    float factor = 1.0f, rate = 0.0f;
+    if (measures) {
+      Float4 acc = {};
+      bool nan = false;
+      if (touched) {
+        for (uint32_t v = in_group; v < vectors; v += lanes) {
+          const Float4 g = load_vector<Float4>(sums, v);
+          for_elements(
+              a.dim - v * 4,
+              [&](float& sum, const float& x) {
+                const float y = arith::scale_gradient(s, x);
+                nan = nan || has_nan(y);
+                sum = sum + y * y;
+              },
+              acc, g);
+        }
+      }
+      const float squares = finish_sum16(acc);
+      const uint32_t with_nan = ballot(nan) >> (lane() - in_group) & ((1u << kSumGroup) - 1);
+      if (s.flags & arith::kClipNorm) factor = arith::norm_factor(s, squares);
+      if ((s.flags & arith::kNanSkip) && with_nan != 0) touched = false;
+    }
+    if constexpr (kRowwise) {
+      Float4 acc = {};
+      if (touched) {
+        for (uint32_t v = in_group; v < vectors; v += lanes) {
+          const Float4 g = load_vector<Float4>(sums, v), w = load_vector<Float4>(row, v);
+          for_elements(
+              a.dim - v * 4,
+              [&](float& sum, const float& x, const float& weight) {
+                const float y = prepare(s, factor, x, weight);
+                sum = sum + y * y;
+              },
+              acc, g, w);
+        }
+      }
+      const float squares = finish_sum16(acc);
+      if (touched && in_group == 0) {
+        float accumulator = load(state);
+        rate = arith::update_row(s, squares, accumulator);
+        store(state, accumulator);
+      }
+      rate = shuffle(rate, 0, kSumGroup);
+    }
+    if (!touched) continue;
+    for (uint32_t v = in_group; v < vectors; v += lanes) {
+      const Float4 g = load_vector<Float4>(sums, v);
+      Float4 w = load_vector<Float4>(row, v);
+      Float4 first = {}, second = {};
+      if constexpr (kFirst) first = load_vector<Float4>(state, v);
+      if constexpr (kSecond) second = load_vector<Float4>(state + a.state_second, v);
+      for_elements(
+          a.dim - v * 4,
+          [&](const float& x, float& weight, float& s0, float& s1) {
+            const float y = prepare(s, factor, x, weight);
+            arith::update_element<kKind>(s, weight, y, s0, s1, rate);
+            weight = arith::finish_weight(s, weight);
+          },
+          g, w, first, second);
+      store_vector<Float4>(row, v, w);
+      if constexpr (kFirst) store_vector<Float4>(state, v, first);
+      if constexpr (kSecond) store_vector<Float4>(state + a.state_second, v, second);
+    }
+  }
+}
+
+FRUGAL_DEVICE void apply_sgd_body(const ApplyArgs& a) { apply<FRUGAL_SGD>(a); }
+FRUGAL_DEVICE void apply_momentum_body(const ApplyArgs& a) { apply<FRUGAL_MOMENTUM>(a); }
+FRUGAL_DEVICE void apply_adagrad_body(const ApplyArgs& a) { apply<FRUGAL_ADAGRAD>(a); }
+FRUGAL_DEVICE void apply_rowwise_adagrad_body(const ApplyArgs& a) {
+  apply<FRUGAL_ROWWISE_ADAGRAD>(a);
+}
+FRUGAL_DEVICE void apply_adam_body(const ApplyArgs& a) { apply<FRUGAL_ADAM>(a); }
+FRUGAL_DEVICE void apply_rmsprop_body(const ApplyArgs& a) { apply<FRUGAL_RMSPROP>(a); }
+FRUGAL_DEVICE void apply_ftrl_body(const ApplyArgs& a) { apply<FRUGAL_FTRL>(a); }
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_OPS_UPDATE_H_
