@@ -413,7 +413,7 @@ Result SimRuntime::wait(Stream s, Event e) {
       Unseen unseen;
       // What was recorded last before this call; nothing: nothing to wait for.
       const Result result = mark_of("wait", e, &operation->mark);
-      if (!result.ok()) return result;
+      if (!result.ok() || !operation->mark) return result;
     }
     return enqueue("wait", s, std::move(operation), nullptr);
   });
