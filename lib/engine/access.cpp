@@ -659,6 +659,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
   return with_room(ops, n, [&] { return push_rows(t, ops, n); });
 }

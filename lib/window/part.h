@@ -68,6 +68,7 @@ struct Part : HeapObject {
   std::atomic<uint32_t> state{kDeclared};
   bool linked = false;  // guarded by the engine's mutex, as is linking
   bool linking = false;
+  size_t warmed = 0;    // so guarded, too: rows [0, warmed) have been brought into the caches
   bool owner_apart = false;  // how it was linked: its rank has a cache
 
   bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
