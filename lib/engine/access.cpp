@@ -833,6 +833,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
   return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
     return with_room(host, n, [&] { return push_rows(t, host, n, gpu); });

@@ -261,6 +261,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
+  Did warm_one();
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
@@ -386,6 +387,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
+  std::atomic<uint64_t> warm_ns_{0};   // spent on bringing rows into the caches
   const uint32_t cpus_ = cpu_count();
   std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
@@ -401,6 +403,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
+  std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
   uint32_t outside_ = 0;            // operations outside steps under way
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
   std::timed_mutex outside_mu_;
@@ -441,6 +444,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // choose_mode's measurements
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
+  uint64_t mode_warm_ = 0;
   bool mode_paid_ = false;
 };
 

@@ -196,7 +196,9 @@ Status Gpu::open(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned,
 Gpu::Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned)
     : runtime_(std::move(runtime)),
       pinned_(pinned),
-      memory_(std::allocate_shared<DevicePool>(HeapAllocator<DevicePool>(), runtime_)) {}
+      memory_(std::allocate_shared<DevicePool>(HeapAllocator<DevicePool>(), runtime_)) {
+  extent_.processors = runtime_->info().processors;
+}
 
 Gpu::~Gpu() {
   if (boundary_done_.handle) runtime_->destroy_event(boundary_done_);

@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "cache/row_cache.h"
 #include "device/ops/kernels.h"
+#include "device/ops/shapes.h"
 #include "device/runtime.h"
 #include "storage/rows.h"
 #include "window/part.h"
@@ -240,6 +241,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   std::shared_ptr<device::Runtime> runtime_;
   BufferPool& pinned_;
+  device::Extent extent_;
   std::shared_ptr<DevicePool> memory_;
   device::Stream stream_;  // call_mu
   FlightRef flight_;       // call_mu

@@ -889,10 +889,14 @@ void Engine::choose_mode() {  // with mu_ held
       if (++mode_steps_ % 16 != 0) break;
       uint64_t wall = now_ns(), cpu = process_cpu_ns(), apply = counters_.apply_ns.load();
       uint64_t span = wall - mode_wall_, busy = cpu - mode_cpu_, work = apply - mode_apply_;
+      // Rows are warmed where there is nothing else to do: that time is idle, too.
+      uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
+      busy -= std::min(busy, warm - mode_warm_);
       bool first = mode_wall_ == 0;
       mode_wall_ = wall;
       mode_cpu_ = cpu;
       mode_apply_ = apply;
+      mode_warm_ = warm;
       if (first || config_.flush_threads == 0) break;
       // Only time that trainers spend outside the engine can be hidden behind.
       uint64_t calls = counters_.lookup_ns.load() + counters_.push_ns.load() +
