@@ -200,6 +200,9 @@ DeviceInfo SimRuntime::info() const {
   snprintf(info.name, sizeof info.name, "CUDA seam on the host (slow, for tests)");
   info.memory_bytes = memory_limit_;
   info.processors = 4;
+  // Each is a fiber of each stream that runs kernels, and to ThreadSanitizer a thread, of which it knows
+  // some 8,000.
+  info.block_threads = 64;
   return info;
 }
 
