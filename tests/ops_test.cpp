@@ -442,6 +442,52 @@ TEST_F(ReadTest, GatherRows) {
   });
 }
 
+// Rows beyond 2^32 bytes and 2^32 elements of a table, of which few pages exist; and the same of an
+// output, by its stride.
+TEST_F(ReadTest, FarRows) {
+  constexpr size_t kRows = (size_t{1} << 27) + 64, kStride = 32, kBytes = kRows * kStride * sizeof(float);
+  constexpr size_t kOutStride = (size_t{5} << 30) + 16;
+  constexpr uint32_t kDim = 32, kKeys = 4;
+  const size_t out_bytes = (kKeys * kOutStride + 4095) / 4096 * 4096;
+  auto map = [](size_t bytes) {
+    return static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  };
+  char* table = map(kBytes);
+  char* far_out = map(out_bytes);
+  ASSERT_NE(static_cast<void*>(table), MAP_FAILED);
+  ASSERT_NE(static_cast<void*>(far_out), MAP_FAILED);
+  ASSERT_TRUE(runtime_->pin(table, kBytes).ok());
+  ASSERT_TRUE(runtime_->pin(far_out, out_bytes).ok());
+  const std::vector<uint32_t> slots = {3, (1u << 25) + 1, (1u << 26) + 5, (1u << 27) + 63};
+  Random random(1);
+  const std::vector<float> values = filled<float>(kKeys * kDim, random, 0.1);
+  for (size_t i = 0; i < kKeys; ++i) {
+    std::memcpy(table + slots[i] * kStride * sizeof(float), values.data() + i * kDim,
+                kDim * sizeof(float));
+  }
+  auto slot_memory = make(*runtime_, Where::kDevice, slots);
+  auto count = make(*runtime_, Where::kDevice, std::vector<uint32_t>{0, 1, 2, 3, 4});
+  GatherArgs a{};
+  a.part = {slot_memory->ptr(), count->ptr(), count->ptr(), kKeys, 0};
+  a.host = {{Runtime::visible(table).address}, kStride};
+  a.host_items = kKeys;
+  a.dim = kDim;
+  a.out = {Runtime::visible(far_out).address};
+  a.out_stride = kOutStride;
+  const Shape shape = gather_shape(&a);
+  launch(Kernel::gather_rows, shape, a);
+  std::vector<float> out(values.size());
+  for (size_t i = 0; i < kKeys; ++i) {
+    std::memcpy(out.data() + i * kDim, far_out + i * kOutStride, kDim * sizeof(float));
+  }
+  EXPECT_TRUE(same(out, values));
+  runtime_->unpin(table);
+  runtime_->unpin(far_out);
+  munmap(table, kBytes);
+  munmap(far_out, out_bytes);
+}
+
 TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
   for_seeds(120, [&](Random& random) {
     const uint32_t dim = random.one_of(kDims);
