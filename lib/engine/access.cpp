@@ -314,7 +314,7 @@ Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
   RowCache* cache = nullptr;
   if (t && t->has_cache.load()) {
     auto at = t->caches.find(&table);
-    if (at != t->caches.end()) cache = at->second.cache.get();
+    if (at != t->caches.end()) cache = at->second.cache();
   }
   if (!cache && !stale()) return FRUGAL_OK;
   static const float zeros[65536] = {};  // the largest row
@@ -387,10 +387,36 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
   if (!t.gpu) return call(ops, nullptr);
   FRUGAL_TRY(t.gpu->ready());
   Vector<GpuOp> taken;
-  FRUGAL_TRY(t.gpu->take_ops(ops, n, use, &taken));
+  Vector<frugal_op> known(ops, ops + n);
+  for (frugal_op& op : known) FRUGAL_TRY(match_batch(t, &op));
+  FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, &taken));
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
   return call(host.data(), taken.data());
+}
+
+// Keys on the device beside a batch: where they are the declared ones, which the device finds out, they
+// need not come to the host.
+Status Engine::match_batch(Trainer& t, frugal_op* op) {
+  if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
+  bool on_device = false;
+  FRUGAL_TRY(t.gpu->on_device(op->keys, "frugal_op.keys", &on_device));
+  auto batch = std::static_pointer_cast<Batch>(
+      handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op->batch)));
+  if (!on_device || !batch || batch->rank != t.rank || batch->step != t.step ||
+      op->part >= batch->parts.size())
+    return FRUGAL_OK;  // what is wrong is told where ops are checked
+  const PartRef& p = batch->parts[op->part];
+  const bool padded = op->flags & FRUGAL_OP_PADDING;
+  if (!p->resolved() || p->n != op->count || p->has_padding != padded ||
+      (padded && p->padding != op->padding_key))
+    return FRUGAL_OK;
+  Flight* flight;
+  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  bool same = false;
+  FRUGAL_TRY(t.gpu->same_keys(*flight, p, batch->tables[op->part]->rows.hashed(), op->keys, &same));
+  if (same) op->keys = nullptr;
+  return FRUGAL_OK;
 }
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
@@ -411,7 +437,8 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
   {
     AccessScope scope(*this, accesses);
     for (size_t i = 0; i < n; ++i)
-      FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i], gpu && gpu[i].rows_on_device && !stale()));
+      FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i],
+                                gpu && (gpu[i].rows_on_device || t.has_cache.load()) && !stale()));
     create_rows(t, accesses);
   }
   uint64_t keys = 0;
@@ -429,6 +456,8 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     }
     if (gpu && gpu[i].rows_on_device)
       FRUGAL_TRY(gather_on_device(t, a, gpu[i]));
+    else if (gpu && t.has_cache.load())
+      FRUGAL_TRY(gather_through_device(t, a, gpu[i]));
     else
       FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
   }
@@ -442,9 +471,43 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
 Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
   Flight* flight;
   FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
-  if (!stale()) return t.gpu->gather(*flight, a.part, a.table->rows, op);
+  if (!stale()) {
+    const DeviceLines* lines = lines_of(t, *a.table);
+    uint64_t hits = 0;
+    FRUGAL_TRY(t.gpu->gather(*flight, a.part, a.table->rows, lines, op, &hits));
+    if (lines) {
+      counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
+      counters_.cache_misses.fetch_add(a.part->occurrences - hits, std::memory_order_relaxed);
+    }
+    return FRUGAL_OK;
+  }
   // With staleness rows are written meanwhile: they are read here, under their locks.
   return gather_and_send(*flight, &t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
+}
+
+// A lookup of a trainer on a GPU into host memory, where rows may be newer in lines than in host memory.
+Status Engine::gather_through_device(Trainer& t, const Access& a, const GpuOp& op) {
+  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : a.part->n;
+  const size_t row_bytes = a.table->rows.layout().dim * sizeof(float), bytes = rows * row_bytes;
+  if (bytes == 0) return FRUGAL_OK;
+  GpuOp there;
+  there.op = op.op;
+  there.device_offsets = op.device_offsets;
+  DeviceBuffer out;
+  FRUGAL_TRY(t.gpu->memory().get(bytes, &out));
+  there.op.rows_out = reinterpret_cast<float*>(out.as<float>().address);
+  there.op.row_stride = 0;
+  Buffer back;
+  Status s = gather_on_device(t, a, there);
+  if (s == FRUGAL_OK) s = t.gpu->copy_in(there.op.rows_out, bytes, &back);
+  // Also after a failure: a kernel may be writing `out`.
+  Status waited = t.gpu->wait_stream();
+  FRUGAL_TRY(s);
+  FRUGAL_TRY(waited);
+  const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
+  for (size_t i = 0; i < rows; ++i)
+    std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes, row_bytes);
+  return FRUGAL_OK;
 }
 
 // Evaluation into memory of the device: complete when it returns, so nothing stays in flight.
@@ -582,7 +645,19 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
       if (!a.whole)
         FRUGAL_TRY(fresh(&t, *a.table, slots, part.n, t.step, deadline(FRUGAL_TIMEOUT_DEFAULT)));
       Buffer pointers, copies;
-      FRUGAL_TRY(locate(&t, *a.table, slots, part.n, &pointers, &copies));
+      if (t.gpu && t.has_cache.load()) {
+        GpuOp rows;
+        rows.op.row_stride = layout.value_stride * sizeof(float);
+        FRUGAL_TRY(pool_.get(part.n * rows.op.row_stride, &copies));
+        rows.op.rows_out = copies.as<float>();
+        FRUGAL_TRY(gather_through_device(t, a, rows));
+        FRUGAL_TRY(pool_.get(part.n * sizeof(float*), &pointers));
+        for (size_t i = 0; i < part.n; ++i)
+          pointers.as<const float*>()[i] =
+              slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * layout.value_stride;
+      } else {
+        FRUGAL_TRY(locate(&t, *a.table, slots, part.n, &pointers, &copies));
+      }
       device::GradSource plain = source;
       plain.factor = nullptr;
       plain.divisor = nullptr;
@@ -602,12 +677,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
                 a.table->name.c_str());
   };
   if (state->table) {
-    if (state->first.lent) {
-      // It is to be gone on with, so it is needed as sums after all.
-      bool nan = false;
-      FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
-      state->first.lent.reset();
-    }
+    FRUGAL_TRY(sum_lent(state));
     PushState::Tail tail;
     FRUGAL_TRY(pool_.get(part.n * layout.dim * sizeof(float), &tail.grads));
     expand(source, part.n, layout.dim, tail.grads.as<float>());
@@ -657,7 +727,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     if (stale())
       return fail(FRUGAL_ERR_UNSUPPORTED,
                   "weight_grads_out on a device with staleness is not built: use host memory");
-    FRUGAL_TRY(t.gpu->weight_grads(*flight, a.part, a.table->rows, op, source));
+    FRUGAL_TRY(t.gpu->weight_grads(*flight, a.part, a.table->rows, lines_of(t, *a.table), op, source));
   }
   const uint32_t* nan = nullptr;
   if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n) {
@@ -672,6 +742,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   }
   if (state->table) {
     // Gone on with on the host, from the gradient of each key.
+    FRUGAL_TRY(sum_lent(state));
     PushState::Tail tail;
     tail.part = a.part;
     FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
@@ -708,6 +779,15 @@ std::shared_ptr<Buffer> Engine::lent_for(const Trainer& t, const device::GradSou
     if (from >= start && from + bytes <= start + b->capacity()) return b;
   }
   return nullptr;
+}
+
+// A push from lent memory is to be gone on with, so it is needed as sums after all.
+Status Engine::sum_lent(PushState* state) {
+  if (!state->first.lent) return FRUGAL_OK;
+  bool nan = false;
+  FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
+  state->first.lent.reset();
+  return FRUGAL_OK;
 }
 
 // Is a NaN among the gradients?
@@ -752,7 +832,7 @@ Status Engine::reduce_first(PushState* state, const device::GradSource& source, 
   Handover& h = state->first;
   const Part& part = *h.part;
   const uint32_t dim = state->table->rows.layout().dim;
-  FRUGAL_TRY(room_for_sums(state, pool_));
+  FRUGAL_TRY(room_for_sums(state, has_gpus_.load() ? pinned_ : pool_));
   ReduceContext c{};
   c.part = &part;
   c.dim = dim;
@@ -779,6 +859,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
   return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
     return with_room(host, n, [&] { return push_rows(t, host, n, gpu); });

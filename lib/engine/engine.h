@@ -96,7 +96,9 @@ struct CreatedRows {
 
 struct TrainerTable {
   TableRef table;
-  std::unique_ptr<RowCache> cache;
+  std::unique_ptr<RowCache> host;      // on the cpu device
+  std::unique_ptr<DeviceLines> lines;  // on a GPU
+  RowCache* cache() const { return lines ? &lines->index : host.get(); }
 };
 
 struct Trainer : HeapObject {
@@ -259,6 +261,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
+  Did warm_one();
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
@@ -312,7 +315,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }
   Status turn_caches(Trainer& t, uint64_t step);
-  RowCache* cache_of(Trainer& t, const TableRef& table);
+  TrainerTable& cache_of(Trainer& t, const TableRef& table);
+  Status turn_table(Trainer& t, uint64_t step, const TableRef& table, const Vector<PartRef>& parts);
+  void forget_lines(Trainer& t);
+  static const DeviceLines* lines_of(const Trainer& t, const Table& table);
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
   Status open_window(Table& table);
@@ -327,6 +333,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
+  bool ranks_inside(String* why);
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
   // Keys of an op as they stand for this step.
@@ -353,14 +360,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
   Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
+  Status gather_through_device(Trainer& t, const Access& access, const GpuOp& op);
   Status gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots, size_t n,
                          const GpuOp& op);
   Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
+  Status match_batch(Trainer& t, frugal_op* op);
   template <class Call>
   Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  Status sum_lent(PushState* state);
   Status room_for_sums(PushState* state, BufferPool& pool);
   Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
 
@@ -369,6 +379,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   std::shared_ptr<Pinner> pinner_;   // mu_; of tables' memory
+  std::atomic<bool> has_gpus_{false};  // ever: sums are pinned
   MemoryBudget budget_;
   Counters counters_;
 
@@ -377,6 +388,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
+  std::atomic<uint64_t> warm_ns_{0};   // spent on bringing rows into the caches
   const uint32_t cpus_ = cpu_count();
   std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
@@ -392,6 +404,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
+  std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
   uint32_t outside_ = 0;            // operations outside steps under way
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
   std::timed_mutex outside_mu_;
@@ -432,6 +445,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // choose_mode's measurements
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
+  uint64_t mode_warm_ = 0;
   bool mode_paid_ = false;
 };
 

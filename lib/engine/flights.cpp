@@ -17,6 +17,7 @@ Status Engine::join_gpu(const char* device, std::shared_ptr<Gpu>* out) {
       pinned_.pin_with(pinner_);
     }
     tables = tables_;
+    has_gpus_.store(true);
   }
   for (const TableRef& t : tables) FRUGAL_TRY(t->rows.pin(pinner_));
   return Gpu::open(std::move(runtime), pinned_, out);
@@ -99,6 +100,7 @@ Status Engine::end_flight(Trainer& t, bool* nan) {
   if (!f) return FRUGAL_OK;
   // Several pushes are joined on the host.
   for (auto& [raw, push] : t.pushes) f->must_land |= !push.tail.empty();
+  for (device::Stream s : f->streams) FRUGAL_TRY(t.gpu->ready(s));
   FRUGAL_TRY(f->end());
   if (!f->must_land) return FRUGAL_OK;
   while (!f->ask(1000000)) {

@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "cache/row_cache.h"
 #include "device/ops/kernels.h"
+#include "device/ops/shapes.h"
 #include "device/runtime.h"
 #include "storage/rows.h"
 #include "window/part.h"
@@ -127,7 +128,7 @@ struct Arrival : HeapObject {
 
 // An op of a call of a trainer on a GPU, its keys and offsets on the host.
 struct GpuOp {
-  frugal_op op;
+  frugal_op op = FRUGAL_OP_INIT;
   bool rows_on_device = false;  // rows_out or grads
   Buffer keys, offsets, weights;  // pinned copies
   device::Ptr<uint64_t> device_offsets;
@@ -152,12 +153,14 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   ~Gpu();
   device::Runtime& runtime() { return *runtime_; }
   BufferPool& pinned() { return pinned_; }
+  DevicePool& memory() { return *memory_; }
 
   // The caller's stream. `set` refuses one that is being captured.
   Status set_stream(void* stream);
   device::Stream stream() const { return stream_; }
   // Refuses a call while the caller's stream is being captured, and after a failure.
-  Status ready();
+  Status ready() { return ready(stream_); }
+  Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
 
@@ -198,6 +201,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A gradient for each key into pinned memory.
   Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
+  // Are keys on the device those of the part? Waits for the answer.
+  Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
   Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
                       const GpuOp& op, const device::GradPtr& source);
 
@@ -239,6 +244,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   std::shared_ptr<device::Runtime> runtime_;
   BufferPool& pinned_;
+  device::Extent extent_;
   std::shared_ptr<DevicePool> memory_;
   device::Stream stream_;  // call_mu
   FlightRef flight_;       // call_mu

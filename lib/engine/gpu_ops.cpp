@@ -3,7 +3,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "device/ops/shapes.h"
 #include "engine/gpu.h"
 
 namespace frugal {
@@ -77,7 +76,7 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
   a.out = {reinterpret_cast<uint64_t>(out)};
   a.out_stride = bytes_or(out_stride, dim);
   f.pinned.push_back(std::move(pinned));
-  return launch(Kernel::gather_rows, device::gather_shape(&a), a);
+  return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
 // Host rows into device memory: `count` of the part's distinct rows (null: all), to places there (null: one
@@ -99,7 +98,7 @@ Status Gpu::stage(Flight& f, const PartOnDevice& d, const Rows& rows, Ptr<uint32
   s.to = to;
   s.count = static_cast<uint32_t>(count);
   s.dim = rows.layout().dim;
-  return launch(Kernel::stage_rows, device::stage_shape(s), s);
+  return launch(Kernel::stage_rows, device::stage_shape(s, extent_), s);
 }
 
 // Where the rows of a part are read, when some are in lines: sources, items and what is to be staged.
@@ -189,7 +188,7 @@ Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDe
   p.source = source;
   p.all_staged = 1;
   p.out = *out;
-  return launch(Kernel::place_keys, device::place_shape(p), p);
+  return launch(Kernel::place_keys, device::place_shape(p, extent_), p);
 }
 
 Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out) {
@@ -232,7 +231,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     uint64_t longest = 0;
     for (size_t b = 0; b < op.op.bags; ++b)
       longest = std::max(longest, op.op.offsets[b + 1] - op.op.offsets[b]);
-    return launch(Kernel::pool_rows, device::pool_shape(a, longest), a);
+    return launch(Kernel::pool_rows, device::pool_shape(a, longest, extent_), a);
   }
   if (part->n == 0) return FRUGAL_OK;
   Sources from;
@@ -252,7 +251,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
   a.dim = dim;
   a.out = out;
   a.out_stride = bytes_or(op.op.row_stride, dim);
-  return launch(Kernel::gather_rows, device::gather_shape(&a), a);
+  return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
 Status Gpu::gradients(Flight& f, const Part& part, const GpuOp& op, uint32_t dim, device::GradPtr* g) {
@@ -299,7 +298,7 @@ Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source
     a.runs = seen<float>(runs);
   }
   if (nan) a.nan = seen_at(nan);
-  FRUGAL_TRY(launch(Kernel::reduce_runs, device::reduce_shape(a), a));
+  FRUGAL_TRY(launch(Kernel::reduce_runs, device::reduce_shape(a, extent_), a));
   if (!d->item_count) return FRUGAL_OK;
   device::CombineArgs c{};
   c.heavy = d->heavy;
@@ -309,7 +308,7 @@ Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source
   c.runs = a.runs;
   c.sums = a.sums;
   c.sums_stride = stride;
-  return launch(Kernel::combine_runs, device::combine_shape(c), c);
+  return launch(Kernel::combine_runs, device::combine_shape(c, extent_), c);
 }
 
 Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
@@ -323,7 +322,41 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   a.dim = dim;
   a.out = seen<float>(out);
   if (nan) a.nan = seen_at(nan);
-  return launch(Kernel::expand_terms, device::expand_shape(a, part->n), a);
+  return launch(Kernel::expand_terms, device::expand_shape(a, part->n, extent_), a);
+}
+
+Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same) {
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  Buffer memory;
+  FRUGAL_TRY(pinned_.get(part->n * sizeof(uint64_t) + sizeof(uint64_t), &memory));
+  auto* differ = memory.as<uint32_t>();
+  *differ = 0;
+  device::SameKeysArgs a{};
+  a.keys = seen_at(keys);
+  a.count = part->n;
+  a.padding = part->padding;
+  a.differ = seen_at(differ);
+  if (hashed) {
+    auto* declared = memory.as<uint64_t>() + 1;
+    std::memcpy(declared, part->keys.data(), part->n * sizeof(uint64_t));
+    a.declared = seen_at(declared);
+  } else {
+    // Ids are their slots.
+    DeviceBuffer slots;
+    FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &slots));
+    device::PlaceArgs p{};
+    p.part = d->part;
+    p.out = slots.as<uint32_t>();
+    a.slots = p.out;
+    f.memory.push_back(std::move(slots));
+    FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
+  }
+  f.pinned.push_back(std::move(memory));
+  FRUGAL_TRY(launch(Kernel::same_keys, device::same_keys_shape(a, extent_), a));
+  FRUGAL_TRY(wait_stream());
+  *same = *differ == 0;
+  return FRUGAL_OK;
 }
 
 Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
@@ -340,7 +373,7 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const
   a.keys = static_cast<uint32_t>(part->n);
   a.dim = rows.layout().dim;
   a.out = op.device_weight_grads;
-  return launch(Kernel::weight_grads, device::weight_grads_shape(a), a);
+  return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
 // --- Lines ---------------------------------------------------------------------------------------
@@ -392,7 +425,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, 
   s.sums = sums.as<float>();
   s.sums_stride = lines.stride;
   f.memory.push_back(std::move(sums));
-  FRUGAL_TRY(on_boundary(Kernel::sum_terms, device::sum_terms_shape(s), &s, sizeof s));
+  FRUGAL_TRY(on_boundary(Kernel::sum_terms, device::sum_terms_shape(s, extent_), &s, sizeof s));
   device::ApplyArgs a{};
   a.step = update->scalars;
   a.lines = lines.values();
@@ -414,7 +447,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, 
     case FRUGAL_FTRL: kernel = Kernel::apply_ftrl; break;
     default: break;
   }
-  return on_boundary(kernel, device::apply_shape(a), &a, sizeof a);
+  return on_boundary(kernel, device::apply_shape(a, extent_), &a, sizeof a);
 }
 
 // Rows that have been let in: values and state from the host rows, which are up to date.
@@ -438,7 +471,7 @@ Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Ve
   a.dim = rows.layout().dim;
   a.state_floats = lines.state_floats;
   f.pinned.push_back(std::move(lists));
-  return on_boundary(Kernel::fill_lines, device::fill_shape(a), &a, sizeof a);
+  return on_boundary(Kernel::fill_lines, device::fill_shape(a, extent_), &a, sizeof a);
 }
 
 // What is launched from now on in the caller's stream comes after the boundary's work.

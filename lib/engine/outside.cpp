@@ -28,14 +28,20 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     (void)order_.try_lock_until(std::chrono::system_clock::now() +
                                 std::chrono::nanoseconds(std::min<uint64_t>(left, 1000000000)));
   }
-  // What was ended but is still in flight would make the ranks look apart.
-  status_ = engine.land_all(deadline);
-  if (status_ != FRUGAL_OK) return;
   std::unique_lock<std::mutex> lock(engine.mu_);
-  engine.settle(lock, [&] {
+  auto settled = [&] {
     return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
-  });
+  };
+  engine.settle(lock, settled);
   String why;
+  if (engine.in_flight_.load() && !engine.closed_.load() && !engine.ranks_inside(&why)) {
+    // What all have ended is about to be committed.
+    lock.unlock();
+    status_ = engine.land_all(deadline);
+    if (status_ != FRUGAL_OK) return;
+    lock.lock();
+    engine.settle(lock, settled);
+  }
   if (engine.closed_.load()) {
     status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   } else if (!engine.outside_allowed(&why)) {
@@ -55,6 +61,25 @@ OutsideScope::~OutsideScope() {
     --engine_.outside_;
   }
   engine_.progress();
+}
+
+// Is some rank inside a step, or are ranks apart? With mu_ held.
+bool Engine::ranks_inside(String* why) {
+  uint64_t next = kNoStep;
+  for (const TrainerRef& t : ranks_) {
+    if (!t) continue;
+    if (t->in_step) {
+      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
+      return true;
+    }
+    if (next != kNoStep && t->next_step != kNoStep && t->next_step != next) {
+      *why = text("rank %u has ended step %llu, others have not", t->rank,
+                  static_cast<unsigned long long>(std::max(next, t->next_step) - 1));
+      return true;
+    }
+    next = t->next_step;
+  }
+  return false;
 }
 
 bool Engine::outside_allowed(String* why) {  // with mu_ held
@@ -231,10 +256,11 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   for (const TrainerRef& t : trainers) {
     if (!t) continue;
     auto at = t->caches.find(&table);
-    if (at == t->caches.end() || !at->second.cache) continue;
+    RowCache* cache = at == t->caches.end() ? nullptr : at->second.cache();
+    if (!cache) continue;
     for (size_t i = 0; i < n; ++i)
-      if (slots[i] < kMissingSlot && at->second.cache->find(slots[i]) != RowCache::kNone) {
-        at->second.cache->drop(slots[i]);
+      if (slots[i] < kMissingSlot && cache->find(slots[i]) != RowCache::kNone) {
+        cache->drop(slots[i]);
         dropped.push_back(slots[i]);
       }
   }

@@ -17,10 +17,13 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
-    if (cached)
-      return fail(FRUGAL_ERR_UNSUPPORTED, "caches on a GPU are not built yet: cache_bytes and "
-                  "cache_ratio must be 0 on '%s'", config.device);
     FRUGAL_TRY(join_gpu(config.device, &t->gpu));
+    // With staleness rows are gathered by the host, under their locks: lines would not be read.
+    if (stale()) {
+      t->cache_bytes = 0;
+      t->cache_ratio = 0;
+      cached = false;
+    }
   }
   // What was ended but is still in flight would make the ranks look apart.
   FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
@@ -100,9 +103,9 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, tt] : caches) {
-    if (!tt.cache) continue;
+    if (!tt.cache()) continue;
     Vector<uint32_t> dropped;
-    tt.cache->clear(&dropped);
+    tt.cache()->clear(&dropped);
     if (tt.table->window.opened())
       tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
   }

@@ -69,6 +69,7 @@ struct Part : HeapObject {
   std::atomic<uint32_t> state{kDeclared};
   bool linked = false;  // guarded by the engine's mutex, as is linking
   bool linking = false;
+  size_t warmed = 0;    // so guarded, too: rows [0, warmed) have been brought into the caches
   bool owner_apart = false;  // how it was linked: its rank has a cache
   bool unchecked = false;    // ids that came from a device: looked at when they are resolved
   std::shared_ptr<void> on_device;  // the engine's: these arrays on its rank's GPU; ends before them

@@ -41,10 +41,10 @@ class RankDeviceOn : public RankDevice {
     return streams_[now_].handle;
   }
 
-  void* Send(const void* host, size_t bytes) override {
+  void* Send(const void* host, size_t bytes, size_t align) override {
     void* from = Pinned(bytes);
     std::memcpy(from, host, bytes);
-    const Ptr<char> to = Memory(bytes);
+    const Ptr<char> to = Memory(bytes, align);
     Check(runtime_->copy(to, Runtime::visible(from), bytes, streams_[now_]));
     return reinterpret_cast<void*>(to.address);
   }
@@ -92,7 +92,7 @@ class RankDeviceOn : public RankDevice {
   }
 
   // Offsets that are no multiple of 16 now and then: vector loads are not always possible.
-  size_t Skip() { return random_.Chance(0.2) ? 4 * random_.Below(4) : 0; }
+  size_t Skip(size_t align) { return random_.Chance(0.2) ? align * random_.Below(16 / align) : 0; }
 
   void* Pinned(size_t bytes) {
     bytes = (bytes + 15) / 16 * 16 + 16;
@@ -111,8 +111,8 @@ class RankDeviceOn : public RankDevice {
     return b.host;
   }
 
-  Ptr<char> Memory(size_t bytes) {
-    const size_t skip = Skip();
+  Ptr<char> Memory(size_t bytes, size_t align) {
+    const size_t skip = Skip(align);
     bytes = (bytes + skip + 15) / 16 * 16 + 16;
     for (Block& b : memory_) {
       if (b.bytes - b.used < bytes) continue;

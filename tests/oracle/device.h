@@ -15,8 +15,9 @@ class RankDevice {
   virtual ~RankDevice() = default;
   // The stream that the rank uses now. Now and then it is another.
   virtual void* Stream() = 0;
-  // A copy of host memory on the device, made in the stream; good until Collect().
-  virtual void* Send(const void* host, size_t bytes) = 0;
+  // A copy of host memory on the device, made in the stream; good until Collect(). Its address is a
+  // multiple of `align`, and often of no more.
+  virtual void* Send(const void* host, size_t bytes, size_t align) = 0;
   // The same memory is written over, in the stream.
   virtual void Spoil(void* device, size_t bytes) = 0;
   // Copies back; it is there after Collect().

@@ -595,8 +595,8 @@ void RankDriver::SendOps(const Action& action, Use use, std::vector<frugal_op>* 
   for (size_t i = 0; i < ops->size(); ++i) {
     frugal_op& op = (*ops)[i];
     Buffers& buffers = buffers_[i];
-    auto send = [&](const void* host, size_t bytes) {
-      void* const there = device_->Send(host, bytes);
+    auto send = [&](const auto* host, size_t bytes) {
+      void* const there = device_->Send(host, bytes, sizeof(*host));
       buffers.sent.emplace_back(there, bytes);
       return there;
     };

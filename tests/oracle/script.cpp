@@ -209,8 +209,6 @@ class ScriptMaker {
       // Drawn from another sequence: a seed does the same with and without a device.
       if (!options_.device.empty() && Random(script_.seed * 131 + r).Chance(0.75)) {
         rank.device = options_.device;
-        rank.cache_ratio = 0;
-        rank.cache_bytes = 0;
       }
       script_.ranks.push_back(std::move(rank));
       idle_.push_back(random_.Chance(0.1));

@@ -5,20 +5,6 @@
 
 namespace frugal::device {
 
-// TEMPORARY: until ops/rows.h has the bodies.
-FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
-  const uint32_t i = block() * threads() + thread();
-  if (i >= a.part.distinct) return;
-  const Float4 v = load(as<Float4>(a.host.values + load(a.part.slots + i) * a.host.stride));
-  store(as<Float4>(a.out + uint64_t{i} * 4), v);
-}
-FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
-  const uint32_t i = block() * threads() + thread();
-  if (i >= a.count) return;
-  const Float4 v = load(as<Float4>(a.host.values + load(a.rows + i) * a.host.stride));
-  store(as<Float4>(a.hbm.values + load(a.to + i) * a.hbm.stride), v);
-}
-
 // C names, so that tools and the checks of the fat binary know kernels by the names of the list.
 extern "C" {
 #define X(name, Arguments)                                                      \

@@ -90,7 +90,7 @@ FRUGAL_DEVICE void reduce_vectors(const ReduceArgs& a) {
       store_vector<V>(a.runs + run * a.dim, walk.vector(), sum);
     }
   }
-  if (nan && a.nan) store(a.nan, 1u);
+  if (nan && a.nan) raise(a.nan);
 }
 
 FRUGAL_DEVICE void reduce_runs_body(const ReduceArgs& a) {
@@ -220,7 +220,7 @@ FRUGAL_DEVICE void expand_vectors(const ExpandArgs& a) {
     }
     store_vector<V>(a.out + uint64_t{position} * a.dim, walk.vector(), x);
   }
-  if (nan && a.nan) store(a.nan, 1u);
+  if (nan && a.nan) raise(a.nan);
 }
 
 FRUGAL_DEVICE void expand_terms_body(const ExpandArgs& a) {

@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "device/sim/order.h"
 
@@ -13,7 +15,7 @@ namespace frugal::device::sim {
 enum : uint32_t { kRuns, kInSync, kInBallot, kInShuffle, kReturned };
 
 struct BlockRunner::Thread {
-  Fiber fiber;
+  Fiber* fiber;
   Position position;
   BlockRunner* runner;
   uint32_t state;
@@ -31,11 +33,6 @@ namespace {
 // What threads leave their bodies with when their kernel has failed.
 struct Ended {};
 
-#if defined(FRUGAL_TSAN) || defined(FRUGAL_ASAN)
-constexpr size_t kStack = 256 << 10;  // reports are made on it
-#else
-constexpr size_t kStack = 64 << 10;
-#endif
 constexpr size_t kCanary = 64;
 constexpr uint64_t kCanaryWord = 0xa5a5a5a5a5a5a5a5u;
 
@@ -65,7 +62,7 @@ FRUGAL_UNSEEN void fill_bytes(char* memory, size_t bytes, uint64_t word) {
 }  // namespace
 
 BlockRunner::~BlockRunner() {
-  for (uint32_t i = 0; i < fibers_; ++i) destroy_fiber(&threads_[i].fiber);
+  if (fibers_) FiberSet::give(std::move(fibers_));
   if (memory_) munmap(memory_, memory_bytes_);
   delete[] orders_;
 }
@@ -88,11 +85,11 @@ bool BlockRunner::grow(const Shape& shape) {
     warps_ = reinterpret_cast<Warp*>(at), at += warps;
     ready_ = reinterpret_cast<uint32_t*>(at);
   }
-  for (; fibers_ < shape.threads; ++fibers_) {
-    Thread& thread = threads_[fibers_];
-    new (&thread) Thread();
-    thread.runner = this;
-    if (!create_fiber(&thread.fiber, kStack)) return false;
+  if (!fibers_) fibers_ = FiberSet::take();
+  if (!fibers_->grow(shape.threads)) return false;
+  for (uint32_t i = 0; i < shape.threads; ++i) {
+    threads_[i].fiber = fibers_->at(i);
+    threads_[i].runner = this;
   }
   return true;
 }
@@ -164,7 +161,7 @@ FRUGAL_UNSEEN void BlockRunner::run_block(uint32_t block) {
     thread->position.threads = n;
     thread->position.block = block;
     thread->position.blocks = shape_.blocks;
-    prepare_fiber(&thread->fiber, &BlockRunner::enter);
+    prepare_fiber(thread->fiber, &BlockRunner::enter);
     release(thread);
   }
   for (uint32_t w = 0; w < n / kWarp; ++w) warps_[w].arrived = 0;
@@ -172,7 +169,7 @@ FRUGAL_UNSEEN void BlockRunner::run_block(uint32_t block) {
   fill_bytes(shared_ + shape_.shared_bytes, kCanary, kCanaryWord);
   section_.begin();
   t_running = pick();
-  switch_fiber(&main_, &t_running->fiber);
+  switch_fiber(&main_, t_running->fiber);
   t_running = nullptr;
   section_.end();
   for (uint32_t i = 0; i < kCanary && !doomed_; ++i) {
@@ -225,7 +222,7 @@ FRUGAL_UNSEEN void BlockRunner::leave(Thread* thread) {
     next = pick();
   }
   t_running = next;
-  leave_fiber(&thread->fiber, next ? &next->fiber : &main_);
+  leave_fiber(thread->fiber, next ? next->fiber : &main_);
   __builtin_unreachable();
 }
 
@@ -238,7 +235,7 @@ FRUGAL_UNSEEN void BlockRunner::wait(Thread* thread) {
   }
   if (next == thread) return;
   t_running = next;
-  switch_fiber(&thread->fiber, &next->fiber);
+  switch_fiber(thread->fiber, next->fiber);
 }
 
 FRUGAL_UNSEEN void BlockRunner::release_block() {

@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <memory>
 #include <vector>
 
 #include "device/runtime.h"
@@ -79,7 +80,7 @@ class BlockRunner {
   char* shared_ = nullptr;
   char* memory_ = nullptr;  // of all these
   size_t memory_bytes_ = 0;
-  uint32_t fibers_ = 0;     // that exist
+  std::unique_ptr<FiberSet> fibers_;
 
   const KernelEntry* kernel_ = nullptr;
   Shape shape_;

@@ -3,7 +3,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <mutex>
+#include <utility>
+
 #include "device/sim/order.h"
+#include "device/sim/random.h"
 
 #if defined(FRUGAL_TSAN)
 extern "C" {
@@ -24,7 +28,7 @@ void __sanitizer_finish_switch_fiber(void* fake_stack_save, const void** bottom_
 #if defined(FRUGAL_UCONTEXT)
 
 namespace {
-void switch_stacks(frugal::device::sim::Fiber* from, frugal::device::sim::Fiber* to) {
+FRUGAL_UNSEEN void switch_stacks(frugal::device::sim::Fiber* from, frugal::device::sim::Fiber* to) {
   swapcontext(&from->context, &to->context);
 }
 }  // namespace
@@ -99,7 +103,8 @@ frugal_sim_switch:
 #endif
 
 namespace {
-inline void switch_stacks(frugal::device::sim::Fiber* from, frugal::device::sim::Fiber* to) {
+// Unseen: a fiber that ends does not come back from it, and ThreadSanitizer would count calls for ever.
+FRUGAL_UNSEEN void switch_stacks(frugal::device::sim::Fiber* from, frugal::device::sim::Fiber* to) {
   frugal_sim_switch(&from->top, to->top);
 }
 }  // namespace
@@ -109,37 +114,82 @@ inline void switch_stacks(frugal::device::sim::Fiber* from, frugal::device::sim:
 namespace frugal::device::sim {
 namespace {
 
+#if defined(FRUGAL_TSAN) || defined(FRUGAL_ASAN)
+constexpr size_t kStackBytes = 256 << 10;  // reports are made on it
+#else
+constexpr size_t kStackBytes = 64 << 10;
+#endif
+constexpr size_t kPooled = 32;
+
 size_t guard_bytes() {
   static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
 }
 
-}  // namespace
+struct Pool {
+  std::mutex mutex;
+  std::vector<std::unique_ptr<FiberSet>> sets;
+};
 
-bool create_fiber(Fiber* fiber, size_t stack_bytes) {
-  const size_t guard = guard_bytes();
-  void* memory = mmap(nullptr, guard + stack_bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return false;
-  if (mprotect(memory, guard, PROT_NONE) != 0) {
-    munmap(memory, guard + stack_bytes);
-    return false;
-  }
-  fiber->stack = static_cast<char*>(memory) + guard;
-  fiber->stack_bytes = stack_bytes;
-#if defined(FRUGAL_TSAN)
-  fiber->thread = __tsan_create_fiber(0);
-#endif
-  return true;
+// Never destroyed: threads may outlive static objects.
+Pool& pool() {
+  static Pool* p = new Pool;
+  return *p;
 }
 
-void destroy_fiber(Fiber* fiber) {
-  if (!fiber->stack) return;
+}  // namespace
+
+std::unique_ptr<FiberSet> FiberSet::take() {
+  Unseen unseen;
+  {
+    std::lock_guard<std::mutex> lock(pool().mutex);
+    if (!pool().sets.empty()) {
+      std::unique_ptr<FiberSet> set = std::move(pool().sets.back());
+      pool().sets.pop_back();
+      return set;
+    }
+  }
+  return std::unique_ptr<FiberSet>(new FiberSet);
+}
+
+void FiberSet::give(std::unique_ptr<FiberSet> set) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(pool().mutex);
+  if (pool().sets.size() < kPooled) pool().sets.push_back(std::move(set));
+}
+
+FiberSet::~FiberSet() {
+  Unseen unseen;
+  for (Fiber& fiber : fibers_) munmap(fiber.stack - guard_bytes(), guard_bytes() + kStackBytes);
 #if defined(FRUGAL_TSAN)
-  __tsan_destroy_fiber(fiber->thread);
+  for (void* thread : threads_)
+    if (thread) __tsan_destroy_fiber(thread);
 #endif
-  munmap(fiber->stack - guard_bytes(), guard_bytes() + fiber->stack_bytes);
-  fiber->stack = nullptr;
+}
+
+bool FiberSet::grow(uint32_t count) {
+  Unseen unseen;
+  const size_t guard = guard_bytes();
+  fibers_.reserve(count);
+  while (fibers_.size() < count) {
+    void* memory = mmap(nullptr, guard + kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return false;
+    if (mprotect(memory, guard, PROT_NONE) != 0) {
+      munmap(memory, guard + kStackBytes);
+      return false;
+    }
+    Fiber fiber;
+    fiber.stack = static_cast<char*>(memory) + guard;
+    fiber.stack_bytes = kStackBytes;
+#if defined(FRUGAL_TSAN)
+    void*& thread = threads_[mix(fibers_.size() + 1) % kThreads];
+    if (!thread) thread = __tsan_create_fiber(0);
+    fiber.thread = thread;
+#endif
+    fibers_.push_back(fiber);
+  }
+  return true;
 }
 
 FRUGAL_UNSEEN void prepare_fiber(Fiber* fiber, void (*function)()) {
@@ -174,16 +224,17 @@ void adopt_thread([[maybe_unused]] Fiber* fiber) {
 // Threads of a block are not ordered by being run in turn, so ThreadSanitizer is told of switches
 // without an order: barriers tell theirs.
 #if defined(FRUGAL_TSAN)
-#define FRUGAL_SWITCH_THREAD(to) __tsan_switch_to_fiber((to)->thread, 1)
+#define FRUGAL_SWITCH_THREAD(from, to) \
+  if ((from)->thread != (to)->thread) __tsan_switch_to_fiber((to)->thread, 1)
 #else
-#define FRUGAL_SWITCH_THREAD(to)
+#define FRUGAL_SWITCH_THREAD(from, to)
 #endif
 
 FRUGAL_UNSEEN void switch_fiber(Fiber* from, Fiber* to) {
 #if defined(FRUGAL_ASAN)
   __sanitizer_start_switch_fiber(&from->fake_stack, to->stack, to->stack_bytes);
 #endif
-  FRUGAL_SWITCH_THREAD(to);
+  FRUGAL_SWITCH_THREAD(from, to);
   switch_stacks(from, to);
 #if defined(FRUGAL_ASAN)
   __sanitizer_finish_switch_fiber(from->fake_stack, nullptr, nullptr);
@@ -194,7 +245,7 @@ FRUGAL_UNSEEN void leave_fiber(Fiber* from, Fiber* to) {
 #if defined(FRUGAL_ASAN)
   __sanitizer_start_switch_fiber(nullptr, to->stack, to->stack_bytes);
 #endif
-  FRUGAL_SWITCH_THREAD(to);
+  FRUGAL_SWITCH_THREAD(from, to);
   switch_stacks(from, to);
 }
 

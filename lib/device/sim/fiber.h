@@ -11,6 +11,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <memory>
+#include <vector>
+
 #if !defined(__x86_64__) && !defined(__aarch64__)
 #define FRUGAL_UCONTEXT 1
 #endif
@@ -29,12 +32,28 @@ struct Fiber {
   void* top = nullptr;  // of the saved stack
 #endif
   void* fake_stack = nullptr;  // AddressSanitizer's
-  void* thread = nullptr;      // ThreadSanitizer's
+  void* thread = nullptr;      // that ThreadSanitizer takes it for
 };
 
-// False: no memory.
-bool create_fiber(Fiber* fiber, size_t stack_bytes);
-void destroy_fiber(Fiber* fiber);
+// Fibers with their stacks; they are many, so that streams that end leave them to others.
+class FiberSet {
+ public:
+  // Throws std::bad_alloc.
+  static std::unique_ptr<FiberSet> take();
+  static void give(std::unique_ptr<FiberSet> set);
+  ~FiberSet();
+  // Makes fibers below `count` usable. False: no memory.
+  bool grow(uint32_t count);
+  Fiber* at(uint32_t i) { return &fibers_[i]; }
+
+ private:
+  FiberSet() = default;
+  // ThreadSanitizer's threads are dear (a millisecond each, and every order costs time for each), so
+  // fibers share some, not in a pattern. Two fibers that share one are ordered, as far as it knows.
+  static constexpr uint32_t kThreads = 16;
+  std::vector<Fiber> fibers_;
+  void* threads_[kThreads] = {};
+};
 
 // The next switch to the fiber calls `function`.
 void prepare_fiber(Fiber* fiber, void (*function)());

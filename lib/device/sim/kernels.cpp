@@ -6,19 +6,10 @@
 namespace frugal::device::sim {
 namespace {
 
-template <class Arguments, class Body>
-constexpr KernelEntry entry(const char* name, Body) {
-  if constexpr (requires(Body body, const Arguments& a) { body(a); }) {
-    return {name, sizeof(Arguments),
-            [](const void* a) { Body()(*static_cast<const Arguments*>(a)); }};
-  } else {
-    return {name, sizeof(Arguments), nullptr};
-  }
-}
-
 constexpr KernelEntry kEntries[] = {
-#define X(name, Arguments) \
-  entry<Arguments>(#name, [](const auto& a) requires requires { name##_body(a); } { name##_body(a); }),
+#define X(name, Arguments)  \
+  {#name, sizeof(Arguments), \
+   [](const void* arguments) { name##_body(*static_cast<const Arguments*>(arguments)); }},
     FRUGAL_KERNELS(X)
 #undef X
 };

@@ -31,7 +31,7 @@ struct Reserve {
   uint64_t base, bytes, used;
 };
 
-constexpr uint64_t kReserve = uint64_t{16} << 30;
+constexpr uint64_t kReserve = uint64_t{1} << 30;
 constexpr size_t kFreedKept = 256;
 
 // Of the process, since pinned memory is. Never destroyed: threads may outlive static objects.
@@ -42,7 +42,7 @@ struct Registry {
   std::mutex state;
   Table tables[2];
   Table* current = &tables[0];
-  Table* spare = &tables[1];  // has room for what `current` holds
+  Table* spare = &tables[1];  // has room for what `current` holds but one
   uint64_t pinned_ranges = 0, pinned_bytes = 0, pinnable_bytes = UINT64_MAX;
   Freed freed[kFreedKept];
   size_t freed_next = 0;
@@ -107,22 +107,20 @@ void insert(Registry& r, const Range& range) {
   publish(r);
 }
 
+// `update` is held. False: none matches.
 template <class Match>
 bool remove_if(Registry& r, Match match, Range* removed) {
-  Table& now = *r.current;
+  const Table& now = *r.current;
   Table& next = *r.spare;
-  next.count = 0;
-  bool found = false;
-  for (size_t i = 0; i < now.count; ++i) {
-    if (!found && match(now.ranges[i])) {
-      *removed = now.ranges[i];
-      found = true;
-    } else {
-      next.ranges[next.count++] = now.ranges[i];
-    }
-  }
-  if (found) publish(r);
-  return found;
+  const Range* end = now.ranges + now.count;
+  const Range* at = std::find_if(static_cast<const Range*>(now.ranges), end, match);
+  if (at == end) return false;
+  *removed = *at;
+  Range* out = std::copy(static_cast<const Range*>(now.ranges), at, next.ranges);
+  std::copy(at + 1, end, out);
+  next.count = now.count - 1;
+  publish(r);
+  return true;
 }
 
 // The range that holds the address, or null.
@@ -148,10 +146,11 @@ void* map(uint64_t bytes, int protection) {
 // 0: none left. A page after each allocation stays unused. `update` is held.
 uint64_t reserve(Registry& r, int32_t device, uint64_t bytes) {
   const uint64_t all = page_up(bytes) + page();
-  for (Reserve& reserve : r.reserves) {
-    if (reserve.device != device || reserve.bytes - reserve.used < all) continue;
-    const uint64_t address = reserve.base + reserve.used;
-    reserve.used += all;
+  for (auto last = r.reserves.rbegin(); last != r.reserves.rend(); ++last) {
+    if (last->device != device) continue;
+    if (last->bytes - last->used < all) break;
+    const uint64_t address = last->base + last->used;
+    last->used += all;
     return address;
   }
   r.reserves.reserve(r.reserves.size() + 1);
