@@ -170,14 +170,14 @@ FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
                          n - first < piece ? n - first : piece, vector);
     }
     for (uint32_t step = 1; step < pieces; step *= 2) {
-      sync();  // what lay in shared memory is not needed any more
-      sums[thread()] = sum;
+      // Cells that others read in the step before are not written any more.
+      if (group % step == 0) sums[thread()] = sum;
       sync();
       if (group % (2 * step) == 0 && group + step < pieces) {
         sum = sum + sums[thread() + step * cut.lanes];
       }
     }
-    sync();
+    sync();  // before the next unit uses the memory
     if (takes_part && group == 0) {
       store_vector<V>(a.sums + heavy.row * a.sums_stride, vector, sum);
     }
