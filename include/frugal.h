@@ -97,7 +97,8 @@ typedef enum frugal_status {
   FRUGAL_ERR_UNHEALTHY = -18,       /* a background failure; frugal_health() tells which */
   FRUGAL_ERR_CLOSED = -19,          /* the object was closed while the call waited */
   FRUGAL_ERR_OVERFLOW = -20,        /* an output buffer is too small; the needed size is told */
-  FRUGAL_ERR_INTERNAL = -21         /* a bug of the library; please report the message */
+  FRUGAL_ERR_INTERNAL = -21,        /* a bug of the library; please report the message */
+  FRUGAL_ERR_DEVICE = -22           /* no such GPU, or it failed: frugal_error.device_code tells */
 } frugal_status;
 
 /* The name of a status, as "FRUGAL_ERR_TIMEOUT". Returns: a static string, never NULL;
@@ -422,7 +423,8 @@ typedef struct frugal_trainer_config {
   size_t struct_size;
   uint32_t rank;          /* 0..world_size-1 */
   uint32_t flags;         /* 0 */
-  const char *device;     /* "cpu" (default, NULL too) or, in a CUDA build, "cuda:N" */
+  const char *device;     /* "cpu" (default, NULL too); "cuda:N" in a build with CUDA; "sim:N": a slow
+                             imitation of a GPU on the host, for tests */
   uint64_t cache_bytes;   /* private cache for rows and state, over all tables; default 0 */
   double cache_ratio;     /* the same as a share of each table's rows, 0..1; the larger counts */
 } frugal_trainer_config;
@@ -435,8 +437,13 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
 
 /* Joins as a rank. Nobody's step commits until every rank has joined once. A rank that left may
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
- * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, UNSUPPORTED, OUT_OF_MEMORY.
- * Ownership: the caller closes *trainer_out. Threads: any. */
+ * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, UNSUPPORTED (a cache on a GPU, as
+ * yet), DEVICE (no driver, no such GPU), OUT_OF_MEMORY (of memory that can be pinned, too).
+ * Ownership: the caller closes *trainer_out. Threads: any.
+ * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
+ * joins and as it grows, and kernels read them there. Pointers of its ops may be to memory of the
+ * device; what an op needs on the host (keys without a batch handle, offsets) is then copied and
+ * waited for. */
 FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);
@@ -445,6 +452,15 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
  * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED.
  * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
+
+/* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
+ * NULL, the default, is the default stream of the device. Calls return when their work has been given to the
+ * stream: rows_out is complete, and grads may be written again, when the stream has come past it. Each
+ * call orders itself behind what the trainer's earlier calls gave to other streams only through the
+ * caller's own events. Returns: FRUGAL_OK, UNSUPPORTED (the cpu device has no streams; the stream is
+ * being captured: no call of a step can be), DEVICE. Ownership: the stream stays the caller's, and must live
+ * until the step is committed. Threads: one at a time for a trainer. Since: 0.1. */
+FRUGAL_API int32_t frugal_set_stream(frugal_trainer *trainer, void *stream);
 
 /* ---------------------------------------------------------------------------------------------
  * Steps
@@ -526,7 +542,7 @@ FRUGAL_API int32_t frugal_lookup(frugal_trainer *trainer, const frugal_op *ops, 
 /* Hands over gradients of the step: a row's gradients, over positions, pushes and ranks, are
  * summed and the optimizer is applied once when the step has ended on all ranks. The gradients
  * are the engine's when the call returns: the buffers can be overwritten (but for memory that
- * frugal_borrow lent, which must not be). Never waits for another
+ * frugal_borrow lent, which must not be; on a GPU: overwritten in the stream). Never waits for another
  * rank. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, OUT_OF_MEMORY, NAN,
  * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT, TIMEOUT (weight_grads_out of keys that were not
  * declared: their rows may have updates that are not written yet); on an error nothing is taken.
@@ -547,9 +563,11 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
                                rank's word is enough */
 
 /* Ends the step on this rank. The step commits when the last rank has ended it. Never waits for
- * another rank. Returns: FRUGAL_OK, NOT_IN_STEP, STEP_ORDER (it is another step's turn),
- * STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is FRUGAL_OK the step goes on: call again),
- * INVALID_ARGUMENT. Threads: one at a time for a trainer. */
+ * another rank. On a GPU it waits for the stream if gradients were pushed to a table with
+ * FRUGAL_NAN_REJECT, or several times to one table; else step_begin does. Returns: FRUGAL_OK,
+ * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
+ * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is
+ * FRUGAL_OK the step goes on: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
 /* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows

@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstdint>
 
-#include "base/os.h"
 
 namespace frugal {
 namespace {
@@ -35,13 +34,47 @@ void Buffer::reset() noexcept {
 BufferPool::~BufferPool() {
   for (auto& list : free_)
     for (Free& f : list) {
-      if (f.capacity >= kHugePage) {
-        Mapping m{f.data, (f.capacity + kHugePage - 1) / kHugePage * kHugePage, -1};
-        os_release(&m);
-      } else {
+      if (f.capacity >= kHugePage)
+        unmap(f.data, f.capacity);
+      else if (!pinner_)
         heap_free(f.data);
-      }
     }
+  for (char* piece : pieces_) unmap(piece, kPiece);
+}
+
+// Committed memory of its own, pinned if this pool's is.
+Status BufferPool::map(size_t bytes, char** out) {
+  Mapping m;
+  FRUGAL_TRY(os_reserve(bytes, false, &m));
+  Status s = os_commit(m, 0, m.bytes);
+  if (s == FRUGAL_OK && pinner_) s = pinner_->pin(m.base, m.bytes);
+  if (s != FRUGAL_OK) {
+    os_release(&m);
+    return s;
+  }
+  *out = m.base;
+  return FRUGAL_OK;
+}
+
+void BufferPool::unmap(char* data, size_t bytes) noexcept {
+  if (pinner_) pinner_->unpin(data);
+  Mapping m{data, (bytes + kHugePage - 1) / kHugePage * kHugePage, -1};
+  os_release(&m);
+}
+
+// A part of a pinned piece.
+Status BufferPool::cut(size_t bytes, char** out) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (piece_used_ + bytes > kPiece) {
+    pieces_.reserve(pieces_.size() + 1);
+    char* piece;
+    FRUGAL_TRY(map(kPiece, &piece));
+    pieces_.push_back(piece);
+    piece_used_ = 0;
+  }
+  *out = pieces_.back() + piece_used_;
+  piece_used_ += bytes;
+  return FRUGAL_OK;
 }
 
 size_t BufferPool::capacity_for(size_t bytes) {
@@ -69,13 +102,9 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
   }
   if (!data) {
     if (capacity >= kHugePage) {
-      Mapping m;
-      FRUGAL_TRY(os_reserve(capacity, false, &m));
-      if (Status s = os_commit(m, 0, m.bytes)) {
-        os_release(&m);
-        return s;
-      }
-      data = m.base;
+      FRUGAL_TRY(map(capacity, &data));
+    } else if (pinner_) {
+      FRUGAL_TRY(cut(capacity, &data));
     } else {
       data = static_cast<char*>(heap_alloc_aligned(64, capacity));
       if (!data) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);
@@ -96,13 +125,12 @@ void BufferPool::put(char* data, size_t capacity) noexcept {
     free_[c].push_back({data, capacity});
   } catch (...) {
     // No memory for the list itself: the buffer goes back to the system instead.
+    // A part of a pinned piece waits for the pool's end.
     held_.fetch_sub(capacity, std::memory_order_relaxed);
-    if (capacity >= kHugePage) {
-      Mapping m{data, (capacity + kHugePage - 1) / kHugePage * kHugePage, -1};
-      os_release(&m);
-    } else {
+    if (capacity >= kHugePage)
+      unmap(data, capacity);
+    else if (!pinner_)
       heap_free(data);
-    }
   }
 }
 

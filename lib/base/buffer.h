@@ -2,13 +2,17 @@
 //
 // A step needs the same few sizes again and again, so freed buffers are kept by size class and
 // handed out again; nothing is allocated in steady state. Sizes are rounded up to a quarter of a
-// power of two. Thread-safe. A Buffer is move-only and returns its memory to its pool.
+// power of two. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner
+// all of a pool's memory is pinned, once, and stays so until the pool ends.
 #pragma once
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <mutex>
 
 #include "base/heap.h"
+#include "base/os.h"
+#include "base/pin.h"
 #include "base/status.h"
 
 namespace frugal {
@@ -51,6 +55,8 @@ class BufferPool {
   BufferPool() = default;
   ~BufferPool();
   BufferPool(const BufferPool&) = delete;
+  // Before the first buffer is taken.
+  void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
   Status get(size_t bytes, Buffer* out);
@@ -66,7 +72,16 @@ class BufferPool {
     size_t capacity;
   };
   static constexpr size_t kClasses = 256;
+  // Small pinned buffers are cut from pieces of this size; they never go back to the system.
+  static constexpr size_t kPiece = kHugePage;
+  Status map(size_t bytes, char** out);
+  void unmap(char* data, size_t bytes) noexcept;
+  Status cut(size_t bytes, char** out);
+
+  std::shared_ptr<Pinner> pinner_;
   std::mutex mu_;
+  Vector<char*> pieces_;
+  size_t piece_used_ = kPiece;  // of the last one
   Vector<Free> free_[kClasses];
   std::atomic<size_t> held_{0};
 };

@@ -10,6 +10,7 @@ namespace {
 struct LastError {
   Status status = FRUGAL_OK;
   int system_code = 0;
+  int device_code = 0;
   char message[512] = "";
 };
 // What a call under way has met. It may end well all the same (a full table makes room, a cache is
@@ -20,6 +21,7 @@ thread_local LastError t_last;
 Status record(Status status, int code, const char* format, va_list args) {
   t_met.status = status;
   t_met.system_code = code;
+  t_met.device_code = 0;
   int n = std::vsnprintf(t_met.message, sizeof t_met.message, format, args);
   if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof t_met.message) {
     char text[96] = "";
@@ -45,6 +47,15 @@ Status fail_errno(Status status, int code, const char* format, ...) {
   va_start(args, format);
   record(status, code, format, args);
   va_end(args);
+  return status;
+}
+
+Status fail_device(Status status, int code, const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  record(status, 0, format, args);
+  va_end(args);
+  t_met.device_code = code;
   return status;
 }
 
@@ -84,6 +95,7 @@ const char* status_name(Status status) {
     CASE(FRUGAL_ERR_CLOSED);
     CASE(FRUGAL_ERR_OVERFLOW);
     CASE(FRUGAL_ERR_INTERNAL);
+    CASE(FRUGAL_ERR_DEVICE);
 #undef CASE
     default:
       return "FRUGAL_UNKNOWN";
@@ -102,7 +114,7 @@ Status end_call(Status status) {
 
 void last_error(frugal_error* out) {
   if (!out) return;
-  *out = {t_last.status, t_last.system_code, 0, 0, t_last.message};
+  *out = {t_last.status, t_last.system_code, t_last.device_code, 0, t_last.message};
 }
 
 }  // namespace frugal

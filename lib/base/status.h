@@ -17,6 +17,8 @@ using Status = int32_t;
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char* format, ...);
 // The same with the errno behind it.
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
+// The same with the device's error behind it.
+[[gnu::format(printf, 3, 4)]] Status fail_device(Status status, int code, const char* format, ...);
 
 // A text for a message.
 [[gnu::format(printf, 1, 2)]] String text(const char* format, ...);

@@ -15,13 +15,15 @@ uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
          places_for(lines) * sizeof(Place);
 }
 
-Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool& pool) {
+Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
   lines_ = lines;
   const device::RowsRef& host = rows.ref();
   value_floats_ = host.value_stride;
   state_floats_ = host.state_stride;
-  FRUGAL_TRY(pool.get(lines * value_floats_ * sizeof(float), &values_));
-  FRUGAL_TRY(pool.get(lines * state_floats_ * sizeof(float), &state_));
+  if (pool) {
+    FRUGAL_TRY(pool->get(lines * value_floats_ * sizeof(float), &values_));
+    FRUGAL_TRY(pool->get(lines * state_floats_ * sizeof(float), &state_));
+  }
   ref_ = host;
   ref_.values = values_.as<float>();
   ref_.state = state_.as<float>();
@@ -118,9 +120,12 @@ void RowCache::copy_in(const Rows& host, uint32_t slot, uint32_t line) {
                 state_floats_ * sizeof(float));
 }
 
-void RowCache::apply(const StepUpdate& update, TermList* t) {
-  if (size_ == 0) return;
+void RowCache::touched(const StepUpdate& update, TermList* t) const {
   t->clear();
+  if (size_ == 0) {
+    t->close();
+    return;
+  }
   TermList all;
   update.merge_range(0, UINT64_MAX, &all);
   all.close();
@@ -131,6 +136,10 @@ void RowCache::apply(const StepUpdate& update, TermList* t) {
     for (uint32_t k = all.start[i]; k < all.start[i + 1]; ++k) t->terms.push_back(all.terms[k]);
   }
   t->close();
+}
+
+void RowCache::apply(const StepUpdate& update, TermList* t) {
+  touched(update, t);
   device::kernels().apply_terms(ref_, update.scalars, t->slots.data(), t->slots.size(),
                                 t->terms.data(), t->start.data());
 }

@@ -42,7 +42,8 @@ class RowCache : public HeapObject {
 
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
-  Status open(const Rows& rows, uint64_t lines, BufferPool& pool);
+  // Lines in memory of `pool`, or (null) elsewhere: then who calls fills and updates them.
+  Status open(const Rows& rows, uint64_t lines, BufferPool* pool);
   uint64_t lines() const { return lines_; }
   uint64_t size() const { return size_; }
   // At most, beside the rounding of the two arrays; bytes_for counts exactly.
@@ -56,16 +57,19 @@ class RowCache : public HeapObject {
   float* values(uint32_t line) const { return ref_.values + line * ref_.value_stride; }
   const device::RowsRef& ref() const { return ref_; }
 
-  // Applies a committed step's update to the lines that it touches.
+  // The lines that a committed step's update touches, as if they were slots, with their terms.
+  void touched(const StepUpdate& update, TermList* out) const;
+  // Applies it to them.
   void apply(const StepUpdate& update, TermList* scratch);
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
   // owns, all up to date on the host; next[i] is the owner's next declared read after `step`
-  // (UINT64_MAX: none). Fills in which rows came and went. `next_of(slot)` asks again for a row
-  // that is a candidate to go.
+  // (UINT64_MAX: none). Fills in which rows came, to which lines, and which went. `next_of(slot)`
+  // asks again for a row that is a candidate to go.
   template <class NextOf>
   void turn_over(const Rows& host, uint64_t step, const uint32_t* slots, const uint64_t* next,
-                 size_t n, NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* evicted);
+                 size_t n, NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
+                 Vector<uint32_t>* evicted);
 
   void drop(uint32_t slot);
   void clear(Vector<uint32_t>* dropped);
@@ -103,7 +107,8 @@ class RowCache : public HeapObject {
 template <class NextOf>
 void RowCache::turn_over(const Rows& host, uint64_t step, const uint32_t* slots,
                          const uint64_t* next, size_t n, NextOf next_of,
-                         Vector<uint32_t>* admitted, Vector<uint32_t>* evicted) {
+                         Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
+                         Vector<uint32_t>* evicted) {
   // Lines that are read in this step are pinned: out of the lists until the end, so that none of
   // them goes. (The host row of a line may have updates pending that count on the line being here.)
   pinned_.clear();
@@ -122,8 +127,9 @@ void RowCache::turn_over(const Rows& host, uint64_t step, const uint32_t* slots,
       line_[line].slot = slots[i];
       index_insert(slots[i], line);
       ++size_;
-      copy_in(host, slots[i], line);
+      if (values_) copy_in(host, slots[i], line);
       admitted->push_back(slots[i]);
+      lines->push_back(line);
       pinned_.push_back({line, next[i]});
     }
   }

@@ -443,12 +443,10 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
                   e->config().world_size);
     if (!(config->cache_ratio >= 0 && config->cache_ratio <= 1))
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "cache_ratio must lie in [0, 1]");
-    if (config->device && std::strcmp(config->device, "cpu") != 0) {
-      if (std::strncmp(config->device, "cuda", 4) == 0)
-        return fail(FRUGAL_ERR_UNSUPPORTED, "device '%s': this build has the cpu device only",
-                    config->device);
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: \"cpu\"", config->device);
-    }
+    if (config->device && std::strcmp(config->device, "cpu") != 0 &&
+        std::strncmp(config->device, "cuda:", 5) != 0 && std::strncmp(config->device, "sim:", 4) != 0)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: give \"cpu\" or \"cuda:N\"",
+                  config->device);
     TrainerRef trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);
@@ -464,6 +462,14 @@ int32_t frugal_trainer_close(frugal_trainer* trainer) {
     if (!handle_remove(HandleKind::kTrainer, number(trainer)))
       return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
     return t->engine->close_trainer(t);
+  });
+}
+
+int32_t frugal_set_stream(frugal_trainer* trainer, void* stream) {
+  return guard([&]() -> Status {
+    TrainerRef t;
+    FRUGAL_TRY(acquire(trainer, &t));
+    return t->engine->set_stream(*t, stream);
   });
 }
 

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "base/heap.h"
+#include "device/sim/sim.h"
 #if FRUGAL_WITH_CUDA
 #include "device/cuda/cuda.h"
 #endif
@@ -43,7 +44,7 @@ bool parse(const char* name, const char* kind, uint32_t* index) {
 
 Result no_device(const char* text) { return {ErrorKind::kNoDevice, 0, "open", text}; }
 
-Result open_new(const char* name, [[maybe_unused]] std::shared_ptr<Runtime>* out) {
+Result open_new(const char* name, std::shared_ptr<Runtime>* out) {
   uint32_t index = 0;
   if (parse(name, "cuda", &index)) {
 #if FRUGAL_WITH_CUDA
@@ -52,7 +53,7 @@ Result open_new(const char* name, [[maybe_unused]] std::shared_ptr<Runtime>* out
     return no_device("this build has no CUDA");
 #endif
   }
-  // TODO(sim): `if (parse(name, "sim", &index)) return open_sim(index, out);` of device/sim/sim.h.
+  if (parse(name, "sim", &index)) return sim::open_sim(index, out);
   return no_device("the name of a device is cuda:N or sim:N");
 }
 

@@ -15,10 +15,11 @@
 
 #include "device/runtime.h"
 
+#include <string.h>
+
 #if defined(__CUDACC__)
 #define FRUGAL_DEVICE __device__ __forceinline__
 #else
-#include <string.h>
 #define FRUGAL_DEVICE inline
 #endif
 
@@ -55,20 +56,47 @@ FRUGAL_DEVICE char* shared() {
   return frugal_shared;
 }
 
-// That an address is neither of shared nor of local memory: ld.global instead of a generic load.
-template <class T>
-FRUGAL_DEVICE T* global(Ptr<T> p) {
-  return static_cast<T*>(__cvta_global_to_generic(p.address));
-}
+// In PTX, since the compiler takes an address that was a number for a generic one. (Told better by
+// __cvta_global_to_generic, nvcc 13.0 does not end on reduce_runs.) Volatile: the compiler leaves accesses
+// in the order of the body; what is to be in flight together has to stand together there.
 template <class T>
 FRUGAL_DEVICE T load(Ptr<T> p) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-  return *global(p);
+  T v;
+  if constexpr (sizeof(T) == 4) {
+    uint32_t x;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p.address));
+    memcpy(&v, &x, sizeof v);
+  } else if constexpr (sizeof(T) == 8) {
+    uint64_t x;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(x) : "l"(p.address));
+    memcpy(&v, &x, sizeof v);
+  } else {
+    float x[4];
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "l"(p.address));
+    memcpy(&v, x, sizeof v);
+  }
+  return v;
 }
 template <class T>
 FRUGAL_DEVICE void store(Ptr<T> p, T v) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-  *global(p) = v;
+  if constexpr (sizeof(T) == 4) {
+    uint32_t x;
+    memcpy(&x, &v, sizeof v);
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p.address), "r"(x));
+  } else if constexpr (sizeof(T) == 8) {
+    uint64_t x;
+    memcpy(&x, &v, sizeof v);
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(p.address), "l"(x));
+  } else {
+    float x[4];
+    memcpy(x, &v, sizeof v);
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p.address), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3]));
+  }
 }
 FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) {
   return atomicAdd(reinterpret_cast<unsigned int*>(p.address), v);

@@ -192,6 +192,7 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
     n = a->part->n;
     padded = a->part->has_padding;
     padding = a->part->padding;
+    if (a->part->unchecked) FRUGAL_TRY(rows.check_ids(keys, n, padded ? &padding : nullptr));
   }
   counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
   if (sorted) {
@@ -313,7 +314,7 @@ Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
   RowCache* cache = nullptr;
   if (t && t->has_cache.load()) {
     auto at = t->caches.find(&table);
-    if (at != t->caches.end()) cache = at->second.cache.get();
+    if (at != t->caches.end()) cache = at->second.cache();
   }
   if (!cache && !stale()) return FRUGAL_OK;
   static const float zeros[65536] = {};  // the largest row
@@ -380,6 +381,18 @@ Status Engine::gather(Trainer* t, Table& table, const uint32_t* slots, size_t n,
   return parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
 }
 
+// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
+template <class Call>
+Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call) {
+  if (!t.gpu) return call(ops, nullptr);
+  FRUGAL_TRY(t.gpu->ready());
+  Vector<GpuOp> taken;
+  FRUGAL_TRY(t.gpu->take_ops(ops, n, use, &taken));
+  Vector<frugal_op> host(n);
+  for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
+  return call(host.data(), taken.data());
+}
+
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   Timed timed(counters_.lookup_ns);
   std::lock_guard<std::mutex> call(t.call_mu);
@@ -387,15 +400,19 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
   Counted busy(calls_);
-  return with_room(ops, n, [&] { return lookup_rows(t, ops, n); });
+  return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
+    return with_room(host, n, [&] { return lookup_rows(t, host, n, gpu); });
+  });
 }
 
-Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n) {
+Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, &accesses[i]));
   {
     AccessScope scope(*this, accesses);
-    for (size_t i = 0; i < n; ++i) FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i], false));
+    for (size_t i = 0; i < n; ++i)
+      FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i],
+                                gpu && (gpu[i].rows_on_device || t.has_cache.load()) && !stale()));
     create_rows(t, accesses);
   }
   uint64_t keys = 0;
@@ -411,12 +428,90 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n) {
       if (a.table->window.opened()) a.table->window.collect_pending(slots, count, &behind);
       counters_.stale_reads.fetch_add(behind.size(), std::memory_order_relaxed);
     }
-    FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
+    if (gpu && gpu[i].rows_on_device)
+      FRUGAL_TRY(gather_on_device(t, a, gpu[i]));
+    else if (gpu && t.has_cache.load())
+      FRUGAL_TRY(gather_through_device(t, a, gpu[i]));
+    else
+      FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (t.abort_notice.load()) return aborted(t);
   counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;
+}
+
+// A lookup of a trainer on a GPU, into memory of the device, in the caller's stream.
+Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
+  Flight* flight;
+  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  if (!stale()) {
+    const DeviceLines* lines = lines_of(t, *a.table);
+    uint64_t hits = 0;
+    FRUGAL_TRY(t.gpu->gather(*flight, a.part, a.table->rows, lines, op, &hits));
+    if (lines) {
+      counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
+      counters_.cache_misses.fetch_add(a.part->occurrences - hits, std::memory_order_relaxed);
+    }
+    return FRUGAL_OK;
+  }
+  // With staleness rows are written meanwhile: they are read here, under their locks.
+  return gather_and_send(*flight, &t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
+}
+
+// A lookup of a trainer on a GPU into host memory, where rows may be newer in lines than in host memory.
+Status Engine::gather_through_device(Trainer& t, const Access& a, const GpuOp& op) {
+  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : a.part->n;
+  const size_t row_bytes = a.table->rows.layout().dim * sizeof(float), bytes = rows * row_bytes;
+  if (bytes == 0) return FRUGAL_OK;
+  GpuOp there;
+  there.op = op.op;
+  there.device_offsets = op.device_offsets;
+  DeviceBuffer out;
+  FRUGAL_TRY(t.gpu->memory().get(bytes, &out));
+  there.op.rows_out = reinterpret_cast<float*>(out.as<float>().address);
+  there.op.row_stride = 0;
+  Buffer back;
+  Status s = gather_on_device(t, a, there);
+  if (s == FRUGAL_OK) s = t.gpu->copy_in(there.op.rows_out, bytes, &back);
+  // Also after a failure: a kernel may be writing `out`.
+  Status waited = t.gpu->wait_stream();
+  FRUGAL_TRY(s);
+  FRUGAL_TRY(waited);
+  const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
+  for (size_t i = 0; i < rows; ++i)
+    std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes, row_bytes);
+  return FRUGAL_OK;
+}
+
+// Evaluation into memory of the device: complete when it returns, so nothing stays in flight.
+Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n,
+                              const GpuOp& op) {
+  Flight flight;
+  flight.gpu = t.gpu;
+  FRUGAL_TRY(gather_and_send(flight, nullptr, table, slots, n, op));
+  return t.gpu->wait_stream();
+}
+
+// Rows gathered by the host, and copied to the device.
+Status Engine::gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots,
+                               size_t n, const GpuOp& op) {
+  const RowLayout& layout = table.rows.layout();
+  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
+  Gpu& gpu = *flight.gpu;
+  Buffer copies, weights;
+  FRUGAL_TRY(pinned_.get(rows * layout.value_stride * sizeof(float), &copies));
+  frugal_op host = op.op;
+  if (op.device_weights) {
+    FRUGAL_TRY(gpu.copy_in(op.op.weights, n * sizeof(float), &weights));
+    FRUGAL_TRY(gpu.wait_stream());
+    host.weights = weights.as<float>();
+  }
+  host.rows_out = copies.as<float>();
+  host.row_stride = layout.value_stride * sizeof(float);
+  FRUGAL_TRY(gather(t, table, slots, n, host));
+  return gpu.put_rows(flight, std::move(copies), layout.value_stride, rows, layout.dim,
+                      op.op.rows_out, op.op.row_stride);
 }
 
 // --- Push ----------------------------------------------------------------------------------------
@@ -524,7 +619,19 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
       if (!a.whole)
         FRUGAL_TRY(fresh(&t, *a.table, slots, part.n, t.step, deadline(FRUGAL_TIMEOUT_DEFAULT)));
       Buffer pointers, copies;
-      FRUGAL_TRY(locate(&t, *a.table, slots, part.n, &pointers, &copies));
+      if (t.gpu && t.has_cache.load()) {
+        GpuOp rows;
+        rows.op.row_stride = layout.value_stride * sizeof(float);
+        FRUGAL_TRY(pool_.get(part.n * rows.op.row_stride, &copies));
+        rows.op.rows_out = copies.as<float>();
+        FRUGAL_TRY(gather_through_device(t, a, rows));
+        FRUGAL_TRY(pool_.get(part.n * sizeof(float*), &pointers));
+        for (size_t i = 0; i < part.n; ++i)
+          pointers.as<const float*>()[i] =
+              slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * layout.value_stride;
+      } else {
+        FRUGAL_TRY(locate(&t, *a.table, slots, part.n, &pointers, &copies));
+      }
       device::GradSource plain = source;
       plain.factor = nullptr;
       plain.divisor = nullptr;
@@ -544,12 +651,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
                 a.table->name.c_str());
   };
   if (state->table) {
-    if (state->first.lent) {
-      // It is to be gone on with, so it is needed as sums after all.
-      bool nan = false;
-      FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
-      state->first.lent.reset();
-    }
+    FRUGAL_TRY(sum_lent(state));
     PushState::Tail tail;
     FRUGAL_TRY(pool_.get(part.n * layout.dim * sizeof(float), &tail.grads));
     expand(source, part.n, layout.dim, tail.grads.as<float>());
@@ -584,6 +686,62 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   return status;
 }
 
+// A push of gradients in memory of the device, in the caller's stream. What it finds is told when the
+// step ends.
+Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, PushState* state) {
+  Flight* flight;
+  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  const RowLayout& layout = a.table->rows.layout();
+  device::GradPtr source;
+  FRUGAL_TRY(t.gpu->gradients(*flight, *a.part, op, layout.dim, &source));
+  if (op.device_weight_grads) {
+    if (!a.whole)
+      FRUGAL_TRY(fresh(&t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, t.step,
+                       deadline(FRUGAL_TIMEOUT_DEFAULT)));
+    if (stale())
+      return fail(FRUGAL_ERR_UNSUPPORTED,
+                  "weight_grads_out on a device with staleness is not built: use host memory");
+    FRUGAL_TRY(t.gpu->weight_grads(*flight, a.part, a.table->rows, lines_of(t, *a.table), op, source));
+  }
+  const uint32_t* nan = nullptr;
+  if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n) {
+    Buffer word;
+    FRUGAL_TRY(pinned_.get(sizeof(uint32_t), &word));
+    *word.as<uint32_t>() = 0;
+    nan = word.as<uint32_t>();
+    flight->nan_flags.reserve(flight->nan_flags.size() + 1);
+    flight->pinned.push_back(std::move(word));
+    flight->nan_flags.push_back(nan);
+    flight->must_land = true;
+  }
+  if (state->table) {
+    // Gone on with on the host, from the gradient of each key.
+    FRUGAL_TRY(sum_lent(state));
+    PushState::Tail tail;
+    tail.part = a.part;
+    FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
+    state->tail.reserve(state->tail.size() + 1);
+    FRUGAL_TRY(t.gpu->expand(*flight, a.part, source, layout.dim, tail.grads, nan));
+    flight->must_land = true;
+    state->tail.push_back(std::move(tail));
+    return FRUGAL_OK;
+  }
+  Handover& h = state->first;
+  h.rank = t.rank;
+  h.part = a.part;
+  h.whole = a.whole;
+  h.stride = layout.value_stride;
+  state->table = a.table;
+  Status status = room_for_sums(state, pinned_);
+  if (status == FRUGAL_OK)
+    status = t.gpu->reduce(*flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
+  if (status != FRUGAL_OK) {
+    (void)t.gpu->wait_stream();  // a kernel may be writing the sums
+    *state = {};
+  }
+  return status;
+}
+
 // The lent memory that holds all gradients of a push, one for each key; null if there is none.
 std::shared_ptr<Buffer> Engine::lent_for(const Trainer& t, const device::GradSource& source,
                                          const Part& part, uint32_t dim) {
@@ -595,6 +753,15 @@ std::shared_ptr<Buffer> Engine::lent_for(const Trainer& t, const device::GradSou
     if (from >= start && from + bytes <= start + b->capacity()) return b;
   }
   return nullptr;
+}
+
+// A push from lent memory is to be gone on with, so it is needed as sums after all.
+Status Engine::sum_lent(PushState* state) {
+  if (!state->first.lent) return FRUGAL_OK;
+  bool nan = false;
+  FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
+  state->first.lent.reset();
+  return FRUGAL_OK;
 }
 
 // Is a NaN among the gradients?
@@ -616,12 +783,11 @@ Status Engine::find_nan(const device::GradSource& source, size_t n, uint32_t dim
   return FRUGAL_OK;
 }
 
-// Sums the first push of a table in a step.
-Status Engine::reduce_first(PushState* state, const device::GradSource& source, bool* nan) {
+// Memory for the sums of a hand-over, and for those of the runs of frequent rows.
+Status Engine::room_for_sums(PushState* state, BufferPool& pool) {
   Handover& h = state->first;
   const Part& part = *h.part;
-  const uint32_t dim = state->table->rows.layout().dim;
-  FRUGAL_TRY(pool_.get(part.distinct * h.stride * sizeof(float), &h.sums));
+  FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
   uint32_t runs = 0;
   state->heavy.clear();
   const uint32_t* start = part.row_start();
@@ -632,7 +798,15 @@ Status Engine::reduce_first(PushState* state, const device::GradSource& source, 
       state->heavy.push_back({static_cast<uint32_t>(i), runs});
       runs += (n + arith::kFoldRun - 1) / arith::kFoldRun;
     }
-  FRUGAL_TRY(pool_.get(size_t{runs} * dim * sizeof(float), &state->runs));
+  return pool.get(size_t{runs} * state->table->rows.layout().dim * sizeof(float), &state->runs);
+}
+
+// Sums the first push of a table in a step.
+Status Engine::reduce_first(PushState* state, const device::GradSource& source, bool* nan) {
+  Handover& h = state->first;
+  const Part& part = *h.part;
+  const uint32_t dim = state->table->rows.layout().dim;
+  FRUGAL_TRY(room_for_sums(state, has_gpus_.load() ? pinned_ : pool_));
   ReduceContext c{};
   c.part = &part;
   c.dim = dim;
@@ -659,11 +833,14 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
-  return with_room(ops, n, [&] { return push_rows(t, ops, n); });
+  return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
+    return with_room(host, n, [&] { return push_rows(t, host, n, gpu); });
+  });
 }
 
-Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
+Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
   AccessScope scope(*this, accesses);
@@ -687,6 +864,10 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
       } else {
         state = &fresh_states[raw];
       }
+      if (gpu && gpu[i].rows_on_device) {
+        status = push_on_device(t, accesses[i], gpu[i], state);
+        continue;
+      }
       // Outputs are written when nothing can fail any more.
       frugal_op op = ops[i];
       if (op.weight_grads_out) {
@@ -703,6 +884,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
   if (status != FRUGAL_OK) {
+    if (gpu) (void)t.gpu->wait_stream();  // kernels may be writing what is dropped here
     for (auto& [raw, size] : tails) {
       auto old = t.pushes.find(raw);  // gone if the step was undone meanwhile
       if (old != t.pushes.end()) old->second.tail.resize(size);
@@ -711,7 +893,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n) {
   }
   t.pushes.merge(fresh_states);  // moves nodes: cannot fail
   for (size_t i = 0; i < n; ++i)
-    if (ops[i].weight_grads_out && weight_grads[i])
+    if (weight_grads[i])
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), accesses[i].part->n * sizeof(float));
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
   return FRUGAL_OK;

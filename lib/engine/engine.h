@@ -27,6 +27,7 @@
 #include "base/status.h"
 #include "base/os.h"
 #include "cache/row_cache.h"
+#include "engine/gpu.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
@@ -95,7 +96,9 @@ struct CreatedRows {
 
 struct TrainerTable {
   TableRef table;
-  std::unique_ptr<RowCache> cache;
+  std::unique_ptr<RowCache> host;      // on the cpu device
+  std::unique_ptr<DeviceLines> lines;  // on a GPU
+  RowCache* cache() const { return lines ? &lines->index : host.get(); }
 };
 
 struct Trainer : HeapObject {
@@ -104,6 +107,8 @@ struct Trainer : HeapObject {
   uint32_t rank = 0;
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
+  std::shared_ptr<Gpu> gpu;      // null: the cpu device
+  std::atomic<bool> reaped{false};  // its GPU has failed, and that is being seen to
   std::mutex call_mu;  // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
   // Guarded by the engine's mu_:
@@ -158,6 +163,7 @@ struct StepRecord {
   Vector<CreatedRows> created;
   Map<const Table*, PreparedUpdate> prepared;
   bool prepare_scheduled = false;
+  Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
 struct Deadline {
@@ -220,6 +226,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out);
   Status cancel(Trainer& t, const BatchRef& batch);
+  Status set_stream(Trainer& t, void* stream);
   // --- steps.cpp
   Status step_begin(Trainer& t, uint64_t step, Deadline deadline);
   Status step_end(Trainer& t, uint64_t step, uint32_t flags);
@@ -254,6 +261,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
+  Did warm_one();
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
@@ -267,6 +275,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void settle(std::unique_lock<std::mutex>& lock, Done done);
   void fail_background(Status status);
   void log(int level, const char* text);
+
+  // --- flights.cpp: what GPUs have in flight
+  Status join_gpu(const char* device, std::shared_ptr<Gpu>* out);
+  bool land();                       // takes in what has landed since the last look
+  Status land_all(Deadline deadline);  // waits for all that is in flight
+  Status end_flight(Trainer& t, bool* nan);
+  void device_failed(uint32_t rank);
+  void never_resolve(Part& part, Part::State instead);
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
@@ -288,7 +304,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void retire(uint64_t step, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
-  Status undo(Trainer& by, bool leaving);
+  enum class Undo { kCall, kLeaving, kFailed };
+  Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
   bool track_young() const { return stale() || caches_exist(); }
@@ -298,7 +315,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }
   Status turn_caches(Trainer& t, uint64_t step);
-  RowCache* cache_of(Trainer& t, const TableRef& table);
+  TrainerTable& cache_of(Trainer& t, const TableRef& table);
+  Status turn_table(Trainer& t, uint64_t step, const TableRef& table, const Vector<PartRef>& parts);
+  void forget_lines(Trainer& t);
+  static const DeviceLines* lines_of(const Trainer& t, const Table& table);
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
   Status open_window(Table& table);
@@ -313,6 +333,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
+  bool ranks_inside(String* why);
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
   // Keys of an op as they stand for this step.
@@ -333,17 +354,31 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status locate(Trainer* t, Table& table, const uint32_t* slots, size_t n, Buffer* pointers,
                 Buffer* copies);
   Status gather(Trainer* t, Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
-  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n);
-  Status push_rows(Trainer& t, const frugal_op* ops, size_t n);
+  // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
+  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
+  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
+  Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
+  Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
+  Status gather_through_device(Trainer& t, const Access& access, const GpuOp& op);
+  Status gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots, size_t n,
+                         const GpuOp& op);
+  Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
+  template <class Call>
+  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  Status sum_lent(PushState* state);
+  Status room_for_sums(PushState* state, BufferPool& pool);
   Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
 
   frugal_config config_;
   const uint32_t generation_;
   BufferPool pool_;
+  BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
+  std::shared_ptr<Pinner> pinner_;   // mu_; of tables' memory
+  std::atomic<bool> has_gpus_{false};  // ever: sums are pinned
   MemoryBudget budget_;
   Counters counters_;
 
@@ -352,6 +387,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
+  std::atomic<uint64_t> warm_ns_{0};   // spent on bringing rows into the caches
   const uint32_t cpus_ = cpu_count();
   std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
@@ -367,6 +403,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
+  std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
   uint32_t outside_ = 0;            // operations outside steps under way
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
   std::timed_mutex outside_mu_;
@@ -376,6 +413,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Map<uint64_t, Vector<BatchRef>> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
+  Vector<std::shared_ptr<Arrival>> arrivals_;
+  std::atomic<uint32_t> in_flight_{0};  // flights of records_, and arrivals_
+  Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
   Vector<JobRef> jobs_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
@@ -404,6 +444,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // choose_mode's measurements
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
+  uint64_t mode_warm_ = 0;
   bool mode_paid_ = false;
 };
 

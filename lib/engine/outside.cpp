@@ -29,10 +29,19 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
                                 std::chrono::nanoseconds(std::min<uint64_t>(left, 1000000000)));
   }
   std::unique_lock<std::mutex> lock(engine.mu_);
-  engine.settle(lock, [&] {
+  auto settled = [&] {
     return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
-  });
+  };
+  engine.settle(lock, settled);
   String why;
+  if (engine.in_flight_.load() && !engine.closed_.load() && !engine.ranks_inside(&why)) {
+    // What all have ended is about to be committed.
+    lock.unlock();
+    status_ = engine.land_all(deadline);
+    if (status_ != FRUGAL_OK) return;
+    lock.lock();
+    engine.settle(lock, settled);
+  }
   if (engine.closed_.load()) {
     status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   } else if (!engine.outside_allowed(&why)) {
@@ -52,6 +61,25 @@ OutsideScope::~OutsideScope() {
     --engine_.outside_;
   }
   engine_.progress();
+}
+
+// Is some rank inside a step, or are ranks apart? With mu_ held.
+bool Engine::ranks_inside(String* why) {
+  uint64_t next = kNoStep;
+  for (const TrainerRef& t : ranks_) {
+    if (!t) continue;
+    if (t->in_step) {
+      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
+      return true;
+    }
+    if (next != kNoStep && t->next_step != kNoStep && t->next_step != next) {
+      *why = text("rank %u has ended step %llu, others have not", t->rank,
+                  static_cast<unsigned long long>(std::max(next, t->next_step) - 1));
+      return true;
+    }
+    next = t->next_step;
+  }
+  return false;
 }
 
 bool Engine::outside_allowed(String* why) {  // with mu_ held
@@ -80,6 +108,7 @@ bool Engine::outside_allowed(String* why) {  // with mu_ held
 Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(check());
   FpEnvironment fp;
+  FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (apply_jobs_.load()) return false;
     std::lock_guard<std::mutex> lock(mu_);
@@ -227,10 +256,11 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   for (const TrainerRef& t : trainers) {
     if (!t) continue;
     auto at = t->caches.find(&table);
-    if (at == t->caches.end() || !at->second.cache) continue;
+    RowCache* cache = at == t->caches.end() ? nullptr : at->second.cache();
+    if (!cache) continue;
     for (size_t i = 0; i < n; ++i)
-      if (slots[i] < kMissingSlot && at->second.cache->find(slots[i]) != RowCache::kNone) {
-        at->second.cache->drop(slots[i]);
+      if (slots[i] < kMissingSlot && cache->find(slots[i]) != RowCache::kNone) {
+        cache->drop(slots[i]);
         dropped.push_back(slots[i]);
       }
   }
@@ -321,6 +351,14 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     scope.emplace(*this, deadline);
     FRUGAL_TRY(scope->status());
   }
+  Vector<GpuOp> gpu;
+  Vector<frugal_op> host;
+  if (trainer && trainer->gpu) {
+    FRUGAL_TRY(trainer->gpu->ready());
+    FRUGAL_TRY(trainer->gpu->take_ops(ops, n, Gpu::Use::kRead, &gpu));
+    for (const GpuOp& o : gpu) host.push_back(o.op);
+    ops = host.data();
+  }
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     TableRef table;
@@ -341,7 +379,10 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     FRUGAL_TRY(fresh(trainer, *table, s, op.count, step, deadline));
     if (op.found_out)
       for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
-    FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
+    if (trainer && trainer->gpu && gpu[i].rows_on_device)
+      FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i]));
+    else
+      FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborted(*trainer);

@@ -15,6 +15,10 @@ namespace frugal {
 Status Engine::enter(Trainer& t) {
   FRUGAL_TRY(check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (t.gpu && t.gpu->sticky()) {
+    device_failed(t.rank);
+    return t.gpu->ready();
+  }
   if (t.abort_notice.load()) return aborted(t);
   return FRUGAL_OK;
 }
@@ -76,7 +80,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       for (const BatchRef& b : batches)
         for (const PartRef& p : b->parts) {
           uint32_t state = p->state.load(std::memory_order_acquire);
-          if (state == Part::kDeclared || state == Part::kResolving ||
+          if (state == Part::kArriving || state == Part::kDeclared || state == Part::kResolving ||
               (state == Part::kResolved && links && !p->linked && s >= needed)) {
             if (why)
               *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
@@ -194,6 +198,10 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
       fail_background(s);
     }
     if (s != FRUGAL_OK) {
+      if (t.gpu && health() == FRUGAL_OK) {
+        forget_lines(t);
+        t.gpu->take_flight();  // waits until the device has done with what it has taken
+      }
       std::lock_guard<std::mutex> lock(mu_);
       t.in_step = false;
       t.next_step = step;
@@ -224,9 +232,9 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
 
 // --- The caches' boundary ------------------------------------------------------------------------
 
-RowCache* Engine::cache_of(Trainer& t, const TableRef& table) {
+TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   auto at = t.caches.find(table.get());
-  if (at != t.caches.end()) return at->second.cache.get();
+  if (at != t.caches.end()) return at->second;
   TrainerTable made;
   made.table = table;
   uint64_t per_line = RowCache::line_bytes(table->rows.layout());
@@ -240,14 +248,20 @@ RowCache* Engine::cache_of(Trainer& t, const TableRef& table) {
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>(lines, table->rows.capacity());
-  if (lines) {
-    made.cache = std::make_unique<RowCache>();
-    // No memory for a cache: the trainer works without one.
-    if (made.cache->open(table->rows, lines, pool_) != FRUGAL_OK) made.cache.reset();
+  // No memory for a cache: the trainer works without one.
+  if (lines && t.gpu) {
+    lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
+    if (t.gpu->open_lines(table->rows, lines, &made.lines) != FRUGAL_OK) made.lines.reset();
+  } else if (lines) {
+    made.host = std::make_unique<RowCache>();
+    if (made.host->open(table->rows, lines, &pool_) != FRUGAL_OK) made.host.reset();
   }
-  RowCache* cache = made.cache.get();
-  t.caches[table.get()] = std::move(made);
-  return cache;
+  return t.caches[table.get()] = std::move(made);
+}
+
+const DeviceLines* Engine::lines_of(const Trainer& t, const Table& table) {
+  auto at = t.caches.find(&table);
+  return at == t.caches.end() ? nullptr : at->second.lines.get();
 }
 
 Status Engine::turn_caches(Trainer& t, uint64_t step) {
@@ -268,70 +282,95 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
           for (size_t i = 0; i < b->parts.size(); ++i)
             if (b->parts[i]->resolved()) parts[b->tables[i].get()].push_back(b->parts[i]);
   }
+  Flight* flight = nullptr;
+  if (t.gpu) FRUGAL_TRY(t.gpu->flight(t.rank, step, &flight));
   TermList scratch;
   for (size_t i = 0; i < updates.size(); ++i) {
-    RowCache* cache = cache_of(t, update_tables[i]);
-    if (cache) cache->apply(*updates[i], &scratch);
+    TrainerTable& of = cache_of(t, update_tables[i]);
+    if (of.host) of.host->apply(*updates[i], &scratch);
+    if (of.lines) {
+      of.lines->index.touched(*updates[i], &scratch);
+      FRUGAL_TRY(t.gpu->apply_lines(*flight, *of.lines, updates[i], scratch));
+    }
   }
   updates.clear();
-  Vector<uint32_t> slots, waiting, admitted, evicted;
-  Vector<uint64_t> next;
   for (const TableRef& table : tables) {
     auto at = parts.find(table.get());
-    if (at == parts.end()) continue;
-    RowCache* cache = cache_of(t, table);
-    if (!cache) continue;
-    FRUGAL_TRY(open_window(*table));
-    slots.clear();
-    waiting.clear();
-    admitted.clear();
-    evicted.clear();
-    for (const PartRef& p : at->second)
-      for (size_t i = 0; i < p->distinct; ++i)
-        if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
-          slots.push_back(p->row_slots()[i]);
+    if (at != parts.end()) FRUGAL_TRY(turn_table(t, step, table, at->second));
+  }
+  return t.gpu ? t.gpu->end_boundary(*flight) : FRUGAL_OK;
+}
+
+// Which rows of a table the cache holds in step `step`, whose declarations by this rank are `parts`.
+Status Engine::turn_table(Trainer& t, uint64_t step, const TableRef& table, const Vector<PartRef>& parts) {
+  TrainerTable& of = cache_of(t, table);
+  RowCache* cache = of.cache();
+  if (!cache) return FRUGAL_OK;
+  FRUGAL_TRY(open_window(*table));
+  Vector<uint32_t> slots, waiting, admitted, lines, evicted;
+  for (const PartRef& p : parts)
+    for (size_t i = 0; i < p->distinct; ++i)
+      if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
+        slots.push_back(p->row_slots()[i]);
+  if (parts.size() > 1) {  // one part's rows are ascending
     std::sort(slots.begin(), slots.end());
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-    // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
-    // not what the cache would have to hold.
-    {
-      // One look at both: a row that an abort takes back now is young before and reserved after.
-      std::lock_guard<std::mutex> young(table->young_mu);
-      if (table->rows.has_reserved()) {
-        table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
-        std::erase_if(slots, [&](uint32_t s) {
-          return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
-        });
-      }
-      if (!table->young.empty())
-        std::erase_if(slots, [&](uint32_t s) { return table->young.count(s) != 0; });
-    }
-    if (stale()) {
-      waiting.clear();
-      table->window.collect_pending(slots.data(), slots.size(), &waiting);
+  }
+  // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
+  // not what the cache would have to hold.
+  {
+    // One look at both: a row that an abort takes back now is young before and reserved after.
+    std::lock_guard<std::mutex> young(table->young_mu);
+    if (table->rows.has_reserved()) {
+      table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
       std::erase_if(slots, [&](uint32_t s) {
-        return std::binary_search(waiting.begin(), waiting.end(), s) &&
-               cache->find(s) == RowCache::kNone;
+        return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
       });
     }
-    next.resize(slots.size());
-    table->window.next_owner_reads(slots.data(), slots.size(), step, next.data());
-    cache->turn_over(
-        table->rows, step, slots.data(), next.data(), slots.size(),
-        [&](uint32_t slot) {
-          uint64_t n;
-          table->window.next_owner_reads(&slot, 1, step, &n);
-          return n;
-        },
-        &admitted, &evicted);
-    uint64_t dirty = 0;
-    table->window.set_cached(evicted.data(), evicted.size(), false, &dirty);
-    table->window.set_cached(admitted.data(), admitted.size(), true, nullptr);
-    counters_.cache_admitted.fetch_add(admitted.size(), std::memory_order_relaxed);
-    counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
-    counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
+    if (!table->young.empty())
+      std::erase_if(slots, [&](uint32_t s) { return table->young.count(s) != 0; });
   }
-  return FRUGAL_OK;
+  if (stale()) {
+    waiting.clear();
+    table->window.collect_pending(slots.data(), slots.size(), &waiting);
+    std::erase_if(slots, [&](uint32_t s) {
+      return std::binary_search(waiting.begin(), waiting.end(), s) &&
+             cache->find(s) == RowCache::kNone;
+    });
+  }
+  Vector<uint64_t> next(slots.size());
+  table->window.next_owner_reads(slots.data(), slots.size(), step, next.data());
+  cache->turn_over(
+      table->rows, step, slots.data(), next.data(), slots.size(),
+      [&](uint32_t slot) {
+        uint64_t n;
+        table->window.next_owner_reads(&slot, 1, step, &n);
+        return n;
+      },
+      &admitted, &lines, &evicted);
+  uint64_t dirty = 0;
+  table->window.set_cached(evicted.data(), evicted.size(), false, &dirty);
+  table->window.set_cached(admitted.data(), admitted.size(), true, nullptr);
+  counters_.cache_admitted.fetch_add(admitted.size(), std::memory_order_relaxed);
+  counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
+  counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
+  if (!of.lines) return FRUGAL_OK;
+  Flight* flight;
+  FRUGAL_TRY(t.gpu->flight(t.rank, step, &flight));
+  return t.gpu->fill_lines(*flight, *of.lines, table->rows, admitted, lines);
+}
+
+// After a boundary that the device has not taken whole, no line is what the index says. Host rows are, or
+// will be: updates go there in any case.
+void Engine::forget_lines(Trainer& t) {
+  for (auto& [raw, of] : t.caches) {
+    if (!of.lines) continue;
+    Vector<uint32_t> dropped;
+    dropped.reserve(of.lines->index.size());
+    of.lines->index.clear(&dropped);
+    if (of.table->window.opened())
+      of.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+  }
 }
 
 // --- Ending a step -------------------------------------------------------------------------------
@@ -353,7 +392,7 @@ Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
   FRUGAL_TRY(pool_.get(slots.size() * sizeof(uint32_t), &part->rows));
   std::copy(slots.begin(), slots.end(), part->rows.as<uint32_t>());
   Buffer sums;
-  FRUGAL_TRY(pool_.get(slots.size() * stride * sizeof(float), &sums));
+  FRUGAL_TRY((has_gpus_.load() ? pinned_ : pool_).get(slots.size() * stride * sizeof(float), &sums));
   Vector<size_t> cursor(p.tail.size(), 0);
   Vector<float> runs;
   size_t at_first = 0, at_heavy = 0;
@@ -406,8 +445,9 @@ Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
 
 Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
   Timed timed(counters_.step_end_ns);
+  FlightRef landed;  // ends when no lock is held
   {
-    std::lock_guard<std::mutex> call(t.call_mu);
+    std::unique_lock<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
@@ -426,6 +466,16 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       Handover joined;
       StepRecord::TableHandovers* to;
     };
+    bool nan = false;
+    if (t.gpu) FRUGAL_TRY(end_flight(t, &nan));
+    if (nan) {
+      call.unlock();
+      FRUGAL_TRY(undo(t, Undo::kCall));
+      return fail(FRUGAL_ERR_NAN,
+                  "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
+                  "accept would take it): the step is undone on all ranks; begin it again",
+                  static_cast<unsigned long long>(step));
+    }
     Vector<Ready> handovers;
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
@@ -448,6 +498,10 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
           r.to->ranks.reserve(r.to->ranks.size() + 1);
         }
         record.created.reserve(record.created.size() + t.created.size());
+        if (t.gpu) {
+          record.flights.reserve(record.flights.size() + 1);
+          if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
+        }
         for (Ready& r : handovers) {
           Vector<Handover>& ranks = r.to->ranks;
           auto at = std::find_if(ranks.begin(), ranks.end(),
@@ -456,6 +510,14 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
         }
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
+        if (t.gpu) landed = t.gpu->take_flight();
+        if (landed && !landed->landed.load()) {
+          // Sums of runs are of no use any more, but kernels may still be writing them.
+          for (auto& [raw, push] : t.pushes)
+            if (push.runs) landed->pinned.push_back(std::move(push.runs));
+          record.flights.push_back(std::move(landed));
+          in_flight_.fetch_add(1);
+        }
         t.in_step = false;
         t.pushes.clear();
         t.created.clear();
@@ -500,6 +562,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   // empty: later ones wait behind it, and rows may be staged for it.
   if (!ended && at == records_.end()) return false;
   if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
+  if (!at->second.flights.empty()) return false;  // land() comes back
   committing_ = true;
   try {
     commit_step(lock, step, at->second, status);
@@ -769,10 +832,7 @@ void Engine::retire(uint64_t step, const Vector<Unused>& unused) {  // with mu_ 
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
       for (size_t i = 0; i < b->parts.size(); ++i) {
         const PartRef& p = b->parts[i];
-        if (p->state.load() == Part::kDeclared) {
-          p->state.store(Part::kDropped);
-          --unresolved_;
-        }
+        never_resolve(*p, Part::kDropped);
       }
     }
     Vector<TableRef> tables;
@@ -829,10 +889,14 @@ void Engine::choose_mode() {  // with mu_ held
       if (++mode_steps_ % 16 != 0) break;
       uint64_t wall = now_ns(), cpu = process_cpu_ns(), apply = counters_.apply_ns.load();
       uint64_t span = wall - mode_wall_, busy = cpu - mode_cpu_, work = apply - mode_apply_;
+      // Rows are warmed where there is nothing else to do: that time is idle, too.
+      uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
+      busy -= std::min(busy, warm - mode_warm_);
       bool first = mode_wall_ == 0;
       mode_wall_ = wall;
       mode_cpu_ = cpu;
       mode_apply_ = apply;
+      mode_warm_ = warm;
       if (first || config_.flush_threads == 0) break;
       // Only time that trainers spend outside the engine can be hidden behind.
       uint64_t calls = counters_.lookup_ns.load() + counters_.push_ns.load() +
@@ -865,12 +929,13 @@ Status Engine::abort_call(Trainer& t) {
     std::lock_guard<std::mutex> lock(mu_);
     if (!t.in_step) return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
   }
-  return undo(t, false);
+  return undo(t, Undo::kCall);
 }
 
 // Undoes this rank's part of uncommitted steps, but for its created rows, which the abort takes back when
 // nobody reads them any more. With call_mu held.
 void Engine::undo_local(Trainer& t) {
+  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.pushes.clear();
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -911,20 +976,21 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
 // notices; the others' parts are undone here. Nobody begins a step before all is done.
-Status Engine::undo(Trainer& by, bool leaving) {
+Status Engine::undo(Trainer& by, Undo why) {
+  const bool leaving = why == Undo::kLeaving;
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;
   Map<uint64_t, StepRecord> records;
   {
     std::unique_lock<std::mutex> lock(mu_);
-    if (by.abort_notice.load() && !leaving) {
+    if (by.abort_notice.load() && why == Undo::kCall) {
       lock.unlock();
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
     // Another abort, or the trainer's closing, was first: others may have begun the step again, and
     // that is not to be undone.
-    if (!by.in_step) {
+    if (!by.in_step && why != Undo::kFailed) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
@@ -945,12 +1011,18 @@ Status Engine::undo(Trainer& by, bool leaving) {
       return true;
     });
     records.swap(records_);
+    for (auto& [step, record] : records)
+      in_flight_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
     progress_.fetch_add(1);
     cv_progress_.notify_all();
   }
-  for (auto& [step, record] : records)
-    for (auto& [raw, p] : record.prepared)
-      p.table->window.unstage(p.update);
+  for (auto& [step, record] : records) {
+    for (auto& [raw, p] : record.prepared) p.table->window.unstage(p.update);
+    for (const FlightRef& f : record.flights)
+      while (!f->ask(1000000)) {
+      }
+    record.flights.clear();
+  }
   auto undo_part = [&](Trainer& t) {
     while (t.undo_pending.load()) {
       if (t.call_mu.try_lock()) {

@@ -36,6 +36,11 @@ Status Engine::start() {
 // Ends the threads and lets go of everything. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {
+  // Steps that all ranks have ended are to be committed.
+  try {
+    (void)land_all(deadline(FRUGAL_TIMEOUT_DEFAULT));
+  } catch (const std::bad_alloc&) {
+  }
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_.exchange(true) && workers_.empty() && tables_.empty()) return;
@@ -47,6 +52,12 @@ void Engine::shutdown() {
   }
   for (std::thread& w : workers_) w.join();
   workers_.clear();
+  Vector<std::thread> reapers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    reapers.swap(reapers_);
+  }
+  for (std::thread& r : reapers) r.join();
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     FpEnvironment fp;
@@ -59,6 +70,7 @@ void Engine::shutdown() {
   Map<uint64_t, Vector<BatchRef>> batches;
   Map<uint64_t, StepRecord> records;
   Vector<JobRef> jobs;
+  Vector<std::shared_ptr<Arrival>> arrivals;
   {
     std::unique_lock<std::mutex> lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
@@ -69,6 +81,8 @@ void Engine::shutdown() {
     batches.swap(batches_);
     records.swap(records_);
     jobs.swap(jobs_);
+    arrivals.swap(arrivals_);
+    in_flight_.store(0);
     ranks_.resize(config_.world_size);
   }
   for (auto& [step, list] : batches)
@@ -83,6 +97,7 @@ void Engine::shutdown() {
       t->closing.store(true);
       handle_remove(HandleKind::kTrainer, t->handle);
       std::lock_guard<std::mutex> call(t->call_mu);
+      if (t->gpu) t->gpu->take_flight();
       t->pushes.clear();
       t->created.clear();
       t->lent.clear();
@@ -110,6 +125,7 @@ Deadline Engine::deadline(int64_t timeout_ms) const {
 }
 
 uint64_t Engine::committed() {
+  land();  // with nobody waiting and no flush threads, nobody else looks
   std::lock_guard<std::mutex> lock(mu_);
   return committed_;
 }
@@ -167,6 +183,10 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
   FRUGAL_TRY(table->rows.open(rows, &budget_));
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (pinner_) FRUGAL_TRY(table->rows.pin(pinner_));
+  }
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
     FRUGAL_TRY(os_check_available(config.rows * sizeof(float) *
@@ -211,10 +231,7 @@ Status Engine::drop_table(const TableRef& table) {
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->tables[i] == table && b->parts[i]->state.load() == Part::kDeclared) {
-            b->parts[i]->state.store(Part::kDropped);
-            --unresolved_;
-          }
+          if (b->tables[i] == table) never_resolve(*b->parts[i], Part::kDropped);
     settle(lock, [&] { return resolving_ == 0 && linking_ == 0; });
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)

@@ -1,5 +1,6 @@
 // Ranks: joining, leaving, declaring.
 #include <algorithm>
+#include <cstring>
 
 #include "base/fpenv.h"
 #include "base/handles.h"
@@ -15,6 +16,17 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_bytes = config.cache_bytes;
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
+  if (config.device && std::strcmp(config.device, "cpu") != 0) {
+    FRUGAL_TRY(join_gpu(config.device, &t->gpu));
+    // With staleness rows are gathered by the host, under their locks: lines would not be read.
+    if (stale()) {
+      t->cache_bytes = 0;
+      t->cache_ratio = 0;
+      cached = false;
+    }
+  }
+  // What was ended but is still in flight would make the ranks look apart.
+  FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   std::unique_lock<std::mutex> lock(mu_);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
@@ -67,7 +79,7 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   }
   if (inside) {
     call.unlock();
-    undo(*t, true);
+    undo(*t, Undo::kLeaving);
     call.lock();
   }
   Vector<BatchRef> mine;
@@ -91,9 +103,9 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, tt] : caches) {
-    if (!tt.cache) continue;
+    if (!tt.cache()) continue;
     Vector<uint32_t> dropped;
-    tt.cache->clear(&dropped);
+    tt.cache()->clear(&dropped);
     if (tt.table->window.opened())
       tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
   }
@@ -128,21 +140,33 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   batch->rank = t.rank;
   batch->engine = this;
   uint64_t keys = 0;
+  Vector<PartRef> arriving;
+  if (t.gpu) FRUGAL_TRY(t.gpu->ready());
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     TableRef table;
     FRUGAL_TRY(op_table(op, &table));
     FRUGAL_TRY(check_op(op, *table, op.count, Use::kDeclare));
-    bool padded = op.flags & FRUGAL_OP_PADDING;
-    FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
+    bool padded = op.flags & FRUGAL_OP_PADDING, on_device = false;
+    if (t.gpu && op.count) FRUGAL_TRY(t.gpu->on_device(op.keys, "frugal_op.keys", &on_device));
     PartRef part = make_part();
     part->step = step;
     part->rank = t.rank;
-    FRUGAL_TRY(part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
+    if (on_device) {
+      FRUGAL_TRY(part->expect_keys(op.count, padded, op.padding_key));
+      FRUGAL_TRY(t.gpu->copy_in(op.keys, op.count * sizeof(uint64_t), &part->keys));
+      arriving.push_back(part);
+    } else {
+      FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
+      FRUGAL_TRY(part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
+    }
     batch->parts.push_back(std::move(part));
     batch->tables.push_back(std::move(table));
     keys += op.count;
   }
+  std::shared_ptr<Arrival> arrival;
+  const size_t coming = arriving.size();
+  if (coming) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
     std::lock_guard<std::mutex> lock(mu_);
     // Who closes the engine has taken the batches away already.
@@ -179,13 +203,18 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     }
     Vector<BatchRef>& declared = batches_[step];
     declared.reserve(declared.size() + 1);
+    if (arrival) arrivals_.reserve(arrivals_.size() + 1);
     if (want_handle) {
       batch->handle = handle_add(HandleKind::kBatch, batch);
       if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
       *batch_out = batch->handle;
     }
     declared.push_back(batch);
-    unresolved_ += static_cast<uint32_t>(batch->parts.size());
+    unresolved_ += static_cast<uint32_t>(batch->parts.size() - coming);
+    if (arrival) {
+      arrivals_.push_back(std::move(arrival));
+      in_flight_.fetch_add(1);
+    }
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   if (config_.flush_threads) {
@@ -245,10 +274,8 @@ void Engine::give_up_reserved(Table& table) {
     // Begun: in use. What a rank leaves behind was, too.
     if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
     Part& p = *b.parts[i];
-    if (p.state.load() == Part::kDeclared) {
-      p.state.store(Part::kStale);
-      --unresolved_;
-    } else if (p.resolved()) {
+    never_resolve(p, Part::kStale);
+    if (p.resolved()) {
       Vector<uint32_t> left;
       unused_rows(table, p.row_slots(), p.distinct, &left);
       if (left.empty()) return;  // it holds no place
@@ -267,11 +294,7 @@ void Engine::drop_batch(const BatchRef& batch) {
   if (at == batches_.end()) return;
   auto in = std::find(at->second.begin(), at->second.end(), batch);
   if (in == at->second.end()) return;
-  for (const PartRef& p : batch->parts)
-    if (p->state.load() == Part::kDeclared) {
-      p->state.store(Part::kDropped);
-      --unresolved_;
-    }
+  for (const PartRef& p : batch->parts) never_resolve(*p, Part::kDropped);
   settle(lock, [&] {
     for (const PartRef& p : batch->parts)
       if (p->state.load() == Part::kResolving) return false;

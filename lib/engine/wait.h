@@ -9,6 +9,7 @@
 namespace frugal {
 
 constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
+constexpr uint64_t kLandNs = 5000;   // between two looks at what is in flight, while spinning
 
 // Looks for up to `ns` whether the count has moved on from `seen`.
 inline bool moves(const std::atomic<uint64_t>& count, uint64_t seen, uint64_t ns) {
@@ -56,6 +57,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     return s == FRUGAL_OK ? s : fail(FRUGAL_ERR_UNHEALTHY, "a background failure (%s) stopped the engine",
                                      status_name(s));
   };
+  uint64_t spun = 0;
   for (;;) {
     // The count is read before the condition: whoever makes the condition true counts afterwards.
     uint64_t seen = progress_.load();
@@ -67,7 +69,10 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     // A job that has failed counts as done, too, after health has told.
     if (ready()) return healthy();
     try {
-      if (help()) continue;
+      if (land() || help()) {
+        spun = 0;
+        continue;
+      }
     } catch (const std::bad_alloc&) {
       // The help was the engine's work, rows of it may be half done: as in a background thread.
       fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
@@ -75,9 +80,12 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.
-    if (moves(progress_, seen, kSpinNs)) continue;
+    const bool flying = in_flight_.load() != 0;  // nobody tells when that has landed
+    if (moves(progress_, seen, flying ? kLandNs : kSpinNs)) continue;
+    if (flying && (spun += kLandNs) < kSpinNs) continue;
     std::unique_lock<std::mutex> lock(mu_);
-    sleep_slice(cv_progress_, lock, deadline.at, [&] { return progress_.load() != seen; });
+    sleep_slice(cv_progress_, lock, flying ? std::min(deadline.at, now_ns() + kSpinNs) : deadline.at,
+                [&] { return progress_.load() != seen; });
   }
 }
 

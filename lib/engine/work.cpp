@@ -11,6 +11,8 @@ constexpr size_t kUrgentRows = 256;  // of a claim that somebody waits for
 constexpr size_t kClaimRows = 1024;
 constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
 constexpr uint64_t kHoldNs = 50000;  // between two looks whether the calls have ended
+constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would push each other out
+constexpr size_t kWarmRows = 2048;
 
 struct Scratch {
   Claim claim;
@@ -97,7 +99,7 @@ Engine::Did Engine::background_work() {
   auto declared = [&](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
-  if (run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one())
+  if (land() || run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one())
     return Did::kWork;
   if (deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&
       calls_.load(std::memory_order_relaxed) * 2 >= cpus_)
@@ -105,7 +107,9 @@ Engine::Did Engine::background_work() {
   if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
       declared(UINT64_MAX) || flush_rows(UINT64_MAX))
     return Did::kWork;
-  return Did::kNothing;
+  // What GPUs have in flight is looked at from time to time.
+  Did did = warm_one();
+  return did == Did::kNothing && in_flight_.load() ? Did::kHeld : did;
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
@@ -326,7 +330,11 @@ bool Engine::resolve_one(uint64_t up_to) {
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
   bool resolved = false;
   try {
-    resolved = part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
+    // Ids from a device that the table does not have are told by the calls of the step, too.
+    const uint64_t* padding = part->has_padding ? &part->padding : nullptr;
+    resolved = (!part->unchecked || table->rows.check_ids(part->keys.as<uint64_t>(), part->n,
+                                                          padding) == FRUGAL_OK) &&
+               part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
   } catch (const std::bad_alloc&) {
   }
   if (!resolved) part->state.store(Part::kStale);
@@ -466,6 +474,51 @@ bool Engine::prepare_one() {
   }
   progress();
   return true;
+}
+
+// Brings rows that the next step reads into the caches, where its gate, which writes some of them, and its
+// lookup find them: what both wait for is memory. It touches no row, so it does not matter who writes one
+// meanwhile, or whether it is still wanted. Only while a device computes, that is, where updates are
+// deferred and until gradients are pushed: these should stay in the caches, and the thread is wanted then.
+Engine::Did Engine::warm_one() {
+  const uint64_t next = begun_.load();
+  if (!deferred_now_.load(std::memory_order_relaxed) || pushed_.load(std::memory_order_relaxed) == next)
+    return Did::kNothing;
+  PartRef part;
+  TableRef table;
+  size_t from = 0, end = 0;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto declared = batches_.find(next);
+    if (declared == batches_.end()) return Did::kNothing;
+    size_t room = kWarmBytes;
+    for (const BatchRef& b : declared->second)
+      for (size_t i = 0; i < b->parts.size() && !part; ++i) {
+        Part& p = *b->parts[i];
+        if (!p.resolved()) continue;
+        const size_t bytes = b->tables[i]->rows.layout().value_stride * sizeof(float);
+        const size_t rows = std::min(p.distinct, room / bytes);
+        room -= rows * bytes;
+        if (p.warmed >= rows) continue;
+        // A call under way wants the memory's bandwidth itself.
+        if (calls_.load()) return Did::kHeld;
+        part = b->parts[i];
+        table = b->tables[i];
+        from = p.warmed;
+        end = p.warmed = std::min(rows, from + kWarmRows);
+      }
+    if (!part) return Did::kNothing;
+  }
+  const uint64_t begun = now_ns();
+  const uint32_t* slots = part->row_slots();
+  const size_t bytes = table->rows.layout().value_stride * sizeof(float);
+  // Who shares a job out meanwhile wants the thread at once.
+  for (size_t i = from; i < end && job_count_.load(std::memory_order_relaxed) == 0; ++i) {
+    const char* row = reinterpret_cast<const char*>(table->rows.values(slots[i]));
+    for (size_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o, 0, 2);
+  }
+  warm_ns_.fetch_add(now_ns() - begun, std::memory_order_relaxed);
+  return Did::kWork;
 }
 
 }  // namespace frugal

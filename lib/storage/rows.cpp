@@ -66,6 +66,12 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   return FRUGAL_OK;
 }
 
+Status Rows::pin(const std::shared_ptr<Pinner>& pinner) {
+  std::lock_guard<std::mutex> lock(mu_);
+  FRUGAL_TRY(values_.pin(pinner));
+  return state_.pin(pinner);
+}
+
 uint64_t Rows::chunk_rows() const {
   // Rows after which values and state both stand at the start of a slab of theirs; 2^21 records
   // of a multiple of 4 bytes are a multiple of 8 MiB.

@@ -15,6 +15,9 @@ size_t SlabArray::slab_bytes(uint64_t count, size_t stride) {
 }
 
 SlabArray::~SlabArray() {
+  if (pinner_)
+    for (uint64_t i = 0; i < slabs_; ++i)
+      if (done_[i]) pinner_->unpin(mapping_.base + i * slab_);
   os_release(&mapping_);
   if (budget_) budget_->give(committed_.load());
   if (done_) heap_free(done_);
@@ -44,13 +47,32 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
       return fail(FRUGAL_ERR_OUT_OF_MEMORY,
                   "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
                   static_cast<unsigned long long>(budget_->limit));
-    if (Status s = os_commit(mapping_, i * slab_, slab_)) {
+    Status s = os_commit(mapping_, i * slab_, slab_);
+    if (s == FRUGAL_OK && pinner_) {
+      s = pinner_->pin(mapping_.base + i * slab_, slab_);
+      if (s != FRUGAL_OK) os_decommit(mapping_, i * slab_, slab_);
+    }
+    if (s != FRUGAL_OK) {
       if (budget_) budget_->give(slab_);
       return s;
     }
     committed_.fetch_add(slab_, std::memory_order_relaxed);
     done_[i] = 1;
   }
+  return FRUGAL_OK;
+}
+
+Status SlabArray::pin(std::shared_ptr<Pinner> pinner) {
+  if (pinner_ || !done_) return FRUGAL_OK;
+  for (uint64_t i = 0; i < slabs_; ++i) {
+    if (!done_[i]) continue;
+    if (Status s = pinner->pin(mapping_.base + i * slab_, slab_)) {
+      while (i-- > 0)
+        if (done_[i]) pinner->unpin(mapping_.base + i * slab_);
+      return s;
+    }
+  }
+  pinner_ = std::move(pinner);
   return FRUGAL_OK;
 }
 

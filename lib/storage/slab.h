@@ -1,11 +1,13 @@
 // Memory of rows: an array of fixed-size records in reserved address space, committed slab by
-// slab before a record is handed out. The one seam for huge pages, shared memory and (later)
-// pinning; everything else sees base + index * stride.
+// slab before a record is handed out. The one seam for huge pages, shared memory and pinning;
+// everything else sees base + index * stride.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "base/os.h"
+#include "base/pin.h"
 
 namespace frugal {
 
@@ -32,6 +34,9 @@ class SlabArray {
   // Commits the slabs under records [first, first + n). Idempotent; callers serialize calls that
   // may share a slab.
   Status ensure(uint64_t first, uint64_t n);
+  // From now on slabs are pinned when they are committed, and those that are committed already now.
+  // On failure nothing is pinned. Callers serialize it with ensure().
+  Status pin(std::shared_ptr<Pinner> pinner);
   char* base() const { return mapping_.base; }
   size_t stride() const { return stride_; }
   uint64_t committed_bytes() const { return committed_.load(std::memory_order_relaxed); }
@@ -45,6 +50,7 @@ class SlabArray {
   size_t slab_ = kSlab;
   uint64_t slabs_ = 0;
   uint8_t* done_ = nullptr;  // a byte for each slab
+  std::shared_ptr<Pinner> pinner_;
   MemoryBudget* budget_ = nullptr;
   std::atomic<uint64_t> committed_{0};
 };

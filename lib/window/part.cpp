@@ -8,13 +8,22 @@
 
 namespace frugal {
 
-Status Part::take_keys(BufferPool& pool, const uint64_t* from, size_t count, bool padded,
-                       uint64_t padding_key) {
+Status Part::expect_keys(size_t count, bool padded, uint64_t padding_key) {
   if (count >= UINT32_MAX)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu keys in one op: at most 2^32 - 2", count);
   n = count;
   has_padding = padded;
   padding = padding_key;
+  state.store(kArriving);
+  unchecked = true;
+  return FRUGAL_OK;
+}
+
+Status Part::take_keys(BufferPool& pool, const uint64_t* from, size_t count, bool padded,
+                       uint64_t padding_key) {
+  FRUGAL_TRY(expect_keys(count, padded, padding_key));
+  state.store(kDeclared);
+  unchecked = false;
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &keys));
   if (n) std::memcpy(keys.data(), from, n * sizeof(uint64_t));
   return FRUGAL_OK;

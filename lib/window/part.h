@@ -44,6 +44,7 @@ class RowFinder {
 
 struct Part : HeapObject {
   enum State : uint32_t {
+    kArriving,   // keys are on their way from a device
     kDeclared,   // keys are there, nothing else
     kResolving,
     kResolved,
@@ -68,7 +69,10 @@ struct Part : HeapObject {
   std::atomic<uint32_t> state{kDeclared};
   bool linked = false;  // guarded by the engine's mutex, as is linking
   bool linking = false;
+  size_t warmed = 0;    // so guarded, too: rows [0, warmed) have been brought into the caches
   bool owner_apart = false;  // how it was linked: its rank has a cache
+  bool unchecked = false;    // ids that came from a device: looked at when they are resolved
+  std::shared_ptr<void> on_device;  // the engine's: these arrays on its rank's GPU; ends before them
 
   bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
   const uint32_t* row_slots() const { return rows.as<uint32_t>(); }
@@ -77,6 +81,8 @@ struct Part : HeapObject {
   // Takes a copy of `count` keys; ids of a dense table must have been checked.
   Status take_keys(BufferPool& pool, const uint64_t* keys, size_t count, bool has_padding,
                    uint64_t padding);
+  // The same for keys that a device sends; nobody has looked at the ids yet.
+  Status expect_keys(size_t count, bool has_padding, uint64_t padding);
   // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`.
   Status resolve(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
   // Are these exactly the declared keys?

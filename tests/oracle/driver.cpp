@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "oracle/device.h"
 #include "oracle/random.h"
 #include "oracle/replay.h"
 
@@ -63,6 +64,10 @@ struct Buffers {
   std::vector<uint8_t> found;
   float* grads = nullptr;   // where the gradients are: `rows`, or memory that the engine lends
   size_t stride = 0;        // floats
+  // On the device, if there: results, and what is written over when the call is back.
+  void* device_rows = nullptr;
+  void* device_weight_grads = nullptr;
+  std::vector<std::pair<void*, size_t>> sent;
 
   void Spoil() {
     std::fill(keys.begin(), keys.end(), 0xfeedfacefeedfaceu);
@@ -174,6 +179,10 @@ class RankDriver {
   Moved Advance();
   void Join() {
     trainer_ = run_.Join(rank_);
+    if (!spec_.device.empty() && device_ == nullptr) {
+      device_ = OpenDevice(spec_.device, script_.seed * 57 + rank_);
+      if (device_ == nullptr) run_.Fail("no device " + spec_.device);
+    }
     aborts_told_ = run_.aborts;
   }
   void Close() {
@@ -182,6 +191,7 @@ class RankDriver {
     if (status != FRUGAL_OK && !run_.failed()) Unexpected(status, FRUGAL_OK, "trainer_close");
     trainer_ = nullptr;
     batches_.clear();
+    if (device_ != nullptr) device_->Collect();
   }
 
  private:
@@ -242,6 +252,8 @@ class RankDriver {
   void DoBusy(const Action& action);
 
   std::vector<frugal_op> MakeOps(const Action& action, Use use);
+  void SendOps(const Action& action, Use use, std::vector<frugal_op>* ops);
+  void FetchOps(const Action& action, Use use);
   void FillGrads(const Action& action, bool poison);
   void CheckLookup(const OpSpec& spec, const Buffers& buffers);
   void CheckRead(const OpSpec& spec, const Buffers& buffers);
@@ -259,6 +271,7 @@ class RankDriver {
   Progress::Rank& progress_;
   Random random_;
   frugal_trainer* trainer_ = nullptr;
+  std::unique_ptr<RankDevice> device_;
 
   Phase phase_ = Phase::kJoin;
   size_t index_ = 0;             // the step that this rank is in or before
@@ -371,7 +384,8 @@ RankDriver::Moved RankDriver::Begin() {
   const uint64_t number = step_number();
   if (script_.one_thread && !AbortComing() && !GateOpen()) {
     // Nobody else can move meanwhile, so the gate has to stay closed, and polling costs nothing.
-    if (random_.Chance(0.2)) {
+    // (What devices have in flight may land at any time.)
+    if (script_.devices() == 0 && random_.Chance(0.2)) {
       const int32_t status = frugal_step_begin(trainer_, number, 0);
       if (status != FRUGAL_ERR_TIMEOUT) Unexpected(status, FRUGAL_ERR_TIMEOUT, "step_begin");
     }
@@ -574,12 +588,73 @@ std::vector<frugal_op> RankDriver::MakeOps(const Action& action, Use use) {
   return ops;
 }
 
+// Some of what a call reads and writes goes to the device.
+void RankDriver::SendOps(const Action& action, Use use, std::vector<frugal_op>* ops) {
+  if (device_ == nullptr) return;
+  Check(frugal_set_stream(trainer_, device_->Stream()), FRUGAL_OK, "set_stream");
+  for (size_t i = 0; i < ops->size(); ++i) {
+    frugal_op& op = (*ops)[i];
+    Buffers& buffers = buffers_[i];
+    auto send = [&](const auto* host, size_t bytes) {
+      void* const there = device_->Send(host, bytes, sizeof(*host));
+      buffers.sent.emplace_back(there, bytes);
+      return there;
+    };
+    if (op.keys != nullptr && !buffers.keys.empty() && random_.Chance(0.5)) {
+      op.keys = static_cast<uint64_t*>(send(op.keys, op.count * sizeof(uint64_t)));
+    }
+    if (use == Use::kPrefetch) continue;
+    if (op.offsets != nullptr && random_.Chance(0.5)) {
+      op.offsets = static_cast<uint64_t*>(send(op.offsets, (op.bags + 1) * sizeof(uint64_t)));
+    }
+    // Memory that the engine lends is the host's.
+    if (buffers.rows.empty() || action.borrow || random_.Chance(0.3)) continue;
+    void* const rows = send(buffers.rows.data(), buffers.rows.size() * sizeof(float));
+    if (use == Use::kPush) {
+      op.grads = static_cast<float*>(rows);
+    } else {
+      op.rows_out = static_cast<float*>(rows);
+      buffers.device_rows = rows;
+    }
+    // Weights of either side go with rows on the device.
+    if (op.weights != nullptr && !buffers.weights.empty() && random_.Chance(0.5)) {
+      op.weights = static_cast<float*>(send(op.weights, buffers.weights.size() * sizeof(float)));
+    }
+    if (op.weight_grads_out != nullptr && !buffers.weight_grads.empty()) {
+      buffers.device_weight_grads =
+          send(op.weight_grads_out, buffers.weight_grads.size() * sizeof(float));
+      op.weight_grads_out = static_cast<float*>(buffers.device_weight_grads);
+    }
+  }
+}
+
+// Results come back; whatever else the call was given is written over in the stream.
+void RankDriver::FetchOps(const Action&, Use use) {
+  if (device_ == nullptr) return;
+  bool wait = use != Use::kPush && use != Use::kPrefetch;
+  for (Buffers& buffers : buffers_) {
+    if (buffers.device_rows != nullptr) {
+      device_->Fetch(buffers.rows.data(), buffers.device_rows, buffers.rows.size() * sizeof(float));
+    }
+    if (buffers.device_weight_grads != nullptr) {
+      device_->Fetch(buffers.weight_grads.data(), buffers.device_weight_grads,
+                     buffers.weight_grads.size() * sizeof(float));
+      wait = true;
+    }
+    for (const auto& [there, bytes] : buffers.sent) device_->Spoil(there, bytes);
+  }
+  if (wait) device_->Collect();
+  if (!device_->Error().empty()) run_.Fail(Where() + device_->Error());
+}
+
 void RankDriver::DoPrefetch(const Action& action) {
   if (!declared_.insert(action.declaration).second) return;
-  const std::vector<frugal_op> ops = MakeOps(action, Use::kPrefetch);
+  std::vector<frugal_op> ops = MakeOps(action, Use::kPrefetch);
+  SendOps(action, Use::kPrefetch, &ops);
   frugal_batch* batch = nullptr;
   const int32_t status = frugal_prefetch(trainer_, script_.StepNumber(action.target), ops.data(),
                                          ops.size(), &batch);
+  FetchOps(action, Use::kPrefetch);
   for (Buffers& buffers : buffers_) buffers.Spoil();
   // With staleness, an abort that this rank was not told of yet may have set it far back.
   if (status == FRUGAL_ERR_STEP_RANGE && !run_.exact() && script_.aborts > 0) return;
@@ -589,8 +664,10 @@ void RankDriver::DoPrefetch(const Action& action) {
 }
 
 void RankDriver::DoLookup(const Action& action) {
-  const std::vector<frugal_op> ops = MakeOps(action, Use::kLookup);
+  std::vector<frugal_op> ops = MakeOps(action, Use::kLookup);
+  SendOps(action, Use::kLookup, &ops);
   const int32_t status = frugal_lookup(trainer_, ops.data(), ops.size());
+  FetchOps(action, Use::kLookup);
   if (Check(status, FRUGAL_OK, "lookup") != Result::kOk) return;
   for (size_t i = 0; i < ops.size() && !run_.failed(); ++i) {
     CheckLookup(action.ops[i], buffers_[i]);
@@ -639,7 +716,9 @@ void RankDriver::DoPush(const Action& action) {
     if (Check(status, FRUGAL_ERR_NAN, "push_grad with a NaN") != Result::kOk) return;
   }
   FillGrads(action, /*poison=*/false);
+  SendOps(action, Use::kPush, &ops);
   const int32_t status = frugal_push_grad(trainer_, ops.data(), ops.size());
+  FetchOps(action, Use::kPush);
   for (Buffers& buffers : buffers_) buffers.Spoil();
   if (Check(status, FRUGAL_OK, "push_grad") != Result::kOk) return;
   for (size_t i = 0; i < ops.size(); ++i) {
@@ -659,9 +738,11 @@ void RankDriver::DoPush(const Action& action) {
 }
 
 void RankDriver::DoRead(const Action& action) {
-  const std::vector<frugal_op> ops = MakeOps(action, Use::kRead);
+  std::vector<frugal_op> ops = MakeOps(action, Use::kRead);
+  SendOps(action, Use::kRead, &ops);
   const int32_t status =
       frugal_read(run_.engine(), trainer_, ops.data(), ops.size(), FRUGAL_TIMEOUT_DEFAULT);
+  FetchOps(action, Use::kRead);
   if (Check(status, FRUGAL_OK, "read") != Result::kOk) return;
   for (size_t i = 0; i < ops.size() && !run_.failed(); ++i) {
     CheckRead(action.ops[i], buffers_[i]);
@@ -681,10 +762,14 @@ void RankDriver::DoBadKey(const Action& action) {
     std::vector<frugal_op> ops = MakeOps(action, Use::kPush);
     for (Buffers& buffers : buffers_) buffers.grads = buffers.rows.data();
     FillGrads(action, /*poison=*/false);
+    SendOps(action, Use::kPush, &ops);
     status = frugal_push_grad(trainer_, ops.data(), ops.size());
+    FetchOps(action, Use::kPush);
   } else {
-    const std::vector<frugal_op> ops = MakeOps(action, Use::kLookup);
+    std::vector<frugal_op> ops = MakeOps(action, Use::kLookup);
+    SendOps(action, Use::kLookup, &ops);
     status = frugal_lookup(trainer_, ops.data(), ops.size());
+    FetchOps(action, Use::kLookup);
   }
   const Result result = Check(status, FRUGAL_ERR_KEY_OUT_OF_RANGE, "a call with a bad key");
   if (result == Result::kOk && batch != untouched) {
@@ -890,6 +975,7 @@ frugal_trainer* Run::Join(uint32_t rank) {
   config.rank = rank;
   config.cache_bytes = script_.ranks[rank].cache_bytes;
   config.cache_ratio = script_.ranks[rank].cache_ratio;
+  if (!script_.ranks[rank].device.empty()) config.device = script_.ranks[rank].device.c_str();
   frugal_trainer* trainer = nullptr;
   Expect(frugal_trainer_create(engine_, &config, &trainer), FRUGAL_OK, "frugal_trainer_create");
   return trainer;

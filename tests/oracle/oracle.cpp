@@ -81,6 +81,7 @@ std::string RepeatCommand(const Arguments& arguments, uint64_t seed) {
   }
   if (options.max_ranks != 8) command += " --max-ranks " + std::to_string(options.max_ranks);
   if (options.no_cache) command += " --no-cache";
+  if (!options.device.empty()) command += " --device " + options.device;
   if (options.scale != 1) command += " --scale " + std::to_string(options.scale);
   return command;
 }
@@ -202,7 +203,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "usage: oracle [--seeds N] [--first SEED] [--jobs J] [--verbose] [--require N]\n"
                "              [--tau-only | --exact-only] [--mode FLUSH_MODE]\n"
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
-               "              [--hang-seconds S] [--stop]\n");
+               "              [--hang-seconds S] [--stop] [--device sim:N|cuda:N]\n");
   std::exit(2);
 }
 
@@ -239,6 +240,9 @@ Arguments Parse(int argc, char** argv) {
       arguments.options.max_ranks = static_cast<int>(number());
     } else if (name == "--no-cache") {
       arguments.options.no_cache = true;
+    } else if (name == "--device") {
+      if (i + 1 >= argc) Usage();
+      arguments.options.device = argv[++i];
     } else if (name == "--scale") {
       if (i + 1 >= argc) Usage();
       arguments.options.scale = std::strtod(argv[++i], nullptr);

@@ -206,6 +206,10 @@ class ScriptMaker {
         default:
           rank.cache_bytes = random_.Between(1, 200'000);
       }
+      // Drawn from another sequence: a seed does the same with and without a device.
+      if (!options_.device.empty() && Random(script_.seed * 131 + r).Chance(0.75)) {
+        rank.device = options_.device;
+      }
       script_.ranks.push_back(std::move(rank));
       idle_.push_back(random_.Chance(0.1));
     }
@@ -792,6 +796,7 @@ std::string Script::Describe() const {
       << " aborts, " << boundaries.size() << " boundaries; windows and caches";
   for (const RankSpec& rank : ranks) {
     out << ' ' << rank.window << '/';
+    if (!rank.device.empty()) out << rank.device << ' ';
     if (rank.cache_bytes != 0) {
       out << rank.cache_bytes << 'B';
     } else {

@@ -25,6 +25,7 @@ struct Options {
   int flush_threads = -1;  // forced if >= 0
   int max_ranks = 8;
   bool no_cache = false;
+  std::string device;      // some ranks run on it: "sim:0"; "" for none
   double scale = 1;  // of the amount of work in a run
 };
 
@@ -102,6 +103,7 @@ struct RankStep {
 struct RankSpec {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
+  std::string device;      // "": the cpu
   uint32_t window = 0;
   std::vector<RankStep> steps;
 };
@@ -149,6 +151,12 @@ struct Script {
   std::map<size_t, std::vector<OutsideAction>> boundaries;  // before that step; always at the end
   std::vector<OptimizerChange> changes;
 
+  // Ranks that run on a device.
+  size_t devices() const {
+    size_t n = 0;
+    for (const RankSpec& rank : ranks) n += rank.device.empty() ? 0 : 1;
+    return n;
+  }
   uint64_t StepNumber(size_t index) const { return first_step + index; }
   std::string Describe() const;
 };

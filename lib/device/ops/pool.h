@@ -13,7 +13,7 @@ namespace frugal::device {
 
 // Bag b has keys offsets[b] .. offsets[b + 1] - 1 and goes to out + b * out_stride bytes.
 struct PoolArgs {
-  RowsPtr host, hbm;
+  RowsPtr host, lines, staged;
   Ptr<uint32_t> places;   // one a key, as place_keys makes them; padding is no term
   Ptr<uint64_t> offsets;
   Ptr<float> weights;     // one a key; or null
@@ -35,17 +35,21 @@ FRUGAL_DEVICE void pool_vectors(const PoolArgs& a) {
     V run = {};
     PairwiseSum<V> runs;
     for (uint64_t key = load(a.offsets + walk.item()); key < end; key += kInFlight) {
+      uint32_t place[kInFlight];
+      float weight[kInFlight];
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        place[k] = key + k < end ? load(a.places + (key + k)) : kPaddingSlot;
+        weight[k] = a.weights && key + k < end ? load(a.weights + (key + k)) : 1.0f;
+      }
       V x[kInFlight];
-      bool is_term[kInFlight];
       for (uint32_t k = 0; k < kInFlight; ++k) {
         x[k] = V{};
-        const uint32_t place = key + k < end ? load(a.places + (key + k)) : kPaddingSlot;
-        is_term[k] = place != kPaddingSlot;
-        if (is_term[k]) x[k] = load_place<V>(a.host, a.hbm, place, walk.vector());
+        if (place[k] == kPaddingSlot) continue;
+        x[k] = load_place<V>(a.host, a.lines, a.staged, place[k], walk.vector());
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        if (!is_term[k]) continue;
-        if (a.weights) x[k] = load(a.weights + (key + k)) * x[k];
+        if (place[k] == kPaddingSlot) continue;
+        if (a.weights) x[k] = weight[k] * x[k];
         if (terms % kRun == 0) {
           if (terms != 0) runs.add(run);
           run = x[k];
@@ -91,7 +95,7 @@ FRUGAL_DEVICE float finish_sum16(Float4 acc) {
 }
 
 struct WeightGradArgs {
-  RowsPtr host, hbm;
+  RowsPtr host, lines, staged;
   Ptr<uint32_t> places;  // one a key, as in PoolArgs
   Ptr<float> grads;      // of bags
   uint64_t grads_stride;  // bytes, a multiple of 4
@@ -114,7 +118,7 @@ FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
     if (place != kPaddingSlot) {
       const Ptr<float> grad = forward(a.grads, load(a.bag + key) * a.grads_stride);
       for (uint32_t v = in_group; v < vectors; v += kSumGroup) {
-        const Float4 row = load_place<Float4>(a.host, a.hbm, place, v);
+        const Float4 row = load_place<Float4>(a.host, a.lines, a.staged, place, v);
         const Float4 g = load_part(grad, v, a.dim, fours);
         for_elements(
             a.dim - v * 4,

@@ -52,10 +52,14 @@ FRUGAL_DEVICE V sum_run(const PartPtr& part, const GradPtr& source, Span span, u
   const Ptr<uint32_t> positions = part.positions + span.begin;
   const uint32_t n = span.end - span.begin;
   for (uint32_t i = 0; i < n; i += kInFlight) {
+    uint32_t position[kInFlight];
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      position[k] = i + k < n ? load(positions + (i + k)) : 0;
+    }
     V x[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
       x[k] = V{};
-      if (i + k < n) x[k] = load_term<V>(source, load(positions + (i + k)), index);
+      if (i + k < n) x[k] = load_term<V>(source, position[k], index);
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {
       if (i + k >= n) continue;

@@ -24,7 +24,9 @@ struct PartPtr {
   uint32_t distinct, zeros;
 };
 
-inline constexpr uint32_t kHbm = 0x80000000u;  // bit of a source
+// Bits of a source: the row is in device memory, and there among the staged ones; the rest is its index.
+inline constexpr uint32_t kHbm = 0x80000000u, kStaged = 0x40000000u;
+inline constexpr uint32_t kMostHbmRows = kStaged;
 inline constexpr uint32_t kRun = 32;           // positions of an item; the run of fold32
 
 // A run of positions of a row: its row, and which run of the row.
@@ -34,6 +36,11 @@ struct alignas(8) Item {
 
 FRUGAL_DEVICE Ptr<float> row_of(const RowsPtr& rows, uint32_t index) {
   return rows.values + index * rows.stride;
+}
+
+// The row in device memory that a source names.
+FRUGAL_DEVICE Ptr<float> hbm_row(const RowsPtr& lines, const RowsPtr& staged, uint32_t source) {
+  return row_of(source & kStaged ? staged : lines, source & ~(kHbm | kStaged));
 }
 
 // The positions of an item: positions[begin] .. positions[end - 1].
@@ -52,7 +59,7 @@ FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
 
 struct GatherArgs {
   PartPtr part;
-  RowsPtr host, hbm;
+  RowsPtr host, lines, staged;
   Ptr<uint32_t> source;  // of distinct rows; null: all are host rows
   Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
@@ -65,44 +72,48 @@ struct GatherArgs {
 // The items of one group of blocks: a row's vector is read once and written to all positions.
 template <class V, bool kFromHbm>
 FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
-  const uint64_t rows = kFromHbm ? a.hbm_items : a.host_items;
-  const uint64_t items = kFromHbm ? rows + a.part.zeros : rows;
+  const uint64_t first_item = kFromHbm ? a.host_items : 0;
+  const uint64_t read = kFromHbm ? a.hbm_items : a.host_items;
+  const uint64_t items = kFromHbm ? read + a.part.zeros : read;
   while (walk.item() < items) {
-    V value[kInFlight];
     Span span[kInFlight];
-    uint32_t first[kInFlight];  // position: on its way with the row, and mostly the only one
-    uint32_t vector[kInFlight];
+    uint32_t source[kInFlight], vector[kInFlight];
+    bool reads[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
       span[k] = {0, 0};
-      first[k] = 0;
-      value[k] = V{};
+      source[k] = 0;
       vector[k] = walk.vector();
-      if (walk.item() < rows && walk.in_row()) {
-        const uint64_t at = (kFromHbm ? a.host_items : 0) + walk.item();
+      reads[k] = walk.item() < read && walk.in_row();
+      if (reads[k]) {
+        const uint64_t at = first_item + walk.item();
         const Item item = a.items ? load(a.items + at) : Item{static_cast<uint32_t>(at), 0};
-        Ptr<float> row;
-        if constexpr (kFromHbm) {
-          row = row_of(a.hbm, load(a.source + item.row) & ~kHbm);
-        } else {
-          row = row_of(a.host, load(a.part.slots + item.row));
-        }
+        source[k] = load((kFromHbm ? a.source : a.part.slots) + item.row);
         span[k] = span_of(a.part, item);
-        value[k] = load_vector<V>(row, vector[k]);
-        first[k] = load(a.part.positions + span[k].begin);
       } else if (kFromHbm && walk.item() < items && walk.in_row()) {
-        const uint32_t zero = static_cast<uint32_t>(walk.item() - rows);
+        const uint32_t zero = static_cast<uint32_t>(walk.item() - read);
         span[k].begin = load(a.part.start + a.part.distinct) + zero;
         span[k].end = span[k].begin + 1;
-        first[k] = load(a.part.positions + span[k].begin);
       }
       walk.next();
     }
+    V value[kInFlight];
+    uint32_t position[kInFlight];  // the first: mostly the only one
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      value[k] = V{};
+      if (reads[k]) {
+        const Ptr<float> row =
+            kFromHbm ? hbm_row(a.lines, a.staged, source[k]) : row_of(a.host, source[k]);
+        value[k] = load_vector<V>(row, vector[k]);
+      }
+      position[k] = 0;
+      if (span[k].begin != span[k].end) position[k] = load(a.part.positions + span[k].begin);
+    }
     for (uint32_t k = 0; k < kInFlight; ++k) {
       if (span[k].begin == span[k].end) continue;
-      store_vector<V>(forward(a.out, first[k] * a.out_stride), vector[k], value[k]);
+      store_vector<V>(forward(a.out, position[k] * a.out_stride), vector[k], value[k]);
       for (uint32_t p = span[k].begin + 1; p < span[k].end; ++p) {
-        const uint32_t position = load(a.part.positions + p);
-        store_vector<V>(forward(a.out, position * a.out_stride), vector[k], value[k]);
+        const uint32_t next = load(a.part.positions + p);
+        store_vector<V>(forward(a.out, next * a.out_stride), vector[k], value[k]);
       }
     }
   }
@@ -130,9 +141,9 @@ FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
 
 struct StageArgs {
   PartPtr part;
-  RowsPtr host, hbm;
-  Ptr<uint32_t> rows;    // distinct rows to copy into HBM
-  Ptr<uint32_t> to;      // their places there
+  RowsPtr host, staged;
+  Ptr<uint32_t> rows;    // distinct rows to copy into HBM; null: the first `count`
+  Ptr<uint32_t> to;      // their places there; null: in order
   uint32_t count;
   uint32_t dim;
 };
@@ -154,40 +165,44 @@ template <class SlotOf>
 FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
   const uint32_t value_vectors = (a.dim + 3) / 4;
   const Cut cut = cut_vectors(value_vectors + a.state_floats / 4);
+  auto vector_of = [&](const RowsPtr& rows, const RowsPtr& state, uint32_t index, uint32_t vector) {
+    if (vector < value_vectors) return as<Float4>(row_of(rows, index)) + vector;
+    return as<Float4>(row_of(state, index)) + (vector - value_vectors);
+  };
   Walk walk(cut, block(), blocks());
   while (walk.item() < a.count) {
-    Float4 value[kInFlight];
-    float accumulator[kInFlight];  // the one float of state
-    Ptr<float> to[kInFlight], accumulator_to[kInFlight];
+    uint32_t slot[kInFlight], line[kInFlight], vector[kInFlight];
+    bool copies[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
-      value[k] = {};
-      accumulator[k] = 0.0f;
-      to[k] = accumulator_to[k] = {};
-      if (walk.item() < a.count && walk.in_row()) {
-        const uint32_t slot = slot_of(walk.item());
-        const uint32_t line = load(a.to + walk.item());
-        const uint32_t v = walk.vector();
-        const bool state = v >= value_vectors;
-        const uint32_t column = (state ? v - value_vectors : v) * 4;
-        to[k] = row_of(state ? a.line_state : a.lines, line) + column;
-        value[k] = load(as<Float4>(row_of(state ? a.host_state : a.host, slot) + column));
-        if (a.state_floats == 1 && v == 0) {
-          accumulator_to[k] = row_of(a.line_state, line);
-          accumulator[k] = load(row_of(a.host_state, slot));
-        }
+      vector[k] = walk.vector();
+      copies[k] = walk.item() < a.count && walk.in_row();
+      slot[k] = line[k] = 0;
+      if (copies[k]) {
+        slot[k] = slot_of(walk.item());
+        line[k] = a.to ? load(a.to + walk.item()) : static_cast<uint32_t>(walk.item());
       }
       walk.next();
     }
+    Float4 value[kInFlight];
+    float accumulator[kInFlight];  // the one float of state
     for (uint32_t k = 0; k < kInFlight; ++k) {
-      if (to[k]) store(as<Float4>(to[k]), value[k]);
-      if (accumulator_to[k]) store(accumulator_to[k], accumulator[k]);
+      value[k] = {};
+      accumulator[k] = 0.0f;
+      if (!copies[k]) continue;
+      value[k] = load(vector_of(a.host, a.host_state, slot[k], vector[k]));
+      if (a.state_floats == 1 && vector[k] == 0) accumulator[k] = load(row_of(a.host_state, slot[k]));
+    }
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      if (!copies[k]) continue;
+      store(vector_of(a.lines, a.line_state, line[k], vector[k]), value[k]);
+      if (a.state_floats == 1 && vector[k] == 0) store(row_of(a.line_state, line[k]), accumulator[k]);
     }
   }
 }
 
 FRUGAL_DEVICE void stage_rows_body(const StageArgs& a) {
-  copy_rows(FillArgs{a.host, a.hbm, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
-    return load(a.part.slots + load(a.rows + i));
+  copy_rows(FillArgs{a.host, a.staged, {}, {}, {}, a.to, a.count, a.dim, 0}, [&](uint64_t i) {
+    return load(a.part.slots + (a.rows ? load(a.rows + i) : i));
   });
 }
 
@@ -197,11 +212,12 @@ FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
 
 // --- Places of keys -----------------------------------------------------------------------------
 
-// A *place* tells for one key where its row is read: kHbm | index in HBM, or the slot of a host row
-// (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
+// A *place* tells for one key where its row is read: its source if it is in device memory, or the slot
+// of a host row (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
 struct PlaceArgs {
   PartPtr part;
   Ptr<uint32_t> source;  // of distinct rows, as in GatherArgs; null: all are host rows
+  uint32_t all_staged;   // 1: host row i is staged, at i
   Ptr<uint32_t> out;     // one a key
 };
 
@@ -213,7 +229,7 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
     uint32_t place = a.source ? load(a.source + row) : 0;
-    if (!(place & kHbm)) place = load(a.part.slots + row);
+    if (!(place & kHbm)) place = a.all_staged ? kHbm | kStaged | row : load(a.part.slots + row);
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
       store(a.out + load(a.part.positions + p), place);
@@ -229,9 +245,10 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
 // Vector `index` of the row at a place that is not padding; nothing behind the row is read if
 // it is read in single floats.
 template <class V>
-FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& hbm, uint32_t place, uint32_t index) {
+FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
+                           uint32_t place, uint32_t index) {
   if (place == kMissingSlot) return V{};
-  return load_vector<V>(place & kHbm ? row_of(hbm, place & ~kHbm) : row_of(host, place), index);
+  return load_vector<V>(place & kHbm ? hbm_row(lines, staged, place) : row_of(host, place), index);
 }
 
 }  // namespace frugal::device

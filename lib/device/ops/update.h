@@ -32,33 +32,35 @@ struct SumTermsArgs {
 FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
   Walk walk(cut_rows<Float4>(a.dim), block(), blocks());
   while (walk.item() < a.count) {
-    Float4 sum[kInFlight];
-    Span span[kInFlight];  // of terms that are left
+    Span span[kInFlight];  // of terms
     uint32_t row[kInFlight], vector[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
       span[k] = {0, 0};
-      sum[k] = {};
       row[k] = static_cast<uint32_t>(walk.item());
       vector[k] = walk.vector();
       if (walk.item() < a.count && walk.in_row()) {
         span[k] = {row[k], row[k] + 1};
         if (a.start) span[k] = {load(a.start + row[k]), load(a.start + (row[k] + 1))};
-        sum[k] = load_vector<Float4>(load(a.terms + span[k].begin), vector[k]);
       }
       walk.next();
     }
     // A rank at a time for all rows in flight.
-    for (uint32_t t = 1, more = 1; more; ++t) {
-      Float4 x[kInFlight];
-      more = 0;
+    Float4 sum[kInFlight] = {};
+    bool more = true;
+    for (uint32_t t = 0; more; ++t) {
+      Ptr<float> term[kInFlight];
+      more = false;
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        x[k] = {};
-        if (t >= span[k].end - span[k].begin) continue;
-        x[k] = load_vector<Float4>(load(a.terms + (span[k].begin + t)), vector[k]);
-        more = 1;
+        const bool in_span = t < span[k].end - span[k].begin;
+        term[k] = in_span ? load(a.terms + (span[k].begin + t)) : Ptr<float>{};
+        more = more || in_span;
+      }
+      Float4 x[kInFlight];
+      for (uint32_t k = 0; k < kInFlight; ++k) {
+        x[k] = term[k] ? load_vector<Float4>(term[k], vector[k]) : Float4{};
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        if (t < span[k].end - span[k].begin) sum[k] = sum[k] + x[k];
+        if (term[k]) sum[k] = t == 0 ? x[k] : sum[k] + x[k];
       }
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {

@@ -1,0 +1,122 @@
+// How many blocks and threads a kernel gets, and how much shared memory.
+//
+// What: one function a kernel; gather_shape also fills in how its blocks are divided.
+// Invariants: any shape with a multiple of 32 threads up to kBlockThreads, and the shared memory that
+// is told here, gives the same result; the others would only be slower.
+// Callers: whoever launches.
+#ifndef FRUGAL_DEVICE_OPS_SHAPES_H_
+#define FRUGAL_DEVICE_OPS_SHAPES_H_
+
+#include "device/ops/kernels.h"
+#include "device/runtime.h"
+
+namespace frugal::device {
+
+inline constexpr uint32_t kBlockThreads = 256;  // at most; what kernels are compiled for
+
+// What a device has.
+struct Extent {
+  uint32_t processors = 132;
+  uint32_t link_blocks = 16;  // blocks that saturate the link to the host
+  uint32_t threads = kBlockThreads;  // of a block
+};
+
+// Enough blocks for `lanes` lanes, but no more than run at once: kernels loop over the rest.
+inline Shape shape_of(uint64_t lanes, uint64_t most_blocks, const Extent& e) {
+  const uint64_t blocks = (lanes + e.threads - 1) / e.threads;
+  const uint64_t most = most_blocks < 1 ? 1 : most_blocks;
+  return {static_cast<uint32_t>(blocks < 1 ? 1 : blocks < most ? blocks : most), e.threads, 0};
+}
+// 2,048 threads a processor.
+inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 2048 / e.threads; }
+
+// Lanes of `items` rows of `vectors` vectors, of which each lane handles `each`.
+inline uint64_t lanes_of(uint64_t items, const Cut& cut, uint32_t each) {
+  return (items * cut.tiles + each - 1) / each * cut.lanes;
+}
+// Where vectors of four floats are right for dim; outputs that do not allow them are rare, and then
+// each lane has four times as much to do.
+inline uint64_t row_lanes(uint64_t items, uint32_t dim, uint32_t each = 1) {
+  return lanes_of(items, dim % 4 == 0 ? cut_rows<Float4>(dim) : cut_rows<float>(dim), each);
+}
+
+inline Shape gather_shape(GatherArgs* a, const Extent& e = {}) {
+  const uint64_t hbm_items = uint64_t{a->hbm_items} + a->part.zeros;
+  const Shape host = shape_of(row_lanes(a->host_items, a->dim, kInFlight), e.link_blocks, e);
+  a->host_blocks = a->host_items == 0 ? 0 : host.blocks;
+  // The host's blocks leave most of their processors' time to the others.
+  const Shape hbm = shape_of(row_lanes(hbm_items, a->dim, kInFlight), all_blocks(e), e);
+  return {a->host_blocks + (hbm_items == 0 && a->host_blocks != 0 ? 0 : hbm.blocks), e.threads, 0};
+}
+
+inline Shape stage_shape(const StageArgs& a, const Extent& e = {}) {
+  return shape_of(lanes_of(a.count, cut_rows<Float4>(a.dim), kInFlight), e.link_blocks, e);
+}
+
+inline Shape fill_shape(const FillArgs& a, const Extent& e = {}) {
+  const Cut cut = cut_vectors((a.dim + 3) / 4 + a.state_floats / 4);
+  return shape_of(lanes_of(a.count, cut, kInFlight), e.link_blocks, e);
+}
+
+inline Shape place_shape(const PlaceArgs& a, const Extent& e = {}) {
+  const uint64_t lanes = uint64_t{a.part.distinct} * kWarp;
+  return shape_of(lanes > a.part.zeros ? lanes : a.part.zeros, all_blocks(e), e);
+}
+
+// `longest_bag`: keys of the longest bag.
+inline Shape pool_shape(const PoolArgs& a, uint64_t longest_bag, const Extent& e = {}) {
+  const uint32_t levels = fold_levels((longest_bag + kRun - 1) / kRun);
+  Extent shared = e;
+  // Short bags need no shared memory; for long ones there is less parallelism than memory.
+  if (levels > 4 && shared.threads > 64) shared.threads = 64;
+  Shape s = shape_of(row_lanes(a.bags, a.dim), all_blocks(shared), shared);
+  s.shared_bytes = levels * s.threads * static_cast<uint32_t>(sizeof(Float4));
+  return s;
+}
+
+inline Shape weight_grads_shape(const WeightGradArgs& a, const Extent& e = {}) {
+  return shape_of(uint64_t{a.keys} * kSumGroup, all_blocks(e), e);
+}
+
+inline Shape same_keys_shape(const SameKeysArgs& a, const Extent& e = {}) {
+  return shape_of(a.count, all_blocks(e), e);
+}
+
+inline Shape reduce_shape(const ReduceArgs& a, const Extent& e = {}) {
+  return shape_of(row_lanes(uint64_t{a.part.distinct} + a.heavy_runs, a.dim), all_blocks(e), e);
+}
+
+inline Shape combine_shape(const CombineArgs& a, const Extent& e = {}) {
+  const Cut cut = a.dim % 4 == 0 ? cut_rows<Float4>(a.dim) : cut_rows<float>(a.dim);
+  // No row has more runs than all of them.
+  auto levels = [&](uint32_t threads) {
+    return fold_levels((runs_of_piece(a.heavy_runs, threads / cut.lanes) + 3) / 4);
+  };
+  uint32_t threads = e.threads, most = levels(threads);
+  if (most > 8 && threads > 64) most = levels(threads = 64);  // 28 KiB, whatever there is
+  const uint64_t units = uint64_t{a.heavies} * cut.tiles;
+  Extent shared = e;
+  shared.threads = threads;
+  Shape s = shape_of(units * threads, all_blocks(shared), shared);
+  // At least the sums of pieces.
+  s.shared_bytes = (most < 1 ? 1 : most) * threads * static_cast<uint32_t>(sizeof(Float4));
+  return s;
+}
+
+// `keys`: of the push.
+inline Shape expand_shape(const ExpandArgs& a, uint64_t keys, const Extent& e = {}) {
+  return shape_of(row_lanes(keys, a.dim), all_blocks(e), e);
+}
+
+inline Shape sum_terms_shape(const SumTermsArgs& a, const Extent& e = {}) {
+  return shape_of(lanes_of(a.count, cut_rows<Float4>(a.dim), kInFlight), e.link_blocks, e);
+}
+
+inline Shape apply_shape(const ApplyArgs& a, const Extent& e = {}) {
+  const uint32_t lanes = cut_rows<Float4>(a.dim).lanes;
+  return shape_of(uint64_t{a.count} * lanes, all_blocks(e), e);
+}
+
+}  // namespace frugal::device
+
+#endif  // FRUGAL_DEVICE_OPS_SHAPES_H_

@@ -1,0 +1,89 @@
+// Which memory a kernel may use: device memory of its device, and host memory while it is pinned.
+//
+// What: device memory lies twice in the address space of the process. What Ptr holds is reserved and
+// never readable; kernels are let through to a second mapping. So a host access of device memory is a
+// segmentation fault, as it would be on a GPU. Addresses of freed memory are not used again while the
+// device is open. Fresh memory is filled with garbage.
+// Invariants: a section (one block of a kernel, a copy) sees the ranges that existed when it began, and
+// what it may see stays mapped until it has ended: free and unpin wait for that. They wait for no
+// kernel that has not begun, unlike CUDA's: memory that a later kernel uses is a fault of the caller.
+// Threads: any. Sections take no lock.
+// Callers: block.cpp, stream.cpp, runtime.cpp.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <string>
+
+namespace frugal::device::sim {
+
+inline constexpr int32_t kHostMemory = -1;
+
+// [begin, end) as kernels name it; a byte of it lies at address + offset.
+struct Range {
+  uint64_t begin, end;
+  uint64_t offset;
+  int32_t device;  // or kHostMemory
+};
+
+struct SectionSlot {
+  uint64_t epoch = 0;  // in which a section began; 0: none
+  bool used = false;
+  SectionSlot* next = nullptr;
+};
+
+enum class Access : int32_t { kRead, kWrite, kAdd };
+
+// The ranges at the start of a section. One section at a time for each object; the object belongs to
+// one thread.
+class Section {
+ public:
+  Section();
+  ~Section();
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+  void begin();
+  void end();
+  // The range that holds [address, address + bytes), or null. Valid until end().
+  const Range* find(uint64_t address, size_t bytes);
+
+ private:
+  static constexpr uint32_t kCached = 4;
+  SectionSlot* slot_;
+  const Range* ranges_ = nullptr;
+  size_t count_ = 0;
+  const Range* cached_[kCached];
+  uint32_t next_ = 0;
+};
+
+enum class MemoryError : int32_t {
+  kNone,
+  kLimit,       // the limit that was set
+  kNoMemory,    // of this machine
+  kUnaligned,   // no page boundary
+  kUnmapped,    // no memory of this process
+  kTwice,       // overlaps what is pinned already
+};
+
+// Of one device: `device` tells them apart. garbage: the byte that fills it.
+MemoryError add_device_memory(int32_t device, size_t bytes, uint8_t garbage, uint64_t* address);
+// False: no allocation begins there.
+bool free_device_memory(int32_t device, uint64_t address, size_t* bytes);
+// All of a device's, at its end.
+void free_all_device_memory(int32_t device);
+
+MemoryError pin_memory(uint64_t address, size_t bytes);
+bool unpin_memory(uint64_t address);
+void set_pinnable_bytes(uint64_t bytes);
+struct Pinned {
+  uint64_t ranges, bytes;
+};
+Pinned pinned_memory();
+
+// What lies at an address: the range, copied, if any.
+bool range_of(uint64_t address, Range* out);
+// Why `device` may not access the address: an English sentence's end.
+std::string why_not(int32_t device, uint64_t address, size_t bytes, Access access);
+
+}  // namespace frugal::device::sim

@@ -1,0 +1,624 @@
+#include "device/sim/sim.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <set>
+#include <system_error>
+#include <unordered_map>
+#include <utility>
+
+#include "device/sim/memory.h"
+#include "device/sim/order.h"
+#include "device/sim/stream.h"
+
+namespace frugal::device::sim {
+namespace {
+
+// The codes that CUDA has for it.
+enum Code : int32_t {
+  kInvalidValue = 1,
+  kMemoryAllocation = 2,
+  kInvalidConfiguration = 9,
+  kInvalidDeviceFunction = 98,
+  kNoSuchDevice = 101,
+  kInvalidHandle = 400,
+  kLaunchFailure = 719,
+  kAlreadyRegistered = 712,
+  kCaptureUnsupported = 900,
+};
+
+Result misuse(const char* call, int32_t code, const char* text) {
+  return {ErrorKind::kMisuse, code, call, text};
+}
+
+Result no_memory(const char* call, const char* text) {
+  return {ErrorKind::kOutOfMemory, kMemoryAllocation, call, text};
+}
+
+constexpr size_t kMaxNames = 256;  // of kernels
+constexpr const char* kNoHostMemory = "out of host memory";
+
+// Of streams and events, over all devices; none is used twice.
+void* new_handle() {
+  static std::atomic<uintptr_t> last{0x51000000};
+  return reinterpret_cast<void*>(++last);
+}
+
+class SimRuntime final : public Sim {
+ public:
+  SimRuntime(uint32_t index, int32_t device)
+      : device_(device), health_(std::make_shared<Health>(device)) {
+    snprintf(name_, sizeof name_, "sim:%u", index);
+  }
+  ~SimRuntime() override;
+
+  const char* name() const override { return name_; }
+  DeviceInfo info() const override;
+  Result alloc(size_t bytes, Ptr<char>* out) override;
+  void free(Ptr<char> p) override;
+  Result pin(void* p, size_t bytes) override;
+  void unpin(void* p) override;
+  Result kind_of(const void* p, Memory* out) override;
+  Result create_stream(Priority priority, Stream* out) override;
+  void destroy_stream(Stream s) override;
+  Result create_event(Event* out) override;
+  void destroy_event(Event e) override;
+  Result record(Event e, Stream s) override;
+  Result wait(Stream s, Event e) override;
+  Result query(Event e, bool* passed) override;
+  Result synchronize(Event e, uint64_t timeout_ns, bool* passed) override;
+  Result capturing(Stream s, bool* out) override;
+  Result copy(Ptr<char> to, Ptr<char> from, size_t bytes, Stream s) override;
+  Result fill(Ptr<char> to, int value, size_t bytes, Stream s) override;
+  Result launch(uint32_t kernel, const Shape& shape, const void* arguments, size_t bytes,
+                Stream s) override;
+
+  void set_seed(uint64_t seed) override;
+  void set_delays(const Delays& delays) override;
+  void fail_after(uint64_t n, ErrorKind kind, bool forever) override;
+  uint64_t calls() const override;
+  void set_memory_bytes(uint64_t bytes) override;
+  void set_capturing(Stream s, bool capturing) override;
+  uint64_t capture_violations() const override;
+  Live live() const override;
+  std::vector<std::string> launched() const override;
+  void set_test_kernels(const KernelEntry* kernels, uint32_t count) override;
+
+ private:
+  using StreamRef = std::shared_ptr<StreamThread>;
+  using MarkRef = std::shared_ptr<Mark>;
+
+  // What every call with a Result begins with: sticky faults, failures on request.
+  Result begin(const char* call);
+  Result faulted(const char* call) const;
+  // A call without a Result that makes no sense: a fault, so that it does not go unnoticed.
+  void fault(const char* call, const void* what);
+  StreamRef new_stream();
+  void retire(const StreamRef& stream);
+  StreamRef find_stream(Stream s);
+  void need_default();
+  Result enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation,
+                 const Event* event);
+  Result mark_of(const char* call, Event e, MarkRef* out);
+  Result passed(const char* call, Event e, uint64_t timeout_ns, bool* passed);
+  bool usable(uint64_t address) const;
+  template <class F>
+  Result guarded(const char* call, F f);
+
+  // Tells its memory; another one each time that the device is opened.
+  const int32_t device_;
+  const std::shared_ptr<Health> health_;
+  char name_[16];
+
+  // Of all that follows. Threads that call are ordered by it only where ThreadSanitizer does not see.
+  mutable std::mutex mutex_;
+  std::unordered_map<void*, StreamRef> streams_;
+  std::unordered_map<void*, MarkRef> events_;  // and their last records
+  std::vector<StreamRef> retired_;  // destroyed, may still work
+  StreamRef default_;
+  uint64_t seed_ = 1, created_ = 0, calls_ = 0, violations_ = 0;
+  Delays delays_;
+  uint64_t fail_in_ = 0;
+  ErrorKind fail_kind_ = ErrorKind::kNone;
+  bool fail_forever_ = false;
+  uint64_t memory_limit_ = uint64_t{1} << 30, allocations_ = 0, allocated_ = 0;
+  Random random_{1};
+  std::set<const char*> launched_;  // names, static
+  const KernelEntry* test_kernels_ = nullptr;
+  uint32_t test_kernel_count_ = 0;
+};
+
+SimRuntime::~SimRuntime() {
+  {
+    Unseen unseen;
+    for (auto& [handle, stream] : streams_) retired_.push_back(stream);
+    if (default_) retired_.push_back(default_);
+    for (const StreamRef& stream : retired_) stream->close();
+  }
+  for (const StreamRef& stream : retired_) stream->join();
+  free_all_device_memory(device_);
+  Unseen unseen;
+  events_.clear();
+  streams_.clear();
+  retired_.clear();
+  default_.reset();
+}
+
+Result SimRuntime::faulted(const char* call) const {
+  return {ErrorKind::kFault, kLaunchFailure, call, health_->text};
+}
+
+Result SimRuntime::begin(const char* call) {
+  if (health_->failed()) return faulted(call);
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++calls_;
+  if (fail_in_ == 0 || --fail_in_ > 0) return {};
+  if (fail_forever_) fail_in_ = 1;
+  switch (fail_kind_) {
+    case ErrorKind::kNone: return {};
+    case ErrorKind::kFault:
+      health_->fail("a failure that was asked for");
+      return faulted(call);
+    case ErrorKind::kOutOfMemory: return no_memory(call, "a failure that was asked for");
+    default: return {fail_kind_, kInvalidValue, call, "a failure that was asked for"};
+  }
+}
+
+void SimRuntime::fault(const char* call, const void* what) {
+  Unseen unseen;
+  char text[kFaultText];
+  snprintf(text, sizeof text, "%s of 0x%llx, which does not exist", call,
+           static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(what)));
+  health_->fail(text);
+}
+
+// No exception leaves the Runtime.
+template <class F>
+Result SimRuntime::guarded(const char* call, F f) {
+  Result result = begin(call);
+  if (!result.ok()) return result;
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return no_memory(call, kNoHostMemory);
+  } catch (const std::system_error&) {
+    return no_memory(call, "no thread for a stream");
+  }
+}
+
+DeviceInfo SimRuntime::info() const {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  DeviceInfo info = {};
+  snprintf(info.name, sizeof info.name, "CUDA seam on the host (slow, for tests)");
+  info.memory_bytes = memory_limit_;
+  info.processors = 4;
+  return info;
+}
+
+// --- Memory -------------------------------------------------------------------------------------
+
+Result SimRuntime::alloc(size_t bytes, Ptr<char>* out) {
+  return guarded("alloc", [&]() -> Result {
+    uint8_t garbage;
+    {
+      Unseen unseen;
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (bytes == 0) return misuse("alloc", kInvalidValue, "no bytes");
+      if (memory_limit_ - std::min(memory_limit_, allocated_) < bytes)
+        return no_memory("alloc", "out of device memory");
+      allocated_ += bytes;
+      ++allocations_;
+      constexpr uint8_t kGarbage[4] = {0xff, 0xfb, 0xcd, 0x7f};
+      garbage = kGarbage[random_.below(4)];
+    }
+    uint64_t address = 0;
+    if (add_device_memory(device_, bytes, garbage, &address) != MemoryError::kNone) {
+      Unseen unseen;
+      std::lock_guard<std::mutex> lock(mutex_);
+      allocated_ -= bytes;
+      --allocations_;
+      return no_memory("alloc", kNoHostMemory);
+    }
+    *out = {address};
+    return {};
+  });
+}
+
+void SimRuntime::free(Ptr<char> p) {
+  if (!p) return;
+  size_t bytes = 0;
+  if (!free_device_memory(device_, p.address, &bytes))
+    return fault("free", reinterpret_cast<void*>(p.address));
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  allocated_ -= bytes;
+  --allocations_;
+}
+
+Result SimRuntime::pin(void* p, size_t bytes) {
+  return guarded("pin", [&]() -> Result {
+    if (!p || bytes == 0) return misuse("pin", kInvalidValue, "no bytes");
+    switch (pin_memory(reinterpret_cast<uint64_t>(p), bytes)) {
+      case MemoryError::kNone: return {};
+      case MemoryError::kLimit: return no_memory("pin", "out of memory that can be pinned");
+      case MemoryError::kNoMemory: return no_memory("pin", kNoHostMemory);
+      case MemoryError::kUnaligned: return misuse("pin", kInvalidValue, "not on a page boundary");
+      case MemoryError::kUnmapped: return misuse("pin", kInvalidValue, "not mapped");
+      case MemoryError::kTwice: break;
+    }
+    return misuse("pin", kAlreadyRegistered, "part or all of it is pinned");
+  });
+}
+
+void SimRuntime::unpin(void* p) {
+  if (!unpin_memory(reinterpret_cast<uint64_t>(p))) fault("unpin", p);
+}
+
+Result SimRuntime::kind_of(const void* p, Memory* out) {
+  return guarded("kind_of", [&]() -> Result {
+    Range range;
+    if (!range_of(reinterpret_cast<uint64_t>(p), &range))
+      *out = Memory::kPageable;
+    else if (range.device == kHostMemory)
+      *out = Memory::kPinned;
+    else
+      *out = range.device == device_ ? Memory::kDevice : Memory::kOther;
+    return {};
+  });
+}
+
+// --- Streams and events -------------------------------------------------------------------------
+
+// What a thread runs is seen, the table of streams is not.
+SimRuntime::StreamRef SimRuntime::new_stream() {
+  uint64_t seed;
+  Delays delays;
+  {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto ended = [](const StreamRef& stream) {
+      if (!stream->ended()) return false;
+      stream->join();
+      return true;
+    };
+    retired_.erase(std::remove_if(retired_.begin(), retired_.end(), ended), retired_.end());
+    seed = mix(seed_ + mix(++created_));
+    delays = delays_;
+  }
+  auto stream = std::make_shared<StreamThread>(health_, seed, delays);
+  stream->start();
+  return stream;
+}
+
+// `mutex_` is held.
+void SimRuntime::retire(const StreamRef& stream) {
+  retired_.push_back(stream);
+  stream->close();
+}
+
+Result SimRuntime::create_stream(Priority, Stream* out) {
+  return guarded("create_stream", [&]() -> Result {
+    StreamRef stream = new_stream();
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    out->handle = new_handle();
+    streams_.emplace(out->handle, std::move(stream));
+    return {};
+  });
+}
+
+// As in CUDA it returns at once, and what the stream still has to do is done.
+void SimRuntime::destroy_stream(Stream s) {
+  Unseen unseen;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto at = streams_.find(s.handle);
+  if (at == streams_.end()) return fault("destroy_stream", s.handle);
+  retire(at->second);
+  streams_.erase(at);
+}
+
+Result SimRuntime::create_event(Event* out) {
+  return guarded("create_event", [&]() -> Result {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    out->handle = new_handle();
+    events_.emplace(out->handle, nullptr);
+    return {};
+  });
+}
+
+void SimRuntime::destroy_event(Event e) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (events_.erase(e.handle) == 0) fault("destroy_event", e.handle);
+}
+
+// Null: no such stream. The lock is held.
+SimRuntime::StreamRef SimRuntime::find_stream(Stream s) {
+  if (!s.handle) return default_;
+  const auto at = streams_.find(s.handle);
+  return at == streams_.end() ? nullptr : at->second;
+}
+
+void SimRuntime::need_default() {
+  {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (default_) return;
+  }
+  StreamRef stream = new_stream();
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (default_)
+    retire(stream);
+  else
+    default_ = std::move(stream);
+}
+
+// With an event, its record: the operation's mark becomes what the event stands for.
+Result SimRuntime::enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation,
+                           const Event* event) {
+  if (!s.handle) need_default();
+  release_order(operation.get());
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const StreamRef stream = find_stream(s);
+  if (!stream) return misuse(call, kInvalidHandle, "no such stream");
+  if (stream->capturing) {
+    ++violations_;
+    return misuse(call, kCaptureUnsupported, "the stream is being captured");
+  }
+  if (!event) {
+    stream->add(std::move(operation));
+    return {};
+  }
+  const auto at = events_.find(event->handle);
+  if (at == events_.end()) return misuse(call, kInvalidHandle, "no such event");
+  const MarkRef mark = operation->mark;
+  mark->stream = stream;
+  mark->position = stream->add(std::move(operation));
+  at->second = mark;
+  return {};
+}
+
+Result SimRuntime::record(Event e, Stream s) {
+  return guarded("record", [&] {
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Operation::Kind::kRecord;
+    operation->mark = std::make_shared<Mark>();
+    return enqueue("record", s, std::move(operation), &e);
+  });
+}
+
+Result SimRuntime::mark_of(const char* call, Event e, MarkRef* out) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = events_.find(e.handle);
+  if (at == events_.end()) return misuse(call, kInvalidHandle, "no such event");
+  *out = at->second;
+  return {};
+}
+
+Result SimRuntime::wait(Stream s, Event e) {
+  return guarded("wait", [&] {
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Operation::Kind::kWait;
+    {
+      Unseen unseen;
+      // What was recorded last before this call; nothing: nothing to wait for.
+      const Result result = mark_of("wait", e, &operation->mark);
+      if (!result.ok() || !operation->mark) return result;
+    }
+    return enqueue("wait", s, std::move(operation), nullptr);
+  });
+}
+
+Result SimRuntime::passed(const char* call, Event e, uint64_t timeout_ns, bool* passed) {
+  return guarded(call, [&]() -> Result {
+    MarkRef mark;
+    {
+      Unseen unseen;
+      const Result result = mark_of(call, e, &mark);
+      if (!result.ok()) return result;
+    }
+    *passed = !mark || StreamThread::wait(mark, timeout_ns);
+    Unseen unseen;
+    mark.reset();
+    // Operations that were passed over did not do what the event stands for.
+    return health_->failed() ? faulted(call) : Result();
+  });
+}
+
+Result SimRuntime::query(Event e, bool* out) { return passed("query", e, 0, out); }
+
+Result SimRuntime::synchronize(Event e, uint64_t timeout_ns, bool* out) {
+  return passed("synchronize", e, std::max<uint64_t>(timeout_ns, 1), out);
+}
+
+Result SimRuntime::capturing(Stream s, bool* out) {
+  return guarded("capturing", [&]() -> Result {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const StreamRef stream = find_stream(s);
+    if (s.handle && !stream) return misuse("capturing", kInvalidHandle, "no such stream");
+    *out = stream && stream->capturing;
+    return {};
+  });
+}
+
+// --- Work ---------------------------------------------------------------------------------------
+
+// Whether a copy is allowed at all; whether it fits is seen when it runs.
+bool SimRuntime::usable(uint64_t address) const {
+  Range range;
+  return range_of(address, &range) && (range.device == device_ || range.device == kHostMemory);
+}
+
+Result SimRuntime::copy(Ptr<char> to, Ptr<char> from, size_t bytes, Stream s) {
+  return guarded("copy", [&] {
+    if (bytes == 0) return Result();
+    if (!usable(to.address) || !usable(from.address))
+      return misuse("copy", kInvalidValue, "neither memory of the device nor pinned");
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Operation::Kind::kCopy;
+    operation->to = to.address;
+    operation->from = from.address;
+    operation->bytes = bytes;
+    return enqueue("copy", s, std::move(operation), nullptr);
+  });
+}
+
+Result SimRuntime::fill(Ptr<char> to, int value, size_t bytes, Stream s) {
+  return guarded("fill", [&] {
+    if (bytes == 0) return Result();
+    if (!usable(to.address))
+      return misuse("fill", kInvalidValue, "neither memory of the device nor pinned");
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Operation::Kind::kFill;
+    operation->to = to.address;
+    operation->value = value;
+    operation->bytes = bytes;
+    return enqueue("fill", s, std::move(operation), nullptr);
+  });
+}
+
+Result SimRuntime::launch(uint32_t kernel, const Shape& shape, const void* arguments, size_t bytes,
+                          Stream s) {
+  return guarded("launch", [&]() -> Result {
+    const KernelEntry* entry = nullptr;
+    {
+      Unseen unseen;
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (kernel < kTestKernels)
+        entry = kernel_entry(kernel);
+      else if (kernel - kTestKernels < test_kernel_count_)
+        entry = &test_kernels_[kernel - kTestKernels];
+    }
+    if (!entry || !entry->run) return misuse("launch", kInvalidDeviceFunction, "no such kernel");
+    if (bytes != entry->bytes || bytes > kMaxArguments)
+      return misuse("launch", kInvalidValue, "arguments of another size");
+    if (shape.blocks == 0 || shape.blocks > INT32_MAX || shape.threads == 0 ||
+        shape.threads > kMaxThreads || shape.threads % kWarp != 0 ||
+        shape.shared_bytes > kMaxShared)
+      return misuse("launch", kInvalidConfiguration, "no such shape");
+    auto operation = std::make_unique<Operation>();
+    operation->kind = Operation::Kind::kKernel;
+    operation->kernel = entry;
+    operation->shape = shape;
+    const char* from = static_cast<const char*>(arguments);
+    operation->arguments.assign(from, from + bytes);
+    const Result result = enqueue("launch", s, std::move(operation), nullptr);
+    if (result.ok()) {
+      Unseen unseen;
+      std::lock_guard<std::mutex> lock(mutex_);
+      launched_.insert(entry->name);
+    }
+    return result;
+  });
+}
+
+// --- For tests ----------------------------------------------------------------------------------
+
+void SimRuntime::set_seed(uint64_t seed) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  seed_ = seed;
+  created_ = 0;
+  random_ = Random(seed);
+}
+
+void SimRuntime::set_delays(const Delays& delays) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  delays_ = delays;
+}
+
+void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  fail_in_ = n;
+  fail_kind_ = kind;
+  fail_forever_ = forever;
+}
+
+uint64_t SimRuntime::calls() const {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return calls_;
+}
+
+void SimRuntime::set_memory_bytes(uint64_t bytes) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  memory_limit_ = bytes;
+}
+
+void SimRuntime::set_capturing(Stream s, bool capturing) {
+  if (!s.handle) need_default();
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const StreamRef stream = find_stream(s)) stream->capturing = capturing;
+}
+
+uint64_t SimRuntime::capture_violations() const {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  return violations_;
+}
+
+Live SimRuntime::live() const {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Pinned pinned = pinned_memory();
+  return {allocations_, allocated_, streams_.size(), events_.size(), pinned.ranges, pinned.bytes};
+}
+
+std::vector<std::string> SimRuntime::launched() const {
+  std::vector<const char*> names(kMaxNames, nullptr);
+  {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::copy_n(launched_.begin(), std::min<size_t>(launched_.size(), kMaxNames), names.begin());
+  }
+  std::vector<std::string> out;
+  for (const char* name : names)
+    if (name) out.push_back(name);
+  return out;
+}
+
+void SimRuntime::set_test_kernels(const KernelEntry* kernels, uint32_t count) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  test_kernels_ = kernels;
+  test_kernel_count_ = count;
+}
+
+}  // namespace
+
+Result open_sim(uint32_t index, std::shared_ptr<Runtime>* out) {
+  static std::mutex mutex;
+  static int32_t opened = 0;
+  static std::weak_ptr<SimRuntime>* const open = new std::weak_ptr<SimRuntime>[kDevices];
+  if (index >= kDevices)
+    return {ErrorKind::kNoDevice, kNoSuchDevice, "open", "sim has devices 0 to 7"};
+  try {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::shared_ptr<SimRuntime> runtime = open[index].lock();
+    if (!runtime) {
+      runtime = std::make_shared<SimRuntime>(index, ++opened);
+      open[index] = runtime;
+    }
+    *out = std::move(runtime);
+    return {};
+  } catch (const std::bad_alloc&) {
+    return no_memory("open", kNoHostMemory);
+  }
+}
+
+}  // namespace frugal::device::sim

@@ -1,0 +1,83 @@
+// "sim:N": the Runtime on the host, and what tests may ask of it.
+//
+// What: streams are threads, kernels run in fibers, device memory is memory that the host cannot
+// touch. All that CUDA leaves open is random: when an operation of a stream starts, in which order
+// blocks run, and threads between barriers. Calls fail on request.
+// Invariants: never prints, never aborts. A fault (docs/cuda.md, section 3) is sticky: every later call
+// on the device answers with it, and what its streams still hold is passed over.
+// Threads: any, several at once.
+// Callers: runtime.cpp; tests.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/runtime.h"
+
+namespace frugal::device::sim {
+
+// How a kernel is found: its arguments' size, and a call of its body.
+struct KernelEntry {
+  const char* name;
+  size_t bytes;
+  void (*run)(const void* arguments);
+};
+
+// The kernels of ops/kernels.h, by number.
+const KernelEntry* kernel_entry(uint32_t number);
+
+// What happens to an operation of a stream before it starts, each in percent of operations.
+struct Delays {
+  uint32_t yields = 25;   // its thread yields a few times
+  uint32_t sleeps = 8;    // for up to sleep_us
+  uint32_t holds = 4;     // until somebody waits for it or for what follows it, or hold_us
+  uint32_t sleep_us = 200;
+  uint32_t hold_us = 3000;
+};
+
+struct Live {
+  uint64_t allocations, bytes;      // of the device
+  uint64_t streams, events;         // created and not destroyed
+  uint64_t pinned, pinned_bytes;    // of the process
+};
+
+class Sim : public Runtime {
+ public:
+  // Of the streams that are created from now on.
+  virtual void set_seed(uint64_t seed) = 0;
+  virtual void set_delays(const Delays& delays) = 0;
+
+  // The n-th call from now that has a Result fails with `kind`, or it and all behind it; 0: none does.
+  // kFault stays anyhow.
+  virtual void fail_after(uint64_t n, ErrorKind kind, bool forever) = 0;
+  // Calls so far that fail_after counts.
+  virtual uint64_t calls() const = 0;
+
+  virtual void set_memory_bytes(uint64_t bytes) = 0;
+
+  // A stream that is being captured: any operation on it is misuse, and counted.
+  virtual void set_capturing(Stream s, bool capturing) = 0;
+  virtual uint64_t capture_violations() const = 0;
+
+  virtual Live live() const = 0;
+  // Names of the kernels that were launched.
+  virtual std::vector<std::string> launched() const = 0;
+  // Kernels of a test, with the numbers from kTestKernels on. Before the first of their launches;
+  // the array is used in place.
+  static constexpr uint32_t kTestKernels = 1u << 16;
+  virtual void set_test_kernels(const KernelEntry* kernels, uint32_t count) = 0;
+};
+
+// Of the process: what may be pinned.
+void set_pinnable_bytes(uint64_t bytes);
+
+inline constexpr uint32_t kDevices = 8;
+
+// Opens device `index`, which is a Sim. Several calls give the same while it lives.
+Result open_sim(uint32_t index, std::shared_ptr<Runtime>* out);
+
+}  // namespace frugal::device::sim

@@ -1,0 +1,150 @@
+// What trainers on GPUs have in flight: joining, landing, failing (docs/cuda.md, section 7).
+#include <algorithm>
+
+#include "base/fpenv.h"
+#include "engine/wait.h"
+
+namespace frugal {
+
+Status Engine::join_gpu(const char* device, std::shared_ptr<Gpu>* out) {
+  std::shared_ptr<device::Runtime> runtime;
+  FRUGAL_TRY(device_status(device::open_runtime(device, &runtime), device));
+  Vector<TableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!pinner_) {
+      pinner_ = device_pinner(runtime);
+      pinned_.pin_with(pinner_);
+    }
+    tables = tables_;
+    has_gpus_.store(true);
+  }
+  for (const TableRef& t : tables) FRUGAL_TRY(t->rows.pin(pinner_));
+  return Gpu::open(std::move(runtime), pinned_, out);
+}
+
+Status Engine::set_stream(Trainer& t, void* stream) {
+  // No call of the step protocol: an abort is told by the next one.
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(check());
+  if (!t.gpu)
+    return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams", t.rank);
+  return t.gpu->set_stream(stream);
+}
+
+// --- Landing -------------------------------------------------------------------------------------
+
+bool Engine::land() {
+  if (in_flight_.load() == 0) return false;
+  Vector<FlightRef> flights;
+  Vector<std::shared_ptr<Arrival>> arrivals;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& [step, record] : records_)
+      flights.insert(flights.end(), record.flights.begin(), record.flights.end());
+    arrivals = arrivals_;
+  }
+  bool any = false;
+  for (const FlightRef& f : flights) {
+    if (!f->ask()) continue;
+    if (f->failed.load())
+      device_failed(f->rank);
+    else
+      any = true;
+  }
+  for (const auto& a : arrivals) any |= a->ask();
+  if (!any) return false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    uint32_t left = 0;
+    auto landed = [&](const auto& f) { return f->landed.load() && !f->failed.load(); };
+    for (auto& [step, record] : records_)
+      left += static_cast<uint32_t>(std::erase_if(record.flights, landed));
+    left += static_cast<uint32_t>(std::erase_if(arrivals_, [&](const std::shared_ptr<Arrival>& a) {
+      if (!a->arrived.load()) return false;
+      for (const PartRef& p : a->parts)
+        if (p->state.load() == Part::kArriving) {
+          p->state.store(Part::kDeclared);
+          ++unresolved_;
+        }
+      return true;
+    }));
+    in_flight_.fetch_sub(left);
+  }
+  flights.clear();  // without mu_: their memory goes back
+  arrivals.clear();
+  (void)commit_ready();  // what it cannot do it tells by the engine's health
+  wake_workers();
+  progress();
+  return true;
+}
+
+Status Engine::land_all(Deadline deadline) {
+  if (in_flight_.load() == 0) return FRUGAL_OK;
+  auto none = [&] {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& [step, record] : records_)
+      if (!record.flights.empty()) return false;
+    return true;
+  };
+  Status s = wait(deadline, nullptr, none, [] { return false; });
+  if (s == FRUGAL_ERR_TIMEOUT)
+    return fail(s, "waited for the device to end steps that ranks have ended; call again");
+  return s;
+}
+
+// The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot be
+// told later. May be repeated.
+Status Engine::end_flight(Trainer& t, bool* nan) {
+  Flight* f = t.gpu->current_flight();
+  if (!f) return FRUGAL_OK;
+  // Several pushes are joined on the host.
+  for (auto& [raw, push] : t.pushes) f->must_land |= !push.tail.empty();
+  FRUGAL_TRY(f->end());
+  if (!f->must_land) return FRUGAL_OK;
+  while (!f->ask(1000000)) {
+    FRUGAL_TRY(check());
+    if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  }
+  FRUGAL_TRY(t.gpu->sticky() ? enter(t) : FRUGAL_OK);
+  for (const uint32_t* word : f->nan_flags) *nan |= *word != 0;
+  return FRUGAL_OK;
+}
+
+// A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
+// the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call that the
+// undoing waits for.
+void Engine::device_failed(uint32_t rank) {
+  TrainerRef t;
+  try {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (closed_.load()) return;
+    t = ranks_[rank];
+    if (t && t->gpu && t->gpu->sticky()) {
+      if (t->reaped.exchange(true)) return;
+      reapers_.reserve(reapers_.size() + 1);
+      reapers_.emplace_back([this, t] {
+        FpEnvironment fp;
+        try {
+          (void)undo(*t, Undo::kFailed);
+        } catch (const std::bad_alloc&) {
+          fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+        }
+      });
+      return;
+    }
+  } catch (...) {  // no memory for a thread
+  }
+  // The rank has left, and what it left behind will never be complete.
+  fail_background(FRUGAL_ERR_DEVICE);
+}
+
+// A part that nobody has begun to resolve: nobody will. With mu_ held.
+void Engine::never_resolve(Part& p, Part::State instead) {
+  uint32_t was = p.state.load();
+  if (was != Part::kArriving && was != Part::kDeclared) return;
+  p.state.store(instead);
+  if (was == Part::kDeclared) --unresolved_;
+}
+
+}  // namespace frugal

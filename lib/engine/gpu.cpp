@@ -1,0 +1,467 @@
+#include "engine/gpu.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace frugal {
+
+using device::ErrorKind;
+using device::Ptr;
+using device::Result;
+
+namespace {
+
+constexpr uint64_t kAskNs = 1000000;  // one look at an event by somebody who must wait for it
+
+Ptr<char> visible(const void* pinned) {
+  return device::Runtime::visible(const_cast<void*>(pinned));
+}
+
+class RuntimePinner : public Pinner {
+ public:
+  explicit RuntimePinner(std::shared_ptr<device::Runtime> runtime) : runtime_(std::move(runtime)) {}
+  Status pin(void* p, size_t bytes) override {
+    return device_status(runtime_->pin(p, bytes), "pinning host memory");
+  }
+  void unpin(void* p) noexcept override { runtime_->unpin(p); }
+
+ private:
+  std::shared_ptr<device::Runtime> runtime_;
+};
+
+}  // namespace
+
+Status device_status(const Result& r, const char* what) {
+  if (r.ok()) return FRUGAL_OK;
+  Status status = r.kind == ErrorKind::kOutOfMemory ? FRUGAL_ERR_OUT_OF_MEMORY
+                  : r.kind == ErrorKind::kMisuse    ? FRUGAL_ERR_INVALID_ARGUMENT
+                                                    : FRUGAL_ERR_DEVICE;
+  return fail_device(status, r.code, "%s: %s: %s (error %d)", what, r.call, r.text, r.code);
+}
+
+std::shared_ptr<Pinner> device_pinner(std::shared_ptr<device::Runtime> runtime) {
+  return std::make_shared<RuntimePinner>(std::move(runtime));
+}
+
+// --- Device memory -------------------------------------------------------------------------------
+
+DeviceBuffer::~DeviceBuffer() {
+  if (!pool_) return;
+  std::lock_guard<std::mutex> lock(pool_->mu_);
+  try {
+    pool_->free_.emplace(capacity_, at_);
+  } catch (...) {
+    pool_->runtime_->free(at_);
+  }
+}
+
+DevicePool::~DevicePool() {
+  for (auto& [capacity, at] : free_) runtime_->free(at);
+}
+
+Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
+  *out = {};
+  if (bytes == 0) return FRUGAL_OK;
+  const size_t capacity = BufferPool::capacity_for(bytes);
+  Ptr<char> at;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto found = free_.find(capacity);
+    if (found != free_.end()) {
+      at = found->second;
+      free_.erase(found);
+    }
+  }
+  if (!at) FRUGAL_TRY_DEVICE(runtime_->alloc(capacity, &at), "device memory");
+  out->pool_ = shared_from_this();
+  out->at_ = at;
+  out->capacity_ = capacity;
+  return FRUGAL_OK;
+}
+
+// --- In flight -----------------------------------------------------------------------------------
+
+namespace {
+
+// True when the event has passed, or never will.
+bool wait_for(Gpu& gpu, device::Event e) {
+  for (;;) {
+    bool passed = false;
+    Result r = gpu.runtime().synchronize(e, kAskNs, &passed);
+    if (!r.ok()) {
+      gpu.failed(r);
+      return true;
+    }
+    if (passed) return true;
+  }
+}
+
+}  // namespace
+
+PartOnDevice::~PartOnDevice() {
+  if (!uploaded.handle) return;
+  wait_for(*gpu, uploaded);  // long ago, but for declarations that were taken back at once
+  gpu->give_back(uploaded);
+}
+
+Arrival::~Arrival() {
+  if (!event.handle) return;
+  wait_for(*gpu, event);
+  gpu->give_back(event);
+}
+
+bool Arrival::ask() {
+  if (arrived.load(std::memory_order_acquire)) return true;
+  bool passed = false;
+  Result r = gpu->runtime().query(event, &passed);
+  gpu->failed(r);
+  if (!r.ok() || !passed) return false;
+  arrived.store(true, std::memory_order_release);
+  return true;
+}
+
+Status Flight::use(device::Stream s) {
+  landed.store(false);
+  for (device::Stream o : streams)
+    if (o.handle == s.handle) return FRUGAL_OK;
+  // Its event, too: the end of the step wants no memory.
+  streams.reserve(streams.size() + 1);
+  events.reserve(streams.size() + 1);
+  device::Event e;
+  FRUGAL_TRY(gpu->create_event(&e));
+  events.push_back(e);
+  streams.push_back(s);
+  return FRUGAL_OK;
+}
+
+Status Flight::end() {
+  // What has landed, and is ended again, has passed events already.
+  for (size_t i = 0; i < events.size(); ++i)
+    if (!events[i].handle) FRUGAL_TRY(gpu->create_event(&events[i]));
+  landed.store(false);
+  for (size_t i = 0; i < streams.size(); ++i) {
+    Result r = gpu->runtime().record(events[i], streams[i]);
+    gpu->failed(r);
+    FRUGAL_TRY(device_status(r, "the end of the step"));
+  }
+  return FRUGAL_OK;
+}
+
+bool Flight::ask(uint64_t timeout_ns) {
+  if (landed.load(std::memory_order_acquire)) return true;
+  std::unique_lock<std::mutex> lock(mu, std::try_to_lock);
+  if (!lock.owns_lock()) return false;  // somebody else asks
+  for (device::Event& e : events) {
+    if (!e.handle) continue;
+    bool passed = false;
+    Result r = timeout_ns ? gpu->runtime().synchronize(e, timeout_ns, &passed)
+                          : gpu->runtime().query(e, &passed);
+    if (!r.ok()) {
+      gpu->failed(r);
+      failed.store(true, std::memory_order_release);
+      break;
+    }
+    if (!passed) return false;
+    gpu->give_back(e);
+    e = {};
+  }
+  landed.store(true, std::memory_order_release);
+  return true;
+}
+
+Flight::~Flight() {
+  // Whatever the step has used is the device's until then, also when the step was undone.
+  if (!landed.load()) (void)end();
+  for (device::Event e : events) {
+    if (!e.handle) continue;
+    wait_for(*gpu, e);
+    gpu->give_back(e);
+  }
+}
+
+// --- A trainer's GPU -----------------------------------------------------------------------------
+
+Status Gpu::open(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned,
+                 std::shared_ptr<Gpu>* out) {
+  auto gpu = std::allocate_shared<Gpu>(HeapAllocator<Gpu>(), std::move(runtime), pinned);
+  FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kHigh, &gpu->upload_),
+                    "a stream of the engine");
+  FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kLow, &gpu->boundary_),
+                    "a stream of the engine");
+  FRUGAL_TRY(gpu->create_event(&gpu->boundary_done_));
+  *out = std::move(gpu);
+  return FRUGAL_OK;
+}
+
+Gpu::Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned)
+    : runtime_(std::move(runtime)),
+      pinned_(pinned),
+      memory_(std::allocate_shared<DevicePool>(HeapAllocator<DevicePool>(), runtime_)) {
+  extent_.processors = runtime_->info().processors;
+}
+
+Gpu::~Gpu() {
+  if (boundary_done_.handle) runtime_->destroy_event(boundary_done_);
+  if (boundary_.handle) runtime_->destroy_stream(boundary_);
+  for (device::Event e : events_) runtime_->destroy_event(e);
+  if (upload_.handle) runtime_->destroy_stream(upload_);
+}
+
+Status Gpu::create_event(device::Event* out) {
+  {
+    std::lock_guard<std::mutex> lock(events_mu_);
+    if (!events_.empty()) {
+      *out = events_.back();
+      events_.pop_back();
+      return FRUGAL_OK;
+    }
+  }
+  return device_status(runtime_->create_event(out), "an event of the engine");
+}
+
+void Gpu::give_back(device::Event e) {
+  std::lock_guard<std::mutex> lock(events_mu_);
+  try {
+    events_.push_back(e);
+  } catch (...) {
+    runtime_->destroy_event(e);
+  }
+}
+
+void Gpu::failed(const Result& r) {
+  if (r.kind != ErrorKind::kFault && r.kind != ErrorKind::kNoDevice) return;
+  std::lock_guard<std::mutex> lock(events_mu_);
+  if (failed_.load()) return;
+  failure_ = r;
+  failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
+}
+
+Status Gpu::ready() {
+  if (failed_.load(std::memory_order_acquire)) return device_status(failure_, "the device failed earlier");
+  bool capturing = false;
+  Result r = runtime_->capturing(stream_, &capturing);
+  failed(r);
+  FRUGAL_TRY(device_status(r, "the caller's stream"));
+  if (capturing)
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "the stream is being captured: end the capture, steps cannot be part of a graph");
+  return FRUGAL_OK;
+}
+
+Status Gpu::set_stream(void* stream) {
+  stream_ = {stream};
+  return ready();
+}
+
+Status Gpu::flight(uint32_t rank, uint64_t step, Flight** out) {
+  if (!flight_) {
+    auto f = std::allocate_shared<Flight>(HeapAllocator<Flight>());
+    f->gpu = shared_from_this();
+    f->rank = rank;
+    f->step = step;
+    flight_ = std::move(f);
+  }
+  *out = flight_.get();
+  return FRUGAL_OK;
+}
+
+// --- Pointers ------------------------------------------------------------------------------------
+
+Status Gpu::on_device(const void* p, const char* what, bool* out) {
+  *out = false;
+  if (!p) return FRUGAL_OK;
+  device::Memory kind;
+  Result r = runtime_->kind_of(p, &kind);
+  failed(r);
+  FRUGAL_TRY(device_status(r, what));
+  if (kind == device::Memory::kOther)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is memory of another device than %s", what,
+                runtime_->name());
+  *out = kind == device::Memory::kDevice || kind == device::Memory::kManaged;
+  return FRUGAL_OK;
+}
+
+Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
+  FRUGAL_TRY(pinned_.get(bytes, to));
+  Result r = runtime_->copy(visible(to->data()), {reinterpret_cast<uint64_t>(from)}, bytes, stream_);
+  failed(r);
+  return device_status(r, "copying from the device");
+}
+
+Status Gpu::wait_stream() {
+  device::Event e;
+  FRUGAL_TRY(create_event(&e));
+  Result r = runtime_->record(e, stream_);
+  if (r.ok()) wait_for(*this, e);
+  give_back(e);
+  failed(r);
+  FRUGAL_TRY(device_status(r, "waiting for the caller's stream"));
+  return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
+}
+
+Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
+  out->resize(n);
+  bool copied = false;
+  for (size_t i = 0; i < n; ++i) {
+    GpuOp& o = (*out)[i];
+    o.op = ops[i];
+    frugal_op& op = o.op;
+    if (op.struct_size != sizeof(frugal_op)) continue;  // is told where ops are checked
+    bool device = false;
+    if (op.keys && op.count) {
+      FRUGAL_TRY(on_device(op.keys, "frugal_op.keys", &device));
+      if (device) {
+        if (op.count > UINT32_MAX) continue;  // refused later, before a key is looked at
+        FRUGAL_TRY(copy_in(op.keys, op.count * sizeof(uint64_t), &o.keys));
+        op.keys = o.keys.as<uint64_t>();
+        copied = true;
+      }
+    }
+    if (op.pooling != FRUGAL_POOL_NONE && op.offsets && op.bags < UINT32_MAX) {
+      FRUGAL_TRY(on_device(op.offsets, "frugal_op.offsets", &device));
+      if (device) {
+        o.device_offsets = {reinterpret_cast<uint64_t>(op.offsets)};
+        FRUGAL_TRY(copy_in(op.offsets, (op.bags + 1) * sizeof(uint64_t), &o.offsets));
+        op.offsets = o.offsets.as<uint64_t>();
+        copied = true;
+      }
+    }
+    const float* rows = use == Use::kPush ? op.grads : op.rows_out;
+    FRUGAL_TRY(on_device(rows, use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
+                         &o.rows_on_device));
+    auto apart = [&](const char* what) {
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "frugal_op.%s is on the %s, the rows on the %s: give both on the same side", what,
+                  device ? "device" : "host", device ? "host" : "device");
+    };
+    FRUGAL_TRY(on_device(op.weights, "frugal_op.weights", &device));
+    if (device) {
+      if (!o.rows_on_device) return apart("weights");
+      o.device_weights = {reinterpret_cast<uint64_t>(op.weights)};
+    }
+    if (!op.weight_grads_out || use != Use::kPush) continue;
+    FRUGAL_TRY(on_device(op.weight_grads_out, "frugal_op.weight_grads_out", &device));
+    if (device != o.rows_on_device) return apart("weight_grads_out");
+    if (device) o.device_weight_grads = {reinterpret_cast<uint64_t>(op.weight_grads_out)};
+  }
+  return copied ? wait_stream() : FRUGAL_OK;
+}
+
+Status Gpu::begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out) {
+  auto a = std::allocate_shared<Arrival>(HeapAllocator<Arrival>());
+  a->gpu = shared_from_this();
+  a->parts = std::move(parts);
+  FRUGAL_TRY(create_event(&a->event));
+  Result r = runtime_->record(a->event, stream_);
+  failed(r);
+  FRUGAL_TRY(device_status(r, "the keys' event"));
+  *out = std::move(a);
+  return FRUGAL_OK;
+}
+
+// --- Parts ---------------------------------------------------------------------------------------
+
+namespace {
+
+// Layout of a part's arrays, 16-byte aligned, in one piece.
+struct Pieces {
+  size_t slots, start, positions, items, source, staged, heavy, bytes;
+  Pieces(const Part& p, size_t item_count, size_t frequent) {
+    size_t at = 0;
+    auto piece = [&](size_t size) {
+      size_t from = at;
+      at += (size + 15) / 16 * 16;
+      return from;
+    };
+    slots = piece(p.distinct * sizeof(uint32_t));
+    start = piece((p.distinct + 1) * sizeof(uint32_t));
+    positions = piece(p.n * sizeof(uint32_t));
+    items = piece(item_count * sizeof(device::Item));
+    source = piece(frequent ? p.distinct * sizeof(uint32_t) : 0);
+    staged = piece(frequent * sizeof(uint32_t));
+    heavy = piece(frequent * sizeof(device::HeavyRow));
+    bytes = at;
+  }
+};
+
+}  // namespace
+
+Status Gpu::upload(Part& part, PartOnDevice** out) {
+  std::lock_guard<std::mutex> lock(upload_mu_);
+  if (part.on_device) {
+    *out = static_cast<PartOnDevice*>(part.on_device.get());
+    return FRUGAL_OK;
+  }
+  if (part.distinct >= device::kMostHbmRows)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "more than 2^30 distinct rows in one op on a GPU");
+  auto made = std::allocate_shared<PartOnDevice>(HeapAllocator<PartOnDevice>());
+  PartOnDevice& d = *made;
+  d.gpu = shared_from_this();
+  const uint32_t* start = part.row_start();
+  if (part.occurrences > part.distinct + device::kRun - 1)
+    for (size_t i = 0; i < part.distinct; ++i) {
+      uint32_t n = start[i + 1] - start[i];
+      if (n <= device::kRun) continue;
+      d.frequent.push_back({static_cast<uint32_t>(i), d.runs});
+      d.runs += (n + device::kRun - 1) / device::kRun;
+    }
+  if (!d.frequent.empty())
+    d.item_count = static_cast<uint32_t>(part.distinct - d.frequent.size() + d.runs);
+  Pieces at(part, d.item_count, d.frequent.size());
+  FRUGAL_TRY(memory_->get(at.bytes, &d.memory));
+  FRUGAL_TRY(pinned_.get(at.bytes, &d.staging));
+  char* to = d.staging.data();
+  std::memcpy(to + at.slots, part.row_slots(), part.distinct * sizeof(uint32_t));
+  std::memcpy(to + at.start, start, (part.distinct + 1) * sizeof(uint32_t));
+  auto* positions = reinterpret_cast<uint32_t*>(to + at.positions);
+  const uint64_t* pairs = part.pairs.as<uint64_t>();
+  for (size_t i = 0; i < part.occurrences; ++i) positions[i] = static_cast<uint32_t>(pairs[i]);
+  const uint32_t* slots = part.slots.as<uint32_t>();
+  size_t zeros = part.occurrences;
+  if (zeros != part.n)
+    for (size_t i = 0; i < part.n; ++i)
+      if (slots[i] == kNoSlot) positions[zeros++] = static_cast<uint32_t>(i);
+  if (d.item_count) {
+    // Rows with one run, which are read in host memory; then the runs of those that get staged.
+    auto* item = reinterpret_cast<device::Item*>(to + at.items);
+    for (uint32_t i = 0; i < part.distinct; ++i)
+      if (start[i + 1] - start[i] <= device::kRun) *item++ = {i, 0};
+    auto* source = reinterpret_cast<uint32_t*>(to + at.source);
+    std::memset(source, 0, part.distinct * sizeof(uint32_t));
+    auto* staged = reinterpret_cast<uint32_t*>(to + at.staged);
+    uint32_t k = 0;
+    std::memcpy(to + at.heavy, d.frequent.data(), d.frequent.size() * sizeof(device::HeavyRow));
+    for (const device::HeavyRow& f : d.frequent) {
+      uint32_t n = start[f.row + 1] - start[f.row];
+      for (uint32_t r = 0; r * device::kRun < n; ++r) *item++ = {f.row, r};
+      source[f.row] = device::kHbm | device::kStaged | k;
+      staged[k++] = f.row;
+    }
+  }
+  Ptr<char> base = d.memory.as<char>();
+  d.part.slots = {base.address + at.slots};
+  d.part.start = {base.address + at.start};
+  d.part.positions = {base.address + at.positions};
+  d.part.distinct = static_cast<uint32_t>(part.distinct);
+  d.part.zeros = static_cast<uint32_t>(part.n - part.occurrences);
+  if (d.item_count) {
+    d.items = {base.address + at.items};
+    d.source = {base.address + at.source};
+    d.staged = {base.address + at.staged};
+    d.heavy = {base.address + at.heavy};
+  }
+  if (at.bytes) {
+    FRUGAL_TRY(create_event(&d.uploaded));
+    Result r = runtime_->copy(base, visible(to), at.bytes, upload_);
+    if (r.ok()) r = runtime_->record(d.uploaded, upload_);
+    if (!r.ok()) {
+      failed(r);
+      return device_status(r, "a batch's places to the device");
+    }
+  }
+  part.on_device = std::move(made);
+  *out = &d;
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

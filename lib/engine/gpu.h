@@ -1,0 +1,260 @@
+// A trainer's GPU: its streams, its memory, and what its steps have in flight (docs/cuda.md).
+//
+// What: Gpu is the engine's side of one trainer on an accelerator. A Flight is what a step of a rank has
+// given to the device: while it is in flight, its memory is not used again and its step not committed.
+// Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a time (call_mu).
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "base/buffer.h"
+#include "base/heap.h"
+#include "base/pin.h"
+#include "base/status.h"
+#include "cache/row_cache.h"
+#include "device/ops/kernels.h"
+#include "device/ops/shapes.h"
+#include "device/runtime.h"
+#include "storage/rows.h"
+#include "window/part.h"
+
+namespace frugal {
+
+// What the device said, as a status with a message; `what` begins it.
+Status device_status(const device::Result& result, const char* what);
+#define FRUGAL_TRY_DEVICE(expression, what) FRUGAL_TRY(device_status((expression), (what)))
+
+// Pins host memory for every device of the process.
+std::shared_ptr<Pinner> device_pinner(std::shared_ptr<device::Runtime> runtime);
+
+// Device memory that circulates, in the size classes of BufferPool. Freed only at the end: who gives a
+// buffer back knows that the device has done with it.
+class DevicePool;
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  DeviceBuffer(DeviceBuffer&& o) noexcept { *this = std::move(o); }
+  DeviceBuffer& operator=(DeviceBuffer&& o) noexcept {
+    std::swap(pool_, o.pool_);
+    std::swap(at_, o.at_);
+    std::swap(capacity_, o.capacity_);
+    return *this;
+  }
+  ~DeviceBuffer();
+  template <class T>
+  device::Ptr<T> as() const {
+    return {at_.address};
+  }
+  explicit operator bool() const { return bool{at_}; }
+
+ private:
+  friend class DevicePool;
+  std::shared_ptr<DevicePool> pool_;
+  device::Ptr<char> at_;
+  size_t capacity_ = 0;
+};
+
+class DevicePool : public HeapObject, public std::enable_shared_from_this<DevicePool> {
+ public:
+  explicit DevicePool(std::shared_ptr<device::Runtime> runtime) : runtime_(std::move(runtime)) {}
+  ~DevicePool();
+  Status get(size_t bytes, DeviceBuffer* out);
+
+ private:
+  friend class DeviceBuffer;
+  std::shared_ptr<device::Runtime> runtime_;
+  std::mutex mu_;
+  std::multimap<size_t, device::Ptr<char>, std::less<size_t>,
+                HeapAllocator<std::pair<const size_t, device::Ptr<char>>>>
+      free_;
+};
+
+class Gpu;
+
+// A part's arrays on the device, uploaded once.
+struct PartOnDevice : HeapObject {
+  std::shared_ptr<Gpu> gpu;
+  DeviceBuffer memory;
+  Buffer staging;  // pinned: what is not an array of the part already
+  device::PartPtr part{};
+  Vector<device::HeavyRow> frequent;  // rows with more than a run of positions
+  uint32_t runs = 0;                // of the frequent rows
+  // Where some row is frequent: all runs of all rows, those of the frequent ones last; the source of each
+  // row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
+  device::Ptr<device::Item> items;
+  uint32_t item_count = 0;
+  device::Ptr<uint32_t> source, staged;
+  device::Ptr<device::HeavyRow> heavy;  // `frequent`
+  device::Event uploaded;
+  ~PartOnDevice();
+};
+
+// What a step of a rank has in flight. Dies when it has landed: every event passed.
+struct Flight : HeapObject {
+  std::shared_ptr<Gpu> gpu;
+  uint32_t rank = 0;
+  uint64_t step = 0;
+  Vector<device::Stream> streams;  // that the step has used
+  Vector<device::Event> events;    // of each, recorded when it ended; null: it has passed
+  Vector<PartRef> parts;
+  Vector<Buffer> pinned;
+  Vector<DeviceBuffer> memory;
+  Vector<UpdateRef> updates;  // whose sums the cache's boundary reads
+  bool after_boundary = false;
+  Vector<const uint32_t*> nan_flags;  // not 0: a gradient of a push that is to be refused has a NaN
+  bool must_land = false;  // before the step's end answers
+  std::mutex mu;           // of events, once it has ended
+  std::atomic<bool> landed{false};
+  std::atomic<bool> failed{false};
+
+  Status use(device::Stream s);
+  Status end();     // records the events; may be repeated
+  // Asks the events, or waits for one of them for about `timeout_ns`. True: landed, or failed.
+  bool ask(uint64_t timeout_ns = 0);
+  ~Flight();
+};
+using FlightRef = std::shared_ptr<Flight>;
+
+// Keys that are on their way from the device to the host.
+struct Arrival : HeapObject {
+  std::shared_ptr<Gpu> gpu;
+  device::Event event;
+  Vector<PartRef> parts;
+  std::atomic<bool> arrived{false};
+  bool ask();
+  ~Arrival();
+};
+
+// An op of a call of a trainer on a GPU, its keys and offsets on the host.
+struct GpuOp {
+  frugal_op op = FRUGAL_OP_INIT;
+  bool rows_on_device = false;  // rows_out or grads
+  Buffer keys, offsets, weights;  // pinned copies
+  device::Ptr<uint64_t> device_offsets;
+  device::Ptr<float> device_weights, device_weight_grads;
+};
+
+// A table's cache in device memory: the index and the policy are here, the lines there.
+struct DeviceLines : HeapObject {
+  RowCache index;
+  DeviceBuffer value_memory, state_memory;
+  size_t stride = 0, state_stride = 0, state_second = 0;  // floats
+  uint32_t state_floats = 0;
+  device::RowsPtr values() const { return {value_memory.as<float>(), stride}; }
+};
+
+class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
+ public:
+  // `pinned` outlives it.
+  static Status open(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned,
+                     std::shared_ptr<Gpu>* out);
+  Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned);
+  ~Gpu();
+  device::Runtime& runtime() { return *runtime_; }
+  BufferPool& pinned() { return pinned_; }
+  DevicePool& memory() { return *memory_; }
+
+  // The caller's stream. `set` refuses one that is being captured.
+  Status set_stream(void* stream);
+  device::Stream stream() const { return stream_; }
+  // Refuses a call while the caller's stream is being captured, and after a failure.
+  Status ready();
+  Status sticky() const { return failed_.load(std::memory_order_acquire); }
+  void failed(const device::Result& result);
+
+  // The step's flight, begun when first needed.
+  Status flight(uint32_t rank, uint64_t step, Flight** out);
+  FlightRef take_flight() { return std::move(flight_); }
+  Flight* current_flight() { return flight_.get(); }
+
+  enum class Use { kLookup, kPush, kRead };
+  // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
+  // that the host needs are copied and waited for.
+  Status take_ops(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out);
+  Status on_device(const void* p, const char* what, bool* device);
+  // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
+  Status copy_in(const void* from, size_t bytes, Buffer* to);
+  Status wait_stream();
+  // Keys of parts that were taken from the device: an event in the caller's stream.
+  Status begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out);
+
+  // The part's arrays on the device; made if they are not there. Threads: any.
+  Status upload(Part& part, PartOnDevice** out);
+
+  // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
+
+  // Rows of a part, pooled or not, to the op's rows_out.
+  // `lines` (may be null) hold some of them; *cached_keys counts keys of those.
+  Status gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                const GpuOp& op, uint64_t* cached_keys);
+  // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
+  Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
+                  size_t out_stride);
+  // Where the gradients of an op come from.
+  Status gradients(Flight& f, const Part& part, const GpuOp& op, uint32_t dim, device::GradPtr* out);
+  // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
+  // `nan` (may be null) becomes 1 if a term is a NaN.
+  Status reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+                const Buffer& sums, size_t stride, const Buffer& runs, const uint32_t* nan);
+  // A gradient for each key into pinned memory.
+  Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+                const Buffer& out, const uint32_t* nan);
+  Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                      const GpuOp& op, const device::GradPtr& source);
+
+  // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
+  Status open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out);
+  Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, const TermList& touched);
+  Status fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Vector<uint32_t>& slots,
+                    const Vector<uint32_t>& to);
+  Status end_boundary(Flight& f);
+
+  Status create_event(device::Event* out);
+  void give_back(device::Event e);
+
+ private:
+  // Begins work of a step in the caller's stream, behind the part's upload.
+  Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
+  template <class Arguments>
+  Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments);
+  struct Sources {
+    device::Ptr<uint32_t> source, staged;
+    device::Ptr<device::Item> items;
+    uint32_t host_items = 0, hbm_items = 0;
+    size_t staged_rows = 0;
+    device::RowsPtr lines{};
+    uint64_t cached_keys = 0;
+  };
+  Status sources(Flight& f, const Part& part, const PartOnDevice& d, const DeviceLines* lines,
+                 Sources* out);
+  Status stage(Flight& f, const PartOnDevice& d, const Rows& rows, device::Ptr<uint32_t> which,
+               device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
+  Status places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+                const DeviceLines* lines, device::Ptr<uint32_t>* out, device::RowsPtr* line_rows,
+                device::RowsPtr* staged, uint64_t* cached_keys = nullptr);
+  Status on_boundary(device::Kernel kernel, const device::Shape& shape, const void* arguments,
+                     size_t bytes);
+  // 0, 1, 2 ...: at least n of them, pinned.
+  Status identity(size_t n, device::Ptr<uint32_t>* out);
+  Status weights_of(Flight& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);
+
+  std::shared_ptr<device::Runtime> runtime_;
+  BufferPool& pinned_;
+  device::Extent extent_;
+  std::shared_ptr<DevicePool> memory_;
+  device::Stream stream_;  // call_mu
+  FlightRef flight_;       // call_mu
+  Buffer identity_;        // call_mu
+  Vector<Buffer> outgrown_;
+  std::mutex upload_mu_;
+  device::Stream upload_;
+  device::Stream boundary_;       // call_mu
+  device::Event boundary_done_;
+  std::mutex events_mu_;
+  Vector<device::Event> events_;
+  std::atomic<Status> failed_{FRUGAL_OK};
+  device::Result failure_;
+};
+
+}  // namespace frugal

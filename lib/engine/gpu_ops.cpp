@@ -1,0 +1,454 @@
+// What a step's calls launch on a GPU: docs/cuda.md, sections 5 and 6.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "engine/gpu.h"
+
+namespace frugal {
+
+using device::Kernel;
+using device::Ptr;
+
+namespace {
+
+template <class T>
+Ptr<T> seen(const Buffer& pinned) {
+  return {device::Runtime::visible(pinned.data()).address};
+}
+
+device::RowsPtr host_rows(const Rows& rows) {
+  return {{reinterpret_cast<uint64_t>(rows.ref().values)}, rows.ref().value_stride};
+}
+
+uint64_t bytes_or(size_t stride, uint32_t dim) { return stride ? stride : dim * sizeof(float); }
+
+template <class T>
+Ptr<T> seen_at(const T* pinned) {
+  return {reinterpret_cast<uint64_t>(pinned)};
+}
+
+}  // namespace
+
+template <class Arguments>
+Status Gpu::launch(Kernel kernel, const device::Shape& shape, const Arguments& arguments) {
+  device::Result r = runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments,
+                                      sizeof arguments, stream_);
+  failed(r);
+  return device_status(r, "launching a kernel");
+}
+
+Status Gpu::begin(Flight& f, const PartRef& part, PartOnDevice** out) {
+  FRUGAL_TRY(f.use(stream_));
+  f.parts.push_back(part);
+  FRUGAL_TRY(upload(*part, out));
+  device::Result r;
+  if ((*out)->uploaded.handle) r = runtime_->wait(stream_, (*out)->uploaded);
+  if (r.ok() && f.after_boundary) r = runtime_->wait(stream_, boundary_done_);
+  failed(r);
+  return device_status(r, "waiting for a batch's places, or for the cache");
+}
+
+Status Gpu::identity(size_t n, Ptr<uint32_t>* out) {
+  if (identity_.capacity() < n * sizeof(uint32_t)) {
+    Buffer larger;
+    FRUGAL_TRY(pinned_.get(std::max<size_t>(n, 4096) * sizeof(uint32_t), &larger));
+    std::iota(larger.as<uint32_t>(), larger.as<uint32_t>() + larger.capacity() / sizeof(uint32_t), 0u);
+    // Kernels may still read the old one.
+    if (identity_) outgrown_.push_back(std::move(identity_));
+    identity_ = std::move(larger);
+  }
+  *out = seen<uint32_t>(identity_);
+  return FRUGAL_OK;
+}
+
+Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
+                     size_t out_stride) {
+  if (n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(f.use(stream_));
+  device::GatherArgs a{};
+  FRUGAL_TRY(identity(n + 1, &a.part.slots));
+  a.part.start = a.part.positions = a.part.slots;
+  a.part.distinct = static_cast<uint32_t>(n);
+  a.host = {seen<float>(pinned), stride};
+  a.host_items = a.part.distinct;
+  a.dim = dim;
+  a.out = {reinterpret_cast<uint64_t>(out)};
+  a.out_stride = bytes_or(out_stride, dim);
+  f.pinned.push_back(std::move(pinned));
+  return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
+}
+
+// Host rows into device memory: `count` of the part's distinct rows (null: all), to places there (null: one
+// after the other).
+Status Gpu::stage(Flight& f, const PartOnDevice& d, const Rows& rows, Ptr<uint32_t> which,
+                  Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
+  DeviceBuffer memory;
+  out->stride = rows.ref().value_stride;
+  const size_t places = to ? d.part.distinct : count;
+  FRUGAL_TRY(memory_->get(places * out->stride * sizeof(float), &memory));
+  out->values = memory.as<float>();
+  f.memory.push_back(std::move(memory));
+  if (count == 0) return FRUGAL_OK;
+  device::StageArgs s{};
+  s.part = d.part;
+  s.host = host_rows(rows);
+  s.staged = *out;
+  s.rows = which;
+  s.to = to;
+  s.count = static_cast<uint32_t>(count);
+  s.dim = rows.layout().dim;
+  return launch(Kernel::stage_rows, device::stage_shape(s, extent_), s);
+}
+
+// Where the rows of a part are read, when some are in lines: sources, items and what is to be staged.
+// Without lines that is the same for all lookups of the part, and came with it.
+Status Gpu::sources(Flight& f, const Part& part, const PartOnDevice& d, const DeviceLines* lines,
+                    Sources* out) {
+  if (!lines) {
+    out->host_items = d.part.distinct;
+    if (!d.item_count) return FRUGAL_OK;
+    out->source = d.source;
+    out->items = d.items;
+    out->hbm_items = d.runs;
+    out->host_items = d.item_count - d.runs;
+    out->staged = d.staged;
+    out->staged_rows = d.frequent.size();
+    return FRUGAL_OK;
+  }
+  const size_t n = part.distinct, most_items = d.item_count ? d.item_count : n;
+  const uint32_t *slots = part.row_slots(), *start = part.row_start();
+  Buffer memory;
+  FRUGAL_TRY(pinned_.get(most_items * sizeof(device::Item) + 2 * n * sizeof(uint32_t), &memory));
+  auto* items = memory.as<device::Item>();
+  auto* source = reinterpret_cast<uint32_t*>(items + most_items);
+  auto* staged = source + n;
+  uint32_t last = static_cast<uint32_t>(most_items);  // items of rows in device memory, from the end
+  uint64_t hits = 0;
+  for (uint32_t i = 0; i < n; ++i) {
+    const uint32_t runs = (start[i + 1] - start[i] + device::kRun - 1) / device::kRun;
+    const uint32_t line = lines->index.find(slots[i]);
+    if (line != RowCache::kNone) {
+      source[i] = device::kHbm | line;
+      hits += start[i + 1] - start[i];
+    } else if (runs > 1) {
+      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(out->staged_rows);
+      staged[out->staged_rows++] = i;
+    } else {
+      source[i] = 0;
+      items[out->host_items++] = {i, 0};
+      continue;
+    }
+    for (uint32_t r = 0; r < runs; ++r) items[--last] = {i, r};
+  }
+  // (Every row has its runs: the two ends meet.)
+  out->hbm_items = static_cast<uint32_t>(most_items) - last;
+  out->lines = lines->values();
+  out->items = seen<device::Item>(memory);
+  out->source = seen_at(source);
+  out->staged = seen_at(staged);
+  out->cached_keys = hits;
+  f.pinned.push_back(std::move(memory));
+  return FRUGAL_OK;
+}
+
+// Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
+// once, however many bags it is in.
+Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+                   const DeviceLines* lines, Ptr<uint32_t>* out, device::RowsPtr* line_rows,
+                   device::RowsPtr* staged, uint64_t* cached_keys) {
+  Ptr<uint32_t> host, source;
+  size_t host_count = part.distinct;
+  if (lines) {
+    *line_rows = lines->values();
+    Buffer lists;
+    FRUGAL_TRY(pinned_.get(2 * part.distinct * sizeof(uint32_t), &lists));
+    auto *from = lists.as<uint32_t>(), *of_host = from + part.distinct;
+    host_count = 0;
+    for (uint32_t i = 0; i < part.distinct; ++i) {
+      const uint32_t line = lines->index.find(part.row_slots()[i]);
+      from[i] = line == RowCache::kNone ? 0 : device::kHbm | line;
+      if (!from[i])
+        of_host[host_count++] = i;
+      else if (cached_keys)
+        *cached_keys += part.row_start()[i + 1] - part.row_start()[i];
+    }
+    source = seen<uint32_t>(lists);
+    host = source + part.distinct;
+    f.pinned.push_back(std::move(lists));
+  }
+  FRUGAL_TRY(stage(f, d, rows, host, host, host_count, staged));
+  DeviceBuffer memory;
+  FRUGAL_TRY(memory_->get(part.n * sizeof(uint32_t), &memory));
+  *out = memory.as<uint32_t>();
+  f.memory.push_back(std::move(memory));
+  if (part.n == 0) return FRUGAL_OK;
+  device::PlaceArgs p{};
+  p.part = d.part;
+  p.source = source;
+  p.all_staged = 1;
+  p.out = *out;
+  return launch(Kernel::place_keys, device::place_shape(p, extent_), p);
+}
+
+Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out) {
+  *out = op.device_weights;
+  if (*out || !op.op.weights || keys == 0) return FRUGAL_OK;
+  Buffer copy;
+  FRUGAL_TRY(pinned_.get(keys * sizeof(float), &copy));
+  std::memcpy(copy.data(), op.op.weights, keys * sizeof(float));
+  *out = seen<float>(copy);
+  f.pinned.push_back(std::move(copy));
+  return FRUGAL_OK;
+}
+
+Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                   const GpuOp& op, uint64_t* cached_keys) {
+  const uint32_t dim = rows.layout().dim;
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  const Ptr<float> out{reinterpret_cast<uint64_t>(op.op.rows_out)};
+  if (op.op.pooling != FRUGAL_POOL_NONE) {
+    if (op.op.bags == 0) return FRUGAL_OK;
+    device::PoolArgs a{};
+    a.host = host_rows(rows);
+    FRUGAL_TRY(places(f, *part, rows, *d, lines, &a.places, &a.lines, &a.staged, cached_keys));
+    a.offsets = op.device_offsets;
+    if (!a.offsets) {
+      Buffer copy;
+      const size_t bytes = (op.op.bags + 1) * sizeof(uint64_t);
+      FRUGAL_TRY(pinned_.get(bytes, &copy));
+      std::memcpy(copy.data(), op.op.offsets, bytes);
+      a.offsets = seen<uint64_t>(copy);
+      f.pinned.push_back(std::move(copy));
+    }
+    FRUGAL_TRY(weights_of(f, op, part->n, &a.weights));
+    a.mean = op.op.pooling == FRUGAL_POOL_MEAN;
+    a.bags = static_cast<uint32_t>(op.op.bags);
+    a.dim = dim;
+    a.out = out;
+    a.out_stride = bytes_or(op.op.row_stride, dim);
+    uint64_t longest = 0;
+    for (size_t b = 0; b < op.op.bags; ++b)
+      longest = std::max(longest, op.op.offsets[b + 1] - op.op.offsets[b]);
+    return launch(Kernel::pool_rows, device::pool_shape(a, longest, extent_), a);
+  }
+  if (part->n == 0) return FRUGAL_OK;
+  Sources from;
+  FRUGAL_TRY(sources(f, *part, *d, lines, &from));
+  if (cached_keys) *cached_keys = from.cached_keys;
+  device::GatherArgs a{};
+  a.part = d->part;
+  a.host = host_rows(rows);
+  a.lines = from.lines;
+  a.source = from.source;
+  a.items = from.items;
+  a.host_items = from.host_items;
+  a.hbm_items = from.hbm_items;
+  // Frequent rows cross the link once, into device memory, and are spread out from there.
+  if (from.staged_rows)
+    FRUGAL_TRY(stage(f, *d, rows, from.staged, {}, from.staged_rows, &a.staged));
+  a.dim = dim;
+  a.out = out;
+  a.out_stride = bytes_or(op.op.row_stride, dim);
+  return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
+}
+
+Status Gpu::gradients(Flight& f, const Part& part, const GpuOp& op, uint32_t dim, device::GradPtr* g) {
+  *g = {};
+  g->grads = {reinterpret_cast<uint64_t>(op.op.grads)};
+  g->stride = bytes_or(op.op.row_stride, dim);
+  if (op.op.pooling == FRUGAL_POOL_NONE || part.n == 0) return FRUGAL_OK;
+  Buffer bag;
+  FRUGAL_TRY(pinned_.get(part.n * sizeof(uint32_t), &bag));
+  uint32_t* of = bag.as<uint32_t>();
+  for (size_t b = 0; b < op.op.bags; ++b)
+    std::fill(of + op.op.offsets[b], of + op.op.offsets[b + 1], static_cast<uint32_t>(b));
+  g->bag = seen<uint32_t>(bag);
+  f.pinned.push_back(std::move(bag));
+  FRUGAL_TRY(weights_of(f, op, part.n, &g->factor));
+  if (op.op.pooling != FRUGAL_POOL_MEAN) return FRUGAL_OK;
+  Buffer divisor;
+  FRUGAL_TRY(pinned_.get(op.op.bags * sizeof(float), &divisor));
+  const uint32_t* slots = part.slots.as<uint32_t>();
+  for (size_t b = 0; b < op.op.bags; ++b) {
+    uint64_t terms = 0;
+    for (uint64_t k = op.op.offsets[b]; k < op.op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
+    divisor.as<float>()[b] = static_cast<float>(terms);
+  }
+  g->divisor = seen<float>(divisor);
+  f.pinned.push_back(std::move(divisor));
+  return FRUGAL_OK;
+}
+
+Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+                   const Buffer& sums, size_t stride, const Buffer& runs, const uint32_t* nan) {
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  if (part->distinct == 0) return FRUGAL_OK;
+  device::ReduceArgs a{};
+  a.part = d->part;
+  a.source = source;
+  a.dim = dim;
+  a.sums = seen<float>(sums);
+  a.sums_stride = stride;
+  if (d->item_count) {
+    a.items = d->items + (d->item_count - d->runs);
+    a.heavy_runs = d->runs;
+    a.runs = seen<float>(runs);
+  }
+  if (nan) a.nan = seen_at(nan);
+  FRUGAL_TRY(launch(Kernel::reduce_runs, device::reduce_shape(a, extent_), a));
+  if (!d->item_count) return FRUGAL_OK;
+  device::CombineArgs c{};
+  c.heavy = d->heavy;
+  c.heavies = static_cast<uint32_t>(d->frequent.size());
+  c.heavy_runs = d->runs;
+  c.dim = dim;
+  c.runs = a.runs;
+  c.sums = a.sums;
+  c.sums_stride = stride;
+  return launch(Kernel::combine_runs, device::combine_shape(c, extent_), c);
+}
+
+Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+                   const Buffer& out, const uint32_t* nan) {
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  if (part->n == 0) return FRUGAL_OK;
+  device::ExpandArgs a{};
+  a.part = d->part;
+  a.source = source;
+  a.dim = dim;
+  a.out = seen<float>(out);
+  if (nan) a.nan = seen_at(nan);
+  return launch(Kernel::expand_terms, device::expand_shape(a, part->n, extent_), a);
+}
+
+Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+                         const GpuOp& op, const device::GradPtr& source) {
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  if (part->n == 0) return FRUGAL_OK;
+  device::WeightGradArgs a{};
+  a.host = host_rows(rows);
+  FRUGAL_TRY(places(f, *part, rows, *d, lines, &a.places, &a.lines, &a.staged));
+  a.grads = source.grads;
+  a.grads_stride = source.stride;
+  a.bag = source.bag;
+  a.keys = static_cast<uint32_t>(part->n);
+  a.dim = rows.layout().dim;
+  a.out = op.device_weight_grads;
+  return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
+}
+
+// --- Lines ---------------------------------------------------------------------------------------
+
+Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out) {
+  auto lines = std::make_unique<DeviceLines>();
+  const device::RowsRef& ref = rows.ref();
+  lines->stride = ref.value_stride;
+  lines->state_stride = ref.state_stride;
+  lines->state_second = ref.state_second;
+  lines->state_floats = static_cast<uint32_t>(ref.state_stride);
+  FRUGAL_TRY(lines->index.open(rows, count, nullptr));
+  FRUGAL_TRY(memory_->get(count * lines->stride * sizeof(float), &lines->value_memory));
+  FRUGAL_TRY(memory_->get(count * lines->state_stride * sizeof(float), &lines->state_memory));
+  *out = std::move(lines);
+  return FRUGAL_OK;
+}
+
+Status Gpu::on_boundary(Kernel kernel, const device::Shape& shape, const void* arguments, size_t bytes) {
+  device::Result r =
+      runtime_->launch(static_cast<uint32_t>(kernel), shape, arguments, bytes, boundary_);
+  failed(r);
+  return device_status(r, "launching a kernel");
+}
+
+// The update of the lines that a committed step touches: rank sums in order, then the optimizer.
+Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, const TermList& touched) {
+  const size_t n = touched.slots.size(), terms = touched.terms.size();
+  if (n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(f.use(boundary_));
+  f.updates.push_back(update);
+  Buffer lists;
+  FRUGAL_TRY(pinned_.get(terms * sizeof(Ptr<float>) + (2 * n + 1) * sizeof(uint32_t), &lists));
+  auto* term = lists.as<Ptr<float>>();
+  auto* start = reinterpret_cast<uint32_t*>(term + terms);
+  auto* to = start + n + 1;
+  for (size_t i = 0; i < terms; ++i) term[i] = seen_at(touched.terms[i]);
+  std::memcpy(start, touched.start.data(), (n + 1) * sizeof(uint32_t));
+  std::memcpy(to, touched.slots.data(), n * sizeof(uint32_t));
+  f.pinned.push_back(std::move(lists));
+  DeviceBuffer sums;
+  FRUGAL_TRY(memory_->get(n * lines.stride * sizeof(float), &sums));
+  const uint32_t dim = update->scalars.dim;
+  device::SumTermsArgs s{};
+  s.terms = seen_at(term);
+  s.start = seen_at(start);
+  s.count = static_cast<uint32_t>(n);
+  s.dim = dim;
+  s.sums = sums.as<float>();
+  s.sums_stride = lines.stride;
+  f.memory.push_back(std::move(sums));
+  FRUGAL_TRY(on_boundary(Kernel::sum_terms, device::sum_terms_shape(s, extent_), &s, sizeof s));
+  device::ApplyArgs a{};
+  a.step = update->scalars;
+  a.lines = lines.values();
+  a.state = lines.state_memory.as<float>();
+  a.state_stride = lines.state_stride;
+  a.state_second = lines.state_second;
+  a.to = seen_at(to);
+  a.count = s.count;
+  a.dim = dim;
+  a.sums = s.sums;
+  a.sums_stride = s.sums_stride;
+  Kernel kernel = Kernel::apply_sgd;
+  switch (update->scalars.kind) {
+    case FRUGAL_MOMENTUM: kernel = Kernel::apply_momentum; break;
+    case FRUGAL_ADAGRAD: kernel = Kernel::apply_adagrad; break;
+    case FRUGAL_ROWWISE_ADAGRAD: kernel = Kernel::apply_rowwise_adagrad; break;
+    case FRUGAL_ADAM: kernel = Kernel::apply_adam; break;
+    case FRUGAL_RMSPROP: kernel = Kernel::apply_rmsprop; break;
+    case FRUGAL_FTRL: kernel = Kernel::apply_ftrl; break;
+    default: break;
+  }
+  return on_boundary(kernel, device::apply_shape(a, extent_), &a, sizeof a);
+}
+
+// Rows that have been let in: values and state from the host rows, which are up to date.
+Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Vector<uint32_t>& slots,
+                       const Vector<uint32_t>& to) {
+  const size_t n = slots.size();
+  if (n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(f.use(boundary_));
+  Buffer lists;
+  FRUGAL_TRY(pinned_.get(2 * n * sizeof(uint32_t), &lists));
+  std::memcpy(lists.data(), slots.data(), n * sizeof(uint32_t));
+  std::memcpy(lists.as<uint32_t>() + n, to.data(), n * sizeof(uint32_t));
+  device::FillArgs a{};
+  a.host = host_rows(rows);
+  a.lines = lines.values();
+  a.host_state = {seen_at(rows.ref().state), rows.ref().state_stride};
+  a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
+  a.slots = seen<uint32_t>(lists);
+  a.to = a.slots + n;
+  a.count = static_cast<uint32_t>(n);
+  a.dim = rows.layout().dim;
+  a.state_floats = lines.state_floats;
+  f.pinned.push_back(std::move(lists));
+  return on_boundary(Kernel::fill_lines, device::fill_shape(a, extent_), &a, sizeof a);
+}
+
+// What is launched from now on in the caller's stream comes after the boundary's work.
+Status Gpu::end_boundary(Flight& f) {
+  bool used = false;
+  for (device::Stream s : f.streams) used |= s.handle == boundary_.handle;
+  f.after_boundary = used;
+  if (!used) return FRUGAL_OK;
+  device::Result r = runtime_->record(boundary_done_, boundary_);
+  failed(r);
+  return device_status(r, "the cache's boundary");
+}
+
+}  // namespace frugal
