@@ -67,7 +67,7 @@ def read_budget(path):
 
 
 def usage_of(cuobjdump, path):
-  """{architecture: {symbol: {'REG': .., 'STACK': .., 'LOCAL': ..}}} of all machine code in a file."""
+  """{architecture: {symbol: {'REG': .., 'STACK': .., 'LOCAL': ..}}} of a file's machine code."""
   usage, functions, symbol = {}, None, None
   for line in run(cuobjdump, '--dump-resource-usage', path).splitlines():
     words = line.split()
