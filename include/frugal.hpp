@@ -254,6 +254,8 @@ class Trainer {
 
   frugal_trainer* get() const noexcept { return handle_.get(); }
   void Close() { Check(frugal_trainer_close(handle_.Release())); }
+  // A cudaStream_t for what this trainer's calls do from now on.
+  void SetStream(void* stream) { Check(frugal_set_stream(get(), stream)); }
 
   Batch Prefetch(uint64_t step, const Table& table, Span<const uint64_t> keys) {
     frugal_op op = Op();
