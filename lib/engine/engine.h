@@ -238,6 +238,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   enum class Use { kLookup, kPush, kRead, kDeclare };
 
+  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
+  Status told(Trainer& t, Status status) {
+    if (status == FRUGAL_ERR_DEVICE && t.gpu) {
+      t.gpu->give_up();
+      device_failed(t.rank);
+    }
+    return status;
+  }
   Status health() const { return health_.load(std::memory_order_acquire); }
   Status check() const;  // health and closing
   void stats(frugal_stats* out);

@@ -88,11 +88,8 @@ bool wait_for(Gpu& gpu, device::Event e) {
   for (;;) {
     bool passed = false;
     Result r = gpu.runtime().synchronize(e, kAskNs, &passed);
-    if (!r.ok()) {
-      gpu.failed(r);
-      return true;
-    }
-    if (passed) return true;
+    gpu.failed(r);
+    if (gpu.sticky() || passed) return true;
   }
 }
 
@@ -156,12 +153,12 @@ bool Flight::ask(uint64_t timeout_ns) {
     bool passed = false;
     Result r = timeout_ns ? gpu->runtime().synchronize(e, timeout_ns, &passed)
                           : gpu->runtime().query(e, &passed);
-    if (!r.ok()) {
-      gpu->failed(r);
+    gpu->failed(r);
+    if (gpu->sticky()) {
       failed.store(true, std::memory_order_release);
       break;
     }
-    if (!passed) return false;
+    if (!passed) return false;  // or the question failed: it is asked again
     gpu->give_back(e);
     e = {};
   }
@@ -236,6 +233,13 @@ void Gpu::failed(const Result& r) {
   if (failed_.load()) return;
   failure_ = r;
   failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
+}
+
+void Gpu::give_up() {
+  // The device says itself what it is, if it still can.
+  bool capturing = false;
+  failed(runtime_->capturing(stream_, &capturing));
+  failed({ErrorKind::kFault, 0, "a call", "the device failed"});
 }
 
 Status Gpu::ready(device::Stream stream) {

@@ -163,6 +163,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
+  void give_up();  // a call has answered FRUGAL_ERR_DEVICE
 
   // The step's flight, begun when first needed.
   Status flight(uint32_t rank, uint64_t step, Flight** out);

@@ -66,6 +66,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
                   closed_.load() ? "engine" : "trainer");
     FRUGAL_TRY(healthy());
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
+    if (trainer && trainer->gpu) FRUGAL_TRY(trainer->gpu->sticky() ? trainer->gpu->ready() : FRUGAL_OK);
     // A job that has failed counts as done, too, after health has told.
     if (ready()) return healthy();
     try {
