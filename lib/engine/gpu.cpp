@@ -168,7 +168,8 @@ bool Flight::ask(uint64_t timeout_ns) {
 
 Flight::~Flight() {
   // Whatever the step has used is the device's until then, also when the step was undone.
-  if (!landed.load()) (void)end();
+  if (!landed.load() && end() != FRUGAL_OK)
+    for (device::Stream s : streams) gpu->drain(s);
   for (device::Event e : events) {
     if (!e.handle) continue;
     wait_for(*gpu, e);
@@ -306,7 +307,33 @@ Status Gpu::wait_stream() {
   return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
 }
 
+// Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be used
+// again.
+void Gpu::drain(device::Stream stream) {
+  for (int tries = 0; tries < 1000 && !sticky(); ++tries) {
+    device::Event e;
+    Result r = runtime_->create_event(&e);
+    if (!r.ok()) {
+      failed(r);
+      continue;
+    }
+    r = runtime_->record(e, stream);
+    if (r.ok()) wait_for(*this, e);
+    runtime_->destroy_event(e);
+    failed(r);
+    if (r.ok()) return;
+  }
+  // It cannot be told any more what the device does.
+  if (!sticky()) failed({ErrorKind::kFault, 0, "cudaEventRecord", "streams cannot be waited for"});
+}
+
 Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
+  Status s = take_pointers(ops, n, use, out);
+  if (s != FRUGAL_OK) drain(stream_);  // copies may be under way into what is given back
+  return s;
+}
+
+Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
   out->resize(n);
   bool copied = false;
   for (size_t i = 0; i < n; ++i) {
@@ -463,6 +490,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     if (r.ok()) r = runtime_->record(d.uploaded, upload_);
     if (!r.ok()) {
       failed(r);
+      drain(upload_);
       return device_status(r, "a batch's places to the device");
     }
   }

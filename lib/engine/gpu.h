@@ -178,6 +178,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
   Status wait_stream();
+  void drain() { drain(stream_); }
+  void drain(device::Stream stream);
   // Keys of parts that were taken from the device: an event in the caller's stream.
   Status begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out);
 
@@ -218,6 +220,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   void give_back(device::Event e);
 
  private:
+  Status take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   template <class Arguments>
