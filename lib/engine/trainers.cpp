@@ -222,7 +222,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (arrival) {
       arrivals_.push_back(std::move(arrival));
       coming_keys.gpu = nullptr;
-      in_flight_.fetch_add(1);
+      arriving_.fetch_add(1);
     }
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);

@@ -109,7 +109,7 @@ Engine::Did Engine::background_work() {
     return Did::kWork;
   // What GPUs have in flight is looked at from time to time.
   Did did = warm_one();
-  return did == Did::kNothing && in_flight_.load() ? Did::kHeld : did;
+  return did == Did::kNothing && in_flight() ? Did::kHeld : did;
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
