@@ -47,7 +47,9 @@ Status BufferPool::map(size_t bytes, char** out) {
   Mapping m;
   FRUGAL_TRY(os_reserve(bytes, false, &m));
   Status s = os_commit(m, 0, m.bytes);
-  if (s == FRUGAL_OK && pinner_) s = pinner_->pin(m.base, m.bytes);
+  bool pinned = true;
+  if (s == FRUGAL_OK && pinner_) s = pinner_->pin(m.base, m.bytes, &pinned);
+  if (s == FRUGAL_OK && !pinned) s = fail(FRUGAL_ERR_DEVICE, "no device is left that memory could be pinned for");
   if (s != FRUGAL_OK) {
     os_release(&m);
     return s;

@@ -392,7 +392,10 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
   FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, &taken));
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
-  return call(host.data(), taken.data());
+  Status s = call(host.data(), taken.data());
+  // Where it fails, the end of the step tries again.
+  if (Flight* f = t.gpu->current_flight()) (void)f->mark();
+  return s;
 }
 
 // Keys on the device beside a batch: where they are the declared ones, which the device finds out, they
@@ -831,7 +834,7 @@ Status Engine::reduce_first(PushState* state, const device::GradSource& source, 
   Handover& h = state->first;
   const Part& part = *h.part;
   const uint32_t dim = state->table->rows.layout().dim;
-  FRUGAL_TRY(room_for_sums(state, has_gpus_.load() ? pinned_ : pool_));
+  FRUGAL_TRY(room_for_sums(state, pinner_->any() ? pinned_ : pool_));
   ReduceContext c{};
   c.part = &part;
   c.dim = dim;

@@ -108,7 +108,8 @@ struct Trainer : HeapObject {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
   std::shared_ptr<Gpu> gpu;      // null: the cpu device
-  std::atomic<bool> reaped{false};  // its GPU has failed, and that is being seen to
+  std::atomic<bool> reaped{false};   // its GPU has failed, and that is being seen to
+  std::atomic<bool> pinning{false};  // counts among the pinner's
   std::mutex call_mu;  // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
   // Guarded by the engine's mu_:
@@ -241,8 +242,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
   Status told(Trainer& t, Status status) {
     if (status == FRUGAL_ERR_DEVICE && t.gpu) {
-      t.gpu->give_up();
-      device_failed(t.rank);
+      t.gpu->look();
+      if (t.gpu->sticky()) device_failed(t.rank);
     }
     return status;
   }
@@ -285,11 +286,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void log(int level, const char* text);
 
   // --- flights.cpp: what GPUs have in flight
-  Status join_gpu(const char* device, std::shared_ptr<Gpu>* out);
+  Status join_gpu(const char* device, Trainer& t);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   Status end_flight(Trainer& t, bool* nan);
   void device_failed(uint32_t rank);
+  void leave_gpu(Trainer& t) noexcept;
   void never_resolve(Part& part, Part::State instead);
 
   // --- steps.cpp
@@ -386,8 +388,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const uint32_t generation_;
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
-  std::shared_ptr<Pinner> pinner_;   // mu_; of tables' memory
-  std::atomic<bool> has_gpus_{false};  // ever: sums are pinned
+  // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.
+  const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
   MemoryBudget budget_;
   Counters counters_;
 

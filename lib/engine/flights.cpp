@@ -6,21 +6,36 @@
 
 namespace frugal {
 
-Status Engine::join_gpu(const char* device, std::shared_ptr<Gpu>* out) {
+Status Engine::join_gpu(const char* device, Trainer& t) {
   std::shared_ptr<device::Runtime> runtime;
   FRUGAL_TRY(device_status(device::open_runtime(device, &runtime), device));
+  // From here on new slabs are pinned, and tables that are being created look again when they are there.
+  pinner_->add(runtime);
   Vector<TableRef> tables;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (!pinner_) {
-      pinner_ = device_pinner(runtime);
-      pinned_.pin_with(pinner_);
+  Status s = FRUGAL_OK;
+  try {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      tables = tables_;
     }
-    tables = tables_;
-    has_gpus_.store(true);
+    for (size_t i = 0; s == FRUGAL_OK && i < tables.size(); ++i) s = tables[i]->rows.pin();
+    if (s == FRUGAL_OK) s = Gpu::open(runtime, pinned_, &t.gpu);
+  } catch (const std::bad_alloc&) {
+    s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join on %s", device);
   }
-  for (const TableRef& t : tables) FRUGAL_TRY(t->rows.pin(pinner_));
-  return Gpu::open(std::move(runtime), pinned_, out);
+  if (s == FRUGAL_OK) {
+    t.pinning.store(true);
+    return s;
+  }
+  pinner_->remove(runtime.get());
+  if (!pinner_->any())
+    for (const TableRef& table : tables) table->rows.unpin();
+  return s;
+}
+
+// Nothing is pinned for this trainer any more. What is pinned stays so, for the next that joins.
+void Engine::leave_gpu(Trainer& t) noexcept {
+  if (t.pinning.exchange(false)) pinner_->remove(&t.gpu->runtime());
 }
 
 Status Engine::set_stream(Trainer& t, void* stream) {
@@ -95,7 +110,7 @@ Status Engine::end_flight(Trainer& t, bool* nan) {
   // Several pushes are joined on the host.
   for (auto& [raw, push] : t.pushes) f->must_land |= !push.tail.empty();
   for (device::Stream s : f->streams) FRUGAL_TRY(t.gpu->ready(s));
-  FRUGAL_TRY(f->end());
+  FRUGAL_TRY(f->mark());
   if (!f->must_land) return FRUGAL_OK;
   while (!f->ask(1000000)) {
     FRUGAL_TRY(check());
@@ -117,6 +132,7 @@ void Engine::device_failed(uint32_t rank) {
     t = ranks_[rank];
     if (t && t->gpu && t->gpu->sticky()) {
       if (t->reaped.exchange(true)) return;
+      leave_gpu(*t);
       reapers_.reserve(reapers_.size() + 1);
       reapers_.emplace_back([this, t] {
         FpEnvironment fp;

@@ -17,18 +17,6 @@ Ptr<char> visible(const void* pinned) {
   return device::Runtime::visible(const_cast<void*>(pinned));
 }
 
-class RuntimePinner : public Pinner {
- public:
-  explicit RuntimePinner(std::shared_ptr<device::Runtime> runtime) : runtime_(std::move(runtime)) {}
-  Status pin(void* p, size_t bytes) override {
-    return device_status(runtime_->pin(p, bytes), "pinning host memory");
-  }
-  void unpin(void* p) noexcept override { runtime_->unpin(p); }
-
- private:
-  std::shared_ptr<device::Runtime> runtime_;
-};
-
 }  // namespace
 
 Status device_status(const Result& r, const char* what) {
@@ -39,8 +27,49 @@ Status device_status(const Result& r, const char* what) {
   return fail_device(status, r.code, "%s: %s: %s (error %d)", what, r.call, r.text, r.code);
 }
 
-std::shared_ptr<Pinner> device_pinner(std::shared_ptr<device::Runtime> runtime) {
-  return std::make_shared<RuntimePinner>(std::move(runtime));
+void DevicePinner::add(std::shared_ptr<device::Runtime> runtime) {
+  std::lock_guard<std::mutex> lock(mu_);
+  live_.push_back(runtime);
+  last_ = std::move(runtime);
+  count_.store(live_.size());
+}
+
+void DevicePinner::remove(const device::Runtime* runtime) noexcept {
+  std::lock_guard<std::mutex> lock(mu_);
+  for (size_t i = 0; i < live_.size(); ++i)
+    if (live_[i].get() == runtime) {
+      live_.erase(live_.begin() + static_cast<ptrdiff_t>(i));
+      break;
+    }
+  if (!live_.empty()) last_ = live_.back();
+  count_.store(live_.size());
+}
+
+Status DevicePinner::pin(void* p, size_t bytes, bool* pinned) {
+  *pinned = false;
+  if (!any()) return FRUGAL_OK;
+  Vector<std::shared_ptr<device::Runtime>> live;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    live = live_;
+  }
+  for (const auto& runtime : live) {
+    Result r = runtime->pin(p, bytes);
+    // A device that has failed is its own trainer's matter.
+    if (r.kind == ErrorKind::kFault || r.kind == ErrorKind::kNoDevice) continue;
+    *pinned = r.ok();
+    return device_status(r, "pinning host memory");
+  }
+  return FRUGAL_OK;
+}
+
+void DevicePinner::unpin(void* p) noexcept {
+  std::shared_ptr<device::Runtime> runtime;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    runtime = last_;
+  }
+  if (runtime) runtime->unpin(p);
 }
 
 // --- Device memory -------------------------------------------------------------------------------
@@ -83,13 +112,15 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
 
 namespace {
 
-// True when the event has passed, or never will.
-bool wait_for(Gpu& gpu, device::Event e) {
-  for (;;) {
+// Until the event has passed, or never will.
+void wait_for(Gpu& gpu, device::Event e) {
+  for (int errors = 0;;) {
     bool passed = false;
     Result r = gpu.runtime().synchronize(e, kAskNs, &passed);
     gpu.failed(r);
-    if (gpu.sticky() || passed) return true;
+    if (gpu.sticky() || passed) return;
+    // It can not be told any more what the device does.
+    if (!r.ok() && ++errors == 1000) gpu.failed({ErrorKind::kFault, r.code, r.call, r.text});
   }
 }
 
@@ -119,27 +150,33 @@ bool Arrival::ask() {
 
 Status Flight::use(device::Stream s) {
   landed.store(false);
-  for (device::Stream o : streams)
-    if (o.handle == s.handle) return FRUGAL_OK;
+  for (size_t i = 0; i < streams.size(); ++i)
+    if (streams[i].handle == s.handle) {
+      dirty[i] = 1;
+      return FRUGAL_OK;
+    }
   // Its event, too: the end of the step wants no memory.
   streams.reserve(streams.size() + 1);
   events.reserve(streams.size() + 1);
+  dirty.reserve(streams.size() + 1);
   device::Event e;
   FRUGAL_TRY(gpu->create_event(&e));
   events.push_back(e);
   streams.push_back(s);
+  dirty.push_back(1);
   return FRUGAL_OK;
 }
 
-Status Flight::end() {
-  // What has landed, and is ended again, has passed events already.
-  for (size_t i = 0; i < events.size(); ++i)
-    if (!events[i].handle) FRUGAL_TRY(gpu->create_event(&events[i]));
-  landed.store(false);
+// Behind each call: whoever undoes the step later must not touch the caller's streams, which may be
+// captured by then.
+Status Flight::mark() {
   for (size_t i = 0; i < streams.size(); ++i) {
+    if (!dirty[i]) continue;
+    if (!events[i].handle) FRUGAL_TRY(gpu->create_event(&events[i]));
     Result r = gpu->runtime().record(events[i], streams[i]);
     gpu->failed(r);
-    FRUGAL_TRY(device_status(r, "the end of the step"));
+    FRUGAL_TRY(device_status(r, "the end of a call"));
+    dirty[i] = 0;
   }
   return FRUGAL_OK;
 }
@@ -168,8 +205,9 @@ bool Flight::ask(uint64_t timeout_ns) {
 
 Flight::~Flight() {
   // Whatever the step has used is the device's until then, also when the step was undone.
-  if (!landed.load() && end() != FRUGAL_OK)
-    for (device::Stream s : streams) gpu->drain(s);
+  if (!landed.load() && mark() != FRUGAL_OK)
+    for (size_t i = 0; i < streams.size(); ++i)
+      if (dirty[i]) gpu->drain(streams[i]);
   for (device::Event e : events) {
     if (!e.handle) continue;
     wait_for(*gpu, e);
@@ -236,11 +274,10 @@ void Gpu::failed(const Result& r) {
   failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
 }
 
-void Gpu::give_up() {
-  // The device says itself what it is, if it still can.
+void Gpu::look() {
+  // A failure stays: any call tells it.
   bool capturing = false;
   failed(runtime_->capturing(stream_, &capturing));
-  failed({ErrorKind::kFault, 0, "a call", "the device failed"});
 }
 
 Status Gpu::ready(device::Stream stream) {
@@ -359,6 +396,10 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>
         op.offsets = o.offsets.as<uint64_t>();
         copied = true;
       }
+    }
+    if (use == Use::kRead) {
+      FRUGAL_TRY(on_device(op.found_out, "frugal_op.found_out", &device));
+      if (device) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.found_out must be host memory");
     }
     const float* rows = use == Use::kPush ? op.grads : op.rows_out;
     FRUGAL_TRY(on_device(rows, use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",

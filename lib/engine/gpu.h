@@ -25,8 +25,21 @@ namespace frugal {
 Status device_status(const device::Result& result, const char* what);
 #define FRUGAL_TRY_DEVICE(expression, what) FRUGAL_TRY(device_status((expression), (what)))
 
-// Pins host memory for every device of the process.
-std::shared_ptr<Pinner> device_pinner(std::shared_ptr<device::Runtime> runtime);
+// Pins host memory while trainers on GPUs are there: through any of their devices, for all of them.
+class DevicePinner : public Pinner {
+ public:
+  void add(std::shared_ptr<device::Runtime> runtime);      // a trainer joins
+  void remove(const device::Runtime* runtime) noexcept;    // it has left, or its device has failed
+  bool any() const { return count_.load() != 0; }
+  Status pin(void* p, size_t bytes, bool* pinned) override;
+  void unpin(void* p) noexcept override;
+
+ private:
+  std::mutex mu_;
+  Vector<std::shared_ptr<device::Runtime>> live_;  // one for each trainer
+  std::shared_ptr<device::Runtime> last_;          // to unpin with
+  std::atomic<size_t> count_{0};
+};
 
 // Device memory that circulates, in the size classes of BufferPool. Freed only at the end: who gives a
 // buffer back knows that the device has done with it.
@@ -96,7 +109,8 @@ struct Flight : HeapObject {
   uint32_t rank = 0;
   uint64_t step = 0;
   Vector<device::Stream> streams;  // that the step has used
-  Vector<device::Event> events;    // of each, recorded when it ended; null: it has passed
+  Vector<device::Event> events;    // of each, recorded behind its last use; null: it has passed
+  Vector<uint8_t> dirty;           // of each: used since
   Vector<PartRef> parts;
   Vector<Buffer> pinned;
   Vector<DeviceBuffer> memory;
@@ -109,7 +123,7 @@ struct Flight : HeapObject {
   std::atomic<bool> failed{false};
 
   Status use(device::Stream s);
-  Status end();     // records the events; may be repeated
+  Status mark();    // records the events of streams that were used since the last time
   // Asks the events, or waits for one of them for about `timeout_ns`. True: landed, or failed.
   bool ask(uint64_t timeout_ns = 0);
   ~Flight();
@@ -163,7 +177,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
-  void give_up();  // a call has answered FRUGAL_ERR_DEVICE
+  void look();  // whether it has
 
   // The step's flight, begun when first needed.
   Status flight(uint32_t rank, uint64_t step, Flight** out);

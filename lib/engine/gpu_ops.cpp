@@ -482,7 +482,8 @@ Status Gpu::end_boundary(Flight& f) {
   if (!used) return FRUGAL_OK;
   device::Result r = runtime_->record(boundary_done_, boundary_);
   failed(r);
-  return device_status(r, "the cache's boundary");
+  FRUGAL_TRY(device_status(r, "the cache's boundary"));
+  return f.mark();
 }
 
 }  // namespace frugal

@@ -393,7 +393,7 @@ Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
   FRUGAL_TRY(pool_.get(slots.size() * sizeof(uint32_t), &part->rows));
   std::copy(slots.begin(), slots.end(), part->rows.as<uint32_t>());
   Buffer sums;
-  FRUGAL_TRY((has_gpus_.load() ? pinned_ : pool_).get(slots.size() * stride * sizeof(float), &sums));
+  FRUGAL_TRY((pinner_->any() ? pinned_ : pool_).get(slots.size() * stride * sizeof(float), &sums));
   Vector<size_t> cursor(p.tail.size(), 0);
   Vector<float> runs;
   size_t at_first = 0, at_heavy = 0;

@@ -16,6 +16,7 @@ Engine::Engine(const frugal_config& config)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
   ranks_.resize(config.world_size);
   joined_.resize(config.world_size, 0);
+  pinned_.pin_with(pinner_);
   choose_mode();
 }
 
@@ -181,11 +182,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
                                arith::table_hash(config_.seed, config.name, std::strlen(config.name)),
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
+  rows.pinner = pinner_;
   FRUGAL_TRY(table->rows.open(rows, &budget_));
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (pinner_) FRUGAL_TRY(table->rows.pin(pinner_));
-  }
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
     FRUGAL_TRY(os_check_available(config.rows * sizeof(float) *
@@ -195,8 +193,9 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
-      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %s", config.name,
+      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %s%s", config.name,
                   static_cast<unsigned long long>(config.rows), config.dim,
+                  pinner_->any() ? "memory that can be pinned, or " : "",
                   config_.backing == FRUGAL_BACKING_SHM ? "/dev/shm or host_bytes is exhausted"
                                                         : "memory or host_bytes is exhausted");
   }
@@ -206,6 +205,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
   for (const TableRef& t : tables_)
     if (t->name == config.name)
       return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);
+  // A trainer on a GPU that joined meanwhile has not seen this table.
+  FRUGAL_TRY(table->rows.pin());
   table->schedule[0] = config.optimizer;
   table->handle = handle_add(HandleKind::kTable, table);
   if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");

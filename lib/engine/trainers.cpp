@@ -17,7 +17,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
-    FRUGAL_TRY(join_gpu(config.device, &t->gpu));
+    FRUGAL_TRY(join_gpu(config.device, *t));
     // With staleness rows are gathered by the host, under their locks: lines would not be read.
     if (stale()) {
       t->cache_bytes = 0;
@@ -25,6 +25,14 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
       cached = false;
     }
   }
+  // Where it does not join after all.
+  struct Joining {
+    Engine& engine;
+    Trainer* t;
+    ~Joining() {
+      if (t) engine.leave_gpu(*t);
+    }
+  } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
   FRUGAL_TRY(land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   std::unique_lock<std::mutex> lock(mu_);
@@ -58,6 +66,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   }
   progress_.fetch_add(1);
   cv_progress_.notify_all();
+  joining.t = nullptr;
   *out = t;
   return FRUGAL_OK;
 }
@@ -100,6 +109,7 @@ Status Engine::close_trainer(const TrainerRef& t) try {
     caches.swap(t->caches);
   }
   t->lent.clear();
+  leave_gpu(*t);
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, tt] : caches) {

@@ -48,8 +48,8 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   lazy_ = c.lazy || c.hashed;
   layout_ = c.layout;
   init_ = c.init;
-  FRUGAL_TRY(values_.reserve(capacity_, layout_.value_stride * 4, c.shared, budget));
-  FRUGAL_TRY(state_.reserve(capacity_, layout_.state_stride * 4, c.shared, budget));
+  FRUGAL_TRY(values_.reserve(capacity_, layout_.value_stride * 4, c.shared, budget, c.pinner));
+  FRUGAL_TRY(state_.reserve(capacity_, layout_.state_stride * 4, c.shared, budget, c.pinner));
   if (lazy_) {
     FRUGAL_TRY(flags_.reserve(capacity_, 1, false, budget));
   }
@@ -66,10 +66,16 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   return FRUGAL_OK;
 }
 
-Status Rows::pin(const std::shared_ptr<Pinner>& pinner) {
+Status Rows::pin() {
   std::lock_guard<std::mutex> lock(mu_);
-  FRUGAL_TRY(values_.pin(pinner));
-  return state_.pin(pinner);
+  FRUGAL_TRY(values_.pin());
+  return state_.pin();
+}
+
+void Rows::unpin() {
+  std::lock_guard<std::mutex> lock(mu_);
+  values_.unpin();
+  state_.unpin();
 }
 
 uint64_t Rows::chunk_rows() const {

@@ -41,6 +41,7 @@ class Rows : public HeapObject {
     bool hashed = false;
     bool lazy = false;
     bool shared = false;
+    std::shared_ptr<Pinner> pinner;  // of values and state
     RowLayout layout;
     arith::InitSpec init;
   };
@@ -48,9 +49,10 @@ class Rows : public HeapObject {
   enum class Missing { kLeave, kReserve, kCreate };
 
   Status open(const Config& config, MemoryBudget* budget);
-  // Values and state become visible to devices: what is committed now, the rest with its commit. Not
-  // beside initialize_range. On failure it may be called again.
-  Status pin(const std::shared_ptr<Pinner>& pinner);
+  // Values and state that are committed become visible to devices, or are so no more; what is committed
+  // later is, if there is a device. Not beside initialize_range.
+  Status pin();
+  void unpin();
   // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
   // parallel if they do not share a slab (chunk_rows() rows and its multiples do not).
   Status initialize_range(uint64_t first, uint64_t n);

@@ -15,17 +15,17 @@ size_t SlabArray::slab_bytes(uint64_t count, size_t stride) {
 }
 
 SlabArray::~SlabArray() {
-  if (pinner_)
-    for (uint64_t i = 0; i < slabs_; ++i)
-      if (done_[i]) pinner_->unpin(mapping_.base + i * slab_);
+  unpin();
   os_release(&mapping_);
   if (budget_) budget_->give(committed_.load());
   if (done_) heap_free(done_);
 }
 
-Status SlabArray::reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget) {
+Status SlabArray::reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget,
+                          std::shared_ptr<Pinner> pinner) {
   stride_ = stride;
   budget_ = budget;
+  pinner_ = std::move(pinner);
   if (count == 0 || stride == 0) return FRUGAL_OK;
   if (count > (UINT64_MAX >> 2) / stride)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu rows of %zu bytes exceed the address space",
@@ -48,8 +48,9 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
                   "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
                   static_cast<unsigned long long>(budget_->limit));
     Status s = os_commit(mapping_, i * slab_, slab_);
+    bool pinned = false;
     if (s == FRUGAL_OK && pinner_) {
-      s = pinner_->pin(mapping_.base + i * slab_, slab_);
+      s = pinner_->pin(mapping_.base + i * slab_, slab_, &pinned);
       if (s != FRUGAL_OK) os_decommit(mapping_, i * slab_, slab_);
     }
     if (s != FRUGAL_OK) {
@@ -57,23 +58,27 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
       return s;
     }
     committed_.fetch_add(slab_, std::memory_order_relaxed);
-    done_[i] = 1;
+    done_[i] = pinned ? kCommitted | kPinned : kCommitted;
   }
   return FRUGAL_OK;
 }
 
-Status SlabArray::pin(std::shared_ptr<Pinner> pinner) {
-  if (pinner_ || !done_) return FRUGAL_OK;
-  for (uint64_t i = 0; i < slabs_; ++i) {
-    if (!done_[i]) continue;
-    if (Status s = pinner->pin(mapping_.base + i * slab_, slab_)) {
-      while (i-- > 0)
-        if (done_[i]) pinner->unpin(mapping_.base + i * slab_);
-      return s;
-    }
+Status SlabArray::pin() {
+  for (uint64_t i = 0; pinner_ && done_ && i < slabs_; ++i) {
+    if (done_[i] != kCommitted) continue;
+    bool pinned = false;
+    FRUGAL_TRY(pinner_->pin(mapping_.base + i * slab_, slab_, &pinned));
+    if (pinned) done_[i] |= kPinned;
   }
-  pinner_ = std::move(pinner);
   return FRUGAL_OK;
+}
+
+void SlabArray::unpin() {
+  for (uint64_t i = 0; pinner_ && done_ && i < slabs_; ++i)
+    if (done_[i] & kPinned) {
+      pinner_->unpin(mapping_.base + i * slab_);
+      done_[i] &= static_cast<uint8_t>(~kPinned);
+    }
 }
 
 }  // namespace frugal

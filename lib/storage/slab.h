@@ -29,14 +29,17 @@ class SlabArray {
   SlabArray() = default;
   ~SlabArray();
   SlabArray(const SlabArray&) = delete;
-  // Reserves room for `count` records of `stride` bytes. stride 0: an empty array.
-  Status reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget);
+  // Reserves room for `count` records of `stride` bytes. stride 0: an empty array. With a pinner slabs
+  // are pinned when they are committed, if there is a device.
+  Status reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget,
+                 std::shared_ptr<Pinner> pinner = nullptr);
   // Commits the slabs under records [first, first + n). Idempotent; callers serialize calls that
   // may share a slab.
   Status ensure(uint64_t first, uint64_t n);
-  // From now on slabs are pinned when they are committed, and those that are committed already now.
-  // On failure nothing is pinned. Callers serialize it with ensure().
-  Status pin(std::shared_ptr<Pinner> pinner);
+  // Pins what was committed while there was no device; or takes all pins back. Callers serialize these
+  // with ensure().
+  Status pin();
+  void unpin();
   char* base() const { return mapping_.base; }
   size_t stride() const { return stride_; }
   uint64_t committed_bytes() const { return committed_.load(std::memory_order_relaxed); }
@@ -49,7 +52,8 @@ class SlabArray {
   size_t stride_ = 0;
   size_t slab_ = kSlab;
   uint64_t slabs_ = 0;
-  uint8_t* done_ = nullptr;  // a byte for each slab
+  static constexpr uint8_t kCommitted = 1, kPinned = 2;
+  uint8_t* done_ = nullptr;  // of each slab
   std::shared_ptr<Pinner> pinner_;
   MemoryBudget* budget_ = nullptr;
   std::atomic<uint64_t> committed_{0};
