@@ -18,6 +18,11 @@ extern char** environ;
 
 namespace gpu_tools {
 
+// What the worker cannot do on this machine.
+struct Missing : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 class Child {
  public:
   explicit Child(std::vector<std::string> command) {
@@ -70,10 +75,16 @@ class Child {
       if (c == '\n') break;
       answer += c;
     }
-    const size_t error = answer.find("\"error\": \"");
-    if (error != std::string::npos)
-      throw std::runtime_error("the worker: " + answer.substr(error + 10, 300));
+    const std::string missing = Text(answer, "missing"), error = Text(answer, "error");
+    if (!missing.empty()) throw Missing(missing);
+    if (!error.empty()) throw std::runtime_error("the worker: " + error);
     return answer;
+  }
+  static std::string Text(const std::string& answer, const std::string& name) {
+    const size_t at = answer.find("\"" + name + "\": \"");
+    if (at == std::string::npos) return "";
+    const size_t begin = at + name.size() + 5;
+    return answer.substr(begin, answer.find('"', begin) - begin);
   }
   double Number(const std::string& line, const std::string& name) {
     const std::string answer = Ask(line);
