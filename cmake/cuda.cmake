@@ -1,8 +1,8 @@
 # The CUDA part: sets FRUGAL_WITH_CUDA, and adds frugal_kernels, the object of the kernels.
 #
-# Wanted is a compiler of CUDA 13 or later: that of CMAKE_CUDA_COMPILER or CUDACXX, or one on the path
-# or in /usr/local/cuda. Without a GPU or its driver the library works all the same: the run-time
-# library is linked statically, and the driver's is looked for when a device is opened.
+# Wanted is a compiler of CUDA 13 or later: that of CMAKE_CUDA_COMPILER or CUDACXX, or one on the
+# path or in /usr/local/cuda. Without a GPU or its driver the library works all the same: the
+# run-time library is linked statically, and the driver's is looked for when a device is opened.
 set(FRUGAL_CUDA AUTO CACHE STRING "CUDA devices: ON, OFF, or AUTO: if there is a compiler for them")
 set_property(CACHE FRUGAL_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(FRUGAL_WITH_CUDA OFF)
@@ -31,8 +31,8 @@ if(FRUGAL_CUDA STREQUAL "AUTO" OR FRUGAL_CUDA)
   elseif(FRUGAL_CUDA STREQUAL "AUTO")
     message(STATUS "No compiler of CUDA 13 or later: no CUDA devices")
   else()
-    message(FATAL_ERROR "FRUGAL_CUDA=${FRUGAL_CUDA} wants nvcc of CUDA 13 or later; found: ${nvcc}, "
-      "version ${version}. CMAKE_CUDA_COMPILER tells where it is.")
+    message(FATAL_ERROR "FRUGAL_CUDA=${FRUGAL_CUDA} wants nvcc of CUDA 13 or later; found: "
+      "${nvcc}, version ${version}. CMAKE_CUDA_COMPILER tells where it is.")
   endif()
 endif()
 

@@ -17,9 +17,10 @@ using frugal::device::Runtime;
 namespace {
 
 TEST(DeviceOpen, NamesOfNoDevice) {
-  for (const char* name : {"", "cuda", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda: 1", "cuda:00",
-                           "cuda:01", "cuda:1 ", "cuda:65536", "cuda:18446744073709551616", "CUDA:0",
-                           "cudax:0", "cpu:0", "sim", "sim:", "sim:x"}) {
+  for (const char* name :
+       {"", "cuda", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda: 1", "cuda:00", "cuda:01",
+        "cuda:1 ", "cuda:65536", "cuda:18446744073709551616", "CUDA:0", "cudax:0", "cpu:0", "sim",
+        "sim:", "sim:x"}) {
     std::shared_ptr<Runtime> out;
     const Result result = open_runtime(name, &out);
     EXPECT_EQ(result.kind, ErrorKind::kNoDevice) << name;

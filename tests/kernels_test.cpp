@@ -571,6 +571,22 @@ TEST_P(KernelsTest, Reduce) {
   });
 }
 
+// An infinite weight makes no NaN of gradients that are not 0, whatever lies beside the row in a vector.
+TEST_P(KernelsTest, InfiniteFactors) {
+  for_seeds(20, [&](Random& random) {
+    const uint32_t dim = random_dim(random);
+    std::vector<float> g(dim, 2.0f), out(dim + 64);
+    float factor = random.chance(0.5) ? INFINITY : -INFINITY;
+    const uint64_t pair = 0;
+    const uint32_t start[] = {0, 1};
+    const GradSource source{g.data(), dim * sizeof(float), nullptr, &factor, nullptr};
+    EXPECT_FALSE(k_->reduce(&pair, start, 0, 1, dim, source, out.data(), dim + 64, false)) << dim;
+    EXPECT_EQ(out[dim - 1], factor);
+    g[dim - 1] = 0.0f;
+    EXPECT_TRUE(k_->reduce(&pair, start, 0, 1, dim, source, out.data(), dim + 64, false)) << dim;
+  });
+}
+
 TEST_P(KernelsTest, ReduceSegments) {
   for_seeds(100, [&](Random& random) {
     const uint32_t dim = random_dim(random);

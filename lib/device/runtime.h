@@ -59,6 +59,7 @@ struct DeviceInfo {
   uint64_t memory_bytes;
   uint32_t processors;  // streaming multiprocessors
   uint32_t compute;     // 90 for sm_90
+  uint32_t block_threads = 256;  // that suit it; results do not depend on them
 };
 
 enum class Memory : int32_t {

@@ -98,6 +98,8 @@ FRUGAL_DEVICE void store(Ptr<T> p, T v) {
                  "f"(x[2]), "f"(x[3]));
   }
 }
+// Sets a word to 1, which several threads may do at once: a flag, in host memory too.
+FRUGAL_DEVICE void raise(Ptr<uint32_t> p) { store(p, 1u); }
 FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) {
   return atomicAdd(reinterpret_cast<unsigned int*>(p.address), v);
 }
@@ -153,6 +155,10 @@ template <class T>
 FRUGAL_DEVICE void store(Ptr<T> p, T v) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
   memcpy(sim::writable(p.address, sizeof(T)), &v, sizeof(T));
+}
+FRUGAL_DEVICE void raise(Ptr<uint32_t> p) {
+  auto* word = static_cast<uint32_t*>(sim::writable(p.address, sizeof(uint32_t)));
+  __atomic_store_n(word, 1u, __ATOMIC_RELAXED);
 }
 FRUGAL_DEVICE uint32_t add(Ptr<uint32_t> p, uint32_t v) { return sim::add_device(p.address, v); }
 

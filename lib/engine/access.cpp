@@ -387,10 +387,36 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
   if (!t.gpu) return call(ops, nullptr);
   FRUGAL_TRY(t.gpu->ready());
   Vector<GpuOp> taken;
-  FRUGAL_TRY(t.gpu->take_ops(ops, n, use, &taken));
+  Vector<frugal_op> known(ops, ops + n);
+  for (frugal_op& op : known) FRUGAL_TRY(match_batch(t, &op));
+  FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, &taken));
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
   return call(host.data(), taken.data());
+}
+
+// Keys on the device beside a batch: where they are the declared ones, which the device finds out, they
+// need not come to the host.
+Status Engine::match_batch(Trainer& t, frugal_op* op) {
+  if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
+  bool on_device = false;
+  FRUGAL_TRY(t.gpu->on_device(op->keys, "frugal_op.keys", &on_device));
+  auto batch = std::static_pointer_cast<Batch>(
+      handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op->batch)));
+  if (!on_device || !batch || batch->rank != t.rank || batch->step != t.step ||
+      op->part >= batch->parts.size())
+    return FRUGAL_OK;  // what is wrong is told where ops are checked
+  const PartRef& p = batch->parts[op->part];
+  const bool padded = op->flags & FRUGAL_OP_PADDING;
+  if (!p->resolved() || p->n != op->count || p->has_padding != padded ||
+      (padded && p->padding != op->padding_key))
+    return FRUGAL_OK;
+  Flight* flight;
+  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  bool same = false;
+  FRUGAL_TRY(t.gpu->same_keys(*flight, p, batch->tables[op->part]->rows.hashed(), op->keys, &same));
+  if (same) op->keys = nullptr;
+  return FRUGAL_OK;
 }
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {

@@ -364,6 +364,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots, size_t n,
                          const GpuOp& op);
   Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
+  Status match_batch(Trainer& t, frugal_op* op);
   template <class Call>
   Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,

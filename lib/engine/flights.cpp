@@ -100,6 +100,7 @@ Status Engine::end_flight(Trainer& t, bool* nan) {
   if (!f) return FRUGAL_OK;
   // Several pushes are joined on the host.
   for (auto& [raw, push] : t.pushes) f->must_land |= !push.tail.empty();
+  for (device::Stream s : f->streams) FRUGAL_TRY(t.gpu->ready(s));
   FRUGAL_TRY(f->end());
   if (!f->must_land) return FRUGAL_OK;
   while (!f->ask(1000000)) {

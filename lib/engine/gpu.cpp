@@ -197,7 +197,9 @@ Gpu::Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned)
     : runtime_(std::move(runtime)),
       pinned_(pinned),
       memory_(std::allocate_shared<DevicePool>(HeapAllocator<DevicePool>(), runtime_)) {
-  extent_.processors = runtime_->info().processors;
+  const device::DeviceInfo info = runtime_->info();
+  extent_.processors = info.processors;
+  extent_.threads = info.block_threads;
 }
 
 Gpu::~Gpu() {
@@ -236,10 +238,10 @@ void Gpu::failed(const Result& r) {
   failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
 }
 
-Status Gpu::ready() {
+Status Gpu::ready(device::Stream stream) {
   if (failed_.load(std::memory_order_acquire)) return device_status(failure_, "the device failed earlier");
   bool capturing = false;
-  Result r = runtime_->capturing(stream_, &capturing);
+  Result r = runtime_->capturing(stream, &capturing);
   failed(r);
   FRUGAL_TRY(device_status(r, "the caller's stream"));
   if (capturing)
@@ -249,8 +251,9 @@ Status Gpu::ready() {
 }
 
 Status Gpu::set_stream(void* stream) {
+  FRUGAL_TRY(ready({stream}));
   stream_ = {stream};
-  return ready();
+  return FRUGAL_OK;
 }
 
 Status Gpu::flight(uint32_t rank, uint64_t step, Flight** out) {

@@ -159,7 +159,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status set_stream(void* stream);
   device::Stream stream() const { return stream_; }
   // Refuses a call while the caller's stream is being captured, and after a failure.
-  Status ready();
+  Status ready() { return ready(stream_); }
+  Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
 
@@ -200,6 +201,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A gradient for each key into pinned memory.
   Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
+  // Are keys on the device those of the part? Waits for the answer.
+  Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
   Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
                       const GpuOp& op, const device::GradPtr& source);
 

@@ -325,6 +325,40 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   return launch(Kernel::expand_terms, device::expand_shape(a, part->n, extent_), a);
 }
 
+Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same) {
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  Buffer memory;
+  FRUGAL_TRY(pinned_.get(part->n * sizeof(uint64_t) + sizeof(uint64_t), &memory));
+  auto* differ = memory.as<uint32_t>();
+  *differ = 0;
+  device::SameKeysArgs a{};
+  a.keys = seen_at(keys);
+  a.count = part->n;
+  a.padding = part->padding;
+  a.differ = seen_at(differ);
+  if (hashed) {
+    auto* declared = memory.as<uint64_t>() + 1;
+    std::memcpy(declared, part->keys.data(), part->n * sizeof(uint64_t));
+    a.declared = seen_at(declared);
+  } else {
+    // Ids are their slots.
+    DeviceBuffer slots;
+    FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &slots));
+    device::PlaceArgs p{};
+    p.part = d->part;
+    p.out = slots.as<uint32_t>();
+    a.slots = p.out;
+    f.memory.push_back(std::move(slots));
+    FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
+  }
+  f.pinned.push_back(std::move(memory));
+  FRUGAL_TRY(launch(Kernel::same_keys, device::same_keys_shape(a, extent_), a));
+  FRUGAL_TRY(wait_stream());
+  *same = *differ == 0;
+  return FRUGAL_OK;
+}
+
 Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
                          const GpuOp& op, const device::GradPtr& source) {
   PartOnDevice* d;

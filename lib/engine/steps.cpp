@@ -147,6 +147,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.step_begin_ns);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
+  if (t.gpu) FRUGAL_TRY(t.gpu->ready());
   FpEnvironment fp;
   if (step >= kNoStep - kRing)
     return fail(FRUGAL_ERR_STEP_ORDER, "step %llu is too large",

@@ -93,7 +93,8 @@ const char* cudaGetErrorString(cudaError_t code) {
   return texts[code];
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned, unsigned long long,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned,
+                                             unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
   const cudaError_t code = anywhere("cudaGetDriverEntryPointByVersion");
   if (code != cudaSuccess) return code;

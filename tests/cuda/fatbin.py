@@ -67,7 +67,7 @@ def read_budget(path):
 
 
 def usage_of(cuobjdump, path):
-  """{architecture: {symbol: {'REG': .., 'STACK': .., 'LOCAL': ..}}} of all machine code in a file."""
+  """{architecture: {symbol: {'REG': .., 'STACK': .., 'LOCAL': ..}}} of a file's machine code."""
   usage, functions, symbol = {}, None, None
   for line in run(cuobjdump, '--dump-resource-usage', path).splitlines():
     words = line.split()
@@ -93,27 +93,30 @@ def name_of(symbol):
 
 
 def check_registers(usage, budget):
-  complaints, seen = [], set()
+  complaints = []
   print(f'{"registers":24s}' + ''.join(f'{arch:>8s}' for arch in usage) + '  budget')
   names = sorted({name_of(s) for functions in usage.values() for s in functions})
   for name in names:
     row = [functions.get(PREFIX + name, functions.get(name)) for functions in usage.values()]
     print(f'{name:24s}' + ''.join(f'{u["REG"] if u else "-":>8}' for u in row) +
           f'{budget[name][0] if name in budget else "none":>8}')
-  for arch, functions in usage.items():
-    for symbol, used in functions.items():
-      name = name_of(symbol)
-      seen.add(name)
-      if name not in budget:
-        complaints.append(f'{name}: has no budget')
-        continue
-      if used['REG'] > budget[name][0]:
-        complaints.append(f'{name}: {used["REG"]} registers on {arch}, budget {budget[name][0]}')
-      if used['STACK'] or used['LOCAL']:
-        complaints.append(f'{name}: {used["STACK"] + used["LOCAL"]} bytes of stack on {arch}: '
-                          'registers are spilled, or an array is indexed')
-  complaints += [f'{name}: has a budget, but is no kernel' for name in budget if name not in seen]
-  return sorted(set(complaints))
+  for name in names:
+    used = {arch: functions.get(PREFIX + name, functions.get(name))
+            for arch, functions in usage.items()}
+    used = {arch: u for arch, u in used.items() if u}
+    if name not in budget:
+      complaints.append(f'{name}: has no budget')
+      continue
+    over = [f'{u["REG"]} on {arch}' for arch, u in used.items() if u['REG'] > budget[name][0]]
+    if over:
+      complaints.append(f'{name}: registers: {", ".join(over)}; budget {budget[name][0]}')
+    stack = [f'{u["STACK"] + u["LOCAL"]} on {arch}' for arch, u in used.items()
+             if u['STACK'] or u['LOCAL']]
+    if stack:
+      complaints.append(f'{name}: bytes of stack: {", ".join(stack)}: registers are spilled, or an '
+                        'array is indexed')
+  complaints += [f'{name}: has a budget, but is no kernel' for name in budget if name not in names]
+  return complaints
 
 
 def ptx_of(cuobjdump, path):
@@ -151,12 +154,13 @@ def check_ptx(text, budget):
 
 
 def check_kernels(usage, names):
+  found = {arch: {name_of(symbol) for symbol in functions} for arch, functions in usage.items()}
   complaints = []
-  for arch, functions in usage.items():
-    found = {name_of(symbol) for symbol in functions}
-    complaints += [f'{name}: not in the code for {arch}' for name in sorted(names - found)]
-    complaints += [f'{name}: in the code for {arch}, not in the list of kernels'
-                   for name in sorted(found - names)]
+  for name in sorted(names.union(*found.values())):
+    archs = ', '.join(arch for arch in usage if (name in found[arch]) != (name in names))
+    if archs:
+      complaints.append(f'{name}: not in the code for {archs}' if name in names else
+                        f'{name}: not in the list of kernels, but in the code for {archs}')
   return complaints
 
 

@@ -181,7 +181,8 @@ def main():
   open(LOG, 'w', encoding='utf-8').close()
   copy_tree()
   must(['cmake', '-S', SOURCE, '-B', BUILD, '-G', 'Ninja', '-DCMAKE_BUILD_TYPE=Release',
-        '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF'], 'the tree does not configure')
+        '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF', '-DFRUGAL_CUDA=OFF'],
+       'the tree does not configure')
   targets = targets_of(mutants)
   if build(targets) != 0:
     sys.exit(f'mutants: the unchanged tree does not build; see {LOG}')

@@ -26,6 +26,7 @@ class RankDevice {
   virtual void Collect() = 0;
   // The first thing that went wrong, or empty.
   virtual std::string Error() = 0;
+  virtual void Forgive() = 0;  // forgets it
 };
 
 // `name` as a trainer's device.

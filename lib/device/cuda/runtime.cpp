@@ -126,8 +126,8 @@ struct Driver {
 };
 
 // While it lives the device is current, and calls that CUDA thinks unsafe beside a capture are
-// allowed: none of ours goes to a stream that is being captured. Afterwards the thread's context, be
-// it none or one that the run-time library does not know, and its mode are as before.
+// allowed: none of ours goes to a stream that is being captured. Afterwards the thread's context,
+// be it none or one that the run-time library does not know, and its mode are as before.
 class Scope {
  public:
   Scope(const Driver& driver, int device) : driver_(driver) {

@@ -29,7 +29,7 @@ FRUGAL_DEVICE void same_keys_body(const SameKeysArgs& a) {
     }
     differ = differ || load(a.keys + i) != declared;
   }
-  if (differ) store(a.differ, 1u);
+  if (differ) raise(a.differ);
 }
 
 }  // namespace frugal::device

@@ -90,7 +90,7 @@ FRUGAL_DEVICE void reduce_vectors(const ReduceArgs& a) {
       store_vector<V>(a.runs + run * a.dim, walk.vector(), sum);
     }
   }
-  if (nan && a.nan) store(a.nan, 1u);
+  if (nan && a.nan) raise(a.nan);
 }
 
 FRUGAL_DEVICE void reduce_runs_body(const ReduceArgs& a) {
@@ -170,14 +170,14 @@ FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
                          n - first < piece ? n - first : piece, vector);
     }
     for (uint32_t step = 1; step < pieces; step *= 2) {
-      sync();  // what lay in shared memory is not needed any more
-      sums[thread()] = sum;
+      // Cells that others read in the step before are not written any more.
+      if (group % step == 0) sums[thread()] = sum;
       sync();
       if (group % (2 * step) == 0 && group + step < pieces) {
         sum = sum + sums[thread() + step * cut.lanes];
       }
     }
-    sync();
+    sync();  // before the next unit uses the memory
     if (takes_part && group == 0) {
       store_vector<V>(a.sums + heavy.row * a.sums_stride, vector, sum);
     }
@@ -220,7 +220,7 @@ FRUGAL_DEVICE void expand_vectors(const ExpandArgs& a) {
     }
     store_vector<V>(a.out + uint64_t{position} * a.dim, walk.vector(), x);
   }
-  if (nan && a.nan) store(a.nan, 1u);
+  if (nan && a.nan) raise(a.nan);
 }
 
 FRUGAL_DEVICE void expand_terms_body(const ExpandArgs& a) {

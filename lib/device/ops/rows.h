@@ -48,11 +48,14 @@ struct Span {
   uint32_t begin, end;
 };
 
+// One run of all the positions of a row.
+FRUGAL_DEVICE Span run_of(Span row, uint32_t run) {
+  row.begin += run * kRun;
+  if (row.end - row.begin > kRun) row.end = row.begin + kRun;
+  return row;
+}
 FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
-  Span s{load(part.start + item.row), load(part.start + (item.row + 1))};
-  s.begin += item.run * kRun;
-  if (s.end - s.begin > kRun) s.end = s.begin + kRun;
-  return s;
+  return run_of({load(part.start + item.row), load(part.start + (item.row + 1))}, item.run);
 }
 
 // --- Rows to the positions of a batch -----------------------------------------------------------
@@ -76,25 +79,32 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
   const uint64_t read = kFromHbm ? a.hbm_items : a.host_items;
   const uint64_t items = kFromHbm ? read + a.part.zeros : read;
   while (walk.item() < items) {
-    Span span[kInFlight];
-    uint32_t source[kInFlight], vector[kInFlight];
-    bool reads[kInFlight];
+    // Loads that do not need each other stand together; what is made of them comes after.
+    Item item[kInFlight];
+    uint32_t vector[kInFlight];
+    bool reads[kInFlight], zeros[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
-      span[k] = {0, 0};
-      source[k] = 0;
       vector[k] = walk.vector();
       reads[k] = walk.item() < read && walk.in_row();
-      if (reads[k]) {
-        const uint64_t at = first_item + walk.item();
-        const Item item = a.items ? load(a.items + at) : Item{static_cast<uint32_t>(at), 0};
-        source[k] = load((kFromHbm ? a.source : a.part.slots) + item.row);
-        span[k] = span_of(a.part, item);
-      } else if (kFromHbm && walk.item() < items && walk.in_row()) {
-        const uint32_t zero = static_cast<uint32_t>(walk.item() - read);
-        span[k].begin = load(a.part.start + a.part.distinct) + zero;
+      zeros[k] = kFromHbm && walk.item() >= read && walk.item() < items && walk.in_row();
+      const uint64_t at = first_item + walk.item();
+      item[k] = {static_cast<uint32_t>(zeros[k] ? walk.item() - read : at), 0};
+      if (a.items && reads[k]) item[k] = load(a.items + at);
+      walk.next();
+    }
+    uint32_t source[kInFlight];
+    Span span[kInFlight];
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      source[k] = reads[k] ? load((kFromHbm ? a.source : a.part.slots) + item[k].row) : 0;
+      span[k].begin = reads[k] ? load(a.part.start + item[k].row) : 0;
+      span[k].end = reads[k] ? load(a.part.start + (item[k].row + 1)) : 0;
+    }
+    for (uint32_t k = 0; k < kInFlight; ++k) {
+      if (reads[k]) span[k] = run_of(span[k], item[k].run);
+      if (zeros[k]) {
+        span[k].begin = load(a.part.start + a.part.distinct) + item[k].row;
         span[k].end = span[k].begin + 1;
       }
-      walk.next();
     }
     V value[kInFlight];
     uint32_t position[kInFlight];  // the first: mostly the only one

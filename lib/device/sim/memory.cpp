@@ -31,7 +31,7 @@ struct Reserve {
   uint64_t base, bytes, used;
 };
 
-constexpr uint64_t kReserve = uint64_t{16} << 30;
+constexpr uint64_t kReserve = uint64_t{1} << 30;
 constexpr size_t kFreedKept = 256;
 
 // Of the process, since pinned memory is. Never destroyed: threads may outlive static objects.
@@ -146,10 +146,11 @@ void* map(uint64_t bytes, int protection) {
 // 0: none left. A page after each allocation stays unused. `update` is held.
 uint64_t reserve(Registry& r, int32_t device, uint64_t bytes) {
   const uint64_t all = page_up(bytes) + page();
-  for (Reserve& reserve : r.reserves) {
-    if (reserve.device != device || reserve.bytes - reserve.used < all) continue;
-    const uint64_t address = reserve.base + reserve.used;
-    reserve.used += all;
+  for (auto last = r.reserves.rbegin(); last != r.reserves.rend(); ++last) {
+    if (last->device != device) continue;
+    if (last->bytes - last->used < all) break;
+    const uint64_t address = last->base + last->used;
+    last->used += all;
     return address;
   }
   r.reserves.reserve(r.reserves.size() + 1);

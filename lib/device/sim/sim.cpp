@@ -41,6 +41,7 @@ Result no_memory(const char* call, const char* text) {
 }
 
 constexpr size_t kMaxNames = 256;  // of kernels
+constexpr const char* kAskedFor = "a failure that was asked for";
 constexpr const char* kNoHostMemory = "out of host memory";
 
 // Of streams and events, over all devices; none is used twice.
@@ -150,24 +151,24 @@ SimRuntime::~SimRuntime() {
 }
 
 Result SimRuntime::faulted(const char* call) const {
-  return {ErrorKind::kFault, kLaunchFailure, call, health_->text};
+  return {ErrorKind::kFault, kLaunchFailure, call, health_->settle()};
 }
 
 Result SimRuntime::begin(const char* call) {
-  if (health_->failed()) return faulted(call);
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++calls_;
-  if (fail_in_ == 0 || --fail_in_ > 0) return {};
-  if (fail_forever_) fail_in_ = 1;
-  switch (fail_kind_) {
-    case ErrorKind::kNone: return {};
-    case ErrorKind::kFault:
-      health_->fail("a failure that was asked for");
-      return faulted(call);
-    case ErrorKind::kOutOfMemory: return no_memory(call, "a failure that was asked for");
-    default: return {fail_kind_, kInvalidValue, call, "a failure that was asked for"};
+  ErrorKind kind = ErrorKind::kNone;
+  if (!health_->failed()) {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++calls_;
+    if (fail_in_ > 0 && --fail_in_ == 0) {
+      kind = fail_kind_;
+      if (fail_forever_) fail_in_ = 1;
+    }
+    if (kind == ErrorKind::kFault) health_->fail(kAskedFor);
   }
+  if (health_->failed()) return faulted(call);
+  if (kind == ErrorKind::kNone) return {};
+  return {kind, kind == ErrorKind::kOutOfMemory ? kMemoryAllocation : kInvalidValue, call, kAskedFor};
 }
 
 void SimRuntime::fault(const char* call, const void* what) {
@@ -199,6 +200,9 @@ DeviceInfo SimRuntime::info() const {
   snprintf(info.name, sizeof info.name, "CUDA seam on the host (slow, for tests)");
   info.memory_bytes = memory_limit_;
   info.processors = 4;
+  // Each is a fiber of each stream that runs kernels, and to ThreadSanitizer a thread, of which it knows
+  // some 8,000.
+  info.block_threads = 64;
   return info;
 }
 
@@ -233,6 +237,7 @@ Result SimRuntime::alloc(size_t bytes, Ptr<char>* out) {
 
 void SimRuntime::free(Ptr<char> p) {
   if (!p) return;
+  if (health_->failed()) health_->settle();
   size_t bytes = 0;
   if (!free_device_memory(device_, p.address, &bytes))
     return fault("free", reinterpret_cast<void*>(p.address));
@@ -258,6 +263,7 @@ Result SimRuntime::pin(void* p, size_t bytes) {
 }
 
 void SimRuntime::unpin(void* p) {
+  if (health_->failed()) health_->settle();
   if (!unpin_memory(reinterpret_cast<uint64_t>(p))) fault("unpin", p);
 }
 

@@ -14,12 +14,40 @@
 #include "device/sim/order.h"
 
 namespace frugal::device::sim {
+namespace {
 
-void Health::fail(const char* why) {
+void sleep_us(uint32_t us) {
+  const timespec time = {us / 1'000'000, static_cast<long>(us % 1'000'000) * 1000};
+  nanosleep(&time, nullptr);
+}
+
+}  // namespace
+
+void Health::fail(const char* text) {
   uint32_t none = 0;
-  if (!state.compare_exchange_strong(none, 1)) return;
-  snprintf(text, sizeof text, "%s", why);
-  state.store(2, std::memory_order_release);
+  if (!state_.compare_exchange_strong(none, 1)) return;
+  snprintf(text_, sizeof text_, "%s", text);
+  state_.store(2);
+}
+
+const char* Health::settle() {
+  while (running_.load(std::memory_order_relaxed) > 0) sleep_us(20);
+  acquire_order(&running_);
+  return text_;
+}
+
+bool Health::enter() {
+  Unseen unseen;
+  ++running_;
+  if (!failed()) return true;
+  --running_;
+  return false;
+}
+
+void Health::leave() {
+  release_order(&running_);
+  Unseen unseen;
+  --running_;
 }
 
 StreamThread::StreamThread(std::shared_ptr<Health> health, uint64_t seed, const Delays& delays)
@@ -116,8 +144,7 @@ void StreamThread::delay(uint64_t position) {
       return demanded_ >= position || closing_ || health_->failed();
     });
   } else if (roll < delays_.holds + delays_.sleeps) {
-    const timespec time = {0, static_cast<long>(random_.below(delays_.sleep_us + 1)) * 1000};
-    nanosleep(&time, nullptr);
+    sleep_us(random_.below(delays_.sleep_us + 1));
   } else if (roll < delays_.holds + delays_.sleeps + delays_.yields) {
     for (uint32_t n = random_.below(8); n > 0; --n) sched_yield();
   }
@@ -149,17 +176,21 @@ void StreamThread::run(Operation* operation) {
     case Operation::Kind::kWait:
       wait(operation->mark, UINT64_MAX);
       return;
-    case Operation::Kind::kKernel: {
-      if (health_->failed()) return;
-      char fault[kFaultText];
-      if (!runner_.run(*operation->kernel, operation->shape, operation->arguments.data(), &random_,
-                       fault))
-        health_->fail(fault);
+    case Operation::Kind::kKernel:
+      if (health_->enter()) {
+        char fault[kFaultText];
+        if (!runner_.run(*operation->kernel, operation->shape, operation->arguments.data(),
+                         &random_, fault))
+          health_->fail(fault);
+        health_->leave();
+      }
       return;
-    }
     case Operation::Kind::kCopy:
     case Operation::Kind::kFill:
-      if (!health_->failed()) copy(*operation);
+      if (health_->enter()) {
+        copy(*operation);
+        health_->leave();
+      }
       return;
   }
 }

@@ -27,14 +27,24 @@
 namespace frugal::device::sim {
 
 // What streams share with their device.
-struct Health {
+class Health {
+ public:
   explicit Health(int32_t device_in) : device(device_in) {}
   // The first fault stays. `text` is at most kFaultText bytes.
   void fail(const char* text);
-  bool failed() const { return state.load(std::memory_order_acquire) == 2; }
+  bool failed() const { return state_.load() == 2; }
+  // Of failed(): waits until nothing runs any more, and nothing will. What ran is before what follows,
+  // or nobody could ever touch its memory again, as no event tells.
+  const char* settle();
+  // Around an operation that accesses memory. False: it must not run.
+  bool enter();
+  void leave();
   const int32_t device;
-  std::atomic<uint32_t> state{0};  // 1: the text is being written, 2: failed
-  char text[kFaultText] = {};
+
+ private:
+  std::atomic<uint32_t> state_{0};  // 1: the text is being written, 2: failed
+  std::atomic<uint32_t> running_{0};
+  char text_[kFaultText] = {};
 };
 
 class StreamThread;

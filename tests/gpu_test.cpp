@@ -1,0 +1,555 @@
+// Trainers on GPUs through the C ABI, on the host implementation of the device seam: what the oracle does
+// not do, because it goes wrong. NaNs, captures, pointers of the wrong device, memory that cannot be
+// pinned, and every call of the seam failing once.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "device/ops/kernels.h"
+#include "device/sim/sim.h"
+#include "frugal.h"
+#include "oracle/device.h"
+
+namespace {
+
+using frugal::device::ErrorKind;
+using frugal::device::Runtime;
+using frugal::device::sim::Sim;
+using frugal_oracle::RankDevice;
+
+constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
+
+std::string LastMessage() {
+  frugal_error error;
+  frugal_last_error(&error);
+  return error.message;
+}
+
+#define ASSERT_OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
+#define EXPECT_OK(call) EXPECT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
+
+// The simulated device, kept open so that its settings last.
+struct Device {
+  explicit Device(uint32_t index = 0) : name("sim:" + std::to_string(index)) {
+    EXPECT_TRUE(frugal::device::open_runtime(name.c_str(), &runtime).ok());
+    sim = static_cast<Sim*>(runtime.get());
+    memory = frugal_oracle::OpenDevice(name, 1);
+  }
+  std::string name;
+  std::shared_ptr<Runtime> runtime;
+  Sim* sim = nullptr;
+  std::unique_ptr<RankDevice> memory;
+};
+
+struct Engine {
+  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}) {
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    config.world_size = world;
+    config.timeout_ms = 20'000;
+    if (change) change(&config);
+    EXPECT_OK(frugal_open(&config, &handle));
+  }
+  ~Engine() {
+    if (handle) EXPECT_OK(frugal_close(handle));
+  }
+  frugal_table* Table(const char* name, int32_t key_space, uint64_t rows, uint32_t dim,
+                      int32_t optimizer = FRUGAL_ADAGRAD, int32_t nan = FRUGAL_NAN_ACCEPT) {
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = name;
+    config.key_space = key_space;
+    config.rows = rows;
+    config.dim = dim;
+    config.init = FRUGAL_INIT_UNIFORM;
+    config.init_b = 1;
+    config.nan_policy = nan;
+    config.optimizer.kind = optimizer;
+    config.optimizer.lr = 0.5f;
+    frugal_table* table = nullptr;
+    EXPECT_OK(frugal_table_create(handle, &config, &table));
+    return table;
+  }
+  frugal_trainer* Trainer(uint32_t rank, const char* device, double cache = 0) {
+    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+    config.rank = rank;
+    config.device = device;
+    config.cache_ratio = cache;
+    frugal_trainer* trainer = nullptr;
+    EXPECT_OK(frugal_trainer_create(handle, &config, &trainer));
+    return trainer;
+  }
+  uint64_t Committed() {
+    uint64_t step = 0;
+    EXPECT_OK(frugal_committed_step(handle, &step));
+    return step;
+  }
+  std::vector<float> Rows(frugal_table* table, uint64_t rows, uint32_t dim) {
+    std::vector<uint64_t> keys(rows);
+    for (uint64_t i = 0; i < rows; ++i) keys[i] = i;
+    std::vector<float> out(rows * dim);
+    EXPECT_OK(frugal_get(table, keys.data(), rows, 0, out.data(), 0, nullptr));
+    return out;
+  }
+  frugal_engine* handle = nullptr;
+};
+
+bool Same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Keys and gradients of a step, on the host.
+struct Batch {
+  Batch(uint64_t step, uint32_t rank, uint64_t rows, uint32_t dim, size_t n = 50) : dim(dim) {
+    uint64_t x = step * 1000003 + rank * 7919 + 1;
+    auto next = [&] { return x = x * 6364136223846793005u + 1442695040888963407u, x >> 33; };
+    for (size_t i = 0; i < n; ++i) keys.push_back(next() % 3 ? next() % rows : next() % 3);
+    for (size_t i = 0; i < n * dim; ++i) grads.push_back(static_cast<float>(next() % 2001) / 1000 - 1);
+  }
+  uint32_t dim;
+  std::vector<uint64_t> keys;
+  std::vector<float> grads;
+};
+
+frugal_op OpOf(frugal_table* table, const Batch& b) {
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = b.keys.data();
+  op.count = b.keys.size();
+  return op;
+}
+
+// One step of one rank with rows and gradients on the device. Answers the first status that is not OK.
+int32_t DeviceStep(frugal_trainer* trainer, RankDevice& memory, frugal_table* table, uint64_t step,
+                   const Batch& b, std::vector<float>* rows = nullptr, bool end = true) {
+#define TRY(call) \
+  if (int32_t s = (call)) return s
+  TRY(frugal_step_begin(trainer, step, kWait));
+  std::vector<float> out(b.keys.size() * b.dim, -7);
+  frugal_op op = OpOf(table, b);
+  op.rows_out = static_cast<float*>(memory.Send(out.data(), out.size() * 4, 4));
+  TRY(frugal_lookup(trainer, &op, 1));
+  if (rows) {
+    memory.Fetch(out.data(), op.rows_out, out.size() * 4);
+    memory.Collect();
+    *rows = out;
+  }
+  op.rows_out = nullptr;
+  op.grads = static_cast<float*>(memory.Send(b.grads.data(), b.grads.size() * 4, 4));
+  TRY(frugal_push_grad(trainer, &op, 1));
+  memory.Spoil(const_cast<float*>(op.grads), b.grads.size() * 4);
+  return end ? frugal_step_end(trainer, step, 0) : FRUGAL_OK;
+#undef TRY
+}
+
+int32_t HostStep(frugal_trainer* trainer, frugal_table* table, uint64_t step, const Batch& b) {
+  if (int32_t s = frugal_step_begin(trainer, step, kWait)) return s;
+  std::vector<float> out(b.keys.size() * b.dim);
+  frugal_op op = OpOf(table, b);
+  op.rows_out = out.data();
+  if (int32_t s = frugal_lookup(trainer, &op, 1)) return s;
+  op.grads = b.grads.data();
+  if (int32_t s = frugal_push_grad(trainer, &op, 1)) return s;
+  return frugal_step_end(trainer, step, 0);
+}
+
+// The table after `steps` steps of ranks on the cpu device.
+std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint32_t dim) {
+  Engine engine(world);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, rows, dim);
+  std::vector<frugal_trainer*> ranks;
+  for (uint32_t r = 0; r < world; ++r) ranks.push_back(engine.Trainer(r, "cpu"));
+  for (uint64_t s = 0; s < steps; ++s)
+    for (uint32_t r = 0; r < world; ++r)
+      EXPECT_OK(HostStep(ranks[r], table, s, Batch(s, r, rows, dim)));
+  return engine.Rows(table, rows, dim);
+}
+
+// --- Steps ---------------------------------------------------------------------------------------
+
+TEST(Gpu, TheBitsOfTheCpu) {
+  Device device;
+  const std::vector<float> expected = Reference(2, 12, 300, 20);
+  for (double cache : {0.0, 0.1, 1.0}) {
+    Engine engine(2);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 20);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
+    frugal_trainer* cpu = engine.Trainer(1, "cpu");
+    for (uint64_t s = 0; s < 12; ++s) {
+      ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, Batch(s, 0, 300, 20)));
+      ASSERT_OK(HostStep(cpu, table, s, Batch(s, 1, 300, 20)));
+    }
+    EXPECT_TRUE(Same(engine.Rows(table, 300, 20), expected)) << cache;
+    EXPECT_EQ(engine.Committed(), 11u);
+  }
+  EXPECT_EQ(device.memory->Error(), "");
+}
+
+// With a handle and no keys, lookup and push of a declared batch give work to the stream and nothing
+// else: they come back although nothing of the stream runs before somebody waits for it.
+TEST(Gpu, DeclaredBatchesDoNotWait) {
+  Device device;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch b(0, 0, 300, 16);
+  frugal_op op = OpOf(table, b);
+  op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  frugal_op use = FRUGAL_OP_INIT;
+  use.table = table;
+  use.batch = batch;
+  std::vector<float> out(b.keys.size() * 16);
+  use.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+  use.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
+  device.memory->Collect();
+  constexpr uint32_t kHold = 60'000'000;
+  device.sim->set_delays({0, 0, 100, 0, kHold});
+  auto start = std::chrono::steady_clock::now();
+  ASSERT_OK(frugal_lookup(gpu, &use, 1));
+  ASSERT_OK(frugal_push_grad(gpu, &use, 1));
+  ASSERT_OK(frugal_step_end(gpu, 0, 0));
+  // Not a measurement: what is held would take a minute.
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::microseconds(kHold));
+  EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP) << "nothing has run, so nothing may be committed";
+  device.memory->Fetch(out.data(), use.rows_out, out.size() * 4);
+  device.memory->Collect();
+  device.sim->set_delays({});
+  ASSERT_OK(frugal_step_begin(gpu, 1, kWait));
+  EXPECT_EQ(engine.Committed(), 0u);
+}
+
+TEST(Gpu, OtherKeysThanTheDeclaredOnes) {
+  Device device;
+  for (int32_t space : {FRUGAL_DENSE, FRUGAL_HASHED}) {
+    Engine engine(1);
+    frugal_table* table = engine.Table("t", space, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    for (uint64_t s = 0; s < 6; ++s) {
+      Batch declared(s, 0, 250, 16), used = declared;
+      if (s % 2) used.keys[17] = 250 + s;
+      frugal_op op = OpOf(table, declared);
+      frugal_batch* batch = nullptr;
+      ASSERT_OK(frugal_prefetch(gpu, s, &op, 1, &batch));
+      ASSERT_OK(frugal_step_begin(gpu, s, kWait));
+      frugal_op use = OpOf(table, used);
+      use.batch = batch;
+      std::vector<float> out(used.keys.size() * 16), host = out;
+      use.keys = static_cast<uint64_t*>(device.memory->Send(used.keys.data(), used.keys.size() * 8, 8));
+      use.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+      ASSERT_OK(frugal_lookup(gpu, &use, 1));
+      device.memory->Fetch(out.data(), use.rows_out, out.size() * 4);
+      device.memory->Collect();
+      frugal_op check = OpOf(table, used);
+      check.rows_out = host.data();
+      ASSERT_OK(frugal_lookup(gpu, &check, 1));
+      EXPECT_TRUE(Same(out, host)) << s;
+      ASSERT_OK(frugal_step_end(gpu, s, 0));
+    }
+  }
+}
+
+TEST(Gpu, ABadIdOnTheDevice) {
+  Device device;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch b(0, 0, 300, 16);
+  b.keys[7] = 300;
+  frugal_op op = OpOf(table, b);
+  op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));  // nobody has seen the keys yet
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  std::vector<float> out(b.keys.size() * 16);
+  float* rows = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+  frugal_op use = FRUGAL_OP_INIT;
+  use.table = table;
+  use.batch = batch;
+  use.rows_out = rows;
+  EXPECT_EQ(frugal_lookup(gpu, &use, 1), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_NE(LastMessage().find("300"), std::string::npos) << LastMessage();
+  op.rows_out = rows;
+  EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+}
+
+// A NaN that the device finds is told by step_end, and the step is undone on every rank.
+TEST(Gpu, NanOnTheDevice) {
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  const std::vector<float> before = engine.Rows(table, 300, 16);
+  Batch bad(0, 0, 300, 16), good(0, 1, 300, 16);
+  bad.grads[333] = std::nanf("");
+  ASSERT_OK(HostStep(cpu, table, 0, good));
+  EXPECT_EQ(DeviceStep(gpu, *device.memory, table, 0, bad), FRUGAL_ERR_NAN);
+  EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP);
+  EXPECT_EQ(frugal_step_begin(cpu, 1, kWait), FRUGAL_ERR_STEP_ABORTED);
+  EXPECT_TRUE(Same(engine.Rows(table, 300, 16), before));
+  bad.grads[333] = 0.5f;
+  ASSERT_OK(HostStep(cpu, table, 0, good));
+  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, bad));
+  EXPECT_EQ(engine.Committed(), 0u);
+  EXPECT_FALSE(Same(engine.Rows(table, 300, 16), before));
+}
+
+TEST(Gpu, ACapturingStreamIsLeftAlone) {
+  Device device;
+  frugal::device::Stream captured;
+  ASSERT_TRUE(device.runtime->create_stream(frugal::device::Priority::kNormal, &captured).ok());
+  {
+    Engine engine(1);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    Batch b(0, 0, 300, 16);
+    std::vector<float> out(b.keys.size() * 16);
+    frugal_op op = OpOf(table, b);
+    op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+    op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
+    device.memory->Collect();
+    ASSERT_OK(frugal_set_stream(gpu, captured.handle));
+    ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+    ASSERT_OK(frugal_lookup(gpu, &op, 1));
+    device.sim->set_capturing(captured, true);
+    const uint64_t before = device.sim->capture_violations();
+    EXPECT_EQ(frugal_set_stream(gpu, captured.handle), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(frugal_prefetch(gpu, 1, &op, 1, nullptr), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(frugal_push_grad(gpu, &op, 1), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(frugal_read(engine.handle, gpu, &op, 1, kWait), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(frugal_step_end(gpu, 0, 0), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(device.sim->capture_violations(), before);
+    device.sim->set_capturing(captured, false);
+    EXPECT_OK(frugal_push_grad(gpu, &op, 1));
+    EXPECT_OK(frugal_step_end(gpu, 0, 0));
+    EXPECT_OK(frugal_step_begin(gpu, 1, kWait));
+  }
+  device.runtime->destroy_stream(captured);
+}
+
+TEST(Gpu, PointersOfTheWrongDevice) {
+  Device device(0), other(1);
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch b(0, 0, 300, 16);
+  std::vector<float> out(b.keys.size() * 16);
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  frugal_op op = OpOf(table, b);
+  op.rows_out = static_cast<float*>(other.memory->Send(out.data(), out.size() * 4, 4));
+  EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("another device"), std::string::npos) << LastMessage();
+  // Weights and rows on two sides.
+  const uint64_t offsets[] = {0, b.keys.size()};
+  std::vector<float> weights(b.keys.size(), 1.0f);
+  op.rows_out = out.data();
+  op.pooling = FRUGAL_POOL_SUM;
+  op.offsets = offsets;
+  op.bags = 1;
+  op.weights = static_cast<float*>(device.memory->Send(weights.data(), weights.size() * 4, 4));
+  EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+}
+
+TEST(Gpu, StreamsAreForGpus) {
+  Engine engine(1);
+  frugal_trainer* cpu = engine.Trainer(0, "cpu");
+  EXPECT_EQ(frugal_set_stream(cpu, nullptr), FRUGAL_ERR_UNSUPPORTED);
+}
+
+// --- Memory --------------------------------------------------------------------------------------
+
+TEST(GpuMemory, ThatCannotBePinned) {
+  Device device;
+  Engine engine(1, [](frugal_config* c) { c->host_bytes = uint64_t{1} << 30; });
+  frugal_table* small = engine.Table("small", FRUGAL_DENSE, 100, 16);
+  frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 4'000'000, 16);
+  frugal_table* large = engine.Table("large", FRUGAL_DENSE, 2'000'000, 16);  // 128 MB and as much state
+  frugal::device::sim::set_pinnable_bytes(uint64_t{64} << 20);
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.device = device.name.c_str();
+  frugal_trainer* trainer = nullptr;
+  EXPECT_EQ(frugal_trainer_create(engine.handle, &config, &trainer), FRUGAL_ERR_OUT_OF_MEMORY);
+  frugal_error error;
+  frugal_last_error(&error);
+  EXPECT_NE(error.device_code, 0);
+  EXPECT_EQ(trainer, nullptr);
+  ASSERT_OK(frugal_table_drop(large));
+  ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainer)) << LastMessage();
+  // Grows until no slab can be pinned any more: the call that needs one is refused, and nothing else.
+  int32_t status = FRUGAL_OK;
+  uint64_t step = 0;
+  for (uint64_t from = 0; status == FRUGAL_OK && from < 4'000'000; from += 100'000) {
+    std::vector<uint64_t> keys(100'000);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = from + i;
+    std::vector<float> rows(keys.size() * 16);
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = hashed;
+    op.keys = keys.data();
+    op.count = keys.size();
+    op.rows_out = rows.data();
+    ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+    status = frugal_lookup(trainer, &op, 1);
+    ASSERT_OK(frugal_step_end(trainer, step++, 0));
+  }
+  EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_OK(frugal_health(engine.handle));
+  ASSERT_OK(DeviceStep(trainer, *device.memory, small, step, Batch(step, 0, 100, 16)));
+  ASSERT_OK(frugal_step_begin(trainer, step + 1, kWait));
+  frugal::device::sim::set_pinnable_bytes(UINT64_MAX);
+}
+
+TEST(GpuMemory, NothingIsLeftBehind) {
+  Device device;
+  const auto before = device.sim->live();
+  {
+    Engine engine(2);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 5000, 20);
+    frugal_trainer* a = engine.Trainer(0, device.name.c_str(), 0.3);
+    frugal_trainer* b = engine.Trainer(1, device.name.c_str());
+    Device second(0);
+    for (uint64_t s = 0; s < 8; ++s) {
+      ASSERT_OK(DeviceStep(a, *device.memory, table, s, Batch(s, 0, 5000, 20, 300)));
+      ASSERT_OK(DeviceStep(b, *second.memory, table, s, Batch(s, 1, 5000, 20, 300)));
+    }
+    ASSERT_OK(frugal_trainer_close(b));
+  }
+  device.memory->Collect();
+  const auto after = device.sim->live();
+  // What the test itself has taken stays until it ends: some blocks, pinned and on the device.
+  EXPECT_EQ(after.streams, before.streams);
+  EXPECT_EQ(after.events, before.events);
+  EXPECT_LE(after.allocations, before.allocations + 2);
+  EXPECT_LE(after.pinned, before.pinned + 2);
+}
+
+// --- Failures ------------------------------------------------------------------------------------
+
+// Two ranks train; the n-th call of the seam fails once. A call that answers so is made again; if that
+// cannot be (the gradients may be lost), the step is aborted and done again. The bits are right at the end.
+void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bool* reached) {
+  constexpr uint64_t kSteps = 4;
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+  device.sim->fail_after(n, kind, false);
+  const uint64_t first = device.sim->calls();
+  frugal_trainer* gpu = nullptr;
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.device = device.name.c_str();
+  config.cache_ratio = 0.5;
+  for (int tries = 0; !gpu && tries < 3; ++tries)
+    (void)frugal_trainer_create(engine.handle, &config, &gpu);
+  ASSERT_NE(gpu, nullptr) << n << ": " << LastMessage();
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  uint64_t step = 0;
+  for (int tries = 0; step < kSteps && tries < 40; ++tries) {
+    ASSERT_OK(frugal_health(engine.handle)) << n;
+    Batch mine(step, 0, 200, 12), other(step, 1, 200, 12);
+    frugal_op op = OpOf(table, mine);
+    // A declaration that fails declares nothing.
+    (void)frugal_prefetch(gpu, step, &op, 1, nullptr);
+    int32_t status = DeviceStep(gpu, *device.memory, table, step, mine);
+    // The test's own work on the device may be what failed, too.
+    if (!device.memory->Error().empty()) {
+      device.memory->Forgive();
+      if (status == FRUGAL_OK) status = FRUGAL_ERR_DEVICE;
+    }
+    if (status != FRUGAL_OK) {
+      (void)frugal_step_abort(gpu);
+      for (int told = 0; told < 3; ++told) {
+        uint64_t committed = engine.Committed();
+        step = committed == FRUGAL_NO_STEP ? 0 : committed + 1;
+        int32_t s = frugal_step_begin(cpu, step, 0);
+        if (s == FRUGAL_OK) (void)frugal_step_abort(cpu);
+      }
+      // Whoever has still to be told of an abort is told here.
+      for (frugal_trainer* t : {gpu, cpu})
+        if (frugal_step_begin(t, step, 0) == FRUGAL_OK) (void)frugal_step_abort(t);
+      for (frugal_trainer* t : {gpu, cpu})
+        if (frugal_step_begin(t, step, 0) == FRUGAL_OK) (void)frugal_step_abort(t);
+      for (frugal_trainer* t : {gpu, cpu}) (void)frugal_step_begin(t, step + 1, 0);
+      continue;
+    }
+    status = HostStep(cpu, table, step, other);
+    if (status == FRUGAL_ERR_STEP_ABORTED) continue;
+    ASSERT_OK(status) << n;
+    ++step;
+  }
+  ASSERT_EQ(step, kSteps) << n << ": " << LastMessage();
+  *reached = device.sim->calls() - first >= n;
+  device.sim->fail_after(0, kind, false);
+  EXPECT_TRUE(Same(engine.Rows(table, 200, 12), expected)) << "call " << n;
+}
+
+TEST(GpuFailures, EachCallOnce) {
+  const std::vector<float> expected = Reference(2, 4, 200, 12);
+  bool reached = true;
+  uint64_t n = 1;
+  for (; reached && !testing::Test::HasFailure(); ++n) FailOnce(n, ErrorKind::kOutOfMemory, expected, &reached);
+  EXPECT_GT(n, 60u) << "there are more calls than that";
+}
+
+// The device dies: the other rank is freed, tables are those of the last committed step, and after the
+// rank has been closed another device goes on from there.
+TEST(GpuFailures, ADeviceThatDies) {
+  const std::vector<float> expected = Reference(2, 6, 200, 12);
+  for (uint64_t n : {1, 2, 5, 9, 14, 20, 27, 35, 44, 54, 65, 77, 90}) {
+    Device device(2), spare(3);
+    Engine engine(2);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+    frugal_trainer* cpu = engine.Trainer(1, "cpu");
+    uint64_t step = 0;
+    for (; step < 2; ++step) {
+      ASSERT_OK(DeviceStep(gpu, *device.memory, table, step, Batch(step, 0, 200, 12)));
+      ASSERT_OK(HostStep(cpu, table, step, Batch(step, 1, 200, 12)));
+    }
+    device.sim->fail_after(n, ErrorKind::kFault, false);
+    std::atomic<bool> over{false};
+    // The other rank trains on, and is told.
+    std::thread other([&] {
+      uint64_t at = 2;
+      int32_t status = FRUGAL_OK;
+      while (status == FRUGAL_OK && at < 6) {
+        status = HostStep(cpu, table, at, Batch(at, 1, 200, 12));
+        ++at;
+      }
+      EXPECT_EQ(status, FRUGAL_ERR_STEP_ABORTED) << n << ": " << LastMessage();
+      over = true;
+    });
+    int32_t status = FRUGAL_OK;
+    for (uint64_t s = 2; s < 100 && status == FRUGAL_OK; ++s)
+      status = DeviceStep(gpu, *device.memory, table, s, Batch(std::min<uint64_t>(s, 5), 0, 200, 12));
+    // A rank whose own call was not the one that failed is told by the next.
+    if (status == FRUGAL_ERR_STEP_ABORTED) status = frugal_step_begin(gpu, 0, 0);
+    EXPECT_EQ(status, FRUGAL_ERR_DEVICE) << n << ": " << LastMessage();
+    other.join();
+    EXPECT_TRUE(over);
+    EXPECT_OK(frugal_health(engine.handle));
+    ASSERT_OK(frugal_trainer_close(gpu));
+    const uint64_t committed = engine.Committed();
+    ASSERT_LT(committed, 6u);
+    EXPECT_TRUE(Same(engine.Rows(table, 200, 12), Reference(2, committed + 1, 200, 12))) << n;
+    gpu = engine.Trainer(0, spare.name.c_str(), 0.5);
+    ASSERT_NE(gpu, nullptr);
+    for (step = committed + 1; step < 6; ++step) {
+      ASSERT_OK(DeviceStep(gpu, *spare.memory, table, step, Batch(step, 0, 200, 12)));
+      ASSERT_OK(HostStep(cpu, table, step, Batch(step, 1, 200, 12)));
+    }
+    EXPECT_TRUE(Same(engine.Rows(table, 200, 12), expected)) << n;
+  }
+}
+
+}  // namespace
