@@ -154,7 +154,8 @@ class Bench {
         add("index_select", keys(dim, dist, main), [=, this] { return IndexSelect(dim, dist, main); });
       }
     add("link_blocks", keys(128, "uniform", main), [=, this] { return LinkBlocks(128, main); });
-    add("cached_lookup", keys(128, "uniform", main), [=, this] { return CachedLookup(128, "uniform", main); });
+    add("cached_lookup", keys(128, "uniform", main),
+        [=, this] { return CachedLookup(128, "uniform", main); });
     for (const double hits : {0.5, 0.9})
       add("mixed", keys(32, "zipf0.99", main).Set("hits", hits),
           [=, this] { return Mixed(32, "zipf0.99", main, hits); });
@@ -208,21 +209,14 @@ class Bench {
   }
 
   // Unit: copy_bytes.
-  Side CopyIn() {
-    return {"copy", [this] {
-              return PerCall([&](size_t) { lane_->Copy(copy_to_.at(), copy_host_.seen(), sizes_.copy_bytes); });
+  Side Copy(const char* name, Ptr<char> to, Ptr<char> from) {
+    return {name, [this, to, from] {
+              return PerCall([&](size_t) { lane_->Copy(to, from, sizes_.copy_bytes); });
             }};
   }
-  Side CopyOut() {
-    return {"copy_out", [this] {
-              return PerCall([&](size_t) { lane_->Copy(copy_host_.seen(), copy_to_.at(), sizes_.copy_bytes); });
-            }};
-  }
-  Side CopyDevice() {
-    return {"copy", [this] {
-              return PerCall([&](size_t) { lane_->Copy(copy_to_.at(), copy_from_.at(), sizes_.copy_bytes); });
-            }};
-  }
+  Side CopyIn() { return Copy("copy", copy_to_.at(), copy_host_.seen()); }
+  Side CopyOut() { return Copy("copy_out", copy_host_.seen(), copy_to_.at()); }
+  Side CopyDevice() { return Copy("copy", copy_to_.at(), copy_from_.at()); }
   double CopyBytes() const { return static_cast<double>(sizes_.copy_bytes); }
 
   Outcome Copies() {
@@ -312,13 +306,33 @@ class Bench {
     });
   }
 
-  // The engine of a shape. A few of the last ones are kept: they take seconds to open.
+  // The engine of a shape. The two that were used last are kept: they take seconds to open.
   Engine& EngineOf(const EngineShape& shape) {
-    for (auto& e : engines_)
-      if (e->shape() == shape) return *e;
+    for (size_t i = 0; i < engines_.size(); ++i)
+      if (engines_[i]->shape() == shape) {
+        std::rotate(engines_.begin() + static_cast<ptrdiff_t>(i),
+                    engines_.begin() + static_cast<ptrdiff_t>(i) + 1, engines_.end());
+        return *engines_.back();
+      }
     if (engines_.size() >= 2) engines_.erase(engines_.begin());
     engines_.push_back(std::make_unique<Engine>(device_, shape, lane_->stream()));
     return *engines_.back();
+  }
+
+  // Two engines that are to be trained with the same batches: both as they are, or both new.
+  void InStep(const EngineShape& a, const EngineShape& b) {
+    if (EngineOf(a).trained() != EngineOf(b).trained()) engines_.clear();
+  }
+  // Speed means nothing if the two do not have the same bits.
+  void VerifySame(const EngineShape& a, const EngineShape& b, const std::vector<uint64_t>& keys) {
+    const size_t n = std::min<size_t>(keys.size(), 4096);
+    std::vector<float> rows[2];
+    for (int i = 0; i < 2; ++i) {
+      rows[i].resize(n * a.dim);
+      EngineOf(i ? b : a).Get(keys.data(), n, rows[i].data());
+    }
+    if (memcmp(rows[0].data(), rows[1].data(), rows[0].size() * sizeof(float)) != 0)
+      throw std::runtime_error("two ways to train have given different rows");
   }
 
   // --- Lookups ---
@@ -480,7 +494,8 @@ class Bench {
   void GatherPipelined(const Table& t, const std::vector<uint32_t>& keys, const Pinned<float>& staging,
                        Ptr<float> out) {
     const size_t n = keys.size(), dim = t.shape.dim;
-    const size_t chunk = std::max<size_t>(256, std::min<size_t>(n / 16, (size_t{512} << 10) / t.shape.row_bytes()));
+    const size_t half_a_mib = (size_t{512} << 10) / t.shape.row_bytes();
+    const size_t chunk = std::max<size_t>(256, std::min(n / 16, half_a_mib));
     const size_t chunks = (n + chunk - 1) / chunk;
     std::vector<std::atomic<bool>> done(chunks);
     std::atomic<size_t> next{0};
@@ -643,11 +658,13 @@ class Bench {
     const double bytes = MeanDistinct(batches) * dim * sizeof(float);
     Pinned<float> sums(runtime_, batch * dim);
     OnDevice<float> grads(runtime_, batch * dim);
-    Check(runtime_->fill(grads.raw(), 0, grads.bytes(), lane_->stream()), "filling");
+    Check(runtime_->fill(grads.raw(), 0x3c, grads.bytes(), lane_->stream()), "filling");
+    size_t calls = 0;
     const Turns turns({CopyOut(),
                        {"kernel",
                         [&] {
-                          return PerCall([&](size_t i) {
+                          return PerCall([&](size_t) {
+                            const size_t i = calls++;
                             frugal::device::ReduceArgs a{};
                             a.part = batches[i % kBatches].part();
                             a.source.grads = grads.at();
@@ -659,11 +676,28 @@ class Bench {
                           });
                         }}},
                       sizes_.turns);
+    lane_->Wait();
+    VerifySums(batches[(calls - 1) % kBatches].keys(), sums.data(), dim);
     Outcome o;
     o.figures.Set("kernel_us", turns.Seconds("kernel") * 1e6)
         .Set("kernel_gb_s", bytes / turns.Seconds("kernel") * 1e-9)
         .Set("of_copy", turns.Ratio("kernel", "copy_out", bytes, CopyBytes()));
     return o;
+  }
+
+  // Sums of gradients that are all the same; rows come at most 32 times.
+  static void VerifySums(std::vector<uint32_t> keys, const float* sums, uint32_t dim) {
+    std::sort(keys.begin(), keys.end());
+    float term, sum = 0;
+    memset(&term, 0x3c, sizeof term);
+    size_t row = 0;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      sum = i != 0 && keys[i] == keys[i - 1] ? sum + term : term;
+      if (i + 1 < keys.size() && keys[i + 1] == keys[i]) continue;
+      for (uint32_t c = 0; c < dim; ++c)
+        if (sums[row * dim + c] != sum) throw std::runtime_error("wrong sums of gradients");
+      ++row;
+    }
   }
 
   // Memory that migrates in pages, read by the same kernel.
@@ -761,7 +795,8 @@ class Bench {
     const uint64_t first = engine.step(), last = first + count;
     std::vector<frugal_batch*> ring(kWindow + 1);
     auto declare = [&](uint64_t s) {
-      ring[s % ring.size()] = engine.Declare(s, in.keys[s % in.keys.size()]);
+      const uint64_t batch_of = engine.trained() + (s - engine.step());
+      ring[s % ring.size()] = engine.Declare(s, in.keys[batch_of % in.keys.size()]);
     };
     StepTimes times;
     lane_->Wait();
@@ -805,16 +840,20 @@ class Bench {
   Outcome Steps(uint32_t dim, const std::string& dist, size_t batch, int32_t optimizer) {
     const Rows shape = TableShape(dim);
     StepInput in = MakeSteps(dim, dist, batch);
+    const EngineShape plain{shape.rows, dim, optimizer, FRUGAL_FLUSH_AUTO, 0};
+    EngineShape cached = plain;
+    cached.cache = kCacheShare;
+    InStep(plain, cached);
     std::vector<Side> sides;
-    auto ours = [&](const char* name, double cache) {
-      sides.push_back({name, [&, cache] {
-                         Engine& e = EngineOf({shape.rows, dim, optimizer, FRUGAL_FLUSH_AUTO, cache});
+    auto ours = [&](const char* name, const EngineShape& engine) {
+      sides.push_back({name, [&] {
+                         Engine& e = EngineOf(engine);
                          Train(e, in, 4);
                          return Train(e, in, sizes_.steps).seconds;
                        }});
     };
-    ours("frugal", 0);
-    ours("frugal_cache", kCacheShare);
+    ours("frugal", plain);
+    ours("frugal_cache", cached);
     std::string without;
     Worker worker(*this);
     for (const char* name : {"torch_gpu", "torch_cpu"}) try {
@@ -836,7 +875,8 @@ class Bench {
       if (std::string(s.name).rfind("torch", 0) == 0)
         for (const char* ours : {"frugal", "frugal_cache"})
           o.figures.Set(std::string(ours) + "_over_" + s.name, turns.Ratio(ours, s.name));
-    const frugal_stats stats = EngineOf({shape.rows, dim, optimizer, FRUGAL_FLUSH_AUTO, kCacheShare}).Stats();
+    VerifySame(plain, cached, in.keys[0]);
+    const frugal_stats stats = EngineOf(cached).Stats();
     o.figures.Set("cache_hit_rate", static_cast<double>(stats.cache_hits) /
                                         static_cast<double>(std::max<uint64_t>(
                                             stats.cache_hits + stats.cache_misses, 1)));
@@ -848,12 +888,16 @@ class Bench {
   Outcome Deferred(uint32_t dim, const std::string& dist, size_t batch) {
     const Rows shape = TableShape(dim);
     StepInput in = MakeSteps(dim, dist, batch);
-    auto engine = [&](int32_t flush) -> Engine& {
-      return EngineOf({shape.rows, dim, FRUGAL_ROWWISE_ADAGRAD, flush, 0});
-    };
-    Train(engine(FRUGAL_FLUSH_DEFERRED), in, 4);
-    Train(engine(FRUGAL_FLUSH_WRITE_THROUGH), in, 4);
-    const double step = Train(engine(FRUGAL_FLUSH_WRITE_THROUGH), in, sizes_.steps).seconds;
+    const EngineShape deferred{shape.rows, dim, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_FLUSH_DEFERRED, 0};
+    EngineShape written = deferred;
+    written.flush = FRUGAL_FLUSH_WRITE_THROUGH;
+    const EngineShape* const engines[] = {&deferred, &written};
+    InStep(deferred, written);
+    double step = 0;
+    for (const EngineShape* e : engines) {
+      Train(EngineOf(*e), in, 4);
+      step = Train(EngineOf(*e), in, sizes_.steps).seconds;
+    }
     const double fill = PerCall([&](size_t) {
       Check(runtime_->fill(copy_to_.raw(), 0, FillBytes(), lane_->stream()), "device time");
     });
@@ -865,10 +909,9 @@ class Bench {
       std::vector<Side> sides;
       constexpr size_t kBlock = 8;
       const size_t mixed = 2 * kWindow + 6 * kBlock;
-      const int32_t modes[] = {FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_WRITE_THROUGH};
       for (int m = 0; m < 2; ++m)
         sides.push_back({m == 0 ? "deferred" : "write_through", [&, m] {
-                           Engine& e = engine(modes[m]);
+                           Engine& e = EngineOf(*engines[m]);
                            const StepTimes t = Train(e, in, mixed, fills, kBlock);
                            stalls[m].push_back(Median(t.inside[0]) - Median(t.inside[1]));
                            return Train(e, in, sizes_.steps, fills).seconds;
@@ -881,6 +924,7 @@ class Bench {
           .Set("deferred_stall_us" + suffix, Median(stalls[0]) * 1e6)
           .Set("write_through_stall_us" + suffix, Median(stalls[1]) * 1e6);
     }
+    VerifySame(deferred, written, in.keys[0]);
     return o;
   }
 
@@ -961,8 +1005,7 @@ class Bench {
 
 Sizes SizesFor(bool gpu, bool quick) {
   if (!gpu)
-    return {20000, 8000, 512, size_t{1} << 20, quick ? std::vector<size_t>{128} : std::vector<size_t>{128, 512},
-            0.004, 2, quick ? size_t{12} : size_t{24}};
+    return {20000, 8000, 512, size_t{1} << 20, {128}, 0.004, 2, quick ? size_t{12} : size_t{24}};
   if (quick)
     return {1'000'000, 400'000, 65536, size_t{256} << 20, {128, 8192, 131072}, 0.01, 3, 30};
   return {10'000'000, 4'000'000, 65536, size_t{256} << 20, {128, 512, 2048, 8192, 32768, 131072},

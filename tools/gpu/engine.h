@@ -66,6 +66,7 @@ class Engine {
   const EngineShape& shape() const { return shape_; }
   frugal_trainer* trainer() const { return trainer_; }
   uint64_t step() const { return step_; }
+  uint64_t trained() const { return trained_; }  // steps with a push
 
   frugal_op Op() const {
     frugal_op op = FRUGAL_OP_INIT;
@@ -92,6 +93,7 @@ class Engine {
     op.batch = batch;
     op.grads = reinterpret_cast<const float*>(grads.address);
     CHECK_OK(frugal_push_grad(trainer_, &op, 1));
+    ++trained_;
   }
   void End() { CHECK_OK(frugal_step_end(trainer_, step_++, 0)); }
   void Flush() { CHECK_OK(frugal_flush(engine_, 120000)); }
@@ -110,7 +112,7 @@ class Engine {
   frugal_engine* engine_ = nullptr;
   frugal_table* table_ = nullptr;
   frugal_trainer* trainer_ = nullptr;
-  uint64_t step_ = 0;
+  uint64_t step_ = 0, trained_ = 0;
 };
 
 #undef CHECK_OK

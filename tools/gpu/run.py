@@ -377,7 +377,8 @@ def record(files):
 
 def main():
   parser = argparse.ArgumentParser(prog='./dev gpu')
-  parser.add_argument('command', choices=['oracle', 'litmus', 'sanitize', 'bench', 'pack', 'rehearse', 'record'])
+  parser.add_argument('command', choices=['oracle', 'litmus', 'sanitize', 'bench', 'pack', 'rehearse',
+                                          'record'])
   parser.add_argument('files', nargs='*', help='pack: the archive; record: results')
   parser.add_argument('--device', help='cuda:N or sim:N')
   parser.add_argument('--quick', action='store_true')
