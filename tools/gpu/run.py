@@ -187,7 +187,7 @@ def seeds():
 def oracle(run):
   entries = list(seeds())
   if run.args.quick:
-    entries = entries[::5]
+    entries = entries[::7]
   for seed, options in entries:
     params = {'seed': int(seed), 'options': ' '.join(options)}
     if run.left() < 15:
@@ -198,9 +198,10 @@ def oracle(run):
                           '--seeds', '1', '--jobs', '1', '--hang-seconds', '100', *options],
                          timeout=min(120.0, run.left() - 5))
     found = re.search(r'oracle: (\d+) passed, (\d+) failed', out)
-    met = code == 0 and found is not None and int(found.group(1)) == 1
-    facts = {} if met else {'exit': code, 'error': out[-1500:]}
     rows = re.search(r'rows compared\s+(\d+)', out)
+    met = (code == 0 and found is not None and int(found.group(1)) == 1 and rows is not None
+           and int(rows.group(1)) > 0)
+    facts = {} if met else {'exit': code, 'error': out[-1500:]}
     run.outcome(met, case='oracle', params=params, aim='bit for bit',
                 figures={'rows_compared': int(rows.group(1)) if rows else 0,
                          'seconds': round(time.monotonic() - began, 2)}, **facts)
@@ -238,7 +239,7 @@ def litmus(run):
 def sanitize(run):
   sanitizer = find_tool('compute-sanitizer') if run.on_gpu else None
   device = ['--device', run.args.device]
-  all_seeds = list(seeds())[:: 30 if run.args.quick else 15]
+  all_seeds = list(seeds())[:: 31 if run.args.quick else 13]
   programs = [[run.program('gpu_litmus'), *device, '--rounds', '2000', '--seconds', '20']]
   for seed, options in all_seeds:
     small = [o for o in options if o != '--scale'] if '--scale' not in options else \
@@ -336,6 +337,24 @@ def rehearse(args):
   return 0
 
 
+def read_runs(files):
+  """[the line that began it, its cases, the line that ended it or None]."""
+  runs = []
+  for file in files:
+    for text in pathlib.Path(file).read_text().splitlines():
+      try:
+        line = json.loads(text)
+      except json.JSONDecodeError:
+        continue  # the last line of a machine that went away
+      if 'begin' in line:
+        runs.append([line, [], None])
+      elif 'end' in line:
+        runs[-1][2] = line
+      else:
+        runs[-1][1].append(line)
+  return runs
+
+
 def record(files):
   """Adds what results files tell to docs/gpu-record.md."""
 
@@ -344,34 +363,39 @@ def record(files):
       return ', '.join(f'{k} {v}' for k, v in value.items())
     return str(value).replace('|', '/').replace('\n', ' ')
 
-  out, n = [], 0
-  for file in files:
-    for line in map(json.loads, pathlib.Path(file).read_text().splitlines()):
-      if 'begin' in line:
-        if not line['device'].startswith('cuda:'):
-          sys.exit(f'gpu record: {file} has results of {line["device"]}, which is no GPU')
-        out += ['', f'## {line["begin"]}, {line["date"]}', '',
-                f'Commit {line["commit"]}; {line["gpu"]}, driver {line["driver"]}, CUDA {line["cuda"]}, '
-                f'{line["cores"]} cores.' + (' Small sizes (--quick).' if line['quick'] else ''), '',
-                '| case | of | figures | aim | met |', '|---|---|---|---|---|']
-      elif 'end' in line:
-        out += ['', f'{line["passed"]} passed, {line["failed"]} failed, {line["skipped"]} skipped, '
-                f'{line["seconds"]} s.']
-        n += 1
-      else:
-        known = ('case', 'params', 'figures', 'aim', 'met', 'error', 'seconds')
-        figures = line.get('figures') or {k: v for k, v in line.items() if k not in known}
-        if 'error' in line:
-          figures = {**figures, 'error': line['error'][-200:]}
-        met = {True: 'met', False: 'NOT met', None: ''}[line.get('met')]
-        out.append(f'| {line["case"]} | {cell(line.get("params", line.get("mode", "")))} | {cell(figures)} | '
-                   f'{line.get("aim", "")} | {met} |')
-  if n == 0:
-    sys.exit('gpu record: no run in these files has come to its end; what they hold was not recorded')
+  out = []
+  runs = read_runs(files)
+  for begin, cases, end in runs:
+    if not begin['device'].startswith('cuda:') or not begin.get('gpu'):
+      sys.exit(f'gpu record: results of {begin["device"]} are not of a GPU')
+    out += ['', f'## {begin["begin"]}, {begin["date"]}', '',
+            f'Commit {begin["commit"]}; {begin["gpu"]}, driver {begin["driver"]}, CUDA {begin["cuda"]}, '
+            f'{begin["cores"]} cores.' + (' Small sizes (--quick).' if begin['quick'] else ''), '',
+            '| case | of | figures | aim | met |', '|---|---|---|---|---|']
+    equal = [c for c in cases if c['case'] == 'oracle' and c['met']]
+    if equal:
+      rows = sum(c['figures']['rows_compared'] for c in equal)
+      out.append(f'| oracle | {len(equal)} seeds | rows compared {rows} | bit for bit | met |')
+    for case in cases:
+      if case in equal:
+        continue
+      known = ('case', 'params', 'mode', 'figures', 'aim', 'met', 'error', 'seconds')
+      figures = case.get('figures') or {k: v for k, v in case.items() if k not in known}
+      if 'error' in case:
+        figures = {**figures, 'error': case['error'][-200:]}
+      if case['case'] == 'build':
+        figures = {**figures, 'seconds': case.get('seconds')}
+      met = {True: 'met', False: 'NOT met', None: ''}[case.get('met')]
+      out.append(f'| {case["case"]} | {cell(case.get("params", case.get("mode", "")))} | '
+                 f'{cell(figures)} | {case.get("aim", "")} | {met} |')
+    out += ['', 'Cut off before its end.' if end is None else
+            f'{end["passed"]} passed, {end["failed"]} failed, {end["skipped"]} skipped, {end["seconds"]} s.']
+  if not runs:
+    sys.exit('gpu record: no results')
   page = ROOT / 'docs/gpu-record.md'
-  text = page.read_text().replace('**Not run on a GPU yet.**\n', '')
+  text = page.read_text().replace('**Not run on a GPU yet.**\n\n', '')
   page.write_text(text.rstrip('\n') + '\n' + '\n'.join(out) + '\n')
-  print(f'{page}: {n} runs added')
+  print(f'{page}: {len(runs)} runs added')
   return 0
 
 
