@@ -95,6 +95,7 @@ enum Touch : uint32_t {
 struct TouchArgs {
   Ptr<char> p;
   uint32_t touch;
+  uint32_t known = 0;  // bytes before p, another access of the same allocation
 };
 
 void touch_body(const TouchArgs& a) {
@@ -127,6 +128,7 @@ void touch_body(const TouchArgs& a) {
     default: break;
   }
   if (block() != 1 || thread() != 17) return;
+  if (a.known > 0) load(as<uint32_t>(Ptr<char>{a.p.address - a.known}));
   switch (a.touch) {
     case kRead4: load(as<uint32_t>(a.p)); break;
     case kRead8: load(as<uint64_t>(a.p)); break;
@@ -166,12 +168,23 @@ void garbage_body(const SharedArgs& a) {
   store(a.out + (block() * threads() + thread()), reinterpret_cast<uint32_t*>(shared())[thread()]);
 }
 
+enum Clash : uint32_t { kTwoThreads, kTwoLanes, kTwoBlocks };
 struct ClashArgs {
   Ptr<uint32_t> p;
-  uint32_t same_block;  // two threads of a block; else each block's thread 0
+  uint32_t clash;
 };
 void clash_body(const ClashArgs& a) {
-  if (a.same_block ? thread() < 2 : thread() == 0) store(a.p, block() * 100 + thread());
+  if (a.clash == kTwoThreads) {
+    if (thread() < 2) store(a.p, thread());
+  } else if (a.clash == kTwoLanes) {
+    if (lane() == 3) store(a.p + thread() / kWarp, 1u);
+    ballot(true);  // orders nothing
+    if (lane() == 4) store(a.p + thread() / kWarp, 2u);
+  } else {
+    device::sync();
+    if (thread() == 0) store(a.p, block());
+    device::sync();
+  }
 }
 
 template <class Arguments, void (*body)(const Arguments&)>
@@ -425,6 +438,7 @@ TEST(Faults, OfMemory) {
     uint32_t touch;
     std::function<Ptr<char>(Device&, Device&, Pinned&)> where;
     const char* text;  // "": none
+    uint32_t known = 0;
   };
   const auto device_memory = [](uint64_t at) {
     return [at](Device& d, Device&, Pinned&) { return d.Alloc(1000) + at; };
@@ -441,6 +455,9 @@ TEST(Faults, OfMemory) {
       {kRead4, device_memory(1000), "read of 4 bytes at 0x"},
       {kRead4, device_memory(1000), "out of bounds: 0 bytes behind the end of device memory of 1000"},
       {kRead16, device_memory(992), "out of bounds: 8 bytes before the end of device memory of 1000"},
+      {kRead16, device_memory(992), "out of bounds: 8 bytes before", 992},
+      {kRead4, device_memory(1000), "out of bounds: 0 bytes behind", 1000},
+      {kRead16, device_memory(976), "", 976},
       {kWrite4, device_memory(4096), "out of bounds: 3096 bytes behind"},
       {kRead4, device_memory(2), "misaligned"},
       {kRead8, device_memory(4), "read of 8 bytes"},
@@ -471,7 +488,7 @@ TEST(Faults, OfMemory) {
   for (const Case& c : cases) {
     Device device(0), other(1);
     Pinned pinned(device, 8192);
-    const std::string text = FaultOf(device, {c.where(device, other, pinned), c.touch});
+    const std::string text = FaultOf(device, {c.where(device, other, pinned), c.touch, c.known});
     SCOPED_TRACE(std::string(c.text) + " | " + text);
     if (*c.text) {
       EXPECT_TRUE(Contains(text, "touch, block 1, thread 17: "));
@@ -531,20 +548,30 @@ TEST(Faults, OfOneDeviceAreNotTheOthers) {
   EXPECT_FINE(b.Finish());
 }
 
-// What is passed over after a fault holds nobody up.
+// What comes after a fault is passed over, and holds nobody up.
 TEST(Faults, NobodyHangs) {
   for (uint64_t seed = 1; seed <= 10; ++seed) {
     Device device(0, seed);
+    Pinned words(device, 4096);
     Stream a = device.NewStream(), b = device.NewStream();
     Event e = device.NewEvent();
     EXPECT_FINE(device.Launch(kTouch, {2, 32, 0}, TouchArgs{{}, kRead4}, a));
     // The fault may have come by now.
-    if (!device.sim->record(e, a).ok() || !device.sim->wait(b, e).ok()) continue;
-    for (int i = 0; i < 100; ++i)
-      if (!device.Launch(kTouch, {2, 32, 0}, TouchArgs{{}, kRead4}, b).ok()) break;
+    for (Stream s : {a, b}) {
+      if (s.handle == b.handle && !(device.sim->record(e, a).ok() && device.sim->wait(b, e).ok()))
+        break;
+      for (uint32_t i = 0; i < 100; ++i)
+        if (!device.Launch(kWords, {2, 32, 0}, WordsArgs{words.words(), words.words(), 8, 1, 1}, s)
+                 .ok())
+          break;
+      static_cast<void>(device.sim->fill(words.bytes_ptr() + 100, 1, 100, s));
+    }
     EXPECT_EQ(device.Finish(b).kind, ErrorKind::kFault);
+    EXPECT_EQ(device.Finish(a).kind, ErrorKind::kFault);
     device.sim->destroy_stream(b);
     device.sim->destroy_event(e);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (uint32_t i = 0; i < 100; ++i) ASSERT_EQ(words[i], 0u);
   }
 }
 
@@ -690,6 +717,29 @@ TEST(Memory, RangesChangeUnderKernels) {
   device.sim->destroy_stream(s);
 }
 
+#if !defined(FRUGAL_TSAN)
+// To ThreadSanitizer this is the race that it is.
+TEST(Memory, FreedUnderAKernel) {
+  int faults = 0;
+  for (uint64_t seed = 1; seed <= 60 || (faults == 0 && seed <= 400); ++seed) {
+    Device device(0, seed, kNone);
+    Ptr<char> p = device.Alloc(65536);
+    ASSERT_FINE(device.sim->fill(p, 1, 65536, {}));
+    ASSERT_FINE(device.Finish());
+    ASSERT_FINE(device.Launch(kWords, {64, 32, 0},
+                              WordsArgs{as<uint32_t>(p), as<uint32_t>(p), 16384, 3, 1}));
+    std::this_thread::sleep_for(std::chrono::microseconds(seed % 8 * 20));
+    device.sim->free(p);
+    const Result result = device.Finish();
+    if (!result.ok()) {
+      ++faults;
+      EXPECT_TRUE(Contains(result.text, "freed device memory")) << result.text;
+    }
+  }
+  EXPECT_GE(faults, 1);
+}
+#endif
+
 // --- Streams ------------------------------------------------------------------------------------
 
 TEST(Streams, AreInOrder) {
@@ -813,6 +863,13 @@ TEST(Streams, HeldWorkIsFreedByWhoWaits) {
   EXPECT_TRUE(passed);
   EXPECT_EQ(words[0], expected + 5);
   device.sim->destroy_event(e);
+  {
+    // So does one of a device that is closed.
+    Device other(1, 1, kHeld);
+    for (int i = 0; i < 3; ++i)
+      ASSERT_FINE(other.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 1, 1}));
+  }
+  EXPECT_EQ(words[0], expected + 8);
   EXPECT_LT(Seconds() - start, 29) << "something was held for its whole time";
 }
 
@@ -997,13 +1054,15 @@ TEST(Open, OneDeviceIsOneRuntime) {
 // --- What ThreadSanitizer sees ------------------------------------------------------------------
 
 #if defined(FRUGAL_TSAN)
-enum class Race { kStreams, kHostReads, kHostWrites, kFree, kThreads, kBlocks, kShared, kNone };
+enum class Race { kNone, kStreams, kHostReads, kHostWrites, kFree, kShared, kThreads, kLanes, kBlocks };
 
+// Two streams, the host, threads and blocks that share memory. Without a race: by events, sync() and
+// the results of calls alone.
 void Provoke(Race race) {
   for (uint64_t seed = 1; seed <= 6; ++seed) {
     Device device(0, seed);
     Pinned words(device, 4096);
-    Ptr<char> p = device.Alloc(4096);
+    Ptr<char> p = device.Alloc(4096), other = device.Alloc(4096);
     Stream a = device.NewStream(), b = device.NewStream();
     Event e = device.NewEvent();
     const WordsArgs write = {words.words(), as<uint32_t>(p), 64, 1, 0};
@@ -1015,22 +1074,35 @@ void Provoke(Race race) {
     const WordsArgs read = {as<uint32_t>(p), words.words() + 512, 64, 1, 0};
     EXPECT_FINE(device.Launch(kWords, {1, 32, 0}, read, b));
     if (race == Race::kHostWrites) words[0] = 5;
-    if (race == Race::kThreads || race == Race::kBlocks)
-      EXPECT_FINE(device.Launch(kClash, {4, 64, 0},
-                                ClashArgs{as<uint32_t>(p), race == Race::kThreads}, b));
-    EXPECT_FINE(device.Launch(kSum, {2, 128, 16},
-                              SumArgs{as<float>(words.bytes_ptr()), as<float>(words.bytes_ptr()) + 900,
-                                      100, race == Race::kShared},
-                              b));
-    // Time passes, and other calls: no order comes from that.
+    const std::map<Race, uint32_t> clashes = {
+        {Race::kThreads, kTwoThreads}, {Race::kLanes, kTwoLanes}, {Race::kBlocks, kTwoBlocks}};
+    if (clashes.count(race)) {
+      const uint32_t blocks = race == Race::kBlocks ? 4 : 1;
+      EXPECT_FINE(device.Launch(kClash, {blocks, 64, 0},
+                                ClashArgs{as<uint32_t>(p), clashes.at(race)}, b));
+    }
+    EXPECT_FINE(device.Launch(
+        kSum, {2, 128, 16},
+        SumArgs{as<float>(words.bytes_ptr()), as<float>(words.bytes_ptr()) + 900, 100,
+                race == Race::kShared},
+        b));
+    // Time passes, and other calls are made: no order comes from that.
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
     device.sim->free(device.Alloc(64));
+    EXPECT_FINE(device.sim->fill(other, 0, 64, a));
+    EXPECT_FINE(device.sim->fill(other + 64, 0, 64, b));
     if (race == Race::kHostReads && words[512] == 77) std::abort();
     if (race == Race::kFree) device.sim->free(p);
     EXPECT_FINE(device.Finish(b));
     EXPECT_FINE(device.Finish(a));
     if (words[513] == 77) std::abort();
     words[0] = 6;
+    // What ran before a fault is over when a call has told the fault.
+    EXPECT_FINE(device.Launch(kWords, {1, 32, 0}, read, a));
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    EXPECT_FINE(device.Launch(kTouch, {2, 32, 0}, TouchArgs{{}, kRead4}, b));
+    EXPECT_EQ(device.Finish(b).kind, ErrorKind::kFault);
+    words[512] = 7;
     if (race != Race::kFree) device.sim->free(p);
   }
   std::exit(0);
@@ -1039,7 +1111,7 @@ void Provoke(Race race) {
 TEST(RacesDeathTest, AreSeen) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   for (const Race race : {Race::kStreams, Race::kHostReads, Race::kHostWrites, Race::kFree,
-                          Race::kThreads, Race::kBlocks, Race::kShared}) {
+                          Race::kShared, Race::kThreads, Race::kLanes, Race::kBlocks}) {
     SCOPED_TRACE(static_cast<int>(race));
     EXPECT_DEATH(Provoke(race), "data race");
   }

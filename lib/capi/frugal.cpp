@@ -480,7 +480,8 @@ int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op*
     FRUGAL_TRY(acquire(trainer, &t));
     FRUGAL_TRY(check_ops(ops, op_count));
     uint64_t handle = 0;
-    FRUGAL_TRY(t->engine->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle));
+    FRUGAL_TRY(t->engine->told(
+        *t, t->engine->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
     if (batch_out) *batch_out = reinterpret_cast<frugal_batch*>(handle);
     return FRUGAL_OK;
   });
@@ -503,7 +504,7 @@ int32_t frugal_step_begin(frugal_trainer* trainer, uint64_t step, int64_t timeou
     TrainerRef t;
     FRUGAL_TRY(acquire(trainer, &t));
     FRUGAL_TRY(check_timeout(timeout_ms));
-    return t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms));
+    return t->engine->told(*t, t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms)));
   });
 }
 
@@ -512,7 +513,7 @@ int32_t frugal_lookup(frugal_trainer* trainer, const frugal_op* ops, size_t op_c
     TrainerRef t;
     FRUGAL_TRY(acquire(trainer, &t));
     FRUGAL_TRY(check_ops(ops, op_count));
-    return t->engine->lookup(*t, ops, op_count);
+    return t->engine->told(*t, t->engine->lookup(*t, ops, op_count));
   });
 }
 
@@ -521,7 +522,7 @@ int32_t frugal_push_grad(frugal_trainer* trainer, const frugal_op* ops, size_t o
     TrainerRef t;
     FRUGAL_TRY(acquire(trainer, &t));
     FRUGAL_TRY(check_ops(ops, op_count));
-    return t->engine->push(*t, ops, op_count);
+    return t->engine->told(*t, t->engine->push(*t, ops, op_count));
   });
 }
 
@@ -538,7 +539,7 @@ int32_t frugal_step_end(frugal_trainer* trainer, uint64_t step, uint32_t flags) 
   return guard([&]() -> Status {
     TrainerRef t;
     FRUGAL_TRY(acquire(trainer, &t));
-    return t->engine->step_end(*t, step, flags);
+    return t->engine->told(*t, t->engine->step_end(*t, step, flags));
   });
 }
 
@@ -563,7 +564,8 @@ int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const 
     }
     FRUGAL_TRY(check_timeout(timeout_ms));
     FRUGAL_TRY(check_ops(ops, op_count));
-    return e->read(t.get(), ops, op_count, e->deadline(timeout_ms));
+    Status status = e->read(t.get(), ops, op_count, e->deadline(timeout_ms));
+    return t ? e->told(*t, status) : status;
   });
 }
 

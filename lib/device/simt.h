@@ -5,7 +5,7 @@
 // Invariants: bodies call load and store for all memory but their own variables and shared(). No
 // load goes through the read-only cache (host rows change between kernels). add() is for device
 // memory alone: nothing on the device reads, modifies and writes host memory. A warp is 32 threads,
-// all of which take part in shuffle and ballot; threads of a block are a multiple of 32.
+// all of which take part in shuffle and ballot, which order no memory; threads of a block are a multiple of 32.
 // Callers: ops/*.h.
 #ifndef FRUGAL_DEVICE_SIMT_H_
 #define FRUGAL_DEVICE_SIMT_H_

@@ -500,10 +500,9 @@ Status Engine::gather_through_device(Trainer& t, const Access& a, const GpuOp& o
   Buffer back;
   Status s = gather_on_device(t, a, there);
   if (s == FRUGAL_OK) s = t.gpu->copy_in(there.op.rows_out, bytes, &back);
-  // Also after a failure: a kernel may be writing `out`.
-  Status waited = t.gpu->wait_stream();
+  if (s == FRUGAL_OK) s = t.gpu->wait_stream();
+  if (s != FRUGAL_OK) t.gpu->drain();  // a kernel may be writing `out`
   FRUGAL_TRY(s);
-  FRUGAL_TRY(waited);
   const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
   for (size_t i = 0; i < rows; ++i)
     std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes, row_bytes);
@@ -762,7 +761,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   if (status == FRUGAL_OK)
     status = t.gpu->reduce(*flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
   if (status != FRUGAL_OK) {
-    (void)t.gpu->wait_stream();  // a kernel may be writing the sums
+    t.gpu->drain();  // a kernel may be writing the sums
     *state = {};
   }
   return status;
@@ -910,7 +909,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
   if (status != FRUGAL_OK) {
-    if (gpu) (void)t.gpu->wait_stream();  // kernels may be writing what is dropped here
+    if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
     for (auto& [raw, size] : tails) {
       auto old = t.pushes.find(raw);  // gone if the step was undone meanwhile
       if (old != t.pushes.end()) old->second.tail.resize(size);

@@ -238,6 +238,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   enum class Use { kLookup, kPush, kRead, kDeclare };
 
+  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
+  Status told(Trainer& t, Status status) {
+    if (status == FRUGAL_ERR_DEVICE && t.gpu) {
+      t.gpu->give_up();
+      device_failed(t.rank);
+    }
+    return status;
+  }
   Status health() const { return health_.load(std::memory_order_acquire); }
   Status check() const;  // health and closing
   void stats(frugal_stats* out);
@@ -415,7 +423,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
   Vector<std::shared_ptr<Arrival>> arrivals_;
-  std::atomic<uint32_t> in_flight_{0};  // flights of records_, and arrivals_
+  // Flights of records_, until what their landing allows is committed; and arrivals_.
+  std::atomic<uint32_t> flying_{0}, arriving_{0};
+  bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
   Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
   Vector<JobRef> jobs_;
   std::atomic<uint32_t> job_count_{0};

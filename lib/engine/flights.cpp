@@ -35,7 +35,7 @@ Status Engine::set_stream(Trainer& t, void* stream) {
 // --- Landing -------------------------------------------------------------------------------------
 
 bool Engine::land() {
-  if (in_flight_.load() == 0) return false;
+  if (!in_flight()) return false;
   Vector<FlightRef> flights;
   Vector<std::shared_ptr<Arrival>> arrivals;
   {
@@ -54,13 +54,13 @@ bool Engine::land() {
   }
   for (const auto& a : arrivals) any |= a->ask();
   if (!any) return false;
+  uint32_t left = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    uint32_t left = 0;
     auto landed = [&](const auto& f) { return f->landed.load() && !f->failed.load(); };
     for (auto& [step, record] : records_)
       left += static_cast<uint32_t>(std::erase_if(record.flights, landed));
-    left += static_cast<uint32_t>(std::erase_if(arrivals_, [&](const std::shared_ptr<Arrival>& a) {
+    arriving_.fetch_sub(static_cast<uint32_t>(std::erase_if(arrivals_, [&](const std::shared_ptr<Arrival>& a) {
       if (!a->arrived.load()) return false;
       for (const PartRef& p : a->parts)
         if (p->state.load() == Part::kArriving) {
@@ -68,26 +68,20 @@ bool Engine::land() {
           ++unresolved_;
         }
       return true;
-    }));
-    in_flight_.fetch_sub(left);
+    })));
   }
   flights.clear();  // without mu_: their memory goes back
   arrivals.clear();
   (void)commit_ready();  // what it cannot do it tells by the engine's health
+  flying_.fetch_sub(left);
   wake_workers();
   progress();
   return true;
 }
 
 Status Engine::land_all(Deadline deadline) {
-  if (in_flight_.load() == 0) return FRUGAL_OK;
-  auto none = [&] {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (auto& [step, record] : records_)
-      if (!record.flights.empty()) return false;
-    return true;
-  };
-  Status s = wait(deadline, nullptr, none, [] { return false; });
+  if (flying_.load() == 0) return FRUGAL_OK;
+  Status s = wait(deadline, nullptr, [&] { return flying_.load() == 0; }, [] { return false; });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;

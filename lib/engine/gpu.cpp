@@ -88,11 +88,8 @@ bool wait_for(Gpu& gpu, device::Event e) {
   for (;;) {
     bool passed = false;
     Result r = gpu.runtime().synchronize(e, kAskNs, &passed);
-    if (!r.ok()) {
-      gpu.failed(r);
-      return true;
-    }
-    if (passed) return true;
+    gpu.failed(r);
+    if (gpu.sticky() || passed) return true;
   }
 }
 
@@ -156,12 +153,12 @@ bool Flight::ask(uint64_t timeout_ns) {
     bool passed = false;
     Result r = timeout_ns ? gpu->runtime().synchronize(e, timeout_ns, &passed)
                           : gpu->runtime().query(e, &passed);
-    if (!r.ok()) {
-      gpu->failed(r);
+    gpu->failed(r);
+    if (gpu->sticky()) {
       failed.store(true, std::memory_order_release);
       break;
     }
-    if (!passed) return false;
+    if (!passed) return false;  // or the question failed: it is asked again
     gpu->give_back(e);
     e = {};
   }
@@ -171,7 +168,8 @@ bool Flight::ask(uint64_t timeout_ns) {
 
 Flight::~Flight() {
   // Whatever the step has used is the device's until then, also when the step was undone.
-  if (!landed.load()) (void)end();
+  if (!landed.load() && end() != FRUGAL_OK)
+    for (device::Stream s : streams) gpu->drain(s);
   for (device::Event e : events) {
     if (!e.handle) continue;
     wait_for(*gpu, e);
@@ -238,6 +236,13 @@ void Gpu::failed(const Result& r) {
   failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
 }
 
+void Gpu::give_up() {
+  // The device says itself what it is, if it still can.
+  bool capturing = false;
+  failed(runtime_->capturing(stream_, &capturing));
+  failed({ErrorKind::kFault, 0, "a call", "the device failed"});
+}
+
 Status Gpu::ready(device::Stream stream) {
   if (failed_.load(std::memory_order_acquire)) return device_status(failure_, "the device failed earlier");
   bool capturing = false;
@@ -302,7 +307,33 @@ Status Gpu::wait_stream() {
   return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
 }
 
+// Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be used
+// again.
+void Gpu::drain(device::Stream stream) {
+  for (int tries = 0; tries < 1000 && !sticky(); ++tries) {
+    device::Event e;
+    Result r = runtime_->create_event(&e);
+    if (!r.ok()) {
+      failed(r);
+      continue;
+    }
+    r = runtime_->record(e, stream);
+    if (r.ok()) wait_for(*this, e);
+    runtime_->destroy_event(e);
+    failed(r);
+    if (r.ok()) return;
+  }
+  // It cannot be told any more what the device does.
+  if (!sticky()) failed({ErrorKind::kFault, 0, "cudaEventRecord", "streams cannot be waited for"});
+}
+
 Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
+  Status s = take_pointers(ops, n, use, out);
+  if (s != FRUGAL_OK) drain(stream_);  // copies may be under way into what is given back
+  return s;
+}
+
+Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
   out->resize(n);
   bool copied = false;
   for (size_t i = 0; i < n; ++i) {
@@ -459,6 +490,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     if (r.ok()) r = runtime_->record(d.uploaded, upload_);
     if (!r.ok()) {
       failed(r);
+      drain(upload_);
       return device_status(r, "a batch's places to the device");
     }
   }

@@ -163,6 +163,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
+  void give_up();  // a call has answered FRUGAL_ERR_DEVICE
 
   // The step's flight, begun when first needed.
   Status flight(uint32_t rank, uint64_t step, Flight** out);
@@ -177,6 +178,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
   Status wait_stream();
+  void drain() { drain(stream_); }
+  void drain(device::Stream stream);
   // Keys of parts that were taken from the device: an event in the caller's stream.
   Status begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out);
 
@@ -217,6 +220,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   void give_back(device::Event e);
 
  private:
+  Status take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   template <class Arguments>

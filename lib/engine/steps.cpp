@@ -517,7 +517,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
           for (auto& [raw, push] : t.pushes)
             if (push.runs) landed->pinned.push_back(std::move(push.runs));
           record.flights.push_back(std::move(landed));
-          in_flight_.fetch_add(1);
+          flying_.fetch_add(1);
         }
         t.in_step = false;
         t.pushes.clear();
@@ -1013,7 +1013,7 @@ Status Engine::undo(Trainer& by, Undo why) {
     });
     records.swap(records_);
     for (auto& [step, record] : records)
-      in_flight_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
+      flying_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
     progress_.fetch_add(1);
     cv_progress_.notify_all();
   }

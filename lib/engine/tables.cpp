@@ -82,7 +82,6 @@ void Engine::shutdown() {
     records.swap(records_);
     jobs.swap(jobs_);
     arrivals.swap(arrivals_);
-    in_flight_.store(0);
     ranks_.resize(config_.world_size);
   }
   for (auto& [step, list] : batches)

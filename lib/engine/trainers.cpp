@@ -142,6 +142,13 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   uint64_t keys = 0;
   Vector<PartRef> arriving;
   if (t.gpu) FRUGAL_TRY(t.gpu->ready());
+  // Keys that are on their way when the call fails come into memory that is given back.
+  struct Coming {
+    Gpu* gpu = nullptr;
+    ~Coming() {
+      if (gpu) gpu->drain();
+    }
+  } coming_keys;
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     TableRef table;
@@ -154,6 +161,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     part->rank = t.rank;
     if (on_device) {
       FRUGAL_TRY(part->expect_keys(op.count, padded, op.padding_key));
+      coming_keys.gpu = t.gpu.get();
       FRUGAL_TRY(t.gpu->copy_in(op.keys, op.count * sizeof(uint64_t), &part->keys));
       arriving.push_back(part);
     } else {
@@ -213,7 +221,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     unresolved_ += static_cast<uint32_t>(batch->parts.size() - coming);
     if (arrival) {
       arrivals_.push_back(std::move(arrival));
-      in_flight_.fetch_add(1);
+      coming_keys.gpu = nullptr;
+      arriving_.fetch_add(1);
     }
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);

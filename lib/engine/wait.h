@@ -66,6 +66,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
                   closed_.load() ? "engine" : "trainer");
     FRUGAL_TRY(healthy());
     if (trainer && trainer->abort_notice.load()) return FRUGAL_ERR_STEP_ABORTED;
+    if (trainer && trainer->gpu) FRUGAL_TRY(trainer->gpu->sticky() ? trainer->gpu->ready() : FRUGAL_OK);
     // A job that has failed counts as done, too, after health has told.
     if (ready()) return healthy();
     try {
@@ -80,7 +81,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.
-    const bool flying = in_flight_.load() != 0;  // nobody tells when that has landed
+    const bool flying = in_flight();  // nobody tells when that has landed
     if (moves(progress_, seen, flying ? kLandNs : kSpinNs)) continue;
     if (flying && (spun += kLandNs) < kSpinNs) continue;
     std::unique_lock<std::mutex> lock(mu_);

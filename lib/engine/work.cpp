@@ -109,7 +109,7 @@ Engine::Did Engine::background_work() {
     return Did::kWork;
   // What GPUs have in flight is looked at from time to time.
   Did did = warm_one();
-  return did == Did::kNothing && in_flight_.load() ? Did::kHeld : did;
+  return did == Did::kNothing && in_flight() ? Did::kHeld : did;
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
@@ -301,6 +301,7 @@ void Engine::apply_claim(Table& table, const Claim& claim) {
 bool Engine::resolve_one(uint64_t up_to) {
   PartRef part;
   TableRef table;
+  TrainerRef trainer;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (unresolved_ == 0) return false;
@@ -326,6 +327,7 @@ bool Engine::resolve_one(uint64_t up_to) {
     part->state.store(Part::kResolving);
     --unresolved_;
     ++resolving_;
+    trainer = ranks_[part->rank];
   }
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
   bool resolved = false;
@@ -344,6 +346,14 @@ bool Engine::resolve_one(uint64_t up_to) {
     settle_orphans(*table);
   }
   progress();
+  // Its arrays go to the rank's GPU ahead of the lookup, which does it itself where this fails.
+  if (resolved && trainer && trainer->gpu && !stale() && !trainer->gpu->sticky()) {
+    PartOnDevice* ignored;
+    try {
+      (void)trainer->gpu->upload(*part, &ignored);
+    } catch (const std::bad_alloc&) {
+    }
+  }
   return true;
 }
 

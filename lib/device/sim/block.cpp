@@ -33,6 +33,13 @@ namespace {
 // What threads leave their bodies with when their kernel has failed.
 struct Ended {};
 
+// After sync() all threads of a block know of each other's accesses, and so would the next block's, were
+// they the same to ThreadSanitizer: blocks take the one half of the fibers or the other, by chance.
+#if defined(FRUGAL_TSAN)
+constexpr uint32_t kHalves = 2;
+#else
+constexpr uint32_t kHalves = 1;
+#endif
 constexpr size_t kCanary = 64;
 constexpr uint64_t kCanaryWord = 0xa5a5a5a5a5a5a5a5u;
 
@@ -64,13 +71,13 @@ FRUGAL_UNSEEN void fill_bytes(char* memory, size_t bytes, uint64_t word) {
 BlockRunner::~BlockRunner() {
   if (fibers_) FiberSet::give(std::move(fibers_));
   if (memory_) munmap(memory_, memory_bytes_);
-  delete[] orders_;
+  delete met_;
 }
 
 // Mapped and not allocated, so that ThreadSanitizer knows of no access by who had the memory before.
 bool BlockRunner::grow(const Shape& shape) {
   if (!memory_) {
-    const size_t threads = kMaxThreads * sizeof(Thread);
+    const size_t threads = kHalves * kMaxThreads * sizeof(Thread);
     const size_t warps = kMaxThreads / kWarp * sizeof(Warp);
     const size_t ready = kMaxThreads * sizeof(uint32_t);
     const size_t bytes = threads + warps + ready + kMaxArguments + kMaxShared + kCanary;
@@ -86,8 +93,9 @@ bool BlockRunner::grow(const Shape& shape) {
     ready_ = reinterpret_cast<uint32_t*>(at);
   }
   if (!fibers_) fibers_ = FiberSet::take();
-  if (!fibers_->grow(shape.threads)) return false;
-  for (uint32_t i = 0; i < shape.threads; ++i) {
+  const uint32_t count = kHalves * shape.threads;
+  if (!fibers_->grow(count)) return false;
+  for (uint32_t i = 0; i < count; ++i) {
     threads_[i].fiber = fibers_->at(i);
     threads_[i].runner = this;
   }
@@ -122,30 +130,23 @@ bool BlockRunner::run(const KernelEntry& kernel, const Shape& shape, const void*
   return !is_doomed();
 }
 
-// What ThreadSanitizer knows of the last block's meetings and shared memory is not the next one's.
+// What ThreadSanitizer knows of the last block's sync() and shared memory is not the next one's.
 void BlockRunner::forget_block() {
 #if defined(FRUGAL_TSAN)
   Unseen unseen;
-  delete[] orders_;
-  orders_ = new char[1 + kMaxThreads / kWarp];
+  delete met_;
+  met_ = new char;
   if (shape_.shared_bytes > 0)
     mmap(shared_, kMaxShared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-#endif
-}
-
-FRUGAL_UNSEEN const void* BlockRunner::order_of(uint32_t meeting) const {
-#if defined(FRUGAL_TSAN)
-  return orders_ + meeting;
-#else
-  return this + meeting;
 #endif
 }
 
 FRUGAL_UNSEEN bool BlockRunner::is_doomed() const { return doomed_; }
 
 FRUGAL_UNSEEN BlockRunner::Thread* BlockRunner::thread_of(uint32_t index) {
-  const uint32_t fiber = index + rotation_;
-  return &threads_[fiber < shape_.threads ? fiber : fiber - shape_.threads];
+  uint32_t fiber = index + rotation_;
+  if (fiber >= shape_.threads) fiber -= shape_.threads;
+  return &threads_[fiber * kHalves + half_];
 }
 
 FRUGAL_UNSEEN void BlockRunner::run_block(uint32_t block) {
@@ -153,6 +154,7 @@ FRUGAL_UNSEEN void BlockRunner::run_block(uint32_t block) {
   // Which fiber is which thread changes, or equal threads of two blocks would be one thread to
   // ThreadSanitizer.
   rotation_ = random_->below(n);
+  half_ = random_->below(kHalves);
   in_order_ = random_->below(4) == 0;
   ready_count_ = arrived_ = returned_ = 0;
   for (uint32_t i = n; i-- > 0;) {
@@ -248,20 +250,20 @@ FRUGAL_UNSEEN void BlockRunner::release_block() {
 
 FRUGAL_UNSEEN void BlockRunner::meet_block(Thread* thread) {
   if (doomed_) throw Ended();
-  release_order(order_of(0));
+  release_order(met_);
   thread->state = kInSync;
   if (++arrived_ + returned_ == shape_.threads) release_block();
   wait(thread);
   if (doomed_) throw Ended();
-  acquire_order(order_of(0));
+  acquire_order(met_);
 }
 
+// As in CUDA, values are exchanged and nothing else: memory is not ordered by it.
 FRUGAL_UNSEEN uint64_t BlockRunner::meet_warp(Thread* thread, uint32_t state, uint64_t value,
                                               uint32_t from) {
   if (doomed_) throw Ended();
   const uint32_t first = thread->position.thread / kWarp * kWarp;
   Warp* warp = &warps_[first / kWarp];
-  release_order(order_of(1 + first / kWarp));
   thread->state = state;
   thread->value = value;
   thread->from = from;
@@ -287,7 +289,6 @@ FRUGAL_UNSEEN uint64_t BlockRunner::meet_warp(Thread* thread, uint32_t state, ui
   }
   wait(thread);
   if (doomed_) throw Ended();
-  acquire_order(order_of(1 + first / kWarp));
   return thread->value;
 }
 
@@ -321,7 +322,7 @@ void BlockRunner::fail_access(Thread* thread, uint64_t address, size_t bytes, Ac
 void BlockRunner::fail(const Thread* thread, const char* text) {
   Unseen unseen;
   if (is_doomed()) return;
-  const Position& at = (thread ? thread : &threads_[0])->position;
+  const Position& at = (thread ? thread : thread_of(0))->position;
   if (thread)
     snprintf(fault_, kFaultText, "%s, block %u, thread %u: %s", kernel_->name, at.block, at.thread,
              text);
@@ -333,7 +334,7 @@ void BlockRunner::fail(const Thread* thread, const char* text) {
 FRUGAL_UNSEEN void BlockRunner::doom() {
   doomed_ = true;
   for (uint32_t i = 0; i < shape_.threads; ++i) {
-    Thread* thread = &threads_[i];
+    Thread* thread = thread_of(i);
     if (thread->state != kRuns && thread->state != kReturned) release(thread);
   }
 }

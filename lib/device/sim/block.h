@@ -4,7 +4,7 @@
 // within a block, who goes on after a meeting is random. simt.h's functions end here. A thread runs
 // until it meets others or returns, so a block's threads interleave at meetings only; that races do not
 // stay hidden for it is ThreadSanitizer's part, to which each fiber is a thread of its own and nothing
-// but a meeting orders two of them, in a block or in two.
+// but sync() orders two of them, in a block or in two.
 // Invariants: a fault ends the kernel: all its threads leave their bodies by an exception, which no body
 // catches. Nothing is allocated for a block once a block of that size has run.
 // Threads: a BlockRunner belongs to one thread.
@@ -63,7 +63,6 @@ class BlockRunner {
   void release_block();
   Thread* pick();
   void wait(Thread* thread);
-  const void* order_of(uint32_t meeting) const;
   bool is_doomed() const;
   void doom();
   void diverged();
@@ -88,10 +87,10 @@ class BlockRunner {
   char* fault_ = nullptr;
   std::vector<uint32_t> order_;
   uint32_t ready_count_ = 0, arrived_ = 0, returned_ = 0;
-  uint32_t rotation_ = 0;
+  uint32_t rotation_ = 0, half_ = 0;  // which fibers the block's threads are
   bool in_order_ = false;
   bool doomed_ = false;
-  char* orders_ = nullptr;      // of the block's meetings: sync(), and each warp's
+  char* met_ = nullptr;         // the order of the block's sync()
   char began_ = 0, ended_ = 0;  // orders: the start and the end of a kernel
 };
 

@@ -183,7 +183,9 @@ bool FiberSet::grow(uint32_t count) {
     fiber.stack = static_cast<char*>(memory) + guard;
     fiber.stack_bytes = kStackBytes;
 #if defined(FRUGAL_TSAN)
-    void*& thread = threads_[mix(fibers_.size() + 1) % kThreads];
+    // Even and odd fibers share none.
+    const uint64_t i = fibers_.size();
+    void*& thread = threads_[mix(i / 2 + 1) % (kThreads / 2) * 2 + i % 2];
     if (!thread) thread = __tsan_create_fiber(0);
     fiber.thread = thread;
 #endif

@@ -257,16 +257,19 @@ MemoryError add_device_memory(int32_t device, size_t bytes, uint8_t garbage, uin
 }
 
 bool free_device_memory(int32_t device, uint64_t address, size_t* bytes) {
-  Range range;
+  Range range = {};
   {
     Unseen unseen;
     Registry& r = registry();
     std::lock_guard<std::mutex> lock(r.update);
-    if (!remove_if(
-            r, [&](const Range& a) { return a.device == device && a.begin == address; }, &range))
-      return false;
-    std::lock_guard<std::mutex> state(r.state);
-    r.freed[r.freed_next++ % kFreedKept] = {range.begin, range.end};
+    const Range* found = locate(*r.current, address);
+    if (!found || found->device != device || found->begin != address) return false;
+    {
+      // Before a section can miss it.
+      std::lock_guard<std::mutex> state(r.state);
+      r.freed[r.freed_next++ % kFreedKept] = {found->begin, found->end};
+    }
+    remove_if(r, [&](const Range& a) { return a.begin == address; }, &range);
   }
   unmap(range);
   *bytes = range.end - range.begin;
@@ -276,7 +279,7 @@ bool free_device_memory(int32_t device, uint64_t address, size_t* bytes) {
 void free_all_device_memory(int32_t device) {
   Registry& r = registry();
   for (;;) {
-    Range range;
+    Range range = {};
     {
       Unseen unseen;
       std::lock_guard<std::mutex> lock(r.update);
@@ -330,7 +333,7 @@ bool unpin_memory(uint64_t address) {
   Unseen unseen;
   Registry& r = registry();
   std::lock_guard<std::mutex> lock(r.update);
-  Range range;
+  Range range = {};
   if (!remove_if(
           r, [&](const Range& a) { return a.device == kHostMemory && a.begin == address; },
           &range))

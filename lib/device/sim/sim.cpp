@@ -434,8 +434,10 @@ Result SimRuntime::passed(const char* call, Event e, uint64_t timeout_ns, bool* 
       if (!result.ok()) return result;
     }
     *passed = !mark || StreamThread::wait(mark, timeout_ns);
-    Unseen unseen;
-    mark.reset();
+    {
+      Unseen unseen;
+      mark.reset();
+    }
     // Operations that were passed over did not do what the event stands for.
     return health_->failed() ? faulted(call) : Result();
   });
