@@ -341,6 +341,49 @@ TEST(Gpu, ACapturingStreamIsLeftAlone) {
   device.runtime->destroy_stream(captured);
 }
 
+// Whoever undoes a step may not touch a stream that is being captured by then.
+TEST(Gpu, UndoingBesideACapture) {
+  Device device;
+  for (const char* how : {"abort", "another's abort", "close", "close the engine"}) {
+    SCOPED_TRACE(how);
+    const std::string what = how;
+    frugal::device::Stream captured;
+    ASSERT_TRUE(device.runtime->create_stream(frugal::device::Priority::kNormal, &captured).ok());
+    {
+      Engine engine(2);
+      frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+      frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+      frugal_trainer* cpu = engine.Trainer(1, "cpu");
+      Batch b(0, 0, 300, 16);
+      frugal_op op = OpOf(table, b);
+      op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
+      device.memory->Collect();
+      ASSERT_OK(frugal_set_stream(gpu, captured.handle));
+      ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+      ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+      ASSERT_OK(frugal_push_grad(gpu, &op, 1));
+      device.sim->set_capturing(captured, true);
+      const uint64_t before = device.sim->capture_violations();
+      if (what == "abort") {
+        EXPECT_OK(frugal_step_abort(gpu));
+      } else if (what == "another's abort") {
+        EXPECT_OK(frugal_step_abort(cpu));
+      } else if (what == "close") {
+        EXPECT_OK(frugal_trainer_close(gpu));
+      } else {
+        EXPECT_OK(frugal_close(engine.handle));
+        engine.handle = nullptr;
+      }
+      EXPECT_EQ(device.sim->capture_violations(), before);
+      device.sim->set_capturing(captured, false);
+      if (engine.handle) {
+        EXPECT_OK(frugal_health(engine.handle));
+      }
+    }
+    device.runtime->destroy_stream(captured);
+  }
+}
+
 TEST(Gpu, PointersOfTheWrongDevice) {
   Device device(0), other(1);
   Engine engine(1);
@@ -353,6 +396,11 @@ TEST(Gpu, PointersOfTheWrongDevice) {
   op.rows_out = static_cast<float*>(other.memory->Send(out.data(), out.size() * 4, 4));
   EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_NE(LastMessage().find("another device"), std::string::npos) << LastMessage();
+  uint8_t* found = static_cast<uint8_t*>(device.memory->Send(out.data(), b.keys.size(), 4));
+  op.rows_out = out.data();
+  op.found_out = found;
+  EXPECT_EQ(frugal_read(engine.handle, gpu, &op, 1, kWait), FRUGAL_ERR_INVALID_ARGUMENT);
+  op.found_out = nullptr;
   // Weights and rows on two sides.
   const uint64_t offsets[] = {0, b.keys.size()};
   std::vector<float> weights(b.keys.size(), 1.0f);
@@ -469,6 +517,7 @@ TEST(GpuMemory, ThatCannotBePinned) {
   frugal_table* small = engine.Table("small", FRUGAL_DENSE, 100, 16);
   frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 4'000'000, 16);
   frugal_table* large = engine.Table("large", FRUGAL_DENSE, 2'000'000, 16);  // 128 MB and as much state
+  const uint64_t pinned = device.sim->live().pinned;
   frugal::device::sim::set_pinnable_bytes(uint64_t{64} << 20);
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   config.device = device.name.c_str();
@@ -478,11 +527,20 @@ TEST(GpuMemory, ThatCannotBePinned) {
   frugal_last_error(&error);
   EXPECT_NE(error.device_code, 0);
   EXPECT_EQ(trainer, nullptr);
+  // Nothing is pinned for who has not joined: a rank on the cpu is as it was.
+  EXPECT_EQ(device.sim->live().pinned, pinned);
+  {
+    frugal_trainer* cpu = engine.Trainer(0, "cpu");
+    frugal::device::sim::set_pinnable_bytes(0);
+    EXPECT_OK(HostStep(cpu, small, 0, Batch(0, 0, 100, 16)));
+    EXPECT_OK(frugal_trainer_close(cpu));
+    frugal::device::sim::set_pinnable_bytes(uint64_t{64} << 20);
+  }
   ASSERT_OK(frugal_table_drop(large));
   ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainer)) << LastMessage();
   // Grows until no slab can be pinned any more: the call that needs one is refused, and nothing else.
   int32_t status = FRUGAL_OK;
-  uint64_t step = 0;
+  uint64_t step = 1;
   for (uint64_t from = 0; status == FRUGAL_OK && from < 4'000'000; from += 100'000) {
     std::vector<uint64_t> keys(100'000);
     for (size_t i = 0; i < keys.size(); ++i) keys[i] = from + i;
@@ -639,6 +697,45 @@ TEST(GpuFailures, ADeviceThatDies) {
     }
     EXPECT_TRUE(Same(engine.Rows(table, 200, 12), expected)) << n;
   }
+}
+
+// A GPU that has failed pins nothing any more: other ranks' tables grow, on the cpu and on another GPU.
+TEST(GpuFailures, ADeadDevicePinsForNobody) {
+  Device dead(2), alive(3);
+  Engine engine(3);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+  frugal_table* hashed = engine.Table("h", FRUGAL_HASHED, 4'000'000, 64);
+  frugal_trainer* first = engine.Trainer(0, dead.name.c_str());
+  frugal_trainer* second = engine.Trainer(1, alive.name.c_str(), 0.5);
+  frugal_trainer* cpu = engine.Trainer(2, "cpu");
+  ASSERT_OK(frugal_step_begin(first, 0, kWait));
+  dead.sim->fail_after(1, ErrorKind::kFault, false);
+  Batch b(0, 0, 200, 12);
+  std::vector<float> out(b.keys.size() * 12);
+  frugal_op op = OpOf(table, b);
+  op.rows_out = out.data();
+  EXPECT_EQ(frugal_lookup(first, &op, 1), FRUGAL_ERR_DEVICE);
+  ASSERT_OK(frugal_trainer_close(first));
+  // One abort, of which each of the others is told.
+  for (frugal_trainer* t : {second, cpu}) {
+    EXPECT_EQ(frugal_step_begin(t, 0, kWait), FRUGAL_ERR_STEP_ABORTED);
+    ASSERT_OK(frugal_step_begin(t, 0, kWait));
+  }
+  for (frugal_trainer* t : {second, cpu}) {
+    std::vector<uint64_t> keys(60'000);  // 15 MB: new slabs
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = i + (t == cpu ? 1'000'000 : 0);
+    std::vector<float> rows(keys.size() * 64);
+    frugal_op more = FRUGAL_OP_INIT;
+    more.table = hashed;
+    more.keys = keys.data();
+    more.count = keys.size();
+    more.rows_out = rows.data();
+    EXPECT_OK(frugal_lookup(t, &more, 1));
+    EXPECT_OK(frugal_step_end(t, 0, 0));
+  }
+  EXPECT_NE(engine.Table("new", FRUGAL_DENSE, 100'000, 64), nullptr);
+  ASSERT_OK(DeviceStep(second, *alive.memory, table, 1, b));
+  EXPECT_EQ(alive.memory->Error(), "");
 }
 
 }  // namespace

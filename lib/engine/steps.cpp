@@ -991,7 +991,14 @@ Status Engine::undo(Trainer& by, Undo why) {
     }
     // Another abort, or the trainer's closing, was first: others may have begun the step again, and
     // that is not to be undone.
-    if (!by.in_step && why != Undo::kFailed) {
+    if (why == Undo::kFailed) {
+      // The others are told in any case, for they may be waiting for this rank; but not twice, if its
+      // closing was first and has left nothing that will never be complete.
+      bool left = by.in_step || !by.closing.load();
+      for (auto& [step, record] : records_)
+        for (const FlightRef& f : record.flights) left |= f->rank == by.rank;
+      if (!left) return FRUGAL_OK;
+    } else if (!by.in_step) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
