@@ -736,6 +736,30 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
   EXPECT_NE(engine.Table("new", FRUGAL_DENSE, 100'000, 64), nullptr);
   ASSERT_OK(DeviceStep(second, *alive.memory, table, 1, b));
   EXPECT_EQ(alive.memory->Error(), "");
+// --- Beside each other ---------------------------------------------------------------------------
+
+// A rank leaves with a declaration that the others' step still needs, and comes back on another device.
+TEST(GpuRanks, LeavesAndJoinsOnAnotherDevice) {
+  Device first(0), second(1);
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, first.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  Batch b(0, 0, 300, 16);
+  frugal_op op = OpOf(table, b);
+  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, nullptr));
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  std::vector<float> out(b.keys.size() * 16);
+  op.rows_out = static_cast<float*>(first.memory->Send(out.data(), out.size() * 4, 4));
+  ASSERT_OK(frugal_lookup(gpu, &op, 1));
+  ASSERT_OK(frugal_step_end(gpu, 0, 0));
+  ASSERT_OK(frugal_trainer_close(gpu));
+  gpu = engine.Trainer(0, second.name.c_str());
+  ASSERT_NE(gpu, nullptr);
+  ASSERT_OK(DeviceStep(gpu, *second.memory, table, 0, b));
+  ASSERT_OK(HostStep(cpu, table, 0, Batch(0, 1, 300, 16)));
+  ASSERT_OK(frugal_step_begin(gpu, 1, kWait));
+  EXPECT_EQ(engine.Committed(), 0u);
 }
 
 }  // namespace

@@ -463,8 +463,11 @@ struct Pieces {
 
 Status Gpu::upload(Part& part, PartOnDevice** out) {
   std::lock_guard<std::mutex> lock(upload_mu_);
-  if (part.on_device) {
-    *out = static_cast<PartOnDevice*>(part.on_device.get());
+  // (A rank that has left and joined again may find what it has declared on another device: nothing of the
+  // old one is in flight any more.)
+  auto* there = static_cast<PartOnDevice*>(part.on_device.get());
+  if (there && there->gpu.get() == this) {
+    *out = there;
     return FRUGAL_OK;
   }
   if (part.distinct >= device::kMostHbmRows)
