@@ -762,4 +762,23 @@ TEST(GpuRanks, LeavesAndJoinsOnAnotherDevice) {
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
+// What a rank has pushed before the first GPU came is memory that no device sees.
+TEST(GpuRanks, ACachedOneJoinsInMidStep) {
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* cpu = engine.Trainer(1, "cpu", 0.5);
+  frugal_trainer* gpu = nullptr;
+  for (uint64_t s = 0; s < 4; ++s) {
+    ASSERT_OK(HostStep(cpu, table, s, Batch(s, 1, 300, 16)));
+    if (!gpu) gpu = engine.Trainer(0, device.name.c_str(), 1.0);
+    ASSERT_NE(gpu, nullptr);
+    Batch mine(s, 0, 300, 16);
+    frugal_op op = OpOf(table, mine);
+    ASSERT_OK(frugal_prefetch(gpu, s, &op, 1, nullptr));
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, mine));
+  }
+  EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(2, 4, 300, 16)));
+}
+
 }  // namespace

@@ -58,7 +58,8 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (cached) {
     // Rows of steps that were begun before the first cache came are not tracked: that holds for the
     // caches that come after it, too, and for steps that were ended by ranks that have left.
-    const bool first = cache_count_.fetch_add(1) == 0;
+    // And what was pushed in them before the first GPU came is memory that no device sees.
+    const bool first = cache_count_.fetch_add(1) == 0 || t->gpu;
     if (first && !records_.empty()) t->cache_from = records_.rbegin()->first + 1;
     for (const TrainerRef& o : ranks_)
       if (o && o != t && o->next_step != kNoStep)
