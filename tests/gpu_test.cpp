@@ -781,4 +781,40 @@ TEST(GpuRanks, ACachedOneJoinsInMidStep) {
   EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(2, 4, 300, 16)));
 }
 
+// A table whose rows are being initialized when the first GPU joins is pinned, too.
+TEST(GpuRanks, ATableIsCreatedWhileTheFirstJoins) {
+  Device device;
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = nullptr;
+  std::thread creator([&] { table = engine.Table("t", FRUGAL_DENSE, 1'000'000, 64); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));  // so that it is likely to be
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  creator.join();
+  ASSERT_NE(table, nullptr);
+  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 64)));
+  ASSERT_OK(frugal_step_begin(gpu, 1, kWait));
+}
+
+// What the push that failed has found on the device is not the step's.
+TEST(Gpu, ANanInAPushThatFails) {
+  Device device;
+  Engine engine(1);
+  frugal_table* first = engine.Table("a", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
+  frugal_table* second = engine.Table("b", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch bad(0, 0, 300, 16), good(0, 0, 300, 16);
+  bad.grads[333] = std::nanf("");
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  frugal_op ops[] = {OpOf(first, bad), OpOf(second, bad)};
+  ops[0].grads = static_cast<float*>(device.memory->Send(bad.grads.data(), bad.grads.size() * 4, 4));
+  ops[1].grads = bad.grads.data();
+  EXPECT_EQ(frugal_push_grad(gpu, ops, 2), FRUGAL_ERR_NAN);
+  ops[0].grads = static_cast<float*>(device.memory->Send(good.grads.data(), good.grads.size() * 4, 4));
+  ops[1].grads = good.grads.data();
+  ASSERT_OK(frugal_push_grad(gpu, ops, 2));
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+  EXPECT_OK(frugal_step_begin(gpu, 1, kWait));
+  EXPECT_EQ(engine.Committed(), 0u);
+}
+
 }  // namespace

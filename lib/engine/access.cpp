@@ -876,6 +876,8 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   Map<const Table*, PushState> fresh_states;
   Map<const Table*, size_t> tails;
   Vector<Buffer> weight_grads(n);
+  Flight* flight = gpu ? t.gpu->current_flight() : nullptr;
+  const size_t nan_flags = flight ? flight->nan_flags.size() : 0;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
   try {
@@ -913,6 +915,8 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   }
   if (status != FRUGAL_OK) {
     if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
+    flight = gpu ? t.gpu->current_flight() : nullptr;
+    if (flight && flight->nan_flags.size() > nan_flags) flight->nan_flags.resize(nan_flags);
     for (auto& [raw, size] : tails) {
       auto old = t.pushes.find(raw);  // gone if the step was undone meanwhile
       if (old != t.pushes.end()) old->second.tail.resize(size);
