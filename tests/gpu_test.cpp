@@ -817,4 +817,25 @@ TEST(Gpu, ANanInAPushThatFails) {
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
+// A flush thread takes in what lands although nobody calls.
+TEST(Gpu, StepsLandByThemselves) {
+  Device device;
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 1; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch b(0, 0, 300, 16);
+  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, b, nullptr, false));
+  device.memory->Collect();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the flush thread sleeps by now
+  device.sim->set_delays({});
+  ASSERT_OK(frugal_step_end(gpu, 0, 0));
+  frugal_stats stats{};
+  stats.struct_size = sizeof stats;
+  for (int i = 0; i < 2000 && stats.steps_committed == 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    ASSERT_OK(frugal_get_stats(engine.handle, &stats));
+  }
+  EXPECT_EQ(stats.steps_committed, 1u);
+}
+
 }  // namespace

@@ -530,6 +530,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     // committed before it.
     if (!taken) return aborted(t);
   }
+  if (flying_.load()) wake_workers();  // one of them looks when it has landed
   return commit_ready();
 }
 
