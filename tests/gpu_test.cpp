@@ -838,4 +838,65 @@ TEST(Gpu, StepsLandByThemselves) {
   EXPECT_EQ(stats.steps_committed, 1u);
 }
 
+// --- Devices that die ----------------------------------------------------------------------------
+
+// Memory is pinned by another device then.
+TEST(GpuFailures, TheFirstDeviceDiesAndTheOthersGrow) {
+  Device first(0), second(1);
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* a = engine.Trainer(0, first.name.c_str());
+  frugal_trainer* b = engine.Trainer(1, second.name.c_str());
+  ASSERT_OK(DeviceStep(a, *first.memory, table, 0, Batch(0, 0, 300, 16)));
+  ASSERT_OK(DeviceStep(b, *second.memory, table, 0, Batch(0, 1, 300, 16)));
+  while (engine.Committed() != 0) std::this_thread::yield();
+  first.sim->fail_after(1, ErrorKind::kFault, false);
+  EXPECT_EQ(frugal_step_begin(a, 1, kWait), FRUGAL_ERR_DEVICE);
+  ASSERT_OK(frugal_trainer_close(a));
+  EXPECT_OK(frugal_health(engine.handle));
+  frugal_table* more = engine.Table("more", FRUGAL_DENSE, 300'000, 16);
+  ASSERT_NE(more, nullptr);
+  int32_t status;
+  do status = DeviceStep(b, *second.memory, more, 1, Batch(1, 1, 300'000, 16, 50'000));
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  ASSERT_OK(status);
+  EXPECT_OK(frugal_step_begin(b, 2, kWait));
+}
+
+// Closed before anybody has found out: what it has ended is undone, and the others go on.
+TEST(GpuFailures, ClosedWithAStepInFlight) {
+  for (uint32_t threads : {0u, 1u}) {
+    Device device(5 + threads);
+    Engine engine(2, [&](frugal_config* c) { c->flush_threads = threads; });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* cpu = engine.Trainer(1, "cpu");
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16), nullptr, false));
+    device.sim->fail_after(4, ErrorKind::kFault, false);
+    ASSERT_OK(frugal_step_end(gpu, 0, 0));
+    ASSERT_OK(frugal_trainer_close(gpu));
+    for (uint64_t s = 0; s < 3; ++s) {
+      int32_t status;
+      do status = HostStep(cpu, table, s, Batch(s, 1, 300, 16));
+      while (status == FRUGAL_ERR_STEP_ABORTED);
+      ASSERT_OK(status);
+    }
+    EXPECT_EQ(engine.Committed(), 2u);
+    EXPECT_OK(frugal_health(engine.handle));
+  }
+}
+
+TEST(Gpu, FoundOutOnTheDevice) {
+  Device device;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch b(0, 0, 300, 16);
+  std::vector<float> out(b.keys.size() * 16);
+  frugal_op op = OpOf(table, b);
+  op.rows_out = out.data();
+  op.found_out = static_cast<uint8_t*>(device.memory->Send(out.data(), 64, 8));
+  EXPECT_EQ(frugal_read(engine.handle, gpu, &op, 1, kWait), FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
 }  // namespace

@@ -289,6 +289,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status join_gpu(const char* device, Trainer& t);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
+  void end_flights(Trainer& leaving);
   Status end_flight(Trainer& t, bool* nan);
   void device_failed(uint32_t rank);
   void leave_gpu(Trainer& t) noexcept;

@@ -121,6 +121,24 @@ Status Engine::end_flight(Trainer& t, bool* nan) {
   return FRUGAL_OK;
 }
 
+// What a rank that leaves has ended lands, or is undone, while it is still there to be undone.
+void Engine::end_flights(Trainer& t) {
+  auto next = [&]() -> FlightRef {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& [step, record] : records_)
+      for (const FlightRef& f : record.flights)
+        if (f->gpu == t.gpu && (!f->landed.load() || f->failed.load())) return f;
+    return nullptr;
+  };
+  while (FlightRef f = next()) {
+    while (!f->ask(1000000)) {
+    }
+    if (!f->failed.load()) continue;
+    t.reaped.store(true);
+    if (undo(t, Undo::kFailed) != FRUGAL_OK) return;
+  }
+}
+
 // A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
 // the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call that the
 // undoing waits for.

@@ -990,6 +990,8 @@ Status Engine::undo(Trainer& by, Undo why) {
       std::lock_guard<std::mutex> call(by.call_mu);
       return aborted(by);
     }
+    // What a rank that has left had ended is whole, or undone.
+    if (why == Undo::kFailed && ranks_[by.rank].get() != &by) return FRUGAL_OK;
     // Another abort, or the trainer's closing, was first: others may have begun the step again, and
     // that is not to be undone.
     if (why == Undo::kFailed) {

@@ -92,6 +92,11 @@ Status Engine::close_trainer(const TrainerRef& t) try {
     undo(*t, Undo::kLeaving);
     call.lock();
   }
+  if (t->gpu) {
+    call.unlock();
+    end_flights(*t);
+    call.lock();
+  }
   Vector<BatchRef> mine;
   {
     std::unique_lock<std::mutex> lock(mu_);
