@@ -886,6 +886,29 @@ TEST(GpuFailures, ClosedWithAStepInFlight) {
   }
 }
 
+// Keys on their way when the device dies: the other rank is told, and goes on.
+TEST(GpuFailures, KeysThatNeverArrive) {
+  Device device;
+  Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  Batch b(0, 0, 300, 16);
+  frugal_op op = OpOf(table, b);
+  op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, nullptr));
+  device.sim->fail_after(1, ErrorKind::kFault, false);
+  int32_t status = FRUGAL_OK;
+  for (uint64_t s = 0; status == FRUGAL_OK; ++s) status = HostStep(cpu, table, s, Batch(s, 1, 300, 16));
+  EXPECT_EQ(status, FRUGAL_ERR_STEP_ABORTED) << LastMessage();
+  EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
+  ASSERT_OK(frugal_trainer_close(gpu));
+  do status = HostStep(cpu, table, 0, Batch(0, 1, 300, 16));
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  ASSERT_OK(status);
+  EXPECT_EQ(engine.Committed(), 0u);
+}
+
 TEST(Gpu, FoundOutOnTheDevice) {
   Device device;
   Engine engine(1);

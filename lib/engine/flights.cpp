@@ -67,7 +67,10 @@ bool Engine::land() {
     else
       any = true;
   }
-  for (const auto& a : arrivals) any |= a->ask();
+  for (const auto& a : arrivals) {
+    any |= a->ask();
+    if (a->failed.load()) device_failed(a->parts.front()->rank, a->gpu.get());
+  }
   if (!any) return false;
   uint32_t left = 0;
   {
@@ -79,8 +82,8 @@ bool Engine::land() {
       if (!a->arrived.load()) return false;
       for (const PartRef& p : a->parts)
         if (p->state.load() == Part::kArriving) {
-          p->state.store(Part::kDeclared);
-          ++unresolved_;
+          p->state.store(a->failed.load() ? Part::kStale : Part::kDeclared);
+          unresolved_ += !a->failed.load();
         }
       return true;
     })));
@@ -141,13 +144,14 @@ void Engine::end_flights(Trainer& t) {
 
 // A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
 // the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call that the
-// undoing waits for.
-void Engine::device_failed(uint32_t rank) {
+// undoing waits for. `gpu`: of no interest any more if the rank has left it.
+void Engine::device_failed(uint32_t rank, const Gpu* gpu) {
   TrainerRef t;
   try {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_.load()) return;
     t = ranks_[rank];
+    if (gpu && (!t || t->gpu.get() != gpu)) return;
     if (t && t->gpu && t->gpu->sticky()) {
       if (t->reaped.exchange(true)) return;
       leave_gpu(*t);

@@ -143,7 +143,10 @@ bool Arrival::ask() {
   bool passed = false;
   Result r = gpu->runtime().query(event, &passed);
   gpu->failed(r);
-  if (!r.ok() || !passed) return false;
+  if (gpu->sticky())
+    failed.store(true);
+  else if (!r.ok() || !passed)
+    return false;
   arrived.store(true, std::memory_order_release);
   return true;
 }

@@ -136,7 +136,8 @@ struct Arrival : HeapObject {
   device::Event event;
   Vector<PartRef> parts;
   std::atomic<bool> arrived{false};
-  bool ask();
+  std::atomic<bool> failed{false};
+  bool ask();  // true: arrived, or failed
   ~Arrival();
 };
 
