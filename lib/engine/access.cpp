@@ -531,8 +531,10 @@ Status Engine::gather_and_send(Flight& flight, Trainer* t, Table& table, const u
   FRUGAL_TRY(pinned_.get(rows * layout.value_stride * sizeof(float), &copies));
   frugal_op host = op.op;
   if (op.device_weights) {
-    FRUGAL_TRY(gpu.copy_in(op.op.weights, n * sizeof(float), &weights));
-    FRUGAL_TRY(gpu.wait_stream());
+    Status s = gpu.copy_in(op.op.weights, n * sizeof(float), &weights);
+    if (s == FRUGAL_OK) s = gpu.wait_stream();
+    if (s != FRUGAL_OK) gpu.drain();  // the copy may be under way into what is given back
+    FRUGAL_TRY(s);
     host.weights = weights.as<float>();
   }
   host.rows_out = copies.as<float>();
