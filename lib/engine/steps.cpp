@@ -200,7 +200,11 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     }
     if (s != FRUGAL_OK) {
       if (t.gpu && health() == FRUGAL_OK) {
-        forget_lines(t);
+        try {
+          forget_lines(t);
+        } catch (const std::bad_alloc&) {
+          fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+        }
         t.gpu->take_flight();  // waits until the device has done with what it has taken
       }
       std::lock_guard<std::mutex> lock(mu_);
