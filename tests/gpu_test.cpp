@@ -736,6 +736,8 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
   EXPECT_NE(engine.Table("new", FRUGAL_DENSE, 100'000, 64), nullptr);
   ASSERT_OK(DeviceStep(second, *alive.memory, table, 1, b));
   EXPECT_EQ(alive.memory->Error(), "");
+}
+
 // --- Beside each other ---------------------------------------------------------------------------
 
 // A rank leaves with a declaration that the others' step still needs, and comes back on another device.
@@ -840,29 +842,6 @@ TEST(Gpu, StepsLandByThemselves) {
 
 // --- Devices that die ----------------------------------------------------------------------------
 
-// Memory is pinned by another device then.
-TEST(GpuFailures, TheFirstDeviceDiesAndTheOthersGrow) {
-  Device first(0), second(1);
-  Engine engine(2);
-  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
-  frugal_trainer* a = engine.Trainer(0, first.name.c_str());
-  frugal_trainer* b = engine.Trainer(1, second.name.c_str());
-  ASSERT_OK(DeviceStep(a, *first.memory, table, 0, Batch(0, 0, 300, 16)));
-  ASSERT_OK(DeviceStep(b, *second.memory, table, 0, Batch(0, 1, 300, 16)));
-  while (engine.Committed() != 0) std::this_thread::yield();
-  first.sim->fail_after(1, ErrorKind::kFault, false);
-  EXPECT_EQ(frugal_step_begin(a, 1, kWait), FRUGAL_ERR_DEVICE);
-  ASSERT_OK(frugal_trainer_close(a));
-  EXPECT_OK(frugal_health(engine.handle));
-  frugal_table* more = engine.Table("more", FRUGAL_DENSE, 300'000, 16);
-  ASSERT_NE(more, nullptr);
-  int32_t status;
-  do status = DeviceStep(b, *second.memory, more, 1, Batch(1, 1, 300'000, 16, 50'000));
-  while (status == FRUGAL_ERR_STEP_ABORTED);
-  ASSERT_OK(status);
-  EXPECT_OK(frugal_step_begin(b, 2, kWait));
-}
-
 // Closed before anybody has found out: what it has ended is undone, and the others go on.
 TEST(GpuFailures, ClosedWithAStepInFlight) {
   for (uint32_t threads : {0u, 1u}) {
@@ -907,19 +886,6 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   while (status == FRUGAL_ERR_STEP_ABORTED);
   ASSERT_OK(status);
   EXPECT_EQ(engine.Committed(), 0u);
-}
-
-TEST(Gpu, FoundOutOnTheDevice) {
-  Device device;
-  Engine engine(1);
-  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
-  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
-  Batch b(0, 0, 300, 16);
-  std::vector<float> out(b.keys.size() * 16);
-  frugal_op op = OpOf(table, b);
-  op.rows_out = out.data();
-  op.found_out = static_cast<uint8_t*>(device.memory->Send(out.data(), 64, 8));
-  EXPECT_EQ(frugal_read(engine.handle, gpu, &op, 1, kWait), FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
 }  // namespace
