@@ -840,6 +840,32 @@ TEST(Gpu, StepsLandByThemselves) {
   EXPECT_EQ(stats.steps_committed, 1u);
 }
 
+// Who looks at what has landed while the engine is closed holds what is in flight: tables wait for it, too.
+TEST(Gpu, ClosedBesideALook) {
+  for (int i = 0; i < 10; ++i) {
+    Device device;
+    device.sim->set_delays({0, 100, 0, 20'000, 0});
+    Engine engine(1, [](frugal_config* c) {
+      c->timeout_ms = 0;  // so that what is in flight is not waited for at the beginning
+      c->flush_threads = 0;
+    });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+    std::atomic<bool> asks{false};
+    std::thread other([&asks, handle = engine.handle] {
+      uint64_t step;
+      while (frugal_committed_step(handle, &step) == FRUGAL_OK) asks = true;
+    });
+    while (!asks) std::this_thread::yield();
+    ASSERT_OK(frugal_close(engine.handle));
+    engine.handle = nullptr;
+    other.join();
+    device.memory->Collect();
+    EXPECT_EQ(device.memory->Error(), "") << i;
+  }
+}
+
 // --- Devices that die ----------------------------------------------------------------------------
 
 // Closed before anybody has found out: what it has ended is undone, and the others go on.

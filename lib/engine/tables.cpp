@@ -85,6 +85,11 @@ void Engine::shutdown() {
     arrivals.swap(arrivals_);
     ranks_.resize(config_.world_size);
   }
+  // Not when the last who holds one lets go of it: tables end here.
+  for (auto& [step, record] : records)
+    for (const FlightRef& f : record.flights)
+      while (!f->ask(1000000)) {
+      }
   for (auto& [step, list] : batches)
     for (const BatchRef& b : list)
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
