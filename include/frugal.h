@@ -27,7 +27,9 @@
  *   A function names the statuses that are its own. Beside them each may answer BAD_HANDLE, FORKED,
  *   INVALID_ARGUMENT (a null pointer, a bad time-out), OUT_OF_MEMORY and INTERNAL; one that works
  *   on an open engine CLOSED and UNHEALTHY, but for those that only tell (frugal_health,
- *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats).
+ *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats). A call of a
+ *   trainer on a GPU may also answer DEVICE (the GPU has failed: close the trainer, the others go on)
+ *   and UNSUPPORTED (its stream is being captured).
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -38,13 +40,15 @@
  * - Threads: a `const` handle may be used by any number of threads at once; a call that takes a
  *   trainer as non-const is made by one thread at a time for that trainer. Different trainers
  *   are independent.
- * - Ownership: the caller's buffers are read or written during the call only; the library keeps
- *   no pointer into them. Memory that the library lends says so.
+ * - Ownership: the caller's buffers are read or written during the call only (those on a GPU: in the
+ *   trainer's stream, behind the call); the library keeps no pointer into them. Memory that the
+ *   library lends says so.
  * - A call takes at most 2^32 - 2 ops, an op (or a call on rows outside steps) as many keys.
  * - Every wait has a time-out in milliseconds: FRUGAL_TIMEOUT_DEFAULT takes the engine's (30
  *   minutes unless configured), 0 polls, FRUGAL_TIMEOUT_INFINITE waits for ever. A call that
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
- *   waited for.
+ *   waited for. Not limited is the wait for what a GPU has been given already, where memory is to be
+ *   used again (aborts, closing, calls that fail) or the call has to know its result.
  * - The library prints nothing, installs no signal handler, never exits, and refuses to work in
  *   a child made by fork() (FRUGAL_ERR_FORKED).
  *
@@ -80,7 +84,8 @@ typedef enum frugal_status {
   FRUGAL_ERR_INVALID_ARGUMENT = -1, /* a null pointer, a value out of its range, an unknown flag */
   FRUGAL_ERR_BAD_HANDLE = -2,       /* closed, never opened, or of another kind */
   FRUGAL_ERR_STRUCT_SIZE = -3,      /* a config struct of a newer or unknown version */
-  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory, /dev/shm or the engine's host_bytes is exhausted */
+  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory (of a GPU, or that can be pinned, too), /dev/shm or the
+                                       engine's host_bytes is exhausted */
   FRUGAL_ERR_KEY_OUT_OF_RANGE = -5, /* an id of a dense table is not in 0..rows-1 */
   FRUGAL_ERR_TABLE_FULL = -6,       /* the new keys of the call do not all fit */
   FRUGAL_ERR_EXISTS = -7,           /* a table of that name, or a trainer of that rank, exists */
@@ -287,7 +292,8 @@ typedef enum frugal_init_kind {
 } frugal_init_kind;
 
 typedef enum frugal_nan_policy {
-  FRUGAL_NAN_REJECT = 0, /* the push answers FRUGAL_ERR_NAN and nothing is taken (default) */
+  FRUGAL_NAN_REJECT = 0, /* the push answers FRUGAL_ERR_NAN and nothing is taken; of gradients on a GPU
+                            step_end does, and the step is undone on all ranks (default) */
   FRUGAL_NAN_SKIP = 1,   /* a row whose summed gradient has a NaN is not touched in that step */
   FRUGAL_NAN_ACCEPT = 2  /* arithmetic goes on; NaNs are stored as 0x7fc00000 */
 } frugal_nan_policy;
@@ -425,7 +431,8 @@ typedef struct frugal_trainer_config {
   uint32_t flags;         /* 0 */
   const char *device;     /* "cpu" (default, NULL too); "cuda:N" in a build with CUDA; "sim:N": a slow
                              imitation of a GPU on the host, for tests */
-  uint64_t cache_bytes;   /* private cache for rows and state, over all tables; default 0 */
+  uint64_t cache_bytes;   /* private cache for rows, state and their index, over all tables, on the
+                             device (the index on the host); default 0 */
   double cache_ratio;     /* the same as a share of each table's rows, 0..1; the larger counts */
 } frugal_trainer_config;
 
@@ -437,13 +444,15 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
 
 /* Joins as a rank. Nobody's step commits until every rank has joined once. A rank that left may
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
- * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, UNSUPPORTED (a cache on a GPU, as
- * yet), DEVICE (no driver, no such GPU), OUT_OF_MEMORY (of memory that can be pinned, too).
+ * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, DEVICE (no driver, no such GPU),
+ * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT.
  * Ownership: the caller closes *trainer_out. Threads: any.
  * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
- * joins and as it grows, and kernels read them there. Pointers of its ops may be to memory of the
- * device; what an op needs on the host (keys without a batch handle, offsets) is then copied and
- * waited for. */
+ * joins and as it grows, and kernels read them there. Pointers of its ops, but found_out, may be to
+ * memory of that device (rows, grads, weights and weight_grads_out of an op on one side). Keys on the
+ * device are compared with those of the batch, or copied, and offsets are copied: such a call waits
+ * for the stream. With a batch, keys NULL and offsets on the host nothing waits. With staleness a GPU
+ * has no cache. A rank on the cpu device takes host memory only. */
 FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);
