@@ -243,7 +243,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status told(Trainer& t, Status status) {
     if (status == FRUGAL_ERR_DEVICE && t.gpu) {
       t.gpu->look();
-      if (t.gpu->sticky()) device_failed(t.rank);
+      if (t.gpu->sticky()) device_failed(t.rank, *t.gpu);
     }
     return status;
   }
@@ -291,7 +291,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status land_all(Deadline deadline);  // waits for all that is in flight
   void end_flights(Trainer& leaving);
   Status end_flight(Trainer& t, bool* nan);
-  void device_failed(uint32_t rank, const Gpu* gpu = nullptr);
+  void device_failed(uint32_t rank, const Gpu& gpu);
   void leave_gpu(Trainer& t) noexcept;
   void never_resolve(Part& part, Part::State instead);
 

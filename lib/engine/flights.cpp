@@ -63,13 +63,13 @@ bool Engine::land() {
   for (const FlightRef& f : flights) {
     if (!f->ask()) continue;
     if (f->failed.load())
-      device_failed(f->rank);
+      device_failed(f->rank, *f->gpu);
     else
       any = true;
   }
   for (const auto& a : arrivals) {
     any |= a->ask();
-    if (a->failed.load()) device_failed(a->parts.front()->rank, a->gpu.get());
+    if (a->failed.load()) device_failed(a->parts.front()->rank, *a->gpu);
   }
   if (!any) return false;
   uint32_t left = 0;
@@ -144,31 +144,28 @@ void Engine::end_flights(Trainer& t) {
 
 // A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
 // the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call that the
-// undoing waits for. `gpu`: of no interest any more if the rank has left it.
-void Engine::device_failed(uint32_t rank, const Gpu* gpu) {
+// undoing waits for. Of no interest any more when the rank has left, whose closing has seen to it.
+void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   TrainerRef t;
   try {
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_.load()) return;
     t = ranks_[rank];
-    if (gpu && (!t || t->gpu.get() != gpu)) return;
-    if (t && t->gpu && t->gpu->sticky()) {
-      if (t->reaped.exchange(true)) return;
-      leave_gpu(*t);
-      reapers_.reserve(reapers_.size() + 1);
-      reapers_.emplace_back([this, t] {
-        FpEnvironment fp;
-        try {
-          (void)undo(*t, Undo::kFailed);
-        } catch (const std::bad_alloc&) {
-          fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-        }
-      });
-      return;
-    }
+    if (!t || t->gpu.get() != &gpu) return;
+    if (t->reaped.exchange(true)) return;
+    leave_gpu(*t);
+    reapers_.reserve(reapers_.size() + 1);
+    reapers_.emplace_back([this, t] {
+      FpEnvironment fp;
+      try {
+        (void)undo(*t, Undo::kFailed);
+      } catch (const std::bad_alloc&) {
+        fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+      }
+    });
+    return;
   } catch (...) {  // no memory for a thread
   }
-  // The rank has left, and what it left behind will never be complete.
   fail_background(FRUGAL_ERR_DEVICE);
 }
 

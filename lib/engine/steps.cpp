@@ -16,7 +16,7 @@ Status Engine::enter(Trainer& t) {
   FRUGAL_TRY(check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
-    device_failed(t.rank);
+    device_failed(t.rank, *t.gpu);
     return t.gpu->ready();
   }
   if (t.abort_notice.load()) return aborted(t);

@@ -35,7 +35,8 @@ FRUGAL_DEVICE Float4 operator/(Float4 a, float b) {
 
 FRUGAL_DEVICE bool has_nan(float x) { return x != x; }
 FRUGAL_DEVICE bool has_nan(Float4 v) {
-  return has_nan(v.x) | has_nan(v.y) | has_nan(v.z) | has_nan(v.w);
+  const int x = has_nan(v.x), y = has_nan(v.y), z = has_nan(v.z), w = has_nan(v.w);
+  return (x | y | z | w) != 0;
 }
 
 FRUGAL_DEVICE float canonical(float x) { return arith::canonical(x); }

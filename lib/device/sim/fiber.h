@@ -52,7 +52,7 @@ class FiberSet {
   // fibers share some, not in a pattern. Two fibers that share one are ordered, as far as it knows.
   static constexpr uint32_t kThreads = 16;
   std::vector<Fiber> fibers_;
-  void* threads_[kThreads] = {};
+  [[maybe_unused]] void* threads_[kThreads] = {};
 };
 
 // The next switch to the fiber calls `function`.
