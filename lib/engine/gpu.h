@@ -103,6 +103,20 @@ struct PartOnDevice : HeapObject {
   ~PartOnDevice();
 };
 
+// Where the rows of a part are read, as kernels are told: for rows as they are, and for pooled forms. It
+// holds for the step and the stream, so that its next op stages nothing again.
+struct Placed {
+  const Part* part;
+  void* stream;
+  bool pooled;
+  device::Ptr<uint32_t> places;  // pooled
+  device::Ptr<uint32_t> source;  // else: sources and items; null: all are host rows
+  device::Ptr<device::Item> items;
+  uint32_t host_items, hbm_items;
+  device::RowsPtr lines, staged;
+  uint64_t cached_keys;  // keys of rows in lines
+};
+
 // What a step of a rank has in flight. Dies when it has landed: every event passed.
 struct Flight : HeapObject {
   std::shared_ptr<Gpu> gpu;
@@ -116,6 +130,7 @@ struct Flight : HeapObject {
   Vector<DeviceBuffer> memory;
   Vector<UpdateRef> updates;  // whose sums the cache's boundary reads
   bool after_boundary = false;
+  Vector<Placed> placed;
   Vector<const uint32_t*> nan_flags;  // not 0: a gradient of a push that is to be refused has a NaN
   bool must_land = false;  // before the step's end answers
   std::mutex mu;           // of events, once it has ended
@@ -240,21 +255,12 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   template <class Arguments>
   Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments);
-  struct Sources {
-    device::Ptr<uint32_t> source, staged;
-    device::Ptr<device::Item> items;
-    uint32_t host_items = 0, hbm_items = 0;
-    size_t staged_rows = 0;
-    device::RowsPtr lines{};
-    uint64_t cached_keys = 0;
-  };
-  Status sources(Flight& f, const Part& part, const PartOnDevice& d, const DeviceLines* lines,
-                 Sources* out);
+  Status sources(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+                 const DeviceLines* lines, Placed* out);
   Status stage(Flight& f, const PartOnDevice& d, const Rows& rows, device::Ptr<uint32_t> which,
                device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
   Status places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
-                const DeviceLines* lines, device::Ptr<uint32_t>* out, device::RowsPtr* line_rows,
-                device::RowsPtr* staged, uint64_t* cached_keys = nullptr);
+                const DeviceLines* lines, Placed* out);
   Status on_boundary(device::Kernel kernel, const device::Shape& shape, const void* arguments,
                      size_t bytes);
   // 0, 1, 2 ...: at least n of them, pinned.

@@ -101,10 +101,31 @@ Status Gpu::stage(Flight& f, const PartOnDevice& d, const Rows& rows, Ptr<uint32
   return launch(Kernel::stage_rows, device::stage_shape(s, extent_), s);
 }
 
-// Where the rows of a part are read, when some are in lines: sources, items and what is to be staged.
-// Without lines that is the same for all lookups of the part, and came with it.
-Status Gpu::sources(Flight& f, const Part& part, const PartOnDevice& d, const DeviceLines* lines,
-                    Sources* out) {
+namespace {
+
+bool placed_before(const Flight& f, const Part& part, device::Stream stream, bool pooled, Placed* out) {
+  for (const Placed& p : f.placed)
+    if (p.part == &part && p.stream == stream.handle && p.pooled == pooled) {
+      *out = p;
+      return true;
+    }
+  *out = {};
+  out->part = &part;
+  out->stream = stream.handle;
+  out->pooled = pooled;
+  return false;
+}
+
+}  // namespace
+
+// Where the rows of a part are read: sources and items, and frequent host rows staged. Without lines
+// sources and items are the same for all steps, and came with the part.
+Status Gpu::sources(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+                    const DeviceLines* lines, Placed* out) {
+  if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
+  f.placed.reserve(f.placed.size() + 1);
+  Ptr<uint32_t> staged_rows;
+  size_t staged_count = 0;
   if (!lines) {
     out->host_items = d.part.distinct;
     if (!d.item_count) return FRUGAL_OK;
@@ -112,8 +133,8 @@ Status Gpu::sources(Flight& f, const Part& part, const PartOnDevice& d, const De
     out->items = d.items;
     out->hbm_items = d.runs;
     out->host_items = d.item_count - d.runs;
-    out->staged = d.staged;
-    out->staged_rows = d.frequent.size();
+    FRUGAL_TRY(stage(f, d, rows, d.staged, {}, d.frequent.size(), &out->staged));
+    f.placed.push_back(*out);
     return FRUGAL_OK;
   }
   const size_t n = part.distinct, most_items = d.item_count ? d.item_count : n;
@@ -132,8 +153,8 @@ Status Gpu::sources(Flight& f, const Part& part, const PartOnDevice& d, const De
       source[i] = device::kHbm | line;
       hits += start[i + 1] - start[i];
     } else if (runs > 1) {
-      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(out->staged_rows);
-      staged[out->staged_rows++] = i;
+      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(staged_count);
+      staged[staged_count++] = i;
     } else {
       source[i] = 0;
       items[out->host_items++] = {i, 0};
@@ -146,21 +167,25 @@ Status Gpu::sources(Flight& f, const Part& part, const PartOnDevice& d, const De
   out->lines = lines->values();
   out->items = seen<device::Item>(memory);
   out->source = seen_at(source);
-  out->staged = seen_at(staged);
+  staged_rows = seen_at(staged);
   out->cached_keys = hits;
   f.pinned.push_back(std::move(memory));
+  // Frequent rows cross the link once, into device memory, and are spread out from there.
+  if (staged_count) FRUGAL_TRY(stage(f, d, rows, staged_rows, {}, staged_count, &out->staged));
+  f.placed.push_back(*out);
   return FRUGAL_OK;
 }
 
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
 // once, however many bags it is in.
 Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
-                   const DeviceLines* lines, Ptr<uint32_t>* out, device::RowsPtr* line_rows,
-                   device::RowsPtr* staged, uint64_t* cached_keys) {
+                   const DeviceLines* lines, Placed* out) {
+  if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
+  f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host, source;
   size_t host_count = part.distinct;
   if (lines) {
-    *line_rows = lines->values();
+    out->lines = lines->values();
     Buffer lists;
     FRUGAL_TRY(pinned_.get(2 * part.distinct * sizeof(uint32_t), &lists));
     auto *from = lists.as<uint32_t>(), *of_host = from + part.distinct;
@@ -170,25 +195,27 @@ Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDe
       from[i] = line == RowCache::kNone ? 0 : device::kHbm | line;
       if (!from[i])
         of_host[host_count++] = i;
-      else if (cached_keys)
-        *cached_keys += part.row_start()[i + 1] - part.row_start()[i];
+      else
+        out->cached_keys += part.row_start()[i + 1] - part.row_start()[i];
     }
     source = seen<uint32_t>(lists);
     host = source + part.distinct;
     f.pinned.push_back(std::move(lists));
   }
-  FRUGAL_TRY(stage(f, d, rows, host, host, host_count, staged));
+  FRUGAL_TRY(stage(f, d, rows, host, host, host_count, &out->staged));
   DeviceBuffer memory;
   FRUGAL_TRY(memory_->get(part.n * sizeof(uint32_t), &memory));
-  *out = memory.as<uint32_t>();
+  out->places = memory.as<uint32_t>();
   f.memory.push_back(std::move(memory));
   if (part.n == 0) return FRUGAL_OK;
   device::PlaceArgs p{};
   p.part = d.part;
   p.source = source;
   p.all_staged = 1;
-  p.out = *out;
-  return launch(Kernel::place_keys, device::place_shape(p, extent_), p);
+  p.out = out->places;
+  FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
+  f.placed.push_back(*out);
+  return FRUGAL_OK;
 }
 
 Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out) {
@@ -212,7 +239,12 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     if (op.op.bags == 0) return FRUGAL_OK;
     device::PoolArgs a{};
     a.host = host_rows(rows);
-    FRUGAL_TRY(places(f, *part, rows, *d, lines, &a.places, &a.lines, &a.staged, cached_keys));
+    Placed at;
+    FRUGAL_TRY(places(f, *part, rows, *d, lines, &at));
+    a.places = at.places;
+    a.lines = at.lines;
+    a.staged = at.staged;
+    *cached_keys = at.cached_keys;
     a.offsets = op.device_offsets;
     if (!a.offsets) {
       Buffer copy;
@@ -234,20 +266,18 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     return launch(Kernel::pool_rows, device::pool_shape(a, longest, extent_), a);
   }
   if (part->n == 0) return FRUGAL_OK;
-  Sources from;
-  FRUGAL_TRY(sources(f, *part, *d, lines, &from));
-  if (cached_keys) *cached_keys = from.cached_keys;
+  Placed from;
+  FRUGAL_TRY(sources(f, *part, rows, *d, lines, &from));
+  *cached_keys = from.cached_keys;
   device::GatherArgs a{};
   a.part = d->part;
   a.host = host_rows(rows);
   a.lines = from.lines;
+  a.staged = from.staged;
   a.source = from.source;
   a.items = from.items;
   a.host_items = from.host_items;
   a.hbm_items = from.hbm_items;
-  // Frequent rows cross the link once, into device memory, and are spread out from there.
-  if (from.staged_rows)
-    FRUGAL_TRY(stage(f, *d, rows, from.staged, {}, from.staged_rows, &a.staged));
   a.dim = dim;
   a.out = out;
   a.out_stride = bytes_or(op.op.row_stride, dim);
@@ -366,7 +396,11 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const
   if (part->n == 0) return FRUGAL_OK;
   device::WeightGradArgs a{};
   a.host = host_rows(rows);
-  FRUGAL_TRY(places(f, *part, rows, *d, lines, &a.places, &a.lines, &a.staged));
+  Placed at;
+  FRUGAL_TRY(places(f, *part, rows, *d, lines, &at));
+  a.places = at.places;
+  a.lines = at.lines;
+  a.staged = at.staged;
   a.grads = source.grads;
   a.grads_stride = source.stride;
   a.bag = source.bag;

@@ -203,7 +203,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "usage: oracle [--seeds N] [--first SEED] [--jobs J] [--verbose] [--require N]\n"
                "              [--tau-only | --exact-only] [--mode FLUSH_MODE]\n"
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
-               "              [--hang-seconds S] [--stop] [--device sim:N|cuda:N]\n");
+               "              [--hang-seconds S] [--stop] [--device sim:N|cuda:N[,...]]\n");
   std::exit(2);
 }
 

@@ -177,6 +177,14 @@ class ScriptMaker {
     return o;
   }
 
+  // One of a list with commas.
+  static std::string OneOf(const std::string& list, Random* random) {
+    const size_t n = 1 + static_cast<size_t>(std::count(list.begin(), list.end(), ','));
+    size_t at = 0;
+    for (uint64_t skip = random->Below(n); skip > 0; --skip) at = list.find(',', at) + 1;
+    return list.substr(at, list.find(',', at) - at);
+  }
+
   // What is typical of this run and of each of its ranks.
   void MakeHabits() {
     for (uint32_t r = 0; r < script_.config.world_size; ++r) {
@@ -207,8 +215,9 @@ class ScriptMaker {
           rank.cache_bytes = random_.Between(1, 200'000);
       }
       // Drawn from another sequence: a seed does the same with and without a device.
-      if (!options_.device.empty() && Random(script_.seed * 131 + r).Chance(0.75)) {
-        rank.device = options_.device;
+      Random device(script_.seed * 131 + r);
+      if (!options_.device.empty() && device.Chance(0.75)) {
+        rank.device = OneOf(options_.device, &device);
       }
       script_.ranks.push_back(std::move(rank));
       idle_.push_back(random_.Chance(0.1));

@@ -25,7 +25,7 @@ struct Options {
   int flush_threads = -1;  // forced if >= 0
   int max_ranks = 8;
   bool no_cache = false;
-  std::string device;      // some ranks run on it: "sim:0"; "" for none
+  std::string device;      // some ranks run on one of these: "sim:0,sim:1"; "" for none
   double scale = 1;  // of the amount of work in a run
 };
 
