@@ -576,7 +576,8 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
  * FRUGAL_NAN_REJECT, or several times to one table; else step_begin does. Returns: FRUGAL_OK,
  * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
  * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is
- * FRUGAL_OK the step goes on: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
+ * FRUGAL_OK the step goes on: call again), TIMEOUT (of the wait for the stream, after the engine's
+ * timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
 /* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows

@@ -819,6 +819,38 @@ TEST(Gpu, ANanInAPushThatFails) {
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
+// The stream waits for something that this thread does after step_end.
+std::atomic<bool> g_open{false};
+const frugal::device::sim::KernelEntry kHeld = {"held", 8, [](const void*) {
+  while (!g_open) std::this_thread::yield();
+}};
+
+TEST(Gpu, AStepEndThatWaitsTooLong) {
+  Device device;
+  device.sim->set_test_kernels(&kHeld, 1);
+  Engine engine(1, [](frugal_config* c) { c->timeout_ms = 50; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  // All memory is there before: new memory waits for kernels.
+  int32_t status = DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16));
+  while (status == FRUGAL_ERR_TIMEOUT) status = frugal_step_end(gpu, 0, 0);
+  ASSERT_OK(status);
+  device.memory->Collect();
+  g_open = false;
+  uint64_t argument = 0;
+  ASSERT_TRUE(device.runtime->launch(Sim::kTestKernels, {1, 32, 0}, &argument, 8, {}).ok());
+  EXPECT_EQ(DeviceStep(gpu, *device.memory, table, 1, Batch(0, 0, 300, 16)), FRUGAL_ERR_TIMEOUT);
+  EXPECT_EQ(frugal_step_end(gpu, 1, 0), FRUGAL_ERR_TIMEOUT);
+  g_open = true;
+  do status = frugal_step_end(gpu, 1, 0);
+  while (status == FRUGAL_ERR_TIMEOUT);
+  ASSERT_OK(status);
+  do status = frugal_step_begin(gpu, 2, kWait);
+  while (status == FRUGAL_ERR_TIMEOUT);
+  ASSERT_OK(status);
+  EXPECT_EQ(engine.Committed(), 1u);
+}
+
 // A flush thread takes in what lands although nobody calls.
 TEST(Gpu, StepsLandByThemselves) {
   Device device;

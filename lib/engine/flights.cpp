@@ -115,7 +115,10 @@ Status Engine::end_flight(Trainer& t, bool* nan) {
   for (device::Stream s : f->streams) FRUGAL_TRY(t.gpu->ready(s));
   FRUGAL_TRY(f->mark());
   if (!f->must_land) return FRUGAL_OK;
+  const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
   while (!f->ask(1000000)) {
+    if (until.passed())
+      return fail(FRUGAL_ERR_TIMEOUT, "step_end waited for the device to end the step's work; call again");
     FRUGAL_TRY(check());
     if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   }
