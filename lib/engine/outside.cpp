@@ -10,6 +10,14 @@
 
 namespace frugal {
 
+namespace {
+
+Status busy(const String& why) {
+  return fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same", why.c_str());
+}
+
+}  // namespace
+
 // Holds off the beginning of steps. Allowed when no rank is inside a step and all have ended the
 // same one.
 OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
@@ -21,7 +29,12 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
       return;
     }
     if (deadline.passed()) {
-      status_ = fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
+      // The other one may only be on its way to be told the same.
+      String why;
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      status_ = engine.ranks_inside(&why)
+                    ? busy(why)
+                    : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
     }
     uint64_t now = now_ns(), left = deadline.at > now ? deadline.at - now : 0;
@@ -45,8 +58,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   if (engine.closed_.load()) {
     status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   } else if (!engine.outside_allowed(&why)) {
-    status_ = fail(FRUGAL_ERR_BUSY, "not between steps: %s; call when all ranks have ended the same",
-                   why.c_str());
+    status_ = busy(why);
   } else {
     ++engine.outside_;  // no more of them begin
     entered_ = true;
