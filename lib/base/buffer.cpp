@@ -3,7 +3,6 @@
 #include <bit>
 #include <cstdint>
 
-
 namespace frugal {
 namespace {
 

@@ -414,10 +414,9 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (!p->resolved() || p->n != op->count || p->has_padding != padded ||
       (padded && p->padding != op->padding_key))
     return FRUGAL_OK;
-  Flight* flight;
-  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  Flight& flight = t.gpu->flight(t.rank, t.step);
   bool same = false;
-  FRUGAL_TRY(t.gpu->same_keys(*flight, p, batch->tables[op->part]->rows.hashed(), op->keys, &same));
+  FRUGAL_TRY(t.gpu->same_keys(flight, p, batch->tables[op->part]->rows.hashed(), op->keys, &same));
   if (same) op->keys = nullptr;
   return FRUGAL_OK;
 }
@@ -472,12 +471,11 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
 
 // A lookup of a trainer on a GPU, into memory of the device, in the caller's stream.
 Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
-  Flight* flight;
-  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  Flight& flight = t.gpu->flight(t.rank, t.step);
   if (!stale()) {
     const DeviceLines* lines = lines_of(t, *a.table);
     uint64_t hits = 0;
-    FRUGAL_TRY(t.gpu->gather(*flight, a.part, a.table->rows, lines, op, &hits));
+    FRUGAL_TRY(t.gpu->gather(flight, a.part, a.table->rows, lines, op, &hits));
     if (lines) {
       counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
       counters_.cache_misses.fetch_add(a.part->occurrences - hits, std::memory_order_relaxed);
@@ -485,7 +483,7 @@ Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
     return FRUGAL_OK;
   }
   // With staleness rows are written meanwhile: they are read here, under their locks.
-  return gather_and_send(*flight, &t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
+  return gather_and_send(flight, &t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
 }
 
 // A lookup of a trainer on a GPU into host memory, where rows may be newer in lines than in host memory.
@@ -555,7 +553,7 @@ struct ReduceContext {
   float* sums;
   size_t stride;
   size_t chunk;
-  const PushState::Heavy* heavy;  // rows with more than a run of occurrences, ascending
+  const device::HeavyRow* heavy;  // rows with more than a run of occurrences, ascending
   size_t heavies;
   float* runs;
   bool streaming;
@@ -570,10 +568,10 @@ void reduce_chunk(void* context, size_t i) {
   const uint64_t* pairs = c.part->pairs.as<uint64_t>();
   const uint32_t* start = c.part->row_start();
   size_t at = i * c.chunk, end = std::min(at + c.chunk, c.part->distinct);
-  const PushState::Heavy* h =
+  const device::HeavyRow* h =
       std::lower_bound(c.heavy, c.heavy + c.heavies, at,
-                       [](const PushState::Heavy& x, size_t row) { return x.row < row; });
-  const PushState::Heavy* last = c.heavy + c.heavies;
+                       [](const device::HeavyRow& x, size_t row) { return x.row < row; });
+  const device::HeavyRow* last = c.heavy + c.heavies;
   bool nan = false;
   while (at < end) {
     size_t stop = h != last && h->row < end ? h->row : end;
@@ -620,6 +618,17 @@ void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
 
 }  // namespace
 
+// The hand-over of a rank's first push to a table in a step, without its sums.
+Handover& Engine::begin_handover(const Trainer& t, const Access& a, PushState* state) {
+  state->table = a.table;
+  Handover& h = state->first;
+  h.rank = t.rank;
+  h.part = a.part;
+  h.whole = a.whole;
+  h.stride = a.table->rows.layout().value_stride;
+  return h;
+}
+
 Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushState* state) {
   const Part& part = *a.part;
   const RowLayout& layout = a.table->rows.layout();
@@ -630,20 +639,13 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   const uint32_t* slots = part.slots.as<uint32_t>();
   if (op.pooling != FRUGAL_POOL_NONE) {
     FRUGAL_TRY(pool_.get(part.n * sizeof(uint32_t), &bag));
-    uint32_t* of = bag.as<uint32_t>();
-    for (size_t b = 0; b < op.bags; ++b)
-      std::fill(of + op.offsets[b], of + op.offsets[b + 1], static_cast<uint32_t>(b));
-    source.bag = of;
+    bags_of_keys(op, bag.as<uint32_t>());
+    source.bag = bag.as<uint32_t>();
     source.factor = op.weights;
     if (op.pooling == FRUGAL_POOL_MEAN) {
       FRUGAL_TRY(pool_.get(op.bags * sizeof(float), &divisor));
-      float* d = divisor.as<float>();
-      for (size_t b = 0; b < op.bags; ++b) {
-        uint64_t terms = 0;
-        for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
-        d[b] = static_cast<float>(terms);
-      }
-      source.divisor = d;
+      terms_of_bags(op, slots, divisor.as<float>());
+      source.divisor = divisor.as<float>();
     }
     if (op.weight_grads_out && part.n) {
       if (!a.whole)
@@ -695,12 +697,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
     state->tail.push_back(std::move(tail));
     return FRUGAL_OK;
   }
-  Handover& h = state->first;
-  h.rank = t.rank;
-  h.part = a.part;
-  h.whole = a.whole;
-  h.stride = layout.value_stride;
-  state->table = a.table;
+  Handover& h = begin_handover(t, a, state);
   bool nan = false;
   Status status = FRUGAL_OK;
   if (std::shared_ptr<Buffer> lent = lent_for(t, source, part, layout.dim);
@@ -719,11 +716,10 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
 // A push of gradients in memory of the device, in the caller's stream. What it finds is told when the
 // step ends.
 Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, PushState* state) {
-  Flight* flight;
-  FRUGAL_TRY(t.gpu->flight(t.rank, t.step, &flight));
+  Flight& flight = t.gpu->flight(t.rank, t.step);
   const RowLayout& layout = a.table->rows.layout();
   device::GradPtr source;
-  FRUGAL_TRY(t.gpu->gradients(*flight, *a.part, op, layout.dim, &source));
+  FRUGAL_TRY(t.gpu->gradients(flight, *a.part, op, layout.dim, &source));
   if (op.device_weight_grads) {
     if (!a.whole)
       FRUGAL_TRY(fresh(&t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, t.step,
@@ -731,7 +727,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     if (stale())
       return fail(FRUGAL_ERR_UNSUPPORTED,
                   "weight_grads_out on a device with staleness is not built: use host memory");
-    FRUGAL_TRY(t.gpu->weight_grads(*flight, a.part, a.table->rows, lines_of(t, *a.table), op, source));
+    FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, lines_of(t, *a.table), op, source));
   }
   const uint32_t* nan = nullptr;
   if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n) {
@@ -739,10 +735,10 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     FRUGAL_TRY(pinned_.get(sizeof(uint32_t), &word));
     *word.as<uint32_t>() = 0;
     nan = word.as<uint32_t>();
-    flight->nan_flags.reserve(flight->nan_flags.size() + 1);
-    flight->pinned.push_back(std::move(word));
-    flight->nan_flags.push_back(nan);
-    flight->must_land = true;
+    flight.nan_flags.reserve(flight.nan_flags.size() + 1);
+    flight.pinned.push_back(std::move(word));
+    flight.nan_flags.push_back(nan);
+    flight.must_land = true;
   }
   if (state->table) {
     // Gone on with on the host, from the gradient of each key.
@@ -751,20 +747,15 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     tail.part = a.part;
     FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
     state->tail.reserve(state->tail.size() + 1);
-    FRUGAL_TRY(t.gpu->expand(*flight, a.part, source, layout.dim, tail.grads, nan));
-    flight->must_land = true;
+    FRUGAL_TRY(t.gpu->expand(flight, a.part, source, layout.dim, tail.grads, nan));
+    flight.must_land = true;
     state->tail.push_back(std::move(tail));
     return FRUGAL_OK;
   }
-  Handover& h = state->first;
-  h.rank = t.rank;
-  h.part = a.part;
-  h.whole = a.whole;
-  h.stride = layout.value_stride;
-  state->table = a.table;
+  Handover& h = begin_handover(t, a, state);
   Status status = room_for_sums(state, pinned_);
   if (status == FRUGAL_OK)
-    status = t.gpu->reduce(*flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
+    status = t.gpu->reduce(flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
   if (status != FRUGAL_OK) {
     t.gpu->drain();  // a kernel may be writing the sums
     *state = {};
@@ -818,16 +809,7 @@ Status Engine::room_for_sums(PushState* state, BufferPool& pool) {
   Handover& h = state->first;
   const Part& part = *h.part;
   FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
-  uint32_t runs = 0;
-  state->heavy.clear();
-  const uint32_t* start = part.row_start();
-  if (part.occurrences > part.distinct + arith::kFoldRun - 1)
-    for (size_t i = 0; i < part.distinct; ++i) {
-      uint32_t n = start[i + 1] - start[i];
-      if (n <= arith::kFoldRun) continue;
-      state->heavy.push_back({static_cast<uint32_t>(i), runs});
-      runs += (n + arith::kFoldRun - 1) / arith::kFoldRun;
-    }
+  const uint32_t runs = frequent_rows(part, &state->heavy);
   return pool.get(size_t{runs} * state->table->rows.layout().dim * sizeof(float), &state->runs);
 }
 

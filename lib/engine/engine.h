@@ -75,11 +75,7 @@ struct PushState {
   Handover first;
   // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
   // occurrences (row index, offset of its first run in `runs`).
-  struct Heavy {
-    uint32_t row;
-    uint32_t first_run;
-  };
-  Vector<Heavy> heavy;
+  Vector<device::HeavyRow> heavy;
   Buffer runs;
   // Later pushes, expanded to a gradient for each key.
   struct Tail {
@@ -381,6 +377,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
   Status sum_lent(PushState* state);
   Status room_for_sums(PushState* state, BufferPool& pool);
   Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);

@@ -177,8 +177,7 @@ Status Flight::mark() {
     if (!dirty[i]) continue;
     if (!events[i].handle) FRUGAL_TRY(gpu->create_event(&events[i]));
     Result r = gpu->runtime().record(events[i], streams[i]);
-    gpu->failed(r);
-    FRUGAL_TRY(device_status(r, "the end of a call"));
+    FRUGAL_TRY(gpu->noted(r, "the end of a call"));
     dirty[i] = 0;
   }
   return FRUGAL_OK;
@@ -277,6 +276,11 @@ void Gpu::failed(const Result& r) {
   failed_.store(FRUGAL_ERR_DEVICE, std::memory_order_release);
 }
 
+Status Gpu::noted(const Result& r, const char* what) {
+  failed(r);
+  return device_status(r, what);
+}
+
 void Gpu::look() {
   // A failure stays: any call tells it.
   bool capturing = false;
@@ -287,8 +291,7 @@ Status Gpu::ready(device::Stream stream) {
   if (failed_.load(std::memory_order_acquire)) return device_status(failure_, "the device failed earlier");
   bool capturing = false;
   Result r = runtime_->capturing(stream, &capturing);
-  failed(r);
-  FRUGAL_TRY(device_status(r, "the caller's stream"));
+  FRUGAL_TRY(noted(r, "the caller's stream"));
   if (capturing)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "the stream is being captured: end the capture, steps cannot be part of a graph");
@@ -301,7 +304,7 @@ Status Gpu::set_stream(void* stream) {
   return FRUGAL_OK;
 }
 
-Status Gpu::flight(uint32_t rank, uint64_t step, Flight** out) {
+Flight& Gpu::flight(uint32_t rank, uint64_t step) {
   if (!flight_) {
     auto f = std::allocate_shared<Flight>(HeapAllocator<Flight>());
     f->gpu = shared_from_this();
@@ -309,8 +312,7 @@ Status Gpu::flight(uint32_t rank, uint64_t step, Flight** out) {
     f->step = step;
     flight_ = std::move(f);
   }
-  *out = flight_.get();
-  return FRUGAL_OK;
+  return *flight_;
 }
 
 // --- Pointers ------------------------------------------------------------------------------------
@@ -320,8 +322,7 @@ Status Gpu::on_device(const void* p, const char* what, bool* out) {
   if (!p) return FRUGAL_OK;
   device::Memory kind;
   Result r = runtime_->kind_of(p, &kind);
-  failed(r);
-  FRUGAL_TRY(device_status(r, what));
+  FRUGAL_TRY(noted(r, what));
   if (kind == device::Memory::kOther)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is memory of another device than %s", what,
                 runtime_->name());
@@ -332,8 +333,7 @@ Status Gpu::on_device(const void* p, const char* what, bool* out) {
 Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
   FRUGAL_TRY(pinned_.get(bytes, to));
   Result r = runtime_->copy(visible(to->data()), {reinterpret_cast<uint64_t>(from)}, bytes, stream_);
-  failed(r);
-  return device_status(r, "copying from the device");
+  return noted(r, "copying from the device");
 }
 
 Status Gpu::wait_stream() {
@@ -342,8 +342,7 @@ Status Gpu::wait_stream() {
   Result r = runtime_->record(e, stream_);
   if (r.ok()) wait_for(*this, e);
   give_back(e);
-  failed(r);
-  FRUGAL_TRY(device_status(r, "waiting for the caller's stream"));
+  FRUGAL_TRY(noted(r, "waiting for the caller's stream"));
   return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
 }
 
@@ -431,13 +430,39 @@ Status Gpu::begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out) 
   a->parts = std::move(parts);
   FRUGAL_TRY(create_event(&a->event));
   Result r = runtime_->record(a->event, stream_);
-  failed(r);
-  FRUGAL_TRY(device_status(r, "the keys' event"));
+  FRUGAL_TRY(noted(r, "the keys' event"));
   *out = std::move(a);
   return FRUGAL_OK;
 }
 
 // --- Parts ---------------------------------------------------------------------------------------
+
+uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out) {
+  out->clear();
+  if (part.occurrences < part.distinct + device::kRun) return 0;
+  uint32_t runs = 0;
+  const uint32_t* start = part.row_start();
+  for (uint32_t i = 0; i < part.distinct; ++i) {
+    const uint32_t n = start[i + 1] - start[i];
+    if (n <= device::kRun) continue;
+    out->push_back({i, runs});
+    runs += (n + device::kRun - 1) / device::kRun;
+  }
+  return runs;
+}
+
+void bags_of_keys(const frugal_op& op, uint32_t* out) {
+  for (size_t b = 0; b < op.bags; ++b)
+    std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
+}
+
+void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
+  for (size_t b = 0; b < op.bags; ++b) {
+    uint64_t terms = 0;
+    for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
+    out[b] = static_cast<float>(terms);
+  }
+}
 
 namespace {
 
@@ -479,13 +504,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
   PartOnDevice& d = *made;
   d.gpu = shared_from_this();
   const uint32_t* start = part.row_start();
-  if (part.occurrences > part.distinct + device::kRun - 1)
-    for (size_t i = 0; i < part.distinct; ++i) {
-      uint32_t n = start[i + 1] - start[i];
-      if (n <= device::kRun) continue;
-      d.frequent.push_back({static_cast<uint32_t>(i), d.runs});
-      d.runs += (n + device::kRun - 1) / device::kRun;
-    }
+  d.runs = frequent_rows(part, &d.frequent);
   if (!d.frequent.empty())
     d.item_count = static_cast<uint32_t>(part.distinct - d.frequent.size() + d.runs);
   Pieces at(part, d.item_count, d.frequent.size());
@@ -536,9 +555,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     Result r = runtime_->copy(base, visible(to), at.bytes, upload_);
     if (r.ok()) r = runtime_->record(d.uploaded, upload_);
     if (!r.ok()) {
-      failed(r);
       drain(upload_);
-      return device_status(r, "a batch's places to the device");
+      return noted(r, "a batch's places to the device");
     }
   }
   part.on_device = std::move(made);

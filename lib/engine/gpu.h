@@ -83,6 +83,12 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
       free_;
 };
 
+// Rows with more than a run of positions, ascending, and where each one's runs begin; returns all their runs.
+uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out);
+// The bag of each key, and the number of each bag's terms (keys that are not padding).
+void bags_of_keys(const frugal_op& op, uint32_t* out);
+void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out);
+
 class Gpu;
 
 // A part's arrays on the device, uploaded once.
@@ -170,7 +176,6 @@ struct DeviceLines : HeapObject {
   RowCache index;
   DeviceBuffer value_memory, state_memory;
   size_t stride = 0, state_stride = 0, state_second = 0;  // floats
-  uint32_t state_floats = 0;
   device::RowsPtr values() const { return {value_memory.as<float>(), stride}; }
 };
 
@@ -194,9 +199,11 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
   void look();  // whether it has
+  // What the device said, as device_status, and kept if it is a failure.
+  Status noted(const device::Result& result, const char* what);
 
   // The step's flight, begun when first needed.
-  Status flight(uint32_t rank, uint64_t step, Flight** out);
+  Flight& flight(uint32_t rank, uint64_t step);
   FlightRef take_flight() { return std::move(flight_); }
   Flight* current_flight() { return flight_.get(); }
 
@@ -254,15 +261,21 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   template <class Arguments>
-  Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments);
+  Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments,
+                device::Stream stream);
+  template <class Arguments>
+  Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments) {
+    return launch(kernel, shape, arguments, stream_);
+  }
+  // A pinned copy that lives as long as the flight.
+  template <class T>
+  Status keep(Flight& f, const T* from, size_t n, device::Ptr<T>* out);
   Status sources(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
                  const DeviceLines* lines, Placed* out);
   Status stage(Flight& f, const PartOnDevice& d, const Rows& rows, device::Ptr<uint32_t> which,
                device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
   Status places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
                 const DeviceLines* lines, Placed* out);
-  Status on_boundary(device::Kernel kernel, const device::Shape& shape, const void* arguments,
-                     size_t bytes);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status weights_of(Flight& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);

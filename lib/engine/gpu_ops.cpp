@@ -31,11 +31,20 @@ Ptr<T> seen_at(const T* pinned) {
 }  // namespace
 
 template <class Arguments>
-Status Gpu::launch(Kernel kernel, const device::Shape& shape, const Arguments& arguments) {
-  device::Result r = runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments,
-                                      sizeof arguments, stream_);
-  failed(r);
-  return device_status(r, "launching a kernel");
+Status Gpu::launch(Kernel kernel, const device::Shape& shape, const Arguments& arguments,
+                   device::Stream stream) {
+  return noted(runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments, sizeof arguments, stream),
+               "launching a kernel");
+}
+
+template <class T>
+Status Gpu::keep(Flight& f, const T* from, size_t n, Ptr<T>* out) {
+  Buffer copy;
+  FRUGAL_TRY(pinned_.get(n * sizeof(T), &copy));
+  std::memcpy(copy.data(), from, n * sizeof(T));
+  *out = seen<T>(copy);
+  f.pinned.push_back(std::move(copy));
+  return FRUGAL_OK;
 }
 
 Status Gpu::begin(Flight& f, const PartRef& part, PartOnDevice** out) {
@@ -45,8 +54,7 @@ Status Gpu::begin(Flight& f, const PartRef& part, PartOnDevice** out) {
   device::Result r;
   if ((*out)->uploaded.handle) r = runtime_->wait(stream_, (*out)->uploaded);
   if (r.ok() && f.after_boundary) r = runtime_->wait(stream_, boundary_done_);
-  failed(r);
-  return device_status(r, "waiting for a batch's places, or for the cache");
+  return noted(r, "waiting for a batch's places, or for the cache");
 }
 
 Status Gpu::identity(size_t n, Ptr<uint32_t>* out) {
@@ -221,12 +229,7 @@ Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDe
 Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out) {
   *out = op.device_weights;
   if (*out || !op.op.weights || keys == 0) return FRUGAL_OK;
-  Buffer copy;
-  FRUGAL_TRY(pinned_.get(keys * sizeof(float), &copy));
-  std::memcpy(copy.data(), op.op.weights, keys * sizeof(float));
-  *out = seen<float>(copy);
-  f.pinned.push_back(std::move(copy));
-  return FRUGAL_OK;
+  return keep(f, op.op.weights, keys, out);
 }
 
 Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
@@ -246,14 +249,7 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     a.staged = at.staged;
     *cached_keys = at.cached_keys;
     a.offsets = op.device_offsets;
-    if (!a.offsets) {
-      Buffer copy;
-      const size_t bytes = (op.op.bags + 1) * sizeof(uint64_t);
-      FRUGAL_TRY(pinned_.get(bytes, &copy));
-      std::memcpy(copy.data(), op.op.offsets, bytes);
-      a.offsets = seen<uint64_t>(copy);
-      f.pinned.push_back(std::move(copy));
-    }
+    if (!a.offsets) FRUGAL_TRY(keep(f, op.op.offsets, op.op.bags + 1, &a.offsets));
     FRUGAL_TRY(weights_of(f, op, part->n, &a.weights));
     a.mean = op.op.pooling == FRUGAL_POOL_MEAN;
     a.bags = static_cast<uint32_t>(op.op.bags);
@@ -291,21 +287,14 @@ Status Gpu::gradients(Flight& f, const Part& part, const GpuOp& op, uint32_t dim
   if (op.op.pooling == FRUGAL_POOL_NONE || part.n == 0) return FRUGAL_OK;
   Buffer bag;
   FRUGAL_TRY(pinned_.get(part.n * sizeof(uint32_t), &bag));
-  uint32_t* of = bag.as<uint32_t>();
-  for (size_t b = 0; b < op.op.bags; ++b)
-    std::fill(of + op.op.offsets[b], of + op.op.offsets[b + 1], static_cast<uint32_t>(b));
+  bags_of_keys(op.op, bag.as<uint32_t>());
   g->bag = seen<uint32_t>(bag);
   f.pinned.push_back(std::move(bag));
   FRUGAL_TRY(weights_of(f, op, part.n, &g->factor));
   if (op.op.pooling != FRUGAL_POOL_MEAN) return FRUGAL_OK;
   Buffer divisor;
   FRUGAL_TRY(pinned_.get(op.op.bags * sizeof(float), &divisor));
-  const uint32_t* slots = part.slots.as<uint32_t>();
-  for (size_t b = 0; b < op.op.bags; ++b) {
-    uint64_t terms = 0;
-    for (uint64_t k = op.op.offsets[b]; k < op.op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
-    divisor.as<float>()[b] = static_cast<float>(terms);
-  }
+  terms_of_bags(op.op, part.slots.as<uint32_t>(), divisor.as<float>());
   g->divisor = seen<float>(divisor);
   f.pinned.push_back(std::move(divisor));
   return FRUGAL_OK;
@@ -418,19 +407,11 @@ Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceL
   lines->stride = ref.value_stride;
   lines->state_stride = ref.state_stride;
   lines->state_second = ref.state_second;
-  lines->state_floats = static_cast<uint32_t>(ref.state_stride);
   FRUGAL_TRY(lines->index.open(rows, count, nullptr));
   FRUGAL_TRY(memory_->get(count * lines->stride * sizeof(float), &lines->value_memory));
   FRUGAL_TRY(memory_->get(count * lines->state_stride * sizeof(float), &lines->state_memory));
   *out = std::move(lines);
   return FRUGAL_OK;
-}
-
-Status Gpu::on_boundary(Kernel kernel, const device::Shape& shape, const void* arguments, size_t bytes) {
-  device::Result r =
-      runtime_->launch(static_cast<uint32_t>(kernel), shape, arguments, bytes, boundary_);
-  failed(r);
-  return device_status(r, "launching a kernel");
 }
 
 // The update of the lines that a committed step touches: rank sums in order, then the optimizer.
@@ -459,7 +440,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, 
   s.sums = sums.as<float>();
   s.sums_stride = lines.stride;
   f.memory.push_back(std::move(sums));
-  FRUGAL_TRY(on_boundary(Kernel::sum_terms, device::sum_terms_shape(s, extent_), &s, sizeof s));
+  FRUGAL_TRY(launch(Kernel::sum_terms, device::sum_terms_shape(s, extent_), s, boundary_));
   device::ApplyArgs a{};
   a.step = update->scalars;
   a.lines = lines.values();
@@ -481,7 +462,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, 
     case FRUGAL_FTRL: kernel = Kernel::apply_ftrl; break;
     default: break;
   }
-  return on_boundary(kernel, device::apply_shape(a, extent_), &a, sizeof a);
+  return launch(kernel, device::apply_shape(a, extent_), a, boundary_);
 }
 
 // Rows that have been let in: values and state from the host rows, which are up to date.
@@ -490,22 +471,17 @@ Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Ve
   const size_t n = slots.size();
   if (n == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(boundary_));
-  Buffer lists;
-  FRUGAL_TRY(pinned_.get(2 * n * sizeof(uint32_t), &lists));
-  std::memcpy(lists.data(), slots.data(), n * sizeof(uint32_t));
-  std::memcpy(lists.as<uint32_t>() + n, to.data(), n * sizeof(uint32_t));
   device::FillArgs a{};
   a.host = host_rows(rows);
   a.lines = lines.values();
   a.host_state = {seen_at(rows.ref().state), rows.ref().state_stride};
   a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
-  a.slots = seen<uint32_t>(lists);
-  a.to = a.slots + n;
+  FRUGAL_TRY(keep(f, slots.data(), n, &a.slots));
+  FRUGAL_TRY(keep(f, to.data(), n, &a.to));
   a.count = static_cast<uint32_t>(n);
   a.dim = rows.layout().dim;
-  a.state_floats = lines.state_floats;
-  f.pinned.push_back(std::move(lists));
-  return on_boundary(Kernel::fill_lines, device::fill_shape(a, extent_), &a, sizeof a);
+  a.state_floats = static_cast<uint32_t>(lines.state_stride);
+  return launch(Kernel::fill_lines, device::fill_shape(a, extent_), a, boundary_);
 }
 
 // What is launched from now on in the caller's stream comes after the boundary's work.
@@ -514,9 +490,7 @@ Status Gpu::end_boundary(Flight& f) {
   for (device::Stream s : f.streams) used |= s.handle == boundary_.handle;
   f.after_boundary = used;
   if (!used) return FRUGAL_OK;
-  device::Result r = runtime_->record(boundary_done_, boundary_);
-  failed(r);
-  FRUGAL_TRY(device_status(r, "the cache's boundary"));
+  FRUGAL_TRY(noted(runtime_->record(boundary_done_, boundary_), "the cache's boundary"));
   return f.mark();
 }
 

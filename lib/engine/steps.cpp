@@ -287,8 +287,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
           for (size_t i = 0; i < b->parts.size(); ++i)
             if (b->parts[i]->resolved()) parts[b->tables[i].get()].push_back(b->parts[i]);
   }
-  Flight* flight = nullptr;
-  if (t.gpu) FRUGAL_TRY(t.gpu->flight(t.rank, step, &flight));
+  Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
   TermList scratch;
   for (size_t i = 0; i < updates.size(); ++i) {
     TrainerTable& of = cache_of(t, update_tables[i]);
@@ -360,9 +359,7 @@ Status Engine::turn_table(Trainer& t, uint64_t step, const TableRef& table, cons
   counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
   counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
   if (!of.lines) return FRUGAL_OK;
-  Flight* flight;
-  FRUGAL_TRY(t.gpu->flight(t.rank, step, &flight));
-  return t.gpu->fill_lines(*flight, *of.lines, table->rows, admitted, lines);
+  return t.gpu->fill_lines(t.gpu->flight(t.rank, step), *of.lines, table->rows, admitted, lines);
 }
 
 // After a boundary that the device has not taken whole, no line is what the index says. Host rows are, or
