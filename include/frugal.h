@@ -643,6 +643,8 @@ typedef struct frugal_stats {
   uint64_t prefetch_ns;
   uint64_t entry_ns;             /* time spent on g-entries and queue */
   uint64_t apply_ns;             /* time spent applying updates, over threads */
+  uint64_t cache_turns;          /* step boundaries of trainers' caches, one for each table */
+  uint64_t cache_planned;        /* of these: worked out while the step before was computed */
 } frugal_stats;
 
 /* Fills `stats_out`, whose struct_size must be set. Returns: FRUGAL_OK, BAD_HANDLE, STRUCT_SIZE.

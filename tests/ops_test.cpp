@@ -908,17 +908,23 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       const bool one_each = start.back() == n;
       auto terms = make(*runtime_, Where::kHost,
                         filled<float>(start.back() * layout.value_stride, random, special / 4));
-      std::vector<Ptr<float>> term;
+      // Rank r has handed over every world-th row of them, from the r-th on.
+      std::vector<Term> term;
       std::vector<const float*> cpu_term;
+      std::vector<Ptr<float>> ranks;
+      for (uint32_t r = 0; r < world; ++r) ranks.push_back(terms->ptr() + r * layout.value_stride);
       for (uint32_t t = 0; t < start.back(); ++t) {
-        term.push_back(terms->ptr() + t * layout.value_stride);
+        term.push_back({t % world, t / world});
         cpu_term.push_back(terms->made().data() + t * layout.value_stride);
       }
+      auto rank_memory = make(*runtime_, anywhere(random), ranks);
       auto term_memory = make(*runtime_, anywhere(random), term);
       auto start_memory = make(*runtime_, anywhere(random), start);
       auto sums = make(*runtime_, Where::kDevice,
                        std::vector<float>(n * layout.value_stride, NAN));
       SumTermsArgs t{};
+      t.ranks = rank_memory->ptr();
+      t.ranks_stride = world * layout.value_stride;
       t.terms = term_memory->ptr();
       if (!one_each || random.chance(0.5)) t.start = start_memory->ptr();
       t.count = n;

@@ -1,5 +1,6 @@
 #include "cache/row_cache.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -11,7 +12,7 @@ uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
   if (lines == 0) return 0;
   return BufferPool::capacity_for(lines * l.value_stride * sizeof(float)) +
          BufferPool::capacity_for(lines * l.state_stride * sizeof(float)) +
-         lines * (sizeof(Line) + sizeof(Pinned) + sizeof(uint32_t)) +
+         lines * (sizeof(Line) + sizeof(Pinned) + 3 * sizeof(uint32_t)) +
          places_for(lines) * sizeof(Place);
 }
 
@@ -27,13 +28,12 @@ Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
   ref_ = host;
   ref_.values = values_.as<float>();
   ref_.state = state_.as<float>();
-  line_.resize(lines, Line{kNone, kNone, kNone, kNone, 0});
+  line_.resize(lines, Line{kNone, 0, UINT64_MAX});
   free_.reserve(lines);
   for (uint64_t i = lines; i-- > 0;) free_.push_back(static_cast<uint32_t>(i));
   uint64_t places = places_for(lines);
   index_.resize(places, Place{0, kNone});
   shift_ = 64 - std::countr_zero(places);
-  for (uint32_t& h : head_) h = kNone;
   return FRUGAL_OK;
 }
 
@@ -42,6 +42,14 @@ uint32_t RowCache::find(uint32_t slot) const {
   for (uint64_t p = place(slot);; p = (p + 1) & mask) {
     if (index_[p].line == kNone) return kNone;
     if (index_[p].slot == slot) return index_[p].line;
+  }
+}
+
+void RowCache::find(const uint32_t* slots, size_t n, uint32_t* lines) const {
+  constexpr size_t kAhead = 16;
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&index_[place(slots[i + kAhead])]);
+    lines[i] = find(slots[i]);
   }
 }
 
@@ -69,31 +77,43 @@ void RowCache::index_erase(uint32_t slot) {
   }
 }
 
-void RowCache::unlink_line(uint32_t line) {
-  Line& l = line_[line];
-  if (l.list == kNone) return;
-  if (l.prev != kNone)
-    line_[l.prev].next = l.next;
-  else
-    head_[l.list] = l.next;
-  if (l.next != kNone) line_[l.next].prev = l.prev;
-  l.list = kNone;
+// Marks are those of this boundary; lines whose step has come and that nobody reads in it any more are
+// never read, as far as we know.
+void RowCache::begin_turn(uint64_t step) {
+  for (const Pinned& p : pinned_) line_[p.line].marks = 0;
+  pinned_.clear();
+  asked_ = kNone;
+  const uint32_t passing = list_of(step);
+  List& passed = lists_[passing];
+  for (size_t i = passed.first; i < passed.lines.size(); ++i)
+    if (listed(passed.lines[i], passing)) list_line(passed.lines[i], UINT64_MAX);
+  passed.lines.clear();
+  passed.first = 0;
+  for (uint32_t at = 0; at < kLists; ++at) {
+    List& list = lists_[at];
+    if (list.lines.size() < 2 * lines_ + 64) continue;  // else most of it is out of date
+    size_t kept = 0;
+    for (size_t i = list.first; i < list.lines.size(); ++i) {
+      const uint32_t line = list.lines[i];
+      if (!listed(line, at)) continue;
+      line_[line].marks = kRead;  // so that it stays once
+      list.lines[kept++] = line;
+    }
+    list.lines.resize(kept);
+    list.first = 0;
+    for (uint32_t line : list.lines) line_[line].marks = 0;
+  }
 }
 
-void RowCache::link_line(uint32_t line, uint64_t next_read) {
-  Line& l = line_[line];
-  l.next_read = next_read;
-  l.list = next_read == UINT64_MAX ? kNever : static_cast<uint32_t>(next_read & 63);
-  l.prev = kNone;
-  l.next = head_[l.list];
-  if (l.next != kNone) line_[l.next].prev = line;
-  head_[l.list] = line;
+void RowCache::list_line(uint32_t line, uint64_t next_read) {
+  line_[line].next_read = next_read;
+  lists_[list_of(next_read)].lines.push_back(line);
 }
 
 void RowCache::remove(uint32_t line) {
-  unlink_line(line);
   index_erase(line_[line].slot);
   line_[line].slot = kNone;
+  line_[line].marks = 0;
   --size_;
 }
 
@@ -113,33 +133,62 @@ void RowCache::clear(Vector<uint32_t>* dropped) {
   }
 }
 
-void RowCache::copy_in(const Rows& host, uint32_t slot, uint32_t line) {
-  std::memcpy(values(line), host.values(slot), value_floats_ * sizeof(float));
-  if (state_floats_)
-    std::memcpy(ref_.state + line * ref_.state_stride, host.state(slot),
-                state_floats_ * sizeof(float));
+void RowCache::fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines) {
+  for (size_t i = 0; i < slots.size(); ++i) {
+    std::memcpy(values(lines[i]), host.values(slots[i]), value_floats_ * sizeof(float));
+    if (state_floats_)
+      std::memcpy(ref_.state + lines[i] * ref_.state_stride, host.state(slots[i]),
+                  state_floats_ * sizeof(float));
+  }
 }
 
-void RowCache::touched(const StepUpdate& update, TermList* t) const {
-  t->clear();
-  if (size_ == 0) {
-    t->close();
-    return;
+void RowCache::touched(const Vector<PartRef>& ranks, LineUpdate* out) const {
+  struct Hit {
+    uint32_t slot, line;
+    LineUpdate::Term term;
+  };
+  Vector<Hit> hits;
+  Vector<uint32_t> lines;
+  for (uint32_t r = 0; r < ranks.size() && size_; ++r) {
+    const uint32_t* slots = ranks[r]->row_slots();
+    const size_t n = ranks[r]->distinct, before = hits.size();
+    lines.resize(n);
+    find(slots, n, lines.data());
+    for (uint32_t i = 0; i < n; ++i)
+      if (lines[i] != kNone && !(line_[lines[i]].marks & kNew))
+        hits.push_back({slots[i], lines[i], {r, i}});
+    std::inplace_merge(hits.begin(), hits.begin() + static_cast<ptrdiff_t>(before), hits.end(),
+                       [](const Hit& a, const Hit& b) { return a.slot < b.slot; });
   }
-  TermList all;
-  update.merge_range(0, UINT64_MAX, &all);
-  all.close();
-  for (size_t i = 0; i < all.slots.size(); ++i) {
-    uint32_t line = find(all.slots[i]);
-    if (line == kNone) continue;
-    t->begin_row(line);
-    for (uint32_t k = all.start[i]; k < all.start[i + 1]; ++k) t->terms.push_back(all.terms[k]);
+  out->lines.clear();
+  out->start.clear();
+  out->terms.clear();
+  for (const bool urgent : {true, false}) {
+    for (size_t i = 0; i < hits.size();) {
+      const uint32_t line = hits[i].line;
+      const bool take = ((line_[line].marks & kRead) != 0) == urgent;
+      if (take) {
+        out->lines.push_back(line);
+        out->start.push_back(static_cast<uint32_t>(out->terms.size()));
+      }
+      for (; i < hits.size() && hits[i].line == line; ++i)
+        if (take) out->terms.push_back(hits[i].term);
+    }
+    if (urgent) out->urgent = out->lines.size();
+  }
+  out->start.push_back(static_cast<uint32_t>(out->terms.size()));
+}
+
+void RowCache::apply(const LineUpdate& touched, const StepUpdate& update, TermList* t) {
+  t->clear();
+  for (size_t i = 0; i < touched.lines.size(); ++i) {
+    t->begin_row(touched.lines[i]);
+    for (uint32_t k = touched.start[i]; k < touched.start[i + 1]; ++k) {
+      const Handover& h = update.ranks[touched.terms[k].rank];
+      t->terms.push_back(h.sums.as<float>() + touched.terms[k].row * h.stride);
+    }
   }
   t->close();
-}
-
-void RowCache::apply(const StepUpdate& update, TermList* t) {
-  touched(update, t);
   device::kernels().apply_terms(ref_, update.scalars, t->slots.data(), t->slots.size(),
                                 t->terms.data(), t->start.data());
 }

@@ -8,10 +8,14 @@
 //
 // Admission and eviction look ahead: of the rows that a step reads, those come in whose next read
 // by the owner is near, and the row whose next read is farthest goes out (Belady's rule within the
-// window). Index: open addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line:
-// values + state + 60 .. 76.
+// window; of rows that nobody has declared, the one that has been so for longest). Index: open
+// addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 69 .. 85.
 //
-// Threads: the owning trainer's, except drop(), which is called outside steps.
+// A boundary is worked out before it is carried out: turn_over() changes the index, find() and
+// touched() tell what that means for the lookups and the update of the steps around it (a
+// CachePlan), and apply() and fill() move bytes. So all but the last can be done ahead.
+//
+// Threads: one at a time; who that is the engine knows.
 #pragma once
 #include <cstdint>
 
@@ -21,17 +25,34 @@
 
 namespace frugal {
 
-struct CacheStats {
-  uint64_t hits = 0, misses = 0, admitted = 0, evicted = 0;
+// The lines that a step's update touches, those first that the next step reads. Line i has the rank sums
+// terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank order.
+struct LineUpdate {
+  struct Term {
+    uint32_t rank, row;  // which of the update's hand-overs, and which row of it
+  };
+  Vector<uint32_t> lines, start;
+  Vector<Term> terms;
+  size_t urgent = 0;  // lines that the next step reads
+};
+
+// A cache's boundary, at the beginning of a step.
+struct CachePlan {
+  Vector<PartRef> parts;      // what the owner has declared for the step; their `lines` are set
+  Vector<uint32_t> admitted;  // slots that come in,
+  Vector<uint32_t> to;        // and their lines
+  // The update of the step before, if what is pushed is what was declared (by rank, ascending).
+  Vector<PartRef> pushed;
+  LineUpdate update;
 };
 
 class RowCache : public HeapObject {
   struct Line {
-    uint32_t slot;      // kNone: free
-    uint32_t prev, next;  // list of its next-read class
-    uint32_t list;
+    uint32_t slot;  // kNone: free
+    uint8_t marks;  // of the last boundary
     uint64_t next_read;
   };
+  static constexpr uint8_t kRead = 1, kNew = 2;  // the step reads it; it came in for that
   struct Pinned {
     uint32_t line;
     uint64_t next_read;
@@ -49,47 +70,61 @@ class RowCache : public HeapObject {
   // At most, beside the rounding of the two arrays; bytes_for counts exactly.
   static uint64_t line_bytes(const RowLayout& layout) {
     return (layout.value_stride + layout.state_stride) * 4 + sizeof(Line) + sizeof(Pinned) +
-           sizeof(uint32_t) + 4 * sizeof(Place);
+           3 * sizeof(uint32_t) + 4 * sizeof(Place);
   }
   static uint64_t bytes_for(const RowLayout& layout, uint64_t lines);
 
   uint32_t find(uint32_t slot) const;  // line or kNone
+  void find(const uint32_t* slots, size_t n, uint32_t* lines) const;
   float* values(uint32_t line) const { return ref_.values + line * ref_.value_stride; }
-  const device::RowsRef& ref() const { return ref_; }
-
-  // The lines that a committed step's update touches, as if they were slots, with their terms.
-  void touched(const StepUpdate& update, TermList* out) const;
-  // Applies it to them.
-  void apply(const StepUpdate& update, TermList* scratch);
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
-  // owns, all up to date on the host; next[i] is the owner's next declared read after `step`
-  // (UINT64_MAX: none). Fills in which rows came, to which lines, and which went. `next_of(slot)`
-  // asks again for a row that is a candidate to go.
+  // owns; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells which
+  // rows come, to which lines, and which go. `next_of(slot)` asks again for a row that is a
+  // candidate to go.
   template <class NextOf>
-  void turn_over(const Rows& host, uint64_t step, const uint32_t* slots, const uint64_t* next,
-                 size_t n, NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
+  void turn_over(uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
+                 NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                  Vector<uint32_t>* evicted);
+  // What an update of the step before that boundary means for the lines: new ones have it already. Of
+  // the parts, one a rank, all rows are updated.
+  void touched(const Vector<PartRef>& ranks, LineUpdate* out) const;
+  // Applies it.
+  void apply(const LineUpdate& touched, const StepUpdate& update, TermList* scratch);
+  // Copies of host rows, which are up to date, into lines.
+  void fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines);
 
   void drop(uint32_t slot);
   void clear(Vector<uint32_t>* dropped);
 
  private:
-  // Lists of lines by next read: step mod 64, then "never", then free lines.
+  // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date: it
+  // is in the list of its next_read, and perhaps still in others.
   static constexpr uint32_t kNever = 64, kLists = 65;
+  struct List {
+    Vector<uint32_t> lines;
+    size_t first = 0;  // from here on; those before are gone
+    bool empty() const { return first == lines.size(); }
+  };
+  static uint32_t list_of(uint64_t next_read) {
+    return next_read == UINT64_MAX ? kNever : static_cast<uint32_t>(next_read & 63);
+  }
 
   template <class NextOf>
   uint32_t take_line(uint64_t step, uint64_t next_read, NextOf next_of,
                      Vector<uint32_t>* evicted);
-  void unlink_line(uint32_t line);
-  void link_line(uint32_t line, uint64_t next_read);
+  void begin_turn(uint64_t step);
+  void list_line(uint32_t line, uint64_t next_read);
+  bool listed(uint32_t line, uint32_t list) const {
+    const Line& l = line_[line];
+    return l.slot != kNone && !(l.marks & kRead) && list_of(l.next_read) == list;
+  }
   void index_insert(uint32_t slot, uint32_t line);
   void index_erase(uint32_t slot);
   uint64_t place(uint32_t slot) const {
     return ((slot + 1) * 0x9e3779b97f4a7c15ull) >> shift_;
   }
   void remove(uint32_t line);
-  void copy_in(const Rows& host, uint32_t slot, uint32_t line);
   static uint64_t places_for(uint64_t lines);
 
   uint64_t lines_ = 0, size_ = 0;
@@ -98,47 +133,47 @@ class RowCache : public HeapObject {
   size_t value_floats_ = 0, state_floats_ = 0;
   Vector<Line> line_;
   Vector<Pinned> pinned_;
-  Vector<uint32_t> free_;
+  Vector<uint32_t> free_, found_;
   Vector<Place> index_;
   int shift_ = 63;
-  uint32_t head_[kLists];
+  List lists_[kLists];
+  uint32_t asked_ = kNone;  // a line whose next read is known to be what it says
 };
 
 template <class NextOf>
-void RowCache::turn_over(const Rows& host, uint64_t step, const uint32_t* slots,
-                         const uint64_t* next, size_t n, NextOf next_of,
-                         Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
+void RowCache::turn_over(uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
+                         NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                          Vector<uint32_t>* evicted) {
-  // Lines that are read in this step are pinned: out of the lists until the end, so that none of
-  // them goes. (The host row of a line may have updates pending that count on the line being here.)
-  pinned_.clear();
+  begin_turn(step);
+  found_.resize(n);
+  find(slots, n, found_.data());
+  // Lines that are read in this step are pinned: none of them goes. (The host row of a line may have
+  // updates pending that count on the line being here.)
   for (size_t i = 0; i < n; ++i) {
-    uint32_t line = find(slots[i]);
+    constexpr size_t kAhead = 16;
+    if (i + kAhead < n && found_[i + kAhead] != kNone) __builtin_prefetch(&line_[found_[i + kAhead]], 1);
+    if (found_[i] == kNone) continue;
+    line_[found_[i]].marks = kRead;
+    pinned_.push_back({found_[i], next[i]});
+  }
+  for (size_t i = 0; i < n && pinned_.size() < lines_; ++i) {
+    if (found_[i] != kNone) continue;
+    const uint32_t line = take_line(step, next[i], next_of, evicted);
     if (line == kNone) continue;
-    unlink_line(line);
+    line_[line].slot = slots[i];
+    line_[line].marks = kRead | kNew;
+    index_insert(slots[i], line);
+    ++size_;
+    admitted->push_back(slots[i]);
+    lines->push_back(line);
     pinned_.push_back({line, next[i]});
   }
-  size_t old_lines = pinned_.size();
-  if (old_lines < n) {
-    for (size_t i = 0; i < n; ++i) {
-      if (find(slots[i]) != kNone) continue;
-      uint32_t line = take_line(step, next[i], next_of, evicted);
-      if (line == kNone) continue;
-      line_[line].slot = slots[i];
-      index_insert(slots[i], line);
-      ++size_;
-      if (values_) copy_in(host, slots[i], line);
-      admitted->push_back(slots[i]);
-      lines->push_back(line);
-      pinned_.push_back({line, next[i]});
-    }
-  }
-  for (const Pinned& p : pinned_) link_line(p.line, p.next_read);
+  for (const Pinned& p : pinned_) list_line(p.line, p.next_read);
 }
 
 // A free line, or that of a row whose next read is later than `next_read`: first rows that nobody
 // has declared, then the farthest. What a list says may be out of date, since declarations came or
-// were taken back; then the line moves to its list and we look again.
+// were taken back; then the line goes to its list and we look again.
 template <class NextOf>
 uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
                              Vector<uint32_t>* evicted) {
@@ -147,21 +182,31 @@ uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
     free_.pop_back();
     return line;
   }
+  if (next_read == UINT64_MAX) return kNone;  // no line is read later
   for (;;) {
-    uint32_t list = kNever;
-    for (uint32_t d = 63; head_[list] == kNone && d >= 1; --d)
-      if (head_[(step + d) & 63] != kNone) list = static_cast<uint32_t>((step + d) & 63);
-    if (head_[list] == kNone) list = static_cast<uint32_t>(step & 63);
-    uint32_t candidate = head_[list];
-    if (candidate == kNone) return kNone;
-    uint64_t now = next_of(line_[candidate].slot);
-    if (now != line_[candidate].next_read) {
-      unlink_line(candidate);
-      link_line(candidate, now);
+    uint32_t at = kNever;
+    for (uint32_t d = 63; lists_[at].empty() && d >= 1; --d)
+      at = static_cast<uint32_t>((step + d) & 63);
+    List& list = lists_[at];
+    if (list.empty()) return kNone;
+    const uint32_t candidate = list.lines[list.first];
+    if (!listed(candidate, at)) {
+      ++list.first;
       continue;
     }
+    if (candidate != asked_) {
+      const uint64_t now = next_of(line_[candidate].slot);
+      if (now != line_[candidate].next_read) {
+        ++list.first;
+        list_line(candidate, now);
+        continue;
+      }
+      asked_ = candidate;
+    }
     // A row that is read no sooner than the one that would go stays out.
-    if (now <= next_read) return kNone;
+    if (line_[candidate].next_read <= next_read) return kNone;
+    asked_ = kNone;
+    ++list.first;
     evicted->push_back(line_[candidate].slot);
     remove(candidate);
     return candidate;

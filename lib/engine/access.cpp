@@ -307,39 +307,51 @@ void pool_chunk(void* context, size_t i) {
 
 }  // namespace
 
+// The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
+// declared, rows are fresh in host memory.
+TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
+  if (!a.whole || !a.part->lines || !t.has_cache.load()) return nullptr;
+  TrainerTable* of = cache_in(t, *a.table);
+  return of && of->cache() ? of : nullptr;
+}
+
+// Rows that the gate has not seen to.
+Status Engine::fresh_access(Trainer& t, const Access& a) {
+  if (a.whole) {
+    TrainerTable* of = t.has_cache.load() ? cache_in(t, *a.table) : nullptr;
+    if (!of || !of->cache() || a.part->lines || a.part->distinct == 0) return FRUGAL_OK;
+  }
+  return fresh(&t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, t.step,
+               deadline(FRUGAL_TIMEOUT_DEFAULT));
+}
+
 // Where each key's row is to be read: the trainer's cache, the host row, or (staleness) a copy made
 // under the row's lock. Empty `pointers`: all in the host rows.
-Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
-                      Buffer* pointers, Buffer* copies) {
-  RowCache* cache = nullptr;
-  if (t && t->has_cache.load()) {
-    auto at = t->caches.find(&table);
-    if (at != t->caches.end()) cache = at->second.cache();
-  }
-  if (!cache && !stale()) return FRUGAL_OK;
+Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
+                      size_t n, Buffer* pointers, Buffer* copies) {
+  if (!cached && !stale()) return FRUGAL_OK;
   static const float zeros[65536] = {};  // the largest row
   FRUGAL_TRY(pool_.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();
+  std::fill(p, p + n, nullptr);
+  if (cached) {
+    const uint32_t *start = cached->row_start(), *line = cached->lines.as<uint32_t>();
+    const uint64_t* pairs = cached->pairs.as<uint64_t>();
+    for (size_t i = 0; i < cached->distinct; ++i) {
+      if (line[i] == RowCache::kNone) continue;
+      for (uint32_t k = start[i]; k < start[i + 1]; ++k)
+        p[static_cast<uint32_t>(pairs[k])] = cache->values(line[i]);
+    }
+  }
   size_t row_floats = table.rows.layout().value_stride;
   if (stale()) FRUGAL_TRY(pool_.get(n * row_floats * sizeof(float), copies));
-  uint64_t hits = 0, misses = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
-    if (s == kNoSlot) {
-      p[i] = nullptr;
-      continue;
-    }
+    if (p[i] || s == kNoSlot) continue;
     if (s == kMissingSlot) {
       p[i] = zeros;
       continue;
     }
-    uint32_t line = cache ? cache->find(s) : RowCache::kNone;
-    if (line != RowCache::kNone) {
-      ++hits;
-      p[i] = cache->values(line);
-      continue;
-    }
-    ++misses;
     p[i] = table.rows.values(s);
     if (stale()) {
       float* copy = copies->as<float>() + i * row_floats;
@@ -348,17 +360,13 @@ Status Engine::locate(Trainer* t, Table& table, const uint32_t* slots, size_t n,
       p[i] = copy;
     }
   }
-  if (cache) {
-    counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
-    counters_.cache_misses.fetch_add(misses, std::memory_order_relaxed);
-  }
   return FRUGAL_OK;
 }
 
-Status Engine::gather(Trainer* t, Table& table, const uint32_t* slots, size_t n,
-                      const frugal_op& op) {
+Status Engine::gather(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
+                      size_t n, const frugal_op& op) {
   Buffer pointers, copies;
-  FRUGAL_TRY(locate(t, table, slots, n, &pointers, &copies));
+  FRUGAL_TRY(locate(table, cache, cached, slots, n, &pointers, &copies));
   GatherContext c{};
   c.rows = &table.rows;
   c.slots = slots;
@@ -449,8 +457,14 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     const uint32_t* slots = a.part->slots.as<uint32_t>();
     size_t count = a.part->n;
     keys += count;
-    if (!a.whole)
-      FRUGAL_TRY(fresh(&t, *a.table, slots, count, t.step, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+    FRUGAL_TRY(fresh_access(t, a));
+    const TrainerTable* lines = lines_for(t, a);
+    if (cache_in(t, *a.table)) {
+      const uint64_t hits = lines ? a.part->cached : 0;
+      counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
+      counters_.cache_misses.fetch_add((a.part->pairs ? a.part->occurrences : count) - hits,
+                                       std::memory_order_relaxed);
+    }
     if (stale()) {
       Vector<uint32_t> behind;
       if (a.table->window.opened()) a.table->window.collect_pending(slots, count, &behind);
@@ -461,7 +475,8 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     else if (gpu && t.has_cache.load())
       FRUGAL_TRY(gather_through_device(t, a, gpu[i]));
     else
-      FRUGAL_TRY(gather(&t, *a.table, slots, count, ops[i]));
+      FRUGAL_TRY(gather(*a.table, lines ? lines->cache() : nullptr, lines ? a.part.get() : nullptr, slots,
+                        count, ops[i]));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (t.abort_notice.load()) return aborted(t);
@@ -473,17 +488,11 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
 Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
   Flight& flight = t.gpu->flight(t.rank, t.step);
   if (!stale()) {
-    const DeviceLines* lines = lines_of(t, *a.table);
-    uint64_t hits = 0;
-    FRUGAL_TRY(t.gpu->gather(flight, a.part, a.table->rows, lines, op, &hits));
-    if (lines) {
-      counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
-      counters_.cache_misses.fetch_add(a.part->occurrences - hits, std::memory_order_relaxed);
-    }
-    return FRUGAL_OK;
+    const TrainerTable* of = lines_for(t, a);
+    return t.gpu->gather(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op);
   }
   // With staleness rows are written meanwhile: they are read here, under their locks.
-  return gather_and_send(flight, &t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
+  return gather_and_send(flight, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
 }
 
 // A lookup of a trainer on a GPU into host memory, where rows may be newer in lines than in host memory.
@@ -515,13 +524,13 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
                               const GpuOp& op) {
   Flight flight;
   flight.gpu = t.gpu;
-  FRUGAL_TRY(gather_and_send(flight, nullptr, table, slots, n, op));
+  FRUGAL_TRY(gather_and_send(flight, table, slots, n, op));
   return t.gpu->wait_stream();
 }
 
 // Rows gathered by the host, and copied to the device.
-Status Engine::gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots,
-                               size_t n, const GpuOp& op) {
+Status Engine::gather_and_send(Flight& flight, Table& table, const uint32_t* slots, size_t n,
+                               const GpuOp& op) {
   const RowLayout& layout = table.rows.layout();
   const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
   Gpu& gpu = *flight.gpu;
@@ -537,7 +546,7 @@ Status Engine::gather_and_send(Flight& flight, Trainer* t, Table& table, const u
   }
   host.rows_out = copies.as<float>();
   host.row_stride = layout.value_stride * sizeof(float);
-  FRUGAL_TRY(gather(t, table, slots, n, host));
+  FRUGAL_TRY(gather(table, nullptr, nullptr, slots, n, host));
   return gpu.put_rows(flight, std::move(copies), layout.value_stride, rows, layout.dim,
                       op.op.rows_out, op.op.row_stride);
 }
@@ -648,8 +657,8 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
       source.divisor = divisor.as<float>();
     }
     if (op.weight_grads_out && part.n) {
-      if (!a.whole)
-        FRUGAL_TRY(fresh(&t, *a.table, slots, part.n, t.step, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+      FRUGAL_TRY(fresh_access(t, a));
+      const TrainerTable* lines = lines_for(t, a);
       Buffer pointers, copies;
       if (t.gpu && t.has_cache.load()) {
         GpuOp rows;
@@ -662,7 +671,8 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
           pointers.as<const float*>()[i] =
               slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * layout.value_stride;
       } else {
-        FRUGAL_TRY(locate(&t, *a.table, slots, part.n, &pointers, &copies));
+        FRUGAL_TRY(locate(*a.table, lines ? lines->cache() : nullptr, lines ? &part : nullptr, slots, part.n,
+                          &pointers, &copies));
       }
       device::GradSource plain = source;
       plain.factor = nullptr;
@@ -721,13 +731,12 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   device::GradPtr source;
   FRUGAL_TRY(t.gpu->gradients(flight, *a.part, op, layout.dim, &source));
   if (op.device_weight_grads) {
-    if (!a.whole)
-      FRUGAL_TRY(fresh(&t, *a.table, a.part->slots.as<uint32_t>(), a.part->n, t.step,
-                       deadline(FRUGAL_TIMEOUT_DEFAULT)));
+    FRUGAL_TRY(fresh_access(t, a));
     if (stale())
       return fail(FRUGAL_ERR_UNSUPPORTED,
                   "weight_grads_out on a device with staleness is not built: use host memory");
-    FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, lines_of(t, *a.table), op, source));
+    const TrainerTable* of = lines_for(t, a);
+    FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op, source));
   }
   const uint32_t* nan = nullptr;
   if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n) {

@@ -95,6 +95,10 @@ struct TrainerTable {
   std::unique_ptr<RowCache> host;      // on the cpu device
   std::unique_ptr<DeviceLines> lines;  // on a GPU
   RowCache* cache() const { return lines ? &lines->index : host.get(); }
+  // The index is what it will be after the boundary of step `planned`; the lines are not yet.
+  uint64_t planned = kNoStep;
+  CachePlan plan;
+  Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
 };
 
 struct Trainer : HeapObject {
@@ -112,11 +116,14 @@ struct Trainer : HeapObject {
   bool in_step = false;
   uint64_t step = kNoStep;       // begun last
   uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
+  uint64_t turned = kNoStep;     // its caches have passed the boundary of this step: the next can be planned
+  uint64_t planned = kNoStep;    // the boundary that has been planned last
+  bool planning = false;         // somebody does
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
-  // Guarded by call_mu:
+  // Guarded by call_mu (`caches` also by `planning`, and outside steps):
   Map<const Table*, PushState> pushes;
   Vector<CreatedRows> created;
   Vector<std::shared_ptr<Buffer>> lent;
@@ -173,7 +180,7 @@ struct Counters {
   X(steps_committed) X(steps_aborted) X(keys_declared) X(keys_looked_up) X(keys_undeclared)      \
   X(keys_pushed) X(rows_created) X(rows_updated) X(rows_deferred) X(gate_waits) X(gate_wait_ns)  \
   X(gate_in_flight) X(lookup_waits) X(back_pressure) X(ranks_apart) X(stale_reads) X(cache_hits) \
-  X(cache_misses) X(cache_admitted) X(cache_evicted) X(cache_evicted_dirty) X(modes_at_once)     \
+  X(cache_misses) X(cache_admitted) X(cache_evicted) X(cache_evicted_dirty) X(cache_turns) X(cache_planned) X(modes_at_once)     \
   X(modes_deferred) X(lookup_ns) X(push_ns) X(step_begin_ns) X(step_end_ns) X(prefetch_ns)       \
   X(entry_ns) X(apply_ns) X(pending_bytes_peak)
 #define X(name) std::atomic<uint64_t> name{0};
@@ -291,6 +298,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void leave_gpu(Trainer& t) noexcept;
   void never_resolve(Part& part, Part::State instead);
 
+  // --- caches.cpp: boundaries of caches
+  using PartsByTable = Map<const Table*, Vector<PartRef>>;
+  TrainerTable& cache_of(Trainer& t, const TableRef& table);
+  static TrainerTable* cache_in(Trainer& t, const Table& table);
+  bool plan_one();
+  bool to_plan(const Trainer& t) const;
+  void begin_planning(Trainer& t, uint64_t step);
+  void end_planning(Trainer& t);
+  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) const;
+  Status plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
+                    Window::Urgency urgency);
+  Status place_part(Trainer& t, TrainerTable& of, Part& part);
+  void flag_lines(TrainerTable& of, Window::Urgency urgency);
+  void cancel_plan(TrainerTable& of);
+  Status turn_caches(Trainer& t, uint64_t step);
+  void forget_lines(Trainer& t);
+  void drop_cached(Table& table, const uint32_t* slots, size_t n);
+
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
   bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
@@ -321,11 +346,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void choose_mode();
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }
-  Status turn_caches(Trainer& t, uint64_t step);
-  TrainerTable& cache_of(Trainer& t, const TableRef& table);
-  Status turn_table(Trainer& t, uint64_t step, const TableRef& table, const Vector<PartRef>& parts);
-  void forget_lines(Trainer& t);
-  static const DeviceLines* lines_of(const Trainer& t, const Table& table);
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
   Status open_window(Table& table);
@@ -341,7 +361,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
   bool ranks_inside(String* why);
-  void drop_cached(Table& table, const uint32_t* slots, size_t n);
   // --- access.cpp
   // Keys of an op as they stand for this step.
   struct Access {
@@ -358,9 +377,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(Trainer& t);
-  Status locate(Trainer* t, Table& table, const uint32_t* slots, size_t n, Buffer* pointers,
-                Buffer* copies);
-  Status gather(Trainer* t, Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
+  // `cached` (may be null): the part whose keys they are, some rows of which are in the trainer's cache.
+  Status locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
+                Buffer* pointers, Buffer* copies);
+  Status gather(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
+                const frugal_op& op);
+  TrainerTable* lines_for(Trainer& t, const Access& access);
+  Status fresh_access(Trainer& t, const Access& access);
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
   Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
   Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
@@ -368,8 +391,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
   Status gather_through_device(Trainer& t, const Access& access, const GpuOp& op);
-  Status gather_and_send(Flight& flight, Trainer* t, Table& table, const uint32_t* slots, size_t n,
-                         const GpuOp& op);
+  Status gather_and_send(Flight& flight, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
   Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
   Status match_batch(Trainer& t, frugal_op* op);
   template <class Call>
@@ -422,6 +444,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Map<uint64_t, Vector<BatchRef>> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
+  uint32_t planning_ = 0;           // ranks
   Vector<std::shared_ptr<Arrival>> arrivals_;
   // Flights of records_, until what their landing allows is committed; and arrivals_.
   std::atomic<uint32_t> flying_{0}, arriving_{0};

@@ -91,11 +91,40 @@ void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out);
 
 class Gpu;
 
-// A part's arrays on the device, uploaded once.
-struct PartOnDevice : HeapObject {
+// Arrays that go to the device together, in an engine stream.
+struct OnDevice : HeapObject {
   std::shared_ptr<Gpu> gpu;
   DeviceBuffer memory;
-  Buffer staging;  // pinned: what is not an array of the part already
+  Buffer staging;      // pinned: what is copied
+  device::Event sent;  // behind the copy
+  ~OnDevice();
+};
+
+// Where the rows of a part are in the step's cache: sources and items (docs/cuda.md, section 5).
+struct SourcesOnDevice : OnDevice {
+  device::Ptr<uint32_t> source;
+  device::Ptr<device::Item> items;  // of host rows that are not staged, then of the others
+  uint32_t host_items = 0, hbm_items = 0;
+  device::Ptr<uint32_t> host_rows;  // distinct rows that are in no line: `host_items`, then `staged`
+  uint32_t staged = 0;
+};
+
+// What an update touches (LineUpdate), on the device.
+struct LinesOnDevice : OnDevice {
+  device::Ptr<uint32_t> lines, start;
+  device::Ptr<device::Term> terms;
+  size_t count = 0, urgent = 0;
+};
+
+// A cache's boundary (CachePlan), on the device.
+struct PlanOnDevice : OnDevice {
+  device::Ptr<uint32_t> slots, to;  // of rows that come in
+  size_t count = 0;
+  std::shared_ptr<LinesOnDevice> update;
+};
+
+// A part's arrays on the device, uploaded once.
+struct PartOnDevice : OnDevice {
   device::PartPtr part{};
   Vector<device::HeavyRow> frequent;  // rows with more than a run of positions
   uint32_t runs = 0;                // of the frequent rows
@@ -105,8 +134,7 @@ struct PartOnDevice : HeapObject {
   uint32_t item_count = 0;
   device::Ptr<uint32_t> source, staged;
   device::Ptr<device::HeavyRow> heavy;  // `frequent`
-  device::Event uploaded;
-  ~PartOnDevice();
+  std::shared_ptr<SourcesOnDevice> cached;  // once there is a cache, and it is known
 };
 
 // Where the rows of a part are read, as kernels are told: for rows as they are, and for pooled forms. It
@@ -120,7 +148,6 @@ struct Placed {
   device::Ptr<device::Item> items;
   uint32_t host_items, hbm_items;
   device::RowsPtr lines, staged;
-  uint64_t cached_keys;  // keys of rows in lines
 };
 
 // What a step of a rank has in flight. Dies when it has landed: every event passed.
@@ -135,6 +162,7 @@ struct Flight : HeapObject {
   Vector<Buffer> pinned;
   Vector<DeviceBuffer> memory;
   Vector<UpdateRef> updates;  // whose sums the cache's boundary reads
+  Vector<std::shared_ptr<OnDevice>> sent;  // the boundary's lists
   bool after_boundary = false;
   Vector<Placed> placed;
   Vector<const uint32_t*> nan_flags;  // not 0: a gradient of a push that is to be refused has a NaN
@@ -176,6 +204,7 @@ struct DeviceLines : HeapObject {
   RowCache index;
   DeviceBuffer value_memory, state_memory;
   size_t stride = 0, state_stride = 0, state_second = 0;  // floats
+  std::shared_ptr<PlanOnDevice> plan;  // of the next boundary, once it is there
   device::RowsPtr values() const { return {value_memory.as<float>(), stride}; }
 };
 
@@ -222,13 +251,15 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // The part's arrays on the device; made if they are not there. Threads: any.
   Status upload(Part& part, PartOnDevice** out);
+  // Also where its rows are in the step's cache. forget_places: that will be another.
+  Status place(Part& part, PartOnDevice** out = nullptr);
+  void forget_places(Part& part);
 
   // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
 
-  // Rows of a part, pooled or not, to the op's rows_out.
-  // `lines` (may be null) hold some of them; *cached_keys counts keys of those.
+  // Rows of a part, pooled or not, to the op's rows_out. `lines` (may be null) hold some of them.
   Status gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
-                const GpuOp& op, uint64_t* cached_keys);
+                const GpuOp& op);
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
@@ -248,9 +279,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
   Status open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out);
-  Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, const TermList& touched);
-  Status fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Vector<uint32_t>& slots,
-                    const Vector<uint32_t>& to);
+  // A boundary's lists to the device; lines->plan keeps them (not made if they are there).
+  Status send_plan(const CachePlan& plan, DeviceLines* lines);
+  Status send_lines(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
+  // Lines [from, to) of the lists get the update.
+  Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
+                     const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to);
+  Status fill_lines(Flight& f, DeviceLines& lines, const Rows& rows);
   Status end_boundary(Flight& f);
 
   Status create_event(device::Event* out);
@@ -260,6 +295,9 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
+  // Memory for `bytes` on both sides; send() copies from here to there.
+  Status room(size_t bytes, OnDevice* out);
+  Status send(size_t bytes, OnDevice* out);
   template <class Arguments>
   Status launch(device::Kernel kernel, const device::Shape& shape, const Arguments& arguments,
                 device::Stream stream);
@@ -270,12 +308,14 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A pinned copy that lives as long as the flight.
   template <class T>
   Status keep(Flight& f, const T* from, size_t n, device::Ptr<T>* out);
-  Status sources(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
+  Status sources(Flight& f, Part& part, const Rows& rows, PartOnDevice& d,
                  const DeviceLines* lines, Placed* out);
+  Status cached_places(Part& part, PartOnDevice& d);
+  Status behind(const OnDevice& sent);
   Status stage(Flight& f, const PartOnDevice& d, const Rows& rows, device::Ptr<uint32_t> which,
                device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
-  Status places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
-                const DeviceLines* lines, Placed* out);
+  Status places(Flight& f, Part& part, const Rows& rows, PartOnDevice& d, const DeviceLines* lines,
+                Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status weights_of(Flight& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);

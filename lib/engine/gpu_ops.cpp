@@ -52,7 +52,7 @@ Status Gpu::begin(Flight& f, const PartRef& part, PartOnDevice** out) {
   f.parts.push_back(part);
   FRUGAL_TRY(upload(*part, out));
   device::Result r;
-  if ((*out)->uploaded.handle) r = runtime_->wait(stream_, (*out)->uploaded);
+  if ((*out)->sent.handle) r = runtime_->wait(stream_, (*out)->sent);
   if (r.ok() && f.after_boundary) r = runtime_->wait(stream_, boundary_done_);
   return noted(r, "waiting for a batch's places, or for the cache");
 }
@@ -128,87 +128,61 @@ bool placed_before(const Flight& f, const Part& part, device::Stream stream, boo
 
 // Where the rows of a part are read: sources and items, and frequent host rows staged. Without lines
 // sources and items are the same for all steps, and came with the part.
-Status Gpu::sources(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
-                    const DeviceLines* lines, Placed* out) {
+Status Gpu::sources(Flight& f, Part& part, const Rows& rows, PartOnDevice& d, const DeviceLines* lines,
+                    Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> staged_rows;
   size_t staged_count = 0;
-  if (!lines) {
+  if (lines) {
+    FRUGAL_TRY(cached_places(part, d));
+    const SourcesOnDevice& c = *d.cached;
+    FRUGAL_TRY(behind(c));
+    out->host_items = c.host_items;
+    out->hbm_items = c.hbm_items;
+    out->items = c.items;
+    out->source = c.source;
+    out->lines = lines->values();
+    staged_rows = c.host_rows + c.host_items;
+    staged_count = c.staged;
+  } else {
     out->host_items = d.part.distinct;
     if (!d.item_count) return FRUGAL_OK;
     out->source = d.source;
     out->items = d.items;
     out->hbm_items = d.runs;
     out->host_items = d.item_count - d.runs;
-    FRUGAL_TRY(stage(f, d, rows, d.staged, {}, d.frequent.size(), &out->staged));
-    f.placed.push_back(*out);
-    return FRUGAL_OK;
+    staged_rows = d.staged;
+    staged_count = d.frequent.size();
   }
-  const size_t n = part.distinct, most_items = d.item_count ? d.item_count : n;
-  const uint32_t *slots = part.row_slots(), *start = part.row_start();
-  Buffer memory;
-  FRUGAL_TRY(pinned_.get(most_items * sizeof(device::Item) + 2 * n * sizeof(uint32_t), &memory));
-  auto* items = memory.as<device::Item>();
-  auto* source = reinterpret_cast<uint32_t*>(items + most_items);
-  auto* staged = source + n;
-  uint32_t last = static_cast<uint32_t>(most_items);  // items of rows in device memory, from the end
-  uint64_t hits = 0;
-  for (uint32_t i = 0; i < n; ++i) {
-    const uint32_t runs = (start[i + 1] - start[i] + device::kRun - 1) / device::kRun;
-    const uint32_t line = lines->index.find(slots[i]);
-    if (line != RowCache::kNone) {
-      source[i] = device::kHbm | line;
-      hits += start[i + 1] - start[i];
-    } else if (runs > 1) {
-      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(staged_count);
-      staged[staged_count++] = i;
-    } else {
-      source[i] = 0;
-      items[out->host_items++] = {i, 0};
-      continue;
-    }
-    for (uint32_t r = 0; r < runs; ++r) items[--last] = {i, r};
-  }
-  // (Every row has its runs: the two ends meet.)
-  out->hbm_items = static_cast<uint32_t>(most_items) - last;
-  out->lines = lines->values();
-  out->items = seen<device::Item>(memory);
-  out->source = seen_at(source);
-  staged_rows = seen_at(staged);
-  out->cached_keys = hits;
-  f.pinned.push_back(std::move(memory));
   // Frequent rows cross the link once, into device memory, and are spread out from there.
   if (staged_count) FRUGAL_TRY(stage(f, d, rows, staged_rows, {}, staged_count, &out->staged));
   f.placed.push_back(*out);
   return FRUGAL_OK;
 }
 
+// The caller's stream comes after what was sent.
+Status Gpu::behind(const OnDevice& sent) {
+  if (!sent.sent.handle) return FRUGAL_OK;
+  return noted(runtime_->wait(stream_, sent.sent), "waiting for lists of the cache");
+}
+
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
 // once, however many bags it is in.
-Status Gpu::places(Flight& f, const Part& part, const Rows& rows, const PartOnDevice& d,
-                   const DeviceLines* lines, Placed* out) {
+Status Gpu::places(Flight& f, Part& part, const Rows& rows, PartOnDevice& d, const DeviceLines* lines,
+                   Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host, source;
   size_t host_count = part.distinct;
   if (lines) {
+    FRUGAL_TRY(cached_places(part, d));
+    const SourcesOnDevice& c = *d.cached;
+    FRUGAL_TRY(behind(c));
     out->lines = lines->values();
-    Buffer lists;
-    FRUGAL_TRY(pinned_.get(2 * part.distinct * sizeof(uint32_t), &lists));
-    auto *from = lists.as<uint32_t>(), *of_host = from + part.distinct;
-    host_count = 0;
-    for (uint32_t i = 0; i < part.distinct; ++i) {
-      const uint32_t line = lines->index.find(part.row_slots()[i]);
-      from[i] = line == RowCache::kNone ? 0 : device::kHbm | line;
-      if (!from[i])
-        of_host[host_count++] = i;
-      else
-        out->cached_keys += part.row_start()[i + 1] - part.row_start()[i];
-    }
-    source = seen<uint32_t>(lists);
-    host = source + part.distinct;
-    f.pinned.push_back(std::move(lists));
+    source = c.source;
+    host = c.host_rows;
+    host_count = c.host_items + c.staged;
   }
   FRUGAL_TRY(stage(f, d, rows, host, host, host_count, &out->staged));
   DeviceBuffer memory;
@@ -233,7 +207,7 @@ Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out)
 }
 
 Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
-                   const GpuOp& op, uint64_t* cached_keys) {
+                   const GpuOp& op) {
   const uint32_t dim = rows.layout().dim;
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -247,7 +221,6 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     a.places = at.places;
     a.lines = at.lines;
     a.staged = at.staged;
-    *cached_keys = at.cached_keys;
     a.offsets = op.device_offsets;
     if (!a.offsets) FRUGAL_TRY(keep(f, op.op.offsets, op.op.bags + 1, &a.offsets));
     FRUGAL_TRY(weights_of(f, op, part->n, &a.weights));
@@ -264,7 +237,6 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
   if (part->n == 0) return FRUGAL_OK;
   Placed from;
   FRUGAL_TRY(sources(f, *part, rows, *d, lines, &from));
-  *cached_keys = from.cached_keys;
   device::GatherArgs a{};
   a.part = d->part;
   a.host = host_rows(rows);
@@ -414,32 +386,40 @@ Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceL
   return FRUGAL_OK;
 }
 
-// The update of the lines that a committed step touches: rank sums in order, then the optimizer.
-Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, const TermList& touched) {
-  const size_t n = touched.slots.size(), terms = touched.terms.size();
+// Lines that a committed step touches: rank sums in order, then the optimizer.
+Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
+                        const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to) {
+  const size_t n = to - from;
   if (n == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(boundary_));
   f.updates.push_back(update);
-  Buffer lists;
-  FRUGAL_TRY(pinned_.get(terms * sizeof(Ptr<float>) + (2 * n + 1) * sizeof(uint32_t), &lists));
-  auto* term = lists.as<Ptr<float>>();
-  auto* start = reinterpret_cast<uint32_t*>(term + terms);
-  auto* to = start + n + 1;
-  for (size_t i = 0; i < terms; ++i) term[i] = seen_at(touched.terms[i]);
-  std::memcpy(start, touched.start.data(), (n + 1) * sizeof(uint32_t));
-  std::memcpy(to, touched.slots.data(), n * sizeof(uint32_t));
-  f.pinned.push_back(std::move(lists));
-  DeviceBuffer sums;
+  f.sent.push_back(lists);
+  DeviceBuffer sums, ranks;
   FRUGAL_TRY(memory_->get(n * lines.stride * sizeof(float), &sums));
+  const size_t ranks_bytes = update->ranks.size() * sizeof(Ptr<float>);
+  FRUGAL_TRY(memory_->get(ranks_bytes, &ranks));
+  Buffer handed_over;
+  FRUGAL_TRY(pinned_.get(ranks_bytes, &handed_over));
+  for (size_t r = 0; r < update->ranks.size(); ++r)
+    handed_over.as<Ptr<float>>()[r] = seen<float>(update->ranks[r].sums);
+  const Ptr<Ptr<float>> to_ranks = ranks.as<Ptr<float>>(), from_ranks = seen<Ptr<float>>(handed_over);
+  const Ptr<float> to_sums = sums.as<float>();
+  f.pinned.push_back(std::move(handed_over));
+  f.memory.push_back(std::move(sums));
+  f.memory.push_back(std::move(ranks));
+  device::Result r = runtime_->wait(boundary_, lists->sent);
+  if (r.ok()) r = runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes, boundary_);
+  FRUGAL_TRY(noted(r, "the update of a cache"));
   const uint32_t dim = update->scalars.dim;
   device::SumTermsArgs s{};
-  s.terms = seen_at(term);
-  s.start = seen_at(start);
+  s.ranks = to_ranks;
+  s.ranks_stride = update->ranks[0].stride;  // the table's, of all
+  s.terms = lists->terms;
+  s.start = lists->start + from;
   s.count = static_cast<uint32_t>(n);
   s.dim = dim;
-  s.sums = sums.as<float>();
+  s.sums = to_sums;
   s.sums_stride = lines.stride;
-  f.memory.push_back(std::move(sums));
   FRUGAL_TRY(launch(Kernel::sum_terms, device::sum_terms_shape(s, extent_), s, boundary_));
   device::ApplyArgs a{};
   a.step = update->scalars;
@@ -447,7 +427,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, 
   a.state = lines.state_memory.as<float>();
   a.state_stride = lines.state_stride;
   a.state_second = lines.state_second;
-  a.to = seen_at(to);
+  a.to = lists->lines + from;
   a.count = s.count;
   a.dim = dim;
   a.sums = s.sums;
@@ -465,20 +445,21 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update, 
   return launch(kernel, device::apply_shape(a, extent_), a, boundary_);
 }
 
-// Rows that have been let in: values and state from the host rows, which are up to date.
-Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows, const Vector<uint32_t>& slots,
-                       const Vector<uint32_t>& to) {
-  const size_t n = slots.size();
-  if (n == 0) return FRUGAL_OK;
+// Rows that the plan lets in: values and state from the host rows, which are up to date.
+Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows) {
+  const PlanOnDevice& plan = *lines.plan;
+  if (plan.count == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(boundary_));
+  f.sent.push_back(lines.plan);
+  FRUGAL_TRY(noted(runtime_->wait(boundary_, plan.sent), "rows that come into a cache"));
   device::FillArgs a{};
   a.host = host_rows(rows);
   a.lines = lines.values();
   a.host_state = {seen_at(rows.ref().state), rows.ref().state_stride};
   a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
-  FRUGAL_TRY(keep(f, slots.data(), n, &a.slots));
-  FRUGAL_TRY(keep(f, to.data(), n, &a.to));
-  a.count = static_cast<uint32_t>(n);
+  a.slots = plan.slots;
+  a.to = plan.to;
+  a.count = static_cast<uint32_t>(plan.count);
   a.dim = rows.layout().dim;
   a.state_floats = static_cast<uint32_t>(lines.state_stride);
   return launch(Kernel::fill_lines, device::fill_shape(a, extent_), a, boundary_);

@@ -62,7 +62,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   } else {
     ++engine.outside_;  // no more of them begin
     entered_ = true;
-    engine.settle(lock, [&] { return engine.reading_ == 0; });
+    engine.settle(lock, [&] { return engine.reading_ == 0 && engine.planning_ == 0; });
   }
 }
 
@@ -255,31 +255,6 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   return FRUGAL_OK;
 }
 
-// No rank is inside a step, and none can begin one: the caches are ours.
-void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
-  if (!caches_exist()) return;
-  Vector<TrainerRef> trainers;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    trainers = ranks_;
-  }
-  Vector<uint32_t> dropped;
-  dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
-  for (const TrainerRef& t : trainers) {
-    if (!t) continue;
-    auto at = t->caches.find(&table);
-    RowCache* cache = at == t->caches.end() ? nullptr : at->second.cache();
-    if (!cache) continue;
-    for (size_t i = 0; i < n; ++i)
-      if (slots[i] < kMissingSlot && cache->find(slots[i]) != RowCache::kNone) {
-        cache->drop(slots[i]);
-        dropped.push_back(slots[i]);
-      }
-  }
-  if (table.window.opened())
-    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr);
-}
-
 Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
   FRUGAL_TRY(check());
   FpEnvironment fp;
@@ -394,7 +369,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     if (trainer && trainer->gpu && gpu[i].rows_on_device)
       FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i]));
     else
-      FRUGAL_TRY(gather(nullptr, *table, s, op.count, op));
+      FRUGAL_TRY(gather(*table, nullptr, nullptr, s, op.count, op));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborted(*trainer);

@@ -170,6 +170,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         break;
       }
   }
+  if (t.has_cache.load()) end_planning(t);
   for (;;) {
     Status s = gate(&t, step, deadline);
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
@@ -199,20 +200,21 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
       fail_background(s);
     }
     if (s != FRUGAL_OK) {
-      if (t.gpu && health() == FRUGAL_OK) {
+      if (health() == FRUGAL_OK) {
         try {
           forget_lines(t);
         } catch (const std::bad_alloc&) {
           fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
         }
-        t.gpu->take_flight();  // waits until the device has done with what it has taken
       }
+      if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
       std::lock_guard<std::mutex> lock(mu_);
       t.in_step = false;
       t.next_step = step;
       return s;
     }
   }
+  if (t.has_cache.load()) begin_planning(t, step);
   if (deferred_now_.load(std::memory_order_relaxed) && config_.flush_threads) {
     bool schedule = false;
     try {
@@ -233,146 +235,6 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     if (schedule) wake_workers();
   }
   return FRUGAL_OK;
-}
-
-// --- The caches' boundary ------------------------------------------------------------------------
-
-TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
-  auto at = t.caches.find(table.get());
-  if (at != t.caches.end()) return at->second;
-  TrainerTable made;
-  made.table = table;
-  uint64_t per_line = RowCache::line_bytes(table->rows.layout());
-  uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
-  if (t.cache_bytes) {
-    // Tables share the bytes in proportion to their size.
-    long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
-    std::lock_guard<std::mutex> lock(mu_);
-    for (const TableRef& o : tables_)
-      all += static_cast<long double>(RowCache::line_bytes(o->rows.layout())) * o->rows.capacity();
-    lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
-  }
-  lines = std::min<uint64_t>(lines, table->rows.capacity());
-  // No memory for a cache: the trainer works without one.
-  if (lines && t.gpu) {
-    lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
-    if (t.gpu->open_lines(table->rows, lines, &made.lines) != FRUGAL_OK) made.lines.reset();
-  } else if (lines) {
-    made.host = std::make_unique<RowCache>();
-    if (made.host->open(table->rows, lines, &pool_) != FRUGAL_OK) made.host.reset();
-  }
-  return t.caches[table.get()] = std::move(made);
-}
-
-const DeviceLines* Engine::lines_of(const Trainer& t, const Table& table) {
-  auto at = t.caches.find(&table);
-  return at == t.caches.end() ? nullptr : at->second.lines.get();
-}
-
-Status Engine::turn_caches(Trainer& t, uint64_t step) {
-  // No commit while rows are copied: with staleness other ranks may end steps now.
-  std::lock_guard<std::mutex> boundary(cache_mu_);
-  Vector<UpdateRef> updates;
-  Vector<TableRef> update_tables, tables;
-  Map<const Table*, Vector<PartRef>> parts;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    updates.swap(t.backlog);
-    update_tables.swap(t.backlog_tables);
-    tables = tables_;
-    auto at = batches_.find(step);
-    if (at != batches_.end() && to_commit() >= t.cache_from)
-      for (const BatchRef& b : at->second)
-        if (b->rank == t.rank)
-          for (size_t i = 0; i < b->parts.size(); ++i)
-            if (b->parts[i]->resolved()) parts[b->tables[i].get()].push_back(b->parts[i]);
-  }
-  Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
-  TermList scratch;
-  for (size_t i = 0; i < updates.size(); ++i) {
-    TrainerTable& of = cache_of(t, update_tables[i]);
-    if (of.host) of.host->apply(*updates[i], &scratch);
-    if (of.lines) {
-      of.lines->index.touched(*updates[i], &scratch);
-      FRUGAL_TRY(t.gpu->apply_lines(*flight, *of.lines, updates[i], scratch));
-    }
-  }
-  updates.clear();
-  for (const TableRef& table : tables) {
-    auto at = parts.find(table.get());
-    if (at != parts.end()) FRUGAL_TRY(turn_table(t, step, table, at->second));
-  }
-  return t.gpu ? t.gpu->end_boundary(*flight) : FRUGAL_OK;
-}
-
-// Which rows of a table the cache holds in step `step`, whose declarations by this rank are `parts`.
-Status Engine::turn_table(Trainer& t, uint64_t step, const TableRef& table, const Vector<PartRef>& parts) {
-  TrainerTable& of = cache_of(t, table);
-  RowCache* cache = of.cache();
-  if (!cache) return FRUGAL_OK;
-  FRUGAL_TRY(open_window(*table));
-  Vector<uint32_t> slots, waiting, admitted, lines, evicted;
-  for (const PartRef& p : parts)
-    for (size_t i = 0; i < p->distinct; ++i)
-      if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
-        slots.push_back(p->row_slots()[i]);
-  if (parts.size() > 1) {  // one part's rows are ascending
-    std::sort(slots.begin(), slots.end());
-    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-  }
-  // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
-  // not what the cache would have to hold.
-  {
-    // One look at both: a row that an abort takes back now is young before and reserved after.
-    std::lock_guard<std::mutex> young(table->young_mu);
-    if (table->rows.has_reserved()) {
-      table->rows.collect_reserved(slots.data(), slots.size(), &waiting);
-      std::erase_if(slots, [&](uint32_t s) {
-        return std::binary_search(waiting.begin(), waiting.end(), s) && cache->find(s) == RowCache::kNone;
-      });
-    }
-    if (!table->young.empty())
-      std::erase_if(slots, [&](uint32_t s) { return table->young.count(s) != 0; });
-  }
-  if (stale()) {
-    waiting.clear();
-    table->window.collect_pending(slots.data(), slots.size(), &waiting);
-    std::erase_if(slots, [&](uint32_t s) {
-      return std::binary_search(waiting.begin(), waiting.end(), s) &&
-             cache->find(s) == RowCache::kNone;
-    });
-  }
-  Vector<uint64_t> next(slots.size());
-  table->window.next_owner_reads(slots.data(), slots.size(), step, next.data());
-  cache->turn_over(
-      table->rows, step, slots.data(), next.data(), slots.size(),
-      [&](uint32_t slot) {
-        uint64_t n;
-        table->window.next_owner_reads(&slot, 1, step, &n);
-        return n;
-      },
-      &admitted, &lines, &evicted);
-  uint64_t dirty = 0;
-  table->window.set_cached(evicted.data(), evicted.size(), false, &dirty);
-  table->window.set_cached(admitted.data(), admitted.size(), true, nullptr);
-  counters_.cache_admitted.fetch_add(admitted.size(), std::memory_order_relaxed);
-  counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
-  counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
-  if (!of.lines) return FRUGAL_OK;
-  return t.gpu->fill_lines(t.gpu->flight(t.rank, step), *of.lines, table->rows, admitted, lines);
-}
-
-// After a boundary that the device has not taken whole, no line is what the index says. Host rows are, or
-// will be: updates go there in any case.
-void Engine::forget_lines(Trainer& t) {
-  for (auto& [raw, of] : t.caches) {
-    if (!of.lines) continue;
-    Vector<uint32_t> dropped;
-    dropped.reserve(of.lines->index.size());
-    of.lines->index.clear(&dropped);
-    if (of.table->window.opened())
-      of.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
-  }
 }
 
 // --- Ending a step -------------------------------------------------------------------------------
@@ -943,6 +805,7 @@ void Engine::undo_local(Trainer& t) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     t.in_step = false;
+    t.turned = kNoStep;
     if (t.next_step != kNoStep) t.next_step = to_commit();
   }
   t.undo_pending.store(false);

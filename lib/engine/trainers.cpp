@@ -110,8 +110,8 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   decltype(t->caches) caches;
   {
     std::unique_lock<std::mutex> lock(mu_);
-    // An operation outside steps may be looking into the caches.
-    settle(lock, [&] { return outside_ == 0; });
+    // An operation outside steps, or a thread that plans, may be looking into the caches.
+    settle(lock, [&] { return outside_ == 0 && !t->planning; });
     caches.swap(t->caches);
   }
   t->lent.clear();
@@ -123,7 +123,8 @@ Status Engine::close_trainer(const TrainerRef& t) try {
     Vector<uint32_t> dropped;
     tt.cache()->clear(&dropped);
     if (tt.table->window.opened())
-      tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr);
+      tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr,
+                                 Window::Urgency::kUrgent);
   }
   {
     std::lock_guard<std::mutex> lock(mu_);

@@ -644,27 +644,43 @@ void Window::settle(const Claim::Run& run, Vector<UpdateRef>* finished) {
 
 // --- Caches --------------------------------------------------------------------------------------
 
-void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty) {
-  BothLocks lock(*this, Urgency::kUrgent);
-  if (n) words_only_ = true;
-  for (size_t i = 0; i < n; ++i) {
-    Word& w = words_[slots[i]];
-    w = aged(w, base_);
-    w = cached ? w | kCached : w & ~kCached;
-    Node node = pending(w, slots[i]);
-    if (!node.update) continue;
-    if (dirty && !cached && node.update->committed) ++*dirty;
-    reprioritize(node, deadline(w, node.update->step));
+namespace {
+
+constexpr size_t kRowsAhead = 16;  // words on their way from memory
+constexpr size_t kLockedRows = 2048;
+
+}  // namespace
+
+void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty, Urgency urgency) {
+  for (size_t from = 0; from < n; from += kLockedRows) {
+    BothLocks lock(*this, urgency);
+    words_only_ = true;
+    const size_t end = std::min(n, from + kLockedRows);
+    for (size_t i = from; i < end; ++i) {
+      if (i + kRowsAhead < end) __builtin_prefetch(&words_[slots[i + kRowsAhead]], 1);
+      Word& w = words_[slots[i]];
+      w = aged(w, base_);
+      w = cached ? w | kCached : w & ~kCached;
+      Node node = pending(w, slots[i]);
+      if (!node.update) continue;
+      if (dirty && !cached && node.update->committed) ++*dirty;
+      reprioritize(node, deadline(w, node.update->step));
+    }
   }
 }
 
-void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next) {
-  Lock lock(links_mu_, links_urgent_, Urgency::kUrgent);
-  for (size_t i = 0; i < n; ++i) {
-    next[i] = UINT64_MAX;
-    uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
-    uint64_t ahead = (aged(words_[slots[i]], base_) >> kOwnerAt & kOwner) >> skip << skip;
-    if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
+void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next,
+                              Urgency urgency) {
+  for (size_t from = 0; from < n; from += kLockedRows) {
+    Lock lock(links_mu_, links_urgent_, urgency);
+    const size_t end = std::min(n, from + kLockedRows);
+    for (size_t i = from; i < end; ++i) {
+      if (i + kRowsAhead < end) __builtin_prefetch(&words_[slots[i + kRowsAhead]]);
+      next[i] = UINT64_MAX;
+      uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
+      uint64_t ahead = (aged(words_[slots[i]], base_) >> kOwnerAt & kOwner) >> skip << skip;
+      if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
+    }
   }
 }
 

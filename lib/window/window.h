@@ -116,9 +116,9 @@ class Window : public HeapObject {
   void finish(const Claim& claim, Vector<UpdateRef>* finished);
 
   // The owner's cache took (or gave up) these rows: its own reads no longer (again) count.
-  void set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty);
+  void set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty, Urgency urgency);
   // Next declared read > `after` by the owner of the row; UINT64_MAX if none. For cache policy.
-  void next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next);
+  void next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next, Urgency urgency);
 
   // Those of `slots` that have updates pending, in their order.
   void collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out);

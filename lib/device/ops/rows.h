@@ -239,6 +239,7 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
     uint32_t place = a.source ? load(a.source + row) : 0;
+    if (a.all_staged && (place & kStaged)) place = 0;  // a host row, staged among the frequent ones only
     if (!(place & kHbm)) place = a.all_staged ? kHbm | kStaged | row : load(a.part.slots + row);
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {

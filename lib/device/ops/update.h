@@ -17,16 +17,22 @@ namespace frugal::device {
 
 // --- Ranks --------------------------------------------------------------------------------------
 
-// Row i of `sums` = the serial sum of the rows terms[start[i]] .. terms[start[i + 1] - 1], the rank
-// sums in ascending rank order, at least one a row. Each is aligned to 16 bytes and may be read up
-// to a multiple of 4 floats.
+// One rank's sum of a row: row `row` of what rank number `rank` has handed over.
+struct alignas(8) Term {
+  uint32_t rank, row;
+};
+
+// Row i of `sums` = the serial sum of terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank
+// order, at least one a row. Hand-overs are aligned to 16 bytes.
 struct SumTermsArgs {
-  Ptr<Ptr<float>> terms;
-  Ptr<uint32_t> start;   // null: one term a row
+  Ptr<Ptr<float>> ranks;  // hand-overs
+  uint64_t ranks_stride;  // floats, a multiple of 4
+  Ptr<Term> terms;
+  Ptr<uint32_t> start;    // null: one term a row
   uint32_t count;
   uint32_t dim;
-  Ptr<float> sums;       // device memory, aligned to 16 bytes
-  uint64_t sums_stride;  // floats, a multiple of 4
+  Ptr<float> sums;        // device memory, aligned to 16 bytes
+  uint64_t sums_stride;   // floats, a multiple of 4
 };
 
 FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
@@ -48,19 +54,22 @@ FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
     Float4 sum[kInFlight] = {};
     bool more = true;
     for (uint32_t t = 0; more; ++t) {
-      Ptr<float> term[kInFlight];
+      Term term[kInFlight];
+      bool in_span[kInFlight];
       more = false;
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        const bool in_span = t < span[k].end - span[k].begin;
-        term[k] = in_span ? load(a.terms + (span[k].begin + t)) : Ptr<float>{};
-        more = more || in_span;
+        in_span[k] = t < span[k].end - span[k].begin;
+        term[k] = in_span[k] ? load(a.terms + (span[k].begin + t)) : Term{0, 0};
+        more = more || in_span[k];
       }
       Float4 x[kInFlight];
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        x[k] = term[k] ? load_vector<Float4>(term[k], vector[k]) : Float4{};
+        x[k] = Float4{};
+        if (!in_span[k]) continue;
+        x[k] = load_vector<Float4>(load(a.ranks + term[k].rank) + term[k].row * a.ranks_stride, vector[k]);
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        if (term[k]) sum[k] = t == 0 ? x[k] : sum[k] + x[k];
+        if (in_span[k]) sum[k] = t == 0 ? x[k] : sum[k] + x[k];
       }
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {

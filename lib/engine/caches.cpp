@@ -1,0 +1,402 @@
+// The boundaries of trainers' caches: worked out ahead, carried out when a step begins (docs/cuda.md,
+// section 8).
+//
+// What a boundary does follows from the declarations, so a background thread works it out while the step
+// before is being computed: which rows come and go, where the rows of the step are read, and which lines
+// the update of the step before touches. step_begin then has bytes to move, and nothing else.
+//
+// Invariants: at most one boundary is planned, the next. Who goes out by a plan counts as a host row from
+// that moment on: its line is intact until the boundary, but what waits for the row becomes urgent at once,
+// so that the gate of the step has seen it. Who comes in counts as a line not before it is one. Keys that
+// were not declared never go to lines: they are fresh in host memory.
+// Threads: `planning` (of a trainer), or its step_begin, or an operation outside steps, has its caches.
+#include <algorithm>
+
+#include "engine/wait.h"
+
+namespace frugal {
+
+TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
+  if (TrainerTable* of = cache_in(t, *table)) return *of;
+  TrainerTable made;
+  made.table = table;
+  uint64_t per_line = RowCache::line_bytes(table->rows.layout());
+  uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
+  if (t.cache_bytes) {
+    // Tables share the bytes in proportion to their size.
+    long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TableRef& o : tables_)
+      all += static_cast<long double>(RowCache::line_bytes(o->rows.layout())) * o->rows.capacity();
+    lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
+  }
+  lines = std::min<uint64_t>(lines, table->rows.capacity());
+  // No memory for a cache: the trainer works without one.
+  if (lines && t.gpu) {
+    lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
+    if (t.gpu->open_lines(table->rows, lines, &made.lines) != FRUGAL_OK) made.lines.reset();
+  } else if (lines) {
+    made.host = std::make_unique<RowCache>();
+    if (made.host->open(table->rows, lines, &pool_) != FRUGAL_OK) made.host.reset();
+  }
+  return t.caches[table.get()] = std::move(made);
+}
+
+TrainerTable* Engine::cache_in(Trainer& t, const Table& table) {
+  auto at = t.caches.find(&table);
+  return at == t.caches.end() ? nullptr : &at->second;
+}
+
+// --- Planning ------------------------------------------------------------------------------------
+
+// The resolved parts that a rank has declared for a step. With mu_ held. False: there may be more of
+// them soon.
+bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) const {
+  bool all = true;
+  auto at = batches_.find(step);
+  if (at == batches_.end()) return false;
+  for (const BatchRef& b : at->second) {
+    if (b->rank != t.rank) continue;
+    for (size_t i = 0; i < b->parts.size(); ++i) {
+      const PartRef& p = b->parts[i];
+      const uint32_t state = p->state.load(std::memory_order_acquire);
+      if (state == Part::kStale || state == Part::kDropped) continue;
+      if (state != Part::kResolved || !p->linked) all = false;
+      if (state == Part::kResolved) (*parts)[b->tables[i].get()].push_back(p);
+    }
+  }
+  return all && !parts->empty();
+}
+
+bool Engine::to_plan(const Trainer& t) const {  // with mu_ held
+  return t.has_cache.load() && !t.planning && t.turned != kNoStep && t.next_step == t.turned + 1 &&
+         t.planned != t.next_step && t.next_step >= t.cache_from && !t.closing.load() &&
+         !t.abort_notice.load() && !t.undo_pending.load();
+}
+
+bool Engine::plan_one() {
+  if (!caches_exist() || stale()) return false;
+  TrainerRef t;
+  uint64_t step = 0;
+  PartsByTable parts, pushed;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (outside_ || aborting_ || closed_.load()) return false;
+    for (const TrainerRef& r : ranks_) {
+      if (!r || !to_plan(*r)) continue;
+      parts.clear();
+      if (!declared_by(*r, r->next_step, &parts)) continue;
+      t = r;
+      break;
+    }
+    if (!t) return false;
+    step = t->next_step;
+    // What the ranks push in the step before, if that is what they declared, by rank.
+    auto before = batches_.find(step - 1);
+    if (before != batches_.end()) {
+      for (const BatchRef& b : before->second)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->parts[i]->resolved() && b->parts[i]->distinct)
+            pushed[b->tables[i].get()].push_back(b->parts[i]);
+      for (auto& [raw, list] : pushed)
+        std::sort(list.begin(), list.end(), [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
+    }
+    t->planning = true;
+    ++planning_;
+  }
+  auto plan = [&]() -> Status {
+    const Vector<PartRef> none;
+    for (auto& [raw, of] : t->caches) {
+      if (!of.cache() || t->closing.load()) continue;
+      auto declared = parts.find(raw);
+      FRUGAL_TRY(plan_table(*t, of, step, declared == parts.end() ? none : declared->second,
+                            Window::Urgency::kBackground));
+      auto before = pushed.find(raw);
+      if (before == pushed.end()) continue;
+      of.plan.pushed = before->second;
+      of.cache()->touched(of.plan.pushed, &of.plan.update);
+    }
+    return FRUGAL_OK;
+  };
+  Status s = FRUGAL_OK;
+  try {
+    s = plan();
+  } catch (const std::bad_alloc&) {
+    s = FRUGAL_ERR_OUT_OF_MEMORY;
+  }
+  // The cache is between two states.
+  if (s != FRUGAL_OK) fail_background(s);
+  // Ahead of the boundary, which does it itself where this fails.
+  if (s == FRUGAL_OK && t->gpu && !t->gpu->sticky()) {
+    try {
+      for (auto& [raw, of] : t->caches) {
+        if (!of.lines || of.planned != step) continue;
+        for (const PartRef& p : of.plan.parts) (void)t->gpu->place(*p);
+        (void)t->gpu->send_plan(of.plan, of.lines.get());
+      }
+    } catch (const std::bad_alloc&) {
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    t->planning = false;
+    t->planned = step;
+    --planning_;
+  }
+  progress();
+  return true;
+}
+
+// The caches are the caller's from here on.
+void Engine::end_planning(Trainer& t) {
+  std::unique_lock<std::mutex> lock(mu_);
+  t.turned = kNoStep;
+  settle(lock, [&] { return !t.planning; });
+}
+
+// The boundary of `step` is behind us: that of the next may be planned.
+void Engine::begin_planning(Trainer& t, uint64_t step) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!t.abort_notice.load() && t.in_step && t.step == step) t.turned = step;
+  }
+  if (config_.flush_threads) wake_workers();
+}
+
+// What the boundary of `step` does to the cache of a table, for whose rows the rank has declared `parts`.
+Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
+                          Window::Urgency urgency) {
+  RowCache& cache = *of.cache();
+  Table& table = *of.table;
+  FRUGAL_TRY(open_window(table));
+  flag_lines(of, urgency);
+  of.plan = {};
+  if (of.lines) of.lines->plan.reset();
+  Vector<uint32_t> slots, waiting, evicted;
+  for (const PartRef& p : parts)
+    for (size_t i = 0; i < p->distinct; ++i)
+      if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
+        slots.push_back(p->row_slots()[i]);
+  if (parts.size() > 1) {  // one part's rows are ascending
+    std::sort(slots.begin(), slots.end());
+    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  }
+  // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
+  // not what the cache would have to hold.
+  {
+    // One look at both: a row that an abort takes back now is young before and reserved after.
+    std::lock_guard<std::mutex> young(table.young_mu);
+    if (table.rows.has_reserved()) {
+      table.rows.collect_reserved(slots.data(), slots.size(), &waiting);
+      std::erase_if(slots, [&](uint32_t s) {
+        return std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone;
+      });
+    }
+    if (!table.young.empty())
+      std::erase_if(slots, [&](uint32_t s) { return table.young.count(s) != 0; });
+  }
+  if (stale()) {
+    waiting.clear();
+    table.window.collect_pending(slots.data(), slots.size(), &waiting);
+    std::erase_if(slots, [&](uint32_t s) {
+      return std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone;
+    });
+  }
+  Vector<uint64_t> next(slots.size());
+  table.window.next_owner_reads(slots.data(), slots.size(), step, next.data(), urgency);
+  cache.turn_over(
+      step, slots.data(), next.data(), slots.size(),
+      [&](uint32_t slot) {
+        uint64_t n;
+        table.window.next_owner_reads(&slot, 1, step, &n, urgency);
+        return n;
+      },
+      &of.plan.admitted, &of.plan.to, &evicted);
+  of.planned = step;
+  uint64_t dirty = 0;
+  table.window.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
+  counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
+  counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
+  for (const PartRef& p : parts) FRUGAL_TRY(place_part(t, of, *p));
+  of.plan.parts = parts;
+  return FRUGAL_OK;
+}
+
+// Where the cache has the rows of a part.
+Status Engine::place_part(Trainer& t, TrainerTable& of, Part& part) {
+  if (t.gpu) t.gpu->forget_places(part);
+  part.lines = {};
+  part.cached = 0;
+  Buffer lines;
+  FRUGAL_TRY(pool_.get(part.distinct * sizeof(uint32_t), &lines));
+  const uint32_t *start = part.row_start(), *line = lines.as<uint32_t>();
+  of.cache()->find(part.row_slots(), part.distinct, lines.as<uint32_t>());
+  for (size_t i = 0; i < part.distinct; ++i)
+    if (line[i] != RowCache::kNone) part.cached += start[i + 1] - start[i];
+  part.lines = std::move(lines);
+  return FRUGAL_OK;
+}
+
+// The owner's own reads of rows that have come in wait for nothing any more.
+void Engine::flag_lines(TrainerTable& of, Window::Urgency urgency) {
+  of.table->window.set_cached(of.unflagged.data(), of.unflagged.size(), true, nullptr, urgency);
+  of.unflagged.clear();
+}
+
+// The boundary will not be as planned. Rows that were to come in stay out; those that were to go have gone.
+void Engine::cancel_plan(TrainerTable& of) {
+  if (of.planned == kNoStep) return;
+  for (uint32_t slot : of.plan.admitted) of.cache()->drop(slot);
+  of.planned = kNoStep;
+  of.plan = {};
+  if (of.lines) of.lines->plan.reset();
+}
+
+// --- The boundary --------------------------------------------------------------------------------
+
+Status Engine::turn_caches(Trainer& t, uint64_t step) {
+  // No commit while rows are copied: with staleness other ranks may end steps now.
+  std::lock_guard<std::mutex> boundary(cache_mu_);
+  Vector<UpdateRef> backlog;
+  Vector<TableRef> backlog_tables, tables;
+  PartsByTable parts;
+  auto as_planned = [&](const CachePlan& plan, const Vector<PartRef>& declared) {
+    for (const PartRef& p : plan.parts)
+      if (!p->linked || std::find(declared.begin(), declared.end(), p) == declared.end()) return false;
+    return true;
+  };
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    backlog.swap(t.backlog);
+    backlog_tables.swap(t.backlog_tables);
+    tables = tables_;
+    if (to_commit() >= t.cache_from) declared_by(t, step, &parts);
+    for (auto& [raw, of] : t.caches)
+      if (of.planned != kNoStep && (of.planned != step || !as_planned(of.plan, parts[raw]))) cancel_plan(of);
+  }
+  Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
+  struct Turn {
+    TrainerTable* of;
+    Vector<UpdateRef> updates;
+    Vector<std::shared_ptr<LinesOnDevice>> later;  // lines that the step does not read
+  };
+  Vector<Turn> turns;
+  for (const TableRef& table : tables) {
+    auto declared = parts.find(table.get());
+    const bool named = declared != parts.end() && !declared->second.empty();
+    TrainerTable* of = named ? &cache_of(t, table) : cache_in(t, *table);
+    if (!of || !of->cache()) continue;
+    Turn turn{of, {}, {}};
+    for (size_t i = 0; i < backlog.size(); ++i)
+      if (backlog_tables[i] == table) turn.updates.push_back(backlog[i]);
+    turns.push_back(std::move(turn));
+  }
+  TermList scratch;
+  for (Turn& turn : turns) {
+    TrainerTable& of = *turn.of;
+    const Vector<PartRef>& declared = parts[of.table.get()];
+    counters_.cache_turns.fetch_add(1, std::memory_order_relaxed);
+    bool all_now = false;  // lines may be read that the plan does not know of
+    if (of.planned != step) {
+      FRUGAL_TRY(plan_table(t, of, step, declared, Window::Urgency::kUrgent));
+    } else {
+      counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
+      for (const PartRef& p : declared)
+        if (std::find(of.plan.parts.begin(), of.plan.parts.end(), p) == of.plan.parts.end()) {
+          FRUGAL_TRY(place_part(t, of, *p));
+          all_now = true;
+        }
+    }
+    all_now |= turn.updates.size() > 1;
+    if (of.lines) FRUGAL_TRY(t.gpu->send_plan(of.plan, of.lines.get()));
+    for (const UpdateRef& update : turn.updates) {
+      LineUpdate other;
+      const Vector<Handover>& ranks = update->ranks;
+      bool expected = of.plan.pushed.size() == ranks.size();
+      for (size_t r = 0; expected && r < ranks.size(); ++r) expected = ranks[r].part == of.plan.pushed[r];
+      if (!expected) {
+        Vector<PartRef> pushed;
+        for (const Handover& h : ranks) pushed.push_back(h.part);
+        of.cache()->touched(pushed, &other);
+      }
+      const LineUpdate& touched = expected ? of.plan.update : other;
+      if (of.host) {
+        of.host->apply(touched, *update, &scratch);
+        continue;
+      }
+      std::shared_ptr<LinesOnDevice> lists;
+      if (expected)
+        lists = of.lines->plan->update;
+      else
+        FRUGAL_TRY(t.gpu->send_lines(other, &lists));
+      const size_t now = all_now ? touched.lines.size() : touched.urgent;
+      FRUGAL_TRY(t.gpu->apply_lines(*flight, *of.lines, update, lists, 0, now));
+      if (!all_now) turn.later.push_back(std::move(lists));
+    }
+    if (of.host) {
+      of.host->fill(of.table->rows, of.plan.admitted, of.plan.to);
+    } else {
+      FRUGAL_TRY(t.gpu->fill_lines(*flight, *of.lines, of.table->rows));
+    }
+    counters_.cache_admitted.fetch_add(of.plan.admitted.size(), std::memory_order_relaxed);
+    of.unflagged.insert(of.unflagged.end(), of.plan.admitted.begin(), of.plan.admitted.end());
+    // Where nobody plans ahead, nobody else would do it while the step is computed.
+    if (stale() || !config_.flush_threads) flag_lines(of, Window::Urgency::kUrgent);
+    of.planned = kNoStep;
+    of.plan = {};
+  }
+  if (!t.gpu) return FRUGAL_OK;
+  FRUGAL_TRY(t.gpu->end_boundary(*flight));
+  // What the step does not read is brought up to date while it is computed.
+  for (Turn& turn : turns) {
+    for (size_t i = 0; i < turn.later.size(); ++i)
+      FRUGAL_TRY(t.gpu->apply_lines(*flight, *turn.of->lines, turn.updates[i], turn.later[i],
+                                    turn.later[i]->urgent, turn.later[i]->count));
+    turn.of->lines->plan.reset();
+  }
+  return flight->mark();
+}
+
+// After a boundary that has not been carried out whole, no line is what the index says. Host rows are, or
+// will be: updates go there in any case.
+void Engine::forget_lines(Trainer& t) {
+  for (auto& [raw, of] : t.caches) {
+    if (!of.cache()) continue;
+    Vector<uint32_t> dropped;
+    dropped.reserve(of.cache()->size());
+    of.cache()->clear(&dropped);
+    if (of.lines) of.lines->plan.reset();
+    of.unflagged.clear();
+    of.planned = kNoStep;
+    of.plan = {};
+    if (of.table->window.opened())
+      of.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
+  }
+}
+
+// No rank is inside a step, and none can begin one: the caches are ours.
+void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
+  if (!caches_exist()) return;
+  Vector<TrainerRef> trainers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    trainers = ranks_;
+  }
+  Vector<uint32_t> dropped;
+  dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
+  for (const TrainerRef& t : trainers) {
+    TrainerTable* of = t ? cache_in(*t, table) : nullptr;
+    if (!of || !of->cache()) continue;
+    flag_lines(*of, Window::Urgency::kUrgent);
+    cancel_plan(*of);
+    for (size_t i = 0; i < n; ++i)
+      if (slots[i] < kMissingSlot && of->cache()->find(slots[i]) != RowCache::kNone) {
+        of->cache()->drop(slots[i]);
+        dropped.push_back(slots[i]);
+      }
+  }
+  if (table.window.opened())
+    table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
+}
+
+}  // namespace frugal
