@@ -168,6 +168,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
       {"priority falls", s.priority_falls, true},
       {"in flight at a gate", s.gate_in_flight, true},
       {"dirty evictions", s.cache_evicted_dirty, true},
+      {"cache plans carried out", s.cache_planned, true},
       {"back-pressure", s.back_pressure, true},
       {"ranks apart", s.ranks_apart, true},
       {"stale reads", s.stale_reads, false},
