@@ -450,9 +450,10 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
  * joins and as it grows, and kernels read them there. Pointers of its ops, but found_out, may be to
  * memory of that device (rows, grads, weights and weight_grads_out of an op on one side). Keys on the
- * device are compared with those of the batch, or copied, and offsets are copied: such a call waits
- * for the stream. With a batch, keys NULL and offsets on the host nothing waits. With staleness a GPU
- * has no cache. A rank on the cpu device takes host memory only. */
+ * device are compared with those of the batch, or copied, and so are offsets without a batch: such a call
+ * waits for the stream. With a batch and keys NULL nothing waits; what is wrong with offsets on the device
+ * is then told by step_end (INVALID_ARGUMENT), and the step is undone on all ranks. With staleness a
+ * GPU has no cache. A rank on the cpu device takes host memory only (else INVALID_ARGUMENT). */
 FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);

@@ -230,6 +230,59 @@ TEST(Gpu, DeclaredBatchesDoNotWait) {
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
+// Offsets of a declared batch are for kernels alone; what is wrong with them is told when the step ends.
+TEST(Gpu, OffsetsOnTheDevice) {
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  const std::vector<float> before = engine.Rows(table, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  Batch b(0, 0, 300, 16);
+  const frugal_op keys = OpOf(table, b);
+  const uint64_t n = b.keys.size();
+  std::vector<float> out(3 * 16);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.bags = 3;
+  // With the last offset too large, too small, and right: as lookup, and as push.
+  for (const uint64_t last : {n + 7, n - 1, n}) {
+    for (int push = 0; push < 2; ++push) {
+      op.pooling = push ? FRUGAL_POOL_MEAN : FRUGAL_POOL_SUM;
+      frugal_batch* batch = nullptr;
+      uint64_t step = engine.Committed() == FRUGAL_NO_STEP ? 0 : engine.Committed() + 1;
+      ASSERT_OK(frugal_prefetch(gpu, step, &keys, 1, &batch));
+      op.batch = batch;
+      const uint64_t offsets[] = {0, 20, 20, last};
+      ASSERT_OK(frugal_step_begin(gpu, step, kWait));
+      ASSERT_OK(frugal_step_begin(cpu, step, kWait));
+      device.memory->Collect();
+      op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+      op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), out.size() * 4, 4));
+      op.offsets = static_cast<uint64_t*>(device.memory->Send(offsets, sizeof offsets, 8));
+      // The call has no answer to wait for: what is held would take a minute.
+      device.sim->set_delays({0, 0, 100, 0, 60'000'000});
+      auto start = std::chrono::steady_clock::now();
+      if (push)
+        ASSERT_OK(frugal_push_grad(gpu, &op, 1));
+      else
+        ASSERT_OK(frugal_lookup(gpu, &op, 1));
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60));
+      device.sim->set_delays({});
+      if (last == n) {
+        ASSERT_OK(frugal_step_end(gpu, step, 0));
+        ASSERT_OK(frugal_step_end(cpu, step, 0));
+        continue;
+      }
+      EXPECT_EQ(frugal_step_end(gpu, step, 0), FRUGAL_ERR_INVALID_ARGUMENT);
+      EXPECT_NE(LastMessage().find("offsets"), std::string::npos) << LastMessage();
+      EXPECT_EQ(frugal_step_end(cpu, step, 0), FRUGAL_ERR_STEP_ABORTED);
+      EXPECT_TRUE(Same(engine.Rows(table, 300, 16), before));
+      EXPECT_OK(frugal_prefetch_cancel(gpu, batch));
+    }
+  }
+}
+
 TEST(Gpu, OtherKeysThanTheDeclaredOnes) {
   Device device;
   for (int32_t space : {FRUGAL_DENSE, FRUGAL_HASHED}) {
@@ -411,6 +464,56 @@ TEST(Gpu, PointersOfTheWrongDevice) {
   op.weights = static_cast<float*>(device.memory->Send(weights.data(), weights.size() * 4, 4));
   EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
+}
+
+// A host access of these would be a crash.
+TEST(Gpu, PointersOfADeviceForARankOnTheCpu) {
+  Device device;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* cpu = engine.Trainer(0, "cpu");
+  Batch b(0, 0, 300, 16);
+  std::vector<float> rows(b.keys.size() * 16);
+  const size_t n = b.keys.size();
+  void* there = device.memory->Send(rows.data(), rows.size() * 4, 8);
+  frugal_op keys = OpOf(table, b);
+  keys.keys = static_cast<uint64_t*>(there);
+  EXPECT_EQ(frugal_prefetch(cpu, 0, &keys, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("frugal_op.keys is memory of a GPU"), std::string::npos) << LastMessage();
+  EXPECT_EQ(frugal_get(table, keys.keys, n, 0, rows.data(), 0, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_get(table, b.keys.data(), n, 0, static_cast<float*>(there), 0, nullptr),
+            FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_get(table, b.keys.data(), n, 0, rows.data(), 0, static_cast<uint8_t*>(there)),
+            FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_put(table, keys.keys, n, 0, rows.data(), 0), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_put(table, b.keys.data(), n, 0, static_cast<float*>(there), 0), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_delete(table, keys.keys, n, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  for (int at = 0; at < 7; ++at) {
+    const uint64_t offsets[] = {0, n};
+    frugal_op op = OpOf(table, b);
+    op.rows_out = rows.data();
+    op.grads = b.grads.data();
+    op.pooling = FRUGAL_POOL_SUM;
+    op.offsets = offsets;
+    op.bags = 1;
+    std::vector<float> weights(n), grads(n);
+    op.weights = weights.data();
+    op.weight_grads_out = grads.data();
+    switch (at) {
+      case 0: op.keys = static_cast<uint64_t*>(there); break;
+      case 1: op.rows_out = static_cast<float*>(there); break;
+      case 2: op.grads = static_cast<float*>(there); break;
+      case 3: op.offsets = static_cast<uint64_t*>(there); break;
+      case 4: op.weights = static_cast<float*>(there); break;
+      case 5: op.weight_grads_out = static_cast<float*>(there); break;
+      default: op.found_out = static_cast<uint8_t*>(there);
+    }
+    EXPECT_EQ(frugal_lookup(cpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT) << at;
+    EXPECT_EQ(frugal_push_grad(cpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT) << at;
+    EXPECT_EQ(frugal_read(engine.handle, cpu, &op, 1, kWait), FRUGAL_ERR_INVALID_ARGUMENT) << at;
+  }
+  EXPECT_OK(frugal_step_end(cpu, 0, 0));
 }
 
 TEST(Gpu, StreamsAreForGpus) {

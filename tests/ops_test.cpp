@@ -542,10 +542,13 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     a.lines = places.line_rows();
     a.staged = places.staged_rows();
     a.places = place_memory->ptr();
-    a.offsets = offset_memory->ptr();
+    auto wrong = make(*runtime_, anywhere(random), std::vector<uint32_t>{0});
+    a.bags.offsets = offset_memory->ptr();
+    a.bags.bags = static_cast<uint32_t>(bags);
+    a.bags.keys = static_cast<uint32_t>(n);
+    if (random.chance(0.5)) a.bags.wrong = wrong->ptr();
     if (weighted) a.weights = weight_memory->ptr();
     a.mean = mean;
-    a.bags = static_cast<uint32_t>(bags);
     a.dim = dim;
     a.out = out->ptr();
     a.out_stride = stride;
@@ -555,6 +558,52 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
                        mean, expected.data(), stride);
     EXPECT_TRUE(same(out->now(), expected))
         << "dim " << dim << ", bags " << bags << ", longest " << longest;
+    EXPECT_EQ(wrong->now()[0], 0u);
+
+    BagsOfKeysArgs of{};
+    of.bags = a.bags;
+    if (random.chance(0.5)) of.places = place_memory->ptr();
+    auto of_keys = make(*runtime_, Where::kDevice, std::vector<uint32_t>(n, UINT32_MAX));
+    auto terms = make(*runtime_, Where::kDevice, std::vector<float>(bags, -1.0f));
+    of.bag = of_keys->ptr();
+    if (random.chance(0.7)) of.terms = terms->ptr();
+    launch(Kernel::bags_of_keys, bags_of_keys_shape(of, extent(random)), of);
+    std::vector<float> expected_terms(bags, -1.0f);
+    for (size_t b = 0; of.terms && b < bags; ++b) {
+      expected_terms[b] = 0;
+      for (uint64_t k = offsets[b]; k < offsets[b + 1]; ++k)
+        expected_terms[b] += !of.places || place[k] != kPaddingSlot;
+    }
+    EXPECT_TRUE(same(terms->now(), expected_terms));
+    EXPECT_EQ(wrong->now()[0], 0u);
+    {
+      std::vector<uint32_t> expected_bags;
+      for (size_t b = 0; b < bags; ++b)
+        expected_bags.insert(expected_bags.end(), offsets[b + 1] - offsets[b], static_cast<uint32_t>(b));
+      EXPECT_EQ(of_keys->now(), expected_bags);
+    }
+
+    // Offsets that are none: nothing behind the last key is touched (a fault would tell), and it is told.
+    if (n != 0) {
+      std::vector<uint64_t> none = offsets;
+      switch (random.below(4)) {
+        case 0: none.front() = 1; break;
+        case 1: none.back() = n + random.from(1, 5000); break;
+        case 2: none.back() = random.below(n); break;
+        default: none[random.below(bags + 1)] = ~uint64_t{0} - random.below(3);
+      }
+      auto none_memory = make(*runtime_, anywhere(random), none);
+      PoolArgs b = a;
+      b.bags.offsets = none_memory->ptr();
+      b.bags.wrong = wrong->ptr();
+      launch(Kernel::pool_rows, pool_shape(b, n, extent(random)), b);
+      EXPECT_EQ(wrong->now()[0], 1u);
+      auto again = make(*runtime_, anywhere(random), std::vector<uint32_t>{0});
+      of.bags = b.bags;
+      of.bags.wrong = again->ptr();
+      launch(Kernel::bags_of_keys, bags_of_keys_shape(of, extent(random)), of);
+      EXPECT_EQ(again->now()[0], 1u);
+    }
 
     std::vector<uint32_t> bag(n);
     for (size_t b = 0; b < bags; ++b) {

@@ -5,6 +5,7 @@
 #include "arith/fold.h"
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "device/pointers.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -16,7 +17,43 @@ constexpr size_t kParallelBytes = 256 << 10;  // below, sharing costs more than 
 // Outputs of this size live beyond the caches anyway: write them past.
 constexpr size_t kStreamBytes = size_t{24} << 20;
 
+// The bag of each key, and the number of each bag's terms (keys that are not padding).
+void bags_of_keys(const frugal_op& op, uint32_t* out) {
+  for (size_t b = 0; b < op.bags; ++b)
+    std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
+}
+
+void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
+  for (size_t b = 0; b < op.bags; ++b) {
+    uint64_t terms = 0;
+    for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
+    out[b] = static_cast<float>(terms);
+  }
+}
+
 }  // namespace
+
+Status host_memory(const void* p, const char* what) {
+  if (!device::only_on_device(p)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+              "%s is memory of a GPU: give host memory, or use a trainer on that GPU", what);
+}
+
+Status host_memory(const frugal_op* ops, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const frugal_op& op = ops[i];
+    if (op.struct_size != sizeof(frugal_op)) continue;  // is told where ops are checked
+    FRUGAL_TRY(host_memory(op.keys, "frugal_op.keys"));
+    FRUGAL_TRY(host_memory(op.rows_out, "frugal_op.rows_out"));
+    FRUGAL_TRY(host_memory(op.grads, "frugal_op.grads"));
+    FRUGAL_TRY(host_memory(op.found_out, "frugal_op.found_out"));
+    if (op.pooling == FRUGAL_POOL_NONE) continue;
+    FRUGAL_TRY(host_memory(op.offsets, "frugal_op.offsets"));
+    FRUGAL_TRY(host_memory(op.weights, "frugal_op.weights"));
+    FRUGAL_TRY(host_memory(op.weight_grads_out, "frugal_op.weight_grads_out"));
+  }
+  return FRUGAL_OK;
+}
 
 // --- Checking ------------------------------------------------------------------------------------
 
@@ -34,7 +71,8 @@ Status Engine::op_table(const frugal_op& op, TableRef* out) const {
   return FRUGAL_OK;
 }
 
-Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Use use) const {
+Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Use use,
+                        bool offsets_elsewhere) const {
   auto bad = [&](const char* what) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table '%s': %s", table.name.c_str(), what);
   };
@@ -50,12 +88,16 @@ Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Us
   size_t rows = keys;
   if (op.pooling != FRUGAL_POOL_NONE) {
     rows = op.bags;
-    if (!op.offsets) return bad("pooling needs offsets");
+    if (!op.offsets && !offsets_elsewhere) return bad("pooling needs offsets");
     if (op.bags >= UINT32_MAX) return bad("more than 2^32 - 2 bags in one op");
-    if (op.offsets[0] != 0) return bad("offsets[0] must be 0");
-    for (size_t b = 0; b < op.bags; ++b)
-      if (op.offsets[b] > op.offsets[b + 1]) return bad("offsets must not decrease");
-    if (op.offsets[op.bags] != keys) return bad("the last offset must be the number of keys");
+    if (!offsets_elsewhere) {
+      if (op.offsets[0] != 0) return bad("offsets[0] must be 0");
+      for (size_t b = 0; b < op.bags; ++b)
+        if (op.offsets[b] > op.offsets[b + 1]) return bad("offsets must not decrease");
+      if (op.offsets[op.bags] != keys) return bad("the last offset must be the number of keys");
+    } else if (op.bags == 0 && keys) {
+      return bad("the last offset must be the number of keys");
+    }
     if (op.weights && op.pooling != FRUGAL_POOL_SUM) return bad("weights need FRUGAL_POOL_SUM");
   } else if (op.weights) {
     return bad("weights need FRUGAL_POOL_SUM");
@@ -74,7 +116,7 @@ Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Us
 }
 
 // Finds the declaration that an op names by its batch, or by its keys.
-Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, Access* out) {
+Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
   FRUGAL_TRY(op_table(op, &out->table));
   bool padded = op.flags & FRUGAL_OP_PADDING;
   auto same_padding = [&](const Part& p) {
@@ -132,7 +174,7 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, Access* out
         break;
       }
   }
-  FRUGAL_TRY(check_op(op, *out->table, keys, use));
+  FRUGAL_TRY(check_op(op, *out->table, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (!out->whole && op.keys)
     FRUGAL_TRY(out->table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
   return FRUGAL_OK;
@@ -392,12 +434,15 @@ Status Engine::gather(Table& table, const RowCache* cache, const Part* cached, c
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
 template <class Call>
 Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call) {
-  if (!t.gpu) return call(ops, nullptr);
+  if (!t.gpu) {
+    FRUGAL_TRY(host_memory(ops, n));
+    return call(ops, nullptr);
+  }
   FRUGAL_TRY(t.gpu->ready());
   Vector<GpuOp> taken;
   Vector<frugal_op> known(ops, ops + n);
   for (frugal_op& op : known) FRUGAL_TRY(match_batch(t, &op));
-  FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, &taken));
+  FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, !stale(), &taken));
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
   Status s = call(host.data(), taken.data());
@@ -443,7 +488,8 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
 
 Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
   Vector<Access> accesses(n);
-  for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, &accesses[i]));
+  for (size_t i = 0; i < n; ++i)
+    FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, gpu ? &gpu[i] : nullptr, &accesses[i]));
   {
     AccessScope scope(*this, accesses);
     for (size_t i = 0; i < n; ++i)
@@ -729,7 +775,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   Flight& flight = t.gpu->flight(t.rank, t.step);
   const RowLayout& layout = a.table->rows.layout();
   device::GradPtr source;
-  FRUGAL_TRY(t.gpu->gradients(flight, *a.part, op, layout.dim, &source));
+  FRUGAL_TRY(t.gpu->gradients(flight, a.part, op, layout.dim, &source));
   if (op.device_weight_grads) {
     FRUGAL_TRY(fresh_access(t, a));
     if (stale())
@@ -739,16 +785,8 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op, source));
   }
   const uint32_t* nan = nullptr;
-  if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n) {
-    Buffer word;
-    FRUGAL_TRY(pinned_.get(sizeof(uint32_t), &word));
-    *word.as<uint32_t>() = 0;
-    nan = word.as<uint32_t>();
-    flight.nan_flags.reserve(flight.nan_flags.size() + 1);
-    flight.pinned.push_back(std::move(word));
-    flight.nan_flags.push_back(nan);
-    flight.must_land = true;
-  }
+  if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n)
+    FRUGAL_TRY(flight.look_at(&flight.nans, &nan));
   if (state->table) {
     // Gone on with on the host, from the gradient of each key.
     FRUGAL_TRY(sum_lent(state));
@@ -863,14 +901,16 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
 
 Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
   Vector<Access> accesses(n);
-  for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], Use::kPush, &accesses[i]));
+  for (size_t i = 0; i < n; ++i)
+    FRUGAL_TRY(find_access(t, ops[i], Use::kPush, gpu ? &gpu[i] : nullptr, &accesses[i]));
   AccessScope scope(*this, accesses);
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
   Map<const Table*, PushState> fresh_states;
   Map<const Table*, size_t> tails;
   Vector<Buffer> weight_grads(n);
   Flight* flight = gpu ? t.gpu->current_flight() : nullptr;
-  const size_t nan_flags = flight ? flight->nan_flags.size() : 0;
+  const size_t nans = flight ? flight->nans.size() : 0;
+  const size_t wrong_offsets = flight ? flight->wrong_offsets.size() : 0;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
   try {
@@ -909,7 +949,8 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   if (status != FRUGAL_OK) {
     if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
     flight = gpu ? t.gpu->current_flight() : nullptr;
-    if (flight && flight->nan_flags.size() > nan_flags) flight->nan_flags.resize(nan_flags);
+    if (flight && flight->nans.size() > nans) flight->nans.resize(nans);
+    if (flight && flight->wrong_offsets.size() > wrong_offsets) flight->wrong_offsets.resize(wrong_offsets);
     for (auto& [raw, size] : tails) {
       auto old = t.pushes.find(raw);  // gone if the step was undone meanwhile
       if (old != t.pushes.end()) old->second.tail.resize(size);

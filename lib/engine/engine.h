@@ -170,6 +170,11 @@ struct StepRecord {
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
+// Is it memory of the host? `what` names it where it is not.
+Status host_memory(const void* p, const char* what);
+// The same for all that ops of a rank on the cpu device point to.
+Status host_memory(const frugal_op* ops, size_t n);
+
 struct Deadline {
   uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
   bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
@@ -293,7 +298,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   void end_flights(Trainer& leaving);
-  Status end_flight(Trainer& t, bool* nan);
+  enum class Found { kNothing, kNan, kWrongOffsets };
+  Status end_flight(Trainer& t, Found* found);
   void device_failed(uint32_t rank, const Gpu& gpu);
   void leave_gpu(Trainer& t) noexcept;
   void never_resolve(Part& part, Part::State instead);
@@ -369,8 +375,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool whole = false;  // it was declared, and the op names exactly its keys
   };
   Status op_table(const frugal_op& op, TableRef* out) const;
-  Status check_op(const frugal_op& op, const Table& table, size_t keys, Use use) const;
-  Status find_access(Trainer& t, const frugal_op& op, Use use, Access* out);
+  // `offsets_elsewhere`: on a device, where kernels will look at them.
+  Status check_op(const frugal_op& op, const Table& table, size_t keys, Use use,
+                  bool offsets_elsewhere = false) const;
+  Status find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
   void create_rows(Trainer& t, const Vector<Access>& accesses);

@@ -107,7 +107,7 @@ Status Engine::land_all(Deadline deadline) {
 
 // The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot be
 // told later. May be repeated.
-Status Engine::end_flight(Trainer& t, bool* nan) {
+Status Engine::end_flight(Trainer& t, Found* found) {
   Flight* f = t.gpu->current_flight();
   if (!f) return FRUGAL_OK;
   // Several pushes are joined on the host.
@@ -123,7 +123,11 @@ Status Engine::end_flight(Trainer& t, bool* nan) {
     if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   }
   FRUGAL_TRY(t.gpu->sticky() ? enter(t) : FRUGAL_OK);
-  for (const uint32_t* word : f->nan_flags) *nan |= *word != 0;
+  // Where offsets are wrong, what was summed may be anything.
+  for (const uint32_t* word : f->nans)
+    if (*word) *found = Found::kNan;
+  for (const uint32_t* word : f->wrong_offsets)
+    if (*word) *found = Found::kWrongOffsets;
   return FRUGAL_OK;
 }
 

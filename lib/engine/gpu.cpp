@@ -183,6 +183,18 @@ Status Flight::mark() {
   return FRUGAL_OK;
 }
 
+Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
+  Buffer word;
+  FRUGAL_TRY(gpu->pinned().get(sizeof(uint32_t), &word));
+  *word.as<uint32_t>() = 0;
+  *out = word.as<uint32_t>();
+  words->reserve(words->size() + 1);
+  pinned.push_back(std::move(word));
+  words->push_back(*out);
+  must_land = true;
+  return FRUGAL_OK;
+}
+
 bool Flight::ask(uint64_t timeout_ns) {
   if (landed.load(std::memory_order_acquire)) return true;
   std::unique_lock<std::mutex> lock(mu, std::try_to_lock);
@@ -366,13 +378,13 @@ void Gpu::drain(device::Stream stream) {
   if (!sticky()) failed({ErrorKind::kFault, 0, "cudaEventRecord", "streams cannot be waited for"});
 }
 
-Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
-  Status s = take_pointers(ops, n, use, out);
+Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out) {
+  Status s = take_pointers(ops, n, use, offsets_stay, out);
   if (s != FRUGAL_OK) drain(stream_);  // copies may be under way into what is given back
   return s;
 }
 
-Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out) {
+Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out) {
   out->resize(n);
   bool copied = false;
   for (size_t i = 0; i < n; ++i) {
@@ -390,22 +402,26 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>
         copied = true;
       }
     }
+    const float* rows = use == Use::kPush ? op.grads : op.rows_out;
+    FRUGAL_TRY(on_device(rows, use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
+                         &o.rows_on_device));
     if (op.pooling != FRUGAL_POOL_NONE && op.offsets && op.bags < UINT32_MAX) {
       FRUGAL_TRY(on_device(op.offsets, "frugal_op.offsets", &device));
       if (device) {
         o.device_offsets = {reinterpret_cast<uint64_t>(op.offsets)};
-        FRUGAL_TRY(copy_in(op.offsets, (op.bags + 1) * sizeof(uint64_t), &o.offsets));
-        op.offsets = o.offsets.as<uint64_t>();
-        copied = true;
+        if (offsets_stay && o.rows_on_device && op.batch && !op.keys) {
+          op.offsets = nullptr;
+        } else {
+          FRUGAL_TRY(copy_in(op.offsets, (op.bags + 1) * sizeof(uint64_t), &o.offsets));
+          op.offsets = o.offsets.as<uint64_t>();
+          copied = true;
+        }
       }
     }
     if (use == Use::kRead) {
       FRUGAL_TRY(on_device(op.found_out, "frugal_op.found_out", &device));
       if (device) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.found_out must be host memory");
     }
-    const float* rows = use == Use::kPush ? op.grads : op.rows_out;
-    FRUGAL_TRY(on_device(rows, use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
-                         &o.rows_on_device));
     auto apart = [&](const char* what) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "frugal_op.%s is on the %s, the rows on the %s: give both on the same side", what,
@@ -449,19 +465,6 @@ uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out) {
     runs += (n + device::kRun - 1) / device::kRun;
   }
   return runs;
-}
-
-void bags_of_keys(const frugal_op& op, uint32_t* out) {
-  for (size_t b = 0; b < op.bags; ++b)
-    std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
-}
-
-void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
-  for (size_t b = 0; b < op.bags; ++b) {
-    uint64_t terms = 0;
-    for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
-    out[b] = static_cast<float>(terms);
-  }
 }
 
 Status Gpu::room(size_t bytes, OnDevice* out) {

@@ -85,9 +85,6 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
 
 // Rows with more than a run of positions, ascending, and where each one's runs begin; returns all their runs.
 uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out);
-// The bag of each key, and the number of each bag's terms (keys that are not padding).
-void bags_of_keys(const frugal_op& op, uint32_t* out);
-void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out);
 
 class Gpu;
 
@@ -165,13 +162,16 @@ struct Flight : HeapObject {
   Vector<std::shared_ptr<OnDevice>> sent;  // the boundary's lists
   bool after_boundary = false;
   Vector<Placed> placed;
-  Vector<const uint32_t*> nan_flags;  // not 0: a gradient of a push that is to be refused has a NaN
+  // Words in pinned memory, 0 unless: a gradient that is to be refused has a NaN; offsets are none.
+  Vector<const uint32_t*> nans, wrong_offsets;
   bool must_land = false;  // before the step's end answers
   std::mutex mu;           // of events, once it has ended
   std::atomic<bool> landed{false};
   std::atomic<bool> failed{false};
 
   Status use(device::Stream s);
+  // A word more of these, which the end of the step looks at.
+  Status look_at(Vector<const uint32_t*>* words, const uint32_t** out);
   Status mark();    // records the events of streams that were used since the last time
   // Asks the events, or waits for one of them for about `timeout_ns`. True: landed, or failed.
   bool ask(uint64_t timeout_ns = 0);
@@ -195,7 +195,7 @@ struct GpuOp {
   frugal_op op = FRUGAL_OP_INIT;
   bool rows_on_device = false;  // rows_out or grads
   Buffer keys, offsets, weights;  // pinned copies
-  device::Ptr<uint64_t> device_offsets;
+  device::Ptr<uint64_t> device_offsets;  // op.offsets is then null, or a copy
   device::Ptr<float> device_weights, device_weight_grads;
 };
 
@@ -238,8 +238,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   enum class Use { kLookup, kPush, kRead };
   // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
-  // that the host needs are copied and waited for.
-  Status take_ops(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out);
+  // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a batch.
+  Status take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
   Status on_device(const void* p, const char* what, bool* device);
   // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
@@ -264,7 +264,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
   // Where the gradients of an op come from.
-  Status gradients(Flight& f, const Part& part, const GpuOp& op, uint32_t dim, device::GradPtr* out);
+  Status gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim, device::GradPtr* out);
   // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
   // `nan` (may be null) becomes 1 if a term is a NaN.
   Status reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
@@ -292,7 +292,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   void give_back(device::Event e);
 
  private:
-  Status take_pointers(const frugal_op* ops, size_t n, Use use, Vector<GpuOp>* out);
+  Status take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   // Memory for `bytes` on both sides; send() copies from here to there.
@@ -318,6 +318,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
                 Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
+  Status bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* out);
   Status weights_of(Flight& f, const GpuOp& op, size_t keys, device::Ptr<float>* out);
 
   std::shared_ptr<device::Runtime> runtime_;

@@ -221,17 +221,16 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
     a.places = at.places;
     a.lines = at.lines;
     a.staged = at.staged;
-    a.offsets = op.device_offsets;
-    if (!a.offsets) FRUGAL_TRY(keep(f, op.op.offsets, op.op.bags + 1, &a.offsets));
+    FRUGAL_TRY(bags_of(f, op, part->n, &a.bags));
     FRUGAL_TRY(weights_of(f, op, part->n, &a.weights));
     a.mean = op.op.pooling == FRUGAL_POOL_MEAN;
-    a.bags = static_cast<uint32_t>(op.op.bags);
     a.dim = dim;
     a.out = out;
     a.out_stride = bytes_or(op.op.row_stride, dim);
-    uint64_t longest = 0;
-    for (size_t b = 0; b < op.op.bags; ++b)
-      longest = std::max(longest, op.op.offsets[b + 1] - op.op.offsets[b]);
+    uint64_t longest = op.op.offsets ? 0 : part->n;
+    if (op.op.offsets)
+      for (size_t b = 0; b < op.op.bags; ++b)
+        longest = std::max(longest, op.op.offsets[b + 1] - op.op.offsets[b]);
     return launch(Kernel::pool_rows, device::pool_shape(a, longest, extent_), a);
   }
   if (part->n == 0) return FRUGAL_OK;
@@ -252,24 +251,52 @@ Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const Devic
   return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
-Status Gpu::gradients(Flight& f, const Part& part, const GpuOp& op, uint32_t dim, device::GradPtr* g) {
+// Offsets where kernels see them.
+Status Gpu::bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* out) {
+  *out = {};
+  out->bags = static_cast<uint32_t>(op.op.bags);
+  out->keys = static_cast<uint32_t>(keys);
+  out->offsets = op.device_offsets;
+  if (!out->offsets) return keep(f, op.op.offsets, op.op.bags + 1, &out->offsets);
+  if (op.op.offsets) return FRUGAL_OK;  // they have come to the host, too, and been looked at
+  const uint32_t* word;
+  FRUGAL_TRY(f.look_at(&f.wrong_offsets, &word));
+  out->wrong = seen_at(word);
+  return FRUGAL_OK;
+}
+
+Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim, device::GradPtr* g) {
   *g = {};
   g->grads = {reinterpret_cast<uint64_t>(op.op.grads)};
   g->stride = bytes_or(op.op.row_stride, dim);
-  if (op.op.pooling == FRUGAL_POOL_NONE || part.n == 0) return FRUGAL_OK;
-  Buffer bag;
-  FRUGAL_TRY(pinned_.get(part.n * sizeof(uint32_t), &bag));
-  bags_of_keys(op.op, bag.as<uint32_t>());
-  g->bag = seen<uint32_t>(bag);
-  f.pinned.push_back(std::move(bag));
-  FRUGAL_TRY(weights_of(f, op, part.n, &g->factor));
-  if (op.op.pooling != FRUGAL_POOL_MEAN) return FRUGAL_OK;
-  Buffer divisor;
-  FRUGAL_TRY(pinned_.get(op.op.bags * sizeof(float), &divisor));
-  terms_of_bags(op.op, part.slots.as<uint32_t>(), divisor.as<float>());
-  g->divisor = seen<float>(divisor);
-  f.pinned.push_back(std::move(divisor));
-  return FRUGAL_OK;
+  if (op.op.pooling == FRUGAL_POOL_NONE || part->n == 0) return FRUGAL_OK;
+  PartOnDevice* d;
+  FRUGAL_TRY(begin(f, part, &d));
+  device::BagsOfKeysArgs a{};
+  FRUGAL_TRY(bags_of(f, op, part->n, &a.bags));
+  DeviceBuffer bag, terms, places;
+  FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &bag));
+  a.bag = g->bag = bag.as<uint32_t>();
+  f.memory.push_back(std::move(bag));
+  // (Keys of no bag, where offsets are wrong, must not lead anywhere.)
+  if (a.bags.wrong)
+    FRUGAL_TRY(noted(runtime_->fill({a.bag.address}, 0, part->n * sizeof(uint32_t), stream_),
+                     "the bags of keys"));
+  if (op.op.pooling == FRUGAL_POOL_MEAN) {
+    FRUGAL_TRY(memory_->get(op.op.bags * sizeof(float), &terms));
+    a.terms = g->divisor = terms.as<float>();
+    f.memory.push_back(std::move(terms));
+    if (d->part.zeros) {
+      FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &places));
+      device::PlaceArgs p{};
+      p.part = d->part;
+      p.out = a.places = places.as<uint32_t>();
+      f.memory.push_back(std::move(places));
+      FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
+    }
+  }
+  FRUGAL_TRY(launch(Kernel::bags_of_keys, device::bags_of_keys_shape(a, extent_), a));
+  return weights_of(f, op, part->n, &g->factor);
 }
 
 Status Gpu::reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,

@@ -6,6 +6,7 @@
 
 #include "arith/nan.h"
 #include "base/fpenv.h"
+#include "device/pointers.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -177,6 +178,10 @@ Status check_stride(size_t* stride, size_t row_bytes, size_t rows) {
 Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
                    size_t stride, uint8_t* found) {
   FRUGAL_TRY(check());
+  device::look_for_devices();
+  FRUGAL_TRY(host_memory(keys, "keys"));
+  FRUGAL_TRY(host_memory(out, "rows_out"));
+  FRUGAL_TRY(host_memory(found, "found_out"));
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
@@ -202,6 +207,9 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
 Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
   FRUGAL_TRY(check());
+  device::look_for_devices();
+  FRUGAL_TRY(host_memory(keys, "keys"));
+  FRUGAL_TRY(host_memory(in, "rows"));
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
@@ -257,6 +265,8 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
 
 Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
   FRUGAL_TRY(check());
+  device::look_for_devices();
+  FRUGAL_TRY(host_memory(keys, "keys"));
   FpEnvironment fp;
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
@@ -342,9 +352,12 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   Vector<frugal_op> host;
   if (trainer && trainer->gpu) {
     FRUGAL_TRY(trainer->gpu->ready());
-    FRUGAL_TRY(trainer->gpu->take_ops(ops, n, Gpu::Use::kRead, &gpu));
+    FRUGAL_TRY(trainer->gpu->take_ops(ops, n, Gpu::Use::kRead, false, &gpu));
     for (const GpuOp& o : gpu) host.push_back(o.op);
     ops = host.data();
+  } else {
+    device::look_for_devices();
+    FRUGAL_TRY(host_memory(ops, n));
   }
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];

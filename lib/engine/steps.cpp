@@ -5,6 +5,7 @@
 #include "arith/fold.h"
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "device/pointers.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -147,7 +148,10 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.step_begin_ns);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  if (t.gpu) FRUGAL_TRY(t.gpu->ready());
+  if (t.gpu)
+    FRUGAL_TRY(t.gpu->ready());
+  else
+    device::look_for_devices();
   FpEnvironment fp;
   if (step >= kNoStep - kRing)
     return fail(FRUGAL_ERR_STEP_ORDER, "step %llu is too large",
@@ -330,11 +334,16 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       Handover joined;
       StepRecord::TableHandovers* to;
     };
-    bool nan = false;
-    if (t.gpu) FRUGAL_TRY(end_flight(t, &nan));
-    if (nan) {
+    Found found = Found::kNothing;
+    if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
+    if (found != Found::kNothing) {
       call.unlock();
       FRUGAL_TRY(undo(t, Undo::kCall));
+      if (found == Found::kWrongOffsets)
+        return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                    "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
+                    "step is undone on all ranks; begin it again",
+                    static_cast<unsigned long long>(step));
       return fail(FRUGAL_ERR_NAN,
                   "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
                   "accept would take it): the step is undone on all ranks; begin it again",

@@ -4,6 +4,7 @@
 
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "device/pointers.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -158,7 +159,12 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   batch->engine = this;
   uint64_t keys = 0;
   Vector<PartRef> arriving;
-  if (t.gpu) FRUGAL_TRY(t.gpu->ready());
+  if (t.gpu) {
+    FRUGAL_TRY(t.gpu->ready());
+  } else {
+    device::look_for_devices();
+    FRUGAL_TRY(host_memory(ops, n));
+  }
   // Keys that are on their way when the call fails come into memory that is given back.
   struct Coming {
     Gpu* gpu = nullptr;

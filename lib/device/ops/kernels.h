@@ -18,6 +18,7 @@
   X(stage_rows, StageArgs)            \
   X(fill_lines, FillArgs)             \
   X(place_keys, PlaceArgs)            \
+  X(bags_of_keys, BagsOfKeysArgs)     \
   X(pool_rows, PoolArgs)              \
   X(weight_grads, WeightGradArgs)     \
   X(same_keys, SameKeysArgs)          \

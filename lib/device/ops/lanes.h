@@ -85,6 +85,14 @@ FRUGAL_DEVICE Float4 load_part(Ptr<float> row, uint32_t index, uint32_t dim, boo
   return v;
 }
 
+// Elements of vector `index` to a row of `dim` floats, and nothing behind it.
+FRUGAL_DEVICE void store_part(Ptr<float> row, uint32_t index, uint32_t dim, bool fours, Float4 v) {
+  const uint32_t first = index * 4;
+  if (fours) return store_vector<Float4>(row, index, v);
+  uint32_t c = first;
+  for_elements(dim - first, [&](float& x) { store(row + c++, x); }, v);
+}
+
 // --- Lane groups --------------------------------------------------------------------------------
 
 // How rows are cut: into `tiles` of `lanes` vectors; the last tile may have fewer.

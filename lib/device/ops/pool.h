@@ -11,41 +11,88 @@
 
 namespace frugal::device {
 
-// Bag b has keys offsets[b] .. offsets[b + 1] - 1 and goes to out + b * out_stride bytes.
+// Bag b has keys offsets[b] .. offsets[b + 1] - 1. Offsets that come from the caller's device memory
+// have been seen by nobody: no key behind the last is read, whatever they say, and `wrong` is told.
+struct BagsPtr {
+  Ptr<uint64_t> offsets;
+  uint32_t bags;
+  uint32_t keys;
+  Ptr<uint32_t> wrong;  // a word that becomes 1 if they do not ascend from 0 to `keys`; null: they do
+};
+
+struct Bag {
+  uint64_t begin, end;
+};
+
+FRUGAL_DEVICE Bag bag_of(const BagsPtr& b, uint64_t bag) {
+  Bag at{load(b.offsets + bag), load(b.offsets + (bag + 1))};
+  if (b.wrong) {
+    const bool first = bag == 0 && at.begin != 0, last = bag + 1 == b.bags && at.end != b.keys;
+    if (first || last || at.begin > at.end || at.end > b.keys) raise(b.wrong);
+    if (at.end > b.keys) at.end = b.keys;
+  }
+  return at;
+}
+
+// The bag of each key, and the number of each bag's terms.
+struct BagsOfKeysArgs {
+  BagsPtr bags;
+  Ptr<uint32_t> places;  // one a key: kPaddingSlot is no term; null: all keys are terms
+  Ptr<uint32_t> bag;
+  Ptr<float> terms;      // or null
+};
+
+FRUGAL_DEVICE void bags_of_keys_body(const BagsOfKeysArgs& a) {
+  // A warp for each bag.
+  Walk walk(Cut{kWarp, kWarp, 1}, block(), blocks());
+  for (; walk.item() < a.bags.bags; walk.next()) {
+    const Bag bag = bag_of(a.bags, walk.item());
+    uint32_t terms = 0;
+    for (uint64_t key = bag.begin + walk.vector(); key < bag.end; key += kWarp) {
+      store(a.bag + key, static_cast<uint32_t>(walk.item()));
+      terms += !a.places || load(a.places + key) != kPaddingSlot;
+    }
+    if (!a.terms) continue;
+    for (uint32_t mask = kWarp / 2; mask != 0; mask /= 2) terms += shuffle_xor(terms, mask);
+    if (walk.vector() == 0) store(a.terms + walk.item(), static_cast<float>(terms));
+  }
+}
+
+// Bags to out + b * out_stride bytes.
 struct PoolArgs {
   RowsPtr host, lines, staged;
   Ptr<uint32_t> places;   // one a key, as place_keys makes them; padding is no term
-  Ptr<uint64_t> offsets;
+  BagsPtr bags;
   Ptr<float> weights;     // one a key; or null
   uint32_t mean;          // 1: divides by the number of terms
-  uint32_t bags;
   uint32_t dim;
   Ptr<float> out;
   uint64_t out_stride;    // bytes, a multiple of 4
 };
 
 // A lane group for each tile of a bag: the terms one after the other, a run at a time.
-template <class V>
-FRUGAL_DEVICE void pool_vectors(const PoolArgs& a) {
-  Walk walk(cut_rows<V>(a.dim), block(), blocks());
-  for (; walk.item() < a.bags; walk.next()) {
+FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
+  const bool fours = in_fours(a.out, a.out_stride, a.dim);
+  Walk walk(cut_rows<Float4>(a.dim), block(), blocks());
+  for (; walk.item() < a.bags.bags; walk.next()) {
     if (!walk.in_row()) continue;
-    const uint64_t end = load(a.offsets + (walk.item() + 1));
+    const Bag bag = bag_of(a.bags, walk.item());
+    const uint64_t end = bag.end;
     uint64_t terms = 0;
-    V run = {};
-    PairwiseSum<V> runs;
-    for (uint64_t key = load(a.offsets + walk.item()); key < end; key += kInFlight) {
+    Float4 run = {};
+    PairwiseSum<Float4> runs;
+    for (uint64_t key = bag.begin; key < end; key += kInFlight) {
       uint32_t place[kInFlight];
       float weight[kInFlight];
       for (uint32_t k = 0; k < kInFlight; ++k) {
         place[k] = key + k < end ? load(a.places + (key + k)) : kPaddingSlot;
         weight[k] = a.weights && key + k < end ? load(a.weights + (key + k)) : 1.0f;
       }
-      V x[kInFlight];
+      Float4 x[kInFlight];
       for (uint32_t k = 0; k < kInFlight; ++k) {
-        x[k] = V{};
+        x[k] = {};
         if (place[k] == kPaddingSlot) continue;
-        x[k] = load_place<V>(a.host, a.lines, a.staged, place[k], walk.vector());
+        x[k] = load_place(a.host, a.lines, a.staged, place[k], walk.vector());
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
         if (place[k] == kPaddingSlot) continue;
@@ -59,21 +106,13 @@ FRUGAL_DEVICE void pool_vectors(const PoolArgs& a) {
         ++terms;
       }
     }
-    V sum = {};
+    Float4 sum = {};
     if (terms != 0) {
       sum = runs.finish(run);
       if (a.mean) sum = sum / static_cast<float>(terms);
       sum = canonical(sum);
     }
-    store_vector<V>(forward(a.out, walk.item() * a.out_stride), walk.vector(), sum);
-  }
-}
-
-FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
-  if (in_fours(a.out, a.out_stride, a.dim)) {
-    pool_vectors<Float4>(a);
-  } else {
-    pool_vectors<float>(a);
+    store_part(forward(a.out, walk.item() * a.out_stride), walk.vector(), a.dim, fours, sum);
   }
 }
 
@@ -118,7 +157,7 @@ FRUGAL_DEVICE void weight_grads_body(const WeightGradArgs& a) {
     if (place != kPaddingSlot) {
       const Ptr<float> grad = forward(a.grads, load(a.bag + key) * a.grads_stride);
       for (uint32_t v = in_group; v < vectors; v += kSumGroup) {
-        const Float4 row = load_place<Float4>(a.host, a.lines, a.staged, place, v);
+        const Float4 row = load_place(a.host, a.lines, a.staged, place, v);
         const Float4 g = load_part(grad, v, a.dim, fours);
         for_elements(
             a.dim - v * 4,

@@ -72,9 +72,11 @@ struct GatherArgs {
   uint64_t out_stride;   // bytes, a multiple of 4
 };
 
-// The items of one group of blocks: a row's vector is read once and written to all positions.
-template <class V, bool kFromHbm>
+// The items of one group of blocks: a row's vector is read once and written to all positions. Rows are
+// read in fours whatever dim is, for they are padded; outputs need not be.
+template <bool kFromHbm>
 FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
+  const bool fours = in_fours(a.out, a.out_stride, a.dim);
   const uint64_t first_item = kFromHbm ? a.host_items : 0;
   const uint64_t read = kFromHbm ? a.hbm_items : a.host_items;
   const uint64_t items = kFromHbm ? read + a.part.zeros : read;
@@ -106,44 +108,35 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
         span[k].end = span[k].begin + 1;
       }
     }
-    V value[kInFlight];
+    Float4 value[kInFlight];
     uint32_t position[kInFlight];  // the first: mostly the only one
     for (uint32_t k = 0; k < kInFlight; ++k) {
-      value[k] = V{};
+      value[k] = {};
       if (reads[k]) {
         const Ptr<float> row =
             kFromHbm ? hbm_row(a.lines, a.staged, source[k]) : row_of(a.host, source[k]);
-        value[k] = load_vector<V>(row, vector[k]);
+        value[k] = load_vector<Float4>(row, vector[k]);
       }
       position[k] = 0;
       if (span[k].begin != span[k].end) position[k] = load(a.part.positions + span[k].begin);
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {
       if (span[k].begin == span[k].end) continue;
-      store_vector<V>(forward(a.out, position[k] * a.out_stride), vector[k], value[k]);
+      store_part(forward(a.out, position[k] * a.out_stride), vector[k], a.dim, fours, value[k]);
       for (uint32_t p = span[k].begin + 1; p < span[k].end; ++p) {
         const uint32_t next = load(a.part.positions + p);
-        store_vector<V>(forward(a.out, next * a.out_stride), vector[k], value[k]);
+        store_part(forward(a.out, next * a.out_stride), vector[k], a.dim, fours, value[k]);
       }
     }
   }
 }
 
-template <class V>
-FRUGAL_DEVICE void gather_vectors(const GatherArgs& a) {
-  const Cut cut = cut_rows<V>(a.dim);
-  if (block() < a.host_blocks) {
-    gather_items<V, false>(a, Walk(cut, block(), a.host_blocks));
-  } else {
-    gather_items<V, true>(a, Walk(cut, block() - a.host_blocks, blocks() - a.host_blocks));
-  }
-}
-
 FRUGAL_DEVICE void gather_rows_body(const GatherArgs& a) {
-  if (in_fours(a.out, a.out_stride, a.dim)) {
-    gather_vectors<Float4>(a);
+  const Cut cut = cut_rows<Float4>(a.dim);
+  if (block() < a.host_blocks) {
+    gather_items<false>(a, Walk(cut, block(), a.host_blocks));
   } else {
-    gather_vectors<float>(a);
+    gather_items<true>(a, Walk(cut, block() - a.host_blocks, blocks() - a.host_blocks));
   }
 }
 
@@ -253,13 +246,11 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   }
 }
 
-// Vector `index` of the row at a place that is not padding; nothing behind the row is read if
-// it is read in single floats.
-template <class V>
-FRUGAL_DEVICE V load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
-                           uint32_t place, uint32_t index) {
-  if (place == kMissingSlot) return V{};
-  return load_vector<V>(place & kHbm ? hbm_row(lines, staged, place) : row_of(host, place), index);
+// Vector `index` of the row at a place that is not padding.
+FRUGAL_DEVICE Float4 load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
+                                uint32_t place, uint32_t index) {
+  if (place == kMissingSlot) return {};
+  return load_vector<Float4>(place & kHbm ? hbm_row(lines, staged, place) : row_of(host, place), index);
 }
 
 }  // namespace frugal::device

@@ -42,10 +42,11 @@ inline uint64_t row_lanes(uint64_t items, uint32_t dim, uint32_t each = 1) {
 
 inline Shape gather_shape(GatherArgs* a, const Extent& e = {}) {
   const uint64_t hbm_items = uint64_t{a->hbm_items} + a->part.zeros;
-  const Shape host = shape_of(row_lanes(a->host_items, a->dim, kInFlight), e.link_blocks, e);
+  const Cut cut = cut_rows<Float4>(a->dim);
+  const Shape host = shape_of(lanes_of(a->host_items, cut, kInFlight), e.link_blocks, e);
   a->host_blocks = a->host_items == 0 ? 0 : host.blocks;
   // The host's blocks leave most of their processors' time to the others.
-  const Shape hbm = shape_of(row_lanes(hbm_items, a->dim, kInFlight), all_blocks(e), e);
+  const Shape hbm = shape_of(lanes_of(hbm_items, cut, kInFlight), all_blocks(e), e);
   return {a->host_blocks + (hbm_items == 0 && a->host_blocks != 0 ? 0 : hbm.blocks), e.threads, 0};
 }
 
@@ -63,13 +64,17 @@ inline Shape place_shape(const PlaceArgs& a, const Extent& e = {}) {
   return shape_of(lanes > a.part.zeros ? lanes : a.part.zeros, all_blocks(e), e);
 }
 
-// `longest_bag`: keys of the longest bag.
+inline Shape bags_of_keys_shape(const BagsOfKeysArgs& a, const Extent& e = {}) {
+  return shape_of(uint64_t{a.bags.bags} * kWarp, all_blocks(e), e);
+}
+
+// `longest_bag`: keys of the longest bag, at most.
 inline Shape pool_shape(const PoolArgs& a, uint64_t longest_bag, const Extent& e = {}) {
   const uint32_t levels = fold_levels((longest_bag + kRun - 1) / kRun);
   Extent shared = e;
   // Short bags need no shared memory; for long ones there is less parallelism than memory.
   if (levels > 4 && shared.threads > 64) shared.threads = 64;
-  Shape s = shape_of(row_lanes(a.bags, a.dim), all_blocks(shared), shared);
+  Shape s = shape_of(lanes_of(a.bags.bags, cut_rows<Float4>(a.dim), 1), all_blocks(shared), shared);
   s.shared_bytes = levels * s.threads * static_cast<uint32_t>(sizeof(Float4));
   return s;
 }

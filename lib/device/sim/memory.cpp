@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -236,7 +237,17 @@ FRUGAL_UNSEEN const Range* Section::find(uint64_t address, size_t bytes) {
   return range;
 }
 
+namespace {
+
+std::atomic<bool>& any_device_memory() {
+  static std::atomic<bool> any{false};
+  return any;
+}
+
+}  // namespace
+
 MemoryError add_device_memory(int32_t device, size_t bytes, uint8_t garbage, uint64_t* address) {
+  any_device_memory().store(true, std::memory_order_release);
   void* memory = map(page_up(bytes), PROT_READ | PROT_WRITE);
   if (!memory) return MemoryError::kNoMemory;
   memset(memory, garbage, bytes);
@@ -362,6 +373,12 @@ bool range_of(uint64_t address, Range* out) {
   const Range* range = locate(*registry().current, address);
   if (range) *out = *range;
   return range != nullptr;
+}
+
+bool on_a_device(uint64_t address) {
+  Range range;
+  return any_device_memory().load(std::memory_order_acquire) && range_of(address, &range) &&
+         range.device != kHostMemory;
 }
 
 std::string why_not(int32_t device, uint64_t address, size_t bytes, Access access) {

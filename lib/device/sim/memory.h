@@ -83,6 +83,8 @@ Pinned pinned_memory();
 
 // What lies at an address: the range, copied, if any.
 bool range_of(uint64_t address, Range* out);
+// Is this memory of any device? Cheap as long as there was none.
+bool on_a_device(uint64_t address);
 // Why `device` may not access the address: an English sentence's end.
 std::string why_not(int32_t device, uint64_t address, size_t bytes, Access access);
 

@@ -1,0 +1,41 @@
+#include "device/pointers.h"
+
+#include <dlfcn.h>
+#include <stdint.h>
+
+#include <atomic>
+
+#include "device/sim/memory.h"
+
+namespace frugal::device {
+namespace {
+
+// cuPointerGetAttribute of the driver, which is asked only if the program has loaded it: before that no
+// pointer is one of its own. (Not by its header, which builds without CUDA do not have.)
+using PointerGetAttribute = int (*)(void* data, int attribute, unsigned long long pointer);
+constexpr int kMemoryType = 2, kIsManaged = 8;  // CU_POINTER_ATTRIBUTE_...
+constexpr uint32_t kTypeDevice = 2;             // CU_MEMORYTYPE_DEVICE
+
+std::atomic<PointerGetAttribute> g_attribute{nullptr};
+
+}  // namespace
+
+void look_for_devices() {
+  if (g_attribute.load(std::memory_order_relaxed)) return;
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (!driver) return;  // never closed: it stays in the process
+  g_attribute.store(reinterpret_cast<PointerGetAttribute>(dlsym(driver, "cuPointerGetAttribute")));
+}
+
+bool only_on_device(const void* p) {
+  if (!p) return false;
+  if (sim::on_a_device(reinterpret_cast<uint64_t>(p))) return true;
+  const PointerGetAttribute attribute = g_attribute.load(std::memory_order_relaxed);
+  if (!attribute) return false;
+  const auto address = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(p));
+  uint32_t type = 0, managed = 0;
+  if (attribute(&type, kMemoryType, address) != 0 || type != kTypeDevice) return false;
+  return attribute(&managed, kIsManaged, address) != 0 || managed == 0;
+}
+
+}  // namespace frugal::device
