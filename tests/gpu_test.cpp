@@ -625,11 +625,16 @@ TEST(GpuMemory, ThatCannotBePinned) {
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   config.device = device.name.c_str();
   frugal_trainer* trainer = nullptr;
-  EXPECT_EQ(frugal_trainer_create(engine.handle, &config, &trainer), FRUGAL_ERR_OUT_OF_MEMORY);
-  frugal_error error;
-  frugal_last_error(&error);
-  EXPECT_NE(error.device_code, 0);
-  EXPECT_EQ(trainer, nullptr);
+  ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainer));
+  for (int again = 0; again < 2; ++again) {
+    EXPECT_EQ(frugal_step_begin(trainer, 0, kWait), FRUGAL_ERR_OUT_OF_MEMORY);
+    frugal_error error;
+    frugal_last_error(&error);
+    EXPECT_NE(error.device_code, 0);
+    EXPECT_NE(LastMessage().find("pinning host memory"), std::string::npos) << LastMessage();
+  }
+  EXPECT_OK(frugal_trainer_close(trainer));
+  trainer = nullptr;
   // Nothing is pinned for who has not joined: a rank on the cpu is as it was.
   EXPECT_EQ(device.sim->live().pinned, pinned);
   {
@@ -662,6 +667,65 @@ TEST(GpuMemory, ThatCannotBePinned) {
   ASSERT_OK(DeviceStep(trainer, *device.memory, small, step, Batch(step, 0, 100, 16)));
   ASSERT_OK(frugal_step_begin(trainer, step + 1, kWait));
   frugal::device::sim::set_pinnable_bytes(UINT64_MAX);
+}
+
+// After some steps all sizes of memory have occurred: nothing is allocated, pinned or created any more.
+TEST(GpuMemory, StepsAllocateNothing) {
+  Device device(2);
+  Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 400, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.3);
+  constexpr uint64_t kAhead = 4;
+  auto declare = [&](uint64_t s) {
+    Batch b(s, 0, 400, 16, 200);
+    frugal_op op = OpOf(table, b);
+    ASSERT_OK(frugal_prefetch(gpu, s, &op, 1, nullptr));
+  };
+  for (uint64_t s = 0; s < kAhead; ++s) declare(s);
+  frugal::device::sim::Live most = {};
+  auto step = [&](uint64_t s) {
+    declare(s + kAhead);
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, Batch(s, 0, 400, 16, 200)));
+    device.memory->Collect();
+  };
+  for (uint64_t s = 0; s < 200; ++s) step(s);
+  most = device.sim->live();
+  for (uint64_t s = 200; s < 600; ++s) step(s);
+  // (How many are in use at once is a matter of timing: a buffer or event more is no leak. One a step is.)
+  const auto now = device.sim->live();
+  EXPECT_LE(now.allocations, most.allocations + 8);
+  EXPECT_LE(now.pinned, most.pinned + 8);
+  EXPECT_LE(now.events, most.events + 8);
+  EXPECT_EQ(now.streams, most.streams);
+  frugal_stats stats{};
+  stats.struct_size = sizeof stats;
+  ASSERT_OK(frugal_get_stats(engine.handle, &stats));
+  EXPECT_GT(stats.cache_hits, 0u);
+  EXPECT_GT(stats.cache_planned, 0u);
+}
+
+// cache_bytes are what the lines may take of the device.
+TEST(GpuMemory, ACacheTakesNoMoreThanItsBytes) {
+  Device device(3);
+  uint64_t bytes[2];
+  for (const uint64_t cache : {uint64_t{0}, uint64_t{3} << 20}) {
+    Engine engine(1);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200'000, 16);
+    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+    config.device = device.name.c_str();
+    config.cache_bytes = cache;
+    frugal_trainer* gpu = nullptr;
+    ASSERT_OK(frugal_trainer_create(engine.handle, &config, &gpu));
+    Batch b(0, 0, 200'000, 16);
+    frugal_op op = OpOf(table, b);
+    ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, nullptr));
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, b));
+    bytes[cache != 0] = device.sim->live().bytes;
+    device.memory->Collect();
+  }
+  // What the lists of a boundary take is in it.
+  EXPECT_GT(bytes[1], bytes[0] + (uint64_t{5} << 19));
+  EXPECT_LE(bytes[1], bytes[0] + (uint64_t{3} << 20) + (uint64_t{1} << 18));
 }
 
 TEST(GpuMemory, NothingIsLeftBehind) {

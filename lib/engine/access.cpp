@@ -778,11 +778,21 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   FRUGAL_TRY(t.gpu->gradients(flight, a.part, op, layout.dim, &source));
   if (op.device_weight_grads) {
     FRUGAL_TRY(fresh_access(t, a));
-    if (stale())
-      return fail(FRUGAL_ERR_UNSUPPORTED,
-                  "weight_grads_out on a device with staleness is not built: use host memory");
-    const TrainerTable* of = lines_for(t, a);
-    FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op, source));
+    if (stale()) {
+      // Rows are written meanwhile: they are read here, under their locks.
+      Buffer rows;
+      const uint32_t* slots = a.part->slots.as<uint32_t>();
+      FRUGAL_TRY(pinned_.get(a.part->n * layout.value_stride * sizeof(float), &rows));
+      frugal_op plain = FRUGAL_OP_INIT;
+      plain.rows_out = rows.as<float>();
+      plain.row_stride = layout.value_stride * sizeof(float);
+      FRUGAL_TRY(gather(*a.table, nullptr, nullptr, slots, a.part->n, plain));
+      FRUGAL_TRY(t.gpu->weight_grads_of(flight, std::move(rows), layout.value_stride, slots, a.part->n, layout.dim,
+                                        op, source));
+    } else {
+      const TrainerTable* of = lines_for(t, a);
+      FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op, source));
+    }
   }
   const uint32_t* nan = nullptr;
   if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n)

@@ -20,14 +20,18 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (TrainerTable* of = cache_in(t, *table)) return *of;
   TrainerTable made;
   made.table = table;
-  uint64_t per_line = RowCache::line_bytes(table->rows.layout());
+  // On a GPU the bytes are the device's, where the index is not.
+  auto line_bytes = [&](const RowLayout& layout) {
+    return t.gpu ? (layout.value_stride + layout.state_stride) * sizeof(float) : RowCache::line_bytes(layout);
+  };
+  const uint64_t per_line = line_bytes(table->rows.layout());
   uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
   if (t.cache_bytes) {
     // Tables share the bytes in proportion to their size.
     long double all = 0, mine = static_cast<long double>(per_line) * table->rows.capacity();
     std::lock_guard<std::mutex> lock(mu_);
     for (const TableRef& o : tables_)
-      all += static_cast<long double>(RowCache::line_bytes(o->rows.layout())) * o->rows.capacity();
+      all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>(lines, table->rows.capacity());

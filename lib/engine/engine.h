@@ -110,6 +110,9 @@ struct Trainer : HeapObject {
   std::shared_ptr<Gpu> gpu;      // null: the cpu device
   std::atomic<bool> reaped{false};   // its GPU has failed, and that is being seen to
   std::atomic<bool> pinning{false};  // counts among the pinner's
+  // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
+  enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
+  std::atomic<uint32_t> pins{kPinned};
   std::mutex call_mu;  // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
   // Guarded by the engine's mu_:
@@ -295,6 +298,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
+  Status pin_next(bool* any);        // a slab of what was there before the first GPU
+  bool pin_one();
+  void unpin_all();
+  Status await_pins(Trainer& t, Deadline deadline);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   void end_flights(Trainer& leaving);
@@ -456,6 +463,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Vector<std::shared_ptr<Arrival>> arrivals_;
   // Flights of records_, until what their landing allows is committed; and arrivals_.
   std::atomic<uint32_t> flying_{0}, arriving_{0};
+  std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned
+  std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
   bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
   Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
   Vector<JobRef> jobs_;

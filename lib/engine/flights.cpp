@@ -9,32 +9,83 @@ namespace frugal {
 Status Engine::join_gpu(const char* device, Trainer& t) {
   std::shared_ptr<device::Runtime> runtime;
   FRUGAL_TRY(device_status(device::open_runtime(device, &runtime), device));
-  // From here on new slabs are pinned, and tables that are being created look again when they are there.
-  pinner_->add(runtime);
-  Vector<TableRef> tables;
-  Status s = FRUGAL_OK;
   try {
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      tables = tables_;
-    }
-    for (size_t i = 0; s == FRUGAL_OK && i < tables.size(); ++i) s = tables[i]->rows.pin();
-    if (s == FRUGAL_OK) s = Gpu::open(runtime, pinned_, &t.gpu);
+    FRUGAL_TRY(Gpu::open(runtime, pinned_, &t.gpu));
+    // From here on new slabs are pinned, and tables that are being created look again when they are there.
+    std::lock_guard<std::mutex> pins(pins_mu_);
+    pinner_->add(runtime);
   } catch (const std::bad_alloc&) {
-    s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join on %s", device);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join on %s", device);
   }
-  if (s == FRUGAL_OK) {
-    t.pinning.store(true);
-    return s;
+  t.pinning.store(true);
+  t.pins.store(Trainer::kToPin);
+  to_pin_.fetch_add(1);
+  return FRUGAL_OK;
+}
+
+Status Engine::pin_next(bool* any) {
+  *any = false;
+  Vector<TableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tables = tables_;
   }
-  pinner_->remove(runtime.get());
-  if (!pinner_->any())
-    for (const TableRef& table : tables) table->rows.unpin();
-  return s;
+  for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
+  return FRUGAL_OK;
+}
+
+bool Engine::pin_one() {
+  if (to_pin_.load() == 0) return false;
+  // Of these, and not of who joins from here on, it can be told below that all is pinned.
+  Vector<TrainerRef> waiting;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TrainerRef& t : ranks_)
+      if (t && t->pins.load() == Trainer::kToPin) waiting.push_back(t);
+  }
+  if (waiting.empty()) return false;
+  bool any;
+  const Status status = pin_next(&any);
+  if (status == FRUGAL_OK && any) return true;
+  for (const TrainerRef& t : waiting) {
+    uint32_t now = Trainer::kToPin;
+    if (t->pins.compare_exchange_strong(now, status == FRUGAL_OK ? Trainer::kPinned : Trainer::kPinFailed))
+      to_pin_.fetch_sub(1);
+  }
+  progress();
+  return true;
+}
+
+// Before a rank's kernels may read rows.
+Status Engine::await_pins(Trainer& t, Deadline deadline) {
+  if (t.pins.load() == Trainer::kPinned) return FRUGAL_OK;
+  Status s = wait(deadline, &t, [&] { return t.pins.load() != Trainer::kToPin; }, [&] { return pin_one(); });
+  if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
+  if (s == FRUGAL_ERR_TIMEOUT)
+    return fail(s, "step_begin waited for the tables' memory to be pinned for %s; call again",
+                t.gpu->runtime().name());
+  if (s != FRUGAL_OK || t.pins.load() == Trainer::kPinned) return s;
+  // It cannot be: here again, to tell why, or to go on if it can by now.
+  for (bool any = true; any;) FRUGAL_TRY(pin_next(&any));
+  t.pins.store(Trainer::kPinned);
+  return FRUGAL_OK;
+}
+
+// What was pinned in vain goes back, where nobody else uses it.
+void Engine::unpin_all() {
+  std::lock_guard<std::mutex> pins(pins_mu_);
+  if (pinner_->any()) return;
+  Vector<TableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    tables = tables_;
+  }
+  for (const TableRef& table : tables) table->rows.unpin();
 }
 
 // Nothing is pinned for this trainer any more. What is pinned stays so, for the next that joins.
 void Engine::leave_gpu(Trainer& t) noexcept {
+  if (t.pins.exchange(Trainer::kPinned) == Trainer::kToPin) to_pin_.fetch_sub(1);
   if (t.pinning.exchange(false)) pinner_->remove(&t.gpu->runtime());
 }
 

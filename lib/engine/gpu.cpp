@@ -58,7 +58,7 @@ Status DevicePinner::pin(void* p, size_t bytes, bool* pinned) {
     // A device that has failed is its own trainer's matter.
     if (r.kind == ErrorKind::kFault || r.kind == ErrorKind::kNoDevice) continue;
     *pinned = r.ok();
-    return device_status(r, "pinning host memory");
+    return device_status(r, "pinning host memory (its limit is that of the system, ulimit -l)");
   }
   return FRUGAL_OK;
 }
@@ -76,6 +76,10 @@ void DevicePinner::unpin(void* p) noexcept {
 
 DeviceBuffer::~DeviceBuffer() {
   if (!pool_) return;
+  if (capacity_ == 0) {
+    pool_->runtime_->free(at_);
+    return;
+  }
   std::lock_guard<std::mutex> lock(pool_->mu_);
   try {
     pool_->free_.emplace(capacity_, at_);
@@ -105,6 +109,14 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
   out->pool_ = shared_from_this();
   out->at_ = at;
   out->capacity_ = capacity;
+  return FRUGAL_OK;
+}
+
+Status DevicePool::get_exactly(size_t bytes, DeviceBuffer* out) {
+  *out = {};
+  if (bytes == 0) return FRUGAL_OK;
+  FRUGAL_TRY_DEVICE(runtime_->alloc(bytes, &out->at_), "device memory");
+  out->pool_ = shared_from_this();
   return FRUGAL_OK;
 }
 

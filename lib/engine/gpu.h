@@ -65,7 +65,7 @@ class DeviceBuffer {
   friend class DevicePool;
   std::shared_ptr<DevicePool> pool_;
   device::Ptr<char> at_;
-  size_t capacity_ = 0;
+  size_t capacity_ = 0;  // 0: exactly what was asked for; does not circulate
 };
 
 class DevicePool : public HeapObject, public std::enable_shared_from_this<DevicePool> {
@@ -73,6 +73,8 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   explicit DevicePool(std::shared_ptr<device::Runtime> runtime) : runtime_(std::move(runtime)) {}
   ~DevicePool();
   Status get(size_t bytes, DeviceBuffer* out);
+  // For what stays: not a byte more, and freed when it ends.
+  Status get_exactly(size_t bytes, DeviceBuffer* out);
 
  private:
   friend class DeviceBuffer;
@@ -276,6 +278,10 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
   Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
                       const GpuOp& op, const device::GradPtr& source);
+
+  // The same with a row for each key in pinned memory.
+  Status weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n, uint32_t dim,
+                         const GpuOp& op, const device::GradPtr& source);
 
   // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
   Status open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out);

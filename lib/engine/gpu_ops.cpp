@@ -398,6 +398,28 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
+Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n,
+                            uint32_t dim, const GpuOp& op, const device::GradPtr& source) {
+  if (n == 0) return FRUGAL_OK;
+  FRUGAL_TRY(f.use(stream_));
+  Buffer places;
+  FRUGAL_TRY(pinned_.get(n * sizeof(uint32_t), &places));
+  for (size_t i = 0; i < n; ++i)
+    places.as<uint32_t>()[i] = slots[i] == kNoSlot ? device::kPaddingSlot : static_cast<uint32_t>(i);
+  device::WeightGradArgs a{};
+  a.host = {seen<float>(pinned), stride};
+  a.places = seen<uint32_t>(places);
+  a.grads = source.grads;
+  a.grads_stride = source.stride;
+  a.bag = source.bag;
+  a.keys = static_cast<uint32_t>(n);
+  a.dim = dim;
+  a.out = op.device_weight_grads;
+  f.pinned.push_back(std::move(pinned));
+  f.pinned.push_back(std::move(places));
+  return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
+}
+
 // --- Lines ---------------------------------------------------------------------------------------
 
 Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out) {
@@ -407,8 +429,8 @@ Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceL
   lines->state_stride = ref.state_stride;
   lines->state_second = ref.state_second;
   FRUGAL_TRY(lines->index.open(rows, count, nullptr));
-  FRUGAL_TRY(memory_->get(count * lines->stride * sizeof(float), &lines->value_memory));
-  FRUGAL_TRY(memory_->get(count * lines->state_stride * sizeof(float), &lines->state_memory));
+  FRUGAL_TRY(memory_->get_exactly(count * lines->stride * sizeof(float), &lines->value_memory));
+  FRUGAL_TRY(memory_->get_exactly(count * lines->state_stride * sizeof(float), &lines->state_memory));
   *out = std::move(lines);
   return FRUGAL_OK;
 }

@@ -174,6 +174,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         break;
       }
   }
+  if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   if (t.has_cache.load()) end_planning(t);
   for (;;) {
     Status s = gate(&t, step, deadline);

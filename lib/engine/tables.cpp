@@ -211,7 +211,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
     if (t->name == config.name)
       return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);
   // A trainer on a GPU that joined meanwhile has not seen this table.
-  FRUGAL_TRY(table->rows.pin());
+  for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
   table->handle = handle_add(HandleKind::kTable, table);
   if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");

@@ -69,6 +69,8 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   progress_.fetch_add(1);
   cv_progress_.notify_all();
   joining.t = nullptr;
+  lock.unlock();
+  if (t->gpu) wake_workers();
   *out = t;
   return FRUGAL_OK;
 }
@@ -116,7 +118,9 @@ Status Engine::close_trainer(const TrainerRef& t) try {
     caches.swap(t->caches);
   }
   t->lent.clear();
+  const bool pins_failed = t->pins.load() == Trainer::kPinFailed;
   leave_gpu(*t);
+  if (pins_failed) unpin_all();
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, tt] : caches) {

@@ -99,7 +99,7 @@ Engine::Did Engine::background_work() {
   auto declared = [&](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
-  if (land() || run_jobs(false) || flush_rows(now) || declared(now + kSoon) || prepare_one() ||
+  if (land() || run_jobs(false) || pin_one() || flush_rows(now) || declared(now + kSoon) || prepare_one() ||
       plan_one())
     return Did::kWork;
   if (deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&

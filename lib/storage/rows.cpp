@@ -66,10 +66,10 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   return FRUGAL_OK;
 }
 
-Status Rows::pin() {
+Status Rows::pin_next(bool* any) {
   std::lock_guard<std::mutex> lock(mu_);
-  FRUGAL_TRY(values_.pin());
-  return state_.pin();
+  FRUGAL_TRY(values_.pin_next(any));
+  return *any ? FRUGAL_OK : state_.pin_next(any);
 }
 
 void Rows::unpin() {

@@ -49,9 +49,9 @@ class Rows : public HeapObject {
   enum class Missing { kLeave, kReserve, kCreate };
 
   Status open(const Config& config, MemoryBudget* budget);
-  // Values and state that are committed become visible to devices, or are so no more; what is committed
-  // later is, if there is a device. Not beside initialize_range.
-  Status pin();
+  // Another slab of values or state that is committed becomes visible to devices (*any: there was one), or
+  // none is so any more; what is committed later is, if there is a device. Not beside initialize_range.
+  Status pin_next(bool* any);
   void unpin();
   // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
   // parallel if they do not share a slab (chunk_rows() rows and its multiples do not).

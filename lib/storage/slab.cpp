@@ -63,12 +63,16 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
   return FRUGAL_OK;
 }
 
-Status SlabArray::pin() {
+Status SlabArray::pin_next(bool* any) {
+  *any = false;
   for (uint64_t i = 0; pinner_ && done_ && i < slabs_; ++i) {
     if (done_[i] != kCommitted) continue;
     bool pinned = false;
     FRUGAL_TRY(pinner_->pin(mapping_.base + i * slab_, slab_, &pinned));
-    if (pinned) done_[i] |= kPinned;
+    if (!pinned) return FRUGAL_OK;  // there is no device any more
+    done_[i] |= kPinned;
+    *any = true;
+    return FRUGAL_OK;
   }
   return FRUGAL_OK;
 }

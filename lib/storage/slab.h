@@ -36,9 +36,9 @@ class SlabArray {
   // Commits the slabs under records [first, first + n). Idempotent; callers serialize calls that
   // may share a slab.
   Status ensure(uint64_t first, uint64_t n);
-  // Pins what was committed while there was no device; or takes all pins back. Callers serialize these
-  // with ensure().
-  Status pin();
+  // Pins one more of the slabs that were committed while there was no device (*any: there was one); or
+  // takes all pins back. Callers serialize these with ensure().
+  Status pin_next(bool* any);
   void unpin();
   char* base() const { return mapping_.base; }
   size_t stride() const { return stride_; }
