@@ -466,6 +466,42 @@ TEST(Gpu, PointersOfTheWrongDevice) {
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
 }
 
+// With staleness rows are read by the host; in the first step there is nothing to be behind of.
+TEST(Gpu, GradientsOfWeightsWithStaleness) {
+  Device device;
+  auto stale = [](frugal_config* c) { c->staleness = 2; };
+  Engine engine(1, stale), host(1, stale);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 12);
+  frugal_table* same = host.Table("t", FRUGAL_DENSE, 300, 12);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = host.Trainer(0, "cpu");
+  Batch b(0, 0, 300, 12);
+  const uint64_t offsets[] = {0, 7, 7, 40, b.keys.size()};
+  std::vector<float> weights(b.keys.size(), 0.75f), grads(b.keys.size(), -7), host_grads = grads;
+  frugal_op here = OpOf(same, b);
+  here.pooling = FRUGAL_POOL_SUM;
+  here.offsets = offsets;
+  here.bags = 4;
+  here.flags = FRUGAL_OP_PADDING;
+  here.padding_key = b.keys[5];
+  here.weights = weights.data();
+  here.grads = b.grads.data();
+  here.weight_grads_out = host_grads.data();
+  frugal_op there = here;
+  there.table = table;
+  there.weights = static_cast<float*>(device.memory->Send(weights.data(), weights.size() * 4, 4));
+  there.grads = static_cast<float*>(device.memory->Send(b.grads.data(), 4 * 12 * 4, 4));
+  there.weight_grads_out = static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  ASSERT_OK(frugal_push_grad(gpu, &there, 1));
+  ASSERT_OK(frugal_push_grad(cpu, &here, 1));
+  device.memory->Fetch(grads.data(), there.weight_grads_out, grads.size() * 4);
+  device.memory->Collect();
+  EXPECT_TRUE(Same(grads, host_grads));
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+}
+
 // A host access of these would be a crash.
 TEST(Gpu, PointersOfADeviceForARankOnTheCpu) {
   Device device;
