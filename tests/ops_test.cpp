@@ -482,6 +482,108 @@ TEST_F(ReadTest, FarRows) {
     std::memcpy(out.data() + i * kDim, far_out + i * kOutStride, kDim * sizeof(float));
   }
   EXPECT_TRUE(same(out, values));
+
+  // Staged.
+  auto staged = make(*runtime_, Where::kDevice, std::vector<float>(values.size(), -1));
+  StageArgs st{};
+  st.part = a.part;
+  st.host = a.host;
+  st.staged = {staged->ptr(), kDim};
+  st.count = kKeys;
+  st.dim = kDim;
+  launch(Kernel::stage_rows, stage_shape(st), st);
+  EXPECT_TRUE(same(staged->now(), values));
+
+  // As keys of a bag each, and with the gradients of their weights.
+  auto one = make(*runtime_, Where::kDevice, std::vector<float>(kDim, 1));
+  auto zero = make(*runtime_, Where::kDevice, std::vector<uint32_t>(kKeys, 0));
+  auto offsets = make(*runtime_, Where::kDevice, std::vector<uint64_t>{0, 1, 2, 3, 4});
+  std::memset(far_out, 0, kDim * sizeof(float));
+  PoolArgs pool{};
+  pool.host = a.host;
+  pool.places = slot_memory->ptr();
+  pool.bags = {offsets->ptr(), kKeys, kKeys, {}};
+  pool.dim = kDim;
+  pool.out = a.out;
+  pool.out_stride = kOutStride;
+  launch(Kernel::pool_rows, pool_shape(pool, 1), pool);
+  for (size_t i = 0; i < kKeys; ++i)
+    std::memcpy(out.data() + i * kDim, far_out + i * kOutStride, kDim * sizeof(float));
+  EXPECT_TRUE(same(out, values));
+  auto dots = make(*runtime_, Where::kDevice, std::vector<float>(kKeys, -1));
+  WeightGradArgs w{};
+  w.host = a.host;
+  w.places = slot_memory->ptr();
+  w.grads = one->ptr();
+  w.bag = zero->ptr();
+  w.keys = kKeys;
+  w.dim = kDim;
+  w.out = dots->ptr();
+  launch(Kernel::weight_grads, weight_grads_shape(w), w);
+  auto near_dots = make(*runtime_, Where::kDevice, std::vector<float>(kKeys, -1));
+  w.host = st.staged;
+  w.places = count->ptr();
+  w.out = near_dots->ptr();
+  launch(Kernel::weight_grads, weight_grads_shape(w), w);
+  EXPECT_TRUE(same(dots->now(), near_dots->now()));
+
+  // Gradients that are far apart, to sums.
+  auto sums = make(*runtime_, Where::kHost, std::vector<float>(values.size(), -1));
+  ReduceArgs r{};
+  r.part = a.part;
+  r.source.grads = a.out;
+  r.source.stride = kOutStride;
+  r.dim = kDim;
+  r.sums = sums->ptr();
+  r.sums_stride = kDim;
+  launch(Kernel::reduce_runs, reduce_shape(r), r);
+  EXPECT_TRUE(same(sums->now(), values));
+
+  // Lines with such numbers: filled, and updated with hand-overs whose rows have them.
+  const uint64_t line_bytes = kStride * sizeof(float);
+  FillArgs f{};
+  f.host = a.host;
+  f.lines = {a.out, kStride};
+  f.slots = slot_memory->ptr();
+  f.to = slot_memory->ptr();
+  f.count = kKeys;
+  f.dim = kDim;
+  launch(Kernel::fill_lines, fill_shape(f), f);
+  for (size_t i = 0; i < kKeys; ++i)
+    std::memcpy(out.data() + i * kDim, far_out + slots[i] * line_bytes, kDim * sizeof(float));
+  EXPECT_TRUE(same(out, values));
+  std::vector<Term> terms;
+  for (uint32_t slot : slots) terms.push_back({0, slot});
+  auto term_memory = make(*runtime_, Where::kDevice, terms);
+  auto ranks = make(*runtime_, Where::kDevice, std::vector<Ptr<float>>{a.host.values});
+  auto line_sums = make(*runtime_, Where::kDevice, std::vector<float>(values.size(), -1));
+  SumTermsArgs t{};
+  t.ranks = ranks->ptr();
+  t.ranks_stride = kStride;
+  t.terms = term_memory->ptr();
+  t.count = kKeys;
+  t.dim = kDim;
+  t.sums = line_sums->ptr();
+  t.sums_stride = kDim;
+  launch(Kernel::sum_terms, sum_terms_shape(t), t);
+  EXPECT_TRUE(same(line_sums->now(), values));
+  frugal_optimizer sgd = FRUGAL_OPTIMIZER_INIT;
+  sgd.kind = FRUGAL_SGD;
+  sgd.lr = 1;
+  ApplyArgs u{};
+  u.step = arith::step_scalars(sgd, 0, 1, FRUGAL_NAN_ACCEPT, kDim);
+  u.lines = f.lines;
+  u.to = slot_memory->ptr();
+  u.count = kKeys;
+  u.dim = kDim;
+  u.sums = t.sums;
+  u.sums_stride = kDim;
+  launch(Kernel::apply_sgd, apply_shape(u), u);
+  for (size_t i = 0; i < kKeys * kDim; ++i) {
+    float now;
+    std::memcpy(&now, far_out + slots[i / kDim] * line_bytes + i % kDim * sizeof(float), sizeof now);
+    if (std::isfinite(values[i])) EXPECT_EQ(now, 0.0f) << i;
+  }
   runtime_->unpin(table);
   runtime_->unpin(far_out);
   munmap(table, kBytes);
