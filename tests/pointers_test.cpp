@@ -1,0 +1,47 @@
+// Pointers of a GPU that is the program's and not ours: they are found out by the driver that the program has
+// loaded, and not before it has.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "device/pointers.h"
+#include "frugal.h"
+
+namespace {
+
+const void* at(uint64_t address) { return reinterpret_cast<const void*>(address); }
+
+TEST(Pointers, OfADriverThatComesLate) {
+  using frugal::device::look_for_devices;
+  using frugal::device::only_on_device;
+  constexpr uint64_t kDevice = uint64_t{1} << 40, kManaged = uint64_t{2} << 40, kPinned = uint64_t{3} << 40;
+  look_for_devices();
+  EXPECT_FALSE(only_on_device(at(kDevice)));
+  ASSERT_NE(dlopen(FAKE_LIBCUDA, RTLD_NOW), nullptr) << dlerror();
+  EXPECT_FALSE(only_on_device(at(kDevice)));  // nobody has looked
+  look_for_devices();
+  int host = 0;
+  EXPECT_TRUE(only_on_device(at(kDevice)));
+  EXPECT_FALSE(only_on_device(at(kManaged)));
+  EXPECT_FALSE(only_on_device(at(kPinned)));
+  EXPECT_FALSE(only_on_device(&host));
+  EXPECT_FALSE(only_on_device(nullptr));
+
+  frugal_config config = FRUGAL_CONFIG_INIT;
+  frugal_engine* engine = nullptr;
+  ASSERT_EQ(frugal_open(&config, &engine), FRUGAL_OK);
+  frugal_table_config table_config = FRUGAL_TABLE_CONFIG_INIT;
+  table_config.name = "t";
+  table_config.rows = 10;
+  table_config.dim = 4;
+  frugal_table* table = nullptr;
+  ASSERT_EQ(frugal_table_create(engine, &table_config, &table), FRUGAL_OK);
+  const uint64_t key = 3;
+  auto* there = reinterpret_cast<float*>(kDevice);
+  EXPECT_EQ(frugal_get(table, &key, 1, 0, there, 0, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_put(table, &key, 1, 0, there, 0), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_close(engine), FRUGAL_OK);
+}
+
+}  // namespace
