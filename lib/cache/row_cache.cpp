@@ -12,7 +12,7 @@ uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
   if (lines == 0) return 0;
   return BufferPool::capacity_for(lines * l.value_stride * sizeof(float)) +
          BufferPool::capacity_for(lines * l.state_stride * sizeof(float)) +
-         lines * (sizeof(Line) + sizeof(Pinned) + 3 * sizeof(uint32_t)) +
+         lines * (sizeof(Line) + sizeof(Pinned) + (1 + kListed) * sizeof(uint32_t)) +
          places_for(lines) * sizeof(Place);
 }
 
@@ -82,27 +82,23 @@ void RowCache::index_erase(uint32_t slot) {
 void RowCache::begin_turn(uint64_t step) {
   for (const Pinned& p : pinned_) line_[p.line].marks = 0;
   pinned_.clear();
-  asked_ = kNone;
   const uint32_t passing = list_of(step);
   List& passed = lists_[passing];
   for (size_t i = passed.first; i < passed.lines.size(); ++i)
     if (listed(passed.lines[i], passing)) list_line(passed.lines[i], UINT64_MAX);
-  passed.lines.clear();
-  passed.first = 0;
-  for (uint32_t at = 0; at < kLists; ++at) {
-    List& list = lists_[at];
-    if (list.lines.size() < 2 * lines_ + 64) continue;  // else most of it is out of date
-    size_t kept = 0;
-    for (size_t i = list.first; i < list.lines.size(); ++i) {
-      const uint32_t line = list.lines[i];
-      if (!listed(line, at)) continue;
-      line_[line].marks = kRead;  // so that it stays once
-      list.lines[kept++] = line;
-    }
-    list.lines.resize(kept);
-    list.first = 0;
-    for (uint32_t line : list.lines) line_[line].marks = 0;
+  passed = {};  // as many lists have memory as steps are declared
+  List& never = lists_[kNever];
+  if (never.lines.size() < 2 * lines_ + 64) return;  // else most of it is out of date
+  size_t kept = 0;
+  for (size_t i = never.first; i < never.lines.size(); ++i) {
+    const uint32_t line = never.lines[i];
+    if (!listed(line, kNever)) continue;
+    line_[line].marks = kRead;  // so that it stays once
+    never.lines[kept++] = line;
   }
+  never.lines.resize(kept);
+  never.first = 0;
+  for (uint32_t line : never.lines) line_[line].marks = 0;
 }
 
 void RowCache::list_line(uint32_t line, uint64_t next_read) {

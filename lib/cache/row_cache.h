@@ -9,7 +9,7 @@
 // Admission and eviction look ahead: of the rows that a step reads, those come in whose next read
 // by the owner is near, and the row whose next read is farthest goes out (Belady's rule within the
 // window; of rows that nobody has declared, the one that has been so for longest). Index: open
-// addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 69 .. 85.
+// addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 76 .. 92.
 //
 // A boundary is worked out before it is carried out: turn_over() changes the index, find() and
 // touched() tell what that means for the lookups and the update of the steps around it (a
@@ -70,7 +70,7 @@ class RowCache : public HeapObject {
   // At most, beside the rounding of the two arrays; bytes_for counts exactly.
   static uint64_t line_bytes(const RowLayout& layout) {
     return (layout.value_stride + layout.state_stride) * 4 + sizeof(Line) + sizeof(Pinned) +
-           3 * sizeof(uint32_t) + 4 * sizeof(Place);
+           (1 + kListed) * sizeof(uint32_t) + 4 * sizeof(Place);
   }
   static uint64_t bytes_for(const RowLayout& layout, uint64_t lines);
 
@@ -81,9 +81,9 @@ class RowCache : public HeapObject {
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
   // owns; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells which
   // rows come, to which lines, and which go. `next_of(slot)` asks again for a row that is a
-  // candidate to go.
+  // candidate to go. `more`: further rows of the boundary that was turned over last.
   template <class NextOf>
-  void turn_over(uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
+  void turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                  NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                  Vector<uint32_t>* evicted);
   // What an update of the step before that boundary means for the lines: new ones have it already. Of
@@ -106,6 +106,8 @@ class RowCache : public HeapObject {
     size_t first = 0;  // from here on; those before are gone
     bool empty() const { return first == lines.size(); }
   };
+  // Of a line: where it is, up to two more in the last list, room to grow.
+  static constexpr uint32_t kListed = 6;
   static uint32_t list_of(uint64_t next_read) {
     return next_read == UINT64_MAX ? kNever : static_cast<uint32_t>(next_read & 63);
   }
@@ -141,10 +143,12 @@ class RowCache : public HeapObject {
 };
 
 template <class NextOf>
-void RowCache::turn_over(uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
+void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                          NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                          Vector<uint32_t>* evicted) {
-  begin_turn(step);
+  if (!more) begin_turn(step);
+  asked_ = kNone;
+  const size_t pinned_before = pinned_.size();
   found_.resize(n);
   find(slots, n, found_.data());
   // Lines that are read in this step are pinned: none of them goes. (The host row of a line may have
@@ -152,7 +156,7 @@ void RowCache::turn_over(uint64_t step, const uint32_t* slots, const uint64_t* n
   for (size_t i = 0; i < n; ++i) {
     constexpr size_t kAhead = 16;
     if (i + kAhead < n && found_[i + kAhead] != kNone) __builtin_prefetch(&line_[found_[i + kAhead]], 1);
-    if (found_[i] == kNone) continue;
+    if (found_[i] == kNone || (line_[found_[i]].marks & kRead)) continue;
     line_[found_[i]].marks = kRead;
     pinned_.push_back({found_[i], next[i]});
   }
@@ -168,7 +172,7 @@ void RowCache::turn_over(uint64_t step, const uint32_t* slots, const uint64_t* n
     lines->push_back(line);
     pinned_.push_back({line, next[i]});
   }
-  for (const Pinned& p : pinned_) list_line(p.line, p.next_read);
+  for (size_t i = pinned_before; i < pinned_.size(); ++i) list_line(pinned_[i].line, pinned_[i].next_read);
 }
 
 // A free line, or that of a row whose next read is later than `next_read`: first rows that nobody

@@ -445,7 +445,14 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
   FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, !stale(), &taken));
   Vector<frugal_op> host(n);
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
+  // What a call that fails has given to the device to look at is of no interest.
+  const Flight* before = t.gpu->current_flight();
+  const size_t nans = before ? before->nans.size() : 0, wrong_offsets = before ? before->wrong_offsets.size() : 0;
   Status s = call(host.data(), taken.data());
+  if (Flight* f = t.gpu->current_flight(); f && s != FRUGAL_OK) {
+    if (f->nans.size() > nans) f->nans.resize(nans);
+    if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
+  }
   // Where it fails, the end of the step tries again.
   if (Flight* f = t.gpu->current_flight()) (void)f->mark();
   return s;
@@ -918,9 +925,6 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   Map<const Table*, PushState> fresh_states;
   Map<const Table*, size_t> tails;
   Vector<Buffer> weight_grads(n);
-  Flight* flight = gpu ? t.gpu->current_flight() : nullptr;
-  const size_t nans = flight ? flight->nans.size() : 0;
-  const size_t wrong_offsets = flight ? flight->wrong_offsets.size() : 0;
   Status status = FRUGAL_OK;
   uint64_t keys = 0;
   try {
@@ -958,9 +962,6 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   }
   if (status != FRUGAL_OK) {
     if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
-    flight = gpu ? t.gpu->current_flight() : nullptr;
-    if (flight && flight->nans.size() > nans) flight->nans.resize(nans);
-    if (flight && flight->wrong_offsets.size() > wrong_offsets) flight->wrong_offsets.resize(wrong_offsets);
     for (auto& [raw, size] : tails) {
       auto old = t.pushes.find(raw);  // gone if the step was undone meanwhile
       if (old != t.pushes.end()) old->second.tail.resize(size);

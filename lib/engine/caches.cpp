@@ -74,8 +74,15 @@ bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) c
 
 bool Engine::to_plan(const Trainer& t) const {  // with mu_ held
   return t.has_cache.load() && !t.planning && t.turned != kNoStep && t.next_step == t.turned + 1 &&
-         t.planned != t.next_step && t.next_step >= t.cache_from && !t.closing.load() &&
+         (t.planned != t.next_step || t.plan_more) && t.next_step >= t.cache_from && !t.closing.load() &&
          !t.abort_notice.load() && !t.undo_pending.load();
+}
+
+Vector<PartRef> Engine::not_planned(const TrainerTable& of, const Vector<PartRef>& declared) {
+  Vector<PartRef> late;
+  for (const PartRef& p : declared)
+    if (std::find(of.plan.parts.begin(), of.plan.parts.end(), p) == of.plan.parts.end()) late.push_back(p);
+  return late;
 }
 
 bool Engine::plan_one() {
@@ -106,39 +113,34 @@ bool Engine::plan_one() {
         std::sort(list.begin(), list.end(), [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
     }
     t->planning = true;
+    t->plan_more = false;
     ++planning_;
   }
-  auto plan = [&]() -> Status {
-    const Vector<PartRef> none;
-    for (auto& [raw, of] : t->caches) {
-      if (!of.cache() || t->closing.load()) continue;
-      auto declared = parts.find(raw);
-      FRUGAL_TRY(plan_table(*t, of, step, declared == parts.end() ? none : declared->second,
-                            Window::Urgency::kBackground));
-      auto before = pushed.find(raw);
-      if (before == pushed.end()) continue;
+  // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
+  auto plan = [&](const Table* raw, TrainerTable& of) {
+    const auto declared = parts.find(raw);
+    const Vector<PartRef> late =
+        declared == parts.end() ? Vector<PartRef>() : not_planned(of, declared->second);
+    if (of.planned == step && late.empty()) return;
+    of.plan.pushed.clear();  // what the update touches changes with it
+    if (plan_table(*t, of, step, late, Window::Urgency::kBackground) != FRUGAL_OK) return;
+    run_jobs(false);  // whoever looks rows up meanwhile is helped
+    const auto before = pushed.find(raw);
+    if (before != pushed.end()) {
+      of.cache()->touched(before->second, &of.plan.update);
       of.plan.pushed = before->second;
-      of.cache()->touched(of.plan.pushed, &of.plan.update);
     }
-    return FRUGAL_OK;
+    // Ahead of the boundary.
+    if (!of.lines || t->gpu->sticky()) return;
+    for (const PartRef& p : of.plan.parts) (void)t->gpu->place(*p);
+    (void)t->gpu->send_plan(of.plan, of.lines.get());
   };
-  Status s = FRUGAL_OK;
-  try {
-    s = plan();
-  } catch (const std::bad_alloc&) {
-    s = FRUGAL_ERR_OUT_OF_MEMORY;
-  }
-  // The cache is between two states.
-  if (s != FRUGAL_OK) fail_background(s);
-  // Ahead of the boundary, which does it itself where this fails.
-  if (s == FRUGAL_OK && t->gpu && !t->gpu->sticky()) {
+  for (auto& [raw, of] : t->caches) {
+    if (!of.cache() || t->closing.load()) continue;
     try {
-      for (auto& [raw, of] : t->caches) {
-        if (!of.lines || of.planned != step) continue;
-        for (const PartRef& p : of.plan.parts) (void)t->gpu->place(*p);
-        (void)t->gpu->send_plan(of.plan, of.lines.get());
-      }
+      plan(raw, of);
     } catch (const std::bad_alloc&) {
+      if (of.torn) fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
     }
   }
   {
@@ -163,18 +165,22 @@ void Engine::begin_planning(Trainer& t, uint64_t step) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turned = step;
+    t.planned = kNoStep;
+    t.plan_more = false;
   }
   if (config_.flush_threads) wake_workers();
 }
 
-// What the boundary of `step` does to the cache of a table, for whose rows the rank has declared `parts`.
+// What the boundary of `step` does to the cache of a table, for whose rows the rank has declared `parts`: those
+// besides others, if it has been planned already.
 Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
                           Window::Urgency urgency) {
   RowCache& cache = *of.cache();
   Table& table = *of.table;
   FRUGAL_TRY(open_window(table));
+  const bool more = of.planned == step;
   flag_lines(of, urgency);
-  of.plan = {};
+  if (!more) of.plan = {};
   if (of.lines) of.lines->plan.reset();
   Vector<uint32_t> slots, waiting, evicted;
   for (const PartRef& p : parts)
@@ -208,8 +214,9 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   }
   Vector<uint64_t> next(slots.size());
   table.window.next_owner_reads(slots.data(), slots.size(), step, next.data(), urgency);
+  of.torn = true;
   cache.turn_over(
-      step, slots.data(), next.data(), slots.size(),
+      more, step, slots.data(), next.data(), slots.size(),
       [&](uint32_t slot) {
         uint64_t n;
         table.window.next_owner_reads(&slot, 1, step, &n, urgency);
@@ -219,10 +226,14 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   of.planned = step;
   uint64_t dirty = 0;
   table.window.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
+  of.torn = false;
   counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
   counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
-  for (const PartRef& p : parts) FRUGAL_TRY(place_part(t, of, *p));
-  of.plan.parts = parts;
+  for (const PartRef& p : parts) {
+    of.plan.parts.reserve(of.plan.parts.size() + 1);
+    FRUGAL_TRY(place_part(t, of, *p));
+    of.plan.parts.push_back(p);
+  }
   return FRUGAL_OK;
 }
 
@@ -300,18 +311,16 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     TrainerTable& of = *turn.of;
     const Vector<PartRef>& declared = parts[of.table.get()];
     counters_.cache_turns.fetch_add(1, std::memory_order_relaxed);
-    bool all_now = false;  // lines may be read that the plan does not know of
+    bool all_now = turn.updates.size() > 1;
     if (of.planned != step) {
       FRUGAL_TRY(plan_table(t, of, step, declared, Window::Urgency::kUrgent));
+    } else if (const Vector<PartRef> late = not_planned(of, declared); !late.empty()) {
+      // These may read lines that the plan has for later; lines that they take from it are filled anew.
+      FRUGAL_TRY(plan_table(t, of, step, late, Window::Urgency::kUrgent));
+      all_now = true;
     } else {
       counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
-      for (const PartRef& p : declared)
-        if (std::find(of.plan.parts.begin(), of.plan.parts.end(), p) == of.plan.parts.end()) {
-          FRUGAL_TRY(place_part(t, of, *p));
-          all_now = true;
-        }
     }
-    all_now |= turn.updates.size() > 1;
     if (of.lines) FRUGAL_TRY(t.gpu->send_plan(of.plan, of.lines.get()));
     for (const UpdateRef& update : turn.updates) {
       LineUpdate other;
@@ -393,6 +402,10 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     if (!of || !of->cache()) continue;
     flag_lines(*of, Window::Urgency::kUrgent);
     cancel_plan(*of);
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t->planned = kNoStep;
+    }
     for (size_t i = 0; i < n; ++i)
       if (slots[i] < kMissingSlot && of->cache()->find(slots[i]) != RowCache::kNone) {
         of->cache()->drop(slots[i]);

@@ -99,6 +99,7 @@ struct TrainerTable {
   uint64_t planned = kNoStep;
   CachePlan plan;
   Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
+  bool torn = false;           // while index and flags are being changed: a failure leaves neither
 };
 
 struct Trainer : HeapObject {
@@ -122,6 +123,7 @@ struct Trainer : HeapObject {
   uint64_t turned = kNoStep;     // its caches have passed the boundary of this step: the next can be planned
   uint64_t planned = kNoStep;    // the boundary that has been planned last
   bool planning = false;         // somebody does
+  bool plan_more = false;        // something was declared for the step that has been planned
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
@@ -322,6 +324,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) const;
   Status plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
                     Window::Urgency urgency);
+  static Vector<PartRef> not_planned(const TrainerTable& of, const Vector<PartRef>& declared);
   Status place_part(Trainer& t, TrainerTable& of, Part& part);
   void flag_lines(TrainerTable& of, Window::Urgency urgency);
   void cancel_plan(TrainerTable& of);

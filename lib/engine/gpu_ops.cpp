@@ -269,7 +269,8 @@ Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t 
   *g = {};
   g->grads = {reinterpret_cast<uint64_t>(op.op.grads)};
   g->stride = bytes_or(op.op.row_stride, dim);
-  if (op.op.pooling == FRUGAL_POOL_NONE || part->n == 0) return FRUGAL_OK;
+  const bool unseen = op.device_offsets && !op.op.offsets;
+  if (op.op.pooling == FRUGAL_POOL_NONE || (part->n == 0 && !unseen)) return FRUGAL_OK;
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
   device::BagsOfKeysArgs a{};
@@ -279,7 +280,7 @@ Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t 
   a.bag = g->bag = bag.as<uint32_t>();
   f.memory.push_back(std::move(bag));
   // (Keys of no bag, where offsets are wrong, must not lead anywhere.)
-  if (a.bags.wrong)
+  if (a.bags.wrong && part->n)
     FRUGAL_TRY(noted(runtime_->fill({a.bag.address}, 0, part->n * sizeof(uint32_t), stream_),
                      "the bags of keys"));
   if (op.op.pooling == FRUGAL_POOL_MEAN) {

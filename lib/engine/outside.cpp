@@ -149,6 +149,8 @@ Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capaci
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
+  device::look_for_devices();
+  FRUGAL_TRY(host_memory(out, "keys_out"));
   *n = table.rows.enumerate(cursor, out, capacity);
   return FRUGAL_OK;
 }

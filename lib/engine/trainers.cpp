@@ -245,6 +245,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       *batch_out = batch->handle;
     }
     declared.push_back(batch);
+    if (step == t.planned || (t.planning && step == t.next_step)) t.plan_more = true;
     unresolved_ += static_cast<uint32_t>(batch->parts.size() - coming);
     if (arrival) {
       arrivals_.push_back(std::move(arrival));
