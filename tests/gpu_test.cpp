@@ -172,6 +172,64 @@ std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint
   return engine.Rows(table, rows, dim);
 }
 
+// --- Caches ---------------------------------------------------------------------------------------
+
+// A declaration that comes when the boundary of its step has been planned reads lines which the plan has for
+// later: they are brought up to date at the boundary all the same.
+TEST(GpuCache, ADeclarationAfterThePlan) {
+  constexpr uint32_t kRows = 100, kDim = 16;
+  Device device(5);
+  Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; }), host(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, kRows, kDim);
+  frugal_table* same = host.Table("t", FRUGAL_DENSE, kRows, kDim);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 1.0);
+  frugal_trainer* cpu = host.Trainer(0, "cpu");
+  std::vector<uint64_t> keys(kRows);
+  for (uint64_t i = 0; i < kRows; ++i) keys[i] = i;
+  auto op_of = [&](frugal_table* of, size_t from, size_t n) {
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = of;
+    op.keys = keys.data() + from;
+    op.count = n;
+    return op;
+  };
+  const frugal_op all = op_of(table, 0, kRows), half = op_of(table, 0, 50), late = op_of(table, 50, 50);
+  std::vector<float> grads(kRows * kDim), out(50 * kDim), host_out = out;
+  ASSERT_OK(frugal_prefetch(gpu, 0, &all, 1, nullptr));
+  for (uint64_t s = 0; s < 80; ++s) {
+    if (s % 2) {
+      ASSERT_OK(frugal_prefetch(gpu, s, &late, 1, nullptr));
+    }
+    ASSERT_OK(frugal_step_begin(gpu, s, kWait));
+    ASSERT_OK(frugal_step_begin(cpu, s, kWait));
+    ASSERT_OK(frugal_prefetch(gpu, s + 1, s % 2 ? &all : &half, 1, nullptr));
+    if (s % 2) {
+      frugal_op there = late, here = op_of(same, 50, 50);
+      there.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+      here.rows_out = host_out.data();
+      ASSERT_OK(frugal_lookup(gpu, &there, 1));
+      ASSERT_OK(frugal_lookup(cpu, &here, 1));
+      device.memory->Fetch(out.data(), there.rows_out, out.size() * 4);
+      device.memory->Collect();
+      ASSERT_TRUE(Same(out, host_out)) << "step " << s;
+      device.sim->set_delays({});
+    } else {
+      for (size_t i = 0; i < grads.size(); ++i) grads[i] = static_cast<float>((s * 31 + i * 7) % 101) / 50 - 1;
+      frugal_op there = all, here = op_of(same, 0, kRows);
+      there.grads = static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
+      here.grads = grads.data();
+      ASSERT_OK(frugal_push_grad(gpu, &there, 1));
+      ASSERT_OK(frugal_push_grad(cpu, &here, 1));
+      device.memory->Collect();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // so that it is likely to be planned
+      // What nobody waits for stays undone.
+      device.sim->set_delays({0, 0, 100, 0, 30'000});
+    }
+    ASSERT_OK(frugal_step_end(gpu, s, 0));
+    ASSERT_OK(frugal_step_end(cpu, s, 0));
+  }
+}
+
 // --- Steps ---------------------------------------------------------------------------------------
 
 TEST(Gpu, TheBitsOfTheCpu) {
