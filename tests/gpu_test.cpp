@@ -199,6 +199,8 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
   for (uint64_t s = 0; s < 80; ++s) {
     if (s % 2) {
       ASSERT_OK(frugal_prefetch(gpu, s, &late, 1, nullptr));
+      // Time for the plan to be added to, or none.
+      if (s % 4 == 3) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     ASSERT_OK(frugal_step_begin(gpu, s, kWait));
     ASSERT_OK(frugal_step_begin(cpu, s, kWait));
