@@ -612,6 +612,42 @@ TEST(Gpu, PointersOfADeviceForARankOnTheCpu) {
   EXPECT_OK(frugal_step_end(cpu, 0, 0));
 }
 
+TEST(Gpu, StreamsOfAnotherDevice) {
+  Device device(0), other(1);
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal::device::Stream theirs;
+  ASSERT_TRUE(other.runtime->create_stream(frugal::device::Priority::kNormal, &theirs).ok());
+  EXPECT_EQ(frugal_set_stream(gpu, theirs.handle), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));  // the one before
+  other.runtime->destroy_stream(theirs);
+}
+
+// A kernel's fault would end the device.
+TEST(Gpu, PointersThatAreNotAligned) {
+  Device device;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  Batch b(0, 0, 300, 16);
+  std::vector<float> out(b.keys.size() * 16 + 4);
+  char* there = static_cast<char*>(device.memory->Send(out.data(), out.size() * 4, 8));
+  frugal_op op = OpOf(table, b);
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  op.rows_out = reinterpret_cast<float*>(there + 2);
+  EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("not aligned to 4 bytes"), std::string::npos) << LastMessage();
+  op.grads = op.rows_out;
+  EXPECT_EQ(frugal_push_grad(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
+  op.rows_out = reinterpret_cast<float*>(there);
+  op.keys = reinterpret_cast<uint64_t*>(there + 4);
+  EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_INVALID_ARGUMENT);
+  op.keys = b.keys.data();
+  EXPECT_OK(frugal_lookup(gpu, &op, 1));
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+}
+
 TEST(Gpu, StreamsAreForGpus) {
   Engine engine(1);
   frugal_trainer* cpu = engine.Trainer(0, "cpu");

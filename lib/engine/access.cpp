@@ -463,7 +463,7 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
 Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
-  FRUGAL_TRY(t.gpu->on_device(op->keys, "frugal_op.keys", &on_device));
+  FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
   auto batch = std::static_pointer_cast<Batch>(
       handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op->batch)));
   if (!on_device || !batch || batch->rank != t.rank || batch->step != t.step ||

@@ -38,7 +38,11 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   // No memory for a cache: the trainer works without one.
   if (lines && t.gpu) {
     lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
-    if (t.gpu->open_lines(table->rows, lines, &made.lines) != FRUGAL_OK) made.lines.reset();
+    if (t.gpu->open_lines(table->rows, lines, &made.lines) != FRUGAL_OK) {
+      made.lines.reset();
+      log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
+                  t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table->name.c_str()).c_str());
+    }
   } else if (lines) {
     made.host = std::make_unique<RowCache>();
     if (made.host->open(table->rows, lines, &pool_) != FRUGAL_OK) made.host.reset();

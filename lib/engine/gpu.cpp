@@ -1,7 +1,9 @@
 #include "engine/gpu.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace frugal {
 
@@ -210,7 +212,10 @@ Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
 bool Flight::ask(uint64_t timeout_ns) {
   if (landed.load(std::memory_order_acquire)) return true;
   std::unique_lock<std::mutex> lock(mu, std::try_to_lock);
-  if (!lock.owns_lock()) return false;  // somebody else asks
+  if (!lock.owns_lock()) {  // somebody else asks
+    if (timeout_ns) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return false;
+  }
   for (device::Event& e : events) {
     if (!e.handle) continue;
     bool passed = false;
@@ -324,6 +329,12 @@ Status Gpu::ready(device::Stream stream) {
 
 Status Gpu::set_stream(void* stream) {
   FRUGAL_TRY(ready({stream}));
+  // A stream of another device would only be found out when work is under way.
+  device::Event probe;
+  FRUGAL_TRY(create_event(&probe));
+  const Result r = runtime_->record(probe, {stream});
+  give_back(probe);
+  FRUGAL_TRY(noted(r, "the stream given to frugal_set_stream, which must be of the trainer's device"));
   stream_ = {stream};
   return FRUGAL_OK;
 }
@@ -341,7 +352,7 @@ Flight& Gpu::flight(uint32_t rank, uint64_t step) {
 
 // --- Pointers ------------------------------------------------------------------------------------
 
-Status Gpu::on_device(const void* p, const char* what, bool* out) {
+Status Gpu::on_device(const void* p, size_t alignment, const char* what, bool* out) {
   *out = false;
   if (!p) return FRUGAL_OK;
   device::Memory kind;
@@ -351,6 +362,9 @@ Status Gpu::on_device(const void* p, const char* what, bool* out) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is memory of another device than %s", what,
                 runtime_->name());
   *out = kind == device::Memory::kDevice || kind == device::Memory::kManaged;
+  // In a kernel this would be a fault, and the end of the device for the whole process.
+  if (*out && reinterpret_cast<uintptr_t>(p) % alignment)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is not aligned to %zu bytes", what, alignment);
   return FRUGAL_OK;
 }
 
@@ -406,7 +420,7 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_
     if (op.struct_size != sizeof(frugal_op)) continue;  // is told where ops are checked
     bool device = false;
     if (op.keys && op.count) {
-      FRUGAL_TRY(on_device(op.keys, "frugal_op.keys", &device));
+      FRUGAL_TRY(on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &device));
       if (device) {
         if (op.count > UINT32_MAX) continue;  // refused later, before a key is looked at
         FRUGAL_TRY(copy_in(op.keys, op.count * sizeof(uint64_t), &o.keys));
@@ -415,10 +429,10 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_
       }
     }
     const float* rows = use == Use::kPush ? op.grads : op.rows_out;
-    FRUGAL_TRY(on_device(rows, use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
+    FRUGAL_TRY(on_device(rows, sizeof(float), use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
                          &o.rows_on_device));
     if (op.pooling != FRUGAL_POOL_NONE && op.offsets && op.bags < UINT32_MAX) {
-      FRUGAL_TRY(on_device(op.offsets, "frugal_op.offsets", &device));
+      FRUGAL_TRY(on_device(op.offsets, sizeof(uint64_t), "frugal_op.offsets", &device));
       if (device) {
         o.device_offsets = {reinterpret_cast<uint64_t>(op.offsets)};
         if (offsets_stay && o.rows_on_device && op.batch && !op.keys) {
@@ -431,7 +445,7 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_
       }
     }
     if (use == Use::kRead) {
-      FRUGAL_TRY(on_device(op.found_out, "frugal_op.found_out", &device));
+      FRUGAL_TRY(on_device(op.found_out, 1, "frugal_op.found_out", &device));
       if (device) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.found_out must be host memory");
     }
     auto apart = [&](const char* what) {
@@ -439,13 +453,13 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_
                   "frugal_op.%s is on the %s, the rows on the %s: give both on the same side", what,
                   device ? "device" : "host", device ? "host" : "device");
     };
-    FRUGAL_TRY(on_device(op.weights, "frugal_op.weights", &device));
+    FRUGAL_TRY(on_device(op.weights, sizeof(float), "frugal_op.weights", &device));
     if (device) {
       if (!o.rows_on_device) return apart("weights");
       o.device_weights = {reinterpret_cast<uint64_t>(op.weights)};
     }
     if (!op.weight_grads_out || use != Use::kPush) continue;
-    FRUGAL_TRY(on_device(op.weight_grads_out, "frugal_op.weight_grads_out", &device));
+    FRUGAL_TRY(on_device(op.weight_grads_out, sizeof(float), "frugal_op.weight_grads_out", &device));
     if (device != o.rows_on_device) return apart("weight_grads_out");
     if (device) o.device_weight_grads = {reinterpret_cast<uint64_t>(op.weight_grads_out)};
   }

@@ -242,7 +242,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
   // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a batch.
   Status take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
-  Status on_device(const void* p, const char* what, bool* device);
+  Status on_device(const void* p, size_t alignment, const char* what, bool* device);
   // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
   Status wait_stream();

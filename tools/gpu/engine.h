@@ -81,6 +81,7 @@ class Engine {
     CHECK_OK(frugal_prefetch(trainer_, step, &op, 1, &batch));
     return batch;
   }
+  void Cancel(frugal_batch* batch) { CHECK_OK(frugal_prefetch_cancel(trainer_, batch)); }
   void Begin() { CHECK_OK(frugal_step_begin(trainer_, step_, 120000)); }
   void Lookup(frugal_batch* batch, Ptr<float> out) {
     frugal_op op = Op();

@@ -33,7 +33,7 @@ class Run:
   def __init__(self, args):
     self.args = args
     self.start = time.monotonic()
-    self.passed = self.failed = self.skipped = 0
+    self.passed = self.failed = self.skipped = self.unmet = 0
     folder = pathlib.Path(os.environ.get('OUT') or ROOT / 'build/gpu-results')
     folder.mkdir(parents=True, exist_ok=True)
     self.results = folder / 'gpu-results.jsonl'
@@ -124,11 +124,12 @@ class Run:
     return (None if over else code), text
 
   def end(self):
-    self.line(end=self.args.command, passed=self.passed, failed=self.failed, skipped=self.skipped,
+    self.line(end=self.args.command, passed=self.passed, failed=self.failed, skipped=self.skipped, unmet=self.unmet,
               seconds=round(time.monotonic() - self.start, 1))
     print(f'gpu {self.args.command} on {self.args.device}: {self.passed} passed, {self.failed} failed, '
-          f'{self.skipped} skipped, {time.monotonic() - self.start:.0f} s; results: {self.results}')
-    return 0 if self.failed == 0 and self.passed + self.skipped > 0 else 1
+          f'{self.skipped} skipped, {self.unmet} aims not met, {time.monotonic() - self.start:.0f} s; results: {self.results}')
+    # On a GPU something must have been run.
+    return 0 if self.failed == 0 and self.passed + (0 if self.on_gpu else self.skipped) > 0 else 1
 
 
 def output(command):
@@ -220,6 +221,7 @@ def own_lines(run, command, timeout):
       run.failed += 1
     else:
       run.passed += 1
+      run.unmet += case.get('met') is False
   if code not in (0, 1):
     run.outcome(False, case=os.path.basename(command[0]), exit=code,
                 error='the time was over' if code is None else out[-1500:])

@@ -29,7 +29,7 @@ FRUGAL_DEVICE Bag bag_of(const BagsPtr& b, uint64_t bag) {
   if (b.wrong) {
     const bool first = bag == 0 && at.begin != 0, last = bag + 1 == b.bags && at.end != b.keys;
     if (first || last || at.begin > at.end || at.end > b.keys) raise(b.wrong);
-    if (at.end > b.keys) at.end = b.keys;
+    if (at.end > b.keys) at.end = at.begin;  // it has no keys
   }
   return at;
 }

@@ -27,8 +27,8 @@ inline Shape shape_of(uint64_t lanes, uint64_t most_blocks, const Extent& e) {
   const uint64_t most = most_blocks < 1 ? 1 : most_blocks;
   return {static_cast<uint32_t>(blocks < 1 ? 1 : blocks < most ? blocks : most), e.threads, 0};
 }
-// 2,048 threads a processor.
-inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 2048 / e.threads; }
+// 1,024 threads a processor: what all architectures hold with the registers that kernels may have.
+inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 1024 / e.threads; }
 
 // Lanes of `items` rows of `vectors` vectors, of which each lane handles `each`.
 inline uint64_t lanes_of(uint64_t items, const Cut& cut, uint32_t each) {
