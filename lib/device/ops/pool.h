@@ -28,8 +28,9 @@ FRUGAL_DEVICE Bag bag_of(const BagsPtr& b, uint64_t bag) {
   Bag at{load(b.offsets + bag), load(b.offsets + (bag + 1))};
   if (b.wrong) {
     const bool first = bag == 0 && at.begin != 0, last = bag + 1 == b.bags && at.end != b.keys;
-    if (first || last || at.begin > at.end || at.end > b.keys) raise(b.wrong);
-    if (at.end > b.keys) at.end = at.begin;  // it has no keys
+    const bool none = at.begin > at.end || at.end > b.keys;
+    if (first || last || none) raise(b.wrong);
+    if (none) at = {0, 0};
   }
   return at;
 }
