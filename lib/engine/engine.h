@@ -156,10 +156,19 @@ struct Job : HeapObject {
 };
 using JobRef = std::shared_ptr<Job>;
 
+// Rows of a prepared update that the very next step reads: its gate will have to write them.
+struct SoonRows : HeapObject {
+  Vector<uint32_t> slots;
+  size_t warmed = 0;    // slots [0, warmed) have been brought into the caches in this round
+  uint32_t rounds = 0;  // that are over
+  uint64_t since = 0;   // the end of the last one
+};
+
 struct PreparedUpdate {
   TableRef table;
   UpdateRef update;
   bool ready = false;
+  std::shared_ptr<SoonRows> soon;  // once ready; what changes in it is guarded by the engine's mutex
 };
 
 struct StepRecord {
@@ -274,7 +283,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   friend class OutsideScope;
   // --- work.cpp: workers, helping, jobs
   void worker_main();
-  enum class Did { kWork, kHeld, kNothing };  // kHeld: there may be some, but not now
+  // kHeld: there may be some work, but not now; kLater: nor soon.
+  enum class Did { kWork, kHeld, kLater, kNothing };
   Did background_work();               // one unit of anything
   bool help_gate(uint64_t step, bool everything);  // one unit of what a gate at `step` needs
   bool run_jobs(bool apply_only);

@@ -7,10 +7,12 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kUrgentRows = 256;  // of a claim that somebody waits for
+constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
 constexpr size_t kClaimRows = 1024;
 constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
 constexpr uint64_t kHoldNs = 50000;  // between two looks whether the calls have ended
+constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
+constexpr uint32_t kWarmRounds = 32;
 constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would push each other out
 constexpr size_t kWarmRows = 2048;
 
@@ -77,8 +79,8 @@ void Engine::worker_main() {
     {
       std::unique_lock<std::mutex> lock(mu_);
       auto called = [&] { return work_.load() != seen || stopping_.load(); };
-      if (did == Did::kHeld)
-        sleep_slice(cv_work_, lock, now_ns() + kHoldNs, called);
+      if (did != Did::kNothing)
+        sleep_slice(cv_work_, lock, now_ns() + (did == Did::kHeld ? kHoldNs : kLaterNs), called);
       else
         cv_work_.wait(lock, called);
     }
@@ -110,7 +112,7 @@ Engine::Did Engine::background_work() {
     return Did::kWork;
   // What GPUs have in flight is looked at from time to time.
   Did did = warm_one();
-  return did == Did::kNothing && in_flight() ? Did::kHeld : did;
+  return did != Did::kWork && in_flight() ? Did::kHeld : did;
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
@@ -465,23 +467,29 @@ bool Engine::prepare_one() {
         }
       if (update->ranks.empty()) continue;
       table = t;
-      record->prepared[t.get()] = {t, update, false};
+      record->prepared[t.get()] = {t, update, false, nullptr};
       break;
     }
     if (!table) return false;
   }
+  std::shared_ptr<SoonRows> soon;
   try {
     Timed timed(counters_.entry_ns);
     update->make_list();
     table->window.add(update);
     table->window.stage(*update, true, Window::Urgency::kBackground);
+    soon = std::allocate_shared<SoonRows>(HeapAllocator<SoonRows>());
+    table->window.staged_for_next(*update, kWarmBytes / (table->rows.layout().value_stride * sizeof(float)),
+                                  &soon->slots);
   } catch (const std::bad_alloc&) {
     fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // which keeps the commit from using it
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
     std::lock_guard<std::mutex> lock(mu_);
-    record->prepared[table.get()].ready = true;
+    PreparedUpdate& prepared = record->prepared[table.get()];
+    prepared.soon = std::move(soon);
+    prepared.ready = true;
   }
   progress();
   return true;
@@ -491,42 +499,75 @@ bool Engine::prepare_one() {
 // lookup find them: what both wait for is memory. It touches no row, so it does not matter who writes one
 // meanwhile, or whether it is still wanted. Only while a device computes, that is, where updates are
 // deferred and until gradients are pushed: these should stay in the caches, and the thread is wanted then.
+//
+// Caches forget: other programs use them as well. What the gate will write is few, and is brought in again and
+// again, for as long as a step usually takes.
 Engine::Did Engine::warm_one() {
   const uint64_t next = begun_.load();
   if (!deferred_now_.load(std::memory_order_relaxed) || pushed_.load(std::memory_order_relaxed) == next)
     return Did::kNothing;
   PartRef part;
+  std::shared_ptr<SoonRows> soon;
   TableRef table;
   size_t from = 0, end = 0;
+  Did left = Did::kNothing;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    auto declared = batches_.find(next);
-    if (declared == batches_.end()) return Did::kNothing;
     size_t room = kWarmBytes;
-    for (const BatchRef& b : declared->second)
-      for (size_t i = 0; i < b->parts.size() && !part; ++i) {
-        Part& p = *b->parts[i];
-        if (!p.resolved()) continue;
-        const size_t bytes = b->tables[i]->rows.layout().value_stride * sizeof(float);
-        const size_t rows = std::min(p.distinct, room / bytes);
-        room -= rows * bytes;
-        if (p.warmed >= rows) continue;
-        // A call under way wants the memory's bandwidth itself.
-        if (calls_.load()) return Did::kHeld;
-        part = b->parts[i];
-        table = b->tables[i];
-        from = p.warmed;
-        end = p.warmed = std::min(rows, from + kWarmRows);
+    auto declared = batches_.find(next);
+    if (declared != batches_.end())
+      for (const BatchRef& b : declared->second)
+        for (size_t i = 0; i < b->parts.size() && !table; ++i) {
+          Part& p = *b->parts[i];
+          if (!p.resolved()) continue;
+          const size_t bytes = b->tables[i]->rows.layout().value_stride * sizeof(float);
+          const size_t rows = std::min(p.distinct, room / bytes);
+          room -= rows * bytes;
+          if (p.warmed >= rows) continue;
+          part = b->parts[i];
+          table = b->tables[i];
+          from = p.warmed;
+          end = std::min(rows, from + kWarmRows);
+        }
+    auto record = records_.find(next - 1);
+    if (!table && record != records_.end())
+      for (auto& [raw, p] : record->second.prepared) {
+        if (!p.soon || p.soon->rounds == kWarmRounds || p.soon->slots.empty()) continue;
+        if (p.soon->rounds && p.soon->warmed == 0 && now_ns() - p.soon->since < kLaterNs) {
+          left = Did::kLater;
+          continue;
+        }
+        soon = p.soon;
+        table = p.table;
+        from = soon->warmed;
+        end = std::min(soon->slots.size(), from + kWarmRows);
+        break;
       }
-    if (!part) return Did::kNothing;
+    if (!table) return left;
+    // A call under way wants the memory's bandwidth itself.
+    if (calls_.load()) return Did::kHeld;
+    if (part) {
+      part->warmed = end;
+    } else if (end < soon->slots.size()) {
+      soon->warmed = end;
+    } else {
+      soon->warmed = 0;
+      ++soon->rounds;
+      soon->since = now_ns();
+    }
   }
   const uint64_t begun = now_ns();
-  const uint32_t* slots = part->row_slots();
-  const size_t bytes = table->rows.layout().value_stride * sizeof(float);
+  const uint32_t* slots = part ? part->row_slots() : soon->slots.data();
+  const RowLayout& layout = table->rows.layout();
+  const size_t bytes = layout.value_stride * sizeof(float);
+  const size_t state_bytes = soon ? layout.state_stride * sizeof(float) : 0;
   // Who shares a job out meanwhile wants the thread at once.
   for (size_t i = from; i < end && job_count_.load(std::memory_order_relaxed) == 0; ++i) {
     const char* row = reinterpret_cast<const char*>(table->rows.values(slots[i]));
     for (size_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o, 0, 2);
+    if (!state_bytes) continue;
+    const char* state = reinterpret_cast<const char*>(table->rows.state(slots[i]));
+    for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
   warm_ns_.fetch_add(now_ns() - begun, std::memory_order_relaxed);
   return Did::kWork;

@@ -411,6 +411,17 @@ void Window::release(StepUpdate& u) {
   live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
+void Window::staged_for_next(const StepUpdate& u, size_t most, Vector<uint32_t>* slots) {
+  const uint8_t prio = static_cast<uint8_t>((u.step + 1) & (kRing - 1));
+  for (size_t at = 0; at < u.n && slots->size() < most; at += kPage) {
+    Lock lock(*this, Urgency::kBackground);
+    const uint8_t* state = state_.data() + u.pages[at / kPage] * kPage;
+    const size_t n = std::min<size_t>(kPage, u.n - at);
+    for (size_t i = 0; i < n && slots->size() < most; ++i)
+      if (state[i] == prio) slots->push_back(u.slots[at + i]);
+  }
+}
+
 void Window::unstage(const UpdateRef& update) {
   StepUpdate& u = *update;
   Lock lock(*this, Urgency::kUrgent);
@@ -541,7 +552,10 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
   uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
   StepUpdate* u = nullptr;
   uint8_t last = 0;
+  constexpr size_t kAhead = 32;
+  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[c->ids[i]], 1);
   for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) __builtin_prefetch(&state_[c->ids[i + kAhead]], 1);
     uint32_t id = c->ids[i];
     uint8_t prio = state_[id];
     if (!u || id / kPage != first_id / kPage) {

@@ -94,6 +94,8 @@ class Window : public HeapObject {
   bool crowded() const { return live_.load(std::memory_order_relaxed) > kPast; }
   // Takes all rows of the update's list in. `declared`: they are the linked parts of its ranks.
   void stage(StepUpdate& update, bool declared, Urgency urgency);
+  // Up to `most` rows that `stage` has taken in and that the very next step reads.
+  void staged_for_next(const StepUpdate& update, size_t most, Vector<uint32_t>* slots);
   // The update is of a step that will not be, or not so: forget it.
   void unstage(const UpdateRef& update);
   // Step `step` is committed: its staged rows are pending, base = step + 1. `update` may be null.
