@@ -661,7 +661,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     }
     update->make_list();
     window.add(update);
-    window.stage(*update, declared, Window::Urgency::kUrgent);
+    window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
   }
   window.commit(update.get(), step);
   return FRUGAL_OK;

@@ -400,14 +400,12 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
     // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
     if (status == FRUGAL_OK && config_.staleness < kRing)
       status = part->finder.build(pool_, part->row_slots(), part->distinct);
-    // Whoever looks rows up meanwhile is helped between the pieces.
-    constexpr size_t kPiece = 8192;
     for (size_t at = 0; status == FRUGAL_OK;) {
       {
         Timed timed(counters_.entry_ns);
-        done = table->window.link(part, at, kPiece, owned, Window::Urgency::kBackground);
+        done = table->window.link(part, at, Window::kPiece, owned, Window::Urgency::kBackground);
       }
-      at += kPiece;
+      at += Window::kPiece;
       if (worker) run_jobs(false);
       if (!done || at >= part->distinct) break;
     }
@@ -474,10 +472,16 @@ bool Engine::prepare_one() {
   }
   std::shared_ptr<SoonRows> soon;
   try {
-    Timed timed(counters_.entry_ns);
-    update->make_list();
-    table->window.add(update);
-    table->window.stage(*update, true, Window::Urgency::kBackground);
+    {
+      Timed timed(counters_.entry_ns);
+      update->make_list();
+      table->window.add(update);
+    }
+    for (bool done = false; !done;) {
+      run_jobs(false);  // a lookup has the first word
+      Timed timed(counters_.entry_ns);
+      done = table->window.stage(*update, true, Window::kPiece, Window::Urgency::kBackground);
+    }
     soon = std::allocate_shared<SoonRows>(HeapAllocator<SoonRows>());
     table->window.staged_for_next(*update, kWarmBytes / (table->rows.layout().value_stride * sizeof(float)),
                                   &soon->slots);

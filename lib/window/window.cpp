@@ -331,13 +331,15 @@ void Window::add(const UpdateRef& update) {
   live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-void Window::stage(StepUpdate& u, bool declared, Urgency urgency) {
+bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
   constexpr size_t kAhead = 48;
   uint32_t ids[kPage];
   uint8_t prio[kPage];
   uint16_t read[kPage];
   uint32_t start[kRing + 1], next[kRing];
-  for (size_t at = 0; at < u.n; at += kPage) {
+  static_assert(kPiece % kPage == 0);
+  const size_t end = std::min(u.n, u.staged_rows + std::min(most, u.n));
+  for (size_t at = u.staged_rows; at < end; at += kPage) {
     BothLocks lock(*this, urgency);
     const size_t n = std::min<size_t>(kPage, u.n - at);
     const uint32_t* slots = u.slots + at;
@@ -394,6 +396,7 @@ void Window::stage(StepUpdate& u, bool declared, Urgency urgency) {
         queue_->stage(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
     u.staged_rows = at + n;
   }
+  return u.staged_rows == u.n;
 }
 
 void Window::release(StepUpdate& u) {

@@ -65,6 +65,9 @@ class Window : public HeapObject {
   // Words remember this many steps. Unwritten updates of older ones are searched for every row that
   // is looked at.
   static constexpr uint32_t kPast = 12;
+  // A background thread takes in so many rows at a time, of a declaration or an update, and looks in between
+  // whether it is wanted: whoever looks rows up wants it at once.
+  static constexpr size_t kPiece = 8192;
 
   struct Config {
     uint64_t rows = 0;
@@ -92,8 +95,9 @@ class Window : public HeapObject {
   void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
   bool crowded() const { return live_.load(std::memory_order_relaxed) > kPast; }
-  // Takes all rows of the update's list in. `declared`: they are the linked parts of its ranks.
-  void stage(StepUpdate& update, bool declared, Urgency urgency);
+  // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`: they are
+  // the linked parts of its ranks.
+  bool stage(StepUpdate& update, bool declared, size_t most, Urgency urgency);
   // Up to `most` rows that `stage` has taken in and that the very next step reads.
   void staged_for_next(const StepUpdate& update, size_t most, Vector<uint32_t>* slots);
   // The update is of a step that will not be, or not so: forget it.
