@@ -266,9 +266,7 @@ void Engine::flag_lines(TrainerTable& of, Window::Urgency urgency) {
 void Engine::cancel_plan(TrainerTable& of) {
   if (of.planned == kNoStep) return;
   for (uint32_t slot : of.plan.admitted) of.cache()->drop(slot);
-  of.planned = kNoStep;
-  of.plan = {};
-  if (of.lines) of.lines->plan.reset();
+  of.forget_plan();
 }
 
 // --- The boundary --------------------------------------------------------------------------------
@@ -359,19 +357,16 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     of.unflagged.insert(of.unflagged.end(), of.plan.admitted.begin(), of.plan.admitted.end());
     // Where nobody plans ahead, nobody else would do it while the step is computed.
     if (stale() || !config_.flush_threads) flag_lines(of, Window::Urgency::kUrgent);
-    of.planned = kNoStep;
-    of.plan = {};
   }
-  if (!t.gpu) return FRUGAL_OK;
-  FRUGAL_TRY(t.gpu->end_boundary(*flight));
-  // What the step does not read is brought up to date while it is computed.
+  if (t.gpu) FRUGAL_TRY(t.gpu->end_boundary(*flight));
   for (Turn& turn : turns) {
+    // What the step does not read is brought up to date while it is computed.
     for (size_t i = 0; i < turn.later.size(); ++i)
       FRUGAL_TRY(t.gpu->apply_lines(*flight, *turn.of->lines, turn.updates[i], turn.later[i],
                                     turn.later[i]->urgent, turn.later[i]->count));
-    turn.of->lines->plan.reset();
+    turn.of->forget_plan();
   }
-  return flight->mark();
+  return t.gpu ? flight->mark() : FRUGAL_OK;
 }
 
 // After a boundary that has not been carried out whole, no line is what the index says. Host rows are, or
@@ -382,10 +377,8 @@ void Engine::forget_lines(Trainer& t) {
     Vector<uint32_t> dropped;
     dropped.reserve(of.cache()->size());
     of.cache()->clear(&dropped);
-    if (of.lines) of.lines->plan.reset();
     of.unflagged.clear();
-    of.planned = kNoStep;
-    of.plan = {};
+    of.forget_plan();
     if (of.table->window.opened())
       of.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
   }

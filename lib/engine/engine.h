@@ -100,6 +100,11 @@ struct TrainerTable {
   CachePlan plan;
   Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
   bool torn = false;           // while index and flags are being changed: a failure leaves neither
+  void forget_plan() {
+    planned = kNoStep;
+    plan = {};
+    if (lines) lines->plan.reset();
+  }
 };
 
 struct Trainer : HeapObject {
