@@ -25,7 +25,7 @@ change() {
 }
 
 change "a field more" "'uint64_t extra'" <<'EOT'
-sed -i 's/^  uint64_t total; .*/&\n  uint64_t extra;/' include/frugal.h
+sed -i 's/^  uint64_t total;.*/&\n  uint64_t extra;/' include/frugal.h
 EOT
 change "a field of another type" "type of 'uint32_t part' changed" <<'EOT'
 sed -i 's/^  uint32_t part; /  uint64_t part; /' include/frugal.h
