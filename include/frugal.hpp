@@ -111,6 +111,13 @@ inline frugal_trainer_config TrainerConfig(uint32_t rank = 0) {
   return config;
 }
 
+inline frugal_optimizer Optimizer(int32_t kind = FRUGAL_SGD) {
+  frugal_optimizer optimizer;
+  frugal_optimizer_init(&optimizer);
+  optimizer.kind = kind;
+  return optimizer;
+}
+
 inline frugal_op Op() {
   frugal_op op;
   frugal_op_init(&op);
@@ -150,10 +157,18 @@ inline void CheckSize(size_t have, size_t need, const char* what) {
 class Table {
  public:
   Table() noexcept = default;
-  explicit Table(frugal_table* handle) : handle_(handle), dim_(Describe().dim) {}
+  explicit Table(frugal_table* handle) : handle_(handle) {
+    const frugal_table_info info = Describe();
+    dim_ = info.dim;
+    state_floats_ = static_cast<uint32_t>(info.state_floats);
+  }
 
   frugal_table* get() const noexcept { return handle_.get(); }
   uint32_t dim() const noexcept { return dim_; }
+  // Floats of a row: dim(), or with FRUGAL_WITH_STATE those of its optimizer state, too.
+  size_t RowFloats(uint32_t flags = 0) const noexcept {
+    return size_t{dim_} + (flags & FRUGAL_WITH_STATE ? state_floats_ : 0);
+  }
 
   frugal_table_info Describe() const {
     frugal_table_info info = {};
@@ -180,17 +195,19 @@ class Table {
     return keys;
   }
 
-  // Rows without optimizer state: `rows` has dim() floats for each key. With `found`, as many
-  // flags as keys.
-  void Get(Span<const uint64_t> keys, Span<float> rows, Span<uint8_t> found = {}) const {
-    internal::CheckSize(rows.size(), keys.size() * dim_, "rows");
+  // `rows` has RowFloats(flags) floats for each key: its values and, with FRUGAL_WITH_STATE, its
+  // optimizer state. With `found`, as many bytes as keys.
+  void Get(Span<const uint64_t> keys, Span<float> rows, Span<uint8_t> found = {},
+           uint32_t flags = 0) const {
+    internal::CheckSize(rows.size(), keys.size() * RowFloats(flags), "rows");
     if (!found.empty()) internal::CheckSize(found.size(), keys.size(), "found");
-    Check(frugal_get(get(), keys.data(), keys.size(), 0, rows.data(), 0, found.data()));
+    Check(frugal_get(get(), keys.data(), keys.size(), flags, rows.data(), 0, found.data()));
   }
 
-  void Put(Span<const uint64_t> keys, Span<const float> rows) {
-    internal::CheckSize(rows.size(), keys.size() * dim_, "rows");
-    Check(frugal_put(get(), keys.data(), keys.size(), 0, rows.data(), 0));
+  // As Get; without FRUGAL_WITH_STATE the rows' optimizer state begins anew.
+  void Put(Span<const uint64_t> keys, Span<const float> rows, uint32_t flags = 0) {
+    internal::CheckSize(rows.size(), keys.size() * RowFloats(flags), "rows");
+    Check(frugal_put(get(), keys.data(), keys.size(), flags, rows.data(), 0));
   }
 
   // Returns the number of rows that were there.
@@ -212,7 +229,7 @@ class Table {
 
  private:
   internal::Handle<frugal_table> handle_;
-  uint32_t dim_ = 0;
+  uint32_t dim_ = 0, state_floats_ = 0;
 };
 
 // Keys declared for one step; the library forgets them when the step ends.
@@ -242,6 +259,45 @@ class Batch {
   size_t size_ = 0;
   uint32_t dim_ = 0;
 };
+
+// Ops for calls on several tables, or with bags. Outputs, gradients and bags are set afterwards; what
+// is given must live until the call.
+
+inline frugal_op Op(const Table& table, Span<const uint64_t> keys) {
+  static constexpr uint64_t kNone = 0;  // NULL would not say "no keys" in an op with a batch
+  frugal_op op = Op();
+  op.table = table.get();
+  op.keys = keys.data() == nullptr ? &kNone : keys.data();
+  op.count = keys.size();
+  return op;
+}
+
+// Exactly the keys of a part of a declared batch.
+inline frugal_op Op(const Table& table, const Batch& batch, uint32_t part = 0) {
+  frugal_op op = Op();
+  op.table = table.get();
+  op.batch = batch.get();
+  op.part = part;
+  return op;
+}
+
+// Bags: bag b has the keys offsets[b] .. offsets[b + 1] - 1. Weights, for sums only: one for each key.
+inline void SetBags(frugal_op* op, int32_t pooling, Span<const uint64_t> offsets,
+                    Span<const float> weights = {}) {
+  internal::CheckSize(offsets.size(), 1, "offsets");
+  const uint64_t keys = offsets[offsets.size() - 1];
+  if (!weights.empty()) internal::CheckSize(weights.size(), keys, "weights");
+  op->pooling = pooling;
+  op->offsets = offsets.data();
+  op->bags = offsets.size() - 1;
+  op->weights = weights.data();
+}
+
+// Rows of this key read as zeros, take no gradient and are never created.
+inline void SetPadding(frugal_op* op, uint64_t key) {
+  op->padding_key = key;
+  op->flags |= FRUGAL_OP_PADDING;
+}
 
 // A rank of synchronous training; leaves when it is destroyed. One thread at a time.
 class Trainer {

@@ -89,6 +89,72 @@ TEST(Hpp, RowsOutsideSteps) {
   EXPECT_EQ(StatusOf([&] { engine.FindTable("h"); }), FRUGAL_ERR_NOT_FOUND);
 }
 
+TEST(Hpp, RowsTravelWithState) {
+  frugal::Engine engine;
+  auto config = frugal::TableConfig("t", 10, 2);
+  config.optimizer = frugal::Optimizer(FRUGAL_ADAGRAD);
+  config.optimizer.initial_accumulator = 0.25f;
+  frugal::Table table = engine.CreateTable(config);
+  EXPECT_EQ(table.RowFloats(), 2u);
+  EXPECT_EQ(table.RowFloats(FRUGAL_WITH_STATE), 4u);
+  const std::vector<uint64_t> keys = {5, 6};
+  const std::vector<float> values = {1, 2, 3, 4, 5, 6, 7, 8};
+  table.Put(keys, values, FRUGAL_WITH_STATE);
+  std::vector<float> rows(8);
+  table.Get(keys, rows, {}, FRUGAL_WITH_STATE);
+  EXPECT_EQ(rows, values);
+  table.Put(keys, std::vector<float>{9, 9, 9, 9});
+  table.Get(keys, rows, {}, FRUGAL_WITH_STATE);
+  EXPECT_EQ(rows, (std::vector<float>{9, 9, 0.25f, 0.25f, 9, 9, 0.25f, 0.25f}));
+  EXPECT_EQ(StatusOf([&] { table.Put(keys, std::vector<float>(7), FRUGAL_WITH_STATE); }),
+            FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
+TEST(Hpp, OpsOfManyTablesAndBags) {
+  frugal::Engine engine;
+  auto config = frugal::TableConfig("a", 10, 2);
+  config.init_a = 1.0f;
+  config.optimizer.lr = 1.0f;
+  frugal::Table a = engine.CreateTable(config);
+  config.name = "b";
+  frugal::Table b = engine.CreateTable(config);
+  frugal::Trainer trainer = engine.CreateTrainer();
+  const std::vector<uint64_t> keys = {1, 2, 3}, none, offsets = {0, 2, 3};
+  const std::vector<float> weights = {1, 2, 4};
+  std::vector<float> rows(6), bags(4), grads = {1, 1, 0, 0};
+  frugal::Batch batch = trainer.Prefetch(0, std::vector<frugal_op>{frugal::Op(a, keys), frugal::Op(b, keys)});
+  trainer.StepBegin(0);
+  std::vector<frugal_op> ops = {frugal::Op(a, batch, 0), frugal::Op(b, batch, 1)};
+  frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, offsets, weights);
+  ops[0].rows_out = bags.data();
+  ops[0].grads = grads.data();
+  frugal::SetPadding(&ops[1], 2);  // not as declared: the keys have to be given
+  ops[1].rows_out = rows.data();
+  EXPECT_EQ(StatusOf([&] { trainer.Lookup(ops); }), FRUGAL_ERR_INVALID_ARGUMENT);
+  ops[1].keys = keys.data();
+  ops[1].count = keys.size();
+  trainer.Lookup(ops);
+  EXPECT_EQ(bags, (std::vector<float>{3, 3, 4, 4}));
+  EXPECT_EQ(rows, (std::vector<float>{1, 1, 0, 0, 1, 1}));
+  std::vector<float> weight_grads(3);
+  ops[0].weight_grads_out = weight_grads.data();
+  trainer.PushGrad({&ops[0], 1});
+  EXPECT_EQ(weight_grads, (std::vector<float>{2, 2, 0}));
+  // No keys of a declared batch are none, not all.
+  frugal_op nothing = frugal::Op(a, none);
+  nothing.batch = batch.get();
+  trainer.Lookup({&nothing, 1});
+  trainer.StepEnd(0);
+  ops = {frugal::Op(a, keys)};
+  ops[0].rows_out = rows.data();
+  engine.Read(nullptr, ops);
+  EXPECT_EQ(rows, (std::vector<float>{0, 0, -1, -1, 1, 1}));
+  EXPECT_EQ(StatusOf([&] { frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, none); }),
+            FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(StatusOf([&] { frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, offsets, {grads.data(), 2}); }),
+            FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
 TEST(Hpp, StatusesBecomeErrors) {
   frugal::Engine engine;
   frugal::Table table = engine.CreateTable(frugal::TableConfig("t", 10, 4));

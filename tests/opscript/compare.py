@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Makes op scripts and compares the hashes of any runners with those of the reference.
+
+    compare.py [--seeds N] [--first SEED] BUILD_FOLDER RUNNER...
+
+A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's command, to which
+the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
+reference and to exit with 0. Seeds count from 1; the last script is a long one. Exit status 0 if
+all runners agree with the reference on all scripts.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+
+SHORT, LONG = 40, 200  # steps of a script
+# What has to have happened in eight scripts or more, or a run has shown little: a call and what it
+# answered. -1 INVALID_ARGUMENT, -2 BAD_HANDLE, -5 KEY_OUT_OF_RANGE, -6 TABLE_FULL,
+# -7 EXISTS, -8 STEP_ORDER, -9 STEP_RANGE, -10 NOT_IN_STEP, -11 STEP_ABORTED, -12 BUSY,
+# -13 TIMEOUT, -14 NAN.
+EXPECTED = """
+abort 0, abort -10, begin -8, begin -13, cancel 0, cancel -9, close_trainer 0, delete 0, delete -12,
+end -8, flush 0, get 0, get -5, get -12, lookup -2, lookup -5, lookup -6, lookup -10, prefetch -5,
+prefetch -9, push -5, push -6, push -10, push -14, put 0, put -6, put -12, read 0, read -12,
+set_optimizer -1, set_optimizer -9, table -7, trainer -7, begin -11, end -11, lookup -11,
+prefetch -11, push -11, abort -11
+"""
+
+
+def pairs(text):
+    return {tuple(item.split()) for item in text.replace("\n", " ").split(",")}
+
+
+def make(maker, seed, steps, prefix):
+    """Returns the set of (call, status) that the script has."""
+    command = [maker, str(seed), str(steps), prefix]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {tuple(line.split()[:2]) for line in out.splitlines()}
+
+
+def first_difference(lines, expected):
+    for got, wanted in zip(lines, expected):
+        if got != wanted:
+            return f"printed '{got}', the reference has '{wanted}'"
+    return f"printed {len(lines)} lines, the reference has {len(expected)}"
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("build")
+    parser.add_argument("runners", nargs="+")
+    arguments = parser.parse_args()
+    folder = os.path.join(os.path.abspath(arguments.build), "tests", "opscript")
+    maker = os.path.join(folder, "opscript_maker")
+    runners = {}
+    for runner in arguments.runners:
+        name, _, command = runner.partition("=")
+        own = os.path.join(folder, "opscript_" + name)
+        runners[name] = shlex.split(command) if command else [own]
+
+    seen, failures = set(), 0
+    with tempfile.TemporaryDirectory() as work:
+        for i in range(arguments.seeds):
+            seed = arguments.first + i
+            steps = LONG if i + 1 == arguments.seeds else SHORT
+            prefix = os.path.join(work, "script")
+            seen |= make(maker, seed, steps, prefix)
+            with open(prefix + ".expected", encoding="ascii") as file:
+                expected = file.read().splitlines()
+            for name, command in runners.items():
+                run = subprocess.run(command + [prefix + ".jsonl"], capture_output=True, text=True)
+                lines = run.stdout.splitlines()
+                if run.returncode == 0 and lines == expected:
+                    continue
+                failures += 1
+                print(f"script {seed} of {steps} steps, {name}: ", end="")
+                if run.returncode != 0:
+                    print(f"exit status {run.returncode}: {run.stderr.strip()[-500:]}")
+                else:
+                    print(first_difference(lines, expected))
+            if i + 1 == arguments.seeds and failures == 0:
+                for name in ["reference", *runners]:
+                    print(f"{name:10} {expected[-1]}")
+        wanted = pairs(EXPECTED)
+        if arguments.seeds >= 8 and not wanted <= seen:
+            failures += 1
+            print("no script has:", ", ".join(" ".join(pair) for pair in sorted(wanted - seen)))
+    names = ", ".join(runners)
+    print(f"{arguments.seeds} scripts, {len(seen)} kinds of calls and answers, {names}: {failures} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
