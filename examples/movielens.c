@@ -1,6 +1,6 @@
 /*
  * Biased matrix factorization: rating = mean + user bias + item bias + user row . item row.
- *   movielens [FILE]    lines of FILE: user TAB item TAB rating TAB anything, as in MovieLens' u.data
+ *   movielens [FILE]    lines of FILE: user TAB item TAB rating TAB anything, as in u.data
  * Without a file it makes ratings from planted rows and noise, so that the best possible error is
  * known. README.md says exactly what is computed; the other languages print the same numbers.
  */
@@ -84,7 +84,8 @@ static rating *load(const char *path, size_t *count) {
     exit(1);
   }
   *count = 0;
-  while (fscanf(file, "%" SCNu64 " %" SCNu64 " %f%*[^\n]", &line.user, &line.item, &line.value) == 3) {
+  const char *form = "%" SCNu64 " %" SCNu64 " %f%*[^\n]";
+  while (fscanf(file, form, &line.user, &line.item, &line.value) == 3) {
     if (*count == capacity) {
       capacity = capacity * 2 + 1024;
       ratings = realloc(ratings, capacity * sizeof(*ratings));
@@ -192,7 +193,8 @@ int main(int argc, char **argv) {
       for (; next < batches && next <= b + kAhead; ++next) {
         const size_t n = next + 1 < batches ? kBatch : train - next * kBatch;
         set_ops(ops, order + next * kBatch, n, NULL);
-        check(frugal_prefetch(trainer, step + (next - b), ops, kTables, &declared[next % (kAhead + 1)]));
+        check(frugal_prefetch(trainer, step + (next - b), ops, kTables,
+                              &declared[next % (kAhead + 1)]));
       }
       const rating *const *some = order + b * kBatch;
       const size_t n = b + 1 < batches ? kBatch : train - b * kBatch;

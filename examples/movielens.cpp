@@ -1,5 +1,5 @@
 // Biased matrix factorization: rating = mean + user bias + item bias + user row . item row.
-//   movielens [FILE]    lines of FILE: user TAB item TAB rating TAB anything, as in MovieLens' u.data
+//   movielens [FILE]    lines of FILE: user TAB item TAB rating TAB anything, as in u.data
 // Without a file it makes ratings from planted rows and noise, so that the best possible error is
 // known. README.md says exactly what is computed; the other languages print the same numbers.
 #include <algorithm>
@@ -103,7 +103,8 @@ struct Model {
     }
     std::vector<frugal_op> ops;
     for (uint32_t t = 0; t < 4; ++t) {
-      ops.push_back(batch ? frugal::Op(tables[t], *batch, t) : frugal::Op(tables[t], t % 2 ? items : users));
+      ops.push_back(batch ? frugal::Op(tables[t], *batch, t)
+                          : frugal::Op(tables[t], t % 2 ? items : users));
       rows[t].resize(ratings.size() * tables[t].dim());
       grads[t].resize(rows[t].size());
       ops[t].rows_out = rows[t].data();
@@ -155,7 +156,8 @@ void Run(const std::vector<Rating>& ratings, bool planted) {
     }
   }
   model.mean = static_cast<float>(sum / static_cast<double>(train.size()));
-  std::printf("%zu ratings to train, %zu to test, mean %.4f\n", train.size(), test.size(), model.mean);
+  std::printf("%zu ratings to train, %zu to test, mean %.4f\n", train.size(), test.size(),
+              model.mean);
 
   frugal::Engine engine;
   for (const char* name : {"users", "items", "user biases", "item biases"}) {
@@ -202,7 +204,8 @@ void Run(const std::vector<Rating>& ratings, bool planted) {
                 std::sqrt(test_squares / static_cast<double>(test.size())));
   }
   if (planted) {
-    std::printf("known optimum: test RMSE %.4f\n", std::sqrt(noise / static_cast<double>(test.size())));
+    std::printf("known optimum: test RMSE %.4f\n",
+                std::sqrt(noise / static_cast<double>(test.size())));
   }
 }
 

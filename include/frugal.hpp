@@ -260,8 +260,8 @@ class Batch {
   uint32_t dim_ = 0;
 };
 
-// Ops for calls on several tables, or with bags. Outputs, gradients and bags are set afterwards; what
-// is given must live until the call.
+// Ops for calls on several tables, or with bags. Outputs, gradients and bags are set afterwards;
+// what is given must live until the call.
 
 inline frugal_op Op(const Table& table, Span<const uint64_t> keys) {
   static constexpr uint64_t kNone = 0;  // NULL would not say "no keys" in an op with a batch
@@ -281,7 +281,7 @@ inline frugal_op Op(const Table& table, const Batch& batch, uint32_t part = 0) {
   return op;
 }
 
-// Bags: bag b has the keys offsets[b] .. offsets[b + 1] - 1. Weights, for sums only: one for each key.
+// Bag b has the keys offsets[b] .. offsets[b + 1] - 1. Weights, for sums only: one for each key.
 inline void SetBags(frugal_op* op, int32_t pooling, Span<const uint64_t> offsets,
                     Span<const float> weights = {}) {
   internal::CheckSize(offsets.size(), 1, "offsets");

@@ -6,7 +6,8 @@
 A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's command, to which
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
 reference and to exit with 0. Seeds count from 1; the last script is a long one. Exit status 0 if
-all runners agree with the reference on all scripts.
+all runners agree with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the build
+folder makes a script again.
 """
 
 import argparse
@@ -57,6 +58,8 @@ def main():
     arguments = parser.parse_args()
     folder = os.path.join(os.path.abspath(arguments.build), "tests", "opscript")
     maker = os.path.join(folder, "opscript_maker")
+    if not os.path.exists(maker):
+        sys.exit(f"{maker} is not there: build the target opscript_maker")
     runners = {}
     for runner in arguments.runners:
         name, _, command = runner.partition("=")

@@ -1,8 +1,10 @@
-// Makes an op script (docs/bindings.md, section 3) from a seed, and what the one-thread reference makes of
-// it: NAME.jsonl and NAME.expected. Nothing of the library is used but the structs of its header.
+// Makes an op script (docs/bindings.md, section 3) from a seed, and what the one-thread reference
+// makes of it: PREFIX.jsonl and PREFIX.expected. Nothing of the library is used but the structs of
+// its header.
 //
-// One thread plays all ranks in turn, so that every answer of every call is known beforehand. The order
-// within a step is drawn call by call; what is drawn is written and done to the reference at once.
+// One thread plays all ranks in turn, so that every answer of every call is known beforehand. The
+// order within a step is drawn call by call; what is drawn is written and done to the reference at
+// once.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -107,8 +109,12 @@ enum class Use { kDeclare, kLookup, kPush, kRead };
 class Maker {
  public:
   Maker(uint64_t seed, size_t steps, const std::string& prefix)
-      : seed_(seed), steps_(steps), random_(seed), script_(prefix + ".jsonl"),
-        expected_(prefix + ".expected"), reference_(EngineSeed(seed), World(seed)) {}
+      : seed_(seed),
+        steps_(steps),
+        random_(seed),
+        script_(prefix + ".jsonl"),
+        expected_(prefix + ".expected"),
+        reference_(EngineSeed(seed), World(seed)) {}
 
   bool Make() {
     Open();
@@ -160,19 +166,32 @@ class Maker {
 
   static const char* StatusName(int32_t status) {
     switch (status) {
-      case FRUGAL_ERR_INVALID_ARGUMENT: return "FRUGAL_ERR_INVALID_ARGUMENT";
-      case FRUGAL_ERR_BAD_HANDLE: return "FRUGAL_ERR_BAD_HANDLE";
-      case FRUGAL_ERR_KEY_OUT_OF_RANGE: return "FRUGAL_ERR_KEY_OUT_OF_RANGE";
-      case FRUGAL_ERR_TABLE_FULL: return "FRUGAL_ERR_TABLE_FULL";
-      case FRUGAL_ERR_EXISTS: return "FRUGAL_ERR_EXISTS";
-      case FRUGAL_ERR_STEP_ORDER: return "FRUGAL_ERR_STEP_ORDER";
-      case FRUGAL_ERR_STEP_RANGE: return "FRUGAL_ERR_STEP_RANGE";
-      case FRUGAL_ERR_NOT_IN_STEP: return "FRUGAL_ERR_NOT_IN_STEP";
-      case FRUGAL_ERR_STEP_ABORTED: return "FRUGAL_ERR_STEP_ABORTED";
-      case FRUGAL_ERR_BUSY: return "FRUGAL_ERR_BUSY";
-      case FRUGAL_ERR_TIMEOUT: return "FRUGAL_ERR_TIMEOUT";
-      case FRUGAL_ERR_NAN: return "FRUGAL_ERR_NAN";
-      default: std::abort();
+      case FRUGAL_ERR_INVALID_ARGUMENT:
+        return "FRUGAL_ERR_INVALID_ARGUMENT";
+      case FRUGAL_ERR_BAD_HANDLE:
+        return "FRUGAL_ERR_BAD_HANDLE";
+      case FRUGAL_ERR_KEY_OUT_OF_RANGE:
+        return "FRUGAL_ERR_KEY_OUT_OF_RANGE";
+      case FRUGAL_ERR_TABLE_FULL:
+        return "FRUGAL_ERR_TABLE_FULL";
+      case FRUGAL_ERR_EXISTS:
+        return "FRUGAL_ERR_EXISTS";
+      case FRUGAL_ERR_STEP_ORDER:
+        return "FRUGAL_ERR_STEP_ORDER";
+      case FRUGAL_ERR_STEP_RANGE:
+        return "FRUGAL_ERR_STEP_RANGE";
+      case FRUGAL_ERR_NOT_IN_STEP:
+        return "FRUGAL_ERR_NOT_IN_STEP";
+      case FRUGAL_ERR_STEP_ABORTED:
+        return "FRUGAL_ERR_STEP_ABORTED";
+      case FRUGAL_ERR_BUSY:
+        return "FRUGAL_ERR_BUSY";
+      case FRUGAL_ERR_TIMEOUT:
+        return "FRUGAL_ERR_TIMEOUT";
+      case FRUGAL_ERR_NAN:
+        return "FRUGAL_ERR_NAN";
+      default:
+        std::abort();
     }
   }
 
@@ -180,7 +199,7 @@ class Maker {
     const frugal_optimizer unset = FRUGAL_OPTIMIZER_INIT;
     JsonObject json;
     json.Number("kind", o.kind);
-    auto add = [&](const char* name, float frugal_optimizer::* field) {
+    auto add = [&](const char* name, float frugal_optimizer::*field) {
       if (o.*field != unset.*field) json.Float(name, o.*field);
     };
     add("lr", &frugal_optimizer::lr);
@@ -235,16 +254,16 @@ class Maker {
     JsonObject line = Do("open");
     line.Number("world_size", World(seed_)).Number("lookahead", lookahead_);
     line.Number("flush_threads", static_cast<int64_t>(random_.Below(3)));
-    line.Number("flush_mode", random_.OneOf<int32_t>(
-                                  {FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_DEFERRED,
-                                   FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_TREE_HEAP, FRUGAL_FLUSH_AUTO,
-                                   FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_WRITE_THROUGH}));
+    line.Number("flush_mode", random_.OneOf<int32_t>({FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_DEFERRED,
+                                                      FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_TREE_HEAP,
+                                                      FRUGAL_FLUSH_AUTO, FRUGAL_FLUSH_AT_ONCE,
+                                                      FRUGAL_FLUSH_WRITE_THROUGH}));
     if (random_.Chance(0.3)) line.Big("pending_bytes", random_.OneOf<uint64_t>({0, 4096}));
     line.Big("seed", EngineSeed(seed_));
     Write(line, FRUGAL_OK);
     // The last needs all of its 64 bits.
-    first_step_ = random_.OneOf<uint64_t>({0, 0, random_.Between(1, 5000), (uint64_t{1} << 40) - 7,
-                                           (uint64_t{1} << 62) + 3});
+    first_step_ = random_.OneOf<uint64_t>(
+        {0, 0, random_.Between(1, 5000), (uint64_t{1} << 40) - 7, (uint64_t{1} << 62) + 3});
   }
 
   void MakeTables() {
@@ -383,8 +402,7 @@ class Maker {
     if (random_.Chance(0.2)) {
       part.padded = true;
       // As frameworks pad with -1, which is not an id of a dense table at all.
-      part.padding_key =
-          part.keys.empty() || random_.Chance(0.4) ? UINT64_MAX : random_.OneOf<uint64_t>({part.keys[0]});
+      part.padding_key = part.keys.empty() || random_.Chance(0.4) ? UINT64_MAX : part.keys[0];
       for (uint64_t& key : part.keys) {
         if (random_.Chance(0.15)) key = part.padding_key;
       }

@@ -460,13 +460,25 @@ static const struct {
   const char *name;
   int32_t (*call)(json_t *line);
 } calls[] = {
-    {"open", open_engine},       {"table", create_table},   {"trainer", create_trainer},
-    {"set_optimizer", set_optimizer},                       {"prefetch", prefetch},
-    {"cancel", cancel},          {"begin", step_begin},     {"lookup", lookup},
-    {"push", push},              {"read", read_rows},       {"end", step_end},
-    {"abort", step_abort},       {"get", get},              {"put", put},
-    {"delete", delete_rows},     {"flush", flush},          {"hash", hash_line},
-    {"close_trainer", close_trainer},                       {"close", close_engine},
+    {"open", open_engine},
+    {"table", create_table},
+    {"trainer", create_trainer},
+    {"set_optimizer", set_optimizer},
+    {"prefetch", prefetch},
+    {"cancel", cancel},
+    {"begin", step_begin},
+    {"lookup", lookup},
+    {"push", push},
+    {"read", read_rows},
+    {"end", step_end},
+    {"abort", step_abort},
+    {"get", get},
+    {"put", put},
+    {"delete", delete_rows},
+    {"flush", flush},
+    {"hash", hash_line},
+    {"close_trainer", close_trainer},
+    {"close", close_engine},
 };
 
 static void run_line(const char *text) {

@@ -174,7 +174,9 @@ class Runner {
 
  private:
   frugal::Table& TableOf(const Json& json) { return tables_.at(json.at("table").get<size_t>()); }
-  frugal::Trainer& TrainerOf(const Json& json) { return trainers_.at(json.at("rank").get<uint32_t>()); }
+  frugal::Trainer& TrainerOf(const Json& json) {
+    return trainers_.at(json.at("rank").get<uint32_t>());
+  }
 
   void Open(const Json& line) {
     frugal_config config = frugal::Config();
@@ -190,8 +192,8 @@ class Runner {
 
   void CreateTable(const Json& line) {
     const std::string name = line.at("name");
-    frugal_table_config config = frugal::TableConfig(name.c_str(), Big(line.at("rows")),
-                                                     line.at("dim").get<uint32_t>());
+    frugal_table_config config =
+        frugal::TableConfig(name.c_str(), Big(line.at("rows")), line.at("dim").get<uint32_t>());
     Number(line, "key_space", &config.key_space);
     Number(line, "init", &config.init);
     Float(line, "init_a", &config.init_a);
@@ -320,7 +322,8 @@ class Runner {
         all.Add(&rows[i * width], width * sizeof(float));
       }
     }
-    std::printf("hash %u %016" PRIx64 " %016" PRIx64 "\n", hashes_++, outputs_.value(), all.value());
+    std::printf("hash %u %016" PRIx64 " %016" PRIx64 "\n", hashes_++, outputs_.value(),
+                all.value());
   }
 
   std::optional<frugal::Engine> engine_;
@@ -362,8 +365,9 @@ int main(int argc, char** argv) {
       const std::string expected = line.value("status", "FRUGAL_OK");
       const auto [status, message] = Try(&runner, line);
       if (status != expected) {
-        std::cerr << "line " << number << ": " << line.at("do").get<std::string>() << " answered " << status
-                  << ", expected " << expected << (message.empty() ? "" : ": ") << message << '\n';
+        std::cerr << "line " << number << ": " << line.at("do").get<std::string>() << " answered "
+                  << status << ", expected " << expected << (message.empty() ? "" : ": ") << message
+                  << '\n';
         return 1;
       }
     } catch (const std::exception& error) {
