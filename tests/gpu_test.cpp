@@ -256,7 +256,8 @@ TEST(Gpu, TheBitsOfTheCpu) {
 // else: they come back although nothing of the stream runs before somebody waits for it.
 TEST(Gpu, DeclaredBatchesDoNotWait) {
   Device device;
-  Engine engine(1);
+  // No flush threads: one that looks whether the flight has landed would wait for it.
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
   frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
   Batch b(0, 0, 300, 16);
