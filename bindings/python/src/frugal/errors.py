@@ -143,6 +143,8 @@ class DeviceError(Error):
     """No such GPU, or it failed; device_code tells."""
 
 
+FORKED = _abi.STATUS["FRUGAL_ERR_FORKED"]
+
 _CLASSES: Dict[int, Type[Error]] = {
     _abi.STATUS["FRUGAL_ERR_INVALID_ARGUMENT"]: InvalidArgument,
     _abi.STATUS["FRUGAL_ERR_BAD_HANDLE"]: BadHandle,
@@ -157,7 +159,7 @@ _CLASSES: Dict[int, Type[Error]] = {
     _abi.STATUS["FRUGAL_ERR_BUSY"]: Busy,
     _abi.STATUS["FRUGAL_ERR_TIMEOUT"]: Timeout,
     _abi.STATUS["FRUGAL_ERR_NAN"]: NanGradient,
-    _abi.STATUS["FRUGAL_ERR_FORKED"]: Forked,
+    FORKED: Forked,
     _abi.STATUS["FRUGAL_ERR_UNSUPPORTED"]: Unsupported,
     _abi.STATUS["FRUGAL_ERR_NOT_FOUND"]: NotFound,
     _abi.STATUS["FRUGAL_ERR_UNHEALTHY"]: Unhealthy,
