@@ -14,7 +14,7 @@ import array as _array
 import ctypes
 from ctypes import addressof, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint16, c_uint32
 from ctypes import c_uint64, c_void_p, py_object
-from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Protocol, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Protocol, Sequence, Tuple, TypeVar, Union
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -34,6 +34,7 @@ class SupportsCudaArrayInterface(Protocol):
 
 
 Array = Union["ReadableBuffer", SupportsDLPack, SupportsCudaArrayInterface]
+AnyArray = TypeVar("AnyArray", bound=Array)
 Pins = List[Any]
 
 
@@ -126,6 +127,14 @@ _PyBUF_FORMAT_AND_STRIDES = 0x04 | 0x18
 _free_buffers: List[_PyBuffer] = []
 
 
+def _packed_strides(shape: Sequence[int], size: int) -> List[int]:
+    strides = []
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= max(extent, 1)
+    return strides[::-1]
+
+
 def _resolve_buffer(pins: Pins, array: Any, what: str) -> _Resolved:
     try:
         view = _free_buffers.pop()
@@ -143,7 +152,11 @@ def _resolve_buffer(pins: Pins, array: Any, what: str) -> _Resolved:
     kind = _FORMATS.get(form) or "the buffer format " + form.decode(errors="replace")
     if not ndim:
         return view.buf or 0, kind, view.readonly != 0, (), (), None
-    return view.buf or 0, kind, view.readonly != 0, view.shape[:ndim], view.strides[:ndim], None
+    shape = view.shape[:ndim]
+    pointer = view.strides
+    # ctypes tells no strides although they are asked for.
+    strides = pointer[:ndim] if pointer else _packed_strides(shape, view.itemsize)
+    return view.buf or 0, kind, view.readonly != 0, shape, strides, None
 
 
 def release(pins: Pins) -> None:
@@ -156,14 +169,6 @@ def release(pins: Pins) -> None:
 
 
 # --- __cuda_array_interface__ ---
-
-
-def _packed_strides(shape: Sequence[int], size: int) -> List[int]:
-    strides = []
-    for extent in reversed(shape):
-        strides.append(size)
-        size *= max(extent, 1)
-    return strides[::-1]
 
 
 def _resolve_cuda(pins: Pins, interface: Any, array: Any, what: str, place: Place) -> _Resolved:
@@ -315,11 +320,13 @@ def _vector(resolved: _Resolved, size: int, what: str) -> Tuple[int, int]:
     if len(shape) != 1:
         raise ValueError(f"{what}: one dimension is needed, this has shape {tuple(shape)}")
     count = shape[0]
+    if not count:
+        return _EMPTY, 0
     if count > 1 and strides[0] != size:
         raise ValueError(f"{what}: not contiguous (a stride of {strides[0]} bytes); make a contiguous copy")
     if address % size:
         raise ValueError(f"{what}: the address is not a multiple of {size}")
-    return (address if count else _EMPTY), count
+    return address, count
 
 
 def integers(pins: Pins, array: Any, what: str, place: Place = HOST) -> Tuple[int, int]:
@@ -388,24 +395,21 @@ def rows(
         raise _need(what, "float32", kind)
     if output and readonly:
         raise ValueError(f"{what}: read-only")
-    if address % 4:
-        raise ValueError(f"{what}: the address is not a multiple of 4")
     if len(shape) == 2 and shape[0] == count and shape[1] == width:
-        stride = strides[0]
-        if not count:
-            return _EMPTY, 0
-        if width > 1 and strides[1] != 4:
-            raise ValueError(f"{what}: elements of a row are {strides[1]} bytes apart; make rows contiguous")
+        if width > 1 and count and strides[1] != 4:
+            raise ValueError(f"{what}: not contiguous, elements of a row are {strides[1]} bytes apart")
     elif len(shape) == 1 and shape[0] == count * width:
-        if not count:
-            return _EMPTY, 0
-        stride = strides[0]
-        if width > 1:
-            if stride != 4:
-                raise ValueError(f"{what}: elements are {stride} bytes apart; make them contiguous")
-            return address, 0
+        if width > 1 and count:
+            if strides[0] != 4:
+                raise ValueError(f"{what}: not contiguous, elements are {strides[0]} bytes apart")
+            strides = (4 * width,)
     else:
         raise ValueError(f"{what}: shape ({count}, {width}) is needed, this is {tuple(shape)}")
+    if not count:
+        return _EMPTY, 0
+    if address % 4:
+        raise ValueError(f"{what}: the address is not a multiple of 4")
+    stride = strides[0]
     if count == 1 or stride == 4 * width:
         return address, 0
     if stride < 4 * width or stride % 4:

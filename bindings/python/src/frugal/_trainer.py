@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Type, Union, overload
 
 from . import _abi
-from ._buffers import Array, Pins, Place, integers, new_rows, release
+from ._buffers import AnyArray, Array, Pins, Place, integers, new_rows, release
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import LOOKUP, PREFETCH, PUSH, Op, pack, uint64
@@ -220,24 +220,25 @@ class Trainer:
             raise self._refusal() from None
         try:
             handle = self._handle
-            wait(lambda ms: _step_begin(handle, step, ms), limit)  # type: ignore[no-any-return]
+            wait(lambda ms: _step_begin(handle, step, ms), limit)
         finally:
             self._turn.append(None)
 
     @overload
     def lookup(self, source: Batch, rows: None = None) -> FloatArray: ...
     @overload
-    def lookup(self, source: Batch, rows: Array) -> Array: ...
+    def lookup(self, source: Batch, rows: AnyArray) -> AnyArray: ...
     @overload
     def lookup(self, source: Table, keys: Array, rows: None = None) -> FloatArray: ...
     @overload
-    def lookup(self, source: Table, keys: Array, rows: Array) -> Array: ...
+    def lookup(self, source: Table, keys: Array, rows: AnyArray) -> AnyArray: ...
     @overload
     def lookup(self, source: Op) -> Any: ...
     @overload
     def lookup(self, source: Sequence[Op]) -> List[Any]: ...
 
-    def lookup(self, source: Any, keys: Any = None, rows: Any = None) -> Any:
+    # The second argument has another name for each kind of source, which mypy does not like.
+    def lookup(self, source: Any, keys: Any = None, rows: Any = None) -> Any:  # type: ignore[misc]
         """Reads rows in a step, creating those of hashed tables.
 
         Of a batch of one table, of any keys of a table, or of ops. Returns the output rows: `rows` if given, else a
@@ -290,7 +291,7 @@ class Trainer:
     @overload
     def push_grad(self, source: Union[Op, Sequence[Op]]) -> None: ...
 
-    def push_grad(self, source: Any, keys: Any = None, grads: Any = None) -> None:
+    def push_grad(self, source: Any, keys: Any = None, grads: Any = None) -> None:  # type: ignore[misc]
         """Hands over gradients of the step: of a batch of one table, of any keys of a table, or of ops.
 
         A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the
