@@ -93,8 +93,8 @@ class Replay:
         return "FRUGAL_OK"
 
     def do_open(self, line: Dict[str, Any]) -> None:
-        options = {name: int(line[name]) for name in (
-            "world_size", "lookahead", "flush_threads", "staleness", "pending_bytes", "seed") if name in line}  # fmt: skip
+        names = ("world_size", "lookahead", "flush_threads", "staleness", "pending_bytes", "seed")
+        options: Dict[str, Any] = {name: int(line[name]) for name in names if name in line}
         self.engine = frugal.Engine(flush_mode=FLUSH_MODES[line.get("flush_mode", 0)], **options)
 
     def do_close(self, line: Dict[str, Any]) -> None:

@@ -117,7 +117,10 @@ def test_the_packed_op_is_the_struct() -> None:
     values = list(range(1, len(_abi.frugal_op._fields_) + 1))
     op = _abi.frugal_op.from_buffer_copy(_abi.OP.pack(*values))
     assert [getattr(op, field[0]) for field in op._fields_] == values
-    assert _abi.OP.size == sizeof(_abi.frugal_op)
+    assert _abi.OP.size == _abi.BATCH_OP.size == sizeof(_abi.frugal_op)
+    op = _abi.frugal_op.from_buffer_copy(_abi.BATCH_OP.pack(1, 2, 3, 4, 5, 6))
+    told = {field[0]: getattr(op, field[0]) for field in op._fields_ if getattr(op, field[0])}
+    assert told == {"struct_size": 1, "table": 2, "batch": 3, "rows_out": 4, "grads": 5, "row_stride": 6}
 
 
 def test_every_function_of_the_header_is_bound_with_its_arguments() -> None:

@@ -483,7 +483,7 @@ def test_cuda_array_interface() -> None:
             _buffers.rows(pins, Interface(rows, **changes), 3, DIM, "rows", place, True)
     with pytest.raises(TypeError, match="int32 in memory of a GPU"):
         _buffers.integers(pins, Interface(keys.astype(np.int32)), "keys", place)
-    _buffers.release(pins)
+    pins.clear()
 
 
 class DeviceDLPack(OnlyDLPack):
@@ -520,7 +520,7 @@ def test_dlpack_of_devices() -> None:
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             _buffers.rows(pins, DeviceDLPack(rows, kind, number), 3, DIM, "rows", where)
-    _buffers.release(pins)
+    pins.clear()
 
 
 class Copies(OnlyDLPack):

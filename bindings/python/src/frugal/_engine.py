@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Type, Union, overload
 
 from . import _abi
-from ._buffers import HOST, AnyArray, Array, Pins, Place, release
+from ._buffers import HOST, AnyArray, Array, Pins, Place
 from ._lib import lib
 from ._ops import READ, Op, choose, pack, uint32, uint64
 from ._table import FLUSH_MODES, Table, table_config
@@ -264,7 +264,7 @@ class Engine:
             engine, address, count = self._handle, addressof(memory), len(ops)
             wait(lambda ms: lib.frugal_read(engine, trainer, address, count, ms), limit)
         finally:
-            release(pins)
+            pins.clear()
         return outputs
 
     def stats(self) -> Dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional, overload
 
 from . import _abi
-from ._buffers import HOST, AnyArray, Array, Pins, find_numpy, found_flags, integers, new_rows, release
+from ._buffers import HOST, AnyArray, Array, Pins, find_numpy, found_flags, integers, new_rows
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import choose, uint32, uint64
@@ -212,7 +212,7 @@ class Table:
             found_out = 0 if found is None else found_flags(pins, found, count, "found")
             check(lib.frugal_get(self._handle, address, count, bool(with_state), rows_out, stride, found_out))
         finally:
-            release(pins)
+            pins.clear()
         return rows
 
     def put(self, keys: Array, rows: Array, *, with_state: bool = False) -> None:
@@ -226,7 +226,7 @@ class Table:
             source, stride = _rows(pins, rows, count, self._width(with_state), "rows")
             check(lib.frugal_put(self._handle, address, count, bool(with_state), source, stride))
         finally:
-            release(pins)
+            pins.clear()
 
     def delete(self, keys: Array) -> int:
         """Deletes rows and returns how many were there; those of a dense table return to their initial values."""
@@ -236,7 +236,7 @@ class Table:
             address, count = integers(pins, keys, "keys")
             check(lib.frugal_delete(self._handle, address, count, byref(deleted)))
         finally:
-            release(pins)
+            pins.clear()
         return deleted.value
 
     def set_optimizer(self, first_step: int, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Type, Union, overload
 
 from . import _abi
-from ._buffers import AnyArray, Array, Pins, Place, integers, new_rows, release
+from ._buffers import AnyArray, Array, Pins, Place, integers, new_rows
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import LOOKUP, PREFETCH, PUSH, Op, pack, uint64
@@ -30,6 +30,7 @@ _step_end = lib.frugal_step_end
 
 _OP_SIZE = _abi.OP.size
 _pack_into = _abi.OP.pack_into
+_pack_batch_op = _abi.BATCH_OP.pack_into
 
 
 class Batch:
@@ -187,7 +188,7 @@ class Trainer:
             status = _prefetch(self._handle, step, self._address, len(counts), byref(handle))
         finally:
             self._turn.append(None)
-            release(pins)
+            pins.clear()
         if status:
             raise last_error(status)
         return Batch(handle.value or 0, step, tables, counts)
@@ -256,18 +257,7 @@ class Trainer:
                 if out is None:
                     out = new_rows(count, table.dim)
                 address, stride = _rows(pins, out, count, table.dim, "rows", self._place, True)
-                _pack_into(
-                    self._memory,
-                    0,
-                    _OP_SIZE,
-                    table._handle,
-                    source._handle,
-                    *(0, 0, 0, 0, 0, 0, 0, 0),
-                    address,
-                    0,
-                    stride,
-                    *(0, 0, 0, 0),
-                )
+                _pack_batch_op(self._memory, 0, _OP_SIZE, table._handle, source._handle, address, 0, stride)
                 number = 1
             else:
                 ops = (Op(source, keys, rows=rows),) if isinstance(source, Table) else as_ops(source)
@@ -279,7 +269,7 @@ class Trainer:
             status = _lookup(self._handle, self._address, number)
         finally:
             self._turn.append(None)
-            release(pins)
+            pins.clear()
         if status:
             raise last_error(status)
         return out
@@ -305,20 +295,9 @@ class Trainer:
         try:
             if type(source) is Batch:
                 table, count = source._only()
-                address, stride = _rows(
-                    pins, grads if keys is None else keys, count, table.dim, "grads", self._place
-                )
-                _pack_into(
-                    self._memory,
-                    0,
-                    _OP_SIZE,
-                    table._handle,
-                    source._handle,
-                    *(0, 0, 0, 0, 0, 0, 0, 0, 0),
-                    address,
-                    stride,
-                    *(0, 0, 0, 0),
-                )
+                rows = grads if keys is None else keys
+                address, stride = _rows(pins, rows, count, table.dim, "grads", self._place)
+                _pack_batch_op(self._memory, 0, _OP_SIZE, table._handle, source._handle, 0, address, stride)
                 number = 1
             else:
                 ops = (Op(source, keys, grads=grads),) if isinstance(source, Table) else as_ops(source)
@@ -328,7 +307,7 @@ class Trainer:
             status = _push_grad(self._handle, self._address, number)
         finally:
             self._turn.append(None)
-            release(pins)
+            pins.clear()
         if status:
             raise last_error(status)
 
