@@ -22,11 +22,14 @@ struct Found {
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-env-changed=FRUGAL_DIR");
+    println!("cargo:rerun-if-env-changed=PKG_CONFIG_PATH");
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap());
     let found = match env::var_os("FRUGAL_DIR") {
         Some(dir) if !dir.is_empty() => in_folder(Path::new(&dir)),
         _ => by_pkg_config().unwrap_or_else(|| built(&out)),
     };
+    let real = |folder: PathBuf| fs::canonicalize(&folder).unwrap_or(folder);
+    let found = Found { include: real(found.include), lib: real(found.lib) };
     let header = found.include.join("frugal.h");
     println!("cargo:rerun-if-changed={}", header.display());
     println!("cargo:include={}", found.include.display());
