@@ -1,0 +1,16 @@
+//! Lets this package's tests, examples and benchmarks find the library when they are run without cargo, and tells
+//! dependents where it is: their build scripts get `DEP_FRUGAL_RS_LIB`.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    let told = |what: &str| std::env::var(what).expect("frugal-sys tells it");
+    let (include, lib) = (told("DEP_FRUGAL_INCLUDE"), told("DEP_FRUGAL_LIB"));
+    println!("cargo:lib={lib}");
+    for what in ["tests", "examples", "benches"] {
+        println!("cargo:rustc-link-arg-{what}=-Wl,-rpath,{lib}");
+    }
+    // For tests that compile C.
+    println!("cargo:rustc-env=FRUGAL_INCLUDE={include}");
+    println!("cargo:rustc-env=FRUGAL_LIB={lib}");
+    println!("cargo:rustc-env=FRUGAL_TARGET={}", std::env::var("TARGET").expect("cargo sets it"));
+}

@@ -1,0 +1,234 @@
+//! The engine: what owns tables and threads.
+
+use std::ops::Deref;
+use std::ptr;
+
+use frugal_sys as sys;
+
+use crate::error::{Result, call};
+use crate::log;
+use crate::ops::{LookupOp, Op, with_raw_ops};
+use crate::options::{EngineOptions, TableOptions, Timeout, TrainerOptions, c_string};
+use crate::rows::RowsMut;
+use crate::table::Table;
+use crate::trainer::Trainer;
+
+/// An opened engine. It owns tables, rows and threads in the background; dropping it closes it.
+///
+/// # Life
+///
+/// Closing an engine writes what is pending and frees everything. [`Table`], [`Trainer`] and [`Batch`](crate::Batch)
+/// do not borrow the engine, and do not keep it open: they are handles with a generation. One that outlives its
+/// engine answers [`ErrorKind::BadHandle`](crate::ErrorKind::BadHandle), and any order of drops will do. So a
+/// trainer can move into a thread that nobody waits for, closing happens where one can see it, and a thread that
+/// waits in a step when the engine is closed (its owner may be unwinding from a panic) wakes up with
+/// [`ErrorKind::Closed`](crate::ErrorKind::Closed) instead of keeping engine and thread alive. Threads that share the
+/// engine itself take `&Engine` in a scope, or an `Arc<Engine>`.
+///
+/// An engine that is forgotten ([`std::mem::forget`]) stays open until the process ends: nothing in it points into
+/// the caller's memory. In a child made by `fork` calls answer [`ErrorKind::Forked`](crate::ErrorKind::Forked) and
+/// drops do nothing.
+///
+/// # Threads
+///
+/// An engine may be used by any number of threads at once.
+#[derive(Debug)]
+pub struct Engine {
+    handle: *mut sys::frugal_engine,
+    hook: Option<usize>,
+}
+
+// SAFETY: frugal.h: a const handle may be used by any number of threads at once, and the calls that take an engine as
+// non-const (table_create, trainer_create, close) are made by any thread. The handle is a number, never an address.
+unsafe impl Send for Engine {}
+// SAFETY: as above.
+unsafe impl Sync for Engine {}
+
+impl Engine {
+    /// Opens an engine with all defaults: one rank, synchronous. Errors: `OutOfMemory`.
+    pub fn open() -> Result<Self> {
+        EngineOptions::new().open()
+    }
+
+    pub(crate) fn with_options(options: &EngineOptions) -> Result<Self> {
+        let hook = options.hook.clone().map(log::add);
+        let config = options.with_hook(hook);
+        let mut handle = ptr::null_mut();
+        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind.
+        let opened = call(|| unsafe { sys::frugal_open(&config, &mut handle) });
+        if let (Err(_), Some(number)) = (&opened, hook) {
+            log::remove(number);
+        }
+        opened.map(|()| Self { handle, hook })
+    }
+
+    /// Closes the engine: writes what is pending and frees everything, the tables, too. A step that some rank is
+    /// inside of is lost; calls of other threads that wait answer `Closed`. Dropping does the same and tells no
+    /// error. Errors: `Forked` (nothing happens).
+    pub fn close(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
+        if handle.is_null() {
+            return Ok(());
+        }
+        // SAFETY: any value may be closed.
+        call(|| unsafe { sys::frugal_close(handle) })?;
+        // Else, in a forked child or inside a hook, the engine may still have it, and the closure stays.
+        if let Some(number) = self.hook.take() {
+            log::remove(number);
+        }
+        Ok(())
+    }
+
+    /// Tells the first failure of a thread in the background, which every later call reports as `Unhealthy`.
+    pub fn health(&self) -> Result<()> {
+        // SAFETY: any handle may be asked.
+        call(|| unsafe { sys::frugal_health(self.handle) })
+    }
+
+    /// Waits until every update of every committed step is in the host rows, and helps. Errors: `Timeout`, `Unhealthy`.
+    pub fn flush(&self) -> Result<()> {
+        self.flush_within(Timeout::Engine)
+    }
+
+    /// [`flush`](Self::flush) with a time-out.
+    pub fn flush_within(&self, timeout: impl Into<Timeout>) -> Result<()> {
+        let timeout = timeout.into().milliseconds();
+        // SAFETY: any handle may be flushed.
+        call(|| unsafe { sys::frugal_flush(self.handle, timeout) })
+    }
+
+    /// The last step that all ranks have ended, if any.
+    pub fn committed_step(&self) -> Result<Option<u64>> {
+        let mut step = sys::FRUGAL_NO_STEP;
+        // SAFETY: the number is there to be filled.
+        call(|| unsafe { sys::frugal_committed_step(self.handle, &mut step) })?;
+        Ok((step != sys::FRUGAL_NO_STEP).then_some(step))
+    }
+
+    /// Creates a table and the initial values of its rows. The engine owns it; [`Table`] is a handle. Errors:
+    /// `InvalidArgument`, `Exists`, `OutOfMemory`, `Busy` (a rank is inside a step).
+    pub fn create_table(&self, options: &TableOptions) -> Result<Table> {
+        let mut table = ptr::null_mut();
+        // SAFETY: the raw struct is complete, and its name lives during the call.
+        options.with_raw(|raw| unsafe { sys::frugal_table_create(self.handle, raw, &mut table) })?;
+        Table::of(table)
+    }
+
+    /// Finds a table by its name. Errors: `NotFound`.
+    pub fn find_table(&self, name: &str) -> Result<Table> {
+        let name = c_string("the table's name", name)?;
+        let mut table = ptr::null_mut();
+        // SAFETY: the name is a C string that lives during the call.
+        call(|| unsafe { sys::frugal_table_find(self.handle, name.as_ptr(), &mut table) })?;
+        Table::of(table)
+    }
+
+    /// Joins as a rank, which leaves when the trainer is dropped. Errors: `InvalidArgument`, `Exists` (the rank is
+    /// taken), `Busy`, `Device`, `OutOfMemory`, `Timeout`.
+    pub fn create_trainer(&self, options: &TrainerOptions) -> Result<Trainer> {
+        let mut trainer = ptr::null_mut();
+        // SAFETY: the raw struct is complete, and its device lives during the call.
+        options.with_raw(|raw| unsafe { sys::frugal_trainer_create(self.handle, raw, &mut trainer) })?;
+        Ok(Trainer::of(trainer, self.handle, options.rank()))
+    }
+
+    /// Reads rows for evaluation or serving, outside steps: creates no row and declares nothing. Keys that are missing
+    /// read as zeros. It is an operation outside steps; [`Trainer::read`] is one inside them. Errors:
+    /// `KeyOutOfRange`, `Busy` (a rank is inside a step), `Timeout`, `InvalidArgument`.
+    ///
+    /// ```
+    /// use frugal::{Engine, Init, TableOptions};
+    ///
+    /// # fn main() -> frugal::Result<()> {
+    /// let engine = Engine::open()?;
+    /// let table = engine.create_table(&TableOptions::new("users", 10, 2).init(Init::Constant(0.5)))?;
+    /// let mut sums = [0.0; 4];
+    /// engine.read(table.op(&[1, 2, 3]).sum(&[0, 1, 3]), &mut sums)?; // two bags
+    /// assert_eq!(sums, [0.5, 0.5, 1.0, 1.0]);
+    /// # Ok(()) }
+    /// ```
+    pub fn read<'a>(&self, op: impl Into<Op<'a>>, rows: impl Into<RowsMut<'a>>) -> Result<()> {
+        self.read_all(&mut [op.into().rows(rows)], Timeout::Engine)
+    }
+
+    /// [`read`](Self::read) of many ops in one call, with a time-out.
+    pub fn read_all(&self, ops: &mut [LookupOp<'_>], timeout: impl Into<Timeout>) -> Result<()> {
+        read(self.handle, ptr::null_mut(), ops, timeout.into())
+    }
+
+    /// Counters since the engine was opened.
+    ///
+    /// ```
+    /// # fn main() -> frugal::Result<()> {
+    /// let engine = frugal::Engine::open()?;
+    /// assert_eq!(engine.stats()?.steps_committed, 0);
+    /// # Ok(()) }
+    /// ```
+    pub fn stats(&self) -> Result<Stats> {
+        // SAFETY: a struct of integers may be zeros.
+        let mut raw: sys::frugal_stats = unsafe { std::mem::zeroed() };
+        raw.struct_size = size_of_val(&raw);
+        // SAFETY: the struct has its size and is there to be filled.
+        call(|| unsafe { sys::frugal_get_stats(self.handle, &mut raw) })?;
+        Ok(Stats { raw })
+    }
+
+    /// The handle, for calls of [`crate::sys`]. It stays this object's: closing it makes this object's calls answer
+    /// `BadHandle`.
+    pub fn as_raw(&self) -> *mut sys::frugal_engine {
+        self.handle
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let _ = self.end();
+    }
+}
+
+/// Reads by way of an engine, and of a trainer if that is not NULL.
+pub(crate) fn read(
+    engine: *mut sys::frugal_engine,
+    trainer: *mut sys::frugal_trainer,
+    ops: &mut [LookupOp<'_>],
+    timeout: Timeout,
+) -> Result<()> {
+    let timeout = timeout.milliseconds();
+    let outcome = with_raw_ops(ops, LookupOp::raw, |raw| {
+        // SAFETY: each op's pointers are of slices with the lengths that its counts, offsets and stride want, and
+        // the library keeps none of them.
+        call(|| unsafe { sys::frugal_read(engine, trainer, raw.as_ptr(), raw.len(), timeout) })
+    });
+    if outcome.is_err() {
+        for op in ops {
+            op.clear_found();
+        }
+    }
+    outcome
+}
+
+/// Counters since the engine was opened; times in nanoseconds. Its fields are those of
+/// [`frugal_stats`](sys::frugal_stats), which say what they count.
+#[derive(Clone, Copy, Debug)]
+pub struct Stats {
+    raw: sys::frugal_stats,
+}
+
+impl Deref for Stats {
+    type Target = sys::frugal_stats;
+
+    fn deref(&self) -> &sys::frugal_stats {
+        &self.raw
+    }
+}
+
+/// The version of the library that is loaded, as "major.minor.patch".
+pub fn version() -> &'static str {
+    // SAFETY: what comes is a static string that ends in NUL.
+    let version = unsafe { std::ffi::CStr::from_ptr(sys::frugal_version()) };
+    version.to_str().unwrap_or("")
+}

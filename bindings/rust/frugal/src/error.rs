@@ -1,0 +1,188 @@
+//! What a failed call tells.
+
+use std::ffi::CStr;
+use std::fmt;
+
+use frugal_sys as sys;
+
+/// The result of a call.
+pub type Result<T> = std::result::Result<T, Error>;
+
+macro_rules! kinds {
+    ($($(#[$doc:meta])+ $kind:ident = $status:ident,)+) => {
+        /// What was wrong, one for each status of `frugal.h`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum ErrorKind {
+            $($(#[$doc])+ $kind,)+
+            /// A status that this crate does not know, of a newer library; see [`Error::status`].
+            Unknown,
+        }
+
+        impl ErrorKind {
+            fn of(status: i32) -> Self {
+                match status {
+                    $(sys::$status => Self::$kind,)+
+                    _ => Self::Unknown,
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    /// A value out of its range, a slice of the wrong length, an unknown flag.
+    InvalidArgument = FRUGAL_ERR_INVALID_ARGUMENT,
+    /// Closed, dropped, or of another engine.
+    BadHandle = FRUGAL_ERR_BAD_HANDLE,
+    /// The library that was loaded is older or newer than the header that this crate was built with.
+    StructSize = FRUGAL_ERR_STRUCT_SIZE,
+    /// Memory, /dev/shm or the engine's `host_bytes` is exhausted.
+    OutOfMemory = FRUGAL_ERR_OUT_OF_MEMORY,
+    /// An id of a dense table is not in `0..rows`.
+    KeyOutOfRange = FRUGAL_ERR_KEY_OUT_OF_RANGE,
+    /// The new keys of the call do not all fit.
+    TableFull = FRUGAL_ERR_TABLE_FULL,
+    /// A table of that name, or a trainer of that rank, exists.
+    Exists = FRUGAL_ERR_EXISTS,
+    /// The step is not the one that must come now.
+    StepOrder = FRUGAL_ERR_STEP_ORDER,
+    /// A declared step has begun, or lies beyond the ring.
+    StepRange = FRUGAL_ERR_STEP_RANGE,
+    /// The call belongs between `step_begin` and `step_end`.
+    NotInStep = FRUGAL_ERR_NOT_IN_STEP,
+    /// The step was aborted by another rank; begin it again.
+    StepAborted = FRUGAL_ERR_STEP_ABORTED,
+    /// A rank is inside a step, or ranks have ended different ones.
+    Busy = FRUGAL_ERR_BUSY,
+    /// The message names what was waited for; call again.
+    Timeout = FRUGAL_ERR_TIMEOUT,
+    /// A gradient has a NaN and the table rejects them.
+    Nan = FRUGAL_ERR_NAN,
+    /// The engine belongs to the parent of this process.
+    Forked = FRUGAL_ERR_FORKED,
+    /// Well formed, but this build or machine cannot do it.
+    Unsupported = FRUGAL_ERR_UNSUPPORTED,
+    /// No such table or batch.
+    NotFound = FRUGAL_ERR_NOT_FOUND,
+    /// A background failure; [`Engine::health`](crate::Engine::health) tells which.
+    Unhealthy = FRUGAL_ERR_UNHEALTHY,
+    /// The object was closed while the call waited.
+    Closed = FRUGAL_ERR_CLOSED,
+    /// An output buffer is too small; the needed size is told.
+    Overflow = FRUGAL_ERR_OVERFLOW,
+    /// A bug of the library; please report the message.
+    Internal = FRUGAL_ERR_INTERNAL,
+    /// No such GPU, or it failed; [`Error::device_code`] tells.
+    Device = FRUGAL_ERR_DEVICE,
+}
+
+/// A failed call: its kind, and a message that says what was wrong and what to do.
+///
+/// ```
+/// use frugal::{Engine, ErrorKind};
+///
+/// # fn main() -> frugal::Result<()> {
+/// let engine = Engine::open()?;
+/// let error = engine.find_table("users").unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::NotFound);
+/// assert_eq!(error.to_string(), "FRUGAL_ERR_NOT_FOUND: no table is named 'users'");
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Error {
+    kind: ErrorKind,
+    status: i32,
+    system_code: i32,
+    device_code: i32,
+    message: Box<str>,
+}
+
+impl Error {
+    /// What was wrong.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The status of `frugal.h`: negative, its value fixed for ever.
+    pub fn status(&self) -> i32 {
+        self.status
+    }
+
+    /// The status's name, as `"FRUGAL_ERR_TIMEOUT"`.
+    pub fn status_name(&self) -> &'static str {
+        // SAFETY: any number may be asked for; what comes is a static string that ends in NUL.
+        let name = unsafe { CStr::from_ptr(sys::frugal_status_name(self.status)) };
+        name.to_str().unwrap_or("FRUGAL_UNKNOWN")
+    }
+
+    /// What was wrong and what to do.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// errno of the system call behind it, or 0.
+    pub fn system_code(&self) -> i32 {
+        self.system_code
+    }
+
+    /// The CUDA error behind it, or 0.
+    pub fn device_code(&self) -> i32 {
+        self.device_code
+    }
+
+    #[cold]
+    pub(crate) fn invalid(message: String) -> Self {
+        let status = sys::FRUGAL_ERR_INVALID_ARGUMENT;
+        Self { kind: ErrorKind::of(status), status, system_code: 0, device_code: 0, message: message.into() }
+    }
+
+    /// Of the calling thread's last call, which answered `status`.
+    #[cold]
+    fn last(status: i32) -> Self {
+        let mut raw = sys::frugal_error {
+            status: 0,
+            system_code: 0,
+            device_code: 0,
+            reserved: 0,
+            message: std::ptr::null(),
+        };
+        // SAFETY: `raw` is a struct to be filled.
+        unsafe { sys::frugal_last_error(&mut raw) };
+        let mut error =
+            Self { kind: ErrorKind::of(status), status, system_code: 0, device_code: 0, message: "".into() };
+        // It is of another call if `status` is none that a call of this thread has just answered.
+        if raw.status == status && !raw.message.is_null() {
+            error.system_code = raw.system_code;
+            error.device_code = raw.device_code;
+            // SAFETY: the message ends in NUL and lives until this thread's next call that fails.
+            error.message = unsafe { CStr::from_ptr(raw.message) }.to_string_lossy().into();
+        }
+        error
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.status_name(), self.message)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Makes the status that a function of `frugal-sys` has just answered in this thread a result, with the message.
+///
+/// What this crate calls goes through it, too; a program needs it only beside its own calls of [`crate::sys`].
+#[inline]
+pub fn check(status: i32) -> Result<()> {
+    if status == sys::FRUGAL_OK { Ok(()) } else { Err(Error::last(status)) }
+}
+
+/// Makes a call of the library, but not from inside a log hook, which must not.
+#[inline]
+pub(crate) fn call(function: impl FnOnce() -> i32) -> Result<()> {
+    if crate::log::in_hook() {
+        return Err(Error::invalid("a log hook must not call the library".into()));
+    }
+    check(function())
+}

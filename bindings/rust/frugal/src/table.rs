@@ -1,0 +1,272 @@
+//! Tables: rows outside steps, and hyper-parameters.
+
+use frugal_sys as sys;
+
+use crate::error::{Error, Result, call};
+use crate::ops::Op;
+use crate::options::{KeySpace, Optimizer, OptimizerKind};
+use crate::rows::{Rows, RowsMut, check_count};
+
+/// A handle of a table: rows of one dimension with optimizer state. The engine owns the table, so dropping a handle
+/// leaves it as it is; clones are handles of the same table.
+///
+/// Calls of tables are operations outside steps: they see every committed step, and answer
+/// [`ErrorKind::Busy`](crate::ErrorKind::Busy) while a rank is inside a step or ranks have ended different ones.
+/// A table may be used by any number of threads at once.
+///
+/// ```
+/// use frugal::{Engine, TableOptions};
+///
+/// # fn main() -> frugal::Result<()> {
+/// let engine = Engine::open()?;
+/// let table = engine.create_table(&TableOptions::new("items", 100, 2).hashed())?;
+/// table.put(&[7, 11], &[0.5, 1.5, 2.5, 3.5])?;
+/// let mut rows = [0.0; 4];
+/// table.get(&[11, 7], &mut rows)?;
+/// assert_eq!(rows, [2.5, 3.5, 0.5, 1.5]);
+/// assert_eq!(table.count()?, 2);
+/// assert_eq!(table.delete(&[7, 8])?, 1);
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Table {
+    handle: *mut sys::frugal_table,
+    dim: usize,
+    state: usize,
+}
+
+// SAFETY: frugal.h: every call that takes a table, const or not, may be made by any thread, any number at once. The
+// handle is a number, never an address.
+unsafe impl Send for Table {}
+// SAFETY: as above.
+unsafe impl Sync for Table {}
+
+/// What [`Table::describe`] tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TableInfo {
+    /// Rows that exist now.
+    pub rows: u64,
+    /// The `rows` that it was made with.
+    pub capacity: u64,
+    /// Bytes of a row's elements.
+    pub value_bytes: u64,
+    /// Optimizer state of a row, in floats.
+    pub state_floats: u64,
+    /// Bytes of memory held now.
+    pub memory_bytes: u64,
+    /// Elements of a row.
+    pub dim: u32,
+    /// Which keys it has.
+    pub key_space: KeySpace,
+    /// Its optimizer's kind.
+    pub optimizer: OptimizerKind,
+    /// Size of the pages that the rows' memory asks for, in bytes.
+    pub page_bytes: u32,
+}
+
+impl Table {
+    pub(crate) fn of(handle: *mut sys::frugal_table) -> Result<Self> {
+        let info = describe(handle)?;
+        let too_large = |_| Error::invalid(format!("a row of {} floats of state", info.state_floats));
+        Ok(Self {
+            handle,
+            dim: info.dim as usize,
+            state: usize::try_from(info.state_floats).map_err(too_large)?,
+        })
+    }
+
+    /// Elements of a row.
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Elements of a row with optimizer state, as [`get_with_state`](Self::get_with_state) has them: first the row's,
+    /// then those of the state.
+    pub fn dim_with_state(&self) -> usize {
+        self.dim + self.state
+    }
+
+    /// What the table is and has now.
+    pub fn describe(&self) -> Result<TableInfo> {
+        let raw = describe(self.handle)?;
+        let key_space = match raw.key_space as u32 {
+            sys::FRUGAL_DENSE => KeySpace::Dense,
+            _ => KeySpace::Hashed,
+        };
+        let optimizer = OptimizerKind::of(raw.optimizer).ok_or_else(|| {
+            Error::invalid(format!("optimizer kind {} is of a newer library", raw.optimizer))
+        })?;
+        Ok(TableInfo {
+            rows: raw.rows,
+            capacity: raw.capacity,
+            value_bytes: raw.value_bytes,
+            state_floats: raw.state_floats,
+            memory_bytes: raw.memory_bytes,
+            dim: raw.dim,
+            key_space,
+            optimizer,
+            page_bytes: raw.page_bytes,
+        })
+    }
+
+    /// Keys for a lookup, a push, a read or a declaration; see [`Op`].
+    pub fn op<'a>(&'a self, keys: &'a [u64]) -> Op<'a> {
+        Op::of_keys(self, keys)
+    }
+
+    /// Counts the rows that exist. Errors: `Busy`, `Timeout`.
+    pub fn count(&self) -> Result<u64> {
+        let mut count = 0;
+        // SAFETY: the number is there to be filled.
+        call(|| unsafe { sys::frugal_table_count(self.handle, &mut count) })?;
+        Ok(count)
+    }
+
+    /// All keys, in the rows' internal order. Errors: `Busy`, `Timeout`.
+    pub fn keys(&self) -> Result<Vec<u64>> {
+        let mut keys = Vec::new();
+        let mut cursor = 0;
+        // One more than there are, so that one call is enough for a table that is as it was counted.
+        let mut room = usize::try_from(self.count()?).unwrap_or(usize::MAX).saturating_add(1);
+        loop {
+            let done = keys.len();
+            keys.resize(done + room, 0);
+            let written = self.keys_from(&mut cursor, &mut keys[done..])?;
+            keys.truncate(done + written);
+            if written < room {
+                return Ok(keys);
+            }
+            room = 1 << 16;
+        }
+    }
+
+    /// Writes keys of existing rows to `keys` from `cursor` on, which begins as 0 and is moved, and answers how many; 0
+    /// (with room for some) is the end. The order changes when rows are created or deleted. Errors: `Busy`, `Timeout`.
+    pub fn keys_from(&self, cursor: &mut u64, keys: &mut [u64]) -> Result<usize> {
+        let mut count = 0;
+        // SAFETY: the slice has room for as many keys as is said.
+        call(|| unsafe {
+            sys::frugal_table_keys(self.handle, cursor, keys.as_mut_ptr(), keys.len(), &mut count)
+        })?;
+        Ok(count)
+    }
+
+    /// Sets the hyper-parameters from `first_step` on, until a later change. Kind and `initial_accumulator` must be
+    /// the table's. Errors: `InvalidArgument`, `StepRange` (`first_step` is committed).
+    pub fn set_optimizer(&self, first_step: u64, optimizer: &Optimizer) -> Result<()> {
+        // SAFETY: the struct is complete.
+        call(|| unsafe { sys::frugal_table_set_optimizer(self.handle, first_step, &optimizer.raw) })
+    }
+
+    /// Reads rows: `rows` has [`dim`](Self::dim) elements for each key. A missing row of a hashed table leaves its part
+    /// as it is. Creates nothing. Errors: `KeyOutOfRange`, `Busy`, `Timeout`, `InvalidArgument`.
+    pub fn get<'a>(&self, keys: &[u64], rows: impl Into<RowsMut<'a>>) -> Result<()> {
+        self.read_rows(keys, 0, rows.into(), None)
+    }
+
+    /// [`get`](Self::get) that tells for each key whether there is a row. After an error `found` is all `false`.
+    pub fn get_found<'a>(
+        &self,
+        keys: &[u64],
+        rows: impl Into<RowsMut<'a>>,
+        found: &mut [bool],
+    ) -> Result<()> {
+        self.read_rows(keys, 0, rows.into(), Some(found))
+    }
+
+    /// [`get_found`](Self::get_found) of rows with their optimizer state: `rows` has
+    /// [`dim_with_state`](Self::dim_with_state) elements for each key.
+    pub fn get_with_state<'a>(
+        &self,
+        keys: &[u64],
+        rows: impl Into<RowsMut<'a>>,
+        found: &mut [bool],
+    ) -> Result<()> {
+        self.read_rows(keys, sys::FRUGAL_WITH_STATE, rows.into(), Some(found))
+    }
+
+    fn read_rows(
+        &self,
+        keys: &[u64],
+        flags: u32,
+        mut rows: RowsMut<'_>,
+        mut found: Option<&mut [bool]>,
+    ) -> Result<()> {
+        let outcome = (|| {
+            let (out, stride) = rows.raw("rows", keys.len(), self.width(flags))?;
+            let mut found_out = std::ptr::null_mut();
+            if let Some(found) = found.as_deref_mut() {
+                check_count("found", found.len(), keys.len(), "keys")?;
+                found_out = found.as_mut_ptr().cast();
+            }
+            // SAFETY: the slices have the lengths that keys, flags and stride want. On success `found` holds 0s and 1s.
+            call(|| unsafe {
+                sys::frugal_get(self.handle, keys.as_ptr(), keys.len(), flags, out, stride, found_out)
+            })
+        })();
+        if let (Err(_), Some(found)) = (&outcome, found) {
+            clear(found);
+        }
+        outcome
+    }
+
+    /// Writes rows, and creates those that are missing; their optimizer state becomes that of new rows. If a key
+    /// comes twice its last row stays. Errors: `KeyOutOfRange`, `TableFull` or `OutOfMemory` (nothing is written),
+    /// `Busy`, `Timeout`, `InvalidArgument`.
+    pub fn put<'a>(&self, keys: &[u64], rows: impl Into<Rows<'a>>) -> Result<()> {
+        self.write_rows(keys, 0, rows.into())
+    }
+
+    /// [`put`](Self::put) of rows with their optimizer state: [`dim_with_state`](Self::dim_with_state) elements each.
+    pub fn put_with_state<'a>(&self, keys: &[u64], rows: impl Into<Rows<'a>>) -> Result<()> {
+        self.write_rows(keys, sys::FRUGAL_WITH_STATE, rows.into())
+    }
+
+    fn write_rows(&self, keys: &[u64], flags: u32, rows: Rows<'_>) -> Result<()> {
+        let (from, stride) = rows.raw("rows", keys.len(), self.width(flags))?;
+        // SAFETY: the slices have the lengths that keys, flags and stride want.
+        call(|| unsafe { sys::frugal_put(self.handle, keys.as_ptr(), keys.len(), flags, from, stride) })
+    }
+
+    fn width(&self, flags: u32) -> usize {
+        if flags & sys::FRUGAL_WITH_STATE == 0 { self.dim } else { self.dim_with_state() }
+    }
+
+    /// Deletes rows and answers how many were there; those of a dense table return to their initial values and state.
+    /// Errors: `KeyOutOfRange`, `Busy`, `Timeout`.
+    pub fn delete(&self, keys: &[u64]) -> Result<u64> {
+        let mut deleted = 0;
+        // SAFETY: the slice has as many keys as is said.
+        call(|| unsafe { sys::frugal_delete(self.handle, keys.as_ptr(), keys.len(), &mut deleted) })?;
+        Ok(deleted)
+    }
+
+    /// Drops the table itself and frees its memory (`frugal_table_drop`); declared batches lose their part of it, and
+    /// all handles of it answer `BadHandle`. After an error it is there as before. Errors: `Busy`, `Timeout`.
+    pub fn drop_table(&self) -> Result<()> {
+        // SAFETY: any handle may be dropped.
+        call(|| unsafe { sys::frugal_table_drop(self.handle) })
+    }
+
+    /// The handle, for calls of [`crate::sys`].
+    pub fn as_raw(&self) -> *mut sys::frugal_table {
+        self.handle
+    }
+}
+
+fn describe(handle: *mut sys::frugal_table) -> Result<sys::frugal_table_info> {
+    // SAFETY: a struct of integers may be zeros.
+    let mut raw: sys::frugal_table_info = unsafe { std::mem::zeroed() };
+    raw.struct_size = size_of_val(&raw);
+    // SAFETY: the struct has its size and is there to be filled.
+    call(|| unsafe { sys::frugal_table_describe(handle, &mut raw) })?;
+    Ok(raw)
+}
+
+/// Sets flags that a call which failed may have left undefined, which a bool must not be. They are not looked at, only
+/// written.
+pub(crate) fn clear(found: &mut [bool]) {
+    // SAFETY: the slice is there to be written, and 0 is `false`.
+    unsafe { std::ptr::write_bytes(found.as_mut_ptr(), 0, found.len()) }
+}
