@@ -45,44 +45,42 @@ const FLOATS = (
     :initial_accumulator, :weight_decay_l2, :weight_decay, :clip_value, :clip_norm, :weight_bound, :grad_scale,
 )
 
-optimizer(object) = Optimizer(
-    get(object, "kind", 0);
-    fields(object; (name => float for name in FLOATS)..., flags = identity)...,
-)
+# All fields, so that one keyword call is compiled and not one for each set of them.
+function optimizer(object)
+    value(name) = haskey(object, String(name)) ? float(object[String(name)]) : getfield(Optimizer(), name)
+    options = NamedTuple{FLOATS}(Tuple(value(name) for name in FLOATS))
+    return Optimizer(get(object, "kind", 0); options..., flags = get(object, "flags", 0))
+end
 
-# The ops of a line; with `rows` (and `found`) each has where they go.
-function ops_of(s::State, line; rows = false, found = false)
-    return map(line["ops"]) do object
+# The ops of a line, with the gradients of a push, or with `rows` (and `found`) to be written. All ops have all
+# options, and there is one type of vector: each other combination would be compiled on its own.
+function ops_of(s::State, line; grads = false, rows = false, found = false)
+    ops = Op[]
+    for object in line["ops"]
         table = s.tables[object["table"]]
-        options = fields(object; pooling = identity, weights = floats, padding_key = big)
-        bags = nothing
-        if haskey(object, "offsets")
-            offsets = UInt64.(object["offsets"])
-            options = merge(options, (offsets = offsets,))
-            bags = length(offsets) - 1
-        end
         batch = haskey(object, "batch") ? s.batches[object["batch"]] : nothing
         part = get(object, "part", 0) + 1
-        keys = haskey(object, "keys") ? bigs(object["keys"]) : nothing
-        # An op without keys and batch declares none: the library says so, given no keys.
-        count = keys === nothing ? batch.parts[part].count : length(keys)
-        n = bags === nothing ? count : bags
-        if haskey(object, "grads")
-            options = merge(options, (grads = reshape(floats(object["grads"]), table.dim, n),))
+        offsets = haskey(object, "offsets") ? UInt64.(object["offsets"]) : nothing
+        count = haskey(object, "keys") ? length(object["keys"]) : batch.parts[part].count
+        n = offsets === nothing ? count : length(offsets) - 1
+        options = (
+            pooling = get(object, "pooling", 0),
+            offsets = offsets,
+            weights = haskey(object, "weights") ? floats(object["weights"]) : nothing,
+            weight_grads = get(object, "weight_grads", false) ? zeros(Float32, count) : nothing,
+            rows = rows ? zeros(Float32, table.dim, n) : nothing,
+            grads = grads ? reshape(floats(get(object, "grads", [])), table.dim, n) : nothing,
+            found = found ? zeros(UInt8, count) : nothing,
+            padding_key = haskey(object, "padding_key") ? big(object["padding_key"]) : nothing,
+        )
+        if haskey(object, "keys")
+            keys = bigs(object["keys"])
+            push!(ops, Op(table, keys; batch = batch, part = part, options...))
+        else
+            push!(ops, Op(batch, part; options...))
         end
-        if get(object, "weight_grads", false)
-            options = merge(options, (weight_grads = zeros(Float32, count),))
-        end
-        if rows
-            options = merge(options, (rows = zeros(Float32, table.dim, n),))
-        end
-        if found
-            options = merge(options, (found = zeros(UInt8, count),))
-        end
-        keys === nothing ? Op(batch, part; options...) :
-        batch === nothing ? Op(table, keys; options...) :
-        Op(table, keys; batch = batch, part = part, options...)
     end
+    return ops
 end
 
 function do_open(s, line)
@@ -143,7 +141,7 @@ function do_lookup(s, line)
 end
 
 function do_push(s, line)
-    ops = ops_of(s, line)
+    ops = ops_of(s, line; grads = true)
     push_grad(s.trainers[line["rank"]], ops)
     for op in ops
         op.weight_grads === nothing || add(s.outputs, op.weight_grads)
