@@ -44,16 +44,20 @@ end
     return address(Float32, x, what), Csize_t(columns * sizeof(Float32))
 end
 
-# An output in memory that cannot be written, such as a file that was mapped for reading, is found here: a
-# fault here is Julia's own error, one inside the library would be the end of the process. Such memory is the
-# same from end to end, so its first and last bytes tell.
+# An output in memory that cannot be written, such as a file that was mapped for reading, is found here: Julia
+# throws from a fault, and thrown through the library, whose locks would stay locked, that is the end of the engine. Such
+# memory is the same from end to end, so its first and last columns tell.
 @inline function probe(p::Ptr, x)
     if length(x) > 0
-        for q in (p, p + (strides(x)[end] * (size(x)[end] - 1)) * sizeof(eltype(x)))
-            byte = Ptr{UInt8}(q)
-            unsafe_store!(byte, unsafe_load(byte))
-        end
+        touch(Ptr{UInt8}(p))
+        touch(Ptr{UInt8}(p + strides(x)[end] * (size(x)[end] - 1) * sizeof(eltype(x))))
     end
+    return nothing
+end
+@inline touch(p::Ptr{UInt8}) = store(p, unsafe_load(p))
+# Not inlined: a compiler that sees both drops a store of what was loaded.
+@noinline function store(p::Ptr{UInt8}, byte::UInt8)
+    unsafe_store!(p, byte)
     return nothing
 end
 
