@@ -1,13 +1,14 @@
 """
 Frugal trains embedding tables that are larger than memory with the exact result of synchronous training.
 
-The package is a thin layer over the C ABI of `frugal.h`, which says what each call means. Functions have the
-names of the C functions without their prefix. A `!` says that arrays of the caller are written.
+The package is a thin layer over the C ABI of `frugal.h`, which says what each call means. Functions have the names
+of the C functions without their prefix. A `!` says that arrays of the caller are written.
 
     using Frugal
 
     Engine() do engine
-        users = Table(engine, "users"; rows = 1000, dim = 16, optimizer = Optimizer(:adagrad; lr = 0.1))
+        adagrad = Optimizer(:adagrad; lr = 0.1)
+        users = Table(engine, "users"; rows = 1000, dim = 16, optimizer = adagrad, init = :normal, init_b = 0.1)
         Trainer(engine) do trainer
             for step = 0:9
                 keys = rand(UInt64(0):UInt64(999), 256)
@@ -22,12 +23,12 @@ names of the C functions without their prefix. A `!` says that arrays of the cal
 
 # What holds for all functions
 
-- **Matrices** are `(dim, n)`: column `i` is the row of the `i`-th key or bag. They go to the library by address, and
-  so does a view whose columns are contiguous (`view(x, :, 3:8)`, `view(x, 1:16, :)`). Anything else is an
+- **Matrices** are `(dim, n)`: column `i` is the row of the `i`-th key or bag. They go to the library by address,
+  and so does a view whose columns are contiguous (`view(x, :, 3:8)`, `view(x, 1:16, :)`). Anything else is an
   `ArgumentError` or a `DimensionMismatch`; nothing is converted or copied.
 - **Keys** are vectors of `UInt64` or `Int64` (the same bits) that go by address. `Int32` and `UInt32`, which the
-  ABI does not have, are widened into a new vector; that is the one copy that the package makes. Ids of dense
-  tables start at 0.
+  ABI does not have, are widened into a new vector; that is the one copy that the package makes. Ids of dense tables
+  start at 0.
 - **Errors** of the library are a [`FrugalError`](@ref), which has the status and the message.
 - **Life.** `do` blocks and `close` close an engine or a trainer at a known time; the collector closes what was
   forgotten. Closing twice is no error, and a call on what was closed is a `FrugalError`.
@@ -35,8 +36,8 @@ names of the C functions without their prefix. A `!` says that arrays of the cal
 - **Waits.** `step_begin`, `flush` and `read!` wait in short slices. Between them the collector and other tasks run:
   a thread that is inside a C function would keep the collector from stopping it, and with it all other threads.
 - **Logs.** There is no log hook: it would be called by threads of the library, which must not run Julia code.
-- **Time-outs** are in milliseconds; `Frugal.TIMEOUT_DEFAULT` is the engine's, 0 polls, `Frugal.TIMEOUT_INFINITE` waits
-  for ever.
+- **Time-outs** are in milliseconds; `Frugal.TIMEOUT_DEFAULT` is the engine's, 0 polls, `Frugal.TIMEOUT_INFINITE`
+  waits for ever.
 """
 module Frugal
 

@@ -39,14 +39,14 @@ end
     columns = dim
     if n > 1
         columns = stride(x, 2)
-        columns >= dim || bad_stride(what, x, "a (dim, n) matrix whose columns do not overlap or go back")
+        columns >= dim || bad_stride(what, x, "a (dim, n) matrix with columns in ascending order")
     end
     return address(Float32, x, what), Csize_t(columns * sizeof(Float32))
 end
 
 # An output in memory that cannot be written, such as a file that was mapped for reading, is found here: Julia
-# throws from a fault, and thrown through the library, whose locks would stay locked, that is the end of the engine. Such
-# memory is the same from end to end, so its first and last columns tell.
+# throws from a fault, and thrown through the library, whose locks would stay locked, that is the end of the engine.
+# Such memory is the same from end to end, so its first and last columns tell.
 @inline function probe(p::Ptr, x)
     if length(x) > 0
         touch(Ptr{UInt8}(p))

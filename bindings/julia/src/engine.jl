@@ -2,16 +2,18 @@
     Engine(; options...)
     Engine(f; options...)
 
-Opens an engine and starts its threads; the second form calls `f(engine)` and closes it then, also after an exception.
+Opens an engine and starts its threads; the second form calls `f(engine)` and closes it then, also after an
+exception.
 
-Options: `world_size = 1` (ranks), `lookahead = 10` (future steps that may be declared, up to 40), `flush_threads = 1`,
-`flush_mode = :auto` (`:at_once`, `:deferred`, `:write_through`, `:tree_heap`), `staleness = 0` (steps; or
-`Frugal.STALENESS_ASYNC`), `pending_bytes = 2^30`, `host_bytes = typemax(UInt64)`, `timeout_ms = 1_800_000`, `backing = :private`
-(`:shm`), `seed = 0`. `frugal_config` in `frugal.h` tells what they mean.
+Options: `world_size = 1` (ranks), `lookahead = 10` (future steps that may be declared, up to 40), `flush_threads =
+1`, `flush_mode = :auto` (`:at_once`, `:deferred`, `:write_through`, `:tree_heap`), `staleness = 0` (steps; or
+`Frugal.STALENESS_ASYNC`), `pending_bytes = 2^30`, `host_bytes = typemax(UInt64)`, `timeout_ms = 1_800_000`,
+`backing = :private` (`:shm`), `seed = 0`. `frugal_config` in `frugal.h` tells what they mean.
 
-Returns an `Engine`, or what `f` returns. Ownership: close it with [`close`](@ref close(::Engine)) or the `do` block. The collector
-closes a forgotten engine; that writes what is pending on the thread that collects, so prefer to say when. Threads: any;
-an engine is used by any number of threads. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+Returns an `Engine`, or what `f` returns. Ownership: close it with [`close`](@ref close(::Engine)) or the `do`
+block. The collector closes a forgotten engine; that writes what is pending on the thread that collects, so prefer
+to say when. Threads: any; an engine is used by any number of threads. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
 """
 mutable struct Engine
     handle::ABI.Handle
@@ -61,8 +63,9 @@ end
 
 Stops the engine's threads, writes what is pending and frees everything, the tables, too.
 
-Returns `nothing`; closing twice is no error. Trainers, tables and batches of the engine become closed handles, a step that
-some rank is inside of is lost, and calls of other threads that wait throw `ERR_CLOSED`. Threads: any. Since 0.1.
+Returns `nothing`; closing twice is no error. Trainers, tables and batches of the engine become closed handles, a
+step that some rank is inside of is lost, and calls of other threads that wait throw `ERR_CLOSED`. Threads: any.
+Since 0.1.
 """
 Base.close(engine::Engine) =
     check_closed(GC.@preserve engine ccall(ABI.frugal_close[], Int32, (ABI.Handle,), engine.handle))
@@ -79,8 +82,8 @@ Base.isopen(engine::Engine) = health(engine) != ERR_BAD_HANDLE
 
 The sticky health of the engine.
 
-Returns the status as `Int32`: `Frugal.OK`, or that of the first background failure, which every later call reports as
-`ERR_UNHEALTHY`; `Frugal.ERR_BAD_HANDLE` if the engine was closed. Throws nothing. Threads: any. Since 0.1.
+Returns the status as `Int32`: `Frugal.OK`, or that of the first background failure, which every later call reports
+as `ERR_UNHEALTHY`; `Frugal.ERR_BAD_HANDLE` if the engine was closed. Throws nothing. Threads: any. Since 0.1.
 """
 health(engine::Engine) =
     GC.@preserve engine ccall(ABI.frugal_health[], Int32, (ABI.Handle,), engine.handle)
@@ -90,7 +93,8 @@ health(engine::Engine) =
 
 Waits until every update of every committed step is in the host rows.
 
-Returns `nothing`. Threads: any; a caller helps with the work. Errors: `FrugalError` with `ERR_TIMEOUT`, `ERR_UNHEALTHY`. Since 0.1.
+Returns `nothing`. Threads: any; a caller helps with the work. Errors: `FrugalError` with `ERR_TIMEOUT`,
+`ERR_UNHEALTHY`. Since 0.1.
 """
 function Base.flush(engine::Engine; timeout_ms::Integer = TIMEOUT_DEFAULT)
     GC.@preserve engine check(
@@ -121,8 +125,8 @@ end
 
 Counters since the engine was opened.
 
-Returns a struct with the fields of `frugal_stats` by name, all `UInt64`; times are nanoseconds. A wait in slices counts once
-for each slice in `gate_waits`. Threads: any. Since 0.1.
+Returns a struct with the fields of `frugal_stats` by name, all `UInt64`; times are nanoseconds. A wait in slices
+counts once for each slice in `gate_waits`. Threads: any. Since 0.1.
 """
 function stats(engine::Engine)
     out = Ref(Stats())

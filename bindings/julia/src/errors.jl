@@ -9,9 +9,9 @@ end
 
 A call of the library that failed.
 
-Fields: `status`, one of `Frugal.ERR_TIMEOUT`, `Frugal.ERR_BUSY`, … (the numbers of `frugal.h`, fixed for ever); `name`, the
-status in words, as `"FRUGAL_ERR_TIMEOUT"`; `message`, what was wrong and what to do; `system_code`, the errno behind it,
-or 0; `device_code`, the CUDA error behind it, or 0. Since 0.1.
+Fields: `status`, one of `Frugal.ERR_TIMEOUT`, `Frugal.ERR_BUSY`, … (the numbers of `frugal.h`, fixed for ever);
+`name`, the status in words, as `"FRUGAL_ERR_TIMEOUT"`; `message`, what was wrong and what to do; `system_code`, the
+errno behind it, or 0; `device_code`, the CUDA error behind it, or 0. Since 0.1.
 """
 struct FrugalError <: Exception
     status::Int32

@@ -11,8 +11,8 @@ end
 
 Keys declared for one step by [`prefetch`](@ref), one part for each table of the call.
 
-The library forgets a batch when its step ends or it is cancelled; then a call with it throws `ERR_BAD_HANDLE`. The object owns
-nothing that would have to be freed: it takes no declaration back when it is collected. Since 0.1.
+The library forgets a batch when its step ends or it is cancelled; then a call with it throws `ERR_BAD_HANDLE`. The
+object owns nothing that would have to be freed: it takes no declaration back when it is collected. Since 0.1.
 """
 struct Batch{T}
     handle::ABI.Handle
@@ -27,17 +27,20 @@ Base.show(io::IO, batch::Batch) =
     Op(table, keys; options...)
     Op(batch, part = 1; options...)
 
-The keys of one table in a call, and where its rows and gradients are; the second form has the keys that were declared as the `part`-th op of a
-[`prefetch`](@ref), and is what is fast.
+The keys of one table in a call, and where its rows and gradients are; the second form has the keys that were
+declared as the `part`-th op of a [`prefetch`](@ref), and is what is fast.
 
-Options: `pooling = :none` (a row for each key; `:sum`, `:mean`: a row for each bag), `offsets` (pooled: `bags + 1` values of `UInt64` or
-`Int64` that start with 0 and end with the number of keys; bag `b`, from 1, has the keys `offsets[b] + 1` to `offsets[b + 1]`), `weights` (pooled sum: a
-`Float32` for each key), `weight_grads` (push: where the gradient of each weight goes), `rows` (lookup, read: where the rows go, `(dim, n)`), `grads`
-(push: the gradients, `(dim, n)`), `found` (read: a `Bool` or `UInt8` for each key), `padding_key` (rows of this key read as zeros and take no
-gradient); of the first form also `batch` and `part` (any keys of that part, in any order). `n` is the number of keys, or of bags if pooled.
+Options: `pooling = :none` (a row for each key; `:sum`, `:mean`: a row for each bag), `offsets` (pooled: `bags + 1`
+values of `UInt64` or `Int64` that start with 0 and end with the number of keys; bag `b`, from 1, has the keys
+`offsets[b] + 1` to `offsets[b + 1]`), `weights` (pooled sum: a `Float32` for each key), `weight_grads` (push: where
+the gradient of each weight goes), `rows` (lookup, read: where the rows go, `(dim, n)`), `grads` (push: the
+gradients, `(dim, n)`), `found` (read: a `Bool` or `UInt8` for each key), `padding_key` (rows of this key read as
+zeros and take no gradient); of the first form also `batch` and `part` (any keys of that part, in any order). `n` is
+the number of keys, or of bags if pooled.
 
-Returns a value that refers to the arrays; a call reads their addresses when it is made. One op may have `rows` and `grads` and be used
-for the lookup and the push. Threads: any. Errors: `ArgumentError`, `DimensionMismatch`, mostly from the call that uses it. Since 0.1.
+Returns a value that refers to the arrays; a call reads their addresses when it is made. One op may have `rows` and
+`grads` and be used for the lookup and the push. Threads: any. Errors: `ArgumentError`, `DimensionMismatch`, mostly
+from the call that uses it. Since 0.1.
 """
 struct Op{B,K,O,W,G,R,D,F}
     table::Table

@@ -4,13 +4,14 @@
 
 An optimizer's hyper-parameters; the second form is another with some of them changed.
 
-Kinds: `:sgd`, `:momentum`, `:adagrad`, `:rowwise_adagrad`, `:adam`, `:rmsprop`, `:ftrl`. Options, all `Float32`, have the names and
-defaults of `frugal_optimizer` in `frugal.h`: `lr`, `eps`, `momentum`, `dampening`, `beta1`, `beta2`, `rho`, `ftrl_lambda1`, `ftrl_lambda2`,
-`ftrl_beta`, `initial_accumulator`, `weight_decay_l2`, `weight_decay`, `clip_value`, `clip_norm`, `weight_bound`, `grad_scale`. `nesterov` is
-Nesterov's form of momentum; with `mean_ranks` the sum of gradients over ranks is divided by `world_size`.
+Kinds: `:sgd`, `:momentum`, `:adagrad`, `:rowwise_adagrad`, `:adam`, `:rmsprop`, `:ftrl`. Options, all `Float32`,
+have the names and defaults of `frugal_optimizer` in `frugal.h`: `lr`, `eps`, `momentum`, `dampening`, `beta1`,
+`beta2`, `rho`, `ftrl_lambda1`, `ftrl_lambda2`, `ftrl_beta`, `initial_accumulator`, `weight_decay_l2`,
+`weight_decay`, `clip_value`, `clip_norm`, `weight_bound`, `grad_scale`. `nesterov` is Nesterov's form of momentum;
+with `mean_ranks` the sum of gradients over ranks is divided by `world_size`.
 
-Returns a value without identity, which can be kept and shared. Threads: any. Errors: `ArgumentError` for an unknown kind or option; what
-the values may be is checked where they are used. Since 0.1.
+Returns a value without identity, which can be kept and shared. Threads: any. Errors: `ArgumentError` for an unknown
+kind or option; what the values may be is checked where they are used. Since 0.1.
 """
 function ABI.Optimizer(
     kind::Union{Symbol,Integer};
@@ -37,15 +38,15 @@ end
 
 Creates a table of `rows` rows of `dim` floats.
 
-Options: `key_space = :dense` (ids `0:rows-1`, every row exists; `:hashed`: any 64-bit key, created on first use, at most `rows`),
-`optimizer = Optimizer()`, `init = :constant` (`:uniform`, `:normal`, `:truncated_normal`, `:xavier`) with `init_a = 0` and `init_b = 0`,
-`nan_policy = :reject` (`:skip`, `:accept`), `lazy = false` (dense: a row takes memory with its first use).
-`frugal_table_config` in `frugal.h` tells what they mean. `name` has 1 to 255 bytes, is unique in the engine and part of the seed of
-initial values.
+Options: `key_space = :dense` (ids `0:rows-1`, every row exists; `:hashed`: any 64-bit key, created on first use, at
+most `rows`), `optimizer = Optimizer()`, `init = :constant` (`:uniform`, `:normal`, `:truncated_normal`, `:xavier`)
+with `init_a = 0` and `init_b = 0`, `nan_policy = :reject` (`:skip`, `:accept`), `lazy = false` (dense: a row takes
+memory with its first use). `frugal_table_config` in `frugal.h` tells what they mean. `name` has 1 to 255 bytes, is
+unique in the engine and part of the seed of initial values.
 
-Returns a `Table`. Ownership: the engine owns the table; the object's end does not drop it, [`drop`](@ref) does. The object
-keeps its engine from the collector. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_EXISTS`,
-`ERR_OUT_OF_MEMORY`, `ERR_BUSY` (a rank is inside a step). Since 0.1.
+Returns a `Table`. Ownership: the engine owns the table; the object's end does not drop it, [`drop`](@ref) does. The
+object keeps its engine from the collector. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`,
+`ERR_EXISTS`, `ERR_OUT_OF_MEMORY`, `ERR_BUSY` (a rank is inside a step). Since 0.1.
 """
 struct Table
     handle::ABI.Handle
@@ -137,8 +138,8 @@ end
 
 Drops a table and frees its memory; declared batches lose their part of it.
 
-Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`, after which the table is there as before, and
-`ERR_BAD_HANDLE` if it was dropped before. Since 0.1.
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`, after which the table is
+there as before, and `ERR_BAD_HANDLE` if it was dropped before. Since 0.1.
 """
 drop(table::Table) =
     GC.@preserve table check(ccall(ABI.frugal_table_drop[], Int32, (ABI.Handle,), table.handle))
@@ -148,8 +149,9 @@ drop(table::Table) =
 
 Describes a table.
 
-Returns a struct with the fields of `frugal_table_info` by name: `rows` that exist now, `capacity`, `value_bytes` and `state_floats` of a
-row, `memory_bytes` held now, `dim`, `key_space`, `optimizer`, `page_bytes`. Threads: any. Errors: `FrugalError` with `ERR_BAD_HANDLE`. Since 0.1.
+Returns a struct with the fields of `frugal_table_info` by name: `rows` that exist now, `capacity`, `value_bytes`
+and `state_floats` of a row, `memory_bytes` held now, `dim`, `key_space`, `optimizer`, `page_bytes`. Threads: any.
+Errors: `FrugalError` with `ERR_BAD_HANDLE`. Since 0.1.
 """
 describe(table::Table) = GC.@preserve table describe_handle(table.handle)
 
@@ -210,8 +212,8 @@ end
 
 Sets the hyper-parameters from step `first_step` on, until a later change.
 
-The kind and `initial_accumulator` must be the table's. Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`,
-`ERR_STEP_RANGE` (`first_step` is committed). Since 0.1.
+The kind and `initial_accumulator` must be the table's. Returns `nothing`. Threads: any. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_STEP_RANGE` (`first_step` is committed). Since 0.1.
 """
 function set_optimizer(table::Table, first_step::Integer, optimizer::Optimizer)
     GC.@preserve table check(
@@ -232,9 +234,10 @@ end
 
 Tells the most bytes that a table would take; opens and reserves nothing.
 
-`rows`, `dim` and the options are those of [`Table`](@ref), `engine` has those of [`Engine`](@ref), as `(world_size = 4,)`. `cache_rows` is the number of rows
-that one trainer's device cache would hold. Returns a struct with `values`, `state`, `index`, `window`, `cache` and `total`, in bytes.
-Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`. Since 0.1.
+`rows`, `dim` and the options are those of [`Table`](@ref), `engine` has those of [`Engine`](@ref), as `(world_size
+= 4,)`. `cache_rows` is the number of rows that one trainer's device cache would hold. Returns a struct with
+`values`, `state`, `index`, `window`, `cache` and `total`, in bytes. Threads: any. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`. Since 0.1.
 """
 function memory_needed(; engine::NamedTuple = NamedTuple(), cache_rows::Integer = 0, options...)
     out = Ref(Memory())
@@ -260,10 +263,10 @@ height(table::Table, state::Bool) = state ? table.dim + table.state_floats : tab
 
 Reads rows outside steps into `rows`.
 
-`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; the column of a missing row is left as it is. `found`, a vector
-of `n` `Bool` or `UInt8`, tells which rows there were. Creates nothing and sees every committed step. Returns `rows`. Threads: any.
-Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank is inside a step, or ranks have ended different ones),
-`ERR_TIMEOUT`. Since 0.1.
+`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; the column of a missing row is left as
+it is. `found`, a vector of `n` `Bool` or `UInt8`, tells which rows there were. Creates nothing and sees every
+committed step. Returns `rows`. Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank
+is inside a step, or ranks have ended different ones), `ERR_TIMEOUT`. Since 0.1.
 """
 function get!(table::Table, keys, rows, found = nothing; state::Bool = false)
     wide = widened(keys)
@@ -295,8 +298,8 @@ end
 
 Reads rows outside steps.
 
-Returns `(rows, found)`: a new `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`, in which missing rows are zeros, and a `Vector{Bool}`. Otherwise
-as [`Frugal.get!`](@ref). Since 0.1.
+Returns `(rows, found)`: a new `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`, in which missing
+rows are zeros, and a `Vector{Bool}`. Otherwise as [`Frugal.get!`](@ref). Since 0.1.
 """
 function get(table::Table, keys; state::Bool = false)
     wide = widened(keys)
@@ -311,10 +314,10 @@ end
 
 Writes rows outside steps, creating those that are missing.
 
-`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; without it the optimizer state of a row is reset to that of a new one. If a
-key comes twice its last row stays. Returns `nothing`. Ownership: `rows` is read during the call only. Threads: any. Errors:
-`FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL` or `ERR_OUT_OF_MEMORY` (nothing is written), `ERR_BUSY`,
-`ERR_TIMEOUT`. Since 0.1.
+`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; without it the optimizer state of a
+row is reset to that of a new one. If a key comes twice its last row stays. Returns `nothing`. Ownership: `rows` is
+read during the call only. Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL` or
+`ERR_OUT_OF_MEMORY` (nothing is written), `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
 """
 function put(table::Table, keys, rows; state::Bool = false)
     wide = widened(keys)
@@ -343,8 +346,8 @@ end
 
 Deletes rows outside steps; those of a dense table return to their initial value and state.
 
-Returns the number of rows that were there, an `Int`; missing keys are ignored. Threads: any. Errors: `FrugalError` with
-`ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+Returns the number of rows that were there, an `Int`; missing keys are ignored. Threads: any. Errors: `FrugalError`
+with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
 """
 function delete(table::Table, keys)
     wide = widened(keys)

@@ -4,12 +4,15 @@
 
 Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, also after an exception.
 
-`rank` is one of `0:world_size-1`; `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA; `cache_bytes` is the size of a private cache over all tables, or
-`cache_ratio` its share of each table's rows, the larger counts. Nobody's step commits until every rank has joined once.
+`rank` is one of `0:world_size-1`; `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA; `cache_bytes` is the
+size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts.
+Nobody's step commits until every rank has joined once.
 
-Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block; the collector does it for a forgotten trainer.
-The object keeps its engine from the collector. Threads: any may create one; a trainer is used by one task at a time, on whatever thread that runs. Errors:
-`FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank is taken), `ERR_BUSY`, `ERR_DEVICE`, `ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT`. Since 0.1.
+Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block;
+the collector does it for a forgotten trainer. The object keeps its engine from the collector. Threads: any may
+create one; a trainer is used by one task at a time, on whatever thread that runs. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank is taken), `ERR_BUSY`, `ERR_DEVICE`, `ERR_OUT_OF_MEMORY`,
+`ERR_TIMEOUT`. Since 0.1.
 
 On a GPU, arrays of an op may lie on that device. This package knows no GPU arrays; wrap their addresses with
 `unsafe_wrap(Array, Ptr{Float32}(address), (dim, n))`, and let nothing but the library touch what you get.
@@ -19,6 +22,7 @@ mutable struct Trainer
     engine::Engine
     rank::Int
     host::Bool # outputs are in host memory
+    in_call::Threads.Atomic{Bool}
 
     function Trainer(engine::Engine; device::AbstractString = "cpu", options...)
         text = Base.cconvert(Cstring, String(device))
@@ -37,7 +41,7 @@ mutable struct Trainer
                 ),
             )
         end
-        trainer = new(out[], engine, config[].rank, device == "cpu")
+        trainer = new(out[], engine, config[].rank, device == "cpu", Threads.Atomic{Bool}(false))
         finalizer(t -> ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), t.handle), trainer)
         return trainer
     end
@@ -52,6 +56,32 @@ function Trainer(f::Function, engine::Engine; options...)
     end
 end
 
+# Makes a call of a trainer, `call()` with its status. The library takes one at a time and does not look; two at once
+# would damage it, so the second is refused.
+@inline function exclusive(call::F, trainer::Trainer) where {F}
+    Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
+    status = call()
+    trainer.in_call[] = false
+    check(status)
+    return nothing
+end
+@noinline two_at_once(trainer) =
+    error("the trainer of rank $(trainer.rank) is in a call of another task; a trainer is used by one at a time")
+
+# The same for calls in slices, which can be left by an exception between two of them.
+function exclusive_in_slices(call::F, trainer::Trainer, timeout_ms::Integer) where {F}
+    limit = Int64(timeout_ms)
+    Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
+    status = OK
+    try
+        status = in_slices(call, limit, trainer.engine.timeout_ms)
+    finally
+        trainer.in_call[] = false
+    end
+    check(status)
+    return nothing
+end
+
 Base.deepcopy_internal(trainer::Trainer, ::IdDict) = trainer
 
 Base.show(io::IO, trainer::Trainer) = print(io, "Trainer(rank = ", trainer.rank, ")")
@@ -61,8 +91,8 @@ Base.show(io::IO, trainer::Trainer) = print(io, "Trainer(rank = ", trainer.rank,
 
 Leaves: from now on nobody waits for this rank.
 
-Its declarations are cancelled, and a step that it is inside of is aborted for all. Returns `nothing`; closing twice is no error. Threads: any
-one; a call of the trainer that waits throws `ERR_CLOSED`. Since 0.1.
+Its declarations are cancelled, and a step that it is inside of is aborted for all. Returns `nothing`; closing twice
+is no error. Threads: any one; a call of the trainer that waits throws `ERR_CLOSED`. Since 0.1.
 """
 Base.close(trainer::Trainer) = check_closed(
     GC.@preserve trainer ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), trainer.handle)
@@ -71,15 +101,17 @@ Base.close(trainer::Trainer) = check_closed(
 """
     set_stream(trainer, stream)
 
-Names the stream, a `cudaStream_t` as `Ptr{Cvoid}`, in which this trainer's calls work on the GPU from now on; `C_NULL` is the device's default stream.
+Names the stream, a `cudaStream_t` as `Ptr{Cvoid}`, in which this trainer's calls work on the GPU from now on;
+`C_NULL` is the device's default stream.
 
-Returns `nothing`. Ownership: the stream stays the caller's and must live until the step is committed. Threads: one at a time for a trainer. Errors:
-`FrugalError` with `ERR_UNSUPPORTED` (the cpu device has no streams), `ERR_DEVICE`. Since 0.1.
+Returns `nothing`. Ownership: the stream stays the caller's and must live until the step is committed. Threads: one
+at a time for a trainer. Errors: `FrugalError` with `ERR_UNSUPPORTED` (the cpu device has no streams), `ERR_DEVICE`.
+Since 0.1.
 """
 function set_stream(trainer::Trainer, stream::Ptr)
-    GC.@preserve trainer check(
-        ccall(ABI.frugal_set_stream[], Int32, (ABI.Handle, Ptr{Cvoid}), trainer.handle, stream),
-    )
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(ABI.frugal_set_stream[], Int32, (ABI.Handle, Ptr{Cvoid}), trainer.handle, stream)
+    end
     return nothing
 end
 
@@ -87,11 +119,13 @@ end
     prefetch(trainer, step, table, keys; padding_key = nothing)
     prefetch(trainer, step, ops)
 
-Declares keys of a step that this trainer has not begun; of ops (a tuple or vector of [`Op`](@ref)) the table, the keys and the padding count.
+Declares keys of a step that this trainer has not begun; of ops (a tuple or vector of [`Op`](@ref)) the table, the
+keys and the padding count.
 
-Nothing waits, and several declarations for one step add up. Returns a [`Batch`](@ref), which names the declaration until its step ends.
-Ownership: the keys are copied by the library. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`,
-`ERR_STEP_RANGE` (the step has begun, or lies beyond the lookahead), `ERR_STEP_ABORTED`; then nothing is declared. Since 0.1.
+Nothing waits, and several declarations for one step add up. Returns a [`Batch`](@ref), which names the declaration
+until its step ends. Ownership: the keys are copied by the library. Threads: one at a time for a trainer. Errors:
+`FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_STEP_RANGE` (the step has begun, or lies beyond the lookahead),
+`ERR_STEP_ABORTED`; then nothing is declared. Since 0.1.
 """
 prefetch(trainer::Trainer, step::Integer, table::Table, keys; padding_key = nothing) =
     prefetch(trainer, step, (Op(table, keys; padding_key = padding_key),))
@@ -102,18 +136,22 @@ function prefetch(trainer::Trainer, step::Integer, ops::Ops)
     end
     parts = Part[Part(op.table, count_of(op)) for op in ops]
     out = Ref{ABI.Handle}(C_NULL)
-    GC.@preserve trainer ops check(
-        ccall(
-            ABI.frugal_prefetch[],
-            Int32,
-            (ABI.Handle, UInt64, Ptr{Cvoid}, Csize_t, Ref{ABI.Handle}),
-            trainer.handle,
-            step,
-            abi_ops(declare_op, ops, trainer.host),
-            length(ops),
-            out,
-        ),
-    )
+    number = UInt64(step)
+    GC.@preserve trainer ops begin
+        array = abi_ops(declare_op, ops, trainer.host)
+        exclusive(trainer) do
+            ccall(
+                ABI.frugal_prefetch[],
+                Int32,
+                (ABI.Handle, UInt64, Ptr{Cvoid}, Csize_t, Ref{ABI.Handle}),
+                trainer.handle,
+                number,
+                array,
+                length(ops),
+                out,
+            )
+        end
+    end
     return Batch(out[], trainer, parts)
 end
 
@@ -122,19 +160,19 @@ end
 
 Takes a declaration back before its step begins (`frugal_prefetch_cancel`).
 
-Returns `nothing`. Threads: one at a time for the trainer that declared it. Errors: `FrugalError` with `ERR_BAD_HANDLE`, `ERR_STEP_RANGE`,
-`ERR_STEP_ABORTED`, `ERR_INVALID_ARGUMENT` (another rank's). Since 0.1.
+Returns `nothing`. Threads: one at a time for the trainer that declared it. Errors: `FrugalError` with
+`ERR_BAD_HANDLE`, `ERR_STEP_RANGE`, `ERR_STEP_ABORTED`, `ERR_INVALID_ARGUMENT` (another rank's). Since 0.1.
 """
 function cancel(trainer::Trainer, batch::Batch)
-    GC.@preserve trainer check(
+    GC.@preserve trainer exclusive(trainer) do
         ccall(
             ABI.frugal_prefetch_cancel[],
             Int32,
             (ABI.Handle, ABI.Handle),
             trainer.handle,
             batch.handle,
-        ),
-    )
+        )
+    end
     return nothing
 end
 
@@ -143,24 +181,23 @@ end
 
 The gate: begins a step on this rank when every update that a declared row needs is in place.
 
-The first step is any number, the same on all ranks; then + 1. Returns `nothing`. Waits in slices, between which the collector, other tasks of this thread and
-Ctrl-C have their turn. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_STEP_ORDER`, `ERR_TIMEOUT` (the message names what it waited
-for; call again), `ERR_STEP_ABORTED` (the message names the step to begin), `ERR_CLOSED`, `ERR_UNHEALTHY`. Since 0.1.
+The first step is any number, the same on all ranks; then + 1. Returns `nothing`. Waits in slices, between which the
+collector, other tasks of this thread and Ctrl-C have their turn. Threads: one at a time for a trainer. Errors:
+`FrugalError` with `ERR_STEP_ORDER`, `ERR_TIMEOUT` (the message names what it waited for; call again),
+`ERR_STEP_ABORTED` (the message names the step to begin), `ERR_CLOSED`, `ERR_UNHEALTHY`. Since 0.1.
 """
 function step_begin(trainer::Trainer, step::Integer; timeout_ms::Integer = TIMEOUT_DEFAULT)
     number = UInt64(step)
-    GC.@preserve trainer check(
-        in_slices(Int64(timeout_ms), trainer.engine.timeout_ms) do slice
-            ccall(
-                ABI.frugal_step_begin[],
-                Int32,
-                (ABI.Handle, UInt64, Int64),
-                trainer.handle,
-                number,
-                slice,
-            )
-        end,
-    )
+    GC.@preserve trainer exclusive_in_slices(trainer, timeout_ms) do slice
+        ccall(
+            ABI.frugal_step_begin[],
+            Int32,
+            (ABI.Handle, UInt64, Int64),
+            trainer.handle,
+            number,
+            slice,
+        )
+    end
     return nothing
 end
 
@@ -169,24 +206,29 @@ end
     lookup!(trainer, table, keys, rows; options...)
     lookup!(trainer, ops)
 
-Reads rows in a step, creating rows of hashed tables: of a declared batch of one table, of any keys, or of what ops ask for in their `rows`.
+Reads rows in a step, creating rows of hashed tables: of a declared batch of one table, of any keys, or of what ops
+ask for in their `rows`.
 
-`rows` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; `n` is the number of keys, or of bags if pooled. The
-options are those of [`Op`](@ref). Returns `rows`, or `nothing`. Ownership: `rows` is written during the call only, and undefined after an error. Threads: one at a time for a
-trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT` (keys that were not declared),
-`ERR_STEP_ABORTED`. Since 0.1.
+`rows` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; `n` is the number of keys, or
+of bags if pooled. The options are those of [`Op`](@ref). Returns `rows`, or `nothing`. Ownership: `rows` is written
+during the call only, and undefined after an error. Threads: one at a time for a trainer. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT` (keys that were not
+declared), `ERR_STEP_ABORTED`. Since 0.1.
 """
 function lookup!(trainer::Trainer, ops::Ops)
-    GC.@preserve trainer ops check(
-        ccall(
-            ABI.frugal_lookup[],
-            Int32,
-            (ABI.Handle, Ptr{Cvoid}, Csize_t),
-            trainer.handle,
-            abi_ops(lookup_op, ops, trainer.host),
-            length(ops),
-        ),
-    )
+    GC.@preserve trainer ops begin
+        array = abi_ops(lookup_op, ops, trainer.host)
+        exclusive(trainer) do
+            ccall(
+                ABI.frugal_lookup[],
+                Int32,
+                (ABI.Handle, Ptr{Cvoid}, Csize_t),
+                trainer.handle,
+                array,
+                length(ops),
+            )
+        end
+    end
     return nothing
 end
 
@@ -247,22 +289,27 @@ end
 
 Hands over gradients of the step: of a declared batch of one table, of any keys, or the `grads` of ops.
 
-A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the step has ended on all ranks. `grads` is a
-`(dim, n)` matrix of `Float32` or a view of one with contiguous columns; the options are those of [`Op`](@ref). Returns `nothing`. Ownership: `grads` is read during the call only and
-can be overwritten then (but for memory from [`borrow`](@ref)). Threads: one at a time for a trainer; never waits for another rank. Errors: `FrugalError` with
-`ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`, `ERR_TIMEOUT`; then nothing is taken. Since 0.1.
+A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the step has
+ended on all ranks. `grads` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; the
+options are those of [`Op`](@ref). Returns `nothing`. Ownership: `grads` is read during the call only and can be
+overwritten then (but for memory from [`borrow`](@ref)). Threads: one at a time for a trainer; never waits for
+another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`,
+`ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`, `ERR_TIMEOUT`; then nothing is taken. Since 0.1.
 """
 function push_grad(trainer::Trainer, ops::Ops)
-    GC.@preserve trainer ops check(
-        ccall(
-            ABI.frugal_push_grad[],
-            Int32,
-            (ABI.Handle, Ptr{Cvoid}, Csize_t),
-            trainer.handle,
-            abi_ops(push_op, ops, trainer.host),
-            length(ops),
-        ),
-    )
+    GC.@preserve trainer ops begin
+        array = abi_ops(push_op, ops, trainer.host)
+        exclusive(trainer) do
+            ccall(
+                ABI.frugal_push_grad[],
+                Int32,
+                (ABI.Handle, Ptr{Cvoid}, Csize_t),
+                trainer.handle,
+                array,
+                length(ops),
+            )
+        end
+    end
     return nothing
 end
 
@@ -277,15 +324,16 @@ end
 
 Memory for gradients that the engine lends, which a push from it takes without a copy where that is faster.
 
-Returns a `(dim, n)` `Matrix{Float32}` that the collector does not own, undefined at first. Ownership: the engine's. Write it between [`step_begin`](@ref) and the push, neither
-read nor write it after the push, and ask again each step. Closing the trainer or the engine takes the memory back: a matrix that is used after that is a
-pointer into nowhere, as with any `unsafe_wrap`. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED`,
-`ERR_OUT_OF_MEMORY`. Since 0.1.
+Returns a `(dim, n)` `Matrix{Float32}` that the collector does not own, undefined at first. Ownership: the engine's.
+Write it between [`step_begin`](@ref) and the push, neither read nor write it after the push, and ask again each
+step. Closing the trainer or the engine takes the memory back: a matrix that is used after that is a pointer into
+nowhere, as with any `unsafe_wrap`. Threads: one at a time for a trainer. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY`. Since 0.1.
 """
 function borrow(trainer::Trainer, dim::Integer, n::Integer)
     out = Ref{Ptr{Cvoid}}(C_NULL)
-    bytes = Base.checked_mul(Base.checked_mul(Int(dim), Int(n)), sizeof(Float32))
-    GC.@preserve trainer check(
+    bytes = Csize_t(Base.checked_mul(Base.checked_mul(Int(dim), Int(n)), sizeof(Float32)))
+    GC.@preserve trainer exclusive(trainer) do
         ccall(
             ABI.frugal_borrow[],
             Int32,
@@ -293,8 +341,8 @@ function borrow(trainer::Trainer, dim::Integer, n::Integer)
             trainer.handle,
             bytes,
             out,
-        ),
-    )
+        )
+    end
     bytes == 0 && return Matrix{Float32}(undef, dim, n)
     return unsafe_wrap(Array, Ptr{Float32}(out[]), (Int(dim), Int(n)))
 end
@@ -304,22 +352,24 @@ end
 
 Ends the step on this rank; it commits when the last rank has ended it.
 
-With `skip` (an overflow was found) the step commits without any update; one rank's word is enough. Returns `nothing`. Threads: one at a time for a trainer; never waits for
-another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_STEP_ORDER`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY` (call again); of a GPU `ERR_NAN`, `ERR_DEVICE`,
-`ERR_TIMEOUT`, `ERR_INVALID_ARGUMENT`. Since 0.1.
+With `skip` (an overflow was found) the step commits without any update; one rank's word is enough. Returns
+`nothing`. Threads: one at a time for a trainer; never waits for another rank. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_STEP_ORDER`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY` (call again); of a GPU `ERR_NAN`,
+`ERR_DEVICE`, `ERR_TIMEOUT`, `ERR_INVALID_ARGUMENT`. Since 0.1.
 """
 function step_end(trainer::Trainer, step::Integer; skip::Bool = false, flags::Integer = 0)
-    flags |= skip ? STEP_SKIP : 0
-    GC.@preserve trainer check(
+    number = UInt64(step)
+    bits = UInt32(flags) | (skip ? STEP_SKIP : UInt32(0))
+    GC.@preserve trainer exclusive(trainer) do
         ccall(
             ABI.frugal_step_end[],
             Int32,
             (ABI.Handle, UInt64, UInt32),
             trainer.handle,
-            step,
-            flags,
-        ),
-    )
+            number,
+            bits,
+        )
+    end
     return nothing
 end
 
@@ -328,23 +378,27 @@ end
 
 Undoes every uncommitted step on all ranks; then all begin the step after the last committed one again.
 
-Returns `nothing`. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED` (another rank was first). Since 0.1.
+Returns `nothing`. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`,
+`ERR_STEP_ABORTED` (another rank was first). Since 0.1.
 """
 function step_abort(trainer::Trainer)
-    GC.@preserve trainer check(
-        ccall(ABI.frugal_step_abort[], Int32, (ABI.Handle,), trainer.handle),
-    )
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(ABI.frugal_step_abort[], Int32, (ABI.Handle,), trainer.handle)
+    end
     return nothing
 end
 
 """
     Frugal.read!(engine, ops; trainer = nothing, timeout_ms = Frugal.TIMEOUT_DEFAULT)
 
-Reads rows by their keys for evaluation or serving into the `rows` and `found` of ops: creates no row and declares nothing.
+Reads rows by their keys for evaluation or serving into the `rows` and `found` of ops: creates no row and declares
+nothing.
 
-Missing keys read as zeros and are told in `found`. With a trainer inside a step it sees what [`lookup!`](@ref) sees; with a trainer between steps it waits, like the next step's gate, for the
-other ranks; without one it waits for nobody's step and throws `ERR_BUSY` instead. Returns `nothing`. Waits in slices. Threads: any (a trainer: one at a time). Errors: `FrugalError` with
-`ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`, `ERR_STEP_ABORTED`, `ERR_INVALID_ARGUMENT` (an op with a batch). Since 0.1.
+Missing keys read as zeros and are told in `found`. With a trainer inside a step it sees what [`lookup!`](@ref)
+sees; with a trainer between steps it waits, like the next step's gate, for the other ranks; without one it waits
+for nobody's step and throws `ERR_BUSY` instead. Returns `nothing`. Waits in slices. Threads: any (a trainer: one at
+a time). Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`, `ERR_STEP_ABORTED`,
+`ERR_INVALID_ARGUMENT` (an op with a batch). Since 0.1.
 """
 function read!(
     engine::Engine,
@@ -356,20 +410,21 @@ function read!(
         rank = trainer === nothing ? C_NULL : trainer.handle
         array = abi_ops(read_op, ops, trainer === nothing || trainer.host)
         n = length(ops)
-        check(
-            in_slices(Int64(timeout_ms), engine.timeout_ms) do slice
-                ccall(
-                    ABI.frugal_read[],
-                    Int32,
-                    (ABI.Handle, ABI.Handle, Ptr{Cvoid}, Csize_t, Int64),
-                    engine.handle,
-                    rank,
-                    array,
-                    n,
-                    slice,
-                )
-            end,
+        call(slice) = ccall(
+            ABI.frugal_read[],
+            Int32,
+            (ABI.Handle, ABI.Handle, Ptr{Cvoid}, Csize_t, Int64),
+            engine.handle,
+            rank,
+            array,
+            n,
+            slice,
         )
+        if trainer === nothing
+            check(in_slices(call, Int64(timeout_ms), engine.timeout_ms))
+        else
+            exclusive_in_slices(call, trainer, timeout_ms)
+        end
     end
     return nothing
 end
@@ -379,7 +434,8 @@ end
 
 Reads rows of one table for evaluation or serving; the options are those of [`Op`](@ref).
 
-Returns `(rows, found)`, a new `(dim, n)` matrix and a `Vector{Bool}` of a flag for each key; otherwise as [`Frugal.read!`](@ref). Since 0.1.
+Returns `(rows, found)`, a new `(dim, n)` matrix and a `Vector{Bool}` of a flag for each key; otherwise as
+[`Frugal.read!`](@ref). Since 0.1.
 """
 function read(
     engine::Engine,

@@ -106,7 +106,7 @@ function array(r::Reader)
     end
 end
 
-const ESCAPES = Dict('"' => '"', '\\' => '\\', '/' => '/', 'b' => '\b', 'f' => '\f', 'n' => '\n', 'r' => '\r', 't' => '\t')
+const ESCAPES = Dict(zip("\"\\/bfnrt", "\"\\/\b\f\n\r\t"))
 
 function hex4(r::Reader)
     last = r.at + 3

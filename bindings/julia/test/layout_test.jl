@@ -108,7 +108,7 @@ end
     defaults = Set("frugal_$(x)_init" for x in ("config", "optimizer", "table_config", "trainer_config", "op"))
     @test functions == union(Set(String.(ABI.SYMBOLS)), defaults)
 
-    # Every number that the header names; those of the cache size of the window and the patch version are of no use here.
+    # Every number that the header names, but for those that are of no use here.
     code = replace(header, r"/\*.*?\*/"s => "")
     numbers = Set(m[1] for m in eachmatch(r"\b(FRUGAL_[A-Z0-9_]+) = -?\d+"s, code))
     union!(numbers, (m[1] for m in eachmatch(r"#define (FRUGAL_[A-Z0-9_]+) [(\w]", code)))

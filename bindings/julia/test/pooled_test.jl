@@ -23,7 +23,8 @@
         # Rows of the padding key count for nothing.
         without = hcat((total(i -> keys[i] == 5 ? zeros(Float32, 4) : row(keys[i]), bag) for bag in bags)...)
         @test lookup(trainer, table, keys; pooling = :sum, offsets = offsets, padding_key = 5) == without
-        @test lookup(trainer, table, keys; pooling = :mean, offsets = offsets, padding_key = 5) == without ./ Float32[1 1 3]
+        @test lookup(trainer, table, keys; pooling = :mean, offsets = offsets, padding_key = 5) ==
+              without ./ Float32[1 1 3]
         @test lookup(trainer, table, keys; padding_key = 5)[:, 2:3] == zeros(Float32, 4, 2)
         @test status_of(() -> lookup(trainer, table, keys; pooling = :mean, offsets = offsets, weights = weights)) ==
               Frugal.ERR_INVALID_ARGUMENT
@@ -42,9 +43,8 @@
         )
         bag_of = [1, 1, 3, 3, 3, 3]
         @test weight_grads == [sum(row(keys[i]) .* grads[:, bag_of[i]]) for i = 1:6]
-        @test_throws DimensionMismatch push_grad(
-            trainer, batch, grads; pooling = :sum, offsets = offsets, weights = weights, weight_grads = zeros(Float32, 5),
-        )
+        short = (offsets = offsets, weights = weights, weight_grads = zeros(Float32, 5))
+        @test_throws DimensionMismatch push_grad(trainer, batch, grads; pooling = :sum, short...)
         step_end(trainer, 0)
         expected = copy(all)
         for i = 1:6

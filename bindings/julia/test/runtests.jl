@@ -1,5 +1,5 @@
-# The package's tests. Environment: FRUGAL_LIBRARY (the library), FRUGAL_SPY (a library of bindings/spy that records what
-# reaches the ABI; without it the proof of no copies is skipped). Ends with a line of counts.
+# The package's tests; spy.jl beside this file has those that need another library. The environment variable
+# FRUGAL_LIBRARY names the library if the system's loader does not know it. Ends with a line of counts.
 
 using Frugal
 using Test
@@ -7,10 +7,8 @@ using Test
 include("counts.jl")
 include("support.jl")
 
-const COUNTS = Counts("Frugal")
-
-Test.push_testset(COUNTS)
-try
+const COUNTS = @testset Counts "Frugal" begin
+    include("docs_test.jl")
     include("json_test.jl")
     include("layout_test.jl")
     include("arrays_test.jl")
@@ -21,9 +19,6 @@ try
     include("life_test.jl")
     include("wait_test.jl")
     include("threads_test.jl")
-    include("spy_test.jl")
-finally
-    Test.pop_testset()
 end
 
 println(COUNTS.passed, " passed, ", COUNTS.failed, " failed, ", COUNTS.skipped, " skipped")

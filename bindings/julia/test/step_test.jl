@@ -87,7 +87,8 @@ end
                 ops = wrap(ntuple(i -> Op(batch, i; rows = rows[i], grads = grads[i]), 3))
                 step_begin(trainer, step)
                 @test lookup!(trainer, ops) === nothing
-                @test rows == (Float32[2 1; 2 1] .* (step - 1), fill(step - 1.0f0, 3, 1), fill(2.0f0 * (step - 1), 2, 1))
+                before = Float32(step - 1)
+                @test rows == (Float32[2 1; 2 1] .* before, fill(before, 3, 1), fill(2before, 2, 1))
                 @test push_grad(trainer, ops) === nothing
                 @test_throws ArgumentError lookup(trainer, batch)
                 @test_throws ArgumentError push_grad(trainer, batch, rows[1])

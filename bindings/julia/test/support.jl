@@ -1,6 +1,7 @@
 # What several tests use.
 
-const ROOT = abspath(joinpath(@__DIR__, "..", "..", ".."))
+const PACKAGE = dirname(@__DIR__)
+const ROOT = dirname(dirname(PACKAGE))
 
 # The status with which `f()` fails, `nothing` if it does not.
 function status_of(f)
@@ -15,7 +16,7 @@ end
 
 # Runs a program of Julia in a process of its own; returns its exit code and output. `threads` of its own.
 function child(program; environment = (), threads = 1, input = devnull)
-    command = `$(Base.julia_cmd()) --startup-file=no --threads=$threads --project=$(joinpath(@__DIR__, "..")) -e $program`
+    command = `$(Base.julia_cmd()) --startup-file=no --threads=$threads --project=$PACKAGE -e $program`
     command = setenv(command, merge(Dict(ENV), Dict(environment)))
     out = IOBuffer()
     process = run(pipeline(ignorestatus(command); stdin = input, stdout = out, stderr = out))

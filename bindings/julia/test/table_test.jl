@@ -13,7 +13,8 @@ end
 
 @testset Counts "tables" begin
     Engine() do engine
-        table = Table(engine, "dense"; rows = 10, dim = 3, optimizer = Optimizer(:adam), init = :uniform, init_a = 1, init_b = 2)
+        uniform = (init = :uniform, init_a = 1, init_b = 2)
+        table = Table(engine, "dense"; rows = 10, dim = 3, optimizer = Optimizer(:adam), uniform...)
         info = describe(table)
         @test (info.rows, info.capacity, info.dim, info.state_floats) == (10, 10, 3, 6)
         @test (table.dim, table.state_floats) == (3, 6)

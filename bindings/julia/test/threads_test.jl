@@ -127,20 +127,50 @@ end
     end
 end
 
-@testset Counts "a trainer that two threads use" begin
-    # It is a mistake, and no crash: a call may be refused, and the engine lives.
+@testset Counts "a trainer that two tasks use" begin
+    # While one waits between slices another is refused.
+    Engine(; world_size = 2) do engine
+        table = Table(engine, "t"; rows = 10, dim = 2)
+        trainer, other = Trainer(engine), Trainer(engine; rank = 1)
+        step_begin(trainer, 0)
+        step_end(trainer, 0)
+        waiting = @async step_begin(trainer, 1; timeout_ms = Frugal.TIMEOUT_INFINITE)
+        yield()
+        for call in (
+            () -> step_begin(trainer, 1),
+            () -> prefetch(trainer, 2, table, [1]),
+            () -> lookup(trainer, table, [1]),
+            () -> push_grad(trainer, table, [1], zeros(Float32, 2, 1)),
+            () -> step_end(trainer, 1),
+            () -> step_abort(trainer),
+            () -> borrow(trainer, 2, 1),
+            () -> Frugal.read(engine, table, [1]; trainer = trainer),
+        )
+            @test_throws ErrorException call()
+        end
+        step_begin(other, 0)
+        step_end(other, 0)
+        wait(waiting)
+        @test size(lookup(trainer, table, [1])) == (2, 1) # and then it is as before
+        step_end(trainer, 1)
+    end
+    # Threads that do not know of each other.
     with_table() do engine, table, trainer
         step_begin(trainer, 0)
+        taken, refused = Threads.Atomic{Int}(0), Threads.Atomic{Int}(0)
         @sync for _ = 1:4
-            Threads.@spawn for _ = 1:200
+            Threads.@spawn for _ = 1:500
                 try
-                    lookup(trainer, table, [1, 2, 3])
+                    push_grad(trainer, table, [1, 2, 3], fill(-1.0f0, 4, 3))
+                    Threads.atomic_add!(taken, 1)
                 catch failure
-                    failure isa FrugalError || rethrow()
+                    failure isa ErrorException || rethrow()
+                    Threads.atomic_add!(refused, 1)
                 end
             end
         end
         step_end(trainer, 0)
-        @test committed_step(engine) == 0
+        @test taken[] + refused[] == 2000
+        @test Frugal.get(table, [1, 2, 3])[1] == fill(Float32(taken[]), 4, 3)
     end
 end

@@ -79,8 +79,7 @@ end
         step_begin(trainer, 1)
         print("begun")
     """
-    project = joinpath(@__DIR__, "..")
-    process = open(`$(Base.julia_cmd()) --startup-file=no --project=$project -e $program`)
+    process = open(`$(Base.julia_cmd()) --startup-file=no --project=$PACKAGE -e $program`)
     @test readline(process) == "waiting"
     sleep(0.2)
     kill(process, Base.SIGINT)
