@@ -1,0 +1,137 @@
+"""
+    Engine(; options...)
+    Engine(f; options...)
+
+Opens an engine and starts its threads; the second form calls `f(engine)` and closes it then, also after an
+exception.
+
+Options: `world_size = 1` (ranks), `lookahead = 10` (future steps that may be declared, up to 40), `flush_threads =
+1`, `flush_mode = :auto` (`:at_once`, `:deferred`, `:write_through`, `:tree_heap`), `staleness = 0` (steps; or
+`Frugal.STALENESS_ASYNC`), `pending_bytes = 2^30`, `host_bytes = typemax(UInt64)`, `timeout_ms = 1_800_000`,
+`backing = :private` (`:shm`), `seed = 0`. `frugal_config` in `frugal.h` tells what they mean.
+
+Returns an `Engine`, or what `f` returns. Ownership: close it with [`close`](@ref close(::Engine)) or the `do`
+block. The collector closes a forgotten engine; that writes what is pending on the thread that collects, so prefer
+to say when. Threads: any; an engine is used by any number of threads. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+"""
+mutable struct Engine
+    handle::ABI.Handle
+    timeout_ms::Int64
+
+    function Engine(; flush_mode = :auto, backing = :private, options...)
+        config = Ref(engine_config(; flush_mode = flush_mode, backing = backing, options...))
+        out = Ref{ABI.Handle}(C_NULL)
+        check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
+        engine = new(out[], config[].timeout_ms)
+        # A finalizer may run on any thread at any allocation: it makes this one call and nothing else.
+        # What was closed already is answered BAD_HANDLE.
+        finalizer(e -> ccall(ABI.frugal_close[], Int32, (ABI.Handle,), e.handle), engine)
+        return engine
+    end
+end
+
+engine_config(; flush_mode = :auto, backing = :private, options...) = ABI.Config(;
+    flush_mode = code(ABI.FLUSH_MODE, flush_mode, "flush_mode"),
+    backing = code(ABI.BACKING, backing, "backing"),
+    options...,
+)
+
+function Engine(f::Function; options...)
+    engine = Engine(; options...)
+    try
+        return f(engine)
+    finally
+        close(engine)
+    end
+end
+
+# A copy would be a second owner of the handle; there is one.
+Base.deepcopy_internal(engine::Engine, ::IdDict) = engine
+
+Base.show(io::IO, engine::Engine) =
+    print(io, "Engine(", isopen(engine) ? "open" : "closed", ")")
+
+# An object that was closed answers BAD_HANDLE when it is closed again.
+function check_closed(status::Int32)
+    status == ERR_BAD_HANDLE || check(status)
+    return nothing
+end
+
+"""
+    close(engine::Engine)
+
+Stops the engine's threads, writes what is pending and frees everything, the tables, too.
+
+Returns `nothing`; closing twice is no error. Trainers, tables and batches of the engine become closed handles, a
+step that some rank is inside of is lost, and calls of other threads that wait throw `ERR_CLOSED`. Threads: any.
+Since 0.1.
+"""
+Base.close(engine::Engine) =
+    check_closed(GC.@preserve engine ccall(ABI.frugal_close[], Int32, (ABI.Handle,), engine.handle))
+
+"""
+    isopen(engine::Engine)
+
+Tells whether the engine has not been closed, a `Bool`. Threads: any. Since 0.1.
+"""
+Base.isopen(engine::Engine) = health(engine) != ERR_BAD_HANDLE
+
+"""
+    health(engine)
+
+The sticky health of the engine.
+
+Returns the status as `Int32`: `Frugal.OK`, or that of the first background failure, which every later call reports
+as `ERR_UNHEALTHY`; `Frugal.ERR_BAD_HANDLE` if the engine was closed. Throws nothing. Threads: any. Since 0.1.
+"""
+health(engine::Engine) =
+    GC.@preserve engine ccall(ABI.frugal_health[], Int32, (ABI.Handle,), engine.handle)
+
+"""
+    flush(engine::Engine; timeout_ms = Frugal.TIMEOUT_DEFAULT)
+
+Waits until every update of every committed step is in the host rows.
+
+Returns `nothing`. Threads: any; a caller helps with the work. Errors: `FrugalError` with `ERR_TIMEOUT`,
+`ERR_UNHEALTHY`. Since 0.1.
+"""
+function Base.flush(engine::Engine; timeout_ms::Integer = TIMEOUT_DEFAULT)
+    GC.@preserve engine check(
+        in_slices(Int64(timeout_ms), engine.timeout_ms) do slice
+            ccall(ABI.frugal_flush[], Int32, (ABI.Handle, Int64), engine.handle, slice)
+        end,
+    )
+    return nothing
+end
+
+"""
+    committed_step(engine)
+
+The last step that all ranks have ended.
+
+Returns a `UInt64`, or `nothing` if there is none yet. Threads: any. Since 0.1.
+"""
+function committed_step(engine::Engine)
+    out = Ref(NO_STEP)
+    GC.@preserve engine check(
+        ccall(ABI.frugal_committed_step[], Int32, (ABI.Handle, Ref{UInt64}), engine.handle, out),
+    )
+    return out[] == NO_STEP ? nothing : out[]
+end
+
+"""
+    stats(engine)
+
+Counters since the engine was opened.
+
+Returns a struct with the fields of `frugal_stats` by name, all `UInt64`; times are nanoseconds. A wait in slices
+counts once for each slice in `gate_waits`. Threads: any. Since 0.1.
+"""
+function stats(engine::Engine)
+    out = Ref(Stats())
+    GC.@preserve engine check(
+        ccall(ABI.frugal_get_stats[], Int32, (ABI.Handle, Ref{Stats}), engine.handle, out),
+    )
+    return out[]
+end

@@ -1,0 +1,86 @@
+# Statuses of the ABI as exceptions, and names as numbers.
+
+for (name, value) in pairs(ABI.STATUS)
+    @eval const $name = Int32($value)
+end
+
+"""
+    FrugalError <: Exception
+
+A call of the library that failed.
+
+Fields: `status`, one of `Frugal.ERR_TIMEOUT`, `Frugal.ERR_BUSY`, … (the numbers of `frugal.h`, fixed for ever);
+`name`, the status in words, as `"FRUGAL_ERR_TIMEOUT"`; `message`, what was wrong and what to do; `system_code`, the
+errno behind it, or 0; `device_code`, the CUDA error behind it, or 0. Since 0.1.
+"""
+struct FrugalError <: Exception
+    status::Int32
+    name::String
+    message::String
+    system_code::Int32
+    device_code::Int32
+end
+
+function Base.showerror(io::IO, e::FrugalError)
+    print(io, "FrugalError: ", e.name, " (", e.status, "): ", e.message)
+    e.system_code == 0 || print(io, " [errno ", e.system_code, "]")
+    e.device_code == 0 || print(io, " [CUDA error ", e.device_code, "]")
+    return nothing
+end
+
+"""
+    Frugal.status_name(status)
+
+The name of a status, as `"FRUGAL_ERR_TIMEOUT"`.
+
+Returns a `String`, `"FRUGAL_UNKNOWN"` for other values. Threads: any. Since 0.1.
+"""
+status_name(status::Integer) =
+    unsafe_string(ccall(ABI.frugal_status_name[], Cstring, (Int32,), status))
+
+# The library keeps a message for each thread. A task can change its thread at a switch only, and there is
+# none between a call and this one.
+@noinline function throw_last_error()
+    error = Ref(ABI.Error())
+    ccall(ABI.frugal_last_error[], Cvoid, (Ref{ABI.Error},), error)
+    e = error[]
+    throw(
+        FrugalError(
+            e.status,
+            status_name(e.status),
+            unsafe_string(e.message),
+            e.system_code,
+            e.device_code,
+        ),
+    )
+end
+
+@inline function check(status::Int32)
+    status == OK || throw_last_error()
+    return nothing
+end
+
+@noinline unknown(what, names, value) =
+    throw(ArgumentError("$what: :$value is none of $(join((":$name" for name in names), ", "))"))
+
+# The number of an enumeration's name. A number goes as it is: the library knows which there are.
+code(::NamedTuple, number::Integer, what) = Int32(number)
+@inline code(names::NamedTuple, name::Symbol, what) =
+    haskey(names, name) ? Int32(names[name]) : unknown(what, keys(names), name)
+
+"""
+    Frugal.version()
+
+The version of the library that is loaded, a `VersionNumber`. Threads: any. Since 0.1.
+"""
+version() = VersionNumber(unsafe_string(ccall(ABI.frugal_version[], Cstring, ())))
+
+"""
+    Frugal.library()
+
+The path of the library that is loaded, a `String`.
+
+It is the one that the environment variable `FRUGAL_LIBRARY` named when the package was loaded, else what the
+system's loader found as `libfrugal.so.0`. Threads: any. Since 0.1.
+"""
+library() = ABI.library_path[]

@@ -1,0 +1,198 @@
+# What a call on several tables takes.
+
+# The keys of one table in a declaration.
+struct Part
+    table::Table
+    count::Int
+end
+
+"""
+    Batch
+
+Keys declared for one step by [`prefetch`](@ref), one part for each table of the call.
+
+The library forgets a batch when its step ends or it is cancelled; then a call with it throws `ERR_BAD_HANDLE`. The
+object owns nothing that would have to be freed: it takes no declaration back when it is collected. Since 0.1.
+"""
+struct Batch{T}
+    handle::ABI.Handle
+    trainer::T
+    parts::Vector{Part}
+end
+
+Base.show(io::IO, batch::Batch) =
+    print(io, "Batch(", join((part.count for part in batch.parts), " + "), " keys)")
+
+"""
+    Op(table, keys; options...)
+    Op(batch, part = 1; options...)
+
+The keys of one table in a call, and where its rows and gradients are; the second form has the keys that were
+declared as the `part`-th op of a [`prefetch`](@ref), and is what is fast.
+
+Options: `pooling = :none` (a row for each key; `:sum`, `:mean`: a row for each bag), `offsets` (pooled: `bags + 1`
+values of `UInt64` or `Int64` that start with 0 and end with the number of keys; bag `b`, from 1, has the keys
+`offsets[b] + 1` to `offsets[b + 1]`), `weights` (pooled sum: a `Float32` for each key), `weight_grads` (push: where
+the gradient of each weight goes), `rows` (lookup, read: where the rows go, `(dim, n)`), `grads` (push: the
+gradients, `(dim, n)`), `found` (read: a `Bool` or `UInt8` for each key), `padding_key` (rows of this key read as
+zeros and take no gradient); of the first form also `batch` and `part` (any keys of that part, in any order). `n` is
+the number of keys, or of bags if pooled.
+
+Returns a value that refers to the arrays; a call reads their addresses when it is made. One op may have `rows` and
+`grads` and be used for the lookup and the push. Threads: any. Errors: `ArgumentError`, `DimensionMismatch`, mostly
+from the call that uses it. Since 0.1.
+"""
+struct Op{B,K,O,W,G,R,D,F}
+    table::Table
+    batch::B # Nothing without one
+    part::Int
+    keys::K # Nothing: those that were declared
+    pooling::Int32
+    offsets::O
+    weights::W
+    weight_grads::G
+    rows::R
+    grads::D
+    found::F
+    padding_key::UInt64
+    flags::UInt32
+end
+
+@inline function Op(
+    table::Table,
+    keys;
+    batch::Union{Nothing,Batch} = nothing,
+    part::Integer = 1,
+    options...,
+)
+    return make_op(table, batch, Int(part), widened(keys); options...)
+end
+
+@inline Op(batch::Batch, part::Integer = 1; options...) =
+    make_op(part_of(batch, Int(part)).table, batch, Int(part), nothing; options...)
+
+@inline function part_of(batch::Batch, part::Int)
+    checkbounds(Bool, batch.parts, part) || no_part(batch, part)
+    return @inbounds batch.parts[part]
+end
+@noinline no_part(batch, part) =
+    throw(ArgumentError("there is no part $part in a batch of $(length(batch.parts)) parts"))
+
+@inline function make_op(
+    table::Table,
+    batch,
+    part::Int,
+    keys;
+    pooling = :none,
+    offsets = nothing,
+    weights = nothing,
+    weight_grads = nothing,
+    rows = nothing,
+    grads = nothing,
+    found = nothing,
+    padding_key::Union{Nothing,Integer} = nothing,
+)
+    part >= 1 || throw(ArgumentError("parts are counted from 1; got $part"))
+    kind = code(ABI.POOLING, pooling, "pooling")
+    if (kind == 0) != (offsets === nothing)
+        throw(ArgumentError("offsets go with pooling = :sum or :mean, and these need offsets"))
+    end
+    return Op(
+        table,
+        batch,
+        part,
+        keys,
+        kind,
+        offsets,
+        weights,
+        weight_grads,
+        rows,
+        grads,
+        found,
+        padding_key === nothing ? UInt64(0) : padding_key % UInt64,
+        padding_key === nothing ? UInt32(0) : ABI.OP_PADDING,
+    )
+end
+
+@inline count_of(op::Op) = length(op.keys)::Int
+@inline count_of(op::Op{<:Batch,Nothing}) = part_of(op.batch, op.part).count
+
+@inline bags_of(op::Op) = max(length(op.offsets)::Int - 1, 0)
+@inline bags_of(op::Op{B,K,Nothing}) where {B,K} = 0
+
+# Rows that go in or out.
+@inline rows_of(op::Op) = op.pooling == 0 ? count_of(op) : bags_of(op)
+
+@inline handle_of(::Nothing) = C_NULL
+@inline handle_of(batch::Batch) = batch.handle
+
+@noinline missing_array(what) = throw(ArgumentError("the op has no `$what`, which this call needs"))
+
+# An op of the ABI. `out` and `in` are the addresses of rows and gradients, of which a call uses one.
+@inline function abi_op(op::Op, rows_out, grads, stride, weight_grads_out, found_out)
+    n = count_of(op)
+    keys = op.keys === nothing ? Ptr{UInt64}(C_NULL) : key_address(op.keys)
+    offsets = Ptr{UInt64}(C_NULL)
+    if op.offsets !== nothing
+        offsets = vector_address(UInt64, Key, op.offsets, length(op.offsets)::Int, "offsets")
+        length(op.offsets) > 0 || bad_length("offsets", op.offsets, "at least 1")
+    end
+    weights = Ptr{Float32}(C_NULL)
+    if op.weights !== nothing
+        weights = vector_address(Float32, Float32, op.weights, n, "weights")
+    end
+    return ABI.Op(
+        sizeof(ABI.Op),
+        op.table.handle,
+        handle_of(op.batch),
+        (op.part - 1) % UInt32,
+        op.pooling,
+        keys,
+        n,
+        offsets,
+        bags_of(op),
+        weights,
+        weight_grads_out,
+        rows_out,
+        grads,
+        stride,
+        found_out,
+        op.padding_key,
+        op.flags,
+        0,
+    )
+end
+
+# What each kind of call uses of an op. `host`: the outputs are in host memory.
+@inline declare_op(op::Op, host::Bool) = abi_op(op, C_NULL, C_NULL, 0, C_NULL, C_NULL)
+
+@inline function lookup_op(op::Op, host::Bool)
+    op.rows === nothing && missing_array("rows")
+    p, stride = matrix_address(op.rows, op.table.dim, rows_of(op), "rows")
+    host && probe(p, op.rows)
+    return abi_op(op, p, C_NULL, stride, C_NULL, C_NULL)
+end
+
+@inline function push_op(op::Op, host::Bool)
+    op.grads === nothing && missing_array("grads")
+    p, stride = matrix_address(op.grads, op.table.dim, rows_of(op), "grads")
+    weight_grads = Ptr{Float32}(C_NULL)
+    if op.weight_grads !== nothing
+        weight_grads = vector_address(Float32, Float32, op.weight_grads, count_of(op), "weight_grads")
+        host && probe(weight_grads, op.weight_grads)
+    end
+    return abi_op(op, C_NULL, p, stride, weight_grads, C_NULL)
+end
+
+@inline function read_op(op::Op, host::Bool)
+    op.rows === nothing && missing_array("rows")
+    p, stride = matrix_address(op.rows, op.table.dim, rows_of(op), "rows")
+    host && probe(p, op.rows)
+    return abi_op(op, p, C_NULL, stride, C_NULL, found_address(op.found, count_of(op), true))
+end
+
+const Ops = Union{Tuple{Vararg{Op}},AbstractVector{<:Op}}
+
+# The ops of a call in the memory that the ABI takes them from.
+@inline abi_ops(make::F, ops::Tuple, host::Bool) where {F} = Ref(map(op -> make(op, host), ops))
+abi_ops(make::F, ops::AbstractVector, host::Bool) where {F} = ABI.Op[make(op, host) for op in ops]

@@ -1,0 +1,367 @@
+"""
+    Optimizer(kind; nesterov = false, mean_ranks = false, options...)
+    Optimizer(optimizer; options...)
+
+An optimizer's hyper-parameters; the second form is another with some of them changed.
+
+Kinds: `:sgd`, `:momentum`, `:adagrad`, `:rowwise_adagrad`, `:adam`, `:rmsprop`, `:ftrl`. Options, all `Float32`,
+have the names and defaults of `frugal_optimizer` in `frugal.h`: `lr`, `eps`, `momentum`, `dampening`, `beta1`,
+`beta2`, `rho`, `ftrl_lambda1`, `ftrl_lambda2`, `ftrl_beta`, `initial_accumulator`, `weight_decay_l2`,
+`weight_decay`, `clip_value`, `clip_norm`, `weight_bound`, `grad_scale`. `nesterov` is Nesterov's form of momentum;
+with `mean_ranks` the sum of gradients over ranks is divided by `world_size`.
+
+Returns a value without identity, which can be kept and shared. Threads: any. Errors: `ArgumentError` for an unknown
+kind or option; what the values may be is checked where they are used. Since 0.1.
+"""
+function ABI.Optimizer(
+    kind::Union{Symbol,Integer};
+    nesterov::Bool = false,
+    mean_ranks::Bool = false,
+    flags::Integer = 0,
+    options...,
+)
+    flags |= (nesterov ? ABI.OPT_NESTEROV : 0) | (mean_ranks ? ABI.OPT_MEAN_RANKS : 0)
+    return Optimizer(Optimizer(kind = code(ABI.OPTIMIZER_KIND, kind, "kind")); flags = flags, options...)
+end
+
+function ABI.Optimizer(optimizer::Optimizer; options...)
+    for name in keys(options)
+        name in fieldnames(Optimizer)[3:end] ||
+            throw(ArgumentError("Optimizer has no option $name; there are $(fieldnames(Optimizer)[3:end])"))
+    end
+    changed(name) = haskey(options, name) ? options[name] : getfield(optimizer, name)
+    return Optimizer((changed(name) for name in fieldnames(Optimizer))...)
+end
+
+"""
+    Table(engine, name; rows, dim, options...)
+
+Creates a table of `rows` rows of `dim` floats.
+
+Options: `key_space = :dense` (ids `0:rows-1`, every row exists; `:hashed`: any 64-bit key, created on first use, at
+most `rows`), `optimizer = Optimizer()`, `init = :constant` (`:uniform`, `:normal`, `:truncated_normal`, `:xavier`)
+with `init_a = 0` and `init_b = 0`, `nan_policy = :reject` (`:skip`, `:accept`), `lazy = false` (dense: a row takes
+memory with its first use). `frugal_table_config` in `frugal.h` tells what they mean. `name` has 1 to 255 bytes, is
+unique in the engine and part of the seed of initial values.
+
+Returns a `Table`. Ownership: the engine owns the table; the object's end does not drop it, [`drop`](@ref) does. The
+object keeps its engine from the collector. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`,
+`ERR_EXISTS`, `ERR_OUT_OF_MEMORY`, `ERR_BUSY` (a rank is inside a step). Since 0.1.
+"""
+struct Table
+    handle::ABI.Handle
+    engine::Engine
+    dim::Int
+    state_floats::Int
+
+    # Of a handle that the library gave.
+    function Table(engine::Engine, handle::ABI.Handle)
+        info = describe_handle(handle)
+        return new(handle, engine, info.dim, info.state_floats)
+    end
+end
+
+function Table(engine::Engine, name::AbstractString; options...)
+    # With a terminating zero, and checked for others.
+    text = Base.cconvert(Cstring, String(name))
+    config = Ref(table_config(; options...))
+    out = Ref{ABI.Handle}(C_NULL)
+    GC.@preserve engine text begin
+        bytes = Ptr{UInt8}(Base.unsafe_convert(Cstring, text))
+        config[] = with_name(config[], bytes)
+        check(
+            ccall(
+                ABI.frugal_table_create[],
+                Int32,
+                (ABI.Handle, Ref{ABI.TableConfig}, Ref{ABI.Handle}),
+                engine.handle,
+                config,
+                out,
+            ),
+        )
+        return Table(engine, out[])
+    end
+end
+
+function table_config(;
+    rows::Integer,
+    dim::Integer,
+    key_space = :dense,
+    init = :constant,
+    nan_policy = :reject,
+    lazy::Bool = false,
+    flags::Integer = 0,
+    options...,
+)
+    return ABI.TableConfig(;
+        rows = rows,
+        dim = dim,
+        key_space = code(ABI.KEY_SPACE, key_space, "key_space"),
+        init = code(ABI.INIT, init, "init"),
+        nan_policy = code(ABI.NAN_POLICY, nan_policy, "nan_policy"),
+        flags = flags | (lazy ? ABI.TABLE_LAZY : 0),
+        options...,
+    )
+end
+
+with_name(c::ABI.TableConfig, name::Ptr{UInt8}) =
+    ABI.TableConfig(c.struct_size, name, (getfield(c, i) for i = 3:fieldcount(ABI.TableConfig))...)
+
+Base.show(io::IO, table::Table) = print(io, "Table(dim = ", table.dim, ")")
+
+"""
+    table_find(engine, name)
+
+Finds a table by its name.
+
+Returns a `Table`. Threads: any. Errors: `FrugalError` with `ERR_NOT_FOUND`. Since 0.1.
+"""
+function table_find(engine::Engine, name::AbstractString)
+    out = Ref{ABI.Handle}(C_NULL)
+    GC.@preserve engine begin
+        check(
+            ccall(
+                ABI.frugal_table_find[],
+                Int32,
+                (ABI.Handle, Cstring, Ref{ABI.Handle}),
+                engine.handle,
+                name,
+                out,
+            ),
+        )
+        return Table(engine, out[])
+    end
+end
+
+"""
+    drop(table)
+
+Drops a table and frees its memory; declared batches lose their part of it.
+
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`, after which the table is
+there as before, and `ERR_BAD_HANDLE` if it was dropped before. Since 0.1.
+"""
+drop(table::Table) =
+    GC.@preserve table check(ccall(ABI.frugal_table_drop[], Int32, (ABI.Handle,), table.handle))
+
+"""
+    describe(table)
+
+Describes a table.
+
+Returns a struct with the fields of `frugal_table_info` by name: `rows` that exist now, `capacity`, `value_bytes`
+and `state_floats` of a row, `memory_bytes` held now, `dim`, `key_space`, `optimizer`, `page_bytes`. Threads: any.
+Errors: `FrugalError` with `ERR_BAD_HANDLE`. Since 0.1.
+"""
+describe(table::Table) = GC.@preserve table describe_handle(table.handle)
+
+function describe_handle(handle::ABI.Handle)
+    out = Ref(TableInfo())
+    check(ccall(ABI.frugal_table_describe[], Int32, (ABI.Handle, Ref{TableInfo}), handle, out))
+    return out[]
+end
+
+"""
+    length(table::Table)
+
+Counts the rows that exist (`frugal_table_count`).
+
+Returns an `Int`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+"""
+function Base.length(table::Table)
+    out = Ref(UInt64(0))
+    GC.@preserve table check(
+        ccall(ABI.frugal_table_count[], Int32, (ABI.Handle, Ref{UInt64}), table.handle, out),
+    )
+    return Int(out[])
+end
+
+"""
+    keys(table::Table)
+
+The keys of all rows that exist, in the rows' internal order.
+
+Returns a `Vector{UInt64}`. Threads: any. Errors: `FrugalError` with `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+"""
+function Base.keys(table::Table)
+    all = Vector{UInt64}(undef, length(table))
+    cursor = Ref(UInt64(0))
+    written = Ref{Csize_t}(0)
+    done = 0
+    while done < length(all)
+        GC.@preserve table all check(
+            ccall(
+                ABI.frugal_table_keys[],
+                Int32,
+                (ABI.Handle, Ref{UInt64}, Ptr{UInt64}, Csize_t, Ref{Csize_t}),
+                table.handle,
+                cursor,
+                pointer(all, done + 1),
+                length(all) - done,
+                written,
+            ),
+        )
+        written[] == 0 && break
+        done += Int(written[])
+    end
+    return resize!(all, done)
+end
+
+"""
+    set_optimizer(table, first_step, optimizer)
+
+Sets the hyper-parameters from step `first_step` on, until a later change.
+
+The kind and `initial_accumulator` must be the table's. Returns `nothing`. Threads: any. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_STEP_RANGE` (`first_step` is committed). Since 0.1.
+"""
+function set_optimizer(table::Table, first_step::Integer, optimizer::Optimizer)
+    GC.@preserve table check(
+        ccall(
+            ABI.frugal_table_set_optimizer[],
+            Int32,
+            (ABI.Handle, UInt64, Ref{Optimizer}),
+            table.handle,
+            first_step,
+            optimizer,
+        ),
+    )
+    return nothing
+end
+
+"""
+    memory_needed(; engine = NamedTuple(), cache_rows = 0, rows, dim, options...)
+
+Tells the most bytes that a table would take; opens and reserves nothing.
+
+`rows`, `dim` and the options are those of [`Table`](@ref), `engine` has those of [`Engine`](@ref), as `(world_size
+= 4,)`. `cache_rows` is the number of rows that one trainer's device cache would hold. Returns a struct with
+`values`, `state`, `index`, `window`, `cache` and `total`, in bytes. Threads: any. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`. Since 0.1.
+"""
+function memory_needed(; engine::NamedTuple = NamedTuple(), cache_rows::Integer = 0, options...)
+    out = Ref(Memory())
+    check(
+        ccall(
+            ABI.frugal_memory_needed[],
+            Int32,
+            (Ref{ABI.Config}, Ref{ABI.TableConfig}, UInt64, Ref{Memory}),
+            engine_config(; engine...),
+            table_config(; options...),
+            cache_rows,
+            out,
+        ),
+    )
+    return out[]
+end
+
+# Floats of a row with or without its optimizer state.
+height(table::Table, state::Bool) = state ? table.dim + table.state_floats : table.dim
+
+"""
+    Frugal.get!(table, keys, rows, found = nothing; state = false)
+
+Reads rows outside steps into `rows`.
+
+`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; the column of a missing row is left as
+it is. `found`, a vector of `n` `Bool` or `UInt8`, tells which rows there were. Creates nothing and sees every
+committed step. Returns `rows`. Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY` (a rank
+is inside a step, or ranks have ended different ones), `ERR_TIMEOUT`. Since 0.1.
+"""
+function get!(table::Table, keys, rows, found = nothing; state::Bool = false)
+    wide = widened(keys)
+    n = length(wide)
+    GC.@preserve table wide rows found begin
+        p, stride = matrix_address(rows, height(table, state), n, "rows")
+        probe(p, rows)
+        f = found_address(found, n, true)
+        check(
+            ccall(
+                ABI.frugal_get[],
+                Int32,
+                (ABI.Handle, Ptr{UInt64}, Csize_t, UInt32, Ptr{Float32}, Csize_t, Ptr{UInt8}),
+                table.handle,
+                key_address(wide),
+                n,
+                state ? ABI.WITH_STATE : UInt32(0),
+                p,
+                stride,
+                f,
+            ),
+        )
+    end
+    return rows
+end
+
+"""
+    Frugal.get(table, keys; state = false)
+
+Reads rows outside steps.
+
+Returns `(rows, found)`: a new `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`, in which missing
+rows are zeros, and a `Vector{Bool}`. Otherwise as [`Frugal.get!`](@ref). Since 0.1.
+"""
+function get(table::Table, keys; state::Bool = false)
+    wide = widened(keys)
+    rows = zeros(Float32, height(table, state), length(wide))
+    found = Vector{Bool}(undef, length(wide))
+    get!(table, wide, rows, found; state = state)
+    return rows, found
+end
+
+"""
+    Frugal.put(table, keys, rows; state = false)
+
+Writes rows outside steps, creating those that are missing.
+
+`rows` is a `(dim, n)` matrix, with `state` one of `(dim + state_floats, n)`; without it the optimizer state of a
+row is reset to that of a new one. If a key comes twice its last row stays. Returns `nothing`. Ownership: `rows` is
+read during the call only. Threads: any. Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL` or
+`ERR_OUT_OF_MEMORY` (nothing is written), `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+"""
+function put(table::Table, keys, rows; state::Bool = false)
+    wide = widened(keys)
+    n = length(wide)
+    GC.@preserve table wide rows begin
+        p, stride = matrix_address(rows, height(table, state), n, "rows")
+        check(
+            ccall(
+                ABI.frugal_put[],
+                Int32,
+                (ABI.Handle, Ptr{UInt64}, Csize_t, UInt32, Ptr{Float32}, Csize_t),
+                table.handle,
+                key_address(wide),
+                n,
+                state ? ABI.WITH_STATE : UInt32(0),
+                p,
+                stride,
+            ),
+        )
+    end
+    return nothing
+end
+
+"""
+    Frugal.delete(table, keys)
+
+Deletes rows outside steps; those of a dense table return to their initial value and state.
+
+Returns the number of rows that were there, an `Int`; missing keys are ignored. Threads: any. Errors: `FrugalError`
+with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`. Since 0.1.
+"""
+function delete(table::Table, keys)
+    wide = widened(keys)
+    out = Ref(UInt64(0))
+    GC.@preserve table wide check(
+        ccall(
+            ABI.frugal_delete[],
+            Int32,
+            (ABI.Handle, Ptr{UInt64}, Csize_t, Ref{UInt64}),
+            table.handle,
+            key_address(wide),
+            length(wide),
+            out,
+        ),
+    )
+    return Int(out[])
+end

@@ -1,0 +1,453 @@
+"""
+    Trainer(engine; rank = 0, device = "cpu", cache_bytes = 0, cache_ratio = 0.0)
+    Trainer(f, engine; options...)
+
+Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, also after an exception.
+
+`rank` is one of `0:world_size-1`; `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA; `cache_bytes` is the
+size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts.
+Nobody's step commits until every rank has joined once.
+
+Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block;
+the collector does it for a forgotten trainer. The object keeps its engine from the collector. Threads: any may
+create one; a trainer is used by one task at a time, on whatever thread that runs. Errors: `FrugalError` with
+`ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank is taken), `ERR_BUSY`, `ERR_DEVICE`, `ERR_OUT_OF_MEMORY`,
+`ERR_TIMEOUT`. Since 0.1.
+
+On a GPU, arrays of an op may lie on that device. This package knows no GPU arrays; wrap their addresses with
+`unsafe_wrap(Array, Ptr{Float32}(address), (dim, n))`, and let nothing but the library touch what you get.
+"""
+mutable struct Trainer
+    handle::ABI.Handle
+    engine::Engine
+    rank::Int
+    host::Bool # outputs are in host memory
+    in_call::Threads.Atomic{Bool}
+
+    function Trainer(engine::Engine; device::AbstractString = "cpu", options...)
+        text = Base.cconvert(Cstring, String(device))
+        out = Ref{ABI.Handle}(C_NULL)
+        GC.@preserve engine text begin
+            bytes = Ptr{UInt8}(Base.unsafe_convert(Cstring, text))
+            config = Ref(ABI.TrainerConfig(; device = bytes, options...))
+            check(
+                ccall(
+                    ABI.frugal_trainer_create[],
+                    Int32,
+                    (ABI.Handle, Ref{ABI.TrainerConfig}, Ref{ABI.Handle}),
+                    engine.handle,
+                    config,
+                    out,
+                ),
+            )
+        end
+        trainer = new(out[], engine, config[].rank, device == "cpu", Threads.Atomic{Bool}(false))
+        finalizer(t -> ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), t.handle), trainer)
+        return trainer
+    end
+end
+
+function Trainer(f::Function, engine::Engine; options...)
+    trainer = Trainer(engine; options...)
+    try
+        return f(trainer)
+    finally
+        close(trainer)
+    end
+end
+
+# Makes a call of a trainer, `call()` with its status. The library takes one at a time and does not look; two at once
+# would damage it, so the second is refused.
+@inline function exclusive(call::F, trainer::Trainer) where {F}
+    Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
+    status = call()
+    trainer.in_call[] = false
+    check(status)
+    return nothing
+end
+@noinline two_at_once(trainer) =
+    error("the trainer of rank $(trainer.rank) is in a call of another task; a trainer is used by one at a time")
+
+# The same for calls in slices, which can be left by an exception between two of them.
+function exclusive_in_slices(call::F, trainer::Trainer, timeout_ms::Integer) where {F}
+    limit = Int64(timeout_ms)
+    Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
+    status = OK
+    try
+        status = in_slices(call, limit, trainer.engine.timeout_ms)
+    finally
+        trainer.in_call[] = false
+    end
+    check(status)
+    return nothing
+end
+
+Base.deepcopy_internal(trainer::Trainer, ::IdDict) = trainer
+
+Base.show(io::IO, trainer::Trainer) = print(io, "Trainer(rank = ", trainer.rank, ")")
+
+"""
+    close(trainer::Trainer)
+
+Leaves: from now on nobody waits for this rank.
+
+Its declarations are cancelled, and a step that it is inside of is aborted for all. Returns `nothing`; closing twice
+is no error. Threads: any one; a call of the trainer that waits throws `ERR_CLOSED`. Since 0.1.
+"""
+Base.close(trainer::Trainer) = check_closed(
+    GC.@preserve trainer ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), trainer.handle)
+)
+
+"""
+    set_stream(trainer, stream)
+
+Names the stream, a `cudaStream_t` as `Ptr{Cvoid}`, in which this trainer's calls work on the GPU from now on;
+`C_NULL` is the device's default stream.
+
+Returns `nothing`. Ownership: the stream stays the caller's and must live until the step is committed. Threads: one
+at a time for a trainer. Errors: `FrugalError` with `ERR_UNSUPPORTED` (the cpu device has no streams), `ERR_DEVICE`.
+Since 0.1.
+"""
+function set_stream(trainer::Trainer, stream::Ptr)
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(ABI.frugal_set_stream[], Int32, (ABI.Handle, Ptr{Cvoid}), trainer.handle, stream)
+    end
+    return nothing
+end
+
+"""
+    prefetch(trainer, step, table, keys; padding_key = nothing)
+    prefetch(trainer, step, ops)
+
+Declares keys of a step that this trainer has not begun; of ops (a tuple or vector of [`Op`](@ref)) the table, the
+keys and the padding count.
+
+Nothing waits, and several declarations for one step add up. Returns a [`Batch`](@ref), which names the declaration
+until its step ends. Ownership: the keys are copied by the library. Threads: one at a time for a trainer. Errors:
+`FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_STEP_RANGE` (the step has begun, or lies beyond the lookahead),
+`ERR_STEP_ABORTED`; then nothing is declared. Since 0.1.
+"""
+prefetch(trainer::Trainer, step::Integer, table::Table, keys; padding_key = nothing) =
+    prefetch(trainer, step, (Op(table, keys; padding_key = padding_key),))
+
+function prefetch(trainer::Trainer, step::Integer, ops::Ops)
+    for op in ops
+        op.keys === nothing && throw(ArgumentError("an op without keys declares none"))
+    end
+    parts = Part[Part(op.table, count_of(op)) for op in ops]
+    out = Ref{ABI.Handle}(C_NULL)
+    number = UInt64(step)
+    GC.@preserve trainer ops begin
+        array = abi_ops(declare_op, ops, trainer.host)
+        exclusive(trainer) do
+            ccall(
+                ABI.frugal_prefetch[],
+                Int32,
+                (ABI.Handle, UInt64, Ptr{Cvoid}, Csize_t, Ref{ABI.Handle}),
+                trainer.handle,
+                number,
+                array,
+                length(ops),
+                out,
+            )
+        end
+    end
+    return Batch(out[], trainer, parts)
+end
+
+"""
+    cancel(trainer, batch)
+
+Takes a declaration back before its step begins (`frugal_prefetch_cancel`).
+
+Returns `nothing`. Threads: one at a time for the trainer that declared it. Errors: `FrugalError` with
+`ERR_BAD_HANDLE`, `ERR_STEP_RANGE`, `ERR_STEP_ABORTED`, `ERR_INVALID_ARGUMENT` (another rank's). Since 0.1.
+"""
+function cancel(trainer::Trainer, batch::Batch)
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(
+            ABI.frugal_prefetch_cancel[],
+            Int32,
+            (ABI.Handle, ABI.Handle),
+            trainer.handle,
+            batch.handle,
+        )
+    end
+    return nothing
+end
+
+"""
+    step_begin(trainer, step; timeout_ms = Frugal.TIMEOUT_DEFAULT)
+
+The gate: begins a step on this rank when every update that a declared row needs is in place.
+
+The first step is any number, the same on all ranks; then + 1. Returns `nothing`. Waits in slices, between which the
+collector, other tasks of this thread and Ctrl-C have their turn. Threads: one at a time for a trainer. Errors:
+`FrugalError` with `ERR_STEP_ORDER`, `ERR_TIMEOUT` (the message names what it waited for; call again),
+`ERR_STEP_ABORTED` (the message names the step to begin), `ERR_CLOSED`, `ERR_UNHEALTHY`. Since 0.1.
+"""
+function step_begin(trainer::Trainer, step::Integer; timeout_ms::Integer = TIMEOUT_DEFAULT)
+    number = UInt64(step)
+    GC.@preserve trainer exclusive_in_slices(trainer, timeout_ms) do slice
+        ccall(
+            ABI.frugal_step_begin[],
+            Int32,
+            (ABI.Handle, UInt64, Int64),
+            trainer.handle,
+            number,
+            slice,
+        )
+    end
+    return nothing
+end
+
+"""
+    lookup!(trainer, batch, rows; options...)
+    lookup!(trainer, table, keys, rows; options...)
+    lookup!(trainer, ops)
+
+Reads rows in a step, creating rows of hashed tables: of a declared batch of one table, of any keys, or of what ops
+ask for in their `rows`.
+
+`rows` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; `n` is the number of keys, or
+of bags if pooled. The options are those of [`Op`](@ref). Returns `rows`, or `nothing`. Ownership: `rows` is written
+during the call only, and undefined after an error. Threads: one at a time for a trainer. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`, `ERR_OUT_OF_MEMORY`, `ERR_TIMEOUT` (keys that were not
+declared), `ERR_STEP_ABORTED`. Since 0.1.
+"""
+function lookup!(trainer::Trainer, ops::Ops)
+    GC.@preserve trainer ops begin
+        array = abi_ops(lookup_op, ops, trainer.host)
+        exclusive(trainer) do
+            ccall(
+                ABI.frugal_lookup[],
+                Int32,
+                (ABI.Handle, Ptr{Cvoid}, Csize_t),
+                trainer.handle,
+                array,
+                length(ops),
+            )
+        end
+    end
+    return nothing
+end
+
+@inline function lookup!(trainer::Trainer, batch::Batch, rows; options...)
+    lookup!(trainer, (Op(single(batch); rows = rows, options...),))
+    return rows
+end
+
+@inline function lookup!(trainer::Trainer, table::Table, keys, rows; options...)
+    lookup!(trainer, (Op(table, keys; rows = rows, options...),))
+    return rows
+end
+
+# A batch that a call without ops can take.
+@inline function single(batch::Batch)
+    length(batch.parts) == 1 || several(batch)
+    return batch
+end
+@noinline several(batch) = throw(
+    ArgumentError("the batch has $(length(batch.parts)) parts: give ops, Op(batch, part; …) of each"),
+)
+
+"""
+    lookup(trainer, batch; options...)
+    lookup(trainer, table, keys; options...)
+
+Reads rows in a step into a new `(dim, n)` matrix, which it returns; otherwise as [`lookup!`](@ref). Since 0.1.
+"""
+lookup(trainer::Trainer, batch::Batch; options...) = lookup_new(trainer, Op(single(batch); options...))
+lookup(trainer::Trainer, table::Table, keys; options...) = lookup_new(trainer, Op(table, keys; options...))
+
+with_rows(op::Op, rows, found) = Op(
+    op.table,
+    op.batch,
+    op.part,
+    op.keys,
+    op.pooling,
+    op.offsets,
+    op.weights,
+    op.weight_grads,
+    rows,
+    op.grads,
+    found,
+    op.padding_key,
+    op.flags,
+)
+
+function lookup_new(trainer::Trainer, op::Op)
+    rows = Matrix{Float32}(undef, op.table.dim, rows_of(op))
+    lookup!(trainer, (with_rows(op, rows, nothing),))
+    return rows
+end
+
+"""
+    push_grad(trainer, batch, grads; options...)
+    push_grad(trainer, table, keys, grads; options...)
+    push_grad(trainer, ops)
+
+Hands over gradients of the step: of a declared batch of one table, of any keys, or the `grads` of ops.
+
+A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the step has
+ended on all ranks. `grads` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; the
+options are those of [`Op`](@ref). Returns `nothing`. Ownership: `grads` is read during the call only and can be
+overwritten then (but for memory from [`borrow`](@ref)). Threads: one at a time for a trainer; never waits for
+another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`,
+`ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`, `ERR_TIMEOUT`; then nothing is taken. Since 0.1.
+"""
+function push_grad(trainer::Trainer, ops::Ops)
+    GC.@preserve trainer ops begin
+        array = abi_ops(push_op, ops, trainer.host)
+        exclusive(trainer) do
+            ccall(
+                ABI.frugal_push_grad[],
+                Int32,
+                (ABI.Handle, Ptr{Cvoid}, Csize_t),
+                trainer.handle,
+                array,
+                length(ops),
+            )
+        end
+    end
+    return nothing
+end
+
+@inline push_grad(trainer::Trainer, batch::Batch, grads; options...) =
+    push_grad(trainer, (Op(single(batch); grads = grads, options...),))
+
+@inline push_grad(trainer::Trainer, table::Table, keys, grads; options...) =
+    push_grad(trainer, (Op(table, keys; grads = grads, options...),))
+
+"""
+    borrow(trainer, dim, n)
+
+Memory for gradients that the engine lends, which a push from it takes without a copy where that is faster.
+
+Returns a `(dim, n)` `Matrix{Float32}` that the collector does not own, undefined at first. Ownership: the engine's.
+Write it between [`step_begin`](@ref) and the push, neither read nor write it after the push, and ask again each
+step. Closing the trainer or the engine takes the memory back: a matrix that is used after that is a pointer into
+nowhere, as with any `unsafe_wrap`. Threads: one at a time for a trainer. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+"""
+function borrow(trainer::Trainer, dim::Integer, n::Integer)
+    out = Ref{Ptr{Cvoid}}(C_NULL)
+    bytes = Csize_t(Base.checked_mul(Base.checked_mul(Int(dim), Int(n)), sizeof(Float32)))
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(
+            ABI.frugal_borrow[],
+            Int32,
+            (ABI.Handle, Csize_t, Ref{Ptr{Cvoid}}),
+            trainer.handle,
+            bytes,
+            out,
+        )
+    end
+    bytes == 0 && return Matrix{Float32}(undef, dim, n)
+    return unsafe_wrap(Array, Ptr{Float32}(out[]), (Int(dim), Int(n)))
+end
+
+"""
+    step_end(trainer, step; skip = false)
+
+Ends the step on this rank; it commits when the last rank has ended it.
+
+With `skip` (an overflow was found) the step commits without any update; one rank's word is enough. Returns
+`nothing`. Threads: one at a time for a trainer; never waits for another rank. Errors: `FrugalError` with
+`ERR_NOT_IN_STEP`, `ERR_STEP_ORDER`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY` (call again); of a GPU `ERR_NAN`,
+`ERR_DEVICE`, `ERR_TIMEOUT`, `ERR_INVALID_ARGUMENT`. Since 0.1.
+"""
+function step_end(trainer::Trainer, step::Integer; skip::Bool = false, flags::Integer = 0)
+    number = UInt64(step)
+    bits = UInt32(flags) | (skip ? STEP_SKIP : UInt32(0))
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(
+            ABI.frugal_step_end[],
+            Int32,
+            (ABI.Handle, UInt64, UInt32),
+            trainer.handle,
+            number,
+            bits,
+        )
+    end
+    return nothing
+end
+
+"""
+    step_abort(trainer)
+
+Undoes every uncommitted step on all ranks; then all begin the step after the last committed one again.
+
+Returns `nothing`. Threads: one at a time for a trainer. Errors: `FrugalError` with `ERR_NOT_IN_STEP`,
+`ERR_STEP_ABORTED` (another rank was first). Since 0.1.
+"""
+function step_abort(trainer::Trainer)
+    GC.@preserve trainer exclusive(trainer) do
+        ccall(ABI.frugal_step_abort[], Int32, (ABI.Handle,), trainer.handle)
+    end
+    return nothing
+end
+
+"""
+    Frugal.read!(engine, ops; trainer = nothing, timeout_ms = Frugal.TIMEOUT_DEFAULT)
+
+Reads rows by their keys for evaluation or serving into the `rows` and `found` of ops: creates no row and declares
+nothing.
+
+Missing keys read as zeros and are told in `found`. With a trainer inside a step it sees what [`lookup!`](@ref)
+sees; with a trainer between steps it waits, like the next step's gate, for the other ranks; without one it waits
+for nobody's step and throws `ERR_BUSY` instead. Returns `nothing`. Waits in slices. Threads: any (a trainer: one at
+a time). Errors: `FrugalError` with `ERR_KEY_OUT_OF_RANGE`, `ERR_BUSY`, `ERR_TIMEOUT`, `ERR_STEP_ABORTED`,
+`ERR_INVALID_ARGUMENT` (an op with a batch). Since 0.1.
+"""
+function read!(
+    engine::Engine,
+    ops::Ops;
+    trainer::Union{Nothing,Trainer} = nothing,
+    timeout_ms::Integer = TIMEOUT_DEFAULT,
+)
+    GC.@preserve engine trainer ops begin
+        rank = trainer === nothing ? C_NULL : trainer.handle
+        array = abi_ops(read_op, ops, trainer === nothing || trainer.host)
+        n = length(ops)
+        call(slice) = ccall(
+            ABI.frugal_read[],
+            Int32,
+            (ABI.Handle, ABI.Handle, Ptr{Cvoid}, Csize_t, Int64),
+            engine.handle,
+            rank,
+            array,
+            n,
+            slice,
+        )
+        if trainer === nothing
+            check(in_slices(call, Int64(timeout_ms), engine.timeout_ms))
+        else
+            exclusive_in_slices(call, trainer, timeout_ms)
+        end
+    end
+    return nothing
+end
+
+"""
+    Frugal.read(engine, table, keys; trainer = nothing, timeout_ms = Frugal.TIMEOUT_DEFAULT, options...)
+
+Reads rows of one table for evaluation or serving; the options are those of [`Op`](@ref).
+
+Returns `(rows, found)`, a new `(dim, n)` matrix and a `Vector{Bool}` of a flag for each key; otherwise as
+[`Frugal.read!`](@ref). Since 0.1.
+"""
+function read(
+    engine::Engine,
+    table::Table,
+    keys;
+    trainer::Union{Nothing,Trainer} = nothing,
+    timeout_ms::Integer = TIMEOUT_DEFAULT,
+    options...,
+)
+    op = Op(table, keys; options...)
+    rows = Matrix{Float32}(undef, table.dim, rows_of(op))
+    found = Vector{Bool}(undef, count_of(op))
+    read!(engine, (with_rows(op, rows, found),); trainer = trainer, timeout_ms = timeout_ms)
+    return rows, found
+end

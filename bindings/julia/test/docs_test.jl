@@ -1,0 +1,27 @@
+# Every public function says what it does, what it returns, which threads may call it and since when.
+
+const PUBLIC = union(
+    names(Frugal),
+    (:get, :get!, :put, :delete, :read, :read!, :version, :library, :status_name),
+)
+
+documentation(object) = string(Base.Docs.doc(object))
+
+@testset Counts "documentation" begin
+    for name in PUBLIC
+        text = documentation(getfield(Frugal, name))
+        @test !occursin("No documentation found", text)
+        if !(name in (:Frugal, :FrugalError, :Batch))
+            for part in ("Returns", "Threads:")
+                # What only tells a value says so in its first sentence.
+                name in (:version, :library) && part == "Returns" && continue
+                @test occursin(part, text) || occursin("otherwise as", lowercase(text))
+            end
+        end
+        name === :Frugal || @test occursin("Since 0.1", text)
+    end
+    of_engines, of_tables = (close, flush, isopen), (keys, length)
+    for (f, type) in (((f, Engine) for f in of_engines)..., ((f, Table) for f in of_tables)..., (close, Trainer))
+        @test occursin("Since 0.1", string(Base.Docs.doc(f, Tuple{type})))
+    end
+end

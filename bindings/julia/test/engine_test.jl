@@ -1,0 +1,76 @@
+@testset Counts "engines" begin
+    engine = Engine()
+    @test isopen(engine)
+    @test health(engine) == Frugal.OK
+    @test committed_step(engine) === nothing
+    @test stats(engine).steps_committed == 0
+    @test flush(engine) === nothing
+    @test occursin("open", repr(engine))
+    close(engine)
+    @test !isopen(engine)
+    @test close(engine) === nothing
+    @test occursin("closed", repr(engine))
+    @test health(engine) == Frugal.ERR_BAD_HANDLE
+
+    @test Engine(identity; world_size = 3, flush_mode = :deferred, backing = :shm) isa Engine
+    # A do block closes after an exception, too, and lets it through.
+    kept = Ref{Engine}()
+    @test_throws ErrorException Engine() do e
+        kept[] = e
+        error("thrown in the block")
+    end
+    @test !isopen(kept[])
+
+    @test_throws ArgumentError Engine(; flush_mode = :never)
+    @test_throws ArgumentError Engine(; backing = :disk)
+    @test_throws MethodError Engine(; no_such_option = 1)
+    @test_throws InexactError Engine(; world_size = -1)
+    @test status_of(() -> Engine(; world_size = 0)) == Frugal.ERR_INVALID_ARGUMENT
+    @test status_of(() -> Engine(; lookahead = 41)) == Frugal.ERR_INVALID_ARGUMENT
+    @test status_of(() -> Engine(; flush_mode = 9)) == Frugal.ERR_INVALID_ARGUMENT
+    @test status_of(() -> Engine(; timeout_ms = -7)) == Frugal.ERR_INVALID_ARGUMENT
+end
+
+@testset Counts "errors" begin
+    failure = try
+        Engine(; world_size = 0)
+    catch e
+        e
+    end
+    @test failure isa FrugalError
+    @test failure.name == "FRUGAL_ERR_INVALID_ARGUMENT"
+    @test failure.status == Frugal.ERR_INVALID_ARGUMENT == -1
+    @test occursin("world_size", failure.message)
+    @test (failure.system_code, failure.device_code) == (0, 0)
+    text = sprint(showerror, failure)
+    @test occursin("FRUGAL_ERR_INVALID_ARGUMENT", text) && occursin("world_size", text)
+    @test Frugal.status_name(Frugal.ERR_TIMEOUT) == "FRUGAL_ERR_TIMEOUT"
+    @test Frugal.status_name(5) == "FRUGAL_UNKNOWN"
+    @test (Frugal.version().major, Frugal.version().minor) == (0, 1)
+    @test isfile(Frugal.library())
+    codes = sprint(showerror, FrugalError(-22, "FRUGAL_ERR_DEVICE", "gone", 5, 700))
+    @test occursin("errno 5", codes) && occursin("CUDA error 700", codes)
+end
+
+@testset Counts "the library is found when the package is loaded" begin
+    loaded = "using Frugal; print(Frugal.library())"
+    code, text = child(loaded)
+    @test code == 0 && text == Frugal.library()
+    code, text = child(loaded; environment = ("FRUGAL_LIBRARY" => "/nonexistent/libfrugal.so",))
+    @test code != 0
+    @test occursin("FRUGAL_LIBRARY", text) && occursin("/nonexistent/libfrugal.so", text)
+    # Another library is no libfrugal.
+    code, text = child(loaded; environment = ("FRUGAL_LIBRARY" => "libm.so.6",))
+    @test code != 0
+    @test occursin("frugal_status_name", text)
+end
+
+@testset Counts "memory_needed" begin
+    needed = memory_needed(; rows = 1000, dim = 8, optimizer = Optimizer(:adam), engine = (flush_mode = :at_once,))
+    @test needed.values >= 1000 * 8 * 4
+    @test needed.state >= 1000 * 16 * 4
+    @test needed.total == needed.values + needed.state + needed.index + needed.window + needed.cache
+    @test memory_needed(; rows = 1000, dim = 8, cache_rows = 10).cache > 0
+    @test_throws UndefKeywordError memory_needed(; rows = 1000)
+    @test status_of(() -> memory_needed(; rows = 0, dim = 8)) == Frugal.ERR_INVALID_ARGUMENT
+end

@@ -1,0 +1,25 @@
+# The package's tests; spy.jl beside this file has those that need another library. The environment variable
+# FRUGAL_LIBRARY names the library if the system's loader does not know it. Ends with a line of counts.
+
+using Frugal
+using Test
+
+include("counts.jl")
+include("support.jl")
+
+const COUNTS = @testset Counts "Frugal" begin
+    include("docs_test.jl")
+    include("json_test.jl")
+    include("layout_test.jl")
+    include("arrays_test.jl")
+    include("engine_test.jl")
+    include("table_test.jl")
+    include("step_test.jl")
+    include("pooled_test.jl")
+    include("life_test.jl")
+    include("wait_test.jl")
+    include("threads_test.jl")
+end
+
+println(COUNTS.passed, " passed, ", COUNTS.failed, " failed, ", COUNTS.skipped, " skipped")
+exit(COUNTS.failed == 0 ? 0 : 1)
