@@ -1,0 +1,66 @@
+# Sourced by the checks of the bindings, after they have set
+#   name   of the language
+#   build  the folder of a library that was built; a check writes into $build/$name alone
+# A check counts tests, and ends with `finish`: its last line is "N passed, M failed, K skipped", its exit status 0 if M
+# is 0. ./dev test adds the numbers to its own.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+work=$build/$name
+logs=$work/logs
+mkdir -p "$logs"
+# shellcheck source=tools/shell.sh
+. "$root/tools/shell.sh"
+say() { printf '== %s: %s\n' "$name" "$*"; }
+passed=0 failed=0 skipped=0
+library=$(find "$build" "$build/lib" -maxdepth 1 -name libfrugal.so.0 2>/dev/null | head -n 1) || true
+
+finish() {
+  echo "$passed passed, $failed failed, $skipped skipped"
+  [ "$failed" = 0 ]
+  exit
+}
+
+# step TEST COMMAND...: counts as one test; the command's output goes to a log, whose end is shown if it fails.
+step() {
+  local test=$1 start=$SECONDS
+  shift
+  if "$@" >"$logs/$test.log" 2>&1 </dev/null; then
+    passed=$((passed + 1))
+    say "$test: ok ($((SECONDS - start)) s)"
+  else
+    failed=$((failed + 1))
+    tail -n 40 "$logs/$test.log"
+    say "$test: FAILED; all of it: $logs/$test.log"
+    return 1
+  fi
+}
+
+skip() {
+  skipped=$((skipped + 1))
+  say "$1: SKIPPED, $2"
+}
+
+# count TEST START PASSED FAILED SKIPPED: adds the numbers of a test program, which began at second START.
+count() {
+  passed=$((passed + $3)) failed=$((failed + $4)) skipped=$((skipped + $5))
+  say "$1: $3 passed, $4 failed, $5 skipped ($((SECONDS - $2)) s)"
+}
+
+# op_script COMMAND...: replays scripts by this runner, to which a script's path is added, and leaves it where
+# tests/opscript/compare.py finds it by the language's name. VARIABLE=VALUE may come first.
+op_script() {
+  local runner=$build/tests/opscript/opscript_$name
+  if [ ! -x "$build/tests/opscript/opscript_maker" ]; then
+    failed=$((failed + 1))
+    say "op-script: FAILED, $build has no tests/opscript/opscript_maker"
+    return 0
+  fi
+  { echo '#!/bin/sh' && printf 'exec env' && printf " '%s'" "$@" && echo ' "$@"'; } >"$runner"
+  chmod +x "$runner"
+  step op-script python3 "$root/tests/opscript/compare.py" "$build" "$name" || true
+}
+
+[ -n "$library" ] || {
+  failed=1
+  say "no libfrugal.so.0 in $build"
+  finish
+}
