@@ -75,3 +75,8 @@ pub use options::{
 pub use rows::{Rows, RowsMut, as_keys};
 pub use table::{Table, TableInfo};
 pub use trainer::{Batch, Trainer};
+
+/// Its examples run, too.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;
