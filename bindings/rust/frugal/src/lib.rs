@@ -43,7 +43,7 @@
 //! A failed call is an [`Error`]: kind, message, and codes of the system or the GPU. `frugal.h` says what each call
 //! means; documentation here names the kinds that are a call's own. Beside them each may answer `BadHandle`, `Forked`,
 //! `InvalidArgument`, `OutOfMemory`, `Internal`, `Closed`, `Unhealthy`, and those of a trainer on a GPU `Device` and
-//! `Unsupported`.
+//! `Unsupported`. Everything here is there since version 0.1.
 //!
 //! A [`Trainer`] is used by one thread at a time, everything else by any number. Waits end by a [`Timeout`].
 //!
@@ -75,3 +75,8 @@ pub use options::{
 pub use rows::{Rows, RowsMut, as_keys};
 pub use table::{Table, TableInfo};
 pub use trainer::{Batch, Trainer};
+
+/// Its examples run, too.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

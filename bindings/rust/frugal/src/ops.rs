@@ -91,8 +91,8 @@ impl<'a> Op<'a> {
         Self { selection: Selection::Part { batch, part, keys: None }, pooling: Pooling::None, padding: None }
     }
 
-    /// Any keys instead of exactly the declared ones, if the op is of a batch: a subset in any order. What is resolved
-    /// already is found there.
+    /// Any keys instead of exactly the declared ones, if the op is of a batch: a subset in any order. What is
+    /// resolved already is found there.
     pub fn keys(mut self, keys: &'a [u64]) -> Self {
         match &mut self.selection {
             Selection::Keys { keys: mine, .. } => *mine = keys,
@@ -101,8 +101,8 @@ impl<'a> Op<'a> {
         self
     }
 
-    /// A row for each bag: the sum of its rows. Bag b has the keys `offsets[b]..offsets[b + 1]`; there is one more offset
-    /// than bags, the first is 0, the last the number of keys. An empty bag's row is zeros.
+    /// A row for each bag: the sum of its rows. Bag b has the keys `offsets[b]..offsets[b + 1]`; there is one more
+    /// offset than bags, the first is 0, the last the number of keys. An empty bag's row is zeros.
     pub fn sum(mut self, offsets: &'a [u64]) -> Self {
         self.pooling = Pooling::Sum { offsets, weights: None };
         self
@@ -244,8 +244,8 @@ pub struct LookupOp<'a> {
 }
 
 impl<'a> LookupOp<'a> {
-    /// Of a read: tells for each key whether there is a row. After an error all are `false`. (A lookup creates what is
-    /// missing, so it refuses this.)
+    /// Of a read: tells for each key whether there is a row. After an error all are `false`. (A lookup creates what
+    /// is missing, so it refuses this.)
     pub fn found(mut self, found: &'a mut [bool]) -> Self {
         self.found = Some(found);
         self

@@ -52,8 +52,8 @@ use crate::rows::{Rows, RowsMut};
 ///
 /// # Threads
 ///
-/// One thread at a time uses a trainer: what calls the library takes `&mut self`. It can move to another thread between
-/// any two calls. Different trainers are independent.
+/// One thread at a time uses a trainer: what calls the library takes `&mut self`. It can move to another thread
+/// between any two calls. Different trainers are independent.
 ///
 /// ```compile_fail
 /// # fn both(trainer: &mut frugal::Trainer) {
@@ -74,8 +74,8 @@ pub struct Trainer {
     rank: u32,
 }
 
-// SAFETY: frugal.h: a call that takes a trainer as non-const is made by one thread at a time, but by any: nothing of a
-// trainer belongs to a thread. The handles are numbers, never addresses.
+// SAFETY: frugal.h: a call that takes a trainer as non-const is made by one thread at a time, but by any: nothing
+// of a trainer belongs to a thread. The handles are numbers, never addresses.
 unsafe impl Send for Trainer {}
 // SAFETY: `&Trainer` gives nothing but numbers: every method that calls the library takes `&mut self`.
 unsafe impl Sync for Trainer {}
@@ -90,9 +90,9 @@ impl Trainer {
         self.rank
     }
 
-    /// Declares keys of a step that this trainer has not begun; several declarations for one step add up. Nothing waits.
-    /// Of the op keys and padding are used. The batch names the declaration until its step ends, and may be dropped.
-    /// Errors: `KeyOutOfRange`, `StepRange`, `StepAborted`, `InvalidArgument`; then nothing is declared.
+    /// Declares keys of a step that this trainer has not begun; several declarations for one step add up. Nothing
+    /// waits. Of the op keys and padding are used. The batch names the declaration until its step ends, and may be
+    /// dropped. Errors: `KeyOutOfRange`, `StepRange`, `StepAborted`, `InvalidArgument`; then nothing is declared.
     pub fn prefetch<'a>(&mut self, step: u64, op: impl Into<Op<'a>>) -> Result<Batch> {
         let op = op.into();
         let handle = self.declare(step, &[op.declared()?])?;
@@ -120,9 +120,9 @@ impl Trainer {
         call(|| unsafe { sys::frugal_prefetch_cancel(self.handle, batch.handle) })
     }
 
-    /// The gate: begins a step when every update that its rows need is in place. The first step is any number, the same
-    /// on all ranks; then + 1. Errors: `StepOrder`, `Timeout` (call again), `StepAborted` (the message names the step
-    /// to begin), `Closed`, `Unhealthy`.
+    /// The gate: begins a step when every update that its rows need is in place. The first step is any number, the
+    /// same on all ranks; then + 1. Errors: `StepOrder`, `Timeout` (call again), `StepAborted` (the message names
+    /// the step to begin), `Closed`, `Unhealthy`.
     pub fn step_begin(&mut self, step: u64) -> Result<()> {
         self.step_begin_within(step, Timeout::Engine)
     }
@@ -150,9 +150,9 @@ impl Trainer {
         call(|| unsafe { sys::frugal_step_begin(self.handle, step, timeout) })
     }
 
-    /// Reads rows in a step, and creates rows of hashed tables: `rows` has a row for each key, or for each bag. Declared
-    /// keys are what is fast. `rows` is undefined numbers after an error. Errors: `NotInStep`, `KeyOutOfRange`,
-    /// `TableFull`, `OutOfMemory`, `Timeout`, `StepAborted`, `InvalidArgument`.
+    /// Reads rows in a step, and creates rows of hashed tables: `rows` has a row for each key, or for each bag.
+    /// Declared keys are what is fast. `rows` is undefined numbers after an error. Errors: `NotInStep`,
+    /// `KeyOutOfRange`, `TableFull`, `OutOfMemory`, `Timeout`, `StepAborted`, `InvalidArgument`.
     pub fn lookup<'a>(&mut self, op: impl Into<Op<'a>>, rows: impl Into<RowsMut<'a>>) -> Result<()> {
         self.lookup_all(&mut [op.into().rows(rows)])
     }
@@ -226,7 +226,8 @@ impl Trainer {
     /// undefined numbers. Errors: those of [`push_grad`](Self::push_grad).
     ///
     /// The engine takes this memory back when it is closed, so it has to be there: `engine` is the trainer's, and
-    /// borrowed until the gradients are pushed. The slice cannot leave `fill`, and nobody can write it after the push.
+    /// borrowed until the gradients are pushed. The slice cannot leave `fill`, and nobody can write it after the
+    /// push.
     ///
     /// ```
     /// use frugal::{Engine, Optimizer, TableOptions, TrainerOptions};
@@ -277,25 +278,25 @@ impl Trainer {
         let mut memory = ptr::null_mut();
         // SAFETY: the address is there to be filled.
         call(|| unsafe { sys::frugal_borrow(self.handle, bytes, &mut memory) })?;
-        // SAFETY: the memory has `bytes` bytes, aligned to 64, and is nobody else's until the push. Only closing the engine
-        // (`engine` is borrowed), closing the trainer or its other calls (`self` is borrowed) take it back; another
-        // rank's abort leaves it until this one is told. Its bytes come from another program's allocator, and any are
-        // floats.
+        // SAFETY: the memory has `bytes` bytes, aligned to 64, and is nobody else's until the push. Only closing
+        // the engine (`engine` is borrowed), closing the trainer or its other calls (`self` is borrowed) take it
+        // back; another rank's abort leaves it until this one is told. Its bytes come from another program's
+        // allocator, and any are floats.
         fill(unsafe { std::slice::from_raw_parts_mut(memory.cast(), floats) });
         checked.raw.grads = memory.cast();
         // SAFETY: the op's pointers are of checked slices, its gradients the memory that was just filled.
         call(|| unsafe { sys::frugal_push_grad(self.handle, &checked.raw, 1) })
     }
 
-    /// Ends the step on this rank; it commits when the last rank has ended it. Never waits for another rank. Errors:
-    /// `NotInStep`, `StepOrder`, `StepAborted`, `OutOfMemory` (while the engine is healthy the step goes on: call
-    /// again), and of a GPU `Nan`, `Device`, `Timeout`.
+    /// Ends the step on this rank; it commits when the last rank has ended it. Never waits for another rank.
+    /// Errors: `NotInStep`, `StepOrder`, `StepAborted`, `OutOfMemory` (while the engine is healthy the step goes
+    /// on: call again), and of a GPU `Nan`, `Device`, `Timeout`.
     pub fn step_end(&mut self, step: u64) -> Result<()> {
         self.end(step, 0)
     }
 
-    /// [`step_end`](Self::step_end) of a step that commits without any update, as when an overflow was found; one rank's
-    /// word is enough.
+    /// [`step_end`](Self::step_end) of a step that commits without any update, as when an overflow was found; one
+    /// rank's word is enough.
     pub fn step_end_skip(&mut self, step: u64) -> Result<()> {
         self.end(step, sys::FRUGAL_STEP_SKIP)
     }
@@ -305,16 +306,17 @@ impl Trainer {
         call(|| unsafe { sys::frugal_step_end(self.handle, step, flags) })
     }
 
-    /// Undoes every uncommitted step on all ranks: the tables stand at the last committed step, declarations stay. Each
-    /// other rank is told once, by `StepAborted`; then all begin the step after the last committed one again. Errors:
-    /// `NotInStep`, `StepAborted` (another rank was first).
+    /// Undoes every uncommitted step on all ranks: the tables stand at the last committed step, declarations stay.
+    /// Each other rank is told once, by `StepAborted`; then all begin the step after the last committed one again.
+    /// Errors: `NotInStep`, `StepAborted` (another rank was first).
     pub fn step_abort(&mut self) -> Result<()> {
         // SAFETY: any handle may be given.
         call(|| unsafe { sys::frugal_step_abort(self.handle) })
     }
 
-    /// Reads rows as [`Engine::read`] does, but as this rank: inside a step it sees what a lookup sees; between steps it
-    /// waits as the next step's gate does. Errors: `KeyOutOfRange`, `Timeout`, `StepAborted`, `InvalidArgument`.
+    /// Reads rows as [`Engine::read`] does, but as this rank: inside a step it sees what a lookup sees; between
+    /// steps it waits as the next step's gate does. Errors: `KeyOutOfRange`, `Timeout`, `StepAborted`,
+    /// `InvalidArgument`.
     pub fn read<'a>(&mut self, op: impl Into<Op<'a>>, rows: impl Into<RowsMut<'a>>) -> Result<()> {
         self.read_all(&mut [op.into().rows(rows)], Timeout::Engine)
     }
@@ -324,20 +326,20 @@ impl Trainer {
         read(self.engine, self.handle, ops, timeout.into())
     }
 
-    /// Names the CUDA stream (a `cudaStream_t`) in which this trainer's calls do their work on the GPU from now on; NULL
-    /// is the device's default. Errors: `Unsupported` (the CPU has no streams), `Device`.
+    /// Names the CUDA stream (a `cudaStream_t`) in which this trainer's calls do their work on the GPU from now on;
+    /// NULL is the device's default. Errors: `Unsupported` (the CPU has no streams), `Device`.
     ///
     /// # Safety
     ///
-    /// `stream` is NULL or a stream of the trainer's device, and lives until the last step that used it is committed and
-    /// another stream has been named.
+    /// `stream` is NULL or a stream of the trainer's device, and lives until the last step that used it is
+    /// committed and another stream has been named.
     pub unsafe fn set_stream(&mut self, stream: *mut c_void) -> Result<()> {
         // SAFETY: the caller's word.
         call(|| unsafe { sys::frugal_set_stream(self.handle, stream) })
     }
 
-    /// Leaves: from now on nobody waits for this rank. Its declarations are cancelled, a step that it is inside of is
-    /// aborted for all. Dropping does the same and tells no error. Errors: `BadHandle`, `Forked`.
+    /// Leaves: from now on nobody waits for this rank. Its declarations are cancelled, a step that it is inside of
+    /// is aborted for all. Dropping does the same and tells no error. Errors: `BadHandle`, `Forked`.
     pub fn close(mut self) -> Result<()> {
         self.leave()
     }
@@ -360,8 +362,8 @@ impl Drop for Trainer {
     }
 }
 
-/// Keys that were declared for one step. It only names them: the library forgets them when the step ends, and dropping
-/// a batch takes nothing back ([`Trainer::prefetch_cancel`] does).
+/// Keys that were declared for one step. It only names them: the library forgets them when the step ends, and
+/// dropping a batch takes nothing back ([`Trainer::prefetch_cancel`] does).
 #[derive(Clone, Debug)]
 pub struct Batch {
     handle: *mut sys::frugal_batch,
@@ -374,15 +376,15 @@ enum Parts {
     Many(Box<[Part]>),
 }
 
-// SAFETY: frugal.h: a batch is used as const but by prefetch_cancel, which is bound to the trainer's thread, not the
-// batch's: it takes `&mut Trainer`. The handles are numbers, never addresses.
+// SAFETY: frugal.h: a batch is used as const but by prefetch_cancel, which is bound to the trainer's thread, not
+// the batch's: it takes `&mut Trainer`. The handles are numbers, never addresses.
 unsafe impl Send for Batch {}
 // SAFETY: as above.
 unsafe impl Sync for Batch {}
 
 impl Batch {
-    /// Exactly the declared keys of a part: the number of its op in the call that declared the batch. An op of a part that
-    /// there is not is refused by the call that it is given to.
+    /// Exactly the declared keys of a part: the number of its op in the call that declared the batch. An op of a
+    /// part that there is not is refused by the call that it is given to.
     pub fn op(&self, part: usize) -> Op<'_> {
         Op::of_part(self, Some(part))
     }

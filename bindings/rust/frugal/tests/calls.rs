@@ -245,6 +245,10 @@ fn wrong_lengths() {
     invalid("found has 3", trainer.read_all(&mut [read], Timeout::Engine));
     assert_eq!(found, [false; 3]);
     invalid("found has 3", table.get_found(&[1, 2], &mut rows[..6], &mut found));
+    found = [true; 3];
+    refused(ErrorKind::Busy, "", table.get_found(&[1], &mut rows[..3], &mut found[..1]));
+    invalid("found has 3", table.get_found(&[1, 2], &mut rows[..6], &mut found));
+    assert_eq!(found, [false; 3]);
     invalid("3 elements", table.get_with_state(&[1, 2], &mut rows[..3], &mut found[..2]));
 
     invalid("the batch has 2 parts", trainer.lookup(&batch, &mut rows));
@@ -444,6 +448,7 @@ fn errors_tell_what_they_are() {
     let boxed: Box<dyn std::error::Error + Send + Sync> = error.clone().into();
     assert_eq!(boxed.downcast_ref::<Error>(), Some(&error));
     let unknown = check(-1000).unwrap_err();
+    assert_eq!(unknown.message(), "", "not that of another call");
     assert_eq!(
         (unknown.kind(), unknown.status(), unknown.status_name()),
         (ErrorKind::Unknown, -1000, "FRUGAL_UNKNOWN")
