@@ -920,7 +920,8 @@ Status Engine::undo(Trainer& by, Undo why) {
     }
   };
   if (!leaving) undo_part(by);
-  {
+  // Of a rank whose device has failed not before it is closed: it may be writing its gradients.
+  if (why != Undo::kFailed) {
     std::lock_guard<std::mutex> call(by.call_mu);
     by.lent.clear();
   }
