@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -178,9 +177,10 @@ def in_child(body: Callable[[], None]) -> int:
             status = 0
         finally:
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if sys.version_info >= (3, 9) else 1
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_cannot_use_the_engine_nor_harm_it() -> None:
     engine = frugal.Engine()
     table = engine.create_table("t", rows=50, dim=2, optimizer=frugal.SGD(lr=1.0))
@@ -207,9 +207,10 @@ def test_a_forked_child_cannot_use_the_engine_nor_harm_it() -> None:
 
 def test_finalizers_of_a_child_that_exits_by_itself(run_python: Run) -> None:
     program = """
-import os, sys
+import os, sys, warnings
 from array import array
 import frugal
+warnings.simplefilter("ignore", DeprecationWarning)  # of fork, which is what this is about
 engine = frugal.Engine()
 table = engine.create_table("t", rows=10, dim=1)
 trainer = engine.create_trainer()
@@ -248,6 +249,7 @@ def test_multiprocessing_with_fork(engine: frugal.Engine) -> None:
     assert engine.committed_step() == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_fork_while_another_thread_is_in_a_call() -> None:
     with frugal.Engine(world_size=2) as engine:
         trainer, other = engine.create_trainer(0), engine.create_trainer(1)

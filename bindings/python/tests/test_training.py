@@ -346,3 +346,38 @@ def test_each_thread_finds_its_own_message(engine: frugal.Engine) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_objects_of_others_are_refused(engine: frugal.Engine) -> None:
+    table = engine.create_table("t", rows=50, dim=1)
+    trainer = engine.create_trainer()
+    batch = trainer.prefetch(0, table, KEYS)
+    trainer.step_begin(0)
+    rows = np.zeros((3, 1), np.float32)
+    with frugal.Engine() as other:
+        stranger = other.create_trainer()
+        stranger.step_begin(0)
+        with pytest.raises(frugal.Error):
+            stranger.lookup(batch, rows)
+        with pytest.raises(frugal.Error):
+            stranger.lookup(table, KEYS)
+        with pytest.raises(frugal.Error):
+            stranger.prefetch(1, table, KEYS)
+        with pytest.raises(frugal.Error):
+            stranger.prefetch_cancel(batch)
+        with pytest.raises(frugal.Error):
+            other.read(table, KEYS)
+        with pytest.raises(frugal.Error):
+            other.read(other.create_table("t", rows=1, dim=1) and table, KEYS, trainer=trainer)
+    for wrong in (None, 5, table):
+        with pytest.raises((AttributeError, TypeError, ValueError)):
+            trainer.lookup(frugal.Op(wrong, batch=wrong))  # type: ignore[arg-type]
+    for part in (-1, 1, 2**40):
+        with pytest.raises(ValueError, match="part"):
+            trainer.lookup(frugal.Op(table, KEYS, batch=batch, part=part))
+    trainer.step_end(0)
+    trainer.step_begin(1)
+    with pytest.raises(frugal.Error):
+        trainer.lookup(batch, rows)  # its step is over
+    with pytest.raises(frugal.Error):
+        trainer.push_grad(batch, rows)

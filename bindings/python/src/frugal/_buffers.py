@@ -376,6 +376,15 @@ def rows(
 
     The shape is (count, width), each row contiguous; or (count * width,), packed.
     """
+    # The usual case first, for it is on the path of every call: contiguous memory that can be written.
+    try:
+        view = memoryview(array)
+        pins.append(view)
+        address = addressof(_byte_on(view))
+        if view.format == "f" and view.shape == (count, width) and not address & 3:
+            return address, 0
+    except (BufferError, TypeError, ValueError):
+        pass  # another case, or an error that what follows describes
     address, kind, readonly, shape, strides, _ = _resolve(pins, array, what, place)
     if kind != "f4":
         raise _need(what, "float32", kind)

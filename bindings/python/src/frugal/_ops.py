@@ -124,19 +124,17 @@ def pack(
     for op in ops:
         table = op.table
         batch = op.batch
-        handle = 0
-        part = 0
-        if op.keys is not None:
-            keys, count = integers(pins, op.keys, "keys", place)
-            if batch is not None:
-                handle, part = batch._handle, operator.index(op.part)
-        elif batch is None:
-            raise ValueError("an op without keys needs a batch")
-        else:
-            handle, part = batch._handle, operator.index(op.part)
+        handle = part = keys = 0
+        if batch is not None:
+            handle = batch._handle
+            part = operator.index(op.part)
             if not 0 <= part < len(batch._counts):
                 raise ValueError(f"part is {part}, and the batch has {len(batch._counts)} parts")
-            keys, count = 0, batch._counts[part]
+            count = batch._counts[part]
+        if op.keys is not None:
+            keys, count = integers(pins, op.keys, "keys", place)
+        elif batch is None:
+            raise ValueError("an op without keys needs a batch")
         counts.append(count)
 
         flags = padding = 0
