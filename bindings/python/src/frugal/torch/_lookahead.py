@@ -159,12 +159,7 @@ class _Iteration(Iterator[T]):
             if not isinstance(module, _Module) or module.trainer is not self._trainer:
                 raise ValueError("keys(batch) has to name modules of frugal.torch that belong to the lookahead's trainer")
             declarations += module._declarations(value)
-        ops = _native.make_ops(len(declarations))
-        for op, (feature, keys) in zip(ops, declarations):
-            op.table = _native.table_handle(feature.table.table)
-            op.keys = keys.data_ptr()
-            op.count = keys.numel()
-            if feature.padding is not None:
-                op.padding_key = feature.padding
-                op.flags = _native.PADDING
-        ahead.declared = self._steps.declare(ahead.step, ops, len(declarations))
+        ops = _native.Ops(len(declarations))
+        for feature, keys in declarations:
+            ops.add(feature.table.handle, _native.POOL_NONE, feature.padding, keys)
+        ahead.declared = self._steps.declare(ahead.step, ops)

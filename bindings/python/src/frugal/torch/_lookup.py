@@ -33,43 +33,29 @@ class Lookup:
         self.steps = steps
         self.features = tuple(features)
         self.width = width
-        self._template = _native.make_ops(len(self.features))
-        for op, feature in zip(self._template, self.features):
-            op.table = _native.table_handle(feature.table.table)
-            op.pooling = feature.pooling
-            if feature.padding is not None:
-                op.padding_key = feature.padding
-                op.flags = _native.PADDING
 
-    def ops(self, tensors: Tensors) -> _native.Ops:
-        ops = _native.copy_ops(self._template)
-        for i, op in enumerate(ops):
-            keys, offsets, weights = tensors[3 * i : 3 * i + 3]
-            assert keys is not None
-            op.keys = keys.data_ptr()
-            op.count = keys.numel()
-            if offsets is not None:
-                op.offsets = offsets.data_ptr()
-                op.bags = offsets.numel() - 1
-            if weights is not None:
-                op.weights = weights.data_ptr()
-        return ops
-
-    def output(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, _native.Ops]:
+    def _output(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, _native.Ops]:
         """A new tensor, and ops that write it."""
-        ops = self.ops(tensors)
         out = torch.empty((rows, self.width), dtype=torch.float32, device=self.steps.device)
         base, stride = out.data_ptr(), _inputs.row_stride(out)
-        for op, feature in zip(ops, self.features):
-            op.rows_out = base + 4 * feature.column
-            op.row_stride = stride
+        ops = _native.Ops(len(self.features))
+        for i, (table, pooling, padding, column) in enumerate(self.features):
+            keys, offsets, weights = tensors[3 * i : 3 * i + 3]
+            assert keys is not None
+            ops.add(
+                table.handle, pooling, padding, keys, offsets, weights, rows_out=base + 4 * column, row_stride=stride
+            )
         return out, ops
 
-    def read(self, rows: int, tensors: Tensors) -> torch.Tensor:
-        """Rows as they are, creating none."""
-        out, ops = self.output(rows, tensors)
-        self.steps.read(ops, len(self.features))
-        return out
+    def lookup(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, int]:
+        """Rows in a step, and the number of the step."""
+        out, ops = self._output(rows, tensors)
+        return out, self.steps.lookup(ops)
+
+    def read(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, int]:
+        """Rows as they are, creating none, and the number of the step that they are from."""
+        out, ops = self._output(rows, tensors)
+        return out, self.steps.read(ops)
 
     def push(self, grad: torch.Tensor, tensors: Tensors, wanted: Sequence[bool], step: int) -> List[Optional[torch.Tensor]]:
         """Hands the gradient of an output over. Returns the gradients of the weights that are `wanted`."""
@@ -78,18 +64,18 @@ class Lookup:
             # GradScaler sees an infinity where it looks for gradients, and has the step skipped.
             self._mark(float("inf"))
             return self.weight_grads(grad, tensors, wanted)
-        ops = self.ops(tensors)
         base, stride = grad.data_ptr(), _inputs.row_stride(grad)
+        ops = _native.Ops(len(self.features))
         grads: List[Optional[torch.Tensor]] = []
-        for i, (op, feature) in enumerate(zip(ops, self.features)):
-            op.grads = base + 4 * feature.column
-            op.row_stride = stride
-            weights = tensors[3 * i + 2]
+        for i, (table, pooling, padding, column) in enumerate(self.features):
+            keys, offsets, weights = tensors[3 * i : 3 * i + 3]
+            assert keys is not None
             out = torch.empty_like(weights) if weights is not None and wanted[i] else None
-            if out is not None:
-                op.weight_grads_out = out.data_ptr()
+            ops.add(
+                table.handle, pooling, padding, keys, offsets, weights, out, grads=base + 4 * column, row_stride=stride
+            )
             grads.append(out)
-        self.steps.push(ops, len(self.features), step if any(wanted) else None)
+        self.steps.push(ops, step if any(wanted) else None)
         if self.steps.check_inf:
             self._mark(1.0)
         return grads
@@ -108,7 +94,7 @@ class Lookup:
         flat_keys, flat_out = keys.view(-1), out.view(-1)
         for begin in range(0, flat_keys.numel(), _CHUNK):
             part = flat_keys[begin : begin + _CHUNK]
-            rows = one.read(part.numel(), (part, None, None))
+            rows, _ = one.read(part.numel(), (part, None, None))
             places = torch.arange(begin, begin + part.numel(), device=offsets.device)
             bags = torch.searchsorted(offsets, places, right=True) - 1
             torch.sum(rows * grad[bags], 1, out=flat_out[begin : begin + part.numel()])
@@ -133,9 +119,8 @@ class TrainingLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, lookup: Lookup, rows: int, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
-        out, ops = lookup.output(rows, tensors)
+        out, ctx.step = lookup.lookup(rows, tensors)
         ctx.lookup = lookup
-        ctx.step = lookup.steps.lookup(ops, len(lookup.features))
         ctx.save_for_backward(*tensors)
         return out
 
@@ -153,9 +138,8 @@ class ReadingLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lookup: Lookup, rows: int, constant: bool, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
-        out, ops = lookup.output(rows, tensors)
+        out, ctx.step = lookup.read(rows, tensors)
         ctx.lookup, ctx.constant = lookup, constant
-        ctx.step = lookup.steps.read(ops, len(lookup.features))
         ctx.save_for_backward(*tensors)
         return out
 

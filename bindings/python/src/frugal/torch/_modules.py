@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -78,25 +79,25 @@ class _Module(torch.nn.Module):
         name: Optional[str],
         rows: int,
         dim: int,
-        optimizer: Optional[frugal.OptimizerConfig],
-        init: Any,
+        optimizer: Optional[frugal.Optimizer],
+        init: Optional[frugal.Initializer],
         hashed: bool,
         mean_ranks: bool,
     ) -> _steps.Table:
         """Creates a table, or finds the one that another rank or module has made."""
-        return _native.open_table(
-            self._steps, name or self._steps.name(kind), rows, dim, optimizer, init, hashed, mean_ranks
-        )
+        optimizer = dataclasses.replace(optimizer or frugal.SGD(), mean_ranks=mean_ranks)
+        init = init or frugal.Normal(0.0, 1.0)
+        return self._steps.table(name or self._steps.name(kind), rows, dim, optimizer, init, hashed)
 
     def _run(self, rows: int, tensors: List[Optional[torch.Tensor]]) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            return self._lookup.read(rows, tensors)
+            return self._lookup.read(rows, tensors)[0]
         if self.training and not self._frozen:
             anchor = self._lookup.features[0].table.anchor
             return TrainingLookup.apply(anchor, self._lookup, rows, *tensors)  # type: ignore[no-any-return, no-untyped-call]
         if any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
             return ReadingLookup.apply(self._lookup, rows, self._frozen, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-        return self._lookup.read(rows, tensors)
+        return self._lookup.read(rows, tensors)[0]
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
         """The keys of an input that a forward will get."""
@@ -154,8 +155,8 @@ class _Single(_Module):
         device: object,
         trainer: frugal.Trainer,
         name: Optional[str],
-        optimizer: Optional[frugal.OptimizerConfig],
-        init: Any,
+        optimizer: Optional[frugal.Optimizer],
+        init: Optional[frugal.Initializer],
         hashed: bool,
         mean_ranks: bool,
     ) -> None:
@@ -200,8 +201,8 @@ class Embedding(_Single):
     """torch.nn.Embedding in an engine: a row for each key, shape of the keys + (embedding_dim,).
 
     The first arguments are torch.nn.Embedding's. By keyword: `trainer`, whose steps train the rows; `name` of the table, by
-    which ranks share it (default: counted in the order of making); `optimizer`, a frugal.OptimizerConfig (default SGD); `init`, a
-    frugal.Init (default normal, as torch's); `hashed`: keys are any 64 bits, `num_embeddings` the most rows; `mean_ranks`:
+    which ranks share it (default: counted in the order of making); `optimizer`, as frugal.Adagrad(lr=0.1) (default SGD); `init`, a
+    frugal.Initializer (default Normal(0, 1), as torch's); `hashed`: keys are any 64 bits, `num_embeddings` the most rows; `mean_ranks`:
     gradients are averaged over ranks, else summed.
     """
 
@@ -223,8 +224,8 @@ class Embedding(_Single):
         *,
         trainer: frugal.Trainer,
         name: Optional[str] = None,
-        optimizer: Optional[frugal.OptimizerConfig] = None,
-        init: Any = None,
+        optimizer: Optional[frugal.Optimizer] = None,
+        init: Optional[frugal.Initializer] = None,
         hashed: bool = False,
         mean_ranks: bool = True,
     ) -> None:
@@ -284,8 +285,8 @@ class EmbeddingBag(_Single):
         *,
         trainer: frugal.Trainer,
         name: Optional[str] = None,
-        optimizer: Optional[frugal.OptimizerConfig] = None,
-        init: Any = None,
+        optimizer: Optional[frugal.Optimizer] = None,
+        init: Optional[frugal.Initializer] = None,
         hashed: bool = False,
         mean_ranks: bool = True,
         freeze: bool = False,
@@ -360,8 +361,8 @@ class TableConfig(NamedTuple):
     features: Sequence[str]  # whose keys are the table's
     mode: str = "sum"
     padding_idx: Optional[int] = None
-    optimizer: Optional[frugal.OptimizerConfig] = None
-    init: Any = None
+    optimizer: Optional[frugal.Optimizer] = None
+    init: Optional[frugal.Initializer] = None
     hashed: bool = False
 
 

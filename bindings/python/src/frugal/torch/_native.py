@@ -1,135 +1,170 @@
-"""What this package uses of the core package's ABI: calls that take addresses of tensors."""
+"""Calls of the library that take addresses of tensors, on what the core package has for its own calls."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, Dict, NamedTuple, Optional
+import weakref
+from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
 import frugal
 from frugal import _abi
+from frugal._lib import lib
+from frugal._wait import wait
+from frugal.errors import check
 
-Ops = Any  # ctypes.Array[_abi.Op]
+HASHED = _abi.FRUGAL_HASHED
+POOL_NONE, POOL_SUM, POOL_MEAN = _abi.FRUGAL_POOL_NONE, _abi.FRUGAL_POOL_SUM, _abi.FRUGAL_POOL_MEAN
 
-HASHED = 1
-POOL_NONE, POOL_SUM, POOL_MEAN = 0, 1, 2
-PADDING = 1
-STEP_SKIP = 1
-ADAM = 4
-_WITH_STATE = 1
-_MEAN_RANKS = 2
-_SLICE_MS = 100
-_OP_BYTES = ctypes.sizeof(_abi.Op)
-
-# Hyper-parameters that may differ from step to step; grad_scale is apart, since a GradScaler has a say in it.
-OPTIMIZER_FIELDS = (
-    "lr", "eps", "momentum", "dampening", "beta1", "beta2", "rho", "ftrl_lambda1", "ftrl_lambda2", "ftrl_beta",
-    "weight_decay_l2", "weight_decay", "clip_value", "clip_norm", "weight_bound",
-)  # fmt: skip
-lib = _abi.lib
-_u64=ctypes.c_uint64
-def _check(s): frugal.check(s)
-
-def make_ops(count: int) -> Ops:
-    ops = (_abi.Op * count)()
-    for op in ops:
-        op.struct_size = _OP_BYTES
-    return ops
+_SIZE = _abi.OP.size
+_pack_into = _abi.OP.pack_into
 
 
-def copy_ops(ops: Ops) -> Ops:
-    return type(ops).from_buffer_copy(ops)
+class Ops:
+    """The ops of a call, in the memory that goes to the library."""
 
+    __slots__ = ("count", "memory")
 
-def table_handle(table: frugal.Table) -> Any:
-    return table.handle
+    def __init__(self, most: int) -> None:
+        self.memory = create_string_buffer(max(most, 1) * _SIZE)
+        self.count = 0
+
+    def add(
+        self,
+        table: int,
+        pooling: int,
+        padding: Optional[int],
+        keys: torch.Tensor,
+        offsets: Optional[torch.Tensor] = None,
+        weights: Optional[torch.Tensor] = None,
+        weight_grads: Optional[torch.Tensor] = None,
+        *,
+        rows_out: int = 0,
+        grads: int = 0,
+        row_stride: int = 0,
+    ) -> None:
+        """Adds an op of the table with this handle. The tensors must live until the call returns."""
+        _pack_into(
+            self.memory,
+            self.count * _SIZE,
+            _SIZE,
+            table,
+            0,  # no batch: the library finds what was declared by the keys
+            0,
+            pooling,
+            keys.data_ptr(),
+            keys.numel(),
+            0 if offsets is None else offsets.data_ptr(),
+            0 if offsets is None else offsets.numel() - 1,
+            0 if weights is None else weights.data_ptr(),
+            0 if weight_grads is None else weight_grads.data_ptr(),
+            rows_out,
+            grads,
+            row_stride,
+            0,
+            padding or 0,
+            0 if padding is None else _abi.FRUGAL_OP_PADDING,
+            0,
+        )
+        self.count += 1
 
 
 class Batch(NamedTuple):
-    handle: Any
+    """Keys declared for a step."""
+
+    handle: int
     step: int
 
 
 class Trainer:
-    """Calls of a trainer. The caller holds the lock."""
+    """Calls of a trainer, by one thread at a time."""
 
     def __init__(self, trainer: frugal.Trainer) -> None:
+        self._weak = weakref.ref(trainer)  # see Steps
         self._handle = trainer.handle
-        self._engine = trainer.engine.handle
-        name = trainer.device
-        self.device = torch.device(name if name.startswith("cuda") else "cpu")
-        self._stream: Optional[int] = None
+        self._turn = trainer._turn
+        self._engine = trainer.engine
+        gpu = trainer._place.gpu
+        self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        self._stream = 0
+
+    def lookup(self, ops: Ops) -> None:
+        self._use_stream()
+        self._call(lambda: lib.frugal_lookup(self._handle, addressof(ops.memory), ops.count))
+
+    def push(self, ops: Ops) -> None:
+        self._use_stream()
+        self._call(lambda: lib.frugal_push_grad(self._handle, addressof(ops.memory), ops.count))
+
+    def read(self, ops: Ops) -> None:
+        self._use_stream()
+        engine, memory = self._engine, addressof(ops.memory)
+
+        def call() -> int:
+            wait(lambda ms: lib.frugal_read(engine.handle, self._handle, memory, ops.count, ms), engine._timeout_ms)
+            return 0
+
+        self._call(call)
+
+    def prefetch(self, step: int, ops: Ops) -> Batch:
+        handle = c_void_p()
+        self._call(lambda: lib.frugal_prefetch(self._handle, step, addressof(ops.memory), ops.count, byref(handle)))
+        return Batch(handle.value or 0, step)
+
+    def cancel(self, batch: Batch) -> None:
+        self._call(lambda: lib.frugal_prefetch_cancel(self._handle, batch.handle))
 
     def _use_stream(self) -> None:
         if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device).cuda_stream
+            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
             if stream != self._stream:
-                _check(lib.frugal_set_stream(self._handle, ctypes.c_void_p(stream)))
+                self._trainer().set_stream(stream)
                 self._stream = stream
 
-    def lookup(self, ops: Ops, count: int) -> None:
-        self._use_stream()
-        _check(lib.frugal_lookup(self._handle, ops, ctypes.c_size_t(count)))
+    def _trainer(self) -> frugal.Trainer:
+        trainer = self._weak()
+        assert trainer is not None, "whoever makes calls holds the trainer"
+        return trainer
 
-    def push(self, ops: Ops, count: int) -> None:
-        self._use_stream()
-        _check(lib.frugal_push_grad(self._handle, ops, ctypes.c_size_t(count)))
-
-    def read(self, ops: Ops, count: int) -> None:
-        self._use_stream()
-        _check(lib.frugal_read(self._engine, self._handle, ops, ctypes.c_size_t(count), ctypes.c_int64(-1)))
-
-    def prefetch(self, step: int, ops: Ops, count: int) -> Batch:
-        h=ctypes.c_void_p()
-        _check(lib.frugal_prefetch(self._handle, ctypes.c_uint64(step), ops, ctypes.c_size_t(count), ctypes.byref(h)))
-        return Batch(h, step)
-
-    def cancel(self, batch):
-        _check(lib.frugal_prefetch_cancel(self._handle, batch.handle))
+    def _call(self, call: Callable[[], int]) -> None:
+        # The trainer's own calls take turns in this way.
+        try:
+            del self._turn[0]
+        except IndexError:
+            raise self._trainer()._refusal() from None
+        try:
+            status = call()
+        finally:
+            self._turn.append(None)
+        check(status)
 
 
-def open_table(steps, name, rows, dim, optimizer, init, hashed, mean_ranks):
-    from ._steps import Table
-    known = steps.tables.get(name)
-    if known is None:
-        optimizer = optimizer or frugal.OptimizerConfig()
-        c = frugal.make(_abi.TableConfig, 'frugal_table_config_init')
-        c.name=name.encode(); c.key_space=int(hashed); c.rows=rows; c.dim=dim; (c.__setattr__('init',2), c.__setattr__('init_b',1.0)) if init is None else (c.__setattr__('init',0), c.__setattr__('init_a',init[1]))
-        optimizer.flags |= _MEAN_RANKS if mean_ranks else 0
-        c.optimizer=optimizer.c()
-        h=ctypes.c_void_p()
-        st=lib.frugal_table_create(steps.trainer.engine.handle, ctypes.byref(c), ctypes.byref(h))
-        created = st == 0
-        if st == -7: t=steps.trainer.engine.find_table(name)
-        else:
-            _check(st); t=frugal.Table(h)
-        known = steps.tables[name] = Table(t, name, created, optimizer)
-    return known
-
-def hyper_parameters(o):
-    import dataclasses
-    d=dataclasses.asdict(o)
-    return {f:d[f] for f in (*OPTIMIZER_FIELDS,'grad_scale')}
-
-def set_optimizer(table, step, values):
-    c=table.optimizer.c()
-    for k,v in values.items(): setattr(c,k,v)
-    _check(lib.frugal_table_set_optimizer(table.table.handle,_u64(step),ctypes.byref(c)))
-
-def _p(t): return ctypes.c_void_p(t.data_ptr())
-def get(table, keys, rows, with_state):
+def get(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
+    """Reads rows into `rows`, contiguous. Returns which were found."""
     found = torch.zeros(keys.numel(), dtype=torch.bool)
-    _check(lib.frugal_get(table.handle,_p(keys),ctypes.c_size_t(keys.numel()),ctypes.c_uint32(with_state),_p(rows),ctypes.c_size_t(0),_p(found)))
+    check(
+        lib.frugal_get(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0, found.data_ptr())
+    )
     return found
-def put(table, keys, rows, with_state):
-    _check(lib.frugal_put(table.handle,_p(keys),ctypes.c_size_t(keys.numel()),ctypes.c_uint32(with_state),_p(rows),ctypes.c_size_t(0)))
-def delete(table, keys):
-    _check(lib.frugal_delete(table.handle,_p(keys),ctypes.c_size_t(keys.numel()),None))
-def table_keys(table):
-    n=_u64(); _check(lib.frugal_table_count(table.handle,ctypes.byref(n)))
-    out=torch.empty(n.value,dtype=torch.int64); cur=_u64(0); done=0; got=ctypes.c_size_t(1)
-    while done<n.value and got.value:
-        _check(lib.frugal_table_keys(table.handle,ctypes.byref(cur),ctypes.c_void_p(out.data_ptr()+8*done),ctypes.c_size_t(n.value-done),ctypes.byref(got)))
-        done+=got.value
-    return out[:done]
+
+
+def put(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
+    """Writes rows, contiguous."""
+    check(lib.frugal_put(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0))
+
+
+def delete(table: frugal.Table, keys: torch.Tensor) -> None:
+    """Deletes rows."""
+    check(lib.frugal_delete(table.handle, keys.data_ptr(), keys.numel(), None))
+
+
+def table_keys(table: frugal.Table) -> torch.Tensor:
+    """All keys, as int64."""
+    keys = torch.empty(table.count(), dtype=torch.int64)
+    cursor, got, done = c_uint64(0), c_size_t(1), 0
+    while done < keys.numel() and got.value:
+        address = keys.data_ptr() + 8 * done
+        check(lib.frugal_table_keys(table.handle, byref(cursor), address, keys.numel() - done, byref(got)))
+        done += got.value
+    return keys[:done]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union, overload
 
@@ -9,17 +10,18 @@ import torch
 
 import frugal
 
-from . import _native, _state
+from . import _state
 from ._modules import _Module
 from ._steps import Steps, Table
 
-_FIELDS = _native.OPTIMIZER_FIELDS  # hyper-parameters that may change from step to step
+# What a table's optimizer has for good.
+_FIXED = ("initial_accumulator", "mean_ranks")
 
 
 class Optimizer(torch.optim.Optimizer):
     """Ends the steps of the tables of `modules`: a module, or several, in which those of this package are found.
 
-    One param group for each table: "name", and the fields of its frugal.OptimizerConfig; what they say when step() is called
+    One param group for each table: "name", and the fields of its frugal.Optimizer; what they say when step() is called
     holds for that step. `check_inf`: backward looks for infinities and NaNs, which a GradScaler needs.
     """
 
@@ -45,12 +47,12 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("the modules are of several trainers: make an optimizer for each")
         (self._steps,) = trainers.values()
         self._tables = list(tables.values())
-        self._set: List[Optional[Tuple[float, ...]]] = [None] * len(self._tables)  # what the engine has been told
+        self._set: List[Optional[frugal.Optimizer]] = [None] * len(self._tables)  # what the engine has been told
         groups = [
-            {"params": [table.anchor], "name": table.name, **_native.hyper_parameters(table.optimizer)}
+            {"params": [table.anchor], "name": table.name, **_hyper_parameters(table.optimizer)}
             for table in self._tables
         ]
-        super().__init__(groups, dict(_native.hyper_parameters(self._tables[0].optimizer)))
+        super().__init__(groups, _hyper_parameters(self._tables[0].optimizer))
         self._steps.check_inf = check_inf
         self._steps.optimizer = weakref.ref(self)
 
@@ -71,13 +73,11 @@ class Optimizer(torch.optim.Optimizer):
             factor, skip = self._scaling()
             self._steps.begin()
             for i, (table, group) in enumerate(zip(self._tables, self.param_groups)):
-                wanted = tuple(float(group[field]) for field in _FIELDS)
-                wanted += (float(group["grad_scale"]) * factor,)
+                wanted = self._wanted(table, group, factor)
                 if wanted != self._set[i]:
-                    values = dict(zip((*_FIELDS, "grad_scale"), wanted))
-                    _native.set_optimizer(table, self._steps.next, values)
+                    table.table.set_optimizer(self._steps.next, wanted)
                     self._set[i] = wanted
-            self._steps.end(_native.STEP_SKIP if skip else 0)
+            self._steps.end(skip)
             for table in self._tables:
                 table.anchor.grad = None
         return loss
@@ -110,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
         if step != self._steps.next:
             if self._steps.trainer.engine.committed_step() is None:
                 self._steps.next = step
-            elif any(table.optimizer.kind == _native.ADAM for table in self._tables):
+            elif any(isinstance(table.optimizer, frugal.Adam) for table in self._tables):
                 raise ValueError(
                     f"the saved next step is {step}, the engine's {self._steps.next}: Adam's arithmetic uses the number; load"
                     " into an engine that has run no step"
@@ -119,6 +119,14 @@ class Optimizer(torch.optim.Optimizer):
             _state.load_optimizer_state(self._steps, table, state_dict["state"][i])
         for group, saved in zip(self.param_groups, groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _wanted(self, table: Table, group: Dict[str, Any], factor: float) -> frugal.Optimizer:
+        """The table's optimizer with the hyper-parameters of its group."""
+        values = {name: float(group[name]) for name in _hyper_parameters(table.optimizer)}
+        values["grad_scale"] *= factor
+        if "nesterov" in values:
+            return dataclasses.replace(table.optimizer, **{**values, "nesterov": bool(values["nesterov"])})
+        return dataclasses.replace(table.optimizer, **values)
 
     def _scaling(self) -> Tuple[float, bool]:
         """What a GradScaler wants: the factor of the gradients, and whether to skip the step."""
@@ -143,6 +151,10 @@ class Optimizer(torch.optim.Optimizer):
         newest = self._steps.optimizer
         if newest is not None and newest() is not self:
             raise RuntimeError("a newer Optimizer of the same trainer has taken this one's place")
+
+
+def _hyper_parameters(optimizer: frugal.Optimizer) -> Dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(optimizer).items() if name not in _FIXED}
 
 
 def _finite(value: float) -> bool:

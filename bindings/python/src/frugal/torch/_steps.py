@@ -22,9 +22,10 @@ from ._native import Ops
 class Table:
     """A table as the modules of one trainer share it."""
 
-    def __init__(self, table: frugal.Table, name: str, created: bool, optimizer: frugal.OptimizerConfig) -> None:
+    def __init__(self, table: frugal.Table, created: bool, optimizer: frugal.Optimizer) -> None:
         self.table = table
-        self.name = name
+        self.handle = table.handle
+        self.name = table.name
         self.created = created
         self.optimizer = optimizer
         info = table.describe()
@@ -46,6 +47,7 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
+        self._pid = os.getpid()
         self.lock = threading.RLock()
         committed = trainer.engine.committed_step()
         self.next = 0 if committed is None else committed + 1  # the step that is open, or that comes next
@@ -56,7 +58,6 @@ class Steps:
         self.optimizer: Optional[Callable[[], Any]] = None  # a weak reference to the newest
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self._cancelled: List[_native.Batch] = []
-        self._pid = os.getpid()
         self._names: Dict[str, int] = {}
 
     @property
@@ -75,6 +76,29 @@ class Steps:
         self._names[kind] = number + 1
         return f"{kind}_{number}"
 
+    def table(
+        self, name: str, rows: int, dim: int, optimizer: frugal.Optimizer, init: frugal.Initializer, hashed: bool
+    ) -> Table:
+        """Creates a table, or finds the one of that name."""
+        known = self.tables.get(name)
+        if known is None:
+            self.outside()
+            engine = self.trainer.engine
+            try:
+                made = engine.create_table(name, rows, dim, hashed=hashed, init=init, optimizer=optimizer)
+                known = Table(made, True, optimizer)
+            except frugal.Exists:
+                known = Table(engine.find_table(name), False, optimizer)
+        else:
+            known.created = False
+        info = known.table.describe()
+        have = (info.capacity, info.dim, info.key_space == _native.HASHED, info.optimizer)
+        want = (rows, dim, hashed, optimizer._kind)
+        if have != want:
+            raise ValueError(f"table {name!r} exists with (rows, dim, hashed, optimizer kind) {have}, wanted are {want}")
+        self.tables[name] = known
+        return known
+
     def undeclared(self) -> int:
         """The first step that keys can be declared for: it has not begun."""
         return self.next + 1 if self.open else self.next
@@ -86,20 +110,20 @@ class Steps:
                 self._tried(lambda: self.trainer.step_begin(self.next))
                 self.open, self.pushed = True, False
 
-    def end(self, flags: int) -> None:
+    def end(self, skip: bool) -> None:
         with self.lock:
-            self._tried(lambda: self.trainer.step_end(self.next, flags))
+            self._tried(lambda: self.trainer.step_end(self.next, skip=skip))
             self.open = self.pushed = False
             self.next += 1
 
-    def lookup(self, ops: Ops, count: int) -> int:
+    def lookup(self, ops: Ops) -> int:
         """Reads rows in the step. Returns the step."""
         with self.lock:
             self.begin()
-            self._tried(lambda: self.native.lookup(ops, count))
+            self._tried(lambda: self.native.lookup(ops))
             return self.next
 
-    def push(self, ops: Ops, count: int, step: Optional[int]) -> None:
+    def push(self, ops: Ops, step: Optional[int]) -> None:
         """Hands gradients over; `step`: the one that it must be, since values of then are asked for."""
         with self.lock:
             if step is not None and (step != self.next or not self.open):
@@ -108,25 +132,25 @@ class Steps:
                     " backward() before Optimizer.step()"
                 )
             self.begin()
-            self._tried(lambda: self.native.push(ops, count))
+            self._tried(lambda: self.native.push(ops))
             self.pushed = True
 
-    def read(self, ops: Ops, count: int) -> int:
+    def read(self, ops: Ops) -> int:
         """Reads rows and changes nothing. Returns the number of the step that they are from."""
         with self.lock:
-            self._tried(lambda: self.native.read(ops, count))
+            self._tried(lambda: self.native.read(ops))
             return self.next
 
-    def declare(self, step: int, ops: Ops, count: int) -> Optional[_native.Batch]:
+    def declare(self, step: int, ops: Ops) -> Optional[_native.Batch]:
         """Declares keys; nothing for a step that has begun."""
         with self.lock:
-            if step < self.undeclared() or not count:
+            if step < self.undeclared() or not ops.count:
                 return None
             batch = None
 
             def prefetch() -> None:
                 nonlocal batch
-                batch = self.native.prefetch(step, ops, count)
+                batch = self.native.prefetch(step, ops)
 
             self._tried(prefetch)
             return batch
@@ -179,7 +203,7 @@ class Steps:
     def _tried(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except frugal.StepAbortedError:
+        except frugal.StepAborted:
             # All ranks begin the step after the last committed one again.
             committed = self.trainer.engine.committed_step()
             if committed is not None:
@@ -195,7 +219,7 @@ _steps_lock = threading.Lock()
 def of(trainer: frugal.Trainer) -> Steps:
     """The steps of a trainer."""
     if not isinstance(trainer, frugal.Trainer):
-        raise TypeError(f"trainer must be a frugal.Trainer, not {type(trainer).__name__}: engine.trainer() makes one")
+        raise TypeError(f"trainer must be a frugal.Trainer, not {type(trainer).__name__}: engine.create_trainer() makes one")
     with _steps_lock:
         steps = _steps.get(trainer)
         if steps is None:
