@@ -1,0 +1,298 @@
+"""The engine: options, tables, trainers, and what concerns them all.
+
+Handles are closed by close(), at the end of a `with` block, by the garbage collector, or when the interpreter exits;
+in a child made by fork() nothing is closed, for the engine is the parent's. Handles are never addresses: one that was
+closed is answered with BadHandle, in whatever order objects go.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import weakref
+from ctypes import addressof, byref, c_uint64, c_void_p, create_string_buffer, sizeof
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Type, Union, overload
+
+from . import _abi
+from ._buffers import HOST, Array, Pins, Place, release
+from ._lib import lib
+from ._ops import READ, Op, choose, pack, uint32, uint64
+from ._table import FLUSH_MODES, Table, table_config
+from ._trainer import Trainer, as_ops
+from ._wait import milliseconds, wait
+from .config import SGD, Constant, Initializer, Optimizer
+from .errors import check
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from ._table import FloatArray, FlushMode, NanPolicy
+
+    Backing = Literal["private", "shm"]
+
+STALENESS_ASYNC = _abi.FRUGAL_STALENESS_ASYNC
+"""Staleness without bound."""
+
+_BACKINGS: Dict[str, int] = {"private": _abi.FRUGAL_BACKING_PRIVATE, "shm": _abi.FRUGAL_BACKING_SHM}
+_STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
+
+
+def _log_callback(log: Callable[[int, str], object]) -> Any:
+    def call(context: Any, level: int, text: bytes) -> None:
+        try:
+            log(level, text.decode(errors="replace"))
+        except BaseException as error:  # nothing may leave into C
+            _report(error, log)
+
+    return _abi.LogFn(call)
+
+
+class _Unraisable:
+    """What sys.unraisablehook is called with."""
+
+    def __init__(self, error: BaseException, where: object) -> None:
+        self.exc_type = type(error)
+        self.exc_value = error
+        self.exc_traceback = error.__traceback__
+        self.err_msg = "Exception ignored in the log callback of frugal.Engine"
+        self.object = where
+
+
+def _report(error: BaseException, where: object) -> None:
+    try:
+        sys.unraisablehook(_Unraisable(error, where))
+    except BaseException:
+        pass  # the hook itself failed: there is nobody left to tell
+
+
+def _close(handle: int, pid: int, callback: Any) -> None:
+    """Of an engine's finalizer; it keeps the log callback alive until the threads that call it have ended."""
+    if os.getpid() == pid:
+        check(lib.frugal_close(handle))
+
+
+class Engine:
+    """An opened instance: tables, host memory, background threads.
+
+    world_size: ranks. lookahead: largest number of future steps that may be declared. flush_threads: background
+    threads; with 0 the waiters flush. flush_mode: how updates reach the host rows. staleness: 0 synchronous,
+    STALENESS_ASYNC, or between. pending_bytes: budget of memory for updates that are not in the host rows yet.
+    host_bytes: limit of memory for tables, None for no limit. timeout: seconds that a call waits which names no
+    time-out of its own, math.inf for ever. backing: of the rows, "private" or "shm". seed: of all initial values. log:
+    called with a level (0 error, 1 warning, 2 information) and a text, from any thread; it must not call this
+    library, and what it raises goes to sys.unraisablehook.
+
+    Threads: any. Closing frees the tables and everything else of the engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int = 1,
+        lookahead: int = 10,
+        flush_threads: int = 1,
+        flush_mode: FlushMode = "auto",
+        staleness: int = 0,
+        pending_bytes: int = 1 << 30,
+        host_bytes: Optional[int] = None,
+        timeout: float = 1800.0,
+        backing: Backing = "private",
+        seed: int = 0,
+        log: Optional[Callable[[int, str], object]] = None,
+    ) -> None:
+        config = _abi.frugal_config()
+        lib.frugal_config_init(addressof(config))
+        config.world_size = uint32(world_size, "world_size")
+        config.lookahead = uint32(lookahead, "lookahead")
+        config.flush_threads = uint32(flush_threads, "flush_threads")
+        config.flush_mode = choose(FLUSH_MODES, flush_mode, "flush_mode")
+        config.staleness = uint64(staleness, "staleness")
+        config.pending_bytes = uint64(pending_bytes, "pending_bytes")
+        if host_bytes is not None:
+            config.host_bytes = uint64(host_bytes, "host_bytes")
+        self._timeout_ms = milliseconds(timeout)
+        endless = self._timeout_ms == math.inf
+        config.timeout_ms = _abi.FRUGAL_TIMEOUT_INFINITE if endless else int(min(self._timeout_ms, 2**62))
+        config.backing = choose(_BACKINGS, backing, "backing")
+        config.seed = uint64(seed, "seed")
+        callback = None
+        if log is not None:
+            callback = config.log = _log_callback(log)
+        handle = c_void_p()
+        check(lib.frugal_open(addressof(config), byref(handle)))
+        self._handle: int = handle.value or 0
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self._handle, self._pid, callback)
+
+    @property
+    def handle(self) -> int:
+        """The handle of the ABI."""
+        return self._handle
+
+    def close(self) -> None:
+        """Stops the threads, writes what is pending, and frees everything; closing twice is no error.
+
+        Calls of other threads that wait raise Closed. In a forked child nothing happens.
+        """
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self.close()
+
+    def create_table(
+        self,
+        name: str,
+        rows: int,
+        dim: int,
+        *,
+        hashed: bool = False,
+        lazy: bool = False,
+        init: Initializer = Constant(),
+        optimizer: Optimizer = SGD(),
+        nan_policy: NanPolicy = "reject",
+    ) -> Table:
+        """Creates a table of float32 rows, which the engine owns until it is dropped.
+
+        hashed: any 64-bit key, a row is created on first training use, at most `rows`; else the ids are 0..rows-1.
+        lazy: a dense row's memory comes with its first use. nan_policy: of gradients with a NaN; "reject": the push
+        raises NanGradient, "skip": the row is not touched, "accept": the arithmetic goes on.
+        """
+        config = table_config(rows, dim, hashed, lazy, init, optimizer, nan_policy)
+        config.name = _c_string(name, "name")
+        handle = c_void_p()
+        check(lib.frugal_table_create(self._handle, addressof(config), byref(handle)))
+        return Table(self, handle.value or 0, name)
+
+    def find_table(self, name: str) -> Table:
+        """Finds a table by name, or raises NotFound."""
+        handle = c_void_p()
+        check(lib.frugal_table_find(self._handle, _c_string(name, "name"), byref(handle)))
+        return Table(self, handle.value or 0, name)
+
+    def create_trainer(
+        self, rank: int = 0, *, device: str = "cpu", cache_bytes: int = 0, cache_ratio: float = 0.0
+    ) -> Trainer:
+        """Joins as a rank. Nobody's step commits until every rank has joined once.
+
+        device: "cpu", or "cuda:N". cache_bytes: private cache of the trainer, over all tables; cache_ratio: the same
+        as a share of each table's rows, 0..1; the larger counts.
+        """
+        config = _abi.frugal_trainer_config()
+        lib.frugal_trainer_config_init(addressof(config))
+        config.rank = uint32(rank, "rank")
+        config.device = _c_string(device, "device")
+        config.cache_bytes = uint64(cache_bytes, "cache_bytes")
+        config.cache_ratio = cache_ratio
+        handle = c_void_p()
+        check(lib.frugal_trainer_create(self._handle, addressof(config), byref(handle)))
+        return Trainer(self, handle.value or 0, config.rank, device)
+
+    def health(self) -> int:
+        """0, or the status of the first background failure, which every later call reports as Unhealthy."""
+        return int(lib.frugal_health(self._handle))
+
+    def flush(self, timeout: Optional[float] = None) -> None:
+        """Waits until every update of every committed step is in the host rows; the caller helps.
+
+        timeout: seconds; the engine's if left out. Ctrl-C ends the wait.
+        """
+        limit = self._timeout_ms if timeout is None else milliseconds(timeout)
+        wait(lambda ms: lib.frugal_flush(self._handle, ms), limit)  # type: ignore[no-any-return]
+
+    def committed_step(self) -> Optional[int]:
+        """The last step that all ranks have ended, or None."""
+        step = c_uint64()
+        check(lib.frugal_committed_step(self._handle, byref(step)))
+        return None if step.value == _abi.FRUGAL_NO_STEP else step.value
+
+    @overload
+    def read(
+        self,
+        source: Table,
+        keys: Array,
+        rows: None = None,
+        *,
+        found: Optional[Array] = None,
+        trainer: Optional[Trainer] = None,
+        timeout: Optional[float] = None,
+    ) -> FloatArray: ...
+    @overload
+    def read(
+        self,
+        source: Table,
+        keys: Array,
+        rows: Array,
+        *,
+        found: Optional[Array] = None,
+        trainer: Optional[Trainer] = None,
+        timeout: Optional[float] = None,
+    ) -> Array: ...
+    @overload
+    def read(self, source: Op, *, trainer: Optional[Trainer] = None, timeout: Optional[float] = None) -> Any: ...
+    @overload
+    def read(
+        self, source: Sequence[Op], *, trainer: Optional[Trainer] = None, timeout: Optional[float] = None
+    ) -> List[Any]: ...
+
+    def read(
+        self,
+        source: Union[Table, Op, Sequence[Op]],
+        keys: Optional[Array] = None,
+        rows: Optional[Array] = None,
+        *,
+        found: Optional[Array] = None,
+        trainer: Optional[Trainer] = None,
+        timeout: Optional[float] = None,
+    ) -> Any:
+        """Reads rows by their keys, for evaluation or serving: creates no row, declares nothing.
+
+        Returns the output rows: `rows` if given, else a new NumPy array; of several ops a list. Missing keys read as
+        zeros and are told in `found`. With a trainer inside a step it sees what lookup sees; with one between steps
+        it waits, like the gate, for the other ranks to end theirs. Ctrl-C ends the wait.
+        Threads: any; `trainer` one at a time.
+        """
+        limit = self._timeout_ms if timeout is None else milliseconds(timeout)
+        ops = (Op(source, keys, rows=rows, found=found),) if isinstance(source, Table) else as_ops(source)
+        if trainer is None:
+            outputs = self._read(ops, 0, HOST, limit)
+        else:
+            try:
+                del trainer._turn[0]
+            except IndexError:
+                raise trainer._refusal() from None
+            try:
+                outputs = self._read(ops, trainer._handle, trainer._place, limit)
+            finally:
+                trainer._turn.append(None)
+        return outputs if ops is source else outputs[0]
+
+    def _read(self, ops: Sequence[Op], trainer: int, place: Place, limit: float) -> List[Any]:
+        memory = create_string_buffer(max(len(ops), 1) * _abi.OP.size)
+        pins: Pins = []
+        try:
+            outputs, _ = pack(memory, ops, READ, pins, place)
+            engine, address, count = self._handle, addressof(memory), len(ops)
+            wait(lambda ms: lib.frugal_read(engine, trainer, address, count, ms), limit)  # type: ignore[no-any-return]
+        finally:
+            release(pins)
+        return outputs
+
+    def stats(self) -> Dict[str, int]:
+        """Counters since the engine was opened, by the names of frugal_stats; times in nanoseconds."""
+        stats = _abi.frugal_stats()
+        stats.struct_size = sizeof(stats)
+        check(lib.frugal_get_stats(self._handle, addressof(stats)))
+        return {name: getattr(stats, name) for name in _STATS}
+
+
+def _c_string(text: str, what: str) -> bytes:
+    if "\0" in text:
+        raise ValueError(f"{what} has a NUL in it")
+    return text.encode()

@@ -1,0 +1,250 @@
+"""Tables: what they are made with, and rows outside steps."""
+
+from __future__ import annotations
+
+from ctypes import addressof, byref, c_size_t, c_uint64, sizeof
+from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional, overload
+
+from . import _abi
+from ._buffers import HOST, Array, Pins, find_numpy, found_flags, integers, new_rows, release
+from ._buffers import rows as _rows
+from ._lib import lib
+from ._ops import choose, uint32, uint64
+from .config import SGD, Constant, Initializer, Optimizer
+from .errors import check
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    import numpy
+    from numpy.typing import NDArray
+
+    from ._engine import Engine
+
+    FloatArray = NDArray[numpy.float32]
+    KeyArray = NDArray[numpy.uint64]
+    FlushMode = Literal["auto", "at_once", "deferred", "write_through", "tree_heap"]
+    NanPolicy = Literal["reject", "skip", "accept"]
+
+FLUSH_MODES: Dict[str, int] = {
+    "auto": _abi.FRUGAL_FLUSH_AUTO,
+    "at_once": _abi.FRUGAL_FLUSH_AT_ONCE,
+    "deferred": _abi.FRUGAL_FLUSH_DEFERRED,
+    "write_through": _abi.FRUGAL_FLUSH_WRITE_THROUGH,
+    "tree_heap": _abi.FRUGAL_FLUSH_TREE_HEAP,
+}
+_NAN_POLICIES: Dict[str, int] = {
+    "reject": _abi.FRUGAL_NAN_REJECT,
+    "skip": _abi.FRUGAL_NAN_SKIP,
+    "accept": _abi.FRUGAL_NAN_ACCEPT,
+}
+
+
+class TableInfo(NamedTuple):
+    """What Table.describe tells."""
+
+    rows: int
+    """Rows that exist now."""
+    capacity: int
+    """The configured number of rows."""
+    value_bytes: int
+    """Bytes of a row's elements."""
+    state_floats: int
+    """Optimizer state of a row, in floats."""
+    memory_bytes: int
+    """Memory held now."""
+    dim: int
+    key_space: int
+    """0 dense, 1 hashed."""
+    optimizer: int
+    """The kind, a frugal_optimizer_kind."""
+    page_bytes: int
+    """Page size that the rows' memory asks for."""
+
+
+class Memory(NamedTuple):
+    """Bytes that a table takes at most, as memory_needed tells."""
+
+    values: int
+    """Host rows."""
+    state: int
+    """Optimizer state."""
+    index: int
+    """Hashed: keys and index at their largest; lazy: existence bytes."""
+    window: int
+    """Flat index of rows, where updates can be deferred."""
+    cache: int
+    """One trainer's cache, its index included."""
+    total: int
+
+
+def table_config(
+    rows: int, dim: int, hashed: bool, lazy: bool, init: Initializer, optimizer: Optimizer, nan_policy: str
+) -> _abi.frugal_table_config:
+    config = _abi.frugal_table_config()
+    lib.frugal_table_config_init(addressof(config))
+    config.rows = uint64(rows, "rows")
+    config.dim = uint32(dim, "dim")
+    config.key_space = _abi.FRUGAL_HASHED if hashed else _abi.FRUGAL_DENSE
+    config.flags = _abi.FRUGAL_TABLE_LAZY if lazy else 0
+    config.init, config.init_a, config.init_b = init._fields()
+    config.optimizer = optimizer._struct()
+    config.nan_policy = choose(_NAN_POLICIES, nan_policy, "nan_policy")
+    return config
+
+
+def memory_needed(
+    rows: int,
+    dim: int,
+    *,
+    hashed: bool = False,
+    lazy: bool = False,
+    optimizer: Optimizer = SGD(),
+    cache_rows: int = 0,
+    flush_mode: FlushMode = "auto",
+    staleness: int = 0,
+) -> Memory:
+    """Tells the bytes that a table would take in an engine of this flush_mode and staleness; reserves nothing.
+
+    cache_rows: rows that one trainer's cache would hold for this table.
+    """
+    engine = _abi.frugal_config()
+    lib.frugal_config_init(addressof(engine))
+    engine.flush_mode = choose(FLUSH_MODES, flush_mode, "flush_mode")
+    engine.staleness = uint64(staleness, "staleness")
+    table = table_config(rows, dim, hashed, lazy, Constant(), optimizer, "reject")
+    memory = _abi.frugal_memory()
+    check(
+        lib.frugal_memory_needed(
+            addressof(engine), addressof(table), uint64(cache_rows, "cache_rows"), addressof(memory)
+        )
+    )
+    return Memory(*(getattr(memory, name) for name in Memory._fields))
+
+
+class Table:
+    """Rows of one dimension with optimizer state; made by Engine.create_table or found by Engine.find_table.
+
+    The engine owns it: the end of this object leaves it as it is, drop() removes it. get, put, delete, count and
+    keys are for between steps: they raise Busy while a rank is inside one, and see every committed step.
+    Threads: any.
+    """
+
+    __slots__ = ("__weakref__", "_engine", "_handle", "_state_floats", "dim", "name")
+
+    def __init__(self, engine: Engine, handle: int, name: str) -> None:
+        self._engine = engine  # lives as long as its tables
+        self._handle = handle
+        self.name = name
+        """The name."""
+        info = self.describe()
+        self.dim = info.dim
+        """Elements of a row."""
+        self._state_floats = info.state_floats
+
+    @property
+    def handle(self) -> int:
+        """The handle of the ABI."""
+        return self._handle
+
+    def __repr__(self) -> str:
+        return f"<frugal.Table {self.name!r}, dim {self.dim}>"
+
+    def describe(self) -> TableInfo:
+        """What the table is and how large."""
+        info = _abi.frugal_table_info()
+        info.struct_size = sizeof(info)
+        check(lib.frugal_table_describe(self._handle, addressof(info)))
+        return TableInfo(*(getattr(info, name) for name in TableInfo._fields))
+
+    def count(self) -> int:
+        """Counts the rows that exist."""
+        count = c_uint64()
+        check(lib.frugal_table_count(self._handle, byref(count)))
+        return count.value
+
+    def __len__(self) -> int:
+        return self.count()
+
+    def keys(self) -> KeyArray:
+        """All keys of existing rows as a new NumPy array of uint64, in the rows' internal order."""
+        numpy = find_numpy()
+        if numpy is None:
+            raise TypeError("NumPy is not installed, and keys come as a NumPy array")
+        keys = numpy.empty(self.count(), numpy.uint64)
+        cursor, got, done = c_uint64(0), c_size_t(1), 0
+        while done < len(keys) and got.value:
+            address = keys[done:].ctypes.data
+            check(lib.frugal_table_keys(self._handle, byref(cursor), address, len(keys) - done, byref(got)))
+            done += got.value
+        result: KeyArray = keys[:done]
+        return result
+
+    @overload
+    def get(
+        self, keys: Array, rows: None = None, *, found: Optional[Array] = None, with_state: bool = False
+    ) -> FloatArray: ...
+    @overload
+    def get(self, keys: Array, rows: Array, *, found: Optional[Array] = None, with_state: bool = False) -> Array: ...
+
+    def get(
+        self,
+        keys: Array,
+        rows: Optional[Array] = None,
+        *,
+        found: Optional[Array] = None,
+        with_state: bool = False,
+    ) -> Any:
+        """Reads rows by their keys; creates nothing. Returns `rows` if given, else a new array.
+
+        A missing row of a hashed table leaves its part of `rows` untouched (zeros in a new array); `found`, uint8 or
+        bool for each key, tells. with_state: a row is dim floats, then its optimizer state.
+        """
+        pins: Pins = []
+        try:
+            address, count = integers(pins, keys, "keys")
+            width = self._width(with_state)
+            if rows is None:
+                rows = new_rows(count, width)
+            rows_out, stride = _rows(pins, rows, count, width, "rows", HOST, True)
+            found_out = 0 if found is None else found_flags(pins, found, count, "found")
+            check(lib.frugal_get(self._handle, address, count, bool(with_state), rows_out, stride, found_out))
+        finally:
+            release(pins)
+        return rows
+
+    def put(self, keys: Array, rows: Array, *, with_state: bool = False) -> None:
+        """Writes rows, creating those that are missing; without state the optimizer state is that of a new row.
+
+        If a key comes twice its last row stays.
+        """
+        pins: Pins = []
+        try:
+            address, count = integers(pins, keys, "keys")
+            source, stride = _rows(pins, rows, count, self._width(with_state), "rows")
+            check(lib.frugal_put(self._handle, address, count, bool(with_state), source, stride))
+        finally:
+            release(pins)
+
+    def delete(self, keys: Array) -> int:
+        """Deletes rows and returns how many were there; those of a dense table return to their initial values."""
+        pins: Pins = []
+        deleted = c_uint64()
+        try:
+            address, count = integers(pins, keys, "keys")
+            check(lib.frugal_delete(self._handle, address, count, byref(deleted)))
+        finally:
+            release(pins)
+        return deleted.value
+
+    def set_optimizer(self, first_step: int, optimizer: Optimizer) -> None:
+        """Sets the hyper-parameters from `first_step` on. The kind and initial_accumulator stay the table's."""
+        struct = optimizer._struct()
+        check(lib.frugal_table_set_optimizer(self._handle, uint64(first_step, "first_step"), addressof(struct)))
+
+    def drop(self) -> None:
+        """Drops the table and frees its memory; declared batches lose their part of it."""
+        check(lib.frugal_table_drop(self._handle))
+
+    def _width(self, with_state: bool) -> int:
+        return self.dim + self._state_floats if with_state else self.dim

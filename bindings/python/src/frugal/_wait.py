@@ -1,0 +1,36 @@
+"""Waits in slices, so that Python runs its signal handlers meanwhile and Ctrl-C works."""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+from typing import Callable
+
+from ._abi import FRUGAL_ERR_TIMEOUT
+from .errors import last_error
+
+SLICE_MS = 100
+
+
+def milliseconds(timeout: float) -> float:
+    """Whole milliseconds of a time-out in seconds; math.inf waits for ever."""
+    if not timeout >= 0:
+        raise ValueError(f"timeout is {timeout}, and must be a number of seconds, 0 or more")
+    return timeout if timeout == math.inf else math.ceil(timeout * 1000)
+
+
+def wait(call: Callable[[int], int], limit_ms: float) -> None:
+    """Makes a call that waits at most the milliseconds that it is given, until it answers or the limit is reached.
+
+    A call that answers TIMEOUT took nothing and can be made again.
+    """
+    status = call(int(min(limit_ms, SLICE_MS)))
+    if status == FRUGAL_ERR_TIMEOUT and limit_ms > SLICE_MS:
+        end = monotonic() + (limit_ms - SLICE_MS) / 1000
+        while status == FRUGAL_ERR_TIMEOUT:
+            left_ms = (end - monotonic()) * 1000
+            if left_ms <= 0:
+                break
+            status = call(math.ceil(min(left_ms, SLICE_MS)))
+    if status:
+        raise last_error(status)

@@ -1,0 +1,203 @@
+"""Optimizers and initial values of tables. Equations and sources: docs/arithmetic.md."""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from dataclasses import dataclass, fields
+from typing import ClassVar, Tuple
+
+from . import _abi
+from ._lib import lib
+
+__all__ = [
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Constant",
+    "Initializer",
+    "Momentum",
+    "Normal",
+    "Optimizer",
+    "RMSProp",
+    "RowWiseAdagrad",
+    "TruncatedNormal",
+    "Uniform",
+    "Xavier",
+]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Hyper-parameters that all optimizers have. Give them by name."""
+
+    lr: float = 0.01
+    weight_decay_l2: float = 0.0
+    """Adds weight_decay_l2 * w to the gradient."""
+    weight_decay: float = 0.0
+    """Decoupled: w -= lr * weight_decay * w after the update."""
+    clip_value: float = 0.0
+    """Each element of the gradient to [-c, c]; 0: off."""
+    clip_norm: float = 0.0
+    """The row's gradient to L2 norm at most c; 0: off."""
+    weight_bound: float = 0.0
+    """Each weight to [-b, b] after the update; 0: off."""
+    grad_scale: float = 1.0
+    """Multiplies the summed gradient."""
+    mean_ranks: bool = False
+    """The sum over ranks is divided by world_size."""
+
+    _kind: ClassVar[int] = -1
+
+    def _struct(self) -> _abi.frugal_optimizer:
+        if self._kind < 0:
+            raise TypeError("Optimizer is what optimizers have in common: use SGD, Adagrad, Adam, ...")
+        struct = _abi.frugal_optimizer()
+        lib.frugal_optimizer_init(addressof(struct))
+        struct.kind = self._kind
+        flags = 0
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "mean_ranks":
+                flags |= _abi.FRUGAL_OPT_MEAN_RANKS if value else 0
+            elif field.name == "nesterov":
+                flags |= _abi.FRUGAL_OPT_NESTEROV if value else 0
+            else:
+                setattr(struct, field.name, value)
+        struct.flags = flags
+        return struct
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Plain gradient descent; no state."""
+
+    _kind: ClassVar[int] = _abi.FRUGAL_SGD
+
+
+@dataclass(frozen=True)
+class Momentum(Optimizer):
+    """SGD with momentum; dim floats of state."""
+
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    _kind: ClassVar[int] = _abi.FRUGAL_MOMENTUM
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Adagrad; dim floats of state."""
+
+    eps: float = 1e-8
+    initial_accumulator: float = 0.0
+    """State of a new row; fixed when the table is created."""
+
+    _kind: ClassVar[int] = _abi.FRUGAL_ADAGRAD
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(Optimizer):
+    """Adagrad with one float of state a row."""
+
+    eps: float = 1e-8
+    initial_accumulator: float = 0.0
+    """State of a new row; fixed when the table is created."""
+
+    _kind: ClassVar[int] = _abi.FRUGAL_ROWWISE_ADAGRAD
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Lazy Adam; 2 x dim floats of state. The bias correction is that of the step number + 1."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    _kind: ClassVar[int] = _abi.FRUGAL_ADAM
+
+
+@dataclass(frozen=True)
+class RMSProp(Optimizer):
+    """RMSProp; dim floats of state."""
+
+    rho: float = 0.99
+    eps: float = 1e-8
+
+    _kind: ClassVar[int] = _abi.FRUGAL_RMSPROP
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """FTRL-proximal; 2 x dim floats of state."""
+
+    ftrl_lambda1: float = 0.0
+    ftrl_lambda2: float = 0.0
+    ftrl_beta: float = 1.0
+    initial_accumulator: float = 0.0
+    """State n of a new row; fixed when the table is created."""
+
+    _kind: ClassVar[int] = _abi.FRUGAL_FTRL
+
+
+class Initializer:
+    """Initial values of rows: Constant, Uniform, Normal, TruncatedNormal or Xavier."""
+
+    def _fields(self) -> Tuple[int, float, float]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Every element is `value`."""
+
+    value: float = 0.0
+
+    def _fields(self) -> Tuple[int, float, float]:
+        return _abi.FRUGAL_INIT_CONSTANT, self.value, 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Uniform in [low, high)."""
+
+    low: float
+    high: float
+
+    def _fields(self) -> Tuple[int, float, float]:
+        return _abi.FRUGAL_INIT_UNIFORM, self.low, self.high
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Normal with this mean and standard deviation."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def _fields(self) -> Tuple[int, float, float]:
+        return _abi.FRUGAL_INIT_NORMAL, self.mean, self.std
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initializer):
+    """The same, within mean +- 2 std."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def _fields(self) -> Tuple[int, float, float]:
+        return _abi.FRUGAL_INIT_TRUNCATED_NORMAL, self.mean, self.std
+
+
+@dataclass(frozen=True)
+class Xavier(Initializer):
+    """Uniform in +- gain * sqrt(6 / (fan_in + dim)); fan_in 0 is the table's number of rows."""
+
+    gain: float = 1.0
+    fan_in: float = 0.0
+
+    def _fields(self) -> Tuple[int, float, float]:
+        return _abi.FRUGAL_INIT_XAVIER, self.gain, self.fan_in

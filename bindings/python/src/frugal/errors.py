@@ -1,0 +1,182 @@
+"""Exceptions: a failed call of the library is an Error with its status and message.
+
+Each status that a program may want to catch has a class of its own; where Python has an exception of the same
+meaning, it is a base class, too. Arguments that never reach the library (a buffer of the wrong type, shape or
+device) are a TypeError or a ValueError.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof
+from typing import Dict, Tuple, Type
+
+from . import _abi
+from ._lib import lib
+
+__all__ = [
+    "BadHandle",
+    "Busy",
+    "Closed",
+    "DeviceError",
+    "Error",
+    "Exists",
+    "Forked",
+    "InvalidArgument",
+    "KeyOutOfRange",
+    "NanGradient",
+    "NotFound",
+    "NotInStep",
+    "OutOfMemory",
+    "StepAborted",
+    "StepOrder",
+    "StepRange",
+    "TableFull",
+    "Timeout",
+    "Unhealthy",
+    "Unsupported",
+]
+
+
+class Error(Exception):
+    """A call of the library failed."""
+
+    status: int
+    """The status, a negative number that is fixed forever."""
+    status_name: str
+    """Its name, as "FRUGAL_ERR_TIMEOUT"."""
+    message: str
+    """What was wrong and what to do."""
+    system_code: int
+    """errno of the system call behind it, or 0."""
+    device_code: int
+    """CUDA error behind it, or 0."""
+
+    def __init__(self, message: str, status: int = -21, system_code: int = 0, device_code: int = 0) -> None:
+        # One argument for the base classes: OSError gives two or more a meaning of its own.
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.status_name = lib.frugal_status_name(status).decode()
+        self.system_code = system_code
+        self.device_code = device_code
+
+    def __str__(self) -> str:
+        return f"{self.status_name}: {self.message}"
+
+    def __reduce__(self) -> Tuple[Type[Error], Tuple[str, int, int, int]]:
+        return type(self), (self.message, self.status, self.system_code, self.device_code)
+
+
+class InvalidArgument(Error, ValueError):
+    """A value out of its range."""
+
+
+class BadHandle(Error):
+    """The object was closed, or the table dropped."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """Memory, or the engine's host_bytes, is exhausted."""
+
+
+class KeyOutOfRange(Error, IndexError):
+    """An id of a dense table is not in 0..rows-1."""
+
+
+class TableFull(Error):
+    """The new keys of the call do not all fit."""
+
+
+class Exists(Error):
+    """A table of that name, or a trainer of that rank, exists."""
+
+
+class StepOrder(Error):
+    """The step is not the one that must come now."""
+
+
+class StepRange(Error):
+    """A declared step has begun, or lies beyond the lookahead."""
+
+
+class NotInStep(Error):
+    """The call belongs between step_begin and step_end."""
+
+
+class StepAborted(Error):
+    """The step was aborted by another rank; begin the step that the message names."""
+
+
+class Busy(Error):
+    """A rank is inside a step, or ranks have ended different ones."""
+
+
+class Timeout(Error, TimeoutError):
+    """The message names what was waited for; nothing was taken, the call can be made again."""
+
+
+class NanGradient(Error, ArithmeticError):
+    """A gradient has a NaN and the table rejects them."""
+
+
+class Forked(Error):
+    """The engine belongs to the parent of this process."""
+
+
+class Unsupported(Error, NotImplementedError):
+    """Well formed, but this build or machine cannot do it."""
+
+
+class NotFound(Error, LookupError):
+    """No such table or batch."""
+
+
+class Unhealthy(Error):
+    """A background failure; Engine.health tells which."""
+
+
+class Closed(Error):
+    """The object was closed while the call waited."""
+
+
+class DeviceError(Error):
+    """No such GPU, or it failed; device_code tells."""
+
+
+FORKED = _abi.STATUS["FRUGAL_ERR_FORKED"]
+
+_CLASSES: Dict[int, Type[Error]] = {
+    _abi.STATUS["FRUGAL_ERR_INVALID_ARGUMENT"]: InvalidArgument,
+    _abi.STATUS["FRUGAL_ERR_BAD_HANDLE"]: BadHandle,
+    _abi.STATUS["FRUGAL_ERR_OUT_OF_MEMORY"]: OutOfMemory,
+    _abi.STATUS["FRUGAL_ERR_KEY_OUT_OF_RANGE"]: KeyOutOfRange,
+    _abi.STATUS["FRUGAL_ERR_TABLE_FULL"]: TableFull,
+    _abi.STATUS["FRUGAL_ERR_EXISTS"]: Exists,
+    _abi.STATUS["FRUGAL_ERR_STEP_ORDER"]: StepOrder,
+    _abi.STATUS["FRUGAL_ERR_STEP_RANGE"]: StepRange,
+    _abi.STATUS["FRUGAL_ERR_NOT_IN_STEP"]: NotInStep,
+    _abi.STATUS["FRUGAL_ERR_STEP_ABORTED"]: StepAborted,
+    _abi.STATUS["FRUGAL_ERR_BUSY"]: Busy,
+    _abi.STATUS["FRUGAL_ERR_TIMEOUT"]: Timeout,
+    _abi.STATUS["FRUGAL_ERR_NAN"]: NanGradient,
+    FORKED: Forked,
+    _abi.STATUS["FRUGAL_ERR_UNSUPPORTED"]: Unsupported,
+    _abi.STATUS["FRUGAL_ERR_NOT_FOUND"]: NotFound,
+    _abi.STATUS["FRUGAL_ERR_UNHEALTHY"]: Unhealthy,
+    _abi.STATUS["FRUGAL_ERR_CLOSED"]: Closed,
+    _abi.STATUS["FRUGAL_ERR_DEVICE"]: DeviceError,
+}
+
+
+def last_error(status: int) -> Error:
+    """The calling thread's last failure, which was `status`, as an exception to be raised."""
+    error = _abi.frugal_error()
+    lib.frugal_last_error(addressof(error))
+    message = (error.message or b"").decode(errors="replace")
+    return _CLASSES.get(status, Error)(message, status, error.system_code, error.device_code)
+
+
+def check(status: int) -> None:
+    """Raises the calling thread's last failure unless `status` is FRUGAL_OK."""
+    if status != 0:
+        raise last_error(status)
