@@ -35,7 +35,11 @@ AIMS = {
     ("adagrad", "fbgemm"): 3.0,
     ("rowwise_adagrad", "fbgemm"): 3.0,
 }
-KINDS = {"sgd": frugal.SGD, "adagrad": frugal.ADAGRAD, "rowwise_adagrad": frugal.ROWWISE_ADAGRAD}
+OPTIMIZERS = {
+    "sgd": frugal.SGD(lr=LR),
+    "adagrad": frugal.Adagrad(lr=LR, eps=EPS),
+    "rowwise_adagrad": frugal.RowWiseAdagrad(lr=LR, eps=EPS),
+}
 
 
 class Frugal:
@@ -43,10 +47,10 @@ class Frugal:
 
     def __init__(self, optimizer: str, rows: int, dim: int, lookahead: int) -> None:
         self.engine = frugal.Engine(lookahead=lookahead)
-        self.trainer = self.engine.trainer()
+        self.trainer = self.engine.create_trainer()
         self.bags = ft.EmbeddingBag(
             rows, dim, mode="sum", include_last_offset=True, trainer=self.trainer, init=frugal.Constant(INIT),
-            optimizer=frugal.OptimizerConfig(kind=KINDS[optimizer], lr=LR, eps=EPS),
+            optimizer=OPTIMIZERS[optimizer],
         )  # fmt: skip
         self.optimizer = ft.Optimizer(self.bags)
 
@@ -62,7 +66,7 @@ class Frugal:
             return self.bags(keys.view(-1, 1)).clone()
 
     def close(self) -> None:
-        undeclared = self.engine.stats().keys_undeclared
+        undeclared = self.engine.stats()["keys_undeclared"]
         if undeclared:
             raise RuntimeError(f"{undeclared} keys were not declared")
         self.engine.close()
@@ -202,7 +206,7 @@ def main() -> int:
     parser.add_argument("--lookahead", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=7, help="timed turns of each side")
-    parser.add_argument("--optimizer", choices=sorted(KINDS), help="only this one")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), help="only this one")
     parser.add_argument("--keys", choices=("uniform", "zipf"), help="only these")
     parser.add_argument("--quick", action="store_true", help="3 turns of 12 steps")
     parser.add_argument("--json", help="write the results to this file")
@@ -220,7 +224,7 @@ def main() -> int:
     results: List[Dict[str, Any]] = []
     missed = 0
     print(f"{args.rows} x {args.dim}, {args.bags} bags of {args.per_bag} keys, {torch.get_num_threads()} threads of torch")
-    for optimizer in KINDS if args.optimizer is None else (args.optimizer,):
+    for optimizer in OPTIMIZERS if args.optimizer is None else (args.optimizer,):
         for distribution in ("uniform", "zipf") if args.keys is None else (args.keys,):
             case = run_case(args, optimizer, distribution, have_fbgemm)
             results += case

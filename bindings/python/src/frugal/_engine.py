@@ -112,6 +112,10 @@ class Engine:
         config.pending_bytes = uint64(pending_bytes, "pending_bytes")
         if host_bytes is not None:
             config.host_bytes = uint64(host_bytes, "host_bytes")
+        self.world_size: int = config.world_size
+        """Ranks."""
+        self.lookahead: int = config.lookahead
+        """The largest number of future steps that may be declared."""
         self._timeout_ms = milliseconds(timeout)
         endless = self._timeout_ms == math.inf
         config.timeout_ms = _abi.FRUGAL_TIMEOUT_INFINITE if endless else int(min(self._timeout_ms, 2**62))

@@ -24,5 +24,5 @@ def engine() -> Iterator[frugal.Engine]:
 
 @pytest.fixture
 def trainer(engine: frugal.Engine) -> Iterator[frugal.Trainer]:
-    with engine.trainer() as trainer:
+    with engine.create_trainer() as trainer:
         yield trainer

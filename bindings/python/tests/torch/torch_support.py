@@ -31,8 +31,8 @@ def bag_pair(trainer: frugal.Trainer, weight: torch.Tensor, **arguments: Any) ->
 
 
 def undeclared(engine: frugal.Engine) -> int:
-    return int(engine.stats().keys_undeclared)
+    return int(engine.stats()["keys_undeclared"])
 
 
 def committed(engine: frugal.Engine) -> int:
-    return int(engine.stats().steps_committed)
+    return int(engine.stats()["steps_committed"])
