@@ -1,9 +1,9 @@
 """Rows/s of the embedding part of a DLRM step: frugal.torch beside torch.nn and FBGEMM, in one run.
 
-    python torch_dlrm.py [--quick] [--optimizer adagrad] [--keys zipf] [--json FILE]
+    python torch_dlrm.py [--quick] [--optimizer adagrad] [--keys zipf] [--shape 2048x32] [--json FILE]
 
 A step is the forward of a bag of keys, the backward of its gradient, and the update of the rows. The gradient is given, so that
-nothing but the embedding is timed. Sides take turns of some steps in one process, so that a bad minute of the machine hits
+nothing but the embedding is timed. Two shapes: bags of one key, as the features of Criteo's data are, and of 32. Sides take turns of some steps in one process, so that a bad minute of the machine hits
 all; medians of turns are compared. frugal declares its keys ahead with Lookahead, inside the timed loop, and its turn ends
 with a flush, so that it leaves no work to others' turns. All sides get the same batches, and must agree on the rows at the end.
 FBGEMM is left out, and named, where fbgemm_gpu is not installed.
@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import statistics
 import sys
 import time
 import warnings
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 
@@ -104,7 +105,6 @@ class Fbgemm:
     name = "fbgemm"
 
     def __init__(self, optimizer: str, rows: int, dim: int, lookahead: int) -> None:
-        logging.disable(logging.WARNING)  # of a table entry that is missing for this version
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -149,10 +149,11 @@ def draw(distribution: str, rows: int, count: int, generator: torch.Generator) -
     return (ranks * 2654435761) % rows
 
 
-def make_batches(args: argparse.Namespace, distribution: str, steps: int, seed: int) -> List[Batch]:
+def make_batches(rows: int, shape: Tuple[int, int], distribution: str, steps: int, seed: int) -> List[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(0, args.bags * args.per_bag + 1, args.per_bag)
-    return [(draw(distribution, args.rows, args.bags * args.per_bag, generator), offsets) for _ in range(steps)]
+    bags, per_bag = shape
+    offsets = torch.arange(0, bags * per_bag + 1, per_bag)
+    return [(draw(distribution, rows, bags * per_bag, generator), offsets) for _ in range(steps)]
 
 
 def sides_of(optimizer: str, have_fbgemm: bool) -> List[Any]:
@@ -172,37 +173,56 @@ def agree(sides: List[Any], keys: torch.Tensor) -> None:
             raise RuntimeError(f"frugal and {side.name} do not agree on the rows after training: {worst}")
 
 
-def run_case(args: argparse.Namespace, optimizer: str, distribution: str, have_fbgemm: bool) -> List[Dict[str, Any]]:
-    sides = [make(optimizer, args.rows, args.dim, args.lookahead) for make in sides_of(optimizer, have_fbgemm)]
-    grad = torch.randn(args.bags, args.dim, generator=torch.Generator().manual_seed(0)) * 0.1
+def run_case(
+    args: argparse.Namespace, sides: List[Any], optimizer: str, distribution: str, shape: Tuple[int, int]
+) -> List[Dict[str, Any]]:
+    bags, per_bag = shape
+    grad = torch.randn(bags, args.dim, generator=torch.Generator().manual_seed(0)) * 0.1
     times: Dict[str, List[float]] = {side.name: [] for side in sides}
     for turn in range(args.turns + 1):
-        batches = make_batches(args, distribution, args.steps, turn)
+        batches = make_batches(args.rows, shape, distribution, args.steps, turn)
         for side in sides[turn % len(sides) :] + sides[: turn % len(sides)]:
             began = time.perf_counter()
             side.turn(batches, grad)
             if turn:  # the first warms up
                 times[side.name].append(time.perf_counter() - began)
     agree(sides, batches[-1][0][:1000])
-    for side in sides:
-        side.close()
-    keys = args.steps * args.bags * args.per_bag
     results = []
     for name, taken in times.items():
-        rates = sorted(keys / t for t in taken)
+        rates = sorted(args.steps * bags * per_bag / t for t in taken)
         results.append(
-            {"optimizer": optimizer, "keys": distribution, "side": name, "unit": "rows/s",
+            {"optimizer": optimizer, "keys": distribution, "shape": f"{bags}x{per_bag}", "side": name, "unit": "rows/s",
              "median": statistics.median(rates), "min": rates[0], "max": rates[-1], "n": len(rates)}
         )  # fmt: skip
     return results
+
+
+def report(case: List[Dict[str, Any]]) -> int:
+    """Prints a case. Returns the number of aims that are not met."""
+    first, missed = case[0], 0
+    print(f"{first['optimizer']}, {first['keys']}, {first['shape']}")
+    for result in case:
+        low, high = result["min"] / 1e6, result["max"] / 1e6
+        print(f"    {result['side']:8} {result['median'] / 1e6:7.2f} M rows/s  [{low:.2f} .. {high:.2f}]")
+    for result in case[1:]:
+        ratio = first["median"] / result["median"]
+        aim = AIMS.get((first["optimizer"], result["side"]))
+        verdict = "" if aim is None else f" (aim {aim:g}: {'met' if ratio >= aim else 'NOT met'})"
+        missed += aim is not None and ratio < aim
+        print(f"    frugal / {result['side']}: {ratio:.2f}{verdict}", flush=True)
+    return missed
+
+
+def shape_of(text: str) -> Tuple[int, int]:
+    bags, per_bag = text.split("x")
+    return int(bags), int(per_bag)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--bags", type=int, default=2048, help="bags of a batch")
-    parser.add_argument("--per-bag", type=int, default=32, help="keys of a bag")
+    parser.add_argument("--shape", type=shape_of, help="only this one: bags of a batch x keys of a bag, as 2048x32")
     parser.add_argument("--lookahead", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=7, help="timed turns of each side")
@@ -214,6 +234,7 @@ def main() -> int:
     if args.quick:
         args.turns, args.steps = 3, 12
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
+    logging.disable(logging.WARNING)  # fbgemm_gpu's, of a table entry that is missing for its version
     try:
         import fbgemm_gpu  # noqa: F401
 
@@ -223,22 +244,17 @@ def main() -> int:
         print("fbgemm: skipped, fbgemm_gpu is not installed")
     results: List[Dict[str, Any]] = []
     missed = 0
-    print(f"{args.rows} x {args.dim}, {args.bags} bags of {args.per_bag} keys, {torch.get_num_threads()} threads of torch")
+    print(f"{args.rows} x {args.dim}, {torch.get_num_threads()} threads of torch; load {os.getloadavg()[0]:.2f}")
     for optimizer in OPTIMIZERS if args.optimizer is None else (args.optimizer,):
+        sides = [make(optimizer, args.rows, args.dim, args.lookahead) for make in sides_of(optimizer, have_fbgemm)]
         for distribution in ("uniform", "zipf") if args.keys is None else (args.keys,):
-            case = run_case(args, optimizer, distribution, have_fbgemm)
-            results += case
-            median = {result["side"]: result["median"] for result in case}
-            text = ", ".join(f"{side} {rate / 1e6:.2f} M rows/s" for side, rate in median.items())
-            print(f"{optimizer}, {distribution}: {text}", flush=True)
-            for side in median:
-                if side == "frugal":
-                    continue
-                ratio: float = median["frugal"] / median[side]
-                aim: Optional[float] = AIMS.get((optimizer, side))
-                verdict = "" if aim is None else f" (aim {aim:g}: {'met' if ratio >= aim else 'NOT met'})"
-                missed += aim is not None and ratio < aim
-                print(f"    frugal / {side}: {ratio:.2f}{verdict}", flush=True)
+            for shape in ((65536, 1), (2048, 32)) if args.shape is None else (args.shape,):
+                case = run_case(args, sides, optimizer, distribution, shape)
+                results += case
+                missed += report(case)
+        for side in sides:
+            side.close()
+        del sides, side
     print(f"{missed} aims not met")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

@@ -47,7 +47,8 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("the modules are of several trainers: make an optimizer for each")
         (self._steps,) = trainers.values()
         self._tables = list(tables.values())
-        self._set: List[Optional[frugal.Optimizer]] = [None] * len(self._tables)  # what the engine has been told
+        self._fields = [tuple(_hyper_parameters(table.optimizer)) for table in self._tables]
+        self._told: List[Optional[List[float]]] = [None] * len(self._tables)  # what the engine has been
         groups = [
             {"params": [table.anchor], "name": table.name, **_hyper_parameters(table.optimizer)}
             for table in self._tables
@@ -72,11 +73,11 @@ class Optimizer(torch.optim.Optimizer):
         with self._steps.lock:
             factor, skip = self._scaling()
             self._steps.begin()
-            for i, (table, group) in enumerate(zip(self._tables, self.param_groups)):
-                wanted = self._wanted(table, group, factor)
-                if wanted != self._set[i]:
-                    table.table.set_optimizer(self._steps.next, wanted)
-                    self._set[i] = wanted
+            for i, group in enumerate(self.param_groups):
+                wanted = [group[name] for name in self._fields[i]]
+                wanted.append(factor)
+                if wanted != self._told[i]:
+                    self._tell(i, wanted)
             self._steps.end(skip)
             for table in self._tables:
                 table.anchor.grad = None
@@ -120,13 +121,15 @@ class Optimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
-    def _wanted(self, table: Table, group: Dict[str, Any], factor: float) -> frugal.Optimizer:
-        """The table's optimizer with the hyper-parameters of its group."""
-        values = {name: float(group[name]) for name in _hyper_parameters(table.optimizer)}
-        values["grad_scale"] *= factor
+    def _tell(self, i: int, wanted: List[Any]) -> None:
+        """Sets a table's hyper-parameters from this step on."""
+        table = self._tables[i]
+        values: Dict[str, Any] = {name: float(value) for name, value in zip(self._fields[i], wanted)}
+        values["grad_scale"] *= wanted[-1]
         if "nesterov" in values:
-            return dataclasses.replace(table.optimizer, **{**values, "nesterov": bool(values["nesterov"])})
-        return dataclasses.replace(table.optimizer, **values)
+            values["nesterov"] = bool(values["nesterov"])
+        table.table.set_optimizer(self._steps.next, dataclasses.replace(table.optimizer, **values))
+        self._told[i] = [*map(float, wanted)]
 
     def _scaling(self) -> Tuple[float, bool]:
         """What a GradScaler wants: the factor of the gradients, and whether to skip the step."""
