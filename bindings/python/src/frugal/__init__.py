@@ -19,14 +19,14 @@ said once for all languages, in include/frugal.h.
 from . import config, errors
 from ._buffers import Array
 from ._engine import STALENESS_ASYNC, Engine
-from ._lib import lib as _lib
+from ._lib import lib as _library
 from ._ops import Op
 from ._table import Memory, Table, TableInfo, memory_needed
 from ._trainer import Batch, Trainer
 from .config import *  # noqa: F403
 from .errors import *  # noqa: F403
 
-__version__: str = _lib.frugal_version().decode()
+__version__: str = _library.frugal_version().decode()
 
 __all__ = [
     "STALENESS_ASYNC",

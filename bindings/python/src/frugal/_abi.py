@@ -292,6 +292,9 @@ class frugal_stats(ctypes.Structure):
 _CODES: Dict[Any, str] = {c_uint64: "Q", c_size_t: "Q", c_void_p: "P", c_uint32: "I", c_int32: "i"}
 OP = struct.Struct("@" + "".join(_CODES[field[1]] for field in frugal_op._fields_))
 
+# The same of an op on a batch alone: struct_size, table, batch, rows_out, grads, row_stride, and zeros between them.
+BATCH_OP = struct.Struct("@QPP56xPPQ24x")
+
 # --- Functions: name -> (result, arguments) ---
 
 _P = c_void_p

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import weakref
 from ctypes import addressof, byref, c_uint64, c_void_p, create_string_buffer, sizeof
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Type, Union, overload
 
 from . import _abi
-from ._buffers import HOST, Array, Pins, Place, release
+from ._buffers import HOST, AnyArray, Array, Pins, Place
 from ._lib import lib
 from ._ops import READ, Op, choose, pack, uint32, uint64
 from ._table import FLUSH_MODES, Table, table_config
@@ -40,31 +39,11 @@ _STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
 
 
 def _log_callback(log: Callable[[int, str], object]) -> Any:
-    def call(context: Any, level: int, text: bytes) -> None:
-        try:
-            log(level, text.decode(errors="replace"))
-        except BaseException as error:  # nothing may leave into C
-            _report(error, log)
+    def call(context: Optional[int], level: int, text: bytes) -> None:
+        log(level, text.decode(errors="replace"))
 
+    # What `log` raises does not reach the library: ctypes gives it to sys.unraisablehook.
     return _abi.LogFn(call)
-
-
-class _Unraisable:
-    """What sys.unraisablehook is called with."""
-
-    def __init__(self, error: BaseException, where: object) -> None:
-        self.exc_type = type(error)
-        self.exc_value = error
-        self.exc_traceback = error.__traceback__
-        self.err_msg = "Exception ignored in the log callback of frugal.Engine"
-        self.object = where
-
-
-def _report(error: BaseException, where: object) -> None:
-    try:
-        sys.unraisablehook(_Unraisable(error, where))
-    except BaseException:
-        pass  # the hook itself failed: there is nobody left to tell
 
 
 def _close(handle: int, pid: int, callback: Any) -> None:
@@ -208,7 +187,7 @@ class Engine:
         timeout: seconds; the engine's if left out. Ctrl-C ends the wait.
         """
         limit = self._timeout_ms if timeout is None else milliseconds(timeout)
-        wait(lambda ms: lib.frugal_flush(self._handle, ms), limit)  # type: ignore[no-any-return]
+        wait(lambda ms: lib.frugal_flush(self._handle, ms), limit)
 
     def committed_step(self) -> Optional[int]:
         """The last step that all ranks have ended, or None."""
@@ -232,12 +211,12 @@ class Engine:
         self,
         source: Table,
         keys: Array,
-        rows: Array,
+        rows: AnyArray,
         *,
         found: Optional[Array] = None,
         trainer: Optional[Trainer] = None,
         timeout: Optional[float] = None,
-    ) -> Array: ...
+    ) -> AnyArray: ...
     @overload
     def read(self, source: Op, *, trainer: Optional[Trainer] = None, timeout: Optional[float] = None) -> Any: ...
     @overload
@@ -283,9 +262,9 @@ class Engine:
         try:
             outputs, _ = pack(memory, ops, READ, pins, place)
             engine, address, count = self._handle, addressof(memory), len(ops)
-            wait(lambda ms: lib.frugal_read(engine, trainer, address, count, ms), limit)  # type: ignore[no-any-return]
+            wait(lambda ms: lib.frugal_read(engine, trainer, address, count, ms), limit)
         finally:
-            release(pins)
+            pins.clear()
         return outputs
 
     def stats(self) -> Dict[str, int]:
@@ -300,3 +279,8 @@ def _c_string(text: str, what: str) -> bytes:
     if "\0" in text:
         raise ValueError(f"{what} has a NUL in it")
     return text.encode()
+
+
+# Finalizers run at the end of the interpreter from when the first one is made. Now: what the program registers with
+# atexit after it has imported this module runs earlier, and finds its engines open.
+weakref.finalize(Engine, int).detach()

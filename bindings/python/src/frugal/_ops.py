@@ -13,7 +13,8 @@ from ._buffers import Array, Pins, Place, floats, found_flags, integers, new_row
 if TYPE_CHECKING:
     from typing import Literal
 
-    from ._engine import Batch, Table
+    from ._table import Table
+    from ._trainer import Batch
 
     Pooling = Literal["none", "sum", "mean"]
 

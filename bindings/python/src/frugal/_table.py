@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ctypes import addressof, byref, c_size_t, c_uint64, sizeof
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional, overload
 
 from . import _abi
-from ._buffers import HOST, Array, Pins, find_numpy, found_flags, integers, new_rows, release
+from ._buffers import HOST, AnyArray, Array, Pins, find_numpy, found_flags, integers, new_rows
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import choose, uint32, uint64
@@ -62,7 +63,8 @@ class TableInfo(NamedTuple):
     """Page size that the rows' memory asks for."""
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """Bytes that a table takes at most, as memory_needed tells."""
 
     values: int
@@ -119,7 +121,7 @@ def memory_needed(
             addressof(engine), addressof(table), uint64(cache_rows, "cache_rows"), addressof(memory)
         )
     )
-    return Memory(*(getattr(memory, name) for name in Memory._fields))
+    return Memory(*(getattr(memory, field[0]) for field in memory._fields_))
 
 
 class Table:
@@ -185,7 +187,7 @@ class Table:
         self, keys: Array, rows: None = None, *, found: Optional[Array] = None, with_state: bool = False
     ) -> FloatArray: ...
     @overload
-    def get(self, keys: Array, rows: Array, *, found: Optional[Array] = None, with_state: bool = False) -> Array: ...
+    def get(self, keys: Array, rows: AnyArray, *, found: Optional[Array] = None, with_state: bool = False) -> AnyArray: ...
 
     def get(
         self,
@@ -210,7 +212,7 @@ class Table:
             found_out = 0 if found is None else found_flags(pins, found, count, "found")
             check(lib.frugal_get(self._handle, address, count, bool(with_state), rows_out, stride, found_out))
         finally:
-            release(pins)
+            pins.clear()
         return rows
 
     def put(self, keys: Array, rows: Array, *, with_state: bool = False) -> None:
@@ -224,7 +226,7 @@ class Table:
             source, stride = _rows(pins, rows, count, self._width(with_state), "rows")
             check(lib.frugal_put(self._handle, address, count, bool(with_state), source, stride))
         finally:
-            release(pins)
+            pins.clear()
 
     def delete(self, keys: Array) -> int:
         """Deletes rows and returns how many were there; those of a dense table return to their initial values."""
@@ -234,7 +236,7 @@ class Table:
             address, count = integers(pins, keys, "keys")
             check(lib.frugal_delete(self._handle, address, count, byref(deleted)))
         finally:
-            release(pins)
+            pins.clear()
         return deleted.value
 
     def set_optimizer(self, first_step: int, optimizer: Optimizer) -> None:

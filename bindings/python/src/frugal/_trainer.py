@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Type, Union, overload
 
 from . import _abi
-from ._buffers import Array, Pins, Place, integers, new_rows, release
+from ._buffers import AnyArray, Array, Pins, Place, integers, new_rows
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import LOOKUP, PREFETCH, PUSH, Op, pack, uint64
@@ -30,6 +30,7 @@ _step_end = lib.frugal_step_end
 
 _OP_SIZE = _abi.OP.size
 _pack_into = _abi.OP.pack_into
+_pack_batch_op = _abi.BATCH_OP.pack_into
 
 
 class Batch:
@@ -187,7 +188,7 @@ class Trainer:
             status = _prefetch(self._handle, step, self._address, len(counts), byref(handle))
         finally:
             self._turn.append(None)
-            release(pins)
+            pins.clear()
         if status:
             raise last_error(status)
         return Batch(handle.value or 0, step, tables, counts)
@@ -220,24 +221,25 @@ class Trainer:
             raise self._refusal() from None
         try:
             handle = self._handle
-            wait(lambda ms: _step_begin(handle, step, ms), limit)  # type: ignore[no-any-return]
+            wait(lambda ms: _step_begin(handle, step, ms), limit)
         finally:
             self._turn.append(None)
 
     @overload
     def lookup(self, source: Batch, rows: None = None) -> FloatArray: ...
     @overload
-    def lookup(self, source: Batch, rows: Array) -> Array: ...
+    def lookup(self, source: Batch, rows: AnyArray) -> AnyArray: ...
     @overload
     def lookup(self, source: Table, keys: Array, rows: None = None) -> FloatArray: ...
     @overload
-    def lookup(self, source: Table, keys: Array, rows: Array) -> Array: ...
+    def lookup(self, source: Table, keys: Array, rows: AnyArray) -> AnyArray: ...
     @overload
     def lookup(self, source: Op) -> Any: ...
     @overload
     def lookup(self, source: Sequence[Op]) -> List[Any]: ...
 
-    def lookup(self, source: Any, keys: Any = None, rows: Any = None) -> Any:
+    # The second argument has another name for each kind of source, which mypy does not like.
+    def lookup(self, source: Any, keys: Any = None, rows: Any = None) -> Any:  # type: ignore[misc]
         """Reads rows in a step, creating those of hashed tables.
 
         Of a batch of one table, of any keys of a table, or of ops. Returns the output rows: `rows` if given, else a
@@ -255,18 +257,7 @@ class Trainer:
                 if out is None:
                     out = new_rows(count, table.dim)
                 address, stride = _rows(pins, out, count, table.dim, "rows", self._place, True)
-                _pack_into(
-                    self._memory,
-                    0,
-                    _OP_SIZE,
-                    table._handle,
-                    source._handle,
-                    *(0, 0, 0, 0, 0, 0, 0, 0),
-                    address,
-                    0,
-                    stride,
-                    *(0, 0, 0, 0),
-                )
+                _pack_batch_op(self._memory, 0, _OP_SIZE, table._handle, source._handle, address, 0, stride)
                 number = 1
             else:
                 ops = (Op(source, keys, rows=rows),) if isinstance(source, Table) else as_ops(source)
@@ -278,7 +269,7 @@ class Trainer:
             status = _lookup(self._handle, self._address, number)
         finally:
             self._turn.append(None)
-            release(pins)
+            pins.clear()
         if status:
             raise last_error(status)
         return out
@@ -290,7 +281,7 @@ class Trainer:
     @overload
     def push_grad(self, source: Union[Op, Sequence[Op]]) -> None: ...
 
-    def push_grad(self, source: Any, keys: Any = None, grads: Any = None) -> None:
+    def push_grad(self, source: Any, keys: Any = None, grads: Any = None) -> None:  # type: ignore[misc]
         """Hands over gradients of the step: of a batch of one table, of any keys of a table, or of ops.
 
         A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the
@@ -304,20 +295,9 @@ class Trainer:
         try:
             if type(source) is Batch:
                 table, count = source._only()
-                address, stride = _rows(
-                    pins, grads if keys is None else keys, count, table.dim, "grads", self._place
-                )
-                _pack_into(
-                    self._memory,
-                    0,
-                    _OP_SIZE,
-                    table._handle,
-                    source._handle,
-                    *(0, 0, 0, 0, 0, 0, 0, 0, 0),
-                    address,
-                    stride,
-                    *(0, 0, 0, 0),
-                )
+                rows = grads if keys is None else keys
+                address, stride = _rows(pins, rows, count, table.dim, "grads", self._place)
+                _pack_batch_op(self._memory, 0, _OP_SIZE, table._handle, source._handle, 0, address, stride)
                 number = 1
             else:
                 ops = (Op(source, keys, grads=grads),) if isinstance(source, Table) else as_ops(source)
@@ -327,7 +307,7 @@ class Trainer:
             status = _push_grad(self._handle, self._address, number)
         finally:
             self._turn.append(None)
-            release(pins)
+            pins.clear()
         if status:
             raise last_error(status)
 

@@ -1,0 +1,36 @@
+"""The spy between the package and the library."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from frugal import _abi
+
+
+class Spy:
+    """The library with notes of the addresses that it was given: bindings/spy/spy.c."""
+
+    class Note(ctypes.Structure):
+        _fields_ = [
+            ("function", ctypes.c_char * 32),
+            ("op_count", ctypes.c_uint64),
+            ("ops", _abi.frugal_op * 16),
+        ]
+
+    def __init__(self, path: Path, real: str) -> None:
+        self.library = _abi.bind(str(path))
+        self.library.spy_calls.restype = ctypes.c_uint64
+        if self.library.spy_open(real.encode()) != 0:
+            raise OSError(f"the spy cannot load {real}")
+
+    def last(self) -> Any:
+        """The last call with arrays: function, op_count, ops."""
+        note = Spy.Note()
+        self.library.spy_last(ctypes.byref(note))
+        return note
+
+    def calls(self) -> int:
+        """Calls of all functions."""
+        return int(self.library.spy_calls())
