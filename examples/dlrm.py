@@ -13,6 +13,9 @@ Criteo's format: a line is label (0 or 1), 13 integers, 26 categories of 8 hexad
 field may be empty. Every tenth line is for testing.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
 from __future__ import annotations
 
 import argparse
@@ -20,7 +23,20 @@ import contextlib
 import gzip
 import sys
 import time
-from typing import Any, ContextManager, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, TextIO, Tuple, cast
+from typing import (
+    Any,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    TextIO,
+    Tuple,
+    cast,
+)
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +179,7 @@ class TorchRows(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.table = nn.Embedding(*weight.shape, sparse=True, _weight=weight)
+        self.table = nn.Embedding(weight.shape[0], weight.shape[1], sparse=True, _weight=weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         return cast(Tensor, self.table(ids)).transpose(0, 1)
@@ -198,11 +214,11 @@ def auc(score: Tensor, label: Tensor) -> float:
     clicks = label.sum().double()
     others = label.numel() - clicks
     above = ranks[inverse][label > 0.5].sum() - clicks * (clicks + 1) / 2
-    return (above / (clicks * others)).item()
+    return float(above / (clicks * others))
 
 
 def logloss(logit: Tensor, label: Tensor) -> float:
-    return nn.functional.binary_cross_entropy_with_logits(logit.double(), label.double()).item()
+    return float(nn.functional.binary_cross_entropy_with_logits(logit.double(), label.double()))
 
 
 class Progress:
@@ -223,7 +239,12 @@ class Progress:
         else:
             bar = f"step {step}"
         end = "\n" if last else ""
-        print(f"\r{self.title} {bar}  loss {loss.item():.4f}  {rate:,.0f} samples/s ", end=end, file=sys.stderr, flush=True)
+        print(
+            f"\r{self.title} {bar}  loss {loss.item():.4f}  {rate:,.0f} samples/s ",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 # --- Training ---

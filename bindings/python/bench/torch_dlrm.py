@@ -9,6 +9,9 @@ with a flush, so that it leaves no work to others' turns. All sides get the same
 FBGEMM is left out, and named, where fbgemm_gpu is not installed.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
 from __future__ import annotations
 
 import argparse
@@ -64,7 +67,8 @@ class Frugal:
 
     def rows(self, keys: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return self.bags(keys.view(-1, 1)).clone()
+            rows: torch.Tensor = self.bags(keys.view(-1, 1), None)
+            return rows
 
     def close(self) -> None:
         undeclared = self.engine.stats()["keys_undeclared"]
@@ -145,7 +149,7 @@ def draw(distribution: str, rows: int, count: int, generator: torch.Generator) -
     if distribution == "uniform":
         return (u * rows).long().clamp_(max=rows - 1)
     power = 1 - 0.99
-    ranks = (((rows**power - 1) * u + 1) ** (1 / power) - 1).long().clamp_(0, rows - 1)
+    ranks: torch.Tensor = (((rows**power - 1) * u + 1) ** (1 / power) - 1).long().clamp_(0, rows - 1)
     return (ranks * 2654435761) % rows
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Iterator
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import frugal  # noqa: E402
+import frugal
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ def loaders(workers: int) -> Dict[str, Any]:
     if workers:
         more["multiprocessing_context"] = "fork"
     samples = Samples()
-    sampler = DistributedSampler(samples, num_replicas=2, rank=1, seed=4)
+    sampler: Any = DistributedSampler(samples, num_replicas=2, rank=1, seed=4)
     return {
         "plain": DataLoader(samples, BATCH, **more),
         "shuffle": DataLoader(samples, BATCH, shuffle=True, **more),
@@ -269,7 +269,11 @@ def test_collections_pairs_padding_and_int32(engine: frugal.Engine, trainer: fru
     def load() -> Iterator[Any]:
         for _ in range(15):
             z = torch.randint(0, 40, (7,))
-            features = {"x": torch.randint(0, 30, (3, 2)), "y": torch.randint(0, 30, (3,)), "z": (z, torch.tensor([0, 2, 2, 7]))}
+            features = {
+                "x": torch.randint(0, 30, (3, 2)),
+                "y": torch.randint(0, 30, (3,)),
+                "z": (z, torch.tensor([0, 2, 2, 7])),
+            }
             yield features, torch.randint(0, 50, (2, 2), dtype=torch.int32), torch.randint(0, 50, (5,))
 
     def keys(batch: Any) -> Any:

@@ -1,5 +1,8 @@
 """Embedding, EmbeddingBag and EmbeddingBagCollection beside torch.nn's: values, gradients, arguments."""
 
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
 from __future__ import annotations
 
 import copy
@@ -177,7 +180,9 @@ def test_collection_is_its_bags_side_by_side(trainer: frugal.Trainer) -> None:
     b[1] = 0
     ours.load_state_dict({"embedding_bags.a.weight": a, "embedding_bags.b.weight": b})
     bag_a = torch.nn.EmbeddingBag(30, 4, mode="sum", _weight=a.clone(), sparse=True)
-    bag_b = torch.nn.EmbeddingBag(40, 8, mode="mean", _weight=b.clone(), padding_idx=1, include_last_offset=True, sparse=True)
+    bag_b = torch.nn.EmbeddingBag(
+        40, 8, mode="mean", _weight=b.clone(), padding_idx=1, include_last_offset=True, sparse=True
+    )
     optimizer = ft.Optimizer(ours)
     dense = torch.optim.SGD([bag_a.weight, bag_b.weight], lr=0.5)
     x, y = torch.randint(0, 30, (5,)), torch.randint(0, 30, (5, 3))
@@ -259,7 +264,12 @@ def test_from_pretrained_is_frozen_unless_told(engine: frugal.Engine, trainer: f
 
 def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
     for cls in (ft.Embedding, ft.EmbeddingBag):
-        for arguments in ({"max_norm": 1.0}, {"norm_type": 1.0}, {"scale_grad_by_freq": True}, {"dtype": torch.float64}):
+        for arguments in (
+            {"max_norm": 1.0},
+            {"norm_type": 1.0},
+            {"scale_grad_by_freq": True},
+            {"dtype": torch.float64},
+        ):
             with pytest.raises(NotImplementedError):
                 cls(ROWS, DIM, trainer=trainer, **arguments)
         with pytest.raises(ValueError, match="padding_idx"):

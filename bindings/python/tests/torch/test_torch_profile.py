@@ -31,7 +31,7 @@ def costs_of(run: Any) -> Costs:
         if event.key.startswith("aten::"):
             costs.operations[event.key] = event.count
     now = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
             now += event.nbytes()
             costs.peak_bytes = max(costs.peak_bytes, now)
@@ -106,7 +106,14 @@ def test_other_inputs_cost_what_is_documented(trainer: frugal.Trainer, case: str
         if case == "offsets":
             arguments = [keys, offsets[:-1]]
             # One more number than there are offsets.
-            allowed |= {"aten::constant_pad_nd", "aten::pad", "aten::fill_", "aten::copy_", "aten::narrow", "aten::slice"}
+            allowed |= {
+                "aten::constant_pad_nd",
+                "aten::pad",
+                "aten::fill_",
+                "aten::copy_",
+                "aten::narrow",
+                "aten::slice",
+            }
             allowed |= {"aten::as_strided", "aten::empty_strided", "aten::clone"}
             extra_bytes = (BAGS + 1) * 8
         elif case == "int32":

@@ -1,5 +1,8 @@
 """Several ranks, and DistributedDataParallel."""
 
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
 from __future__ import annotations
 
 import os
@@ -151,8 +154,12 @@ def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer
     bags = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=model.bags.weight, sparse=True)
     for find_unused in (False, True):
         parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
-        optimizers: List[torch.optim.Optimizer] = [ft.Optimizer(parallel), torch.optim.SGD(parallel.parameters(), lr=0.1)]
-        reference = torch.optim.SGD([{"params": head.parameters()}, {"params": bags.parameters(), "lr": 0.5}], lr=0.1)
+        optimizers: List[torch.optim.Optimizer] = [
+            ft.Optimizer(parallel),
+            torch.optim.SGD(parallel.parameters(), lr=0.1),
+        ]
+        groups: List[Any] = [{"params": head.parameters()}, {"params": bags.parameters(), "lr": 0.5}]
+        reference = torch.optim.SGD(groups, lr=0.1)
         for _ in range(3):
             keys = torch.randint(0, ROWS, (6, 2))
             for optimizer in (*optimizers, reference):

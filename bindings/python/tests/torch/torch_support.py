@@ -21,7 +21,9 @@ def sgd(lr: float = 0.5) -> frugal.SGD:
     return frugal.SGD(lr=lr)
 
 
-def bag_pair(trainer: frugal.Trainer, weight: torch.Tensor, **arguments: Any) -> Tuple[ft.EmbeddingBag, torch.nn.EmbeddingBag]:
+def bag_pair(
+    trainer: frugal.Trainer, weight: torch.Tensor, **arguments: Any
+) -> Tuple[ft.EmbeddingBag, torch.nn.EmbeddingBag]:
     """The same bags in both worlds; arguments of the table go to frugal alone."""
     table: Dict[str, Any] = {key: arguments.pop(key) for key in ("optimizer", "name", "hashed") if key in arguments}
     rows, dim = weight.shape

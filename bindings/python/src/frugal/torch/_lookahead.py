@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any, Callable, Deque, Generic, Iterable, Iterator, List, Mapping, Optional, Sized, Tuple, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    Deque,
+    Generic,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sized,
+    Tuple,
+    TypeVar,
+    Union,
+)
 
 import frugal
 
@@ -15,7 +29,7 @@ from ._steps import Steps, of
 T = TypeVar("T")
 
 # What forwards will get: a mapping, or pairs if a module gets several inputs.
-Inputs = Union[Mapping[_Module, Any], Iterable[Tuple[_Module, Any]]]
+Inputs = Union[Mapping[Any, Any], Iterable[Tuple[Any, Any]]]
 
 
 class _Ahead(Generic[T]):
@@ -49,7 +63,9 @@ class Lookahead(Generic[T]):
         self._trainer = trainer
         most = trainer.engine.lookahead
         if depth is not None and not 0 <= depth <= most:
-            raise ValueError(f"depth is {depth} and must be within 0..{most}, the lookahead that the engine was opened with")
+            raise ValueError(
+                f"depth is {depth} and must be within 0..{most}, the lookahead that the engine was opened with"
+            )
         if batches_per_step < 1:
             raise ValueError(f"batches_per_step is {batches_per_step} and must be at least 1")
         self.loader = loader
@@ -157,7 +173,9 @@ class _Iteration(Iterator[T]):
         declarations = []
         for module, value in ahead.inputs:
             if not isinstance(module, _Module) or module.trainer is not self._trainer:
-                raise ValueError("keys(batch) has to name modules of frugal.torch that belong to the lookahead's trainer")
+                raise ValueError(
+                    "keys(batch) has to name modules of frugal.torch that belong to the lookahead's trainer"
+                )
             declarations += module._declarations(value)
         ops = _native.Ops(len(declarations))
         for feature, keys in declarations:

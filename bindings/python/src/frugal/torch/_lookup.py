@@ -57,7 +57,9 @@ class Lookup:
         out, ops = self._output(rows, tensors)
         return out, self.steps.read(ops)
 
-    def push(self, grad: torch.Tensor, tensors: Tensors, wanted: Sequence[bool], step: int) -> List[Optional[torch.Tensor]]:
+    def push(
+        self, grad: torch.Tensor, tensors: Tensors, wanted: Sequence[bool], step: int
+    ) -> List[Optional[torch.Tensor]]:
         """Hands the gradient of an output over. Returns the gradients of the weights that are `wanted`."""
         grad = _inputs.gradient(grad)
         if self.steps.check_inf and grad.numel() and not _finite(grad):
@@ -80,7 +82,9 @@ class Lookup:
             self._mark(1.0)
         return grads
 
-    def weight_grads(self, grad: torch.Tensor, tensors: Tensors, wanted: Sequence[bool]) -> List[Optional[torch.Tensor]]:
+    def weight_grads(
+        self, grad: torch.Tensor, tensors: Tensors, wanted: Sequence[bool]
+    ) -> List[Optional[torch.Tensor]]:
         """Gradients of weights where nothing is pushed: of rows that are read only, or with gradients that are not finite."""
         return [self._weight_grad(i, grad, tensors) if wanted[i] else None for i in range(len(self.features))]
 
@@ -118,14 +122,16 @@ class TrainingLookup(torch.autograd.Function):
     """Rows in a step; its backward pushes. `anchor` makes autograd run, see _steps.Table."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, lookup: Lookup, rows: int, *tensors: Optional[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, lookup: Lookup, rows: int, *tensors: Optional[torch.Tensor]
+    ) -> torch.Tensor:
         out, ctx.step = lookup.lookup(rows, tensors)
         ctx.lookup = lookup
         ctx.save_for_backward(*tensors)
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         lookup: Lookup = ctx.lookup
         wanted = ctx.needs_input_grad[5::3]
@@ -144,7 +150,7 @@ class ReadingLookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         lookup: Lookup = ctx.lookup
         if not ctx.constant and lookup.steps.next != ctx.step:

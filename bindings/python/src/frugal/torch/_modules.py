@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+    Union,
+    cast,
+)
 
 import torch
 
@@ -20,7 +34,17 @@ Self = TypeVar("Self", bound="_Module")
 FeatureInput = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 
 
-def _refuse(max_norm: Optional[float], norm_type: float, scale_grad_by_freq: bool, dtype: Optional[torch.dtype]) -> None:
+_Forward = TypeVar("_Forward", bound=Callable[..., torch.Tensor])
+
+
+def _uncompiled(forward: _Forward) -> _Forward:
+    """torch.compile breaks the graph here: it cannot see what the library does."""
+    return cast(_Forward, torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
+
+
+def _refuse(
+    max_norm: Optional[float], norm_type: float, scale_grad_by_freq: bool, dtype: Optional[torch.dtype]
+) -> None:
     if max_norm is not None or norm_type != 2.0:
         raise NotImplementedError(
             "max_norm: a lookup does not change rows; weight_bound of the table's optimizer bounds each weight, clip_norm"
@@ -133,7 +157,9 @@ class _Module(torch.nn.Module):
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be copied: the engine owns its rows; make another, and load its state_dict")
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied: the engine owns its rows; make another, and load its state_dict"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} cannot be pickled: the engine owns its rows; save its state_dict")
@@ -164,9 +190,7 @@ class _Single(_Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _padding(padding_idx, num_embeddings, hashed)
-        self._table = self._open(
-            self._kind, name, num_embeddings, embedding_dim, optimizer, init, hashed, mean_ranks
-        )
+        self._table = self._open(self._kind, name, num_embeddings, embedding_dim, optimizer, init, hashed, mean_ranks)
         self._lookup = Lookup(self._steps, [Feature(self._table, pooling, self.padding_idx, 0)], embedding_dim)
         if self._table.created:
             if weight is not None:
@@ -235,7 +259,7 @@ class Embedding(_Single):
             hashed, mean_ranks,
         )  # fmt: skip
 
-    @torch.compiler.disable
+    @_uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the keys `input`, of any shape."""
         keys = _inputs.keys(input, "input", self._steps.device)
@@ -300,7 +324,7 @@ class EmbeddingBag(_Single):
         self.include_last_offset = include_last_offset
         self._arange = _inputs.Arange()
 
-    @torch.compiler.disable
+    @_uncompiled
     def forward(
         self,
         input: torch.Tensor,
@@ -404,7 +428,9 @@ class EmbeddingBagCollection(_Module):
         if not features:
             raise ValueError("a collection needs a feature")
         if len(set(names)) != len(names) or len(self._by_name) != len(self.embedding_bag_configs):
-            raise ValueError(f"names are not unique: features {names}, tables {[c.name for c in self.embedding_bag_configs]}")
+            raise ValueError(
+                f"names are not unique: features {names}, tables {[c.name for c in self.embedding_bag_configs]}"
+            )
         self.feature_names = tuple(names)
         self._lookup = Lookup(self._steps, features, width)
         self._arange = _inputs.Arange()
@@ -414,7 +440,7 @@ class EmbeddingBagCollection(_Module):
         """Of each feature, in the order of `feature_names`."""
         return tuple(feature.table.dim for feature in self._lookup.features)
 
-    @torch.compiler.disable
+    @_uncompiled
     def forward(
         self,
         features: Union[torch.Tensor, Mapping[str, FeatureInput]],
@@ -445,7 +471,7 @@ class EmbeddingBagCollection(_Module):
 
     def split(self, output: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Views of an output, by feature."""
-        return dict(zip(self.feature_names, output.split(self.dims, dim=1)))
+        return dict(zip(self.feature_names, torch.split(output, list(self.dims), dim=1)))
 
     def _inputs(
         self, features: Union[torch.Tensor, Mapping[str, FeatureInput]]

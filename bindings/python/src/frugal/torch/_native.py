@@ -143,9 +143,7 @@ class Trainer:
 def get(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
     """Reads rows into `rows`, contiguous. Returns which were found."""
     found = torch.zeros(keys.numel(), dtype=torch.bool)
-    check(
-        lib.frugal_get(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0, found.data_ptr())
-    )
+    check(lib.frugal_get(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0, found.data_ptr()))
     return found
 
 

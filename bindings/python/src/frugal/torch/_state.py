@@ -102,7 +102,9 @@ def _chunks(at: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
 def _keys_of_load(table: Table, at: Optional[torch.Tensor], count: int) -> torch.Tensor:
     if table.hashed:
         if at is None:
-            raise ValueError(f"table {table.name!r} is hashed: its rows are loaded with their keys, which are not there")
+            raise ValueError(
+                f"table {table.name!r} is hashed: its rows are loaded with their keys, which are not there"
+            )
         return at.detach().to(device="cpu", dtype=torch.int64).contiguous()
     if at is not None:
         raise ValueError(f"table {table.name!r} is dense: rows with keys are a hashed table's")

@@ -96,7 +96,9 @@ class Steps:
         have = (info.capacity, info.dim, info.key_space == _native.HASHED, info.optimizer)
         want = (rows, dim, hashed, optimizer._kind)
         if have != want:
-            raise ValueError(f"table {name!r} exists with (rows, dim, hashed, optimizer kind) {have}, wanted are {want}")
+            raise ValueError(
+                f"table {name!r} exists with (rows, dim, hashed, optimizer kind) {have}, wanted are {want}"
+            )
         self.tables[name] = known
         return known
 
@@ -228,7 +230,9 @@ _steps_lock = threading.Lock()
 def of(trainer: frugal.Trainer) -> Steps:
     """The steps of a trainer."""
     if not isinstance(trainer, frugal.Trainer):
-        raise TypeError(f"trainer must be a frugal.Trainer, not {type(trainer).__name__}: engine.create_trainer() makes one")
+        raise TypeError(
+            f"trainer must be a frugal.Trainer, not {type(trainer).__name__}: engine.create_trainer() makes one"
+        )
     with _steps_lock:
         steps = _steps.get(trainer)
         if steps is None:
