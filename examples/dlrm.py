@@ -4,10 +4,10 @@
     python dlrm.py --data train.txt             a file in Criteo's format, tab-separated, also .gz
     python dlrm.py --side both                  and the same model in PyTorch alone beside it
 
-Dense features go through an MLP, each categorical one is a row of a table, a second MLP works on the dot products of all of
-these and says the logit of a click. The tables are trained by frugal.torch with Adagrad, the MLPs by torch.optim.Adam. Reported are
-AUC and logloss on samples that were not trained on. Of the planted model the true probability of each sample is known, and so
-is the best that any model can reach: it is printed, too.
+Dense features go through an MLP, each categorical one is a row of a table, a second MLP works on the dot products of
+all of these and says the logit of a click. The tables are trained by frugal.torch with Adagrad, the MLPs by
+torch.optim.Adam. Reported are AUC and logloss on samples that were not trained on. Of the planted model the true
+probability of each sample is known, and so is the best that any model can reach: it is printed, too.
 
 Criteo's format: a line is label (0 or 1), 13 integers, 26 categories of 8 hexadecimal digits, with tabs in between; a
 field may be empty. Every tenth line is for testing.
@@ -58,8 +58,8 @@ class Batch(NamedTuple):
 class Planted(IterableDataset[Batch]):
     """Samples of a click model that is known.
 
-    The logit is a bias, a weight for each dense feature, one for each category, and the dot products of a short vector of each
-    category with those of the other features. Frequencies of categories fall as a power of their rank.
+    The logit is a bias, a weight for each dense feature, one for each category, and the dot products of a short vector
+    of each category with those of the other features. Frequencies of categories fall as a power of their rank.
     """
 
     dense_features, features, factors = 4, 8, 3

@@ -2,11 +2,12 @@
 
     python torch_dlrm.py [--quick] [--optimizer adagrad] [--keys zipf] [--shape 2048x32] [--json FILE]
 
-A step is the forward of a bag of keys, the backward of its gradient, and the update of the rows. The gradient is given, so that
-nothing but the embedding is timed. Two shapes: bags of one key, as the features of Criteo's data are, and of 32. Sides take turns of some steps in one process, so that a bad minute of the machine hits
-all; medians of turns are compared. frugal declares its keys ahead with Lookahead, inside the timed loop, and its turn ends
-with a flush, so that it leaves no work to others' turns. All sides get the same batches, and must agree on the rows at the end.
-FBGEMM is left out, and named, where fbgemm_gpu is not installed.
+A step is the forward of a bag of keys, the backward of its gradient, and the update of the rows. The gradient is given,
+so that nothing but the embedding is timed. Two shapes: bags of one key, as the features of Criteo's data are, and of
+32. Sides take turns of some steps in one process, so that a bad minute of the machine hits all; medians of turns are
+compared. frugal declares its keys ahead with Lookahead, inside the timed loop, and its turn ends with a flush, so that
+it leaves no work to others' turns. All sides get the same batches, and must agree on the rows at the end. FBGEMM is
+left out, and named, where fbgemm_gpu is not installed.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -122,8 +123,8 @@ class Fbgemm:
             "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         }
         self.bags = SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=kinds[optimizer], learning_rate=LR, eps=EPS,
-            pooling_mode=PoolingMode.SUM,
+            [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)], optimizer=kinds[optimizer],
+            learning_rate=LR, eps=EPS, pooling_mode=PoolingMode.SUM,
         )  # fmt: skip
         with torch.no_grad():
             self.bags.split_embedding_weights()[0].fill_(INIT)

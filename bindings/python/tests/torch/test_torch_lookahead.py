@@ -52,7 +52,8 @@ class World:
         self.optimizer.step()
 
     def nothing_is_declared(self) -> bool:
-        """The engine finds what is declared for a step by its keys: tries all that ever was declared in the next steps."""
+        """The engine finds what is declared for a step by its keys: tries all that ever was declared in the next
+        steps."""
         assert self.declared
         before, keys = undeclared(self.engine), 0
         for _ in range(self.engine.lookahead + 1):

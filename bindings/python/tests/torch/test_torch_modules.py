@@ -23,8 +23,8 @@ def other_keys(*shape: int, but: Optional[int]) -> torch.Tensor:
 
 
 def bag_inputs(form: str, padding: Optional[int] = None) -> Dict[str, Any]:
-    """Keys in bags of 1, 2, 4 or 8, half of them padding, so that means of multiples of 8 are exact; some bags are empty
-    where the form allows it."""
+    """Keys in bags of 1, 2, 4 or 8, half of them padding, so that means of multiples of 8 are exact; some bags are
+    empty where the form allows it."""
     if form == "2d":
         keys = other_keys(12, 4, but=padding)
         if padding is not None:

@@ -237,7 +237,7 @@ def test_step_takes_a_closure(pair: Any) -> None:
     def closure() -> float:
         loss = ours(torch.tensor([[3]])).sum()
         loss.backward()
-        return float(loss)
+        return loss.item()  # type: ignore[no-any-return]
 
     assert tables.step(closure) == before[3].sum().item()
     assert torch.equal(ours.weight[3], before[3] - 0.5)
@@ -378,6 +378,23 @@ def test_an_exception_in_the_loop_leaves_a_step_that_goes_on(pair: Any) -> None:
     assert same(ours, theirs)
     with pytest.raises(frugal.KeyOutOfRange):
         ours(torch.full((2, 2), ROWS))
+    train(pair, keys())
+    assert same(ours, theirs)
+
+
+def test_an_interrupt_after_the_gate_is_made_good(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, tables, dense = pair
+    train(pair, keys())
+    begin = frugal.Trainer.step_begin
+
+    def interrupted(*arguments: Any) -> None:
+        begin(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frugal.Trainer, "step_begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ours(keys())
     train(pair, keys())
     assert same(ours, theirs)
 

@@ -1,6 +1,8 @@
-"""Checks of the tensors that callers give: what goes to the library by address is right, or an error says what would be.
+"""Checks of the tensors that callers give: what goes to the library by address is right, or an error says what would
+be.
 
-Nothing is copied here but 32-bit keys and offsets, which the ABI does not have, and offsets that lack their last element.
+Nothing is copied here but 32-bit keys and offsets, which the ABI does not have, and offsets that lack their last
+element.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ def _tensor(value: object, what: str, device: torch.device) -> torch.Tensor:
         raise ValueError(f"{what} is on {value.device}, the trainer on {device}: move it with .to({str(device)!r})")
     if not value.is_contiguous():
         raise ValueError(
-            f"{what} has shape {tuple(value.shape)} and strides {value.stride()}: the library takes the address of contiguous"
-            " memory; call .contiguous()"
+            f"{what} has shape {tuple(value.shape)} and strides {value.stride()}: the library takes the"
+            " address of contiguous memory; call .contiguous()"
         )
     return value
 

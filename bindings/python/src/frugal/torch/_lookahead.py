@@ -45,9 +45,9 @@ class _Ahead(Generic[T]):
 class Lookahead(Generic[T]):
     """Iterates `loader` and declares the keys of up to `depth` steps ahead.
 
-    `keys(batch)` says what the forwards of that batch will get: a mapping from module to input, or pairs. `trainer`: whose
-    steps; `depth`: default the engine's lookahead, which is also the most; `batches_per_step`: batches between two calls of
-    Optimizer.step(). One iteration at a time: a second takes back what the first has declared.
+    `keys(batch)` says what the forwards of that batch will get: a mapping from module to input, or pairs. `trainer`:
+    whose steps; `depth`: default the engine's lookahead, which is also the most; `batches_per_step`: batches between
+    two calls of Optimizer.step(). One iteration at a time: a second takes back what the first has declared.
     """
 
     def __init__(

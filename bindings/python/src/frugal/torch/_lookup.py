@@ -85,7 +85,8 @@ class Lookup:
     def weight_grads(
         self, grad: torch.Tensor, tensors: Tensors, wanted: Sequence[bool]
     ) -> List[Optional[torch.Tensor]]:
-        """Gradients of weights where nothing is pushed: of rows that are read only, or with gradients that are not finite."""
+        """Gradients of weights where nothing is pushed: of rows that are read only, or with gradients that are not
+        finite."""
         return [self._weight_grad(i, grad, tensors) if wanted[i] else None for i in range(len(self.features))]
 
     def _weight_grad(self, i: int, grad: torch.Tensor, tensors: Tensors) -> torch.Tensor:

@@ -28,6 +28,10 @@ from ._lookup import Feature, Lookup, ReadingLookup, TrainingLookup
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 
+# Without types in torch.
+_training_lookup: Callable[..., Any] = TrainingLookup.apply
+_reading_lookup: Callable[..., Any] = ReadingLookup.apply
+
 Self = TypeVar("Self", bound="_Module")
 
 # The rows of a feature's keys: keys of a row each, bags of equal length, or keys with the offsets of their bags.
@@ -47,8 +51,8 @@ def _refuse(
 ) -> None:
     if max_norm is not None or norm_type != 2.0:
         raise NotImplementedError(
-            "max_norm: a lookup does not change rows; weight_bound of the table's optimizer bounds each weight, clip_norm"
-            " the gradient of a row"
+            "max_norm: a lookup does not change rows; weight_bound of the table's optimizer bounds each weight,"
+            " clip_norm the gradient of a row"
         )
     if scale_grad_by_freq:
         raise NotImplementedError("scale_grad_by_freq: gradients of a row are summed over its occurrences")
@@ -118,9 +122,9 @@ class _Module(torch.nn.Module):
             return self._lookup.read(rows, tensors)[0]
         if self.training and not self._frozen:
             anchor = self._lookup.features[0].table.anchor
-            return TrainingLookup.apply(anchor, self._lookup, rows, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return cast(torch.Tensor, _training_lookup(anchor, self._lookup, rows, *tensors))
         if any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
-            return ReadingLookup.apply(self._lookup, rows, self._frozen, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return cast(torch.Tensor, _reading_lookup(self._lookup, rows, self._frozen, *tensors))
         return self._lookup.read(rows, tensors)[0]
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
@@ -224,10 +228,10 @@ class _Single(_Module):
 class Embedding(_Single):
     """torch.nn.Embedding in an engine: a row for each key, shape of the keys + (embedding_dim,).
 
-    The first arguments are torch.nn.Embedding's. By keyword: `trainer`, whose steps train the rows; `name` of the table, by
-    which ranks share it (default: counted in the order of making); `optimizer`, as frugal.Adagrad(lr=0.1) (default SGD); `init`, a
-    frugal.Initializer (default Normal(0, 1), as torch's); `hashed`: keys are any 64 bits, `num_embeddings` the most rows; `mean_ranks`:
-    gradients are averaged over ranks, else summed.
+    The first arguments are torch.nn.Embedding's. By keyword: `trainer`, whose steps train the rows; `name` of the
+    table, by which ranks share it (default: counted in the order of making); `optimizer`, as frugal.Adagrad(lr=0.1)
+    (default SGD); `init`, a frugal.Initializer (default Normal(0, 1), as torch's); `hashed`: keys are any 64 bits,
+    `num_embeddings` the most rows; `mean_ranks`: gradients are averaged over ranks, else summed.
     """
 
     _kind = "embedding"
@@ -255,8 +259,8 @@ class Embedding(_Single):
     ) -> None:
         _refuse(max_norm, norm_type, scale_grad_by_freq, dtype)
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, _native.POOL_NONE, _weight, _freeze, device, trainer, name, optimizer, init,
-            hashed, mean_ranks,
+            num_embeddings, embedding_dim, padding_idx, _native.POOL_NONE, _weight, _freeze, device, trainer, name,
+            optimizer, init, hashed, mean_ranks,
         )  # fmt: skip
 
     @_uncompiled
@@ -317,8 +321,8 @@ class EmbeddingBag(_Single):
     ) -> None:
         _refuse(max_norm, norm_type, scale_grad_by_freq, dtype)
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, _pooling(mode), _weight, freeze, device, trainer, name, optimizer, init,
-            hashed, mean_ranks,
+            num_embeddings, embedding_dim, padding_idx, _pooling(mode), _weight, freeze, device, trainer, name,
+            optimizer, init, hashed, mean_ranks,
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -368,8 +372,8 @@ class EmbeddingBag(_Single):
         """A module whose rows begin as the 2-D tensor `embeddings`. Keywords are the constructor's."""
         rows, dim = _shape(embeddings)
         return cls(
-            rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings, include_last_offset, padding_idx,
-            freeze=freeze, **keywords,
+            rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings, include_last_offset,
+            padding_idx, freeze=freeze, **keywords,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -393,8 +397,9 @@ class TableConfig(NamedTuple):
 class EmbeddingBagCollection(_Module):
     """Bags of many features over one or more tables: one call of the library for all.
 
-    `tables` are TableConfigs; a feature belongs to one table, a table may have several. The output is one tensor of (batch, sum of
-    the features' dims), the features in the order of `feature_names`; `split` makes a dict of views of it.
+    `tables` are TableConfigs; a feature belongs to one table, a table may have several. The output is one tensor of
+    (batch, sum of the features' dims), the features in the order of `feature_names`; `split` makes a dict of views
+    of it.
     """
 
     def __init__(
@@ -414,8 +419,8 @@ class EmbeddingBagCollection(_Module):
         width = 0
         for config in self.embedding_bag_configs:
             table = self._open(
-                "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init, config.hashed,
-                mean_ranks,
+                "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
+                config.hashed, mean_ranks,
             )  # fmt: skip
             self._by_name[config.name] = table
             padding = _padding(config.padding_idx, config.num_embeddings, config.hashed)
@@ -449,9 +454,10 @@ class EmbeddingBagCollection(_Module):
     ) -> torch.Tensor:
         """Bags of all features. Returns (batch, sum of dims).
 
-        `features`: one tensor of (features, batch) or (features, batch, length), a key or a bag of equal length for each; or for
-        each feature's name a tensor of (batch,) or (batch, length), or a pair (keys, offsets) with offsets of batch + 1
-        numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the keys.
+        `features`: one tensor of (features, batch) or (features, batch, length), a key or a bag of equal length for
+        each; or for each feature's name a tensor of (batch,) or (batch, length), or a pair (keys, offsets) with offsets
+        of batch + 1 numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the
+        keys.
         """
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []

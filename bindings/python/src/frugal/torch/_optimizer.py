@@ -84,8 +84,8 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throws gradients away that were pushed since the last step(); before a backward there are none. In a world of several
-        ranks an error, if there are."""
+        """Throws gradients away that were pushed since the last step(); before a backward there are none. In a world of
+        several ranks an error, if there are."""
         self._check_newest()
         self._steps.discard()
         for table in self._tables:
@@ -113,8 +113,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._steps.next = step
             elif any(isinstance(table.optimizer, frugal.Adam) for table in self._tables):
                 raise ValueError(
-                    f"the saved next step is {step}, the engine's {self._steps.next}: Adam's arithmetic uses the number; load"
-                    " into an engine that has run no step"
+                    f"the saved next step is {step}, the engine's {self._steps.next}: Adam's arithmetic uses the"
+                    " number; load into an engine that has run no step"
                 )
         for i, table in enumerate(self._tables):
             _state.load_optimizer_state(self._steps, table, state_dict["state"][i])

@@ -78,8 +78,8 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
     at = _keys_of_load(table, saved.get("keys"), state.shape[0])
     if tuple(state.shape) != (at.numel(), table.state_floats):
         raise ValueError(
-            f"table {table.name!r} has {at.numel()} rows with {table.state_floats} floats of optimizer state, the saved one"
-            f" {tuple(state.shape)}: is it of the same optimizer?"
+            f"table {table.name!r} has {at.numel()} rows with {table.state_floats} floats of optimizer state, the saved"
+            f" one {tuple(state.shape)}: is it of the same optimizer?"
         )
     if not table.state_floats:
         return

@@ -1,7 +1,7 @@
 """The steps of a trainer, as modules, optimizer and lookahead share them.
 
-A trainer is used by one thread at a time, and a backward may come on another thread than the forward: every call that takes the
-trainer is made under the lock. Which call begins and ends a step is said in docs/torch.md.
+A trainer is used by one thread at a time, and a backward may come on another thread than the forward: every call that
+takes the trainer is made under the lock. Which call begins and ends a step is said in docs/torch.md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Table:
         self.dim: int = info.dim
         self.state_floats: int = info.state_floats
         self.hashed: bool = info.key_space == _native.HASHED
-        # Outputs depend on it, so that autograd runs although no input requires a gradient. Its gradient is the factor that
-        # the pushed gradients of the step are to be multiplied with: 1, unless a GradScaler unscales it; infinite, if
-        # gradients were. It is no Parameter: other optimizers, clipping and DistributedDataParallel would take it for one.
+        # Outputs depend on it, so that autograd runs although no input requires a gradient. Its gradient is the factor
+        # that the pushed gradients of the step are to be multiplied with: 1, unless a GradScaler unscales it; infinite,
+        # if gradients were. It is no Parameter: other optimizers, clipping and DistributedDataParallel would take it
+        # for one.
         with torch.inference_mode(False):
             self.anchor = torch.zeros((), requires_grad=True)
 
@@ -57,6 +58,7 @@ class Steps:
         self.tables: Dict[str, Table] = {}
         self.optimizer: Optional[Callable[[], Any]] = None  # a weak reference to the newest
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
+        self._interrupted = False
         self._cancelled: List[_native.Batch] = []
         self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
         self._names: Dict[str, int] = {}
@@ -108,10 +110,19 @@ class Steps:
 
     def begin(self) -> None:
         with self.lock:
-            if not self.open:
-                self.cancel()
+            if self.open:
+                return
+            self.cancel()
+            try:
                 self._tried(lambda: self.trainer.step_begin(self.next))
-                self.open, self.pushed = True, False
+            except KeyboardInterrupt:
+                self._interrupted = True  # the step may have begun all the same
+                raise
+            except frugal.StepOrder:
+                if not self._interrupted:
+                    raise
+            self._interrupted = self.pushed = False
+            self.open = True
 
     def end(self, skip: bool) -> None:
         with self.lock:
@@ -131,8 +142,8 @@ class Steps:
         with self.lock:
             if step is not None and (step != self.next or not self.open):
                 raise RuntimeError(
-                    f"the forward was in step {step}, which has ended: the gradient of per_sample_weights needs its rows; call"
-                    " backward() before Optimizer.step()"
+                    f"the forward was in step {step}, which has ended: the gradient of per_sample_weights needs its"
+                    " rows; call backward() before Optimizer.step()"
                 )
             self.begin()
             self._tried(lambda: self.native.push(ops))
@@ -189,8 +200,8 @@ class Steps:
             if self.open and self.pushed:
                 if self.trainer.engine.world_size > 1:
                     raise RuntimeError(
-                        "zero_grad() after backward() would throw away gradients that the engine has: with several ranks"
-                        " that takes all of them; call step() after backward(), or zero_grad() before it"
+                        "zero_grad() after backward() would throw away gradients that the engine has: with several"
+                        " ranks that takes all of them; call step() after backward(), or zero_grad() before it"
                     )
                 self._abort()
 
@@ -215,7 +226,8 @@ class Steps:
         try:
             call()
         except (frugal.StepAborted, frugal.NotInStep):
-            # Undone, by another rank or by a call past this object: the step after the last committed one is begun again.
+            # Undone, by another rank or by a call past this object: the step after the last committed one is begun
+            # again.
             committed = self.trainer.engine.committed_step()
             if committed is not None:
                 self.next = committed + 1
