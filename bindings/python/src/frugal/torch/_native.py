@@ -1,0 +1,168 @@
+"""Calls of the library that take addresses of tensors, on what the core package has for its own calls."""
+
+from __future__ import annotations
+
+import weakref
+from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer
+from typing import Callable, NamedTuple, Optional
+
+import torch
+
+import frugal
+from frugal import _abi
+from frugal._lib import lib
+from frugal._wait import wait
+from frugal.errors import check
+
+HASHED = _abi.FRUGAL_HASHED
+POOL_NONE, POOL_SUM, POOL_MEAN = _abi.FRUGAL_POOL_NONE, _abi.FRUGAL_POOL_SUM, _abi.FRUGAL_POOL_MEAN
+
+_SIZE = _abi.OP.size
+_pack_into = _abi.OP.pack_into
+
+
+class Ops:
+    """The ops of a call, in the memory that goes to the library."""
+
+    __slots__ = ("count", "memory")
+
+    def __init__(self, most: int) -> None:
+        self.memory = create_string_buffer(max(most, 1) * _SIZE)
+        self.count = 0
+
+    def add(
+        self,
+        table: int,
+        pooling: int,
+        padding: Optional[int],
+        keys: torch.Tensor,
+        offsets: Optional[torch.Tensor] = None,
+        weights: Optional[torch.Tensor] = None,
+        weight_grads: Optional[torch.Tensor] = None,
+        *,
+        rows_out: int = 0,
+        grads: int = 0,
+        row_stride: int = 0,
+    ) -> None:
+        """Adds an op of the table with this handle. The tensors must live until the call returns."""
+        _pack_into(
+            self.memory,
+            self.count * _SIZE,
+            _SIZE,
+            table,
+            0,  # no batch: the library finds what was declared by the keys
+            0,
+            pooling,
+            keys.data_ptr(),
+            keys.numel(),
+            0 if offsets is None else offsets.data_ptr(),
+            0 if offsets is None else offsets.numel() - 1,
+            0 if weights is None else weights.data_ptr(),
+            0 if weight_grads is None else weight_grads.data_ptr(),
+            rows_out,
+            grads,
+            row_stride,
+            0,
+            padding or 0,
+            0 if padding is None else _abi.FRUGAL_OP_PADDING,
+            0,
+        )
+        self.count += 1
+
+
+class Batch(NamedTuple):
+    """Keys declared for a step."""
+
+    handle: int
+    step: int
+
+
+class Trainer:
+    """Calls of a trainer, by one thread at a time."""
+
+    def __init__(self, trainer: frugal.Trainer) -> None:
+        self._weak = weakref.ref(trainer)  # see Steps
+        self._handle = trainer.handle
+        self._turn = trainer._turn
+        self._engine = trainer.engine
+        gpu = trainer._place.gpu
+        self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        self._stream = 0
+
+    def lookup(self, ops: Ops) -> None:
+        self._use_stream()
+        self._call(lambda: lib.frugal_lookup(self._handle, addressof(ops.memory), ops.count))
+
+    def push(self, ops: Ops) -> None:
+        self._use_stream()
+        self._call(lambda: lib.frugal_push_grad(self._handle, addressof(ops.memory), ops.count))
+
+    def read(self, ops: Ops) -> None:
+        self._use_stream()
+        engine, memory = self._engine, addressof(ops.memory)
+
+        def call() -> int:
+            wait(lambda ms: lib.frugal_read(engine.handle, self._handle, memory, ops.count, ms), engine._timeout_ms)
+            return 0
+
+        self._call(call)
+
+    def prefetch(self, step: int, ops: Ops) -> Batch:
+        handle = c_void_p()
+        self._call(lambda: lib.frugal_prefetch(self._handle, step, addressof(ops.memory), ops.count, byref(handle)))
+        return Batch(handle.value or 0, step)
+
+    def cancel(self, batch: Batch) -> None:
+        self._call(lambda: lib.frugal_prefetch_cancel(self._handle, batch.handle))
+
+    def _use_stream(self) -> None:
+        if self.device.type == "cuda":
+            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
+            if stream != self._stream:
+                self._trainer().set_stream(stream)
+                self._stream = stream
+
+    def _trainer(self) -> frugal.Trainer:
+        trainer = self._weak()
+        assert trainer is not None, "whoever makes calls holds the trainer"
+        return trainer
+
+    def _call(self, call: Callable[[], int]) -> None:
+        # The trainer's own calls take turns in this way.
+        try:
+            del self._turn[0]
+        except IndexError:
+            raise self._trainer()._refusal() from None
+        try:
+            status = call()
+        finally:
+            self._turn.append(None)
+        check(status)
+
+
+def get(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
+    """Reads rows into `rows`, contiguous. Returns which were found."""
+    found = torch.zeros(keys.numel(), dtype=torch.bool)
+    check(lib.frugal_get(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0, found.data_ptr()))
+    return found
+
+
+def put(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
+    """Writes rows, contiguous."""
+    check(lib.frugal_put(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0))
+
+
+def delete(table: frugal.Table, keys: torch.Tensor) -> None:
+    """Deletes rows."""
+    check(lib.frugal_delete(table.handle, keys.data_ptr(), keys.numel(), None))
+
+
+def table_keys(table: frugal.Table) -> torch.Tensor:
+    """All keys, as int64."""
+    keys = torch.empty(table.count(), dtype=torch.int64)
+    cursor, got, done = c_uint64(0), c_size_t(1), 0
+    while done < keys.numel() and got.value:
+        address = keys.data_ptr() + 8 * done
+        check(lib.frugal_table_keys(table.handle, byref(cursor), address, keys.numel() - done, byref(got)))
+        done += got.value
+    return keys[:done]

@@ -1,0 +1,120 @@
+"""Rows and optimizer state of a table as tensors, for state_dict. Between steps."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterator, Optional, Tuple
+
+import torch
+
+from . import _native
+from ._steps import Steps, Table
+
+_CHUNK = 65536  # rows that are held twice while state is put in or out
+
+
+def keys(table: Table) -> torch.Tensor:
+    """All keys, as int64; of a dense table in ascending order."""
+    if not table.hashed:
+        return torch.arange(table.capacity)
+    return _native.table_keys(table.table)
+
+
+def rows(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
+    """`weight`, and of a hashed table the `keys` of its rows."""
+    steps.outside()
+    all_keys = keys(table)
+    weight = torch.empty(all_keys.numel(), table.dim)
+    _native.get(table.table, all_keys, weight, with_state=False)
+    return {"weight": weight, "keys": all_keys} if table.hashed else {"weight": weight}
+
+
+def put(steps: Steps, table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
+    """Writes rows; their optimizer state is a new row's."""
+    steps.outside()
+    _native.put(table.table, at, weight, with_state=False)
+
+
+def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[torch.Tensor]) -> None:
+    """Makes `weight` the table's rows, those of the keys `at` of a hashed table, which then has no others. Rows keep
+    their optimizer state."""
+    weight = weight.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    at = _keys_of_load(table, at, weight.shape[0])
+    if tuple(weight.shape) != (at.numel(), table.dim):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, the table {(at.numel(), table.dim)}")
+    steps.outside()
+    if table.hashed:
+        _delete_others(table, at)
+    for begin, some in _chunks(at):
+        part = weight[begin : begin + some.numel()]
+        both = torch.empty(some.numel(), table.dim + table.state_floats)
+        found = _native.get(table.table, some, both, with_state=True)
+        if table.state_floats == 0 or not bool(found.all()):
+            # Rows that come into being have a new row's state; the others get theirs back.
+            _native.put(table.table, some, part, with_state=False)
+        if table.state_floats and bool(found.any()):
+            both[:, : table.dim] = part
+            if bool(found.all()):
+                _native.put(table.table, some, both, with_state=True)
+            else:
+                _native.put(table.table, some[found], both[found], with_state=True)
+
+
+def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
+    """`state` of each row, (rows, state floats), and of a hashed table the `keys`."""
+    steps.outside()
+    all_keys = keys(table)
+    state = torch.empty(all_keys.numel(), table.state_floats)
+    if table.state_floats:
+        for begin, some in _chunks(all_keys):
+            both = torch.empty(some.numel(), table.dim + table.state_floats)
+            _native.get(table.table, some, both, with_state=True)
+            state[begin : begin + some.numel()] = both[:, table.dim :]
+    return {"state": state, "keys": all_keys} if table.hashed else {"state": state}
+
+
+def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tensor]) -> None:
+    """Gives rows the optimizer state that `optimizer_state` returned. Rows keep their weights."""
+    state = saved["state"].to(device="cpu", dtype=torch.float32)
+    at = _keys_of_load(table, saved.get("keys"), state.shape[0])
+    if tuple(state.shape) != (at.numel(), table.state_floats):
+        raise ValueError(
+            f"table {table.name!r} has {at.numel()} rows with {table.state_floats} floats of optimizer state, the saved"
+            f" one {tuple(state.shape)}: is it of the same optimizer?"
+        )
+    if not table.state_floats:
+        return
+    steps.outside()
+    for begin, some in _chunks(at):
+        both = torch.empty(some.numel(), table.dim + table.state_floats)
+        found = _native.get(table.table, some, both, with_state=True)
+        both[:, table.dim :] = state[begin : begin + some.numel()]
+        if bool(found.all()):
+            _native.put(table.table, some, both, with_state=True)
+        elif bool(found.any()):
+            _native.put(table.table, some[found], both[found], with_state=True)
+
+
+def _chunks(at: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
+    for begin in range(0, at.numel(), _CHUNK):
+        yield begin, at[begin : begin + _CHUNK]
+
+
+def _keys_of_load(table: Table, at: Optional[torch.Tensor], count: int) -> torch.Tensor:
+    if table.hashed:
+        if at is None:
+            raise ValueError(
+                f"table {table.name!r} is hashed: its rows are loaded with their keys, which are not there"
+            )
+        return at.detach().to(device="cpu", dtype=torch.int64).contiguous()
+    if at is not None:
+        raise ValueError(f"table {table.name!r} is dense: rows with keys are a hashed table's")
+    if count != table.capacity:
+        raise ValueError(f"table {table.name!r} has {table.capacity} rows, the saved one {count}")
+    return torch.arange(table.capacity)
+
+
+def _delete_others(table: Table, at: torch.Tensor) -> None:
+    there = keys(table)
+    others = there[~torch.isin(there, at)]
+    if others.numel():
+        _native.delete(table.table, others)

@@ -1,0 +1,141 @@
+"""What a forward and a backward cost in torch: operations, and bytes."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch_support import sgd
+
+import frugal
+import frugal.torch as ft
+
+BAGS, PER_BAG, DIM = 64, 50, 16
+KEYS = BAGS * PER_BAG
+
+
+class Costs:
+    def __init__(self) -> None:
+        self.operations: Dict[str, int] = {}
+        self.peak_bytes = 0
+
+
+def costs_of(run: Any) -> Costs:
+    """Operations of torch, and the most bytes that were allocated at once above what there was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    costs = Costs()
+    for event in profiler.key_averages():
+        if event.key.startswith("aten::"):
+            costs.operations[event.key] = event.count
+    now = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            costs.peak_bytes = max(costs.peak_bytes, now)
+    return costs
+
+
+@pytest.fixture
+def bags(trainer: frugal.Trainer) -> ft.EmbeddingBag:
+    return ft.EmbeddingBag(1000, DIM, mode="sum", include_last_offset=True, trainer=trainer, optimizer=sgd())
+
+
+def inputs() -> List[torch.Tensor]:
+    return [torch.randint(0, 1000, (KEYS,)), torch.arange(0, KEYS + 1, PER_BAG), torch.randn(BAGS, DIM)]
+
+
+def test_forward_and_backward_are_a_new_tensor_and_no_operation(bags: ft.EmbeddingBag) -> None:
+    optimizer = ft.Optimizer(bags)
+    keys, offsets, grad = inputs()
+    bags(keys, offsets).backward(grad)  # what is made once is made
+    optimizer.step()
+
+    def step() -> None:
+        bags(keys, offsets).backward(grad)
+        optimizer.step()
+
+    costs = costs_of(step)
+    assert costs.operations.pop("aten::empty") == 1
+    # Autograd's own: views and detaches of the gradient that is given, no copy of it.
+    assert set(costs.operations) <= {"aten::detach", "aten::view_as", "aten::view"}, costs.operations
+    output = BAGS * DIM * 4
+    assert output <= costs.peak_bytes < output + 1024
+    assert costs.peak_bytes < KEYS * DIM * 4 / 8
+
+
+def test_torch_s_own_is_measured_in_the_same_way(trainer: frugal.Trainer) -> None:
+    """The measure finds the keys x dim tensor where there is one."""
+    theirs = torch.nn.EmbeddingBag(1000, DIM, mode="sum", include_last_offset=True, sparse=True)
+    keys, offsets, grad = inputs()
+    costs = costs_of(lambda: theirs(keys, offsets).backward(grad))
+    assert costs.peak_bytes > KEYS * DIM * 4
+
+
+def test_evaluation_is_a_new_tensor(bags: ft.EmbeddingBag) -> None:
+    keys, offsets, _ = inputs()
+
+    def read() -> None:
+        with torch.no_grad():
+            bags(keys, offsets)
+
+    costs = costs_of(read)
+    assert costs.operations == {"aten::empty": 1}
+
+
+@pytest.mark.parametrize("case", ["offsets", "int32", "2d", "weights", "embedding", "collection"])
+def test_other_inputs_cost_what_is_documented(trainer: frugal.Trainer, case: str) -> None:
+    keys, offsets, grad = inputs()
+    allowed = {"aten::empty", "aten::detach", "aten::view_as", "aten::view", "aten::reshape"}
+    extra_bytes = 0
+    if case == "embedding":
+        module: Any = ft.Embedding(1000, DIM, trainer=trainer)
+        arguments: List[Any] = [keys.view(BAGS, PER_BAG)]
+        grad = torch.randn(BAGS, PER_BAG, DIM)
+    elif case == "collection":
+        tables = [ft.TableConfig(f"t{i}", 1000, DIM, [f"f{i}"]) for i in range(4)]
+        module = ft.EmbeddingBagCollection(tables, trainer=trainer)
+        arguments = [keys.view(4, -1, 50)]
+        grad = torch.randn(BAGS // 4, 4 * DIM)
+        allowed |= {"aten::unbind", "aten::select", "aten::as_strided"}  # views of the input
+    else:
+        module = ft.EmbeddingBag(1000, DIM, mode="sum", include_last_offset=case != "offsets", trainer=trainer)
+        arguments = [keys, offsets]
+        if case == "offsets":
+            arguments = [keys, offsets[:-1]]
+            # One more number than there are offsets.
+            allowed |= {
+                "aten::constant_pad_nd",
+                "aten::pad",
+                "aten::fill_",
+                "aten::copy_",
+                "aten::narrow",
+                "aten::slice",
+            }
+            allowed |= {"aten::as_strided", "aten::empty_strided", "aten::clone"}
+            extra_bytes = (BAGS + 1) * 8
+        elif case == "int32":
+            arguments = [keys.int(), offsets]
+            allowed |= {"aten::to", "aten::_to_copy", "aten::empty_strided", "aten::copy_"}
+            extra_bytes = KEYS * 8
+        elif case == "2d":
+            arguments = [keys.view(BAGS, PER_BAG)]
+        else:
+            arguments = [keys, offsets, torch.ones(KEYS, requires_grad=True)]
+            allowed |= {"aten::empty_like", "aten::empty_strided"}
+            extra_bytes = KEYS * 4
+    optimizer = ft.Optimizer(module)
+
+    def step() -> None:
+        module(*arguments).backward(grad)
+        optimizer.step()
+
+    step()
+    for argument in arguments:
+        argument.grad = None
+    costs = costs_of(step)
+    assert set(costs.operations) <= allowed, costs.operations
+    output = grad.numel() * 4
+    assert costs.peak_bytes < output + extra_bytes + 1024

@@ -1,0 +1,197 @@
+"""state_dict of modules and of the optimizer."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, Dict
+
+import pytest
+import torch
+from torch_support import DIM, ROWS, bag_pair, integers, sgd
+
+import frugal
+import frugal.torch as ft
+
+CONFIGS: Dict[str, frugal.Optimizer] = {
+    "sgd": frugal.SGD(lr=0.1),
+    "momentum": frugal.Momentum(lr=0.1),
+    "adagrad": frugal.Adagrad(lr=0.1, initial_accumulator=0.5),
+    "row-wise adagrad": frugal.RowWiseAdagrad(lr=0.1),
+    "adam": frugal.Adam(lr=0.1),
+    "ftrl": frugal.FTRL(lr=0.1),
+}
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(module: Any, optimizer: ft.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = torch.randint(0, ROWS, (8, 2), generator=generator)
+        out = module(batch)
+        out.backward(torch.randn(out.shape, generator=generator))
+        optimizer.step()
+
+
+def state_of(module: Any, optimizer: ft.Optimizer) -> Dict[str, torch.Tensor]:
+    """By key, so that the order of hashed rows does not matter."""
+    model, saved = module.state_dict(), optimizer.state_dict()["state"][0]
+    if "keys" not in model:
+        return {"rows": model["weight"], "state": saved["state"]}
+    order, saved_order = model["keys"].argsort(), saved["keys"].argsort()
+    return {
+        "keys": model["keys"][order], "rows": model["weight"][order], "state": saved["state"][saved_order],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_training_goes_on_bit_for_bit(kind: str, hashed: bool, order: str) -> None:
+    def world(engine: frugal.Engine) -> Any:
+        trainer = engine.create_trainer()
+        module = ft.EmbeddingBag(
+            ROWS, DIM, mode="sum", hashed=hashed, trainer=trainer, name="t", optimizer=CONFIGS[kind]
+        )
+        return module, ft.Optimizer(module)
+
+    with frugal.Engine(seed=1) as engine:
+        module, optimizer = world(engine)
+        train(module, optimizer, 4, seed=1)
+        optimizer.param_groups[0]["lr"] = 0.05
+        saved = through_a_file({"model": module.state_dict(), "optimizer": optimizer.state_dict()})
+        assert saved["optimizer"]["step"] == 4
+        train(module, optimizer, 4, seed=2)
+        expected = state_of(module, optimizer)
+    with frugal.Engine(seed=1) as engine:
+        module, optimizer = world(engine)
+        if order == "model first" or hashed:  # the rows of a hashed table must be there
+            module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        else:
+            optimizer.load_state_dict(saved["optimizer"])
+            module.load_state_dict(saved["model"])
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        train(module, optimizer, 4, seed=2)
+        assert engine.committed_step() == 7
+        got = state_of(module, optimizer)
+    assert got.keys() == expected.keys()
+    for name in got:
+        assert torch.equal(got[name], expected[name]), name
+
+
+def test_state_dicts_of_torch_and_ours_are_each_other_s(trainer: frugal.Trainer) -> None:
+    for ours, theirs in (
+        (ft.EmbeddingBag(ROWS, DIM, trainer=trainer), torch.nn.EmbeddingBag(ROWS, DIM)),
+        (ft.Embedding(ROWS, DIM, trainer=trainer), torch.nn.Embedding(ROWS, DIM)),
+    ):
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(ours.weight, theirs.weight.detach())
+        with torch.no_grad():
+            theirs.weight.zero_()
+        theirs.load_state_dict(ours.state_dict())
+        assert torch.equal(ours.weight, theirs.weight.detach())
+        half = {"weight": theirs.weight.detach().half()}
+        ours.load_state_dict(half)
+        assert torch.equal(ours.weight, half["weight"].float())
+
+
+def test_loading_a_model_keeps_the_optimizer_s_state(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer, optimizer=frugal.Adagrad(lr=0.1))
+    optimizer = ft.Optimizer(module)
+    train(module, optimizer, 3, seed=1)
+    state = optimizer.state_dict()["state"][0]["state"]
+    assert state.abs().sum() > 0
+    module.load_state_dict({"weight": torch.zeros(ROWS, DIM)})
+    assert torch.equal(optimizer.state_dict()["state"][0]["state"], state)
+    assert torch.equal(module.weight, torch.zeros(ROWS, DIM))
+
+
+def test_a_hashed_table_becomes_what_is_loaded(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer, optimizer=frugal.Adagrad(lr=0.1))
+    optimizer = ft.Optimizer(module)
+    module(torch.tensor([1, 2, 3])).sum().backward()
+    optimizer.step()
+    keys = torch.tensor([3, -4])
+    rows = torch.randn(2, DIM)
+    module.load_state_dict({"weight": rows, "keys": keys})
+    saved, state = module.state_dict(), optimizer.state_dict()["state"][0]
+    order = saved["keys"].argsort(descending=True)
+    assert torch.equal(saved["keys"][order], keys) and torch.equal(saved["weight"][order], rows)
+    order = state["keys"].argsort(descending=True)
+    assert torch.equal(state["state"][order], torch.stack([torch.ones(DIM), torch.zeros(DIM)]))
+
+
+def test_a_model_s_state_dict_has_its_tables(trainer: frugal.Trainer) -> None:
+    def model() -> Any:
+        return torch.nn.ModuleDict(
+            {
+                "bag": ft.EmbeddingBag(ROWS, DIM, trainer=trainer),
+                "all": ft.EmbeddingBagCollection([ft.TableConfig("t", 20, 4, ["x"])], trainer=trainer),
+                "head": torch.nn.Linear(2, 2),
+            }
+        )
+
+    ours = model()
+    assert list(ours.state_dict()) == ["bag.weight", "all.embedding_bags.t.weight", "head.weight", "head.bias"]
+    ours.load_state_dict(through_a_file(ours.state_dict()))
+    partly = ours.state_dict()
+    del partly["bag.weight"]
+    partly["all.embedding_bags.u.weight"] = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="(?s)Missing key.*bag.weight.*Unexpected key|Unexpected key.*Missing key"):
+        ours.load_state_dict(partly)
+    ours.load_state_dict(partly, strict=False)
+
+
+def test_what_does_not_fit_is_said(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=frugal.Adagrad(lr=0.1))
+    other = ft.Embedding(ROWS, DIM, trainer=trainer, name="other")
+    with pytest.raises(RuntimeError, match="60 rows, the saved one 7"):
+        module.load_state_dict({"weight": torch.zeros(7, DIM)})
+    with pytest.raises(RuntimeError, match="weight has shape"):
+        module.load_state_dict({"weight": torch.zeros(ROWS, DIM + 1)})
+    with pytest.raises(RuntimeError, match="a hashed table's"):
+        module.load_state_dict({"weight": torch.zeros(ROWS, DIM), "keys": torch.zeros(ROWS)})
+    saved = ft.Optimizer(other).state_dict()
+    optimizer = ft.Optimizer(module)
+    with pytest.raises(ValueError, match="the saved tables are"):
+        optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["name"] = module.table.name
+    with pytest.raises(ValueError, match="floats of optimizer state"):
+        optimizer.load_state_dict(saved)
+
+
+def test_adam_wants_its_step_number(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, trainer=trainer, optimizer=frugal.Adam(lr=0.1))
+    optimizer = ft.Optimizer(module)
+    saved = optimizer.state_dict()
+    train(module, optimizer, 2, seed=0)
+    with pytest.raises(ValueError, match="Adam"):
+        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(module, optimizer, 1, seed=0)
+    assert engine.committed_step() == 2
+
+
+def test_a_scheduler_s_state_goes_along(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), optimizer=sgd())
+    optimizers = [ft.Optimizer(ours), torch.optim.SGD(theirs.parameters(), lr=0.5)]
+    rates = []
+    for optimizer in optimizers:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        saved = through_a_file([optimizer.state_dict(), scheduler.state_dict()])
+        optimizer.param_groups[0]["lr"] = 7.0
+        optimizer.load_state_dict(saved[0])
+        scheduler.load_state_dict(saved[1])
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(rates[1]) and rates[0] < 0.01

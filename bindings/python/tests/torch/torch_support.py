@@ -1,0 +1,40 @@
+"""What the tests of frugal.torch share: worlds of one rank, and torch.nn's modules beside this package's."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Tuple
+
+import torch
+
+import frugal
+import frugal.torch as ft
+
+ROWS, DIM = 60, 8
+
+
+def integers(*shape: int, low: int = -3, high: int = 4) -> torch.Tensor:
+    """Small integers as floats: their sums and products are exact in any order."""
+    return torch.randint(low, high, shape).float()
+
+
+def sgd(lr: float = 0.5) -> frugal.SGD:
+    return frugal.SGD(lr=lr)
+
+
+def bag_pair(
+    trainer: frugal.Trainer, weight: torch.Tensor, **arguments: Any
+) -> Tuple[ft.EmbeddingBag, torch.nn.EmbeddingBag]:
+    """The same bags in both worlds; arguments of the table go to frugal alone."""
+    table: Dict[str, Any] = {key: arguments.pop(key) for key in ("optimizer", "name", "hashed") if key in arguments}
+    rows, dim = weight.shape
+    ours = ft.EmbeddingBag(rows, dim, _weight=weight, trainer=trainer, **{"optimizer": sgd(), **table}, **arguments)
+    theirs = torch.nn.EmbeddingBag(rows, dim, _weight=weight.clone(), sparse=True, **arguments)
+    return ours, theirs
+
+
+def undeclared(engine: frugal.Engine) -> int:
+    return int(engine.stats()["keys_undeclared"])
+
+
+def committed(engine: frugal.Engine) -> int:
+    return int(engine.stats()["steps_committed"])
