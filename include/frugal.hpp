@@ -126,22 +126,43 @@ inline frugal_op Op() {
 
 namespace internal {
 
-// A handle that leaves its place when it is moved.
+// A value that leaves its place when it is moved: what stays behind is T().
 template <typename T>
-class Handle {
+class Moved {
  public:
-  Handle() noexcept = default;
-  explicit Handle(T* handle) noexcept : handle_(handle) {}
-  Handle(Handle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Handle& operator=(Handle&& other) noexcept {
-    std::swap(handle_, other.handle_);
+  Moved() noexcept = default;
+  Moved(T value) noexcept : value_(value) {}
+  Moved(Moved&& other) noexcept : value_(std::exchange(other.value_, T())) {}
+  Moved& operator=(Moved&& other) noexcept {
+    value_ = std::exchange(other.value_, T());
     return *this;
   }
-  T* get() const noexcept { return handle_; }
-  T* Release() noexcept { return std::exchange(handle_, nullptr); }
+  operator T() const noexcept { return value_; }
+  T Release() noexcept { return std::exchange(value_, T()); }
 
  private:
-  T* handle_ = nullptr;
+  T value_ = T();
+};
+
+// A handle that is closed by its owner's end, or when another takes its place.
+template <typename T, int32_t (*kClose)(T*)>
+class Owned {
+ public:
+  Owned() noexcept = default;
+  explicit Owned(T* handle) noexcept : handle_(handle) {}
+  Owned(Owned&&) noexcept = default;
+  Owned& operator=(Owned&& other) noexcept {
+    T* taken = other.handle_.Release();
+    kClose(handle_.Release());
+    handle_ = Moved<T*>(taken);
+    return *this;
+  }
+  ~Owned() { kClose(handle_); }
+  T* get() const noexcept { return handle_; }
+  T* Release() noexcept { return handle_.Release(); }
+
+ private:
+  Moved<T*> handle_;
 };
 
 inline void CheckSize(size_t have, size_t need, const char* what) {
@@ -163,11 +184,11 @@ class Table {
     state_floats_ = static_cast<uint32_t>(info.state_floats);
   }
 
-  frugal_table* get() const noexcept { return handle_.get(); }
+  frugal_table* get() const noexcept { return handle_; }
   uint32_t dim() const noexcept { return dim_; }
   // Floats of a row: dim(), or with FRUGAL_WITH_STATE those of its optimizer state, too.
   size_t RowFloats(uint32_t flags = 0) const noexcept {
-    return size_t{dim_} + (flags & FRUGAL_WITH_STATE ? state_floats_ : 0);
+    return size_t{dim()} + (flags & FRUGAL_WITH_STATE ? size_t{state_floats_} : 0);
   }
 
   frugal_table_info Describe() const {
@@ -228,8 +249,8 @@ class Table {
   }
 
  private:
-  internal::Handle<frugal_table> handle_;
-  uint32_t dim_ = 0, state_floats_ = 0;
+  internal::Moved<frugal_table*> handle_;
+  internal::Moved<uint32_t> dim_, state_floats_;
 };
 
 // Keys declared for one step; the library forgets them when the step ends.
@@ -237,27 +258,35 @@ class Batch {
  public:
   Batch() noexcept = default;
 
-  frugal_batch* get() const noexcept { return handle_.get(); }
+  frugal_batch* get() const noexcept { return handle_; }
   // Of a batch of one table: number of keys and of the floats in their rows.
   size_t size() const noexcept { return size_; }
   size_t floats() const noexcept { return size_ * dim_; }
 
  private:
   friend class Trainer;
+  friend frugal_op Op(const Table& table, const Batch& batch, uint32_t part);
   Batch(frugal_batch* handle, frugal_table* table, size_t size, uint32_t dim)
       : handle_(handle), table_(table), size_(size), dim_(dim) {}
 
   frugal_op ToOp() const {
+    CheckDeclared();
     frugal_op op = Op();
     op.table = table_;
     op.batch = get();
     return op;
   }
 
-  internal::Handle<frugal_batch> handle_;
-  frugal_table* table_ = nullptr;
-  size_t size_ = 0;
-  uint32_t dim_ = 0;
+  // To the C functions no batch and no keys would be a call without keys.
+  void CheckDeclared() const {
+    if (get() == nullptr)
+      throw Error(FRUGAL_ERR_BAD_HANDLE, "the batch was moved, cancelled or never declared");
+  }
+
+  internal::Moved<frugal_batch*> handle_;
+  internal::Moved<frugal_table*> table_;
+  internal::Moved<size_t> size_;
+  internal::Moved<uint32_t> dim_;
 };
 
 // Ops for calls on several tables, or with bags. Outputs, gradients and bags are set afterwards;
@@ -274,6 +303,7 @@ inline frugal_op Op(const Table& table, Span<const uint64_t> keys) {
 
 // Exactly the keys of a part of a declared batch.
 inline frugal_op Op(const Table& table, const Batch& batch, uint32_t part = 0) {
+  batch.CheckDeclared();
   frugal_op op = Op();
   op.table = table.get();
   op.batch = batch.get();
@@ -304,9 +334,6 @@ class Trainer {
  public:
   Trainer() noexcept = default;
   explicit Trainer(frugal_trainer* handle) noexcept : handle_(handle) {}
-  Trainer(Trainer&&) noexcept = default;
-  Trainer& operator=(Trainer&&) noexcept = default;
-  ~Trainer() { frugal_trainer_close(handle_.get()); }
 
   frugal_trainer* get() const noexcept { return handle_.get(); }
   void Close() { Check(frugal_trainer_close(handle_.Release())); }
@@ -384,6 +411,8 @@ class Trainer {
 
   // Memory for `floats` gradients that the engine lends for this step.
   Span<float> Borrow(size_t floats) {
+    if (floats > SIZE_MAX / sizeof(float))
+      throw Error(FRUGAL_ERR_OUT_OF_MEMORY, "there is not as much memory in the world");
     void* memory = nullptr;
     Check(frugal_borrow(get(), floats * sizeof(float), &memory));
     return {static_cast<float*>(memory), floats};
@@ -393,7 +422,7 @@ class Trainer {
   void StepAbort() { Check(frugal_step_abort(get())); }
 
  private:
-  internal::Handle<frugal_trainer> handle_;
+  internal::Owned<frugal_trainer, frugal_trainer_close> handle_;
 };
 
 // An engine; closed when it is destroyed, its tables with it.
@@ -402,11 +431,8 @@ class Engine {
   explicit Engine(const frugal_config& config = Config()) {
     frugal_engine* engine = nullptr;
     Check(frugal_open(&config, &engine));
-    handle_ = internal::Handle<frugal_engine>(engine);
+    handle_ = Handle(engine);
   }
-  Engine(Engine&&) noexcept = default;
-  Engine& operator=(Engine&&) noexcept = default;
-  ~Engine() { frugal_close(handle_.get()); }
 
   frugal_engine* get() const noexcept { return handle_.get(); }
   void Close() { Check(frugal_close(handle_.Release())); }
@@ -429,7 +455,7 @@ class Engine {
     return Trainer(trainer);
   }
 
-  // FRUGAL_OK, or the status of the first background failure.
+  // FRUGAL_OK, or the status of the first background failure; of a closed engine BAD_HANDLE.
   int32_t Health() const noexcept { return frugal_health(get()); }
 
   void Flush(int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
@@ -447,6 +473,8 @@ class Engine {
   // Evaluation: creates and declares nothing. `trainer` may be NULL.
   void Read(Trainer* trainer, Span<const frugal_op> ops,
             int64_t timeout_ms = FRUGAL_TIMEOUT_DEFAULT) const {
+    if (trainer != nullptr && trainer->get() == nullptr)
+      throw Error(FRUGAL_ERR_BAD_HANDLE, "the trainer was moved or closed; without one give NULL");
     Check(frugal_read(get(), trainer == nullptr ? nullptr : trainer->get(), ops.data(), ops.size(),
                       timeout_ms));
   }
@@ -459,7 +487,8 @@ class Engine {
   }
 
  private:
-  internal::Handle<frugal_engine> handle_;
+  using Handle = internal::Owned<frugal_engine, frugal_close>;
+  Handle handle_;
 };
 
 }  // namespace frugal

@@ -187,6 +187,39 @@ TEST(Hpp, WhatIsRefusedStaysAsItWas) {
   EXPECT_EQ(table.get(), nullptr);
 }
 
+TEST(Hpp, WhatIsMovedFromHoldsNothing) {
+  frugal::Engine engine;
+  frugal::Table small = engine.CreateTable(frugal::TableConfig("small", 10, 4));
+  frugal::Table large = engine.CreateTable(frugal::TableConfig("large", 10, 64));
+  const uint64_t keys[] = {1, 2};
+  std::vector<float> rows(2 * 64);
+  large = std::move(small);
+  EXPECT_EQ(large.dim(), 4u);
+  EXPECT_EQ(small.get(), nullptr);
+  EXPECT_EQ(small.dim(), 0u);
+  EXPECT_THROW(small.Get(keys, rows), frugal::Error);
+
+  frugal::Trainer trainer = engine.CreateTrainer();
+  frugal::Batch batch = trainer.Prefetch(0, large, keys);
+  trainer.StepBegin(0);
+  frugal::Batch other = std::move(batch);
+  EXPECT_EQ(batch.size(), 0u);
+  EXPECT_THROW(trainer.Lookup(batch, rows), frugal::Error);
+  EXPECT_THROW(trainer.PushGrad(batch, rows), frugal::Error);
+  EXPECT_THROW(frugal::Op(large, batch), frugal::Error);
+  trainer.Lookup(other, rows);
+  EXPECT_THROW(trainer.Borrow(SIZE_MAX / 4 + 2), frugal::Error);
+  trainer.StepEnd(0);
+
+  // The rank that is given up is free at once, and the engine that is given up is closed.
+  trainer = frugal::Trainer();
+  EXPECT_THROW(engine.Read(&trainer, {}), frugal::Error);
+  trainer = engine.CreateTrainer();
+  frugal_engine* old = engine.get();
+  engine = frugal::Engine();
+  EXPECT_EQ(frugal_health(old), FRUGAL_ERR_BAD_HANDLE);
+}
+
 TEST(Hpp, AnyOrderOfDestruction) {
   frugal::Trainer trainer;
   {
