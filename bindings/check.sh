@@ -19,19 +19,29 @@ finish() {
   exit
 }
 
-# step TEST COMMAND...: counts as one test; the command's output goes to a log, whose end is shown if it fails.
+# step TEST COMMAND...: counts as one test; the command's output goes to a log, whose end is shown if it fails. To be
+# called as it stands, not in a condition or before ||: there -e would not end a function at its first failure.
 step() {
   local test=$1 start=$SECONDS
   shift
-  if "$@" >"$logs/$test.log" 2>&1 </dev/null; then
+  set +e
+  (set -e; "$@") >"$logs/$test.log" 2>&1 </dev/null
+  status=$?
+  set -e
+  if [ "$status" = 0 ]; then
     passed=$((passed + 1))
     say "$test: ok ($((SECONDS - start)) s)"
   else
     failed=$((failed + 1))
     tail -n 40 "$logs/$test.log"
     say "$test: FAILED; all of it: $logs/$test.log"
-    return 1
   fi
+}
+
+# first TEST COMMAND...: a step without which the others make no sense.
+first() {
+  step "$@"
+  [ "$status" = 0 ] || finish
 }
 
 skip() {
@@ -56,7 +66,7 @@ op_script() {
   fi
   { echo '#!/bin/sh' && printf 'exec env' && printf " '%s'" "$@" && echo ' "$@"'; } >"$runner"
   chmod +x "$runner"
-  step op-script python3 "$root/tests/opscript/compare.py" "$build" "$name" || true
+  step op-script python3 "$root/tests/opscript/compare.py" "$build" "$name"
 }
 
 [ -n "$library" ] || {

@@ -158,7 +158,8 @@ typedef enum frugal_backing {
 } frugal_backing;
 
 /* A log line. `level`: 0 error, 1 warning, 2 information. The text is valid during the call. The
- * hook may be called from any thread of the engine and must not call the library. */
+ * hook may be called from any thread of the engine and must not call the library; what it throws is
+ * dropped. */
 typedef void (*frugal_log_fn)(void *context, int32_t level, const char *text);
 
 /* ---------------------------------------------------------------------------------------------

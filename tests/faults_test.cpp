@@ -8,6 +8,8 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -36,6 +38,8 @@ struct Engine {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.timeout_ms = 10'000;
     config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
+    // What the hook throws stays in the library.
+    config.log = [](void*, int32_t, const char*) { throw std::runtime_error("from the hook"); };
     change(&config);
     EXPECT_OK(frugal_open(&config, &handle));
   }

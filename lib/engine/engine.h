@@ -161,19 +161,24 @@ struct Job : HeapObject {
 };
 using JobRef = std::shared_ptr<Job>;
 
-// Rows of a prepared update that the very next step reads: its gate will have to write them.
-struct SoonRows : HeapObject {
-  Vector<uint32_t> slots;
-  size_t warmed = 0;    // slots [0, warmed) have been brought into the caches in this round
-  uint32_t rounds = 0;  // that are over
-  uint64_t since = 0;   // the end of the last one
-};
-
 struct PreparedUpdate {
   TableRef table;
   UpdateRef update;
   bool ready = false;
-  std::shared_ptr<SoonRows> soon;  // once ready; what changes in it is guarded by the engine's mutex
+};
+
+// Rows of a step's prepared updates that the very next step reads: its gate will have to write them.
+struct SoonRows : HeapObject {
+  struct OfTable {
+    TableRef table;
+    Vector<uint32_t> slots;
+  };
+  Vector<OfTable> tables;  // never empty ones
+  size_t bytes = 0;        // of all rows, with their state
+  // All before this have been brought into the caches in this round.
+  size_t table = 0, row = 0;
+  uint32_t rounds = 0;     // that are over
+  uint64_t since = 0;      // the end of the last one
 };
 
 struct StepRecord {
@@ -185,6 +190,7 @@ struct StepRecord {
   Map<const Table*, TableHandovers> handovers;
   Vector<CreatedRows> created;
   Map<const Table*, PreparedUpdate> prepared;
+  std::shared_ptr<SoonRows> soon;  // or null; guarded by the engine's mutex, but for the slots that are in it
   bool prepare_scheduled = false;
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
@@ -299,6 +305,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
   Did warm_one();
+  static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);

@@ -50,7 +50,12 @@ void Engine::fail_background(Status status) {
 }
 
 void Engine::log(int level, const char* text) {
-  if (config_.log) config_.log(config_.log_context, level, text);
+  if (!config_.log) return;
+  try {
+    config_.log(config_.log_context, level, text);
+  } catch (...) {
+    // The hook's own; there is nobody to tell.
+  }
 }
 
 void Engine::worker_main() {
@@ -465,12 +470,12 @@ bool Engine::prepare_one() {
         }
       if (update->ranks.empty()) continue;
       table = t;
-      record->prepared[t.get()] = {t, update, false, nullptr};
+      record->prepared[t.get()] = {t, update, false};
       break;
     }
     if (!table) return false;
   }
-  std::shared_ptr<SoonRows> soon;
+  Vector<uint32_t> soon;
   try {
     {
       Timed timed(counters_.entry_ns);
@@ -482,21 +487,37 @@ bool Engine::prepare_one() {
       Timed timed(counters_.entry_ns);
       done = table->window.stage(*update, true, Window::kPiece, Window::Urgency::kBackground);
     }
-    soon = std::allocate_shared<SoonRows>(HeapAllocator<SoonRows>());
-    table->window.staged_for_next(*update, kWarmBytes / (table->rows.layout().value_stride * sizeof(float)),
-                                  &soon->slots);
   } catch (const std::bad_alloc&) {
     fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // which keeps the commit from using it
+  }
+  try {
+    if (health() == FRUGAL_OK) table->window.staged_for_next(*update, &soon);
+  } catch (const std::bad_alloc&) {
+    soon.clear();  // as add_soon
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
     std::lock_guard<std::mutex> lock(mu_);
-    PreparedUpdate& prepared = record->prepared[table.get()];
-    prepared.soon = std::move(soon);
-    prepared.ready = true;
+    record->prepared[table.get()].ready = true;
+    if (!soon.empty()) add_soon(record, table, std::move(soon));
   }
   progress();
   return true;
+}
+
+// A favour: if there is no memory for it, these rows are not warmed. With mu_ held.
+void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots) {
+  const RowLayout& layout = table->rows.layout();
+  const size_t bytes = (layout.value_stride + layout.state_stride) * sizeof(float);
+  try {
+    if (!record->soon) record->soon = std::allocate_shared<SoonRows>(HeapAllocator<SoonRows>());
+    SoonRows& soon = *record->soon;
+    slots.resize(std::min(slots.size(), (kWarmBytes - soon.bytes) / bytes));
+    if (slots.empty()) return;
+    soon.tables.push_back({table, std::move(slots)});
+    soon.bytes += soon.tables.back().slots.size() * bytes;
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 // Brings rows that the next step reads into the caches, where its gate, which writes some of them, and its
@@ -513,8 +534,8 @@ Engine::Did Engine::warm_one() {
   PartRef part;
   std::shared_ptr<SoonRows> soon;
   TableRef table;
+  const uint32_t* slots = nullptr;
   size_t from = 0, end = 0;
-  Did left = Did::kNothing;
   {
     std::lock_guard<std::mutex> lock(mu_);
     size_t room = kWarmBytes;
@@ -530,38 +551,38 @@ Engine::Did Engine::warm_one() {
           if (p.warmed >= rows) continue;
           part = b->parts[i];
           table = b->tables[i];
+          slots = p.row_slots();
           from = p.warmed;
           end = std::min(rows, from + kWarmRows);
         }
-    auto record = records_.find(next - 1);
-    if (!table && record != records_.end())
-      for (auto& [raw, p] : record->second.prepared) {
-        if (!p.soon || p.soon->rounds == kWarmRounds || p.soon->slots.empty()) continue;
-        if (p.soon->rounds && p.soon->warmed == 0 && now_ns() - p.soon->since < kLaterNs) {
-          left = Did::kLater;
-          continue;
-        }
-        soon = p.soon;
-        table = p.table;
-        from = soon->warmed;
-        end = std::min(soon->slots.size(), from + kWarmRows);
-        break;
-      }
-    if (!table) return left;
+    if (!table) {
+      auto record = records_.find(next - 1);
+      if (record != records_.end()) soon = record->second.soon;
+      if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
+      if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
+        return Did::kLater;
+      const SoonRows::OfTable& of = soon->tables[soon->table];
+      table = of.table;
+      slots = of.slots.data();
+      from = soon->row;
+      end = std::min(of.slots.size(), from + kWarmRows);
+    }
     // A call under way wants the memory's bandwidth itself.
     if (calls_.load()) return Did::kHeld;
     if (part) {
       part->warmed = end;
-    } else if (end < soon->slots.size()) {
-      soon->warmed = end;
+    } else if (end < soon->tables[soon->table].slots.size()) {
+      soon->row = end;
     } else {
-      soon->warmed = 0;
-      ++soon->rounds;
-      soon->since = now_ns();
+      soon->row = 0;
+      if (++soon->table == soon->tables.size()) {
+        soon->table = 0;
+        ++soon->rounds;
+        soon->since = now_ns();
+      }
     }
   }
   const uint64_t begun = now_ns();
-  const uint32_t* slots = part ? part->row_slots() : soon->slots.data();
   const RowLayout& layout = table->rows.layout();
   const size_t bytes = layout.value_stride * sizeof(float);
   const size_t state_bytes = soon ? layout.state_stride * sizeof(float) : 0;

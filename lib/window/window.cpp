@@ -414,13 +414,14 @@ void Window::release(StepUpdate& u) {
   live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
 }
 
-void Window::staged_for_next(const StepUpdate& u, size_t most, Vector<uint32_t>* slots) {
+void Window::staged_for_next(const StepUpdate& u, Vector<uint32_t>* slots) {
   const uint8_t prio = static_cast<uint8_t>((u.step + 1) & (kRing - 1));
-  for (size_t at = 0; at < u.n && slots->size() < most; at += kPage) {
+  for (size_t at = 0; at < u.n; at += kPage) {
     Lock lock(*this, Urgency::kBackground);
+    if (at == 0) slots->reserve(u.staged[prio]);
     const uint8_t* state = state_.data() + u.pages[at / kPage] * kPage;
     const size_t n = std::min<size_t>(kPage, u.n - at);
-    for (size_t i = 0; i < n && slots->size() < most; ++i)
+    for (size_t i = 0; i < n; ++i)
       if (state[i] == prio) slots->push_back(u.slots[at + i]);
   }
 }

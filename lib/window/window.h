@@ -67,7 +67,7 @@ class Window : public HeapObject {
   static constexpr uint32_t kPast = 12;
   // A background thread takes in so many rows at a time, of a declaration or an update, and looks in between
   // whether it is wanted: whoever looks rows up wants it at once.
-  static constexpr size_t kPiece = 8192;
+  static constexpr size_t kPiece = 1024;
 
   struct Config {
     uint64_t rows = 0;
@@ -98,8 +98,8 @@ class Window : public HeapObject {
   // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`: they are
   // the linked parts of its ranks.
   bool stage(StepUpdate& update, bool declared, size_t most, Urgency urgency);
-  // Up to `most` rows that `stage` has taken in and that the very next step reads.
-  void staged_for_next(const StepUpdate& update, size_t most, Vector<uint32_t>* slots);
+  // The rows that `stage` has taken in, all of them, and that the very next step reads.
+  void staged_for_next(const StepUpdate& update, Vector<uint32_t>* slots);
   // The update is of a step that will not be, or not so: forget it.
   void unstage(const UpdateRef& update);
   // Step `step` is committed: its staged rows are pending, base = step + 1. `update` may be null.
