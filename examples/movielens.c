@@ -4,15 +4,18 @@
  * Without a file it makes ratings from planted rows and noise, so that the best possible error is
  * known. README.md says exactly what is computed; the other languages print the same numbers.
  */
+#include <errno.h>
 #include <frugal.h>
-#include <inttypes.h>
 #include <math.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { kDim = 4, kBatch = 256, kEpochs = 10, kAhead = 4, kTables = 4 };
 enum { kUsers = 400, kItems = 300, kRatings = 50000 }; /* of the planted set */
+
+static const char kBlanks[] = " \t\r";
 
 typedef struct rating {
   uint64_t user, item;
@@ -28,14 +31,17 @@ static void check(int32_t status) {
   exit(1);
 }
 
-static void *allocate(size_t count, size_t size) {
-  void *memory = calloc(count, size);
+static void *not_null(void *memory) {
   if (memory == NULL) {
     fprintf(stderr, "out of memory\n");
     exit(1);
   }
   return memory;
 }
+
+static void *allocate(size_t count, size_t size) { return not_null(calloc(count, size)); }
+
+static void *grow(void *memory, size_t size) { return not_null(realloc(memory, size)); }
 
 /* --- Data --- */
 
@@ -75,29 +81,80 @@ static rating *plant(size_t *count) {
   return ratings;
 }
 
-static rating *load(const char *path, size_t *count) {
-  FILE *file = fopen(path, "r");
-  rating *ratings = NULL, line = {0, 0, 0, 0};
+/* The text of a file, with a zero behind it. */
+static char *read_all(const char *path, size_t *size) {
+  FILE *file = fopen(path, "rb");
+  char *text = NULL;
   size_t capacity = 0;
-  if (file == NULL) {
+  *size = 0;
+  while (file != NULL && !feof(file) && !ferror(file)) {
+    if (*size + 1 >= capacity) text = grow(text, capacity = capacity * 2 + 65536);
+    *size += fread(text + *size, 1, capacity - *size - 1, file);
+  }
+  if (file == NULL || ferror(file)) {
     perror(path);
     exit(1);
   }
+  fclose(file);
+  text[*size] = 0;
+  return text;
+}
+
+/* Each of these tells where it has ended; NULL: the text was NULL or not what it skips or reads. */
+
+static const char *skip_digits(const char *at) {
+  const size_t count = at != NULL ? strspn(at, "0123456789") : 0;
+  return count > 0 ? at + count : NULL;
+}
+
+static const char *skip_sign(const char *at) { return at + (*at == '+' || *at == '-'); }
+
+static const char *read_key(const char *at, uint64_t *key) { /* and the blanks behind it */
+  const char *end = skip_digits(at);
+  const size_t blanks = end != NULL ? strspn(end, kBlanks) : 0;
+  if (blanks == 0) return NULL;
+  errno = 0;
+  *key = strtoull(at, NULL, 10);
+  return errno == 0 ? end + blanks : NULL;
+}
+
+static const char *read_value(const char *at, float *value) {
+  const char *end = at != NULL ? skip_digits(skip_sign(at)) : NULL;
+  if (end != NULL && *end == '.') end = skip_digits(end + 1);
+  if (end != NULL && *end == 'e') end = skip_digits(skip_sign(end + 1));
+  if (end == NULL) return NULL;
+  *value = (float)strtod(at, NULL);
+  return isfinite(*value) ? end : NULL;
+}
+
+static rating *load(const char *path, size_t *count) {
+  rating *ratings = NULL;
+  size_t size, capacity = 0, number = 1;
+  char *text = read_all(path, &size);
+  const char *end = text + size, *next = text;
   *count = 0;
-  const char *form = "%" SCNu64 " %" SCNu64 " %f%*[^\n]";
-  while (fscanf(file, form, &line.user, &line.item, &line.value) == 3) {
+  for (const char *line = text; line < end; line = next, ++number) {
+    const char *newline = memchr(line, '\n', (size_t)(end - line));
+    const char *at = line + strspn(line, kBlanks);
+    rating one = {0, 0, 0, 0};
+    next = newline != NULL ? newline + 1 : end;
+    if (at == end || at == newline) continue;
+    at = read_value(read_key(read_key(at, &one.user), &one.item), &one.value);
+    if (at == NULL || (at != end && at != newline && strspn(at, kBlanks) == 0)) {
+      fprintf(stderr, "%s: line %zu is not of the form user, item, rating\n", path, number);
+      exit(1);
+    }
     if (*count == capacity) {
       capacity = capacity * 2 + 1024;
-      ratings = realloc(ratings, capacity * sizeof(*ratings));
-      if (ratings == NULL) exit(1);
+      ratings = grow(ratings, capacity * sizeof(*ratings));
     }
-    ratings[(*count)++] = line;
+    ratings[(*count)++] = one;
   }
-  if (!feof(file) || *count < 10) {
-    fprintf(stderr, "%s: rating %zu is not of the form user, item, rating\n", path, *count + 1);
+  free(text);
+  if (*count < 10) {
+    fprintf(stderr, "%s: %zu ratings, at least 10 are needed\n", path, *count);
     exit(1);
   }
-  fclose(file);
   return ratings;
 }
 

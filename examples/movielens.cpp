@@ -3,12 +3,14 @@
 // Without a file it makes ratings from planted rows and noise, so that the best possible error is
 // known. README.md says exactly what is computed; the other languages print the same numbers.
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <frugal.hpp>
 #include <fstream>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -70,18 +72,65 @@ std::vector<Rating> Plant() {
   return ratings;
 }
 
+// Reads a text that ends with a zero. Each call tells whether there was what it skips or reads.
+struct Reader {
+  const char* at;
+
+  bool Skip(const char* set) {
+    const size_t count = std::strspn(at, set);
+    at += count;
+    return count > 0;
+  }
+  bool Blanks() { return Skip(" \t\r"); }
+  bool Digits() { return Skip("0123456789"); }
+  bool SignAndDigits() {
+    if (*at == '+' || *at == '-') ++at;
+    return Digits();
+  }
+  bool Take(char c) {
+    if (*at != c) return false;
+    ++at;
+    return true;
+  }
+
+  bool Key(uint64_t* key) {
+    const char* begin = at;
+    if (!Digits()) return false;
+    errno = 0;
+    *key = std::strtoull(begin, nullptr, 10);
+    return errno == 0;
+  }
+  bool Value(float* value) {
+    const char* begin = at;
+    if (!SignAndDigits() || (Take('.') && !Digits())) return false;
+    if (Take('e') && !SignAndDigits()) return false;
+    *value = static_cast<float>(std::strtod(begin, nullptr));
+    return std::isfinite(*value);
+  }
+};
+
 std::vector<Rating> Load(const std::string& path) {
   std::vector<Rating> ratings;
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
+  std::ifstream file(path, std::ios::binary);
+  std::string line;
+  for (size_t number = 1; std::getline(file, line); ++number) {
+    Reader reader{line.c_str()};
+    const char* end = reader.at + line.size();
+    reader.Blanks();
+    if (reader.at == end) continue;
     Rating r;
-    if (!(std::istringstream(line) >> r.user >> r.item >> r.value)) {
-      throw std::runtime_error(path + ": rating " + std::to_string(ratings.size() + 1) +
+    if (!reader.Key(&r.user) || !reader.Blanks() || !reader.Key(&r.item) || !reader.Blanks() ||
+        !reader.Value(&r.value) || !(reader.at == end || reader.Blanks())) {
+      throw std::runtime_error(path + ": line " + std::to_string(number) +
                                " is not of the form user, item, rating");
     }
     ratings.push_back(r);
   }
-  if (ratings.size() < 10) throw std::runtime_error(path + ": cannot be read, or too few ratings");
+  if (!file.eof()) throw std::runtime_error(path + ": cannot be read");
+  if (ratings.size() < 10) {
+    throw std::runtime_error(path + ": " + std::to_string(ratings.size()) +
+                             " ratings, at least 10 are needed");
+  }
   return ratings;
 }
 

@@ -52,22 +52,28 @@ function plant()
     end
 end
 
+# What a line is parsed to; nothing if it is not of the form.
+function rating(fields)
+    length(fields) >= 3 && all(isascii, fields[1:3]) || return nothing
+    all(field -> occursin(r"^[0-9]+$", field), fields[1:2]) || return nothing
+    occursin(r"^[+-]?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?$", fields[3]) || return nothing
+    user, item = tryparse(UInt64, fields[1]), tryparse(UInt64, fields[2])
+    # Julia's own parse refuses numbers that are rounded to 0 or to infinity.
+    value = Float32(ccall(:strtod, Cdouble, (Cstring, Ptr{Cvoid}), String(fields[3]), C_NULL))
+    (user === nothing || item === nothing || !isfinite(value)) && return nothing
+    return Rating(user, item, value, 0.0)
+end
+
 function load(path)
     ratings = Rating[]
-    for line in eachline(path)
-        fields = split(line)
+    for (number, line) in enumerate(eachline(path))
+        fields = split(line, [' ', '\t', '\r']; limit = 4, keepempty = false)
         isempty(fields) && continue
-        numbers = length(fields) < 3 ? (nothing,) : (
-            tryparse(UInt64, fields[1]),
-            tryparse(UInt64, fields[2]),
-            tryparse(Float32, fields[3]),
-        )
-        if nothing in numbers
-            error("$path: rating $(length(ratings) + 1) is not of the form user, item, rating")
-        end
-        push!(ratings, Rating(numbers..., 0.0))
+        one = rating(fields)
+        one === nothing && error("$path: line $number is not of the form user, item, rating")
+        push!(ratings, one)
     end
-    length(ratings) < 10 && error("$path: fewer than 10 ratings")
+    length(ratings) < 10 && error("$path: $(length(ratings)) ratings, at least 10 are needed")
     return ratings
 end
 

@@ -10,8 +10,9 @@ exactly what is computed; the other languages print the same numbers.
 from __future__ import annotations
 
 import math
+import re
 import sys
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,15 +74,30 @@ def plant() -> Ratings:
     return Ratings(u, i, (value + noise).astype(np.float32), noise)
 
 
+LINE = re.compile(
+    rb"[ \t\r]*([0-9]+)[ \t\r]+([0-9]+)[ \t\r]+([+-]?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)(?:[ \t\r].*)?\n?", re.DOTALL
+)
+
+
+def parse(line: bytes) -> Optional[Tuple[int, int, np.float32]]:
+    match = LINE.fullmatch(line)
+    if match is None:
+        return None
+    user, item = int(match[1]), int(match[2])
+    with np.errstate(over="ignore"):
+        value = np.float32(float(match[3]))
+    return (user, item, value) if max(user, item) < 2**64 and np.isfinite(value) else None
+
+
 def load(path: str) -> Ratings:
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            fields = line.split()
-            try:
-                rows.append((int(fields[0]), int(fields[1]), float(fields[2])))
-            except (IndexError, ValueError):
-                sys.exit(f"{path}: line {number} is not of the form user, item, rating")
+            if line.strip(b" \t\r\n"):
+                row = parse(line)
+                if row is None:
+                    sys.exit(f"{path}: line {number} is not of the form user, item, rating")
+                rows.append(row)
     if len(rows) < 10:
         sys.exit(f"{path}: {len(rows)} ratings, at least 10 are needed")
     users, items, values = zip(*rows)

@@ -70,26 +70,43 @@ fn plant() -> Vec<Rating> {
     (0..50_000).map(rating).collect()
 }
 
+fn is_digits(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+fn is_decimal(text: &str) -> bool {
+    let (number, exponent) = text.split_once('e').unwrap_or((text, "0"));
+    let [number, exponent] = [number, exponent].map(|t| t.strip_prefix(['+', '-']).unwrap_or(t));
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+    [whole, fraction, exponent].into_iter().all(is_digits)
+}
+
+fn parse<'a>(mut words: impl Iterator<Item = &'a str>) -> Option<Rating> {
+    let mut key = || words.next().filter(|w| is_digits(w))?.parse().ok();
+    let (user, item) = (key()?, key()?);
+    let value = words.next().filter(|w| is_decimal(w))?;
+    let value = value.parse::<f64>().ok()? as f32;
+    value.is_finite().then_some(Rating {
+        user,
+        item,
+        value,
+        noise: 0.0,
+    })
+}
+
 fn load(path: &str) -> Result<Vec<Rating>, Box<dyn Error>> {
-    let text = fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?;
-    let parse = |line: &str| {
-        let mut words = line.split_whitespace();
-        let (user, item) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
-        Some(Rating {
-            user,
-            item,
-            value: words.next()?.parse().ok()?,
-            noise: 0.0,
-        })
-    };
+    let bytes = fs::read(path).map_err(|e| format!("{path}: {e}"))?;
     let mut ratings = Vec::new();
-    for line in text.lines().filter(|line| !line.trim().is_empty()) {
-        let number = ratings.len() + 1;
-        let wrong = || format!("{path}: rating {number} is not of the form user, item, rating");
-        ratings.push(parse(line).ok_or_else(wrong)?);
+    for (n, line) in (1..).zip(String::from_utf8_lossy(&bytes).split('\n')) {
+        let blank = [' ', '\t', '\r'];
+        let mut words = line.split(blank).filter(|w| !w.is_empty()).peekable();
+        if words.peek().is_some() {
+            let wrong = || format!("{path}: line {n} is not of the form user, item, rating");
+            ratings.push(parse(words).ok_or_else(wrong)?);
+        }
     }
     if ratings.len() < 10 {
-        return Err(format!("{path}: {} ratings are too few", ratings.len()).into());
+        return Err(format!("{path}: {} ratings, at least 10 are needed", ratings.len()).into());
     }
     Ok(ratings)
 }

@@ -36,6 +36,15 @@ EOT
 change "a constant of another value" "FRUGAL_STEP_SKIP" <<'EOT'
 sed -i 's/define FRUGAL_STEP_SKIP 1u/define FRUGAL_STEP_SKIP 2u/' include/frugal.h
 EOT
+change "a constant of another sign" "FRUGAL_NO_STEP" <<'EOT'
+sed -i 's/define FRUGAL_NO_STEP UINT64_MAX/define FRUGAL_NO_STEP ((int64_t)-1)/' include/frugal.h
+EOT
+change "a constant of another size" "FRUGAL_OP_PADDING" <<'EOT'
+sed -i 's/define FRUGAL_OP_PADDING 1u/define FRUGAL_OP_PADDING (uint64_t)1/' include/frugal.h
+EOT
+change "another default" "FRUGAL_OPTIMIZER_INIT" <<'EOT'
+sed -i 's/FRUGAL_SGD, 0.01f, 1e-8f,/FRUGAL_SGD, 0.01f, 1e-7f,/' include/frugal.h
+EOT
 change "a parameter of another type" "frugal_step_end" <<'EOT'
 sed -i '/ frugal_step_end(/s/uint32_t flags/uint64_t flags/' include/frugal.h lib/capi/frugal.cpp
 EOT

@@ -18,6 +18,7 @@ libdir=$(dirname "$(find "$prefix" -name libfrugal.so)")
 for file in include/frugal.h include/frugal.hpp; do
   cmp "$root/$file" "$prefix/$file"
 done
+cmp "$root/LICENSE" "$prefix/share/doc/frugal/LICENSE"
 
 # What is installed does not know where it was built.
 if grep -rlF -e "$build" -e "$root" -e "$work/installed" "$prefix" --include='*.cmake' --include='*.pc'; then
@@ -72,4 +73,19 @@ done
 sed -i 's/frugal 0.1/frugal 99/' CMakeLists.txt
 if configure refused; then fail "version $full was taken for version 99"; fi
 grep -q 'version: *'"$full" refused.log || fail "why version 99 is not there is not told"
+
+# Folders that were given as absolute ones, outside the prefix and inside.
+folders() { # LIBDIR INCLUDEDIR: what frugal.pc tells of a prefix /p, its own folder being /at/pkgconfig
+  cmake -S "$root" -B absolute -DCMAKE_INSTALL_PREFIX=/p -DCMAKE_INSTALL_LIBDIR="$1" \
+    -DCMAKE_INSTALL_INCLUDEDIR="$2" -DFRUGAL_CUDA=OFF -DFRUGAL_TESTS=OFF -DFRUGAL_EXAMPLES=OFF \
+    -DFRUGAL_BENCH=OFF -DCMAKE_C_COMPILER="$CC" -DCMAKE_CXX_COMPILER="$CXX" > absolute.log 2>&1 ||
+    { cat absolute.log >&2; fail "with LIBDIR=$1 it does not configure"; }
+  sed -n 's/^[a-z]*dir=//p; s/^prefix=//p' absolute/frugal.pc | tr '\n' ' '
+}
+# shellcheck disable=SC2016  # pkg-config's variables
+{
+  [ "$(folders /lib /include)" = '/p /lib /include ' ] || fail "frugal.pc is wrong with folders outside the prefix"
+  [ "$(folders /p/lib/x /p/include)" = '${pcfiledir}/../../../ ${prefix}/lib/x ${prefix}/include ' ] ||
+    fail "frugal.pc is wrong with absolute folders inside the prefix"
+}
 echo "installed, moved, found: $full, $soname"

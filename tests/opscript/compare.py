@@ -5,9 +5,10 @@
 
 A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's command, to which
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
-reference and to exit with 0. Seeds count from 1; the last script is a long one. Exit status 0 if
-all runners agree with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the build
-folder makes a script again.
+reference and to exit with 0. A runner that cannot be started, or that hangs, has failed and is not
+tried again. Seeds count from 1; the last script is a long one. Exit status 0 if all runners agree
+with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the build folder makes a
+script again.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 
 SHORT, LONG = 40, 200  # steps of a script
+TIMEOUT = 300  # seconds that a runner has for a script
 # What has to have happened in eight scripts or more, or a run has shown little: a call and what it
 # answered. -1 INVALID_ARGUMENT, -2 BAD_HANDLE, -5 KEY_OUT_OF_RANGE, -6 TABLE_FULL,
 # -7 EXISTS, -8 STEP_ORDER, -9 STEP_RANGE, -10 NOT_IN_STEP, -11 STEP_ABORTED, -12 BUSY,
@@ -49,6 +51,22 @@ def first_difference(lines, expected):
     return f"printed {len(lines)} lines, the reference has {len(expected)}"
 
 
+def replay(command, script, expected):
+    """Returns what is wrong, or None, and whether the runner is worth another script."""
+    try:
+        run = subprocess.run(
+            command + [script], capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {TIMEOUT} s", False
+    except OSError as error:
+        return f"cannot be started: {error}", False
+    if run.returncode != 0:
+        return f"exit status {run.returncode}: {run.stderr.strip()[-500:]}", True
+    lines = run.stdout.splitlines()
+    return (None if lines == expected else first_difference(lines, expected)), True
+
+
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
@@ -66,6 +84,7 @@ def main():
         own = os.path.join(folder, "opscript_" + name)
         runners[name] = shlex.split(command) if command else [own]
 
+    names = ", ".join(runners)
     seen, failures = set(), 0
     with tempfile.TemporaryDirectory() as work:
         for i in range(arguments.seeds):
@@ -75,17 +94,13 @@ def main():
             seen |= make(maker, seed, steps, prefix)
             with open(prefix + ".expected", encoding="ascii") as file:
                 expected = file.read().splitlines()
-            for name, command in runners.items():
-                run = subprocess.run(command + [prefix + ".jsonl"], capture_output=True, text=True)
-                lines = run.stdout.splitlines()
-                if run.returncode == 0 and lines == expected:
-                    continue
-                failures += 1
-                print(f"script {seed} of {steps} steps, {name}: ", end="")
-                if run.returncode != 0:
-                    print(f"exit status {run.returncode}: {run.stderr.strip()[-500:]}")
-                else:
-                    print(first_difference(lines, expected))
+            for name, command in list(runners.items()):
+                wrong, again = replay(command, prefix + ".jsonl", expected)
+                if wrong:
+                    failures += 1
+                    print(f"script {seed} of {steps} steps, {name}: {wrong}", flush=True)
+                if not again:
+                    del runners[name]
             if i + 1 == arguments.seeds and failures == 0:
                 for name in ["reference", *runners]:
                     print(f"{name:10} {expected[-1]}")
@@ -93,7 +108,6 @@ def main():
         if arguments.seeds >= 8 and not wanted <= seen:
             failures += 1
             print("no script has:", ", ".join(" ".join(pair) for pair in sorted(wanted - seen)))
-    names = ", ".join(runners)
     print(f"{arguments.seeds} scripts, {len(seen)} kinds of calls and answers, {names}: {failures} failures")
     return 1 if failures else 0
 

@@ -43,8 +43,9 @@ constexpr uint32_t kHalves = 1;
 constexpr size_t kCanary = 64;
 constexpr uint64_t kCanaryWord = 0xa5a5a5a5a5a5a5a5u;
 
-// A fiber stays on its thread, so this may be cached across switches.
-__attribute__((tls_model("initial-exec"))) thread_local BlockRunner::Thread* t_running = nullptr;
+// A fiber stays on its thread, so this may be cached across switches. (Of no model that wants static storage: a library
+// with that cannot always be loaded late, as Python does.)
+thread_local BlockRunner::Thread* t_running = nullptr;
 
 FRUGAL_UNSEEN BlockRunner::Thread* running() { return t_running; }
 
