@@ -5,7 +5,7 @@ use std::ptr;
 
 use frugal_sys as sys;
 
-use crate::error::{Result, call};
+use crate::error::{Result, call, check_version};
 use crate::log;
 use crate::ops::{LookupOp, Op, with_raw_ops};
 use crate::options::{EngineOptions, TableOptions, Timeout, TrainerOptions, c_string};
@@ -45,12 +45,14 @@ unsafe impl Send for Engine {}
 unsafe impl Sync for Engine {}
 
 impl Engine {
-    /// Opens an engine with all defaults: one rank, synchronous. Errors: `OutOfMemory`.
+    /// Opens an engine with all defaults: one rank, synchronous. Errors: `OutOfMemory`, `StructSize` (see
+    /// [`EngineOptions::open`]).
     pub fn open() -> Result<Self> {
         EngineOptions::new().open()
     }
 
     pub(crate) fn with_options(options: &EngineOptions) -> Result<Self> {
+        check_version()?;
         let hook = options.hook.clone().map(log::add);
         let config = options.with_hook(hook);
         let mut handle = ptr::null_mut();

@@ -2,6 +2,7 @@
 
 use std::ffi::CStr;
 use std::fmt;
+use std::sync::OnceLock;
 
 use frugal_sys as sys;
 
@@ -133,7 +134,11 @@ impl Error {
 
     #[cold]
     pub(crate) fn invalid(message: String) -> Self {
-        let status = sys::FRUGAL_ERR_INVALID_ARGUMENT;
+        Self::own(sys::FRUGAL_ERR_INVALID_ARGUMENT, message)
+    }
+
+    /// Of this crate, not of a call.
+    fn own(status: i32, message: String) -> Self {
         Self { kind: ErrorKind::of(status), status, system_code: 0, device_code: 0, message: message.into() }
     }
 
@@ -185,4 +190,45 @@ pub(crate) fn call(function: impl FnOnce() -> i32) -> Result<()> {
         return Err(Error::invalid("a log hook must not call the library".into()));
     }
     check(function())
+}
+
+/// Is the library that was loaded of the version, major and minor, that this crate was built with?
+pub(crate) fn check_version() -> Result<()> {
+    static FITS: OnceLock<bool> = OnceLock::new();
+    if *FITS.get_or_init(|| fits(crate::version())) {
+        return Ok(());
+    }
+    let message = format!(
+        "the library that was loaded is version {}, but this crate was built with the header of {}.{}: build it again, \
+         or load a library of that version",
+        crate::version(),
+        sys::FRUGAL_VERSION_MAJOR,
+        sys::FRUGAL_VERSION_MINOR,
+    );
+    Err(Error::own(sys::FRUGAL_ERR_STRUCT_SIZE, message))
+}
+
+fn fits(version: &str) -> bool {
+    let mut parts = version.split('.').map(|part| part.parse::<u32>().ok());
+    [sys::FRUGAL_VERSION_MAJOR, sys::FRUGAL_VERSION_MINOR]
+        .into_iter()
+        .all(|part| parts.next() == Some(Some(part)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_that_fit() {
+        let (major, minor) = (sys::FRUGAL_VERSION_MAJOR, sys::FRUGAL_VERSION_MINOR);
+        assert!(fits(&format!("{major}.{minor}.0")));
+        assert!(fits(&format!("{major}.{minor}.77-beta")));
+        assert!(!fits(&format!("{major}.{}.0", minor + 1)));
+        assert!(!fits(&format!("{}.{minor}.0", major + 1)));
+        assert!(!fits(&format!("{major}.{minor}0.0")));
+        assert!(!fits(&major.to_string()));
+        assert!(!fits(""));
+        assert_eq!(check_version(), Ok(()));
+    }
 }

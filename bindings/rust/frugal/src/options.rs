@@ -2,15 +2,67 @@
 
 use std::ffi::CString;
 use std::fmt;
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::time::Duration;
 
 use frugal_sys as sys;
 
 use crate::engine::Engine;
-use crate::error::{Error, Result, call};
+use crate::error::{Error, Result, call, check_version};
 use crate::log::{Hook, LogLevel, trampoline};
+
+/// A struct of `frugal.h` that may grow, and the function that sets its defaults.
+///
+/// # Safety
+///
+/// All bytes of it may be zeros, and `INIT` fills the struct as the loaded library has it.
+unsafe trait Grows: Copy {
+    const INIT: unsafe extern "C" fn(*mut Self);
+
+    /// Notes the size that this crate was built with.
+    fn set_size(&mut self);
+}
+
+macro_rules! grows {
+    ($($name:ident by $init:ident $(with $part:ident)?;)+) => {
+        $(
+            // SAFETY: structs of numbers and of pointers and functions that may be NULL.
+            unsafe impl Grows for sys::$name {
+                const INIT: unsafe extern "C" fn(*mut Self) = sys::$init;
+
+                fn set_size(&mut self) {
+                    self.struct_size = size_of::<Self>();
+                    $(self.$part.set_size();)?
+                }
+            }
+        )+
+    };
+}
+
+grows! {
+    frugal_config by frugal_config_init;
+    frugal_optimizer by frugal_optimizer_init;
+    frugal_table_config by frugal_table_config_init with optimizer;
+    frugal_trainer_config by frugal_trainer_config_init;
+}
+
+/// The defaults of the library that is loaded. It may be a later one, whose struct has grown at its end: it gets room
+/// for that, and what this crate does not know of is left away.
+fn defaults<T: Grows>() -> T {
+    #[repr(C, align(64))]
+    struct Room([u8; 4096]);
+    const { assert!(size_of::<T>() * 4 <= size_of::<Room>() && align_of::<T>() <= align_of::<Room>()) };
+    let mut room = Room([0; 4096]);
+    let start = (&raw mut room).cast::<T>();
+    // SAFETY: the room is large enough for what the function writes, and aligned; all of its bytes are set, by zeros at
+    // least, and then a struct of this crate's size is at its start.
+    let mut raw = unsafe {
+        T::INIT(start);
+        start.read()
+    };
+    raw.set_size();
+    raw
+}
 
 /// How long a call waits at most.
 ///
@@ -109,13 +161,7 @@ impl Default for EngineOptions {
 impl EngineOptions {
     /// All defaults.
     pub fn new() -> Self {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: the function sets every field.
-        let raw = unsafe {
-            sys::frugal_config_init(raw.as_mut_ptr());
-            raw.assume_init()
-        };
-        Self { raw, hook: None }
+        Self { raw: defaults(), hook: None }
     }
 
     /// Number of ranks, 1 to 4096; 1 unless set.
@@ -189,7 +235,8 @@ impl EngineOptions {
         self
     }
 
-    /// Opens an engine, which starts its threads. Errors: `InvalidArgument`, `OutOfMemory`.
+    /// Opens an engine, which starts its threads. Errors: `InvalidArgument`, `OutOfMemory`, `StructSize` (the library
+    /// that was loaded is of another version than the header that this crate was built with).
     pub fn open(&self) -> Result<Engine> {
         Engine::with_options(self)
     }
@@ -277,12 +324,7 @@ macro_rules! hyper_parameters {
 impl Optimizer {
     /// That kind with the defaults of `frugal.h`.
     pub fn new(kind: OptimizerKind) -> Self {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: the function sets every field.
-        let mut raw = unsafe {
-            sys::frugal_optimizer_init(raw.as_mut_ptr());
-            raw.assume_init()
-        };
+        let mut raw: sys::frugal_optimizer = defaults();
         raw.kind = kind as i32;
         Self { raw }
     }
@@ -476,12 +518,7 @@ impl TableOptions {
     /// A dense table: `name` has 1 to 255 bytes and is unique in the engine; `rows` is the number of ids (of a
     /// hashed table: the most rows), 1 to 2^32 - 2; `dim` the elements of a row, 1 to 65536.
     pub fn new(name: impl Into<String>, rows: u64, dim: u32) -> Self {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: the function sets every field.
-        let mut raw: sys::frugal_table_config = unsafe {
-            sys::frugal_table_config_init(raw.as_mut_ptr());
-            raw.assume_init()
-        };
+        let mut raw: sys::frugal_table_config = defaults();
         raw.rows = rows;
         raw.dim = dim;
         Self { name: name.into(), raw }
@@ -566,12 +603,7 @@ unsafe impl Sync for TrainerOptions {}
 impl TrainerOptions {
     /// A rank, 0 to `world_size - 1`, on the CPU, without a cache.
     pub fn new(rank: u32) -> Self {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: the function sets every field.
-        let mut raw: sys::frugal_trainer_config = unsafe {
-            sys::frugal_trainer_config_init(raw.as_mut_ptr());
-            raw.assume_init()
-        };
+        let mut raw: sys::frugal_trainer_config = defaults();
         raw.rank = rank;
         Self { device: None, raw }
     }
@@ -633,7 +665,7 @@ pub struct Memory {
 }
 
 /// Tells the bytes that a table of an engine would take with all of its rows; opens and reserves nothing.
-/// `cache_rows` is the number of rows that one trainer's cache would hold. Errors: `InvalidArgument`.
+/// `cache_rows` is the number of rows that one trainer's cache would hold. Errors: `InvalidArgument`, `StructSize`.
 ///
 /// ```
 /// use frugal::{EngineOptions, TableOptions, memory_needed};
@@ -644,6 +676,7 @@ pub struct Memory {
 /// # Ok(()) }
 /// ```
 pub fn memory_needed(engine: &EngineOptions, table: &TableOptions, cache_rows: u64) -> Result<Memory> {
+    check_version()?;
     let mut raw = sys::frugal_memory { values: 0, state: 0, index: 0, window: 0, cache: 0, total: 0 };
     // SAFETY: both structs are complete, and the result's is there to be filled.
     table.with_raw(|table| unsafe { sys::frugal_memory_needed(&engine.raw, table, cache_rows, &mut raw) })?;
