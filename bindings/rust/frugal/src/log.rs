@@ -58,11 +58,17 @@ pub(crate) fn remove(number: usize) {
 
 /// What the engine calls; `context` is the hook's number.
 pub(crate) unsafe extern "C" fn trampoline(context: *mut c_void, level: i32, text: *const c_char) {
-    // The closure's drop may be the last thing here, and may panic as well as the closure itself.
-    let outcome = catch_unwind(AssertUnwindSafe(|| {
-        let hooks = HOOKS.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(hook) = hooks.by_number.get(&(context as usize)).cloned() else { return };
-        drop(hooks);
+    struct Inside(bool);
+    impl Drop for Inside {
+        fn drop(&mut self) {
+            IN_HOOK.set(self.0);
+        }
+    }
+    let _inside = Inside(IN_HOOK.replace(true));
+    let hook =
+        HOOKS.lock().unwrap_or_else(PoisonError::into_inner).by_number.get(&(context as usize)).cloned();
+    let Some(hook) = hook else { return };
+    contain(|| {
         let level = match level {
             0 => LogLevel::Error,
             1 => LogLevel::Warning,
@@ -70,17 +76,15 @@ pub(crate) unsafe extern "C" fn trampoline(context: *mut c_void, level: i32, tex
         };
         // SAFETY: the engine's text ends in NUL and lives during the call.
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
-        struct Inside(bool);
-        impl Drop for Inside {
-            fn drop(&mut self) {
-                IN_HOOK.set(self.0);
-            }
-        }
-        let _inside = Inside(IN_HOOK.replace(true));
         hook(level, &text);
-    }));
-    if let Err(payload) = outcome {
-        // A panic must not cross the C boundary, nor must one of its payload's drop.
+    });
+    // It may be the last one, so that the closure is freed here: inside the hook as well, and it may panic, too.
+    contain(|| drop(hook));
+}
+
+/// A panic must not cross the C boundary, nor must one of its payload's drop.
+fn contain(function: impl FnOnce()) {
+    if let Err(payload) = catch_unwind(AssertUnwindSafe(function)) {
         std::mem::forget(payload);
     }
 }
@@ -134,5 +138,30 @@ mod tests {
         let error = told.lock().unwrap().take().unwrap().unwrap_err();
         assert_eq!(error.kind(), crate::ErrorKind::InvalidArgument);
         assert!(crate::Engine::open().is_ok(), "outside it can");
+    }
+
+    #[test]
+    fn a_hook_that_ends_with_its_line_is_freed_inside_it() {
+        struct NoteDrop(Arc<Mutex<Option<crate::Result<()>>>>);
+        impl Drop for NoteDrop {
+            fn drop(&mut self) {
+                *self.0.lock().unwrap() = Some(crate::Engine::open().map(drop));
+                panic!("in a drop, on purpose");
+            }
+        }
+        let told = Arc::new(Mutex::new(None));
+        let note = NoteDrop(Arc::clone(&told));
+        let number = Arc::new(AtomicUsize::new(0));
+        let own = Arc::clone(&number);
+        let added = add(Arc::new(move |_, _| {
+            let _ = &note;
+            remove(own.load(Ordering::Relaxed)); // as another thread would, meanwhile
+            panic!("in a hook, on purpose");
+        }));
+        number.store(added, Ordering::Relaxed);
+        line(added);
+        let error = told.lock().unwrap().take().expect("the closure was freed").unwrap_err();
+        assert_eq!(error.kind(), crate::ErrorKind::InvalidArgument);
+        assert!(!in_hook(), "the thread has left the hook");
     }
 }
