@@ -1,6 +1,5 @@
 //! The engine: what owns tables and threads.
 
-use std::ops::Deref;
 use std::ptr;
 
 use frugal_sys as sys;
@@ -176,7 +175,7 @@ impl Engine {
         raw.struct_size = size_of_val(&raw);
         // SAFETY: the struct has its size and is there to be filled.
         call(|| unsafe { sys::frugal_get_stats(self.handle, &mut raw) })?;
-        Ok(Stats { raw })
+        Ok(Stats::of(&raw))
     }
 
     /// The handle, for calls of [`crate::sys`]. It stays this object's: closing it makes this object's calls answer
@@ -213,19 +212,104 @@ pub(crate) fn read(
     outcome
 }
 
-/// Counters since the engine was opened; times in nanoseconds. Its fields are those of
-/// [`frugal_stats`](sys::frugal_stats), which say what they count.
-#[derive(Clone, Copy, Debug)]
-pub struct Stats {
-    raw: sys::frugal_stats,
+macro_rules! stats {
+    ($($(#[$doc:meta])+ $name:ident,)+) => {
+        /// Counters since the engine was opened; times in nanoseconds. A g-entry is a row's pending updates.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct Stats {
+            $($(#[$doc])+ pub $name: u64,)+
+        }
+
+        impl Stats {
+            fn of(raw: &sys::frugal_stats) -> Self {
+                Self { $($name: raw.$name,)+ }
+            }
+        }
+    };
 }
 
-impl Deref for Stats {
-    type Target = sys::frugal_stats;
-
-    fn deref(&self) -> &sys::frugal_stats {
-        &self.raw
-    }
+stats! {
+    /// Steps that all ranks have ended.
+    steps_committed,
+    /// Steps that were aborted.
+    steps_aborted,
+    /// Keys declared by prefetches.
+    keys_declared,
+    /// Keys of lookups.
+    keys_looked_up,
+    /// Keys looked up or pushed without a declared batch.
+    keys_undeclared,
+    /// Keys of pushes.
+    keys_pushed,
+    /// Rows created.
+    rows_created,
+    /// Updates (of a row, in a step) written to host rows.
+    rows_updated,
+    /// Of these: queued when the step after theirs could begin.
+    rows_deferred,
+    /// Calls of `step_begin` that had to wait.
+    gate_waits,
+    /// Time of these waits.
+    gate_wait_ns,
+    /// Gates that met an update dequeued but unwritten.
+    gate_in_flight,
+    /// Undeclared keys that had to wait.
+    lookup_waits,
+    /// A pending update became more urgent.
+    priority_rises,
+    /// A pending update became less urgent.
+    priority_falls,
+    /// G-entries put into the queue.
+    enqueued,
+    /// G-entries taken out of the queue.
+    dequeued,
+    /// Times that the budget forced writing.
+    back_pressure,
+    /// Calls of `step_begin` while another rank was still in an earlier step.
+    ranks_apart,
+    /// Rows read with a pending update (staleness > 0).
+    stale_reads,
+    /// Keys served from a trainer's cache.
+    cache_hits,
+    /// Keys that it did not have.
+    cache_misses,
+    /// Rows taken into caches.
+    cache_admitted,
+    /// Rows that left caches.
+    cache_evicted,
+    /// Evicted while the host row had pending updates.
+    cache_evicted_dirty,
+    /// Bytes of pending updates now.
+    pending_bytes,
+    /// The most that these were.
+    pending_bytes_peak,
+    /// G-entries with pending updates now.
+    pending_rows,
+    /// The same: g-entries of rows that are only read are not counted.
+    active_rows,
+    /// Steps applied at once.
+    modes_at_once,
+    /// Steps queued.
+    modes_deferred,
+    /// Wall time inside lookups, summed over trainers.
+    lookup_ns,
+    /// The same, of pushes.
+    push_ns,
+    /// The same, of `step_begin`.
+    step_begin_ns,
+    /// The same, of `step_end`.
+    step_end_ns,
+    /// The same, of prefetches.
+    prefetch_ns,
+    /// Time spent on g-entries and queue.
+    entry_ns,
+    /// Time spent applying updates, over threads.
+    apply_ns,
+    /// Step boundaries of trainers' caches, one for each table.
+    cache_turns,
+    /// Of these: worked out while the step before was computed.
+    cache_planned,
 }
 
 /// The version of the library that is loaded, as "major.minor.patch".
@@ -233,4 +317,20 @@ pub fn version() -> &'static str {
     // SAFETY: what comes is a static string that ends in NUL.
     let version = unsafe { std::ffi::CStr::from_ptr(sys::frugal_version()) };
     version.to_str().unwrap_or("")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stats_have_all_fields_of_the_header() {
+        assert_eq!(size_of::<Stats>(), size_of::<sys::frugal_stats>() - size_of::<usize>());
+        // SAFETY: a struct of integers may be zeros.
+        let mut raw: sys::frugal_stats = unsafe { std::mem::zeroed() };
+        raw.cache_planned = 7;
+        raw.steps_committed = 5;
+        let stats = Stats::of(&raw);
+        assert_eq!((stats.steps_committed, stats.cache_planned), (5, 7));
+    }
 }
