@@ -316,6 +316,72 @@ if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
     WRAPPERS["dlpack"] = OnlyDLPack
 
 
+MASKED: Dict[str, Callable[[np.ndarray], Any]] = {
+    "masked": lambda a: np.ma.array(a, mask=a == a.flat[0]),
+    "nothing masked": np.ma.array,
+    "a subclass": lambda a: np.ma.array(a).view(type("Mine", (np.ma.MaskedArray,), {})),
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_masked_arrays_are_refused(session: Session, kind: str) -> None:
+    masked = MASKED[kind]
+    table, trainer, engine = session.table, session.trainer, session.engine
+    ones = np.ones((3, DIM), np.float32)
+    weights, offsets, found = np.ones(3, np.float32), np.array([0, 3]), np.zeros(3, np.uint8)
+    pooled = np.ones((1, DIM), np.float32)
+    calls: List[Callable[[], object]] = [
+        lambda: trainer.lookup(session.batch, masked(ones)),
+        lambda: trainer.lookup(session.batch, masked(ones.ravel())),
+        lambda: trainer.push_grad(session.batch, masked(ones)),
+        lambda: trainer.push_grad(session.batch, masked(ones[:, ::-1])),
+        lambda: trainer.lookup(table, masked(KEYS)),
+        lambda: trainer.lookup(table, masked(KEYS.astype(np.int32))),
+        lambda: trainer.prefetch(1, table, masked(KEYS)),
+        lambda: trainer.lookup(frugal.Op(table, KEYS, pooling="sum", offsets=masked(offsets), rows=pooled)),
+        lambda: trainer.lookup(frugal.Op(table, KEYS, pooling="sum", offsets=offsets, weights=masked(weights))),
+        lambda: engine.read(table, KEYS, found=masked(found), trainer=trainer),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="masked array"):
+            call()
+
+
+class Negative(OnlyDLPack):
+    """As torch tells a lazily negated tensor: the elements with the other sign."""
+
+    negative = True
+
+    def is_neg(self) -> bool:
+        return self.negative
+
+
+def test_tensors_with_the_negative_bit_are_refused(session: Session) -> None:
+    rows = np.ones((3, DIM), np.float32)
+    tensor = Negative(rows)
+    with pytest.raises(TypeError, match="grads: .*negative bit.*resolve_neg"):
+        session.trainer.push_grad(session.batch, tensor)
+    with pytest.raises(TypeError, match="rows: .*negative bit"):
+        session.trainer.lookup(session.batch, tensor)
+    with pytest.raises(TypeError, match="keys: .*negative bit"):
+        session.trainer.lookup(session.table, Negative(KEYS), rows)
+    assert (rows == 1).all()
+    tensor.negative = False
+    session.trainer.lookup(session.batch, tensor)
+    assert (rows == session.expected).all()
+
+
+def test_lazy_tensors_of_torch_are_refused(session: Session) -> None:
+    torch = pytest.importorskip("torch")
+    rows = torch.ones(3, DIM)
+    for tensor in (torch._neg_view(rows), torch.ones(3, DIM, dtype=torch.complex64).conj(), rows.requires_grad_()):
+        with pytest.raises(TypeError):
+            session.trainer.push_grad(session.batch, tensor)
+        with pytest.raises(TypeError):
+            session.trainer.lookup(session.batch, tensor)
+    session.trainer.push_grad(session.batch, torch._neg_view(rows.detach()).resolve_neg())
+
+
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_read_only_is_for_inputs(session: Session, kind: str) -> None:
     wrap = WRAPPERS[kind]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -92,6 +94,23 @@ def test_children_keep_their_engine() -> None:
     from frugal._lib import lib
 
     assert lib.frugal_health(handle) == -2
+
+
+def test_handles_cannot_be_copied_or_pickled(engine: frugal.Engine) -> None:
+    table = engine.create_table("t", rows=50, dim=4)
+    trainer = engine.create_trainer()
+    batch = trainer.prefetch(0, table, KEYS)
+    for handle in (engine, table, trainer, batch):
+        ways: List[Callable[[Any], object]] = [copy.copy, copy.deepcopy]
+        ways += [lambda it, n=n: pickle.dumps(it, n) for n in range(pickle.HIGHEST_PROTOCOL + 1)]  # type: ignore[misc]
+        for way in ways:
+            with pytest.raises(TypeError, match=f"frugal.{type(handle).__name__} cannot be copied or pickled"):
+                way(handle)
+    with pytest.raises(TypeError, match="copied"):
+        copy.deepcopy(frugal.Op(table, KEYS))
+    assert copy.copy(frugal.Op(table, KEYS)).table is table
+    with trainer.step(0):
+        assert trainer.lookup(batch).shape == (3, 4)
 
 
 def test_the_collector_may_run_at_any_time(engine: frugal.Engine) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array as _array
 import ctypes
+import sys
 from ctypes import addressof, c_char, c_char_p, c_int, c_int32, c_int64, c_size_t, c_ssize_t, c_uint8, c_uint16, c_uint32
 from ctypes import c_uint64, c_void_p, py_object
 from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Protocol, Sequence, Tuple, TypeVar, Union
@@ -260,12 +261,30 @@ def _resolve_dlpack(pins: Pins, array: Any, what: str, place: Place) -> _Resolve
     return (tensor.data or 0) + tensor.byte_offset, kind, readonly, shape, strides, gpu
 
 
+_plain: Any = None  # the last type that was found to be no masked array
+
+
+def _is_masked(array: Any) -> bool:
+    """Is it a masked array of NumPy? Its buffer is that of the data; the mask would be dropped without a word."""
+    global _plain
+    if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
+        return True
+    _plain = type(array)
+    return False
+
+
 def _resolve(pins: Pins, array: Any, what: str, place: Place) -> _Resolved:
+    if type(array) is not _plain and _is_masked(array):
+        raise TypeError(f"{what}: a masked array, whose mask would be lost; give its data, or filled(0)")
     try:
         return _resolve_buffer(pins, array)
     except (BufferError, TypeError, ValueError) as error:
         if _is_buffer(array):
             raise TypeError(f"{what}: {type(array).__name__} gives no buffer: {error}") from error
+    # torch: its memory has the elements with the other sign, and neither protocol tells.
+    negative = getattr(array, "is_neg", None)
+    if callable(negative) and negative() is True:
+        raise TypeError(f"{what}: a tensor with the negative bit; give resolve_neg() of it")
     try:
         interface = getattr(array, "__cuda_array_interface__", None)
     except RuntimeError as error:  # torch: of a tensor that requires a gradient
@@ -381,7 +400,8 @@ def rows(
         view = memoryview(array)
         pins.append(view)
         address = addressof(_byte_on(view))
-        if view.format == "f" and view.shape == (count, width) and not address & 3:
+        fits = view.format == "f" and view.shape == (count, width) and not address & 3
+        if fits and (type(array) is _plain or not _is_masked(array)):
             return address, 0
     except (BufferError, TypeError, ValueError):
         pass  # another case, or an error that what follows describes

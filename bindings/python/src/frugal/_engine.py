@@ -18,6 +18,7 @@ from . import _abi
 from ._buffers import HOST, AnyArray, Array, Pins, Place
 from ._lib import lib
 from ._ops import READ, Op, choose, pack, uint32, uint64
+from ._single import Single
 from ._table import FLUSH_MODES, Table, table_config
 from ._trainer import Trainer, as_ops
 from ._wait import milliseconds, wait
@@ -52,7 +53,7 @@ def _close(handle: int, pid: int, callback: Any) -> None:
         check(lib.frugal_close(handle))
 
 
-class Engine:
+class Engine(Single):
     """An opened instance: tables, host memory, background threads.
 
     world_size: ranks. lookahead: largest number of future steps that may be declared. flush_threads: background

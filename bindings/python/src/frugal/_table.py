@@ -11,6 +11,7 @@ from ._buffers import HOST, AnyArray, Array, Pins, find_numpy, found_flags, inte
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import choose, uint32, uint64
+from ._single import Single
 from .config import SGD, Constant, Initializer, Optimizer
 from .errors import check
 
@@ -124,7 +125,7 @@ def memory_needed(
     return Memory(*(getattr(memory, field[0]) for field in memory._fields_))
 
 
-class Table:
+class Table(Single):
     """Rows of one dimension with optimizer state; made by Engine.create_table or found by Engine.find_table.
 
     The engine owns it: the end of this object leaves it as it is, drop() removes it. get, put, delete, count and

@@ -14,6 +14,7 @@ from ._buffers import AnyArray, Array, Pins, Place, integers, new_rows
 from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import LOOKUP, PREFETCH, PUSH, Op, pack, uint64
+from ._single import Single
 from ._table import Table
 from ._wait import milliseconds, wait
 from .errors import FORKED, Error, Forked, check, last_error
@@ -33,7 +34,7 @@ _pack_into = _abi.OP.pack_into
 _pack_batch_op = _abi.BATCH_OP.pack_into
 
 
-class Batch:
+class Batch(Single):
     """Keys that Trainer.prefetch declared for one step; the library forgets them when the step ends."""
 
     __slots__ = ("_counts", "_handle", "_tables", "step")
@@ -70,7 +71,7 @@ def _close(handle: int, pid: int, engine: weakref.finalize[Any, Any]) -> None:
         check(lib.frugal_trainer_close(handle))
 
 
-class Trainer:
+class Trainer(Single):
     """One rank of synchronous training; made by Engine.create_trainer. It leaves when it is closed.
 
         trainer.prefetch(s + L, table, keys)    declares the keys of a later step
