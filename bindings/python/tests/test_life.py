@@ -12,12 +12,13 @@ import subprocess
 import threading
 import time
 import weakref
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Tuple, Type
 
 import numpy as np
 import pytest
 
 import frugal
+from frugal import _trainer
 
 KEYS = np.array([7, 42, 7])
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -320,6 +321,50 @@ def test_ctrl_c_ends_a_waiting_step_begin() -> None:
         other.step_end(0)
         waiting.step_begin(1)
         waiting.step_end(1)
+
+
+class Interrupted(Exception):
+    """What a signal handler may raise."""
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
+def test_an_interrupt_after_the_gate_of_a_with_block_undoes_the_step(
+    engine: frugal.Engine, monkeypatch: pytest.MonkeyPatch, kind: Type[BaseException]
+) -> None:
+    real = _trainer._step_begin
+    trainer = engine.create_trainer()
+
+    def late(*arguments: Any) -> int:
+        assert real(*arguments) == 0
+        raise kind
+
+    monkeypatch.setattr(_trainer, "_step_begin", late)
+    with pytest.raises(kind):
+        with trainer.step(0):
+            pytest.fail("the block is not entered")
+    monkeypatch.setattr(_trainer, "_step_begin", real)
+    with pytest.raises(frugal.NotInStep):
+        trainer.step_abort()
+    with trainer.step(0):
+        # A step that cannot begin leaves the one that the trainer is in.
+        with pytest.raises(frugal.StepOrder), trainer.step(5):
+            pass
+        with pytest.raises(ValueError), trainer.step(-1):
+            pass
+    assert engine.committed_step() == 0
+
+
+def test_an_interrupt_in_the_gate_of_a_with_block_undoes_nothing() -> None:
+    engine, waiting, other = waiting_rank()
+    with engine:
+        timer = interrupt_soon()
+        with pytest.raises(KeyboardInterrupt):
+            with waiting.step(1):
+                pytest.fail("rank 1 is in step 0")
+        timer.join()
+        other.step_end(0)
+        with waiting.step(1):
+            assert engine.committed_step() == 0
 
 
 def test_ctrl_c_ends_a_waiting_read() -> None:

@@ -82,6 +82,8 @@ class Engine(Single):
         seed: int = 0,
         log: Optional[Callable[[int, str], object]] = None,
     ) -> None:
+        if log is not None and not callable(log):
+            raise TypeError(f"log must be a callable or None, not {type(log).__name__}")
         config = _abi.frugal_config()
         lib.frugal_config_init(addressof(config))
         config.world_size = uint32(world_size, "world_size")
@@ -246,6 +248,8 @@ class Engine(Single):
         ops = (Op(source, keys, rows=rows, found=found),) if isinstance(source, Table) else as_ops(source)
         if trainer is None:
             outputs = self._read(ops, 0, HOST, limit)
+        elif not isinstance(trainer, Trainer):
+            raise TypeError(f"trainer must be a frugal.Trainer or None, not {type(trainer).__name__}")
         else:
             try:
                 del trainer._turn[0]
@@ -255,7 +259,7 @@ class Engine(Single):
                 outputs = self._read(ops, trainer._handle, trainer._place, limit)
             finally:
                 trainer._turn.append(None)
-        return outputs if ops is source else outputs[0]
+        return outputs if isinstance(source, (list, tuple)) else outputs[0]
 
     def _read(self, ops: Sequence[Op], trainer: int, place: Place, limit: float) -> List[Any]:
         memory = create_string_buffer(max(len(ops), 1) * _abi.OP.size)
@@ -277,6 +281,8 @@ class Engine(Single):
 
 
 def _c_string(text: str, what: str) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"{what} must be a str, not {type(text).__name__}")
     if "\0" in text:
         raise ValueError(f"{what} has a NUL in it")
     return text.encode()

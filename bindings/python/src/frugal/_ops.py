@@ -117,7 +117,7 @@ class Op:
 def pack(
     memory: CArray[c_char], ops: Sequence[Op], use: int, pins: Pins, place: Place
 ) -> Tuple[List[Any], List[int]]:
-    """Writes `ops` into `memory`; returns the output rows (of LOOKUP and READ) and each op's number of keys."""
+    """Writes `ops` into `memory`; returns the output rows (of PREFETCH the tables) and each op's number of keys."""
     outputs: List[Any] = []
     counts: List[int] = []
     at = 0
@@ -147,6 +147,7 @@ def pack(
             flags = _abi.FRUGAL_OP_PADDING
         if use == PREFETCH:
             _pack_into(memory, at, _SIZE, table._handle, 0, 0, 0, keys, count, *_NO_ARRAYS, padding, flags, 0)
+            outputs.append(table)
             at += _SIZE
             continue
 

@@ -81,9 +81,21 @@ class Memory:
     total: int
 
 
+def _name(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _optimizer(optimizer: Optimizer) -> _abi.frugal_optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be an Optimizer, as frugal.SGD(lr=0.1), not {_name(optimizer)}")
+    return optimizer._struct()
+
+
 def table_config(
     rows: int, dim: int, hashed: bool, lazy: bool, init: Initializer, optimizer: Optimizer, nan_policy: str
 ) -> _abi.frugal_table_config:
+    if not isinstance(init, Initializer):
+        raise TypeError(f"init must be an Initializer, as frugal.Constant(0), not {_name(init)}")
     config = _abi.frugal_table_config()
     lib.frugal_table_config_init(addressof(config))
     config.rows = uint64(rows, "rows")
@@ -91,7 +103,7 @@ def table_config(
     config.key_space = _abi.FRUGAL_HASHED if hashed else _abi.FRUGAL_DENSE
     config.flags = _abi.FRUGAL_TABLE_LAZY if lazy else 0
     config.init, config.init_a, config.init_b = init._fields()
-    config.optimizer = optimizer._struct()
+    config.optimizer = _optimizer(optimizer)
     config.nan_policy = choose(_NAN_POLICIES, nan_policy, "nan_policy")
     return config
 
@@ -169,6 +181,9 @@ class Table(Single):
     def __len__(self) -> int:
         return self.count()
 
+    def __bool__(self) -> bool:
+        return True  # it is there, whatever its number of rows
+
     def keys(self) -> KeyArray:
         """All keys of existing rows as a new NumPy array of uint64, in the rows' internal order."""
         numpy = find_numpy()
@@ -242,7 +257,7 @@ class Table(Single):
 
     def set_optimizer(self, first_step: int, optimizer: Optimizer) -> None:
         """Sets the hyper-parameters from `first_step` on. The kind and initial_accumulator stay the table's."""
-        struct = optimizer._struct()
+        struct = _optimizer(optimizer)
         check(lib.frugal_table_set_optimizer(self._handle, uint64(first_step, "first_step"), addressof(struct)))
 
     def drop(self) -> None:

@@ -184,8 +184,8 @@ class Trainer(Single):
             else:
                 ops = as_ops(source)
                 self._room(len(ops))
-                counts = tuple(pack(self._memory, ops, PREFETCH, pins, self._place)[1])
-                tables = tuple(op.table for op in ops)
+                packed = pack(self._memory, ops, PREFETCH, pins, self._place)
+                tables, counts = tuple(packed[0]), tuple(packed[1])
             status = _prefetch(self._handle, step, self._address, len(counts), byref(handle))
         finally:
             self._turn.append(None)
@@ -196,6 +196,8 @@ class Trainer(Single):
 
     def prefetch_cancel(self, batch: Batch) -> None:
         """Takes a declaration back, before its step begins."""
+        if not isinstance(batch, Batch):
+            raise TypeError(f"a Batch is needed, not {type(batch).__name__}")
         try:
             del self._turn[0]
         except IndexError:
@@ -265,7 +267,7 @@ class Trainer(Single):
                 self._room(len(ops))
                 out = pack(self._memory, ops, LOOKUP, pins, self._place)[0]
                 number = len(ops)
-                if ops is not source:
+                if not isinstance(source, (list, tuple)):
                     out = out[0]
             status = _lookup(self._handle, self._address, number)
         finally:
@@ -341,7 +343,10 @@ class Trainer(Single):
             self._turn.append(None)
 
     def step(self, step: int, timeout: Optional[float] = None) -> _Step:
-        """A step as a `with` block: begins it, and ends it or, if an exception leaves the block, aborts it."""
+        """A step as a `with` block: begins it, and ends it or, if an exception leaves the block, aborts it.
+
+        So does Ctrl-C while it begins. A second one, while the step is undone, may leave it begun: step_abort().
+        """
         return _Step(self, step, timeout)
 
 
@@ -354,7 +359,32 @@ class _Step:
         self._timeout = timeout
 
     def __enter__(self) -> None:
-        self._trainer.step_begin(self._step, self._timeout)
+        # As step_begin. But here nobody learns of a step that has begun when an exception of a signal handler
+        # comes, for the block is not entered: it is undone. What the library itself refused has begun nothing.
+        trainer = self._trainer
+        step = uint64(self._step, "step")
+        limit = trainer._engine._timeout_ms if self._timeout is None else milliseconds(self._timeout)
+        called = False
+        try:
+            try:
+                del trainer._turn[0]
+            except IndexError:
+                raise trainer._refusal() from None
+            try:
+                called = True
+                handle = trainer._handle
+                wait(lambda ms: _step_begin(handle, step, ms), limit)
+            finally:
+                trainer._turn.append(None)
+        except Error:
+            raise
+        except BaseException:
+            if called:
+                try:
+                    trainer.step_abort()
+                except (Error, RuntimeError):
+                    pass  # it had not begun, or another thread has the trainer
+            raise
 
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
@@ -368,10 +398,19 @@ class _Step:
             pass  # the step is undone already, or lost with its engine; what left the block says more
 
 
-def as_ops(source: Any) -> Sequence[Op]:
-    """The ops of a call that takes one or several."""
+def as_ops(source: Any) -> Tuple[Op, ...]:
+    """The ops of a call that takes one or several; a list may change while its arrays are asked for their memory."""
     if isinstance(source, Op):
-        return (source,)
-    if isinstance(source, (list, tuple)):
-        return source
-    raise TypeError(f"a Table, a Batch, an Op, or a list or tuple of ops is needed, not {type(source).__name__}")
+        ops: Tuple[Op, ...] = (source,)
+    elif isinstance(source, (list, tuple)):
+        ops = tuple(source)
+    else:
+        raise TypeError(f"a Table, a Batch, an Op, or a list or tuple of ops is needed, not {type(source).__name__}")
+    for op in ops:
+        if not isinstance(op, Op):
+            raise TypeError(f"an Op is needed in a list of ops, not {type(op).__name__}")
+        if not isinstance(op.table, Table):
+            raise TypeError(f"the table of an Op must be a frugal.Table, not {type(op.table).__name__}")
+        if op.batch is not None and not isinstance(op.batch, Batch):
+            raise TypeError(f"the batch of an Op must be a frugal.Batch or None, not {type(op.batch).__name__}")
+    return ops

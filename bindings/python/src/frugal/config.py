@@ -146,7 +146,7 @@ class Initializer:
     """Initial values of rows: Constant, Uniform, Normal, TruncatedNormal or Xavier."""
 
     def _fields(self) -> Tuple[int, float, float]:
-        raise NotImplementedError
+        raise TypeError("Initializer is what initial values have in common: use Constant, Uniform, Normal, ...")
 
 
 @dataclass(frozen=True)
