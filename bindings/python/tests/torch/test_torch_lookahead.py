@@ -197,12 +197,12 @@ def test_a_second_epoch_takes_the_first_one_s_declarations_back(world: World) ->
     lookahead = world.lookahead(DataLoader(Samples(), BATCH))
     first = iter(lookahead)
     world.step(next(first))
-    second = iter(lookahead)
-    with pytest.raises(StopIteration):
-        next(first)
-    for batch in second:
+    for batch in lookahead:
         world.step(batch)
     assert undeclared(world.engine) == 0
+    rest = list(first)
+    assert len(rest) == SAMPLES // BATCH - 1
+    assert world.nothing_is_declared()
     third = iter(lookahead)
     next(third)
     lookahead.close()
@@ -231,6 +231,98 @@ def test_more_steps_than_batches_move_the_others(world: World) -> None:
             world.step(batch)  # of which nobody was told
             undeclared_keys += 2 * batch.numel()
     assert undeclared(world.engine) == undeclared_keys
+    assert world.nothing_is_declared()
+
+
+def hundred() -> List[torch.Tensor]:
+    return [torch.full((2, 2), i % ROWS) for i in range(100)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 10])
+@pytest.mark.parametrize("loop", ["skips", "every second", "evaluates", "more steps", "never"])
+def test_every_loop_gets_all_batches(world: World, depth: int, loop: str) -> None:
+    seen = []
+    for i, batch in enumerate(world.lookahead(hundred(), depth=depth)):
+        seen.append(int(batch[0, 0]))
+        if loop == "evaluates":
+            with torch.no_grad():
+                world.bags(batch)
+            continue
+        if loop == "skips" and i % 3 == 1:
+            continue
+        world.bags(batch).sum().backward()
+        if loop != "never" and (loop != "every second" or i % 2):
+            world.optimizer.step()
+        if loop == "more steps" and i % 3 == 1:
+            world.optimizer.step()
+    if loop == "never":
+        world.optimizer.step()
+    assert seen == [i % ROWS for i in range(100)]
+    if loop in ("skips", "more steps"):
+        assert undeclared(world.engine) == 0
+    assert world.nothing_is_declared()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_engine_without_lookahead(depth: int) -> None:
+    with frugal.Engine(lookahead=depth) as engine, engine.create_trainer() as trainer:
+        world = World(engine, trainer)
+        seen = 0
+        for i, batch in enumerate(world.lookahead(hundred())):
+            seen += 1
+            world.bags(batch).sum().backward()
+            if i % 2:
+                world.optimizer.step()
+        assert seen == 100 and committed(engine) == 50
+        for batch in world.lookahead(hundred(), batches_per_step=2):
+            world.bags(batch).sum().backward()
+            seen += 1
+            if seen % 2 == 0:
+                world.optimizer.step()
+        assert seen == 200 and world.nothing_is_declared()
+
+
+def test_a_second_lookahead_does_not_end_the_first(world: World) -> None:
+    seen = 0
+    for i, batch in enumerate(world.lookahead(hundred())):
+        seen += 1
+        world.step(batch)
+        if i % 40 == 4:
+            with torch.no_grad():
+                for other in world.lookahead(hundred()[:3]):
+                    world.bags(other)
+    assert seen == 100 and undeclared(world.engine) == 0  # it declares again when the second is over
+    both = zip(world.lookahead(hundred()), world.lookahead(hundred()))
+    for first, second in both:
+        seen += 1
+        world.bags(first).sum().backward()
+        world.bags(second).sum().backward()
+        world.optimizer.step()
+    assert seen == 200
+    assert world.nothing_is_declared()
+
+
+def test_states_may_be_loaded_before_the_first_batch(world: World) -> None:
+    for batch in hundred()[:30]:
+        world.step(batch)
+    states = world.bags.state_dict(), world.optimizer.state_dict()
+    with frugal.Engine(lookahead=10) as engine, engine.create_trainer() as trainer:
+        other = World(engine, trainer)
+        iteration = iter(other.lookahead(hundred()))
+        other.bags.load_state_dict(states[0])
+        other.optimizer.load_state_dict(states[1])
+        assert sum(1 for batch in iteration if other.step(batch) is None) == 100
+        assert undeclared(engine) == 0 and other.nothing_is_declared()
+
+
+def test_the_trainer_is_that_of_the_first_batch_s_modules(world: World) -> None:
+    lookahead = ft.Lookahead(hundred(), world.keys)
+    for _ in range(2):
+        for batch in lookahead:
+            world.step(batch)
+    assert undeclared(world.engine) == 0 and committed(world.engine) == 200
+    assert lookahead.depth == 10
+    assert list(ft.Lookahead([], world.keys)) == []
     assert world.nothing_is_declared()
 
 
@@ -300,8 +392,15 @@ def test_wrong_arguments_are_said(world: World) -> None:
         world.lookahead([], depth=11)
     with pytest.raises(ValueError, match="batches_per_step"):
         world.lookahead([], batches_per_step=0)
+    with pytest.raises(ValueError, match="at least 0"):
+        world.lookahead([], depth=-1)
     with pytest.raises(TypeError, match="Trainer"):
-        ft.Lookahead([], lambda batch: {}, trainer=None)  # type: ignore[arg-type]
+        ft.Lookahead([], lambda batch: {}, trainer=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0..10"):
+        next(iter(ft.Lookahead([torch.tensor([[1]])], world.keys, depth=11)))
+    nothing: Dict[Any, Any] = {}
+    with pytest.raises(ValueError, match="trainer="):
+        next(iter(ft.Lookahead([1], lambda batch: nothing)))
 
 
 def test_after_the_engine_is_closed_nothing_is_taken_back() -> None:

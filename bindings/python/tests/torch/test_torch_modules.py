@@ -296,6 +296,8 @@ def test_a_name_is_one_table(engine: frugal.Engine, trainer: frugal.Trainer) -> 
         ft.Embedding(ROWS, DIM + 1, name="shared", trainer=trainer)
     with pytest.raises(ValueError, match="shared"):
         ft.Embedding(ROWS, DIM, name="shared", hashed=True, trainer=trainer)
+    with pytest.raises(ValueError, match="exists with the optimizer"):
+        ft.Embedding(ROWS, DIM, name="shared", optimizer=frugal.SGD(lr=0.25), trainer=trainer)
     names = {ft.Embedding(3, 2, trainer=trainer).table.name for _ in range(3)}
     assert len(names) == 3
 
@@ -428,3 +430,26 @@ def test_a_closed_engine_is_an_error() -> None:
         optimizer.step()
     with pytest.raises(frugal.Error):
         module(torch.tensor([1]))
+
+
+def test_a_collection_knows_the_names_it_gets(trainer: frugal.Trainer) -> None:
+    bags = ft.EmbeddingBagCollection([ft.TableConfig("a", ROWS, DIM, ["x"])], trainer=trainer)
+    keys = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"per_sample_weights has \['X'\]"):
+        bags({"x": keys}, per_sample_weights={"X": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"lengths has \['y'\]"):
+        bags({"x": keys}, {"y": torch.tensor([1, 1])})
+    with pytest.raises(ValueError, match="has offsets, and lengths too"):
+        bags({"x": (keys, torch.tensor([0, 2]))}, {"x": torch.tensor([1, 1])})
+
+
+def test_negative_views_are_seen(trainer: frugal.Trainer) -> None:
+    weight = torch.zeros(3, 1)
+    ours = ft.EmbeddingBag(3, 1, mode="sum", _weight=weight, trainer=trainer, optimizer=frugal.SGD(lr=1.0))
+    optimizer = ft.Optimizer(ours)
+    keys, ones = torch.arange(3)[:, None], torch.ones(3, 1)
+    (torch.complex(ones, ours(keys)).conj() * torch.complex(ones, ones)).imag.sum().backward()
+    optimizer.step()
+    assert torch.equal(ours.weight, ones)
+    with pytest.raises(ValueError, match="negative view"):
+        ours(keys, None, torch.complex(ones, ones).conj().imag)

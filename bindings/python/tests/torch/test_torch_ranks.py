@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any, Callable, List
 
@@ -90,6 +92,64 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all() -> None:
             for optimizer in optimizers:
                 optimizer.step()
             assert torch.equal(bags[1].weight, before) is not changes
+
+
+def test_ranks_say_the_same() -> None:
+    keys = torch.zeros(1, 1, dtype=torch.int64)
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd(), name="t") for t in trainers]
+        optimizers = [ft.Optimizer(bag, check_inf=True) for bag in bags]
+        before = bags[0].weight
+        for bag in bags:
+            bag(keys).sum().backward()
+        optimizers[0].step()
+        optimizers[1].param_groups[0]["lr"] = 0.25
+        with pytest.raises(ValueError, match="rank 1 says lr=0.25, rank 0 lr=0.5"):
+            optimizers[1].step()
+        optimizers[1].param_groups[0]["lr"] = 0.5
+        optimizers[1].step()
+        assert torch.equal(bags[0].weight[0], before[0] - 0.5)
+        with pytest.raises(ValueError, match="exists with the optimizer"):
+            ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainers[1], optimizer=sgd(0.1), name="t2") and (
+                ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainers[0], optimizer=sgd(0.2), name="t2")
+            )
+
+
+def test_scales_of_ranks_are_the_same_or_an_error() -> None:
+    keys = torch.zeros(1, 1, dtype=torch.int64)
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [
+            ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd(1.0), mean_ranks=False) for t in trainers
+        ]
+        optimizers = [ft.Optimizer(bag, check_inf=True) for bag in bags]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        before = bags[0].weight
+
+        def backward(factors: Any) -> None:
+            for bag, scaler, factor in zip(bags, scalers, factors):
+                scaler.scale((bag(keys) * factor).sum()).backward()
+
+        backward((1.0, float("inf")))
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.step(optimizer)
+            scaler.update()
+        assert torch.equal(bags[0].weight, before)
+        least = min(scaler.get_scale() for scaler in scalers)
+        assert [scaler.get_scale() for scaler in scalers] == [4.0, 2.0]
+        for scaler in scalers:  # as docs/torch.md says
+            scaler.update(least)
+        backward((1.0, 1.0))
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.step(optimizer)
+            scaler.update()
+        torch.testing.assert_close(bags[0].weight[0], before[0] - 2.0)
+        scalers[1].update(1.0)
+        backward((1.0, 1.0))
+        scalers[0].step(optimizers[0])
+        with pytest.raises(ValueError, match="rank 1 says grad_scale=1.0, rank 0 grad_scale=0.5"):
+            scalers[1].step(optimizers[1])
 
 
 def test_what_takes_all_ranks_is_said() -> None:
@@ -197,3 +257,31 @@ def test_a_forked_child_cannot_train_and_does_no_harm(engine: frugal.Engine, tra
     bags(keys).sum().backward()
     optimizer.step()
     assert engine.committed_step() == 0
+
+
+def test_a_child_does_not_wait_for_a_lock_of_the_parent() -> None:
+    keys = torch.tensor([[1, 2]])
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer) for trainer in trainers]
+        optimizers = [ft.Optimizer(bag) for bag in bags]
+        bags[0](keys).sum().backward()
+        optimizers[0].step()
+        waits = threading.Thread(target=lambda: bags[0](keys))  # for rank 1, with the lock
+        waits.start()
+        time.sleep(0.2)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            wrong = 0
+            for call in (lambda: bags[0](keys), optimizers[0].step, optimizers[0].zero_grad, bags[0].state_dict):
+                try:
+                    call()
+                    wrong += 1
+                except frugal.Forked:
+                    pass
+            os._exit(wrong)
+        assert os.waitpid(child, 0)[1] == 0
+        bags[1](keys).sum().backward()
+        optimizers[1].step()
+        waits.join()

@@ -195,3 +195,30 @@ def test_a_scheduler_s_state_goes_along(trainer: frugal.Trainer) -> None:
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[0] == pytest.approx(rates[1]) and rates[0] < 0.01
+
+
+def test_a_hashed_table_s_state_wants_its_rows() -> None:
+    saved: Any = None
+    for _ in range(2):
+        with frugal.Engine() as engine, engine.create_trainer() as trainer:
+            module = ft.EmbeddingBag(ROWS, DIM, hashed=True, trainer=trainer, optimizer=frugal.Adagrad(lr=0.1))
+            optimizer = ft.Optimizer(module)
+            if saved is None:
+                train(module, optimizer, 3, seed=1)
+                saved = module.state_dict(), optimizer.state_dict()
+                continue
+            with pytest.raises(ValueError, match="load the model's state first"):
+                optimizer.load_state_dict(saved[1])
+            module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            assert optimizer.state_dict()["step"] == 3
+
+
+def test_what_is_no_tensor_or_negated_is_said_or_made_good(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
+    with pytest.raises(RuntimeError, match="must be a torch.Tensor, not list"):
+        module.load_state_dict({"weight": [1]})
+    ones = torch.complex(torch.ones(ROWS, DIM), torch.ones(ROWS, DIM)).conj().imag
+    assert ones.is_neg()
+    module.load_state_dict({"weight": ones})
+    assert torch.equal(module.weight, -torch.ones(ROWS, DIM))

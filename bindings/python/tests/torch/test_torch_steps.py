@@ -399,6 +399,68 @@ def test_an_interrupt_after_the_gate_is_made_good(pair: Any, monkeypatch: pytest
     assert same(ours, theirs)
 
 
+def test_an_interrupt_of_a_push_leaves_gradients_to_throw_away(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, tables, dense = pair
+    out = ours(keys())
+    native = type(tables._steps.native)
+    push = native.push
+
+    def interrupted(*arguments: Any) -> None:
+        push(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "push", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            out.sum().backward()
+    tables.zero_grad()
+    train(pair, keys())
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_interrupt_of_a_step_s_end_ends_it(pair: Any, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    ours, theirs, tables, dense = pair
+    end = frugal.Trainer.step_end
+    times: List[int] = []
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        times.append(1)
+        if ended or len(times) > 1:
+            end(*arguments, **more)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frugal.Trainer, "step_end", interrupted)
+        batch = keys()
+        ours(batch).sum().backward()
+        theirs(batch).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            tables.step()
+    dense.step()
+    dense.zero_grad()
+    assert same(ours, theirs)
+    train(pair, keys())
+    assert same(ours, theirs)
+
+
+def test_a_step_thrown_away_has_no_gradient_of_weights(trainer: frugal.Trainer) -> None:
+    bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    tables = ft.Optimizer(bags)
+    bags(keys()).sum().backward()
+    out = bags(keys(), per_sample_weights=torch.ones(6, 2, requires_grad=True))
+    tables.zero_grad()
+    with pytest.raises(RuntimeError, match="thrown away"):
+        out.sum().backward()
+
+
+def test_a_group_cannot_be_added(pair: Any) -> None:
+    with pytest.raises(TypeError, match="those of the tables"):
+        pair[2].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    train(pair, keys())
+
+
 def test_nan_gradients_are_refused_and_nothing_is_taken(pair: Any) -> None:
     ours, theirs, tables, _ = pair
     before = ours.weight

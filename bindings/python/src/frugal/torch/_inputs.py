@@ -21,6 +21,8 @@ def _tensor(value: object, what: str, device: torch.device) -> torch.Tensor:
         raise TypeError(f"{what} must be a dense tensor, not one of layout {value.layout}")
     if value.device != device:
         raise ValueError(f"{what} is on {value.device}, the trainer on {device}: move it with .to({str(device)!r})")
+    if value.is_neg():
+        raise ValueError(f"{what} is a negative view, whose memory has the other sign: call .resolve_neg()")
     if not value.is_contiguous():
         raise ValueError(
             f"{what} has shape {tuple(value.shape)} and strides {value.stride()}: the library takes the"
@@ -82,6 +84,8 @@ def weights(value: object, like: torch.Tensor, what: str, device: torch.device) 
 def gradient(grad: torch.Tensor) -> torch.Tensor:
     """A gradient of (rows, columns) whose rows are contiguous and apart. What autograd delivers otherwise, expanded or
     transposed, is copied, as torch's own backward of an embedding does."""
+    if grad.is_neg():  # the library sees the memory, which has the other sign
+        grad = grad.resolve_neg()
     if grad.dtype == torch.float32 and grad.layout == torch.strided:
         columns = grad.shape[1]
         if (columns == 1 or grad.stride(1) == 1) and (grad.shape[0] <= 1 or grad.stride(0) >= columns):

@@ -18,6 +18,7 @@ from typing import (
     Tuple,
     TypeVar,
     Union,
+    cast,
 )
 
 import frugal
@@ -46,8 +47,10 @@ class Lookahead(Generic[T]):
     """Iterates `loader` and declares the keys of up to `depth` steps ahead.
 
     `keys(batch)` says what the forwards of that batch will get: a mapping from module to input, or pairs. `trainer`:
-    whose steps; `depth`: default the engine's lookahead, which is also the most; `batches_per_step`: batches between
-    two calls of Optimizer.step(). One iteration at a time: a second takes back what the first has declared.
+    whose steps (default: that of the modules which the first batch names); `depth`: default the engine's lookahead,
+    which is also the most; `batches_per_step`: batches between two calls of Optimizer.step(). One iteration of a
+    trainer's declares at a time, the newest: an older one takes back what it has declared and goes on without
+    declaring, until the newer one is over.
     """
 
     def __init__(
@@ -55,23 +58,21 @@ class Lookahead(Generic[T]):
         loader: Iterable[T],
         keys: Callable[[T], Inputs],
         *,
-        trainer: frugal.Trainer,
+        trainer: Optional[frugal.Trainer] = None,
         depth: Optional[int] = None,
         batches_per_step: int = 1,
     ) -> None:
-        self._steps: Steps = of(trainer)
-        self._trainer = trainer
-        most = trainer.engine.lookahead
-        if depth is not None and not 0 <= depth <= most:
-            raise ValueError(
-                f"depth is {depth} and must be within 0..{most}, the lookahead that the engine was opened with"
-            )
+        if depth is not None and depth < 0:
+            raise ValueError(f"depth is {depth} and must be at least 0")
         if batches_per_step < 1:
             raise ValueError(f"batches_per_step is {batches_per_step} and must be at least 1")
         self.loader = loader
-        self.depth: int = most if depth is None else depth
+        self.depth = depth
         self.batches_per_step = batches_per_step
         self._keys = keys
+        self._trainer: Optional[frugal.Trainer] = None
+        if trainer is not None:
+            self._belong_to(trainer)
 
     def __len__(self) -> int:
         if not isinstance(self.loader, Sized):
@@ -79,36 +80,69 @@ class Lookahead(Generic[T]):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[T]:
-        self.close()
         iteration = _Iteration(self)
-        self._steps.lookahead = weakref.ref(iteration)
+        if self._trainer is not None:
+            iteration.belong_to(self._trainer)
         return iteration
 
     def close(self) -> None:
-        """Takes back what an iteration over this trainer's steps has declared for steps that have not begun."""
-        running = self._steps.lookahead
-        iteration = None if running is None else running()
-        if iteration is not None:
-            iteration.close()
+        """Takes back what an iteration over this trainer's steps has declared for steps that have not begun. If it goes
+        on, it declares again."""
+        if self._trainer is not None:
+            running = _running(of(self._trainer))
+            if running is not None:
+                running.retire()
+
+    def _belong_to(self, trainer: frugal.Trainer) -> None:
+        of(trainer)  # checks the type
+        most = trainer.engine.lookahead
+        if self.depth is None:
+            self.depth = most
+        elif self.depth > most:
+            raise ValueError(
+                f"depth is {self.depth} and must be within 0..{most}, the lookahead that the engine was opened with"
+            )
+        self._trainer = trainer
+
+
+def _running(steps: Steps) -> Optional["_Iteration[Any]"]:
+    """The iteration that declares."""
+    reference = steps.lookahead
+    return None if reference is None else cast("Optional[_Iteration[Any]]", reference())
 
 
 class _Iteration(Iterator[T]):
     def __init__(self, lookahead: Lookahead[T]) -> None:
         self._waiting: Deque[_Ahead[T]] = deque()  # first: `close` needs these, whatever fails below
         self._given: List[_Ahead[T]] = []  # to the loop; their step may not have begun
-        self._steps = lookahead._steps
-        self._trainer = lookahead._trainer
+        self._steps: Optional[Steps] = None
+        self._lookahead = lookahead
         self._keys = lookahead._keys
-        self._depth = lookahead.depth
+        self._depth = 0
         self._per_step = lookahead.batches_per_step
-        self._fetched = 0
-        self._base = self._steps.undeclared()  # the step of the first batch
+        self._fetched = 0  # since the batch that was for step _base
+        self._base = 0
         self._batches: Optional[Iterator[T]] = iter(lookahead.loader)
+
+    def belong_to(self, trainer: frugal.Trainer) -> None:
+        """Becomes the iteration that declares for this trainer."""
+        steps = of(trainer)
+        assert self._lookahead.depth is not None
+        self._depth = self._lookahead.depth
+        self._trainer = trainer
+        with steps.lock:
+            before = _running(steps)
+            if before is not None:
+                before.retire()
+            self._steps = steps
+            steps.lookahead = weakref.ref(self)
 
     def __next__(self) -> T:
         try:
-            self._follow()
-            self._fill()
+            if self._steps is None:
+                self._first()
+            else:
+                self._fill(self._steps, self._follow(self._steps))
         except BaseException:
             self.close()
             raise
@@ -121,55 +155,114 @@ class _Iteration(Iterator[T]):
 
     def __del__(self) -> None:
         # Comes from any thread, and in the middle of anything: does not wait for a trainer that may wait for others.
-        self._steps.cancel_later(self._take())
+        if self._steps is not None:
+            self._steps.cancel_later(self._take())
 
     def close(self) -> None:
-        """Takes the declarations back."""
+        """Is over."""
         self._batches = None
-        self._steps.cancel_later(self._take())
-        self._steps.cancel()
+        self._waiting_are_over()
+        self.retire()
+
+    def retire(self) -> None:
+        """Takes the declarations back. Whoever comes next may declare."""
+        steps = self._steps
+        if steps is None:
+            return
+        if _running(steps) is self:
+            steps.lookahead = None
+        steps.cancel_later(self._take())
+        steps.cancel()
+
+    def _waiting_are_over(self) -> None:
+        self._given += self._waiting
+        self._waiting.clear()
 
     def _take(self) -> List[_native.Batch]:
-        given, self._given = self._given, []
-        waiting, self._waiting = self._waiting, deque()
-        return [ahead.declared for ahead in (*given, *waiting) if ahead.declared is not None]
+        """What is declared, and forgets that it is."""
+        taken = []
+        for ahead in (*self._given, *self._waiting):
+            if ahead.declared is not None:
+                taken.append(ahead.declared)
+                ahead.declared = None
+        self._given = []
+        return taken
 
-    def _follow(self) -> None:
-        """Moves declarations, if the loop took more or fewer steps than there were batches for."""
-        with self._steps.lock:
-            now = self._steps.next
+    def _first(self) -> None:
+        """Finds the trainer by the first batch."""
+        ahead = self._fetch(0)
+        if ahead is None:
+            return
+        for module, _ in ahead.inputs:
+            if isinstance(module, _Module):
+                if self._lookahead._trainer is None:
+                    self._lookahead._belong_to(module.trainer)
+                self.belong_to(self._lookahead._trainer or module.trainer)
+                break
+        if self._steps is None:
+            raise ValueError(
+                "keys(batch) names no module of frugal.torch in the first batch: it has to, or Lookahead(...,"
+                " trainer=trainer) says whose steps these are"
+            )
+        self._base = ahead.step = self._steps.next
+        self._declare(self._steps, ahead)
+        self._waiting.append(ahead)
+        self._fill(self._steps, True)
+
+    def _follow(self, steps: Steps) -> bool:
+        """Moves declarations, if the loop took more or fewer steps than there were batches for. Returns whether to
+        declare."""
+        with steps.lock:
+            running = _running(steps)
+            again = running is None
+            if again:
+                steps.lookahead = weakref.ref(self)
+            elif running is not self:
+                return False
+            now = steps.next
             self._given = [ahead for ahead in self._given if ahead.step >= now]
             shift = now - self._waiting[0].step if self._waiting else 0
-            if not shift:
-                return
-            self._steps.cancel_later(
-                [ahead.declared for ahead in (*self._given, *self._waiting) if ahead.declared is not None]
-            )
-            self._steps.cancel()
-            self._given = []
+            if not shift and not again:
+                return True
+            steps.cancel_later(self._take())
+            steps.cancel()
             self._base += shift
             for ahead in self._waiting:
                 ahead.step += shift
-                self._declare(ahead)
+                self._declare(steps, ahead)
+            return True
 
-    def _fill(self) -> None:
+    def _fill(self, steps: Steps, declare: bool) -> None:
         while self._batches is not None:
             step = self._base + self._fetched // self._per_step
-            if step > self._steps.next + self._depth:
+            if not self._waiting and step != steps.next:
+                # What the loop gets now is for the step that is open or comes next, whatever was thought before.
+                steps.cancel_later(self._take())
+                step = self._base = steps.next
+                self._fetched = 0
+            elif self._waiting and (not declare or step > steps.next + self._depth):
                 return
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                self._batches = None
+            ahead = self._fetch(step)
+            if ahead is None:
                 return
-            wanted = self._keys(batch)
-            inputs = list(wanted.items()) if isinstance(wanted, Mapping) else list(wanted)
-            self._fetched += 1
-            ahead = _Ahead(batch, inputs, step)
-            self._declare(ahead)
+            if declare:
+                self._declare(steps, ahead)
             self._waiting.append(ahead)
 
-    def _declare(self, ahead: _Ahead[T]) -> None:
+    def _fetch(self, step: int) -> Optional[_Ahead[T]]:
+        """The next batch of the loader."""
+        if self._batches is None:
+            return None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches = None
+            return None
+        wanted = self._keys(batch)
+        self._fetched += 1
+        return _Ahead(batch, list(wanted.items() if isinstance(wanted, Mapping) else wanted), step)
+
+    def _declare(self, steps: Steps, ahead: _Ahead[T]) -> None:
         declarations = []
         for module, value in ahead.inputs:
             if not isinstance(module, _Module) or module.trainer is not self._trainer:
@@ -180,4 +273,4 @@ class _Iteration(Iterator[T]):
         ops = _native.Ops(len(declarations))
         for feature, keys in declarations:
             ops.add(feature.table.handle, _native.POOL_NONE, feature.padding, keys)
-        ahead.declared = self._steps.declare(ahead.step, ops)
+        ahead.declared = steps.declare(ahead.step, ops)

@@ -462,6 +462,10 @@ class EmbeddingBagCollection(_Module):
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []
         batch = -1
+        for what, given in (("lengths", lengths), ("per_sample_weights", per_sample_weights)):
+            unknown = [] if given is None else [name for name in given if name not in self.feature_names]
+            if unknown:
+                raise ValueError(f"{what} has {unknown}, the features are {list(self.feature_names)}")
         for name, feature, value in self._inputs(features):
             keys, ends = self._bags(name, value, None if lengths is None else lengths.get(name))
             weights = None
@@ -502,6 +506,8 @@ class EmbeddingBagCollection(_Module):
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         device = self._steps.device
         if isinstance(value, tuple):
+            if lengths is not None:
+                raise ValueError(f"feature {name!r} has offsets, and lengths too: give one of them")
             keys = _inputs.keys(value[0], f"keys of {name!r}", device)
             return keys, _inputs.offsets(value[1], keys.numel(), True, f"offsets of {name!r}", device)
         keys = _inputs.keys(value, f"feature {name!r}", device)

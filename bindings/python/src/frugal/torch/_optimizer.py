@@ -27,6 +27,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # GradScaler calls step() also when it has found an infinity: the engine's step ends then, too.
     _step_supports_amp_scaling = True
+    _complete = False  # has its groups
 
     def __init__(self, modules: Union[torch.nn.Module, Iterable[torch.nn.Module]], *, check_inf: bool = False) -> None:
         roots = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
@@ -54,8 +55,15 @@ class Optimizer(torch.optim.Optimizer):
             for table in self._tables
         ]
         super().__init__(groups, _hyper_parameters(self._tables[0].optimizer))
+        self._complete = True
         self._steps.check_inf = check_inf
         self._steps.optimizer = weakref.ref(self)
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """An error: the groups are the tables, and other parameters are for another optimizer."""
+        if self._complete:
+            raise TypeError("the param groups are those of the tables: give parameters to an optimizer of torch.optim")
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -73,14 +81,14 @@ class Optimizer(torch.optim.Optimizer):
         with self._steps.lock:
             factor, skip = self._scaling()
             self._steps.begin()
-            for i, group in enumerate(self.param_groups):
-                wanted = [group[name] for name in self._fields[i]]
-                wanted.append(factor)
-                if wanted != self._told[i]:
-                    self._tell(i, wanted)
-            self._steps.end(skip)
-            for table in self._tables:
-                table.anchor.grad = None
+            if not skip:  # a skipped step uses none, and the factor of this rank is not known
+                self._tell_all(factor)
+            try:
+                self._steps.end(skip)
+            except KeyboardInterrupt:
+                self._forget_gradients()
+                raise
+            self._forget_gradients()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -88,8 +96,7 @@ class Optimizer(torch.optim.Optimizer):
         several ranks an error, if there are."""
         self._check_newest()
         self._steps.discard()
-        for table in self._tables:
-            table.anchor.grad = None
+        self._forget_gradients()
 
     def state_dict(self) -> Dict[str, Any]:
         """Optimizer state of each table, the groups, and the number of the next step. Between steps."""
@@ -109,23 +116,47 @@ class Optimizer(torch.optim.Optimizer):
         self._steps.outside()
         step = int(state_dict["step"])
         if step != self._steps.next:
-            if self._steps.trainer.engine.committed_step() is None:
-                self._steps.next = step
-            elif any(isinstance(table.optimizer, frugal.Adam) for table in self._tables):
+            if self._steps.trainer.engine.committed_step() is not None and any(
+                isinstance(table.optimizer, frugal.Adam) for table in self._tables
+            ):
                 raise ValueError(
                     f"the saved next step is {step}, the engine's {self._steps.next}: Adam's arithmetic uses the"
                     " number; load into an engine that has run no step"
                 )
         for i, table in enumerate(self._tables):
             _state.load_optimizer_state(self._steps, table, state_dict["state"][i])
+        if self._steps.trainer.engine.committed_step() is None:
+            self._steps.next = step
         for group, saved in zip(self.param_groups, groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _forget_gradients(self) -> None:
+        for table in self._tables:
+            table.anchor.grad = None
+
+    def _tell_all(self, factor: float) -> None:
+        wanted = []
+        for i, group in enumerate(self.param_groups):
+            wanted.append([group[name] for name in self._fields[i]] + [factor])
+        if self._steps.trainer.engine.world_size > 1:
+            self._steps.shared.say(
+                self._steps.next,
+                self._steps.rank,
+                {table.name: self._values(i, wanted[i]) for i, table in enumerate(self._tables)},
+            )
+        for i, values in enumerate(wanted):
+            if values != self._told[i]:
+                self._tell(i, values)
+
+    def _values(self, i: int, wanted: List[Any]) -> Dict[str, float]:
+        values = {name: float(value) for name, value in zip(self._fields[i], wanted)}
+        values["grad_scale"] *= wanted[-1]
+        return values
 
     def _tell(self, i: int, wanted: List[Any]) -> None:
         """Sets a table's hyper-parameters from this step on."""
         table = self._tables[i]
-        values: Dict[str, Any] = {name: float(value) for name, value in zip(self._fields[i], wanted)}
-        values["grad_scale"] *= wanted[-1]
+        values: Dict[str, Any] = dict(self._values(i, wanted))
         if "nesterov" in values:
             values["nesterov"] = bool(values["nesterov"])
         table.table.set_optimizer(self._steps.next, dataclasses.replace(table.optimizer, **values))

@@ -37,7 +37,7 @@ def put(steps: Steps, table: Table, at: torch.Tensor, weight: torch.Tensor) -> N
 def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[torch.Tensor]) -> None:
     """Makes `weight` the table's rows, those of the keys `at` of a hashed table, which then has no others. Rows keep
     their optimizer state."""
-    weight = weight.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    weight = _floats(weight, "weight")
     at = _keys_of_load(table, at, weight.shape[0])
     if tuple(weight.shape) != (at.numel(), table.dim):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, the table {(at.numel(), table.dim)}")
@@ -74,7 +74,7 @@ def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
 
 def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tensor]) -> None:
     """Gives rows the optimizer state that `optimizer_state` returned. Rows keep their weights."""
-    state = saved["state"].to(device="cpu", dtype=torch.float32)
+    state = _floats(saved["state"], "state")
     at = _keys_of_load(table, saved.get("keys"), state.shape[0])
     if tuple(state.shape) != (at.numel(), table.state_floats):
         raise ValueError(
@@ -84,6 +84,13 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
     if not table.state_floats:
         return
     steps.outside()
+    if table.hashed:
+        missing = at.numel() - int(torch.isin(at, keys(table)).sum())
+        if missing:
+            raise ValueError(
+                f"table {table.name!r} lacks {missing} of the {at.numel()} rows that the saved state is of: load the"
+                " model's state first"
+            )
     for begin, some in _chunks(at):
         both = torch.empty(some.numel(), table.dim + table.state_floats)
         found = _native.get(table.table, some, both, with_state=True)
@@ -94,6 +101,12 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
             _native.put(table.table, some[found], both[found], with_state=True)
 
 
+def _floats(value: object, what: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(value).__name__}")
+    return value.detach().to(device="cpu", dtype=torch.float32).resolve_neg().contiguous()
+
+
 def _chunks(at: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
     for begin in range(0, at.numel(), _CHUNK):
         yield begin, at[begin : begin + _CHUNK]
@@ -101,7 +114,7 @@ def _chunks(at: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
 
 def _keys_of_load(table: Table, at: Optional[torch.Tensor], count: int) -> torch.Tensor:
     if table.hashed:
-        if at is None:
+        if not isinstance(at, torch.Tensor):
             raise ValueError(
                 f"table {table.name!r} is hashed: its rows are loaded with their keys, which are not there"
             )

@@ -15,6 +15,8 @@ import torch
 
 import frugal
 
+from frugal.errors import FORKED
+
 from . import _native
 from ._native import Ops
 
@@ -41,6 +43,64 @@ class Table:
             self.anchor = torch.zeros((), requires_grad=True)
 
 
+class _Lock:
+    """An RLock that a forked child does not wait for: whoever held it at the fork is not there."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            raise frugal.Forked("the trainer is the parent's; open an engine after fork()", FORKED)
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def try_acquire(self) -> bool:
+        return os.getpid() == self._pid and self._lock.acquire(blocking=False)
+
+
+class Shared:
+    """What the ranks of an engine that are in this process must say alike."""
+
+    def __init__(self) -> None:
+        self._lock = _Lock()
+        self._optimizers: Dict[str, frugal.Optimizer] = {}
+        self._said: Dict[int, Dict[int, Dict[str, Dict[str, float]]]] = {}  # by step, rank, table
+
+    def made(self, name: str, optimizer: frugal.Optimizer, new: bool) -> None:
+        """A module of some rank has a table with this optimizer."""
+        with self._lock:
+            known = optimizer if new else self._optimizers.setdefault(name, optimizer)
+            self._optimizers[name] = known
+            if known != optimizer:
+                raise ValueError(f"table {name!r} exists with the optimizer {known}, wanted is {optimizer}")
+
+    def say(self, step: int, rank: int, tables: Dict[str, Dict[str, float]]) -> None:
+        """Hyper-parameters that a rank wants for a step: those of the other ranks."""
+        with self._lock:
+            for old in [number for number in self._said if number < step - 1]:
+                del self._said[old]  # committed
+            ranks = self._said.setdefault(step, {})
+            for other, theirs in ranks.items():
+                for name in tables.keys() & theirs.keys() if other != rank else ():
+                    for what, value in tables[name].items():
+                        if value != theirs[name][what]:
+                            raise ValueError(
+                                f"table {name!r}, step {step}: rank {rank} says {what}={value}, rank {other}"
+                                f" {what}={theirs[name][what]}; all ranks must say the same (a GradScaler's scale"
+                                " is in grad_scale)"
+                            )
+            ranks[rank] = tables
+
+    def forget(self, step: int, rank: int) -> None:
+        """The rank's step was undone."""
+        with self._lock:
+            self._said.get(step, {}).pop(rank, None)
+
+
 class Steps:
     """One for each trainer, see `of`."""
 
@@ -48,8 +108,9 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
-        self._pid = os.getpid()
-        self.lock = threading.RLock()
+        self.lock = _Lock()
+        self.rank: int = trainer.rank
+        self.shared = _shared_of(trainer.engine)
         committed = trainer.engine.committed_step()
         self.next = 0 if committed is None else committed + 1  # the step that is open, or that comes next
         self.open = False
@@ -84,12 +145,14 @@ class Steps:
     ) -> Table:
         """Creates a table, or finds the one of that name."""
         known = self.tables.get(name)
+        created = False
         if known is None:
             self.outside()
             engine = self.trainer.engine
             try:
                 made = engine.create_table(name, rows, dim, hashed=hashed, init=init, optimizer=optimizer)
                 known = Table(made, True, optimizer)
+                created = True
             except frugal.Exists:
                 known = Table(engine.find_table(name), False, optimizer)
         else:
@@ -101,6 +164,7 @@ class Steps:
             raise ValueError(
                 f"table {name!r} exists with (rows, dim, hashed, optimizer kind) {have}, wanted are {want}"
             )
+        self.shared.made(name, optimizer, created)
         self.tables[name] = known
         return known
 
@@ -126,7 +190,17 @@ class Steps:
 
     def end(self, skip: bool) -> None:
         with self.lock:
-            self._tried(lambda: self.trainer.step_end(self.next, skip=skip))
+            try:
+                self._tried(lambda: self.trainer.step_end(self.next, skip=skip))
+            except KeyboardInterrupt:
+                # It may have ended all the same: the second call ends it, or says that there is nothing to end.
+                try:
+                    self.trainer.step_end(self.next, skip=skip)
+                except (frugal.NotInStep, frugal.StepOrder, KeyboardInterrupt):
+                    pass
+                self.open = self.pushed = False
+                self.next += 1
+                raise
             self.open = self.pushed = False
             self.next += 1
 
@@ -141,13 +215,24 @@ class Steps:
         """Hands gradients over; `step`: the one that it must be, since values of then are asked for."""
         with self.lock:
             if step is not None and (step != self.next or not self.open):
+                if step == self.next:
+                    raise RuntimeError(
+                        f"the forward was in step {step}, which was thrown away since (by zero_grad() after another"
+                        " backward, by state_dict() or the like, or by an abort): the gradient of per_sample_weights"
+                        " needs its rows; run the forward again"
+                    )
                 raise RuntimeError(
                     f"the forward was in step {step}, which has ended: the gradient of per_sample_weights needs its"
                     " rows; call backward() before Optimizer.step()"
                 )
             self.begin()
-            self._tried(lambda: self.native.push(ops))
-            self.pushed = True
+            before, self.pushed = self.pushed, True  # first: after Ctrl-C it may have been
+            try:
+                self._tried(lambda: self.native.push(ops))
+            except Exception:
+                if self.open:
+                    self.pushed = before
+                raise
 
     def read(self, ops: Ops) -> int:
         """Reads rows and changes nothing. Returns the number of the step that they are from."""
@@ -172,13 +257,13 @@ class Steps:
     def cancel_later(self, batches: List[_native.Batch]) -> None:
         """Takes declarations back, at once if nobody is using the trainer, or else before the next step begins."""
         self._cancelled += batches
-        if self._cancelled and os.getpid() == self._pid and self.lock.acquire(blocking=False):
+        if self._cancelled and self.lock.try_acquire():
             try:
                 self.cancel()
             except frugal.StepAborted as error:
                 self._untold = error
             finally:
-                self.lock.release()
+                self.lock.__exit__()
 
     def cancel(self) -> None:
         """Takes back what cancel_later has not."""
@@ -217,6 +302,7 @@ class Steps:
 
     def _abort(self) -> None:
         self._tried(self.trainer.step_abort)
+        self.shared.forget(self.next, self.rank)
         self.open = self.pushed = False
 
     def _tried(self, call: Callable[[], None]) -> None:
@@ -228,6 +314,7 @@ class Steps:
         except (frugal.StepAborted, frugal.NotInStep):
             # Undone, by another rank or by a call past this object: the step after the last committed one is begun
             # again.
+            self.shared.forget(self.next, self.rank)
             committed = self.trainer.engine.committed_step()
             if committed is not None:
                 self.next = committed + 1
@@ -236,7 +323,21 @@ class Steps:
 
 
 _steps: "weakref.WeakKeyDictionary[frugal.Trainer, Steps]" = weakref.WeakKeyDictionary()
-_steps_lock = threading.Lock()
+_shared: "weakref.WeakKeyDictionary[frugal.Engine, Shared]" = weakref.WeakKeyDictionary()
+_steps_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _steps_lock
+    _steps_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _shared_of(engine: frugal.Engine) -> Shared:
+    with _steps_lock:
+        return _shared.setdefault(engine, Shared())
 
 
 def of(trainer: frugal.Trainer) -> Steps:
