@@ -18,15 +18,19 @@ to say when. Threads: any; an engine is used by any number of threads. Errors: `
 mutable struct Engine
     handle::ABI.Handle
     timeout_ms::Int64
+    lent::Threads.Atomic{Int} # uses of memory that the engine lent; CLOSED at the end
+    trainers::Vector{Any} # those that are open, which the engine keeps from the collector
 
     function Engine(; flush_mode = :auto, backing = :private, options...)
         config = Ref(engine_config(; flush_mode = flush_mode, backing = backing, options...))
         out = Ref{ABI.Handle}(C_NULL)
         check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
-        engine = new(out[], config[].timeout_ms)
-        # A finalizer may run on any thread at any allocation: it makes this one call and nothing else.
-        # What was closed already is answered BAD_HANDLE.
-        finalizer(e -> ccall(ABI.frugal_close[], Int32, (ABI.Handle,), e.handle), engine)
+        engine = new(out[], config[].timeout_ms, Threads.Atomic{Int}(0), [])
+        # A finalizer may run on any thread at any allocation, even between a call that fails and the question why. It
+        # makes this one call, and none for what was closed: a call that fails would be the last error.
+        finalizer(engine) do e
+            Threads.atomic_cas!(e.lent, 0, CLOSED) == 0 && ccall(ABI.frugal_close[], Int32, (ABI.Handle,), e.handle)
+        end
         return engine
     end
 end
@@ -52,11 +56,27 @@ Base.deepcopy_internal(engine::Engine, ::IdDict) = engine
 Base.show(io::IO, engine::Engine) =
     print(io, "Engine(", isopen(engine) ? "open" : "closed", ")")
 
-# An object that was closed answers BAD_HANDLE when it is closed again.
-function check_closed(status::Int32)
-    status == ERR_BAD_HANDLE || check(status)
+# The count of an engine or a trainer that is closed.
+const CLOSED = -1
+
+# Whether the caller is the one who closes. Memory that is lent would be taken from under its user.
+function may_close(lent::Threads.Atomic{Int}, what)
+    before = Threads.atomic_cas!(lent, 0, CLOSED)
+    before > 0 && error("the $what cannot be closed inside of push_borrowed")
+    return before == 0
+end
+
+# An object of which the engine or a copy was closed answers BAD_HANDLE.
+function check_closed(status::Int32, lent::Threads.Atomic{Int})
+    if status != OK && status != ERR_BAD_HANDLE
+        lent[] = 0 # it is still open
+        check(status)
+    end
     return nothing
 end
+
+# Guards the lists of open trainers. Finalizers do not take it.
+const TRAINERS = ReentrantLock()
 
 """
     close(engine::Engine)
@@ -65,10 +85,17 @@ Stops the engine's threads, writes what is pending and frees everything, the tab
 
 Returns `nothing`; closing twice is no error. Trainers, tables and batches of the engine become closed handles, a
 step that some rank is inside of is lost, and calls of other threads that wait throw `ERR_CLOSED`. Threads: any.
-Since 0.1.
+Errors: `ErrorException` inside of [`push_borrowed`](@ref). Since 0.1.
 """
-Base.close(engine::Engine) =
-    check_closed(GC.@preserve engine ccall(ABI.frugal_close[], Int32, (ABI.Handle,), engine.handle))
+function Base.close(engine::Engine)
+    may_close(engine.lent, "engine") || return nothing
+    check_closed(
+        GC.@preserve(engine, ccall(ABI.frugal_close[], Int32, (ABI.Handle,), engine.handle)),
+        engine.lent,
+    )
+    lock(() -> empty!(engine.trainers), TRAINERS)
+    return nothing
+end
 
 """
     isopen(engine::Engine)

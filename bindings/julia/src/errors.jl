@@ -39,24 +39,46 @@ status_name(status::Integer) =
     unsafe_string(ccall(ABI.frugal_status_name[], Cstring, (Int32,), status))
 
 # The library keeps a message for each thread. A task can change its thread at a switch only, and there is
-# none between a call and this one.
-@noinline function throw_last_error()
-    error = Ref(ABI.Error())
-    ccall(ABI.frugal_last_error[], Cvoid, (Ref{ABI.Error},), error)
-    e = error[]
-    throw(
-        FrugalError(
-            e.status,
-            status_name(e.status),
-            unsafe_string(e.message),
-            e.system_code,
-            e.device_code,
-        ),
+# none between a call and this one. A finalizer, of whatever package, may run at an allocation and fail in a call of the
+# library: then the message is of that one, and is left out.
+@noinline function throw_last_error(status::Int32)
+    e, text = without_finalizers() do
+        error = Ref(ABI.Error())
+        ccall(ABI.frugal_last_error[], Cvoid, (Ref{ABI.Error},), error)
+        error[], error[].message == C_NULL ? "" : unsafe_string(error[].message)
+    end
+    name = status_name(status)
+    e.status == status || throw(FrugalError(status, name, "(its message was lost)", 0, 0))
+    throw(FrugalError(status, name, text, e.system_code, e.device_code))
+end
+
+# Calls `f()`, and lets no finalizer run on this thread meanwhile.
+@inline function without_finalizers(f::F) where {F}
+    enable_finalizers(false)
+    try
+        return f()
+    finally
+        enable_finalizers(true)
+    end
+end
+
+# Julia has had three forms of it.
+@static if isdefined(Base.GC, :disable_finalizers)
+    enable_finalizers(on::Bool) = on ? GC.enable_finalizers() : GC.disable_finalizers()
+elseif isdefined(Base.GC, :enable_finalizers)
+    enable_finalizers(on::Bool) = GC.enable_finalizers(on)
+else
+    enable_finalizers(on::Bool) = ccall(
+        :jl_gc_enable_finalizers,
+        Cvoid,
+        (Ptr{Cvoid}, Int32),
+        ccall(:jl_get_ptls_states, Ptr{Cvoid}, ()),
+        on,
     )
 end
 
 @inline function check(status::Int32)
-    status == OK || throw_last_error()
+    status == OK || throw_last_error(status)
     return nothing
 end
 

@@ -193,6 +193,17 @@ end
 
 const Ops = Union{Tuple{Vararg{Op}},AbstractVector{<:Op}}
 
+# The ops of a call as objects that stay: what makes its elements when it is asked for them does so once, for what
+# they refer to must live until the call is over.
+@inline settled(ops::Union{Tuple,Vector}) = ops
+function settled(ops::AbstractVector)
+    list = Op[]
+    for op in ops
+        push!(list, op)
+    end
+    return list
+end
+
 # The ops of a call in the memory that the ABI takes them from.
 @inline abi_ops(make::F, ops::Tuple, host::Bool) where {F} = Ref(map(op -> make(op, host), ops))
-abi_ops(make::F, ops::AbstractVector, host::Bool) where {F} = ABI.Op[make(op, host) for op in ops]
+abi_ops(make::F, ops::Vector, host::Bool) where {F} = ABI.Op[make(op, host) for op in ops]

@@ -8,9 +8,9 @@ Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, 
 size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts.
 Nobody's step commits until every rank has joined once.
 
-Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block;
-the collector does it for a forgotten trainer. The object keeps its engine from the collector. Threads: any may
-create one; a trainer is used by one task at a time, on whatever thread that runs. Errors: `FrugalError` with
+Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block. A
+forgotten trainer keeps its rank until its engine is closed: engine and trainer keep each other from the collector,
+which closes both when neither is referred to. Threads: any may create one; a trainer is used by one task at a time, on whatever thread that runs. Errors: `FrugalError` with
 `ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank is taken), `ERR_BUSY`, `ERR_DEVICE`, `ERR_OUT_OF_MEMORY`,
 `ERR_TIMEOUT`. Since 0.1.
 
@@ -23,6 +23,7 @@ mutable struct Trainer
     rank::Int
     host::Bool # outputs are in host memory
     in_call::Threads.Atomic{Bool}
+    lent::Threads.Atomic{Int} # as the engine's
 
     function Trainer(engine::Engine; device::AbstractString = "cpu", options...)
         text = Base.cconvert(Cstring, String(device))
@@ -41,8 +42,21 @@ mutable struct Trainer
                 ),
             )
         end
-        trainer = new(out[], engine, config[].rank, device == "cpu", Threads.Atomic{Bool}(false))
-        finalizer(t -> ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), t.handle), trainer)
+        trainer = new(
+            out[],
+            engine,
+            config[].rank,
+            device == "cpu",
+            Threads.Atomic{Bool}(false),
+            Threads.Atomic{Int}(0),
+        )
+        finalizer(trainer) do t
+            # A closed engine has closed its trainers.
+            Threads.atomic_cas!(t.lent, 0, CLOSED) == 0 &&
+                t.engine.lent[] != CLOSED &&
+                ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), t.handle)
+        end
+        lock(() -> push!(engine.trainers, trainer), TRAINERS)
         return trainer
     end
 end
@@ -60,8 +74,12 @@ end
 # would damage it, so the second is refused.
 @inline function exclusive(call::F, trainer::Trainer) where {F}
     Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
-    status = call()
-    trainer.in_call[] = false
+    status = OK
+    try
+        status = call()
+    finally
+        trainer.in_call[] = false
+    end
     check(status)
     return nothing
 end
@@ -92,11 +110,21 @@ Base.show(io::IO, trainer::Trainer) = print(io, "Trainer(rank = ", trainer.rank,
 Leaves: from now on nobody waits for this rank.
 
 Its declarations are cancelled, and a step that it is inside of is aborted for all. Returns `nothing`; closing twice
-is no error. Threads: any one; a call of the trainer that waits throws `ERR_CLOSED`. Since 0.1.
+is no error. Threads: any one; a call of the trainer that waits throws `ERR_CLOSED`. Errors: `ErrorException` inside
+of [`push_borrowed`](@ref). Since 0.1.
 """
-Base.close(trainer::Trainer) = check_closed(
-    GC.@preserve trainer ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), trainer.handle)
-)
+function Base.close(trainer::Trainer)
+    may_close(trainer.lent, "trainer") || return nothing
+    check_closed(
+        GC.@preserve(
+            trainer,
+            ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), trainer.handle)
+        ),
+        trainer.lent,
+    )
+    lock(() -> filter!(t -> t !== trainer, trainer.engine.trainers), TRAINERS)
+    return nothing
+end
 
 """
     set_stream(trainer, stream)
@@ -131,14 +159,15 @@ prefetch(trainer::Trainer, step::Integer, table::Table, keys; padding_key = noth
     prefetch(trainer, step, (Op(table, keys; padding_key = padding_key),))
 
 function prefetch(trainer::Trainer, step::Integer, ops::Ops)
-    for op in ops
+    list = settled(ops)
+    for op in list
         op.keys === nothing && throw(ArgumentError("an op without keys declares none"))
     end
-    parts = Part[Part(op.table, count_of(op)) for op in ops]
+    parts = Part[Part(op.table, count_of(op)) for op in list]
     out = Ref{ABI.Handle}(C_NULL)
     number = UInt64(step)
-    GC.@preserve trainer ops begin
-        array = abi_ops(declare_op, ops, trainer.host)
+    GC.@preserve trainer list begin
+        array = abi_ops(declare_op, list, trainer.host)
         exclusive(trainer) do
             ccall(
                 ABI.frugal_prefetch[],
@@ -147,7 +176,7 @@ function prefetch(trainer::Trainer, step::Integer, ops::Ops)
                 trainer.handle,
                 number,
                 array,
-                length(ops),
+                length(list),
                 out,
             )
         end
@@ -216,8 +245,9 @@ during the call only, and undefined after an error. Threads: one at a time for a
 declared), `ERR_STEP_ABORTED`. Since 0.1.
 """
 function lookup!(trainer::Trainer, ops::Ops)
-    GC.@preserve trainer ops begin
-        array = abi_ops(lookup_op, ops, trainer.host)
+    list = settled(ops)
+    GC.@preserve trainer list begin
+        array = abi_ops(lookup_op, list, trainer.host)
         exclusive(trainer) do
             ccall(
                 ABI.frugal_lookup[],
@@ -225,7 +255,7 @@ function lookup!(trainer::Trainer, ops::Ops)
                 (ABI.Handle, Ptr{Cvoid}, Csize_t),
                 trainer.handle,
                 array,
-                length(ops),
+                length(list),
             )
         end
     end
@@ -297,8 +327,9 @@ another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANG
 `ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`, `ERR_TIMEOUT`; then nothing is taken. Since 0.1.
 """
 function push_grad(trainer::Trainer, ops::Ops)
-    GC.@preserve trainer ops begin
-        array = abi_ops(push_op, ops, trainer.host)
+    list = settled(ops)
+    GC.@preserve trainer list begin
+        array = abi_ops(push_op, list, trainer.host)
         exclusive(trainer) do
             ccall(
                 ABI.frugal_push_grad[],
@@ -306,7 +337,7 @@ function push_grad(trainer::Trainer, ops::Ops)
                 (ABI.Handle, Ptr{Cvoid}, Csize_t),
                 trainer.handle,
                 array,
-                length(ops),
+                length(list),
             )
         end
     end
@@ -406,10 +437,11 @@ function read!(
     trainer::Union{Nothing,Trainer} = nothing,
     timeout_ms::Integer = TIMEOUT_DEFAULT,
 )
-    GC.@preserve engine trainer ops begin
+    list = settled(ops)
+    GC.@preserve engine trainer list begin
         rank = trainer === nothing ? C_NULL : trainer.handle
-        array = abi_ops(read_op, ops, trainer === nothing || trainer.host)
-        n = length(ops)
+        array = abi_ops(read_op, list, trainer === nothing || trainer.host)
+        n = length(list)
         call(slice) = ccall(
             ABI.frugal_read[],
             Int32,

@@ -2,7 +2,7 @@
 
 using Serialization
 
-is_closed(handle) = ccall(ABI.frugal_health[], Int32, (Ptr{Cvoid},), handle) == Frugal.ERR_BAD_HANDLE
+is_closed(handle) = ccall(Frugal.ABI.frugal_health[], Int32, (Ptr{Cvoid},), handle) == Frugal.ERR_BAD_HANDLE
 
 # Collects until `done()`; what the compiler still holds may take some calls.
 function collected(done)
@@ -85,17 +85,19 @@ end
     Engine() do engine
         table = Table(engine, "t"; rows = 10, dim = 2)
         forget_trainer(engine, table)
-        @test collected() do
-            try
-                close(Trainer(engine))
-                true
-            catch failure
-                failure.status == Frugal.ERR_EXISTS || rethrow()
-                false
-            end
+        for _ = 1:5
+            GC.gc()
         end
+        # The engine keeps it: no rank leaves because of the collector.
+        @test status_of(() -> Trainer(engine)) == Frugal.ERR_EXISTS
+        foreach(close, copy(engine.trainers))
+        @test isempty(engine.trainers)
+        close(Trainer(engine))
         @test Frugal.get(table, [1])[1] == zeros(Float32, 2, 1) # the step was undone
     end
+    # Both together are collected.
+    handles = [(trainer = only_trainer(); trainer.engine.handle) for _ = 1:20]
+    @test collected(() -> count(is_closed, handles) >= 19)
     # What is left of an engine keeps it.
     table, trainer = only_table(), only_trainer()
     for _ = 1:5
@@ -105,6 +107,73 @@ end
     @test step_begin(trainer, 0) === nothing
     close(table.engine)
     close(trainer.engine)
+end
+
+# A vector that makes its ops when it is asked for them, and garbage: the arrays belong to nothing else.
+struct LazyOps{F} <: AbstractVector{Op}
+    make::F
+    count::Int
+end
+Base.size(ops::LazyOps) = (ops.count,)
+function Base.getindex(ops::LazyOps, i::Int)
+    GC.gc()
+    foreach(_ -> fill(UInt64(12345678), 50), 1:20)
+    return ops.make(i)
+end
+
+@testset Counts "ops that are made when they are asked for" begin
+    with_table() do engine, table, trainer
+        keys_of(i) = fill(UInt64(i), 50)
+        declared = LazyOps(i -> Op(table, keys_of(i)), 20)
+        batch = prefetch(trainer, 0, declared)
+        @test [part.count for part in batch.parts] == fill(50, 20)
+        step_begin(trainer, 0)
+        push_grad(trainer, LazyOps(i -> Op(table, keys_of(i); grads = fill(-1.0f0, 4, 50)), 20))
+        @test lookup!(trainer, LazyOps(i -> Op(table, keys_of(i); rows = zeros(Float32, 4, 50)), 20)) === nothing
+        step_end(trainer, 0)
+        found = [zeros(Float32, 4, 50) for _ = 1:20]
+        @test Frugal.read!(engine, LazyOps(i -> Op(table, keys_of(i); rows = found[i]), 20)) === nothing
+        @test found == fill(fill(50.0f0, 4, 50), 20)
+        @test Frugal.get(table, collect(1:20))[1] == fill(50.0f0, 4, 20)
+    end
+end
+
+@testset Counts "finalizers that fail" begin
+    engine = Engine()
+    trainer = Trainer(engine)
+    close(trainer)
+    close(engine)
+    other = Engine()
+    try
+        @test status_of(() -> table_find(other, "nobody")) == Frugal.ERR_NOT_FOUND
+        # Calls nothing: the last error is as before.
+        finalize(trainer)
+        finalize(engine)
+        close(engine)
+        failure = try
+            Frugal.throw_last_error(Frugal.ERR_NOT_FOUND)
+        catch e
+            e
+        end
+        @test occursin("nobody", failure.message)
+        # The message of another call is not taken.
+        failure = try
+            Frugal.throw_last_error(Frugal.ERR_TIMEOUT)
+        catch e
+            e
+        end
+        @test failure.status == Frugal.ERR_TIMEOUT && failure.name == "FRUGAL_ERR_TIMEOUT"
+        @test !occursin("nobody", failure.message)
+    finally
+        close(other)
+    end
+end
+
+@testset Counts "an exception that leaves a call" begin
+    with_table() do engine, table, trainer
+        @test_throws ErrorException Frugal.exclusive(() -> error("thrown"), trainer)
+        @test step_begin(trainer, 0) === nothing
+    end
 end
 
 @testset Counts "a collection in the middle of calls" begin
