@@ -264,6 +264,8 @@ def train(
             optimizer.step()
         samples += batch.label.numel()
         progress(step, samples, loss)
+    if step == 0:
+        raise ValueError("no samples to train on")
     progress(step, samples, loss, last=True)
 
 
@@ -276,6 +278,8 @@ def test(model: DLRM, batches: Iterable[Batch]) -> Dict[str, Tuple[float, float]
     if not columns:
         raise ValueError("no samples to test on: every tenth is taken")
     said, label, planted = (torch.cat(column) for column in zip(*columns))
+    if label.min() == label.max():
+        raise ValueError(f"all {label.numel()} samples to test on have the label {label[0]:g}: the AUC needs both")
     results = {"model": (auc(said, label), logloss(said, label))}
     if not planted.isnan().any():
         results["optimum"] = (auc(planted, label), logloss(planted, label))
@@ -288,7 +292,10 @@ def datasets(args: argparse.Namespace) -> Tuple[Any, Any]:
             Criteo(args.data, args.batch, args.rows or 100_000, test=False, most=args.samples),
             Criteo(args.data, args.batch, args.rows or 100_000, test=True, most=None),
         )
-    samples, rows = args.samples or 1_000_000, args.rows or 100
+    samples = 1_000_000 if args.samples is None else args.samples
+    rows = args.rows or 100
+    if samples < args.batch:
+        raise ValueError(f"--samples {samples} is less than --batch {args.batch}: that would be no step")
     return (
         Planted(samples, args.batch, rows, args.seed, test=False),
         Planted(max(samples // 10, args.batch), args.batch, rows, args.seed, test=True),
@@ -357,4 +364,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> Dict[str, Tuple[float, fl
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"dlrm.py: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, List
@@ -77,3 +78,19 @@ def test_criteo_s_format(dlrm: Any, tmp_path: Path, suffix: str, workers: int) -
     path.write_text("1\t2\n")
     with pytest.raises(ValueError, match="line 1: 2 fields, expected 40"):
         list(dlrm.Criteo(str(path), 100, 50, test=False, most=None))
+
+
+def test_what_cannot_be_is_said(dlrm: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--samples 100 is less than --batch 2048"):
+        dlrm.main(["--samples", "100"])
+    missing = str(tmp_path / "missing.txt")
+    run = subprocess.run([sys.executable, str(EXAMPLE), "--data", missing], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("dlrm.py: ") and missing in run.stderr and "Traceback" not in run.stderr
+    path = tmp_path / "clicks.txt"
+    path.write_text("".join(["1" + "\t" * 39 + "\n"] * 20))
+    with pytest.raises(ValueError, match="all 2 samples to test on have the label 1"):
+        dlrm.main(["--data", str(path), "--rows", "5"])
+    path.write_text("")
+    with pytest.raises(ValueError, match="no samples to train on"):
+        dlrm.main(["--data", str(path), "--rows", "5"])

@@ -124,7 +124,7 @@ def test_scales_of_ranks_are_the_same_or_an_error() -> None:
             ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd(1.0), mean_ranks=False) for t in trainers
         ]
         optimizers = [ft.Optimizer(bag, check_inf=True) for bag in bags]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        scalers: List[Any] = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
         before = bags[0].weight
 
         def backward(factors: Any) -> None:
