@@ -54,8 +54,8 @@ using .ABI:
     TableInfo
 
 export Batch, Engine, FrugalError, Op, Optimizer, Table, Trainer
-export borrow, cancel, committed_step, describe, drop, health, lookup, lookup!, memory_needed, prefetch
-export push_grad, set_optimizer, set_stream, stats, step_abort, step_begin, step_end, table_find
+export cancel, committed_step, describe, drop, health, lookup, lookup!, memory_needed, prefetch
+export push_borrowed, push_grad, set_optimizer, set_stream, stats, step_abort, step_begin, step_end, table_find
 
 include("errors.jl")
 include("arrays.jl")

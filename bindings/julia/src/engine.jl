@@ -21,8 +21,8 @@ mutable struct Engine
     lent::Threads.Atomic{Int} # uses of memory that the engine lent; CLOSED at the end
     trainers::Vector{Any} # those that are open, which the engine keeps from the collector
 
-    function Engine(; flush_mode = :auto, backing = :private, options...)
-        config = Ref(engine_config(; flush_mode = flush_mode, backing = backing, options...))
+    function Engine(; options...)
+        config = Ref(engine_config(; options...))
         out = Ref{ABI.Handle}(C_NULL)
         check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
         engine = new(out[], config[].timeout_ms, Threads.Atomic{Int}(0), [])
@@ -35,7 +35,25 @@ mutable struct Engine
     end
 end
 
-engine_config(; flush_mode = :auto, backing = :private, options...) = ABI.Config(;
+const ENGINE_OPTIONS = (
+    world_size = Integer,
+    lookahead = Integer,
+    flush_threads = Integer,
+    flush_mode = Name,
+    staleness = Integer,
+    pending_bytes = Integer,
+    host_bytes = Integer,
+    timeout_ms = Integer,
+    backing = Name,
+    seed = Integer,
+)
+
+function engine_config(; options...)
+    check_options("Engine", ENGINE_OPTIONS, options)
+    return named_config(; options...)
+end
+
+named_config(; flush_mode = :auto, backing = :private, options...) = ABI.Config(;
     flush_mode = code(ABI.FLUSH_MODE, flush_mode, "flush_mode"),
     backing = code(ABI.BACKING, backing, "backing"),
     options...,

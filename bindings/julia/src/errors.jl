@@ -85,6 +85,22 @@ end
 @noinline unknown(what, names, value) =
     throw(ArgumentError("$what: :$value is none of $(join((":$name" for name in names), ", "))"))
 
+# Options go by their names into structs of the ABI: those that are documented may, and nothing else.
+function check_options(what, types::NamedTuple, options)
+    for (name, value) in pairs(options)
+        haskey(types, name) || no_option(what, types, name)
+        value isa types[name] || wrong_option(what, types[name], name, value)
+    end
+    return nothing
+end
+@noinline no_option(what, types, name) =
+    throw(ArgumentError("$what has no option `$name`; there are $(join(keys(types), ", "))"))
+@noinline wrong_option(what, type, name, value) =
+    throw(ArgumentError("$what: `$name` is a $type, not $(repr(value))"))
+
+# A name of an enumeration, or its number.
+const Name = Union{Symbol,Integer}
+
 # The number of an enumeration's name. A number goes as it is: the library knows which there are.
 code(::NamedTuple, number::Integer, what) = Int32(number)
 @inline code(names::NamedTuple, name::Symbol, what) =

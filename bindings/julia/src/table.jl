@@ -83,14 +83,30 @@ function Table(engine::Engine, name::AbstractString; options...)
     end
 end
 
-function table_config(;
-    rows::Integer,
-    dim::Integer,
+const TABLE_OPTIONS = (
+    rows = Integer,
+    dim = Integer,
+    key_space = Name,
+    optimizer = Optimizer,
+    init = Name,
+    init_a = Real,
+    init_b = Real,
+    nan_policy = Name,
+    lazy = Bool,
+)
+
+function table_config(; options...)
+    check_options("Table", TABLE_OPTIONS, options)
+    return named_table_config(; options...)
+end
+
+function named_table_config(;
+    rows,
+    dim,
     key_space = :dense,
     init = :constant,
     nan_policy = :reject,
-    lazy::Bool = false,
-    flags::Integer = 0,
+    lazy = false,
     options...,
 )
     return ABI.TableConfig(;
@@ -99,7 +115,7 @@ function table_config(;
         key_space = code(ABI.KEY_SPACE, key_space, "key_space"),
         init = code(ABI.INIT, init, "init"),
         nan_policy = code(ABI.NAN_POLICY, nan_policy, "nan_policy"),
-        flags = flags | (lazy ? ABI.TABLE_LAZY : 0),
+        flags = lazy ? ABI.TABLE_LAZY : UInt32(0),
         options...,
     )
 end

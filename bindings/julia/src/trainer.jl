@@ -1,3 +1,5 @@
+const TRAINER_OPTIONS = (rank = Integer, device = AbstractString, cache_bytes = Integer, cache_ratio = Real)
+
 """
     Trainer(engine; rank = 0, device = "cpu", cache_bytes = 0, cache_ratio = 0.0)
     Trainer(f, engine; options...)
@@ -26,6 +28,7 @@ mutable struct Trainer
     lent::Threads.Atomic{Int} # as the engine's
 
     function Trainer(engine::Engine; device::AbstractString = "cpu", options...)
+        check_options("Trainer", TRAINER_OPTIONS, options)
         text = Base.cconvert(Cstring, String(device))
         out = Ref{ABI.Handle}(C_NULL)
         GC.@preserve engine text begin
@@ -306,6 +309,22 @@ with_rows(op::Op, rows, found) = Op(
     op.flags,
 )
 
+with_grads(op::Op, grads) = Op(
+    op.table,
+    op.batch,
+    op.part,
+    op.keys,
+    op.pooling,
+    op.offsets,
+    op.weights,
+    op.weight_grads,
+    op.rows,
+    grads,
+    op.found,
+    op.padding_key,
+    op.flags,
+)
+
 function lookup_new(trainer::Trainer, op::Op)
     rows = Matrix{Float32}(undef, op.table.dim, rows_of(op))
     lookup!(trainer, (with_rows(op, rows, nothing),))
@@ -322,7 +341,7 @@ Hands over gradients of the step: of a declared batch of one table, of any keys,
 A row's gradients are summed over positions, pushes and ranks, and the optimizer is applied once when the step has
 ended on all ranks. `grads` is a `(dim, n)` matrix of `Float32` or a view of one with contiguous columns; the
 options are those of [`Op`](@ref). Returns `nothing`. Ownership: `grads` is read during the call only and can be
-overwritten then (but for memory from [`borrow`](@ref)). Threads: one at a time for a trainer; never waits for
+overwritten then. Threads: one at a time for a trainer; never waits for
 another rank. Errors: `FrugalError` with `ERR_NOT_IN_STEP`, `ERR_KEY_OUT_OF_RANGE`, `ERR_TABLE_FULL`,
 `ERR_OUT_OF_MEMORY`, `ERR_NAN`, `ERR_STEP_ABORTED`, `ERR_TIMEOUT`; then nothing is taken. Since 0.1.
 """
@@ -351,17 +370,70 @@ end
     push_grad(trainer, (Op(table, keys; grads = grads, options...),))
 
 """
-    borrow(trainer, dim, n)
+    push_borrowed(f, trainer, batch; options...)
+    push_borrowed(f, trainer, table, keys; options...)
+
+Calls `f(grads)` with memory for gradients that the engine lends, and pushes what it wrote there, without a copy where
+that is faster.
+
+`grads` is a `(dim, n)` `Matrix{Float32}`, undefined at first, that the collector does not own: it is memory inside of
+`f` only, so let nothing keep it. Inside of `f` the trainer is in use: its calls are refused, and so is closing it or
+its engine. The options are those of [`Op`](@ref) for [`push_grad`](@ref). Returns `nothing`; if `f` throws nothing is
+pushed. Threads: one at a time for a trainer. Errors: those of `push_grad` and of `f`. Since 0.1.
+
+    push_borrowed(trainer, batch) do grads
+        grads .= 2 .* rows
+    end
+"""
+push_borrowed(f, trainer::Trainer, batch::Batch; options...) =
+    push_lent(f, trainer, Op(single(batch); options...))
+push_borrowed(f, trainer::Trainer, table::Table, keys; options...) =
+    push_lent(f, trainer, Op(table, keys; options...))
+
+function push_lent(f, trainer::Trainer, op::Op)
+    GC.@preserve trainer lending(trainer.engine.lent, "engine") do
+        lending(trainer.lent, "trainer") do
+            grads = unsafe_borrow(trainer, op.table.dim, rows_of(op))
+            Threads.atomic_cas!(trainer.in_call, false, true) && two_at_once(trainer)
+            try
+                f(grads)
+            finally
+                trainer.in_call[] = false
+            end
+            push_grad(trainer, (with_grads(op, grads),))
+        end
+    end
+    return nothing
+end
+
+# Calls `f()`, and meanwhile lets nobody close what has this count.
+function lending(f, lent::Threads.Atomic{Int}, what)
+    while true
+        before = lent[]
+        before == CLOSED &&
+            throw(FrugalError(ERR_BAD_HANDLE, status_name(ERR_BAD_HANDLE), "the $what is closed", 0, 0))
+        Threads.atomic_cas!(lent, before, before + 1) == before && break
+    end
+    try
+        return f()
+    finally
+        Threads.atomic_sub!(lent, 1)
+    end
+end
+
+"""
+    Frugal.unsafe_borrow(trainer, dim, n)
 
 Memory for gradients that the engine lends, which a push from it takes without a copy where that is faster.
 
 Returns a `(dim, n)` `Matrix{Float32}` that the collector does not own, undefined at first. Ownership: the engine's.
 Write it between [`step_begin`](@ref) and the push, neither read nor write it after the push, and ask again each
-step. Closing the trainer or the engine takes the memory back: a matrix that is used after that is a pointer into
-nowhere, as with any `unsafe_wrap`. Threads: one at a time for a trainer. Errors: `FrugalError` with
+step. Closing the trainer or the engine, and the collector if nothing refers to them, takes the memory back: a matrix
+that is used after that is a pointer into nowhere, as with any `unsafe_wrap`. [`push_borrowed`](@ref) looks after all
+of this. Threads: one at a time for a trainer. Errors: `FrugalError` with
 `ERR_NOT_IN_STEP`, `ERR_STEP_ABORTED`, `ERR_OUT_OF_MEMORY`. Since 0.1.
 """
-function borrow(trainer::Trainer, dim::Integer, n::Integer)
+function unsafe_borrow(trainer::Trainer, dim::Integer, n::Integer)
     out = Ref{Ptr{Cvoid}}(C_NULL)
     bytes = Csize_t(Base.checked_mul(Base.checked_mul(Int(dim), Int(n)), sizeof(Float32)))
     GC.@preserve trainer exclusive(trainer) do

@@ -2,7 +2,7 @@
 
 const PUBLIC = union(
     names(Frugal),
-    (:get, :get!, :put, :delete, :read, :read!, :version, :library, :status_name),
+    (:get, :get!, :put, :delete, :read, :read!, :unsafe_borrow, :version, :library, :status_name),
 )
 
 documentation(object) = string(Base.Docs.doc(object))

@@ -23,7 +23,25 @@
 
     @test_throws ArgumentError Engine(; flush_mode = :never)
     @test_throws ArgumentError Engine(; backing = :disk)
-    @test_throws MethodError Engine(; no_such_option = 1)
+    # Fields of the ABI that are no options here, and what is no number.
+    for option in ((no_such_option = 1,), (log = Ptr{Cvoid}(1),), (struct_size = 8,), (flags = 1,), (seed = "1",))
+        @test_throws ArgumentError Engine(; option...)
+        @test_throws ArgumentError memory_needed(; rows = 1, dim = 1, engine = option)
+    end
+    failure = try
+        Engine(; log = Ptr{Cvoid}(1))
+    catch e
+        e
+    end
+    @test occursin("`log`", failure.msg) && occursin("world_size", failure.msg)
+    Engine() do e
+        for option in ((name = Ptr{UInt8}(1),), (struct_size = 8,), (dtype = 1,), (optimizer = :sgd,), (dim = 1.0,))
+            @test_throws ArgumentError Table(e, "t"; merge((rows = 1, dim = 1), option)...)
+        end
+        for option in ((struct_size = 8,), (flags = 1,), (rank = "0",), (cache_ratio = nothing,))
+            @test_throws ArgumentError Trainer(e; option...)
+        end
+    end
     @test_throws InexactError Engine(; world_size = -1)
     @test status_of(() -> Engine(; world_size = 0)) == Frugal.ERR_INVALID_ARGUMENT
     @test status_of(() -> Engine(; lookahead = 41)) == Frugal.ERR_INVALID_ARGUMENT

@@ -108,10 +108,10 @@ function do_table(s, line)
         init_a = float,
         init_b = float,
         nan_policy = identity,
-        flags = identity,
         optimizer = optimizer,
     )
-    s.tables[line["table"]] = Table(s.engine, line["name"]; options...)
+    s.tables[line["table"]] =
+        Table(s.engine, line["name"]; lazy = get(line, "flags", 0) & Frugal.ABI.TABLE_LAZY != 0, options...)
 end
 
 function do_trainer(s, line)

@@ -114,7 +114,7 @@ const COUNTS = @testset Counts "no copies" begin
         rows = zeros(Float32, 4, 4)
         op = spied(() -> lookup!(trainer, batch[], rows), "frugal_lookup"; rows = rows, stride = 16)
         @test (op.batch, op.part) == (batch[].handle, 0)
-        grads = borrow(trainer, 4, 4)
+        grads = Frugal.unsafe_borrow(trainer, 4, 4)
         grads .= 0
         spied(() -> push_grad(trainer, batch[], grads), "frugal_push_grad"; grads = grads, stride = 16)
         step_end(trainer, 1)

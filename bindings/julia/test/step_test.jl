@@ -35,7 +35,7 @@ end
         @test status_of(() -> push_grad(trainer, table, [1], rows)) == Frugal.ERR_NOT_IN_STEP
         @test status_of(() -> step_end(trainer, 0)) == Frugal.ERR_NOT_IN_STEP
         @test status_of(() -> step_abort(trainer)) == Frugal.ERR_NOT_IN_STEP
-        @test status_of(() -> borrow(trainer, 4, 1)) == Frugal.ERR_NOT_IN_STEP
+        @test status_of(() -> Frugal.unsafe_borrow(trainer, 4, 1)) == Frugal.ERR_NOT_IN_STEP
         batch = prefetch(trainer, 7, table, [1])
         step_begin(trainer, 7)
         @test status_of(() -> step_begin(trainer, 8)) == Frugal.ERR_STEP_ORDER
@@ -112,16 +112,45 @@ end
     with_table() do engine, table, trainer
         for step = 0:3
             step_begin(trainer, step)
-            grads = borrow(trainer, 4, 2)
+            grads = Frugal.unsafe_borrow(trainer, 4, 2)
             @test grads isa Matrix{Float32} && size(grads) == (4, 2)
             @test UInt(pointer(grads)) % 64 == 0
             grads .= -1
             push_grad(trainer, table, [1, 2], grads)
-            @test size(borrow(trainer, 4, 0)) == (4, 0)
-            @test_throws OverflowError borrow(trainer, typemax(Int), 4)
-            @test_throws InexactError borrow(trainer, 4, -1)
+            @test size(Frugal.unsafe_borrow(trainer, 4, 0)) == (4, 0)
+            @test_throws OverflowError Frugal.unsafe_borrow(trainer, typemax(Int), 4)
+            @test_throws InexactError Frugal.unsafe_borrow(trainer, 4, -1)
             step_end(trainer, step)
         end
         @test Frugal.get(table, [1, 2])[1] == fill(4.0f0, 4, 2)
+    end
+end
+
+@testset Counts "gradients in memory that the engine lends" begin
+    with_table() do engine, table, trainer
+        batch = prefetch(trainer, 0, table, [1, 2])
+        @test status_of(() -> push_borrowed(identity, trainer, table, [1])) == Frugal.ERR_NOT_IN_STEP
+        step_begin(trainer, 0)
+        @test push_borrowed(trainer, batch) do grads
+            @test size(grads) == (4, 2)
+            grads .= -1
+            # What would take the memory away is refused, and so is the trainer.
+            @test_throws ErrorException close(engine)
+            @test_throws ErrorException close(trainer)
+            @test_throws ErrorException step_end(trainer, 0)
+            @test_throws ErrorException push_borrowed(identity, trainer, batch)
+            finalize(engine)
+            finalize(trainer)
+            GC.gc()
+            @test sum(grads) == -8
+        end === nothing
+        push_borrowed(grads -> fill!(grads, -1), trainer, table, [1, 2, 3]; pooling = :sum, offsets = [0, 2, 3])
+        @test_throws KeyError push_borrowed(grads -> throw(KeyError(1)), trainer, batch) # pushes nothing
+        step_end(trainer, 0)
+        @test Frugal.get(table, [1, 2, 3])[1] == Float32[2 2 1; 2 2 1; 2 2 1; 2 2 1]
+        @test (engine.lent[], trainer.lent[]) == (0, 0)
+        close(trainer)
+        close(engine)
+        @test status_of(() -> push_borrowed(identity, trainer, batch)) == Frugal.ERR_BAD_HANDLE
     end
 end

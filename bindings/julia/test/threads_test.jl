@@ -143,7 +143,8 @@ end
             () -> push_grad(trainer, table, [1], zeros(Float32, 2, 1)),
             () -> step_end(trainer, 1),
             () -> step_abort(trainer),
-            () -> borrow(trainer, 2, 1),
+            () -> Frugal.unsafe_borrow(trainer, 2, 1),
+            () -> push_borrowed(identity, trainer, table, [1]),
             () -> Frugal.read(engine, table, [1]; trainer = trainer),
         )
             @test_throws ErrorException call()
