@@ -1832,6 +1832,81 @@ TEST_F(Ops, PaddingOfADenseTableMayBeNoId) {
   EXPECT_EQ(GetOne(dense_, 1), -1.0f);
 }
 
+// Whatever the engine keeps of a pooled push (gradients of bags are fewer than rows here, or as many as keys),
+// its rows get what the gradient of each key gives, and nothing points into the caller's memory.
+TEST(Bags, UpdateRowsAsTheirKeysWould) {
+  constexpr uint32_t kDim = 16;
+  constexpr size_t kKeys = 600;
+  for (int32_t mode : {FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED}) {
+    Engine engine(1, [&](frugal_config* c) { c->flush_mode = mode; });
+    const auto adagrad = [](frugal_table_config* c) { c->optimizer.kind = FRUGAL_ADAGRAD; };
+    frugal_table* pooled = engine.Table("pooled", FRUGAL_DENSE, 400, kDim, adagrad);
+    frugal_table* plain = engine.Table("plain", FRUGAL_DENSE, 400, kDim, adagrad);
+    frugal_trainer* trainer = engine.Trainer(0);
+    std::mt19937 random(7);
+    std::uniform_real_distribution<float> number(-1, 1);
+    for (uint64_t step = 0; step < 24; ++step) {
+      const size_t bag_size = step % 2 ? 20 : 1, bags = kKeys / bag_size;
+      const bool weighted = step % 3 == 1, mean = step % 3 == 2;
+      std::vector<uint64_t> keys(kKeys), offsets(bags + 1);
+      std::vector<float> grads(bags * kDim), weights(kKeys), of_keys(kKeys * kDim);
+      for (uint64_t& k : keys) k = random() % 400;
+      for (size_t b = 0; b <= bags; ++b) offsets[b] = b * bag_size;
+      for (float& g : grads) g = number(random);
+      for (float& w : weights) w = number(random);
+      for (size_t k = 0; k < kKeys; ++k) {
+        size_t terms = 0;
+        for (size_t i = 0; i < bag_size; ++i) terms += keys[k / bag_size * bag_size + i] != 3;
+        for (uint32_t d = 0; d < kDim; ++d) {
+          float g = grads[k / bag_size * kDim + d];
+          if (weighted) g = weights[k] * g;
+          if (mean) g = g / static_cast<float>(terms);
+          of_keys[k * kDim + d] = g;
+        }
+      }
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = plain;
+      op.keys = keys.data();
+      op.count = kKeys;
+      op.flags = FRUGAL_OP_PADDING;
+      op.padding_key = 3;
+      op.grads = of_keys.data();
+      if (step % 4 == 0) {
+        ASSERT_OK(frugal_prefetch(trainer, step, &op, 1, nullptr));
+      }
+      ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+      const int pushes = step % 5 == 0 ? 2 : 1;
+      for (int i = 0; i < pushes; ++i) ASSERT_OK(frugal_push_grad(trainer, &op, 1));
+      op.table = pooled;
+      op.pooling = mean ? FRUGAL_POOL_MEAN : FRUGAL_POOL_SUM;
+      op.offsets = offsets.data();
+      op.bags = bags;
+      op.weights = weighted ? weights.data() : nullptr;
+      op.grads = grads.data();
+      for (int i = 0; i < pushes; ++i) ASSERT_OK(frugal_push_grad(trainer, &op, 1));
+      std::vector<float> out(bags * kDim), rows(kKeys * kDim);
+      if (bag_size == 1 && !weighted) {  // a bag of one is its row
+        op.rows_out = out.data();
+        ASSERT_OK(frugal_lookup(trainer, &op, 1));
+        op.pooling = FRUGAL_POOL_NONE;
+        op.rows_out = rows.data();
+        ASSERT_OK(frugal_lookup(trainer, &op, 1));
+        EXPECT_EQ(0, std::memcmp(out.data(), rows.data(), rows.size() * sizeof(float))) << step;
+      }
+      for (auto* v : {&grads, &weights, &of_keys}) std::fill(v->begin(), v->end(), kNan);
+      std::fill(offsets.begin(), offsets.end(), UINT64_MAX);
+      ASSERT_OK(frugal_step_end(trainer, step, 0));
+    }
+    std::vector<uint64_t> all(400);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = i;
+    std::vector<float> a(2 * kDim * all.size()), b(a.size());
+    ASSERT_OK(frugal_get(pooled, all.data(), all.size(), FRUGAL_WITH_STATE, a.data(), 0, nullptr));
+    ASSERT_OK(frugal_get(plain, all.data(), all.size(), FRUGAL_WITH_STATE, b.data(), 0, nullptr));
+    EXPECT_EQ(0, std::memcmp(a.data(), b.data(), a.size() * sizeof(float))) << "flush mode " << mode;
+    EXPECT_NE(a[0], 0.0f);
+  }
+}
+
 TEST_F(Ops, BorrowedMemory) {
   for (uint64_t step = 0; step < 30; ++step) {
     ASSERT_OK(frugal_step_begin(trainer_, step, kWait));

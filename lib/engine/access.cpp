@@ -23,6 +23,15 @@ void bags_of_keys(const frugal_op& op, uint32_t* out) {
     std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
 }
 
+// Has every bag exactly one key? Then a bag is its key's row, or its gradient the key's: what is divided
+// by 1 or summed alone stays as it is, and padding is zeros and no occurrence anyway.
+bool bags_are_keys(const frugal_op& op, size_t keys) {
+  if (op.bags != keys || op.weights) return false;
+  for (size_t b = 0; b < keys; ++b)
+    if (op.offsets[b] != b) return false;
+  return true;
+}
+
 void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
   for (size_t b = 0; b < op.bags; ++b) {
     uint64_t terms = 0;
@@ -418,7 +427,7 @@ Status Engine::gather(Table& table, const RowCache* cache, const Part* cached, c
   size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
   c.stride = op.row_stride ? op.row_stride : row_bytes;
   c.streaming = n * row_bytes >= kStreamBytes;
-  bool pooled = op.pooling != FRUGAL_POOL_NONE;
+  const bool pooled = op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, n);
   size_t items = pooled ? op.bags : n;
   // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
   c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
@@ -699,7 +708,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   source.stride = op.row_stride ? op.row_stride : layout.dim * sizeof(float);
   Buffer bag, divisor;
   const uint32_t* slots = part.slots.as<uint32_t>();
-  if (op.pooling != FRUGAL_POOL_NONE) {
+  if (op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, part.n)) {
     FRUGAL_TRY(pool_.get(part.n * sizeof(uint32_t), &bag));
     bags_of_keys(op, bag.as<uint32_t>());
     source.bag = bag.as<uint32_t>();
@@ -763,13 +772,14 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   Handover& h = begin_handover(t, a, state);
   bool nan = false;
   Status status = FRUGAL_OK;
-  if (std::shared_ptr<Buffer> lent = lent_for(t, source, part, layout.dim);
-      lent && config_.world_size == 1 && !stale() && !caches_exist()) {
+  const bool alone = config_.world_size == 1 && !stale() && !caches_exist();
+  if (std::shared_ptr<Buffer> lent = lent_for(t, source, part, layout.dim); lent && alone) {
     if (reject) status = find_nan(source, part.n, layout.dim, &nan);
     h.lent = std::move(lent);
     h.source = source;
   } else {
-    status = reduce_first(state, source, &nan);
+    if (alone && source.bag) status = keep_bags(op.bags, reject, source, state);
+    if (status == FRUGAL_OK && !h.lent) status = reduce_first(state, source, &nan);
   }
   if (status == FRUGAL_OK && reject && nan) status = nan_found();
   if (status != FRUGAL_OK) *state = {};
@@ -838,6 +848,44 @@ std::shared_ptr<Buffer> Engine::lent_for(const Trainer& t, const device::GradSou
     if (from >= start && from + bytes <= start + b->capacity()) return b;
   }
   return nullptr;
+}
+
+// Gradients of bags may be far fewer than rows: then a copy of them, with the bag of each key, is handed over
+// in place of the rows' sums. Not where a NaN may be to be refused: the summing finds out of which term.
+Status Engine::keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state) {
+  Handover& h = state->first;
+  const Part& part = *h.part;
+  const uint32_t dim = state->table->rows.layout().dim;
+  const size_t row = h.stride * sizeof(float);
+  if (reject && source.factor) return FRUGAL_OK;  // the terms are products
+  size_t at[4] = {};  // where the gradients, bags, factors and divisors end
+  at[0] = bags * row;
+  at[1] = at[0] + part.n * sizeof(uint32_t);
+  at[2] = at[1] + (source.factor ? part.n * sizeof(float) : 0);
+  at[3] = at[2] + (source.divisor ? bags * sizeof(float) : 0);
+  if (at[3] > part.distinct * row / 2) return FRUGAL_OK;
+  if (reject) {
+    bool nan = false;
+    FRUGAL_TRY(find_nan(source, bags, dim, &nan));
+    if (nan) return FRUGAL_OK;
+  }
+  Buffer kept;
+  FRUGAL_TRY(pool_.get(at[3], &kept));
+  for (size_t b = 0; b < bags; ++b)
+    std::memcpy(kept.data() + b * row, reinterpret_cast<const char*>(source.grads) + b * source.stride,
+                dim * sizeof(float));
+  std::memcpy(kept.data() + at[0], source.bag, part.n * sizeof(uint32_t));
+  h.source = {kept.as<float>(), row, reinterpret_cast<uint32_t*>(kept.data() + at[0]), nullptr, nullptr};
+  if (source.factor) {
+    std::memcpy(kept.data() + at[1], source.factor, part.n * sizeof(float));
+    h.source.factor = reinterpret_cast<float*>(kept.data() + at[1]);
+  }
+  if (source.divisor) {
+    std::memcpy(kept.data() + at[2], source.divisor, bags * sizeof(float));
+    h.source.divisor = reinterpret_cast<float*>(kept.data() + at[2]);
+  }
+  h.lent = std::allocate_shared<Buffer>(HeapAllocator<Buffer>(), std::move(kept));
+  return FRUGAL_OK;
 }
 
 // A push from lent memory is to be gone on with, so it is needed as sums after all.

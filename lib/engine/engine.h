@@ -440,6 +440,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
                                           const Part& part, uint32_t dim);
   Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
   static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
+  Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
   Status sum_lent(PushState* state);
   Status room_for_sums(PushState* state, BufferPool& pool);
   Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);

@@ -24,8 +24,9 @@ struct Handover {
   bool whole = false;   // `part` was declared and pushed exactly
   Buffer sums;          // distinct x stride floats, row order; empty if `lent`
   size_t stride = 0;    // floats
-  // Gradients in memory that the engine lent, which nobody writes any more: they are summed when
-  // the rows are written. One rank's update only (`ranks` has no other), without caches.
+  // Gradients in memory that the engine lent, which nobody writes any more, or copies of those of bags:
+  // they are summed when the rows are written. One rank's update only (`ranks` has no other), without
+  // caches.
   std::shared_ptr<Buffer> lent;
   device::GradSource source{};
   size_t bytes() const {
