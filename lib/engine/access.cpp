@@ -9,39 +9,6 @@
 #include "engine/wait.h"
 
 namespace frugal {
-namespace {
-
-constexpr size_t kGatherRows = 4096;   // rows of a chunk
-constexpr size_t kReduceRows = 2048;
-constexpr size_t kParallelBytes = 256 << 10;  // below, sharing costs more than it saves
-// Outputs of this size live beyond the caches anyway: write them past.
-constexpr size_t kStreamBytes = size_t{24} << 20;
-
-// The bag of each key, and the number of each bag's terms (keys that are not padding).
-void bags_of_keys(const frugal_op& op, uint32_t* out) {
-  for (size_t b = 0; b < op.bags; ++b)
-    std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
-}
-
-// Has every bag exactly one key? Then a bag is its key's row, or its gradient the key's: what is divided
-// by 1 or summed alone stays as it is, and padding is zeros and no occurrence anyway.
-bool bags_are_keys(const frugal_op& op, size_t keys) {
-  if (op.bags != keys || op.weights) return false;
-  for (size_t b = 0; b < keys; ++b)
-    if (op.offsets[b] != b) return false;
-  return true;
-}
-
-void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
-  for (size_t b = 0; b < op.bags; ++b) {
-    uint64_t terms = 0;
-    for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
-    out[b] = static_cast<float>(terms);
-  }
-}
-
-}  // namespace
-
 Status host_memory(const void* p, const char* what) {
   if (!device::only_on_device(p)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT,
@@ -319,45 +286,6 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
 
 // --- Lookup --------------------------------------------------------------------------------------
 
-namespace {
-
-struct GatherContext {
-  const Rows* rows;
-  const RowCache* cache;
-  const uint32_t* slots;
-  const float* const* pointers;
-  const frugal_op* op;
-  size_t n, stride, chunk;
-  bool streaming;
-  Counters* counters;
-};
-
-void gather_chunk(void* context, size_t i) {
-  const auto& c = *static_cast<GatherContext*>(context);
-  const device::Kernels& k = device::kernels();
-  size_t from = i * c.chunk, n = std::min(c.chunk, c.n - from);
-  float* out = reinterpret_cast<float*>(reinterpret_cast<char*>(c.op->rows_out) + from * c.stride);
-  if (c.pointers)
-    k.gather_pointers(c.pointers + from, n, c.rows->layout().dim, out, c.stride, c.streaming);
-  else
-    k.gather(c.rows->ref(), c.slots + from, n, out, c.stride, c.streaming);
-}
-
-void pool_chunk(void* context, size_t i) {
-  const auto& c = *static_cast<GatherContext*>(context);
-  const device::Kernels& k = device::kernels();
-  size_t from = i * c.chunk, to = std::min(from + c.chunk, c.op->bags);
-  bool mean = c.op->pooling == FRUGAL_POOL_MEAN;
-  if (c.pointers)
-    k.pool_pointers(c.pointers, c.rows->layout().dim, c.op->offsets, from, to, c.op->weights, mean,
-                    c.op->rows_out, c.stride);
-  else
-    k.pool(c.rows->ref(), c.slots, c.op->offsets, from, to, c.op->weights, mean, c.op->rows_out,
-           c.stride);
-}
-
-}  // namespace
-
 // The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
 // declared, rows are fresh in host memory.
 TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
@@ -414,30 +342,11 @@ Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, c
   return FRUGAL_OK;
 }
 
-Status Engine::gather(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
-                      size_t n, const frugal_op& op) {
+Status Engine::gather_table(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
+                            size_t n, const frugal_op& op) {
   Buffer pointers, copies;
   FRUGAL_TRY(locate(table, cache, cached, slots, n, &pointers, &copies));
-  GatherContext c{};
-  c.rows = &table.rows;
-  c.slots = slots;
-  c.pointers = pointers.as<const float*>();
-  c.op = &op;
-  c.n = n;
-  size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
-  c.stride = op.row_stride ? op.row_stride : row_bytes;
-  c.streaming = n * row_bytes >= kStreamBytes;
-  const bool pooled = op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, n);
-  size_t items = pooled ? op.bags : n;
-  // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
-  c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
-  if (pooled && n) c.chunk = std::max<size_t>(1, c.chunk * std::max<size_t>(1, op.bags) / n);
-  size_t chunks = (items + c.chunk - 1) / c.chunk;
-  if (n * row_bytes < kParallelBytes) {
-    c.chunk = std::max<size_t>(items, 1);
-    chunks = items ? 1 : 0;
-  }
-  return parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
+  return gather(table.rows.ref(), pointers.as<const float*>(), slots, n, op);
 }
 
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
@@ -537,7 +446,7 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     else if (gpu && t.has_cache.load())
       FRUGAL_TRY(gather_through_device(t, a, gpu[i]));
     else
-      FRUGAL_TRY(gather(*a.table, lines ? lines->cache() : nullptr, lines ? a.part.get() : nullptr, slots,
+      FRUGAL_TRY(gather_table(*a.table, lines ? lines->cache() : nullptr, lines ? a.part.get() : nullptr, slots,
                         count, ops[i]));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
@@ -608,86 +517,12 @@ Status Engine::gather_and_send(Flight& flight, Table& table, const uint32_t* slo
   }
   host.rows_out = copies.as<float>();
   host.row_stride = layout.value_stride * sizeof(float);
-  FRUGAL_TRY(gather(table, nullptr, nullptr, slots, n, host));
+  FRUGAL_TRY(gather_table(table, nullptr, nullptr, slots, n, host));
   return gpu.put_rows(flight, std::move(copies), layout.value_stride, rows, layout.dim,
                       op.op.rows_out, op.op.row_stride);
 }
 
 // --- Push ----------------------------------------------------------------------------------------
-
-namespace {
-
-struct ReduceContext {
-  const Part* part;
-  uint32_t dim;
-  device::GradSource source;
-  float* sums;
-  size_t stride;
-  size_t chunk;
-  const device::HeavyRow* heavy;  // rows with more than a run of occurrences, ascending
-  size_t heavies;
-  float* runs;
-  bool streaming;
-  std::atomic<bool> nan{false};
-};
-
-// Sums the gradients of a chunk of distinct rows. Of rows with several runs the run sums are kept,
-// so that a later push of the step can go on with the fold.
-void reduce_chunk(void* context, size_t i) {
-  auto& c = *static_cast<ReduceContext*>(context);
-  const device::Kernels& k = device::kernels();
-  const uint64_t* pairs = c.part->pairs.as<uint64_t>();
-  const uint32_t* start = c.part->row_start();
-  size_t at = i * c.chunk, end = std::min(at + c.chunk, c.part->distinct);
-  const device::HeavyRow* h =
-      std::lower_bound(c.heavy, c.heavy + c.heavies, at,
-                       [](const device::HeavyRow& x, size_t row) { return x.row < row; });
-  const device::HeavyRow* last = c.heavy + c.heavies;
-  bool nan = false;
-  while (at < end) {
-    size_t stop = h != last && h->row < end ? h->row : end;
-    if (at < stop)
-      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums, c.stride,
-                      c.streaming);
-    at = stop;
-    if (at == end) break;
-    // Each run of 32 as if it were a row of its own, then the runs pairwise.
-    uint32_t first = start[at], n = start[at + 1] - first;
-    uint32_t runs = (n + arith::kFoldRun - 1) / arith::kFoldRun;
-    float* to = c.runs + size_t{h->first_run} * c.dim;
-    uint32_t cuts[65];
-    for (uint32_t r = 0; r < runs; r += 64) {
-      uint32_t m = std::min<uint32_t>(64, runs - r);
-      for (uint32_t q = 0; q <= m; ++q)
-        cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
-      nan |= k.reduce(pairs, cuts, 0, m, c.dim, c.source, to + size_t{r} * c.dim, c.dim, false);
-    }
-    static thread_local Vector<float> scratch;
-    scratch.assign(to, to + size_t{runs} * c.dim);
-    combine_runs(scratch.data(), runs, c.dim);
-    std::copy_n(scratch.data(), c.dim, c.sums + at * c.stride);
-    ++h;
-    ++at;
-  }
-  if (nan) c.nan.store(true, std::memory_order_relaxed);
-}
-
-// Gradients of single keys, for a push that is not the first of its table in the step.
-void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
-  for (size_t i = 0; i < n; ++i) {
-    size_t row = s.bag ? s.bag[i] : i;
-    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(s.grads) + row * s.stride);
-    float* to = out + i * dim;
-    for (uint32_t d = 0; d < dim; ++d) {
-      float x = g[d];
-      if (s.factor) x = s.factor[i] * x;
-      if (s.divisor) x = x / s.divisor[row];
-      to[d] = x;
-    }
-  }
-}
-
-}  // namespace
 
 // The hand-over of a rank's first push to a table in a step, without its sums.
 Handover& Engine::begin_handover(const Trainer& t, const Access& a, PushState* state) {
@@ -703,21 +538,11 @@ Handover& Engine::begin_handover(const Trainer& t, const Access& a, PushState* s
 Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushState* state) {
   const Part& part = *a.part;
   const RowLayout& layout = a.table->rows.layout();
-  device::GradSource source{};
-  source.grads = op.grads;
-  source.stride = op.row_stride ? op.row_stride : layout.dim * sizeof(float);
-  Buffer bag, divisor;
+  PushSource pushed;
+  FRUGAL_TRY(pushed.of(op, part, layout.dim, pool_));
+  const device::GradSource& source = pushed.grads;
   const uint32_t* slots = part.slots.as<uint32_t>();
-  if (op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, part.n)) {
-    FRUGAL_TRY(pool_.get(part.n * sizeof(uint32_t), &bag));
-    bags_of_keys(op, bag.as<uint32_t>());
-    source.bag = bag.as<uint32_t>();
-    source.factor = op.weights;
-    if (op.pooling == FRUGAL_POOL_MEAN) {
-      FRUGAL_TRY(pool_.get(op.bags * sizeof(float), &divisor));
-      terms_of_bags(op, slots, divisor.as<float>());
-      source.divisor = divisor.as<float>();
-    }
+  if (op.pooling != FRUGAL_POOL_NONE) {
     if (op.weight_grads_out && part.n) {
       FRUGAL_TRY(fresh_access(t, a));
       const TrainerTable* lines = lines_for(t, a);
@@ -756,18 +581,9 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   };
   if (state->table) {
     FRUGAL_TRY(sum_lent(state));
-    PushState::Tail tail;
-    FRUGAL_TRY(pool_.get(part.n * layout.dim * sizeof(float), &tail.grads));
-    expand(source, part.n, layout.dim, tail.grads.as<float>());
-    if (reject)
-      for (size_t i = 0; i < part.n; ++i)
-        if (slots[i] != kNoSlot &&
-            device::kernels().has_nan(tail.grads.as<float>() + i * layout.dim, 1, layout.dim,
-                                      layout.dim * sizeof(float)))
-          return nan_found();
-    tail.part = a.part;
-    state->tail.push_back(std::move(tail));
-    return FRUGAL_OK;
+    bool nan = false;
+    FRUGAL_TRY(add_tail(state, a.part, layout.dim, source, pool_, reject, &nan));
+    return nan ? nan_found() : FRUGAL_OK;
   }
   Handover& h = begin_handover(t, a, state);
   bool nan = false;
@@ -779,7 +595,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
     h.source = source;
   } else {
     if (alone && source.bag) status = keep_bags(op.bags, reject, source, state);
-    if (status == FRUGAL_OK && !h.lent) status = reduce_first(state, source, &nan);
+    if (status == FRUGAL_OK && !h.lent) status = sum_push(state, source, &nan);
   }
   if (status == FRUGAL_OK && reject && nan) status = nan_found();
   if (status != FRUGAL_OK) *state = {};
@@ -803,7 +619,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
       frugal_op plain = FRUGAL_OP_INIT;
       plain.rows_out = rows.as<float>();
       plain.row_stride = layout.value_stride * sizeof(float);
-      FRUGAL_TRY(gather(*a.table, nullptr, nullptr, slots, a.part->n, plain));
+      FRUGAL_TRY(gather_table(*a.table, nullptr, nullptr, slots, a.part->n, plain));
       FRUGAL_TRY(t.gpu->weight_grads_of(flight, std::move(rows), layout.value_stride, slots, a.part->n, layout.dim,
                                         op, source));
     } else {
@@ -817,7 +633,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   if (state->table) {
     // Gone on with on the host, from the gradient of each key.
     FRUGAL_TRY(sum_lent(state));
-    PushState::Tail tail;
+    PushSums::Tail tail;
     tail.part = a.part;
     FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
     state->tail.reserve(state->tail.size() + 1);
@@ -827,7 +643,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     return FRUGAL_OK;
   }
   Handover& h = begin_handover(t, a, state);
-  Status status = room_for_sums(state, pinned_);
+  Status status = room_for_sums(state, layout.dim, pinned_);
   if (status == FRUGAL_OK)
     status = t.gpu->reduce(flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
   if (status != FRUGAL_OK) {
@@ -892,63 +708,14 @@ Status Engine::keep_bags(size_t bags, bool reject, const device::GradSource& sou
 Status Engine::sum_lent(PushState* state) {
   if (!state->first.lent) return FRUGAL_OK;
   bool nan = false;
-  FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
+  FRUGAL_TRY(sum_push(state, state->first.source, &nan));
   state->first.lent.reset();
   return FRUGAL_OK;
 }
 
-// Is a NaN among the gradients?
-Status Engine::find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan) {
-  struct Context {
-    const device::GradSource& source;
-    size_t n, chunk;
-    uint32_t dim;
-    std::atomic<bool> nan{false};
-  } c{source, n, std::max<size_t>(64, size_t{kParallelBytes} / (dim * sizeof(float))), dim};
-  FRUGAL_TRY(parallel((n + c.chunk - 1) / c.chunk, [](void* context, size_t i) {
-    auto& at = *static_cast<Context*>(context);
-    const char* from = reinterpret_cast<const char*>(at.source.grads) + i * at.chunk * at.source.stride;
-    size_t rows = std::min(at.chunk, at.n - i * at.chunk);
-    if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows, at.dim, at.source.stride))
-      at.nan.store(true, std::memory_order_relaxed);
-  }, &c));
-  *nan = c.nan.load();
-  return FRUGAL_OK;
-}
-
-// Memory for the sums of a hand-over, and for those of the runs of frequent rows.
-Status Engine::room_for_sums(PushState* state, BufferPool& pool) {
-  Handover& h = state->first;
-  const Part& part = *h.part;
-  FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
-  const uint32_t runs = frequent_rows(part, &state->heavy);
-  return pool.get(size_t{runs} * state->table->rows.layout().dim * sizeof(float), &state->runs);
-}
-
-// Sums the first push of a table in a step.
-Status Engine::reduce_first(PushState* state, const device::GradSource& source, bool* nan) {
-  Handover& h = state->first;
-  const Part& part = *h.part;
-  const uint32_t dim = state->table->rows.layout().dim;
-  FRUGAL_TRY(room_for_sums(state, pinner_->any() ? pinned_ : pool_));
-  ReduceContext c{};
-  c.part = &part;
-  c.dim = dim;
-  c.source = source;
-  c.sums = h.sums.as<float>();
-  c.stride = h.stride;
-  c.heavy = state->heavy.data();
-  c.heavies = state->heavy.size();
-  c.runs = state->runs.as<float>();
-  // Sums that wait for their turn leave the caches alone; those that are used at once stay there.
-  c.streaming = deferred_now_.load(std::memory_order_relaxed);
-  size_t bytes = part.occurrences * dim * sizeof(float);
-  c.chunk = bytes < kParallelBytes
-                ? std::max<size_t>(part.distinct, 1)
-                : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, dim));
-  FRUGAL_TRY(parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c));
-  *nan = c.nan.load();
-  return FRUGAL_OK;
+Status Engine::sum_push(PushState* state, const device::GradSource& source, bool* nan) {
+  return sum_first(state, state->table->rows.layout().dim, source, sums_pool(),
+                   deferred_now_.load(std::memory_order_relaxed), nan);
 }
 
 Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {

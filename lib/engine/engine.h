@@ -27,6 +27,7 @@
 #include "base/status.h"
 #include "base/os.h"
 #include "cache/row_cache.h"
+#include "engine/data_path.h"
 #include "engine/gpu.h"
 #include "storage/rows.h"
 #include "window/window.h"
@@ -69,20 +70,8 @@ struct Batch : HeapObject {
 };
 using BatchRef = std::shared_ptr<Batch>;
 
-// What one rank has pushed for one table in its current step.
-struct PushState {
+struct PushState : PushSums {
   TableRef table;
-  Handover first;
-  // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
-  // occurrences (row index, offset of its first run in `runs`).
-  Vector<device::HeavyRow> heavy;
-  Buffer runs;
-  // Later pushes, expanded to a gradient for each key.
-  struct Tail {
-    PartRef part;
-    Buffer grads;
-  };
-  Vector<Tail> tail;
 };
 
 struct CreatedRows {
@@ -229,7 +218,7 @@ class Timed {
   uint64_t start_;
 };
 
-class Engine : public std::enable_shared_from_this<Engine> {
+class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
  public:
   static void* operator new(size_t bytes) { return heap_alloc(bytes); }
   static void operator delete(void* p) noexcept { heap_free(p); }
@@ -308,7 +297,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
-  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
+  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
   void publish(const JobRef& job);
   void run_job_chunk(const JobRef& job, size_t chunk);
   void progress();
@@ -358,7 +347,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
   bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
                  bool* everything = nullptr);
-  Status finalize_push(const PushState& p, uint32_t rank, Handover* out);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
@@ -420,8 +408,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // `cached` (may be null): the part whose keys they are, some rows of which are in the trainer's cache.
   Status locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
                 Buffer* pointers, Buffer* copies);
-  Status gather(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
-                const frugal_op& op);
+  Status gather_table(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
+                      size_t n, const frugal_op& op);
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
@@ -438,15 +426,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
-  Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
   static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
   Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
   Status sum_lent(PushState* state);
-  Status room_for_sums(PushState* state, BufferPool& pool);
-  Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
+  Status sum_push(PushState* state, const device::GradSource& source, bool* nan);
+  // For sums: devices see them if there are any.
+  BufferPool& sums_pool() { return pinner_->any() ? pinned_ : pool_; }
 
   frugal_config config_;
   const uint32_t generation_;
+  Arena arena_;                      // with shared memory: what `pool_` has
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.

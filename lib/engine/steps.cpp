@@ -244,74 +244,6 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
 
 // --- Ending a step -------------------------------------------------------------------------------
 
-// Joins several pushes of a table into one hand-over, going on with fold32 where the first push
-// ended. The pushes stay as they are, so that a step_end that runs out of memory can be repeated.
-Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
-  const uint32_t dim = p.table->rows.layout().dim;
-  const size_t stride = p.first.stride;
-  // The union of the rows of all pushes.
-  Vector<uint32_t> slots(p.first.slots(), p.first.slots() + p.first.rows());
-  for (const PushState::Tail& t : p.tail)
-    slots.insert(slots.end(), t.part->row_slots(), t.part->row_slots() + t.part->distinct);
-  std::sort(slots.begin(), slots.end());
-  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-  PartRef part = make_part();
-  part->rank = rank;
-  part->distinct = slots.size();
-  FRUGAL_TRY(pool_.get(slots.size() * sizeof(uint32_t), &part->rows));
-  std::copy(slots.begin(), slots.end(), part->rows.as<uint32_t>());
-  Buffer sums;
-  FRUGAL_TRY((pinner_->any() ? pinned_ : pool_).get(slots.size() * stride * sizeof(float), &sums));
-  Vector<size_t> cursor(p.tail.size(), 0);
-  Vector<float> runs;
-  size_t at_first = 0, at_heavy = 0;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    // The sums of the runs so far; `open` terms are in the last one.
-    runs.clear();
-    size_t open = arith::kFoldRun;
-    if (at_first < p.first.rows() && p.first.slots()[at_first] == slots[i]) {
-      const Part& f = *p.first.part;
-      size_t n = f.row_start()[at_first + 1] - f.row_start()[at_first];
-      if (n > arith::kFoldRun) {
-        while (p.heavy[at_heavy].row != at_first) ++at_heavy;
-        size_t m = (n + arith::kFoldRun - 1) / arith::kFoldRun;
-        const float* from = p.runs.as<float>() + size_t{p.heavy[at_heavy].first_run} * dim;
-        runs.assign(from, from + m * dim);
-      } else {
-        const float* from = p.first.sums.as<float>() + at_first * stride;
-        runs.assign(from, from + dim);
-      }
-      open = n % arith::kFoldRun ? n % arith::kFoldRun : arith::kFoldRun;
-      ++at_first;
-    }
-    for (size_t k = 0; k < p.tail.size(); ++k) {
-      const Part& q = *p.tail[k].part;
-      if (cursor[k] == q.distinct || q.row_slots()[cursor[k]] != slots[i]) continue;
-      for (uint32_t o = q.row_start()[cursor[k]]; o < q.row_start()[cursor[k] + 1]; ++o) {
-        const float* g = p.tail[k].grads.as<float>() +
-                         size_t{static_cast<uint32_t>(q.pairs.as<uint64_t>()[o])} * dim;
-        if (open == arith::kFoldRun) {
-          runs.insert(runs.end(), g, g + dim);
-          open = 1;
-        } else {
-          float* run = runs.data() + runs.size() - dim;
-          for (uint32_t d = 0; d < dim; ++d) run[d] = run[d] + g[d];
-          ++open;
-        }
-      }
-      ++cursor[k];
-    }
-    combine_runs(runs.data(), runs.size() / dim, dim);
-    std::copy_n(runs.data(), dim, sums.as<float>() + i * stride);
-  }
-  out->rank = rank;
-  out->part = part;
-  out->whole = false;
-  out->sums = std::move(sums);
-  out->stride = stride;
-  return FRUGAL_OK;
-}
-
 Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
   Timed timed(counters_.step_end_ns);
   FlightRef landed;  // ends when no lock is held
@@ -354,7 +286,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
       Ready r{&push, {}, nullptr};
-      if (!push.tail.empty()) FRUGAL_TRY(finalize_push(push, t.rank, &r.joined));
+      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->rows.layout().dim, t.rank, pool_, sums_pool(), &r.joined));
       Handover& h = push.tail.empty() ? push.first : r.joined;
       if (h.rows()) handovers.push_back(std::move(r));
     }
