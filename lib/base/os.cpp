@@ -121,6 +121,8 @@ uint64_t group_bytes() {
 
 }  // namespace
 
+uint64_t os_memory_bytes() { return number_in("/proc/meminfo", "MemTotal:", 0) << 10; }
+
 uint64_t available_bytes() {
   uint64_t kib = number_in("/proc/meminfo", "MemAvailable:", 0);
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());

@@ -13,6 +13,7 @@ uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
 // The calling thread does not push others off their processors when it is woken (SCHED_BATCH).
 void os_batch_thread();
+uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
 Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less
 

@@ -6,6 +6,7 @@
 #include "base/fpenv.h"
 #include "base/handles.h"
 #include "device/pointers.h"
+#include "engine/access_scope.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -155,42 +156,6 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp
     FRUGAL_TRY(out->table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
   return FRUGAL_OK;
 }
-
-// While it lives, no reserved row of the tables is given up: a call may be about to use it.
-class Engine::AccessScope {
- public:
-  AccessScope(Engine& engine, const Vector<Access>& accesses)
-      : engine_(engine), accesses_(accesses) {
-    std::lock_guard<std::mutex> lock(engine_.mu_);
-    for (const Access& a : accesses)
-      if (counts(a)) ++a.table->accessing;
-  }
-  ~AccessScope() {
-    for (const Access& a : accesses_) {
-      if (!counts(a)) continue;
-      // What is reserved only, now, is what a call that failed has left. Nothing of it is given to
-      // others between this look and the next lines: this scope still counts.
-      Vector<uint32_t> left;
-      if (a.part && a.part->slots && a.part->state.load() != Part::kStale &&
-          a.table->rows.has_reserved())
-        engine_.unused_rows(*a.table, a.part->slots.as<uint32_t>(), a.part->n, &left);
-      bool wanted;
-      {
-        std::lock_guard<std::mutex> lock(engine_.mu_);
-        engine_.add_orphans(*a.table, left);
-        --a.table->accessing;
-        engine_.settle_orphans(*a.table);
-        wanted = a.table->tight != 0;
-      }
-      if (wanted) engine_.progress();
-    }
-  }
-
- private:
-  static bool counts(const Access& a) { return !a.whole && a.table->rows.hashed(); }
-  Engine& engine_;
-  const Vector<Access>& accesses_;
-};
 
 // Slots of keys that are not a whole declaration; missing rows are reserved, so that a call which
 // fails later has created nothing. `sorted`: with duplicates removed too.
@@ -791,12 +756,16 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   return FRUGAL_OK;
 }
 
+Status Engine::not_inside(const Trainer& t) const {  // with mu_ held
+  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+    return fail(FRUGAL_ERR_PEER_LOST, "the process of rank %u is gone and the step undone: begin step %llu again",
+                lost, static_cast<unsigned long long>(to_commit()));
+  return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first", t.rank);
+}
+
 Status Engine::inside(Trainer& t) {
   std::lock_guard<std::mutex> lock(mu_);
-  if (!t.in_step)
-    return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first",
-                t.rank);
-  return FRUGAL_OK;
+  return t.in_step ? FRUGAL_OK : not_inside(t);
 }
 
 Status Engine::borrow(Trainer& t, size_t bytes, void** out) {

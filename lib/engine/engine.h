@@ -74,6 +74,34 @@ struct PushState : PushSums {
   TableRef table;
 };
 
+constexpr uint64_t kNoPlace = UINT64_MAX;
+constexpr uint32_t kNoRank = UINT32_MAX;
+
+// Resolved keys, as a trainer in another process uses them.
+struct RemotePart {
+  uint64_t batch = 0;   // handle of the declaration, if it was one
+  uint32_t index = 0;   // of the part in it
+  TableRef table;
+  PartRef part;
+  bool whole = false;   // a declaration, resolved
+  bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
+  bool cached = false;  // the trainer caches rows of the table
+  const float* line_values = nullptr;  // of line 0, if rows of the part are cached
+};
+
+// The sums of a trainer in another process for one table in a step.
+struct RemotePush {
+  TableRef table;
+  PartRef part;
+  bool whole = false;
+  Buffer sums;
+};
+
+struct RemoteCounts {
+  uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
+           cpu_ns = 0;
+};
+
 struct CreatedRows {
   TableRef table;
   Vector<uint32_t> slots;
@@ -119,6 +147,9 @@ struct Trainer : HeapObject {
   bool planning = false;         // somebody does
   bool plan_more = false;        // something was declared for the step that has been planned
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
+  // Where else that is counted: in memory that the rank's own process sees. Or null.
+  std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
+  std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
@@ -258,6 +289,16 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status lookup(Trainer& t, const frugal_op* ops, size_t n);
   Status push(Trainer& t, const frugal_op* ops, size_t n);
   Status borrow(Trainer& t, size_t bytes, void** out);
+  // --- remote.cpp: trainers in other processes
+  Status declared_parts(Trainer& t, Vector<RemotePart>* out);
+  Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
+  Status use_parts(Trainer& t, const Vector<RemotePart>& used);
+  Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
+  void count_remote(const RemoteCounts& counts);
+  Status lose_trainer(const TrainerRef& trainer);
+  // Where something is in the memory that other processes see; kNoPlace if it is not there.
+  uint64_t place(const void* p) const;
+  const Arena& arena() const { return arena_; }
 
   enum class Use { kLookup, kPush, kRead, kDeclare };
 
@@ -362,7 +403,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void retire(uint64_t step, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
-  enum class Undo { kCall, kLeaving, kFailed };
+  enum class Undo { kCall, kLeaving, kFailed, kLost };
+  bool describe_lines(Trainer& t, RemotePart* part);
+  uint32_t lost_rank() const;
   Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
@@ -405,6 +448,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(Trainer& t);
+  Status not_inside(const Trainer& t) const;
   // `cached` (may be null): the part whose keys they are, some rows of which are in the trainer's cache.
   Status locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
                 Buffer* pointers, Buffer* copies);
@@ -458,6 +502,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Vector<TableRef> tables_;
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
+  Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
+  std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
   bool committing_ = false;

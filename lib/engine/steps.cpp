@@ -33,6 +33,11 @@ Status Engine::aborted(Trainer& t) {
     next = to_commit();
   }
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
+  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the process of rank %u is gone: the step is undone on all ranks; begin step %llu again, which "
+                "waits until somebody has joined as that rank",
+                lost, static_cast<unsigned long long>(next));
   return fail(FRUGAL_ERR_STEP_ABORTED,
               "another rank aborted the step: it is undone on all ranks; begin step %llu again",
               static_cast<unsigned long long>(next));
@@ -50,6 +55,10 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
     std::lock_guard<std::mutex> lock(mu_);
     if (outside_ || aborting_) {
       if (why) *why = outside_ ? "an operation outside steps" : "an abort";
+      return false;
+    }
+    if (uint32_t lost = lost_rank(); lost != kNoRank) {
+      if (why) *why = text("somebody to join in place of rank %u, whose process is gone", lost);
       return false;
     }
     uint64_t needed = to_commit();
@@ -132,7 +141,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (s == FRUGAL_ERR_TIMEOUT) {
     String why = "nothing any more";
     gate_open(step, &why);
-    return fail(s, "step %llu waited for %s; call again",
+    std::lock_guard<std::mutex> lock(mu_);
+    return fail(lost_rank() == kNoRank ? s : FRUGAL_ERR_PEER_LOST, "step %llu waited for %s; call again",
                 static_cast<unsigned long long>(step), why.c_str());
   }
   return s;
@@ -187,6 +197,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         t.in_step = true;
         t.step = step;
         t.next_step = step + 1;
+        t.lost_peer.store(kNoRank);
         if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
         break;
       }
@@ -255,8 +266,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     FpEnvironment fp;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      if (!t.in_step)
-        return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
+      if (!t.in_step) return not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
                     static_cast<unsigned long long>(t.step),
@@ -694,7 +704,7 @@ void Engine::choose_mode() {  // with mu_ held
     case FRUGAL_FLUSH_AUTO: {
       deferred = deferred_now_.load(std::memory_order_relaxed);
       if (++mode_steps_ % 16 != 0) break;
-      uint64_t wall = now_ns(), cpu = process_cpu_ns(), apply = counters_.apply_ns.load();
+      uint64_t wall = now_ns(), cpu = process_cpu_ns() + remote_cpu_ns_.load(std::memory_order_relaxed), apply = counters_.apply_ns.load();
       uint64_t span = wall - mode_wall_, busy = cpu - mode_cpu_, work = apply - mode_apply_;
       // Rows are warmed where there is nothing else to do: that time is idle, too.
       uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
@@ -734,7 +744,7 @@ Status Engine::abort_call(Trainer& t) {
     std::lock_guard<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     std::lock_guard<std::mutex> lock(mu_);
-    if (!t.in_step) return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
+    if (!t.in_step) return not_inside(t);
   }
   return undo(t, Undo::kCall);
 }
@@ -785,7 +795,7 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
 // notices; the others' parts are undone here. Nobody begins a step before all is done.
 Status Engine::undo(Trainer& by, Undo why) {
-  const bool leaving = why == Undo::kLeaving;
+  const bool leaving = why == Undo::kLeaving || why == Undo::kLost;
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;
   Map<uint64_t, StepRecord> records;
@@ -807,7 +817,7 @@ Status Engine::undo(Trainer& by, Undo why) {
       for (auto& [step, record] : records_)
         for (const FlightRef& f : record.flights) left |= f->rank == by.rank;
       if (!left) return FRUGAL_OK;
-    } else if (!by.in_step) {
+    } else if (!by.in_step && why != Undo::kLost) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
@@ -817,7 +827,9 @@ Status Engine::undo(Trainer& by, Undo why) {
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
         t->undo_pending.store(true);
+        t->lost_peer.store(why == Undo::kLost ? by.rank : kNoRank);
         t->abort_notice.fetch_add(1);
+        if (auto* elsewhere = t->told_elsewhere.load()) elsewhere->fetch_add(1);
         others.push_back(t);
       }
     if (!leaving) by.undo_pending.store(true);

@@ -16,6 +16,7 @@ Engine::Engine(const frugal_config& config)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
   ranks_.resize(config.world_size);
   joined_.resize(config.world_size, 0);
+  lost_.resize(config.world_size, 0);
   pinned_.pin_with(pinner_);
   choose_mode();
 }
@@ -23,6 +24,11 @@ Engine::Engine(const frugal_config& config)
 Engine::~Engine() { shutdown(); }
 
 Status Engine::start() {
+  if (config_.backing == FRUGAL_BACKING_SHM) {
+    // Addresses only; more than the machine has will not be needed.
+    FRUGAL_TRY(arena_.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
+    pool_.cut_from(&arena_);
+  }
   try {
     for (uint32_t i = 0; i < config_.flush_threads; ++i)
       workers_.emplace_back([this] { worker_main(); });

@@ -56,6 +56,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
+  lost_[config.rank] = 0;
   if (cached) {
     // Rows of steps that were begun before the first cache came are not tracked: that holds for the
     // caches that come after it, too, and for steps that were ended by ranks that have left.
@@ -134,6 +135,8 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   {
     std::lock_guard<std::mutex> lock(mu_);
     ranks_[t->rank].reset();
+    // Not as if it had left: nobody goes on without it.
+    if (lost_[t->rank]) joined_[t->rank] = 0;
     if (t->has_cache.load()) cache_count_.fetch_sub(1);
     t->backlog.clear();
     t->backlog_tables.clear();
