@@ -84,7 +84,7 @@ typedef enum frugal_status {
   FRUGAL_ERR_INVALID_ARGUMENT = -1, /* a null pointer, a value out of its range, an unknown flag */
   FRUGAL_ERR_BAD_HANDLE = -2,       /* closed, never opened, or of another kind */
   FRUGAL_ERR_STRUCT_SIZE = -3,      /* a config struct of a newer or unknown version */
-  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory (of a GPU, or that can be pinned, too), /dev/shm or the
+  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory (of a GPU, or that can be pinned or shared, too) or the
                                        engine's host_bytes is exhausted */
   FRUGAL_ERR_KEY_OUT_OF_RANGE = -5, /* an id of a dense table is not in 0..rows-1 */
   FRUGAL_ERR_TABLE_FULL = -6,       /* the new keys of the call do not all fit */
@@ -104,7 +104,8 @@ typedef enum frugal_status {
   FRUGAL_ERR_OVERFLOW = -20,        /* an output buffer is too small; the needed size is told */
   FRUGAL_ERR_INTERNAL = -21,        /* a bug of the library; please report the message */
   FRUGAL_ERR_DEVICE = -22,          /* no such GPU, or it failed: frugal_error.device_code tells */
-  FRUGAL_ERR_PEER_LOST = -23        /* a trainer process or the controller is gone; the message says which */
+  FRUGAL_ERR_PEER_LOST = -23        /* a trainer process or the controller is gone; the message says
+                                       which */
 } frugal_status;
 
 /* The name of a status, as "FRUGAL_ERR_TIMEOUT". Returns: a static string, never NULL;
@@ -155,7 +156,7 @@ typedef enum frugal_flush_mode {
 
 typedef enum frugal_backing {
   FRUGAL_BACKING_PRIVATE = 0, /* anonymous memory with transparent huge pages */
-  FRUGAL_BACKING_SHM = 1      /* POSIX shared memory, unlinked at once */
+  FRUGAL_BACKING_SHM = 1      /* shared memory without a name (memfd) */
 } frugal_backing;
 
 /* A log line. `level`: 0 error, 1 warning, 2 information. The text is valid during the call. The

@@ -35,9 +35,15 @@ struct Mapping {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory whose name
-// is gone at once. No memory is taken.
+// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd, which
+// has no name, sealed at this size. No memory is taken.
 Status os_reserve(size_t bytes, bool shared, Mapping* out);
+// Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
+// no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
+// it belongs to *out, else to the caller as before.
+Status os_map_shared(int fd, bool writable, Mapping* out);
+// From now on this process cannot write to the mapping.
+Status os_make_read_only(const Mapping& mapping);
 // Makes [offset, offset + bytes) usable: afterwards touching it cannot fail. The range should be
 // aligned to 2 MiB for huge pages.
 Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
@@ -45,8 +51,8 @@ Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
-// Test hook: the n-th os_reserve or os_commit from now on fails (0: off). Returns what was left of
-// the last n.
+// Test hook: the n-th os_reserve, os_map_shared or os_commit from now on fails (0: off; -1: each
+// os_commit). Returns what was left of the last n.
 int64_t os_test_fail_after(int64_t n);
 
 }  // namespace frugal

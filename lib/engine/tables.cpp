@@ -204,11 +204,10 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
-      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %s%s", config.name,
+      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %smemory or "
+                  "host_bytes is exhausted", config.name,
                   static_cast<unsigned long long>(config.rows), config.dim,
-                  pinner_->any() ? "memory that can be pinned, or " : "",
-                  config_.backing == FRUGAL_BACKING_SHM ? "/dev/shm or host_bytes is exhausted"
-                                                        : "memory or host_bytes is exhausted");
+                  pinner_->any() ? "memory that can be pinned, or " : "");
   }
   std::lock_guard<std::mutex> lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.

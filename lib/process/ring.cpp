@@ -1,0 +1,183 @@
+#include "process/ring.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "base/futex.h"
+#include "base/os.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kSpinNs = 50000;          // about what a sleep and a wake-up cost
+constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
+
+// The half of the count that changes.
+const uint32_t* low_half(const std::atomic<uint64_t>& count) {
+  static_assert(std::endian::native == std::endian::little);
+  return reinterpret_cast<const uint32_t*>(&count);
+}
+
+}  // namespace
+
+RingLink::RingLink(const char* peer)
+    : peer_(peer), spin_ns_(cpu_count() > 1 ? kSpinNs : 0) {}  // alone, spinning holds up the peer
+
+void RingLink::end(const char* why) noexcept {
+  const char* none = nullptr;
+  ended_.compare_exchange_strong(none, why);
+  // The peer's words cannot be changed from here, so a thread that is about to sleep is not stopped by
+  // them. It is counted and will be asleep in a moment.
+  while (sleepers_.load() != 0) {
+    for (size_t i = 0; i < peers_used_; ++i) futex_wake(low_half(peers_[i]->count));
+    if (sleepers_.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+Status RingLink::check() const {
+  const char* why = ended_.load();
+  return why ? fail(FRUGAL_ERR_PEER_LOST, "%s %s", peer_, why) : FRUGAL_OK;
+}
+
+Status RingLink::refuse(const char* why) {
+  end(why);
+  return check();
+}
+
+Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t seen, uint64_t until) {
+  for (uint64_t now = now_ns(), spin = std::min(now + spin_ns_, until); now < spin; now = now_ns())
+    for (int i = 0; i < 16; ++i) {
+      cpu_relax();
+      if (peer->count.load(std::memory_order_relaxed) != seen ||
+          ended_.load(std::memory_order_relaxed))
+        return check();
+    }
+  Status status = FRUGAL_OK;
+  sleepers_.fetch_add(1);  // before the look at ended_; end() does it the other way round
+  mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
+  while (peer->count.load() == seen && !ended_.load()) {
+    const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
+    if (now >= until) {
+      status = FRUGAL_ERR_TIMEOUT;
+      break;
+    }
+    futex_wait(low_half(peer->count), static_cast<uint32_t>(seen),
+               until == UINT64_MAX ? UINT64_MAX : until - now);
+  }
+  mine->asleep.store(0);
+  sleepers_.fetch_sub(1);
+  FRUGAL_TRY(check());
+  return status;
+}
+
+void RingLink::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
+  mine->count.store(count);
+  if (peer->asleep.load() != 0) futex_wake(low_half(mine->count));
+}
+
+RingWriter::RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char* data,
+                       size_t capacity)
+    : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
+      written_(mine->count.load()), published_(written_), known_(written_) {
+  link->sleeps_on(peer);
+}
+
+Status RingWriter::look() {
+  FRUGAL_TRY(link_->check());
+  const uint64_t count = peer_->count.load(std::memory_order_acquire);
+  // Never read what was not published, and never give room back.
+  if (count - known_ > published_ - known_)
+    return link_->refuse("broke the protocol: it has read what was not written");
+  known_ = count;
+  return FRUGAL_OK;
+}
+
+Status RingWriter::wait(size_t bytes, uint64_t until) {
+  FRUGAL_TRY(look());
+  while (room() < bytes) {
+    publish();
+    FRUGAL_TRY(link_->wait(mine_, peer_, known_, until));
+    FRUGAL_TRY(look());
+  }
+  return FRUGAL_OK;
+}
+
+Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
+  const char* source = static_cast<const char*>(from);
+  while (bytes > 0) {
+    if (room() == 0) FRUGAL_TRY(wait(1, until));
+    const size_t n = std::min({bytes, room(), kPiece});
+    const size_t at = static_cast<size_t>(written_) & (capacity_ - 1);
+    const size_t first = std::min(n, capacity_ - at);
+    std::memcpy(data_ + at, source, first);
+    if (n > first) std::memcpy(data_, source + first, n - first);
+    written_ += n;
+    source += n;
+    bytes -= n;
+    if (written_ - published_ >= kPiece) publish();
+  }
+  return FRUGAL_OK;
+}
+
+void RingWriter::publish() {
+  if (published_ == written_) return;
+  published_ = written_;
+  RingLink::publish(mine_, peer_, written_);
+}
+
+RingReader::RingReader(RingLink* link, RingEnd* mine, const RingEnd* peer, const char* data,
+                       size_t capacity)
+    : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
+      read_(mine->count.load()), known_(read_) {
+  link->sleeps_on(peer);
+}
+
+Status RingReader::look() {
+  FRUGAL_TRY(link_->check());
+  const uint64_t count = peer_->count.load(std::memory_order_acquire);
+  // Never more than there is room for, and never less than before.
+  if (count - known_ > capacity_ - available())
+    return link_->refuse("broke the protocol: it has written more than there is room for");
+  known_ = count;
+  return FRUGAL_OK;
+}
+
+Status RingReader::has(size_t bytes, bool* there) {
+  FRUGAL_TRY(look());
+  *there = available() >= bytes;
+  return FRUGAL_OK;
+}
+
+Status RingReader::wait(size_t bytes, uint64_t until) {
+  FRUGAL_TRY(look());
+  while (available() < bytes) {
+    FRUGAL_TRY(link_->wait(mine_, peer_, known_, until));
+    FRUGAL_TRY(look());
+  }
+  return FRUGAL_OK;
+}
+
+Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {
+  char* target = static_cast<char*>(to);
+  while (bytes > 0) {
+    if (available() == 0) FRUGAL_TRY(wait(1, until));
+    const size_t n = static_cast<size_t>(
+        std::min<uint64_t>(bytes, target ? std::min(available(), kPiece) : available()));
+    if (target) {
+      const size_t at = static_cast<size_t>(read_) & (capacity_ - 1);
+      const size_t first = std::min(n, capacity_ - at);
+      std::memcpy(target, data_ + at, first);
+      if (n > first) std::memcpy(target + first, data_, n - first);
+      target += n;
+    }
+    read_ += n;
+    bytes -= n;
+    RingLink::publish(mine_, peer_, read_);
+  }
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal
