@@ -29,6 +29,7 @@
 #include "cache/row_cache.h"
 #include "engine/data_path.h"
 #include "engine/gpu.h"
+#include "engine/op_check.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
@@ -215,11 +216,6 @@ struct StepRecord {
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
-// Is it memory of the host? `what` names it where it is not.
-Status host_memory(const void* p, const char* what);
-// The same for all that ops of a rank on the cpu device point to.
-Status host_memory(const frugal_op* ops, size_t n);
-
 struct Deadline {
   uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
   bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
@@ -295,12 +291,11 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   void count_remote(const RemoteCounts& counts);
+  Status inside_step(Trainer& t);
   Status lose_trainer(const TrainerRef& trainer);
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const;
   const Arena& arena() const { return arena_; }
-
-  enum class Use { kLookup, kPush, kRead, kDeclare };
 
   // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
   Status told(Trainer& t, Status status) {
@@ -438,9 +433,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
     bool whole = false;  // it was declared, and the op names exactly its keys
   };
   Status op_table(const frugal_op& op, TableRef* out) const;
-  // `offsets_elsewhere`: on a device, where kernels will look at them.
-  Status check_op(const frugal_op& op, const Table& table, size_t keys, Use use,
-                  bool offsets_elsewhere = false) const;
   Status find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);

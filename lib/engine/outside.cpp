@@ -365,7 +365,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     const frugal_op& op = ops[i];
     TableRef table;
     FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, *table, op.count, Use::kRead));
+    FRUGAL_TRY(check_op(op, table->name.c_str(), table->rows.layout().dim, op.count, Use::kRead));
     const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
     FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padding));
   }

@@ -108,6 +108,13 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   return FRUGAL_OK;
 }
 
+// OK where the trainer is inside a step that nobody has undone.
+Status Engine::inside_step(Trainer& t) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  return inside(t);
+}
+
 void Engine::count_remote(const RemoteCounts& c) {
   counters_.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
   counters_.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);

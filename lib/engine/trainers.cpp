@@ -183,7 +183,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     const frugal_op& op = ops[i];
     TableRef table;
     FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, *table, op.count, Use::kDeclare));
+    FRUGAL_TRY(check_op(op, table->name.c_str(), table->rows.layout().dim, op.count, Use::kDeclare));
     bool padded = op.flags & FRUGAL_OP_PADDING, on_device = false;
     if (t.gpu && op.count) FRUGAL_TRY(t.gpu->on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
     PartRef part = make_part();

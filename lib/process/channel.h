@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/arena.h"
 #include "base/heap.h"
 #include "base/os.h"
 #include "process/ring.h"
@@ -77,6 +78,10 @@ class Channel : public HeapObject {
   // Trainer process.
   char* staging() { return staging_; }
   Status commit_staging(uint64_t offset, uint64_t bytes);
+  // Buffers can be cut from it.
+  void staging_arena(Arena* out) const {
+    out->over(up_, static_cast<size_t>(staging_ - up_.base), staging_bytes_);
+  }
   // Whether a place was released, and which; its number is what the controller wrote.
   bool next_release(uint64_t* offset);
   Status wait_release(uint64_t until);

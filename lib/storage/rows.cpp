@@ -104,19 +104,22 @@ void Rows::initialize_slot(uint32_t slot, uint64_t key) {
 }
 
 Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const {
-  if (hashed_) return FRUGAL_OK;
+  return hashed_ ? FRUGAL_OK : check_dense_ids(keys, n, padding, capacity_);
+}
+
+Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity) {
   uint64_t largest = 0;
   if (!padding)
     for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i]);
   else
     for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i] == *padding ? 0 : keys[i]);
-  if (n == 0 || largest < capacity_) return FRUGAL_OK;
+  if (n == 0 || largest < capacity) return FRUGAL_OK;
   for (size_t i = 0; i < n; ++i)
-    if (keys[i] >= capacity_ && !(padding && keys[i] == *padding))
+    if (keys[i] >= capacity && !(padding && keys[i] == *padding))
       return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
                   "id %llu at position %zu: the table has ids 0..%llu; nothing was taken",
                   static_cast<unsigned long long>(keys[i]), i,
-                  static_cast<unsigned long long>(capacity_ - 1));
+                  static_cast<unsigned long long>(capacity - 1));
   return FRUGAL_OK;
 }
 
