@@ -103,7 +103,8 @@ typedef enum frugal_status {
   FRUGAL_ERR_CLOSED = -19,          /* the object was closed while the call waited */
   FRUGAL_ERR_OVERFLOW = -20,        /* an output buffer is too small; the needed size is told */
   FRUGAL_ERR_INTERNAL = -21,        /* a bug of the library; please report the message */
-  FRUGAL_ERR_DEVICE = -22           /* no such GPU, or it failed: frugal_error.device_code tells */
+  FRUGAL_ERR_DEVICE = -22,          /* no such GPU, or it failed: frugal_error.device_code tells */
+  FRUGAL_ERR_PEER_LOST = -23, /* a trainer process or the controller is gone; the message says which */
 } frugal_status;
 
 /* The name of a status, as "FRUGAL_ERR_TIMEOUT". Returns: a static string, never NULL;
