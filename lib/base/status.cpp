@@ -59,6 +59,14 @@ Status fail_device(Status status, int code, const char* format, ...) {
   return status;
 }
 
+Status fail_as(const frugal_error& error) {
+  t_met.status = error.status;
+  t_met.system_code = error.system_code;
+  t_met.device_code = error.device_code;
+  std::snprintf(t_met.message, sizeof t_met.message, "%s", error.message ? error.message : "");
+  return error.status;
+}
+
 String text(const char* format, ...) {
   char out[512];
   va_list args;
