@@ -352,17 +352,7 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
     FRUGAL_TRY(acquire(engine, &e));
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
-    FRUGAL_TRY(check_size(config, "frugal_trainer_config"));
-    if (config->flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", config->flags);
-    if (config->rank >= e->config().world_size)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: world_size is %u", config->rank,
-                  e->config().world_size);
-    if (!(config->cache_ratio >= 0 && config->cache_ratio <= 1))
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "cache_ratio must lie in [0, 1]");
-    if (config->device && std::strcmp(config->device, "cpu") != 0 &&
-        std::strncmp(config->device, "cuda:", 5) != 0 && std::strncmp(config->device, "sim:", 4) != 0)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: give \"cpu\" or \"cuda:N\"",
-                  config->device);
+    FRUGAL_TRY(check_trainer(*config, e->config().world_size));
     TrainerRef trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);

@@ -75,6 +75,21 @@ Status check_table(const frugal_table_config& c, bool need_name) {
   return check_optimizer(c.optimizer);
 }
 
+Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
+  FRUGAL_TRY(check_size(&c, "frugal_trainer_config"));
+  if (c.flags & ~FRUGAL_TRAINER_REPLACE)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
+  if (c.rank >= world_size)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: world_size is %u", c.rank, world_size);
+  if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "cache_ratio must lie in [0, 1]");
+  if (c.device && std::strcmp(c.device, "cpu") != 0 &&
+      std::strncmp(c.device, "cuda:", 5) != 0 && std::strncmp(c.device, "sim:", 4) != 0)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: give \"cpu\" or \"cuda:N\"",
+                c.device);
+  return FRUGAL_OK;
+}
+
 void describe_table(Table& t, frugal_table_info* out) {
   frugal_table_info i;
   std::memset(&i, 0, sizeof i);

@@ -19,6 +19,7 @@ Status check_size(const T* config, const char* name) {
 Status check_config(const frugal_config& config);
 Status check_optimizer(const frugal_optimizer& optimizer);
 Status check_table(const frugal_table_config& config, bool need_name);
+Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
 // What frugal_table_describe tells.
 void describe_table(Table& table, frugal_table_info* out);
 

@@ -334,6 +334,17 @@ void Rows::import_state(uint32_t slot, const float* in) const {
     std::memcpy(s + c * layout_.value_stride, in + c * layout_.dim, layout_.dim * sizeof(float));
 }
 
+uint32_t Rows::mappings(Vector<int>* descriptors) const {
+  const SlabArray* arrays[kArrays] = {&values_, &state_, &keys_, &flags_};
+  uint32_t there = 0;
+  for (uint32_t i = 0; i < kArrays; ++i) {
+    if (arrays[i]->fd() < 0) continue;
+    descriptors->push_back(arrays[i]->fd());
+    there |= 1u << i;
+  }
+  return there;
+}
+
 uint64_t Rows::memory_bytes() const {
   return values_.committed_bytes() + state_.committed_bytes() + keys_.committed_bytes() +
          flags_.committed_bytes() + index_.memory_bytes();

@@ -101,6 +101,10 @@ class Rows : public HeapObject {
   uint64_t capacity() const { return capacity_; }
   bool hashed() const { return hashed_; }
   uint64_t memory_bytes() const;
+  // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared memory. Returns a
+  // bit for each.
+  enum Arrays { kValues, kState, kKeys, kFlags, kArrays };
+  uint32_t mappings(Vector<int>* descriptors) const;
 
  private:
   Status ensure_memory(uint64_t first, uint64_t n);
