@@ -96,6 +96,7 @@ const char* status_name(Status status) {
     CASE(FRUGAL_ERR_OVERFLOW);
     CASE(FRUGAL_ERR_INTERNAL);
     CASE(FRUGAL_ERR_DEVICE);
+    CASE(FRUGAL_ERR_PEER_LOST);
 #undef CASE
     default:
       return "FRUGAL_UNKNOWN";

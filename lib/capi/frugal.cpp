@@ -209,6 +209,9 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
       c = *config;
     }
     FRUGAL_TRY(check_config(c));
+    if (c.service)
+      return fail(FRUGAL_ERR_UNSUPPORTED,
+                  "this build cannot attach to the service '%.200s': leave frugal_config.service NULL", c.service);
     auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
     FRUGAL_TRY(engine->start());
     uint64_t handle = handle_add(HandleKind::kEngine, engine);
@@ -257,6 +260,15 @@ int32_t frugal_committed_step(const frugal_engine* engine, uint64_t* step_out) {
     if (!step_out) return null("step_out");
     *step_out = e->committed();
     return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_serve(frugal_engine* engine, const char* address) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!address) return null("address");
+    return fail(FRUGAL_ERR_UNSUPPORTED, "this build cannot serve an engine to other processes");
   });
 }
 
@@ -437,7 +449,11 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
     FRUGAL_TRY(check_size(config, "frugal_trainer_config"));
-    if (config->flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", config->flags);
+    if (config->flags & ~FRUGAL_TRAINER_REPLACE)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", config->flags);
+    if (config->flags & FRUGAL_TRAINER_REPLACE)
+      return fail(FRUGAL_ERR_UNSUPPORTED,
+                  "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
     if (config->rank >= e->config().world_size)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: world_size is %u", config->rank,
                   e->config().world_size);
@@ -577,6 +593,38 @@ int32_t frugal_get_stats(const frugal_engine* engine, frugal_stats* stats_out) {
     FRUGAL_TRY(check_size(stats_out, "frugal_stats"));
     e->stats(stats_out);
     return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capacity,
+                       size_t* size_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!size_out) return null("size_out");
+    if (!text_out && capacity) return null("text_out");
+    const String text = e->metrics();
+    *size_out = text.size() + 1;
+    if (capacity < *size_out)
+      return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and the capacity is %zu", *size_out, capacity);
+    std::memcpy(text_out, text.c_str(), *size_out);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    return e->start_trace(events);
+  });
+}
+
+int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    return e->stop_trace(path);
   });
 }
 
