@@ -291,6 +291,53 @@ void os_release(Mapping* m) {
   *m = {};
 }
 
+NewFile::~NewFile() {
+  if (fd_ >= 0) close(fd_);
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+}
+
+Status NewFile::refused(int code, const char* what) const {
+  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "'%.300s' cannot be %s", path_.c_str(), what);
+}
+
+Status NewFile::open(const char* path) {
+  static std::atomic<uint32_t> counter{0};
+  path_ = path;
+  if (injected_failure()) return refused(EACCES, "created");
+  for (;;) {
+    String name = path_ + text(".%d.%u.new", static_cast<int>(getpid()), counter.fetch_add(1));
+    fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd_ >= 0) {
+      temporary_ = std::move(name);
+      return FRUGAL_OK;
+    }
+    // Left behind by another process of that number.
+    if (errno != EEXIST && errno != EINTR) return refused(errno, "created");
+  }
+}
+
+Status NewFile::write(const char* bytes, size_t n) {
+  if (injected_failure()) return refused(ENOSPC, "written");
+  while (n) {
+    const ssize_t done = ::write(fd_, bytes, n);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) return refused(errno, "written");
+    bytes += done;
+    n -= static_cast<size_t>(done);
+  }
+  return FRUGAL_OK;
+}
+
+Status NewFile::publish() {
+  if (injected_failure()) return refused(EIO, "put in place");
+  const int fd = fd_;
+  fd_ = -1;
+  if (close(fd) != 0 && errno != EINTR) return refused(errno, "written");
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) return refused(errno, "put in place");
+  temporary_.clear();
+  return FRUGAL_OK;
+}
+
 int64_t os_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }
 
 }  // namespace frugal

@@ -51,8 +51,27 @@ Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
-// Test hook: the n-th os_reserve, os_map_shared or os_commit from now on fails (0: off; -1: each
-// os_commit). Returns what was left of the last n.
+// A file that comes into being as a whole: written beside its place under another name, and then moved
+// there. Who can read it is its owner alone. What was not published is removed.
+class NewFile {
+ public:
+  NewFile() = default;
+  ~NewFile();
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+  // All: INVALID_ARGUMENT with the errno if the system refuses.
+  Status open(const char* path);
+  Status write(const char* bytes, size_t n);
+  Status publish();
+
+ private:
+  Status refused(int code, const char* what) const;
+  String path_, temporary_;
+  int fd_ = -1;
+};
+
+// Test hook: the n-th os_reserve, os_map_shared, os_commit or call of a NewFile from now on fails (0: off; -1:
+// each os_commit). Returns what was left of the last n.
 int64_t os_test_fail_after(int64_t n);
 
 }  // namespace frugal

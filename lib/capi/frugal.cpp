@@ -137,6 +137,9 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
       c = *config;
     }
     FRUGAL_TRY(check_config(c));
+    if (c.service)
+      return fail(FRUGAL_ERR_UNSUPPORTED,
+                  "this build cannot attach to the service '%.200s': leave frugal_config.service NULL", c.service);
     auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
     FRUGAL_TRY(engine->start());
     uint64_t handle = handle_add(HandleKind::kEngine, engine);
@@ -185,6 +188,15 @@ int32_t frugal_committed_step(const frugal_engine* engine, uint64_t* step_out) {
     if (!step_out) return null("step_out");
     *step_out = e->committed();
     return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_serve(frugal_engine* engine, const char* address) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!address) return null("address");
+    return fail(FRUGAL_ERR_UNSUPPORTED, "this build cannot serve an engine to other processes");
   });
 }
 
@@ -353,6 +365,9 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
     FRUGAL_TRY(check_trainer(*config, e->config().world_size));
+    if (config->flags & FRUGAL_TRAINER_REPLACE)
+      return fail(FRUGAL_ERR_UNSUPPORTED,
+                  "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
     TrainerRef trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);
@@ -483,6 +498,38 @@ int32_t frugal_get_stats(const frugal_engine* engine, frugal_stats* stats_out) {
     FRUGAL_TRY(check_size(stats_out, "frugal_stats"));
     e->stats(stats_out);
     return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capacity,
+                       size_t* size_out) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    if (!size_out) return null("size_out");
+    if (!text_out && capacity) return null("text_out");
+    const String text = e->metrics();
+    *size_out = text.size() + 1;
+    if (capacity < *size_out)
+      return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and the capacity is %zu", *size_out, capacity);
+    std::memcpy(text_out, text.c_str(), *size_out);
+    return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    return e->start_trace(events);
+  });
+}
+
+int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
+  return guard([&]() -> Status {
+    std::shared_ptr<Engine> e;
+    FRUGAL_TRY(acquire(engine, &e));
+    return e->stop_trace(path);
   });
 }
 

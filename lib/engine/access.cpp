@@ -301,17 +301,20 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   Timed timed(counters_.lookup_ns);
+  TraceSpan span(trace_, SpanKind::kLookup);
+  span.rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  span.step(t.step);
   Counted busy(calls_);
   return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
-    return with_room(host, n, [&] { return lookup_rows(t, host, n, gpu); });
+    return with_room(host, n, [&] { return lookup_rows(t, host, n, gpu, span); });
   });
 }
 
-Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
+Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i)
     FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, gpu ? &gpu[i] : nullptr, &accesses[i]));
@@ -352,6 +355,7 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (t.abort_notice.load()) return aborted(t);
   counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
+  span.count(keys);
   return FRUGAL_OK;
 }
 
@@ -620,18 +624,21 @@ Status Engine::sum_push(PushState* state, const device::GradSource& source, bool
 
 Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   Timed timed(counters_.push_ns);
+  TraceSpan span(trace_, SpanKind::kPush);
+  span.rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  span.step(t.step);
   pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
   return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
-    return with_room(host, n, [&] { return push_rows(t, host, n, gpu); });
+    return with_room(host, n, [&] { return push_rows(t, host, n, gpu, span); });
   });
 }
 
-Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
+Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i)
     FRUGAL_TRY(find_access(t, ops[i], Use::kPush, gpu ? &gpu[i] : nullptr, &accesses[i]));
@@ -688,6 +695,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
     if (weight_grads[i])
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), accesses[i].part->n * sizeof(float));
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
+  span.count(keys);
   return FRUGAL_OK;
 }
 

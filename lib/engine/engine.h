@@ -26,10 +26,12 @@
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/os.h"
+#include "base/trace.h"
 #include "cache/row_cache.h"
 #include "engine/data_path.h"
 #include "engine/gpu.h"
 #include "engine/op_check.h"
+#include "engine/stats.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
@@ -43,6 +45,7 @@ constexpr uint64_t kNoStep = UINT64_MAX;
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
   uint64_t handle = 0;
+  uint32_t number = 0;  // of all that the engine has had: what a trace calls it by
   String name;
   frugal_table_config config{};
   Rows rows;
@@ -222,16 +225,11 @@ struct Deadline {
 };
 
 struct Counters {
-#define FRUGAL_COUNTERS(X)                                                                       \
-  X(steps_committed) X(steps_aborted) X(keys_declared) X(keys_looked_up) X(keys_undeclared)      \
-  X(keys_pushed) X(rows_created) X(rows_updated) X(rows_deferred) X(gate_waits) X(gate_wait_ns)  \
-  X(gate_in_flight) X(lookup_waits) X(back_pressure) X(ranks_apart) X(stale_reads) X(cache_hits) \
-  X(cache_misses) X(cache_admitted) X(cache_evicted) X(cache_evicted_dirty) X(cache_turns) X(cache_planned) X(modes_at_once)     \
-  X(modes_deferred) X(lookup_ns) X(push_ns) X(step_begin_ns) X(step_end_ns) X(prefetch_ns)       \
-  X(entry_ns) X(apply_ns) X(pending_bytes_peak)
-#define X(name) std::atomic<uint64_t> name{0};
-  FRUGAL_COUNTERS(X)
+#define X(name, kind, help) std::atomic<uint64_t> name{0};
+#define SKIP(name, kind, help)
+  FRUGAL_STATS(X, SKIP)
 #undef X
+#undef SKIP
 };
 
 // Wall time of a scope, added to a counter.
@@ -308,6 +306,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status health() const { return health_.load(std::memory_order_acquire); }
   Status check() const;  // health and closing
   void stats(frugal_stats* out);
+  // --- metrics.cpp
+  String metrics();
+  Status start_trace(size_t events);
+  Status stop_trace(const char* path) { return trace_.stop(path); }
   uint64_t committed();
   Deadline deadline(int64_t timeout_ms) const;
   uint32_t generation() const { return generation_; }
@@ -318,7 +320,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
  private:
   friend class OutsideScope;
   // --- work.cpp: workers, helping, jobs
-  void worker_main();
+  void worker_main(uint32_t number);
   // kHeld: there may be some work, but not now; kLater: nor soon.
   enum class Did { kWork, kHeld, kLater, kNothing };
   Did background_work();               // one unit of anything
@@ -381,8 +383,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
+  // `waited`: a bit of WaitedFor is added.
   bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
-                 bool* everything = nullptr);
+                 bool* everything = nullptr, uint32_t* waited = nullptr);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
@@ -449,8 +452,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
-  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
-  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
+  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
+  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
   Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
@@ -478,6 +481,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
   MemoryBudget budget_;
   Counters counters_;
+  Trace trace_;
 
   std::mutex mu_;
   std::condition_variable cv_progress_, cv_work_;
@@ -492,6 +496,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Vector<std::thread> workers_;
 
   Vector<TableRef> tables_;
+  uint32_t next_table_ = 0;         // number
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
   Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place

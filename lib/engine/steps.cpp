@@ -48,12 +48,16 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everything) {
+bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everything, uint32_t* waited) {
+  auto waits = [&](WaitedFor what) {
+    if (waited) *waited |= waited_for(what);
+  };
   if (everything) *everything = false;
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (outside_ || aborting_) {
+      waits(outside_ ? WaitedFor::kOutside : WaitedFor::kAborting);
       if (why) *why = outside_ ? "an operation outside steps" : "an abort";
       return false;
     }
@@ -64,6 +68,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
     uint64_t needed = to_commit();
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
     if (!near || (step > needed && step - needed > most_ahead())) {
+      waits(WaitedFor::kRanks);
       if (why) {
         String who;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
@@ -80,6 +85,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       return false;
     }
     if (apply_jobs_.load()) {
+      waits(WaitedFor::kJobs);
       if (why) *why = "the updates of the last step to be applied";
       return false;
     }
@@ -92,6 +98,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
           uint32_t state = p->state.load(std::memory_order_acquire);
           if (state == Part::kArriving || state == Part::kDeclared || state == Part::kResolving ||
               (state == Part::kResolved && links && !p->linked && s >= needed)) {
+            waits(WaitedFor::kDeclared);
             if (why)
               *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
             return false;
@@ -111,11 +118,13 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
   }
   if (all || over) {
     if (everything) *everything = true;
+    waits(WaitedFor::kAllPending);
     if (why) *why = "pending updates to be written";
     return false;
   }
   for (const TableRef& t : windows)
     if (t->window.pending_until(step)) {
+      waits(WaitedFor::kPending);
       if (in_flight && !*in_flight) *in_flight = t->window.in_flight_until(step);
       if (why)
         *why = text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
@@ -127,16 +136,21 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
 }
 
 Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
+  TraceSpan span(trace_, SpanKind::kGate);
+  span.step(step);
+  if (t) span.rank(t->rank);
   bool in_flight = false;
-  if (gate_open(step, nullptr, &in_flight)) return FRUGAL_OK;
+  uint32_t waited = 0;
+  if (gate_open(step, nullptr, &in_flight, nullptr, &waited)) return FRUGAL_OK;
   counters_.gate_waits.fetch_add(1, std::memory_order_relaxed);
   Timed timed(counters_.gate_wait_ns);
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
   bool everything = false;
   Status s = wait(
-      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything); },
+      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything, &waited); },
       [&] { return help_gate(step, everything); });
+  span.waited(waited);
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
     String why = "nothing any more";
@@ -156,6 +170,8 @@ void Engine::start_steps(uint64_t first) {  // with mu_ held
 
 Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.step_begin_ns);
+  TraceSpan span(trace_, SpanKind::kStepBegin);
+  span.step(step).rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.gpu)
@@ -257,6 +273,8 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
 
 Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
   Timed timed(counters_.step_end_ns);
+  TraceSpan span(trace_, SpanKind::kStepEnd);
+  span.step(step).rank(t.rank);
   FlightRef landed;  // ends when no lock is held
   {
     std::unique_lock<std::mutex> call(t.call_mu);
@@ -399,6 +417,10 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
 
 void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
                          Status* status) {
+  TraceSpan span(trace_, SpanKind::kCommit);
+  span.step(step);
+  for (auto& [raw, of] : record.handovers)
+    for (const Handover& h : of.ranks) span.more(h.rows());
   auto prepared = [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
@@ -482,11 +504,13 @@ struct ApplyContext : HeapObject {
   Vector<uint64_t> bounds;
   size_t rows_per_chunk;
   Counters* counters;
+  Trace* trace;
 };
 
 void apply_chunk(void* context, size_t chunk) {
   auto* c = static_cast<ApplyContext*>(context);
   Timed timed(c->counters->apply_ns);
+  TraceSpan span(*c->trace, SpanKind::kApply);
   const device::Kernels& k = device::kernels();
   const StepUpdate& u = *c->update;
   size_t rows;
@@ -509,6 +533,7 @@ void apply_chunk(void* context, size_t chunk) {
     k.apply_terms(c->table->rows.ref(), u.scalars, terms.slots.data(), rows, terms.terms.data(),
                   terms.start.data());
   }
+  span.step(u.step).table(c->table->number).count(rows);
   c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
 }
 
@@ -577,6 +602,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     context->table = table;
     context->update = update;
     context->counters = &counters_;
+    context->trace = &trace_;
     context->rows_per_chunk = 1024;
     JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
     if (update->ranks.size() == 1) {
@@ -795,6 +821,8 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
 // notices; the others' parts are undone here. Nobody begins a step before all is done.
 Status Engine::undo(Trainer& by, Undo why) {
+  TraceSpan span(trace_, SpanKind::kAbort);
+  span.rank(by.rank);
   const bool leaving = why == Undo::kLeaving || why == Undo::kLost;
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;

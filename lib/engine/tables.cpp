@@ -10,6 +10,7 @@ namespace frugal {
 
 Engine::Engine(const frugal_config& config)
     : config_(config), generation_(process_generation()) {
+  config_.service = nullptr;  // the caller's, for the call alone
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
@@ -31,7 +32,7 @@ Status Engine::start() {
   }
   try {
     for (uint32_t i = 0; i < config_.flush_threads; ++i)
-      workers_.emplace_back([this] { worker_main(); });
+      workers_.emplace_back([this, i] { worker_main(i); });
   } catch (...) {
     shutdown();
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u flush threads cannot be started; use fewer",
@@ -220,7 +221,9 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
   table->schedule[0] = config.optimizer;
   table->handle = handle_add(HandleKind::kTable, table);
   if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  table->number = next_table_++;
   tables_.push_back(table);
+  if (trace_.on()) trace_.name_table(table->number, table->name);
   *out = table;
   return FRUGAL_OK;
 }
@@ -312,9 +315,11 @@ void Engine::stats(frugal_stats* out) {
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
   s.struct_size = sizeof s;
-#define X(name) s.name = counters_.name.load(std::memory_order_relaxed);
-  FRUGAL_COUNTERS(X)
+#define X(name, kind, help) s.name = counters_.name.load(std::memory_order_relaxed);
+#define SKIP(name, kind, help)
+  FRUGAL_STATS(X, SKIP)
 #undef X
+#undef SKIP
   Vector<TableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);

@@ -157,6 +157,8 @@ Status Engine::close_trainer(const TrainerRef& t) try {
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
                         bool want_handle, uint64_t* batch_out) {
   Timed timed(counters_.prefetch_ns);
+  TraceSpan span(trace_, SpanKind::kPrefetch);
+  span.step(step).rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
@@ -257,6 +259,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     }
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
+  span.count(keys);
   if (config_.flush_threads) {
     wake_workers();
   } else {

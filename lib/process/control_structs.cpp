@@ -41,7 +41,7 @@ namespace {
   X(cache_planned, CachePlanned)
 
 // Whoever adds a field adds it above and to control.capnp, too.
-static_assert(sizeof(frugal_config) == 88 && sizeof(frugal_optimizer) == 88);
+static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_optimizer) == 88);
 static_assert(sizeof(frugal_table_config) == 144 && sizeof(frugal_table_info) == 64);
 static_assert(sizeof(frugal_trainer_config) == 40 && sizeof(frugal_stats) == 41 * 8);
 

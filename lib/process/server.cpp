@@ -79,6 +79,7 @@ struct Server::Impl final : ControlHandler {
     c.backing = FRUGAL_BACKING_SHM;
     c.log = nullptr;
     c.log_context = nullptr;
+    c.service = nullptr;
     FRUGAL_TRY(check_config(c));
     auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
     FRUGAL_TRY(engine->start());
