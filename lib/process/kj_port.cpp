@@ -292,7 +292,7 @@ kj::Promise<void> SocketMessages::writeMessage(
 kj::Promise<void> SocketMessages::writeMessages(
     kj::ArrayPtr<kj::ArrayPtr<const kj::ArrayPtr<const capnp::word>>> messages) {
   if (messages.size() == 0) return kj::READY_NOW;
-  return writeMessage(nullptr, messages[0]).then([this, messages] {
+  return writeMessage(nullptr, messages[0]).then([this, messages]() mutable {
     return writeMessages(messages.slice(1, messages.size()));
   });
 }
