@@ -234,7 +234,7 @@ Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, c
     p[i] = table.rows.values(s);
     if (stale()) {
       float* copy = copies->as<float>() + i * row_floats;
-      std::lock_guard<std::mutex> lock(stripe(table, s));
+      RowLock lock(*this, table, s, false);
       std::memcpy(copy, p[i], table.rows.layout().dim * sizeof(float));
       p[i] = copy;
     }

@@ -78,6 +78,13 @@ struct PushState : PushSums {
   TableRef table;
 };
 
+// With staleness rows are read while others are written: under the lock of their stripe, or (by another
+// process) while its version does not change.
+constexpr size_t kStripes = 1024;
+inline size_t stripe_of(uint64_t table, uint32_t slot) {
+  return (slot * 0x9e3779b1u ^ static_cast<uint32_t>(table * 0x85ebca6bu)) % kStripes;
+}
+
 constexpr uint64_t kNoPlace = UINT64_MAX;
 constexpr uint32_t kNoRank = UINT32_MAX;
 
@@ -294,6 +301,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const;
   const Arena& arena() const { return arena_; }
+  uint64_t versions_place() const { return place(versions_memory_.data()); }
 
   // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
   Status told(Trainer& t, Status status) {
@@ -540,7 +548,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
                               std::max<uint64_t>(step_bytes_.load(std::memory_order_relaxed) * 5 / 4,
                                                  uint64_t{4} << 20));
   }
-  static constexpr size_t kStripes = 1024;
   std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
@@ -548,9 +555,27 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
     return config_.staleness >= kRing ? kRing - 2 : Window::kHorizon - 2;
   }
   bool stale() const { return config_.staleness != 0; }
-  std::mutex& stripe(const Table& t, uint32_t slot) {
-    return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];
-  }
+  // For readers in other processes, in the arena: odd while a row of the stripe is written.
+  std::atomic<uint32_t>* versions_ = nullptr;
+  Buffer versions_memory_;
+  // Holds the lock of a row's stripe, for reading or writing it.
+  class RowLock {
+   public:
+    RowLock(Engine& e, const Table& t, uint32_t slot, bool write)
+        : lock_(e.stripes_[stripe_of(t.handle, slot)]),
+          version_(write && e.versions_ ? &e.versions_[stripe_of(t.handle, slot)] : nullptr) {
+      if (!version_) return;
+      version_->fetch_add(1, std::memory_order_relaxed);
+      std::atomic_thread_fence(std::memory_order_release);
+    }
+    ~RowLock() {
+      if (version_) version_->fetch_add(1, std::memory_order_release);
+    }
+
+   private:
+    std::lock_guard<std::mutex> lock_;
+    std::atomic<uint32_t>* version_;
+  };
   // choose_mode's measurements
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
   uint64_t mode_warm_ = 0;

@@ -29,6 +29,10 @@ Status Engine::start() {
     // Addresses only; more than the machine has will not be needed.
     FRUGAL_TRY(arena_.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
     pool_.cut_from(&arena_);
+    if (stale()) {
+      FRUGAL_TRY(pool_.get(kStripes * sizeof(std::atomic<uint32_t>), &versions_memory_));
+      versions_ = new (versions_memory_.data()) std::atomic<uint32_t>[kStripes]();
+    }
   }
   try {
     for (uint32_t i = 0; i < config_.flush_threads; ++i)

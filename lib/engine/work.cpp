@@ -282,7 +282,7 @@ void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& term
   }
   // With staleness a row may be read meanwhile: it is written under its lock.
   for (size_t i = 0; i < terms.slots.size(); ++i) {
-    std::lock_guard<std::mutex> lock(stripe(table, terms.slots[i]));
+    RowLock lock(*this, table, terms.slots[i], true);
     uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
     k.apply_terms(table.rows.ref(), u.scalars, &terms.slots[i], 1,
                   terms.terms.data() + terms.start[i], start);

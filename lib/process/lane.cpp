@@ -5,6 +5,7 @@
 
 #include "base/handles.h"
 #include "engine/config_check.h"
+#include "process/thread.h"
 
 namespace frugal {
 namespace {
@@ -39,7 +40,7 @@ Status Lane::start() {
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   if (trainer_) trainer_->told_elsewhere.store(notices);
   try {
-    thread_ = std::thread([this] { loop(); });
+    thread_ = quiet_thread([this] { loop(); });
   } catch (...) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no thread for another channel can be started");
   }

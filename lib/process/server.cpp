@@ -107,6 +107,7 @@ struct Server::Impl final : ControlHandler {
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
     reply->descriptors.push_back(engine_->arena().mapping().fd);
     FRUGAL_TRY(channel(nullptr, &process->calls, &reply->descriptors, &reply->numbers));
+    reply->numbers.push_back(engine_->versions_place());
     reply->config = engine_->config();
     {
       std::lock_guard<std::mutex> lock(mu_);
