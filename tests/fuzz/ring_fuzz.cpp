@@ -25,7 +25,7 @@ struct Bytes {
   uint64_t Number(size_t bytes) {
     uint64_t v = 0;
     const size_t n = std::min(bytes, left);
-    std::memcpy(&v, at, n);
+    if (n > 0) std::memcpy(&v, at, n);
     at += n;
     left -= n;
     return v;
@@ -74,7 +74,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 3: {  // contents of the rings
         const uint64_t at = in.Number(3) % (frugal::kHugePage - 256);
         const size_t n = std::min<size_t>(in.Number(1), in.left);
-        std::memcpy(region.base + at, in.at, n);
+        if (n > 0) std::memcpy(region.base + at, in.at, n);
         in.at += n;
         in.left -= n;
         break;
