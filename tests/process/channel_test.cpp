@@ -402,6 +402,19 @@ TEST(Channel, CountsThatCannotBe) {
       EXPECT_NE(Message(controller->receive(&h, 0)).find("broke the protocol"), std::string::npos);
     }
   }
+  // While there is data: one byte more than there is room for, and back over what was seen.
+  for (uint64_t add : {uint64_t{4096 - 64}, uint64_t{4096 - 64 + 1}, uint64_t{0} - 32}) {
+    Peer controller, trainer;
+    ASSERT_OK(Channel::create(4096, 0, &controller));
+    ASSERT_OK(Attach(*controller, &trainer));
+    Region up(controller->up_fd());
+    Header h{};
+    ASSERT_OK(trainer->send(h, nullptr, 0, 0));
+    ASSERT_OK(trainer->send(h, nullptr, 0, 0));
+    ASSERT_OK(controller->receive(&h, 0));
+    up.word(kUpRequests).fetch_add(add);
+    EXPECT_EQ(controller->receive(&h, 0), add == 4096 - 64 ? FRUGAL_OK : FRUGAL_ERR_PEER_LOST) << add;
+  }
   // A payload that the message has not.
   Peer controller, trainer;
   ASSERT_OK(Channel::create(4096, 0, &controller));
