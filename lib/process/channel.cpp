@@ -146,13 +146,14 @@ Status Channel::receive(Header* out, uint64_t until) {
   FRUGAL_TRY(receiver_.wait(sizeof *out, until));
   FRUGAL_TRY(receiver_.read(out, sizeof *out, until));
   left_ = out->payload;
+  if (left_ == 0) receiver_.publish();
   return FRUGAL_OK;
 }
 
 Status Channel::read(void* out, uint64_t bytes, uint64_t until) {
   if (bytes > left_) return link_.refuse("broke the protocol: a message is shorter than it says");
   Status s = receiver_.read(out, bytes, until);
-  if (s == FRUGAL_OK) left_ -= bytes;
+  if (s == FRUGAL_OK && (left_ -= bytes) == 0) receiver_.publish();
   if (s == FRUGAL_ERR_TIMEOUT) link_.end(kBroken);
   return s;
 }
@@ -167,8 +168,11 @@ Status Channel::commit_staging(uint64_t offset, uint64_t bytes) {
 
 bool Channel::next_release(uint64_t* offset) {
   bool there = false;
-  return released_.has(sizeof *offset, &there) == FRUGAL_OK && there &&
-         released_.read(offset, sizeof *offset, 0) == FRUGAL_OK;
+  if (released_.has(sizeof *offset, &there) != FRUGAL_OK || !there ||
+      released_.read(offset, sizeof *offset, 0) != FRUGAL_OK)
+    return false;
+  released_.publish();
+  return true;
 }
 
 Status Channel::wait_release(uint64_t until) { return released_.wait(sizeof(uint64_t), until); }

@@ -174,7 +174,7 @@ Status Client::stats(frugal_stats* out) {
 }
 
 Status Client::flush(Deadline deadline) {
-  Exchange e{Call::kFlush, {left_until(deadline)}, {}};
+  Exchange e{Call::kFlush, {left_until(deadline)}, {}, deadline.at};
   return ask(e);
 }
 

@@ -76,6 +76,7 @@ struct RemoteTrainer : HeapObject {
   uint64_t sequence = 0;
   uint32_t told = 0;
   bool in_step = false;
+  bool ending = false;         // step_end has sent the sums and failed: it is to be called again
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
@@ -147,6 +148,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
     Call call;
     uint64_t args[5] = {};
     Vector<Piece> pieces;
+    uint64_t until = 0;        // when the call's own time is up; 0: as the engine's time-out says
     void add(const void* data, size_t bytes) {
       if (bytes) pieces.push_back({data, bytes});
     }

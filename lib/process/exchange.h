@@ -19,12 +19,19 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
   h.type = static_cast<uint32_t>(e.call);
   h.sequence = ++*sequence;
   std::copy(std::begin(e.args), std::end(e.args), h.args);
+  // The controller keeps to the call's time-out. One that does not answer is as good as gone: what it
+  // would say later fits to nothing.
+  const uint64_t until = answer_until(e.until ? e.until : deadline(FRUGAL_TIMEOUT_DEFAULT).at);
   auto told = [&](Status s) {
+    if (s == FRUGAL_ERR_TIMEOUT) {
+      channel.cut();
+      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+    }
     if (s == FRUGAL_ERR_PEER_LOST && closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
     return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
   };
-  if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), UINT64_MAX)) return told(s);
-  if (Status s = channel.receive(&h, UINT64_MAX)) return told(s);
+  if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), until)) return told(s);
+  if (Status s = channel.receive(&h, until)) return told(s);
   if (h.type != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
     channel.cut();
     return fail(FRUGAL_ERR_PEER_LOST, "the controller broke the protocol: an answer to no question");
@@ -35,9 +42,9 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
     char text[512] = "";
     uint64_t left = channel.payload_left();
     if (left >= sizeof failure) {
-      if (Status s = channel.read(&failure, sizeof failure, UINT64_MAX)) return told(s);
+      if (Status s = channel.read(&failure, sizeof failure, until)) return told(s);
       left = std::min<uint64_t>(left - sizeof failure, sizeof text - 1);
-      if (Status s = channel.read(text, left, UINT64_MAX)) return told(s);
+      if (Status s = channel.read(text, left, until)) return told(s);
       text[left] = 0;
     }
     return fail_remote(status, failure.system_code, failure.device_code, text);

@@ -284,7 +284,7 @@ Status Lane::step_end(const Header& request) {
   FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
   engine_->count_remote(counts);
   // Who tries again has sent its sums already, and they are not its own any more.
-  if (handed_over_ != step || pushes == 0) {
+  if (handed_over_ != step) {
     Vector<RemotePush> sums;
     sums.reserve(pushes);
     for (const PushPlace& place : places) {

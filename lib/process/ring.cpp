@@ -21,6 +21,8 @@ const uint32_t* low_half(const std::atomic<uint64_t>& count) {
   return reinterpret_cast<const uint32_t*>(&count);
 }
 
+bool reached(uint64_t count, uint64_t wanted) { return static_cast<int64_t>(count - wanted) >= 0; }
+
 }  // namespace
 
 RingLink::RingLink(const char* peer)
@@ -47,24 +49,28 @@ Status RingLink::refuse(const char* why) {
   return check();
 }
 
-Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t seen, uint64_t until) {
-  for (uint64_t now = now_ns(), spin = std::min(now + spin_ns_, until); now < spin; now = now_ns())
+Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until) {
+  const uint64_t begun = now_ns();
+  for (uint64_t now = begun, spin = std::min(begun + spin_ns_, until); now < spin; now = now_ns())
     for (int i = 0; i < 16; ++i) {
       cpu_relax();
-      if (peer->count.load(std::memory_order_relaxed) != seen ||
+      if (reached(peer->count.load(std::memory_order_relaxed), wanted) ||
           ended_.load(std::memory_order_relaxed))
         return check();
     }
   Status status = FRUGAL_OK;
+  mine->wanted.store(wanted, std::memory_order_relaxed);  // with the next but one
   sleepers_.fetch_add(1);  // before the look at ended_; end() does it the other way round
   mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
-  while (peer->count.load() == seen && !ended_.load()) {
+  for (;;) {
+    const uint64_t count = peer->count.load();
+    if (reached(count, wanted) || ended_.load()) break;
     const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
     if (now >= until) {
       status = FRUGAL_ERR_TIMEOUT;
       break;
     }
-    futex_wait(low_half(peer->count), static_cast<uint32_t>(seen),
+    futex_wait(low_half(peer->count), static_cast<uint32_t>(count),
                until == UINT64_MAX ? UINT64_MAX : until - now);
   }
   mine->asleep.store(0);
@@ -75,7 +81,8 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t seen, uint64_
 
 void RingLink::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
   mine->count.store(count);
-  if (peer->asleep.load() != 0) futex_wake(low_half(mine->count));
+  if (peer->asleep.load() != 0 && reached(count, peer->wanted.load(std::memory_order_relaxed)))
+    futex_wake(low_half(mine->count));
 }
 
 RingWriter::RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char* data,
@@ -99,7 +106,7 @@ Status RingWriter::wait(size_t bytes, uint64_t until) {
   FRUGAL_TRY(look());
   while (room() < bytes) {
     publish();
-    FRUGAL_TRY(link_->wait(mine_, peer_, known_, until));
+    FRUGAL_TRY(link_->wait(mine_, peer_, written_ + bytes - capacity_, until));
     FRUGAL_TRY(look());
   }
   return FRUGAL_OK;
@@ -108,8 +115,9 @@ Status RingWriter::wait(size_t bytes, uint64_t until) {
 Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
   const char* source = static_cast<const char*>(from);
   while (bytes > 0) {
-    if (room() == 0) FRUGAL_TRY(wait(1, until));
-    const size_t n = std::min({bytes, room(), kPiece});
+    // Enough to be worth a wake-up.
+    if (room() == 0) FRUGAL_TRY(wait(std::min(bytes, capacity_ / 4), until));
+    const size_t n = std::min({bytes, room(), kPiece, capacity_ / 8});
     const size_t at = static_cast<size_t>(written_) & (capacity_ - 1);
     const size_t first = std::min(n, capacity_ - at);
     std::memcpy(data_ + at, source, first);
@@ -117,7 +125,7 @@ Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
     written_ += n;
     source += n;
     bytes -= n;
-    if (written_ - published_ >= kPiece) publish();
+    if (written_ - published_ >= std::min(kPiece, capacity_ / 8)) publish();
   }
   return FRUGAL_OK;
 }
@@ -131,7 +139,7 @@ void RingWriter::publish() {
 RingReader::RingReader(RingLink* link, RingEnd* mine, const RingEnd* peer, const char* data,
                        size_t capacity)
     : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
-      read_(mine->count.load()), known_(read_) {
+      read_(mine->count.load()), published_(read_), known_(read_) {
   link->sleeps_on(peer);
 }
 
@@ -154,18 +162,28 @@ Status RingReader::has(size_t bytes, bool* there) {
 Status RingReader::wait(size_t bytes, uint64_t until) {
   FRUGAL_TRY(look());
   while (available() < bytes) {
-    FRUGAL_TRY(link_->wait(mine_, peer_, known_, until));
+    publish();
+    FRUGAL_TRY(link_->wait(mine_, peer_, read_ + bytes, until));
     FRUGAL_TRY(look());
   }
   return FRUGAL_OK;
 }
 
+void RingReader::publish() {
+  if (published_ == read_) return;
+  published_ = read_;
+  RingLink::publish(mine_, peer_, read_);
+}
+
 Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {
   char* target = static_cast<char*>(to);
   while (bytes > 0) {
-    if (available() == 0) FRUGAL_TRY(wait(1, until));
+    // What is worth a wake-up. The writer goes on while there is less: three quarters of the ring are
+    // free for it.
+    if (available() == 0)
+      FRUGAL_TRY(wait(static_cast<size_t>(std::min<uint64_t>(bytes, capacity_ / 4)), until));
     const size_t n = static_cast<size_t>(
-        std::min<uint64_t>(bytes, target ? std::min(available(), kPiece) : available()));
+        std::min<uint64_t>(bytes, target ? std::min({available(), kPiece, capacity_ / 8}) : available()));
     if (target) {
       const size_t at = static_cast<size_t>(read_) & (capacity_ - 1);
       const size_t first = std::min(n, capacity_ - at);
@@ -175,7 +193,7 @@ Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {
     }
     read_ += n;
     bytes -= n;
-    RingLink::publish(mine_, peer_, read_);
+    if (read_ - published_ >= std::min(kPiece, capacity_ / 8)) publish();
   }
   return FRUGAL_OK;
 }

@@ -5,9 +5,10 @@
 // a count is copied once, and refused if it goes backwards or is further away than the capacity.
 //
 // Who waits looks for a while and then sleeps on the low half of the other's count. It says so in its own
-// end before it looks for the last time; who moves a count looks there afterwards. Both in the order
-// that all threads agree on, so one of the two sees the other, and without sleepers nobody calls the
-// system. A count moves by at most the capacity while the other side waits: its low half tells.
+// end, and for which count, before it looks for the last time; who moves a count looks there afterwards.
+// Both in the order that all threads agree on, so one of the two sees the other; without sleepers, and
+// while there is not enough for them, nobody calls the system. A count moves by at most the capacity
+// while the other side waits: its low half tells.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -21,6 +22,7 @@ namespace frugal {
 struct RingEnd {
   alignas(128) std::atomic<uint64_t> count;
   alignas(128) std::atomic<uint32_t> asleep;
+  std::atomic<uint64_t> wanted;  // the other's count, while asleep
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint64_t>) == 8);
 
@@ -42,9 +44,9 @@ class RingLink {
   bool ended() const { return ended_.load() != nullptr; }
   Status check() const;
 
-  // Waits until the peer's count is not `seen`. FRUGAL_ERR_TIMEOUT has no message: the caller knows
-  // what it waits for.
-  Status wait(RingEnd* mine, const RingEnd* peer, uint64_t seen, uint64_t until);
+  // Waits until the peer's count has come to `wanted`. FRUGAL_ERR_TIMEOUT has no message: the caller
+  // knows what it waits for.
+  Status wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until);
   // A protocol error: ends.
   Status refuse(const char* why);
   // Makes a count known.
@@ -94,8 +96,9 @@ class RingReader {
 
   // Waits until so many bytes, at most the capacity, are there.
   Status wait(size_t bytes, uint64_t until);
-  // Any size; null: the bytes are let go.
+  // Any size; null: the bytes are let go. The writer may not know of the last ones until publish().
   Status read(void* to, uint64_t bytes, uint64_t until);
+  void publish();
   // Whether so many bytes are there now.
   Status has(size_t bytes, bool* there);
 
@@ -109,6 +112,7 @@ class RingReader {
   const char* data_ = nullptr;
   size_t capacity_ = 0;
   uint64_t read_ = 0;
+  uint64_t published_ = 0;
   uint64_t known_ = 0;  // of the writer's count
 };
 
