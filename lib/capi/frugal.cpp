@@ -6,7 +6,9 @@
 
 #include "base/handles.h"
 #include "engine/config_check.h"
+#include "capi/serving.h"
 #include "engine/engine.h"
+#include "process/client.h"
 
 namespace frugal {
 namespace {
@@ -26,43 +28,110 @@ Status guard(F&& body) noexcept {
   }
 }
 
+// Handles are of objects of this process, or of those of a controller: the calls are the same.
 template <class T>
-struct KindOf;
+struct Here;
 template <>
-struct KindOf<Engine> {
-  static constexpr HandleKind kind = HandleKind::kEngine;
+struct Here<Engine> {
+  using Remote = Client;
+  static constexpr HandleKind kind = HandleKind::kEngine, remote = HandleKind::kRemoteEngine;
   static constexpr const char* name = "engine";
 };
 template <>
-struct KindOf<Table> {
-  static constexpr HandleKind kind = HandleKind::kTable;
+struct Here<Table> {
+  using Remote = RemoteTable;
+  static constexpr HandleKind kind = HandleKind::kTable, remote = HandleKind::kRemoteTable;
   static constexpr const char* name = "table";
 };
 template <>
-struct KindOf<Trainer> {
-  static constexpr HandleKind kind = HandleKind::kTrainer;
+struct Here<Trainer> {
+  using Remote = RemoteTrainer;
+  static constexpr HandleKind kind = HandleKind::kTrainer, remote = HandleKind::kRemoteTrainer;
   static constexpr const char* name = "trainer";
 };
+
+// What an engine's tables, trainers and batches are.
+template <class E>
+struct Of;
+template <>
+struct Of<Engine> {
+  using Table = TableRef;
+  using Trainer = TrainerRef;
+  using Batch = BatchRef;
+  static constexpr HandleKind trainer = HandleKind::kTrainer, batch = HandleKind::kBatch;
+};
+template <>
+struct Of<Client> {
+  using Table = RemoteTableRef;
+  using Trainer = RemoteTrainerRef;
+  using Batch = RemoteBatchRef;
+  static constexpr HandleKind trainer = HandleKind::kRemoteTrainer, batch = HandleKind::kRemoteBatch;
+};
+template <class Ref>
+using OfEngine = Of<std::decay_t<decltype(*std::declval<Ref>())>>;
+template <class Ref>
+using OfTrainer = OfEngine<decltype(std::declval<Ref>()->engine)>;
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
 const Engine& engine_of(const Engine& e) { return e; }
-const Engine& engine_of(const Table& t) { return *t.engine; }
-const Engine& engine_of(const Trainer& t) { return *t.engine; }
-
+const Client& engine_of(const Client& e) { return e; }
 template <class T>
-Status acquire(const void* handle, std::shared_ptr<T>* out) {
-  auto object = handle_get(KindOf<T>::kind, number(handle));
-  if (!object)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is %s", KindOf<T>::name,
-                handle ? "closed, or never was one" : "NULL");
-  *out = std::static_pointer_cast<T>(object);
-  if (engine_of(**out).generation() != process_generation()) {
-    return fail(FRUGAL_ERR_FORKED,
-                "the engine belongs to the process that opened it; open one after fork()");
-  }
+const auto& engine_of(const T& t) {
+  return *t.engine;
+}
+
+// The body with the object of a handle: a std::shared_ptr to T, or to what T is elsewhere.
+template <class T, class F>
+Status having(const void* handle, F&& body) {
+  auto run = [&](auto object) -> Status {
+    if (engine_of(*object).generation() != process_generation())
+      return fail(FRUGAL_ERR_FORKED,
+                  "the engine belongs to the process that opened it; open one after fork()");
+    return body(object);
+  };
+  if (auto object = handle_get(Here<T>::kind, number(handle))) return run(std::static_pointer_cast<T>(object));
+  if (auto object = handle_get(Here<T>::remote, number(handle)))
+    return run(std::static_pointer_cast<typename Here<T>::Remote>(object));
+  return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is %s", Here<T>::name,
+              handle ? "closed, or never was one" : "NULL");
+}
+
+template <class T, class F>
+Status with(const void* handle, F&& body) {
+  return guard([&] { return having<T>(handle, body); });
+}
+
+// A GPU that has failed is seen to when a call of its trainer has met it.
+Status told(Trainer& t, Status status) { return t.engine->told(t, status); }
+Status told(RemoteTrainer&, Status status) { return status; }
+
+// As different as the two are.
+Status committed(Engine& e, uint64_t* step) {
+  *step = e.committed();
   return FRUGAL_OK;
 }
+Status committed(Client& e, uint64_t* step) { return e.committed(step); }
+Status stats(Engine& e, frugal_stats* out) {
+  e.stats(out);
+  return FRUGAL_OK;
+}
+Status stats(Client& e, frugal_stats* out) { return e.stats(out); }
+Status metrics(Engine& e, String* out) {
+  *out = e.metrics();
+  return FRUGAL_OK;
+}
+Status metrics(Client& e, String* out) { return e.metrics(out); }
+Status describe(Table& t, frugal_table_info* out) {
+  describe_table(t, out);
+  return FRUGAL_OK;
+}
+Status describe(RemoteTable& t, frugal_table_info* out) { return t.engine->describe(t, out); }
+Status find(Engine& e, const char* name, TableRef* out) {
+  *out = e.find_table(name);
+  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+}
+Status find(Client& e, const char* name, RemoteTableRef* out) { return e.find_table(name, out); }
 
 Status null(const char* what) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
@@ -137,9 +206,17 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
       c = *config;
     }
     FRUGAL_TRY(check_config(c));
-    if (c.service)
-      return fail(FRUGAL_ERR_UNSUPPORTED,
-                  "this build cannot attach to the service '%.200s': leave frugal_config.service NULL", c.service);
+    if (c.service) {
+      std::shared_ptr<Client> client;
+      FRUGAL_TRY(Client::open(c, &client));
+      const uint64_t remote = handle_add(HandleKind::kRemoteEngine, client);
+      if (!remote) {
+        client->shutdown();
+        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+      }
+      *engine_out = reinterpret_cast<frugal_engine*>(remote);
+      return FRUGAL_OK;
+    }
     auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
     FRUGAL_TRY(engine->start());
     uint64_t handle = handle_add(HandleKind::kEngine, engine);
@@ -155,60 +232,54 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
 int32_t frugal_close(frugal_engine* engine) {
   return guard([&]() -> Status {
     if (!engine) return FRUGAL_OK;
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
-    if (!handle_remove(HandleKind::kEngine, number(engine)))
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
-    e->shutdown();
-    return FRUGAL_OK;
+    return having<Engine>(engine, [&](auto& e) -> Status {
+      constexpr bool here = std::is_same_v<std::decay_t<decltype(*e)>, Engine>;
+      if (!handle_remove(here ? HandleKind::kEngine : HandleKind::kRemoteEngine, number(engine)))
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
+      if constexpr (here) stop_serving(*e);
+      e->shutdown();
+      return FRUGAL_OK;
+    });
   });
 }
 
 int32_t frugal_health(const frugal_engine* engine) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     return e->health();
   });
 }
 
 int32_t frugal_flush(const frugal_engine* engine, int64_t timeout_ms) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
     return e->flush(e->deadline(timeout_ms));
   });
 }
 
 int32_t frugal_committed_step(const frugal_engine* engine, uint64_t* step_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!step_out) return null("step_out");
-    *step_out = e->committed();
-    return FRUGAL_OK;
+    return committed(*e, step_out);
   });
 }
 
 int32_t frugal_serve(frugal_engine* engine, const char* address) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!address) return null("address");
-    return fail(FRUGAL_ERR_UNSUPPORTED, "this build cannot serve an engine to other processes");
+    if constexpr (std::is_same_v<std::decay_t<decltype(*e)>, Engine>)
+      return serve(e, address);
+    else
+      return fail(FRUGAL_ERR_UNSUPPORTED, "the engine is another process's: that one serves it");
   });
 }
 
 int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* config,
                             frugal_table** table_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!config) return null("config");
     if (!table_out) return null("table_out");
     FRUGAL_TRY(check_table(*config, true));
-    TableRef table;
+    typename OfEngine<decltype(e)>::Table table;
     FRUGAL_TRY(e->create_table(*config, &table));
     *table_out = reinterpret_cast<frugal_table*>(table->handle);
     return FRUGAL_OK;
@@ -218,41 +289,32 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
 int32_t frugal_table_drop(frugal_table* table) {
   return guard([&]() -> Status {
     if (!table) return FRUGAL_OK;
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
-    return t->engine->drop_table(t);
+    return having<Table>(table, [&](auto& t) -> Status { return t->engine->drop_table(t); });
   });
 }
 
 int32_t frugal_table_find(const frugal_engine* engine, const char* name,
                           frugal_table** table_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!name) return null("name");
     if (!table_out) return null("table_out");
-    TableRef t = e->find_table(name);
-    if (!t) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+    typename OfEngine<decltype(e)>::Table t;
+    FRUGAL_TRY(find(*e, name, &t));
     *table_out = reinterpret_cast<frugal_table*>(t->handle);
     return FRUGAL_OK;
   });
 }
 
 int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!info_out) return null("info_out");
     FRUGAL_TRY(check_size(info_out, "frugal_table_info"));
-    describe_table(*t, info_out);
-    return FRUGAL_OK;
+    return describe(*t, info_out);
   });
 }
 
 int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!count_out) return null("count_out");
     return t->engine->count(*t, count_out);
   });
@@ -260,9 +322,7 @@ int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
 
 int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t* keys_out,
                           size_t capacity, size_t* count_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!cursor) return null("cursor");
     if (!count_out) return null("count_out");
     if (!keys_out && capacity) return null("keys_out");
@@ -272,9 +332,7 @@ int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t*
 
 int32_t frugal_table_set_optimizer(frugal_table* table, uint64_t first_step,
                                    const frugal_optimizer* optimizer) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!optimizer) return null("optimizer");
     FRUGAL_TRY(check_optimizer(*optimizer));
     return t->engine->set_optimizer(*t, first_step, *optimizer);
@@ -320,9 +378,7 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
 
 int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    float* rows_out, size_t row_stride, uint8_t* found_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
@@ -334,9 +390,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
 
 int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    const float* rows, size_t row_stride) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
@@ -348,9 +402,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
 
 int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
                       uint64_t* deleted_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     return t->engine->remove(*t, keys, count, deleted_out);
@@ -359,16 +411,14 @@ int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
 
 int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config* config,
                               frugal_trainer** trainer_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
     FRUGAL_TRY(check_trainer(*config, e->config().world_size));
-    if (config->flags & FRUGAL_TRAINER_REPLACE)
+    if ((config->flags & FRUGAL_TRAINER_REPLACE) && std::is_same_v<std::decay_t<decltype(*e)>, Engine>)
       return fail(FRUGAL_ERR_UNSUPPORTED,
                   "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
-    TrainerRef trainer;
+    typename OfEngine<decltype(e)>::Trainer trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);
     return FRUGAL_OK;
@@ -378,30 +428,26 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
 int32_t frugal_trainer_close(frugal_trainer* trainer) {
   return guard([&]() -> Status {
     if (!trainer) return FRUGAL_OK;
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
-    if (!handle_remove(HandleKind::kTrainer, number(trainer)))
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
-    return t->engine->close_trainer(t);
+    return having<Trainer>(trainer, [&](auto& t) -> Status {
+      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+      return t->engine->close_trainer(t);
+    });
   });
 }
 
 int32_t frugal_set_stream(frugal_trainer* trainer, void* stream) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     return t->engine->set_stream(*t, stream);
   });
 }
 
 int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op* ops,
                         size_t op_count, frugal_batch** batch_out) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
     uint64_t handle = 0;
-    FRUGAL_TRY(t->engine->told(
+    FRUGAL_TRY(told(
         *t, t->engine->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
     if (batch_out) *batch_out = reinterpret_cast<frugal_batch*>(handle);
     return FRUGAL_OK;
@@ -409,10 +455,9 @@ int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op*
 }
 
 int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
-    auto b = std::static_pointer_cast<Batch>(handle_get(HandleKind::kBatch, number(batch)));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
+    using Here = OfTrainer<decltype(t)>;
+    auto b = std::static_pointer_cast<typename Here::Batch::element_type>(handle_get(Here::batch, number(batch)));
     if (!b)
       return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is %s",
                   batch ? "closed: its step has ended, or it was cancelled" : "NULL");
@@ -421,94 +466,75 @@ int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
 }
 
 int32_t frugal_step_begin(frugal_trainer* trainer, uint64_t step, int64_t timeout_ms) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
-    return t->engine->told(*t, t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms)));
+    return told(*t, t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms)));
   });
 }
 
 int32_t frugal_lookup(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
-    return t->engine->told(*t, t->engine->lookup(*t, ops, op_count));
+    return told(*t, t->engine->lookup(*t, ops, op_count));
   });
 }
 
 int32_t frugal_push_grad(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
-    return t->engine->told(*t, t->engine->push(*t, ops, op_count));
+    return told(*t, t->engine->push(*t, ops, op_count));
   });
 }
 
 int32_t frugal_borrow(frugal_trainer* trainer, size_t bytes, void** memory_out) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     if (!memory_out) return null("memory_out");
     return t->engine->borrow(*t, bytes, memory_out);
   });
 }
 
 int32_t frugal_step_end(frugal_trainer* trainer, uint64_t step, uint32_t flags) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
-    return t->engine->told(*t, t->engine->step_end(*t, step, flags));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
+    return told(*t, t->engine->step_end(*t, step, flags));
   });
 }
 
 int32_t frugal_step_abort(frugal_trainer* trainer) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     return t->engine->abort_call(*t);
   });
 }
 
 int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const frugal_op* ops,
                     size_t op_count, int64_t timeout_ms) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
-    TrainerRef t;
-    if (trainer) {
-      FRUGAL_TRY(acquire(trainer, &t));
-      if (t->engine != e)
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
-    }
+  return with<Engine>(engine, [&](auto& e) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
     FRUGAL_TRY(check_ops(ops, op_count));
-    Status status = e->read(t.get(), ops, op_count, e->deadline(timeout_ms));
-    return t ? e->told(*t, status) : status;
+    if (!trainer) return e->read(nullptr, ops, op_count, e->deadline(timeout_ms));
+    return having<Trainer>(trainer, [&](auto& t) -> Status {
+      if constexpr (std::is_same_v<std::decay_t<decltype(t->engine)>, std::decay_t<decltype(e)>>) {
+        if (t->engine == e) return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
+      }
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
+    });
   });
 }
 
 int32_t frugal_get_stats(const frugal_engine* engine, frugal_stats* stats_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!stats_out) return null("stats_out");
     FRUGAL_TRY(check_size(stats_out, "frugal_stats"));
-    e->stats(stats_out);
-    return FRUGAL_OK;
+    return stats(*e, stats_out);
   });
 }
 
 int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capacity,
                        size_t* size_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!size_out) return null("size_out");
     if (!text_out && capacity) return null("text_out");
-    const String text = e->metrics();
+    String text;
+    FRUGAL_TRY(metrics(*e, &text));
     *size_out = text.size() + 1;
     if (capacity < *size_out)
       return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and the capacity is %zu", *size_out, capacity);
@@ -518,17 +544,13 @@ int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capac
 }
 
 int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     return e->start_trace(events);
   });
 }
 
 int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     return e->stop_trace(path);
   });
 }

@@ -173,8 +173,41 @@ Status Client::stats(frugal_stats* out) {
   return control_->stats(config_.timeout_ms, out);
 }
 
+Status Client::ask(Exchange& e) {
+  return ask(e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+}
+
 Status Client::flush(Deadline deadline) {
   Exchange e{Call::kFlush, {left_until(deadline)}, {}, deadline.at};
+  return ask(e);
+}
+
+Status Client::metrics(String* out) {
+  Exchange e{Call::kMetrics, {}, {}};
+  return ask(e, [&](Channel& c, uint64_t bytes) {
+    out->resize(bytes);
+    return c.read(out->data(), bytes, UINT64_MAX);
+  });
+}
+
+Status Client::start_trace(size_t events) {
+  Exchange e{Call::kTraceStart, {events}, {}};
+  return ask(e);
+}
+
+Status Client::stop_trace(const char* path) {
+  // The controller may be in another folder.
+  String absolute;
+  if (path && path[0] != '/') {
+    char here[4096];
+    if (!getcwd(here, sizeof here))
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "the file '%.200s' cannot be written", path);
+    absolute = String(here) + "/" + path;
+  } else if (path) {
+    absolute = path;
+  }
+  Exchange e{Call::kTraceStop, {path != nullptr}, {}};
+  e.add(absolute.data(), absolute.size());
   return ask(e);
 }
 

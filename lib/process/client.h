@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/handles.h"
 #include "engine/data_path.h"
 #include "engine/engine.h"
 #include "process/channel.h"
@@ -106,6 +107,10 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status flush(Deadline deadline);
   Status committed(uint64_t* step);
   Status stats(frugal_stats* out);
+  Status metrics(String* out);
+  // Of the controller, which writes the file, too.
+  Status start_trace(size_t events);
+  Status stop_trace(const char* path);
 
   Status create_table(const frugal_table_config& config, RemoteTableRef* out);
   Status find_table(const char* name, RemoteTableRef* out);
@@ -157,14 +162,10 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer);
   template <class Answer>
   Status ask(RemoteTrainer& t, Exchange& e, Answer answer);
-  Status ask(RemoteTrainer& t, Exchange& e) {
-    return ask(t, e, [](Channel&, uint64_t) { return FRUGAL_OK; });
-  }
+  Status ask(RemoteTrainer& t, Exchange& e);
   template <class Answer>
   Status ask(Exchange& e, Answer answer);
-  Status ask(Exchange& e) {
-    return ask(e, [](Channel&, uint64_t) { return FRUGAL_OK; });
-  }
+  Status ask(Exchange& e);
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;

@@ -27,6 +27,10 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
   return s;
 }
 
+Status Client::ask(RemoteTrainer& t, Exchange& e) {
+  return ask(t, e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+}
+
 // First thing in every call: what the trainer is to be told of comes before all else.
 Status Client::enter(RemoteTrainer& t) {
   FRUGAL_TRY(check());

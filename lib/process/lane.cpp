@@ -144,6 +144,19 @@ Status Lane::handle(const Header& request) {
   }
   if (call == Call::kRead) return read(request);
   if (call == Call::kFlush) return engine_->flush(deadline_in(request.args[0]));
+  if (call == Call::kMetrics) {
+    text_ = engine_->metrics();
+    add(text_.data(), text_.size());
+    return FRUGAL_OK;
+  }
+  if (call == Call::kTraceStart) return engine_->start_trace(request.args[0]);
+  if (call == Call::kTraceStop) {
+    const uint64_t bytes = channel_->payload_left();
+    if (bytes > 4096) return broken("a path of more than 4096 bytes");
+    text_.resize(bytes);
+    FRUGAL_TRY(take(text_.data(), bytes));
+    return engine_->stop_trace(request.args[0] ? text_.c_str() : nullptr);
+  }
   return rows_call(call, request);
 }
 

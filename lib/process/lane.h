@@ -76,6 +76,7 @@ class Lane : public HeapObject {
   Vector<Piece> pieces_;
   Vector<Buffer> kept_;
   Vector<PartPlace> places_;
+  String text_;
   std::thread thread_;
 };
 

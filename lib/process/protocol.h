@@ -30,6 +30,9 @@ enum class Call : uint32_t {
   kSetOptimizer,  // args: table, first step. frugal_optimizer
   kDescribe,      // args: table. Answer: frugal_table_info
   kFlush,         // args: time-out in ns
+  kMetrics,       // Answer: the text
+  kTraceStart,    // args: events
+  kTraceStop,     // args: whether a path follows. The path
 };
 
 struct Failure {
