@@ -146,9 +146,8 @@ struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
     kj::Promise<void> watch = nullptr;
     kj::Promise<void> end = nullptr;
     Link(KjPort& port, int socket)
-        : messages(port, socket, kMostMessageWords, false),
-          network(messages, static_cast<capnp::uint>(kMostDescriptors),
-                  capnp::rpc::twoparty::Side::CLIENT, reader_options()),
+        : messages(port, socket, kMostMessageWords, true, false),
+          network(messages, kMostDescriptors, capnp::rpc::twoparty::Side::CLIENT, reader_options()),
           rpc(capnp::makeRpcClient(network)) {}
   };
 

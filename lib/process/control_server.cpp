@@ -412,8 +412,8 @@ class Connection {
  public:
   Connection(KjPort& port, int socket, PeerRef peer)
       : peer_(std::move(peer)),
-        messages_(port, socket, kMostMessageWords, true),
-        network_(messages_, 0, capnp::rpc::twoparty::Side::SERVER, reader_options()),
+        messages_(port, socket, kMostMessageWords, false, true),
+        network_(messages_, kMostDescriptors, capnp::rpc::twoparty::Side::SERVER, reader_options()),
         rpc_(capnp::makeRpcServer(network_, kj::heap<ControlImpl>(peer_))) {
     rpc_.setFlowLimit(kMostCallWords);
     // The process is dead, whoever else may hold the socket: what it has sent is still read.

@@ -143,8 +143,8 @@ struct SocketMessages::Outgoing {
   kj::ArrayPtr<const int> descriptors;
 };
 
-SocketMessages::SocketMessages(KjPort& port, int socket, size_t most_words, bool patient)
-    : port_(port), socket_(socket), most_words_(most_words), patient_(patient) {}
+SocketMessages::SocketMessages(KjPort& port, int socket, size_t most_words, bool receives, bool patient)
+    : port_(port), socket_(socket), most_words_(most_words), receives_(receives), patient_(patient) {}
 
 SocketMessages::~SocketMessages() noexcept(false) { ForkedDescriptors::close(socket_); }
 
@@ -205,7 +205,7 @@ kj::Promise<kj::Maybe<capnp::MessageReaderAndFds>> SocketMessages::tryReadMessag
     });
   auto incoming = kj::heap<Incoming>();
   Incoming& in = *incoming;
-  in.descriptors = descriptors;
+  if (receives_) in.descriptors = descriptors;
   in.options = options;
   // The table: the number of segments less one, their sizes in words, and padding to a word.
   in.words = kj::heapArray<capnp::word>(1);
@@ -270,6 +270,10 @@ kj::Promise<void> SocketMessages::write(Outgoing& out) {
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       stuck_ = true;
       return port_.ready(socket_, POLLOUT).then([this, &out] { return write(out); });
+    } else if (errno == EPIPE || errno == ECONNRESET) {
+      // Nobody is there to read it. That is no failure: the RPC system would read no more, and lose the
+      // last answers, which may have come already. Reading comes to the end of the connection by itself.
+      break;
     } else if (errno != EINTR) {
       stuck_ = false;
       KJ_FAIL_SYSCALL("sendmsg", errno);

