@@ -24,7 +24,7 @@ class Quiet final : public kj::ExceptionCallback {
   StackTraceMode stackTraceMode() override { return StackTraceMode::NONE; }
 };
 
-// What a descriptor with nothing to watch is given for.
+// For a wait that watches none.
 constexpr int kNoDescriptor = -1;
 
 class KjPort final : public kj::EventPort {

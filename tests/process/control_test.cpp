@@ -15,6 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <filesystem>
@@ -79,8 +80,8 @@ struct Fake : ControlHandler {
   frugal_table_config table_config;
   frugal_trainer_config trainer_config;
   std::string name, device;
-  uint64_t id = 0;
-  uint32_t rank = 0;
+  std::atomic<uint64_t> id{0};
+  std::atomic<uint32_t> rank{0};
   frugal_table_info info;
   frugal_stats numbers_of_stats;
   Vector<int> descriptors;
@@ -704,7 +705,7 @@ TEST_F(Control, AForkedChildDisturbsNobody) {
   }
   close(hold[0]);
   client.reset();
-  fake.wait_for([&] { return fake.left.size() == 1; });
+  fake.wait_for([&] { return fake.left.size() == 2; });  // this one, and the short one above
   server.reset();
   serve();
   EXPECT_EQ(connected()->ping(kMs), FRUGAL_OK);
