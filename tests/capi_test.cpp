@@ -199,7 +199,7 @@ TEST(Library, StatusNamesAreUnique) {
     EXPECT_TRUE(names.insert(name).second) << name;
   }
   EXPECT_STREQ(frugal_status_name(FRUGAL_ERR_TIMEOUT), "FRUGAL_ERR_TIMEOUT");
-  for (int32_t status : {1, -23, 1000, INT32_MIN, INT32_MAX}) {
+  for (int32_t status : {1, -24, 1000, INT32_MIN, INT32_MAX}) {
     EXPECT_STREQ(frugal_status_name(status), "FRUGAL_UNKNOWN");
   }
 }
