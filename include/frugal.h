@@ -677,7 +677,7 @@ FRUGAL_API int32_t frugal_get_stats(const frugal_engine *engine, frugal_stats *s
 
 /* Writes what a scrape of Prometheus wants (text exposition format 0.0.4): every counter of
  * frugal_stats as frugal_NAME_total (of times: frugal_NAME_seconds_total), what is pending as gauges,
- * frugal_health (0, or the status), frugal_committed_step, rows and bytes of each table (label `table`),
+ * frugal_uptime_seconds, frugal_health (0, or the status), frugal_committed_step, rows and bytes of each table (label `table`),
  * and for each rank that has a trainer the step that it has begun last and whether it is inside (label
  * `rank`). `*size_out` is the size of the text with the 0 that ends it, also on OVERFLOW: capacity
  * was less, and nothing was written to text_out, which may be NULL if capacity is 0. The size changes
