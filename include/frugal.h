@@ -687,7 +687,7 @@ FRUGAL_API int32_t frugal_metrics(const frugal_engine *engine, char *text_out, s
 
 /* Begins to record what the engine does when: prefetch, resolve, link, gate, lookup, push, commit,
  * flush and so on, each with its step, rank, rows and table. The newest `events` of them, 1..2^26, are
- * kept, in 128 bytes each that are taken now; recording one takes no memory and no lock. Without a
+ * kept, in 64 bytes each that are taken now; recording one takes no memory and no lock. Without a
  * trace it costs a load for each. May be called at any time, also during steps. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, EXISTS (there is a trace that was not stopped), OUT_OF_MEMORY. Threads: any.
  * Since: 0.1. */

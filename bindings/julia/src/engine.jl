@@ -257,7 +257,7 @@ end
 """
     trace_start(engine; events = 131072)
 
-Begins to record what the engine does when; the newest `events` spans are kept, in 128 bytes each.
+Begins to record what the engine does when; the newest `events` spans are kept, in 64 bytes each.
 
 Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (there is a trace that was not stopped),
 `ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
