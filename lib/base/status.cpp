@@ -67,14 +67,6 @@ Status fail_as(const frugal_error& error) {
   return error.status;
 }
 
-Status fail_remote(Status status, int system_code, int device_code, const char* message) {
-  t_met.status = status;
-  t_met.system_code = system_code;
-  t_met.device_code = device_code;
-  std::snprintf(t_met.message, sizeof t_met.message, "%s", message);
-  return status;
-}
-
 String text(const char* format, ...) {
   char out[512];
   va_list args;

@@ -25,8 +25,6 @@ Status fail_as(const frugal_error& error);
 // A text for a message.
 [[gnu::format(printf, 1, 2)]] String text(const char* format, ...);
 
-// What another process has met, in its words.
-Status fail_remote(Status status, int system_code, int device_code, const char* message);
 const char* status_name(Status status);
 // Around each call through the C boundary; end_call returns its status.
 void begin_call();

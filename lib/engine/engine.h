@@ -482,6 +482,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
 
   frugal_config config_;
   const uint32_t generation_;
+  const uint64_t opened_ns_ = now_ns();
   Arena arena_;                      // with shared memory: what `pool_` has
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined

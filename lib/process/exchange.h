@@ -47,7 +47,8 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
       if (Status s = channel.read(text, left, until)) return told(s);
       text[left] = 0;
     }
-    return fail_remote(status, failure.system_code, failure.device_code, text);
+    frugal_error error{status, failure.system_code, failure.device_code, 0, text};
+    return fail_as(error);
   }
   std::copy(std::begin(h.args), std::end(h.args), e.args);
   return told(answer(channel, channel.payload_left()));
