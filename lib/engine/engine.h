@@ -278,8 +278,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, TrainerRef* out);
   Status close_trainer(const TrainerRef& trainer);
+  // `copies`: of the keys of each op, which become the parts' own; or null.
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                  uint64_t* batch_out);
+                  uint64_t* batch_out, Buffer* copies = nullptr);
   Status cancel(Trainer& t, const BatchRef& batch);
   Status set_stream(Trainer& t, void* stream);
   // --- steps.cpp

@@ -155,7 +155,7 @@ Status Engine::close_trainer(const TrainerRef& t) try {
 // --- Declarations --------------------------------------------------------------------------------
 
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
-                        bool want_handle, uint64_t* batch_out) {
+                        bool want_handle, uint64_t* batch_out, Buffer* copies) {
   Timed timed(counters_.prefetch_ns);
   TraceSpan span(trace_, SpanKind::kPrefetch);
   span.step(step).rank(t.rank);
@@ -198,7 +198,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       arriving.push_back(part);
     } else {
       FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
-      FRUGAL_TRY(part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
+      FRUGAL_TRY(copies ? part->adopt_keys(std::move(copies[i]), op.count, padded, op.padding_key)
+                        : part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
     }
     batch->parts.push_back(std::move(part));
     batch->tables.push_back(std::move(table));

@@ -92,7 +92,9 @@ Status Client::attach(const frugal_config& config) {
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
   config_.timeout_ms = config.timeout_ms;
-  FRUGAL_TRY(helpers_.start(config.flush_threads));
+  // Where ranks share the processors out among themselves, more threads would only be in each other's way.
+  const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
+  FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
   if (control_->controller_pidfd() >= 0) {
     const int fd = dup(control_->controller_pidfd());
     if (fd < 0) return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for the controller's process");
@@ -178,7 +180,7 @@ Status Client::ask(Exchange& e) {
 }
 
 Status Client::flush(Deadline deadline) {
-  Exchange e{Call::kFlush, {left_until(deadline)}, {}, deadline.at};
+  Exchange e{Call::kFlush, {left_until(deadline)}, {}, false, deadline.at};
   return ask(e);
 }
 

@@ -40,7 +40,7 @@ struct RemoteTrainer;
 struct RemoteBatch : HeapObject {
   const RemoteTrainer* trainer = nullptr;
   uint64_t handle = 0;
-  uint64_t id = 0;             // its handle in the controller
+  uint64_t id = 0;             // its number, for the controller
   uint64_t step = 0;
   Vector<RemoteTableRef> tables;
 };
@@ -75,6 +75,8 @@ struct RemoteTrainer : HeapObject {
   Arena staging;
   BufferPool sums;             // in the staging memory; before what holds its buffers
   uint64_t sequence = 0;
+  uint64_t last_batch = 0;     // number of the last declaration
+  uint64_t next_step = kNoStep;  // to begin next, if that is known
   uint32_t told = 0;
   bool in_step = false;
   bool ending = false;         // step_end has sent the sums and failed: it is to be called again
@@ -153,6 +155,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
     Call call;
     uint64_t args[5] = {};
     Vector<Piece> pieces;
+    bool silent = false;       // no answer is wanted
     uint64_t until = 0;        // when the call's own time is up; 0: as the engine's time-out says
     void add(const void* data, size_t bytes) {
       if (bytes) pieces.push_back({data, bytes});

@@ -23,6 +23,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
     leave_step(t);
+    t.next_step = kNoStep;  // one that was ended may be to begin again
   }
   return s;
 }
@@ -95,8 +96,23 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   device::look_for_devices();
   FRUGAL_TRY(host_memory(ops, n));
   auto batch = std::allocate_shared<RemoteBatch>(HeapAllocator<RemoteBatch>());
+  // Nothing waits for the controller where this side knows that it will not refuse. (If it has no memory,
+  // the keys are not declared: that costs time, no more.)
+  const bool certain = t.next_step != kNoStep;
+  if (certain) {
+    const uint64_t last = (t.in_step ? t.step : t.next_step) + config_.lookahead;
+    if (step < t.next_step)
+      return fail(FRUGAL_ERR_STEP_RANGE, "rank %u has begun step %llu already: declare step %llu or later", t.rank,
+                  static_cast<unsigned long long>(step), static_cast<unsigned long long>(t.next_step));
+    if (step > last)
+      return fail(FRUGAL_ERR_STEP_RANGE,
+                  "step %llu lies beyond the ring: the last that rank %u can declare now is %llu (lookahead %u)",
+                  static_cast<unsigned long long>(step), t.rank, static_cast<unsigned long long>(last),
+                  config_.lookahead);
+  }
   Vector<OpHead> heads(n);
-  Exchange e{Call::kPrefetch, {step, n}, {}};
+  Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1, !certain}, {}};
+  e.silent = certain;
   e.add(heads.data(), n * sizeof(OpHead));
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
@@ -117,7 +133,7 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
     return s;
   }
   batch->trainer = &t;
-  batch->id = e.args[0];
+  batch->id = ++t.last_batch;
   batch->step = step;
   t.batches[batch->id] = batch;
   if (want_handle) *batch_out = batch->handle;
@@ -183,11 +199,12 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
-  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
+  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, false, deadline.at};
   t.parts.clear();
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
   t.in_step = true;
+  t.next_step = step + 1;
   return FRUGAL_OK;
 }
 
@@ -535,6 +552,7 @@ Status Client::abort_call(RemoteTrainer& t) {
   Exchange e{Call::kAbort, {}, {}};
   FRUGAL_TRY(ask(t, e));
   leave_step(t);
+  t.next_step = kNoStep;
   return FRUGAL_OK;
 }
 
@@ -549,7 +567,7 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
   FRUGAL_TRY(host_memory(ops, n));
   Vector<ReadHead> heads(n);
   Vector<RemoteTableRef> tables(n);
-  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, deadline.at};
+  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, false, deadline.at};
   e.add(heads.data(), n * sizeof(ReadHead));
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];

@@ -31,6 +31,7 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
     return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
   };
   if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), until)) return told(s);
+  if (e.silent) return FRUGAL_OK;
   if (Status s = channel.receive(&h, until)) return told(s);
   if (h.type != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
     channel.cut();

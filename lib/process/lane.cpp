@@ -61,6 +61,7 @@ void Lane::loop() {
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
+    silent_ = false;
     begin_call();
     Status status;
     try {
@@ -71,6 +72,7 @@ void Lane::loop() {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
+    if (silent_) continue;
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;
@@ -122,9 +124,13 @@ Status Lane::handle(const Header& request) {
       case Call::kPrefetch:
         return prefetch(request);
       case Call::kCancel: {
-        auto batch = std::static_pointer_cast<Batch>(handle_get(HandleKind::kBatch, request.args[0]));
+        auto at = batches_.find(request.args[0]);
+        auto batch = std::static_pointer_cast<Batch>(
+            at == batches_.end() ? nullptr : handle_get(HandleKind::kBatch, at->second));
         if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed");
-        return engine_->cancel(*trainer_, batch);
+        FRUGAL_TRY(engine_->cancel(*trainer_, batch));
+        batches_.erase(at);
+        return FRUGAL_OK;
       }
       case Call::kStepBegin:
         return step_begin(request);
@@ -189,7 +195,11 @@ Status Lane::take_ops(uint64_t count, Ops* out) {
     frugal_op& op = out->ops[i];
     op = FRUGAL_OP_INIT;
     op.table = reinterpret_cast<frugal_table*>(head.table);
-    op.batch = reinterpret_cast<const frugal_batch*>(head.batch);
+    if (head.batch) {
+      auto at = batches_.find(head.batch);
+      if (at == batches_.end()) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch could not be declared, or is closed");
+      op.batch = reinterpret_cast<const frugal_batch*>(at->second);
+    }
     op.part = head.part;
     op.flags = head.flags;
     op.padding_key = head.padding_key;
@@ -204,10 +214,23 @@ Status Lane::take_ops(uint64_t count, Ops* out) {
 }
 
 Status Lane::prefetch(const Header& request) {
+  silent_ = request.args[3] == 0;
+  const uint64_t number = request.args[2];
+  if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
   Ops ops;
   FRUGAL_TRY(take_ops(request.args[1], &ops));
   // Always with a handle: that is how the trainer finds the parts in its step.
-  return engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true, &args_[0]);
+  uint64_t handle = 0;
+  FRUGAL_TRY(engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true, &handle,
+                               ops.keys.data()));
+  batches_[number] = handle;
+  return FRUGAL_OK;
+}
+
+uint64_t Lane::number_of(uint64_t handle) const {
+  for (auto& [number, of] : batches_)
+    if (of == handle) return number;
+  return 0;
 }
 
 Status Lane::step_begin(const Header& request) {
@@ -215,6 +238,8 @@ Status Lane::step_begin(const Header& request) {
   if (s != FRUGAL_OK) return s;
   parts_.clear();
   handed_over_ = kNoStep;
+  // Those of steps that are committed are closed.
+  std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
   FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts_));
   answer_parts(0);
   return FRUGAL_OK;
@@ -237,7 +262,7 @@ void Lane::answer_parts(size_t from) {
     const RemotePart& r = parts_[i];
     const Part& p = *r.part;
     PartPlace place{};
-    place.batch = r.batch;
+    place.batch = r.batch ? number_of(r.batch) : 0;
     place.index = r.index;
     place.table = r.table->handle;
     place.n = p.n;

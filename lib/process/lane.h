@@ -52,6 +52,7 @@ class Lane : public HeapObject {
     Vector<Buffer> keys;
   };
   Status take_ops(uint64_t count, Ops* out);
+  uint64_t number_of(uint64_t handle) const;
   Status prefetch(const Header& request);
   Status step_begin(const Header& request);
   Status access(const Header& request);
@@ -69,8 +70,10 @@ class Lane : public HeapObject {
   const std::shared_ptr<Channel> channel_;
   Staging* staging_ = nullptr;
   Buffer notices_;
+  Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
+  bool silent_ = false;         // the request wants no answer
   // Of the answer under way.
   uint64_t args_[5] = {};
   Vector<Piece> pieces_;

@@ -1,6 +1,6 @@
 // What goes through a channel (channel.h) between a trainer process and the controller.
 //
-// Each request is answered by one message with its type and sequence, whose status is that of the call. An
+// Each request (but a kPrefetch that wants none) is answered by one message with its type and sequence, whose status is that of the call. An
 // answer that is no success has a Failure and its text as payload. Numbers of tables, batches and parts,
 // counts and places are checked by the controller: they come from another process. Structs lie in the
 // payload as they are: both sides are the same version of the library on the same machine.
@@ -12,8 +12,8 @@ namespace frugal {
 enum class Call : uint32_t {
   // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
   // up or pushed since the last request: their rows exist from now on.
-  kPrefetch = 1,  // args: step, ops, want a handle. OpHead[ops], keys. Answer's args: batch
-  kCancel,        // args: batch
+  kPrefetch = 1,  // args: step, ops, number of the batch, whether an answer is wanted. OpHead[ops], keys
+  kCancel,        // args: number of the batch
   kStepBegin,     // args: step, time-out in ns. Answer: PartPlace[]
   kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
   kStepEnd,       // args: step, flags, pushes. Counts, PushPlace[pushes]
@@ -41,7 +41,7 @@ struct Failure {
 
 struct OpHead {
   uint64_t table;
-  uint64_t batch;        // or 0
+  uint64_t batch;        // its number, which its trainer has given it; or 0
   uint64_t keys;         // that follow
   uint64_t padding_key;
   uint32_t part;
@@ -60,7 +60,7 @@ constexpr uint32_t kHasWeights = 1, kHasFound = 2;
 
 // A part's arrays in the arena: places from its beginning, kNoPlace for those that are not there.
 struct PartPlace {
-  uint64_t batch;        // the handle of the declaration it is of, or 0
+  uint64_t batch;        // the number of the declaration it is of, or 0
   uint64_t table;
   uint64_t n, distinct, occurrences;
   uint64_t slots, pairs, rows, start, keys;
