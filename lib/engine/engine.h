@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -297,6 +298,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   void count_remote(const RemoteCounts& counts);
+  // What waits until all ends of steps that other processes have made are taken in; null: there are none.
+  void settle_with(std::function<void()> settle);
+  void settle_remote();
   Status inside_step(Trainer& t);
   Status lose_trainer(const TrainerRef& trainer);
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
@@ -510,6 +514,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
   Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
+  std::mutex settle_mu_;
+  std::function<void()> settle_;
+  std::atomic<bool> settles_{false};
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;

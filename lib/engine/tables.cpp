@@ -141,6 +141,7 @@ Deadline Engine::deadline(int64_t timeout_ms) const {
 }
 
 uint64_t Engine::committed() {
+  settle_remote();
   land();  // with nobody waiting and no flush threads, nobody else looks
   std::lock_guard<std::mutex> lock(mu_);
   return committed_;

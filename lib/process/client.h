@@ -156,6 +156,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
     uint64_t args[5] = {};
     Vector<Piece> pieces;
     bool silent = false;       // no answer is wanted
+    bool late = false;         // the failure is that of the last step_end
     uint64_t until = 0;        // when the call's own time is up; 0: as the engine's time-out says
     void add(const void* data, size_t bytes) {
       if (bytes) pieces.push_back({data, bytes});

@@ -24,6 +24,9 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
     t.told = t.notices->load();
     leave_step(t);
     t.next_step = kNoStep;  // one that was ended may be to begin again
+  } else if (s != FRUGAL_OK && e.late) {
+    // The controller has the sums, but no memory to take the step in: its end is to be called again.
+    t.in_step = t.ending = true;
   }
   return s;
 }
@@ -199,7 +202,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
-  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, false, deadline.at};
+  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, false, false, deadline.at};
   t.parts.clear();
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
@@ -522,20 +525,18 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
   Exchange e{Call::kStepEnd, {step, flags, places.size()}, {}};
+  e.silent = true;
   e.add(&t.counts, sizeof t.counts);
   e.add(places.data(), places.size() * sizeof(PushPlace));
-  // They are the controller's when it has the message, whatever it answers: it tells when it has read them.
   for (Buffer* b : sent) t.handed[place(*b)] = Buffer();
-  Status s = ask(t, e);
+  FRUGAL_TRY(ask(t, e));
   t.cpu_ns = cpu;
   t.counts = {};
-  if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) return s;  // pushes are gone already
+  // The controller tells when it has read them.
   for (Buffer* b : sent) {
     const uint64_t at = place(*b);
     t.handed[at] = std::move(*b);
   }
-  t.ending = true;
-  if (s != FRUGAL_OK) return s;
   leave_step(t);
   std::erase_if(t.batches, [&](auto& item) {
     if (item.second->step > step) return false;
@@ -567,7 +568,7 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
   FRUGAL_TRY(host_memory(ops, n));
   Vector<ReadHead> heads(n);
   Vector<RemoteTableRef> tables(n);
-  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, false, deadline.at};
+  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, false, false, deadline.at};
   e.add(heads.data(), n * sizeof(ReadHead));
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];

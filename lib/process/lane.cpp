@@ -61,17 +61,27 @@ void Lane::loop() {
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
-    silent_ = false;
+    const bool ends = trainer_ && request.type == static_cast<uint32_t>(Call::kStepEnd);
+    if (!ends) passed_.fetch_add(1);
+    silent_ = ends;
+    const bool owes = owed_ != FRUGAL_OK && wants_answer(request);
     begin_call();
     Status status;
     try {
-      status = handle(request);
+      status = owes ? fail_as(owed_error_) : handle(request);
     } catch (const std::bad_alloc&) {
       status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for the call");
     } catch (...) {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
+    frugal_error error;
+    if (status != FRUGAL_OK) last_error(&error);
+    if (owes) owed_ = FRUGAL_OK;
+    // A declaration that has met an abort has told nobody of it.
+    if (silent_ && (status == FRUGAL_ERR_STEP_ABORTED || status == FRUGAL_ERR_PEER_LOST || (ends && status != FRUGAL_OK)))
+      owe(error);
+    if (ends) passed_.fetch_add(1);
     if (silent_) continue;
     Header answer{};
     answer.type = request.type;
@@ -81,8 +91,7 @@ void Lane::loop() {
     if (status == FRUGAL_OK) {
       std::copy(std::begin(args_), std::end(args_), answer.args);
     } else {
-      frugal_error error;
-      last_error(&error);
+      answer.args[0] = owes;
       failure = {error.system_code, error.device_code};
       pieces_.clear();
       pieces_.reserve(2);
@@ -91,6 +100,19 @@ void Lane::loop() {
     }
     if (channel_->send(answer, pieces_.data(), pieces_.size(), UINT64_MAX) != FRUGAL_OK) return;
   }
+}
+
+bool Lane::wants_answer(const Header& request) const {
+  if (!trainer_) return true;
+  const Call call = static_cast<Call>(request.type);
+  return call != Call::kStepEnd && (call != Call::kPrefetch || request.args[3]);
+}
+
+void Lane::owe(const frugal_error& error) {
+  owed_ = error.status;
+  owed_text_ = error.message;
+  owed_error_ = error;
+  owed_error_.message = owed_text_.c_str();
 }
 
 Status Lane::take(void* out, uint64_t bytes) {

@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/handles.h"
 #include "engine/config_check.h"
@@ -17,6 +19,7 @@ namespace {
 // Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
 // Addresses only: memory is taken as it is used.
+constexpr uint64_t kSettleNs = 1'000'000'000;  // for the end of a step to be taken in
 constexpr size_t kStagingBytes = size_t{64} << 30;
 
 bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
@@ -55,6 +58,19 @@ struct Server::Impl final : ControlHandler {
     return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_IN_STEP, "no engine was opened by this connection");
   }
 
+  // Ends of steps that have been sent are taken in soon: a lane that is in another call has passed them.
+  void settle() {
+    const uint64_t until = now_ns() + kSettleNs;
+    auto quiet = [&] {
+      std::lock_guard<std::mutex> lock(mu_);
+      for (auto& [id, process] : processes_)
+        for (auto& lane : process->trainers)
+          if (lane && !lane->quiet()) return false;
+      return true;
+    };
+    while (!quiet() && now_ns() < until) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+
   // The first to come says what it is to be, the others must mean the same.
   Status same_engine(const frugal_config& asked) {
     const frugal_config& c = engine_->config();
@@ -86,6 +102,7 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(engine->start());
     engine_ = std::move(engine);
     own_engine_ = true;
+    engine_->settle_with([this] { settle(); });
     return FRUGAL_OK;
   }
 
@@ -299,6 +316,7 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "other processes can attach to an engine with FRUGAL_BACKING_SHM only: open it so");
   impl->engine_ = std::move(engine);
+  if (impl->engine_) impl->engine_->settle_with([i = impl.get()] { i->settle(); });
   FRUGAL_TRY(Watch::open(&impl->watch_));
   FRUGAL_TRY(ControlServer::start(address, impl.get(), &impl->control_));
   out->reset(new Server(std::move(impl)));
@@ -307,7 +325,8 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
 
 void Server::stop() {
   if (!impl_) return;
-  impl_->control_->stop();
+  if (impl_->engine_) impl_->engine_->settle_with(nullptr);
+  if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   if (impl_->own_engine_ && impl_->engine_) impl_->engine_->shutdown();
   impl_.reset();
