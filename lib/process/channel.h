@@ -62,6 +62,8 @@ class Channel : public HeapObject {
   // `header.payload` is set here. A message of at most a quarter of the ring is sent as a whole or not
   // at all.
   Status send(const Header& header, const Piece* pieces, size_t count, uint64_t until);
+  // How long calls of this side look before they sleep: processors may be wanted. Not beside a call.
+  void look_for(uint64_t ns) { link_.look_for(ns); }
   // The next message; what is left of the payload of the last one is let go.
   Status receive(Header* out, uint64_t until);
   // The payload, in parts. More than there is left of it is the peer's fault.

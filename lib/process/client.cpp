@@ -13,6 +13,7 @@ namespace frugal {
 
 namespace {
 
+constexpr uint64_t kLookNs = 15000;            // for an answer before sleeping: the controller wants the processors
 constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 void close_all(Vector<int>& descriptors) {
@@ -372,6 +373,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
     FRUGAL_TRY(channel_at(d, 0, &t->channel));
+    t->channel->look_for(kLookNs);
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
     t->cpu_ns = process_cpu_ns();

@@ -7,7 +7,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kSpinNs = 30000;  // before a helper sleeps: calls of a step follow each other
+constexpr uint64_t kSpinNs = 10000;  // before a helper sleeps: calls of a step follow each other
 
 }  // namespace
 

@@ -14,6 +14,8 @@ Status broken(const char* what) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
 }
 
+constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request before sleeping
+
 // What one request may ask memory for in small objects: far more than any program needs.
 constexpr uint64_t kMostOps = 1u << 20;
 
@@ -56,6 +58,9 @@ Lane::~Lane() {
 
 void Lane::loop() {
   Header request;
+  // More follows what wants no answer, at once; the trainer computes after what it has waited for.
+  auto expect = [&](bool soon) { channel_->look_for(soon ? kSoonNs : kLookNs); };
+  expect(false);
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
     pieces_.clear();
     kept_.clear();
@@ -82,6 +87,7 @@ void Lane::loop() {
     if (silent_ && (status == FRUGAL_ERR_STEP_ABORTED || status == FRUGAL_ERR_PEER_LOST || (ends && status != FRUGAL_OK)))
       owe(error);
     if (ends) passed_.fetch_add(1);
+    expect(silent_);
     if (silent_) continue;
     Header answer{};
     answer.type = request.type;

@@ -26,7 +26,7 @@ bool reached(uint64_t count, uint64_t wanted) { return static_cast<int64_t>(coun
 }  // namespace
 
 RingLink::RingLink(const char* peer)
-    : peer_(peer), spin_ns_(cpu_count() > 1 ? kSpinNs : 0) {}  // alone, spinning holds up the peer
+    : peer_(peer), alone_(cpu_count() == 1), spin_ns_(alone_ ? 0 : kSpinNs) {}
 
 void RingLink::end(const char* why) noexcept {
   const char* none = nullptr;

@@ -44,6 +44,9 @@ class RingLink {
   bool ended() const { return ended_.load() != nullptr; }
   Status check() const;
 
+  // How long a wait looks before it sleeps. By the thread that waits.
+  void look_for(uint64_t ns) { spin_ns_ = alone_ ? 0 : ns; }
+
   // Waits until the peer's count has come to `wanted`. FRUGAL_ERR_TIMEOUT has no message: the caller
   // knows what it waits for.
   Status wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until);
@@ -54,7 +57,8 @@ class RingLink {
 
  private:
   const char* const peer_;
-  const uint64_t spin_ns_;
+  const bool alone_;  // on the only processor: looking holds up the peer
+  uint64_t spin_ns_;
   std::atomic<const char*> ended_{nullptr};
   std::atomic<uint32_t> sleepers_{0};
   const RingEnd* peers_[3] = {};
