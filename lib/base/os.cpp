@@ -255,7 +255,11 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
   // slab is large enough: tables grow by them.
   if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));
-  if (m.fd >= 0) {
+  // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones where the
+  // machine has them on advice only.
+  const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+  if (refused == 0) return FRUGAL_OK;
+  if (m.fd >= 0 && refused == EINVAL) {  // before Linux 5.14
     // In pieces, because a signal undoes a piece: a profiler's may come more often than all would take.
     // Pieces that were had before a failure stay.
     for (size_t done = 0; done < bytes;) {
@@ -272,9 +276,9 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
     }
     return FRUGAL_OK;
   }
-  if (madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "%zu bytes of memory", bytes);
-  return FRUGAL_OK;
+  if (refused == EINVAL) return FRUGAL_OK;
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, refused, "%zu bytes of memory cannot be had; free memory of the machine "
+                    "or raise the container's limit", bytes);
 }
 
 void os_decommit(const Mapping& m, size_t offset, size_t bytes) {
