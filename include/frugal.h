@@ -188,13 +188,16 @@ typedef struct frugal_config {
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
-  uint32_t flags;             /* 0 */
+  uint32_t flags;             /* 0 or FRUGAL_OBSERVE */
   uint64_t seed;              /* of all initializers; default 0 */
   frugal_log_fn log;          /* NULL: no log */
   void *log_context;
   const char *service;        /* address of a controller to attach to; NULL (default): the engine is
                                  this process's own. Not copied beyond the call */
 } frugal_config;
+
+#define FRUGAL_OBSERVE 1u /* with a service only: attach to the engine that is there as it is, to look at it; the
+                             other fields are ignored, and no trainer can join and no table be created from here */
 
 #define FRUGAL_CONFIG_INIT                                                                      \
   { sizeof(frugal_config), 1, 10, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \

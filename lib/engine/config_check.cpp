@@ -16,7 +16,8 @@ bool real(float x) { return std::isfinite(x); }
 Status check_config(const frugal_config& c) {
   auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s", what); };
   FRUGAL_TRY(check_size(&c, "frugal_config"));
-  if (c.flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
+  if (c.flags & ~FRUGAL_OBSERVE) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
+  if (c.flags && !c.service) return bad("FRUGAL_OBSERVE has a meaning with a service only");
   if (c.world_size < 1 || c.world_size > 4096) return bad("world_size must be 1..4096");
   if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return bad("lookahead exceeds FRUGAL_MAX_LOOKAHEAD");
   if (c.flush_threads > 256) return bad("flush_threads must be 0..256");

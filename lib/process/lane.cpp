@@ -33,8 +33,8 @@ void Staging::give_back(char* data) noexcept {
   let_go();
 }
 
-Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel)
-    : engine_(std::move(engine)), trainer_(std::move(trainer)), channel_(std::move(channel)) {}
+Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes)
+    : engine_(std::move(engine)), trainer_(std::move(trainer)), channel_(std::move(channel)), observes_(observes) {}
 
 Status Lane::start() {
   staging_ = new Staging(channel_);
@@ -176,6 +176,8 @@ Status Lane::handle(const Header& request) {
         return broken("a trainer has no such call");
     }
   }
+  if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
+    return fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE");
   if (call == Call::kRead) return read(request);
   if (call == Call::kFlush) return engine_->flush(deadline_in(request.args[0]));
   if (call == Call::kMetrics) {

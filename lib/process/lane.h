@@ -30,7 +30,7 @@ class Staging final : public Buffer::Owner, public HeapObject {
 class Lane : public HeapObject {
  public:
   // Of a trainer, or (null) of a process.
-  Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel);
+  Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes);
   // Cuts the channel and waits for the thread. Not to be called by that.
   ~Lane();
   Status start();
@@ -72,6 +72,7 @@ class Lane : public HeapObject {
   const std::shared_ptr<Engine> engine_;
   const TrainerRef trainer_;
   const std::shared_ptr<Channel> channel_;
+  const bool observes_;          // changes nothing
   Staging* staging_ = nullptr;
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles

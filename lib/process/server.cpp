@@ -33,6 +33,7 @@ bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
 // A process that has attached, and what it has here.
 struct Attached : HeapObject {
   uint64_t watched = 0;              // in the watch; 0: not there
+  bool observes = false;
   bool gone = false;                 // it has ended, or its connection has
   std::unique_ptr<Lane> calls;       // for calls outside steps
   Vector<uint64_t> created;          // tables, by handle; with the server's mu_
@@ -71,6 +72,12 @@ struct Server::Impl final : ControlHandler {
     while (!quiet() && now_ns() < until) std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 
+  // The same, of one that takes part.
+  Status taking_part(const Peer& peer, std::shared_ptr<Attached>* out) {
+    FRUGAL_TRY(attached(peer, out));
+    return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE") : FRUGAL_OK;
+  }
+
   // The first to come says what it is to be, the others must mean the same.
   Status same_engine(const frugal_config& asked) {
     const frugal_config& c = engine_->config();
@@ -91,6 +98,8 @@ struct Server::Impl final : ControlHandler {
 
   Status open_engine(const frugal_config& asked) {
     std::lock_guard<std::mutex> lock(mu_);
+    if (asked.flags & FRUGAL_OBSERVE)
+      return engine_ ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "there is no engine to look at yet: nobody has opened one");
     if (engine_) return same_engine(asked);
     frugal_config c = asked;
     c.backing = FRUGAL_BACKING_SHM;
@@ -106,14 +115,14 @@ struct Server::Impl final : ControlHandler {
     return FRUGAL_OK;
   }
 
-  Status channel(TrainerRef trainer, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
+  Status channel(TrainerRef trainer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
                  Vector<uint64_t>* numbers) {
     std::unique_ptr<Channel> c;
     FRUGAL_TRY(Channel::create(kRingBytes, trainer ? kStagingBytes : 0, &c));
     std::shared_ptr<Channel> shared(std::move(c));
     descriptors->push_back(shared->up_fd());
     descriptors->push_back(shared->down_fd());
-    out->reset(new Lane(engine_, std::move(trainer), std::move(shared)));
+    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
     FRUGAL_TRY((*out)->start());
     numbers->push_back((*out)->notice_place());
     return FRUGAL_OK;
@@ -123,8 +132,9 @@ struct Server::Impl final : ControlHandler {
     if (process_of(peer)) return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
     FRUGAL_TRY(open_engine(config));
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
+    process->observes = config.flags & FRUGAL_OBSERVE;
     reply->descriptors.push_back(engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, &process->calls, &reply->descriptors, &reply->numbers));
+    FRUGAL_TRY(channel(nullptr, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
     reply->numbers.push_back(engine_->versions_place());
     reply->config = engine_->config();
     {
@@ -150,7 +160,7 @@ struct Server::Impl final : ControlHandler {
 
   Status create_table(Peer& peer, const frugal_table_config& config, TableReply* reply) override {
     std::shared_ptr<Attached> process;
-    FRUGAL_TRY(attached(peer, &process));
+    FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_table(config, true));
     TableRef table;
     Status s = engine_->create_table(config, &table);
@@ -183,7 +193,7 @@ struct Server::Impl final : ControlHandler {
 
   Status drop_table(Peer& peer, uint64_t id) override {
     std::shared_ptr<Attached> process;
-    FRUGAL_TRY(attached(peer, &process));
+    FRUGAL_TRY(taking_part(peer, &process));
     auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, id));
     if (!table || table->engine != engine_) return fail(FRUGAL_ERR_BAD_HANDLE, "the table is no open one");
     return engine_->drop_table(table);
@@ -191,7 +201,7 @@ struct Server::Impl final : ControlHandler {
 
   Status join(Peer& peer, const frugal_trainer_config& config, JoinReply* reply) override {
     std::shared_ptr<Attached> process;
-    FRUGAL_TRY(attached(peer, &process));
+    FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
     if (config.device && std::strcmp(config.device, "cpu") != 0)
       return fail(FRUGAL_ERR_UNSUPPORTED, "a trainer that attaches to a controller runs on the cpu device as yet");
@@ -199,7 +209,7 @@ struct Server::Impl final : ControlHandler {
     TrainerRef trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer));
     std::unique_ptr<Lane> lane;
-    Status s = channel(trainer, &lane, &reply->descriptors, &reply->numbers);
+    Status s = channel(trainer, false, &lane, &reply->descriptors, &reply->numbers);
     if (s == FRUGAL_OK) {
       std::lock_guard<std::mutex> lock(mu_);
       if (process->gone) s = fail(FRUGAL_ERR_PEER_LOST, "the process is gone");

@@ -49,6 +49,7 @@ class Source {
   bool Attach(const std::string& address) {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.service = address.c_str();
+    config.flags = FRUGAL_OBSERVE;
     return Ok(frugal_open(&config, &engine_));
   }
   void From(const std::string& file) { file_ = file; }
