@@ -677,7 +677,7 @@ FRUGAL_API int32_t frugal_get_stats(const frugal_engine *engine, frugal_stats *s
 
 /* Writes what a scrape of Prometheus wants (text exposition format 0.0.4): every counter of
  * frugal_stats as frugal_NAME_total (of times: frugal_NAME_seconds_total), what is pending as gauges,
- * frugal_health (0, or the status), frugal_committed_step, rows and bytes of each table (label `table`),
+ * frugal_uptime_seconds, frugal_health (0, or the status), frugal_committed_step, rows and bytes of each table (label `table`),
  * and for each rank that has a trainer the step that it has begun last and whether it is inside (label
  * `rank`). `*size_out` is the size of the text with the 0 that ends it, also on OVERFLOW: capacity
  * was less, and nothing was written to text_out, which may be NULL if capacity is 0. The size changes
@@ -687,7 +687,7 @@ FRUGAL_API int32_t frugal_metrics(const frugal_engine *engine, char *text_out, s
 
 /* Begins to record what the engine does when: prefetch, resolve, link, gate, lookup, push, commit,
  * flush and so on, each with its step, rank, rows and table. The newest `events` of them, 1..2^26, are
- * kept, in 128 bytes each that are taken now; recording one takes no memory and no lock. Without a
+ * kept, in 64 bytes each that are taken now; recording one takes no memory and no lock. Without a
  * trace it costs a load for each. May be called at any time, also during steps. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, EXISTS (there is a trace that was not stopped), OUT_OF_MEMORY. Threads: any.
  * Since: 0.1. */

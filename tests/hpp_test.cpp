@@ -163,7 +163,7 @@ TEST(Hpp, TellsWhatItDoes) {
   // More text than a first guess would hold.
   for (int i = 0; i < 100; ++i) {
     const std::string name = "a table with a long name, so that the text is long, too " + std::to_string(i) +
-                             std::string(200, 'x');
+                             std::string(150, 'x');
     engine.CreateTable(frugal::TableConfig(name.c_str(), 1, 1));
   }
   const std::string text = engine.Metrics();

@@ -650,8 +650,9 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_EQ(samples["frugal_trainer_in_step{rank=\"0\"}"], "0");
   EXPECT_EQ(samples["frugal_trainer_step{rank=\"1\"}"], "10");
   EXPECT_EQ(samples["frugal_trainer_in_step{rank=\"1\"}"], "1");
-  // All of frugal_stats, and seven families more.
-  EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 7);
+  // All of frugal_stats, and eight families more.
+  EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 8);
+  EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]), std::stod(before["frugal_uptime_seconds"]));
   EXPECT_EQ(frugal_table_drop(odd), FRUGAL_ERR_BUSY);
 
 }

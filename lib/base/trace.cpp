@@ -192,15 +192,23 @@ Status Trace::stop(const char* path) {
     else
       std::this_thread::yield();
   }
-  if (path) FRUGAL_TRY(write(*kept_, names_, path));
+  Map<uint32_t, String> names;
+  if (path) {
+    {
+      std::lock_guard<std::mutex> copying(names_mu_);
+      names = names_;
+    }
+    FRUGAL_TRY(write(*kept_, names, path));
+  }
   kept_.reset();
+  std::lock_guard<std::mutex> clearing(names_mu_);
   names_.clear();
   return FRUGAL_OK;
 }
 
 void Trace::name_table(uint32_t table, const String& name) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
-  if (!kept_ || names_.size() >= kMostNames) return;
+  std::lock_guard<std::mutex> lock(names_mu_);
+  if (!on() || names_.size() >= kMostNames) return;
   try {
     String escaped;
     append_escaped(name.data(), name.size(), true, &escaped);

@@ -94,6 +94,7 @@ class Trace {
     bool written = false;
     TraceEvent event;
   };
+  static_assert(sizeof(Slot) == 64, "frugal.h tells the size");
   struct Ring : HeapObject {
     Mapping memory;
     Slot* slots = nullptr;
@@ -107,8 +108,9 @@ class Trace {
   std::atomic<bool> on_{false};
   std::atomic<Ring*> ring_{nullptr};  // while recording
   std::atomic<uint32_t> users_{0};
-  std::mutex mu_;                     // of the following, and of starts and stops
+  std::mutex mu_;                     // one start or stop at a time, with the writing of the file
   std::unique_ptr<Ring> kept_;        // the ring, recording or not
+  std::mutex names_mu_;               // held for a moment only: who creates a table takes it
   Map<uint32_t, String> names_;
 };
 

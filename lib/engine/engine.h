@@ -483,6 +483,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   frugal_config config_;
   const uint32_t generation_;
   Arena arena_;                      // with shared memory: what `pool_` has
+  const uint64_t opened_ns_ = now_ns();
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.

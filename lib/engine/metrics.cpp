@@ -74,6 +74,7 @@ FRUGAL_STATS(X, X)
 }  // namespace
 
 String Engine::metrics() {
+  const uint64_t now = now_ns();
   frugal_stats s;
   stats(&s);
   struct OfTrainer {
@@ -97,6 +98,8 @@ String Engine::metrics() {
 #define X(name, kind, help) e.stat(#name, Kind::kind, help, s.name);
   FRUGAL_STATS(X, X)
 #undef X
+  e.family("uptime_seconds", "gauge", "Time since the engine was opened.");
+  e.seconds(now - opened_ns_);
   e.family("health", "gauge", "0, or the status of the first background failure.");
   e.status(health());
   e.family("world_size", "gauge", "Ranks.");

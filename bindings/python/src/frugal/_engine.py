@@ -308,7 +308,7 @@ class Engine(Single):
                 return text.raw[: size.value - 1].decode()
 
     def trace_start(self, events: int = 1 << 17) -> None:
-        """Begins to record what the engine does when; the newest `events` spans are kept, in 128 bytes each.
+        """Begins to record what the engine does when; the newest `events` spans are kept, in 64 bytes each.
 
         Raises Exists if there is a trace that was not stopped. trace() is the same for a block.
         """

@@ -209,7 +209,7 @@ impl Engine {
         }
     }
 
-    /// Begins to record what the engine does when: the newest `events` spans are kept, in 128 bytes each. Errors:
+    /// Begins to record what the engine does when: the newest `events` spans are kept, in 64 bytes each. Errors:
     /// `Exists` (there is a trace that was not stopped), `InvalidArgument` (1 to 2^26 events).
     ///
     /// ```no_run
