@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "base/handles.h"
@@ -18,10 +19,13 @@ constexpr size_t kRingBytes = size_t{1} << 20;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 
+// Without the padding behind the last member, which may be anything.
+constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(frugal_optimizer::flags);
+
 bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
   return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
          a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
-         std::memcmp(&a.optimizer, &b.optimizer, sizeof a.optimizer) == 0;
+         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
 }
 
 }  // namespace
