@@ -495,8 +495,8 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
       h = &joined.back();
       FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
       p.part = kJoined;
-      p.rows = place(h->part->rows);
       p.distinct = h->part->distinct;
+      if (p.distinct) p.rows = place(h->part->rows);
     }
     if (h->part->distinct) p.sums = place(h->sums);
     if (h->sums) sent.push_back(&h->sums);
