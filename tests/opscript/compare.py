@@ -126,7 +126,7 @@ def replay_mixed(commands, build, script):
     everyone = ("open", "table", "hash", "close")
     with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
         runners = [Turns(command, environment, folder, i) for i, command in enumerate(commands)]
-        with open(script, encoding="ascii") as file:
+        with open(script, encoding="utf-8") as file:
             for number, text in enumerate(file):
                 line = json.loads(text)
                 if line["do"] in everyone:
@@ -152,7 +152,7 @@ def processes(build, runners, script, expected, what):
         with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
             wrong, _ = replay(command, script, expected, environment)
         wrongs.append((f"{name} over a controller", wrong))
-    with open(script, encoding="ascii") as file:
+    with open(script, encoding="utf-8") as file:
         ranks = json.loads(file.readline()).get("world_size", 1)
     names = list(runners)
     plain = None

@@ -997,11 +997,6 @@ bool Run::Open() {
     config.backing = FRUGAL_BACKING_SHM;
   }
   if (!Expect(frugal_open(&config, &engine_), FRUGAL_OK, "frugal_open")) return false;
-  if (party_.host) {
-    if (!Expect(frugal_serve(engine_, address.c_str()), FRUGAL_OK, "frugal_serve")) return false;
-    meeting_.serving = 1;
-  }
-  std::fill(address.begin(), address.end(), '!');
   std::memset(&config, 0xa5, sizeof(config));
   for (const TableSpec& spec : script_.tables) {
     std::string name = spec.name;
@@ -1015,6 +1010,12 @@ bool Run::Open() {
     std::fill(name.begin(), name.end(), '!');
     tables_.push_back(table);
   }
+  // Its tables first: for the process that has the engine those of others would exist already.
+  if (party_.host) {
+    if (!Expect(frugal_serve(engine_, address.c_str()), FRUGAL_OK, "frugal_serve")) return false;
+    meeting_.serving = 1;
+  }
+  std::fill(address.begin(), address.end(), '!');
   return true;
 }
 
