@@ -188,6 +188,14 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
   t.in_step = true;
+  // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
+  // than 62 steps ahead of the last commit.
+  const uint64_t apart = std::min<uint64_t>(config_.staleness, 62);
+  std::erase_if(t.batches, [&](auto& item) {
+    if (item.second->step >= step || step - item.second->step <= apart) return false;
+    handle_remove(HandleKind::kRemoteBatch, item.second->handle);
+    return true;
+  });
   return FRUGAL_OK;
 }
 
@@ -520,11 +528,6 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   t.ending = true;
   if (s != FRUGAL_OK) return s;
   leave_step(t);
-  std::erase_if(t.batches, [&](auto& item) {
-    if (item.second->step > step) return false;
-    handle_remove(HandleKind::kRemoteBatch, item.second->handle);
-    return true;
-  });
   return FRUGAL_OK;
 }
 
