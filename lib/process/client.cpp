@@ -326,13 +326,17 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   Exchange e{Call::kGet, {table.id, n, flags}, {}};
   e.add(keys, n * sizeof(uint64_t));
   return ask(e, [&](Channel& c, uint64_t) -> Status {
-    if (stride == bytes) {
-      FRUGAL_TRY(c.read(out, n * bytes, UINT64_MAX));
-    } else {
-      for (size_t i = 0; i < n; ++i)
-        FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, bytes, UINT64_MAX));
+    Vector<uint8_t> there(n);
+    FRUGAL_TRY(c.read(there.data(), n, UINT64_MAX));
+    // The answer has the rows that are there, and the places of the others stay as they are.
+    for (size_t i = 0; i < n;) {
+      size_t end = i + 1;
+      while (stride == bytes && end < n && there[end] == there[i]) ++end;
+      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, UINT64_MAX));
+      i = end;
     }
-    return found ? c.read(found, n, UINT64_MAX) : FRUGAL_OK;
+    if (found) std::copy(there.begin(), there.end(), found);
+    return FRUGAL_OK;
   });
 }
 

@@ -208,6 +208,14 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
   t.in_step = true;
   t.next_step = step + 1;
+  // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
+  // than 62 steps ahead of the last commit.
+  const uint64_t apart = std::min<uint64_t>(config_.staleness, 62);
+  std::erase_if(t.batches, [&](auto& item) {
+    if (item.second->step >= step || step - item.second->step <= apart) return false;
+    handle_remove(HandleKind::kRemoteBatch, item.second->handle);
+    return true;
+  });
   return FRUGAL_OK;
 }
 
@@ -515,8 +523,8 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
       h = &joined.back();
       FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
       p.part = kJoined;
-      p.rows = place(h->part->rows);
       p.distinct = h->part->distinct;
+      if (p.distinct) p.rows = place(h->part->rows);
     }
     if (h->part->distinct) p.sums = place(h->sums);
     if (h->sums) sent.push_back(&h->sums);
@@ -538,11 +546,6 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
     t.handed[at] = std::move(*b);
   }
   leave_step(t);
-  std::erase_if(t.batches, [&](auto& item) {
-    if (item.second->step > step) return false;
-    handle_remove(HandleKind::kRemoteBatch, item.second->handle);
-    return true;
-  });
   return FRUGAL_OK;
 }
 

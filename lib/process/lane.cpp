@@ -472,10 +472,20 @@ Status Lane::rows_call(Call call, const Header& request) {
     }
     case Call::kGet: {
       FRUGAL_TRY(keys(&given));
-      FRUGAL_TRY(room(n * row_bytes + n + 64, &out));
-      uint8_t* found = reinterpret_cast<uint8_t*>(out + n * row_bytes);
-      add(out, n * (row_bytes + 1));
-      return engine_->get(*table, given, n, flags, reinterpret_cast<float*>(out), row_bytes, found);
+      FRUGAL_TRY(room(n * row_bytes + 64, &out));
+      char* found = nullptr;
+      FRUGAL_TRY(room(n + 64, &found));
+      FRUGAL_TRY(engine_->get(*table, given, n, flags, reinterpret_cast<float*>(out), row_bytes,
+                              reinterpret_cast<uint8_t*>(found)));
+      add(found, n);
+      // Only rows that are there: what lies in the others' places is none of the caller's business.
+      for (uint64_t i = 0; i < n;) {
+        uint64_t end = i;
+        while (end < n && found[end] == found[i]) ++end;
+        if (found[i]) add(out + i * row_bytes, (end - i) * row_bytes);
+        i = end;
+      }
+      return FRUGAL_OK;
     }
     case Call::kPut: {
       FRUGAL_TRY(keys(&given));

@@ -25,7 +25,7 @@ enum class Call : uint32_t {
   // Of a process.
   kCount = 32,    // args: table. Answer's args: rows
   kKeys,          // args: table, cursor, capacity. Answer's args: cursor, keys; the keys
-  kGet,           // args: table, keys, flags. Keys. Answer: rows, then a byte for each: found
+  kGet,           // args: table, keys, flags. Keys. Answer: a byte for each: found; the rows that are
   kPut,           // args: table, keys, flags. Keys, rows
   kDelete,        // args: table, keys. Keys. Answer's args: rows deleted
   kSetOptimizer,  // args: table, first step. frugal_optimizer

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -22,10 +23,13 @@ constexpr size_t kRingBytes = size_t{4} << 20;
 constexpr uint64_t kSettleNs = 1'000'000'000;  // for the end of a step to be taken in
 constexpr size_t kStagingBytes = size_t{64} << 30;
 
+// Without the padding behind the last member, which may be anything.
+constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(frugal_optimizer::flags);
+
 bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
   return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
          a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
-         std::memcmp(&a.optimizer, &b.optimizer, sizeof a.optimizer) == 0;
+         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
 }
 
 }  // namespace
