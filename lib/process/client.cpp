@@ -392,10 +392,11 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
 }
 
 Status Client::close_trainer(const RemoteTrainerRef& t) {
-  // A call of its that waits is answered by the controller, when the rank has left.
-  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
+  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
+  t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
+  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();

@@ -24,6 +24,8 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
     t.told = t.notices->load();
     leave_step(t);
   }
+  if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
+    return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   return s;
 }
 
@@ -34,6 +36,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e) {
 // First thing in every call: what the trainer is to be told of comes before all else.
 Status Client::enter(RemoteTrainer& t) {
   FRUGAL_TRY(check());
+  if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   take_releases(t);
   if (t.notices->load() == t.told) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
@@ -512,7 +515,7 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   Status s = ask(t, e);
   t.cpu_ns = cpu;
   t.counts = {};
-  if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) return s;  // pushes are gone already
+  if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
   for (Buffer* b : sent) {
     const uint64_t at = place(*b);
     t.handed[at] = std::move(*b);
