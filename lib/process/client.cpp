@@ -71,7 +71,13 @@ Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
 Status Client::attach(const frugal_config& config) {
   config_ = config;
   config_.service = nullptr;  // not copied beyond the call
-  FRUGAL_TRY(ControlClient::connect(config.service, config.timeout_ms, &control_));
+  if (Status s = ControlClient::connect(config.service, config.timeout_ms, &control_)) {
+    if (s != FRUGAL_ERR_TIMEOUT) return s;
+    frugal_error error;  // nobody serves the address
+    end_call(s);
+    last_error(&error);
+    return fail(FRUGAL_ERR_PEER_LOST, "%s", error.message);
+  }
   FRUGAL_TRY(Watch::open(&watch_));
   frugal_config asked = config;
   asked.service = nullptr;

@@ -38,7 +38,10 @@ Status Lane::start() {
   staging_ = new Staging(channel_);
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
-  if (trainer_) trainer_->told_elsewhere.store(notices);
+  if (trainer_) {
+    trainer_->told_elsewhere.store(notices);
+    trainer_->heard.store(now_ns());
+  }
   try {
     thread_ = quiet_thread([this] { loop(); });
   } catch (...) {
@@ -55,12 +58,18 @@ Lane::~Lane() {
 }
 
 void Lane::loop() {
+  // Who was only stopped learns of it when it goes on.
+  struct Closing {
+    Channel& channel;
+    ~Closing() { channel.close(); }
+  } closing{*channel_};
   Header request;
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
     pieces_.clear();
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
+    if (trainer_) trainer_->heard.store(now_ns());
     begin_call();
     Status status;
     try {
@@ -71,6 +80,7 @@ void Lane::loop() {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
+    if (trainer_) trainer_->heard.store(now_ns());
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;

@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstddef>
 #include <cstring>
 
 #include "base/handles.h"
 #include "engine/config_check.h"
 #include "process/lane.h"
+#include "process/thread.h"
 #include "process/watch.h"
 
 namespace frugal {
@@ -20,10 +22,14 @@ constexpr size_t kRingBytes = size_t{1} << 20;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 
+// The end of the struct is padding, in which anything may be.
+constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
+static_assert(kOptimizerBytes == sizeof(size_t) + 19 * sizeof(float));
+
 bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
   return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
          a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
-         std::memcmp(&a.optimizer, &b.optimizer, sizeof a.optimizer) == 0;
+         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
 }
 
 }  // namespace
@@ -53,6 +59,50 @@ struct Server::Impl final : ControlHandler {
   std::condition_variable left_;
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
+  std::mutex silent_mu_;             // what follows; under the engine's mutex, so nothing is done with it held
+  std::condition_variable silence_;
+  Vector<TrainerRef> silent_;
+  bool stopping_ = false;
+  std::thread reaper_;
+
+  // The trainers that the engine takes for lost because they do not answer.
+  void reap() {
+    std::unique_lock<std::mutex> lock(silent_mu_);
+    for (;;) {
+      silence_.wait(lock, [&] { return stopping_ || !silent_.empty(); });
+      if (stopping_) return;
+      const TrainerRef trainer = std::move(silent_.back());
+      silent_.pop_back();
+      lock.unlock();
+      take_over(trainer->rank, trainer.get());
+      lock.lock();
+    }
+  }
+  void listen() {
+    engine_->on_silent([this](const TrainerRef& t) {
+      std::lock_guard<std::mutex> lock(silent_mu_);
+      silent_.push_back(t);
+      silence_.notify_one();
+    });
+  }
+  Status start_reaper() {
+    try {
+      reaper_ = quiet_thread([this] { reap(); });
+      return FRUGAL_OK;
+    } catch (...) {
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no thread for the controller can be started");
+    }
+  }
+  void stop_reaper() {
+    if (engine_) engine_->on_silent(nullptr);
+    if (!reaper_.joinable()) return;
+    {
+      std::lock_guard<std::mutex> lock(silent_mu_);
+      stopping_ = true;
+      silence_.notify_one();
+    }
+    reaper_.join();
+  }
 
   std::shared_ptr<Attached> process_of(const Peer& peer) {
     std::lock_guard<std::mutex> lock(mu_);
@@ -95,6 +145,7 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(engine->start());
     engine_ = std::move(engine);
     own_engine_ = true;
+    listen();
     return FRUGAL_OK;
   }
 
@@ -223,9 +274,9 @@ struct Server::Impl final : ControlHandler {
   }
 
   // A lane that has this rank, out of its process's list. With mu_ held.
-  static std::unique_ptr<Lane> take_lane(Attached& process, uint32_t rank) {
+  static std::unique_ptr<Lane> take_lane(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
     for (auto& lane : process.trainers)
-      if (lane->trainer()->rank == rank) {
+      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer)) {
         std::unique_ptr<Lane> taken = std::move(lane);
         std::erase(process.trainers, nullptr);
         return taken;
@@ -234,11 +285,11 @@ struct Server::Impl final : ControlHandler {
   }
 
   // Whoever has the rank now does not answer: it is cut off as if it had died.
-  void take_over(uint32_t rank) {
+  void take_over(uint32_t rank, const Trainer* trainer = nullptr) {
     std::unique_lock<std::mutex> lock(mu_);
     for (auto& [id, process] : processes_) {
       const std::shared_ptr<Attached> of = process;
-      std::unique_ptr<Lane> lane = take_lane(*of, rank);
+      std::unique_ptr<Lane> lane = take_lane(*of, rank, trainer);
       if (!lane) continue;
       lose(lock, *lane);
       if (!of->gone) of->replaced.push_back(std::move(lane));
@@ -345,7 +396,13 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
                 "other processes can attach to an engine with FRUGAL_BACKING_SHM only: open it so");
   impl->engine_ = std::move(engine);
   FRUGAL_TRY(Watch::open(&impl->watch_));
-  FRUGAL_TRY(ControlServer::start(address, impl.get(), &impl->control_));
+  FRUGAL_TRY(impl->start_reaper());
+  if (impl->engine_) impl->listen();
+  Status s = ControlServer::start(address, impl.get(), &impl->control_);
+  if (s != FRUGAL_OK) {
+    impl->stop_reaper();
+    return s;
+  }
   out->reset(new Server(std::move(impl)));
   return FRUGAL_OK;
 }
@@ -354,6 +411,7 @@ void Server::stop() {
   if (!impl_) return;
   impl_->control_->stop();
   impl_->watch_.reset();
+  impl_->stop_reaper();
   if (impl_->own_engine_ && impl_->engine_) impl_->engine_->shutdown();
   impl_.reset();
 }
