@@ -161,6 +161,8 @@ struct Trainer : HeapObject {
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Where else that is counted: in memory that the rank's own process sees. Or null.
   std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
+  // When its process was last heard of (now_ns()); 0: a thread of this process.
+  std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
@@ -303,6 +305,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void settle_remote();
   Status inside_step(Trainer& t);
   Status lose_trainer(const TrainerRef& trainer);
+  // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
+  // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
+  // the trainer to another thread. Null: nobody is told any more.
+  void on_silent(std::function<void(const TrainerRef&)> silent);
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const;
   const Arena& arena() const { return arena_; }
@@ -417,6 +423,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   enum class Undo { kCall, kLeaving, kFailed, kLost };
   bool describe_lines(Trainer& t, RemotePart* part);
   uint32_t lost_rank() const;
+  static bool late(const Trainer& t, uint64_t step) {  // with mu_ held
+    return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
+  }
+  void find_silent();
   Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
@@ -517,6 +527,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   std::mutex settle_mu_;
   std::function<void()> settle_;
   std::atomic<bool> settles_{false};
+  std::function<void(const TrainerRef&)> silent_;
+  uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // by gates: that all ranks end it
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;

@@ -156,6 +156,38 @@ Status Engine::lose_trainer(const TrainerRef& t) try {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to take rank %u out of the engine", t->rank);
 }
 
+void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
+  std::lock_guard<std::mutex> lock(mu_);
+  silent_ = std::move(silent);
+}
+
+// Ranks for which gates have waited as long as a call waits, and whose processes do not say anything: as
+// good as dead. Threads of this process are never taken for that.
+void Engine::find_silent() {
+  if (config_.timeout_ms < 0) return;
+  // A little less: who waits for the whole time-out began a moment before the gate was looked at.
+  const uint64_t ms = static_cast<uint64_t>(config_.timeout_ms), limit = (ms - std::min<uint64_t>(ms / 8, 100)) * 1000000;
+  bool found = false;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    const uint64_t step = to_commit(), now = now_ns();
+    if (!silent_ || first_step_ == kNoStep || awaited_step_ != step || now - awaited_since_ < limit) return;
+    for (uint32_t r = 0; r < ranks_.size(); ++r) {
+      const TrainerRef& t = ranks_[r];
+      if (!t || lost_[r] || t->closing.load() || !late(*t, step)) continue;
+      const uint64_t heard = t->heard.load();
+      if (heard == 0 || now < heard || now - heard < limit) continue;
+      // Inside a call it is the engine that takes its time.
+      if (!t->call_mu.try_lock()) continue;
+      t->call_mu.unlock();
+      silent_(t);
+      lost_[r] = 1;
+      found = true;
+    }
+  }
+  if (found) progress();
+}
+
 // The first rank that is to be replaced; kNoRank if there is none. With mu_ held.
 uint32_t Engine::lost_rank() const {
   for (uint32_t r = 0; r < lost_.size(); ++r)

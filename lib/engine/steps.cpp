@@ -35,7 +35,7 @@ Status Engine::aborted(Trainer& t) {
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
   if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
-                "the process of rank %u is gone: the step is undone on all ranks; begin step %llu again, which "
+                "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin step %llu again, which "
                 "waits until somebody has joined as that rank",
                 lost, static_cast<unsigned long long>(next));
   return fail(FRUGAL_ERR_STEP_ABORTED,
@@ -62,21 +62,22 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       return false;
     }
     if (uint32_t lost = lost_rank(); lost != kNoRank) {
-      if (why) *why = text("somebody to join in place of rank %u, whose process is gone", lost);
+      if (why) *why = text("somebody to join in place of rank %u, whose process is gone or does not answer", lost);
       return false;
     }
     uint64_t needed = to_commit();
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
     if (!near || (step > needed && step - needed > most_ahead())) {
       waits(WaitedFor::kRanks);
+      if (awaited_step_ != needed) {
+        awaited_step_ = needed;
+        awaited_since_ = now_ns();
+      }
       if (why) {
         String who;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& t = ranks_[r];
-          bool late = t ? (t->next_step == kNoStep ||
-                           (t->in_step ? t->step <= needed : t->next_step <= needed))
-                        : !joined_[r];
-          if (!late || who.size() > 80) continue;
+          if (!(t ? late(*t, needed) : !joined_[r]) || who.size() > 80) continue;
           who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
         }
         *why = text("rank %s to end step %llu", who.c_str(),
@@ -148,7 +149,12 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
   bool everything = false;
   Status s = wait(
-      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything, &waited); },
+      deadline, t,
+      [&] {
+        if (gate_open(step, nullptr, &in_flight, &everything, &waited)) return true;
+        find_silent();
+        return false;
+      },
       [&] { return help_gate(step, everything); });
   span.waited(waited);
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);

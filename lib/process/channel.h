@@ -74,6 +74,11 @@ class Channel : public HeapObject {
   // The peer is gone: every call of this side answers FRUGAL_ERR_PEER_LOST, those that wait, too. The
   // peer's calls learn of it by their own means.
   void cut() noexcept { link_.end("is gone, or its channel was cut"); }
+  // Tells the peer that nothing is sent or received any more. The last call of the thread that does both.
+  void close() {
+    sender_.close();
+    receiver_.close();
+  }
   bool is_cut() const { return link_.ended(); }
 
   size_t staging_bytes() const { return staging_bytes_; }

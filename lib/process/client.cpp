@@ -72,7 +72,13 @@ Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
 Status Client::attach(const frugal_config& config) {
   config_ = config;
   config_.service = nullptr;  // not copied beyond the call
-  FRUGAL_TRY(ControlClient::connect(config.service, config.timeout_ms, &control_));
+  if (Status s = ControlClient::connect(config.service, config.timeout_ms, &control_)) {
+    if (s != FRUGAL_ERR_TIMEOUT) return s;
+    frugal_error error;  // nobody serves the address
+    end_call(s);
+    last_error(&error);
+    return fail(FRUGAL_ERR_PEER_LOST, "%s", error.message);
+  }
   FRUGAL_TRY(Watch::open(&watch_));
   frugal_config asked = config;
   asked.service = nullptr;
@@ -400,10 +406,11 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
 }
 
 Status Client::close_trainer(const RemoteTrainerRef& t) {
-  // A call of its that waits is answered by the controller, when the rank has left.
-  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
+  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
+  t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
+  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();

@@ -70,6 +70,7 @@ struct RemoteTrainer : HeapObject {
   std::unique_ptr<Channel> channel;
   // Aborts that the controller has counted for this rank, and those that it has told of.
   const std::atomic<uint32_t>* notices = nullptr;
+  std::atomic<bool> closing{false};
   std::mutex call_mu;
   // All that follows with call_mu held.
   Arena staging;

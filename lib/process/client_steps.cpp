@@ -28,6 +28,8 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
     // The controller has the sums, but no memory to take the step in: its end is to be called again.
     t.in_step = t.ending = true;
   }
+  if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
+    return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   return s;
 }
 
@@ -38,6 +40,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e) {
 // First thing in every call: what the trainer is to be told of comes before all else.
 Status Client::enter(RemoteTrainer& t) {
   FRUGAL_TRY(check());
+  if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   take_releases(t);
   if (t.notices->load() == t.told) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};

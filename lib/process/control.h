@@ -29,8 +29,8 @@ struct Peer {
   uint64_t id = 0;  // of no other connection of this server
 };
 
-// Answers. Descriptors: a handler's stay its own, they are duplicated before the call is over; those
-// that a client is given belong to its caller, who closes them.
+// Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and live as
+// long as `keep`; those that a client is given belong to its caller, who closes them.
 struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;
@@ -41,10 +41,12 @@ struct TableReply {
   frugal_table_info info;
   Vector<int> descriptors;
   Vector<uint64_t> numbers;
+  std::shared_ptr<void> keep;
 };
 struct JoinReply {
   Vector<int> descriptors;
   Vector<uint64_t> numbers;
+  std::shared_ptr<void> keep;
 };
 
 // What the controller does. Each connection has some threads of its own that make these calls, so one

@@ -40,7 +40,10 @@ Status Lane::start() {
   staging_ = new Staging(channel_);
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
-  if (trainer_) trainer_->told_elsewhere.store(notices);
+  if (trainer_) {
+    trainer_->told_elsewhere.store(notices);
+    trainer_->heard.store(now_ns());
+  }
   try {
     thread_ = quiet_thread([this] { loop(); });
   } catch (...) {
@@ -57,6 +60,11 @@ Lane::~Lane() {
 }
 
 void Lane::loop() {
+  // Who was only stopped learns of it when it goes on.
+  struct Closing {
+    Channel& channel;
+    ~Closing() { channel.close(); }
+  } closing{*channel_};
   Header request;
   // More follows what wants no answer, at once; the trainer computes after what it has waited for.
   auto expect = [&](bool soon) { channel_->look_for(soon ? kSoonNs : kLookNs); };
@@ -66,6 +74,7 @@ void Lane::loop() {
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
+    if (trainer_) trainer_->heard.store(now_ns());
     const bool ends = trainer_ && request.type == static_cast<uint32_t>(Call::kStepEnd);
     if (!ends) passed_.fetch_add(1);
     silent_ = ends;
@@ -80,6 +89,7 @@ void Lane::loop() {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
+    if (trainer_) trainer_->heard.store(now_ns());
     frugal_error error;
     if (status != FRUGAL_OK) last_error(&error);
     if (owes) owed_ = FRUGAL_OK;

@@ -15,6 +15,8 @@ namespace {
 constexpr uint64_t kSpinNs = 50000;          // about what a sleep and a wake-up cost
 constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
 
+const char kOver[] = "has cut the channel: it took this process for dead, or another has its place";
+
 // The half of the count that changes.
 const uint32_t* low_half(const std::atomic<uint64_t>& count) {
   static_assert(std::endian::native == std::endian::little);
@@ -96,8 +98,10 @@ Status RingWriter::look() {
   FRUGAL_TRY(link_->check());
   const uint64_t count = peer_->count.load(std::memory_order_acquire);
   // Never read what was not published, and never give room back.
-  if (count - known_ > published_ - known_)
+  if (count - known_ > published_ - known_) {
+    if (count - known_ - kRingOver <= kMaxRing) return link_->refuse(kOver);
     return link_->refuse("broke the protocol: it has read what was not written");
+  }
   known_ = count;
   return FRUGAL_OK;
 }
@@ -147,8 +151,10 @@ Status RingReader::look() {
   FRUGAL_TRY(link_->check());
   const uint64_t count = peer_->count.load(std::memory_order_acquire);
   // Never more than there is room for, and never less than before.
-  if (count - known_ > capacity_ - available())
+  if (count - known_ > capacity_ - available()) {
+    if (count - known_ - kRingOver <= kMaxRing) return link_->refuse(kOver);
     return link_->refuse("broke the protocol: it has written more than there is room for");
+  }
   known_ = count;
   return FRUGAL_OK;
 }

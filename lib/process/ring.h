@@ -27,6 +27,9 @@ struct RingEnd {
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint64_t>) == 8);
 
 constexpr size_t kMaxRing = size_t{1} << 30;
+// A count that is so far ahead says that its side has done with the ring: no other message is left to say
+// it with. Its low half is another, so nobody goes on sleeping.
+constexpr uint64_t kRingOver = (uint64_t{1} << 62) + (uint64_t{1} << 31);
 
 // What the ends of rings to one peer share in a process: whether the peer is there, and the waits.
 // The times are values of now_ns(), UINT64_MAX is never.
@@ -77,6 +80,8 @@ class RingWriter {
   // Any size. The last bytes may be unknown to the reader until publish().
   Status write(const void* from, size_t bytes, uint64_t until);
   void publish();
+  // Tells the reader that nothing comes any more. The last call.
+  void close() { RingLink::publish(mine_, peer_, written_ + kRingOver); }
   size_t capacity() const { return capacity_; }
 
  private:
@@ -103,6 +108,8 @@ class RingReader {
   // Any size; null: the bytes are let go. The writer may not know of the last ones until publish().
   Status read(void* to, uint64_t bytes, uint64_t until);
   void publish();
+  // Tells the writer that nobody reads any more. The last call.
+  void close() { RingLink::publish(mine_, peer_, read_ + kRingOver); }
   // Whether so many bytes are there now.
   Status has(size_t bytes, bool* there);
 
