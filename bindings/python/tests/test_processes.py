@@ -115,8 +115,8 @@ def test_the_address_is_told_or_the_environment_s(
     with frugal.Engine() as engine:
         assert engine.service == controller.address
     monkeypatch.setenv("FRUGAL_SERVICE", str(tmp_path / "nobody"))
-    with pytest.raises(frugal.PeerLost, match="nobody"):
-        frugal.Engine()
+    with pytest.raises(frugal.Timeout, match="nobody"):
+        frugal.Engine(timeout=0.1)
     with frugal.Engine(service=controller.address) as engine:
         assert engine.service == controller.address
     with frugal.Engine(service="") as engine:
