@@ -559,8 +559,10 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
  * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
  * same on all ranks; then + 1. The first call names it, even one that answers TIMEOUT. A waiting
- * caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
- * STEP_ABORTED (the last step was undone; the message names the step to begin), CLOSED,
+ * caller helps. Where a trainer process is lost, somebody who joins as its rank is waited for, too.
+ * Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * STEP_ABORTED (the last step was undone; the message names the step to begin), PEER_LOST (it was
+ * undone because a trainer process is lost; the same), CLOSED,
  * UNHEALTHY. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int64_t timeout_ms);
 

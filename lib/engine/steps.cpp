@@ -161,9 +161,9 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (s == FRUGAL_ERR_TIMEOUT) {
     String why = "nothing any more";
     gate_open(step, &why);
-    std::lock_guard<std::mutex> lock(mu_);
-    return fail(lost_rank() == kNoRank ? s : FRUGAL_ERR_PEER_LOST, "step %llu waited for %s; call again",
-                static_cast<unsigned long long>(step), why.c_str());
+    // Also where it is somebody to join in place of a lost rank: PEER_LOST was told when the rank was lost, and
+    // whoever waits in slices is to go on waiting.
+    return fail(s, "step %llu waited for %s; call again", static_cast<unsigned long long>(step), why.c_str());
   }
   return s;
 }

@@ -125,21 +125,6 @@ def test_metrics_that_are_longer_than_a_first_guess(engine: frugal.Engine) -> No
     assert engine.metrics().count("frugal_table_rows{") == 200
 
 
-def test_services_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(frugal.Unsupported, match="no such service"):
-        frugal.Engine(service=tmp_path / "no such service")
-    with pytest.raises(TypeError, match="service"):
-        frugal.Engine(service=5)  # type: ignore[arg-type]
-    with frugal.Engine(backing="shm", service=None) as engine:
-        with pytest.raises(frugal.Unsupported):
-            engine.serve(tmp_path / "socket")
-        with pytest.raises(ValueError, match="NUL"):
-            engine.serve("a\0b")
-        with pytest.raises(frugal.Unsupported, match="service"):
-            engine.create_trainer(replace=True)
-        train(engine)
-
-
 def test_peer_lost_is_a_connection_error() -> None:
     assert issubclass(frugal.PeerLost, ConnectionError)
     assert frugal.PeerLost("gone", -23).status_name == "FRUGAL_ERR_PEER_LOST"

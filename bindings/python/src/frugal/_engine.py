@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 STALENESS_ASYNC = _abi.FRUGAL_STALENESS_ASYNC
 """Staleness without bound."""
 
+SERVICE = "FRUGAL_SERVICE"  # variable of the environment
+
 _BACKINGS: Dict[str, int] = {"private": _abi.FRUGAL_BACKING_PRIVATE, "shm": _abi.FRUGAL_BACKING_SHM}
 _STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
 
@@ -64,8 +66,9 @@ class Engine(Single):
     host_bytes: limit of memory for tables, None for no limit. timeout: seconds that a call waits which names no
     time-out of its own, math.inf for ever. backing: of the rows, "private" or "shm". seed: of all initial values. log:
     called with a level (0 error, 1 warning, 2 information) and a text, from any thread; it must not call this
-    library, and what it raises goes to sys.unraisablehook. service: address of a controller to attach to, None for
-    an engine of this process; the other options must be those of the controller's engine.
+    library, and what it raises goes to sys.unraisablehook. service: address of a controller to attach to, "" for an
+    engine of this process; None: what the environment variable FRUGAL_SERVICE says. The other options must be those of
+    the controller's engine.
 
     Threads: any. Closing frees the tables and everything else of the engine.
     """
@@ -110,8 +113,11 @@ class Engine(Single):
         callback = None
         if log is not None:
             callback = config.log = _log_callback(log)
-        if service is not None:
-            config.service = _path(service, "service")  # which the struct keeps
+        address = _path(os.environ.get(SERVICE, "") if service is None else service, "service")
+        if address:
+            config.service = address  # which the struct keeps
+        self.service: str = os.fsdecode(address)
+        """Address of the controller that this process is attached to, or ""."""
         handle = c_void_p()
         check(lib.frugal_open(addressof(config), byref(handle)))
         self._handle: int = handle.value or 0
