@@ -333,16 +333,21 @@ TEST(Open, RefusesBadConfigs) {
 }
 
 // As long as there are no processes to attach: nothing is guessed, and the engine stays this process's own.
-TEST(Open, ServicesAreRefused) {
+TEST(Open, ServicesThatAreNotThere) {
   frugal_config config = FRUGAL_CONFIG_INIT;
   EXPECT_EQ(config.service, nullptr);
   config.service = "/tmp/no such service";
+  config.timeout_ms = 100;
   frugal_engine* none = nullptr;
-  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_PEER_LOST, FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_UNSUPPORTED);
   EXPECT_NE(LastMessage().find(config.service), std::string::npos);
   EXPECT_EQ(none, nullptr);
+  config.service = nullptr;
+  config.flags = FRUGAL_OBSERVE;
+  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_INVALID_ARGUMENT);
   Engine engine(1, [](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
-  EXPECT_REFUSED(frugal_serve(engine, "/tmp/no such service"), FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_REFUSED(frugal_serve(engine, "/no such folder/service"), FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_REFUSED(frugal_serve(Engine(), "/tmp/frugal_none"), FRUGAL_ERR_INVALID_ARGUMENT);
   TrainStep(engine.Trainer(0), 0, engine.Table("t", FRUGAL_DENSE, 10, 1), {1});
 }
 

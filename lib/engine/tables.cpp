@@ -317,6 +317,7 @@ Status Engine::open_window(Table& table) {
 }
 
 void Engine::stats(frugal_stats* out) {
+  settle_remote();
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
   s.struct_size = sizeof s;
