@@ -325,7 +325,7 @@ def run(args: argparse.Namespace, side: str) -> Dict[str, Tuple[float, float]]:
 
             engine = stack.enter_context(frugal.Engine(lookahead=args.lookahead))
             trainer = stack.enter_context(engine.create_trainer())
-            rows = FrugalRows(*weight.shape, training.features, args.lr, trainer)
+            rows = FrugalRows(weight.shape[0], weight.shape[1], training.features, args.lr, trainer)
             rows.table.load_state_dict({"embedding_bags.categories.weight": weight})
         else:
             rows = TorchRows(weight)

@@ -89,7 +89,10 @@ def mean(parts: Sequence[Tensor]) -> Tensor:
     return total / len(parts)
 
 
-def reduce_bucket(ranks: Ranks, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def reduce_bucket(
+    ranks: Ranks,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """The same as a hook of DistributedDataParallel, whose buckets are gradients laid end to end."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(mean(ranks.gather(bucket.buffer())))
@@ -229,7 +232,8 @@ def processes(args: argparse.Namespace) -> Dict[str, Any]:
             args.service = stack.enter_context(controller(args.controller))
         meeting = f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/meeting"
         results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        torch.multiprocessing.spawn(spawned_rank, (args, meeting, results), nprocs=args.ranks)
+        spawn: Any = getattr(torch.multiprocessing, "spawn")  # noqa: B009; it has no types
+        spawn(spawned_rank, (args, meeting, results), nprocs=args.ranks)
         return next(result for result in (results.get() for _ in range(args.ranks)) if result is not None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -145,7 +146,8 @@ def test_a_trainer_can_host_the_controller(controller_program: Path, peer: Start
     with frugal.Engine(world_size=WORLD, lookahead=4, backing="shm", timeout=60, service="") as engine:
         engine.serve(address)
         table = engine.create_table("t", 50, 4, optimizer=frugal.Adagrad(lr=0.5), init=frugal.Uniform(-1, 1))
-        other = peer(RANK, address, "1")
+        found = re.sub(r"engine.create_table\(.*\)", 'engine.find_table("t")', RANK)
+        other = peer(found, address, "1")
         assert other.says() == "joined"
         trainer = engine.create_trainer(0)
         keys = np.arange(0, 50, 2)
@@ -193,7 +195,7 @@ def test_a_rank_that_is_killed_and_replaced(world: World, peer: Start) -> None:
 
 
 def test_a_rank_that_is_stopped_and_replaced(world: World, peer: Start) -> None:
-    stopped = peer(RANK, world.service, "1")
+    stopped = peer(RANK.replace("timeout=60", "timeout=2"), world.service, "1")
     assert stopped.says() == "joined"
     stopped.hears("begin train")
     assert stopped.says() == "done"
