@@ -19,9 +19,9 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
   h.type = static_cast<uint32_t>(e.call);
   h.sequence = ++*sequence;
   std::copy(std::begin(e.args), std::end(e.args), h.args);
-  // The controller keeps to the call's time-out. One that does not answer is as good as gone: what it
-  // would say later fits to nothing.
-  const uint64_t until = answer_until(e.until ? e.until : deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+  // The controller keeps to the call's time-out, which may be a short slice of a long wait. One that does
+  // not answer for the engine's time-out is as good as gone: what it would say later fits to nothing.
+  const uint64_t until = answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
   auto told = [&](Status s) {
     if (s == FRUGAL_ERR_TIMEOUT) {
       channel.cut();
