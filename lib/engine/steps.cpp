@@ -15,6 +15,8 @@ namespace frugal {
 // Called with call_mu held, first thing in every call of the step protocol.
 Status Engine::enter(Trainer& t) {
   FRUGAL_TRY(check());
+  if (t.closing.load() && t.lost_peer.load() == t.rank)
+    return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place", t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);
