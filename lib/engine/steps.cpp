@@ -164,8 +164,13 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
     String why = "nothing any more";
     gate_open(step, &why);
     std::lock_guard<std::mutex> lock(mu_);
-    return fail(lost_rank() == kNoRank ? s : FRUGAL_ERR_PEER_LOST, "step %llu waited for %s; call again",
-                static_cast<unsigned long long>(step), why.c_str());
+    const uint32_t lost = lost_rank();
+    if (lost != kNoRank)  // an abort, which is for that, may be what the gate has met first
+      return fail(FRUGAL_ERR_PEER_LOST,
+                  "step %llu waited for somebody to join in place of rank %u, whose process is gone or does not "
+                  "answer; call again",
+                  static_cast<unsigned long long>(step), lost);
+    return fail(s, "step %llu waited for %s; call again", static_cast<unsigned long long>(step), why.c_str());
   }
   return s;
 }
