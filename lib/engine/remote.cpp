@@ -182,6 +182,8 @@ void Engine::find_silent() {
       t->call_mu.unlock();
       silent_(t);
       lost_[r] = 1;
+      t->lost_peer.store(r);  // what its own calls answer
+      t->closing.store(true);
       found = true;
     }
   }

@@ -15,6 +15,8 @@ namespace frugal {
 // Called with call_mu held, first thing in every call of the step protocol.
 Status Engine::enter(Trainer& t) {
   FRUGAL_TRY(check());
+  if (t.closing.load() && t.lost_peer.load() == t.rank)
+    return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place", t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);
@@ -161,8 +163,14 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (s == FRUGAL_ERR_TIMEOUT) {
     String why = "nothing any more";
     gate_open(step, &why);
-    // Also where it is somebody to join in place of a lost rank: PEER_LOST was told when the rank was lost, and
-    // whoever waits in slices is to go on waiting.
+    std::lock_guard<std::mutex> lock(mu_);
+    // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on waiting. (An
+    // abort, which is for that, may be what the gate has met first.)
+    if (const uint32_t lost = lost_rank(); lost != kNoRank)
+      return fail(s,
+                  "step %llu waited for somebody to join in place of rank %u, whose process is gone or does not "
+                  "answer; call again",
+                  static_cast<unsigned long long>(step), lost);
     return fail(s, "step %llu waited for %s; call again", static_cast<unsigned long long>(step), why.c_str());
   }
   return s;

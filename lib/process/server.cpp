@@ -76,10 +76,16 @@ struct Server::Impl final : ControlHandler {
     for (;;) {
       silence_.wait(lock, [&] { return stopping_ || !silent_.empty(); });
       if (stopping_) return;
-      const TrainerRef trainer = std::move(silent_.back());
-      silent_.pop_back();
+      const TrainerRef trainer = silent_.front();
       lock.unlock();
       take_over(trainer->rank, trainer.get());
+      lock.lock();
+      silent_.erase(silent_.begin());
+      lock.unlock();
+      {
+        std::lock_guard<std::mutex> waiters(mu_);
+        left_.notify_all();
+      }
       lock.lock();
     }
   }
@@ -333,6 +339,10 @@ struct Server::Impl final : ControlHandler {
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
           if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
+      {
+        std::lock_guard<std::mutex> silent(silent_mu_);
+        for (const TrainerRef& t : silent_) soon |= t->rank == rank;
+      }
       if (!soon) return;
       left_.wait(lock);
     }
