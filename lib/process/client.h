@@ -3,6 +3,7 @@
 // What has keys, rows or gradients goes through channels (protocol.h); a trainer gathers rows and sums
 // gradients of declared keys by itself, from the controller's memory into its own.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -178,6 +179,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status inside(RemoteTrainer& t);
   void leave_step(RemoteTrainer& t);
   void take_releases(RemoteTrainer& t);
+  // A rank that is inside a step knows that steps which are further back are committed.
+  uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
   Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
   struct Access {
     RemoteTableRef table;

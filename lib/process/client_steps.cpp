@@ -213,9 +213,8 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   t.next_step = step + 1;
   // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
   // than 62 steps ahead of the last commit.
-  const uint64_t apart = std::min<uint64_t>(config_.staleness, 62);
   std::erase_if(t.batches, [&](auto& item) {
-    if (item.second->step >= step || step - item.second->step <= apart) return false;
+    if (item.second->step >= step || step - item.second->step <= kept_steps()) return false;
     handle_remove(HandleKind::kRemoteBatch, item.second->handle);
     return true;
   });
@@ -235,6 +234,9 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Acces
     auto batch = std::static_pointer_cast<RemoteBatch>(
         handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch)));
     if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+    // Whoever declared it has not come here since the step was committed.
+    if (t.step > batch->step && t.step - batch->step > kept_steps())
+      return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
     if (batch->trainer != &t || batch->step != t.step)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "the batch was declared for step %llu of %s rank; this is step %llu of rank %u",

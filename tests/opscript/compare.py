@@ -126,6 +126,7 @@ def replay_mixed(commands, build, script):
     everyone = ("open", "table", "hash", "close")
     with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
         runners = [Turns(command, environment, folder, i) for i, command in enumerate(commands)]
+        owner = {}
         with open(script, encoding="utf-8") as file:
             for number, text in enumerate(file):
                 line = json.loads(text)
@@ -135,6 +136,14 @@ def replay_mixed(commands, build, script):
                     turns = [runners[line["rank"] % 2]]
                 else:
                     turns = [runners[number % 2]]
+                # A batch of a rank that is the other's is a number that this one does not know.
+                if line["do"] == "prefetch" and "status" not in line:
+                    owner[line["batch"]] = turns[0]
+                named = [op["batch"] for op in line.get("ops", []) if "batch" in op]
+                if line["do"] == "cancel":
+                    named.append(line["batch"])
+                if any(owner.get(batch) not in (None, turns[0]) for batch in named):
+                    continue
                 if not all([runner.do(text) for runner in turns]):
                     break
         wrong = [runner.end() for runner in runners]
