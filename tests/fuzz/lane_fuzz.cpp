@@ -140,6 +140,8 @@ class Enemy {
       case Call::kAccess:
         h.args[0] = call == Call::kAccess ? Count(n) : Near(world_.step + in_.Number(1) % 3);
         h.args[1] = Count(n);
+        h.args[2] = Near(batch_ + 1);
+        h.args[3] = in_.Number(1) % 2;
         Ops(n);
         break;
       case Call::kStepBegin:
@@ -185,13 +187,23 @@ class Enemy {
     Noise(in_.Number(1) % 16 == 0 ? 64 : 0);
     const Piece piece{parts_.data(), parts_.size()};
     if (channel_.send(h, &piece, 1, now_ns() + 100000000) != FRUGAL_OK) return false;
+    const bool ends = trainer_ && h.type == static_cast<uint32_t>(Call::kStepEnd);
+    const bool declares = trainer_ && h.type == static_cast<uint32_t>(Call::kPrefetch);
+    if (declares && h.args[2] == batch_ + 1) ++batch_;
+    // Ends of steps are not answered, nor are some declarations: what has come of them is asked for.
+    if (ends || (declares && h.args[3] == 0)) {
+      h = Header{};
+      h.type = static_cast<uint32_t>(Call::kInside);
+      h.sequence = ++sequence_;
+      if (channel_.send(h, nullptr, 0, now_ns() + 100000000) != FRUGAL_OK) return false;
+    }
     Header answer;
     if (channel_.receive(&answer, now_ns() + 50000000) != FRUGAL_OK) return false;
-    if (answer.status == FRUGAL_OK) {
-      if (call == Call::kPrefetch) batch_ = answer.args[0];
-      if (call == Call::kStepEnd) ++step_;
+    if (ends && static_cast<Status>(answer.status) == FRUGAL_ERR_NOT_IN_STEP) {
+      ++step_;
       ++taken_;
     }
+    if (!ends && answer.status == FRUGAL_OK) ++taken_;
     return true;
   }
   void At(uint64_t step) { step_ = step; }
@@ -270,7 +282,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const TrainerRef trainer = as_trainer ? world->Join(1) : nullptr;
   int taken = 0;
   {
-    Lane lane(world->engine, trainer, std::shared_ptr<Channel>(std::move(made)));
+    Lane lane(world->engine, trainer, std::shared_ptr<Channel>(std::move(made)), false);
     Check(lane.start() == FRUGAL_OK);
     Enemy enemy(*world, in, *mine, as_trainer);
     enemy.At(world->step);

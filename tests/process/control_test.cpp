@@ -282,6 +282,7 @@ TEST_F(Control, RoundTrips) {
   fill(&config, 11);
   config.log = nullptr;
   config.log_context = nullptr;
+  config.service = nullptr;
   OpenReply opened;
   ASSERT_EQ(client->open(config, kMs, &opened), FRUGAL_OK);
   EXPECT_TRUE(same(fake.config, config));
