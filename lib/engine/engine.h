@@ -300,9 +300,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   void count_remote(const RemoteCounts& counts);
-  // What waits until all ends of steps that other processes have made are taken in; null: there are none.
-  void settle_with(std::function<void()> settle);
-  void settle_remote();
   Status inside_step(Trainer& t);
   Status lose_trainer(const TrainerRef& trainer);
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
@@ -524,9 +521,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
   Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
-  std::mutex settle_mu_;
-  std::function<void()> settle_;
-  std::atomic<bool> settles_{false};
   std::function<void(const TrainerRef&)> silent_;
   uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // by gates: that all ranks end it
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers

@@ -23,7 +23,6 @@ Status busy(const String& why) {
 // same one.
 OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     : engine_(engine), order_(engine.outside_mu_, std::try_to_lock) {
-  engine.settle_remote();
   // One after the other. In slices by the system clock, as other sleeps.
   while (!order_.owns_lock()) {
     if (engine.closed_.load()) {

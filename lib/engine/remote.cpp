@@ -125,19 +125,6 @@ void Engine::count_remote(const RemoteCounts& c) {
   remote_cpu_ns_.fetch_add(c.cpu_ns, std::memory_order_relaxed);
 }
 
-void Engine::settle_with(std::function<void()> settle) {
-  std::lock_guard<std::mutex> lock(settle_mu_);
-  settle_ = std::move(settle);
-  settles_.store(settle_ != nullptr);
-}
-
-// A trainer's step_end returns when it is on its way. Who asks later, however it knows, is to find it ended.
-void Engine::settle_remote() {
-  if (!settles_.load()) return;
-  std::lock_guard<std::mutex> lock(settle_mu_);
-  if (settle_) settle_();
-}
-
 // The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before somebody else
 // has joined with its rank.
 Status Engine::lose_trainer(const TrainerRef& t) try {

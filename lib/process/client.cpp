@@ -187,7 +187,7 @@ Status Client::ask(Exchange& e) {
 }
 
 Status Client::flush(Deadline deadline) {
-  Exchange e{Call::kFlush, {left_until(deadline)}, {}, false, false, deadline.at};
+  Exchange e{Call::kFlush, {left_until(deadline)}, {}, deadline.at};
   return ask(e);
 }
 

@@ -78,7 +78,6 @@ struct RemoteTrainer : HeapObject {
   BufferPool sums;             // in the staging memory; before what holds its buffers
   uint64_t sequence = 0;
   uint64_t last_batch = 0;     // number of the last declaration
-  uint64_t next_step = kNoStep;  // to begin next, if that is known
   uint32_t told = 0;
   bool in_step = false;
   bool ending = false;         // step_end has sent the sums and failed: it is to be called again
@@ -157,8 +156,6 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
     Call call;
     uint64_t args[5] = {};
     Vector<Piece> pieces;
-    bool silent = false;       // no answer is wanted
-    bool late = false;         // the failure is that of the last step_end
     uint64_t until = 0;        // when the call's own time is up; 0: as the engine's time-out says
     void add(const void* data, size_t bytes) {
       if (bytes) pieces.push_back({data, bytes});

@@ -23,10 +23,6 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
     leave_step(t);
-    t.next_step = kNoStep;  // one that was ended may be to begin again
-  } else if (s != FRUGAL_OK && e.late) {
-    // The controller has the sums, but no memory to take the step in: its end is to be called again.
-    t.in_step = t.ending = true;
   }
   if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
@@ -102,23 +98,8 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   device::look_for_devices();
   FRUGAL_TRY(host_memory(ops, n));
   auto batch = std::allocate_shared<RemoteBatch>(HeapAllocator<RemoteBatch>());
-  // Nothing waits for the controller where this side knows that it will not refuse. (If it has no memory,
-  // the keys are not declared: that costs time, no more.)
-  const bool certain = t.next_step != kNoStep;
-  if (certain) {
-    const uint64_t last = (t.in_step ? t.step : t.next_step) + config_.lookahead;
-    if (step < t.next_step)
-      return fail(FRUGAL_ERR_STEP_RANGE, "rank %u has begun step %llu already: declare step %llu or later", t.rank,
-                  static_cast<unsigned long long>(step), static_cast<unsigned long long>(t.next_step));
-    if (step > last)
-      return fail(FRUGAL_ERR_STEP_RANGE,
-                  "step %llu lies beyond the ring: the last that rank %u can declare now is %llu (lookahead %u)",
-                  static_cast<unsigned long long>(step), t.rank, static_cast<unsigned long long>(last),
-                  config_.lookahead);
-  }
   Vector<OpHead> heads(n);
-  Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1, !certain}, {}};
-  e.silent = certain;
+  Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1}, {}};
   e.add(heads.data(), n * sizeof(OpHead));
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
@@ -205,12 +186,11 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
-  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, false, false, deadline.at};
+  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
   t.parts.clear();
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
   t.in_step = true;
-  t.next_step = step + 1;
   // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
   // than 62 steps ahead of the last commit.
   std::erase_if(t.batches, [&](auto& item) {
@@ -538,18 +518,20 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
   Exchange e{Call::kStepEnd, {step, flags, places.size()}, {}};
-  e.silent = true;
   e.add(&t.counts, sizeof t.counts);
   e.add(places.data(), places.size() * sizeof(PushPlace));
+  // They are the controller's when it has the message, whatever it answers: it tells when it has read them.
   for (Buffer* b : sent) t.handed[place(*b)] = Buffer();
-  FRUGAL_TRY(ask(t, e));
+  Status s = ask(t, e);
   t.cpu_ns = cpu;
   t.counts = {};
-  // The controller tells when it has read them.
+  if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
   for (Buffer* b : sent) {
     const uint64_t at = place(*b);
     t.handed[at] = std::move(*b);
   }
+  t.ending = true;
+  if (s != FRUGAL_OK) return s;
   leave_step(t);
   return FRUGAL_OK;
 }
@@ -561,7 +543,6 @@ Status Client::abort_call(RemoteTrainer& t) {
   Exchange e{Call::kAbort, {}, {}};
   FRUGAL_TRY(ask(t, e));
   leave_step(t);
-  t.next_step = kNoStep;
   return FRUGAL_OK;
 }
 
@@ -576,7 +557,7 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
   FRUGAL_TRY(host_memory(ops, n));
   Vector<ReadHead> heads(n);
   Vector<RemoteTableRef> tables(n);
-  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, false, false, deadline.at};
+  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, deadline.at};
   e.add(heads.data(), n * sizeof(ReadHead));
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];

@@ -30,10 +30,7 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
     if (s == FRUGAL_ERR_PEER_LOST && closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
     return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
   };
-  e.late = false;
   if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), until)) return told(s);
-  channel.counter(kRequests).store(*sequence);
-  if (e.silent) return FRUGAL_OK;
   if (Status s = channel.receive(&h, until)) return told(s);
   if (h.type != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
     channel.cut();
@@ -41,7 +38,6 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
   }
   const Status status = static_cast<Status>(h.status);
   if (status != FRUGAL_OK) {
-    e.late = h.args[0] == 1;
     Failure failure{};
     char text[512] = "";
     uint64_t left = channel.payload_left();

@@ -66,23 +66,21 @@ void Lane::loop() {
     ~Closing() { channel.close(); }
   } closing{*channel_};
   Header request;
-  // More follows what wants no answer, at once; the trainer computes after what it has waited for.
-  auto expect = [&](bool soon) { channel_->look_for(soon ? kSoonNs : kLookNs); };
-  expect(false);
+  // More follows a declaration or the end of a step at once; the trainer computes after what it has waited for.
+  auto expect = [&](Call last) {
+    channel_->look_for(last == Call::kPrefetch || last == Call::kStepEnd ? kSoonNs : kLookNs);
+  };
+  expect(Call::kInside);
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
     pieces_.clear();
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
     if (trainer_) trainer_->heard.store(now_ns());
-    const bool ends = trainer_ && request.type == static_cast<uint32_t>(Call::kStepEnd);
-    if (!ends) passed_.fetch_add(1);
-    silent_ = ends;
-    const bool owes = owed_ != FRUGAL_OK && wants_answer(request);
     begin_call();
     Status status;
     try {
-      status = owes ? fail_as(owed_error_) : handle(request);
+      status = handle(request);
     } catch (const std::bad_alloc&) {
       status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for the call");
     } catch (...) {
@@ -90,15 +88,7 @@ void Lane::loop() {
     }
     end_call(status);
     if (trainer_) trainer_->heard.store(now_ns());
-    frugal_error error;
-    if (status != FRUGAL_OK) last_error(&error);
-    if (owes) owed_ = FRUGAL_OK;
-    // A declaration that has met an abort has told nobody of it.
-    if (silent_ && (status == FRUGAL_ERR_STEP_ABORTED || status == FRUGAL_ERR_PEER_LOST || (ends && status != FRUGAL_OK)))
-      owe(error);
-    if (ends) passed_.fetch_add(1);
-    expect(silent_);
-    if (silent_) continue;
+    expect(static_cast<Call>(request.type));
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;
@@ -107,7 +97,8 @@ void Lane::loop() {
     if (status == FRUGAL_OK) {
       std::copy(std::begin(args_), std::end(args_), answer.args);
     } else {
-      answer.args[0] = owes;
+      frugal_error error;
+      last_error(&error);
       failure = {error.system_code, error.device_code};
       pieces_.clear();
       pieces_.reserve(2);
@@ -116,19 +107,6 @@ void Lane::loop() {
     }
     if (channel_->send(answer, pieces_.data(), pieces_.size(), UINT64_MAX) != FRUGAL_OK) return;
   }
-}
-
-bool Lane::wants_answer(const Header& request) const {
-  if (!trainer_) return true;
-  const Call call = static_cast<Call>(request.type);
-  return call != Call::kStepEnd && (call != Call::kPrefetch || request.args[3]);
-}
-
-void Lane::owe(const frugal_error& error) {
-  owed_ = error.status;
-  owed_text_ = error.message;
-  owed_error_ = error;
-  owed_error_.message = owed_text_.c_str();
 }
 
 Status Lane::take(void* out, uint64_t bytes) {
@@ -254,7 +232,6 @@ Status Lane::take_ops(uint64_t count, Ops* out) {
 }
 
 Status Lane::prefetch(const Header& request) {
-  silent_ = request.args[3] == 0;
   const uint64_t number = request.args[2];
   if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
   Ops ops;

@@ -35,8 +35,6 @@ class Lane : public HeapObject {
   ~Lane();
   Status start();
   void cut() noexcept { channel_->cut(); }
-  // Whether all ends of steps that its trainer has sent are taken in.
-  bool quiet() const { return passed_.load() >= channel_->counter_value(kRequests) || channel_->is_cut(); }
   Channel& channel() { return *channel_; }
   const TrainerRef& trainer() const { return trainer_; }
   // Where the trainer's aborts are counted, in the arena.
@@ -45,8 +43,6 @@ class Lane : public HeapObject {
  private:
   void loop();
   Status handle(const Header& request);
-  bool wants_answer(const Header& request) const;
-  void owe(const frugal_error& error);
   Status take(void* out, uint64_t bytes);
   Status take_buffer(uint64_t count, size_t element, Buffer* out);
   Status table_of(uint64_t handle, TableRef* out);
@@ -78,11 +74,6 @@ class Lane : public HeapObject {
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
-  bool silent_ = false;         // the request wants no answer
-  Status owed_ = FRUGAL_OK;     // of a step's end that failed, and nobody was told
-  frugal_error owed_error_{};
-  String owed_text_;
-  std::atomic<uint64_t> passed_{0};  // requests that are done, or (but for ends of steps) begun
   // Of the answer under way.
   uint64_t args_[5] = {};
   Vector<Piece> pieces_;

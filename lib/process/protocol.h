@@ -1,6 +1,6 @@
 // What goes through a channel (channel.h) between a trainer process and the controller.
 //
-// Each request (but kStepEnd, and a kPrefetch that wants none) is answered by one message with its type and sequence, whose status is that of the call. An
+// Each request is answered by one message with its type and sequence, whose status is that of the call. An
 // answer that is no success has a Failure and its text as payload. Numbers of tables, batches and parts,
 // counts and places are checked by the controller: they come from another process. Structs lie in the
 // payload as they are: both sides are the same version of the library on the same machine.
@@ -12,12 +12,11 @@ namespace frugal {
 enum class Call : uint32_t {
   // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
   // up or pushed since the last request: their rows exist from now on.
-  kPrefetch = 1,  // args: step, ops, number of the batch, whether an answer is wanted. OpHead[ops], keys
+  kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys
   kCancel,        // args: number of the batch
   kStepBegin,     // args: step, time-out in ns. Answer: PartPlace[]
   kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
-  kStepEnd,       // args: step, flags, pushes. Counts, PushPlace[pushes]. Where it fails, the next request that
-                  // wants an answer is not made, and has that failure as its answer; args[0] of it is 1
+  kStepEnd,       // args: step, flags, pushes. Counts, PushPlace[pushes]
   kAbort,
   kInside,        // whether the trainer is inside a step, or what has undone it
   // Of a trainer, or (without used parts) of a process.
@@ -35,9 +34,6 @@ enum class Call : uint32_t {
   kTraceStart,    // args: events
   kTraceStop,     // args: whether a path follows. The path
 };
-
-// The counter of the up region that tells how many requests were sent.
-constexpr size_t kRequests = 0;
 
 struct Failure {
   int32_t system_code, device_code;

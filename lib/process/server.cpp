@@ -23,7 +23,6 @@ namespace {
 // Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
 // Addresses only: memory is taken as it is used.
-constexpr uint64_t kSettleNs = 1'000'000'000;  // for the end of a step to be taken in
 constexpr size_t kStagingBytes = size_t{64} << 30;
 
 // The end of the struct is padding, in which anything may be.
@@ -125,19 +124,6 @@ struct Server::Impl final : ControlHandler {
     return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_IN_STEP, "no engine was opened by this connection");
   }
 
-  // Ends of steps that have been sent are taken in soon: a lane that is in another call has passed them.
-  void settle() {
-    const uint64_t until = now_ns() + kSettleNs;
-    auto quiet = [&] {
-      std::lock_guard<std::mutex> lock(mu_);
-      for (auto& [id, process] : processes_)
-        for (auto& lane : process->trainers)
-          if (lane && !lane->quiet()) return false;
-      return true;
-    };
-    while (!quiet() && now_ns() < until) std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
-
   // The same, of one that takes part.
   Status taking_part(const Peer& peer, std::shared_ptr<Attached>* out) {
     FRUGAL_TRY(attached(peer, out));
@@ -177,7 +163,6 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(engine->start());
     engine_ = std::move(engine);
     own_engine_ = true;
-    engine_->settle_with([this] { settle(); });
     listen();
     return FRUGAL_OK;
   }
@@ -433,7 +418,6 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "other processes can attach to an engine with FRUGAL_BACKING_SHM only: open it so");
   impl->engine_ = std::move(engine);
-  if (impl->engine_) impl->engine_->settle_with([i = impl.get()] { i->settle(); });
   FRUGAL_TRY(Watch::open(&impl->watch_));
   FRUGAL_TRY(impl->start_reaper());
   if (impl->engine_) impl->listen();
@@ -448,7 +432,6 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
 
 void Server::stop() {
   if (!impl_) return;
-  if (impl_->engine_) impl_->engine_->settle_with(nullptr);
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   impl_->stop_reaper();

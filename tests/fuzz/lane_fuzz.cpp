@@ -141,7 +141,6 @@ class Enemy {
         h.args[0] = call == Call::kAccess ? Count(n) : Near(world_.step + in_.Number(1) % 3);
         h.args[1] = Count(n);
         h.args[2] = Near(batch_ + 1);
-        h.args[3] = in_.Number(1) % 2;
         Ops(n);
         break;
       case Call::kStepBegin:
@@ -190,20 +189,12 @@ class Enemy {
     const bool ends = trainer_ && h.type == static_cast<uint32_t>(Call::kStepEnd);
     const bool declares = trainer_ && h.type == static_cast<uint32_t>(Call::kPrefetch);
     if (declares && h.args[2] == batch_ + 1) ++batch_;
-    // Ends of steps are not answered, nor are some declarations: what has come of them is asked for.
-    if (ends || (declares && h.args[3] == 0)) {
-      h = Header{};
-      h.type = static_cast<uint32_t>(Call::kInside);
-      h.sequence = ++sequence_;
-      if (channel_.send(h, nullptr, 0, now_ns() + 100000000) != FRUGAL_OK) return false;
-    }
     Header answer;
     if (channel_.receive(&answer, now_ns() + 50000000) != FRUGAL_OK) return false;
-    if (ends && static_cast<Status>(answer.status) == FRUGAL_ERR_NOT_IN_STEP) {
-      ++step_;
+    if (answer.status == FRUGAL_OK) {
+      if (ends) ++step_;
       ++taken_;
     }
-    if (!ends && answer.status == FRUGAL_OK) ++taken_;
     return true;
   }
   void At(uint64_t step) { step_ = step; }
