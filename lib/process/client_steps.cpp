@@ -428,6 +428,7 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(host_memory(ops, n));
   if (t.ending)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed for lack of memory: call it again first", t.rank);
+  const size_t declared = t.parts.size();
   Vector<Access> accesses;
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, &accesses));
   // What a failure takes back: new sums are dropped, older ones lose what this call has added.
@@ -457,6 +458,17 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   }
   if (status != FRUGAL_OK) {
     for (auto& [id, size] : tails) t.pushes.find(id)->second.tail.resize(size);
+    if (t.parts.size() > declared) {
+      // Keys were asked for, and a push that is refused makes no rows.
+      frugal_error error;
+      end_call(status);
+      last_error(&error);
+      const String message = error.message;
+      error.message = message.c_str();
+      Exchange e{Call::kTakeBack, {}, {}};
+      if (Status s = ask(t, e)) return s;
+      return fail_as(error);
+    }
     return status;
   }
   t.pushes.merge(fresh);
