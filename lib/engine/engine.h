@@ -296,10 +296,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status borrow(Trainer& t, size_t bytes, void** out);
   // --- remote.cpp: trainers in other processes
   Status declared_parts(Trainer& t, Vector<RemotePart>* out);
-  // `mark`: for take_back.
-  Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out, size_t* mark);
-  // Rows that came into being since then exist no more: the call that they were for was refused.
-  Status take_back(Trainer& t, size_t mark);
+  Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   void count_remote(const RemoteCounts& counts);

@@ -43,12 +43,11 @@ bool Engine::describe_lines(Trainer& t, RemotePart* p) {
 }
 
 // Keys that were not declared, or not as they are used: resolved, created, and their rows up to date.
-Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out, size_t* mark) {
+Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
-  *mark = t.created.size();
   return with_room(ops, n, [&]() -> Status {
     Vector<Access> accesses(n);
     for (size_t i = 0; i < n; ++i)
@@ -71,19 +70,6 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<Re
     out->swap(parts);
     return FRUGAL_OK;
   });
-}
-
-Status Engine::take_back(Trainer& t, size_t mark) {
-  std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
-  FRUGAL_TRY(inside(t));
-  Vector<CreatedRows> gone;
-  while (t.created.size() > mark) {
-    gone.push_back(std::move(t.created.back()));
-    t.created.pop_back();
-  }
-  undo_rows(gone);
-  return FRUGAL_OK;
 }
 
 // Rows of declared parts that the trainer has looked up or pushed gradients of.

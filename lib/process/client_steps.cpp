@@ -292,9 +292,49 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
   return FRUGAL_OK;
 }
 
+namespace {
+
+Status nan_refused(const char* table) {
+  return fail(FRUGAL_ERR_NAN,
+              "a gradient for table '%s' has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)",
+              table);
+}
+
+// Whether a term of the sums that an op's gradients make is a NaN.
+bool has_nan_term(const frugal_op& op, uint32_t dim) {
+  const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
+  const bool pooled = op.pooling != FRUGAL_POOL_NONE;
+  auto is_term = [&](size_t k) { return !(op.flags & FRUGAL_OP_PADDING) || op.keys[k] != op.padding_key; };
+  for (size_t row = 0; row < (pooled ? op.bags : op.count); ++row) {
+    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
+    // Of a bag without weights the terms are the same, or all divided by their number.
+    const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
+    for (size_t k = first; k < end; ++k) {
+      if (!is_term(k)) continue;
+      for (uint32_t d = 0; d < dim; ++d) {
+        const float term = pooled && op.weights ? op.weights[k] * g[d] : g[d];
+        if (term != term) return true;
+      }
+      if (!op.weights) break;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
 Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out) {
   out->resize(n);
-  for (size_t i = 0; i < n; ++i) FRUGAL_TRY(find_access(t, ops[i], use, &(*out)[i]));
+  bool all = true;
+  for (size_t i = 0; i < n; ++i) {
+    FRUGAL_TRY(find_access(t, ops[i], use, &(*out)[i]));
+    all = all && (*out)[i].part != SIZE_MAX;
+  }
+  if (all) return FRUGAL_OK;
+  // The controller makes the rows that it is asked for, and a push that is refused makes none.
+  for (size_t i = 0; i < n && use == Use::kPush; ++i)
+    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && has_nan_term(ops[i], (*out)[i].table->info.dim))
+      return nan_refused((*out)[i].table->name.c_str());
   return ask_for(t, ops, *out);
 }
 
@@ -412,10 +452,7 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
     if (!(reject && nan)) sums->table = a.table;
   }
   if (reject && nan)
-    return fail(FRUGAL_ERR_NAN,
-                "a gradient for table '%s' has a NaN; nothing of the call was taken (nan_policy skip or accept would "
-                "take it)",
-                table.name.c_str());
+    return nan_refused(table.name.c_str());
   return FRUGAL_OK;
 }
 
@@ -428,7 +465,6 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(host_memory(ops, n));
   if (t.ending)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed for lack of memory: call it again first", t.rank);
-  const size_t declared = t.parts.size();
   Vector<Access> accesses;
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, &accesses));
   // What a failure takes back: new sums are dropped, older ones lose what this call has added.
@@ -458,17 +494,6 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   }
   if (status != FRUGAL_OK) {
     for (auto& [id, size] : tails) t.pushes.find(id)->second.tail.resize(size);
-    if (t.parts.size() > declared) {
-      // Keys were asked for, and a push that is refused makes no rows.
-      frugal_error error;
-      end_call(status);
-      last_error(&error);
-      const String message = error.message;
-      error.message = message.c_str();
-      Exchange e{Call::kTakeBack, {}, {}};
-      if (Status s = ask(t, e)) return s;
-      return fail_as(error);
-    }
     return status;
   }
   t.pushes.merge(fresh);

@@ -152,8 +152,6 @@ Status Lane::handle(const Header& request) {
         return step_begin(request);
       case Call::kAccess:
         return access(request);
-      case Call::kTakeBack:
-        return engine_->take_back(*trainer_, mark_);
       case Call::kStepEnd:
         return step_end(request);
       case Call::kAbort:
@@ -256,7 +254,6 @@ Status Lane::step_begin(const Header& request) {
   Status s = engine_->step_begin(*trainer_, request.args[0], deadline_in(request.args[1]));
   if (s != FRUGAL_OK) return s;
   parts_.clear();
-  mark_ = 0;
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
@@ -269,7 +266,7 @@ Status Lane::access(const Header& request) {
   Ops ops;
   FRUGAL_TRY(take_ops(request.args[0], &ops));
   Vector<RemotePart> found;
-  FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found, &mark_));
+  FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found));
   const size_t from = parts_.size();
   for (RemotePart& p : found) parts_.push_back(std::move(p));
   args_[0] = from;

@@ -73,7 +73,6 @@ class Lane : public HeapObject {
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for
-  size_t mark_ = 0;             // of the last kAccess
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   uint64_t args_[5] = {};

@@ -16,7 +16,6 @@ enum class Call : uint32_t {
   kCancel,        // args: number of the batch
   kStepBegin,     // args: step, time-out in ns. Answer: PartPlace[]
   kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
-  kTakeBack,      // the rows that the last kAccess has made: its push was refused
   kStepEnd,       // args: step, flags, pushes. Counts, PushPlace[pushes]
   kAbort,
   kInside,        // whether the trainer is inside a step, or what has undone it
