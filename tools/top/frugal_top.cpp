@@ -50,6 +50,7 @@ class Source {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.service = address.c_str();
     config.flags = FRUGAL_OBSERVE;
+    config.timeout_ms = 3000;  // for somebody to serve it
     return Ok(frugal_open(&config, &engine_));
   }
   void From(const std::string& file) { file_ = file; }
