@@ -60,16 +60,22 @@ class Planted(IterableDataset[Batch]):
 
     The logit is a bias, a weight for each dense feature, one for each category, and the dot products of a short vector
     of each category with those of the other features. Frequencies of categories fall as a power of their rank.
+
+    Of several trainers, each makes its share of the batches: every `ranks`-th from `rank` on, without the first `skip`
+    of these.
     """
 
     dense_features, features, factors = 4, 8, 3
 
-    def __init__(self, samples: int, batch: int, rows: int, seed: int, test: bool) -> None:
+    def __init__(
+        self, samples: int, batch: int, rows: int, seed: int, test: bool, rank: int = 0, ranks: int = 1, skip: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.weights = torch.randn(self.dense_features, generator=generator) * 0.5
         self.biases = torch.randn(self.features, rows, generator=generator) * 0.5
         self.vectors = torch.randn(self.features, rows, self.factors, generator=generator) * 0.5
         self.samples, self.batch, self.rows = samples, batch, rows
+        self.rank, self.ranks, self.skip = rank, ranks, skip
         self.seed = seed * 2 + (2 if test else 1)
 
     def logit(self, dense: Tensor, categories: Tensor) -> Tensor:
@@ -80,12 +86,13 @@ class Planted(IterableDataset[Batch]):
         return -1.0 + dense @ self.weights + self.biases[feature, categories].sum(0) + pairs
 
     def __len__(self) -> int:
-        return self.samples // self.batch
+        return max(self.samples // self.batch // self.ranks - self.skip, 0)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         first, every = (0, 1) if info is None else (info.id, info.num_workers)
-        for i in range(first, len(self), every):
+        for share in range(self.skip + first, self.skip + len(self), every):
+            i = share * self.ranks + self.rank
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + i)
             dense = torch.randn(self.batch, self.dense_features, generator=generator)
             u = torch.rand(self.features, self.batch, generator=generator)
@@ -188,17 +195,16 @@ class TorchRows(nn.Module):
 class FrugalRows(nn.Module):
     """The rows in an engine."""
 
-    def __init__(self, weight: Tensor, features: int, lr: float, trainer: Any) -> None:
+    def __init__(self, rows: int, dim: int, features: int, lr: float, trainer: Any) -> None:
         super().__init__()
         import frugal
         import frugal.torch as ft
 
-        rows, self.dim = weight.shape
-        config = ft.TableConfig(
-            "categories", rows, self.dim, [f"c{i}" for i in range(features)], optimizer=frugal.Adagrad(lr=lr)
-        )
+        self.dim = dim
+        names = [f"c{i}" for i in range(features)]
+        optimizer, init = frugal.Adagrad(lr=lr), frugal.Uniform(-0.25, 0.25)
+        config = ft.TableConfig("categories", rows, dim, names, optimizer=optimizer, init=init)
         self.table = ft.EmbeddingBagCollection([config], trainer=trainer)
-        self.table.load_state_dict({"embedding_bags.categories.weight": weight})
 
     def forward(self, ids: Tensor) -> Tensor:
         return cast(Tensor, self.table(ids)).view(ids.shape[1], ids.shape[0], self.dim)
@@ -319,7 +325,8 @@ def run(args: argparse.Namespace, side: str) -> Dict[str, Tuple[float, float]]:
 
             engine = stack.enter_context(frugal.Engine(lookahead=args.lookahead))
             trainer = stack.enter_context(engine.create_trainer())
-            rows = FrugalRows(weight, training.features, args.lr, trainer)
+            rows = FrugalRows(weight.shape[0], weight.shape[1], training.features, args.lr, trainer)
+            rows.table.load_state_dict({"embedding_bags.categories.weight": weight})
         else:
             rows = TorchRows(weight)
         model = DLRM(rows, training.dense_features, training.features, args.dim)

@@ -27,9 +27,10 @@
  *   A function names the statuses that are its own. Beside them each may answer BAD_HANDLE, FORKED,
  *   INVALID_ARGUMENT (a null pointer, a bad time-out), OUT_OF_MEMORY and INTERNAL; one that works
  *   on an open engine CLOSED and UNHEALTHY, but for those that only tell (frugal_health,
- *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats). A call of a
- *   trainer on a GPU may also answer DEVICE (the GPU has failed: close the trainer, the others go on)
- *   and UNSUPPORTED (its stream is being captured).
+ *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats,
+ *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
+ *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
+ *   stream is being captured). With a service every call may answer PEER_LOST.
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -84,7 +85,7 @@ typedef enum frugal_status {
   FRUGAL_ERR_INVALID_ARGUMENT = -1, /* a null pointer, a value out of its range, an unknown flag */
   FRUGAL_ERR_BAD_HANDLE = -2,       /* closed, never opened, or of another kind */
   FRUGAL_ERR_STRUCT_SIZE = -3,      /* a config struct of a newer or unknown version */
-  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory (of a GPU, or that can be pinned, too), /dev/shm or the
+  FRUGAL_ERR_OUT_OF_MEMORY = -4,    /* memory (of a GPU, or that can be pinned or shared, too) or the
                                        engine's host_bytes is exhausted */
   FRUGAL_ERR_KEY_OUT_OF_RANGE = -5, /* an id of a dense table is not in 0..rows-1 */
   FRUGAL_ERR_TABLE_FULL = -6,       /* the new keys of the call do not all fit */
@@ -103,7 +104,9 @@ typedef enum frugal_status {
   FRUGAL_ERR_CLOSED = -19,          /* the object was closed while the call waited */
   FRUGAL_ERR_OVERFLOW = -20,        /* an output buffer is too small; the needed size is told */
   FRUGAL_ERR_INTERNAL = -21,        /* a bug of the library; please report the message */
-  FRUGAL_ERR_DEVICE = -22           /* no such GPU, or it failed: frugal_error.device_code tells */
+  FRUGAL_ERR_DEVICE = -22,          /* no such GPU, or it failed: frugal_error.device_code tells */
+  FRUGAL_ERR_PEER_LOST = -23        /* a trainer process or the controller is gone; the message says
+                                       which */
 } frugal_status;
 
 /* The name of a status, as "FRUGAL_ERR_TIMEOUT". Returns: a static string, never NULL;
@@ -154,7 +157,7 @@ typedef enum frugal_flush_mode {
 
 typedef enum frugal_backing {
   FRUGAL_BACKING_PRIVATE = 0, /* anonymous memory with transparent huge pages */
-  FRUGAL_BACKING_SHM = 1      /* POSIX shared memory, unlinked at once */
+  FRUGAL_BACKING_SHM = 1      /* shared memory without a name (memfd) */
 } frugal_backing;
 
 /* A log line. `level`: 0 error, 1 warning, 2 information. The text is valid during the call. The
@@ -185,22 +188,29 @@ typedef struct frugal_config {
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
-  uint32_t flags;             /* 0 */
+  uint32_t flags;             /* 0 or FRUGAL_OBSERVE */
   uint64_t seed;              /* of all initializers; default 0 */
   frugal_log_fn log;          /* NULL: no log */
   void *log_context;
+  const char *service;        /* address of a controller to attach to; NULL (default): the engine is
+                                 this process's own. Not copied beyond the call */
 } frugal_config;
+
+#define FRUGAL_OBSERVE 1u /* with a service only: attach to the engine that is there as it is, to look at it; the
+                             other fields are ignored, and no trainer can join and no table be created from here */
 
 #define FRUGAL_CONFIG_INIT                                                                      \
   { sizeof(frugal_config), 1, 10, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \
-    1800000, FRUGAL_BACKING_PRIVATE, 0, 0, NULL, NULL }
+    1800000, FRUGAL_BACKING_PRIVATE, 0, 0, NULL, NULL, NULL }
 
 /* Sets every default. Returns: nothing. Threads: any. */
 FRUGAL_API void frugal_config_init(frugal_config *config);
 
-/* Opens an engine and starts its threads. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
- * OUT_OF_MEMORY. Ownership: the caller closes *engine_out. Threads: any.
- * `config` NULL means all defaults. */
+/* Opens an engine and starts its threads; with `service` set it attaches to the engine of another
+ * process (frugal_serve), whose configuration `config` must ask for, and all calls are the same.
+ * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build cannot
+ * attach), PEER_LOST (nobody serves that address). Ownership: the caller closes *engine_out. Threads:
+ * any. `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 
 /* Stops the threads, writes what is pending, and frees everything, the tables, too; trainers, tables
@@ -221,6 +231,13 @@ FRUGAL_API int32_t frugal_flush(const frugal_engine *engine, int64_t timeout_ms)
 /* Tells the last step that all ranks have ended; FRUGAL_NO_STEP if none. Returns: FRUGAL_OK,
  * BAD_HANDLE. Threads: any. */
 FRUGAL_API int32_t frugal_committed_step(const frugal_engine *engine, uint64_t *step_out);
+
+/* Lets other processes attach to this engine by frugal_config.service until it is closed. `address` is
+ * the path of a Unix-domain socket, which is made there for processes of the same user (0600). Needs
+ * FRUGAL_BACKING_SHM. Returns: FRUGAL_OK, INVALID_ARGUMENT (the path, or the backing), EXISTS (a
+ * living process serves that address, or this engine is served), OUT_OF_MEMORY, UNSUPPORTED (this build
+ * cannot serve, or the engine is itself attached to another). Threads: any. Since: 0.1. */
+FRUGAL_API int32_t frugal_serve(frugal_engine *engine, const char *address);
 
 /* ---------------------------------------------------------------------------------------------
  * Optimizers. Equations and sources: docs/arithmetic.md.
@@ -429,13 +446,16 @@ FRUGAL_API int32_t frugal_delete(frugal_table *table, const uint64_t *keys, size
 typedef struct frugal_trainer_config {
   size_t struct_size;
   uint32_t rank;          /* 0..world_size-1 */
-  uint32_t flags;         /* 0 */
+  uint32_t flags;         /* FRUGAL_TRAINER_* */
   const char *device;     /* "cpu" (default, NULL too); "cuda:N" in a build with CUDA; "sim:N": a slow
                              imitation of a GPU on the host, for tests */
   uint64_t cache_bytes;   /* private cache for rows, state and their index, over all tables, on the
                              device (the index on the host); default 0 */
   double cache_ratio;     /* the same as a share of each table's rows, 0..1; the larger counts */
 } frugal_trainer_config;
+
+#define FRUGAL_TRAINER_REPLACE 1u /* take the rank over from a trainer process that does not answer. It
+                                     has a meaning with a service only: else UNSUPPORTED */
 
 #define FRUGAL_TRAINER_CONFIG_INIT \
   { sizeof(frugal_trainer_config), 0, 0, NULL, 0, 0.0 }
@@ -446,7 +466,8 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
 /* Joins as a rank. Nobody's step commits until every rank has joined once. A rank that left may
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, DEVICE (no driver, no such GPU),
- * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT.
+ * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT, UNSUPPORTED (FRUGAL_TRAINER_REPLACE
+ * without a service).
  * Ownership: the caller closes *trainer_out. Threads: any.
  * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
  * joins and as it grows, and kernels read them there. Pointers of its ops, but found_out, may be to
@@ -538,8 +559,10 @@ FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
  * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
  * same on all ranks; then + 1. The first call names it, even one that answers TIMEOUT. A waiting
- * caller helps. Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
- * STEP_ABORTED (the last step was undone; the message names the step to begin), CLOSED,
+ * caller helps. Where a trainer process is lost, somebody who joins as its rank is waited for, too.
+ * Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * STEP_ABORTED (the last step was undone; the message names the step to begin), PEER_LOST (it was
+ * undone because a trainer process is lost; the same), CLOSED,
  * UNHEALTHY. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_begin(frugal_trainer *trainer, uint64_t step, int64_t timeout_ms);
 
@@ -652,6 +675,37 @@ typedef struct frugal_stats {
 /* Fills `stats_out`, whose struct_size must be set. Returns: FRUGAL_OK, BAD_HANDLE, STRUCT_SIZE.
  * Threads: any. */
 FRUGAL_API int32_t frugal_get_stats(const frugal_engine *engine, frugal_stats *stats_out);
+
+/* ---------------------------------------------------------------------------------------------
+ * Observation. Neither changes what is computed.
+ * ------------------------------------------------------------------------------------------ */
+
+/* Writes what a scrape of Prometheus wants (text exposition format 0.0.4): every counter of
+ * frugal_stats as frugal_NAME_total (of times: frugal_NAME_seconds_total), what is pending as gauges,
+ * frugal_uptime_seconds, frugal_health (0, or the status), frugal_committed_step, rows and bytes of each table (label `table`),
+ * and for each rank that has a trainer the step that it has begun last and whether it is inside (label
+ * `rank`). `*size_out` is the size of the text with the 0 that ends it, also on OVERFLOW: capacity
+ * was less, and nothing was written to text_out, which may be NULL if capacity is 0. The size changes
+ * from call to call. Returns: FRUGAL_OK, BAD_HANDLE, OVERFLOW. Threads: any. Since: 0.1. */
+FRUGAL_API int32_t frugal_metrics(const frugal_engine *engine, char *text_out, size_t capacity,
+                                  size_t *size_out);
+
+/* Begins to record what the engine does when: prefetch, resolve, link, gate, lookup, push, commit,
+ * flush and so on, each with its step, rank, rows and table. The newest `events` of them, 1..2^26, are
+ * kept, in 64 bytes each that are taken now; recording one takes no memory and no lock. Without a
+ * trace it costs a load for each. May be called at any time, also during steps. Returns: FRUGAL_OK,
+ * INVALID_ARGUMENT, EXISTS (there is a trace that was not stopped), OUT_OF_MEMORY. Threads: any.
+ * Since: 0.1. */
+FRUGAL_API int32_t frugal_trace_start(frugal_engine *engine, size_t events);
+
+/* Ends the recording and writes it to the file `path` in the trace event format of Chrome, for
+ * chrome://tracing and Perfetto; NULL forgets it. The file is the owner's alone (0600), and takes the
+ * place of one that was there when it is whole. Times are of CLOCK_MONOTONIC, so that files of several
+ * processes of a machine can be laid side by side; otherData.dropped counts the events that gave way to
+ * newer ones. Returns: FRUGAL_OK, NOT_FOUND (no trace was started), INVALID_ARGUMENT (the file cannot
+ * be written: frugal_error.system_code tells why), OUT_OF_MEMORY; after these two the events are kept:
+ * call again. Closing the engine forgets them. Threads: any. Since: 0.1. */
+FRUGAL_API int32_t frugal_trace_stop(frugal_engine *engine, const char *path);
 
 #ifdef __cplusplus
 }

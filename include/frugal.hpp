@@ -87,7 +87,7 @@ class Span {
   size_t size_ = 0;
 };
 
-// Configurations with every default set.
+// Configurations with every default set. A `service` must live until the engine is open.
 inline frugal_config Config() {
   frugal_config config;
   frugal_config_init(&config);
@@ -485,6 +485,29 @@ class Engine {
     Check(frugal_get_stats(get(), &stats));
     return stats;
   }
+
+  // The text that Prometheus scrapes.
+  std::string Metrics() const {
+    // It may grow between two calls: room for more than was asked for.
+    std::string text(16384, '\0');
+    for (;;) {
+      size_t size = 0;
+      const int32_t status = frugal_metrics(get(), text.data(), text.size(), &size);
+      if (status != FRUGAL_ERR_OVERFLOW) {
+        Check(status);
+        text.resize(size - 1);  // without the 0 at its end
+        return text;
+      }
+      text.resize(size + 1024);
+    }
+  }
+
+  // Records the newest `events` until TraceStop writes them to a file; nullptr forgets them.
+  void TraceStart(size_t events = size_t{1} << 17) { Check(frugal_trace_start(get(), events)); }
+  void TraceStop(const char* path) { Check(frugal_trace_stop(get(), path)); }
+
+  // Lets other processes attach by frugal_config.service.
+  void Serve(const char* address) { Check(frugal_serve(get(), address)); }
 
  private:
   using Handle = internal::Owned<frugal_engine, frugal_close>;

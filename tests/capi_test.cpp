@@ -191,7 +191,7 @@ frugal_stats Stats(frugal_engine* engine) {
 
 TEST(Library, StatusNamesAreUnique) {
   std::set<std::string> names;
-  for (int32_t status = FRUGAL_OK; status >= FRUGAL_ERR_DEVICE; --status) {
+  for (int32_t status = FRUGAL_OK; status >= FRUGAL_ERR_PEER_LOST; --status) {
     const char* name = frugal_status_name(status);
     ASSERT_NE(name, nullptr);
     EXPECT_EQ(std::string(name).rfind("FRUGAL_", 0), 0u) << name;
@@ -199,7 +199,7 @@ TEST(Library, StatusNamesAreUnique) {
     EXPECT_TRUE(names.insert(name).second) << name;
   }
   EXPECT_STREQ(frugal_status_name(FRUGAL_ERR_TIMEOUT), "FRUGAL_ERR_TIMEOUT");
-  for (int32_t status : {1, -23, 1000, INT32_MIN, INT32_MAX}) {
+  for (int32_t status : {1, -24, 1000, INT32_MIN, INT32_MAX}) {
     EXPECT_STREQ(frugal_status_name(status), "FRUGAL_UNKNOWN");
   }
 }
@@ -332,6 +332,25 @@ TEST(Open, RefusesBadConfigs) {
   EXPECT_REFUSED(frugal_open(&config, nullptr), invalid);
 }
 
+// As long as there are no processes to attach: nothing is guessed, and the engine stays this process's own.
+TEST(Open, ServicesThatAreNotThere) {
+  frugal_config config = FRUGAL_CONFIG_INIT;
+  EXPECT_EQ(config.service, nullptr);
+  config.service = "/tmp/no such service";
+  config.timeout_ms = 100;
+  frugal_engine* none = nullptr;
+  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_PEER_LOST, FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_NE(LastMessage().find(config.service), std::string::npos);
+  EXPECT_EQ(none, nullptr);
+  config.service = nullptr;
+  config.flags = FRUGAL_OBSERVE;
+  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_INVALID_ARGUMENT);
+  Engine engine(1, [](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
+  EXPECT_REFUSED(frugal_serve(engine, "/no such folder/service"), FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_REFUSED(frugal_serve(Engine(), "/tmp/frugal_none"), FRUGAL_ERR_INVALID_ARGUMENT);
+  TrainStep(engine.Trainer(0), 0, engine.Table("t", FRUGAL_DENSE, 10, 1), {1});
+}
+
 TEST(Open, ExtremesThatAreAllowed) {
   for (uint32_t threads : {0u, 8u}) {
     Engine engine(4096, [&](frugal_config* c) {
@@ -388,6 +407,10 @@ TEST(Handles, ClosedOnesAreRefusedEverywhere) {
   EXPECT_REFUSED(frugal_flush(engine, 0), bad);
   EXPECT_REFUSED(frugal_committed_step(engine, &number), bad);
   EXPECT_REFUSED(frugal_get_stats(engine, &stats), bad);
+  EXPECT_REFUSED(frugal_metrics(engine, nullptr, 0, &size), bad);
+  EXPECT_REFUSED(frugal_trace_start(engine, 10), bad);
+  EXPECT_REFUSED(frugal_trace_stop(engine, nullptr), bad);
+  EXPECT_REFUSED(frugal_serve(engine, "/tmp/none"), bad);
   EXPECT_REFUSED(frugal_table_create(engine, &table_config, &table_out), bad);
   EXPECT_REFUSED(frugal_table_find(engine, "t", &table_out), bad);
   EXPECT_REFUSED(frugal_trainer_create(engine, &trainer_config, &trainer_out), bad);
@@ -438,6 +461,10 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   EXPECT_NULL_REFUSED(frugal_flush(nullptr, 0));
   EXPECT_NULL_REFUSED(frugal_committed_step(nullptr, &number));
   EXPECT_NULL_REFUSED(frugal_get_stats(nullptr, &stats));
+  EXPECT_NULL_REFUSED(frugal_metrics(nullptr, nullptr, 0, &size));
+  EXPECT_NULL_REFUSED(frugal_trace_start(nullptr, 10));
+  EXPECT_NULL_REFUSED(frugal_trace_stop(nullptr, nullptr));
+  EXPECT_NULL_REFUSED(frugal_serve(nullptr, "/tmp/none"));
   EXPECT_NULL_REFUSED(frugal_table_create(nullptr, &table_config, &table_out));
   EXPECT_NULL_REFUSED(frugal_table_find(nullptr, "t", &table_out));
   EXPECT_NULL_REFUSED(frugal_trainer_create(nullptr, &trainer_config, &trainer_out));
@@ -463,6 +490,9 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   const int32_t invalid = FRUGAL_ERR_INVALID_ARGUMENT;
   EXPECT_REFUSED(frugal_committed_step(engine, nullptr), invalid);
   EXPECT_REFUSED(frugal_get_stats(engine, nullptr), invalid);
+  EXPECT_REFUSED(frugal_metrics(engine, nullptr, 0, nullptr), invalid);
+  EXPECT_REFUSED(frugal_metrics(engine, nullptr, 1, &size), invalid);
+  EXPECT_REFUSED(frugal_serve(engine, nullptr), invalid);
   EXPECT_REFUSED(frugal_table_create(engine, nullptr, &table_out), invalid);
   EXPECT_REFUSED(frugal_table_create(engine, &table_config, nullptr), invalid);
   EXPECT_REFUSED(frugal_table_find(engine, nullptr, &table_out), invalid);
@@ -1003,7 +1033,9 @@ TEST(Trainers, RefusesBadConfigs) {
   refuses({invalid}, [](frugal_trainer_config* c) { c->rank = 2; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->rank = UINT32_MAX; });
   refuses({FRUGAL_ERR_EXISTS}, [](frugal_trainer_config* c) { c->rank = 0; });
-  refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 1; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 2; });
+  refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 0x80000000u | FRUGAL_TRAINER_REPLACE; });
+  refuses({FRUGAL_ERR_UNSUPPORTED}, [](frugal_trainer_config* c) { c->flags = FRUGAL_TRAINER_REPLACE; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->cache_ratio = -0.5; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->cache_ratio = 1.5; });
   refuses({invalid}, [](frugal_trainer_config* c) {

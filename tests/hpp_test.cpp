@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cstdio>
+#include <fstream>
 #include <functional>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -153,6 +156,41 @@ TEST(Hpp, OpsOfManyTablesAndBags) {
             FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(StatusOf([&] { frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, offsets, {grads.data(), 2}); }),
             FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
+TEST(Hpp, TellsWhatItDoes) {
+  frugal::Engine engine;
+  // More text than a first guess would hold.
+  for (int i = 0; i < 100; ++i) {
+    const std::string name = "a table with a long name, so that the text is long, too " + std::to_string(i) +
+                             std::string(150, 'x');
+    engine.CreateTable(frugal::TableConfig(name.c_str(), 1, 1));
+  }
+  const std::string text = engine.Metrics();
+  EXPECT_NE(text.find("\nfrugal_steps_committed_total 0\n"), std::string::npos);
+  EXPECT_NE(text.find("too 99"), std::string::npos);
+  EXPECT_GT(text.size(), 50'000u);
+  EXPECT_EQ(text.back(), '\n');
+
+  const std::string path = testing::TempDir() + "hpp_test_trace.json";
+  engine.TraceStart();
+  EXPECT_EQ(StatusOf([&] { engine.TraceStart(10); }), FRUGAL_ERR_EXISTS);
+  frugal::Trainer trainer = engine.CreateTrainer();
+  trainer.StepBegin(0);
+  trainer.StepEnd(0);
+  engine.TraceStop(path.c_str());
+  std::stringstream written;
+  written << std::ifstream(path).rdbuf();
+  EXPECT_EQ(written.str().rfind("{\"traceEvents\":[", 0), 0u);
+  EXPECT_NE(written.str().find("\"step_begin\""), std::string::npos);
+  std::remove(path.c_str());
+  EXPECT_EQ(StatusOf([&] { engine.TraceStop(nullptr); }), FRUGAL_ERR_NOT_FOUND);
+
+  EXPECT_EQ(StatusOf([&] { engine.Serve("/tmp/none"); }), FRUGAL_ERR_INVALID_ARGUMENT);  // private memory
+  frugal_config config = frugal::Config();
+  config.service = "/tmp/none";
+  config.timeout_ms = 100;
+  EXPECT_NE(StatusOf([&] { frugal::Engine attached(config); }), FRUGAL_OK);
 }
 
 TEST(Hpp, StatusesBecomeErrors) {

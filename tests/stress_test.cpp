@@ -880,11 +880,27 @@ void Scene::Caller::OutsideCall() {
       EngineCall("frugal_get_stats", status, {});
       if (status == FRUGAL_OK && stats.pending_bytes >> 40)
         Fault("frugal_get_stats", status, "more pending than there can be");
+      std::vector<char> text(100'000);
+      size_t size = 0;
+      Doing("frugal_metrics");
+      const int32_t told = frugal_metrics(engine, text.data(), text.size(), &size);
+      EngineCall("frugal_metrics", told, {});
+      if (told == FRUGAL_OK && std::strlen(text.data()) + 1 != size)
+        Fault("frugal_metrics", told, "the size is not that of the text");
       break;
     }
     case 8:
       Doing("frugal_health");
       EngineCall("frugal_health", frugal_health(engine), {});
+      // Traces come and go beside all else.
+      if (random_.Chance(0.5)) {
+        Doing("frugal_trace_start");
+        EngineCall("frugal_trace_start", frugal_trace_start(engine, random_.Between(1, 2000)), {FRUGAL_ERR_EXISTS});
+      } else {
+        Doing("frugal_trace_stop");
+        EngineCall("frugal_trace_stop", frugal_trace_stop(engine, random_.Chance(0.5) ? "/dev/null/t" : nullptr),
+                   {FRUGAL_ERR_NOT_FOUND, FRUGAL_ERR_INVALID_ARGUMENT});
+      }
       break;
     case 9: {
       frugal_table* found = nullptr;

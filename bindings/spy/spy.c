@@ -126,6 +126,11 @@ FORWARD(int32_t, frugal_step_end, (frugal_trainer * trainer, uint64_t step, uint
 FORWARD(int32_t, frugal_step_abort, (frugal_trainer * trainer), (trainer))
 FORWARD(int32_t, frugal_borrow, (frugal_trainer * trainer, size_t bytes, void **out), (trainer, bytes, out))
 FORWARD(int32_t, frugal_get_stats, (const frugal_engine *engine, frugal_stats *out), (engine, out))
+FORWARD(int32_t, frugal_serve, (frugal_engine * engine, const char *address), (engine, address))
+FORWARD(int32_t, frugal_metrics, (const frugal_engine *engine, char *out, size_t capacity, size_t *size),
+        (engine, out, capacity, size))
+FORWARD(int32_t, frugal_trace_start, (frugal_engine * engine, size_t events), (engine, events))
+FORWARD(int32_t, frugal_trace_stop, (frugal_engine * engine, const char *path), (engine, path))
 
 FORWARD_OPS(frugal_prefetch,
             (frugal_trainer * trainer, uint64_t step, const frugal_op *ops, size_t op_count, frugal_batch **out),

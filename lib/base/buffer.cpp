@@ -24,8 +24,10 @@ size_t class_of(size_t bytes, size_t* rounded) {
 }  // namespace
 
 void Buffer::reset() noexcept {
-  if (data_) pool_->put(data_, capacity_);
+  if (pool_) pool_->put(data_, capacity_);
+  if (owner_) owner_->give_back(data_);
   pool_ = nullptr;
+  owner_ = nullptr;
   data_ = nullptr;
   capacity_ = 0;
 }
@@ -35,7 +37,7 @@ BufferPool::~BufferPool() {
     for (Free& f : list) {
       if (f.capacity >= kHugePage)
         unmap(f.data, f.capacity);
-      else if (!pinner_)
+      else if (!cuts())
         heap_free(f.data);
     }
   for (char* piece : pieces_) unmap(piece, kPiece);
@@ -43,6 +45,7 @@ BufferPool::~BufferPool() {
 
 // Committed memory of its own, pinned if this pool's is.
 Status BufferPool::map(size_t bytes, char** out) {
+  if (arena_) return arena_->take(bytes, out);
   Mapping m;
   FRUGAL_TRY(os_reserve(bytes, false, &m));
   Status s = os_commit(m, 0, m.bytes);
@@ -58,12 +61,13 @@ Status BufferPool::map(size_t bytes, char** out) {
 }
 
 void BufferPool::unmap(char* data, size_t bytes) noexcept {
+  if (arena_) return;
   if (pinner_) pinner_->unpin(data);
   Mapping m{data, (bytes + kHugePage - 1) / kHugePage * kHugePage, -1};
   os_release(&m);
 }
 
-// A part of a pinned piece.
+// A part of a piece.
 Status BufferPool::cut(size_t bytes, char** out) {
   std::lock_guard<std::mutex> lock(mu_);
   if (piece_used_ + bytes > kPiece) {
@@ -104,7 +108,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
   if (!data) {
     if (capacity >= kHugePage) {
       FRUGAL_TRY(map(capacity, &data));
-    } else if (pinner_) {
+    } else if (cuts()) {
       FRUGAL_TRY(cut(capacity, &data));
     } else {
       data = static_cast<char*>(heap_alloc_aligned(64, capacity));
@@ -126,11 +130,11 @@ void BufferPool::put(char* data, size_t capacity) noexcept {
     free_[c].push_back({data, capacity});
   } catch (...) {
     // No memory for the list itself: the buffer goes back to the system instead.
-    // A part of a pinned piece waits for the pool's end.
+    // A part of a piece waits for the pool's end.
     held_.fetch_sub(capacity, std::memory_order_relaxed);
     if (capacity >= kHugePage)
       unmap(data, capacity);
-    else if (!pinner_)
+    else if (!cuts())
       heap_free(data);
   }
 }

@@ -3,13 +3,14 @@
 // A step needs the same few sizes again and again, so freed buffers are kept by size class and
 // handed out again; nothing is allocated in steady state. Sizes are rounded up to a quarter of a
 // power of two. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner
-// all of a pool's memory is pinned, once, and stays so until the pool ends.
+// all of a pool's memory is pinned, once, and stays so until the pool ends; with an Arena it is that's.
 #pragma once
 #include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
 
+#include "base/arena.h"
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/pin.h"
@@ -36,16 +37,38 @@ class Buffer {
   }
   char* data() const { return data_; }
   size_t capacity() const { return capacity_; }
+  // Of memory that belongs to somebody else, who keeps it as long as it is looked at.
+  static Buffer view(const void* data, size_t bytes) {
+    Buffer b;
+    b.data_ = static_cast<char*>(const_cast<void*>(data));
+    b.capacity_ = bytes;
+    return b;
+  }
+  // The same, and `owner` is told when the buffer ends.
+  class Owner {
+   public:
+    virtual void give_back(char* data) noexcept = 0;
+
+   protected:
+    ~Owner() = default;
+  };
+  static Buffer lent(const void* data, size_t bytes, Owner* owner) {
+    Buffer b = view(data, bytes);
+    b.owner_ = owner;
+    return b;
+  }
   explicit operator bool() const { return data_ != nullptr; }
 
  private:
   friend class BufferPool;
   void swap(Buffer& o) noexcept {
     std::swap(pool_, o.pool_);
+    std::swap(owner_, o.owner_);
     std::swap(data_, o.data_);
     std::swap(capacity_, o.capacity_);
   }
-  BufferPool* pool_ = nullptr;
+  BufferPool* pool_ = nullptr;  // where it goes back to; or to the owner, or nowhere
+  Owner* owner_ = nullptr;
   char* data_ = nullptr;
   size_t capacity_ = 0;
 };
@@ -57,6 +80,8 @@ class BufferPool {
   BufferPool(const BufferPool&) = delete;
   // Before the first buffer is taken.
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
+  // Likewise: its memory comes from an arena, which lives longer.
+  void cut_from(Arena* arena) { arena_ = arena; }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
   Status get(size_t bytes, Buffer* out);
@@ -72,13 +97,16 @@ class BufferPool {
     size_t capacity;
   };
   static constexpr size_t kClasses = 256;
-  // Small pinned buffers are cut from pieces of this size; they never go back to the system.
+  // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they never go back to the system.
   static constexpr size_t kPiece = kHugePage;
   Status map(size_t bytes, char** out);
   void unmap(char* data, size_t bytes) noexcept;
   Status cut(size_t bytes, char** out);
 
+  bool cuts() const { return pinner_ || arena_; }
+
   std::shared_ptr<Pinner> pinner_;
+  Arena* arena_ = nullptr;
   std::mutex mu_;
   Vector<char*> pieces_;
   size_t piece_used_ = kPiece;  // of the last one

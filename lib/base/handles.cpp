@@ -90,6 +90,9 @@ std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle) {
   return std::move(s->object);
 }
 
-uint32_t process_generation() { return g_generation.load(std::memory_order_relaxed); }
+uint32_t process_generation() {
+  registry();  // from its making on forks are counted
+  return g_generation.load(std::memory_order_relaxed);
+}
 
 }  // namespace frugal

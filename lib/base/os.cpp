@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -19,6 +20,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 8u
+#endif
 
 namespace frugal {
 namespace {
@@ -26,7 +30,8 @@ namespace {
 std::atomic<int64_t> g_fail_after{0};
 
 bool injected_failure() {
-  if (g_fail_after.load(std::memory_order_relaxed) <= 0) return false;
+  const int64_t left = g_fail_after.load(std::memory_order_relaxed);
+  if (left <= 0) return false;
   return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
 }
 
@@ -36,20 +41,76 @@ uint64_t clock_ns(clockid_t id) {
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
-int open_unlinked_shm() {
-  static std::atomic<uint32_t> counter{0};
-  for (int attempt = 0; attempt < 64; ++attempt) {
-    char name[64];
-    std::snprintf(name, sizeof name, "/frugal.%d.%u.%llx", static_cast<int>(getpid()),
-                  counter.fetch_add(1), static_cast<unsigned long long>(now_ns()));
-    int fd = shm_open(name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (fd >= 0) {
-      shm_unlink(name);
-      return fd;
-    }
-    if (errno != EEXIST) return -1;
+constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// Shared memory of a size that nobody can change any more.
+Status make_memfd(size_t bytes, int* out) {
+  // Some systems want to be told that it is no program; older ones do not know the flag.
+  int fd = memfd_create("frugal", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("frugal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) {
+    const int code = errno;
+    if (code == EMFILE || code == ENFILE)
+      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                        "shared memory needs a file descriptor and none is left; raise the limit "
+                        "(ulimit -n)");
+    return fail_errno(code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED, code,
+                      "shared memory cannot be created");
   }
-  return -1;
+  // Beyond this limit the system would not only refuse, it would send a deadly signal.
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      bytes > limit.rlim_cur) {
+    close(fd);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                "%zu bytes of shared memory exceed the limit of file sizes (%llu bytes); raise it "
+                "(ulimit -f)",
+                bytes, static_cast<unsigned long long>(limit.rlim_cur));
+  }
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
+      fcntl(fd, F_ADD_SEALS, kSizeSeals | F_SEAL_SEAL) != 0) {
+    const int code = errno;
+    close(fd);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "shared memory of %zu bytes", bytes);
+  }
+  *out = fd;
+  return FRUGAL_OK;
+}
+
+// Addresses of `bytes`, a multiple of 2 MiB, that begin at a multiple of 2 MiB.
+Status reserve_aligned(size_t bytes, int protection, char** out) {
+  // One huge page more, so that the start can be aligned.
+  const size_t span = bytes + kHugePage;
+  void* raw = mmap(nullptr, span, protection, MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses", bytes);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
+  const uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
+  if (aligned > start) munmap(raw, aligned - start);
+  if (const size_t tail = start + span - (aligned + bytes))
+    munmap(reinterpret_cast<void*>(aligned + bytes), tail);
+  *out = reinterpret_cast<char*>(aligned);
+  return FRUGAL_OK;
+}
+
+void advise(char* base, size_t bytes) {
+  madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
+  madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
+}
+
+Status map_fd(int fd, size_t bytes, bool writable, char** out) {
+  char* base = nullptr;
+  FRUGAL_TRY(reserve_aligned(bytes, PROT_NONE, &base));
+  void* p = mmap(base, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ,
+                 MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0);
+  if (p == MAP_FAILED) {
+    const int code = errno;
+    munmap(base, bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "mapping %zu bytes of shared memory", bytes);
+  }
+  advise(base, bytes);
+  *out = base;
+  return FRUGAL_OK;
 }
 
 }  // namespace
@@ -121,6 +182,8 @@ uint64_t group_bytes() {
 
 }  // namespace
 
+uint64_t os_memory_bytes() { return number_in("/proc/meminfo", "MemTotal:", 0) << 10; }
+
 uint64_t available_bytes() {
   uint64_t kib = number_in("/proc/meminfo", "MemAvailable:", 0);
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
@@ -132,46 +195,51 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out) {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   if (injected_failure())
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "reserving %zu bytes failed", bytes);
+  if (!shared) {
+    FRUGAL_TRY(reserve_aligned(bytes, PROT_READ | PROT_WRITE, &out->base));
+    advise(out->base, bytes);
+    *out = {out->base, bytes, -1};
+    return FRUGAL_OK;
+  }
   int fd = -1;
-  if (shared) {
-    fd = open_unlinked_shm();
-    if (fd < 0)
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "shared memory cannot be created");
-    if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
-      int code = errno;
-      close(fd);
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "shared memory of %zu bytes", bytes);
-    }
+  char* base = nullptr;
+  FRUGAL_TRY(make_memfd(bytes, &fd));
+  if (Status s = map_fd(fd, bytes, true, &base)) {
+    close(fd);
+    return s;
   }
-  // One huge page more, so that the start can be aligned.
-  size_t span = bytes + kHugePage;
-  int flags = MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS;
-  void* raw = mmap(nullptr, span, fd >= 0 ? PROT_NONE : PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (raw == MAP_FAILED) {
-    int code = errno;
-    if (fd >= 0) close(fd);
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "reserving %zu bytes of addresses", bytes);
-  }
-  uintptr_t start = reinterpret_cast<uintptr_t>(raw);
-  uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
-  if (aligned > start) munmap(raw, aligned - start);
-  if (size_t tail = start + span - (aligned + bytes))
-    munmap(reinterpret_cast<void*>(aligned + bytes), tail);
-  char* base = reinterpret_cast<char*>(aligned);
-  if (fd >= 0) {
-    void* p = mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd,
-                   0);
-    if (p == MAP_FAILED) {
-      int code = errno;
-      munmap(base, bytes);
-      close(fd);
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "mapping %zu bytes of shared memory",
-                        bytes);
-    }
-  }
-  madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
-  madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
   *out = {base, bytes, fd};
+  return FRUGAL_OK;
+}
+
+Status os_map_shared(int fd, bool writable, Mapping* out) {
+  struct stat info {};
+  if (fstat(fd, &info) != 0)
+    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "descriptor %d is none of shared memory",
+                      fd);
+  // Only memfds have seals (and files of a tmpfs, which cannot get these two).
+  const int seals = S_ISREG(info.st_mode) ? fcntl(fd, F_GET_SEALS) : -1;
+  if (seals < 0 || (seals & kSizeSeals) != kSizeSeals)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "descriptor %d is not shared memory sealed at its size: another program sent it, or "
+                "another version of this library",
+                fd);
+  const uint64_t bytes = static_cast<uint64_t>(info.st_size);
+  if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "descriptor %d is shared memory of %llu bytes, which is "
+                "no multiple of 2 MiB", fd, static_cast<unsigned long long>(bytes));
+  if (injected_failure())
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "mapping %llu bytes of shared memory",
+                      static_cast<unsigned long long>(bytes));
+  char* base = nullptr;
+  FRUGAL_TRY(map_fd(fd, bytes, writable, &base));
+  *out = {base, static_cast<size_t>(bytes), fd};
+  return FRUGAL_OK;
+}
+
+Status os_make_read_only(const Mapping& m) {
+  if (mprotect(m.base, m.bytes, PROT_READ) != 0)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "protecting %zu bytes", m.bytes);
   return FRUGAL_OK;
 }
 
@@ -182,22 +250,35 @@ Status os_check_available(uint64_t bytes) {
 }
 
 Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
-  if (injected_failure())
+  if (injected_failure() || g_fail_after.load(std::memory_order_relaxed) < 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "committing %zu bytes failed", bytes);
-  if (m.fd >= 0) {
-    int code = posix_fallocate(m.fd, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-    if (code != 0)
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                        "/dev/shm has no room for %zu bytes more; enlarge it or use private backing",
-                        bytes);
+  // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
+  // slab is large enough: tables grow by them.
+  if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));
+  // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones where the
+  // machine has them on advice only.
+  const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+  if (refused == 0) return FRUGAL_OK;
+  if (m.fd >= 0 && refused == EINVAL) {  // before Linux 5.14
+    // In pieces, because a signal undoes a piece: a profiler's may come more often than all would take.
+    // Pieces that were had before a failure stay.
+    for (size_t done = 0; done < bytes;) {
+      const size_t piece = std::min(bytes - done, kHugePage);
+      const int code = posix_fallocate(m.fd, static_cast<off_t>(offset + done),
+                                       static_cast<off_t>(piece));
+      if (code == EINTR) continue;
+      if (code != 0)
+        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                          "%zu bytes of shared memory cannot be had; free memory of the machine or "
+                          "raise the container's limit",
+                          bytes);
+      done += piece;
+    }
     return FRUGAL_OK;
   }
-  // Without this check an overcommitting kernel would kill the process later, on a touch. A slab is
-  // large enough: tables grow by them.
-  if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));
-  if (madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "%zu bytes of memory", bytes);
-  return FRUGAL_OK;
+  if (refused == EINVAL) return FRUGAL_OK;
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, refused, "%zu bytes of memory cannot be had; free memory of the machine "
+                    "or raise the container's limit", bytes);
 }
 
 void os_decommit(const Mapping& m, size_t offset, size_t bytes) {
@@ -212,6 +293,53 @@ void os_release(Mapping* m) {
   if (m->base) munmap(m->base, m->bytes);
   if (m->fd >= 0) close(m->fd);
   *m = {};
+}
+
+NewFile::~NewFile() {
+  if (fd_ >= 0) close(fd_);
+  if (!temporary_.empty()) unlink(temporary_.c_str());
+}
+
+Status NewFile::refused(int code, const char* what) const {
+  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "'%.300s' cannot be %s", path_.c_str(), what);
+}
+
+Status NewFile::open(const char* path) {
+  static std::atomic<uint32_t> counter{0};
+  path_ = path;
+  if (injected_failure()) return refused(EACCES, "created");
+  for (;;) {
+    String name = path_ + text(".%d.%u.new", static_cast<int>(getpid()), counter.fetch_add(1));
+    fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd_ >= 0) {
+      temporary_ = std::move(name);
+      return FRUGAL_OK;
+    }
+    // Left behind by another process of that number.
+    if (errno != EEXIST && errno != EINTR) return refused(errno, "created");
+  }
+}
+
+Status NewFile::write(const char* bytes, size_t n) {
+  if (injected_failure()) return refused(ENOSPC, "written");
+  while (n) {
+    const ssize_t done = ::write(fd_, bytes, n);
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) return refused(errno, "written");
+    bytes += done;
+    n -= static_cast<size_t>(done);
+  }
+  return FRUGAL_OK;
+}
+
+Status NewFile::publish() {
+  if (injected_failure()) return refused(EIO, "put in place");
+  const int fd = fd_;
+  fd_ = -1;
+  if (close(fd) != 0 && errno != EINTR) return refused(errno, "written");
+  if (rename(temporary_.c_str(), path_.c_str()) != 0) return refused(errno, "put in place");
+  temporary_.clear();
+  return FRUGAL_OK;
 }
 
 int64_t os_test_fail_after(int64_t n) { return g_fail_after.exchange(n); }

@@ -13,6 +13,7 @@ uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
 // The calling thread does not push others off their processors when it is woken (SCHED_BATCH).
 void os_batch_thread();
+uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
 Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less
 
@@ -34,9 +35,15 @@ struct Mapping {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory whose name
-// is gone at once. No memory is taken.
+// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd, which
+// has no name, sealed at this size. No memory is taken.
 Status os_reserve(size_t bytes, bool shared, Mapping* out);
+// Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
+// no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
+// it belongs to *out, else to the caller as before.
+Status os_map_shared(int fd, bool writable, Mapping* out);
+// From now on this process cannot write to the mapping.
+Status os_make_read_only(const Mapping& mapping);
 // Makes [offset, offset + bytes) usable: afterwards touching it cannot fail. The range should be
 // aligned to 2 MiB for huge pages.
 Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
@@ -44,8 +51,27 @@ Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
-// Test hook: the n-th os_reserve or os_commit from now on fails (0: off). Returns what was left of
-// the last n.
+// A file that comes into being as a whole: written beside its place under another name, and then moved
+// there. Who can read it is its owner alone. What was not published is removed.
+class NewFile {
+ public:
+  NewFile() = default;
+  ~NewFile();
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+  // All: INVALID_ARGUMENT with the errno if the system refuses.
+  Status open(const char* path);
+  Status write(const char* bytes, size_t n);
+  Status publish();
+
+ private:
+  Status refused(int code, const char* what) const;
+  String path_, temporary_;
+  int fd_ = -1;
+};
+
+// Test hook: the n-th os_reserve, os_map_shared, os_commit or call of a NewFile from now on fails (0: off; -1:
+// each os_commit). Returns what was left of the last n.
 int64_t os_test_fail_after(int64_t n);
 
 }  // namespace frugal

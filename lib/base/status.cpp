@@ -59,6 +59,14 @@ Status fail_device(Status status, int code, const char* format, ...) {
   return status;
 }
 
+Status fail_as(const frugal_error& error) {
+  t_met.status = error.status;
+  t_met.system_code = error.system_code;
+  t_met.device_code = error.device_code;
+  std::snprintf(t_met.message, sizeof t_met.message, "%s", error.message ? error.message : "");
+  return error.status;
+}
+
 String text(const char* format, ...) {
   char out[512];
   va_list args;
@@ -96,6 +104,7 @@ const char* status_name(Status status) {
     CASE(FRUGAL_ERR_OVERFLOW);
     CASE(FRUGAL_ERR_INTERNAL);
     CASE(FRUGAL_ERR_DEVICE);
+    CASE(FRUGAL_ERR_PEER_LOST);
 #undef CASE
     default:
       return "FRUGAL_UNKNOWN";

@@ -5,7 +5,10 @@
 #include <cstring>
 
 #include "base/handles.h"
+#include "engine/config_check.h"
+#include "capi/serving.h"
 #include "engine/engine.h"
+#include "process/client.h"
 
 namespace frugal {
 namespace {
@@ -25,119 +28,113 @@ Status guard(F&& body) noexcept {
   }
 }
 
+// Handles are of objects of this process, or of those of a controller: the calls are the same.
 template <class T>
-struct KindOf;
+struct Here;
 template <>
-struct KindOf<Engine> {
-  static constexpr HandleKind kind = HandleKind::kEngine;
+struct Here<Engine> {
+  using Remote = Client;
+  static constexpr HandleKind kind = HandleKind::kEngine, remote = HandleKind::kRemoteEngine;
   static constexpr const char* name = "engine";
 };
 template <>
-struct KindOf<Table> {
-  static constexpr HandleKind kind = HandleKind::kTable;
+struct Here<Table> {
+  using Remote = RemoteTable;
+  static constexpr HandleKind kind = HandleKind::kTable, remote = HandleKind::kRemoteTable;
   static constexpr const char* name = "table";
 };
 template <>
-struct KindOf<Trainer> {
-  static constexpr HandleKind kind = HandleKind::kTrainer;
+struct Here<Trainer> {
+  using Remote = RemoteTrainer;
+  static constexpr HandleKind kind = HandleKind::kTrainer, remote = HandleKind::kRemoteTrainer;
   static constexpr const char* name = "trainer";
 };
+
+// What an engine's tables, trainers and batches are.
+template <class E>
+struct Of;
+template <>
+struct Of<Engine> {
+  using Table = TableRef;
+  using Trainer = TrainerRef;
+  using Batch = BatchRef;
+  static constexpr HandleKind trainer = HandleKind::kTrainer, batch = HandleKind::kBatch;
+};
+template <>
+struct Of<Client> {
+  using Table = RemoteTableRef;
+  using Trainer = RemoteTrainerRef;
+  using Batch = RemoteBatchRef;
+  static constexpr HandleKind trainer = HandleKind::kRemoteTrainer, batch = HandleKind::kRemoteBatch;
+};
+template <class Ref>
+using OfEngine = Of<std::decay_t<decltype(*std::declval<Ref>())>>;
+template <class Ref>
+using OfTrainer = OfEngine<decltype(std::declval<Ref>()->engine)>;
 
 uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
 
 const Engine& engine_of(const Engine& e) { return e; }
-const Engine& engine_of(const Table& t) { return *t.engine; }
-const Engine& engine_of(const Trainer& t) { return *t.engine; }
-
+const Client& engine_of(const Client& e) { return e; }
 template <class T>
-Status acquire(const void* handle, std::shared_ptr<T>* out) {
-  auto object = handle_get(KindOf<T>::kind, number(handle));
-  if (!object)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is %s", KindOf<T>::name,
-                handle ? "closed, or never was one" : "NULL");
-  *out = std::static_pointer_cast<T>(object);
-  if (engine_of(**out).generation() != process_generation()) {
-    return fail(FRUGAL_ERR_FORKED,
-                "the engine belongs to the process that opened it; open one after fork()");
-  }
+const auto& engine_of(const T& t) {
+  return *t.engine;
+}
+
+// The body with the object of a handle: a std::shared_ptr to T, or to what T is elsewhere.
+template <class T, class F>
+Status having(const void* handle, F&& body) {
+  auto run = [&](auto object) -> Status {
+    if (engine_of(*object).generation() != process_generation())
+      return fail(FRUGAL_ERR_FORKED,
+                  "the engine belongs to the process that opened it; open one after fork()");
+    return body(object);
+  };
+  if (auto object = handle_get(Here<T>::kind, number(handle))) return run(std::static_pointer_cast<T>(object));
+  if (auto object = handle_get(Here<T>::remote, number(handle)))
+    return run(std::static_pointer_cast<typename Here<T>::Remote>(object));
+  return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is %s", Here<T>::name,
+              handle ? "closed, or never was one" : "NULL");
+}
+
+template <class T, class F>
+Status with(const void* handle, F&& body) {
+  return guard([&] { return having<T>(handle, body); });
+}
+
+// A GPU that has failed is seen to when a call of its trainer has met it.
+Status told(Trainer& t, Status status) { return t.engine->told(t, status); }
+Status told(RemoteTrainer&, Status status) { return status; }
+
+// As different as the two are.
+Status committed(Engine& e, uint64_t* step) {
+  *step = e.committed();
   return FRUGAL_OK;
 }
+Status committed(Client& e, uint64_t* step) { return e.committed(step); }
+Status stats(Engine& e, frugal_stats* out) {
+  e.stats(out);
+  return FRUGAL_OK;
+}
+Status stats(Client& e, frugal_stats* out) { return e.stats(out); }
+Status metrics(Engine& e, String* out) {
+  *out = e.metrics();
+  return FRUGAL_OK;
+}
+Status metrics(Client& e, String* out) { return e.metrics(out); }
+Status describe(Table& t, frugal_table_info* out) {
+  describe_table(t, out);
+  return FRUGAL_OK;
+}
+Status describe(RemoteTable& t, frugal_table_info* out) { return t.engine->describe(t, out); }
+Status find(Engine& e, const char* name, TableRef* out) {
+  *out = e.find_table(name);
+  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+}
+Status find(Client& e, const char* name, RemoteTableRef* out) { return e.find_table(name, out); }
 
 Status null(const char* what) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
-}
-
-template <class T>
-Status check_size(const T* config, const char* name) {
-  if (config->struct_size == sizeof(T)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_STRUCT_SIZE,
-              "%s.struct_size is %zu, this library (%s) knows %zu: use the INIT macro, and a "
-              "library no older than the header",
-              name, config->struct_size, frugal_version(), sizeof(T));
-}
-
-bool real(float x) { return std::isfinite(x); }
-
-Status check_config(const frugal_config& c) {
-  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s", what); };
-  FRUGAL_TRY(check_size(&c, "frugal_config"));
-  if (c.flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
-  if (c.world_size < 1 || c.world_size > 4096) return bad("world_size must be 1..4096");
-  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return bad("lookahead exceeds FRUGAL_MAX_LOOKAHEAD");
-  if (c.flush_threads > 256) return bad("flush_threads must be 0..256");
-  if (c.flush_mode < FRUGAL_FLUSH_AUTO || c.flush_mode > FRUGAL_FLUSH_TREE_HEAP)
-    return bad("unknown flush_mode");
-  if (c.backing != FRUGAL_BACKING_PRIVATE && c.backing != FRUGAL_BACKING_SHM)
-    return bad("unknown backing");
-  if (c.timeout_ms < 0 && c.timeout_ms != FRUGAL_TIMEOUT_INFINITE)
-    return bad("timeout_ms must be >= 0 or FRUGAL_TIMEOUT_INFINITE");
-  return FRUGAL_OK;
-}
-
-Status check_optimizer(const frugal_optimizer& o) {
-  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer: %s", what); };
-  FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
-  if (o.kind < FRUGAL_SGD || o.kind > FRUGAL_FTRL) return bad("unknown kind");
-  if (o.flags & ~(FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS))
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer: unknown flags 0x%x", o.flags);
-  const float all[] = {o.lr,           o.eps,          o.momentum,   o.dampening,
-                       o.beta1,        o.beta2,        o.rho,        o.ftrl_lambda1,
-                       o.ftrl_lambda2, o.ftrl_beta,    o.initial_accumulator,
-                       o.weight_decay_l2, o.weight_decay, o.clip_value, o.clip_norm,
-                       o.weight_bound, o.grad_scale};
-  for (float x : all)
-    if (!real(x)) return bad("every hyper-parameter must be finite");
-  if (o.eps < 0) return bad("eps must be >= 0");
-  if (o.kind == FRUGAL_ADAM && !(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1))
-    return bad("beta1 and beta2 must lie in [0, 1)");
-  if (o.kind == FRUGAL_FTRL && !(o.lr > 0)) return bad("FTRL needs lr > 0");
-  if (o.initial_accumulator < 0) return bad("initial_accumulator must be >= 0");
-  if (o.clip_value < 0 || o.clip_norm < 0 || o.weight_bound < 0)
-    return bad("clip_value, clip_norm and weight_bound must be >= 0 (0: off)");
-  return FRUGAL_OK;
-}
-
-Status check_table(const frugal_table_config& c, bool need_name) {
-  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: %s", what); };
-  FRUGAL_TRY(check_size(&c, "frugal_table_config"));
-  if (need_name) {
-    if (!c.name) return bad("name is NULL");
-    size_t n = strnlen(c.name, 256);
-    if (n == 0 || n > 255) return bad("name must have 1..255 bytes");
-  }
-  if (c.key_space != FRUGAL_DENSE && c.key_space != FRUGAL_HASHED) return bad("unknown key_space");
-  if (c.dtype != FRUGAL_F32) return bad("unknown dtype");
-  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return bad("rows must be 1..2^32-2");
-  if (c.dim < 1 || c.dim > 65536) return bad("dim must be 1..65536");
-  if (c.init < FRUGAL_INIT_CONSTANT || c.init > FRUGAL_INIT_XAVIER) return bad("unknown init");
-  if (!real(c.init_a) || !real(c.init_b)) return bad("init_a and init_b must be finite");
-  if (c.nan_policy < FRUGAL_NAN_REJECT || c.nan_policy > FRUGAL_NAN_ACCEPT)
-    return bad("unknown nan_policy");
-  if (c.flags & ~FRUGAL_TABLE_LAZY)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: unknown flags 0x%x", c.flags);
-  if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)
-    return bad("FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
-  return check_optimizer(c.optimizer);
 }
 
 Status check_timeout(int64_t ms) {
@@ -209,6 +206,17 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
       c = *config;
     }
     FRUGAL_TRY(check_config(c));
+    if (c.service) {
+      std::shared_ptr<Client> client;
+      FRUGAL_TRY(Client::open(c, &client));
+      const uint64_t remote = handle_add(HandleKind::kRemoteEngine, client);
+      if (!remote) {
+        client->shutdown();
+        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+      }
+      *engine_out = reinterpret_cast<frugal_engine*>(remote);
+      return FRUGAL_OK;
+    }
     auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
     FRUGAL_TRY(engine->start());
     uint64_t handle = handle_add(HandleKind::kEngine, engine);
@@ -224,51 +232,54 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
 int32_t frugal_close(frugal_engine* engine) {
   return guard([&]() -> Status {
     if (!engine) return FRUGAL_OK;
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
-    if (!handle_remove(HandleKind::kEngine, number(engine)))
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
-    e->shutdown();
-    return FRUGAL_OK;
+    return having<Engine>(engine, [&](auto& e) -> Status {
+      constexpr bool here = std::is_same_v<std::decay_t<decltype(*e)>, Engine>;
+      if (!handle_remove(here ? HandleKind::kEngine : HandleKind::kRemoteEngine, number(engine)))
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
+      if constexpr (here) stop_serving(*e);
+      e->shutdown();
+      return FRUGAL_OK;
+    });
   });
 }
 
 int32_t frugal_health(const frugal_engine* engine) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     return e->health();
   });
 }
 
 int32_t frugal_flush(const frugal_engine* engine, int64_t timeout_ms) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
     return e->flush(e->deadline(timeout_ms));
   });
 }
 
 int32_t frugal_committed_step(const frugal_engine* engine, uint64_t* step_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!step_out) return null("step_out");
-    *step_out = e->committed();
-    return FRUGAL_OK;
+    return committed(*e, step_out);
+  });
+}
+
+int32_t frugal_serve(frugal_engine* engine, const char* address) {
+  return with<Engine>(engine, [&](auto& e) -> Status {
+    if (!address) return null("address");
+    if constexpr (std::is_same_v<std::decay_t<decltype(*e)>, Engine>)
+      return serve(e, address);
+    else
+      return fail(FRUGAL_ERR_UNSUPPORTED, "the engine is another process's: that one serves it");
   });
 }
 
 int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* config,
                             frugal_table** table_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!config) return null("config");
     if (!table_out) return null("table_out");
     FRUGAL_TRY(check_table(*config, true));
-    TableRef table;
+    typename OfEngine<decltype(e)>::Table table;
     FRUGAL_TRY(e->create_table(*config, &table));
     *table_out = reinterpret_cast<frugal_table*>(table->handle);
     return FRUGAL_OK;
@@ -278,53 +289,32 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
 int32_t frugal_table_drop(frugal_table* table) {
   return guard([&]() -> Status {
     if (!table) return FRUGAL_OK;
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
-    return t->engine->drop_table(t);
+    return having<Table>(table, [&](auto& t) -> Status { return t->engine->drop_table(t); });
   });
 }
 
 int32_t frugal_table_find(const frugal_engine* engine, const char* name,
                           frugal_table** table_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!name) return null("name");
     if (!table_out) return null("table_out");
-    TableRef t = e->find_table(name);
-    if (!t) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+    typename OfEngine<decltype(e)>::Table t;
+    FRUGAL_TRY(find(*e, name, &t));
     *table_out = reinterpret_cast<frugal_table*>(t->handle);
     return FRUGAL_OK;
   });
 }
 
 int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!info_out) return null("info_out");
     FRUGAL_TRY(check_size(info_out, "frugal_table_info"));
-    frugal_table_info i;
-    std::memset(&i, 0, sizeof i);
-    i.struct_size = sizeof i;
-    i.rows = t->rows.count();
-    i.capacity = t->rows.capacity();
-    i.value_bytes = t->rows.layout().dim * sizeof(float);
-    i.state_floats = t->rows.layout().state_floats;
-    i.memory_bytes = t->rows.memory_bytes();
-    i.dim = t->rows.layout().dim;
-    i.key_space = t->config.key_space;
-    i.optimizer = t->config.optimizer.kind;
-    i.page_bytes = static_cast<uint32_t>(kHugePage);
-    *info_out = i;
-    return FRUGAL_OK;
+    return describe(*t, info_out);
   });
 }
 
 int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!count_out) return null("count_out");
     return t->engine->count(*t, count_out);
   });
@@ -332,9 +322,7 @@ int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
 
 int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t* keys_out,
                           size_t capacity, size_t* count_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!cursor) return null("cursor");
     if (!count_out) return null("count_out");
     if (!keys_out && capacity) return null("keys_out");
@@ -344,9 +332,7 @@ int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t*
 
 int32_t frugal_table_set_optimizer(frugal_table* table, uint64_t first_step,
                                    const frugal_optimizer* optimizer) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!optimizer) return null("optimizer");
     FRUGAL_TRY(check_optimizer(*optimizer));
     return t->engine->set_optimizer(*t, first_step, *optimizer);
@@ -392,9 +378,7 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
 
 int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    float* rows_out, size_t row_stride, uint8_t* found_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
@@ -406,9 +390,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
 
 int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    const float* rows, size_t row_stride) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
@@ -420,9 +402,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
 
 int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
                       uint64_t* deleted_out) {
-  return guard([&]() -> Status {
-    TableRef t;
-    FRUGAL_TRY(acquire(table, &t));
+  return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     return t->engine->remove(*t, keys, count, deleted_out);
@@ -431,23 +411,14 @@ int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
 
 int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config* config,
                               frugal_trainer** trainer_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
-    FRUGAL_TRY(check_size(config, "frugal_trainer_config"));
-    if (config->flags) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", config->flags);
-    if (config->rank >= e->config().world_size)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: world_size is %u", config->rank,
-                  e->config().world_size);
-    if (!(config->cache_ratio >= 0 && config->cache_ratio <= 1))
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "cache_ratio must lie in [0, 1]");
-    if (config->device && std::strcmp(config->device, "cpu") != 0 &&
-        std::strncmp(config->device, "cuda:", 5) != 0 && std::strncmp(config->device, "sim:", 4) != 0)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: give \"cpu\" or \"cuda:N\"",
-                  config->device);
-    TrainerRef trainer;
+    FRUGAL_TRY(check_trainer(*config, e->config().world_size));
+    if ((config->flags & FRUGAL_TRAINER_REPLACE) && std::is_same_v<std::decay_t<decltype(*e)>, Engine>)
+      return fail(FRUGAL_ERR_UNSUPPORTED,
+                  "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
+    typename OfEngine<decltype(e)>::Trainer trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);
     return FRUGAL_OK;
@@ -457,30 +428,26 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
 int32_t frugal_trainer_close(frugal_trainer* trainer) {
   return guard([&]() -> Status {
     if (!trainer) return FRUGAL_OK;
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
-    if (!handle_remove(HandleKind::kTrainer, number(trainer)))
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
-    return t->engine->close_trainer(t);
+    return having<Trainer>(trainer, [&](auto& t) -> Status {
+      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+      return t->engine->close_trainer(t);
+    });
   });
 }
 
 int32_t frugal_set_stream(frugal_trainer* trainer, void* stream) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     return t->engine->set_stream(*t, stream);
   });
 }
 
 int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op* ops,
                         size_t op_count, frugal_batch** batch_out) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
     uint64_t handle = 0;
-    FRUGAL_TRY(t->engine->told(
+    FRUGAL_TRY(told(
         *t, t->engine->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
     if (batch_out) *batch_out = reinterpret_cast<frugal_batch*>(handle);
     return FRUGAL_OK;
@@ -488,10 +455,9 @@ int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op*
 }
 
 int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
-    auto b = std::static_pointer_cast<Batch>(handle_get(HandleKind::kBatch, number(batch)));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
+    using Here = OfTrainer<decltype(t)>;
+    auto b = std::static_pointer_cast<typename Here::Batch::element_type>(handle_get(Here::batch, number(batch)));
     if (!b)
       return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is %s",
                   batch ? "closed: its step has ended, or it was cancelled" : "NULL");
@@ -500,83 +466,92 @@ int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
 }
 
 int32_t frugal_step_begin(frugal_trainer* trainer, uint64_t step, int64_t timeout_ms) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
-    return t->engine->told(*t, t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms)));
+    return told(*t, t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms)));
   });
 }
 
 int32_t frugal_lookup(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
-    return t->engine->told(*t, t->engine->lookup(*t, ops, op_count));
+    return told(*t, t->engine->lookup(*t, ops, op_count));
   });
 }
 
 int32_t frugal_push_grad(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
-    return t->engine->told(*t, t->engine->push(*t, ops, op_count));
+    return told(*t, t->engine->push(*t, ops, op_count));
   });
 }
 
 int32_t frugal_borrow(frugal_trainer* trainer, size_t bytes, void** memory_out) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     if (!memory_out) return null("memory_out");
     return t->engine->borrow(*t, bytes, memory_out);
   });
 }
 
 int32_t frugal_step_end(frugal_trainer* trainer, uint64_t step, uint32_t flags) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
-    return t->engine->told(*t, t->engine->step_end(*t, step, flags));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
+    return told(*t, t->engine->step_end(*t, step, flags));
   });
 }
 
 int32_t frugal_step_abort(frugal_trainer* trainer) {
-  return guard([&]() -> Status {
-    TrainerRef t;
-    FRUGAL_TRY(acquire(trainer, &t));
+  return with<Trainer>(trainer, [&](auto& t) -> Status {
     return t->engine->abort_call(*t);
   });
 }
 
 int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const frugal_op* ops,
                     size_t op_count, int64_t timeout_ms) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
-    TrainerRef t;
-    if (trainer) {
-      FRUGAL_TRY(acquire(trainer, &t));
-      if (t->engine != e)
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
-    }
+  return with<Engine>(engine, [&](auto& e) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
     FRUGAL_TRY(check_ops(ops, op_count));
-    Status status = e->read(t.get(), ops, op_count, e->deadline(timeout_ms));
-    return t ? e->told(*t, status) : status;
+    if (!trainer) return e->read(nullptr, ops, op_count, e->deadline(timeout_ms));
+    return having<Trainer>(trainer, [&](auto& t) -> Status {
+      if constexpr (std::is_same_v<std::decay_t<decltype(t->engine)>, std::decay_t<decltype(e)>>) {
+        if (t->engine == e) return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
+      }
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
+    });
   });
 }
 
 int32_t frugal_get_stats(const frugal_engine* engine, frugal_stats* stats_out) {
-  return guard([&]() -> Status {
-    std::shared_ptr<Engine> e;
-    FRUGAL_TRY(acquire(engine, &e));
+  return with<Engine>(engine, [&](auto& e) -> Status {
     if (!stats_out) return null("stats_out");
     FRUGAL_TRY(check_size(stats_out, "frugal_stats"));
-    e->stats(stats_out);
+    return stats(*e, stats_out);
+  });
+}
+
+int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capacity,
+                       size_t* size_out) {
+  return with<Engine>(engine, [&](auto& e) -> Status {
+    if (!size_out) return null("size_out");
+    if (!text_out && capacity) return null("text_out");
+    String text;
+    FRUGAL_TRY(metrics(*e, &text));
+    *size_out = text.size() + 1;
+    if (capacity < *size_out)
+      return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and the capacity is %zu", *size_out, capacity);
+    std::memcpy(text_out, text.c_str(), *size_out);
     return FRUGAL_OK;
+  });
+}
+
+int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
+  return with<Engine>(engine, [&](auto& e) -> Status {
+    return e->start_trace(events);
+  });
+}
+
+int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
+  return with<Engine>(engine, [&](auto& e) -> Status {
+    return e->stop_trace(path);
   });
 }
 

@@ -6,64 +6,10 @@
 #include "base/fpenv.h"
 #include "base/handles.h"
 #include "device/pointers.h"
+#include "engine/access_scope.h"
 #include "engine/wait.h"
 
 namespace frugal {
-namespace {
-
-constexpr size_t kGatherRows = 4096;   // rows of a chunk
-constexpr size_t kReduceRows = 2048;
-constexpr size_t kParallelBytes = 256 << 10;  // below, sharing costs more than it saves
-// Outputs of this size live beyond the caches anyway: write them past.
-constexpr size_t kStreamBytes = size_t{24} << 20;
-
-// The bag of each key, and the number of each bag's terms (keys that are not padding).
-void bags_of_keys(const frugal_op& op, uint32_t* out) {
-  for (size_t b = 0; b < op.bags; ++b)
-    std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
-}
-
-// Has every bag exactly one key? Then a bag is its key's row, or its gradient the key's: what is divided
-// by 1 or summed alone stays as it is, and padding is zeros and no occurrence anyway.
-bool bags_are_keys(const frugal_op& op, size_t keys) {
-  if (op.bags != keys || op.weights) return false;
-  for (size_t b = 0; b < keys; ++b)
-    if (op.offsets[b] != b) return false;
-  return true;
-}
-
-void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
-  for (size_t b = 0; b < op.bags; ++b) {
-    uint64_t terms = 0;
-    for (uint64_t k = op.offsets[b]; k < op.offsets[b + 1]; ++k) terms += slots[k] != kNoSlot;
-    out[b] = static_cast<float>(terms);
-  }
-}
-
-}  // namespace
-
-Status host_memory(const void* p, const char* what) {
-  if (!device::only_on_device(p)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-              "%s is memory of a GPU: give host memory, or use a trainer on that GPU", what);
-}
-
-Status host_memory(const frugal_op* ops, size_t n) {
-  for (size_t i = 0; i < n; ++i) {
-    const frugal_op& op = ops[i];
-    if (op.struct_size != sizeof(frugal_op)) continue;  // is told where ops are checked
-    FRUGAL_TRY(host_memory(op.keys, "frugal_op.keys"));
-    FRUGAL_TRY(host_memory(op.rows_out, "frugal_op.rows_out"));
-    FRUGAL_TRY(host_memory(op.grads, "frugal_op.grads"));
-    FRUGAL_TRY(host_memory(op.found_out, "frugal_op.found_out"));
-    if (op.pooling == FRUGAL_POOL_NONE) continue;
-    FRUGAL_TRY(host_memory(op.offsets, "frugal_op.offsets"));
-    FRUGAL_TRY(host_memory(op.weights, "frugal_op.weights"));
-    FRUGAL_TRY(host_memory(op.weight_grads_out, "frugal_op.weight_grads_out"));
-  }
-  return FRUGAL_OK;
-}
-
 // --- Checking ------------------------------------------------------------------------------------
 
 Status Engine::op_table(const frugal_op& op, TableRef* out) const {
@@ -77,50 +23,6 @@ Status Engine::op_table(const frugal_op& op, TableRef* out) const {
     return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine",
                 table->name.c_str());
   *out = std::move(table);
-  return FRUGAL_OK;
-}
-
-Status Engine::check_op(const frugal_op& op, const Table& table, size_t keys, Use use,
-                        bool offsets_elsewhere) const {
-  auto bad = [&](const char* what) {
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table '%s': %s", table.name.c_str(), what);
-  };
-  if (op.flags & ~FRUGAL_OP_PADDING)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in frugal_op", op.flags);
-  if (op.reserved) return bad("frugal_op.reserved is not 0");
-  if (keys >= UINT32_MAX) return bad("more than 2^32 - 2 keys in one op");
-  if (use == Use::kRead && op.batch) return bad("a read takes keys, not a batch");
-  if (!op.keys && op.count && (!op.batch || use == Use::kDeclare))
-    return bad("keys is NULL but count is not 0");
-  if (use == Use::kDeclare) return FRUGAL_OK;
-  if (op.pooling < FRUGAL_POOL_NONE || op.pooling > FRUGAL_POOL_MEAN) return bad("unknown pooling");
-  size_t rows = keys;
-  if (op.pooling != FRUGAL_POOL_NONE) {
-    rows = op.bags;
-    if (!op.offsets && !offsets_elsewhere) return bad("pooling needs offsets");
-    if (op.bags >= UINT32_MAX) return bad("more than 2^32 - 2 bags in one op");
-    if (!offsets_elsewhere) {
-      if (op.offsets[0] != 0) return bad("offsets[0] must be 0");
-      for (size_t b = 0; b < op.bags; ++b)
-        if (op.offsets[b] > op.offsets[b + 1]) return bad("offsets must not decrease");
-      if (op.offsets[op.bags] != keys) return bad("the last offset must be the number of keys");
-    } else if (op.bags == 0 && keys) {
-      return bad("the last offset must be the number of keys");
-    }
-    if (op.weights && op.pooling != FRUGAL_POOL_SUM) return bad("weights need FRUGAL_POOL_SUM");
-  } else if (op.weights) {
-    return bad("weights need FRUGAL_POOL_SUM");
-  }
-  if (op.weight_grads_out && !op.weights) return bad("weight_grads_out needs weights");
-  const size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
-  if (op.row_stride && (op.row_stride < row_bytes || op.row_stride % sizeof(float)))
-    return bad("row_stride must be 0, or a multiple of 4 that holds a row");
-  if (rows && op.row_stride > PTRDIFF_MAX / rows) return bad("row_stride: the rows exceed the address space");
-  if (use == Use::kPush) {
-    if (rows && !op.grads) return bad("grads is NULL");
-  } else if (rows && !op.rows_out) {
-    return bad("rows_out is NULL");
-  }
   return FRUGAL_OK;
 }
 
@@ -183,47 +85,12 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp
         break;
       }
   }
-  FRUGAL_TRY(check_op(op, *out->table, keys, use, gpu && gpu->device_offsets && !op.offsets));
+  FRUGAL_TRY(check_op(op, out->table->name.c_str(), out->table->rows.layout().dim, keys, use,
+                      gpu && gpu->device_offsets && !op.offsets));
   if (!out->whole && op.keys)
     FRUGAL_TRY(out->table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
   return FRUGAL_OK;
 }
-
-// While it lives, no reserved row of the tables is given up: a call may be about to use it.
-class Engine::AccessScope {
- public:
-  AccessScope(Engine& engine, const Vector<Access>& accesses)
-      : engine_(engine), accesses_(accesses) {
-    std::lock_guard<std::mutex> lock(engine_.mu_);
-    for (const Access& a : accesses)
-      if (counts(a)) ++a.table->accessing;
-  }
-  ~AccessScope() {
-    for (const Access& a : accesses_) {
-      if (!counts(a)) continue;
-      // What is reserved only, now, is what a call that failed has left. Nothing of it is given to
-      // others between this look and the next lines: this scope still counts.
-      Vector<uint32_t> left;
-      if (a.part && a.part->slots && a.part->state.load() != Part::kStale &&
-          a.table->rows.has_reserved())
-        engine_.unused_rows(*a.table, a.part->slots.as<uint32_t>(), a.part->n, &left);
-      bool wanted;
-      {
-        std::lock_guard<std::mutex> lock(engine_.mu_);
-        engine_.add_orphans(*a.table, left);
-        --a.table->accessing;
-        engine_.settle_orphans(*a.table);
-        wanted = a.table->tight != 0;
-      }
-      if (wanted) engine_.progress();
-    }
-  }
-
- private:
-  static bool counts(const Access& a) { return !a.whole && a.table->rows.hashed(); }
-  Engine& engine_;
-  const Vector<Access>& accesses_;
-};
 
 // Slots of keys that are not a whole declaration; missing rows are reserved, so that a call which
 // fails later has created nothing. `sorted`: with duplicates removed too.
@@ -319,45 +186,6 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
 
 // --- Lookup --------------------------------------------------------------------------------------
 
-namespace {
-
-struct GatherContext {
-  const Rows* rows;
-  const RowCache* cache;
-  const uint32_t* slots;
-  const float* const* pointers;
-  const frugal_op* op;
-  size_t n, stride, chunk;
-  bool streaming;
-  Counters* counters;
-};
-
-void gather_chunk(void* context, size_t i) {
-  const auto& c = *static_cast<GatherContext*>(context);
-  const device::Kernels& k = device::kernels();
-  size_t from = i * c.chunk, n = std::min(c.chunk, c.n - from);
-  float* out = reinterpret_cast<float*>(reinterpret_cast<char*>(c.op->rows_out) + from * c.stride);
-  if (c.pointers)
-    k.gather_pointers(c.pointers + from, n, c.rows->layout().dim, out, c.stride, c.streaming);
-  else
-    k.gather(c.rows->ref(), c.slots + from, n, out, c.stride, c.streaming);
-}
-
-void pool_chunk(void* context, size_t i) {
-  const auto& c = *static_cast<GatherContext*>(context);
-  const device::Kernels& k = device::kernels();
-  size_t from = i * c.chunk, to = std::min(from + c.chunk, c.op->bags);
-  bool mean = c.op->pooling == FRUGAL_POOL_MEAN;
-  if (c.pointers)
-    k.pool_pointers(c.pointers, c.rows->layout().dim, c.op->offsets, from, to, c.op->weights, mean,
-                    c.op->rows_out, c.stride);
-  else
-    k.pool(c.rows->ref(), c.slots, c.op->offsets, from, to, c.op->weights, mean, c.op->rows_out,
-           c.stride);
-}
-
-}  // namespace
-
 // The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
 // declared, rows are fresh in host memory.
 TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
@@ -406,7 +234,7 @@ Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, c
     p[i] = table.rows.values(s);
     if (stale()) {
       float* copy = copies->as<float>() + i * row_floats;
-      std::lock_guard<std::mutex> lock(stripe(table, s));
+      RowLock lock(*this, table, s, false);
       std::memcpy(copy, p[i], table.rows.layout().dim * sizeof(float));
       p[i] = copy;
     }
@@ -414,30 +242,11 @@ Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, c
   return FRUGAL_OK;
 }
 
-Status Engine::gather(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
-                      size_t n, const frugal_op& op) {
+Status Engine::gather_table(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
+                            size_t n, const frugal_op& op) {
   Buffer pointers, copies;
   FRUGAL_TRY(locate(table, cache, cached, slots, n, &pointers, &copies));
-  GatherContext c{};
-  c.rows = &table.rows;
-  c.slots = slots;
-  c.pointers = pointers.as<const float*>();
-  c.op = &op;
-  c.n = n;
-  size_t row_bytes = size_t{table.rows.layout().dim} * sizeof(float);
-  c.stride = op.row_stride ? op.row_stride : row_bytes;
-  c.streaming = n * row_bytes >= kStreamBytes;
-  const bool pooled = op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, n);
-  size_t items = pooled ? op.bags : n;
-  // Large rows in smaller chunks, so that a chunk is always about half a megabyte.
-  c.chunk = std::max<size_t>(256, kGatherRows * 128 / std::max<size_t>(128, row_bytes));
-  if (pooled && n) c.chunk = std::max<size_t>(1, c.chunk * std::max<size_t>(1, op.bags) / n);
-  size_t chunks = (items + c.chunk - 1) / c.chunk;
-  if (n * row_bytes < kParallelBytes) {
-    c.chunk = std::max<size_t>(items, 1);
-    chunks = items ? 1 : 0;
-  }
-  return parallel(chunks, pooled ? pool_chunk : gather_chunk, &c);
+  return gather(table.rows.ref(), pointers.as<const float*>(), slots, n, op);
 }
 
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
@@ -492,17 +301,20 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   Timed timed(counters_.lookup_ns);
+  TraceSpan span(trace_, SpanKind::kLookup);
+  span.rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  span.step(t.step);
   Counted busy(calls_);
   return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
-    return with_room(host, n, [&] { return lookup_rows(t, host, n, gpu); });
+    return with_room(host, n, [&] { return lookup_rows(t, host, n, gpu, span); });
   });
 }
 
-Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
+Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i)
     FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, gpu ? &gpu[i] : nullptr, &accesses[i]));
@@ -537,12 +349,13 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     else if (gpu && t.has_cache.load())
       FRUGAL_TRY(gather_through_device(t, a, gpu[i]));
     else
-      FRUGAL_TRY(gather(*a.table, lines ? lines->cache() : nullptr, lines ? a.part.get() : nullptr, slots,
+      FRUGAL_TRY(gather_table(*a.table, lines ? lines->cache() : nullptr, lines ? a.part.get() : nullptr, slots,
                         count, ops[i]));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (t.abort_notice.load()) return aborted(t);
   counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
+  span.count(keys);
   return FRUGAL_OK;
 }
 
@@ -608,86 +421,12 @@ Status Engine::gather_and_send(Flight& flight, Table& table, const uint32_t* slo
   }
   host.rows_out = copies.as<float>();
   host.row_stride = layout.value_stride * sizeof(float);
-  FRUGAL_TRY(gather(table, nullptr, nullptr, slots, n, host));
+  FRUGAL_TRY(gather_table(table, nullptr, nullptr, slots, n, host));
   return gpu.put_rows(flight, std::move(copies), layout.value_stride, rows, layout.dim,
                       op.op.rows_out, op.op.row_stride);
 }
 
 // --- Push ----------------------------------------------------------------------------------------
-
-namespace {
-
-struct ReduceContext {
-  const Part* part;
-  uint32_t dim;
-  device::GradSource source;
-  float* sums;
-  size_t stride;
-  size_t chunk;
-  const device::HeavyRow* heavy;  // rows with more than a run of occurrences, ascending
-  size_t heavies;
-  float* runs;
-  bool streaming;
-  std::atomic<bool> nan{false};
-};
-
-// Sums the gradients of a chunk of distinct rows. Of rows with several runs the run sums are kept,
-// so that a later push of the step can go on with the fold.
-void reduce_chunk(void* context, size_t i) {
-  auto& c = *static_cast<ReduceContext*>(context);
-  const device::Kernels& k = device::kernels();
-  const uint64_t* pairs = c.part->pairs.as<uint64_t>();
-  const uint32_t* start = c.part->row_start();
-  size_t at = i * c.chunk, end = std::min(at + c.chunk, c.part->distinct);
-  const device::HeavyRow* h =
-      std::lower_bound(c.heavy, c.heavy + c.heavies, at,
-                       [](const device::HeavyRow& x, size_t row) { return x.row < row; });
-  const device::HeavyRow* last = c.heavy + c.heavies;
-  bool nan = false;
-  while (at < end) {
-    size_t stop = h != last && h->row < end ? h->row : end;
-    if (at < stop)
-      nan |= k.reduce(pairs, start, at, stop, c.dim, c.source, c.sums, c.stride,
-                      c.streaming);
-    at = stop;
-    if (at == end) break;
-    // Each run of 32 as if it were a row of its own, then the runs pairwise.
-    uint32_t first = start[at], n = start[at + 1] - first;
-    uint32_t runs = (n + arith::kFoldRun - 1) / arith::kFoldRun;
-    float* to = c.runs + size_t{h->first_run} * c.dim;
-    uint32_t cuts[65];
-    for (uint32_t r = 0; r < runs; r += 64) {
-      uint32_t m = std::min<uint32_t>(64, runs - r);
-      for (uint32_t q = 0; q <= m; ++q)
-        cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
-      nan |= k.reduce(pairs, cuts, 0, m, c.dim, c.source, to + size_t{r} * c.dim, c.dim, false);
-    }
-    static thread_local Vector<float> scratch;
-    scratch.assign(to, to + size_t{runs} * c.dim);
-    combine_runs(scratch.data(), runs, c.dim);
-    std::copy_n(scratch.data(), c.dim, c.sums + at * c.stride);
-    ++h;
-    ++at;
-  }
-  if (nan) c.nan.store(true, std::memory_order_relaxed);
-}
-
-// Gradients of single keys, for a push that is not the first of its table in the step.
-void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
-  for (size_t i = 0; i < n; ++i) {
-    size_t row = s.bag ? s.bag[i] : i;
-    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(s.grads) + row * s.stride);
-    float* to = out + i * dim;
-    for (uint32_t d = 0; d < dim; ++d) {
-      float x = g[d];
-      if (s.factor) x = s.factor[i] * x;
-      if (s.divisor) x = x / s.divisor[row];
-      to[d] = x;
-    }
-  }
-}
-
-}  // namespace
 
 // The hand-over of a rank's first push to a table in a step, without its sums.
 Handover& Engine::begin_handover(const Trainer& t, const Access& a, PushState* state) {
@@ -703,21 +442,11 @@ Handover& Engine::begin_handover(const Trainer& t, const Access& a, PushState* s
 Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushState* state) {
   const Part& part = *a.part;
   const RowLayout& layout = a.table->rows.layout();
-  device::GradSource source{};
-  source.grads = op.grads;
-  source.stride = op.row_stride ? op.row_stride : layout.dim * sizeof(float);
-  Buffer bag, divisor;
+  PushSource pushed;
+  FRUGAL_TRY(pushed.of(op, part, layout.dim, pool_));
+  const device::GradSource& source = pushed.grads;
   const uint32_t* slots = part.slots.as<uint32_t>();
-  if (op.pooling != FRUGAL_POOL_NONE && !bags_are_keys(op, part.n)) {
-    FRUGAL_TRY(pool_.get(part.n * sizeof(uint32_t), &bag));
-    bags_of_keys(op, bag.as<uint32_t>());
-    source.bag = bag.as<uint32_t>();
-    source.factor = op.weights;
-    if (op.pooling == FRUGAL_POOL_MEAN) {
-      FRUGAL_TRY(pool_.get(op.bags * sizeof(float), &divisor));
-      terms_of_bags(op, slots, divisor.as<float>());
-      source.divisor = divisor.as<float>();
-    }
+  if (op.pooling != FRUGAL_POOL_NONE) {
     if (op.weight_grads_out && part.n) {
       FRUGAL_TRY(fresh_access(t, a));
       const TrainerTable* lines = lines_for(t, a);
@@ -756,18 +485,9 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   };
   if (state->table) {
     FRUGAL_TRY(sum_lent(state));
-    PushState::Tail tail;
-    FRUGAL_TRY(pool_.get(part.n * layout.dim * sizeof(float), &tail.grads));
-    expand(source, part.n, layout.dim, tail.grads.as<float>());
-    if (reject)
-      for (size_t i = 0; i < part.n; ++i)
-        if (slots[i] != kNoSlot &&
-            device::kernels().has_nan(tail.grads.as<float>() + i * layout.dim, 1, layout.dim,
-                                      layout.dim * sizeof(float)))
-          return nan_found();
-    tail.part = a.part;
-    state->tail.push_back(std::move(tail));
-    return FRUGAL_OK;
+    bool nan = false;
+    FRUGAL_TRY(add_tail(state, a.part, layout.dim, source, pool_, reject, &nan));
+    return nan ? nan_found() : FRUGAL_OK;
   }
   Handover& h = begin_handover(t, a, state);
   bool nan = false;
@@ -779,7 +499,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
     h.source = source;
   } else {
     if (alone && source.bag) status = keep_bags(op.bags, reject, source, state);
-    if (status == FRUGAL_OK && !h.lent) status = reduce_first(state, source, &nan);
+    if (status == FRUGAL_OK && !h.lent) status = sum_push(state, source, &nan);
   }
   if (status == FRUGAL_OK && reject && nan) status = nan_found();
   if (status != FRUGAL_OK) *state = {};
@@ -803,7 +523,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
       frugal_op plain = FRUGAL_OP_INIT;
       plain.rows_out = rows.as<float>();
       plain.row_stride = layout.value_stride * sizeof(float);
-      FRUGAL_TRY(gather(*a.table, nullptr, nullptr, slots, a.part->n, plain));
+      FRUGAL_TRY(gather_table(*a.table, nullptr, nullptr, slots, a.part->n, plain));
       FRUGAL_TRY(t.gpu->weight_grads_of(flight, std::move(rows), layout.value_stride, slots, a.part->n, layout.dim,
                                         op, source));
     } else {
@@ -817,7 +537,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
   if (state->table) {
     // Gone on with on the host, from the gradient of each key.
     FRUGAL_TRY(sum_lent(state));
-    PushState::Tail tail;
+    PushSums::Tail tail;
     tail.part = a.part;
     FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
     state->tail.reserve(state->tail.size() + 1);
@@ -827,7 +547,7 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
     return FRUGAL_OK;
   }
   Handover& h = begin_handover(t, a, state);
-  Status status = room_for_sums(state, pinned_);
+  Status status = room_for_sums(state, layout.dim, pinned_);
   if (status == FRUGAL_OK)
     status = t.gpu->reduce(flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
   if (status != FRUGAL_OK) {
@@ -892,79 +612,33 @@ Status Engine::keep_bags(size_t bags, bool reject, const device::GradSource& sou
 Status Engine::sum_lent(PushState* state) {
   if (!state->first.lent) return FRUGAL_OK;
   bool nan = false;
-  FRUGAL_TRY(reduce_first(state, state->first.source, &nan));
+  FRUGAL_TRY(sum_push(state, state->first.source, &nan));
   state->first.lent.reset();
   return FRUGAL_OK;
 }
 
-// Is a NaN among the gradients?
-Status Engine::find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan) {
-  struct Context {
-    const device::GradSource& source;
-    size_t n, chunk;
-    uint32_t dim;
-    std::atomic<bool> nan{false};
-  } c{source, n, std::max<size_t>(64, size_t{kParallelBytes} / (dim * sizeof(float))), dim};
-  FRUGAL_TRY(parallel((n + c.chunk - 1) / c.chunk, [](void* context, size_t i) {
-    auto& at = *static_cast<Context*>(context);
-    const char* from = reinterpret_cast<const char*>(at.source.grads) + i * at.chunk * at.source.stride;
-    size_t rows = std::min(at.chunk, at.n - i * at.chunk);
-    if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows, at.dim, at.source.stride))
-      at.nan.store(true, std::memory_order_relaxed);
-  }, &c));
-  *nan = c.nan.load();
-  return FRUGAL_OK;
-}
-
-// Memory for the sums of a hand-over, and for those of the runs of frequent rows.
-Status Engine::room_for_sums(PushState* state, BufferPool& pool) {
-  Handover& h = state->first;
-  const Part& part = *h.part;
-  FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
-  const uint32_t runs = frequent_rows(part, &state->heavy);
-  return pool.get(size_t{runs} * state->table->rows.layout().dim * sizeof(float), &state->runs);
-}
-
-// Sums the first push of a table in a step.
-Status Engine::reduce_first(PushState* state, const device::GradSource& source, bool* nan) {
-  Handover& h = state->first;
-  const Part& part = *h.part;
-  const uint32_t dim = state->table->rows.layout().dim;
-  FRUGAL_TRY(room_for_sums(state, pinner_->any() ? pinned_ : pool_));
-  ReduceContext c{};
-  c.part = &part;
-  c.dim = dim;
-  c.source = source;
-  c.sums = h.sums.as<float>();
-  c.stride = h.stride;
-  c.heavy = state->heavy.data();
-  c.heavies = state->heavy.size();
-  c.runs = state->runs.as<float>();
-  // Sums that wait for their turn leave the caches alone; those that are used at once stay there.
-  c.streaming = deferred_now_.load(std::memory_order_relaxed);
-  size_t bytes = part.occurrences * dim * sizeof(float);
-  c.chunk = bytes < kParallelBytes
-                ? std::max<size_t>(part.distinct, 1)
-                : std::max<size_t>(64, kReduceRows * 32 / std::max<uint32_t>(32, dim));
-  FRUGAL_TRY(parallel((part.distinct + c.chunk - 1) / c.chunk, reduce_chunk, &c));
-  *nan = c.nan.load();
-  return FRUGAL_OK;
+Status Engine::sum_push(PushState* state, const device::GradSource& source, bool* nan) {
+  return sum_first(state, state->table->rows.layout().dim, source, sums_pool(),
+                   deferred_now_.load(std::memory_order_relaxed), nan);
 }
 
 Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   Timed timed(counters_.push_ns);
+  TraceSpan span(trace_, SpanKind::kPush);
+  span.rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
+  span.step(t.step);
   pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
   return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
-    return with_room(host, n, [&] { return push_rows(t, host, n, gpu); });
+    return with_room(host, n, [&] { return push_rows(t, host, n, gpu, span); });
   });
 }
 
-Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu) {
+Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i)
     FRUGAL_TRY(find_access(t, ops[i], Use::kPush, gpu ? &gpu[i] : nullptr, &accesses[i]));
@@ -1021,15 +695,20 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
     if (weight_grads[i])
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), accesses[i].part->n * sizeof(float));
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
+  span.count(keys);
   return FRUGAL_OK;
+}
+
+Status Engine::not_inside(const Trainer& t) const {  // with mu_ held
+  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+    return fail(FRUGAL_ERR_PEER_LOST, "the process of rank %u is gone and the step undone: begin step %llu again",
+                lost, static_cast<unsigned long long>(to_commit()));
+  return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first", t.rank);
 }
 
 Status Engine::inside(Trainer& t) {
   std::lock_guard<std::mutex> lock(mu_);
-  if (!t.in_step)
-    return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first",
-                t.rank);
-  return FRUGAL_OK;
+  return t.in_step ? FRUGAL_OK : not_inside(t);
 }
 
 Status Engine::borrow(Trainer& t, size_t bytes, void** out) {

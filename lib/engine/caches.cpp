@@ -120,6 +120,8 @@ bool Engine::plan_one() {
     t->plan_more = false;
     ++planning_;
   }
+  TraceSpan span(trace_, SpanKind::kPlan);
+  span.step(step).rank(t->rank);
   // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
   auto plan = [&](const Table* raw, TrainerTable& of) {
     const auto declared = parts.find(raw);
@@ -272,6 +274,8 @@ void Engine::cancel_plan(TrainerTable& of) {
 // --- The boundary --------------------------------------------------------------------------------
 
 Status Engine::turn_caches(Trainer& t, uint64_t step) {
+  TraceSpan span(trace_, SpanKind::kTurn);
+  span.step(step).rank(t.rank);
   // No commit while rows are copied: with staleness other ranks may end steps now.
   std::lock_guard<std::mutex> boundary(cache_mu_);
   Vector<UpdateRef> backlog;

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -26,8 +27,12 @@
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/os.h"
+#include "base/trace.h"
 #include "cache/row_cache.h"
+#include "engine/data_path.h"
 #include "engine/gpu.h"
+#include "engine/op_check.h"
+#include "engine/stats.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
@@ -41,6 +46,7 @@ constexpr uint64_t kNoStep = UINT64_MAX;
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
   uint64_t handle = 0;
+  uint32_t number = 0;  // of all that the engine has had: what a trace calls it by
   String name;
   frugal_table_config config{};
   Rows rows;
@@ -69,20 +75,43 @@ struct Batch : HeapObject {
 };
 using BatchRef = std::shared_ptr<Batch>;
 
-// What one rank has pushed for one table in its current step.
-struct PushState {
+struct PushState : PushSums {
   TableRef table;
-  Handover first;
-  // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
-  // occurrences (row index, offset of its first run in `runs`).
-  Vector<device::HeavyRow> heavy;
-  Buffer runs;
-  // Later pushes, expanded to a gradient for each key.
-  struct Tail {
-    PartRef part;
-    Buffer grads;
-  };
-  Vector<Tail> tail;
+};
+
+// With staleness rows are read while others are written: under the lock of their stripe, or (by another
+// process) while its version does not change.
+constexpr size_t kStripes = 1024;
+inline size_t stripe_of(uint64_t table, uint32_t slot) {
+  return (slot * 0x9e3779b1u ^ static_cast<uint32_t>(table * 0x85ebca6bu)) % kStripes;
+}
+
+constexpr uint64_t kNoPlace = UINT64_MAX;
+constexpr uint32_t kNoRank = UINT32_MAX;
+
+// Resolved keys, as a trainer in another process uses them.
+struct RemotePart {
+  uint64_t batch = 0;   // handle of the declaration, if it was one
+  uint32_t index = 0;   // of the part in it
+  TableRef table;
+  PartRef part;
+  bool whole = false;   // a declaration, resolved
+  bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
+  bool cached = false;  // the trainer caches rows of the table
+  const float* line_values = nullptr;  // of line 0, if rows of the part are cached
+};
+
+// The sums of a trainer in another process for one table in a step.
+struct RemotePush {
+  TableRef table;
+  PartRef part;
+  bool whole = false;
+  Buffer sums;
+};
+
+struct RemoteCounts {
+  uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
+           cpu_ns = 0;
 };
 
 struct CreatedRows {
@@ -130,6 +159,11 @@ struct Trainer : HeapObject {
   bool planning = false;         // somebody does
   bool plan_more = false;        // something was declared for the step that has been planned
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
+  // Where else that is counted: in memory that the rank's own process sees. Or null.
+  std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
+  // When its process was last heard of (now_ns()); 0: a thread of this process.
+  std::atomic<uint64_t> heard{0};
+  std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
@@ -195,27 +229,17 @@ struct StepRecord {
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
-// Is it memory of the host? `what` names it where it is not.
-Status host_memory(const void* p, const char* what);
-// The same for all that ops of a rank on the cpu device point to.
-Status host_memory(const frugal_op* ops, size_t n);
-
 struct Deadline {
   uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
   bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
 };
 
 struct Counters {
-#define FRUGAL_COUNTERS(X)                                                                       \
-  X(steps_committed) X(steps_aborted) X(keys_declared) X(keys_looked_up) X(keys_undeclared)      \
-  X(keys_pushed) X(rows_created) X(rows_updated) X(rows_deferred) X(gate_waits) X(gate_wait_ns)  \
-  X(gate_in_flight) X(lookup_waits) X(back_pressure) X(ranks_apart) X(stale_reads) X(cache_hits) \
-  X(cache_misses) X(cache_admitted) X(cache_evicted) X(cache_evicted_dirty) X(cache_turns) X(cache_planned) X(modes_at_once)     \
-  X(modes_deferred) X(lookup_ns) X(push_ns) X(step_begin_ns) X(step_end_ns) X(prefetch_ns)       \
-  X(entry_ns) X(apply_ns) X(pending_bytes_peak)
-#define X(name) std::atomic<uint64_t> name{0};
-  FRUGAL_COUNTERS(X)
+#define X(name, kind, help) std::atomic<uint64_t> name{0};
+#define SKIP(name, kind, help)
+  FRUGAL_STATS(X, SKIP)
 #undef X
+#undef SKIP
 };
 
 // Wall time of a scope, added to a counter.
@@ -229,7 +253,7 @@ class Timed {
   uint64_t start_;
 };
 
-class Engine : public std::enable_shared_from_this<Engine> {
+class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
  public:
   static void* operator new(size_t bytes) { return heap_alloc(bytes); }
   static void operator delete(void* p) noexcept { heap_free(p); }
@@ -257,8 +281,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // --- trainers.cpp
   Status create_trainer(const frugal_trainer_config& config, TrainerRef* out);
   Status close_trainer(const TrainerRef& trainer);
+  // `copies`: of the keys of each op, which become the parts' own; or null.
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                  uint64_t* batch_out);
+                  uint64_t* batch_out, Buffer* copies = nullptr);
   Status cancel(Trainer& t, const BatchRef& batch);
   Status set_stream(Trainer& t, void* stream);
   // --- steps.cpp
@@ -269,8 +294,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status lookup(Trainer& t, const frugal_op* ops, size_t n);
   Status push(Trainer& t, const frugal_op* ops, size_t n);
   Status borrow(Trainer& t, size_t bytes, void** out);
-
-  enum class Use { kLookup, kPush, kRead, kDeclare };
+  // --- remote.cpp: trainers in other processes
+  Status declared_parts(Trainer& t, Vector<RemotePart>* out);
+  Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
+  Status use_parts(Trainer& t, const Vector<RemotePart>& used);
+  Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
+  void count_remote(const RemoteCounts& counts);
+  Status inside_step(Trainer& t);
+  Status lose_trainer(const TrainerRef& trainer);
+  // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
+  // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
+  // the trainer to another thread. Null: nobody is told any more.
+  void on_silent(std::function<void(const TrainerRef&)> silent);
+  // Where something is in the memory that other processes see; kNoPlace if it is not there.
+  uint64_t place(const void* p) const;
+  const Arena& arena() const { return arena_; }
+  uint64_t versions_place() const { return place(versions_memory_.data()); }
 
   // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
   Status told(Trainer& t, Status status) {
@@ -283,6 +322,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status health() const { return health_.load(std::memory_order_acquire); }
   Status check() const;  // health and closing
   void stats(frugal_stats* out);
+  // --- metrics.cpp
+  String metrics();
+  Status start_trace(size_t events);
+  Status stop_trace(const char* path) { return trace_.stop(path); }
   uint64_t committed();
   Deadline deadline(int64_t timeout_ms) const;
   uint32_t generation() const { return generation_; }
@@ -293,7 +336,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   friend class OutsideScope;
   // --- work.cpp: workers, helping, jobs
-  void worker_main();
+  void worker_main(uint32_t number);
   // kHeld: there may be some work, but not now; kLater: nor soon.
   enum class Did { kWork, kHeld, kLater, kNothing };
   Did background_work();               // one unit of anything
@@ -308,7 +351,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
   void apply_claim(Table& table, const Claim& claim);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
-  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
+  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
   void publish(const JobRef& job);
   void run_job_chunk(const JobRef& job, size_t chunk);
   void progress();
@@ -356,9 +399,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
+  // `waited`: a bit of WaitedFor is added.
   bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
-                 bool* everything = nullptr);
-  Status finalize_push(const PushState& p, uint32_t rank, Handover* out);
+                 bool* everything = nullptr, uint32_t* waited = nullptr);
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
@@ -374,7 +417,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void retire(uint64_t step, const Vector<Unused>& unused);
   Status enter(Trainer& t);
   Status aborted(Trainer& t);
-  enum class Undo { kCall, kLeaving, kFailed };
+  enum class Undo { kCall, kLeaving, kFailed, kLost };
+  bool describe_lines(Trainer& t, RemotePart* part);
+  uint32_t lost_rank() const;
+  static bool late(const Trainer& t, uint64_t step) {  // with mu_ held
+    return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
+  }
+  void find_silent();
   Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
@@ -407,9 +456,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool whole = false;  // it was declared, and the op names exactly its keys
   };
   Status op_table(const frugal_op& op, TableRef* out) const;
-  // `offsets_elsewhere`: on a device, where kernels will look at them.
-  Status check_op(const frugal_op& op, const Table& table, size_t keys, Use use,
-                  bool offsets_elsewhere = false) const;
   Status find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
@@ -417,16 +463,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(Trainer& t);
+  Status not_inside(const Trainer& t) const;
   // `cached` (may be null): the part whose keys they are, some rows of which are in the trainer's cache.
   Status locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
                 Buffer* pointers, Buffer* copies);
-  Status gather(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
-                const frugal_op& op);
+  Status gather_table(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
+                      size_t n, const frugal_op& op);
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
-  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
-  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu);
+  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
+  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
   Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
   Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
@@ -438,21 +485,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
-  Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
   static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
   Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
   Status sum_lent(PushState* state);
-  Status room_for_sums(PushState* state, BufferPool& pool);
-  Status reduce_first(PushState* state, const device::GradSource& source, bool* nan);
+  Status sum_push(PushState* state, const device::GradSource& source, bool* nan);
+  // For sums: devices see them if there are any.
+  BufferPool& sums_pool() { return pinner_->any() ? pinned_ : pool_; }
 
   frugal_config config_;
   const uint32_t generation_;
+  const uint64_t opened_ns_ = now_ns();
+  Arena arena_;                      // with shared memory: what `pool_` has
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
   MemoryBudget budget_;
   Counters counters_;
+  Trace trace_;
 
   std::mutex mu_;
   std::condition_variable cv_progress_, cv_work_;
@@ -467,8 +517,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Vector<std::thread> workers_;
 
   Vector<TableRef> tables_;
+  uint32_t next_table_ = 0;         // number
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
+  Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
+  std::function<void(const TrainerRef&)> silent_;
+  uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // by gates: that all ranks end it
+  std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
   bool committing_ = false;
@@ -508,7 +563,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
                               std::max<uint64_t>(step_bytes_.load(std::memory_order_relaxed) * 5 / 4,
                                                  uint64_t{4} << 20));
   }
-  static constexpr size_t kStripes = 1024;
   std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
@@ -516,9 +570,27 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return config_.staleness >= kRing ? kRing - 2 : Window::kHorizon - 2;
   }
   bool stale() const { return config_.staleness != 0; }
-  std::mutex& stripe(const Table& t, uint32_t slot) {
-    return stripes_[(slot * 0x9e3779b1u ^ static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&t) >> 8)) % kStripes];
-  }
+  // For readers in other processes, in the arena: odd while a row of the stripe is written.
+  std::atomic<uint32_t>* versions_ = nullptr;
+  Buffer versions_memory_;
+  // Holds the lock of a row's stripe, for reading or writing it.
+  class RowLock {
+   public:
+    RowLock(Engine& e, const Table& t, uint32_t slot, bool write)
+        : lock_(e.stripes_[stripe_of(t.handle, slot)]),
+          version_(write && e.versions_ ? &e.versions_[stripe_of(t.handle, slot)] : nullptr) {
+      if (!version_) return;
+      version_->fetch_add(1, std::memory_order_relaxed);
+      std::atomic_thread_fence(std::memory_order_release);
+    }
+    ~RowLock() {
+      if (version_) version_->fetch_add(1, std::memory_order_release);
+    }
+
+   private:
+    std::lock_guard<std::mutex> lock_;
+    std::atomic<uint32_t>* version_;
+  };
   // choose_mode's measurements
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
   uint64_t mode_warm_ = 0;

@@ -1,5 +1,7 @@
 #include "engine/gpu.h"
 
+#include "engine/data_path.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -478,20 +480,6 @@ Status Gpu::begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out) 
 }
 
 // --- Parts ---------------------------------------------------------------------------------------
-
-uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out) {
-  out->clear();
-  if (part.occurrences < part.distinct + device::kRun) return 0;
-  uint32_t runs = 0;
-  const uint32_t* start = part.row_start();
-  for (uint32_t i = 0; i < part.distinct; ++i) {
-    const uint32_t n = start[i + 1] - start[i];
-    if (n <= device::kRun) continue;
-    out->push_back({i, runs});
-    runs += (n + device::kRun - 1) / device::kRun;
-  }
-  return runs;
-}
 
 Status Gpu::room(size_t bytes, OnDevice* out) {
   out->gpu = shared_from_this();

@@ -85,9 +85,6 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
       free_;
 };
 
-// Rows with more than a run of positions, ascending, and where each one's runs begin; returns all their runs.
-uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out);
-
 class Gpu;
 
 // Arrays that go to the device together, in an engine stream.

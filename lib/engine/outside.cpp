@@ -365,7 +365,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     const frugal_op& op = ops[i];
     TableRef table;
     FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, *table, op.count, Use::kRead));
+    FRUGAL_TRY(check_op(op, table->name.c_str(), table->rows.layout().dim, op.count, Use::kRead));
     const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
     FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padding));
   }
@@ -384,7 +384,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     if (trainer && trainer->gpu && gpu[i].rows_on_device)
       FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i]));
     else
-      FRUGAL_TRY(gather(*table, nullptr, nullptr, s, op.count, op));
+      FRUGAL_TRY(gather_table(*table, nullptr, nullptr, s, op.count, op));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborted(*trainer);

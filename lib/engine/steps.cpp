@@ -15,6 +15,8 @@ namespace frugal {
 // Called with call_mu held, first thing in every call of the step protocol.
 Status Engine::enter(Trainer& t) {
   FRUGAL_TRY(check());
+  if (t.closing.load() && t.lost_peer.load() == t.rank)
+    return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place", t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);
@@ -33,6 +35,11 @@ Status Engine::aborted(Trainer& t) {
     next = to_commit();
   }
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
+  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin step %llu again, which "
+                "waits until somebody has joined as that rank",
+                lost, static_cast<unsigned long long>(next));
   return fail(FRUGAL_ERR_STEP_ABORTED,
               "another rank aborted the step: it is undone on all ranks; begin step %llu again",
               static_cast<unsigned long long>(next));
@@ -43,26 +50,36 @@ Status Engine::aborted(Trainer& t) {
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
-bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everything) {
+bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everything, uint32_t* waited) {
+  auto waits = [&](WaitedFor what) {
+    if (waited) *waited |= waited_for(what);
+  };
   if (everything) *everything = false;
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (outside_ || aborting_) {
+      waits(outside_ ? WaitedFor::kOutside : WaitedFor::kAborting);
       if (why) *why = outside_ ? "an operation outside steps" : "an abort";
+      return false;
+    }
+    if (uint32_t lost = lost_rank(); lost != kNoRank) {
+      if (why) *why = text("somebody to join in place of rank %u, whose process is gone or does not answer", lost);
       return false;
     }
     uint64_t needed = to_commit();
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
     if (!near || (step > needed && step - needed > most_ahead())) {
+      waits(WaitedFor::kRanks);
+      if (awaited_step_ != needed) {
+        awaited_step_ = needed;
+        awaited_since_ = now_ns();
+      }
       if (why) {
         String who;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& t = ranks_[r];
-          bool late = t ? (t->next_step == kNoStep ||
-                           (t->in_step ? t->step <= needed : t->next_step <= needed))
-                        : !joined_[r];
-          if (!late || who.size() > 80) continue;
+          if (!(t ? late(*t, needed) : !joined_[r]) || who.size() > 80) continue;
           who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
         }
         *why = text("rank %s to end step %llu", who.c_str(),
@@ -71,6 +88,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       return false;
     }
     if (apply_jobs_.load()) {
+      waits(WaitedFor::kJobs);
       if (why) *why = "the updates of the last step to be applied";
       return false;
     }
@@ -83,6 +101,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
           uint32_t state = p->state.load(std::memory_order_acquire);
           if (state == Part::kArriving || state == Part::kDeclared || state == Part::kResolving ||
               (state == Part::kResolved && links && !p->linked && s >= needed)) {
+            waits(WaitedFor::kDeclared);
             if (why)
               *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
             return false;
@@ -102,11 +121,13 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
   }
   if (all || over) {
     if (everything) *everything = true;
+    waits(WaitedFor::kAllPending);
     if (why) *why = "pending updates to be written";
     return false;
   }
   for (const TableRef& t : windows)
     if (t->window.pending_until(step)) {
+      waits(WaitedFor::kPending);
       if (in_flight && !*in_flight) *in_flight = t->window.in_flight_until(step);
       if (why)
         *why = text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
@@ -118,22 +139,39 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
 }
 
 Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
+  TraceSpan span(trace_, SpanKind::kGate);
+  span.step(step);
+  if (t) span.rank(t->rank);
   bool in_flight = false;
-  if (gate_open(step, nullptr, &in_flight)) return FRUGAL_OK;
+  uint32_t waited = 0;
+  if (gate_open(step, nullptr, &in_flight, nullptr, &waited)) return FRUGAL_OK;
   counters_.gate_waits.fetch_add(1, std::memory_order_relaxed);
   Timed timed(counters_.gate_wait_ns);
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
   bool everything = false;
   Status s = wait(
-      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything); },
+      deadline, t,
+      [&] {
+        if (gate_open(step, nullptr, &in_flight, &everything, &waited)) return true;
+        find_silent();
+        return false;
+      },
       [&] { return help_gate(step, everything); });
+  span.waited(waited);
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
     String why = "nothing any more";
     gate_open(step, &why);
-    return fail(s, "step %llu waited for %s; call again",
-                static_cast<unsigned long long>(step), why.c_str());
+    std::lock_guard<std::mutex> lock(mu_);
+    // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on waiting. (An
+    // abort, which is for that, may be what the gate has met first.)
+    if (const uint32_t lost = lost_rank(); lost != kNoRank)
+      return fail(s,
+                  "step %llu waited for somebody to join in place of rank %u, whose process is gone or does not "
+                  "answer; call again",
+                  static_cast<unsigned long long>(step), lost);
+    return fail(s, "step %llu waited for %s; call again", static_cast<unsigned long long>(step), why.c_str());
   }
   return s;
 }
@@ -146,6 +184,8 @@ void Engine::start_steps(uint64_t first) {  // with mu_ held
 
 Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.step_begin_ns);
+  TraceSpan span(trace_, SpanKind::kStepBegin);
+  span.step(step).rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.gpu)
@@ -187,6 +227,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         t.in_step = true;
         t.step = step;
         t.next_step = step + 1;
+        t.lost_peer.store(kNoRank);
         if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
         break;
       }
@@ -244,76 +285,10 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
 
 // --- Ending a step -------------------------------------------------------------------------------
 
-// Joins several pushes of a table into one hand-over, going on with fold32 where the first push
-// ended. The pushes stay as they are, so that a step_end that runs out of memory can be repeated.
-Status Engine::finalize_push(const PushState& p, uint32_t rank, Handover* out) {
-  const uint32_t dim = p.table->rows.layout().dim;
-  const size_t stride = p.first.stride;
-  // The union of the rows of all pushes.
-  Vector<uint32_t> slots(p.first.slots(), p.first.slots() + p.first.rows());
-  for (const PushState::Tail& t : p.tail)
-    slots.insert(slots.end(), t.part->row_slots(), t.part->row_slots() + t.part->distinct);
-  std::sort(slots.begin(), slots.end());
-  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-  PartRef part = make_part();
-  part->rank = rank;
-  part->distinct = slots.size();
-  FRUGAL_TRY(pool_.get(slots.size() * sizeof(uint32_t), &part->rows));
-  std::copy(slots.begin(), slots.end(), part->rows.as<uint32_t>());
-  Buffer sums;
-  FRUGAL_TRY((pinner_->any() ? pinned_ : pool_).get(slots.size() * stride * sizeof(float), &sums));
-  Vector<size_t> cursor(p.tail.size(), 0);
-  Vector<float> runs;
-  size_t at_first = 0, at_heavy = 0;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    // The sums of the runs so far; `open` terms are in the last one.
-    runs.clear();
-    size_t open = arith::kFoldRun;
-    if (at_first < p.first.rows() && p.first.slots()[at_first] == slots[i]) {
-      const Part& f = *p.first.part;
-      size_t n = f.row_start()[at_first + 1] - f.row_start()[at_first];
-      if (n > arith::kFoldRun) {
-        while (p.heavy[at_heavy].row != at_first) ++at_heavy;
-        size_t m = (n + arith::kFoldRun - 1) / arith::kFoldRun;
-        const float* from = p.runs.as<float>() + size_t{p.heavy[at_heavy].first_run} * dim;
-        runs.assign(from, from + m * dim);
-      } else {
-        const float* from = p.first.sums.as<float>() + at_first * stride;
-        runs.assign(from, from + dim);
-      }
-      open = n % arith::kFoldRun ? n % arith::kFoldRun : arith::kFoldRun;
-      ++at_first;
-    }
-    for (size_t k = 0; k < p.tail.size(); ++k) {
-      const Part& q = *p.tail[k].part;
-      if (cursor[k] == q.distinct || q.row_slots()[cursor[k]] != slots[i]) continue;
-      for (uint32_t o = q.row_start()[cursor[k]]; o < q.row_start()[cursor[k] + 1]; ++o) {
-        const float* g = p.tail[k].grads.as<float>() +
-                         size_t{static_cast<uint32_t>(q.pairs.as<uint64_t>()[o])} * dim;
-        if (open == arith::kFoldRun) {
-          runs.insert(runs.end(), g, g + dim);
-          open = 1;
-        } else {
-          float* run = runs.data() + runs.size() - dim;
-          for (uint32_t d = 0; d < dim; ++d) run[d] = run[d] + g[d];
-          ++open;
-        }
-      }
-      ++cursor[k];
-    }
-    combine_runs(runs.data(), runs.size() / dim, dim);
-    std::copy_n(runs.data(), dim, sums.as<float>() + i * stride);
-  }
-  out->rank = rank;
-  out->part = part;
-  out->whole = false;
-  out->sums = std::move(sums);
-  out->stride = stride;
-  return FRUGAL_OK;
-}
-
 Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
   Timed timed(counters_.step_end_ns);
+  TraceSpan span(trace_, SpanKind::kStepEnd);
+  span.step(step).rank(t.rank);
   FlightRef landed;  // ends when no lock is held
   {
     std::unique_lock<std::mutex> call(t.call_mu);
@@ -323,8 +298,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     FpEnvironment fp;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      if (!t.in_step)
-        return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
+      if (!t.in_step) return not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
                     static_cast<unsigned long long>(t.step),
@@ -354,7 +328,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
       Ready r{&push, {}, nullptr};
-      if (!push.tail.empty()) FRUGAL_TRY(finalize_push(push, t.rank, &r.joined));
+      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->rows.layout().dim, t.rank, pool_, sums_pool(), &r.joined));
       Handover& h = push.tail.empty() ? push.first : r.joined;
       if (h.rows()) handovers.push_back(std::move(r));
     }
@@ -457,6 +431,10 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
 
 void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
                          Status* status) {
+  TraceSpan span(trace_, SpanKind::kCommit);
+  span.step(step);
+  for (auto& [raw, of] : record.handovers)
+    for (const Handover& h : of.ranks) span.more(h.rows());
   auto prepared = [&] {
     for (auto& [raw, p] : record.prepared)
       if (!p.ready) return false;
@@ -540,11 +518,13 @@ struct ApplyContext : HeapObject {
   Vector<uint64_t> bounds;
   size_t rows_per_chunk;
   Counters* counters;
+  Trace* trace;
 };
 
 void apply_chunk(void* context, size_t chunk) {
   auto* c = static_cast<ApplyContext*>(context);
   Timed timed(c->counters->apply_ns);
+  TraceSpan span(*c->trace, SpanKind::kApply);
   const device::Kernels& k = device::kernels();
   const StepUpdate& u = *c->update;
   size_t rows;
@@ -567,6 +547,7 @@ void apply_chunk(void* context, size_t chunk) {
     k.apply_terms(c->table->rows.ref(), u.scalars, terms.slots.data(), rows, terms.terms.data(),
                   terms.start.data());
   }
+  span.step(u.step).table(c->table->number).count(rows);
   c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
 }
 
@@ -635,6 +616,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     context->table = table;
     context->update = update;
     context->counters = &counters_;
+    context->trace = &trace_;
     context->rows_per_chunk = 1024;
     JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
     if (update->ranks.size() == 1) {
@@ -762,7 +744,7 @@ void Engine::choose_mode() {  // with mu_ held
     case FRUGAL_FLUSH_AUTO: {
       deferred = deferred_now_.load(std::memory_order_relaxed);
       if (++mode_steps_ % 16 != 0) break;
-      uint64_t wall = now_ns(), cpu = process_cpu_ns(), apply = counters_.apply_ns.load();
+      uint64_t wall = now_ns(), cpu = process_cpu_ns() + remote_cpu_ns_.load(std::memory_order_relaxed), apply = counters_.apply_ns.load();
       uint64_t span = wall - mode_wall_, busy = cpu - mode_cpu_, work = apply - mode_apply_;
       // Rows are warmed where there is nothing else to do: that time is idle, too.
       uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
@@ -802,7 +784,7 @@ Status Engine::abort_call(Trainer& t) {
     std::lock_guard<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     std::lock_guard<std::mutex> lock(mu_);
-    if (!t.in_step) return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step", t.rank);
+    if (!t.in_step) return not_inside(t);
   }
   return undo(t, Undo::kCall);
 }
@@ -853,7 +835,9 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
 // notices; the others' parts are undone here. Nobody begins a step before all is done.
 Status Engine::undo(Trainer& by, Undo why) {
-  const bool leaving = why == Undo::kLeaving;
+  TraceSpan span(trace_, SpanKind::kAbort);
+  span.rank(by.rank);
+  const bool leaving = why == Undo::kLeaving || why == Undo::kLost;
   std::lock_guard<std::mutex> one(abort_mu_);
   Vector<TrainerRef> others;
   Map<uint64_t, StepRecord> records;
@@ -875,7 +859,7 @@ Status Engine::undo(Trainer& by, Undo why) {
       for (auto& [step, record] : records_)
         for (const FlightRef& f : record.flights) left |= f->rank == by.rank;
       if (!left) return FRUGAL_OK;
-    } else if (!by.in_step) {
+    } else if (!by.in_step && why != Undo::kLost) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
@@ -885,7 +869,9 @@ Status Engine::undo(Trainer& by, Undo why) {
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
         t->undo_pending.store(true);
+        t->lost_peer.store(why == Undo::kLost ? by.rank : kNoRank);
         t->abort_notice.fetch_add(1);
+        if (auto* elsewhere = t->told_elsewhere.load()) elsewhere->fetch_add(1);
         others.push_back(t);
       }
     if (!leaving) by.undo_pending.store(true);

@@ -10,12 +10,14 @@ namespace frugal {
 
 Engine::Engine(const frugal_config& config)
     : config_(config), generation_(process_generation()) {
+  config_.service = nullptr;  // the caller's, for the call alone
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
   ranks_.resize(config.world_size);
   joined_.resize(config.world_size, 0);
+  lost_.resize(config.world_size, 0);
   pinned_.pin_with(pinner_);
   choose_mode();
 }
@@ -23,9 +25,18 @@ Engine::Engine(const frugal_config& config)
 Engine::~Engine() { shutdown(); }
 
 Status Engine::start() {
+  if (config_.backing == FRUGAL_BACKING_SHM) {
+    // Addresses only; more than the machine has will not be needed.
+    FRUGAL_TRY(arena_.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
+    pool_.cut_from(&arena_);
+    if (stale()) {
+      FRUGAL_TRY(pool_.get(kStripes * sizeof(std::atomic<uint32_t>), &versions_memory_));
+      versions_ = new (versions_memory_.data()) std::atomic<uint32_t>[kStripes]();
+    }
+  }
   try {
     for (uint32_t i = 0; i < config_.flush_threads; ++i)
-      workers_.emplace_back([this] { worker_main(); });
+      workers_.emplace_back([this, i] { worker_main(i); });
   } catch (...) {
     shutdown();
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u flush threads cannot be started; use fewer",
@@ -198,11 +209,10 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
-      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %s%s", config.name,
+      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %smemory or "
+                  "host_bytes is exhausted", config.name,
                   static_cast<unsigned long long>(config.rows), config.dim,
-                  pinner_->any() ? "memory that can be pinned, or " : "",
-                  config_.backing == FRUGAL_BACKING_SHM ? "/dev/shm or host_bytes is exhausted"
-                                                        : "memory or host_bytes is exhausted");
+                  pinner_->any() ? "memory that can be pinned, or " : "");
   }
   std::lock_guard<std::mutex> lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
@@ -215,7 +225,9 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
   table->schedule[0] = config.optimizer;
   table->handle = handle_add(HandleKind::kTable, table);
   if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  table->number = next_table_++;
   tables_.push_back(table);
+  if (trace_.on()) trace_.name_table(table->number, table->name);
   *out = table;
   return FRUGAL_OK;
 }
@@ -307,9 +319,11 @@ void Engine::stats(frugal_stats* out) {
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
   s.struct_size = sizeof s;
-#define X(name) s.name = counters_.name.load(std::memory_order_relaxed);
-  FRUGAL_COUNTERS(X)
+#define X(name, kind, help) s.name = counters_.name.load(std::memory_order_relaxed);
+#define SKIP(name, kind, help)
+  FRUGAL_STATS(X, SKIP)
 #undef X
+#undef SKIP
   Vector<TableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);

@@ -56,6 +56,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
+  lost_[config.rank] = 0;
   if (cached) {
     // Rows of steps that were begun before the first cache came are not tracked: that holds for the
     // caches that come after it, too, and for steps that were ended by ranks that have left.
@@ -134,6 +135,8 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   {
     std::lock_guard<std::mutex> lock(mu_);
     ranks_[t->rank].reset();
+    // Not as if it had left: nobody goes on without it.
+    if (lost_[t->rank]) joined_[t->rank] = 0;
     if (t->has_cache.load()) cache_count_.fetch_sub(1);
     t->backlog.clear();
     t->backlog_tables.clear();
@@ -152,8 +155,10 @@ Status Engine::close_trainer(const TrainerRef& t) try {
 // --- Declarations --------------------------------------------------------------------------------
 
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
-                        bool want_handle, uint64_t* batch_out) {
+                        bool want_handle, uint64_t* batch_out, Buffer* copies) {
   Timed timed(counters_.prefetch_ns);
+  TraceSpan span(trace_, SpanKind::kPrefetch);
+  span.step(step).rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
@@ -180,7 +185,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     const frugal_op& op = ops[i];
     TableRef table;
     FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, *table, op.count, Use::kDeclare));
+    FRUGAL_TRY(check_op(op, table->name.c_str(), table->rows.layout().dim, op.count, Use::kDeclare));
     bool padded = op.flags & FRUGAL_OP_PADDING, on_device = false;
     if (t.gpu && op.count) FRUGAL_TRY(t.gpu->on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
     PartRef part = make_part();
@@ -193,7 +198,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       arriving.push_back(part);
     } else {
       FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
-      FRUGAL_TRY(part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
+      FRUGAL_TRY(copies ? part->adopt_keys(std::move(copies[i]), op.count, padded, op.padding_key)
+                        : part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
     }
     batch->parts.push_back(std::move(part));
     batch->tables.push_back(std::move(table));
@@ -254,6 +260,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     }
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
+  span.count(keys);
   if (config_.flush_threads) {
     wake_workers();
   } else {

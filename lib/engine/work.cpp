@@ -58,8 +58,9 @@ void Engine::log(int level, const char* text) {
   }
 }
 
-void Engine::worker_main() {
+void Engine::worker_main(uint32_t number) {
   FpEnvironment fp;
+  trace_thread(number);
   // Who wakes a worker is on its way through a call: it keeps its processor.
   os_batch_thread();
   Did last = Did::kNothing;
@@ -189,11 +190,17 @@ bool Engine::run_jobs(bool apply_only) {
       }
   }
   if (!job) return false;
+  TraceSpan span(trace_, SpanKind::kHelp);
+  if (job->apply) span.drop();  // its chunks have spans of their own
   bool any = false;
   for (;;) {
     size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= job->chunks) return any;
+    if (i >= job->chunks) {
+      if (!any) span.drop();
+      return any;
+    }
     run_job_chunk(job, i);
+    span.more(1);
     any = true;
   }
 }
@@ -242,11 +249,17 @@ bool Engine::flush_rows(uint64_t step) {
   }
   for (const TableRef& t : candidates) {
     Claim& claim = scratch().claim;
+    TraceSpan span(trace_, SpanKind::kFlush);
     {
       Timed timed(counters_.entry_ns);
       size_t rows = step == UINT64_MAX ? kClaimRows : kUrgentRows;
-      if (!t->window.claim(step, rows, &claim)) continue;
+      if (!t->window.claim(step, rows, &claim)) {
+        span.drop();
+        continue;
+      }
     }
+    span.table(t->number).count(claim.ids.size());
+    if (!claim.runs.empty()) span.step(claim.runs[0].update->step);
     apply_claim(*t, claim);
     Vector<UpdateRef> written;
     {
@@ -269,7 +282,7 @@ void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& term
   }
   // With staleness a row may be read meanwhile: it is written under its lock.
   for (size_t i = 0; i < terms.slots.size(); ++i) {
-    std::lock_guard<std::mutex> lock(stripe(table, terms.slots[i]));
+    RowLock lock(*this, table, terms.slots[i], true);
     uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
     k.apply_terms(table.rows.ref(), u.scalars, &terms.slots[i], 1,
                   terms.terms.data() + terms.start[i], start);
@@ -284,6 +297,8 @@ void Engine::apply_claim(Table& table, const Claim& claim) {
     const StepUpdate& u = *run.update;
     const uint32_t* rows = claim.rows.data() + run.begin;
     size_t n = run.end - run.begin;
+    TraceSpan span(trace_, SpanKind::kApply);
+    span.step(u.step).table(table.number).count(n);
     if (!stale() && u.ranks.size() == 1) {
       const Handover& h = u.ranks[0];
       if (h.lent)
@@ -337,6 +352,8 @@ bool Engine::resolve_one(uint64_t up_to) {
     ++resolving_;
     trainer = ranks_[part->rank];
   }
+  TraceSpan span(trace_, SpanKind::kResolve);
+  span.step(part->step).rank(part->rank).table(table->number).count(part->n);
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
   bool resolved = false;
   try {
@@ -396,6 +413,8 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
     owned = rank_has_cache(part->rank);
     ++linking_;
   }
+  TraceSpan span(trace_, SpanKind::kLink);
+  span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
   Status status = FRUGAL_OK;
   bool done = false;
   // Whatever fails: who cancels or leaves waits until nobody is linking.
@@ -475,6 +494,9 @@ bool Engine::prepare_one() {
     }
     if (!table) return false;
   }
+  TraceSpan span(trace_, SpanKind::kStage);
+  span.step(update->step).table(table->number);
+  for (const Handover& h : update->ranks) span.more(h.part->distinct);
   Vector<uint32_t> soon;
   try {
     {
@@ -582,6 +604,8 @@ Engine::Did Engine::warm_one() {
       }
     }
   }
+  TraceSpan span(trace_, SpanKind::kWarm);
+  span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
   const RowLayout& layout = table->rows.layout();
   const size_t bytes = layout.value_stride * sizeof(float);

@@ -104,19 +104,22 @@ void Rows::initialize_slot(uint32_t slot, uint64_t key) {
 }
 
 Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const {
-  if (hashed_) return FRUGAL_OK;
+  return hashed_ ? FRUGAL_OK : check_dense_ids(keys, n, padding, capacity_);
+}
+
+Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity) {
   uint64_t largest = 0;
   if (!padding)
     for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i]);
   else
     for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i] == *padding ? 0 : keys[i]);
-  if (n == 0 || largest < capacity_) return FRUGAL_OK;
+  if (n == 0 || largest < capacity) return FRUGAL_OK;
   for (size_t i = 0; i < n; ++i)
-    if (keys[i] >= capacity_ && !(padding && keys[i] == *padding))
+    if (keys[i] >= capacity && !(padding && keys[i] == *padding))
       return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
                   "id %llu at position %zu: the table has ids 0..%llu; nothing was taken",
                   static_cast<unsigned long long>(keys[i]), i,
-                  static_cast<unsigned long long>(capacity_ - 1));
+                  static_cast<unsigned long long>(capacity - 1));
   return FRUGAL_OK;
 }
 
@@ -329,6 +332,17 @@ void Rows::import_state(uint32_t slot, const float* in) const {
   }
   for (uint32_t c = 0; c < layout_.state_columns; ++c)
     std::memcpy(s + c * layout_.value_stride, in + c * layout_.dim, layout_.dim * sizeof(float));
+}
+
+uint32_t Rows::mappings(Vector<int>* descriptors) const {
+  const SlabArray* arrays[kArrays] = {&values_, &state_, &keys_, &flags_};
+  uint32_t there = 0;
+  for (uint32_t i = 0; i < kArrays; ++i) {
+    if (arrays[i]->fd() < 0) continue;
+    descriptors->push_back(arrays[i]->fd());
+    there |= 1u << i;
+  }
+  return there;
 }
 
 uint64_t Rows::memory_bytes() const {

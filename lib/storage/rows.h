@@ -24,6 +24,9 @@ namespace frugal {
 constexpr uint32_t kNoSlot = device::kPaddingSlot;       // padding: no row at all
 constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
 
+// Fails with KEY_OUT_OF_RANGE naming the first id that is not below `capacity`, nor *padding.
+Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity);
+
 // How a row lies in memory.
 struct RowLayout {
   uint32_t dim = 0;
@@ -64,7 +67,7 @@ class Rows : public HeapObject {
   // exists that did not; rows that the call had reserved are among the stranded.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
-  // Fails with KEY_OUT_OF_RANGE naming the first id that a dense table does not have.
+  // check_dense_ids, for a dense table.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Rows that failed calls reserved, which the caller releases unless somebody wants them.
   void take_stranded(Vector<uint32_t>* out);
@@ -98,6 +101,10 @@ class Rows : public HeapObject {
   uint64_t capacity() const { return capacity_; }
   bool hashed() const { return hashed_; }
   uint64_t memory_bytes() const;
+  // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared memory. Returns a
+  // bit for each.
+  enum Arrays { kValues, kState, kKeys, kFlags, kArrays };
+  uint32_t mappings(Vector<int>* descriptors) const;
 
  private:
   Status ensure_memory(uint64_t first, uint64_t n);

@@ -41,6 +41,7 @@ class SlabArray {
   Status pin_next(bool* any);
   void unpin();
   char* base() const { return mapping_.base; }
+  int fd() const { return mapping_.fd; }
   size_t stride() const { return stride_; }
   uint64_t committed_bytes() const { return committed_.load(std::memory_order_relaxed); }
   // Bytes of a slab: records are committed in such steps.

@@ -29,6 +29,14 @@ Status Part::take_keys(BufferPool& pool, const uint64_t* from, size_t count, boo
   return FRUGAL_OK;
 }
 
+Status Part::adopt_keys(Buffer&& copy, size_t count, bool padded, uint64_t padding_key) {
+  FRUGAL_TRY(expect_keys(count, padded, padding_key));
+  state.store(kDeclared);
+  unchecked = false;
+  keys = std::move(copy);
+  return FRUGAL_OK;
+}
+
 Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
                      Vector<uint32_t>* created) {
   FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));

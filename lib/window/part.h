@@ -84,6 +84,8 @@ struct Part : HeapObject {
   // Takes a copy of `count` keys; ids of a dense table must have been checked.
   Status take_keys(BufferPool& pool, const uint64_t* keys, size_t count, bool has_padding,
                    uint64_t padding);
+  // The same, and the copy has been made: it becomes the part's.
+  Status adopt_keys(Buffer&& copy, size_t count, bool has_padding, uint64_t padding);
   // The same for keys that a device sends; nobody has looked at the ids yet.
   Status expect_keys(size_t count, bool has_padding, uint64_t padding);
   // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`.

@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
 """Makes op scripts and compares the hashes of any runners with those of the reference.
 
-    compare.py [--seeds N] [--first SEED] BUILD_FOLDER RUNNER...
+    compare.py [--seeds N] [--first SEED] [--processes] BUILD_FOLDER RUNNER...
 
 A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's command, to which
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
 reference and to exit with 0. A runner that cannot be started, or that hangs, has failed and is not
-tried again. Seeds count from 1; the last script is a long one. Exit status 0 if all runners agree
+tried again. Seeds count from 1; the last script is a long one.
+With --processes each runner replays each script as a process that attaches to a frugal-controller, too, and
+scripts with two ranks or more are replayed by all pairs of neighbours in the list of runners: the ranks
+are dealt to the two, which take turns line by line. The tables must be the reference's then, and the outputs of both
+runners those of two runners of the first kind.
+ Exit status 0 if all runners agree
 with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the build folder makes a
 script again.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 import subprocess
@@ -51,11 +58,11 @@ def first_difference(lines, expected):
     return f"printed {len(lines)} lines, the reference has {len(expected)}"
 
 
-def replay(command, script, expected):
+def replay(command, script, expected, environment=None):
     """Returns what is wrong, or None, and whether the runner is worth another script."""
     try:
         run = subprocess.run(
-            command + [script], capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+            command + [script], capture_output=True, text=True, errors="replace", timeout=TIMEOUT, env=environment
         )
     except subprocess.TimeoutExpired:
         return f"no end after {TIMEOUT} s", False
@@ -67,10 +74,117 @@ def replay(command, script, expected):
     return (None if lines == expected else first_difference(lines, expected)), True
 
 
+@contextlib.contextmanager
+def controller(build, folder):
+    """The environment of processes that attach to a controller of their own."""
+    address = os.path.join(folder, "service")
+    program = os.path.join(build, "tools", "controller", "frugal-controller")
+    process = subprocess.Popen([program, address], stdout=subprocess.PIPE, text=True)
+    try:
+        if not process.stdout.readline():
+            sys.exit(f"{program} does not serve")
+        yield {**os.environ, "FRUGAL_SERVICE": address}
+    finally:
+        process.terminate()
+        if process.wait(TIMEOUT) != 0:
+            sys.exit(f"{program} ended with {process.returncode}")
+        process.stdout.close()
+
+
+class Turns:
+    """A runner that gets its script line by line, and says when it has done one."""
+
+    def __init__(self, command, environment, folder, number):
+        pipe = os.path.join(folder, f"turns{number}")
+        os.mkfifo(pipe)
+        self.process = subprocess.Popen(
+            command + [pipe], env={**environment, "FRUGAL_TURNS": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # For reading, too: a runner that does not even open it is not waited for.
+        self.script = os.fdopen(os.open(pipe, os.O_RDWR), "w", closefd=True)
+        self.hashes = []
+
+    def do(self, line):
+        self.script.write(line)
+        self.script.flush()
+        while True:
+            answer = self.process.stdout.readline()
+            if answer == "done\n":
+                return True
+            if not answer:
+                return False
+            self.hashes.append(answer.rstrip("\n"))
+
+    def end(self):
+        self.script.close()
+        error = self.process.communicate(timeout=TIMEOUT)[1]
+        return f"exit status {self.process.returncode}: {error.strip()[-500:]}" if self.process.returncode else None
+
+
+def replay_mixed(commands, build, script):
+    """Returns what is wrong, or None, and what both printed."""
+    everyone = ("open", "table", "hash", "close")
+    with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
+        runners = [Turns(command, environment, folder, i) for i, command in enumerate(commands)]
+        owner = {}
+        with open(script, encoding="utf-8") as file:
+            for number, text in enumerate(file):
+                line = json.loads(text)
+                if line["do"] in everyone:
+                    turns = runners
+                elif "rank" in line:
+                    turns = [runners[line["rank"] % 2]]
+                else:
+                    turns = [runners[number % 2]]
+                # A batch of a rank that is the other's is a number that this one does not know.
+                if line["do"] == "prefetch" and "status" not in line:
+                    owner[line["batch"]] = turns[0]
+                named = [op["batch"] for op in line.get("ops", []) if "batch" in op]
+                if line["do"] == "cancel":
+                    named.append(line["batch"])
+                if any(owner.get(batch) not in (None, turns[0]) for batch in named):
+                    continue
+                if not all([runner.do(text) for runner in turns]):
+                    break
+        wrong = [runner.end() for runner in runners]
+    return next(filter(None, wrong), None), [runner.hashes for runner in runners]
+
+
+def tables_of(lines):
+    return [line.rsplit(" ", 1)[-1] for line in lines]
+
+
+def processes(build, runners, script, expected, what):
+    """Returns how many have failed."""
+    wrongs = []
+    for name, command in runners.items():
+        with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
+            wrong, _ = replay(command, script, expected, environment)
+        wrongs.append((f"{name} over a controller", wrong))
+    with open(script, encoding="utf-8") as file:
+        ranks = json.loads(file.readline()).get("world_size", 1)
+    names = list(runners)
+    plain = None
+    for pair in [[names[0]] * 2, *zip(names, names[1:])] if ranks > 1 else []:
+        wrong, hashes = replay_mixed([runners[name] for name in pair], build, script)
+        plain = plain or hashes
+        for name, lines, alike in zip(pair, hashes, plain):
+            if not wrong and tables_of(lines) != tables_of(expected):
+                wrong = f"{name}: {first_difference(tables_of(lines), tables_of(expected))}"
+            if not wrong and lines != alike:
+                wrong = f"{name}: {first_difference(lines, alike)}".replace("the reference", names[0])
+        wrongs.append((" and ".join(pair), wrong))
+    for who, wrong in wrongs:
+        if wrong:
+            print(f"{what}, {who}: {wrong}", flush=True)
+    return sum(1 for _, wrong in wrongs if wrong)
+
+
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--processes", action="store_true")
     parser.add_argument("build")
     parser.add_argument("runners", nargs="+")
     arguments = parser.parse_args()
@@ -101,6 +215,8 @@ def main():
                     print(f"script {seed} of {steps} steps, {name}: {wrong}", flush=True)
                 if not again:
                     del runners[name]
+            if arguments.processes:
+                failures += processes(arguments.build, runners, prefix + ".jsonl", expected, f"script {seed} of {steps} steps")
             if i + 1 == arguments.seeds and failures == 0:
                 for name in ["reference", *runners]:
                     print(f"{name:10} {expected[-1]}")

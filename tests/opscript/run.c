@@ -259,6 +259,7 @@ static int32_t open_engine(json_t *line) {
   get_big(line, "staleness", &config.staleness);
   get_big(line, "pending_bytes", &config.pending_bytes);
   get_big(line, "seed", &config.seed);
+  config.service = getenv("FRUGAL_SERVICE");
   return frugal_open(&config, &engine);
 }
 
@@ -518,6 +519,10 @@ int main(int argc, char **argv) {
   while (getline(&text, &capacity, script) >= 0) {
     ++line_number;
     run_line(text);
+    if (getenv("FRUGAL_TURNS") != NULL) {
+      puts("done");
+      fflush(stdout);
+    }
   }
   free(text);
   fclose(script);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iostream>
@@ -187,6 +188,7 @@ class Runner {
     Big(line, "staleness", &config.staleness);
     Big(line, "pending_bytes", &config.pending_bytes);
     Big(line, "seed", &config.seed);
+    config.service = std::getenv("FRUGAL_SERVICE");
     engine_.emplace(config);
   }
 
@@ -369,6 +371,10 @@ int main(int argc, char** argv) {
                   << status << ", expected " << expected << (message.empty() ? "" : ": ") << message
                   << '\n';
         return 1;
+      }
+      if (std::getenv("FRUGAL_TURNS") != nullptr) {
+        std::puts("done");
+        std::fflush(stdout);
       }
     } catch (const std::exception& error) {
       std::cerr << "line " << number << ": " << error.what() << '\n';

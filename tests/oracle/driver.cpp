@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "oracle/device.h"
+#include "oracle/meeting.h"
 #include "oracle/random.h"
 #include "oracle/replay.h"
 
@@ -79,13 +80,25 @@ struct Buffers {
 
 class RankDriver;
 
-// What the ranks of a run share.
+// What the ranks of a run share: those of this process the engine and its tables, all the meeting.
 class Run {
  public:
-  Run(const Script& script, const Reference& reference, Progress* progress)
-      : script_(script), reference_(reference), progress_(progress) {}
+  Run(const Script& script, const Reference& reference, const Party& party, Meeting* meeting,
+      Progress* progress)
+      : script_(script),
+        reference_(reference),
+        party_(party),
+        meeting_(*meeting),
+        progress_(progress) {
+    uint64_t arrivals = 0, actions = 0;
+    for (const auto& [index, list] : script.boundaries) {
+      arrivals += script.ranks.size();
+      boundary_[index] = {arrivals, actions};
+      actions += list.size();
+    }
+  }
 
-  Outcome Do();
+  void Do();
 
   const Script& script() const { return script_; }
   const Reference& reference() const { return reference_; }
@@ -94,17 +107,10 @@ class Run {
   Progress* progress() { return progress_; }
   bool exact() const { return script_.config.staleness == 0; }
 
-  void Fail(const std::string& message) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!failed_) outcome_.message = message;
-    failed_ = true;
-  }
-  bool failed() const { return failed_; }
-
-  // Aborts that have happened; a rank that has been told of fewer is about to be told.
-  std::atomic<uint64_t> aborts{0};
-  std::atomic<uint64_t> rows_checked{0};
-  std::atomic<uint64_t> older_rows{0};
+  Meeting& meeting() { return meeting_; }
+  void Fail(const std::string& message) { meeting_.Fail(message); }
+  bool failed() const { return meeting_.failed(); }
+  bool one_thread() const { return script_.one_thread && party_.processes == 1; }
 
   // The index of the step after the last committed one.
   size_t NextIndex() {
@@ -114,26 +120,55 @@ class Run {
     return step == FRUGAL_NO_STEP ? 0 : static_cast<size_t>(step - script_.first_step) + 1;
   }
 
-  // A rank has come to the boundary before step `index`, with everything before it committed. The
-  // last one does what the script wants done there.
-  void Arrive(size_t index) {
+  // A rank has come to a boundary, with everything before it committed.
+  void Arrive() { ++meeting_.arrived; }
+  // Whether all ranks have come to the boundary before step `index`, and what the script wants done
+  // there is done; some of it by this process, and then here.
+  bool Open(size_t index) {
+    // What another thread has done for this rank here came before its count, as that comes before the last
+    // of another process. ThreadSanitizer does not see the other process, so both are read.
+    if (meeting_.boundaries_open >= static_cast<int64_t>(index) && meeting_.outside_done != UINT64_MAX) return true;
+    const Boundary& boundary = boundary_.at(index);
+    if (meeting_.arrived < boundary.arrivals) return false;
     const std::lock_guard<std::mutex> lock(boundary_mutex_);
-    if (++arrived_ < script_.ranks.size()) return;
-    arrived_ = 0;
+    if (meeting_.boundaries_open >= static_cast<int64_t>(index)) return true;
     progress_->phase = "outside steps";
-    for (const OutsideAction& action : script_.boundaries.at(index)) {
-      if (!failed_) DoOutside(action, index);
+    const std::vector<OutsideAction>& actions = script_.boundaries.at(index);
+    while (meeting_.outside_done < boundary.actions + actions.size() && !failed()) {
+      const uint64_t number = meeting_.outside_done;
+      const OutsideAction& action = actions[number - boundary.actions];
+      if (WhoDoes(action, number) != party_.process) return false;
+      DoOutside(action, index);
+      ++meeting_.outside_done;
     }
     progress_->phase = "steps";
-    boundaries_open_ = static_cast<int64_t>(index);
+    meeting_.boundaries_open = static_cast<int64_t>(index);
+    return true;
   }
-  bool Open(size_t index) const { return boundaries_open_ >= static_cast<int64_t>(index); }
 
   frugal_trainer* Join(uint32_t rank);
 
  private:
   bool Open();
   void Steps();
+  void Drive(RankDriver* driver);
+  bool Mine(uint32_t rank) const {
+    return party_.processes == 1 || party_.process_of_rank[rank] == party_.process;
+  }
+  uint32_t WhoDoes(const OutsideAction& action, uint64_t number) const {
+    if (party_.processes == 1) return 0;
+    if (action.what == Outside::kRejoin) return party_.process_of_rank[action.rank];
+    return static_cast<uint32_t>(Random(script_.seed * 211 + number).Below(party_.processes));
+  }
+  // Waits until `n` processes have come so far. Returns false if something has failed.
+  bool Await(const std::atomic<uint32_t>& come, uint32_t n) const {
+    while (come < n && !failed()) SleepMicroseconds(200);
+    return !failed();
+  }
+  bool Meet(std::atomic<uint32_t>* come) {
+    ++*come;
+    return Await(*come, party_.processes);
+  }
   void DoOutside(const OutsideAction& action, size_t index);
   void CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
                    const std::vector<uint8_t>& found, float missing, const char* call);
@@ -146,19 +181,21 @@ class Run {
     return false;
   }
 
+  struct Boundary {
+    uint64_t arrivals = 0;  // of ranks, with those at earlier ones
+    uint64_t actions = 0;   // of earlier ones
+  };
+
   const Script& script_;
   const Reference& reference_;
+  const Party& party_;
+  Meeting& meeting_;
   Progress* const progress_;
   frugal_engine* engine_ = nullptr;
   std::vector<frugal_table*> tables_;
-  std::vector<std::unique_ptr<RankDriver>> ranks_;
-
-  std::mutex mutex_;
-  std::atomic<bool> failed_{false};
-  Outcome outcome_;
+  std::vector<std::unique_ptr<RankDriver>> ranks_;  // null: of another process
+  std::map<size_t, Boundary> boundary_;
   std::mutex boundary_mutex_;
-  size_t arrived_ = 0;
-  std::atomic<int64_t> boundaries_open_{-1};
 };
 
 // One rank: a machine that makes one call at a time, so that one thread can drive all ranks too.
@@ -183,7 +220,7 @@ class RankDriver {
       device_ = OpenDevice(spec_.device, script_.seed * 57 + rank_);
       if (device_ == nullptr) run_.Fail("no device " + spec_.device);
     }
-    aborts_told_ = run_.aborts;
+    aborts_told_ = run_.meeting().aborts;
   }
   void Close() {
     if (trainer_ == nullptr) return;
@@ -207,7 +244,7 @@ class RankDriver {
   const Attempt& attempt() const { return step().attempts[attempt_[index_]]; }
   bool IsLastAttempt() const { return attempt_[index_] + 1 == step().attempts.size(); }
   uint64_t step_number() const { return script_.StepNumber(index_); }
-  bool AbortComing() const { return run_.aborts > aborts_told_; }
+  bool AbortComing() const { return run_.meeting().aborts > aborts_told_; }
   // Whether step_begin can succeed without anything from another rank.
   bool GateOpen() {
     // The ring limits how far ranks run apart.
@@ -305,7 +342,7 @@ RankDriver::Moved RankDriver::Advance() {
         return Moved::kYes;
       }
       // A read between steps is a gate.
-      if (script_.one_thread && attempt().before[action_].call == Call::kRead && !GateOpen()) {
+      if (run_.one_thread() && attempt().before[action_].call == Call::kRead && !GateOpen()) {
         return Moved::kWaiting;
       }
       Do(attempt().before[action_++]);
@@ -323,7 +360,7 @@ RankDriver::Moved RankDriver::Advance() {
       return Finish();
     case Phase::kAwaitAbort: {
       // This attempt is going to be undone: the next call says so.
-      if (script_.one_thread && !AbortComing()) return Moved::kWaiting;
+      if (run_.one_thread() && !AbortComing()) return Moved::kWaiting;
       progress_.doing = "step_begin, to be told of an abort";
       const int32_t status =
           frugal_step_begin(trainer_, script_.StepNumber(index_ + 1), FRUGAL_TIMEOUT_DEFAULT);
@@ -362,7 +399,7 @@ RankDriver::Moved RankDriver::AtBoundary() {
       }
       arrived_ = true;
       progress_.doing = "at a boundary";
-      run_.Arrive(index_);
+      run_.Arrive();
       return Moved::kYes;
     }
     if (!run_.Open(index_)) return Moved::kWaiting;
@@ -382,7 +419,7 @@ RankDriver::Moved RankDriver::AtBoundary() {
 RankDriver::Moved RankDriver::Begin() {
   progress_.doing = "step_begin";
   const uint64_t number = step_number();
-  if (script_.one_thread && !AbortComing() && !GateOpen()) {
+  if (run_.one_thread() && !AbortComing() && !GateOpen()) {
     // Nobody else can move meanwhile, so the gate has to stay closed, and polling costs nothing.
     // (What devices have in flight may land at any time.)
     if (script_.devices() == 0 && random_.Chance(0.2)) {
@@ -429,7 +466,7 @@ RankDriver::Moved RankDriver::Finish() {
   if (now.finish == Finish::kClose) {
     progress_.doing = "trainer_close in a step";
     Close();
-    ++run_.aborts;
+    ++run_.meeting().aborts;
     ++index_;
     phase_ = Phase::kBoundary;
     return Moved::kYes;
@@ -444,7 +481,7 @@ RankDriver::Moved RankDriver::Finish() {
   ++aborts_told_;
   index_ = run_.NextIndex();
   phase_ = Phase::kBoundary;
-  ++run_.aborts;
+  ++run_.meeting().aborts;
   return Moved::kYes;
 }
 
@@ -470,7 +507,7 @@ void RankDriver::TakeAbort() {
 void RankDriver::Do(const Action& action) {
   switch (action.call) {
     case Call::kSleep:
-      SleepMicroseconds(script_.one_thread ? action.sleep_us / 8 : action.sleep_us);
+      SleepMicroseconds(run_.one_thread() ? action.sleep_us / 8 : action.sleep_us);
       break;
     case Call::kPrefetch:
       progress_.doing = "prefetch";
@@ -884,7 +921,7 @@ bool RankDriver::Matches(const OpSpec& spec, uint64_t key, const float* row) {
                                                     script_.config.staleness);
   for (size_t v = 0; v < versions.size(); ++v) {
     if (!SameBits(versions[v].data(), row, dim)) continue;
-    if (v > 0) ++run_.older_rows;
+    if (v > 0) ++run_.meeting().older_rows;
     return true;
   }
   return false;
@@ -895,7 +932,7 @@ void RankDriver::CheckLookup(const OpSpec& spec, const Buffers& buffers) {
   std::vector<float> expected(spec.rows() * dim);
   run_.reference().Lookup(step_number(), ReferenceOp(spec, {}), expected.data());
   CheckGaps(spec, buffers, "lookup");
-  run_.rows_checked += spec.rows();
+  run_.meeting().rows_checked += spec.rows();
   for (size_t row = 0; row < spec.rows(); ++row) {
     const float* got = buffers.rows.data() + row * buffers.stride;
     if (SameBits(got, expected.data() + row * dim, dim)) continue;
@@ -953,6 +990,14 @@ void RankDriver::CheckRead(const OpSpec& spec, const Buffers& buffers) {
 bool Run::Open() {
   progress_->phase = "opening";
   frugal_config config = script_.config;
+  std::string address = party_.address;
+  const bool attach = !address.empty() && !party_.host;
+  if (attach) {
+    if (!Await(meeting_.serving, 1)) return false;
+    config.service = address.c_str();
+  } else if (!address.empty()) {
+    config.backing = FRUGAL_BACKING_SHM;
+  }
   if (!Expect(frugal_open(&config, &engine_), FRUGAL_OK, "frugal_open")) return false;
   std::memset(&config, 0xa5, sizeof(config));
   for (const TableSpec& spec : script_.tables) {
@@ -967,6 +1012,12 @@ bool Run::Open() {
     std::fill(name.begin(), name.end(), '!');
     tables_.push_back(table);
   }
+  // Its tables first: for the process that has the engine those of others would exist already.
+  if (party_.host) {
+    if (!Expect(frugal_serve(engine_, address.c_str()), FRUGAL_OK, "frugal_serve")) return false;
+    meeting_.serving = 1;
+  }
+  std::fill(address.begin(), address.end(), '!');
   return true;
 }
 
@@ -984,15 +1035,16 @@ frugal_trainer* Run::Join(uint32_t rank) {
 void Run::Steps() {
   progress_->phase = "steps";
   for (uint32_t r = 0; r < script_.ranks.size(); ++r) {
-    ranks_.push_back(std::make_unique<RankDriver>(this, r));
-    if (script_.join_at_once) ranks_.back()->Join();
+    ranks_.push_back(Mine(r) ? std::make_unique<RankDriver>(this, r) : nullptr);
+    if (script_.join_at_once && ranks_.back()) ranks_.back()->Join();
   }
+  if (script_.join_at_once && !Meet(&meeting_.joined)) return;
   using Moved = RankDriver::Moved;
-  if (script_.one_thread) {
+  if (one_thread()) {
     Random random(script_.seed * 77);
     std::vector<RankDriver*> running;
     for (auto& rank : ranks_) running.push_back(rank.get());
-    while (!running.empty() && !failed_) {
+    while (!running.empty() && !failed()) {
       const size_t first = random.Below(running.size());
       // Some ranks come far, some take turns.
       uint64_t turns = random.Between(1, random.Chance(0.5) ? 2 : 30);
@@ -1000,7 +1052,7 @@ void Run::Steps() {
       for (size_t k = 0; k < running.size() && !moved; ++k) {
         const size_t which = (first + k) % running.size();
         Moved result = Moved::kYes;
-        while (turns > 0 && !failed_ && result == Moved::kYes) {
+        while (turns > 0 && !failed() && result == Moved::kYes) {
           result = running[which]->Advance();
           moved = moved || result != Moved::kWaiting;
           --turns;
@@ -1016,16 +1068,25 @@ void Run::Steps() {
   }
   std::vector<std::thread> threads;
   for (auto& rank : ranks_) {
-    threads.emplace_back([this, driver = rank.get()] {
-      Moved moved = Moved::kYes;
-      while (moved != Moved::kDone && !failed_) {
-        moved = driver->Advance();
-        if (moved == Moved::kWaiting) SleepMicroseconds(50);
-      }
-      if (failed_) driver->Close();  // so that the others do not wait for this rank
-    });
+    if (rank) threads.emplace_back([this, driver = rank.get()] { Drive(driver); });
+  }
+  // A process without a rank still does its share outside steps.
+  for (const auto& [index, boundary] : boundary_) {
+    if (!threads.empty()) break;
+    while (!failed() && !Open(index)) SleepMicroseconds(200);
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+void Run::Drive(RankDriver* driver) {
+  using Moved = RankDriver::Moved;
+  Moved moved = Moved::kYes;
+  while (moved != Moved::kDone && !failed()) {
+    moved = driver->Advance();
+    // A look at the last commit is a message where the engine is another process's.
+    if (moved == Moved::kWaiting) SleepMicroseconds(party_.processes == 1 ? 50 : 200);
+  }
+  if (failed()) driver->Close();  // so that the others do not wait for this rank
 }
 
 void Run::CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
@@ -1136,7 +1197,7 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
       break;
     }
     case Outside::kKeys:
-      if (Enumerate(action.table) != action.expected_keys && !failed_) {
+      if (Enumerate(action.table) != action.expected_keys && !failed()) {
         Fail(before + "enumeration gives other keys");
       }
       break;
@@ -1152,10 +1213,15 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
 
 void Run::CheckFinal() {
   progress_->phase = "comparing the final tables";
-  Random random(script_.seed * 99);
+  Random random(script_.seed * 99 + party_.process);
   if (script_.close_trainers) {
-    for (auto& rank : ranks_) rank->Close();
+    for (auto& rank : ranks_) {
+      if (rank) rank->Close();
+    }
   }
+  if (!Meet(&meeting_.ended)) return;
+  // One at least looks at all tables; which one depends on the seed.
+  if (script_.seed % party_.processes != party_.process && random.Chance(0.5)) return;
   if (random.Chance(0.5)) {
     Expect(frugal_flush(engine_, FRUGAL_TIMEOUT_DEFAULT), FRUGAL_OK, "frugal_flush");
     frugal_stats stats = {};
@@ -1169,7 +1235,7 @@ void Run::CheckFinal() {
       Fail("steps_committed is " + std::to_string(stats.steps_committed));
     }
   }
-  for (size_t t = 0; t < script_.tables.size() && !failed_; ++t) {
+  for (size_t t = 0; t < script_.tables.size() && !failed(); ++t) {
     OutsideAction action;
     action.table = t;
     action.with_state = true;
@@ -1184,30 +1250,29 @@ void Run::CheckFinal() {
     action.expected_keys = reference_.Keys(t);
     action.expected_count = action.expected_keys.size();
     action.what = Outside::kCount;
-    if (!failed_) DoOutside(action, script_.steps);
+    if (!failed()) DoOutside(action, script_.steps);
     action.what = Outside::kKeys;
-    if (!failed_) DoOutside(action, script_.steps);
+    if (!failed()) DoOutside(action, script_.steps);
   }
 }
 
-Outcome Run::Do() {
+void Run::Do() {
   if (Open()) Steps();
-  if (!failed_) CheckFinal();
-  if (!failed_) Expect(frugal_health(engine_), FRUGAL_OK, "frugal_health");
-  outcome_.stats.struct_size = sizeof(outcome_.stats);
-  if (!failed_) {
-    Expect(frugal_get_stats(engine_, &outcome_.stats), FRUGAL_OK, "frugal_get_stats");
+  if (!failed()) CheckFinal();
+  if (!failed()) Expect(frugal_health(engine_), FRUGAL_OK, "frugal_health");
+  if (!failed() && script_.seed % party_.processes == party_.process) {
+    meeting_.stats.struct_size = sizeof(meeting_.stats);
+    Expect(frugal_get_stats(engine_, &meeting_.stats), FRUGAL_OK, "frugal_get_stats");
   }
+  Meet(&meeting_.checked);
   progress_->phase = "closing";
+  if (party_.host) Await(meeting_.closed, party_.processes - 1);
   if (engine_ != nullptr) {
     Expect(frugal_close(engine_), FRUGAL_OK, "frugal_close");
     Expect(frugal_flush(engine_, 0), FRUGAL_ERR_BAD_HANDLE, "frugal_flush after frugal_close");
   }
+  ++meeting_.closed;
   progress_->phase = "idle";
-  outcome_.passed = !failed_;
-  outcome_.rows_checked = rows_checked;
-  outcome_.older_rows = older_rows;
-  return std::move(outcome_);
 }
 
 }  // namespace
@@ -1217,7 +1282,20 @@ Outcome RunScript(const Script& script, const Reference& reference, Progress* pr
     rank.step = 0;
     rank.doing = "nothing yet";
   }
-  return Run(script, reference, progress).Do();
+  const auto meeting = std::make_unique<Meeting>();
+  Run(script, reference, Party(), meeting.get(), progress).Do();
+  Outcome outcome;
+  outcome.passed = !meeting->failed();
+  outcome.message = meeting->message;
+  outcome.stats = meeting->stats;
+  outcome.rows_checked = meeting->rows_checked;
+  outcome.older_rows = meeting->older_rows;
+  return outcome;
+}
+
+void RunParty(const Script& script, const Reference& reference, const Party& party,
+              Meeting* meeting) {
+  Run(script, reference, party, meeting, &meeting->progress).Do();
 }
 
 }  // namespace frugal_oracle

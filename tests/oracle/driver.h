@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "frugal.h"
 #include "oracle/script.h"
@@ -35,6 +36,21 @@ struct Outcome {
 // Runs `script` after Replay() has seen it.
 Outcome RunScript(const Script& script, const frugal_reference::Reference& reference,
                   Progress* progress);
+
+struct Meeting;
+
+// Which processes have which ranks, and which of them one is.
+struct Party {
+  std::string address;  // "": no services
+  bool host = false;    // this process opens the engine and serves it there; else it attaches
+  uint32_t process = 0;
+  uint32_t processes = 1;
+  std::vector<uint32_t> process_of_rank;
+};
+
+// What one process does of a run. Whatever fails is told to `meeting`.
+void RunParty(const Script& script, const frugal_reference::Reference& reference, const Party& party,
+              Meeting* meeting);
 
 }  // namespace frugal_oracle
 

@@ -1,6 +1,7 @@
 // The oracle test: random runs of the engine against the one-thread reference, bit for bit.
 //
 //     oracle --seeds 1000 --first 1 --require 1000
+//     oracle --seeds 100 --processes      with processes that attach, in the place of threads
 //
 // Each seed is one configuration. A seed that fails is printed with the command that repeats it.
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,6 +20,7 @@
 #include <vector>
 
 #include "oracle/driver.h"
+#include "oracle/processes.h"
 #include "oracle/replay.h"
 #include "oracle/script.h"
 #include "reference/reference.h"
@@ -34,6 +37,9 @@ struct Arguments {
   uint64_t require = 0;
   bool required = false;
   int hang_seconds = 60;
+  bool processes = false;
+  std::string controller;  // the program
+  int lead = -1;           // this is a leader, and that is its descriptor
   Options options;
 };
 
@@ -49,6 +55,12 @@ struct Totals {
   uint64_t passed = 0;
   std::atomic<uint64_t> failed{0};
   uint64_t stale_runs = 0;
+  // With processes:
+  uint64_t processes = 0;
+  uint64_t programs = 0;  // runs of frugal-controller; in the others a process has the engine
+  uint64_t shared = 0;    // runs where a process has several ranks
+  uint64_t caches[4] = {0, 0, 0, 0};  // ranks without one, with less than half, less than all, all of the rows
+  std::map<std::string, uint64_t> left_out;
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;
   frugal_stats stats = {};
@@ -70,20 +82,44 @@ void AddStats(const frugal_stats& from, frugal_stats* to) {
   std::memcpy(to, b, sizeof(b));
 }
 
+// What makes this run the one that it is.
+std::vector<std::string> OptionArguments(const Options& options) {
+  std::vector<std::string> list;
+  auto add = [&](const char* name, const std::string& value) {
+    list.push_back(name);
+    if (!value.empty()) list.push_back(value);
+  };
+  if (options.tau_only) add("--tau-only", "");
+  if (options.exact_only) add("--exact-only", "");
+  if (options.flush_mode >= 0) add("--mode", std::to_string(options.flush_mode));
+  if (options.flush_threads >= 0) add("--flush-threads", std::to_string(options.flush_threads));
+  if (options.max_ranks != 8) add("--max-ranks", std::to_string(options.max_ranks));
+  if (options.no_cache) add("--no-cache", "");
+  if (!options.device.empty()) add("--device", options.device);
+  if (options.scale != 1) add("--scale", std::to_string(options.scale));
+  return list;
+}
+
 std::string RepeatCommand(const Arguments& arguments, uint64_t seed) {
   std::string command = "oracle --seeds 1 --jobs 1 --verbose --first " + std::to_string(seed);
-  const Options& options = arguments.options;
-  if (options.tau_only) command += " --tau-only";
-  if (options.exact_only) command += " --exact-only";
-  if (options.flush_mode >= 0) command += " --mode " + std::to_string(options.flush_mode);
-  if (options.flush_threads >= 0) {
-    command += " --flush-threads " + std::to_string(options.flush_threads);
-  }
-  if (options.max_ranks != 8) command += " --max-ranks " + std::to_string(options.max_ranks);
-  if (options.no_cache) command += " --no-cache";
-  if (!options.device.empty()) command += " --device " + options.device;
-  if (options.scale != 1) command += " --scale " + std::to_string(options.scale);
+  if (arguments.processes) command += " --processes";
+  for (const std::string& argument : OptionArguments(arguments.options)) command += ' ' + argument;
   return command;
+}
+
+void CountRun(const Layout& layout, Script* script, Totals* totals) {
+  const std::lock_guard<std::mutex> lock(totals->mutex);
+  totals->processes += layout.processes;
+  totals->programs += layout.program ? 1 : 0;
+  std::vector<uint32_t> ranks(layout.processes, 0);
+  for (uint32_t process : layout.process_of_rank) ++ranks[process];
+  totals->shared += *std::max_element(ranks.begin(), ranks.end()) > 1 ? 1 : 0;
+  for (const RankSpec& rank : script->ranks) {
+    const bool some = rank.cache_bytes > 0 || rank.cache_ratio > 0;
+    ++totals->caches[!some ? 0 : rank.cache_ratio < 0.5 ? 1 : rank.cache_ratio < 1 ? 2 : 3];
+  }
+  const std::string left_out = ForProcesses(script);
+  if (!left_out.empty()) ++totals->left_out[left_out];
 }
 
 void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* totals) {
@@ -96,9 +132,25 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
                 script.Describe().c_str());
     std::fflush(stdout);
   }
-  frugal_reference::Reference reference(script.config.seed, script.config.world_size);
-  Replay(&script, &reference);
-  const Outcome outcome = RunScript(script, reference, &slot->progress);
+  Outcome outcome;
+  std::string described = script.Describe();
+  if (arguments.processes) {
+    const Layout layout = MakeLayout(script);
+    described += "; " + layout.Describe();
+    slot->progress.phase = "a leader's run";
+    std::vector<std::string> list = OptionArguments(arguments.options);
+    for (const std::string& argument :
+         {std::string("--first"), std::to_string(seed), std::string("--hang-seconds"),
+          std::to_string(arguments.hang_seconds), std::string("--controller"), arguments.controller}) {
+      list.push_back(argument);
+    }
+    outcome = RunLeader(list);
+    CountRun(layout, &script, totals);
+  } else {
+    frugal_reference::Reference reference(script.config.seed, script.config.world_size);
+    Replay(&script, &reference);
+    outcome = RunScript(script, reference, &slot->progress);
+  }
   slot->since_ms = -1;
 
   const std::lock_guard<std::mutex> lock(totals->mutex);
@@ -127,7 +179,7 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   if (!outcome.passed) {
     std::printf("FAILED seed %llu: %s\n  run: %s\n  repeat: %s\n",
                 static_cast<unsigned long long>(seed), outcome.message.c_str(),
-                script.Describe().c_str(), RepeatCommand(arguments, seed).c_str());
+                described.c_str(), RepeatCommand(arguments, seed).c_str());
     std::fflush(stdout);
   }
 }
@@ -139,7 +191,9 @@ void Watch(const Arguments& arguments, const std::vector<std::unique_ptr<Slot>>&
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     for (const auto& slot : slots) {
       const int64_t since = slot->since_ms;
-      if (since < 0 || NowMs() - since < arguments.hang_seconds * int64_t{1000}) continue;
+      // A leader sees to its run by itself, and ends it.
+      const int64_t seconds = arguments.hang_seconds + (arguments.processes ? 120 : 0);
+      if (since < 0 || NowMs() - since < seconds * 1000) continue;
       const uint64_t seed = slot->seed;
       std::printf("HANGS seed %llu (%s): more than %d s\n  repeat: %s\n",
                   static_cast<unsigned long long>(seed), slot->progress.phase.load(),
@@ -153,6 +207,31 @@ void Watch(const Arguments& arguments, const std::vector<std::unique_ptr<Slot>>&
       _exit(3);
     }
   }
+}
+
+bool PrintProcesses(const Arguments& arguments, const Totals& totals) {
+  const uint64_t runs = totals.passed + totals.failed;
+  const std::pair<const char*, uint64_t> lines[] = {
+      {"processes", totals.processes},
+      {"runs of the program", totals.programs},
+      {"runs of one of them", runs - totals.programs},
+      {"runs with ranks together", totals.shared},
+      {"ranks without a cache", totals.caches[0]},
+      {"ranks with under half", totals.caches[1]},
+      {"ranks with under all", totals.caches[2]},
+      {"ranks with all rows", totals.caches[3]},
+  };
+  bool enough = true;
+  for (const auto& [name, value] : lines) {
+    const bool none = arguments.required && value == 0;
+    std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), none ? "   NONE" : "");
+    enough = enough && !none;
+  }
+  for (const auto& [name, count] : totals.left_out) {
+    std::printf("  left out, not possible over processes: %s (%llu runs)\n", name.c_str(),
+                static_cast<unsigned long long>(count));
+  }
+  return enough;
 }
 
 bool PrintTotals(const Arguments& arguments, const Totals& totals) {
@@ -196,6 +275,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
     std::printf("  no row was ever of an older step: the staleness bound is not used\n");
     enough = false;
   }
+  if (arguments.processes) enough = PrintProcesses(arguments, totals) && enough;
   return enough;
 }
 
@@ -204,7 +284,8 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "usage: oracle [--seeds N] [--first SEED] [--jobs J] [--verbose] [--require N]\n"
                "              [--tau-only | --exact-only] [--mode FLUSH_MODE]\n"
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
-               "              [--hang-seconds S] [--stop] [--device sim:N|cuda:N[,...]]\n");
+               "              [--hang-seconds S] [--stop]\n"
+               "              [--device sim:N|cuda:N[,...] | --processes [--controller PROGRAM]]\n");
   std::exit(2);
 }
 
@@ -247,17 +328,36 @@ Arguments Parse(int argc, char** argv) {
     } else if (name == "--scale") {
       if (i + 1 >= argc) Usage();
       arguments.options.scale = std::strtod(argv[++i], nullptr);
+    } else if (name == "--processes") {
+      arguments.processes = true;
+    } else if (name == "--controller") {
+      if (i + 1 >= argc) Usage();
+      arguments.controller = argv[++i];
+    } else if (name == "--lead") {
+      arguments.lead = static_cast<int>(number());
     } else if (name == "--hang-seconds") {
       arguments.hang_seconds = static_cast<int>(number());
     } else {
       Usage();
     }
   }
+  if (arguments.processes && !arguments.options.device.empty()) Usage();
+  if (arguments.controller.empty()) {  // as the build has them
+    char self[4096];
+    const ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);
+    const std::string program(self, n > 0 ? static_cast<size_t>(n) : 0);
+    arguments.controller =
+        program.substr(0, program.rfind('/') + 1) + "../tools/controller/frugal-controller";
+  }
   return arguments;
 }
 
 int Main(int argc, char** argv) {
   const Arguments arguments = Parse(argc, argv);
+  if (arguments.lead >= 0) {
+    return Lead(arguments.first, arguments.options, arguments.controller, arguments.hang_seconds,
+                arguments.lead);
+  }
   const int64_t start = NowMs();
   Totals totals;
   std::atomic<uint64_t> next{0};

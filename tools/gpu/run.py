@@ -72,7 +72,7 @@ class Run:
   def build(self):
     began = time.monotonic()
     options = ['-DCMAKE_BUILD_TYPE=Release', '-DFRUGAL_GPU_TOOLS=ON', '-DFRUGAL_TESTS=OFF',
-               '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF',
+               '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF', '-DFRUGAL_TOOLS=OFF',
                f'-DFRUGAL_CUDA={"ON" if self.on_gpu else "OFF"}']
     if self.on_gpu:
       options.append(f'-DCMAKE_CUDA_ARCHITECTURES={architecture()}')

@@ -25,6 +25,7 @@ Base.@kwdef struct Config
     seed::UInt64 = 0
     log::Ptr{Cvoid} = C_NULL
     log_context::Ptr{Cvoid} = C_NULL
+    service::Ptr{UInt8} = C_NULL
 end
 
 Base.@kwdef struct Optimizer
@@ -203,12 +204,14 @@ const STATUS = (
     ERR_OVERFLOW = -20,
     ERR_INTERNAL = -21,
     ERR_DEVICE = -22,
+    ERR_PEER_LOST = -23,
 )
 
 const OPT_NESTEROV = UInt32(1)
 const OPT_MEAN_RANKS = UInt32(2)
 const TABLE_LAZY = UInt32(1)
 const WITH_STATE = UInt32(1)
+const TRAINER_REPLACE = UInt32(1)
 const OP_PADDING = UInt32(1)
 const STEP_SKIP = UInt32(1)
 const TIMEOUT_DEFAULT = Int64(-1)
@@ -228,6 +231,7 @@ const SYMBOLS = (
     :frugal_health,
     :frugal_flush,
     :frugal_committed_step,
+    :frugal_serve,
     :frugal_table_create,
     :frugal_table_drop,
     :frugal_table_find,
@@ -252,13 +256,16 @@ const SYMBOLS = (
     :frugal_step_abort,
     :frugal_read,
     :frugal_get_stats,
+    :frugal_metrics,
+    :frugal_trace_start,
+    :frugal_trace_stop,
 )
 for symbol in SYMBOLS
     @eval const $symbol = Ref{Ptr{Cvoid}}(C_NULL)
 end
 
 # Where the library was found.
-const library_path = Ref("")
+const loaded_path = Ref("")
 
 function __init__()
     asked = get(ENV, "FRUGAL_LIBRARY", "")
@@ -281,7 +288,7 @@ function __init__()
     if (version.major, version.minor) != (VERSION.major, VERSION.minor)
         error("Frugal: $name is version $version, and this package is written for $VERSION")
     end
-    library_path[] = Libdl.dlpath(library)
+    loaded_path[] = Libdl.dlpath(library)
     return nothing
 end
 

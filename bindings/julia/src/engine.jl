@@ -8,12 +8,14 @@ exception.
 Options: `world_size = 1` (ranks), `lookahead = 10` (future steps that may be declared, up to 40), `flush_threads =
 1`, `flush_mode = :auto` (`:at_once`, `:deferred`, `:write_through`, `:tree_heap`), `staleness = 0` (steps; or
 `Frugal.STALENESS_ASYNC`), `pending_bytes = 2^30`, `host_bytes = typemax(UInt64)`, `timeout_ms = 1_800_000`,
-`backing = :private` (`:shm`), `seed = 0`. `frugal_config` in `frugal.h` tells what they mean.
+`backing = :private` (`:shm`), `seed = 0`, `service = nothing` (the address of a controller to attach to, as in
+[`serve`](@ref); the other options must be those of its engine). `frugal_config` in `frugal.h` tells what they mean.
 
 Returns an `Engine`, or what `f` returns. Ownership: close it with [`close`](@ref close(::Engine)) or the `do`
 block. The collector closes a forgotten engine; that writes what is pending on the thread that collects, so prefer
 to say when. Threads: any; an engine is used by any number of threads. Errors: `FrugalError` with
-`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`, `ERR_UNSUPPORTED` (this build cannot attach), `ERR_PEER_LOST` (nobody
+serves that address). Since 0.1.
 """
 mutable struct Engine
     handle::ABI.Handle
@@ -23,8 +25,16 @@ mutable struct Engine
 
     function Engine(; options...)
         config = Ref(engine_config(; options...))
+        # Kept during the call, which is all that the library wants.
+        service = Base.get(options, :service, nothing)
+        address = service === nothing ? nothing : Base.cconvert(Cstring, String(service))
         out = Ref{ABI.Handle}(C_NULL)
-        check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
+        GC.@preserve address begin
+            if address !== nothing
+                config[] = with_service(config[], Ptr{UInt8}(Base.unsafe_convert(Cstring, address)))
+            end
+            check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
+        end
         engine = new(out[], config[].timeout_ms, Threads.Atomic{Int}(0), [])
         # A finalizer may run on any thread at any allocation, even between a call that fails and the question why. It
         # makes this one call, and none for what was closed: a call that fails would be the last error.
@@ -46,6 +56,7 @@ const ENGINE_OPTIONS = (
     timeout_ms = Integer,
     backing = Name,
     seed = Integer,
+    service = Union{AbstractString,Nothing},
 )
 
 function engine_config(; options...)
@@ -53,7 +64,11 @@ function engine_config(; options...)
     return named_config(; options...)
 end
 
-named_config(; flush_mode = :auto, backing = :private, options...) = ABI.Config(;
+with_service(config::ABI.Config, service::Ptr{UInt8}) =
+    ABI.Config((name === :service ? service : getfield(config, name) for name in fieldnames(ABI.Config))...)
+
+# Without the service, whose memory is the caller's.
+named_config(; flush_mode = :auto, backing = :private, service = nothing, options...) = ABI.Config(;
     flush_mode = code(ABI.FLUSH_MODE, flush_mode, "flush_mode"),
     backing = code(ABI.BACKING, backing, "backing"),
     options...,
@@ -179,4 +194,112 @@ function stats(engine::Engine)
         ccall(ABI.frugal_get_stats[], Int32, (ABI.Handle, Ref{Stats}), engine.handle, out),
     )
     return out[]
+end
+
+"""
+    metrics(engine)
+
+What a scrape of Prometheus wants, in text exposition format 0.0.4: the counters of [`stats`](@ref), what is pending,
+health, the last committed step, rows and bytes of each table, and the step of each rank.
+
+Returns a `String`. Threads: any. Since 0.1.
+"""
+function metrics(engine::Engine)
+    text, size = Vector{UInt8}(undef, 16384), Ref{Csize_t}(0)
+    while true
+        status = GC.@preserve engine ccall(
+            ABI.frugal_metrics[],
+            Int32,
+            (ABI.Handle, Ptr{UInt8}, Csize_t, Ref{Csize_t}),
+            engine.handle,
+            text,
+            length(text),
+            size,
+        )
+        if status != ERR_OVERFLOW
+            check(status)
+            return String(resize!(text, size[] - 1)) # without the 0 at its end
+        end
+        resize!(text, size[] + 1024) # it may grow between two calls
+    end
+end
+
+"""
+    trace(f, engine, path; events = 131072)
+
+Records what the engine does when while `f()` runs, and writes it to the file `path` then, also after an exception: see
+[`trace_start`](@ref) and [`trace_stop`](@ref).
+
+Returns what `f` returns. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (there is a trace that was not
+stopped), `ERR_INVALID_ARGUMENT` (the file cannot be written: `system_code` tells why; what was recorded is
+forgotten). Since 0.1.
+"""
+function trace(f::Function, engine::Engine, path::AbstractString; events::Integer = 131072)
+    trace_start(engine; events = events)
+    try
+        return f()
+    finally
+        try
+            trace_stop(engine, path)
+        catch
+            GC.@preserve engine ccall(
+                ABI.frugal_trace_stop[],
+                Int32,
+                (ABI.Handle, Ptr{UInt8}),
+                engine.handle,
+                C_NULL,
+            )
+            rethrow()
+        end
+    end
+end
+
+"""
+    trace_start(engine; events = 131072)
+
+Begins to record what the engine does when; the newest `events` spans are kept, in 64 bytes each.
+
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_EXISTS` (there is a trace that was not stopped),
+`ERR_INVALID_ARGUMENT`, `ERR_OUT_OF_MEMORY`. Since 0.1.
+"""
+function trace_start(engine::Engine; events::Integer = 131072)
+    GC.@preserve engine check(
+        ccall(ABI.frugal_trace_start[], Int32, (ABI.Handle, Csize_t), engine.handle, events),
+    )
+    return nothing
+end
+
+"""
+    trace_stop(engine, path)
+
+Ends the recording and writes it to the file `path` in Chrome's trace event format, for chrome://tracing and Perfetto;
+`nothing` forgets it.
+
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_NOT_FOUND` (no trace was started),
+`ERR_INVALID_ARGUMENT` (the file cannot be written: `system_code` tells why; the events are kept for another call).
+Since 0.1.
+"""
+function trace_stop(engine::Engine, path::Union{AbstractString,Nothing})
+    text = path === nothing ? nothing : Base.cconvert(Cstring, String(path))
+    GC.@preserve engine text begin
+        address = text === nothing ? Ptr{UInt8}(C_NULL) : Ptr{UInt8}(Base.unsafe_convert(Cstring, text))
+        check(ccall(ABI.frugal_trace_stop[], Int32, (ABI.Handle, Ptr{UInt8}), engine.handle, address))
+    end
+    return nothing
+end
+
+"""
+    serve(engine, address)
+
+Lets other processes of this user attach to this engine, by `Engine(service = address)`, until it is closed. `address`
+is the path of a socket, which is made there; the engine must have `backing = :shm`.
+
+Returns `nothing`. Threads: any. Errors: `FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (that address is
+served, or this engine is), `ERR_UNSUPPORTED` (this build cannot serve). Since 0.1.
+"""
+function serve(engine::Engine, address::AbstractString)
+    GC.@preserve engine check(
+        ccall(ABI.frugal_serve[], Int32, (ABI.Handle, Cstring), engine.handle, String(address)),
+    )
+    return nothing
 end

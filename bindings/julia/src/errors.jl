@@ -114,11 +114,11 @@ The version of the library that is loaded, a `VersionNumber`. Threads: any. Sinc
 version() = VersionNumber(unsafe_string(ccall(ABI.frugal_version[], Cstring, ())))
 
 """
-    Frugal.library()
+    Frugal.loaded_path()
 
 The path of the library that is loaded, a `String`.
 
 It is the one that the environment variable `FRUGAL_LIBRARY` named when the package was loaded, else what the
 system's loader found as `libfrugal.so.0`. Threads: any. Since 0.1.
 """
-library() = ABI.library_path[]
+loaded_path() = ABI.loaded_path[]

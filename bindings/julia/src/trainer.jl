@@ -1,20 +1,22 @@
-const TRAINER_OPTIONS = (rank = Integer, device = AbstractString, cache_bytes = Integer, cache_ratio = Real)
+const TRAINER_OPTIONS =
+    (rank = Integer, device = AbstractString, cache_bytes = Integer, cache_ratio = Real, replace = Bool)
 
 """
-    Trainer(engine; rank = 0, device = "cpu", cache_bytes = 0, cache_ratio = 0.0)
+    Trainer(engine; rank = 0, device = "cpu", cache_bytes = 0, cache_ratio = 0.0, replace = false)
     Trainer(f, engine; options...)
 
 Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, also after an exception.
 
 `rank` is one of `0:world_size-1`; `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA; `cache_bytes` is the
-size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts.
+size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts. With
+`replace` the rank is taken over from a trainer process that does not answer, which has a meaning with a service only.
 Nobody's step commits until every rank has joined once.
 
 Returns a `Trainer`, or what `f` returns. Ownership: leave with [`close`](@ref close(::Trainer)) or the `do` block. A
 forgotten trainer keeps its rank until its engine is closed: engine and trainer keep each other from the collector,
 which closes both when neither is referred to. Threads: any may create one; a trainer is used by one task at a time, on whatever thread that runs. Errors: `FrugalError` with
 `ERR_INVALID_ARGUMENT`, `ERR_EXISTS` (the rank is taken), `ERR_BUSY`, `ERR_DEVICE`, `ERR_OUT_OF_MEMORY`,
-`ERR_TIMEOUT`. Since 0.1.
+`ERR_TIMEOUT`, `ERR_UNSUPPORTED` (`replace` without a service). Since 0.1.
 
 On a GPU, arrays of an op may lie on that device. This package knows no GPU arrays; wrap their addresses with
 `unsafe_wrap(Array, Ptr{Float32}(address), (dim, n))`, and let nothing but the library touch what you get.
@@ -27,13 +29,14 @@ mutable struct Trainer
     in_call::Threads.Atomic{Bool}
     lent::Threads.Atomic{Int} # as the engine's
 
-    function Trainer(engine::Engine; device::AbstractString = "cpu", options...)
+    function Trainer(engine::Engine; device::AbstractString = "cpu", replace::Bool = false, options...)
         check_options("Trainer", TRAINER_OPTIONS, options)
         text = Base.cconvert(Cstring, String(device))
         out = Ref{ABI.Handle}(C_NULL)
         GC.@preserve engine text begin
             bytes = Ptr{UInt8}(Base.unsafe_convert(Cstring, text))
-            config = Ref(ABI.TrainerConfig(; device = bytes, options...))
+            flags = replace ? ABI.TRAINER_REPLACE : UInt32(0)
+            config = Ref(ABI.TrainerConfig(; device = bytes, flags = flags, options...))
             check(
                 ccall(
                     ABI.frugal_trainer_create[],
@@ -293,7 +296,9 @@ Reads rows in a step into a new `(dim, n)` matrix, which it returns; otherwise a
 lookup(trainer::Trainer, batch::Batch; options...) = lookup_new(trainer, Op(single(batch); options...))
 lookup(trainer::Trainer, table::Table, keys; options...) = lookup_new(trainer, Op(table, keys; options...))
 
-with_rows(op::Op, rows, found) = Op(
+with_rows(op::Op, rows, found) = with_data(op, rows, op.grads, found)
+with_grads(op::Op, grads) = with_data(op, op.rows, grads, op.found)
+with_data(op::Op, rows, grads, found) = Op(
     op.table,
     op.batch,
     op.part,
@@ -303,24 +308,8 @@ with_rows(op::Op, rows, found) = Op(
     op.weights,
     op.weight_grads,
     rows,
-    op.grads,
-    found,
-    op.padding_key,
-    op.flags,
-)
-
-with_grads(op::Op, grads) = Op(
-    op.table,
-    op.batch,
-    op.part,
-    op.keys,
-    op.pooling,
-    op.offsets,
-    op.weights,
-    op.weight_grads,
-    op.rows,
     grads,
-    op.found,
+    found,
     op.padding_key,
     op.flags,
 )

@@ -2,7 +2,7 @@
 
 const PUBLIC = union(
     names(Frugal),
-    (:get, :get!, :put, :delete, :read, :read!, :unsafe_borrow, :version, :library, :status_name),
+    (:get, :get!, :put, :delete, :read, :read!, :unsafe_borrow, :version, :loaded_path, :status_name),
 )
 
 documentation(object) = string(Base.Docs.doc(object))
@@ -14,7 +14,7 @@ documentation(object) = string(Base.Docs.doc(object))
         if !(name in (:Frugal, :FrugalError, :Batch))
             for part in ("Returns", "Threads:")
                 # What only tells a value says so in its first sentence.
-                name in (:version, :library) && part == "Returns" && continue
+                name in (:version, :loaded_path) && part == "Returns" && continue
                 @test occursin(part, text) || occursin("otherwise as", lowercase(text))
             end
         end

@@ -65,15 +65,15 @@ end
     @test Frugal.status_name(Frugal.ERR_TIMEOUT) == "FRUGAL_ERR_TIMEOUT"
     @test Frugal.status_name(5) == "FRUGAL_UNKNOWN"
     @test (Frugal.version().major, Frugal.version().minor) == (0, 1)
-    @test isfile(Frugal.library())
+    @test isfile(Frugal.loaded_path())
     codes = sprint(showerror, FrugalError(-22, "FRUGAL_ERR_DEVICE", "gone", 5, 700))
     @test occursin("errno 5", codes) && occursin("CUDA error 700", codes)
 end
 
 @testset Counts "the library is found when the package is loaded" begin
-    loaded = "using Frugal; print(Frugal.library())"
+    loaded = "using Frugal; print(Frugal.loaded_path())"
     code, text = child(loaded)
-    @test code == 0 && text == Frugal.library()
+    @test code == 0 && text == Frugal.loaded_path()
     code, text = child(loaded; environment = ("FRUGAL_LIBRARY" => "/nonexistent/libfrugal.so",))
     @test code != 0
     @test occursin("FRUGAL_LIBRARY", text) && occursin("/nonexistent/libfrugal.so", text)

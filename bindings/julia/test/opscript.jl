@@ -95,6 +95,7 @@ function do_open(s, line)
             pending_bytes = big,
             seed = big,
         )...,
+        service = get(ENV, "FRUGAL_SERVICE", nothing),
     )
 end
 
@@ -263,6 +264,10 @@ function main(arguments)
         if wrong !== nothing
             println(stderr, "line $number: $wrong")
             return 1
+        end
+        if haskey(ENV, "FRUGAL_TURNS")
+            println("done")
+            flush(stdout)
         end
     end
     return 0

@@ -18,6 +18,7 @@ const COUNTS = @testset Counts "Frugal" begin
     include("pooled_test.jl")
     include("life_test.jl")
     include("wait_test.jl")
+    include("observation_test.jl")
     include("threads_test.jl")
 end
 

@@ -16,7 +16,7 @@ struct Note
     ops::NTuple{OPS,Frugal.ABI.Op}
 end
 
-const SPY = Libdl.dlopen(Frugal.library())
+const SPY = Libdl.dlopen(Frugal.loaded_path())
 const LAST, CALLS = Libdl.dlsym(SPY, :spy_last), Libdl.dlsym(SPY, :spy_calls)
 
 name_of(note) = String(collect(Iterators.takewhile(!=(0x00), note.func)))

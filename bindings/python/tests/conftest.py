@@ -1,4 +1,6 @@
-"""What the tests share: an engine, a spy between the package and the library, programs in processes of their own."""
+"""What the tests share: an engine, a spy between the package and the library, programs in processes of their own, a
+controller.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def spy(spy_library: Path, monkeypatch: pytest.MonkeyPatch) -> Spy:
     """Puts the spy before the library that is loaded: handles of either are those of both."""
     spy = Spy(spy_library, _lib.lib._name)
     for name in _abi.FUNCTIONS:
-        seen = getattr(spy.library, name)
+        seen = getattr(spy.abi, name)
         real = getattr(_lib.lib, name)
         monkeypatch.setattr(_lib.lib, name, seen)
         for module in (_engine, _table, _trainer):
@@ -68,3 +70,77 @@ def run_python(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str
         return subprocess.run(command, capture_output=True, text=True, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def controller_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """frugal-controller, which is built with the library, or what FRUGAL_CONTROLLER tells."""
+    try:
+        frugal.Engine(service=tmp_path_factory.mktemp("none") / "socket", timeout=0.1)
+    except frugal.Unsupported:
+        pytest.skip("the library was built without trainers as processes")
+    except frugal.Timeout:
+        pass
+    beside = Path(_lib.lib._name).resolve().parent / "tools" / "controller" / "frugal-controller"
+    found = os.environ.get("FRUGAL_CONTROLLER") or (str(beside) if beside.exists() else shutil.which(beside.name))
+    if found is None:
+        pytest.fail("no frugal-controller: set FRUGAL_CONTROLLER")
+    return Path(found)
+
+
+class Controller:
+    """A controller that runs."""
+
+    def __init__(self, program: Path, address: Path) -> None:
+        self.address = str(address)
+        self.process = subprocess.Popen([str(program), self.address], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"frugal-controller: serving {self.address}\n"
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def controller(controller_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+    controller = Controller(controller_program, tmp_path_factory.mktemp("c") / "tables")
+    yield controller
+    if controller.process.poll() is None:
+        controller.end()
+        assert controller.process.returncode == 0
+
+
+class Peer:
+    """A program in a Python of its own, which says a line when it has come to where it is to be."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
+        command = [sys.executable, "-X", "faulthandler", "-c", program, *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def hears(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., Peer]]:
+    peers: List[Peer] = []
+
+    def start(program: str, *arguments: str) -> Peer:
+        peers.append(Peer(program, *arguments))
+        return peers[-1]
+
+    yield start
+    for started in peers:
+        started.kill()
+        started.process.communicate()

@@ -9,6 +9,7 @@ Exit status 1, and a line on stderr, at the first line that answers another stat
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -95,6 +96,7 @@ class Replay:
     def do_open(self, line: Dict[str, Any]) -> None:
         names = ("world_size", "lookahead", "flush_threads", "staleness", "pending_bytes", "seed")
         options: Dict[str, Any] = {name: int(line[name]) for name in names if name in line}
+        options["service"] = os.environ.get("FRUGAL_SERVICE")
         self.engine = frugal.Engine(flush_mode=FLUSH_MODES[line.get("flush_mode", 0)], **options)
 
     def do_close(self, line: Dict[str, Any]) -> None:
@@ -223,6 +225,8 @@ def replay(path: str) -> Tuple[int, str]:
             answered = state.run(line)
             if answered != wanted:
                 return 1, f"{path}:{number}: {line['do']} answered {answered}, and {wanted} is right"
+            if "FRUGAL_TURNS" in os.environ:
+                print("done", flush=True)
     return 0, ""
 
 

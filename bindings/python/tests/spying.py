@@ -20,17 +20,17 @@ class Spy:
         ]
 
     def __init__(self, path: Path, real: str) -> None:
-        self.library = _abi.bind(str(path))
-        self.library.spy_calls.restype = ctypes.c_uint64
-        if self.library.spy_open(real.encode()) != 0:
+        self.abi = _abi.bind(str(path))
+        self.abi.spy_calls.restype = ctypes.c_uint64
+        if self.abi.spy_open(real.encode()) != 0:
             raise OSError(f"the spy cannot load {real}")
 
     def last(self) -> Any:
         """The last call with arrays: function, op_count, ops."""
         note = Spy.Note()
-        self.library.spy_last(ctypes.byref(note))
+        self.abi.spy_last(ctypes.byref(note))
         return note
 
     def calls(self) -> int:
         """Calls of all functions."""
-        return int(self.library.spy_calls())
+        return int(self.abi.spy_calls())

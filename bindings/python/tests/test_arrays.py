@@ -485,7 +485,7 @@ def test_nothing_keeps_an_array_after_a_call(session: Session) -> None:
 def test_an_array_cannot_move_during_a_call(session: Session, spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = array.array("f", [0] * 3 * DIM)
     seen: List[str] = []
-    real = spy.library.frugal_lookup
+    real = spy.abi.frugal_lookup
 
     def lookup(*arguments: Any) -> int:
         gc.collect()
@@ -512,7 +512,7 @@ def test_outputs_live_although_nobody_names_them(session: Session, spy: Spy, mon
     """A collection in the middle of a call: what it is given was made for it and has no other name."""
     from frugal import _trainer
 
-    real = spy.library.frugal_lookup
+    real = spy.abi.frugal_lookup
 
     def lookup(*arguments: Any) -> int:
         gc.collect()

@@ -124,7 +124,7 @@ fn built(out: &Path) -> Found {
     configure.arg("-S").arg(&root).arg("-B").arg(&build);
     configure.arg("-DCMAKE_BUILD_TYPE=Release");
     configure.arg(format!("-DCMAKE_INSTALL_PREFIX={}", prefix.display()));
-    for part in ["TESTS", "EXAMPLES", "BENCH"] {
+    for part in ["TESTS", "EXAMPLES", "BENCH", "TOOLS"] {
         configure.arg(format!("-DFRUGAL_{part}=OFF"));
     }
     run(&mut configure);

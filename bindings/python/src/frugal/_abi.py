@@ -50,9 +50,11 @@ STATUS: Dict[str, int] = {
     "FRUGAL_ERR_OVERFLOW": -20,
     "FRUGAL_ERR_INTERNAL": -21,
     "FRUGAL_ERR_DEVICE": -22,
+    "FRUGAL_ERR_PEER_LOST": -23,
 }
 FRUGAL_OK = 0
 FRUGAL_ERR_TIMEOUT = -13
+FRUGAL_ERR_OVERFLOW = -20
 
 FRUGAL_TIMEOUT_DEFAULT = -1
 FRUGAL_TIMEOUT_INFINITE = -2
@@ -98,6 +100,8 @@ FRUGAL_NAN_ACCEPT = 2
 FRUGAL_TABLE_LAZY = 1
 FRUGAL_WITH_STATE = 1
 
+FRUGAL_TRAINER_REPLACE = 1
+
 FRUGAL_POOL_NONE = 0
 FRUGAL_POOL_SUM = 1
 FRUGAL_POOL_MEAN = 2
@@ -136,6 +140,7 @@ class frugal_config(ctypes.Structure):
         ("seed", c_uint64),
         ("log", LogFn),
         ("log_context", c_void_p),
+        ("service", c_char_p),
     ]
 
 
@@ -308,6 +313,7 @@ FUNCTIONS: Dict[str, Tuple[Any, List[Any]]] = {
     "frugal_health": (c_int32, [_P]),
     "frugal_flush": (c_int32, [_P, c_int64]),
     "frugal_committed_step": (c_int32, [_P, _P]),
+    "frugal_serve": (c_int32, [_P, c_char_p]),
     "frugal_optimizer_init": (None, [_P]),
     "frugal_table_config_init": (None, [_P]),
     "frugal_table_create": (c_int32, [_P, _P, _P]),
@@ -336,6 +342,9 @@ FUNCTIONS: Dict[str, Tuple[Any, List[Any]]] = {
     "frugal_step_abort": (c_int32, [_P]),
     "frugal_read": (c_int32, [_P, _P, _P, c_size_t, c_int64]),
     "frugal_get_stats": (c_int32, [_P, _P]),
+    "frugal_metrics": (c_int32, [_P, _P, c_size_t, _P]),
+    "frugal_trace_start": (c_int32, [_P, c_size_t]),
+    "frugal_trace_stop": (c_int32, [_P, c_char_p]),
 }
 
 

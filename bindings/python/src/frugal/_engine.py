@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from ctypes import addressof, byref, c_uint64, c_void_p, create_string_buffer, sizeof
+from contextlib import contextmanager
+from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer, sizeof
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Type, Union, overload
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Type, Union, overload
 
 from . import _abi
 from ._buffers import HOST, AnyArray, Array, Pins, Place
@@ -23,7 +24,7 @@ from ._table import FLUSH_MODES, Table, table_config
 from ._trainer import Trainer, as_ops
 from ._wait import milliseconds, wait
 from .config import SGD, Constant, Initializer, Optimizer
-from .errors import check
+from .errors import check, last_error
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
     from ._table import FloatArray, FlushMode, NanPolicy
 
     Backing = Literal["private", "shm"]
+    Path = Union[str, bytes, os.PathLike[str], os.PathLike[bytes]]
 
 STALENESS_ASYNC = _abi.FRUGAL_STALENESS_ASYNC
 """Staleness without bound."""
+
+SERVICE = "FRUGAL_SERVICE"  # variable of the environment
 
 _BACKINGS: Dict[str, int] = {"private": _abi.FRUGAL_BACKING_PRIVATE, "shm": _abi.FRUGAL_BACKING_SHM}
 _STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
@@ -62,7 +66,9 @@ class Engine(Single):
     host_bytes: limit of memory for tables, None for no limit. timeout: seconds that a call waits which names no
     time-out of its own, math.inf for ever. backing: of the rows, "private" or "shm". seed: of all initial values. log:
     called with a level (0 error, 1 warning, 2 information) and a text, from any thread; it must not call this
-    library, and what it raises goes to sys.unraisablehook.
+    library, and what it raises goes to sys.unraisablehook. service: address of a controller to attach to, "" for an
+    engine of this process; None: what the environment variable FRUGAL_SERVICE says. The other options must be those of
+    the controller's engine.
 
     Threads: any. Closing frees the tables and everything else of the engine.
     """
@@ -81,6 +87,7 @@ class Engine(Single):
         backing: Backing = "private",
         seed: int = 0,
         log: Optional[Callable[[int, str], object]] = None,
+        service: Optional[Path] = None,
     ) -> None:
         if log is not None and not callable(log):
             raise TypeError(f"log must be a callable or None, not {type(log).__name__}")
@@ -106,6 +113,11 @@ class Engine(Single):
         callback = None
         if log is not None:
             callback = config.log = _log_callback(log)
+        address = _path(os.environ.get(SERVICE, "") if service is None else service, "service")
+        if address:
+            config.service = address  # which the struct keeps
+        self.service: str = os.fsdecode(address)
+        """Address of the controller that this process is attached to, or ""."""
         handle = c_void_p()
         check(lib.frugal_open(addressof(config), byref(handle)))
         self._handle: int = handle.value or 0
@@ -163,12 +175,19 @@ class Engine(Single):
         return Table(self, handle.value or 0, name)
 
     def create_trainer(
-        self, rank: int = 0, *, device: str = "cpu", cache_bytes: int = 0, cache_ratio: float = 0.0
+        self,
+        rank: int = 0,
+        *,
+        device: str = "cpu",
+        cache_bytes: int = 0,
+        cache_ratio: float = 0.0,
+        replace: bool = False,
     ) -> Trainer:
         """Joins as a rank. Nobody's step commits until every rank has joined once.
 
         device: "cpu", or "cuda:N". cache_bytes: private cache of the trainer, over all tables; cache_ratio: the same
-        as a share of each table's rows, 0..1; the larger counts.
+        as a share of each table's rows, 0..1; the larger counts. replace: takes the rank over from a trainer process
+        that does not answer; with a service only.
         """
         config = _abi.frugal_trainer_config()
         lib.frugal_trainer_config_init(addressof(config))
@@ -176,6 +195,8 @@ class Engine(Single):
         config.device = _c_string(device, "device")
         config.cache_bytes = uint64(cache_bytes, "cache_bytes")
         config.cache_ratio = cache_ratio
+        if replace:
+            config.flags = _abi.FRUGAL_TRAINER_REPLACE
         handle = c_void_p()
         check(lib.frugal_trainer_create(self._handle, addressof(config), byref(handle)))
         return Trainer(self, handle.value or 0, config.rank, device)
@@ -279,6 +300,59 @@ class Engine(Single):
         check(lib.frugal_get_stats(self._handle, addressof(stats)))
         return {name: getattr(stats, name) for name in _STATS}
 
+    def metrics(self) -> str:
+        """What a scrape of Prometheus wants, in text exposition format 0.0.4: all counters of stats(), what is
+        pending, health, the last committed step, rows and bytes of each table, and the step of each rank.
+        """
+        size = c_size_t(16384)
+        while True:
+            # It may grow between two calls.
+            text = create_string_buffer(size.value + 1024)
+            status = lib.frugal_metrics(self._handle, text, len(text), byref(size))
+            if status != _abi.FRUGAL_ERR_OVERFLOW:
+                check(status)
+                return text.raw[: size.value - 1].decode()
+
+    def trace_start(self, events: int = 1 << 17) -> None:
+        """Begins to record what the engine does when; the newest `events` spans are kept, in 64 bytes each.
+
+        Raises Exists if there is a trace that was not stopped. trace() is the same for a block.
+        """
+        check(lib.frugal_trace_start(self._handle, uint64(events, "events")))
+
+    def trace_stop(self, path: Optional[Path]) -> None:
+        """Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and
+        Perfetto; None forgets it.
+
+        Raises NotFound if no trace was started, and InvalidArgument, whose system_code tells why, if the file cannot
+        be written: then the events are kept for another call.
+        """
+        check(lib.frugal_trace_stop(self._handle, None if path is None else _path(path, "path")))
+
+    @contextmanager
+    def trace(self, path: Path, events: int = 1 << 17) -> Iterator[None]:
+        """Records a `with` block, and writes the trace to a file at its end, also after an exception."""
+        name = _path(path, "path")
+        self.trace_start(events)
+        try:
+            yield
+        except BaseException:
+            # What the block raised is the news.
+            if lib.frugal_trace_stop(self._handle, name) != _abi.FRUGAL_OK:
+                lib.frugal_trace_stop(self._handle, None)
+            raise
+        status = lib.frugal_trace_stop(self._handle, name)
+        if status != _abi.FRUGAL_OK:
+            error = last_error(status)
+            lib.frugal_trace_stop(self._handle, None)
+            raise error
+
+    def serve(self, address: Path) -> None:
+        """Lets other processes of this user attach to this engine, by their Engine(service=address), until it is
+        closed. `address` is the path of a socket, which is made there; needs backing="shm".
+        """
+        check(lib.frugal_serve(self._handle, _path(address, "address")))
+
 
 def _c_string(text: str, what: str) -> bytes:
     if not isinstance(text, str):
@@ -286,6 +360,15 @@ def _c_string(text: str, what: str) -> bytes:
     if "\0" in text:
         raise ValueError(f"{what} has a NUL in it")
     return text.encode()
+
+
+def _path(path: Path, what: str) -> bytes:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"{what} must be a path, not {type(path).__name__}")
+    name = os.fsencode(path)
+    if b"\0" in name:
+        raise ValueError(f"{what} has a NUL in it")
+    return name
 
 
 # Finalizers run at the end of the interpreter from when the first one is made. Now: what the program registers with

@@ -27,6 +27,7 @@ __all__ = [
     "NotFound",
     "NotInStep",
     "OutOfMemory",
+    "PeerLost",
     "StepAborted",
     "StepOrder",
     "StepRange",
@@ -143,6 +144,10 @@ class DeviceError(Error):
     """No such GPU, or it failed; device_code tells."""
 
 
+class PeerLost(Error, ConnectionError):
+    """A trainer process or the controller is gone; the message says which."""
+
+
 FORKED = _abi.STATUS["FRUGAL_ERR_FORKED"]
 
 _CLASSES: Dict[int, Type[Error]] = {
@@ -165,6 +170,7 @@ _CLASSES: Dict[int, Type[Error]] = {
     _abi.STATUS["FRUGAL_ERR_UNHEALTHY"]: Unhealthy,
     _abi.STATUS["FRUGAL_ERR_CLOSED"]: Closed,
     _abi.STATUS["FRUGAL_ERR_DEVICE"]: DeviceError,
+    _abi.STATUS["FRUGAL_ERR_PEER_LOST"]: PeerLost,
 }
 
 

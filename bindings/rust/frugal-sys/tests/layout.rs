@@ -63,7 +63,7 @@ fn layouts() -> Vec<Layout> {
         frugal_error { status, system_code, device_code, reserved, message };
         frugal_config {
             struct_size, world_size, lookahead, flush_threads, flush_mode, staleness, pending_bytes, host_bytes,
-            timeout_ms, backing, flags, seed, log, log_context,
+            timeout_ms, backing, flags, seed, log, log_context, service,
         } = FRUGAL_CONFIG_INIT by frugal_config_init;
         frugal_optimizer {
             struct_size, kind, lr, eps, momentum, dampening, beta1, beta2, rho, ftrl_lambda1, ftrl_lambda2, ftrl_beta,
@@ -111,6 +111,7 @@ fn constants() -> Vec<(&'static str, i128)> {
         FRUGAL_OK,
         FRUGAL_ERR_INVALID_ARGUMENT,
         FRUGAL_ERR_DEVICE,
+        FRUGAL_ERR_PEER_LOST,
         FRUGAL_FLUSH_TREE_HEAP,
         FRUGAL_BACKING_SHM,
         FRUGAL_FTRL,
@@ -122,6 +123,7 @@ fn constants() -> Vec<(&'static str, i128)> {
         FRUGAL_NAN_ACCEPT,
         FRUGAL_TABLE_LAZY,
         FRUGAL_WITH_STATE,
+        FRUGAL_TRAINER_REPLACE,
         FRUGAL_POOL_MEAN,
         FRUGAL_OP_PADDING,
         FRUGAL_STEP_SKIP,

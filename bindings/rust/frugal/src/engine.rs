@@ -1,13 +1,14 @@
 //! The engine: what owns tables and threads.
 
+use std::path::Path;
 use std::ptr;
 
 use frugal_sys as sys;
 
-use crate::error::{Result, call, check_version};
+use crate::error::{ErrorKind, Result, call, check_version};
 use crate::log;
 use crate::ops::{LookupOp, Op, with_raw_ops};
-use crate::options::{EngineOptions, TableOptions, Timeout, TrainerOptions, c_string};
+use crate::options::{EngineOptions, TableOptions, Timeout, TrainerOptions, c_path, c_string};
 use crate::rows::RowsMut;
 use crate::table::Table;
 use crate::trainer::Trainer;
@@ -52,10 +53,13 @@ impl Engine {
 
     pub(crate) fn with_options(options: &EngineOptions) -> Result<Self> {
         check_version()?;
+        let service = options.service.as_deref().map(|s| c_path("the service's address", s)).transpose()?;
         let hook = options.hook.clone().map(log::add);
-        let config = options.with_hook(hook);
+        let mut config = options.with_hook(hook);
+        config.service = service.as_ref().map_or(ptr::null(), |s| s.as_ptr());
         let mut handle = ptr::null_mut();
-        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind.
+        // SAFETY: the config is complete; its hook may be called by any thread and does not unwind. The address of
+        // the service lives during the call.
         let opened = call(|| unsafe { sys::frugal_open(&config, &mut handle) });
         if let (Err(_), Some(number)) = (&opened, hook) {
             log::remove(number);
@@ -176,6 +180,74 @@ impl Engine {
         // SAFETY: the struct has its size and is there to be filled.
         call(|| unsafe { sys::frugal_get_stats(self.handle, &mut raw) })?;
         Ok(Stats::of(&raw))
+    }
+
+    /// The text that a scrape of Prometheus wants (text exposition format 0.0.4): all of [`stats`](Self::stats), what
+    /// is pending, health, the last committed step, rows and bytes of each table, and the step of each rank.
+    ///
+    /// ```
+    /// # fn main() -> frugal::Result<()> {
+    /// let engine = frugal::Engine::open()?;
+    /// assert!(engine.metrics()?.contains("\nfrugal_steps_committed_total 0\n"));
+    /// # Ok(()) }
+    /// ```
+    pub fn metrics(&self) -> Result<String> {
+        let mut text = vec![0u8; 16384];
+        loop {
+            let mut size = 0;
+            let (at, capacity) = (text.as_mut_ptr().cast(), text.len());
+            // SAFETY: the memory has that many bytes.
+            match call(|| unsafe { sys::frugal_metrics(self.handle, at, capacity, &mut size) }) {
+                // It may grow between two calls.
+                Err(error) if error.kind() == ErrorKind::Overflow => text.resize(size + 1024, 0),
+                Err(error) => return Err(error),
+                Ok(()) => {
+                    text.truncate(size - 1); // without the NUL
+                    return Ok(String::from_utf8_lossy(&text).into_owned());
+                }
+            }
+        }
+    }
+
+    /// Begins to record what the engine does when: the newest `events` spans are kept, in 64 bytes each. Errors:
+    /// `Exists` (there is a trace that was not stopped), `InvalidArgument` (1 to 2^26 events).
+    ///
+    /// ```no_run
+    /// # fn main() -> frugal::Result<()> {
+    /// # let engine = frugal::Engine::open()?;
+    /// engine.trace_start(1 << 17)?;
+    /// // Train some steps.
+    /// engine.trace_stop("trace.json")?;
+    /// # Ok(()) }
+    /// ```
+    pub fn trace_start(&self, events: usize) -> Result<()> {
+        // SAFETY: any handle may be asked.
+        call(|| unsafe { sys::frugal_trace_start(self.handle, events) })
+    }
+
+    /// Ends the recording and writes it to a file in Chrome's trace event format, for chrome://tracing and Perfetto.
+    /// Errors: `NotFound` (no trace was started), `InvalidArgument` (the file cannot be written:
+    /// [`Error::system_code`](crate::Error::system_code) tells why; the events are kept for another call).
+    pub fn trace_stop(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = c_path("the trace's path", path.as_ref())?;
+        // SAFETY: the path is a C string that lives during the call.
+        call(|| unsafe { sys::frugal_trace_stop(self.handle, path.as_ptr()) })
+    }
+
+    /// Ends the recording and forgets it. Errors: `NotFound` (no trace was started).
+    pub fn trace_forget(&self) -> Result<()> {
+        // SAFETY: NULL is a path that the call knows.
+        call(|| unsafe { sys::frugal_trace_stop(self.handle, ptr::null()) })
+    }
+
+    /// Lets other processes of this user attach to this engine by [`EngineOptions::service`], until it is closed.
+    /// `address` is the path of a socket, which is made there. The engine must have
+    /// [`Backing::Shm`](crate::Backing::Shm). Errors: `InvalidArgument`, `Exists` (that address is served, or this
+    /// engine is), `Unsupported` (this build cannot serve).
+    pub fn serve(&self, address: impl AsRef<Path>) -> Result<()> {
+        let address = c_path("the address", address.as_ref())?;
+        // SAFETY: the address is a C string that lives during the call.
+        call(|| unsafe { sys::frugal_serve(self.handle, address.as_ptr()) })
     }
 
     /// The handle, for calls of [`crate::sys`]. It stays this object's: closing it makes this object's calls answer

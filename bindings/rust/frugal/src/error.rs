@@ -76,6 +76,8 @@ kinds! {
     Internal = FRUGAL_ERR_INTERNAL,
     /// No such GPU, or it failed; [`Error::device_code`] tells.
     Device = FRUGAL_ERR_DEVICE,
+    /// A trainer process or the controller is gone; the message says which.
+    PeerLost = FRUGAL_ERR_PEER_LOST,
 }
 
 /// A failed call: its kind, and a message that says what was wrong and what to do.

@@ -2,6 +2,8 @@
 
 use std::ffi::CString;
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -145,6 +147,7 @@ pub enum Backing {
 pub struct EngineOptions {
     pub(crate) raw: sys::frugal_config,
     pub(crate) hook: Option<Hook>,
+    pub(crate) service: Option<PathBuf>,
 }
 
 // SAFETY: the raw struct's pointers are NULL until the moment of opening; the closure is Send + Sync.
@@ -161,7 +164,7 @@ impl Default for EngineOptions {
 impl EngineOptions {
     /// All defaults.
     pub fn new() -> Self {
-        Self { raw: defaults(), hook: None }
+        Self { raw: defaults(), hook: None, service: None }
     }
 
     /// Number of ranks, 1 to 4096; 1 unless set.
@@ -235,8 +238,16 @@ impl EngineOptions {
         self
     }
 
-    /// Opens an engine, which starts its threads. Errors: `InvalidArgument`, `OutOfMemory`, `StructSize` (the library
-    /// that was loaded is of another version than the header that this crate was built with).
+    /// The address of a controller ([`Engine::serve`]) to attach to; the other options must be those of its engine.
+    /// None unless set: the engine is this process's own.
+    pub fn service(mut self, address: impl Into<PathBuf>) -> Self {
+        self.service = Some(address.into());
+        self
+    }
+
+    /// Opens an engine, which starts its threads, or attaches to one. Errors: `InvalidArgument`, `OutOfMemory`,
+    /// `StructSize` (the library that was loaded is of another version than the header that this crate was built
+    /// with), `Unsupported` (this build cannot attach), `PeerLost` (nobody serves that address).
     pub fn open(&self) -> Result<Engine> {
         Engine::with_options(self)
     }
@@ -255,7 +266,11 @@ impl EngineOptions {
 impl fmt::Debug for EngineOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let log = if self.hook.is_some() { "a hook" } else { "none" };
-        f.debug_struct("EngineOptions").field("config", &self.raw).field("log", &log).finish()
+        f.debug_struct("EngineOptions")
+            .field("config", &self.raw)
+            .field("log", &log)
+            .field("service", &self.service)
+            .finish()
     }
 }
 
@@ -627,6 +642,13 @@ impl TrainerOptions {
         self
     }
 
+    /// Is the rank taken over from a trainer process that does not answer? Not unless set; it has a meaning with
+    /// [`EngineOptions::service`] only.
+    pub fn replace(mut self, on: bool) -> Self {
+        self.raw.flags = if on { sys::FRUGAL_TRAINER_REPLACE } else { 0 };
+        self
+    }
+
     /// The rank that these options are for.
     pub fn rank(&self) -> u32 {
         self.raw.rank
@@ -644,6 +666,12 @@ impl TrainerOptions {
 /// A string for C.
 pub(crate) fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| Error::invalid(format!("{what} has a NUL in it: {text:?}")))
+}
+
+/// A path for C.
+pub(crate) fn c_path(what: &str, path: &Path) -> Result<CString> {
+    CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| Error::invalid(format!("{what} has a NUL in it: {path:?}")))
 }
 
 /// Bytes that a configuration takes at most: see [`memory_needed`].

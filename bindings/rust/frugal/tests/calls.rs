@@ -484,6 +484,7 @@ fn every_status_has_its_kind() {
         Overflow,
         Internal,
         Device,
+        PeerLost,
     ];
     for (i, kind) in kinds.into_iter().enumerate() {
         let error = check(-1 - i as i32).unwrap_err();

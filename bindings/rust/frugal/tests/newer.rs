@@ -1,8 +1,8 @@
 //! With a later library than the one that the crate was built with: newer.c, which is loaded before the real one.
 
+mod preload;
+
 use std::env;
-use std::path::Path;
-use std::process::Command;
 
 use frugal::*;
 
@@ -17,35 +17,10 @@ fn a_later_library_is_used_or_refused() {
         assert_eq!(frugal::version(), version, "the later library was not loaded");
         return if version.starts_with(&ours) { used() } else { refused(&version) };
     }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let target = env!("FRUGAL_TARGET");
-    let compiler = cc::Build::new()
-        .target(target)
-        .host(target)
-        .opt_level(1)
-        .pic(true)
-        .cargo_metadata(false)
-        .cargo_warnings(false)
-        .include(env!("FRUGAL_INCLUDE"))
-        .get_compiler();
-    let mut command = compiler.to_command();
-    command.arg("-shared").arg(NEWER).arg("-o").arg(folder.join("libnewer.so"));
-    assert!(command.status().unwrap().success(), "{command:?}");
-
+    preload::compile(NEWER, "libnewer.so", &[]);
     let later = format!("{}.{}.0", sys::FRUGAL_VERSION_MAJOR, sys::FRUGAL_VERSION_MINOR + 1);
     for version in [format!("{ours}99"), later] {
-        // This test again, in a process where the functions of newer.c come first.
-        let output = Command::new(env::current_exe().unwrap())
-            .args(["--exact", TEST, "--nocapture"])
-            // Not by its whole path, in which a blank would be the end of a name.
-            .current_dir(folder)
-            .env("LD_PRELOAD", "./libnewer.so")
-            .env(VERSION, &version)
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-        assert!(text.contains("1 passed"), "{text}");
+        preload::run_again(TEST, "libnewer.so", VERSION, version);
     }
 }
 

@@ -1,10 +1,11 @@
 //! That what reaches the ABI are the addresses of the caller's slices, one call for each call. The spy library, which
 //! all bindings share, stands before the real one and notes them.
 
+mod preload;
+
 use std::env;
 use std::ffi::{CStr, c_char, c_void};
 use std::path::Path;
-use std::process::Command;
 
 use frugal::*;
 
@@ -16,35 +17,9 @@ fn the_addresses_of_slices_reach_the_library() {
     if env::var_os("FRUGAL_SPY_REAL").is_some() {
         return spied();
     }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let library = folder.join("libspy.so");
-    let target = env!("FRUGAL_TARGET");
-    let compiler = cc::Build::new()
-        .target(target)
-        .host(target)
-        .opt_level(1)
-        .pic(true)
-        .cargo_metadata(false)
-        .cargo_warnings(false)
-        .include(env!("FRUGAL_INCLUDE"))
-        .get_compiler();
-    let mut command = compiler.to_command();
-    command.arg("-shared").arg(SPY).arg("-o").arg(&library).arg("-ldl");
-    assert!(command.status().unwrap().success(), "{command:?}");
-
-    // This test again, in a process where the spy's functions come first.
+    preload::compile(SPY, "libspy.so", &["-ldl"]);
     let real = Path::new(env!("FRUGAL_LIB")).join("libfrugal.so");
-    let output = Command::new(env::current_exe().unwrap())
-        .args(["--exact", TEST, "--nocapture"])
-        // Not by its whole path, in which a blank would be the end of a name.
-        .current_dir(folder)
-        .env("LD_PRELOAD", "./libspy.so")
-        .env("FRUGAL_SPY_REAL", real)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("1 passed"), "{text}");
+    preload::run_again(TEST, "libspy.so", "FRUGAL_SPY_REAL", real);
 }
 
 unsafe extern "C" {

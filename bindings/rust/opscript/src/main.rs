@@ -328,6 +328,9 @@ impl Runner {
         if let Some(seed) = field(line, "seed", big)? {
             options = options.seed(seed);
         }
+        if let Some(address) = std::env::var_os("FRUGAL_SERVICE") {
+            options = options.service(address);
+        }
         Ok(options.open().map(|engine| self.engine = Some(engine)))
     }
 
@@ -508,6 +511,9 @@ fn run(path: &str) -> Result<(), Broken> {
         };
         if name != expected {
             return Err(at(format!("{} answered {name}, expected {expected}{told}", line["do"])));
+        }
+        if std::env::var_os("FRUGAL_TURNS").is_some() {
+            println!("done"); // lines are flushed one by one
         }
     }
     Ok(())

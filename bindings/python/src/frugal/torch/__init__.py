@@ -11,5 +11,6 @@ with frugal.Engine(lookahead=10) as engine, engine.create_trainer() as trainer:
 from ._lookahead import Lookahead
 from ._modules import Embedding, EmbeddingBag, EmbeddingBagCollection, TableConfig
 from ._optimizer import Optimizer
+from ._ranks import attach
 
-__all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig"]
+__all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig", "attach"]

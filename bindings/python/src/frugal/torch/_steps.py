@@ -70,6 +70,11 @@ class Shared:
         self._optimizers: Dict[str, frugal.Optimizer] = {}
         self._said: Dict[int, Dict[int, Dict[str, Dict[str, float]]]] = {}  # by step, rank, table
 
+    def knows(self, name: str) -> bool:
+        """Whether a module of some rank here has the table."""
+        with self._lock:
+            return name in self._optimizers
+
     def made(self, name: str, optimizer: frugal.Optimizer, new: bool) -> None:
         """A module of some rank has a table with this optimizer."""
         with self._lock:
@@ -149,12 +154,19 @@ class Steps:
         if known is None:
             self.outside()
             engine = self.trainer.engine
+            # To create a table that another process has created is no error there: whose rows are new has to be asked.
+            there = bool(engine.service) and _exists(engine, name)
             try:
                 made = engine.create_table(name, rows, dim, hashed=hashed, init=init, optimizer=optimizer)
-                known = Table(made, True, optimizer)
-                created = True
+                created = not there
+                known = Table(made, created, optimizer)
             except frugal.Exists:
                 known = Table(engine.find_table(name), False, optimizer)
+                if there and not self.shared.knows(name):
+                    raise ValueError(
+                        f"table {name!r} exists, and another process or create_table() has made it, not with rows={rows},"
+                        f" dim={dim}, hashed={hashed}, {init}, {optimizer}: all must say the same, in modules"
+                    ) from None
         else:
             known.created = False
         info = known.table.describe()
@@ -311,15 +323,26 @@ class Steps:
             raise error
         try:
             call()
-        except (frugal.StepAborted, frugal.NotInStep):
-            # Undone, by another rank or by a call past this object: the step after the last committed one is begun
-            # again.
+        except (frugal.StepAborted, frugal.NotInStep, frugal.PeerLost):
+            # Undone, by another rank, with a process that was lost, or by a call past this object: the step after the
+            # last committed one is begun again.
             self.shared.forget(self.next, self.rank)
-            committed = self.trainer.engine.committed_step()
+            self.open = self.pushed = False
+            try:
+                committed = self.trainer.engine.committed_step()
+            except frugal.PeerLost:
+                committed = None  # with the controller: no step is begun any more
             if committed is not None:
                 self.next = committed + 1
-            self.open = self.pushed = False
             raise
+
+
+def _exists(engine: frugal.Engine, name: str) -> bool:
+    try:
+        engine.find_table(name)
+    except frugal.NotFound:
+        return False
+    return True
 
 
 _steps: "weakref.WeakKeyDictionary[frugal.Trainer, Steps]" = weakref.WeakKeyDictionary()

@@ -1,0 +1,51 @@
+"""Ranks that are processes of their own."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Iterator, Optional
+
+import frugal
+from frugal._engine import SERVICE
+
+if TYPE_CHECKING:
+    from frugal._engine import Path
+
+
+@contextmanager
+def attach(
+    service: Optional[Path] = None, *, cache_bytes: int = 0, cache_ratio: float = 0.0, **options: Any
+) -> Iterator[frugal.Trainer]:
+    """The trainer of this process, which torchrun has started; for a `with` block.
+
+    The engine is the controller's at `service` (None: what the environment variable FRUGAL_SERVICE says); `options`
+    are those of frugal.Engine, alike on all ranks. Rank and number of ranks are RANK and WORLD_SIZE of the environment.
+    After torchrun has restarted the ranks, a trainer takes the place of the one that had its rank before.
+    """
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if _number("LOCAL_WORLD_SIZE", world_size) != world_size:
+        raise RuntimeError(f"{world_size} ranks on several machines: those of one machine can share an engine")
+    if world_size > 1 and not (os.environ.get(SERVICE) if service is None else service):
+        raise RuntimeError(
+            f"no address of a controller, which {world_size} ranks in processes need: start frugal-controller ADDRESS,"
+            f" and give the address as `service` or in {SERVICE}"
+        )
+    again = _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    with frugal.Engine(world_size=world_size, service=service, **options) as engine:
+        with engine.create_trainer(
+            rank, cache_bytes=cache_bytes, cache_ratio=cache_ratio, replace=again and bool(engine.service)
+        ) as trainer:
+            yield trainer
+
+
+def _number(name: str, otherwise: Optional[int] = None) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        if otherwise is None:
+            raise RuntimeError(
+                f"{name} is not in the environment: torchrun sets it; without torchrun open a frugal.Engine, and say"
+                " world_size and create_trainer(rank)"
+            )
+        return otherwise
+    return int(text)

@@ -1,0 +1,130 @@
+"""What an engine tells about itself: metrics, traces; and what services are as long as there are none."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import threading
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+import pytest
+
+import frugal
+
+KEYS = np.arange(40)
+
+
+def train(engine: frugal.Engine, steps: int = 10) -> None:
+    table = engine.create_table("users", rows=100, dim=4)
+    with engine.create_trainer() as trainer:
+        for step in range(steps):
+            batch = trainer.prefetch(step, table, KEYS)
+            with trainer.step(step):
+                trainer.push_grad(batch, trainer.lookup(batch))
+    engine.flush()
+
+
+def spans(path: Path) -> Dict[str, List[Dict[str, Any]]]:
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["clock"] == "CLOCK_MONOTONIC"
+    found: Dict[str, List[Dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        assert event["pid"] == os.getpid()
+        if event["ph"] == "X":
+            found.setdefault(event["name"], []).append(event)
+    return found
+
+
+def test_a_trace_has_the_spans_of_a_training(engine: frugal.Engine, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with engine.trace(path):
+        train(engine)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = spans(path)
+    for name in ("prefetch", "step_begin", "gate", "lookup", "push", "step_end"):
+        assert [e["args"]["step"] for e in found[name]] == list(range(10)), name
+        assert {e["args"]["rank"] for e in found[name]} == {0}
+        assert {e["tid"] for e in found[name]} == {threading.get_native_id()}
+    assert {e["args"]["keys"] for e in found["lookup"]} == {len(KEYS)}
+    assert sum(e["args"]["rows"] for e in found["apply"]) == 10 * len(KEYS)
+    assert {e["args"]["table"] for e in found["apply"]} == {"users"}
+
+
+def test_traces_that_cannot_be(engine: frugal.Engine, tmp_path: Path) -> None:
+    with pytest.raises(frugal.NotFound):
+        engine.trace_stop(None)
+    with pytest.raises(frugal.InvalidArgument):
+        engine.trace_start(0)
+    engine.trace_start(events=5)
+    with pytest.raises(frugal.Exists):
+        engine.trace_start()
+    with pytest.raises(frugal.Exists), engine.trace(tmp_path / "t"):
+        pass
+    with pytest.raises(frugal.InvalidArgument) as refused:
+        engine.trace_stop(tmp_path / "none" / "t")
+    assert refused.value.system_code == errno.ENOENT
+    train(engine)
+    engine.trace_stop(os.fsencode(tmp_path / "t"))
+    assert spans(tmp_path / "t") == {}  # the recording had ended
+    with pytest.raises(frugal.InvalidArgument), engine.trace(tmp_path):
+        pass
+    # Neither kept after that, nor after an exception in the block, which comes through.
+    with pytest.raises(ZeroDivisionError), engine.trace(tmp_path / "u"):
+        engine.committed_step()
+        raise ZeroDivisionError
+    assert spans(tmp_path / "u") == {}
+    with pytest.raises(ZeroDivisionError), engine.trace(str(tmp_path)):
+        raise ZeroDivisionError
+    with pytest.raises(frugal.NotFound):
+        engine.trace_stop(None)
+    for path, error in ((1, TypeError), ("a\0b", ValueError)):
+        with pytest.raises(error):
+            engine.trace_stop(path)  # type: ignore[arg-type]
+
+
+def test_every_line_of_the_metrics(engine: frugal.Engine) -> None:
+    train(engine)
+    stats = engine.stats()
+    text = engine.metrics()
+    assert text.endswith("\n")
+    samples: Dict[str, str] = {}
+    types: Dict[str, str] = {}
+    family = ""
+    for line in text[:-1].split("\n"):
+        comment = re.fullmatch(r"# (HELP|TYPE) (frugal_[a-z_]+) (.+)", line)
+        if comment:
+            family = comment[2]
+            if comment[1] == "TYPE":
+                assert comment[3] == ("counter" if family.endswith("_total") else "gauge")
+                types[family] = comment[3]
+            continue
+        sample = re.fullmatch(r'((frugal_[a-z_]+)(?:\{[a-z]+="[^"\\]+"\})?) ([0-9.]+)', line)
+        assert sample and sample[2] == family and family in types, line
+        assert sample[1] not in samples
+        samples[sample[1]] = sample[3]
+    for name, value in stats.items():
+        if name.endswith("_ns"):
+            assert float(samples[f"frugal_{name[:-3]}_seconds_total"]) == pytest.approx(value / 1e9), name
+        elif name.startswith("pending_") or name == "active_rows":
+            assert samples[f"frugal_{name}"] == str(value)
+        else:
+            assert samples[f"frugal_{name}_total"] == str(value)
+    assert samples["frugal_committed_step"] == "9"
+    assert samples["frugal_health"] == "0"
+    assert samples['frugal_table_rows{table="users"}'] == "100"
+
+
+def test_metrics_that_are_longer_than_a_first_guess(engine: frugal.Engine) -> None:
+    for i in range(200):
+        engine.create_table(f"{i} " + "x" * 200, rows=1, dim=1)
+    assert engine.metrics().count("frugal_table_rows{") == 200
+
+
+def test_peer_lost_is_a_connection_error() -> None:
+    assert issubclass(frugal.PeerLost, ConnectionError)
+    assert frugal.PeerLost("gone", -23).status_name == "FRUGAL_ERR_PEER_LOST"

@@ -1,0 +1,134 @@
+"""examples/dlrm_ddp.py: ranks in processes and in threads train the same bits, also after a crash; frugal.torch.attach."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, List
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import frugal
+import frugal.torch as ft
+
+EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
+SMALL = ["--samples", "20000", "--batch", "500", "--hash"]
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+
+# dlrm_ddp.py whose rank 1 is killed in a backward, when rank 0 may be anywhere in the step.
+CRASHES = """
+import os, signal, sys
+sys.path.insert(0, sys.argv.pop(1))
+import dlrm_ddp
+steps, mean = 0, dlrm_ddp.mean
+def crashes(parts):
+    global steps
+    steps += 1
+    if steps == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return mean(parts)
+dlrm_ddp.mean = crashes
+dlrm_ddp.main()
+"""
+
+
+def hashes(command: List[str], **variables: str) -> List[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    ended = subprocess.run(
+        [sys.executable, *command, *SMALL], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = [line for line in ended.stdout.splitlines() if line.startswith(("tables", "dense"))]
+    assert len(found) == 2 and found[0] != found[1], ended.stdout
+    return found
+
+
+def test_processes_train_the_bits_of_threads(controller_program: Path, controller: Any, tmp_path: Path) -> None:
+    example = str(EXAMPLES / "dlrm_ddp.py")
+    threads = hashes([example, "--threads"])
+    assert hashes([example, "--controller", str(controller_program), "--workers", "1"]) == threads
+    program = tmp_path / "crashes.py"
+    program.write_text(CRASHES)
+    # One restart is for the crash; the process group may lose others to ports of the ranks before.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    resumed = [*torchrun, str(program), str(EXAMPLES), "--resume", str(tmp_path / "saved")]
+    assert hashes(resumed, FRUGAL_SERVICE=controller.address) == threads
+
+
+def attached(service: str, rank: int, lr: float = 0.5, weight: float = 1.0) -> Any:
+    trainer = frugal.Engine(world_size=2, lookahead=4, service=service, timeout=60).create_trainer(rank)
+    rows = torch.full((20, 4), weight)
+    bags = ft.EmbeddingBag(
+        20, 4, mode="sum", trainer=trainer, optimizer=frugal.Adagrad(lr=lr), name="t", _weight=rows
+    )
+    return trainer, bags, ft.Optimizer(bags)
+
+
+def test_ranks_of_several_engines_share_tables(controller: Any) -> None:
+    ranks = [attached(controller.address, rank) for rank in range(2)]
+    keys = torch.tensor([[1, 2], [3, 1]])
+    for _ in range(2):
+        for _, bags, _ in ranks:
+            bags(keys).sum().backward()
+        for _, _, tables in ranks:
+            tables.step()
+    (_, first, tables), (_, second, others) = ranks
+    assert not torch.equal(first.weight[1], torch.ones(4)) and torch.equal(first.weight[0], torch.ones(4))
+    # One saves, or loads, for all; others see it.
+    saved, state = first.state_dict(), tables.state_dict()
+    assert torch.equal(second.state_dict()["weight"], saved["weight"])
+    assert torch.equal(others.state_dict()["state"][0]["state"], state["state"][0]["state"])
+    second.load_state_dict({"weight": saved["weight"] * 2})
+    with torch.no_grad():  # an evaluation between steps
+        assert torch.equal(first(keys), second(keys))
+        assert torch.equal(first(keys)[0], saved["weight"][1] * 2 + saved["weight"][2] * 2)
+    for trainer, _, _ in ranks:
+        trainer.close()
+    # Who comes back finds the table, and does not begin it again; nor may it mean another one.
+    _, third, _ = attached(controller.address, 0, weight=5.0)
+    assert torch.equal(third.weight, saved["weight"] * 2)
+    with pytest.raises(ValueError, match="all must say the same"):
+        attached(controller.address, 1, lr=0.25)
+
+
+def test_attach_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FRUGAL_SERVICE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def attach() -> None:
+        with ft.attach(lookahead=3) as trainer:
+            assert (trainer.rank, trainer.engine.world_size, trainer.engine.lookahead) == (0, 1, 3)
+
+    with pytest.raises(RuntimeError, match="RANK is not in the environment"):
+        attach()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="FRUGAL_SERVICE"):
+        attach()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError, match="several machines"):
+        attach()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    attach()
+
+
+def test_attach_is_the_rank_that_torchrun_says(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("FRUGAL_SERVICE", controller.address)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with ft.attach() as trainer:
+        assert (trainer.rank, trainer.engine.service) == (1, controller.address)
+        with pytest.raises(frugal.Exists):
+            with ft.attach():
+                pytest.fail("the rank has a trainer")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        with ft.attach(controller.address) as other:
+            assert other.rank == 1
+            with pytest.raises(frugal.PeerLost):
+                trainer.step_begin(0)

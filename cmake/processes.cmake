@@ -1,0 +1,35 @@
+# Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane, which Cap'n Proto
+# carries, to the library. Without it the library is whole but for them.
+set(FRUGAL_PROCESSES AUTO CACHE STRING
+  "Trainers as processes: ON, OFF, or AUTO: if there is Cap'n Proto")
+set_property(CACHE FRUGAL_PROCESSES PROPERTY STRINGS AUTO ON OFF)
+set(FRUGAL_WITH_PROCESSES OFF)
+
+if(FRUGAL_PROCESSES STREQUAL "AUTO" OR FRUGAL_PROCESSES)
+  find_package(CapnProto 0.9 QUIET)
+  if(CapnProto_FOUND AND CapnProto_VERSION VERSION_LESS 1.0)
+    set(FRUGAL_WITH_PROCESSES ON)
+  elseif(FRUGAL_PROCESSES STREQUAL "AUTO")
+    message(STATUS "No Cap'n Proto of version 0.9 or 0.10: no trainers as processes")
+  else()
+    message(FATAL_ERROR "FRUGAL_PROCESSES=${FRUGAL_PROCESSES} wants Cap'n Proto 0.9 or 0.10 "
+      "(the Debian packages capnproto and libcapnp-dev)")
+  endif()
+endif()
+
+# Sources of the library that need it, and that stand in for them.
+function(frugal_process_sources list)
+  set(sources ${${list}})
+  if(FRUGAL_WITH_PROCESSES)
+    list(FILTER sources EXCLUDE REGEX "/lib/process/control_none\\.cpp$")
+    set(CAPNPC_OUTPUT_DIR ${CMAKE_BINARY_DIR}/schema)
+    set(CAPNPC_SRC_PREFIX ${CMAKE_SOURCE_DIR}/lib/process)
+    file(MAKE_DIRECTORY ${CAPNPC_OUTPUT_DIR})
+    capnp_generate_cpp(generated headers ${CMAKE_SOURCE_DIR}/lib/process/control.capnp)
+    list(APPEND sources ${generated} ${headers})
+  else()
+    list(FILTER sources EXCLUDE
+      REGEX "/lib/process/(kj_port|control_server|control_client|control_structs)\\.cpp$")
+  endif()
+  set(${list} ${sources} PARENT_SCOPE)
+endfunction()

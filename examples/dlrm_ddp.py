@@ -1,0 +1,331 @@
+"""dlrm.py on several ranks: DistributedDataParallel for the dense layers, a Frugal controller for the tables.
+
+    python dlrm_ddp.py --ranks 2                         starts a controller, and a process for each rank
+    python dlrm_ddp.py --ranks 2 --threads               the ranks as threads of one process: the same bits
+    frugal-controller /tmp/tables &
+    FRUGAL_SERVICE=/tmp/tables torchrun --nproc-per-node 2 --max-restarts 3 dlrm_ddp.py --resume FOLDER
+
+The tables are in the controller's shared memory; a rank reads their rows there, and hands over its gradients. They are
+no parameters: DistributedDataParallel neither sends nor sums them. Gradients of the dense layers are summed in the order
+of the ranks, whatever carries them, so that a run is the same, bit for bit, in processes and in threads; --hash prints
+what proves it.
+
+With --resume the dense layers are saved in FOLDER in each step, and ranks that start again go on where the tables stand.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
+# No `from __future__ import annotations`: DistributedDataParallel looks at those of its hooks.
+
+import argparse
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, cast
+
+import frugal
+import frugal.torch as ft
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import dlrm
+
+# --- Ranks ---
+
+
+class Processes:
+    """The ranks of a process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, tensor: Tensor) -> List[Tensor]:
+        """Every rank's tensor, in the order of the ranks."""
+        parts = [torch.empty_like(tensor) for _ in range(self.count)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+class Threads:
+    """A rank that is one of several threads."""
+
+    def __init__(self, rank: int, tensors: List[Optional[Tensor]], together: threading.Barrier) -> None:
+        self.rank, self.count = rank, len(tensors)
+        self._tensors, self._together = tensors, together
+
+    def gather(self, tensor: Tensor) -> List[Tensor]:
+        """Every rank's tensor, in the order of the ranks."""
+        self._tensors[self.rank] = tensor
+        self.barrier()
+        parts = [part.clone() for part in self._tensors if part is not None]
+        self.barrier()
+        return parts
+
+    def barrier(self) -> None:
+        self._together.wait()
+
+
+Ranks = Any  # Processes or Threads
+
+
+def mean(parts: Sequence[Tensor]) -> Tensor:
+    """The reduction of dense gradients: summed in the order of the ranks, then divided."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / len(parts)
+
+
+def reduce_bucket(
+    ranks: Ranks,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """The same as a hook of DistributedDataParallel, whose buckets are gradients laid end to end."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(mean(ranks.gather(bucket.buffer())))
+    return done
+
+
+# --- Saving ---
+
+
+class Saved:
+    """Dense layers after each of the last two steps.
+
+    They are saved before the tables' step ends: when that is committed, they are there. A crash between the two leaves
+    tables that are a step behind: so the step before is kept.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder, self.model, self.optimizer = folder, model, optimizer
+
+    def put(self, step: int) -> None:
+        path = self.folder / f"dense.{step % 2}"
+        part = path.with_suffix(".part")
+        torch.save({"step": step, "model": self.dense(), "optimizer": self.optimizer.state_dict()}, part)
+        part.replace(path)
+
+    def get(self, step: int) -> None:
+        for path in (self.folder / "dense.0", self.folder / "dense.1"):
+            if path.exists():
+                saved = torch.load(path, weights_only=True)
+                if saved["step"] == step:
+                    self.model.load_state_dict(saved["model"], strict=False)  # without the tables
+                    self.optimizer.load_state_dict(saved["optimizer"])
+                    return
+        raise ValueError(f"{self.folder} has no dense layers of step {step}, which the controller's tables stand at")
+
+    def dense(self) -> Dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+
+# --- A rank ---
+
+
+def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Optional[Dict[str, Any]]:
+    """Trains as one rank. Rank 0 returns the measures, and the hashes if they are wanted."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    with building:
+        torch.manual_seed(args.seed)  # all ranks begin with the same dense layers
+        shape = dlrm.Planted.features * args.rows, args.dim
+        rows = dlrm.FrugalRows(*shape, dlrm.Planted.features, args.lr, trainer)
+        model = dlrm.DLRM(rows, dlrm.Planted.dense_features, dlrm.Planted.features, args.dim)
+    dense = torch.optim.Adam(model.parameters(), lr=args.dense_lr)
+    tables = ft.Optimizer(model)
+    saved = None if args.resume is None else Saved(Path(args.resume), model, dense)
+    committed = trainer.engine.committed_step()
+    if committed is not None:
+        if saved is None:
+            raise ValueError(f"the controller's tables are trained already, up to step {committed}: go on with --resume")
+        saved.get(committed)
+    step = 0 if committed is None else committed + 1
+    ranks.barrier()  # all have made their tables, and look at the same ones
+    forward: nn.Module = model
+    if isinstance(ranks, Processes):
+        forward = DistributedDataParallel(model, broadcast_buffers=False)
+        forward.register_comm_hook(ranks, reduce_bucket)
+    planted = args.samples, args.batch, args.rows, args.seed
+    data = dlrm.Planted(*planted, test=False, rank=ranks.rank, ranks=ranks.count, skip=step)
+    loader: Iterable[dlrm.Batch] = DataLoader(data, batch_size=None, num_workers=args.workers)
+    steps = len(data)
+    progress = dlrm.Progress(f"{ranks.count} ranks", steps) if ranks.rank == 0 else None
+    for i, batch in enumerate(ft.Lookahead(loader, lambda batch: {rows.table: batch.ids}, trainer=trainer), 1):
+        loss = nn.functional.binary_cross_entropy_with_logits(forward(batch.dense, batch.ids), batch.label)
+        dense.zero_grad()
+        tables.zero_grad()
+        loss.backward()
+        if isinstance(ranks, Threads):
+            for parameter in model.parameters():
+                parameter.grad = mean(ranks.gather(cast(Tensor, parameter.grad)))
+        dense.step()
+        if saved is not None and ranks.rank == 0:
+            saved.put(step)
+        tables.step()
+        step += 1
+        if progress is not None:
+            progress(i, i * args.batch * ranks.count, loss, last=i == steps)
+    ranks.barrier()  # the last step is committed
+    results: Optional[Dict[str, Any]] = None
+    if ranks.rank == 0:
+        tested = max(args.samples // 10, args.batch), *planted[1:]
+        results = dict(dlrm.test(model, dlrm.Planted(*tested, test=True)))
+        if args.hash:
+            results["tables"], results["dense"] = hashes(model, tables)
+    ranks.barrier()  # nobody leaves before
+    return results
+
+
+building = threading.Lock()  # torch has one generator for all threads
+
+
+def hashes(model: nn.Module, tables: ft.Optimizer) -> Tuple[str, str]:
+    """Of the rows with their optimizer state, and of the dense layers."""
+    rows = [value for name, value in model.state_dict().items() if name.startswith("rows.")]
+    rows += [state["state"] for state in tables.state_dict()["state"].values()]
+    return digest(rows), digest(model.parameters())
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+# --- Starting them ---
+
+
+def process_rank(args: argparse.Namespace, meeting: str = "env://") -> Optional[Dict[str, Any]]:
+    """This process is a rank, as torchrun's environment says."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    try:
+        with ft.attach(args.service, lookahead=args.lookahead) as trainer:
+            return train(Processes(), trainer, args)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawned_rank(rank: int, args: argparse.Namespace, meeting: str, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.ranks))
+    results.put(process_rank(args, meeting))
+
+
+def processes(args: argparse.Namespace) -> Dict[str, Any]:
+    """Starts the ranks, and a controller if no address of one was told."""
+    with contextlib.ExitStack() as stack:
+        if not args.service:
+            args.service = stack.enter_context(controller(args.controller))
+        meeting = f"file://{stack.enter_context(tempfile.TemporaryDirectory())}/meeting"
+        results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        spawn: Any = getattr(torch.multiprocessing, "spawn")  # noqa: B009; it has no types
+        spawn(spawned_rank, (args, meeting, results), nprocs=args.ranks)
+        return next(result for result in (results.get() for _ in range(args.ranks)) if result is not None)
+
+
+@contextlib.contextmanager
+def controller(program: Optional[str]) -> Iterator[str]:
+    """A controller of its own; gives its address."""
+    program = program or shutil.which("frugal-controller")
+    if program is None:
+        raise OSError("frugal-controller is not on the PATH: say where it is with --controller")
+    with tempfile.TemporaryDirectory() as folder:
+        address = os.path.join(folder, "tables")
+        process = subprocess.Popen([program, address], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            if not process.stdout.readline():  # it says that it serves
+                raise OSError(f"{program} has not started")
+            yield address
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def threads(args: argparse.Namespace) -> Dict[str, Any]:
+    """The ranks as threads of this process, on an engine in it."""
+    tensors: List[Optional[Tensor]] = [None] * args.ranks
+    together = threading.Barrier(args.ranks)
+    results: List[Dict[str, Any]] = []
+    failures: List[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            with engine.create_trainer(rank) as trainer:
+                result = train(Threads(rank, tensors, together), trainer, args)
+            if result is not None:
+                results.append(result)
+        except BaseException as error:
+            failures.append(error)
+            together.abort()
+            engine.close()
+
+    with frugal.Engine(world_size=args.ranks, lookahead=args.lookahead, service="") as engine:
+        ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(args.ranks)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> Optional[Dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="to start, where torchrun has not")
+    parser.add_argument("--threads", action="store_true", help="ranks are threads of this process")
+    parser.add_argument("--service", help="address of a controller; left out: FRUGAL_SERVICE of the environment")
+    parser.add_argument("--controller", help="the program to start where there is no address (frugal-controller)")
+    parser.add_argument("--resume", metavar="FOLDER", help="save the dense layers there, and go on from there")
+    parser.add_argument("--hash", action="store_true", help="print SHA-256 of the tables and of the dense layers")
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--batch", type=int, default=1024, help="of each rank")
+    parser.add_argument("--rows", type=int, default=100, help="rows of the table for each feature")
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=0.1, help="of the tables")
+    parser.add_argument("--dense-lr", type=float, default=0.002, help="of the MLPs")
+    parser.add_argument("--lookahead", type=int, default=10, help="steps whose keys are declared ahead")
+    parser.add_argument("--workers", type=int, default=0, help="processes that load data, of each rank")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(arguments)
+    if args.service is None:
+        args.service = os.environ.get("FRUGAL_SERVICE")
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    if args.samples < args.batch * ranks:
+        raise ValueError(f"--samples {args.samples} is less than --batch {args.batch} of {ranks} ranks: that is no step")
+    if args.resume is not None:
+        os.makedirs(args.resume, exist_ok=True)
+    if "RANK" in os.environ:
+        results = process_rank(args)
+    else:
+        results = (threads if args.threads else processes)(args)
+    if results is None:
+        return None  # rank 0 says it
+    print(f"{'':14}{'AUC':>8}{'logloss':>10}")
+    for name, title in (("model", f"{ranks} ranks"), ("optimum", "known optimum")):
+        print(f"{title:14}{results[name][0]:8.4f}{results[name][1]:10.4f}")
+    for name in ("tables", "dense") if args.hash else ():
+        print(f"{name:7}{results[name]}")
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"dlrm_ddp.py: {error}")

@@ -1,0 +1,42 @@
+// Memory for buffers in one mapping, so that another process can be told where they are by offsets.
+//
+// Pieces are cut one after the other and are not given back: the pools on top of it use them again. The
+// mapping may be the arena's own (shared memory, of which addresses are reserved in plenty), or a part of
+// somebody else's. Thread-safe.
+#pragma once
+#include <mutex>
+
+#include "base/os.h"
+#include "base/status.h"
+
+namespace frugal {
+
+class Arena {
+ public:
+  Arena() = default;
+  ~Arena();
+  Arena(const Arena&) = delete;
+  // Shared memory of its own, of at most `bytes`.
+  Status open(size_t bytes);
+  // [first, first + bytes) of a mapping that lives longer; both are multiples of 2 MiB.
+  void over(const Mapping& mapping, size_t first, size_t bytes);
+  bool opened() const { return mapping_.base != nullptr; }
+  // Committed memory, aligned to 2 MiB; `bytes` is rounded up to that.
+  Status take(size_t bytes, char** out);
+  const Mapping& mapping() const { return mapping_; }
+  bool holds(const void* p) const {
+    const char* at = static_cast<const char*>(p);
+    return at >= mapping_.base + first_ && at < mapping_.base + end_;
+  }
+  uint64_t offset(const void* p) const {
+    return static_cast<uint64_t>(static_cast<const char*>(p) - mapping_.base);
+  }
+
+ private:
+  std::mutex mu_;
+  Mapping mapping_;
+  bool own_ = false;
+  size_t first_ = 0, used_ = 0, end_ = 0;
+};
+
+}  // namespace frugal

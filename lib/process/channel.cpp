@@ -1,0 +1,203 @@
+#include "process/channel.h"
+
+#include <bit>
+#include <new>
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kMagic = 0x316c6e6843677246;  // "FrgChnl1"
+constexpr size_t kPage = 4096;
+constexpr size_t kMaxStaging = size_t{1} << 46;
+constexpr size_t kReleaseBytes = Channel::kReleases * sizeof(uint64_t);
+
+struct Up {
+  RingEnd requests;  // written
+  RingEnd answers;   // read
+  RingEnd releases;  // read
+  std::atomic<uint64_t> counters[Channel::kCounters];
+};
+struct Down {
+  uint64_t magic, ring_bytes, staging_bytes;  // never change
+  RingEnd requests;                           // read
+  RingEnd answers;                            // written
+  RingEnd releases;                           // written
+};
+static_assert(sizeof(Up) <= kPage && sizeof(Down) <= kPage);
+
+constexpr size_t round_up(size_t n) { return (n + kHugePage - 1) / kHugePage * kHugePage; }
+
+// Where things lie. Up: a page of ends, the ring, staging memory. Down: a page, releases, the ring.
+struct Layout {
+  explicit Layout(size_t ring, size_t staging)
+      : up_staging(round_up(kPage + ring)), up_bytes(up_staging + staging),
+        down_ring(kPage + kReleaseBytes), down_bytes(round_up(down_ring + ring)) {}
+  size_t up_staging, up_bytes, down_ring, down_bytes;
+};
+
+bool sizes_valid(uint64_t ring, uint64_t staging) {
+  return std::has_single_bit(ring) && ring >= kPage && ring <= kMaxRing && staging <= kMaxStaging;
+}
+
+const char kBroken[] = "cannot be talked to: a call timed out in the middle of a message";
+
+}  // namespace
+
+Channel::Channel(bool controller)
+    : controller_(controller), link_(controller ? "the trainer process" : "the controller") {}
+
+Channel::~Channel() {
+  os_release(&up_);
+  os_release(&down_);
+}
+
+Status Channel::create(size_t ring_bytes, size_t staging_bytes, std::unique_ptr<Channel>* out,
+                       uint64_t start) {
+  if (!sizes_valid(ring_bytes, staging_bytes))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "a channel with rings of %zu bytes and %zu bytes of staging memory: a ring has a "
+                "power of two from 4 KiB to 1 GiB, staging memory at most 64 TiB",
+                ring_bytes, staging_bytes);
+  staging_bytes = round_up(staging_bytes);
+  const Layout layout(ring_bytes, staging_bytes);
+  std::unique_ptr<Channel> c(new Channel(true));
+  FRUGAL_TRY(os_reserve(layout.up_bytes, true, &c->up_));
+  FRUGAL_TRY(os_reserve(layout.down_bytes, true, &c->down_));
+  FRUGAL_TRY(os_commit(c->up_, 0, layout.up_staging));
+  FRUGAL_TRY(os_commit(c->down_, 0, layout.down_bytes));
+  Up* up = new (c->up_.base) Up{};
+  Down* down = new (c->down_.base) Down{};
+  for (RingEnd* end : {&up->requests, &up->answers, &down->requests, &down->answers})
+    end->count.store(start);
+  // A whole number of entries: they do not wrap.
+  for (RingEnd* end : {&up->releases, &down->releases}) end->count.store(start & ~uint64_t{7});
+  down->magic = kMagic;
+  down->ring_bytes = ring_bytes;
+  down->staging_bytes = staging_bytes;
+  FRUGAL_TRY(os_make_read_only(c->up_));
+  c->staging_bytes_ = staging_bytes;
+  c->connect(ring_bytes);
+  *out = std::move(c);
+  return FRUGAL_OK;
+}
+
+Status Channel::attach(int up_fd, int down_fd, std::unique_ptr<Channel>* out) {
+  std::unique_ptr<Channel> c(new Channel(false));
+  // Until all is well the descriptors are the caller's.
+  struct Lent {
+    Channel* c;
+    ~Lent() {
+      if (c) c->up_.fd = c->down_.fd = -1;
+    }
+  } lent{c.get()};
+  FRUGAL_TRY(os_map_shared(up_fd, true, &c->up_));
+  FRUGAL_TRY(os_map_shared(down_fd, false, &c->down_));
+  // The smallest region has 2 MiB: the page can be read.
+  const Down* down = reinterpret_cast<const Down*>(c->down_.base);
+  const uint64_t magic = down->magic, ring = down->ring_bytes, staging = down->staging_bytes;
+  if (magic != kMagic || !sizes_valid(ring, staging) || staging % kHugePage != 0 ||
+      Layout(ring, staging).up_bytes != c->up_.bytes ||
+      Layout(ring, staging).down_bytes != c->down_.bytes)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the shared memory is no channel of this version of the library; the controller and "
+                "the trainer processes must use the same");
+  c->staging_bytes_ = staging;
+  c->connect(ring);
+  lent.c = nullptr;
+  *out = std::move(c);
+  return FRUGAL_OK;
+}
+
+void Channel::connect(size_t ring_bytes) {
+  Up* up = reinterpret_cast<Up*>(up_.base);
+  Down* down = reinterpret_cast<Down*>(down_.base);
+  const Layout layout(ring_bytes, staging_bytes_);
+  char* requests = up_.base + kPage;
+  char* answers = down_.base + layout.down_ring;
+  char* releases = down_.base + kPage;
+  staging_ = up_.base + layout.up_staging;
+  if (controller_) {
+    sender_ = RingWriter(&link_, &down->answers, &up->answers, answers, ring_bytes);
+    receiver_ = RingReader(&link_, &down->requests, &up->requests, requests, ring_bytes);
+    releaser_ = RingWriter(&link_, &down->releases, &up->releases, releases, kReleaseBytes);
+  } else {
+    sender_ = RingWriter(&link_, &up->requests, &down->requests, requests, ring_bytes);
+    receiver_ = RingReader(&link_, &up->answers, &down->answers, answers, ring_bytes);
+    released_ = RingReader(&link_, &up->releases, &down->releases, releases, kReleaseBytes);
+  }
+}
+
+Status Channel::send(const Header& header, const Piece* pieces, size_t count, uint64_t until) {
+  Header h = header;
+  h.payload = 0;
+  for (size_t i = 0; i < count; ++i) h.payload += pieces[i].bytes;
+  const uint64_t total = h.payload + sizeof h;
+  FRUGAL_TRY(sender_.wait(total <= sender_.capacity() / 4 ? total : sizeof h, until));
+  Status s = sender_.write(&h, sizeof h, until);
+  for (size_t i = 0; i < count && s == FRUGAL_OK; ++i)
+    s = sender_.write(pieces[i].data, pieces[i].bytes, until);
+  if (s == FRUGAL_ERR_TIMEOUT) link_.end(kBroken);
+  if (s == FRUGAL_OK) sender_.publish();
+  return s;
+}
+
+Status Channel::receive(Header* out, uint64_t until) {
+  if (left_ > 0) FRUGAL_TRY(skip(left_, until));
+  FRUGAL_TRY(receiver_.wait(sizeof *out, until));
+  FRUGAL_TRY(receiver_.read(out, sizeof *out, until));
+  left_ = out->payload;
+  if (left_ == 0) receiver_.publish();
+  return FRUGAL_OK;
+}
+
+Status Channel::read(void* out, uint64_t bytes, uint64_t until) {
+  if (bytes > left_) return link_.refuse("broke the protocol: a message is shorter than it says");
+  Status s = receiver_.read(out, bytes, until);
+  if (s == FRUGAL_OK && (left_ -= bytes) == 0) receiver_.publish();
+  if (s == FRUGAL_ERR_TIMEOUT) link_.end(kBroken);
+  return s;
+}
+
+Status Channel::commit_staging(uint64_t offset, uint64_t bytes) {
+  if (offset > staging_bytes_ || bytes > staging_bytes_ - offset)
+    return fail(FRUGAL_ERR_INTERNAL, "staging memory ends before %llu",
+                static_cast<unsigned long long>(offset + bytes));
+  return bytes ? os_commit(up_, static_cast<size_t>(staging_ - up_.base) + offset, bytes)
+               : FRUGAL_OK;
+}
+
+bool Channel::next_release(uint64_t* offset) {
+  bool there = false;
+  if (released_.has(sizeof *offset, &there) != FRUGAL_OK || !there ||
+      released_.read(offset, sizeof *offset, 0) != FRUGAL_OK)
+    return false;
+  released_.publish();
+  return true;
+}
+
+Status Channel::wait_release(uint64_t until) { return released_.wait(sizeof(uint64_t), until); }
+
+std::atomic<uint64_t>& Channel::counter(size_t i) {
+  return reinterpret_cast<Up*>(up_.base)->counters[i];
+}
+
+uint64_t Channel::counter_value(size_t i) const {
+  return reinterpret_cast<const Up*>(up_.base)->counters[i].load(std::memory_order_relaxed);
+}
+
+const char* Channel::staging_at(uint64_t offset, uint64_t bytes) const {
+  if (offset > staging_bytes_ || bytes > staging_bytes_ - offset) return nullptr;
+  return staging_ + offset;
+}
+
+void Channel::release(uint64_t offset) {
+  std::lock_guard<std::mutex> lock(release_mutex_);
+  // No room: it has given out more places than it may.
+  const Status s = releaser_.wait(sizeof offset, 0);
+  if (s == FRUGAL_ERR_TIMEOUT)
+    link_.end("broke the protocol: it has more staging memory in use than it may");
+  if (s != FRUGAL_OK) return;
+  if (releaser_.write(&offset, sizeof offset, 0) == FRUGAL_OK) releaser_.publish();
+}
+
+}  // namespace frugal

@@ -1,0 +1,119 @@
+// What a trainer process and the controller say to each other: two regions of shared memory, each
+// written by one of them.
+//
+//   up, written by the trainer process: ring of requests, staging memory for sums, counters
+//   down, written by the controller:    ring of answers, ring of releases of staging memory
+//
+// The controller makes both and maps the up region read-only; the trainer process maps the down region
+// read-only. A read of staging memory that was not committed takes memory and reads zeros.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "base/arena.h"
+#include "base/heap.h"
+#include "base/os.h"
+#include "process/ring.h"
+
+namespace frugal {
+
+// Begins a message; `payload` bytes follow.
+struct Header {
+  uint32_t type;
+  uint32_t status;
+  uint64_t sequence;
+  uint64_t payload;
+  uint64_t args[5];
+};
+static_assert(sizeof(Header) == 64);
+
+struct Piece {
+  const void* data;
+  size_t bytes;
+};
+
+// The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one receives
+// at a time (it may be the same), one takes releases; release(), cut() and what only looks: any.
+//
+// FRUGAL_ERR_PEER_LOST is final: the peer was cut off, broke the protocol, or a call timed out in the
+// middle of a message (the two sides do not agree any more where one begins). A time-out before a
+// message leaves the channel as it was.
+class Channel : public HeapObject {
+ public:
+  static constexpr size_t kCounters = 128;
+  // So many releases the trainer process may have coming: it gives out no more places of staging
+  // memory at a time.
+  static constexpr size_t kReleases = size_t{1} << 16;
+
+  // The controller's side. `ring_bytes`: of each ring of messages, a power of two of 4 KiB to 1 GiB.
+  // `staging_bytes` is rounded up to 2 MiB. The counts begin at `start`, for tests.
+  static Status create(size_t ring_bytes, size_t staging_bytes, std::unique_ptr<Channel>* out,
+                       uint64_t start = 0);
+  // What the peer attaches to; they remain the channel's.
+  int up_fd() const { return up_.fd; }
+  int down_fd() const { return down_.fd; }
+  // The trainer process's side. The descriptors are the channel's on success, else the caller's.
+  static Status attach(int up_fd, int down_fd, std::unique_ptr<Channel>* out);
+  // No call may be under way.
+  ~Channel();
+
+  // `header.payload` is set here. A message of at most a quarter of the ring is sent as a whole or not
+  // at all.
+  Status send(const Header& header, const Piece* pieces, size_t count, uint64_t until);
+  // How long calls of this side look before they sleep: processors may be wanted. Not beside a call.
+  void look_for(uint64_t ns) { link_.look_for(ns); }
+  // The next message; what is left of the payload of the last one is let go.
+  Status receive(Header* out, uint64_t until);
+  // The payload, in parts. More than there is left of it is the peer's fault.
+  Status read(void* out, uint64_t bytes, uint64_t until);
+  Status skip(uint64_t bytes, uint64_t until) { return read(nullptr, bytes, until); }
+  uint64_t payload_left() const { return left_; }
+
+  // The peer is gone: every call of this side answers FRUGAL_ERR_PEER_LOST, those that wait, too. The
+  // peer's calls learn of it by their own means.
+  void cut() noexcept { link_.end("is gone, or its channel was cut"); }
+  // Tells the peer that nothing is sent or received any more. The last call of the thread that does both.
+  void close() {
+    sender_.close();
+    receiver_.close();
+  }
+  bool is_cut() const { return link_.ended(); }
+
+  size_t staging_bytes() const { return staging_bytes_; }
+  // Trainer process.
+  char* staging() { return staging_; }
+  Status commit_staging(uint64_t offset, uint64_t bytes);
+  // Buffers can be cut from it.
+  void staging_arena(Arena* out) const {
+    out->over(up_, static_cast<size_t>(staging_ - up_.base), staging_bytes_);
+  }
+  // Whether a place was released, and which; its number is what the controller wrote.
+  bool next_release(uint64_t* offset);
+  Status wait_release(uint64_t until);
+  std::atomic<uint64_t>& counter(size_t i);
+  // Controller. Null: not within the staging memory. Nothing is said of alignment.
+  const char* staging_at(uint64_t offset, uint64_t bytes) const;
+  // A place is not read any more. Never waits.
+  void release(uint64_t offset);
+  uint64_t counter_value(size_t i) const;
+
+ private:
+  explicit Channel(bool controller);
+  void connect(size_t ring_bytes);
+
+  const bool controller_;
+  RingLink link_;
+  Mapping up_, down_;
+  char* staging_ = nullptr;
+  size_t staging_bytes_ = 0;
+  RingWriter sender_;
+  RingReader receiver_;
+  uint64_t left_ = 0;  // of the payload that is received
+  std::mutex release_mutex_;
+  RingWriter releaser_;  // controller
+  RingReader released_;  // trainer process
+};
+
+}  // namespace frugal

@@ -1,0 +1,426 @@
+// Attaching, tables, rows outside steps.
+#include "process/client.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/handles.h"
+#include "process/exchange.h"
+
+namespace frugal {
+
+namespace {
+
+constexpr uint64_t kLookNs = 15000;            // for an answer before sleeping: the controller wants the processors
+constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
+
+void close_all(Vector<int>& descriptors) {
+  for (int fd : descriptors)
+    if (fd >= 0) ::close(fd);
+  descriptors.clear();
+}
+
+// Closes those that nobody has taken.
+struct Descriptors {
+  Vector<int>& all;
+  ~Descriptors() { close_all(all); }
+  int take(size_t i) {
+    const int fd = all[i];
+    all[i] = -1;
+    return fd;
+  }
+};
+
+Status map_one(Descriptors& d, size_t i, bool writable, Mapping* out) {
+  if (i >= d.all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
+  FRUGAL_TRY(os_map_shared(d.all[i], writable, out));
+  d.take(i);
+  return FRUGAL_OK;
+}
+
+Status channel_at(Descriptors& d, size_t i, std::unique_ptr<Channel>* out) {
+  if (i + 1 >= d.all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
+  FRUGAL_TRY(Channel::attach(d.all[i], d.all[i + 1], out));
+  d.take(i);
+  d.take(i + 1);
+  return FRUGAL_OK;
+}
+
+}  // namespace
+
+uint64_t answer_until(uint64_t at) { return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs; }
+
+RemoteTable::~RemoteTable() {
+  for (Mapping& m : arrays) os_release(&m);
+}
+
+// --- Life ----------------------------------------------------------------------------------------
+
+Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
+  std::shared_ptr<Client> c(new Client);
+  Status s = c->attach(config);
+  if (s != FRUGAL_OK) {
+    c->shutdown();
+    return s;
+  }
+  *out = std::move(c);
+  return FRUGAL_OK;
+}
+
+Status Client::attach(const frugal_config& config) {
+  config_ = config;
+  config_.service = nullptr;  // not copied beyond the call
+  if (Status s = ControlClient::connect(config.service, config.timeout_ms, &control_)) {
+    if (s != FRUGAL_ERR_TIMEOUT) return s;
+    frugal_error error;  // nobody serves the address
+    end_call(s);
+    last_error(&error);
+    return fail(FRUGAL_ERR_PEER_LOST, "%s", error.message);
+  }
+  FRUGAL_TRY(Watch::open(&watch_));
+  frugal_config asked = config;
+  asked.service = nullptr;
+  asked.log = nullptr;
+  asked.log_context = nullptr;
+  OpenReply reply;
+  FRUGAL_TRY(control_->open(asked, config.timeout_ms, &reply));
+  Descriptors d{reply.descriptors};
+  if (reply.numbers.size() != 2) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+  FRUGAL_TRY(map_one(d, 0, false, &arena_));
+  FRUGAL_TRY(channel_at(d, 1, &channel_));
+  const uint64_t versions = reply.numbers[1];
+  if (versions != kNoPlace) {
+    if (versions > arena_.bytes - kStripes * sizeof(uint32_t))
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+    versions_ = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + versions);
+  }
+  config_.staleness = reply.config.staleness;
+  config_.lookahead = reply.config.lookahead;
+  config_.timeout_ms = config.timeout_ms;
+  // Where ranks share the processors out among themselves, more threads would only be in each other's way.
+  const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
+  FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
+  if (control_->controller_pidfd() >= 0) {
+    const int fd = dup(control_->controller_pidfd());
+    if (fd < 0) return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for the controller's process");
+    uint64_t id;
+    Status s = watch_->add(fd, [this] { peer_ended(); }, &id);
+    if (s != FRUGAL_OK) {
+      ::close(fd);
+      return s;
+    }
+  }
+  return FRUGAL_OK;
+}
+
+// The controller is gone: nobody waits for it any longer.
+void Client::peer_ended() noexcept {
+  std::lock_guard<std::mutex> lock(mu_);
+  lost_.store(true);
+  if (channel_) channel_->cut();
+  for (auto& weak : trainers_)
+    if (auto t = weak.lock()) t->channel->cut();
+}
+
+Client::~Client() { shutdown(); }
+
+void Client::shutdown() {
+  if (closed_.exchange(true)) return;
+  Vector<RemoteTrainerRef> trainers;
+  Vector<RemoteTableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& weak : trainers_)
+      if (auto t = weak.lock()) trainers.push_back(std::move(t));
+    for (auto& weak : tables_)
+      if (auto t = weak.lock()) tables.push_back(std::move(t));
+  }
+  for (const RemoteTrainerRef& t : trainers) {
+    if (handle_remove(HandleKind::kRemoteTrainer, t->handle)) (void)close_trainer(t);
+  }
+  for (const RemoteTableRef& t : tables) handle_remove(HandleKind::kRemoteTable, t->handle);
+  if (channel_) channel_->cut();  // calls of other threads end
+  watch_.reset();
+  control_.reset();
+  helpers_.stop();
+  std::lock_guard<std::mutex> calls(channel_mu_);
+  os_release(&arena_);
+}
+
+Status Client::lost() const {
+  return fail(FRUGAL_ERR_PEER_LOST, "the controller's process is gone: open the engine again when there is another");
+}
+
+Status Client::check() const {
+  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  return lost_.load() ? lost() : FRUGAL_OK;
+}
+
+Deadline Client::deadline(int64_t timeout_ms) const {
+  if (timeout_ms == FRUGAL_TIMEOUT_DEFAULT) timeout_ms = config_.timeout_ms;
+  if (timeout_ms < 0) return {UINT64_MAX};
+  const uint64_t ms = static_cast<uint64_t>(timeout_ms);
+  return {now_ns() + (ms > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ms * 1000000u)};
+}
+
+Status Client::health() {
+  FRUGAL_TRY(check());
+  int32_t h = FRUGAL_OK;
+  FRUGAL_TRY(control_->health(config_.timeout_ms, &h));
+  return h;
+}
+
+Status Client::committed(uint64_t* step) {
+  FRUGAL_TRY(check());
+  return control_->committed(config_.timeout_ms, step);
+}
+
+Status Client::stats(frugal_stats* out) {
+  FRUGAL_TRY(check());
+  return control_->stats(config_.timeout_ms, out);
+}
+
+Status Client::ask(Exchange& e) {
+  return ask(e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+}
+
+Status Client::flush(Deadline deadline) {
+  Exchange e{Call::kFlush, {left_until(deadline)}, {}, deadline.at};
+  return ask(e);
+}
+
+Status Client::metrics(String* out) {
+  Exchange e{Call::kMetrics, {}, {}};
+  return ask(e, [&](Channel& c, uint64_t bytes) {
+    out->resize(bytes);
+    return c.read(out->data(), bytes, UINT64_MAX);
+  });
+}
+
+Status Client::start_trace(size_t events) {
+  Exchange e{Call::kTraceStart, {events}, {}};
+  return ask(e);
+}
+
+Status Client::stop_trace(const char* path) {
+  // The controller may be in another folder.
+  String absolute;
+  if (path && path[0] != '/') {
+    char here[4096];
+    if (!getcwd(here, sizeof here))
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "the file '%.200s' cannot be written", path);
+    absolute = String(here) + "/" + path;
+  } else if (path) {
+    absolute = path;
+  }
+  Exchange e{Call::kTraceStop, {path != nullptr}, {}};
+  e.add(absolute.data(), absolute.size());
+  return ask(e);
+}
+
+// --- Tables --------------------------------------------------------------------------------------
+
+Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* out) {
+  Descriptors d{reply.descriptors};
+  if (reply.numbers.size() != 2) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+  RemoteTableRef there;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::erase_if(tables_, [](auto& w) { return w.expired(); });
+    for (auto& weak : tables_)
+      if (auto t = weak.lock(); t && t->id == reply.id) there = t;
+  }
+  if (there) {
+    *out = there;
+    return FRUGAL_OK;
+  }
+  auto t = std::allocate_shared<RemoteTable>(HeapAllocator<RemoteTable>());
+  t->engine = shared_from_this();
+  t->id = reply.id;
+  t->name = name;
+  t->info = reply.info;
+  t->nan_policy = static_cast<int32_t>(static_cast<int64_t>(reply.numbers[0]));
+  t->layout = RowLayout::of(reply.info.dim, reply.info.optimizer);
+  size_t next = 0;
+  for (uint32_t i = 0; i < Rows::kArrays; ++i)
+    if (reply.numbers[1] & (1u << i)) FRUGAL_TRY(map_one(d, next++, false, &t->arrays[i]));
+  if (!t->arrays[Rows::kValues].base ||
+      t->arrays[Rows::kValues].bytes / sizeof(float) / t->layout.value_stride < reply.info.capacity)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent too little memory for table '%s'", name);
+  t->rows.values = reinterpret_cast<float*>(t->arrays[Rows::kValues].base);
+  t->rows.value_stride = t->layout.value_stride;
+  t->rows.dim = reply.info.dim;
+  t->handle = handle_add(HandleKind::kRemoteTable, t);
+  if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  std::lock_guard<std::mutex> lock(mu_);
+  tables_.push_back(t);
+  *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+Status Client::create_table(const frugal_table_config& config, RemoteTableRef* out) {
+  FRUGAL_TRY(check());
+  TableReply reply;
+  FRUGAL_TRY(control_->create_table(config, config_.timeout_ms, &reply));
+  return take_table(reply, config.name, out);
+}
+
+Status Client::find_table(const char* name, RemoteTableRef* out) {
+  FRUGAL_TRY(check());
+  TableReply reply;
+  FRUGAL_TRY(control_->find_table(name, config_.timeout_ms, &reply));
+  return take_table(reply, name, out);
+}
+
+Status Client::drop_table(const RemoteTableRef& table) {
+  FRUGAL_TRY(check());
+  FRUGAL_TRY(control_->drop_table(table->id, config_.timeout_ms));
+  table->dropped.store(true);
+  handle_remove(HandleKind::kRemoteTable, table->handle);
+  return FRUGAL_OK;
+}
+
+Status Client::describe(RemoteTable& table, frugal_table_info* out) {
+  Exchange e{Call::kDescribe, {table.id}, {}};
+  return ask(e, [&](Channel& c, uint64_t) { return c.read(out, sizeof *out, UINT64_MAX); });
+}
+
+Status Client::set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
+  Exchange e{Call::kSetOptimizer, {table.id, first_step}, {}};
+  e.add(&optimizer, sizeof optimizer);
+  return ask(e);
+}
+
+// --- Rows outside steps --------------------------------------------------------------------------
+
+Status Client::count(RemoteTable& table, uint64_t* out) {
+  Exchange e{Call::kCount, {table.id}, {}};
+  FRUGAL_TRY(ask(e));
+  *out = e.args[0];
+  return FRUGAL_OK;
+}
+
+Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+  Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
+  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes) -> Status {
+    if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
+    return c.read(out, bytes, UINT64_MAX);
+  }));
+  *cursor = e.args[0];
+  *n = e.args[1];
+  return FRUGAL_OK;
+}
+
+// Bytes of a row as it travels.
+static size_t row_bytes(const RemoteTable& t, uint32_t flags) {
+  return (t.info.dim + (flags & FRUGAL_WITH_STATE ? t.info.state_floats : 0)) * sizeof(float);
+}
+
+static Status check_stride(const RemoteTable& t, size_t stride, size_t bytes) {
+  if (stride == 0 || (stride >= bytes && stride % sizeof(float) == 0)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+              "table '%s': row_stride must be 0, or a multiple of 4 that holds a row (%zu bytes)", t.name.c_str(), bytes);
+}
+
+Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+                   uint8_t* found) {
+  const size_t bytes = row_bytes(table, flags);
+  FRUGAL_TRY(check_stride(table, stride, bytes));
+  if (stride == 0) stride = bytes;
+  Exchange e{Call::kGet, {table.id, n, flags}, {}};
+  e.add(keys, n * sizeof(uint64_t));
+  return ask(e, [&](Channel& c, uint64_t) -> Status {
+    Vector<uint8_t> there(n);
+    FRUGAL_TRY(c.read(there.data(), n, UINT64_MAX));
+    // The answer has the rows that are there, and the places of the others stay as they are.
+    for (size_t i = 0; i < n;) {
+      size_t end = i + 1;
+      while (stride == bytes && end < n && there[end] == there[i]) ++end;
+      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, UINT64_MAX));
+      i = end;
+    }
+    if (found) std::copy(there.begin(), there.end(), found);
+    return FRUGAL_OK;
+  });
+}
+
+Status Client::put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride) {
+  const size_t bytes = row_bytes(table, flags);
+  FRUGAL_TRY(check_stride(table, stride, bytes));
+  if (stride == 0) stride = bytes;
+  Exchange e{Call::kPut, {table.id, n, flags}, {}};
+  e.add(keys, n * sizeof(uint64_t));
+  if (stride == bytes) {
+    e.add(in, n * bytes);
+  } else {
+    for (size_t i = 0; i < n; ++i) e.add(reinterpret_cast<const char*>(in) + i * stride, bytes);
+  }
+  return ask(e);
+}
+
+Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) {
+  Exchange e{Call::kDelete, {table.id, n}, {}};
+  e.add(keys, n * sizeof(uint64_t));
+  FRUGAL_TRY(ask(e));
+  if (deleted) *deleted = e.args[0];
+  return FRUGAL_OK;
+}
+
+// --- Joining -------------------------------------------------------------------------------------
+
+Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
+  FRUGAL_TRY(check());
+  JoinReply reply;
+  FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
+  Descriptors d{reply.descriptors};
+  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
+  t->engine = shared_from_this();
+  t->rank = config.rank;
+  auto set_up = [&]() -> Status {
+    if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
+    FRUGAL_TRY(channel_at(d, 0, &t->channel));
+    t->channel->look_for(kLookNs);
+    t->channel->staging_arena(&t->staging);
+    t->sums.cut_from(&t->staging);
+    t->cpu_ns = process_cpu_ns();
+    t->handle = handle_add(HandleKind::kRemoteTrainer, t);
+    return t->handle ? FRUGAL_OK : fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  };
+  Status s = set_up();
+  if (s != FRUGAL_OK) {
+    (void)control_->leave(config.rank, config_.timeout_ms);
+    return s;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::erase_if(trainers_, [](auto& w) { return w.expired(); });
+    trainers_.push_back(t);
+    if (lost_.load()) t->channel->cut();
+  }
+  *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+Status Client::close_trainer(const RemoteTrainerRef& t) {
+  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
+  t->closing.store(true);
+  t->channel->cut();
+  std::lock_guard<std::mutex> call(t->call_mu);
+  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
+  leave_step(*t);
+  for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
+  t->batches.clear();
+  t->handed.clear();
+  // The controller may not know it any more, if another process has taken its place.
+  return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST ? FRUGAL_OK : s;
+}
+
+Status Client::set_stream(RemoteTrainer&, void*) {
+  return fail(FRUGAL_ERR_UNSUPPORTED, "the cpu device has no streams");
+}
+
+}  // namespace frugal

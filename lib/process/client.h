@@ -1,0 +1,211 @@
+// An engine in another process: the calls of engine.h, made through a controller.
+//
+// What has keys, rows or gradients goes through channels (protocol.h); a trainer gathers rows and sums
+// gradients of declared keys by itself, from the controller's memory into its own.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "base/handles.h"
+#include "engine/data_path.h"
+#include "engine/engine.h"
+#include "process/channel.h"
+#include "process/control.h"
+#include "process/helpers.h"
+#include "process/protocol.h"
+#include "process/watch.h"
+
+namespace frugal {
+
+class Client;
+
+struct RemoteTable : HeapObject {
+  std::shared_ptr<Client> engine;
+  uint64_t handle = 0;
+  uint64_t id = 0;             // its handle in the controller
+  String name;
+  frugal_table_info info{};
+  int32_t nan_policy = 0;
+  RowLayout layout;
+  device::RowsRef rows{};      // read-only
+  Mapping arrays[Rows::kArrays];
+  std::atomic<bool> dropped{false};
+  ~RemoteTable();
+};
+using RemoteTableRef = std::shared_ptr<RemoteTable>;
+
+struct RemoteTrainer;
+
+struct RemoteBatch : HeapObject {
+  const RemoteTrainer* trainer = nullptr;
+  uint64_t handle = 0;
+  uint64_t id = 0;             // its number, for the controller
+  uint64_t step = 0;
+  Vector<RemoteTableRef> tables;
+};
+using RemoteBatchRef = std::shared_ptr<RemoteBatch>;
+
+// A part of the step, seen from here.
+struct StepPart {
+  uint64_t batch = 0;
+  uint32_t index = 0;
+  uint64_t table = 0;
+  PartRef part;                // its buffers are views
+  bool whole = false, fresh = false, cached = false;
+  const float* line_values = nullptr;
+  size_t cached_keys = 0;
+  bool used = false;           // the controller knows, or need not
+};
+
+struct RemotePushSums : PushSums {
+  RemoteTableRef table;
+  uint32_t number = 0;         // of the first push's part in the step
+};
+
+struct RemoteTrainer : HeapObject {
+  std::shared_ptr<Client> engine;
+  uint64_t handle = 0;
+  uint32_t rank = 0;
+  std::unique_ptr<Channel> channel;
+  // Aborts that the controller has counted for this rank, and those that it has told of.
+  const std::atomic<uint32_t>* notices = nullptr;
+  std::atomic<bool> closing{false};
+  std::mutex call_mu;
+  // All that follows with call_mu held.
+  Arena staging;
+  BufferPool sums;             // in the staging memory; before what holds its buffers
+  uint64_t sequence = 0;
+  uint64_t last_batch = 0;     // number of the last declaration
+  uint32_t told = 0;
+  bool in_step = false;
+  bool ending = false;         // step_end has sent the sums and failed: it is to be called again
+  uint64_t step = kNoStep;
+  Vector<StepPart> parts;
+  Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
+  Map<uint64_t, RemotePushSums> pushes;  // by table
+  Vector<Buffer> lent;
+  Map<uint64_t, Buffer> handed;  // sums, by place, until they have been read
+  Map<uint64_t, RemoteBatchRef> batches;
+  RemoteCounts counts;
+  uint64_t cpu_ns = 0;
+};
+using RemoteTrainerRef = std::shared_ptr<RemoteTrainer>;
+
+class Client : public std::enable_shared_from_this<Client>, private DataPath {
+ public:
+  static void* operator new(size_t bytes) { return heap_alloc(bytes); }
+  static void operator delete(void* p) noexcept { heap_free(p); }
+
+  // Attaches to the controller at config.service.
+  static Status open(const frugal_config& config, std::shared_ptr<Client>* out);
+  ~Client();
+  void shutdown();
+
+  const frugal_config& config() const { return config_; }
+  uint32_t generation() const { return generation_; }
+  Deadline deadline(int64_t timeout_ms) const;
+  Status health();
+  Status flush(Deadline deadline);
+  Status committed(uint64_t* step);
+  Status stats(frugal_stats* out);
+  Status metrics(String* out);
+  // Of the controller, which writes the file, too.
+  Status start_trace(size_t events);
+  Status stop_trace(const char* path);
+
+  Status create_table(const frugal_table_config& config, RemoteTableRef* out);
+  Status find_table(const char* name, RemoteTableRef* out);
+  Status drop_table(const RemoteTableRef& table);
+  Status describe(RemoteTable& table, frugal_table_info* out);
+  Status set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer);
+  Status count(RemoteTable& table, uint64_t* out);
+  Status keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n);
+  Status get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+             uint8_t* found);
+  Status put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride);
+  Status remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted);
+
+  Status create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out);
+  Status close_trainer(const RemoteTrainerRef& trainer);
+  Status set_stream(RemoteTrainer& t, void* stream);
+  Status prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                  uint64_t* batch_out);
+  Status cancel(RemoteTrainer& t, const RemoteBatchRef& batch);
+  Status step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline);
+  Status lookup(RemoteTrainer& t, const frugal_op* ops, size_t n);
+  Status push(RemoteTrainer& t, const frugal_op* ops, size_t n);
+  Status borrow(RemoteTrainer& t, size_t bytes, void** out);
+  Status step_end(RemoteTrainer& t, uint64_t step, uint32_t flags);
+  Status abort_call(RemoteTrainer& t);
+  Status read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
+
+ private:
+  Client() : generation_(process_generation()) {}
+  Status attach(const frugal_config& config);
+  Status lost() const;
+  Status check() const;
+  void peer_ended() noexcept;
+  Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
+    return helpers_.parallel(chunks, run, context);
+  }
+
+  // A request, and what its answer has. `answer` takes the payload.
+  struct Exchange {
+    Call call;
+    uint64_t args[5] = {};
+    Vector<Piece> pieces;
+    uint64_t until = 0;        // when the call's own time is up; 0: as the engine's time-out says
+    void add(const void* data, size_t bytes) {
+      if (bytes) pieces.push_back({data, bytes});
+    }
+  };
+  template <class Answer>
+  Status ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer);
+  template <class Answer>
+  Status ask(RemoteTrainer& t, Exchange& e, Answer answer);
+  Status ask(RemoteTrainer& t, Exchange& e);
+  template <class Answer>
+  Status ask(Exchange& e, Answer answer);
+  Status ask(Exchange& e);
+
+  Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
+  Status op_table(const frugal_op& op, RemoteTableRef* out) const;
+  Status enter(RemoteTrainer& t);
+  Status inside(RemoteTrainer& t);
+  void leave_step(RemoteTrainer& t);
+  void take_releases(RemoteTrainer& t);
+  // A rank that is inside a step knows that steps which are further back are committed.
+  uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
+  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
+  struct Access {
+    RemoteTableRef table;
+    size_t part = SIZE_MAX;    // number in the step
+    bool exact = false;        // it names exactly the declared keys
+  };
+  Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);
+  Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
+  Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
+  void use(RemoteTrainer& t, const Vector<Access>& accesses);
+  Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
+  Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
+
+  const uint32_t generation_;
+  frugal_config config_{};
+  std::unique_ptr<ControlClient> control_;
+  std::unique_ptr<Watch> watch_;
+  Mapping arena_;
+  const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
+  BufferPool pool_;
+  Helpers helpers_;
+  std::unique_ptr<Channel> channel_;  // for calls outside steps
+  std::mutex channel_mu_;
+  uint64_t sequence_ = 0;
+  std::atomic<bool> closed_{false}, lost_{false};
+  mutable std::mutex mu_;             // what follows
+  Vector<std::weak_ptr<RemoteTrainer>> trainers_;
+  Vector<std::weak_ptr<RemoteTable>> tables_;
+};
+
+}  // namespace frugal

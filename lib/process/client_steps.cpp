@@ -1,0 +1,631 @@
+// A trainer's calls. Declared keys need no message between the gate and the step's end.
+#include <algorithm>
+#include <cstring>
+
+#include "base/fpenv.h"
+#include "base/handles.h"
+#include "device/pointers.h"
+#include "process/exchange.h"
+
+namespace frugal {
+
+// --- Talking -------------------------------------------------------------------------------------
+
+template <class Answer>
+Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
+  // What was used comes first: the call may need its rows.
+  Vector<uint32_t> used = std::move(t.used);
+  t.used.clear();
+  e.args[4] = used.size();
+  if (!used.empty()) e.pieces.insert(e.pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
+  Status s = ask(*t.channel, &t.sequence, e, answer);
+  if (s != FRUGAL_OK) t.used.insert(t.used.end(), used.begin(), used.end());  // telling twice does no harm
+  if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
+    t.told = t.notices->load();
+    leave_step(t);
+  }
+  if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
+    return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+  return s;
+}
+
+Status Client::ask(RemoteTrainer& t, Exchange& e) {
+  return ask(t, e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+}
+
+// First thing in every call: what the trainer is to be told of comes before all else.
+Status Client::enter(RemoteTrainer& t) {
+  FRUGAL_TRY(check());
+  if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  take_releases(t);
+  if (t.notices->load() == t.told) return FRUGAL_OK;
+  Exchange e{Call::kInside, {}, {}};
+  Status s = ask(t, e);
+  if (s == FRUGAL_ERR_NOT_IN_STEP) s = FRUGAL_OK;
+  if (s == FRUGAL_OK) t.told = t.notices->load();
+  return s;
+}
+
+Status Client::inside(RemoteTrainer& t) {
+  if (t.in_step) return FRUGAL_OK;
+  Exchange e{Call::kInside, {}, {}};
+  Status s = ask(t, e);
+  return s == FRUGAL_OK ? fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first", t.rank) : s;
+}
+
+// Nothing of the step is of use any more, but for sums that the controller may be reading.
+void Client::leave_step(RemoteTrainer& t) {
+  t.in_step = t.ending = false;
+  t.parts.clear();
+  t.used.clear();
+  t.pushes.clear();
+  t.lent.clear();
+}
+
+void Client::take_releases(RemoteTrainer& t) {
+  for (uint64_t place; t.channel->next_release(&place);) t.handed.erase(place);
+}
+
+// --- Declaring -----------------------------------------------------------------------------------
+
+Status Client::op_table(const frugal_op& op, RemoteTableRef* out) const {
+  if (op.struct_size != sizeof(frugal_op))
+    return fail(FRUGAL_ERR_STRUCT_SIZE, "frugal_op.struct_size is %zu, expected %zu: use FRUGAL_OP_INIT",
+                op.struct_size, sizeof(frugal_op));
+  auto table = std::static_pointer_cast<RemoteTable>(
+      handle_get(HandleKind::kRemoteTable, reinterpret_cast<uint64_t>(op.table)));
+  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table of the engine");
+  if (table->engine.get() != this)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine", table->name.c_str());
+  *out = std::move(table);
+  return FRUGAL_OK;
+}
+
+namespace {
+
+Status check_keys(const RemoteTable& table, const frugal_op& op) {
+  if (table.info.key_space == FRUGAL_HASHED || !op.keys) return FRUGAL_OK;
+  return check_dense_ids(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
+                         table.info.capacity);
+}
+
+}  // namespace
+
+Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                        uint64_t* batch_out) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  device::look_for_devices();
+  FRUGAL_TRY(host_memory(ops, n));
+  auto batch = std::allocate_shared<RemoteBatch>(HeapAllocator<RemoteBatch>());
+  Vector<OpHead> heads(n);
+  Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1}, {}};
+  e.add(heads.data(), n * sizeof(OpHead));
+  for (size_t i = 0; i < n; ++i) {
+    RemoteTableRef table;
+    FRUGAL_TRY(op_table(ops[i], &table));
+    FRUGAL_TRY(check_op(ops[i], table->name.c_str(), table->info.dim, ops[i].count, Use::kDeclare));
+    FRUGAL_TRY(check_keys(*table, ops[i]));
+    heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0};
+    e.add(ops[i].keys, ops[i].count * sizeof(uint64_t));
+    batch->tables.push_back(std::move(table));
+  }
+  if (want_handle) {
+    batch->handle = handle_add(HandleKind::kRemoteBatch, batch);
+    if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  }
+  Status s = ask(t, e);
+  if (s != FRUGAL_OK) {
+    if (want_handle) handle_remove(HandleKind::kRemoteBatch, batch->handle);
+    return s;
+  }
+  batch->trainer = &t;
+  batch->id = ++t.last_batch;
+  batch->step = step;
+  t.batches[batch->id] = batch;
+  if (want_handle) *batch_out = batch->handle;
+  return FRUGAL_OK;
+}
+
+Status Client::cancel(RemoteTrainer& t, const RemoteBatchRef& batch) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  if (batch->trainer != &t)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by another trainer, not by rank %u", t.rank);
+  Exchange e{Call::kCancel, {batch->id}, {}};
+  FRUGAL_TRY(ask(t, e));
+  handle_remove(HandleKind::kRemoteBatch, batch->handle);
+  t.batches.erase(batch->id);
+  return FRUGAL_OK;
+}
+
+// --- Steps ---------------------------------------------------------------------------------------
+
+Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes) {
+  if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
+  Vector<PartPlace> places(bytes / sizeof(PartPlace));
+  FRUGAL_TRY(channel.read(places.data(), bytes, UINT64_MAX));
+  for (const PartPlace& p : places) {
+    StepPart s;
+    s.batch = p.batch;
+    s.index = p.index;
+    s.table = p.table;
+    s.whole = p.flags & kPartWhole;
+    s.fresh = p.flags & kPartFresh;
+    s.cached = p.flags & kPartCached;
+    s.cached_keys = p.cached;
+    auto view = [&](uint64_t place, uint64_t n, size_t element) {
+      if (place == kNoPlace || n > arena_.bytes / element || place > arena_.bytes - n * element) return Buffer();
+      return Buffer::view(arena_.base + place, n * element);
+    };
+    s.part = make_part();
+    s.part->step = t.step;
+    s.part->rank = t.rank;
+    s.part->n = p.n;
+    s.part->has_padding = p.flags & kPartPadding;
+    s.part->padding = p.padding;
+    s.part->distinct = p.distinct;
+    s.part->occurrences = p.occurrences;
+    s.part->slots = view(p.slots, p.n, sizeof(uint32_t));
+    s.part->pairs = view(p.pairs, p.occurrences, sizeof(uint64_t));
+    s.part->rows = view(p.rows, p.distinct, sizeof(uint32_t));
+    s.part->start = view(p.start, p.distinct + 1, sizeof(uint32_t));
+    s.part->keys = view(p.keys, p.n, sizeof(uint64_t));
+    s.part->lines = view(p.lines, p.distinct, sizeof(uint32_t));
+    if (p.line_values != kNoPlace && p.line_values < arena_.bytes)
+      s.line_values = reinterpret_cast<const float*>(arena_.base + p.line_values);
+    s.part->state.store(s.part->slots || p.n == 0 ? Part::kResolved : Part::kStale);
+    t.parts.push_back(std::move(s));
+  }
+  return FRUGAL_OK;
+}
+
+Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  if (t.in_step)
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
+                static_cast<unsigned long long>(t.step));
+  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
+  t.parts.clear();
+  t.step = step;
+  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
+  t.in_step = true;
+  // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
+  // than 62 steps ahead of the last commit.
+  std::erase_if(t.batches, [&](auto& item) {
+    if (item.second->step >= step || step - item.second->step <= kept_steps()) return false;
+    handle_remove(HandleKind::kRemoteBatch, item.second->handle);
+    return true;
+  });
+  return FRUGAL_OK;
+}
+
+// Finds the part of the step that an op names, by its batch or by its keys.
+Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out) {
+  FRUGAL_TRY(op_table(op, &out->table));
+  const RemoteTable& table = *out->table;
+  const bool padded = op.flags & FRUGAL_OP_PADDING;
+  auto same_padding = [&](const Part& p) {
+    return p.has_padding == padded && (!padded || p.padding == op.padding_key);
+  };
+  size_t keys = op.count;
+  if (op.batch) {
+    auto batch = std::static_pointer_cast<RemoteBatch>(
+        handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch)));
+    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+    // Whoever declared it has not come here since the step was committed.
+    if (t.step > batch->step && t.step - batch->step > kept_steps())
+      return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+    if (batch->trainer != &t || batch->step != t.step)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "the batch was declared for step %llu of %s rank; this is step %llu of rank %u",
+                  static_cast<unsigned long long>(batch->step), batch->trainer == &t ? "this" : "another",
+                  static_cast<unsigned long long>(t.step), t.rank);
+    if (op.part >= batch->tables.size())
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u: the batch has %zu", op.part, batch->tables.size());
+    if (batch->tables[op.part] != out->table)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u of the batch is of table '%s'", op.part,
+                  batch->tables[op.part]->name.c_str());
+    for (size_t i = 0; i < t.parts.size(); ++i) {
+      const StepPart& p = t.parts[i];
+      if (p.batch != batch->id || p.index != op.part) continue;
+      if (!op.keys) {
+        keys = p.part->n;
+        if (padded && !same_padding(*p.part))
+          return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the padding key differs from the declared one; give the keys too");
+        out->part = i;
+      } else if (p.part->resolved() && same_padding(*p.part) && p.part->same_keys(op.keys, op.count)) {
+        out->part = i;
+      }
+      break;
+    }
+  } else if (op.count) {
+    for (size_t i = 0; i < t.parts.size() && out->part == SIZE_MAX; ++i) {
+      const StepPart& p = t.parts[i];
+      if (p.whole && p.table == table.id && p.part->n == op.count && same_padding(*p.part) &&
+          p.part->same_keys(op.keys, op.count))
+        out->part = i;
+    }
+  }
+  FRUGAL_TRY(check_op(op, table.name.c_str(), table.info.dim, keys, use));
+  if (out->part == SIZE_MAX) return check_keys(table, op);
+  // Without rows that are up to date, or not resolved at all, it is to be asked for.
+  const StepPart& p = t.parts[out->part];
+  out->exact = p.whole;
+  if (!p.whole || !p.fresh) out->part = SIZE_MAX;
+  return FRUGAL_OK;
+}
+
+// Keys that nobody has declared as they are used.
+Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses) {
+  Vector<OpHead> heads;
+  Vector<size_t> which;
+  for (size_t i = 0; i < accesses.size(); ++i)
+    if (accesses[i].part == SIZE_MAX) which.push_back(i);
+  if (which.empty()) return FRUGAL_OK;
+  heads.reserve(which.size());
+  Exchange e{Call::kAccess, {which.size()}, {}};
+  e.add(heads.data(), which.size() * sizeof(OpHead));
+  for (size_t i : which) {
+    const frugal_op& op = ops[i];
+    uint64_t batch = 0;
+    if (op.batch)
+      if (auto b = std::static_pointer_cast<RemoteBatch>(
+              handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch))))
+        batch = b->id;
+    heads.push_back({accesses[i].table->id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
+                     op.keys != nullptr, 0});
+    if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
+  }
+  const size_t from = t.parts.size();
+  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
+  if (t.parts.size() != from + which.size() || e.args[0] != from)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t.parts.size() - from, which.size());
+  for (size_t k = 0; k < which.size(); ++k) {
+    accesses[which[k]].part = from + k;
+    accesses[which[k]].exact = t.parts[from + k].whole;
+    t.parts[from + k].used = true;  // the controller has made its rows
+    if (!t.parts[from + k].part->resolved())
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent a part outside of its memory");
+  }
+  return FRUGAL_OK;
+}
+
+namespace {
+
+Status nan_refused(const char* table) {
+  return fail(FRUGAL_ERR_NAN,
+              "a gradient for table '%s' has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)",
+              table);
+}
+
+// Whether a term of the sums that an op's gradients make is a NaN.
+bool has_nan_term(const frugal_op& op, uint32_t dim) {
+  const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
+  const bool pooled = op.pooling != FRUGAL_POOL_NONE;
+  auto is_term = [&](size_t k) { return !(op.flags & FRUGAL_OP_PADDING) || op.keys[k] != op.padding_key; };
+  for (size_t row = 0; row < (pooled ? op.bags : op.count); ++row) {
+    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
+    // Of a bag without weights the terms are the same, or all divided by their number.
+    const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
+    for (size_t k = first; k < end; ++k) {
+      if (!is_term(k)) continue;
+      for (uint32_t d = 0; d < dim; ++d) {
+        const float term = pooled && op.weights ? op.weights[k] * g[d] : g[d];
+        if (term != term) return true;
+      }
+      if (!op.weights) break;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out) {
+  out->resize(n);
+  bool all = true;
+  for (size_t i = 0; i < n; ++i) {
+    FRUGAL_TRY(find_access(t, ops[i], use, &(*out)[i]));
+    all = all && (*out)[i].part != SIZE_MAX;
+  }
+  if (all) return FRUGAL_OK;
+  // The controller makes the rows that it is asked for, and a push that is refused makes none.
+  for (size_t i = 0; i < n && use == Use::kPush; ++i)
+    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && has_nan_term(ops[i], (*out)[i].table->info.dim))
+      return nan_refused((*out)[i].table->name.c_str());
+  return ask_for(t, ops, *out);
+}
+
+// Rows of hashed tables exist once they have been used; the controller is told with the next request.
+void Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
+  t.used.reserve(t.used.size() + accesses.size());
+  for (const Access& a : accesses) {
+    StepPart& p = t.parts[a.part];
+    if (p.used) continue;
+    p.used = true;
+    if (a.table->info.key_space == FRUGAL_HASHED) t.used.push_back(static_cast<uint32_t>(a.part));
+  }
+}
+
+// Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
+// No `pointers`: all in the host rows.
+Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* pointers, Buffer* copies) {
+  const Part& part = *step_part.part;
+  const bool lines = step_part.line_values && part.lines, stale = config_.staleness != 0;
+  if (!lines && !stale) return FRUGAL_OK;
+  FRUGAL_TRY(pool_.get(part.n * sizeof(float*), pointers));
+  const float** p = pointers->as<const float*>();
+  std::fill(p, p + part.n, nullptr);
+  const size_t stride = table.layout.value_stride;
+  if (lines) {
+    const uint32_t *start = part.row_start(), *line = part.lines.as<uint32_t>();
+    const uint64_t* pairs = part.pairs.as<uint64_t>();
+    for (size_t i = 0; i < part.distinct; ++i) {
+      if (line[i] == RowCache::kNone) continue;
+      for (uint32_t k = start[i]; k < start[i + 1]; ++k)
+        p[static_cast<uint32_t>(pairs[k])] = step_part.line_values + size_t{line[i]} * stride;
+    }
+  }
+  if (stale) FRUGAL_TRY(pool_.get(part.n * stride * sizeof(float), copies));
+  const uint32_t* slots = part.slots.as<uint32_t>();
+  for (size_t i = 0; i < part.n; ++i) {
+    if (p[i] || slots[i] == kNoSlot) continue;
+    const float* row = table.rows.values + size_t{slots[i]} * stride;
+    p[i] = row;
+    if (!stale) continue;
+    float* copy = copies->as<float>() + i * stride;
+    const std::atomic<uint32_t>& version = versions_[stripe_of(table.id, slots[i])];
+    for (;;) {
+      const uint32_t before = version.load(std::memory_order_acquire);
+      if (!(before & 1)) {
+        std::memcpy(copy, row, table.info.dim * sizeof(float));
+        std::atomic_thread_fence(std::memory_order_acquire);
+        if (version.load(std::memory_order_relaxed) == before) break;
+      }
+      // Its writer may have been put off the processor, or be gone for good.
+      FRUGAL_TRY(check());
+      cpu_relax();
+    }
+    p[i] = copy;
+  }
+  return FRUGAL_OK;
+}
+
+Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
+  const uint64_t began = now_ns();
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  FRUGAL_TRY(inside(t));
+  FRUGAL_TRY(host_memory(ops, n));
+  Vector<Access> accesses;
+  FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, &accesses));
+  use(t, accesses);
+  for (size_t i = 0; i < n; ++i) {
+    const StepPart& p = t.parts[accesses[i].part];
+    Buffer pointers, copies;
+    FRUGAL_TRY(locate(*accesses[i].table, p, &pointers, &copies));
+    FRUGAL_TRY(gather(accesses[i].table->rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n,
+                      ops[i]));
+    t.counts.keys_looked_up += p.part->n;
+    if (!p.cached) continue;
+    const uint64_t hits = p.line_values ? p.cached_keys : 0;
+    t.counts.cache_hits += hits;
+    t.counts.cache_misses += p.part->occurrences - hits;
+  }
+  t.counts.lookup_ns += now_ns() - began;
+  // An abort may have taken rows back while they were read, and their places may be other rows'.
+  return enter(t);
+}
+
+Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, RemotePushSums* sums) {
+  RemoteTable& table = *a.table;
+  const StepPart& step_part = t.parts[a.part];
+  const Part& part = *step_part.part;
+  const uint32_t dim = table.info.dim;
+  PushSource pushed;
+  FRUGAL_TRY(pushed.of(op, part, dim, pool_));
+  if (op.weight_grads_out && part.n) {
+    Buffer pointers, copies;
+    FRUGAL_TRY(locate(table, step_part, &pointers, &copies));
+    device::GradSource plain = pushed.grads;
+    plain.factor = nullptr;
+    plain.divisor = nullptr;
+    if (pointers)
+      device::kernels().weight_grads_pointers(pointers.as<const float*>(), part.n, dim, plain, op.weight_grads_out);
+    else
+      device::kernels().weight_grads(table.rows, part.slots.as<uint32_t>(), part.n, plain, op.weight_grads_out);
+  }
+  const bool reject = table.nan_policy == FRUGAL_NAN_REJECT;
+  bool nan = false;
+  if (sums->table) {
+    FRUGAL_TRY(add_tail(sums, step_part.part, dim, pushed.grads, pool_, reject, &nan));
+  } else {
+    sums->first.rank = t.rank;
+    sums->first.part = step_part.part;
+    sums->first.whole = a.exact;
+    sums->first.stride = table.layout.value_stride;
+    FRUGAL_TRY(sum_first(sums, dim, pushed.grads, t.sums, false, &nan));
+    sums->number = static_cast<uint32_t>(a.part);
+    if (!(reject && nan)) sums->table = a.table;
+  }
+  if (reject && nan)
+    return nan_refused(table.name.c_str());
+  return FRUGAL_OK;
+}
+
+Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
+  const uint64_t began = now_ns();
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  FRUGAL_TRY(inside(t));
+  FRUGAL_TRY(host_memory(ops, n));
+  if (t.ending)
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed for lack of memory: call it again first", t.rank);
+  Vector<Access> accesses;
+  FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, &accesses));
+  // What a failure takes back: new sums are dropped, older ones lose what this call has added.
+  Map<uint64_t, RemotePushSums> fresh;
+  Map<uint64_t, size_t> tails;
+  Vector<Buffer> weight_grads(n);
+  uint64_t keys = 0;
+  Status status = FRUGAL_OK;
+  try {
+    for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
+      const uint64_t id = accesses[i].table->id;
+      const size_t count = t.parts[accesses[i].part].part->n;
+      keys += count;
+      auto old = t.pushes.find(id);
+      if (old != t.pushes.end()) tails.emplace(id, old->second.tail.size());
+      frugal_op op = ops[i];
+      if (op.weight_grads_out) {
+        status = pool_.get(count * sizeof(float), &weight_grads[i]);
+        if (status != FRUGAL_OK) break;
+        op.weight_grads_out = weight_grads[i].as<float>();
+      }
+      status = push_one(t, op, accesses[i], old != t.pushes.end() ? &old->second : &fresh[id]);
+    }
+    if (status == FRUGAL_OK) use(t, accesses);
+  } catch (const std::bad_alloc&) {
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
+  }
+  if (status != FRUGAL_OK) {
+    for (auto& [id, size] : tails) t.pushes.find(id)->second.tail.resize(size);
+    return status;
+  }
+  t.pushes.merge(fresh);
+  for (size_t i = 0; i < n; ++i)
+    if (weight_grads[i])
+      std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), t.parts[accesses[i].part].part->n * sizeof(float));
+  t.counts.keys_pushed += keys;
+  t.counts.push_ns += now_ns() - began;
+  return enter(t);
+}
+
+// A push from it is summed like any other; it only saves the caller an allocation.
+Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(inside(t));
+  Buffer b;
+  FRUGAL_TRY(pool_.get(std::max<size_t>(bytes, 64), &b));
+  *out = b.data();
+  t.lent.push_back(std::move(b));
+  return FRUGAL_OK;
+}
+
+Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FpEnvironment fp;
+  FRUGAL_TRY(inside(t));
+  if (t.step != step)
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
+                static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
+  const char* staging = t.channel->staging();
+  auto place = [&](const Buffer& b) { return static_cast<uint64_t>(b.data() - staging); };
+  Vector<PushPlace> places;
+  Vector<Handover> joined;
+  Vector<Buffer*> sent;
+  places.reserve(t.pushes.size());
+  joined.reserve(t.pushes.size());
+  for (auto& [id, push] : t.pushes) {
+    if (t.ending || push.table->dropped.load()) continue;
+    PushPlace p{};
+    p.table = id;
+    Handover* h = &push.first;
+    if (push.tail.empty()) {
+      p.part = push.number;
+      p.whole = h->whole;
+    } else {
+      joined.emplace_back();
+      h = &joined.back();
+      FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
+      p.part = kJoined;
+      p.distinct = h->part->distinct;
+      if (p.distinct) p.rows = place(h->part->rows);
+    }
+    if (h->part->distinct) p.sums = place(h->sums);
+    if (h->sums) sent.push_back(&h->sums);
+    places.push_back(p);
+  }
+  const uint64_t cpu = process_cpu_ns();
+  t.counts.cpu_ns = cpu - t.cpu_ns;
+  Exchange e{Call::kStepEnd, {step, flags, places.size()}, {}};
+  e.add(&t.counts, sizeof t.counts);
+  e.add(places.data(), places.size() * sizeof(PushPlace));
+  // They are the controller's when it has the message, whatever it answers: it tells when it has read them.
+  for (Buffer* b : sent) t.handed[place(*b)] = Buffer();
+  Status s = ask(t, e);
+  t.cpu_ns = cpu;
+  t.counts = {};
+  if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
+  for (Buffer* b : sent) {
+    const uint64_t at = place(*b);
+    t.handed[at] = std::move(*b);
+  }
+  t.ending = true;
+  if (s != FRUGAL_OK) return s;
+  leave_step(t);
+  return FRUGAL_OK;
+}
+
+Status Client::abort_call(RemoteTrainer& t) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(inside(t));
+  Exchange e{Call::kAbort, {}, {}};
+  FRUGAL_TRY(ask(t, e));
+  leave_step(t);
+  return FRUGAL_OK;
+}
+
+// --- Evaluation ----------------------------------------------------------------------------------
+
+Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
+  std::unique_lock<std::mutex> call;
+  if (t) {
+    call = std::unique_lock<std::mutex>(t->call_mu);
+    FRUGAL_TRY(enter(*t));
+  }
+  FRUGAL_TRY(host_memory(ops, n));
+  Vector<ReadHead> heads(n);
+  Vector<RemoteTableRef> tables(n);
+  Exchange e{Call::kRead, {n, left_until(deadline)}, {}, deadline.at};
+  e.add(heads.data(), n * sizeof(ReadHead));
+  for (size_t i = 0; i < n; ++i) {
+    const frugal_op& op = ops[i];
+    FRUGAL_TRY(op_table(op, &tables[i]));
+    FRUGAL_TRY(check_op(op, tables[i]->name.c_str(), tables[i]->info.dim, op.count, Use::kRead));
+    FRUGAL_TRY(check_keys(*tables[i], op));
+    const bool pooled = op.pooling != FRUGAL_POOL_NONE;
+    heads[i].op = {tables[i]->id, 0, op.count, op.padding_key, 0, op.flags, 1, 0};
+    heads[i].bags = pooled ? op.bags : 0;
+    heads[i].pooling = op.pooling;
+    heads[i].has = (pooled && op.weights ? kHasWeights : 0) | (op.found_out ? kHasFound : 0);
+    e.add(op.keys, op.count * sizeof(uint64_t));
+    if (pooled) e.add(op.offsets, (op.bags + 1) * sizeof(uint64_t));
+    if (pooled && op.weights) e.add(op.weights, op.count * sizeof(float));
+  }
+  auto take = [&](Channel& c, uint64_t) -> Status {
+    for (size_t i = 0; i < n; ++i) {
+      const frugal_op& op = ops[i];
+      const size_t rows = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
+      const size_t bytes = tables[i]->info.dim * sizeof(float), stride = op.row_stride ? op.row_stride : bytes;
+      if (stride == bytes) {
+        FRUGAL_TRY(c.read(op.rows_out, rows * bytes, UINT64_MAX));
+      } else {
+        for (size_t r = 0; r < rows; ++r)
+          FRUGAL_TRY(c.read(reinterpret_cast<char*>(op.rows_out) + r * stride, bytes, UINT64_MAX));
+      }
+      if (op.found_out) FRUGAL_TRY(c.read(op.found_out, op.count, UINT64_MAX));
+    }
+    return FRUGAL_OK;
+  };
+  return t ? ask(*t, e, take) : ask(e, take);
+}
+
+}  // namespace frugal

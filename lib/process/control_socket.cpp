@@ -1,0 +1,209 @@
+#include "process/control_socket.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "process/forked.h"
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+
+namespace frugal {
+namespace {
+
+Status socket_address(const char* address, sockaddr_un* out) {
+  *out = {};
+  out->sun_family = AF_UNIX;
+  const size_t length = address ? std::strlen(address) : 0;
+  if (length == 0)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller's address is empty; it is the path of a socket");
+  if (length >= sizeof out->sun_path)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the controller's address has %zu bytes, a socket's path at most %zu: %.200s", length,
+                sizeof out->sun_path - 1, address);
+  std::memcpy(out->sun_path, address, length);
+  return FRUGAL_OK;
+}
+
+int new_socket() {
+  return ForkedDescriptors::open(
+      [] { return socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+}
+
+// The status of a file that cannot be made at a path.
+Status path_status(int code) {
+  switch (code) {
+    case ENOENT:
+    case ENOTDIR:
+    case EACCES:
+    case EPERM:
+    case EROFS:
+    case EISDIR:
+    case ELOOP:
+    case ENAMETOOLONG:
+      return FRUGAL_ERR_INVALID_ARGUMENT;
+    case EMFILE:
+    case ENFILE:
+    case ENOMEM:
+    case ENOSPC:
+      return FRUGAL_ERR_OUT_OF_MEMORY;
+    default:
+      return FRUGAL_ERR_INTERNAL;
+  }
+}
+
+}  // namespace
+
+Status peer_of(int socket, Credentials* out) {
+  ucred credentials{};
+  socklen_t size = sizeof credentials;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0)
+    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "who is at the other end of a socket is not told");
+  *out = {credentials.pid, credentials.uid};
+  return FRUGAL_OK;
+}
+
+int pidfd_of(int socket, pid_t pid) {
+  int pidfd = -1;
+  socklen_t size = sizeof pidfd;
+  // The socket's own knows the process even if it has ended and its number is another's by now.
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &pidfd, &size) == 0) return pidfd;
+#ifdef SYS_pidfd_open
+  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+#else
+  (void)pid;
+  return -1;
+#endif
+}
+
+Status ControlPlace::take(const char* address) {
+  sockaddr_un checked;
+  FRUGAL_TRY(socket_address(address, &checked));
+  address_ = address;
+  lock_path_ = address_ + ".lock";
+  Status s = lock();
+  if (s == FRUGAL_OK) s = bind();
+  if (s != FRUGAL_OK) leave();
+  return s;
+}
+
+Status ControlPlace::lock() {
+  for (;;) {
+    lock_ = ForkedDescriptors::open([&] {
+      return open(lock_path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
+    });
+    if (lock_ < 0) {
+      const int code = errno;
+      return fail_errno(path_status(code), code, "the controller's lock %s cannot be made%s",
+                        lock_path_.c_str(), code == ENOENT ? ": is its folder there?" : "");
+    }
+    if (flock(lock_, LOCK_EX | LOCK_NB) != 0) {
+      const int code = errno;
+      ForkedDescriptors::close(lock_);
+      lock_ = -1;
+      if (code == EWOULDBLOCK)
+        return fail(FRUGAL_ERR_EXISTS, "a controller lives at %s (%s is locked); stop it or choose another address",
+                    address_.c_str(), lock_path_.c_str());
+      return fail_errno(FRUGAL_ERR_INTERNAL, code, "the controller's lock %s cannot be taken",
+                        lock_path_.c_str());
+    }
+    // Who stops removes the file before the lock is let go: this one may be of no name any more.
+    struct stat mine, there;
+    if (fstat(lock_, &mine) == 0 && lstat(lock_path_.c_str(), &there) == 0 &&
+        mine.st_ino == there.st_ino && mine.st_dev == there.st_dev)
+      return FRUGAL_OK;
+    ForkedDescriptors::close(lock_);
+    lock_ = -1;
+  }
+}
+
+Status ControlPlace::bind() {
+  sockaddr_un name;
+  FRUGAL_TRY(socket_address(address_.c_str(), &name));
+  struct stat there;
+  if (lstat(address_.c_str(), &there) == 0) {
+    if (!S_ISSOCK(there.st_mode))
+      return fail(FRUGAL_ERR_EXISTS, "%s is there and is no socket; remove it or choose another address",
+                  address_.c_str());
+    // Nobody holds the lock: the controller that made it is dead.
+    if (unlink(address_.c_str()) != 0)
+      return fail_errno(path_status(errno), errno, "the stale socket %s cannot be removed",
+                        address_.c_str());
+  }
+  listener_ = new_socket();
+  if (listener_ < 0)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "the controller's socket cannot be made");
+  // The file gets the mode of the socket, less what the umask takes: it is never wider than this.
+  if (fchmod(listener_, 0600) != 0)
+    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "the mode of the controller's socket cannot be set");
+  if (::bind(listener_, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
+    const int code = errno;
+    return fail_errno(code == EADDRINUSE ? FRUGAL_ERR_EXISTS : path_status(code), code,
+                      "the controller's socket cannot be made at %s", address_.c_str());
+  }
+  bound_ = true;
+  if (lstat(address_.c_str(), &there) != 0 || (there.st_mode & 077) != 0)
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "this system makes sockets that other users can open; %s is not served", address_.c_str());
+  if (chmod(address_.c_str(), 0600) != 0)  // the umask may have taken from the owner, too
+    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "the mode of %s cannot be set", address_.c_str());
+  if (listen(listener_, 128) != 0)
+    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "the controller's socket cannot listen");
+  return FRUGAL_OK;
+}
+
+void ControlPlace::leave() {
+  if (bound_) unlink(address_.c_str());
+  bound_ = false;
+  ForkedDescriptors::close(listener_);
+  listener_ = -1;
+  if (lock_ >= 0) unlink(lock_path_.c_str());
+  ForkedDescriptors::close(lock_);
+  lock_ = -1;
+}
+
+Attempt connect_once(const char* address) {
+  Attempt out;
+  sockaddr_un name;
+  out.status = socket_address(address, &name);
+  if (out.status != FRUGAL_OK) return out;
+  const int made = new_socket();
+  if (made < 0) {
+    out.status = fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "a socket cannot be made");
+    return out;
+  }
+  if (connect(made, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
+    out.code = errno;
+    ForkedDescriptors::close(made);
+    // No file yet, nobody listens (any more), or the queue of those who connect is full.
+    out.again = out.code == ENOENT || out.code == ECONNREFUSED || out.code == EAGAIN ||
+                out.code == EINTR || out.code == ECONNRESET;
+    if (!out.again)
+      out.status = fail_errno(path_status(out.code), out.code,
+                              "the controller at %s cannot be connected to", address);
+    return out;
+  }
+  Credentials other;
+  out.status = peer_of(made, &other);
+  if (out.status == FRUGAL_OK && other.uid != geteuid())
+    out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                      "the controller at %s is of user %u, this process of user %u; both must be the same",
+                      address, static_cast<unsigned>(other.uid), static_cast<unsigned>(geteuid()));
+  if (out.status != FRUGAL_OK) {
+    ForkedDescriptors::close(made);
+    return out;
+  }
+  out.socket = made;
+  return out;
+}
+
+}  // namespace frugal

@@ -1,0 +1,47 @@
+// The socket of the control plane: its address, its lock, who is at the other end.
+#pragma once
+#include <sys/types.h>
+
+#include "base/heap.h"
+#include "base/status.h"
+
+namespace frugal {
+
+// A process at the other end of a Unix-domain socket.
+struct Credentials {
+  pid_t pid = 0;
+  uid_t uid = 0;
+};
+Status peer_of(int socket, Credentials* out);
+// A pidfd of the process at the other end; -1 if there can be none. `pid` is peer_of()'s.
+int pidfd_of(int socket, pid_t pid);
+
+// The controller's place: the lock that a living controller holds, and the socket that listens. The
+// socket is never open to other users, whatever the process's umask is.
+class ControlPlace : public HeapObject {
+ public:
+  ~ControlPlace() { leave(); }
+  Status take(const char* address);
+  void leave();  // removes both files
+  int listener() const { return listener_; }
+
+ private:
+  Status lock();
+  Status bind();
+
+  String address_, lock_path_;
+  int lock_ = -1;
+  int listener_ = -1;
+  bool bound_ = false;
+};
+
+// One attempt to connect.
+struct Attempt {
+  int socket = -1;     // not blocking
+  bool again = false;  // there is none, and a later attempt may do better
+  Status status = FRUGAL_OK;  // otherwise, with its message
+  int code = 0;               // errno
+};
+Attempt connect_once(const char* address);
+
+}  // namespace frugal

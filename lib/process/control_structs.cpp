@@ -1,0 +1,108 @@
+#include "process/control_structs.h"
+
+namespace frugal {
+namespace {
+
+// The fields, as C and as Cap'n Proto call them.
+#define CONFIG_FIELDS(X)                                                                           \
+  X(world_size, WorldSize) X(lookahead, Lookahead) X(flush_threads, FlushThreads)                  \
+  X(flush_mode, FlushMode) X(staleness, Staleness) X(pending_bytes, PendingBytes)                  \
+  X(host_bytes, HostBytes) X(timeout_ms, TimeoutMs) X(backing, Backing) X(flags, Flags)            \
+  X(seed, Seed)
+#define OPTIMIZER_FIELDS(X)                                                                        \
+  X(kind, Kind) X(lr, Lr) X(eps, Eps) X(momentum, Momentum) X(dampening, Dampening)                \
+  X(beta1, Beta1) X(beta2, Beta2) X(rho, Rho) X(ftrl_lambda1, FtrlLambda1)                         \
+  X(ftrl_lambda2, FtrlLambda2) X(ftrl_beta, FtrlBeta) X(initial_accumulator, InitialAccumulator)   \
+  X(weight_decay_l2, WeightDecayL2) X(weight_decay, WeightDecay) X(clip_value, ClipValue)          \
+  X(clip_norm, ClipNorm) X(weight_bound, WeightBound) X(grad_scale, GradScale) X(flags, Flags)
+#define TABLE_CONFIG_FIELDS(X)                                                                     \
+  X(key_space, KeySpace) X(dtype, Dtype) X(rows, Rows) X(dim, Dim) X(init, Init) X(init_a, InitA)  \
+  X(init_b, InitB) X(nan_policy, NanPolicy) X(flags, Flags)
+#define TABLE_INFO_FIELDS(X)                                                                       \
+  X(rows, Rows) X(capacity, Capacity) X(value_bytes, ValueBytes) X(state_floats, StateFloats)      \
+  X(memory_bytes, MemoryBytes) X(dim, Dim) X(key_space, KeySpace) X(optimizer, Optimizer)          \
+  X(page_bytes, PageBytes)
+#define TRAINER_CONFIG_FIELDS(X)                                                                   \
+  X(rank, Rank) X(flags, Flags) X(cache_bytes, CacheBytes) X(cache_ratio, CacheRatio)
+#define STATS_FIELDS(X)                                                                            \
+  X(steps_committed, StepsCommitted) X(steps_aborted, StepsAborted) X(keys_declared, KeysDeclared) \
+  X(keys_looked_up, KeysLookedUp) X(keys_undeclared, KeysUndeclared) X(keys_pushed, KeysPushed)    \
+  X(rows_created, RowsCreated) X(rows_updated, RowsUpdated) X(rows_deferred, RowsDeferred)         \
+  X(gate_waits, GateWaits) X(gate_wait_ns, GateWaitNs) X(gate_in_flight, GateInFlight)             \
+  X(lookup_waits, LookupWaits) X(priority_rises, PriorityRises) X(priority_falls, PriorityFalls)   \
+  X(enqueued, Enqueued) X(dequeued, Dequeued) X(back_pressure, BackPressure)                       \
+  X(ranks_apart, RanksApart) X(stale_reads, StaleReads) X(cache_hits, CacheHits)                   \
+  X(cache_misses, CacheMisses) X(cache_admitted, CacheAdmitted) X(cache_evicted, CacheEvicted)     \
+  X(cache_evicted_dirty, CacheEvictedDirty) X(pending_bytes, PendingBytes)                         \
+  X(pending_bytes_peak, PendingBytesPeak) X(pending_rows, PendingRows) X(active_rows, ActiveRows)  \
+  X(modes_at_once, ModesAtOnce) X(modes_deferred, ModesDeferred) X(lookup_ns, LookupNs)            \
+  X(push_ns, PushNs) X(step_begin_ns, StepBeginNs) X(step_end_ns, StepEndNs)                       \
+  X(prefetch_ns, PrefetchNs) X(entry_ns, EntryNs) X(apply_ns, ApplyNs) X(cache_turns, CacheTurns)  \
+  X(cache_planned, CachePlanned)
+
+// Whoever adds a field adds it above and to control.capnp, too.
+static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_optimizer) == 88);
+static_assert(sizeof(frugal_table_config) == 144 && sizeof(frugal_table_info) == 64);
+static_assert(sizeof(frugal_trainer_config) == 40 && sizeof(frugal_stats) == 41 * 8);
+
+#define PUT(field, Field) to.set##Field(from.field);
+#define TAKE(field, Field) to->field = from.get##Field();
+
+const char* text_or_null(capnp::Text::Reader text) { return text.size() ? text.cStr() : nullptr; }
+
+}  // namespace
+
+void put(const frugal_config& from, wire::Config::Builder to) { CONFIG_FIELDS(PUT) }
+
+void put(const frugal_table_config& from, wire::TableConfig::Builder to) {
+  TABLE_CONFIG_FIELDS(PUT)
+  if (from.name) to.setName(from.name);
+  const auto put_optimizer = [](const frugal_optimizer& from, wire::Optimizer::Builder to) {
+    OPTIMIZER_FIELDS(PUT)
+  };
+  put_optimizer(from.optimizer, to.initOptimizer());
+}
+
+void put(const frugal_table_info& from, wire::TableInfo::Builder to) { TABLE_INFO_FIELDS(PUT) }
+
+void put(const frugal_trainer_config& from, wire::TrainerConfig::Builder to) {
+  TRAINER_CONFIG_FIELDS(PUT)
+  if (from.device) to.setDevice(from.device);
+}
+
+void put(const frugal_stats& from, wire::Stats::Builder to) { STATS_FIELDS(PUT) }
+
+void take(wire::Config::Reader from, frugal_config* to) {
+  frugal_config_init(to);
+  CONFIG_FIELDS(TAKE)
+}
+
+void take(wire::TableConfig::Reader from, frugal_table_config* to) {
+  frugal_table_config_init(to);
+  TABLE_CONFIG_FIELDS(TAKE)
+  to->name = text_or_null(from.getName());
+  const auto take_optimizer = [](wire::Optimizer::Reader from, frugal_optimizer* to) {
+    OPTIMIZER_FIELDS(TAKE)
+  };
+  take_optimizer(from.getOptimizer(), &to->optimizer);
+}
+
+void take(wire::TableInfo::Reader from, frugal_table_info* to) {
+  *to = {};
+  to->struct_size = sizeof *to;
+  TABLE_INFO_FIELDS(TAKE)
+}
+
+void take(wire::TrainerConfig::Reader from, frugal_trainer_config* to) {
+  frugal_trainer_config_init(to);
+  TRAINER_CONFIG_FIELDS(TAKE)
+  to->device = text_or_null(from.getDevice());
+}
+
+void take(wire::Stats::Reader from, frugal_stats* to) {
+  *to = {};
+  to->struct_size = sizeof *to;
+  STATS_FIELDS(TAKE)
+}
+
+}  // namespace frugal

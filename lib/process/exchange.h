@@ -1,0 +1,63 @@
+// How the client asks the controller. Included by the client's sources only.
+#pragma once
+#include "process/client.h"
+
+namespace frugal {
+
+// When an answer to a call with this deadline is overdue.
+uint64_t answer_until(uint64_t at);
+
+inline uint64_t left_until(Deadline d) {
+  const uint64_t now = now_ns();
+  return d.at == UINT64_MAX ? UINT64_MAX : d.at > now ? d.at - now : 0;
+}
+
+template <class Answer>
+Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer) {
+  FRUGAL_TRY(check());
+  Header h{};
+  h.type = static_cast<uint32_t>(e.call);
+  h.sequence = ++*sequence;
+  std::copy(std::begin(e.args), std::end(e.args), h.args);
+  // The controller keeps to the call's time-out, which may be a short slice of a long wait. One that does
+  // not answer for the engine's time-out is as good as gone: what it would say later fits to nothing.
+  const uint64_t until = answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
+  auto told = [&](Status s) {
+    if (s == FRUGAL_ERR_TIMEOUT) {
+      channel.cut();
+      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+    }
+    if (s == FRUGAL_ERR_PEER_LOST && closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+    return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
+  };
+  if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), until)) return told(s);
+  if (Status s = channel.receive(&h, until)) return told(s);
+  if (h.type != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
+    channel.cut();
+    return fail(FRUGAL_ERR_PEER_LOST, "the controller broke the protocol: an answer to no question");
+  }
+  const Status status = static_cast<Status>(h.status);
+  if (status != FRUGAL_OK) {
+    Failure failure{};
+    char text[512] = "";
+    uint64_t left = channel.payload_left();
+    if (left >= sizeof failure) {
+      if (Status s = channel.read(&failure, sizeof failure, until)) return told(s);
+      left = std::min<uint64_t>(left - sizeof failure, sizeof text - 1);
+      if (Status s = channel.read(text, left, until)) return told(s);
+      text[left] = 0;
+    }
+    frugal_error error{status, failure.system_code, failure.device_code, 0, text};
+    return fail_as(error);
+  }
+  std::copy(std::begin(h.args), std::end(h.args), e.args);
+  return told(answer(channel, channel.payload_left()));
+}
+
+template <class Answer>
+Status Client::ask(Exchange& e, Answer answer) {
+  std::lock_guard<std::mutex> one(channel_mu_);
+  return ask(*channel_, &sequence_, e, answer);
+}
+
+}  // namespace frugal

@@ -1,0 +1,57 @@
+#include "process/forked.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/heap.h"
+
+namespace frugal {
+namespace {
+
+struct Known : HeapObject {
+  std::mutex mutex;
+  Vector<int> descriptors;
+};
+
+// Never destroyed: servers may be stopped, and forks made, while the process exits.
+Known& known() {
+  static Known* all = [] {
+    auto* made = new Known;
+    pthread_atfork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
+                   [] {
+                     for (int fd : known().descriptors) ::close(fd);
+                     known().descriptors.clear();
+                     known().mutex.unlock();
+                   });
+    return made;
+  }();
+  return *all;
+}
+
+}  // namespace
+
+std::mutex& ForkedDescriptors::mutex() { return known().mutex; }
+
+void ForkedDescriptors::add(int fd) {
+  try {
+    known().descriptors.push_back(fd);
+  } catch (const std::bad_alloc&) {
+    // Then a forked child keeps it: the pidfd tells of its parent's death all the same.
+  }
+}
+
+void ForkedDescriptors::close(int fd) {
+  if (fd < 0) return;
+  Known& all = known();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto found = std::find(all.descriptors.begin(), all.descriptors.end(), fd);
+  if (found != all.descriptors.end()) {
+    *found = all.descriptors.back();
+    all.descriptors.pop_back();
+  }
+  ::close(fd);
+}
+
+}  // namespace frugal

@@ -1,0 +1,26 @@
+// Descriptors that a child made by fork() must not keep: close-on-exec does not help where nothing is
+// executed. A child that kept a connection, a listening socket or a lock would make its dead parent
+// look alive. They are closed in the child before fork() comes back to it.
+#pragma once
+#include <mutex>
+
+namespace frugal {
+
+class ForkedDescriptors {
+ public:
+  // make() gives a new descriptor, or -1; no fork comes between it and its being known.
+  template <class Make>
+  static int open(Make make) {
+    std::lock_guard<std::mutex> lock(mutex());
+    int fd = make();
+    if (fd >= 0) add(fd);
+    return fd;
+  }
+  static void close(int fd);  // -1 is accepted
+
+ private:
+  static std::mutex& mutex();
+  static void add(int fd);
+};
+
+}  // namespace frugal

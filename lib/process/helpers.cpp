@@ -1,0 +1,109 @@
+#include "process/helpers.h"
+
+#include "base/fpenv.h"
+#include "base/os.h"
+#include "process/thread.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kSpinNs = 10000;  // before a helper sleeps: calls of a step follow each other
+
+}  // namespace
+
+Status Helpers::start(uint32_t threads) {
+  try {
+    threads_.reserve(threads);
+    for (uint32_t i = 0; i < threads; ++i) threads_.push_back(quiet_thread([this] { main(); }));
+  } catch (...) {
+    stop();
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads cannot be started; use fewer", threads);
+  }
+  return FRUGAL_OK;
+}
+
+void Helpers::stop() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& t : threads_) t.join();
+  threads_.clear();
+}
+
+void Helpers::Loop::work() noexcept {
+  for (;;) {
+    const size_t i = next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= chunks) return;
+    Status s = FRUGAL_OK;
+    try {
+      run(context, i);
+    } catch (const std::bad_alloc&) {
+      s = FRUGAL_ERR_OUT_OF_MEMORY;
+    } catch (...) {
+      s = FRUGAL_ERR_INTERNAL;
+    }
+    Status none = FRUGAL_OK;
+    if (s != FRUGAL_OK) status.compare_exchange_strong(none, s);
+  }
+}
+
+void Helpers::main() {
+  FpEnvironment fp;
+  os_batch_thread();
+  uint64_t seen = 0;
+  std::unique_lock<std::mutex> lock(mu_);
+  for (;;) {
+    if (!loop_) {
+      const uint64_t count = loops_.load();
+      if (count == seen && !stopping_) {
+        lock.unlock();
+        for (uint64_t until = now_ns() + kSpinNs; loops_.load(std::memory_order_relaxed) == seen && now_ns() < until;)
+          cpu_relax();
+        lock.lock();
+      }
+      if (!loop_) wake_.wait(lock, [&] { return loop_ || stopping_; });
+    }
+    if (stopping_) return;
+    if (loops_.load() == seen) {  // worked on this one already: its caller ends it
+      wake_.wait(lock, [&] { return !loop_ || loops_.load() != seen || stopping_; });
+      continue;
+    }
+    seen = loops_.load();
+    Loop* loop = loop_;
+    ++inside_;
+    lock.unlock();
+    loop->work();
+    lock.lock();
+    if (--inside_ == 0) done_.notify_all();
+  }
+}
+
+Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* context) {
+  Loop loop;
+  loop.run = run;
+  loop.context = context;
+  loop.chunks = chunks;
+  std::unique_lock<std::mutex> mine(one_, std::defer_lock);
+  const bool shared = chunks > 1 && !threads_.empty() && mine.try_lock();
+  if (shared) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      loop_ = &loop;
+      loops_.fetch_add(1);
+    }
+    wake_.notify_all();
+  }
+  loop.work();
+  if (shared) {
+    std::unique_lock<std::mutex> lock(mu_);
+    loop_ = nullptr;  // nobody else comes in; who is in works on chunks that it has taken
+    done_.wait(lock, [&] { return inside_ == 0; });
+    wake_.notify_all();
+  }
+  const Status s = loop.status.load();
+  return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken");
+}
+
+}  // namespace frugal

@@ -1,0 +1,42 @@
+// Threads of a trainer process that share its loops over chunks. They sleep while there are none.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "base/heap.h"
+#include "base/status.h"
+
+namespace frugal {
+
+class Helpers {
+ public:
+  ~Helpers() { stop(); }
+  Status start(uint32_t threads);
+  void stop();
+  // Runs chunks 0 .. chunks - 1, the caller and idle helpers together. Of several callers at once those that
+  // come later run theirs alone.
+  Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
+
+ private:
+  struct Loop {
+    void (*run)(void*, size_t) = nullptr;
+    void* context = nullptr;
+    size_t chunks = 0;
+    std::atomic<size_t> next{0};
+    std::atomic<Status> status{FRUGAL_OK};
+    void work() noexcept;
+  };
+  void main();
+
+  std::mutex mu_, one_;
+  std::condition_variable wake_, done_;
+  Loop* loop_ = nullptr;      // under way; mu_
+  uint32_t inside_ = 0;       // helpers that work on it; mu_
+  std::atomic<uint64_t> loops_{0};
+  bool stopping_ = false;
+  Vector<std::thread> threads_;
+};
+
+}  // namespace frugal

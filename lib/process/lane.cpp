@@ -1,0 +1,505 @@
+#include "process/lane.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/handles.h"
+#include "engine/config_check.h"
+#include "process/thread.h"
+
+namespace frugal {
+namespace {
+
+Status broken(const char* what) {
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
+}
+
+constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request before sleeping
+
+// What one request may ask memory for in small objects: far more than any program needs.
+constexpr uint64_t kMostOps = 1u << 20;
+
+}  // namespace
+
+Buffer Staging::lend(uint64_t offset, uint64_t bytes) {
+  const char* data = offset % 64 == 0 ? channel_->staging_at(offset, bytes) : nullptr;
+  if (!data || bytes == 0) return {};
+  users_.fetch_add(1);
+  return Buffer::lent(data, bytes, this);
+}
+
+void Staging::give_back(char* data) noexcept {
+  channel_->release(static_cast<uint64_t>(data - channel_->staging_at(0, 0)));
+  let_go();
+}
+
+Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes)
+    : engine_(std::move(engine)), trainer_(std::move(trainer)), channel_(std::move(channel)), observes_(observes) {}
+
+Status Lane::start() {
+  staging_ = new Staging(channel_);
+  FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
+  auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
+  if (trainer_) {
+    trainer_->told_elsewhere.store(notices);
+    trainer_->heard.store(now_ns());
+  }
+  try {
+    thread_ = quiet_thread([this] { loop(); });
+  } catch (...) {
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no thread for another channel can be started");
+  }
+  return FRUGAL_OK;
+}
+
+Lane::~Lane() {
+  channel_->cut();
+  if (thread_.joinable()) thread_.join();
+  if (trainer_) trainer_->told_elsewhere.store(nullptr);
+  if (staging_) staging_->let_go();
+}
+
+void Lane::loop() {
+  // Who was only stopped learns of it when it goes on.
+  struct Closing {
+    Channel& channel;
+    ~Closing() { channel.close(); }
+  } closing{*channel_};
+  Header request;
+  // More follows a declaration or the end of a step at once; the trainer computes after what it has waited for.
+  auto expect = [&](Call last) {
+    channel_->look_for(last == Call::kPrefetch || last == Call::kStepEnd ? kSoonNs : kLookNs);
+  };
+  expect(Call::kInside);
+  while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
+    pieces_.clear();
+    kept_.clear();
+    places_.clear();
+    std::fill(std::begin(args_), std::end(args_), 0);
+    if (trainer_) trainer_->heard.store(now_ns());
+    begin_call();
+    Status status;
+    try {
+      status = handle(request);
+    } catch (const std::bad_alloc&) {
+      status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for the call");
+    } catch (...) {
+      status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
+    }
+    end_call(status);
+    if (trainer_) trainer_->heard.store(now_ns());
+    expect(static_cast<Call>(request.type));
+    Header answer{};
+    answer.type = request.type;
+    answer.sequence = request.sequence;
+    answer.status = static_cast<uint32_t>(status);
+    Failure failure{};
+    if (status == FRUGAL_OK) {
+      std::copy(std::begin(args_), std::end(args_), answer.args);
+    } else {
+      frugal_error error;
+      last_error(&error);
+      failure = {error.system_code, error.device_code};
+      pieces_.clear();
+      pieces_.reserve(2);
+      add(&failure, sizeof failure);
+      add(error.message, std::strlen(error.message));
+    }
+    if (channel_->send(answer, pieces_.data(), pieces_.size(), UINT64_MAX) != FRUGAL_OK) return;
+  }
+}
+
+Status Lane::take(void* out, uint64_t bytes) {
+  if (bytes > channel_->payload_left()) return broken("it is shorter than it says");
+  return channel_->read(out, bytes, UINT64_MAX);
+}
+
+Status Lane::take_buffer(uint64_t count, size_t element, Buffer* out) {
+  if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
+  FRUGAL_TRY(engine_->pool().get(count * element, out));
+  return take(out->data(), count * element);
+}
+
+Status Lane::table_of(uint64_t handle, TableRef* out) {
+  auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, handle));
+  if (!table || table->engine != engine_) return fail(FRUGAL_ERR_BAD_HANDLE, "the table is no open one");
+  *out = std::move(table);
+  return FRUGAL_OK;
+}
+
+Deadline Lane::deadline_in(uint64_t ns) const {
+  const uint64_t now = now_ns();
+  return {ns >= UINT64_MAX - now ? UINT64_MAX : now + ns};
+}
+
+Status Lane::handle(const Header& request) {
+  const Call call = static_cast<Call>(request.type);
+  if (trainer_) {
+    FRUGAL_TRY(take_used(request.args[4]));
+    switch (call) {
+      case Call::kPrefetch:
+        return prefetch(request);
+      case Call::kCancel: {
+        auto at = batches_.find(request.args[0]);
+        auto batch = std::static_pointer_cast<Batch>(
+            at == batches_.end() ? nullptr : handle_get(HandleKind::kBatch, at->second));
+        if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed");
+        FRUGAL_TRY(engine_->cancel(*trainer_, batch));
+        batches_.erase(at);
+        return FRUGAL_OK;
+      }
+      case Call::kStepBegin:
+        return step_begin(request);
+      case Call::kAccess:
+        return access(request);
+      case Call::kStepEnd:
+        return step_end(request);
+      case Call::kAbort:
+        return engine_->abort_call(*trainer_);
+      case Call::kInside:
+        return engine_->inside_step(*trainer_);
+      case Call::kRead:
+        return read(request);
+      default:
+        return broken("a trainer has no such call");
+    }
+  }
+  if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
+    return fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE");
+  if (call == Call::kRead) return read(request);
+  if (call == Call::kFlush) return engine_->flush(deadline_in(request.args[0]));
+  if (call == Call::kMetrics) {
+    text_ = engine_->metrics();
+    add(text_.data(), text_.size());
+    return FRUGAL_OK;
+  }
+  if (call == Call::kTraceStart) return engine_->start_trace(request.args[0]);
+  if (call == Call::kTraceStop) {
+    const uint64_t bytes = channel_->payload_left();
+    if (bytes > 4096) return broken("a path of more than 4096 bytes");
+    text_.resize(bytes);
+    FRUGAL_TRY(take(text_.data(), bytes));
+    return engine_->stop_trace(request.args[0] ? text_.c_str() : nullptr);
+  }
+  return rows_call(call, request);
+}
+
+// Parts that the trainer has looked up or pushed by itself: their rows come into being.
+Status Lane::take_used(uint64_t count) {
+  if (count == 0) return FRUGAL_OK;
+  if (count > parts_.size()) return broken("there are not so many parts");
+  Vector<RemotePart> used;
+  used.reserve(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    uint32_t at;
+    FRUGAL_TRY(take(&at, sizeof at));
+    if (at >= parts_.size()) return broken("there is no such part");
+    if (parts_[at].whole) used.push_back(parts_[at]);
+  }
+  Status s = engine_->use_parts(*trainer_, used);
+  // The call itself tells what has become of the step.
+  return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
+}
+
+Status Lane::take_ops(uint64_t count, Ops* out) {
+  if (count > kMostOps) return broken("too many ops");
+  Vector<OpHead> heads(count);
+  FRUGAL_TRY(take(heads.data(), count * sizeof(OpHead)));
+  static float nowhere;  // that there is an output is looked at, no more
+  out->ops.resize(count);
+  out->keys.resize(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    const OpHead& head = heads[i];
+    frugal_op& op = out->ops[i];
+    op = FRUGAL_OP_INIT;
+    op.table = reinterpret_cast<frugal_table*>(head.table);
+    if (head.batch) {
+      auto at = batches_.find(head.batch);
+      if (at == batches_.end()) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch could not be declared, or is closed");
+      op.batch = reinterpret_cast<const frugal_batch*>(at->second);
+    }
+    op.part = head.part;
+    op.flags = head.flags;
+    op.padding_key = head.padding_key;
+    op.rows_out = &nowhere;
+    if (!head.given) continue;
+    FRUGAL_TRY(take_buffer(head.keys, sizeof(uint64_t), &out->keys[i]));
+    op.count = head.keys;
+    static const uint64_t none = 0;
+    op.keys = head.keys ? out->keys[i].as<uint64_t>() : &none;
+  }
+  return FRUGAL_OK;
+}
+
+Status Lane::prefetch(const Header& request) {
+  const uint64_t number = request.args[2];
+  if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
+  Ops ops;
+  FRUGAL_TRY(take_ops(request.args[1], &ops));
+  // Always with a handle: that is how the trainer finds the parts in its step.
+  uint64_t handle = 0;
+  FRUGAL_TRY(engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true, &handle,
+                               ops.keys.data()));
+  batches_[number] = handle;
+  return FRUGAL_OK;
+}
+
+uint64_t Lane::number_of(uint64_t handle) const {
+  for (auto& [number, of] : batches_)
+    if (of == handle) return number;
+  return 0;
+}
+
+Status Lane::step_begin(const Header& request) {
+  Status s = engine_->step_begin(*trainer_, request.args[0], deadline_in(request.args[1]));
+  if (s != FRUGAL_OK) return s;
+  parts_.clear();
+  handed_over_ = kNoStep;
+  // Those of steps that are committed are closed.
+  std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
+  FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts_));
+  answer_parts(0);
+  return FRUGAL_OK;
+}
+
+Status Lane::access(const Header& request) {
+  Ops ops;
+  FRUGAL_TRY(take_ops(request.args[0], &ops));
+  Vector<RemotePart> found;
+  FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found));
+  const size_t from = parts_.size();
+  for (RemotePart& p : found) parts_.push_back(std::move(p));
+  args_[0] = from;
+  answer_parts(from);
+  return FRUGAL_OK;
+}
+
+void Lane::answer_parts(size_t from) {
+  for (size_t i = from; i < parts_.size(); ++i) {
+    const RemotePart& r = parts_[i];
+    const Part& p = *r.part;
+    PartPlace place{};
+    place.batch = r.batch ? number_of(r.batch) : 0;
+    place.index = r.index;
+    place.table = r.table->handle;
+    place.n = p.n;
+    place.padding = p.padding;
+    place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
+                  (r.cached ? kPartCached : 0);
+    place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;
+    if (p.resolved()) {
+      place.distinct = p.distinct;
+      place.occurrences = p.occurrences;
+      place.slots = engine_->place(p.slots.data());
+      place.pairs = engine_->place(p.pairs.data());
+      place.rows = engine_->place(p.rows.data());
+      place.start = engine_->place(p.start.data());
+      place.keys = engine_->place(p.keys.data());
+      if (r.line_values) {
+        place.lines = engine_->place(p.lines.data());
+        place.line_values = engine_->place(r.line_values);
+        place.cached = p.cached;
+      }
+    }
+    places_.push_back(place);
+  }
+  add(places_.data(), places_.size() * sizeof(PartPlace));
+}
+
+// A list of rows that the trainer has made of several pushes: each of them is in a part of its step.
+Status Lane::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
+  const uint64_t bytes = push.distinct * sizeof(uint32_t);
+  const char* rows = push.distinct <= UINT32_MAX && push.rows % 4 == 0
+                         ? channel_->staging_at(push.rows, bytes) : nullptr;
+  if (!rows) return broken("a list of rows lies outside of its memory");
+  PartRef part = make_part();
+  part->rank = trainer_->rank;
+  part->step = trainer_->step;
+  part->distinct = push.distinct;
+  FRUGAL_TRY(engine_->pool().get(bytes, &part->rows));
+  if (bytes) std::memcpy(part->rows.data(), rows, bytes);
+  const uint32_t* slots = part->row_slots();
+  for (size_t i = 0; i < part->distinct; ++i) {
+    if (i && slots[i] <= slots[i - 1]) return broken("rows do not ascend");
+    bool named = false;
+    for (const RemotePart& p : parts_)
+      named = named || (p.table == table && p.part->resolved() && p.part->contains(slots[i]));
+    if (!named) return broken("a row that is in no part of the step");
+  }
+  *out = std::move(part);
+  return FRUGAL_OK;
+}
+
+Status Lane::step_end(const Header& request) {
+  const uint64_t step = request.args[0], pushes = request.args[2];
+  RemoteCounts counts;
+  FRUGAL_TRY(take(&counts, sizeof counts));
+  if (pushes > kMostOps) return broken("too many pushes");
+  Vector<PushPlace> places(pushes);
+  FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
+  engine_->count_remote(counts);
+  // Who tries again has sent its sums already, and they are not its own any more.
+  if (handed_over_ != step) {
+    Vector<RemotePush> sums;
+    sums.reserve(pushes);
+    for (const PushPlace& place : places) {
+      RemotePush p;
+      FRUGAL_TRY(table_of(place.table, &p.table));
+      for (const RemotePush& other : sums)
+        if (other.table == p.table) return broken("two sums for a table");
+      if (place.part == kJoined) {
+        FRUGAL_TRY(joined_part(place, p.table, &p.part));
+      } else {
+        if (place.part >= parts_.size() || parts_[place.part].table != p.table ||
+            !parts_[place.part].part->resolved())
+          return broken("there is no such part of the table");
+        p.part = parts_[place.part].part;
+        p.whole = place.whole && parts_[place.part].whole;
+      }
+      const uint64_t bytes = p.part->distinct * p.table->rows.layout().value_stride * sizeof(float);
+      if (bytes) {
+        p.sums = staging_->lend(place.sums, bytes);
+        if (!p.sums) return broken("sums lie outside of its memory");
+      }
+      sums.push_back(std::move(p));
+    }
+    FRUGAL_TRY(engine_->hand_over(*trainer_, &sums));
+    handed_over_ = step;
+  }
+  return engine_->step_end(*trainer_, step, static_cast<uint32_t>(request.args[1]));
+}
+
+Status Lane::read(const Header& request) {
+  const uint64_t count = request.args[0];
+  if (count > kMostOps) return broken("too many ops");
+  Vector<ReadHead> heads(count);
+  FRUGAL_TRY(take(heads.data(), count * sizeof(ReadHead)));
+  Vector<frugal_op> ops(count);
+  Vector<Buffer> found(count), rows(count);
+  kept_.reserve(5 * count);
+  auto array = [&](uint64_t n, size_t element, auto** out) -> Status {
+    static const uint64_t none[2] = {};
+    Buffer b;
+    FRUGAL_TRY(take_buffer(n, element, &b));
+    *out = reinterpret_cast<std::remove_reference_t<decltype(*out)>>(n ? b.data() : reinterpret_cast<const char*>(none));
+    kept_.push_back(std::move(b));
+    return FRUGAL_OK;
+  };
+  for (uint64_t i = 0; i < count; ++i) {
+    const ReadHead& head = heads[i];
+    frugal_op& op = ops[i];
+    op = FRUGAL_OP_INIT;
+    TableRef table;
+    FRUGAL_TRY(table_of(head.op.table, &table));
+    op.table = reinterpret_cast<frugal_table*>(head.op.table);
+    op.flags = head.op.flags;
+    op.padding_key = head.op.padding_key;
+    op.pooling = head.pooling;
+    op.count = head.op.keys;
+    FRUGAL_TRY(array(head.op.keys, sizeof(uint64_t), &op.keys));
+    uint64_t outputs = head.op.keys;
+    if (head.pooling != FRUGAL_POOL_NONE) {
+      if (head.bags >= UINT32_MAX) return broken("too many bags");
+      op.bags = outputs = head.bags;
+      FRUGAL_TRY(array(head.bags + 1, sizeof(uint64_t), &op.offsets));
+      if (head.has & kHasWeights) FRUGAL_TRY(array(head.op.keys, sizeof(float), &op.weights));
+    }
+    FRUGAL_TRY(engine_->pool().get(outputs * table->rows.layout().dim * sizeof(float) + 64, &rows[i]));
+    op.rows_out = rows[i].as<float>();
+    add(op.rows_out, outputs * table->rows.layout().dim * sizeof(float));
+    if (head.has & kHasFound) {
+      FRUGAL_TRY(engine_->pool().get(head.op.keys + 1, &found[i]));
+      op.found_out = found[i].as<uint8_t>();
+      add(op.found_out, head.op.keys);
+    }
+  }
+  Status s = engine_->read(trainer_.get(), ops.data(), ops.size(), deadline_in(request.args[1]));
+  for (Buffer& b : rows) kept_.push_back(std::move(b));
+  for (Buffer& b : found) kept_.push_back(std::move(b));
+  return s;
+}
+
+// Rows outside steps.
+Status Lane::rows_call(Call call, const Header& request) {
+  TableRef table;
+  FRUGAL_TRY(table_of(request.args[0], &table));
+  const uint64_t n = request.args[1];
+  const uint32_t flags = static_cast<uint32_t>(request.args[2]);
+  const RowLayout& layout = table->rows.layout();
+  const size_t row_bytes = (layout.dim + (flags & FRUGAL_WITH_STATE ? layout.state_floats : 0)) * sizeof(float);
+  kept_.reserve(3);
+  auto keys = [&](const uint64_t** out) -> Status {
+    Buffer b;
+    FRUGAL_TRY(take_buffer(n, sizeof(uint64_t), &b));
+    *out = b.as<uint64_t>();
+    kept_.push_back(std::move(b));
+    return FRUGAL_OK;
+  };
+  auto room = [&](size_t bytes, char** out) -> Status {
+    Buffer b;
+    FRUGAL_TRY(engine_->pool().get(bytes, &b));
+    *out = b.data();
+    kept_.push_back(std::move(b));
+    return FRUGAL_OK;
+  };
+  const uint64_t* given = nullptr;
+  char* out = nullptr;
+  switch (call) {
+    case Call::kCount:
+      return engine_->count(*table, &args_[0]);
+    case Call::kKeys: {
+      args_[0] = request.args[1];
+      const size_t capacity = std::min<uint64_t>(request.args[2], table->rows.capacity());
+      FRUGAL_TRY(room(capacity * sizeof(uint64_t), &out));
+      size_t found = 0;
+      FRUGAL_TRY(engine_->keys(*table, &args_[0], reinterpret_cast<uint64_t*>(out), capacity, &found));
+      args_[1] = found;
+      add(out, found * sizeof(uint64_t));
+      return FRUGAL_OK;
+    }
+    case Call::kGet: {
+      FRUGAL_TRY(keys(&given));
+      FRUGAL_TRY(room(n * row_bytes + 64, &out));
+      char* found = nullptr;
+      FRUGAL_TRY(room(n + 64, &found));
+      FRUGAL_TRY(engine_->get(*table, given, n, flags, reinterpret_cast<float*>(out), row_bytes,
+                              reinterpret_cast<uint8_t*>(found)));
+      add(found, n);
+      // Only rows that are there: what lies in the others' places is none of the caller's business.
+      for (uint64_t i = 0; i < n;) {
+        uint64_t end = i;
+        while (end < n && found[end] == found[i]) ++end;
+        if (found[i]) add(out + i * row_bytes, (end - i) * row_bytes);
+        i = end;
+      }
+      return FRUGAL_OK;
+    }
+    case Call::kPut: {
+      FRUGAL_TRY(keys(&given));
+      Buffer rows;
+      FRUGAL_TRY(take_buffer(n, row_bytes, &rows));
+      const float* from = rows.as<float>();
+      kept_.push_back(std::move(rows));
+      return engine_->put(*table, given, n, flags, from, row_bytes);
+    }
+    case Call::kDelete:
+      FRUGAL_TRY(keys(&given));
+      return engine_->remove(*table, given, n, &args_[0]);
+    case Call::kSetOptimizer: {
+      frugal_optimizer optimizer;
+      FRUGAL_TRY(take(&optimizer, sizeof optimizer));
+      FRUGAL_TRY(check_optimizer(optimizer));
+      return engine_->set_optimizer(*table, request.args[1], optimizer);
+    }
+    case Call::kDescribe: {
+      FRUGAL_TRY(room(sizeof(frugal_table_info), &out));
+      describe_table(*table, reinterpret_cast<frugal_table_info*>(out));
+      add(out, sizeof(frugal_table_info));
+      return FRUGAL_OK;
+    }
+    default:
+      return broken("there is no such call");
+  }
+}
+
+}  // namespace frugal

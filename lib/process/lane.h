@@ -1,0 +1,86 @@
+// The controller's side of a channel: a thread that makes the calls which its requests ask for.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "engine/engine.h"
+#include "process/channel.h"
+#include "process/protocol.h"
+
+namespace frugal {
+
+// Staging memory of a trainer process that waits to be read. Lives until the lane and all buffers are gone.
+class Staging final : public Buffer::Owner, public HeapObject {
+ public:
+  explicit Staging(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  // Null data: it is not within the staging memory.
+  Buffer lend(uint64_t offset, uint64_t bytes);
+  void give_back(char* data) noexcept override;
+  void let_go() noexcept {
+    if (users_.fetch_sub(1) == 1) delete this;
+  }
+
+ private:
+  ~Staging() = default;
+  const std::shared_ptr<Channel> channel_;
+  std::atomic<uint32_t> users_{1};
+};
+
+class Lane : public HeapObject {
+ public:
+  // Of a trainer, or (null) of a process.
+  Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes);
+  // Cuts the channel and waits for the thread. Not to be called by that.
+  ~Lane();
+  Status start();
+  void cut() noexcept { channel_->cut(); }
+  Channel& channel() { return *channel_; }
+  const TrainerRef& trainer() const { return trainer_; }
+  // Where the trainer's aborts are counted, in the arena.
+  uint64_t notice_place() const { return engine_->place(notices_.data()); }
+
+ private:
+  void loop();
+  Status handle(const Header& request);
+  Status take(void* out, uint64_t bytes);
+  Status take_buffer(uint64_t count, size_t element, Buffer* out);
+  Status table_of(uint64_t handle, TableRef* out);
+  Status take_used(uint64_t count);
+  struct Ops {
+    Vector<frugal_op> ops;
+    Vector<Buffer> keys;
+  };
+  Status take_ops(uint64_t count, Ops* out);
+  uint64_t number_of(uint64_t handle) const;
+  Status prefetch(const Header& request);
+  Status step_begin(const Header& request);
+  Status access(const Header& request);
+  Status step_end(const Header& request);
+  Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
+  Status read(const Header& request);
+  Status rows_call(Call call, const Header& request);
+  void answer_parts(size_t from);
+  Deadline deadline_in(uint64_t ns) const;
+  // What the answer has beside its header.
+  void add(const void* data, size_t bytes) { pieces_.push_back({data, bytes}); }
+
+  const std::shared_ptr<Engine> engine_;
+  const TrainerRef trainer_;
+  const std::shared_ptr<Channel> channel_;
+  const bool observes_;          // changes nothing
+  Staging* staging_ = nullptr;
+  Buffer notices_;
+  Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
+  Vector<RemotePart> parts_;    // of the step, then those that were asked for
+  uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
+  // Of the answer under way.
+  uint64_t args_[5] = {};
+  Vector<Piece> pieces_;
+  Vector<Buffer> kept_;
+  Vector<PartPlace> places_;
+  String text_;
+  std::thread thread_;
+};
+
+}  // namespace frugal

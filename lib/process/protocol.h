@@ -1,0 +1,90 @@
+// What goes through a channel (channel.h) between a trainer process and the controller.
+//
+// Each request is answered by one message with its type and sequence, whose status is that of the call. An
+// answer that is no success has a Failure and its text as payload. Numbers of tables, batches and parts,
+// counts and places are checked by the controller: they come from another process. Structs lie in the
+// payload as they are: both sides are the same version of the library on the same machine.
+#pragma once
+#include <cstdint>
+
+namespace frugal {
+
+enum class Call : uint32_t {
+  // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
+  // up or pushed since the last request: their rows exist from now on.
+  kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys
+  kCancel,        // args: number of the batch
+  kStepBegin,     // args: step, time-out in ns. Answer: PartPlace[]
+  kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
+  kStepEnd,       // args: step, flags, pushes. Counts, PushPlace[pushes]
+  kAbort,
+  kInside,        // whether the trainer is inside a step, or what has undone it
+  // Of a trainer, or (without used parts) of a process.
+  kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
+  // Of a process.
+  kCount = 32,    // args: table. Answer's args: rows
+  kKeys,          // args: table, cursor, capacity. Answer's args: cursor, keys; the keys
+  kGet,           // args: table, keys, flags. Keys. Answer: a byte for each: found; the rows that are
+  kPut,           // args: table, keys, flags. Keys, rows
+  kDelete,        // args: table, keys. Keys. Answer's args: rows deleted
+  kSetOptimizer,  // args: table, first step. frugal_optimizer
+  kDescribe,      // args: table. Answer: frugal_table_info
+  kFlush,         // args: time-out in ns
+  kMetrics,       // Answer: the text
+  kTraceStart,    // args: events
+  kTraceStop,     // args: whether a path follows. The path
+};
+
+struct Failure {
+  int32_t system_code, device_code;
+};
+
+struct OpHead {
+  uint64_t table;
+  uint64_t batch;        // its number, which its trainer has given it; or 0
+  uint64_t keys;         // that follow
+  uint64_t padding_key;
+  uint32_t part;
+  uint32_t flags;        // FRUGAL_OP_*
+  uint32_t given;        // keys follow; else those of the batch's part are meant
+  uint32_t reserved;
+};
+
+struct ReadHead {
+  OpHead op;
+  uint64_t bags;
+  int32_t pooling;
+  uint32_t has;          // kHas*
+};
+constexpr uint32_t kHasWeights = 1, kHasFound = 2;
+
+// A part's arrays in the arena: places from its beginning, kNoPlace for those that are not there.
+struct PartPlace {
+  uint64_t batch;        // the number of the declaration it is of, or 0
+  uint64_t table;
+  uint64_t n, distinct, occurrences;
+  uint64_t slots, pairs, rows, start, keys;
+  uint64_t lines, line_values;  // of the trainer's cache
+  uint64_t cached;       // keys of rows that are in it
+  uint64_t padding;
+  uint32_t index;        // of the part in its batch
+  uint32_t flags;        // kPart*
+};
+constexpr uint32_t kPartPadding = 1;  // has a padding key
+constexpr uint32_t kPartWhole = 2;    // a declaration, resolved
+constexpr uint32_t kPartFresh = 4;    // its rows are up to date
+constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
+
+constexpr uint32_t kJoined = UINT32_MAX;  // no part of the step: rows of several pushes
+
+// Sums in the channel's staging memory, one a row.
+struct PushPlace {
+  uint64_t table;
+  uint64_t sums;
+  uint64_t rows;         // kJoined: the list of rows, ascending slots
+  uint64_t distinct;     // and their number
+  uint32_t part;         // whose rows they are, or kJoined
+  uint32_t whole;        // exactly the declared keys were pushed
+};
+
+}  // namespace frugal

@@ -1,0 +1,207 @@
+#include "process/ring.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "base/futex.h"
+#include "base/os.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kSpinNs = 50000;          // about what a sleep and a wake-up cost
+constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
+
+const char kOver[] = "has cut the channel: it took this process for dead, or another has its place";
+
+// The half of the count that changes.
+const uint32_t* low_half(const std::atomic<uint64_t>& count) {
+  static_assert(std::endian::native == std::endian::little);
+  return reinterpret_cast<const uint32_t*>(&count);
+}
+
+bool reached(uint64_t count, uint64_t wanted) { return static_cast<int64_t>(count - wanted) >= 0; }
+
+}  // namespace
+
+RingLink::RingLink(const char* peer)
+    : peer_(peer), alone_(cpu_count() == 1), spin_ns_(alone_ ? 0 : kSpinNs) {}
+
+void RingLink::end(const char* why) noexcept {
+  const char* none = nullptr;
+  ended_.compare_exchange_strong(none, why);
+  // The peer's words cannot be changed from here, so a thread that is about to sleep is not stopped by
+  // them. It is counted and will be asleep in a moment.
+  while (sleepers_.load() != 0) {
+    for (size_t i = 0; i < peers_used_; ++i) futex_wake(low_half(peers_[i]->count));
+    if (sleepers_.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+Status RingLink::check() const {
+  const char* why = ended_.load();
+  return why ? fail(FRUGAL_ERR_PEER_LOST, "%s %s", peer_, why) : FRUGAL_OK;
+}
+
+Status RingLink::refuse(const char* why) {
+  end(why);
+  return check();
+}
+
+Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until) {
+  const uint64_t begun = now_ns();
+  for (uint64_t now = begun, spin = std::min(begun + spin_ns_, until); now < spin; now = now_ns())
+    for (int i = 0; i < 16; ++i) {
+      cpu_relax();
+      if (reached(peer->count.load(std::memory_order_relaxed), wanted) ||
+          ended_.load(std::memory_order_relaxed))
+        return check();
+    }
+  Status status = FRUGAL_OK;
+  mine->wanted.store(wanted, std::memory_order_relaxed);  // with the next but one
+  sleepers_.fetch_add(1);  // before the look at ended_; end() does it the other way round
+  mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
+  for (;;) {
+    const uint64_t count = peer->count.load();
+    if (reached(count, wanted) || ended_.load()) break;
+    const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
+    if (now >= until) {
+      status = FRUGAL_ERR_TIMEOUT;
+      break;
+    }
+    futex_wait(low_half(peer->count), static_cast<uint32_t>(count),
+               until == UINT64_MAX ? UINT64_MAX : until - now);
+  }
+  mine->asleep.store(0);
+  sleepers_.fetch_sub(1);
+  FRUGAL_TRY(check());
+  return status;
+}
+
+void RingLink::publish(RingEnd* mine, const RingEnd* peer, uint64_t count) {
+  mine->count.store(count);
+  if (peer->asleep.load() != 0 && reached(count, peer->wanted.load(std::memory_order_relaxed)))
+    futex_wake(low_half(mine->count));
+}
+
+RingWriter::RingWriter(RingLink* link, RingEnd* mine, const RingEnd* peer, char* data,
+                       size_t capacity)
+    : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
+      written_(mine->count.load()), published_(written_), known_(written_) {
+  link->sleeps_on(peer);
+}
+
+Status RingWriter::look() {
+  FRUGAL_TRY(link_->check());
+  const uint64_t count = peer_->count.load(std::memory_order_acquire);
+  // Never read what was not published, and never give room back.
+  if (count - known_ > published_ - known_) {
+    if (count - known_ - kRingOver <= kMaxRing) return link_->refuse(kOver);
+    return link_->refuse("broke the protocol: it has read what was not written");
+  }
+  known_ = count;
+  return FRUGAL_OK;
+}
+
+Status RingWriter::wait(size_t bytes, uint64_t until) {
+  FRUGAL_TRY(look());
+  while (room() < bytes) {
+    publish();
+    FRUGAL_TRY(link_->wait(mine_, peer_, written_ + bytes - capacity_, until));
+    FRUGAL_TRY(look());
+  }
+  return FRUGAL_OK;
+}
+
+Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
+  const char* source = static_cast<const char*>(from);
+  while (bytes > 0) {
+    // Enough to be worth a wake-up.
+    if (room() == 0) FRUGAL_TRY(wait(std::min(bytes, capacity_ / 4), until));
+    const size_t n = std::min({bytes, room(), kPiece, capacity_ / 8});
+    const size_t at = static_cast<size_t>(written_) & (capacity_ - 1);
+    const size_t first = std::min(n, capacity_ - at);
+    std::memcpy(data_ + at, source, first);
+    if (n > first) std::memcpy(data_, source + first, n - first);
+    written_ += n;
+    source += n;
+    bytes -= n;
+    if (written_ - published_ >= std::min(kPiece, capacity_ / 8)) publish();
+  }
+  return FRUGAL_OK;
+}
+
+void RingWriter::publish() {
+  if (published_ == written_) return;
+  published_ = written_;
+  RingLink::publish(mine_, peer_, written_);
+}
+
+RingReader::RingReader(RingLink* link, RingEnd* mine, const RingEnd* peer, const char* data,
+                       size_t capacity)
+    : link_(link), mine_(mine), peer_(peer), data_(data), capacity_(capacity),
+      read_(mine->count.load()), published_(read_), known_(read_) {
+  link->sleeps_on(peer);
+}
+
+Status RingReader::look() {
+  FRUGAL_TRY(link_->check());
+  const uint64_t count = peer_->count.load(std::memory_order_acquire);
+  // Never more than there is room for, and never less than before.
+  if (count - known_ > capacity_ - available()) {
+    if (count - known_ - kRingOver <= kMaxRing) return link_->refuse(kOver);
+    return link_->refuse("broke the protocol: it has written more than there is room for");
+  }
+  known_ = count;
+  return FRUGAL_OK;
+}
+
+Status RingReader::has(size_t bytes, bool* there) {
+  FRUGAL_TRY(look());
+  *there = available() >= bytes;
+  return FRUGAL_OK;
+}
+
+Status RingReader::wait(size_t bytes, uint64_t until) {
+  FRUGAL_TRY(look());
+  while (available() < bytes) {
+    publish();
+    FRUGAL_TRY(link_->wait(mine_, peer_, read_ + bytes, until));
+    FRUGAL_TRY(look());
+  }
+  return FRUGAL_OK;
+}
+
+void RingReader::publish() {
+  if (published_ == read_) return;
+  published_ = read_;
+  RingLink::publish(mine_, peer_, read_);
+}
+
+Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {
+  char* target = static_cast<char*>(to);
+  while (bytes > 0) {
+    // What is worth a wake-up. The writer goes on while there is less: three quarters of the ring are
+    // free for it.
+    if (available() == 0)
+      FRUGAL_TRY(wait(static_cast<size_t>(std::min<uint64_t>(bytes, capacity_ / 4)), until));
+    const size_t n = static_cast<size_t>(
+        std::min<uint64_t>(bytes, target ? std::min({available(), kPiece, capacity_ / 8}) : available()));
+    if (target) {
+      const size_t at = static_cast<size_t>(read_) & (capacity_ - 1);
+      const size_t first = std::min(n, capacity_ - at);
+      std::memcpy(target, data_ + at, first);
+      if (n > first) std::memcpy(target + first, data_, n - first);
+      target += n;
+    }
+    read_ += n;
+    bytes -= n;
+    if (read_ - published_ >= std::min(kPiece, capacity_ / 8)) publish();
+  }
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal

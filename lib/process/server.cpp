@@ -1,0 +1,442 @@
+#include "process/server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstring>
+#include <thread>
+
+#include "base/handles.h"
+#include "engine/config_check.h"
+#include "process/lane.h"
+#include "process/thread.h"
+#include "process/watch.h"
+
+namespace frugal {
+namespace {
+
+// Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
+constexpr size_t kRingBytes = size_t{4} << 20;
+// Addresses only: memory is taken as it is used.
+constexpr size_t kStagingBytes = size_t{64} << 30;
+
+// The end of the struct is padding, in which anything may be.
+constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
+static_assert(kOptimizerBytes == sizeof(size_t) + 19 * sizeof(float));
+
+bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
+  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
+         a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
+         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
+}
+
+}  // namespace
+
+// A process that has attached, and what it has here.
+struct Attached : HeapObject {  // with the server's mu_
+  uint64_t watched = 0;              // in the watch; 0: not there
+  bool observes = false;
+  bool gone = false;                 // it has ended, or its connection has
+  std::unique_ptr<Lane> calls;       // for calls outside steps
+  Vector<uint64_t> created;          // tables, by handle
+  Vector<std::unique_ptr<Lane>> trainers;
+  // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
+  Vector<std::unique_ptr<Lane>> replaced;
+  int pidfd = -1;
+  ~Attached() {
+    if (pidfd >= 0) close(pidfd);
+  }
+};
+
+struct Server::Impl final : ControlHandler {
+  std::mutex mu_;
+  std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
+  uint64_t engine_handle_ = 0;
+  bool own_engine_ = false;
+  Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
+  Vector<uint32_t> leaving_;         // ranks whose lanes are being lost
+  std::condition_variable left_;
+  std::unique_ptr<Watch> watch_;
+  std::unique_ptr<ControlServer> control_;
+  std::mutex silent_mu_;             // what follows; under the engine's mutex, so nothing is done with it held
+  std::condition_variable silence_;
+  Vector<TrainerRef> silent_;
+  bool stopping_ = false;
+  std::thread reaper_;
+
+  // The trainers that the engine takes for lost because they do not answer.
+  void reap() {
+    std::unique_lock<std::mutex> lock(silent_mu_);
+    for (;;) {
+      silence_.wait(lock, [&] { return stopping_ || !silent_.empty(); });
+      if (stopping_) return;
+      const TrainerRef trainer = silent_.front();
+      lock.unlock();
+      take_over(trainer->rank, trainer.get());
+      lock.lock();
+      silent_.erase(silent_.begin());
+      lock.unlock();
+      {
+        std::lock_guard<std::mutex> waiters(mu_);
+        left_.notify_all();
+      }
+      lock.lock();
+    }
+  }
+  void listen() {
+    engine_->on_silent([this](const TrainerRef& t) {
+      std::lock_guard<std::mutex> lock(silent_mu_);
+      silent_.push_back(t);
+      silence_.notify_one();
+    });
+  }
+  Status start_reaper() {
+    try {
+      reaper_ = quiet_thread([this] { reap(); });
+      return FRUGAL_OK;
+    } catch (...) {
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no thread for the controller can be started");
+    }
+  }
+  void stop_reaper() {
+    if (engine_) engine_->on_silent(nullptr);
+    if (!reaper_.joinable()) return;
+    {
+      std::lock_guard<std::mutex> lock(silent_mu_);
+      stopping_ = true;
+      silence_.notify_one();
+    }
+    reaper_.join();
+  }
+
+  std::shared_ptr<Attached> process_of(const Peer& peer) {
+    std::lock_guard<std::mutex> lock(mu_);
+    auto at = processes_.find(peer.id);
+    return at == processes_.end() || at->second->gone ? nullptr : at->second;
+  }
+  Status attached(const Peer& peer, std::shared_ptr<Attached>* out) {
+    *out = process_of(peer);
+    return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_IN_STEP, "no engine was opened by this connection");
+  }
+
+  // The same, of one that takes part.
+  Status taking_part(const Peer& peer, std::shared_ptr<Attached>* out) {
+    FRUGAL_TRY(attached(peer, out));
+    return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE") : FRUGAL_OK;
+  }
+
+  // The first to come says what it is to be, the others must mean the same.
+  Status same_engine(const frugal_config& asked) {
+    const frugal_config& c = engine_->config();
+    auto differs = [](const char* what, unsigned long long a, unsigned long long b) {
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "the controller's engine has %s %llu, this process asks for %llu: all must ask for the same", what,
+                  a, b);
+    };
+    if (c.world_size != asked.world_size) return differs("world_size", c.world_size, asked.world_size);
+    if (c.lookahead != asked.lookahead) return differs("lookahead", c.lookahead, asked.lookahead);
+    const uint64_t staleness = asked.staleness == FRUGAL_STALENESS_ASYNC
+                                   ? asked.staleness
+                                   : std::min<uint64_t>(asked.staleness, Window::kHorizon - 2);
+    if (c.staleness != staleness) return differs("staleness", c.staleness, staleness);
+    if (c.seed != asked.seed) return differs("seed", c.seed, asked.seed);
+    return FRUGAL_OK;
+  }
+
+  Status open_engine(const frugal_config& asked) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (asked.flags & FRUGAL_OBSERVE)
+      return engine_ ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "there is no engine to look at yet: nobody has opened one");
+    if (engine_) return same_engine(asked);
+    frugal_config c = asked;
+    c.backing = FRUGAL_BACKING_SHM;
+    c.log = nullptr;
+    c.log_context = nullptr;
+    c.service = nullptr;
+    FRUGAL_TRY(check_config(c));
+    auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
+    FRUGAL_TRY(engine->start());
+    engine_ = std::move(engine);
+    own_engine_ = true;
+    listen();
+    return FRUGAL_OK;
+  }
+
+  // `keep`: what the descriptors are of.
+  Status channel(TrainerRef trainer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
+                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep = nullptr) {
+    std::unique_ptr<Channel> c;
+    FRUGAL_TRY(Channel::create(kRingBytes, trainer ? kStagingBytes : 0, &c));
+    std::shared_ptr<Channel> shared(std::move(c));
+    descriptors->push_back(shared->up_fd());
+    descriptors->push_back(shared->down_fd());
+    if (keep) *keep = shared;
+    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
+    FRUGAL_TRY((*out)->start());
+    numbers->push_back((*out)->notice_place());
+    return FRUGAL_OK;
+  }
+
+  Status open(Peer& peer, const frugal_config& config, OpenReply* reply) override {
+    if (process_of(peer)) return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
+    FRUGAL_TRY(open_engine(config));
+    auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
+    process->observes = config.flags & FRUGAL_OBSERVE;
+    reply->descriptors.push_back(engine_->arena().mapping().fd);
+    FRUGAL_TRY(channel(nullptr, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
+    reply->numbers.push_back(engine_->versions_place());
+    reply->config = engine_->config();
+    int fd = -1;
+    if (peer.pidfd >= 0) {
+      process->pidfd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
+      fd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
+      if (process->pidfd < 0 || fd < 0) {
+        const int code = errno;
+        if (fd >= 0) close(fd);
+        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no descriptor for another process");
+      }
+    }
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!processes_.emplace(peer.id, process).second) {
+      if (fd >= 0) close(fd);
+      return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
+    }
+    // Where the kernel cannot tell when a process ends, its connection does.
+    if (fd < 0) return FRUGAL_OK;
+    const uint64_t id = peer.id;
+    Status s = watch_->add(fd, [this, id] { ended(id, true); }, &process->watched);
+    if (s != FRUGAL_OK) {
+      close(fd);
+      processes_.erase(id);
+    }
+    return s;
+  }
+
+  static void describe(const TableRef& t, TableReply* reply) {
+    reply->keep = t;
+    reply->id = t->handle;
+    describe_table(*t, &reply->info);
+    reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
+    reply->numbers.push_back(t->rows.mappings(&reply->descriptors));
+  }
+
+  Status create_table(Peer& peer, const frugal_table_config& config, TableReply* reply) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(taking_part(peer, &process));
+    FRUGAL_TRY(check_table(config, true));
+    TableRef table;
+    Status s = engine_->create_table(config, &table);
+    // Each rank of a job creates its tables: those of the others are meant, if they are the same.
+    if (s == FRUGAL_ERR_EXISTS) {
+      TableRef there = engine_->find_table(config.name);
+      std::lock_guard<std::mutex> lock(mu_);
+      if (there && same_table(there->config, config) &&
+          std::find(process->created.begin(), process->created.end(), there->handle) == process->created.end()) {
+        table = std::move(there);
+        s = FRUGAL_OK;
+      }
+    }
+    FRUGAL_TRY(s);
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      process->created.push_back(table->handle);
+    }
+    describe(table, reply);
+    return FRUGAL_OK;
+  }
+
+  Status find_table(Peer& peer, const char* name, TableReply* reply) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(attached(peer, &process));
+    TableRef table = engine_->find_table(name);
+    if (!table) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+    describe(table, reply);
+    return FRUGAL_OK;
+  }
+
+  Status drop_table(Peer& peer, uint64_t id) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(taking_part(peer, &process));
+    auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, id));
+    if (!table || table->engine != engine_) return fail(FRUGAL_ERR_BAD_HANDLE, "the table is no open one");
+    return engine_->drop_table(table);
+  }
+
+  Status join(Peer& peer, const frugal_trainer_config& config, JoinReply* reply) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(taking_part(peer, &process));
+    FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
+    if (config.device && std::strcmp(config.device, "cpu") != 0)
+      return fail(FRUGAL_ERR_UNSUPPORTED, "a trainer that attaches to a controller runs on the cpu device as yet");
+    if (config.flags & FRUGAL_TRAINER_REPLACE) take_over(config.rank);
+    await_rank(config.rank);
+    TrainerRef trainer;
+    FRUGAL_TRY(engine_->create_trainer(config, &trainer));
+    std::unique_ptr<Lane> lane;
+    Status s = channel(trainer, false, &lane, &reply->descriptors, &reply->numbers, &reply->keep);
+    if (s == FRUGAL_OK) {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (process->gone) s = fail(FRUGAL_ERR_PEER_LOST, "the process is gone");
+      else process->trainers.push_back(std::move(lane));
+    }
+    if (s != FRUGAL_OK) {
+      // The lane last: an abort counts in its memory while the trainer is there.
+      handle_remove(HandleKind::kTrainer, trainer->handle);
+      (void)engine_->lose_trainer(trainer);
+    }
+    return s;
+  }
+
+  // A lane that has this rank, out of its process's list. With mu_ held.
+  static std::unique_ptr<Lane> take_lane(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
+    for (auto& lane : process.trainers)
+      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer)) {
+        std::unique_ptr<Lane> taken = std::move(lane);
+        std::erase(process.trainers, nullptr);
+        return taken;
+      }
+    return nullptr;
+  }
+
+  // Whoever has the rank now does not answer: it is cut off as if it had died.
+  void take_over(uint32_t rank, const Trainer* trainer = nullptr) {
+    std::unique_lock<std::mutex> lock(mu_);
+    for (auto& [id, process] : processes_) {
+      const std::shared_ptr<Attached> of = process;
+      std::unique_ptr<Lane> lane = take_lane(*of, rank, trainer);
+      if (!lane) continue;
+      lose(lock, *lane);
+      if (!of->gone) of->replaced.push_back(std::move(lane));
+      break;
+    }
+  }
+
+  // The rank's process may have died a moment ago: then its place is free soon.
+  void await_rank(uint32_t rank) {
+    std::unique_lock<std::mutex> lock(mu_);
+    for (;;) {
+      bool soon = std::find(leaving_.begin(), leaving_.end(), rank) != leaving_.end();
+      for (auto& [id, process] : processes_)
+        for (auto& lane : process->trainers)
+          if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
+      {
+        std::lock_guard<std::mutex> silent(silent_mu_);
+        for (const TrainerRef& t : silent_) soon |= t->rank == rank;
+      }
+      if (!soon) return;
+      left_.wait(lock);
+    }
+  }
+
+  static bool has_ended(const Attached& process) {
+    pollfd p{process.pidfd, POLLIN, 0};
+    return process.pidfd >= 0 && poll(&p, 1, 0) == 1;
+  }
+
+  // Takes the trainer of a lane out of the engine. With mu_ held, which is let go meanwhile.
+  void lose(std::unique_lock<std::mutex>& lock, Lane& lane) {
+    const TrainerRef trainer = lane.trainer();
+    leaving_.push_back(trainer->rank);
+    lock.unlock();
+    lane.cut();
+    handle_remove(HandleKind::kTrainer, trainer->handle);
+    (void)engine_->lose_trainer(trainer);
+    // What it has handed over for steps that are committed is read from its memory: not after this. It may
+    // go on, if it was only stopped, and write there.
+    (void)engine_->flush({UINT64_MAX});
+    lock.lock();
+    leaving_.erase(std::find(leaving_.begin(), leaving_.end(), trainer->rank));
+    left_.notify_all();
+  }
+
+  Status leave(Peer& peer, uint32_t rank) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(attached(peer, &process));
+    std::unique_ptr<Lane> lane;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      lane = take_lane(*process, rank);
+    }
+    if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
+    handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
+    lane->cut();
+    return engine_->close_trainer(lane->trainer());
+  }
+
+  Status stats(Peer& peer, frugal_stats* stats) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(attached(peer, &process));
+    engine_->stats(stats);
+    return FRUGAL_OK;
+  }
+  Status health(Peer& peer, int32_t* health) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(attached(peer, &process));
+    *health = engine_->health();
+    return FRUGAL_OK;
+  }
+  Status committed(Peer& peer, uint64_t* step) override {
+    std::shared_ptr<Attached> process;
+    FRUGAL_TRY(attached(peer, &process));
+    *step = engine_->committed();
+    return FRUGAL_OK;
+  }
+  void gone(Peer& peer) override { ended(peer.id, false); }
+
+  // A process has ended, which the watch tells, or its connection has.
+  void ended(uint64_t id, bool by_watch) {
+    std::unique_lock<std::mutex> lock(mu_);
+    auto at = processes_.find(id);
+    if (at == processes_.end() || at->second->gone) return;
+    const std::shared_ptr<Attached> process = at->second;
+    process->gone = true;
+    process->calls->cut();
+    Vector<std::unique_ptr<Lane>> lost;  // they end without the lock
+    while (!process->trainers.empty()) {
+      lost.push_back(std::move(process->trainers.back()));
+      process->trainers.pop_back();
+      lose(lock, *lost.back());
+    }
+    processes_.erase(id);
+    const uint64_t watched = process->watched;
+    lock.unlock();
+    if (watched && !by_watch) watch_->remove(watched);
+  }
+};
+
+Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Server::~Server() { stop(); }
+
+Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::unique_ptr<Server>* out) {
+  auto impl = std::make_unique<Impl>();
+  if (engine && !engine->arena().opened())
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "other processes can attach to an engine with FRUGAL_BACKING_SHM only: open it so");
+  impl->engine_ = std::move(engine);
+  FRUGAL_TRY(Watch::open(&impl->watch_));
+  FRUGAL_TRY(impl->start_reaper());
+  if (impl->engine_) impl->listen();
+  Status s = ControlServer::start(address, impl.get(), &impl->control_);
+  if (s != FRUGAL_OK) {
+    impl->stop_reaper();
+    return s;
+  }
+  out->reset(new Server(std::move(impl)));
+  return FRUGAL_OK;
+}
+
+void Server::stop() {
+  if (!impl_) return;
+  if (impl_->control_) impl_->control_->stop();
+  impl_->watch_.reset();
+  impl_->stop_reaper();
+  if (impl_->own_engine_ && impl_->engine_) impl_->engine_->shutdown();
+  impl_.reset();
+}
+
+}  // namespace frugal

@@ -1,0 +1,142 @@
+#include "process/watch.h"
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1
+#endif
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434  // of every architecture
+#endif
+
+namespace frugal {
+
+Status Watch::open_process(pid_t pid, int* fd) {
+  const long made = syscall(SYS_pidfd_open, pid, 0);  // closed by exec, always
+  if (made >= 0) {
+    *fd = static_cast<int>(made);
+    return FRUGAL_OK;
+  }
+  const int code = errno;
+  if (code == ESRCH) return fail(FRUGAL_ERR_PEER_LOST, "process %d has ended", pid);
+  if (code == EMFILE || code == ENFILE || code == ENOMEM)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no descriptor of process %d can be had", pid);
+  if (code == EINVAL)
+    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "%d is no process", pid);
+  return fail_errno(FRUGAL_ERR_UNSUPPORTED, code,
+                    "the end of process %d cannot be watched; Linux 5.3 is needed, and a sandbox that "
+                    "allows pidfd_open",
+                    pid);
+}
+
+Status Watch::open(std::unique_ptr<Watch>* out) {
+  std::unique_ptr<Watch> w(new Watch);
+  w->poll_ = epoll_create1(EPOLL_CLOEXEC);
+  w->stop_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = 0;
+  if (w->poll_ < 0 || w->stop_ < 0 || epoll_ctl(w->poll_, EPOLL_CTL_ADD, w->stop_, &event) != 0)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
+                      "watching processes needs two file descriptors");
+  // Signals are the program's, not this thread's.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  int code = 0;
+  try {
+    w->thread_ = std::thread([watch = w.get()] { watch->loop(); });
+  } catch (const std::system_error& e) {
+    code = e.code().value();
+  } catch (...) {
+    code = ENOMEM;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (code != 0)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "the thread that watches processes");
+  *out = std::move(w);
+  return FRUGAL_OK;
+}
+
+Watch::~Watch() {
+  if (thread_.joinable()) {
+    eventfd_write(stop_, 1);
+    thread_.join();
+  }
+  for (auto& [id, entry] : entries_) close(entry.fd);
+  if (stop_ >= 0) close(stop_);
+  if (poll_ >= 0) close(poll_);
+}
+
+Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t number = last_id_ + 1;
+  const auto entry = entries_.emplace(number, Entry{process_fd, std::move(gone)}).first;
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = number;
+  if (epoll_ctl(poll_, EPOLL_CTL_ADD, process_fd, &event) != 0) {
+    const int code = errno;
+    entries_.erase(entry);
+    return fail_errno(code == ENOSPC || code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY
+                                                       : FRUGAL_ERR_INVALID_ARGUMENT,
+                      code, "descriptor %d cannot be watched", process_fd);
+  }
+  *id = last_id_ = number;
+  return FRUGAL_OK;
+}
+
+void Watch::remove(uint64_t id) {
+  std::function<void()> gone;  // what it holds goes without the lock
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto entry = entries_.find(id);
+  if (entry != entries_.end()) {
+    // Not by closing: a forked child may hold the descriptor, too.
+    epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
+    close(entry->second.fd);
+    gone = std::move(entry->second.gone);
+    entries_.erase(entry);
+  } else if (std::this_thread::get_id() != thread_.get_id()) {
+    returned_.wait(lock, [&] { return running_ != id; });
+  }
+  lock.unlock();
+}
+
+void Watch::loop() {
+  for (;;) {
+    epoll_event event{};
+    const int n = epoll_wait(poll_, &event, 1, -1);
+    if (n < 0 && errno != EINTR) return;  // it cannot fail in another way
+    if (n <= 0) continue;
+    if (event.data.u64 == 0) return;
+    std::function<void()> gone;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto entry = entries_.find(event.data.u64);
+      if (entry == entries_.end()) continue;  // removed meanwhile
+      running_ = entry->first;
+      epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
+      close(entry->second.fd);
+      gone = std::move(entry->second.gone);
+      entries_.erase(entry);
+    }
+    gone();
+    gone = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      running_ = 0;
+    }
+    returned_.notify_all();
+  }
+}
+
+}  // namespace frugal

@@ -1,0 +1,54 @@
+// Runs a fuzz target without a fuzzer: standalone COUNT [FIRST]: random inputs of seeds from FIRST; or
+// FILE...: these inputs. Prints the seed before an input is tried, so that the last one is the guilty.
+#include <cctype>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: %s COUNT [FIRST] | FILE...\n", argv[0]);
+    return 2;
+  }
+  if (!std::isdigit(static_cast<unsigned char>(argv[1][0]))) {
+    for (int i = 1; i < argc; ++i) {
+      std::FILE* f = std::fopen(argv[i], "rb");
+      if (f == nullptr) {
+        std::perror(argv[i]);
+        return 2;
+      }
+      std::vector<uint8_t> bytes;
+      for (int c; (c = std::fgetc(f)) != EOF;) bytes.push_back(static_cast<uint8_t>(c));
+      std::fclose(f);
+      std::printf("%s\n", argv[i]);
+      std::fflush(stdout);
+      LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
+    }
+    return 0;
+  }
+  const uint64_t count = std::strtoull(argv[1], nullptr, 10);
+  const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  uint64_t used = 0;
+  for (uint64_t seed = first; seed < first + count; ++seed) {
+    std::printf("\r%llu", static_cast<unsigned long long>(seed));
+    std::fflush(stdout);
+    uint64_t state = seed;
+    const auto random = [&state] {
+      uint64_t x = (state += 0x9e3779b97f4a7c15);
+      x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+      x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+      return x ^ (x >> 31);
+    };
+    std::vector<uint8_t> bytes(random() % 2000);
+    // Small numbers and zeros are what reaches furthest.
+    const uint64_t zeros = random() % 4;
+    for (uint8_t& b : bytes) b = random() % 4 < zeros ? 0 : static_cast<uint8_t>(random());
+    used += LLVMFuzzerTestOneInput(bytes.data(), bytes.size()) == 0;
+  }
+  std::printf("\r%llu inputs, %llu of them taken\n", static_cast<unsigned long long>(count),
+              static_cast<unsigned long long>(used));
+  return used > 0 ? 0 : 1;  // else nothing was tested
+}

@@ -1,0 +1,59 @@
+// What the ranks of a run tell each other, wherever they are: threads of one process, or processes that have
+// this struct in shared memory. Plain data and atomics, hence.
+#ifndef FRUGAL_TESTS_ORACLE_MEETING_H_
+#define FRUGAL_TESTS_ORACLE_MEETING_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "frugal.h"
+#include "oracle/driver.h"
+
+namespace frugal_oracle {
+
+struct Meeting {
+  // Aborts that have happened; a rank that has been told of fewer is about to be told.
+  std::atomic<uint64_t> aborts{0};
+  std::atomic<uint64_t> rows_checked{0};
+  std::atomic<uint64_t> older_rows{0};
+
+  // Over all boundaries: ranks that have come to one, and actions that were done there.
+  std::atomic<uint64_t> arrived{0};
+  std::atomic<uint64_t> outside_done{0};
+  std::atomic<int64_t> boundaries_open{-1};  // up to this step
+
+  // Processes that have come so far.
+  std::atomic<uint32_t> serving{0};
+  std::atomic<uint32_t> joined{0};
+  std::atomic<uint32_t> ended{0};
+  std::atomic<uint32_t> checked{0};
+  std::atomic<uint32_t> closed{0};
+
+  frugal_stats stats = {};  // at the end, by one of them
+  std::atomic<uint32_t> failures{0};
+  std::atomic<bool> told{false};
+  char message[4096] = {};  // of the first failure; there when `told` is
+
+  // The text that a program gives to `progress` is at the same place in processes that were forked from one.
+  Progress progress;
+
+  void Fail(const std::string& text) {
+    if (failures++ != 0) return;
+    const size_t n = std::min(text.size(), sizeof(message) - 1);
+    std::memcpy(message, text.data(), n);
+    message[n] = 0;
+    told = true;
+  }
+  bool failed() const { return failures != 0; }
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<const char*>::is_always_lock_free,
+              "processes share them");
+
+}  // namespace frugal_oracle
+
+#endif  // FRUGAL_TESTS_ORACLE_MEETING_H_

@@ -1,0 +1,18 @@
+# The control plane, in builds that have it; and that the others say so.
+if(FRUGAL_WITH_PROCESSES)
+  add_executable(control_test process/control_test.cpp)
+  target_link_libraries(control_test PRIVATE frugal_objects GTest::gtest)
+  add_test(NAME control_test COMMAND control_test)
+  set_tests_properties(control_test PROPERTIES LABELS unit TIMEOUT 600)
+
+  add_executable(control_fuzz fuzz/control_fuzz.cpp fuzz/control_driver.cpp)
+  target_include_directories(control_fuzz PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+  target_link_libraries(control_fuzz PRIVATE frugal_objects)
+  add_test(NAME control_fuzz COMMAND control_fuzz 3000)
+  set_tests_properties(control_fuzz PROPERTIES LABELS unit TIMEOUT 600)
+else()
+  add_executable(control_none_test process/control_none_test.cpp)
+  target_link_libraries(control_none_test PRIVATE frugal_objects GTest::gtest GTest::gtest_main)
+  add_test(NAME control_none_test COMMAND control_none_test)
+  set_tests_properties(control_none_test PROPERTIES LABELS unit TIMEOUT 60)
+endif()

@@ -1,0 +1,107 @@
+// A controller as a program of its own, for tests.
+#pragma once
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+// What it says of a process in /proc, or -1.
+inline long count_entries(const std::string& folder) {
+  DIR* d = opendir(folder.c_str());
+  if (!d) return -1;
+  long n = 0;
+  while (dirent* e = readdir(d)) n += e->d_name[0] != '.';
+  closedir(d);
+  return n;
+}
+inline long descriptors_of(pid_t pid) { return count_entries("/proc/" + std::to_string(pid) + "/fd"); }
+inline long threads_of(pid_t pid) { return count_entries("/proc/" + std::to_string(pid) + "/task"); }
+inline long resident_kib(pid_t pid) {
+  std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/status").c_str(), "r");
+  if (!f) return -1;
+  char line[256];
+  long kib = -1;
+  while (std::fgets(line, sizeof line, f))
+    if (std::sscanf(line, "VmRSS: %ld", &kib) == 1) break;
+  std::fclose(f);
+  return kib;
+}
+
+class Folder {
+ public:
+  Folder() {
+    char name[] = "/tmp/frugal-test-XXXXXX";
+    path_ = mkdtemp(name) ? name : "";
+  }
+  ~Folder() {
+    for (const std::string& n : entries()) unlink((path_ + "/" + n).c_str());
+    rmdir(path_.c_str());
+  }
+  const std::string& path() const { return path_; }
+  std::string address() const { return path_ + "/service"; }
+  std::vector<std::string> entries() const {
+    std::vector<std::string> all;
+    if (DIR* d = opendir(path_.c_str())) {
+      while (dirent* e = readdir(d))
+        if (e->d_name[0] != '.') all.push_back(e->d_name);
+      closedir(d);
+    }
+    return all;
+  }
+
+ private:
+  std::string path_;
+};
+
+class ControllerProgram {
+ public:
+  // Comes back when it serves the address, or has ended.
+  explicit ControllerProgram(const std::string& address) {
+    int out[2];
+    if (pipe2(out, O_CLOEXEC) != 0) std::abort();
+    const pid_t parent = getpid();
+    pid_ = fork();
+    if (pid_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+      dup2(out[1], 1);
+      execl(FRUGAL_CONTROLLER, FRUGAL_CONTROLLER, address.c_str(), nullptr);
+      _exit(127);
+    }
+    close(out[1]);
+    char said[256];
+    serves_ = read(out[0], said, sizeof said) > 0;
+    close(out[0]);
+  }
+  ~ControllerProgram() {
+    if (pid_ > 0) end(SIGKILL);
+  }
+  ControllerProgram(const ControllerProgram&) = delete;
+  pid_t pid() const { return pid_; }
+  bool serves() const { return serves_; }
+  // Its exit status, 1000 + the signal, or -1.
+  int end(int signal) {
+    kill(pid_, signal);
+    return wait_for();
+  }
+  int wait_for() {
+    int status = 0;
+    if (waitpid(pid_, &status, 0) != pid_) return -1;
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+  }
+
+ private:
+  pid_t pid_ = -1;
+  bool serves_ = false;
+};

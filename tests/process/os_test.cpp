@@ -1,0 +1,182 @@
+// Shared memory: what is mapped from another process, and what is not; sleeping on words in it.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "base/futex.h"
+#include "peers.h"
+
+#ifndef MFD_ALLOW_SEALING
+#define MFD_ALLOW_SEALING 2u
+#endif
+
+namespace frugal {
+namespace {
+
+int Memfd(size_t bytes, int seals) {
+  const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || (seals && fcntl(fd, F_ADD_SEALS, seals) != 0))
+    return -1;
+  return fd;
+}
+
+TEST(Shared, IsSealedAndHasNoName) {
+  Mapping m;
+  ASSERT_OK(os_reserve(1000, true, &m));
+  EXPECT_EQ(m.bytes, kHugePage);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(m.base) % kHugePage, 0u);
+  EXPECT_NE(0, ftruncate(m.fd, 4096));
+  EXPECT_NE(0, ftruncate(m.fd, 1 << 30));
+  EXPECT_NE(0, fcntl(m.fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE));  // nobody adds any
+  EXPECT_EQ(fcntl(m.fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+  os_release(&m);
+}
+
+TEST(Shared, TwoMappingsOfTheSame) {
+  Mapping mine, theirs, reader;
+  ASSERT_OK(os_reserve(5 << 20, true, &mine));
+  ASSERT_OK(os_commit(mine, 0, mine.bytes));
+  ASSERT_OK(os_map_shared(dup(mine.fd), true, &theirs));
+  ASSERT_OK(os_map_shared(dup(mine.fd), false, &reader));
+  EXPECT_EQ(theirs.bytes, mine.bytes);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(theirs.base) % kHugePage, 0u);
+  std::strcpy(mine.base + 4711, "from one side");
+  EXPECT_STREQ(theirs.base + 4711, "from one side");
+  std::strcpy(theirs.base + 4711, "from the other");
+  EXPECT_STREQ(reader.base + 4711, "from the other");
+  // The reader cannot write, nor who gave it up.
+  EXPECT_EQ(1000 + SIGSEGV, Child([&] {
+              // Mappings are not inherited: this child makes its own.
+              signal(SIGSEGV, SIG_DFL);
+              Mapping m;
+              if (os_map_shared(mine.fd, false, &m) != FRUGAL_OK) return 1;
+              *static_cast<volatile char*>(m.base) = 1;
+              return 0;
+            }).Wait());
+  EXPECT_EQ(1000 + SIGSEGV, Child([&] {
+              signal(SIGSEGV, SIG_DFL);
+              Mapping m;
+              if (os_map_shared(mine.fd, true, &m) != FRUGAL_OK) return 1;
+              *static_cast<volatile char*>(m.base) = 1;
+              if (os_make_read_only(m) != FRUGAL_OK) return 2;
+              *static_cast<volatile char*>(m.base) = 1;
+              return 0;
+            }).Wait());
+  os_release(&mine);
+  os_release(&theirs);
+  EXPECT_STREQ(reader.base + 4711, "from the other");
+  os_release(&reader);
+}
+
+TEST(Shared, RefusesWhatItDidNotMake) {
+  int pipes[2], sockets[2];
+  ASSERT_EQ(0, pipe(pipes));
+  ASSERT_EQ(0, socketpair(AF_UNIX, SOCK_STREAM, 0, sockets));
+  char name[] = "/tmp/frugal_test_XXXXXX";
+  const int file = mkstemp(name);
+  ASSERT_GE(file, 0);
+  unlink(name);
+  ASSERT_EQ(0, ftruncate(file, kHugePage));
+  const int both = F_SEAL_SHRINK | F_SEAL_GROW;
+  struct {
+    const char* what;
+    int fd;
+  } cases[] = {{"none", -1},
+               {"closed", 1 << 20},
+               {"a pipe", pipes[0]},
+               {"a socket", sockets[0]},
+               {"a device", open("/dev/zero", O_RDWR)},
+               {"a folder", open("/tmp", O_RDONLY)},
+               {"a file", file},
+               {"unsealed", Memfd(kHugePage, 0)},
+               {"may shrink", Memfd(kHugePage, F_SEAL_GROW)},
+               {"may grow", Memfd(kHugePage, F_SEAL_SHRINK)},
+               {"empty", Memfd(0, both)},
+               {"a page", Memfd(4096, both)},
+               {"not whole", Memfd(kHugePage + 4096, both)},
+               {"not to be written", Memfd(kHugePage, both | F_SEAL_WRITE)}};
+  for (const auto& c : cases) {
+    Mapping m;
+    const Status s = os_map_shared(c.fd, true, &m);
+    EXPECT_NE(s, FRUGAL_OK) << c.what;
+    EXPECT_EQ(m.base, nullptr) << c.what;
+    if (c.fd >= 0 && c.fd != 1 << 20) {
+      EXPECT_EQ(0, close(c.fd)) << c.what << ": it remains the caller's";
+    }
+  }
+  close(pipes[1]);
+  close(sockets[1]);
+  const int good = Memfd(kHugePage, both);
+  Mapping m;
+  os_test_fail_after(1);
+  EXPECT_EQ(FRUGAL_ERR_OUT_OF_MEMORY, os_map_shared(good, true, &m));
+  EXPECT_OK(os_map_shared(good, true, &m));
+  os_release(&m);
+}
+
+TEST(Shared, LimitsAreAStatus) {
+  // A limit of file sizes would send a signal.
+  EXPECT_EQ(0, Child([] {
+              rlimit limit{1 << 20, 1 << 20};
+              setrlimit(RLIMIT_FSIZE, &limit);
+              Mapping m;
+              if (os_reserve(size_t{8} << 20, true, &m) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
+              return m.base == nullptr ? 0 : 2;
+            }).Wait());
+  EXPECT_EQ(0, Child([] {
+              rlimit limit{0, 0};
+              setrlimit(RLIMIT_NOFILE, &limit);
+              Mapping m;
+              return os_reserve(size_t{8} << 20, true, &m) == FRUGAL_ERR_OUT_OF_MEMORY ? 0 : 1;
+            }).Wait());
+  // More than the machine has.
+  Mapping m;
+  ASSERT_OK(os_reserve(available_bytes() + (size_t{1} << 30), true, &m));
+  EXPECT_EQ(FRUGAL_ERR_OUT_OF_MEMORY, os_commit(m, 0, m.bytes));
+  os_test_fail_after(1);
+  EXPECT_EQ(FRUGAL_ERR_OUT_OF_MEMORY, os_commit(m, 0, 4096));
+  EXPECT_OK(os_commit(m, 0, 4096));
+  os_release(&m);
+}
+
+TEST(Futex, WordThatIsMappedReadOnly) {
+  Mapping mine, theirs;
+  ASSERT_OK(os_reserve(kHugePage, true, &mine));
+  ASSERT_OK(os_commit(mine, 0, mine.bytes));
+  ASSERT_OK(os_map_shared(dup(mine.fd), false, &theirs));
+  auto* written = reinterpret_cast<std::atomic<uint32_t>*>(mine.base);
+  const auto* read = reinterpret_cast<const std::atomic<uint32_t>*>(theirs.base);
+  const auto* word = reinterpret_cast<const uint32_t*>(theirs.base);
+  futex_wait(word, 1, kNever);     // not what it is: returns at once
+  futex_wait(word, 0, 1000);       // nobody wakes it
+  std::atomic<bool> done{false};
+  std::thread waiter([&] {
+    while (read->load() == 0) futex_wait(word, 0, kNever);
+    // Woken by who cannot write it either.
+    while (!done.load()) futex_wait(word, 1, kNever);
+  });
+  written->store(1);
+  futex_wake(reinterpret_cast<const uint32_t*>(mine.base));
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  done.store(true);
+  std::atomic<bool> gone{false};
+  std::thread waker([&] {
+    while (!gone.load()) {
+      futex_wake(word);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  waiter.join();
+  gone.store(true);
+  waker.join();
+  os_release(&mine);
+  os_release(&theirs);
+}
+
+}  // namespace
+}  // namespace frugal

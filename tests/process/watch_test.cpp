@@ -1,0 +1,126 @@
+// The end of processes.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "peers.h"
+#include "process/watch.h"
+
+namespace frugal {
+namespace {
+
+struct Count {
+  std::mutex mutex;
+  std::condition_variable cv;
+  int n = 0;
+  void Add() {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++n;
+    cv.notify_all();
+  }
+  void Await(int wanted) {
+    std::unique_lock<std::mutex> lock(mutex);
+    cv.wait(lock, [&] { return n >= wanted; });
+  }
+  int Now() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return n;
+  }
+};
+
+int Pause() {
+  for (;;) pause();
+}
+
+TEST(Watch, TellsOfEachEndOnce) {
+  std::vector<std::unique_ptr<Child>> children;
+  for (int i = 0; i < 20; ++i)
+    children.push_back(std::make_unique<Child>([i] { return i % 2 ? 0 : Pause(); }));
+  std::unique_ptr<Watch> watch;
+  ASSERT_OK(Watch::open(&watch));
+  Count all;
+  std::vector<Count> each(20);
+  for (int i = 0; i < 20; ++i) {
+    int fd = -1;
+    uint64_t id = 0;
+    ASSERT_OK(Watch::open_process(children[i]->pid(), &fd));
+    ASSERT_OK(watch->add(fd, [&, i] { each[i].Add(); all.Add(); }, &id));
+  }
+  all.Await(10);  // those that end by themselves; as zombies
+  for (int i = 0; i < 20; i += 2) {
+    EXPECT_EQ(each[i].Now(), 0);
+    kill(children[i]->pid(), SIGKILL);
+    each[i].Await(1);
+  }
+  watch.reset();
+  EXPECT_EQ(all.Now(), 20);
+  for (auto& count : each) EXPECT_EQ(count.Now(), 1);
+}
+
+TEST(Watch, RemoveWaitsForTheCallback) {
+  std::unique_ptr<Watch> watch;
+  Child child(Pause), other(Pause);
+  ASSERT_OK(Watch::open(&watch));
+  int fd = -1, other_fd = -1;
+  uint64_t id = 0, other_id = 0;
+  Count entered;
+  std::atomic<bool> left{false}, removed{false};
+  ASSERT_OK(Watch::open_process(child.pid(), &fd));
+  ASSERT_OK(Watch::open_process(other.pid(), &other_fd));
+  ASSERT_OK(watch->add(fd, [&] {
+    entered.Add();
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    EXPECT_FALSE(removed.load());
+    watch->remove(id);  // of itself: does not wait
+    left.store(true);
+  }, &id));
+  ASSERT_OK(watch->add(other_fd, [] { ADD_FAILURE() << "it was removed"; }, &other_id));
+  child.Kill(SIGKILL);
+  entered.Await(1);
+  watch->remove(other_id);
+  watch->remove(id);
+  removed.store(true);
+  EXPECT_TRUE(left.load());
+  other.Kill(SIGKILL);
+  watch->remove(id);  // is gone: nothing
+  watch->remove(4711);
+  watch.reset();
+}
+
+TEST(Watch, CallbacksMayAddAndRemove) {
+  std::unique_ptr<Watch> watch;
+  Child first(Pause), second(Pause);
+  ASSERT_OK(Watch::open(&watch));
+  Count done;
+  int fd = -1;
+  uint64_t id = 0;
+  ASSERT_OK(Watch::open_process(first.pid(), &fd));
+  ASSERT_OK(watch->add(fd, [&] {
+    int next = -1;
+    uint64_t next_id = 0;
+    EXPECT_OK(Watch::open_process(second.pid(), &next));
+    EXPECT_OK(watch->add(next, [&] { done.Add(); }, &next_id));
+    kill(second.pid(), SIGKILL);
+  }, &id));
+  first.Kill(SIGKILL);
+  done.Await(1);
+}
+
+TEST(Watch, NoProcess) {
+  int fd = -1;
+  Child child([] { return 0; });
+  const pid_t pid = child.pid();
+  EXPECT_EQ(child.Wait(), 0);
+  EXPECT_EQ(Watch::open_process(pid, &fd), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(Watch::open_process(-1, &fd), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(fd, -1);
+  std::unique_ptr<Watch> watch;
+  ASSERT_OK(Watch::open(&watch));
+  uint64_t id = 0;
+  EXPECT_EQ(watch->add(-1, [] {}, &id), FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
+}  // namespace
+}  // namespace frugal

@@ -1,0 +1,41 @@
+// frugal-controller ADDRESS: owns the tables that trainer processes share (docs/processes.md).
+//
+// The first process that attaches says what engine it is to be; SIGINT and SIGTERM end it.
+#include <signal.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "frugal.h"
+#include "process/server.h"
+
+int main(int argc, char** argv) {
+  if (argc != 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
+    std::printf(
+        "usage: frugal-controller ADDRESS\n"
+        "Owns the tables of trainer processes, which attach by frugal_config.service = ADDRESS, the path of a\n"
+        "Unix-domain socket that is made there for processes of the same user. The first to attach says what\n"
+        "engine it is to be. Ends at SIGINT or SIGTERM; the tables end with it.\n");
+    return argc == 2 ? 0 : 2;
+  }
+  // Before any thread is started: all inherit it.
+  sigset_t ends;
+  sigemptyset(&ends);
+  sigaddset(&ends, SIGINT);
+  sigaddset(&ends, SIGTERM);
+  sigprocmask(SIG_BLOCK, &ends, nullptr);
+  std::unique_ptr<frugal::Server> server;
+  frugal::begin_call();
+  if (frugal::Status s = frugal::end_call(frugal::Server::start(argv[1], nullptr, &server))) {
+    frugal_error error;
+    frugal::last_error(&error);
+    std::fprintf(stderr, "frugal-controller: %s (%s)\n", error.message, frugal_status_name(s));
+    return 1;
+  }
+  std::printf("frugal-controller: serving %s\n", argv[1]);
+  std::fflush(stdout);
+  int got = 0;
+  sigwait(&ends, &got);
+  server->stop();
+  return 0;
+}
