@@ -141,7 +141,8 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
     // Who finds a row existing must find it young, too.
     std::unique_lock<std::mutex> young(a.table->young_mu, std::defer_lock);
     if (track) young.lock();
-    if (rows.has_reserved()) rows.create_reserved(slots, a.part->n, &made.slots);
+    if (rows.has_reserved())
+      rows.create_reserved(slots, a.part->n, &made.slots, ledger_ ? Ledger::mark_of(t.step) : 0);
     bool any = !made.slots.empty();
     if (any) t.created.push_back(std::move(made));
     if (track)
@@ -492,7 +493,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   Handover& h = begin_handover(t, a, state);
   bool nan = false;
   Status status = FRUGAL_OK;
-  const bool alone = config_.world_size == 1 && !stale() && !caches_exist();
+  const bool alone = config_.world_size == 1 && !stale() && !caches_exist() && !ledger_;
   if (std::shared_ptr<Buffer> lent = lent_for(t, source, part, layout.dim); lent && alone) {
     if (reject) status = find_nan(source, part.n, layout.dim, &nan);
     h.lent = std::move(lent);

@@ -31,6 +31,7 @@
 #include "cache/row_cache.h"
 #include "engine/data_path.h"
 #include "engine/gpu.h"
+#include "engine/ledger.h"
 #include "engine/op_check.h"
 #include "engine/stats.h"
 #include "storage/rows.h"
@@ -60,6 +61,7 @@ struct Table : HeapObject {
   std::mutex young_mu;
   Map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
+  std::shared_ptr<TableLedger> ledger;             // or null
   std::atomic<bool> dropped{false};
 };
 using TableRef = std::shared_ptr<Table>;
@@ -86,7 +88,6 @@ inline size_t stripe_of(uint64_t table, uint32_t slot) {
   return (slot * 0x9e3779b1u ^ static_cast<uint32_t>(table * 0x85ebca6bu)) % kStripes;
 }
 
-constexpr uint64_t kNoPlace = UINT64_MAX;
 constexpr uint32_t kNoRank = UINT32_MAX;
 
 // Resolved keys, as a trainer in another process uses them.
@@ -306,6 +307,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
   void on_silent(std::function<void(const TrainerRef&)> silent);
+  // From now on the ledger is kept, if it was not: between steps only.
+  Status keep_ledger();
+  const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const;
   const Arena& arena() const { return arena_; }
@@ -406,8 +410,17 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
                    Status* status);
-  Status commit_table(uint64_t step, StepRecord& record, const TableRef& table,
-                      Vector<Handover>* ranks, bool skip, bool deferred);
+  // What a step does to a table: made first for all tables, and let loose when the step is committed.
+  struct Commit {
+    TableRef table;
+    UpdateRef update;         // null: nothing is pushed
+    bool staged = false;      // ahead, as it was pushed
+    Vector<uint64_t> bounds;  // of chunks, where it is applied at once
+  };
+  Status prepare_commit(uint64_t step, StepRecord& record, Vector<Handover>* ranks, bool skip, bool deferred,
+                        Commit* commit);
+  Status publish_commit(uint64_t step, Commit& commit, bool deferred);
+  void settle_young(uint64_t step, const StepRecord& record, const Vector<TableRef>& tables);
   struct Unused {
     TableRef table;
     Vector<uint32_t> slots;
@@ -446,6 +459,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
+  template <class Write>
+  void write_outside(Table& t, const uint32_t* slots, size_t n, Write write);
   bool outside_allowed(String* why);
   bool ranks_inside(String* why);
   // --- access.cpp
@@ -573,6 +588,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // For readers in other processes, in the arena: odd while a row of the stripe is written.
   std::atomic<uint32_t>* versions_ = nullptr;
   Buffer versions_memory_;
+  std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
   // Holds the lock of a row's stripe, for reading or writing it.
   class RowLock {
    public:

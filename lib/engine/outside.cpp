@@ -206,6 +206,14 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   return FRUGAL_OK;
 }
 
+// Writes rows outside of steps: write(from, to) some of them. One that is in the middle of that when the
+// process is killed is read out as it was.
+template <class Write>
+void Engine::write_outside(Table& t, const uint32_t* slots, size_t n, Write write) {
+  if (!t.ledger) return write(size_t{0}, n);
+  t.ledger->write(t.rows, nullptr, n, [&](size_t i) { return slots[i]; }, write, [](size_t, size_t) {});
+}
+
 Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
   FRUGAL_TRY(check());
@@ -239,6 +247,20 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
       engine.settle_orphans(table);
     }
   };
+  auto write = [&](size_t first, size_t end) {
+    for (size_t i = first; i < end; ++i) {
+      const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
+      float* r = row.as<float>();
+      size_t floats = l.dim + (state ? l.state_floats : 0);
+      std::memcpy(r, from, floats * sizeof(float));
+      device::kernels().canonicalize(r, floats);
+      std::memcpy(t.rows.values(s[i]), r, l.dim * sizeof(float));
+      if (state)
+        t.rows.import_state(s[i], r + l.dim);
+      else
+        t.rows.reset_state(s[i]);
+    }
+  };
   frugal_op op = FRUGAL_OP_INIT;
   op.table = reinterpret_cast<frugal_table*>(t.handle);
   FRUGAL_TRY(with_room(&op, 1, [&] {
@@ -246,21 +268,12 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
     FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
     // Before anything is written, for it may want memory. A cache can always do without its copy.
     drop_cached(t, s, n);
+    created.reserve(t.rows.hashed() ? n : 0);
+    write_outside(t, s, n, write);
+    // New rows come into being with what they are to have.
     t.rows.create_reserved(s, n, &created);
     return Status{FRUGAL_OK};
   }));
-  for (size_t i = 0; i < n; ++i) {
-    const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
-    float* r = row.as<float>();
-    size_t floats = l.dim + (state ? l.state_floats : 0);
-    std::memcpy(r, from, floats * sizeof(float));
-    device::kernels().canonicalize(r, floats);
-    std::memcpy(t.rows.values(s[i]), r, l.dim * sizeof(float));
-    if (state)
-      t.rows.import_state(s[i], r + l.dim);
-    else
-      t.rows.reset_state(s[i]);
-  }
   counters_.rows_created.fetch_add(created.size(), std::memory_order_relaxed);
   return FRUGAL_OK;
 }
@@ -280,7 +293,13 @@ Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* delete
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   drop_cached(t, slots.data(), slots.size());
-  uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
+  uint64_t were = 0;
+  if (t.rows.hashed()) {
+    were = t.rows.uncreate(slots.data(), slots.size(), true);
+  } else {
+    write_outside(t, slots.data(), slots.size(),
+                  [&](size_t from, size_t to) { were += t.rows.uncreate(slots.data() + from, to - from, true); });
+  }
   if (t.rows.hashed()) {
     std::lock_guard<std::mutex> lock(mu_);
     add_orphans(t, slots);

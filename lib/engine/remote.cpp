@@ -9,6 +9,20 @@ namespace frugal {
 
 uint64_t Engine::place(const void* p) const { return p && arena_.holds(p) ? arena_.offset(p) : kNoPlace; }
 
+Status Engine::keep_ledger() {
+  if (ledger_) return FRUGAL_OK;
+  OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
+  FRUGAL_TRY(scope.status());
+  FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  std::shared_ptr<Ledger> ledger;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (ledger_) return FRUGAL_OK;
+  FRUGAL_TRY(Ledger::open(pool_, arena_, committed_, &ledger));
+  for (const TableRef& t : tables_) FRUGAL_TRY(ledger->add_table(t->handle, t->rows, &t->ledger));
+  ledger_ = std::move(ledger);
+  return FRUGAL_OK;
+}
+
 // The parts of the step that the rank is inside of.
 Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
   std::lock_guard<std::mutex> call(t.call_mu);

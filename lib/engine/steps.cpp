@@ -470,16 +470,23 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
       std::lock_guard<std::mutex> again(mu_);
       tables = tables_;
     }
-    for (const TableRef& table : tables) {
-      auto h = record.handovers.find(table.get());
+    Vector<Commit> commits(tables.size());
+    auto failed = [&](Status s) {
+      if (s == FRUGAL_OK) return;
+      *status = s;
+      fail_background(s);
+    };
+    for (size_t i = 0; i < tables.size(); ++i) {
+      commits[i].table = tables[i];
+      auto h = record.handovers.find(tables[i].get());
       Vector<Handover> none;
-      Status s = commit_table(step, record, table, h == record.handovers.end() ? &none : &h->second.ranks,
-                              record.skip, deferred);
-      if (s != FRUGAL_OK) {
-        *status = s;
-        fail_background(s);
-      }
+      failed(prepare_commit(step, record, h == record.handovers.end() ? &none : &h->second.ranks, record.skip, deferred,
+                            &commits[i]));
     }
+    // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
+    if (ledger_ && health() == FRUGAL_OK) ledger_->commit(step);
+    for (Commit& c : commits) failed(publish_commit(step, c, deferred));
+    settle_young(step, record, tables);
     Vector<Unused> unused = unused_until(step);
     lock.lock();
     committed_ = step;
@@ -489,11 +496,6 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
     (deferred ? counters_.modes_deferred : counters_.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
-    if (track_young())
-      for (const TableRef& table : tables) {
-        std::lock_guard<std::mutex> young(table->young_mu);
-        std::erase_if(table->young, [&](const auto& y) { return y.second <= step; });
-      }
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
@@ -512,11 +514,12 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
 
 namespace {
 
+constexpr size_t kChunkRows = 1024;
+
 struct ApplyContext : HeapObject {
   TableRef table;
   UpdateRef update;
-  Vector<uint64_t> bounds;
-  size_t rows_per_chunk;
+  Vector<uint64_t> bounds;  // of the chunks, in slots
   Counters* counters;
   Trace* trace;
 };
@@ -527,25 +530,38 @@ void apply_chunk(void* context, size_t chunk) {
   TraceSpan span(*c->trace, SpanKind::kApply);
   const device::Kernels& k = device::kernels();
   const StepUpdate& u = *c->update;
+  const Rows& to = c->table->rows;
+  TableLedger* ledger = u.record ? c->table->ledger.get() : nullptr;
+  // All at once; with a ledger a few at a time.
+  auto apply = [&](size_t n, const uint32_t* slots, auto write) {
+    if (!ledger) return write(0, n);
+    ledger->write(to, u.record.get(), n, [&](size_t i) { return slots[i]; }, write, [&](size_t, size_t end) {
+      TableLedger::progress(u.record.get(), chunk, end < n ? slots[end] : c->bounds[chunk + 1]);
+    });
+  };
   size_t rows;
   if (u.ranks.size() == 1) {
     const Handover& h = u.ranks[0];
-    size_t from = chunk * c->rows_per_chunk;
-    rows = std::min(c->rows_per_chunk, h.rows() - from);
-    if (h.lent)
-      k.apply_fused(c->table->rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), h.slots(),
-                    h.part->row_start(), from, from + rows, h.source);
-    else
-      k.apply(c->table->rows.ref(), u.scalars, h.slots() + from, rows,
-              h.sums.as<float>() + from * h.stride, h.stride);
+    const size_t first = chunk * kChunkRows;
+    rows = std::min(kChunkRows, h.rows() - first);
+    apply(rows, h.slots() + first, [&](size_t from, size_t to_row) {
+      from += first, to_row += first;
+      if (h.lent)
+        k.apply_fused(to.ref(), u.scalars, h.part->pairs.as<uint64_t>(), h.slots(), h.part->row_start(), from, to_row,
+                      h.source);
+      else
+        k.apply(to.ref(), u.scalars, h.slots() + from, to_row - from, h.sums.as<float>() + from * h.stride, h.stride);
+    });
   } else {
     static thread_local TermList terms;
     terms.clear();
     u.merge_range(c->bounds[chunk], c->bounds[chunk + 1], &terms);
     terms.close();
     rows = terms.slots.size();
-    k.apply_terms(c->table->rows.ref(), u.scalars, terms.slots.data(), rows, terms.terms.data(),
-                  terms.start.data());
+    apply(rows, terms.slots.data(), [&](size_t from, size_t to_row) {
+      k.apply_terms(to.ref(), u.scalars, terms.slots.data() + from, to_row - from, terms.terms.data(),
+                    terms.start.data() + from);
+    });
   }
   span.step(u.step).table(c->table->number).count(rows);
   c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
@@ -553,12 +569,13 @@ void apply_chunk(void* context, size_t chunk) {
 
 }  // namespace
 
-Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& table,
-                            Vector<Handover>* ranks, bool skip, bool deferred) {
+Status Engine::prepare_commit(uint64_t step, StepRecord& record, Vector<Handover>* ranks, bool skip, bool deferred,
+                              Commit* commit) {
+  const TableRef& table = commit->table;
   Window& window = table->window;
   auto prepared = record.prepared.find(table.get());
-  UpdateRef update;
-  bool staged = false;
+  UpdateRef& update = commit->update;
+  bool& staged = commit->staged;
   if (prepared != record.prepared.end()) {
     // Was pushed exactly what was declared?
     update = prepared->second.update;
@@ -584,7 +601,7 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     --table->predict_pause;
   }
   if (skip || ranks->empty()) {
-    if (window.opened()) window.commit(nullptr, step);
+    update.reset();
     return FRUGAL_OK;
   }
   if (!update) {
@@ -610,6 +627,21 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
         t->backlog_tables.push_back(table);
       }
   }
+  Vector<uint64_t>& bounds = commit->bounds;
+  if (!deferred) update->cut(kChunkRows, &bounds);
+  if (!table->ledger) return FRUGAL_OK;
+  if (deferred && !staged) update->make_list();
+  return table->ledger->add(*update, deferred ? nullptr : &bounds, &update->record);
+}
+
+Status Engine::publish_commit(uint64_t step, Commit& commit, bool deferred) {
+  const TableRef& table = commit.table;
+  const UpdateRef& update = commit.update;
+  Window& window = table->window;
+  if (!update) {
+    if (window.opened()) window.commit(nullptr, step);
+    return FRUGAL_OK;
+  }
   if (!deferred) {
     if (window.opened()) window.commit(nullptr, step);
     auto context = std::allocate_shared<ApplyContext>(HeapAllocator<ApplyContext>());
@@ -617,14 +649,9 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
     context->update = update;
     context->counters = &counters_;
     context->trace = &trace_;
-    context->rows_per_chunk = 1024;
+    context->bounds = std::move(commit.bounds);
     JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
-    if (update->ranks.size() == 1) {
-      job->chunks = (update->ranks[0].rows() + 1023) / 1024;
-    } else {
-      update->cut(1024, &context->bounds);
-      job->chunks = context->bounds.size() - 1;
-    }
+    job->chunks = context->bounds.size() - 1;
     job->run = apply_chunk;
     job->finished_hook = [](void* c) { static_cast<ApplyContext*>(c)->update->written(); };
     job->context = context.get();
@@ -635,18 +662,35 @@ Status Engine::commit_table(uint64_t step, StepRecord& record, const TableRef& t
   }
   FRUGAL_TRY(open_window(*table));
   Timed timed(counters_.entry_ns);
-  if (!staged) {
+  if (!commit.staged) {
     bool declared = true;
     {
       std::lock_guard<std::mutex> again(mu_);
       for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
     }
-    update->make_list();
+    if (!table->ledger) update->make_list();
     window.add(update);
     window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
   }
   window.commit(update.get(), step);
   return FRUGAL_OK;
+}
+
+// What the step has created is there for good.
+void Engine::settle_young(uint64_t step, const StepRecord& record, const Vector<TableRef>& tables) {
+  if (!track_young()) {
+    for (const CreatedRows& c : record.created)
+      if (c.table->ledger) c.table->rows.mark(c.slots.data(), c.slots.size(), 0);
+    return;
+  }
+  for (const TableRef& table : tables) {
+    std::lock_guard<std::mutex> young(table->young_mu);
+    std::erase_if(table->young, [&](const auto& y) {
+      if (y.second > step) return false;
+      if (table->ledger) table->rows.mark(&y.first, 1, 0);
+      return true;
+    });
+  }
 }
 
 // Rows that declarations for steps up to `step` reserved and nobody has used. All ranks have ended the
@@ -828,7 +872,9 @@ void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size
   if (table.young.empty()) return;
   for (size_t i = 0; i < n; ++i) {
     auto at = table.young.find(slots[i]);
-    if (at != table.young.end()) at->second = std::min(at->second, step);
+    if (at == table.young.end() || at->second <= step) continue;
+    at->second = step;
+    if (table.ledger) table.rows.mark(&at->first, 1, Ledger::mark_of(step));
   }
 }
 

@@ -225,6 +225,12 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
   table->schedule[0] = config.optimizer;
   table->handle = handle_add(HandleKind::kTable, table);
   if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  if (ledger_) {
+    if (Status s = ledger_->add_table(table->handle, table->rows, &table->ledger)) {
+      handle_remove(HandleKind::kTable, table->handle);
+      return s;
+    }
+  }
   table->number = next_table_++;
   tables_.push_back(table);
   if (trace_.on()) trace_.name_table(table->number, table->name);

@@ -299,19 +299,30 @@ void Engine::apply_claim(Table& table, const Claim& claim) {
     size_t n = run.end - run.begin;
     TraceSpan span(trace_, SpanKind::kApply);
     span.step(u.step).table(table.number).count(n);
-    if (!stale() && u.ranks.size() == 1) {
-      const Handover& h = u.ranks[0];
-      if (h.lent)
-        k.apply_fused_indexed(table.rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,
-                              h.part->row_start(), rows, n, h.source);
-      else
-        k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride);
-    } else {
+    auto apply = [&](size_t from, size_t to) {
+      if (!stale() && u.ranks.size() == 1) {
+        const Handover& h = u.ranks[0];
+        if (h.lent)
+          k.apply_fused_indexed(table.rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,
+                                h.part->row_start(), rows + from, to - from, h.source);
+        else
+          k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows + from, to - from, h.sums.as<float>(), h.stride);
+        return;
+      }
       TermList& terms = scratch().terms;
       terms.clear();
-      for (size_t i = 0; i < n; ++i) u.add_terms(rows[i], &terms);
+      for (size_t i = from; i < to; ++i) u.add_terms(rows[i], &terms);
       terms.close();
       apply_terms(table, u, terms);
+    };
+    if (!u.record) {
+      apply(0, n);
+    } else {
+      uint8_t* marks = TableLedger::marks(u.record.get());
+      table.ledger->write(table.rows, u.record.get(), n, [&](size_t i) { return u.slots[rows[i]]; }, apply,
+                          [&](size_t from, size_t to) {
+                            for (size_t i = from; i < to; ++i) marks[rows[i]] = 1;
+                          });
     }
     if (u.step + 1 < begun) deferred += n;
   }

@@ -6,7 +6,7 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kMagic = 0x316c6e6843677246;  // "FrgChnl1"
+constexpr uint64_t kMagic = 0x326c6e6843677246;  // "FrgChnl2"
 constexpr size_t kPage = 4096;
 constexpr size_t kMaxStaging = size_t{1} << 46;
 constexpr size_t kReleaseBytes = Channel::kReleases * sizeof(uint64_t);
@@ -27,17 +27,14 @@ static_assert(sizeof(Up) <= kPage && sizeof(Down) <= kPage);
 
 constexpr size_t round_up(size_t n) { return (n + kHugePage - 1) / kHugePage * kHugePage; }
 
-// Where things lie. Up: a page of ends, the ring, staging memory. Down: a page, releases, the ring.
+// Where things lie. Up: a page of ends, the ring. Down: a page, releases, the ring.
 struct Layout {
-  explicit Layout(size_t ring, size_t staging)
-      : up_staging(round_up(kPage + ring)), up_bytes(up_staging + staging),
-        down_ring(kPage + kReleaseBytes), down_bytes(round_up(down_ring + ring)) {}
-  size_t up_staging, up_bytes, down_ring, down_bytes;
+  explicit Layout(size_t ring)
+      : up_bytes(round_up(kPage + ring)), down_ring(kPage + kReleaseBytes), down_bytes(round_up(down_ring + ring)) {}
+  size_t up_bytes, down_ring, down_bytes;
 };
 
-bool sizes_valid(uint64_t ring, uint64_t staging) {
-  return std::has_single_bit(ring) && ring >= kPage && ring <= kMaxRing && staging <= kMaxStaging;
-}
+bool size_valid(uint64_t ring) { return std::has_single_bit(ring) && ring >= kPage && ring <= kMaxRing; }
 
 const char kBroken[] = "cannot be talked to: a call timed out in the middle of a message";
 
@@ -49,21 +46,29 @@ Channel::Channel(bool controller)
 Channel::~Channel() {
   os_release(&up_);
   os_release(&down_);
+  os_release(&own_);
 }
 
-Status Channel::create(size_t ring_bytes, size_t staging_bytes, std::unique_ptr<Channel>* out,
+Status StagingMemory::make(size_t bytes, std::shared_ptr<StagingMemory>* out) {
+  if (bytes > kMaxStaging)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bytes of staging memory: it is at most 64 TiB", bytes);
+  auto m = std::allocate_shared<StagingMemory>(HeapAllocator<StagingMemory>());
+  FRUGAL_TRY(os_reserve(round_up(bytes), true, &m->mapping));
+  FRUGAL_TRY(os_make_read_only(m->mapping));
+  *out = std::move(m);
+  return FRUGAL_OK;
+}
+
+Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging, std::unique_ptr<Channel>* out,
                        uint64_t start) {
-  if (!sizes_valid(ring_bytes, staging_bytes))
+  if (!size_valid(ring_bytes))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "a channel with rings of %zu bytes and %zu bytes of staging memory: a ring has a "
-                "power of two from 4 KiB to 1 GiB, staging memory at most 64 TiB",
-                ring_bytes, staging_bytes);
-  staging_bytes = round_up(staging_bytes);
-  const Layout layout(ring_bytes, staging_bytes);
+                "a channel with rings of %zu bytes: a ring has a power of two from 4 KiB to 1 GiB", ring_bytes);
+  const Layout layout(ring_bytes);
   std::unique_ptr<Channel> c(new Channel(true));
   FRUGAL_TRY(os_reserve(layout.up_bytes, true, &c->up_));
   FRUGAL_TRY(os_reserve(layout.down_bytes, true, &c->down_));
-  FRUGAL_TRY(os_commit(c->up_, 0, layout.up_staging));
+  FRUGAL_TRY(os_commit(c->up_, 0, layout.up_bytes));
   FRUGAL_TRY(os_commit(c->down_, 0, layout.down_bytes));
   Up* up = new (c->up_.base) Up{};
   Down* down = new (c->down_.base) Down{};
@@ -73,35 +78,40 @@ Status Channel::create(size_t ring_bytes, size_t staging_bytes, std::unique_ptr<
   for (RingEnd* end : {&up->releases, &down->releases}) end->count.store(start & ~uint64_t{7});
   down->magic = kMagic;
   down->ring_bytes = ring_bytes;
-  down->staging_bytes = staging_bytes;
+  down->staging_bytes = staging ? staging->mapping.bytes : 0;
   FRUGAL_TRY(os_make_read_only(c->up_));
-  c->staging_bytes_ = staging_bytes;
+  if (staging) {
+    c->staging_bytes_ = staging->mapping.bytes;
+    c->staging_ = staging->mapping.base;
+    c->lent_ = std::move(staging);
+  }
   c->connect(ring_bytes);
   *out = std::move(c);
   return FRUGAL_OK;
 }
 
-Status Channel::attach(int up_fd, int down_fd, std::unique_ptr<Channel>* out) {
+Status Channel::attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<Channel>* out) {
   std::unique_ptr<Channel> c(new Channel(false));
   // Until all is well the descriptors are the caller's.
   struct Lent {
     Channel* c;
     ~Lent() {
-      if (c) c->up_.fd = c->down_.fd = -1;
+      if (c) c->up_.fd = c->down_.fd = c->own_.fd = -1;
     }
   } lent{c.get()};
   FRUGAL_TRY(os_map_shared(up_fd, true, &c->up_));
   FRUGAL_TRY(os_map_shared(down_fd, false, &c->down_));
+  if (staging_fd >= 0) FRUGAL_TRY(os_map_shared(staging_fd, true, &c->own_));
   // The smallest region has 2 MiB: the page can be read.
   const Down* down = reinterpret_cast<const Down*>(c->down_.base);
   const uint64_t magic = down->magic, ring = down->ring_bytes, staging = down->staging_bytes;
-  if (magic != kMagic || !sizes_valid(ring, staging) || staging % kHugePage != 0 ||
-      Layout(ring, staging).up_bytes != c->up_.bytes ||
-      Layout(ring, staging).down_bytes != c->down_.bytes)
+  if (magic != kMagic || !size_valid(ring) || staging != c->own_.bytes || Layout(ring).up_bytes != c->up_.bytes ||
+      Layout(ring).down_bytes != c->down_.bytes)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the shared memory is no channel of this version of the library; the controller and "
                 "the trainer processes must use the same");
   c->staging_bytes_ = staging;
+  c->staging_ = c->own_.base;
   c->connect(ring);
   lent.c = nullptr;
   *out = std::move(c);
@@ -111,11 +121,10 @@ Status Channel::attach(int up_fd, int down_fd, std::unique_ptr<Channel>* out) {
 void Channel::connect(size_t ring_bytes) {
   Up* up = reinterpret_cast<Up*>(up_.base);
   Down* down = reinterpret_cast<Down*>(down_.base);
-  const Layout layout(ring_bytes, staging_bytes_);
+  const Layout layout(ring_bytes);
   char* requests = up_.base + kPage;
   char* answers = down_.base + layout.down_ring;
   char* releases = down_.base + kPage;
-  staging_ = up_.base + layout.up_staging;
   if (controller_) {
     sender_ = RingWriter(&link_, &down->answers, &up->answers, answers, ring_bytes);
     receiver_ = RingReader(&link_, &down->requests, &up->requests, requests, ring_bytes);
@@ -162,8 +171,7 @@ Status Channel::commit_staging(uint64_t offset, uint64_t bytes) {
   if (offset > staging_bytes_ || bytes > staging_bytes_ - offset)
     return fail(FRUGAL_ERR_INTERNAL, "staging memory ends before %llu",
                 static_cast<unsigned long long>(offset + bytes));
-  return bytes ? os_commit(up_, static_cast<size_t>(staging_ - up_.base) + offset, bytes)
-               : FRUGAL_OK;
+  return bytes ? os_commit(own_, offset, bytes) : FRUGAL_OK;
 }
 
 bool Channel::next_release(uint64_t* offset) {

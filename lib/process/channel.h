@@ -1,11 +1,12 @@
-// What a trainer process and the controller say to each other: two regions of shared memory, each
-// written by one of them.
+// What a trainer process and the controller say to each other: regions of shared memory, each written by
+// one of them.
 //
-//   up, written by the trainer process: ring of requests, staging memory for sums, counters
-//   down, written by the controller:    ring of answers, ring of releases of staging memory
+//   up, written by the trainer process:      ring of requests, counters
+//   staging, written by the trainer process: memory for sums; a process that only asks has none
+//   down, written by the controller:         ring of answers, ring of releases of staging memory
 //
-// The controller makes both and maps the up region read-only; the trainer process maps the down region
-// read-only. A read of staging memory that was not committed takes memory and reads zeros.
+// The controller makes all and maps what it does not write read-only; so does the trainer process. A read
+// of staging memory that was not committed takes memory and reads zeros.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -34,6 +35,14 @@ struct Piece {
   size_t bytes;
 };
 
+// Staging memory, as the controller has it: read-only.
+struct StagingMemory : HeapObject {
+  Mapping mapping;
+  // `bytes` is rounded up to 2 MiB; at most 64 TiB.
+  static Status make(size_t bytes, std::shared_ptr<StagingMemory>* out);
+  ~StagingMemory() { os_release(&mapping); }
+};
+
 // The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one receives
 // at a time (it may be the same), one takes releases; release(), cut() and what only looks: any.
 //
@@ -48,14 +57,15 @@ class Channel : public HeapObject {
   static constexpr size_t kReleases = size_t{1} << 16;
 
   // The controller's side. `ring_bytes`: of each ring of messages, a power of two of 4 KiB to 1 GiB.
-  // `staging_bytes` is rounded up to 2 MiB. The counts begin at `start`, for tests.
-  static Status create(size_t ring_bytes, size_t staging_bytes, std::unique_ptr<Channel>* out,
+  // `staging`: or null. The counts begin at `start`, for tests.
+  static Status create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging, std::unique_ptr<Channel>* out,
                        uint64_t start = 0);
-  // What the peer attaches to; they remain the channel's.
+  // What the peer attaches to; they remain the channel's. -1: there is no staging memory.
   int up_fd() const { return up_.fd; }
   int down_fd() const { return down_.fd; }
+  int staging_fd() const { return lent_ ? lent_->mapping.fd : -1; }
   // The trainer process's side. The descriptors are the channel's on success, else the caller's.
-  static Status attach(int up_fd, int down_fd, std::unique_ptr<Channel>* out);
+  static Status attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<Channel>* out);
   // No call may be under way.
   ~Channel();
 
@@ -87,7 +97,7 @@ class Channel : public HeapObject {
   Status commit_staging(uint64_t offset, uint64_t bytes);
   // Buffers can be cut from it.
   void staging_arena(Arena* out) const {
-    out->over(up_, static_cast<size_t>(staging_ - up_.base), staging_bytes_);
+    out->over(own_, 0, staging_bytes_);
   }
   // Whether a place was released, and which; its number is what the controller wrote.
   bool next_release(uint64_t* offset);
@@ -105,7 +115,8 @@ class Channel : public HeapObject {
 
   const bool controller_;
   RingLink link_;
-  Mapping up_, down_;
+  Mapping up_, down_, own_;  // own_: the trainer process's staging memory
+  std::shared_ptr<StagingMemory> lent_;  // the controller's
   char* staging_ = nullptr;
   size_t staging_bytes_ = 0;
   RingWriter sender_;

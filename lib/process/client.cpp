@@ -40,11 +40,13 @@ Status map_one(Descriptors& d, size_t i, bool writable, Mapping* out) {
   return FRUGAL_OK;
 }
 
-Status channel_at(Descriptors& d, size_t i, std::unique_ptr<Channel>* out) {
+Status channel_at(Descriptors& d, size_t i, bool with_staging, std::unique_ptr<Channel>* out) {
   if (i + 1 >= d.all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
-  FRUGAL_TRY(Channel::attach(d.all[i], d.all[i + 1], out));
+  const bool staging = i + 2 < d.all.size() && with_staging;
+  FRUGAL_TRY(Channel::attach(d.all[i], d.all[i + 1], staging ? d.all[i + 2] : -1, out));
   d.take(i);
   d.take(i + 1);
+  if (staging) d.take(i + 2);
   return FRUGAL_OK;
 }
 
@@ -87,14 +89,23 @@ Status Client::attach(const frugal_config& config) {
   OpenReply reply;
   FRUGAL_TRY(control_->open(asked, config.timeout_ms, &reply));
   Descriptors d{reply.descriptors};
-  if (reply.numbers.size() != 2) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+  if (reply.numbers.size() != 3) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   FRUGAL_TRY(map_one(d, 0, false, &arena_));
-  FRUGAL_TRY(channel_at(d, 1, &channel_));
+  FRUGAL_TRY(channel_at(d, 1, false, &channel_));
   const uint64_t versions = reply.numbers[1];
   if (versions != kNoPlace) {
     if (versions > arena_.bytes - kStripes * sizeof(uint32_t))
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
     versions_ = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + versions);
+  }
+  remains_.arena = arena_;
+  remains_.root = reply.numbers[2];
+  for (size_t i = 3; i < d.all.size(); ++i) {
+    remains_.stagings.emplace_back();
+    Mapping& m = remains_.stagings.back();
+    FRUGAL_TRY(map_one(d, i, false, &m));
+    ::close(m.fd);  // there are many, and the mapping is enough
+    m.fd = -1;
   }
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
@@ -146,6 +157,8 @@ void Client::shutdown() {
   control_.reset();
   helpers_.stop();
   std::lock_guard<std::mutex> calls(channel_mu_);
+  for (Mapping& m : remains_.stagings) os_release(&m);
+  remains_ = {};
   os_release(&arena_);
 }
 
@@ -173,6 +186,7 @@ Status Client::health() {
 }
 
 Status Client::committed(uint64_t* step) {
+  if (left_alone()) return remains_.committed(step);
   FRUGAL_TRY(check());
   return control_->committed(config_.timeout_ms, step);
 }
@@ -224,7 +238,7 @@ Status Client::stop_trace(const char* path) {
 
 Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* out) {
   Descriptors d{reply.descriptors};
-  if (reply.numbers.size() != 2) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+  if (reply.numbers.size() != 4) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   RemoteTableRef there;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -249,6 +263,8 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   if (!t->arrays[Rows::kValues].base ||
       t->arrays[Rows::kValues].bytes / sizeof(float) / t->layout.value_stride < reply.info.capacity)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent too little memory for table '%s'", name);
+  t->ledger = reply.numbers[2];
+  t->lazy = reply.numbers[3] != 0;
   t->rows.values = reinterpret_cast<float*>(t->arrays[Rows::kValues].base);
   t->rows.value_stride = t->layout.value_stride;
   t->rows.dim = reply.info.dim;
@@ -283,6 +299,10 @@ Status Client::drop_table(const RemoteTableRef& table) {
 }
 
 Status Client::describe(RemoteTable& table, frugal_table_info* out) {
+  if (left_alone()) {
+    *out = table.info;
+    return count(table, &out->rows);
+  }
   Exchange e{Call::kDescribe, {table.id}, {}};
   return ask(e, [&](Channel& c, uint64_t) { return c.read(out, sizeof *out, UINT64_MAX); });
 }
@@ -295,7 +315,32 @@ Status Client::set_optimizer(RemoteTable& table, uint64_t first_step, const frug
 
 // --- Rows outside steps --------------------------------------------------------------------------
 
+// What the controller has left of a table. The first who asks works it out.
+Status Client::remains_of(RemoteTable& table, TableReadout** out) {
+  std::lock_guard<std::mutex> lock(table.readout_mu);
+  if (!table.readout) {
+    TableReadout::Source s;
+    s.record = table.ledger;
+    s.handle = table.id;
+    s.name = table.name.c_str();
+    s.layout = table.layout;
+    std::copy(std::begin(table.arrays), std::end(table.arrays), s.arrays);
+    s.capacity = table.info.capacity;
+    s.hashed = table.info.key_space == FRUGAL_HASHED;
+    s.lazy = table.lazy;
+    FRUGAL_TRY(TableReadout::open(remains_, s, pool_, &table.readout));
+  }
+  *out = table.readout.get();
+  return FRUGAL_OK;
+}
+
 Status Client::count(RemoteTable& table, uint64_t* out) {
+  if (left_alone()) {
+    TableReadout* t;
+    FRUGAL_TRY(remains_of(table, &t));
+    *out = t->count();
+    return FRUGAL_OK;
+  }
   Exchange e{Call::kCount, {table.id}, {}};
   FRUGAL_TRY(ask(e));
   *out = e.args[0];
@@ -303,6 +348,12 @@ Status Client::count(RemoteTable& table, uint64_t* out) {
 }
 
 Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+  if (left_alone()) {
+    TableReadout* t;
+    FRUGAL_TRY(remains_of(table, &t));
+    *n = t->keys(cursor, out, capacity);
+    return FRUGAL_OK;
+  }
   Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
   FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes) -> Status {
     if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
@@ -329,6 +380,24 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(table, stride, bytes));
   if (stride == 0) stride = bytes;
+  if (left_alone()) {
+    TableReadout* t;
+    FRUGAL_TRY(remains_of(table, &t));
+    if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
+    Vector<uint32_t> slots(n);
+    Vector<float> scratch(t->row_floats());
+    t->find(keys, n, nullptr, slots.data());
+    for (size_t i = 0; i < n; ++i) {
+      const bool there = slots[i] < kMissingSlot;
+      if (found) found[i] = there;
+      if (!there) continue;
+      const TableReadout::Row row = t->row(slots[i], scratch.data());
+      float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride);
+      std::memcpy(to, row.values, table.info.dim * sizeof(float));
+      if (flags & FRUGAL_WITH_STATE) table.layout.export_state(row.state, to + table.info.dim);
+    }
+    return FRUGAL_OK;
+  }
   Exchange e{Call::kGet, {table.id, n, flags}, {}};
   e.add(keys, n * sizeof(uint64_t));
   return ask(e, [&](Channel& c, uint64_t) -> Status {
@@ -382,7 +451,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
-    FRUGAL_TRY(channel_at(d, 0, &t->channel));
+    FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
     t->channel->look_for(kLookNs);
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);

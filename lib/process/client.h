@@ -15,6 +15,7 @@
 #include "process/control.h"
 #include "process/helpers.h"
 #include "process/protocol.h"
+#include "process/readout.h"
 #include "process/watch.h"
 
 namespace frugal {
@@ -31,6 +32,10 @@ struct RemoteTable : HeapObject {
   RowLayout layout;
   device::RowsRef rows{};      // read-only
   Mapping arrays[Rows::kArrays];
+  uint64_t ledger = kNoPlace;  // its record in the controller's ledger
+  bool lazy = false;
+  std::mutex readout_mu;
+  std::unique_ptr<TableReadout> readout;  // when the controller is dead and somebody has asked
   std::atomic<bool> dropped{false};
   ~RemoteTable();
 };
@@ -146,6 +151,10 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
+  // The controller's process has ended: rows are read out of what it has left.
+  bool left_alone() const { return lost_.load() && !closed_.load(); }
+  Status remains_of(RemoteTable& table, TableReadout** out);
+  Status read_out(const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return helpers_.parallel(chunks, run, context);
@@ -196,6 +205,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
   Mapping arena_;
+  Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
   const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
   BufferPool pool_;
   Helpers helpers_;

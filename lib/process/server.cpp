@@ -24,6 +24,11 @@ namespace {
 constexpr size_t kRingBytes = size_t{4} << 20;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
+constexpr size_t kAllStagingBytes = size_t{16} << 40;
+// Staging memory is made when the engine is, so that each process has all of it mapped when it is needed to
+// read the tables out: of each rank so many, for those who have its place while a stopped predecessor lives.
+constexpr uint32_t kStagingsOfRank = 4;
+constexpr uint32_t kMostStagings = 120;  // that go with an answer
 
 // The end of the struct is padding, in which anything may be.
 constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
@@ -61,6 +66,12 @@ struct Server::Impl final : ControlHandler {
   Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
   Vector<uint32_t> leaving_;         // ranks whose lanes are being lost
   std::condition_variable left_;
+  struct StagingRegion {
+    std::shared_ptr<StagingMemory> memory;
+    std::weak_ptr<StagingMemory> lease;  // while somebody writes or reads it
+    uint64_t peer = 0;                   // who may write it; 0: nobody
+  };
+  Vector<StagingRegion> stagings_;       // by rank, the same number of each
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
   std::mutex silent_mu_;             // what follows; under the engine's mutex, so nothing is done with it held
@@ -161,20 +172,59 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(check_config(c));
     auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
     FRUGAL_TRY(engine->start());
+    FRUGAL_TRY(make_readable(*engine));
     engine_ = std::move(engine);
     own_engine_ = true;
     listen();
     return FRUGAL_OK;
   }
 
+  // What it takes for other processes to read the tables out when this one has been killed.
+  Status make_readable(Engine& engine) {
+    FRUGAL_TRY(engine.keep_ledger());
+    const uint32_t world = engine.config().world_size;
+    const uint32_t of_rank = std::min(kStagingsOfRank, kMostStagings / world);
+    const size_t bytes = std::min<size_t>(kStagingBytes, kAllStagingBytes / std::max<uint32_t>(1, world * of_rank));
+    Vector<StagingRegion> made(size_t{world} * of_rank);
+    for (StagingRegion& r : made) FRUGAL_TRY(StagingMemory::make(bytes, &r.memory));
+    for (uint32_t i = 0; i < made.size(); ++i) {
+      const Mapping& m = made[i].memory->mapping;
+      engine.ledger()->add_region(m.base, m.bytes, i);
+    }
+    stagings_ = std::move(made);
+    return FRUGAL_OK;
+  }
+
+  // Staging memory for a trainer of `peer`. Nobody else writes it: not who had it before and lives on.
+  Status staging_for(uint32_t rank, uint64_t peer, std::shared_ptr<StagingMemory>* out) {
+    std::lock_guard<std::mutex> lock(mu_);
+    const size_t of_rank = stagings_.size() / engine_->config().world_size;
+    for (size_t i = rank * of_rank; i < (rank + 1) * of_rank; ++i) {
+      StagingRegion& r = stagings_[i];
+      if (!r.lease.expired() || (r.peer != 0 && r.peer != peer)) continue;
+      // Its memory goes back to the system with the last who uses it.
+      out->reset(
+          r.memory.get(), [keep = r.memory](StagingMemory* m) { os_decommit(m->mapping, 0, m->mapping.bytes); },
+          HeapAllocator<StagingMemory>());
+      r.lease = *out;
+      r.peer = peer;
+      return FRUGAL_OK;
+    }
+    // Others cannot see this: what it has handed over is missing if the tables are read out.
+    return StagingMemory::make(kStagingBytes, out);
+  }
+
   // `keep`: what the descriptors are of.
-  Status channel(TrainerRef trainer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
+  Status channel(TrainerRef trainer, uint64_t peer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
                  Vector<uint64_t>* numbers, std::shared_ptr<void>* keep = nullptr) {
+    std::shared_ptr<StagingMemory> staging;
+    if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
     std::unique_ptr<Channel> c;
-    FRUGAL_TRY(Channel::create(kRingBytes, trainer ? kStagingBytes : 0, &c));
+    FRUGAL_TRY(Channel::create(kRingBytes, std::move(staging), &c));
     std::shared_ptr<Channel> shared(std::move(c));
     descriptors->push_back(shared->up_fd());
     descriptors->push_back(shared->down_fd());
+    if (trainer) descriptors->push_back(shared->staging_fd());
     if (keep) *keep = shared;
     out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
     FRUGAL_TRY((*out)->start());
@@ -188,8 +238,10 @@ struct Server::Impl final : ControlHandler {
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
     process->observes = config.flags & FRUGAL_OBSERVE;
     reply->descriptors.push_back(engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
+    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
     reply->numbers.push_back(engine_->versions_place());
+    reply->numbers.push_back(engine_->ledger()->place());
+    for (const StagingRegion& r : stagings_) reply->descriptors.push_back(r.memory->mapping.fd);
     reply->config = engine_->config();
     int fd = -1;
     if (peer.pidfd >= 0) {
@@ -223,6 +275,8 @@ struct Server::Impl final : ControlHandler {
     describe_table(*t, &reply->info);
     reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
     reply->numbers.push_back(t->rows.mappings(&reply->descriptors));
+    reply->numbers.push_back(t->ledger->place());
+    reply->numbers.push_back(t->rows.lazy());
   }
 
   Status create_table(Peer& peer, const frugal_table_config& config, TableReply* reply) override {
@@ -278,7 +332,7 @@ struct Server::Impl final : ControlHandler {
     TrainerRef trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer));
     std::unique_ptr<Lane> lane;
-    Status s = channel(trainer, false, &lane, &reply->descriptors, &reply->numbers, &reply->keep);
+    Status s = channel(trainer, peer.id, false, &lane, &reply->descriptors, &reply->numbers, &reply->keep);
     if (s == FRUGAL_OK) {
       std::lock_guard<std::mutex> lock(mu_);
       if (process->gone) s = fail(FRUGAL_ERR_PEER_LOST, "the process is gone");
@@ -365,7 +419,17 @@ struct Server::Impl final : ControlHandler {
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
     lane->cut();
+    free_staging(peer.id, rank);
     return engine_->close_trainer(lane->trainer());
+  }
+
+  // The process does not write there any more: of one rank, or (kNoRank) at all.
+  void free_staging(uint64_t peer, uint32_t rank) {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (size_t i = 0; i < stagings_.size(); ++i)
+      if (stagings_[i].peer == peer &&
+          (rank == kNoRank || i / (stagings_.size() / engine_->config().world_size) == rank))
+        stagings_[i].peer = 0;
   }
 
   Status stats(Peer& peer, frugal_stats* stats) override {
@@ -405,6 +469,7 @@ struct Server::Impl final : ControlHandler {
     processes_.erase(id);
     const uint64_t watched = process->watched;
     lock.unlock();
+    free_staging(id, kNoRank);
     if (watched && !by_watch) watch_->remove(watched);
   }
 };
@@ -420,7 +485,13 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
   impl->engine_ = std::move(engine);
   FRUGAL_TRY(Watch::open(&impl->watch_));
   FRUGAL_TRY(impl->start_reaper());
-  if (impl->engine_) impl->listen();
+  if (impl->engine_) {
+    if (Status s = impl->make_readable(*impl->engine_)) {
+      impl->stop_reaper();
+      return s;
+    }
+    impl->listen();
+  }
   Status s = ControlServer::start(address, impl.get(), &impl->control_);
   if (s != FRUGAL_OK) {
     impl->stop_reaper();
@@ -435,6 +506,7 @@ void Server::stop() {
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   impl_->stop_reaper();
+  if (impl_->engine_ && impl_->engine_->ledger()) impl_->engine_->ledger()->forget_regions();
   if (impl_->own_engine_ && impl_->engine_) impl_->engine_->shutdown();
   impl_.reset();
 }

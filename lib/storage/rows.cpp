@@ -51,7 +51,7 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   FRUGAL_TRY(values_.reserve(capacity_, layout_.value_stride * 4, c.shared, budget, c.pinner));
   FRUGAL_TRY(state_.reserve(capacity_, layout_.state_stride * 4, c.shared, budget, c.pinner));
   if (lazy_) {
-    FRUGAL_TRY(flags_.reserve(capacity_, 1, false, budget));
+    FRUGAL_TRY(flags_.reserve(capacity_, 1, c.shared, budget));
   }
   if (hashed_) {
     FRUGAL_TRY(keys_.reserve(capacity_, 8, c.shared, budget));
@@ -166,6 +166,7 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   reinterpret_cast<uint64_t*>(keys_.base())[s] = key;
   initialize_slot(s, key);
   flags()[s] = kReserved;
+  if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
   reserved_.fetch_add(1, std::memory_order_relaxed);
   *slot = s;
   return FRUGAL_OK;
@@ -227,7 +228,7 @@ void Rows::take_stranded(Vector<uint32_t>* out) {
   stranded_.clear();
 }
 
-void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {
+void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark) {
   if (!hashed_) return;
   std::lock_guard<std::mutex> lock(mu_);
   if (created) {
@@ -239,11 +240,24 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
-    flags()[s] = kExists;
+    flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
     ++existing_;
     reserved_.fetch_sub(1, std::memory_order_relaxed);
     if (created) created->push_back(s);
   }
+}
+
+void Rows::mark(const uint32_t* slots, size_t n, uint8_t mark) {
+  if (!hashed_) return;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (size_t i = 0; i < n; ++i)
+    if (flags()[slots[i]] & kExists) flags()[slots[i]] = static_cast<uint8_t>(kExists | mark << kMarkAt);
+}
+
+void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
+  std::lock_guard<std::mutex> lock(mu_);
+  slots_told_ = elsewhere;
+  if (elsewhere) elsewhere->store(next_slot_);
 }
 
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
@@ -314,15 +328,16 @@ size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   return n;
 }
 
-void Rows::export_state(uint32_t slot, float* out) const {
-  const float* s = state(slot);
-  if (layout_.state_columns == 0) {
-    if (layout_.state_floats) *out = *s;
+void RowLayout::export_state(const float* from, float* out) const {
+  if (state_columns == 0) {
+    if (state_floats) *out = *from;
     return;
   }
-  for (uint32_t c = 0; c < layout_.state_columns; ++c)
-    std::memcpy(out + c * layout_.dim, s + c * layout_.value_stride, layout_.dim * sizeof(float));
+  for (uint32_t c = 0; c < state_columns; ++c)
+    std::memcpy(out + c * dim, from + c * value_stride, dim * sizeof(float));
 }
+
+void Rows::export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
 
 void Rows::import_state(uint32_t slot, const float* in) const {
   float* s = state(slot);

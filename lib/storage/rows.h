@@ -35,6 +35,8 @@ struct RowLayout {
   size_t value_stride = 0;     // floats
   size_t state_stride = 0;     // floats
   static RowLayout of(uint32_t dim, int32_t optimizer);
+  // A row's state as it is exported: columns of dim floats.
+  void export_state(const float* state, float* out) const;
 };
 
 class Rows : public HeapObject {
@@ -71,8 +73,14 @@ class Rows : public HeapObject {
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Rows that failed calls reserved, which the caller releases unless somebody wants them.
   void take_stranded(Vector<uint32_t>* out);
-  // Turns reserved rows among `slots` into existing ones.
-  void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
+  // Turns reserved rows among `slots` into existing ones. With a mark (of an uncommitted step, 1 to kMarks)
+  // they bear it, for who reads the flags without us, until it is changed: 0 is none.
+  void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark = 0);
+  void mark(const uint32_t* slots, size_t n, uint8_t mark);
+  static constexpr uint8_t kMarks = 63;
+  // Of a row's flag byte: whether the row exists, and its mark.
+  static bool flag_exists(uint8_t flag) { return flag & kExists; }
+  static uint8_t flag_mark(uint8_t flag) { return flag >> kMarkAt; }
   // Back to reserved: an aborted step's creations, and deleted rows (which get initial values
   // again). Returns how many existed.
   uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
@@ -100,6 +108,10 @@ class Rows : public HeapObject {
   void import_state(uint32_t slot, const float* in) const;
   uint64_t capacity() const { return capacity_; }
   bool hashed() const { return hashed_; }
+  bool lazy() const { return lazy_; }
+  const arith::InitSpec& init() const { return init_; }
+  // Where else it is told how many slots have been handed out, of a hashed table; or null.
+  void tell_slots(std::atomic<uint64_t>* elsewhere);
   uint64_t memory_bytes() const;
   // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared memory. Returns a
   // bit for each.
@@ -114,6 +126,7 @@ class Rows : public HeapObject {
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
   static constexpr uint8_t kExists = 1, kReserved = 2;
+  static constexpr int kMarkAt = 2;
 
   std::mutex mu_;  // index, flags, free list
   uint64_t capacity_ = 0;
@@ -125,6 +138,7 @@ class Rows : public HeapObject {
   KeyIndex index_;
   Vector<uint32_t> free_, stranded_;
   uint64_t next_slot_ = 0;
+  std::atomic<uint64_t>* slots_told_ = nullptr;
   uint64_t existing_ = 0;
   std::atomic<uint64_t> reserved_{0};
 };

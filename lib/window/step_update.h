@@ -75,9 +75,13 @@ struct StepUpdate : HeapObject {
   bool committed = false;
   size_t remaining = 0;           // rows not yet in the host rows
 
+  // The engine's: where else it is told of the update until it is written. Null: nowhere.
+  std::shared_ptr<void> record;
+
   ~StepUpdate() { written(); }
   // All rows are in the host rows (a cache may still have to apply it): gives the bytes back.
   void written() {
+    record.reset();
     if (accounted_) accounted_->fetch_sub(bytes, std::memory_order_relaxed);
     accounted_ = nullptr;
   }

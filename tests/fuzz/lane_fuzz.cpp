@@ -262,8 +262,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Bytes in{data, size};
   const bool as_trainer = in.Number(1) % 8 != 0;
   std::unique_ptr<Channel> made, mine;
-  Check(Channel::create(size_t{64} << 10, size_t{2} << 20, &made) == FRUGAL_OK);
-  Check(Channel::attach(dup(made->up_fd()), dup(made->down_fd()), &mine) == FRUGAL_OK);
+  std::shared_ptr<StagingMemory> staging;
+  Check(StagingMemory::make(size_t{2} << 20, &staging) == FRUGAL_OK);
+  Check(Channel::create(size_t{64} << 10, staging, &made) == FRUGAL_OK);
+  Check(Channel::attach(dup(made->up_fd()), dup(made->down_fd()), dup(made->staging_fd()), &mine) == FRUGAL_OK);
   Check(mine->commit_staging(0, 65536) == FRUGAL_OK);
   // Lists of rows among what lies there.
   for (size_t i = 0; i < 16384; ++i) {

@@ -40,10 +40,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const uint64_t start = in.Number(8);
   const bool attack_controller = in.Number(1) % 2 == 0;
   std::unique_ptr<Channel> controller, trainer;
-  Check(Channel::create(kRing, kStaging, &controller, start) == FRUGAL_OK);
+  std::shared_ptr<frugal::StagingMemory> staging;
+  Check(frugal::StagingMemory::make(kStaging, &staging) == FRUGAL_OK);
+  Check(Channel::create(kRing, staging, &controller, start) == FRUGAL_OK);
   const int fd = dup(attack_controller ? controller->up_fd() : controller->down_fd());
   if (!attack_controller)
-    Check(Channel::attach(dup(controller->up_fd()), dup(controller->down_fd()), &trainer) ==
+    Check(Channel::attach(dup(controller->up_fd()), dup(controller->down_fd()), dup(controller->staging_fd()), &trainer) ==
           FRUGAL_OK);
   frugal::Mapping region;
   Check(frugal::os_map_shared(fd, true, &region) == FRUGAL_OK);

@@ -13,8 +13,16 @@ namespace {
 
 using Peer = std::unique_ptr<Channel>;
 
+Status Create(size_t ring_bytes, size_t staging_bytes, Peer* out, uint64_t start = 0) {
+  std::shared_ptr<StagingMemory> staging;
+  if (staging_bytes) FRUGAL_TRY(StagingMemory::make(staging_bytes, &staging));
+  return Channel::create(ring_bytes, std::move(staging), out, start);
+}
+
+int Copy(int fd) { return fd < 0 ? -1 : dup(fd); }
+
 Status Attach(const Channel& of, Peer* out) {
-  return Channel::attach(dup(of.up_fd()), dup(of.down_fd()), out);
+  return Channel::attach(dup(of.up_fd()), dup(of.down_fd()), Copy(of.staging_fd()), out);
 }
 
 // Words of the regions, as a hostile peer sees them: docs/processes.md, section 2.
@@ -93,7 +101,7 @@ TEST(Channel, StreamsBetweenThreads) {
     // Counts that pass 2^64, and 2^32.
     for (uint64_t start : {uint64_t{0}, UINT64_MAX - 70001, (uint64_t{1} << 32) - 12345}) {
       Peer controller, trainer;
-      ASSERT_OK(Channel::create(ring, 0, &controller, start));
+      ASSERT_OK(Create(ring, 0, &controller, start));
       ASSERT_OK(Attach(*controller, &trainer));
       std::vector<std::thread> threads;
       std::atomic<int> wrong{0};
@@ -114,7 +122,7 @@ TEST(Channel, StreamsAGigabyteBetweenProcesses) {
   constexpr uint64_t kTotal = 1'100'000'000;
 #endif
   Peer controller;
-  ASSERT_OK(Channel::create(1 << 20, 0, &controller, UINT64_MAX - 500'000'000));
+  ASSERT_OK(Create(1 << 20, 0, &controller, UINT64_MAX - 500'000'000));
   Child child([&] {
     Peer trainer;
     if (Attach(*controller, &trainer) != FRUGAL_OK) return 10;
@@ -129,7 +137,7 @@ TEST(Channel, StreamsAGigabyteBetweenProcesses) {
 // Each waits for the other's word, so every wake-up counts; now and then longer than anyone spins.
 TEST(Channel, RoundTripsWithSleepers) {
   Peer controller;
-  ASSERT_OK(Channel::create(4096, 0, &controller));
+  ASSERT_OK(Create(4096, 0, &controller));
   constexpr uint64_t kTrips = 5000;
   const auto nap = [](uint64_t n) {
     if (n % 5 == 0) usleep(static_cast<useconds_t>(Mix(n) % 150));
@@ -160,7 +168,7 @@ TEST(Channel, RoundTripsWithSleepers) {
 TEST(Channel, EdgesOfTheCapacity) {
   constexpr size_t kRing = 4096;
   Peer controller, trainer;
-  ASSERT_OK(Channel::create(kRing, 0, &controller));
+  ASSERT_OK(Create(kRing, 0, &controller));
   ASSERT_OK(Attach(*controller, &trainer));
   std::vector<char> data(kRing, 'x'), got(kRing);
   Header h{}, r;
@@ -194,7 +202,7 @@ TEST(Channel, EdgesOfTheCapacity) {
 
 TEST(Channel, TimeOutInAMessageIsFinal) {
   Peer controller, trainer;
-  ASSERT_OK(Channel::create(4096, 0, &controller));
+  ASSERT_OK(Create(4096, 0, &controller));
   ASSERT_OK(Attach(*controller, &trainer));
   std::vector<char> data(10'000);
   const Piece piece{data.data(), data.size()};
@@ -212,7 +220,7 @@ TEST(Channel, TimeOutInAMessageIsFinal) {
 TEST(Channel, CutWakesEveryWait) {
   for (int round = 0; round < 40; ++round) {
     Peer controller, trainer;
-    ASSERT_OK(Channel::create(4096, 0, &controller));
+    ASSERT_OK(Create(4096, 0, &controller));
     ASSERT_OK(Attach(*controller, &trainer));
     std::vector<char> data(100'000);
     std::vector<std::thread> threads;
@@ -242,7 +250,7 @@ TEST(Channel, CutWakesEveryWait) {
 TEST(Channel, PeerIsKilledInAMessage) {
   for (int round = 0; round < 20; ++round) {
     Peer controller;
-    ASSERT_OK(Channel::create(1 << 16, 0, &controller));
+    ASSERT_OK(Create(1 << 16, 0, &controller));
     Child child([&] {
       Peer trainer;
       if (Attach(*controller, &trainer) != FRUGAL_OK) return 10;
@@ -270,7 +278,7 @@ TEST(Channel, PeerIsKilledInAMessage) {
 
 TEST(Channel, StagingAndReleases) {
   Peer controller, trainer;
-  ASSERT_OK(Channel::create(4096, 5 << 20, &controller, UINT64_MAX - 100));
+  ASSERT_OK(Create(4096, 5 << 20, &controller, UINT64_MAX - 100));
   ASSERT_OK(Attach(*controller, &trainer));
   EXPECT_EQ(trainer->staging_bytes(), size_t{6} << 20);  // whole huge pages
   ASSERT_OK(trainer->commit_staging(0, 6 << 20));
@@ -319,18 +327,20 @@ TEST(Channel, MemoryThatCannotBeHad) {
   for (int64_t n = 1;; ++n) {
     Peer controller, trainer;
     os_test_fail_after(n);
-    Status s = Channel::create(4096, 1 << 20, &controller);
-    int up = -1, down = -1;
+    Status s = Create(4096, 1 << 20, &controller);
+    int up = -1, down = -1, staging = -1;
     if (s == FRUGAL_OK) {
       up = dup(controller->up_fd());
       down = dup(controller->down_fd());
-      s = Channel::attach(up, down, &trainer);
+      staging = dup(controller->staging_fd());
+      s = Channel::attach(up, down, staging, &trainer);
     }
     if (s == FRUGAL_OK) s = trainer->commit_staging(0, 1 << 20);
     const bool passed = os_test_fail_after(0) > 0;
     if (controller && !trainer) {
       EXPECT_EQ(0, close(up));  // still the caller's
       EXPECT_EQ(0, close(down));
+      EXPECT_EQ(0, close(staging));
     }
     if (passed) {
       EXPECT_OK(s);
@@ -339,22 +349,22 @@ TEST(Channel, MemoryThatCannotBeHad) {
     EXPECT_EQ(s, FRUGAL_ERR_OUT_OF_MEMORY);
     ++failed;
   }
-  EXPECT_EQ(failed, 7);  // two regions made, two committed, two mapped, staging memory
+  EXPECT_EQ(failed, 9);  // three regions made, two committed, three mapped, staging memory
   Peer c;
   for (size_t ring : {size_t{0}, size_t{2048}, size_t{5000}, size_t{1} << 31})
-    EXPECT_EQ(Channel::create(ring, 0, &c), FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(Channel::create(4096, SIZE_MAX, &c), FRUGAL_ERR_INVALID_ARGUMENT);
+    EXPECT_EQ(Create(ring, 0, &c), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(Create(4096, SIZE_MAX, &c), FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
 TEST(Channel, AttachRefusesWhatIsNoChannel) {
   Peer controller, trainer;
-  ASSERT_OK(Channel::create(4096, 0, &controller));
+  ASSERT_OK(Create(4096, 0, &controller));
   // The regions exchanged, the same one twice, none.
-  EXPECT_EQ(Channel::attach(controller->down_fd(), controller->up_fd(), &trainer),
+  EXPECT_EQ(Channel::attach(controller->down_fd(), controller->up_fd(), -1, &trainer),
             FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(Channel::attach(controller->up_fd(), controller->up_fd(), &trainer),
+  EXPECT_EQ(Channel::attach(controller->up_fd(), controller->up_fd(), -1, &trainer),
             FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(Channel::attach(0, controller->down_fd(), &trainer), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(Channel::attach(0, controller->down_fd(), -1, &trainer), FRUGAL_ERR_INVALID_ARGUMENT);
   // Geometry that does not fit the regions.
   Region down(controller->down_fd());
   for (size_t word : {0, 8, 16}) {
@@ -383,7 +393,7 @@ TEST(Channel, CountsThatCannotBe) {
                {kUpReleases, UINT64_MAX, false}};
   for (const auto& c : cases) {
     Peer controller;
-    ASSERT_OK(Channel::create(4096, 0, &controller, 1 << 20));
+    ASSERT_OK(Create(4096, 0, &controller, 1 << 20));
     Region up(controller->up_fd());
     up.word(c.word).store(up.word(c.word).load() + c.add);
     Header h{};
@@ -405,7 +415,7 @@ TEST(Channel, CountsThatCannotBe) {
   // While there is data: one byte more than there is room for, and back over what was seen.
   for (uint64_t add : {uint64_t{4096 - 64}, uint64_t{4096 - 64 + 1}, uint64_t{0} - 32}) {
     Peer controller, trainer;
-    ASSERT_OK(Channel::create(4096, 0, &controller));
+    ASSERT_OK(Create(4096, 0, &controller));
     ASSERT_OK(Attach(*controller, &trainer));
     Region up(controller->up_fd());
     Header h{};
@@ -417,7 +427,7 @@ TEST(Channel, CountsThatCannotBe) {
   }
   // A payload that the message has not.
   Peer controller, trainer;
-  ASSERT_OK(Channel::create(4096, 0, &controller));
+  ASSERT_OK(Create(4096, 0, &controller));
   ASSERT_OK(Attach(*controller, &trainer));
   char data[16] = {};
   const Piece piece{data, 8};
@@ -431,7 +441,7 @@ TEST(Channel, CountsThatCannotBe) {
 TEST(Channel, HostileWriter) {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     Peer controller;
-    ASSERT_OK(Channel::create(4096, 1 << 20, &controller, Mix(seed)));
+    ASSERT_OK(Create(4096, 1 << 20, &controller, Mix(seed)));
     Region up(controller->up_fd());
     std::atomic<bool> done{false};
     std::thread enemy([&] {

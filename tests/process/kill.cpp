@@ -1,5 +1,6 @@
 // Kills and stops processes of a job at random moments, and replaces them. In the end the tables are those of an
-// undisturbed run with threads, bit for bit; nothing is left over, and nobody hangs.
+// undisturbed run with threads, bit for bit; nothing is left over, and nobody hangs. When the controller is killed,
+// each trainer process reads out the tables: those of the last committed step, bit for bit.
 //
 //   kill_test --kills N --seed S --cache R --world W --steps T --mode trainer|all|stop|controller|mixed
 //
@@ -27,6 +28,7 @@ struct Options {
   double cache = 0;
   uint32_t world = 2, steps = 250, events = 12;  // of a run
   std::string mode = "mixed";
+  int flush = FRUGAL_FLUSH_AUTO;  // frugal_flush_mode
 };
 
 enum Point : uint32_t {
@@ -41,6 +43,7 @@ constexpr int kPageFd = 100;
 constexpr uint32_t kMaxWorld = 8;
 constexpr int kDone = 0, kLost = 3, kWrong = 4;
 constexpr int64_t kTimeoutMs = 8000;
+constexpr uint32_t kMaxSteps = 2000;
 
 struct Page {  // shared by all
   struct Rank {
@@ -49,6 +52,8 @@ struct Page {  // shared by all
     std::atomic<uint32_t> visits;  // of points, so that who looks sees that one is new
   } ranks[kMaxWorld];
   std::atomic<uint64_t> hash;
+  uint64_t hashes[kMaxSteps + 1];      // of the tables before each step, and behind the last
+  std::atomic<uint64_t> readouts;  // by trainers whose controller was killed
 };
 
 const bool g_says = std::getenv("FRUGAL_KILL_SAYS") != nullptr;  // every loss, too
@@ -94,6 +99,7 @@ frugal_config engine_config(const Options& o, const char* service) {
   c.world_size = o.world;
   c.seed = 5;
   c.timeout_ms = kTimeoutMs;
+  c.flush_mode = o.flush;
   c.service = service;
   return c;
 }
@@ -253,6 +259,48 @@ int hash_of(frugal_table* const tables[2], uint64_t* out) {
   return kDone;
 }
 
+// The controller is dead: its tables are those of the last committed step.
+int read_out(frugal_engine* e, frugal_table* const tables[2], Page* page) {
+  uint64_t step = 0, hash = 0;
+  NEEDS(frugal_committed_step(e, &step));
+  if (int bad = hash_of(tables, &hash)) return bad;
+  const uint64_t next = step == FRUGAL_NO_STEP ? 0 : step + 1;
+  if (hash != page->hashes[next]) {
+    std::fprintf(stderr, "%d: the tables are not those before step %llu", getpid(), static_cast<unsigned long long>(next));
+    for (uint32_t s = 0; s <= kMaxSteps; ++s)
+      if (page->hashes[s] == hash) std::fprintf(stderr, ", but before step %u", s);
+    std::fprintf(stderr, "\n");
+    return kWrong;
+  }
+  // A lookup that changes nothing sees the same, pooled ones, too.
+  std::vector<uint64_t> keys(kKeys), offsets = {0, kKeys / 2, kKeys};
+  std::vector<float> rows(kKeys * kDim[0]), read(kKeys * kDim[0]), sums(2 * kDim[0]);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = mix(i, step) % kDense;
+  NEEDS(frugal_get(tables[0], keys.data(), kKeys, 0, rows.data(), 0, nullptr));
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = tables[0];
+  op.keys = keys.data();
+  op.count = kKeys;
+  op.rows_out = read.data();
+  NEEDS(frugal_read(e, nullptr, &op, 1, FRUGAL_TIMEOUT_DEFAULT));
+  if (std::memcmp(rows.data(), read.data(), rows.size() * sizeof(float)) != 0) return kWrong;
+  op.pooling = FRUGAL_POOL_SUM;
+  op.offsets = offsets.data();
+  op.bags = 2;
+  op.rows_out = sums.data();
+  NEEDS(frugal_read(e, nullptr, &op, 1, FRUGAL_TIMEOUT_DEFAULT));
+  for (size_t d = 0; d < kDim[0]; ++d) {
+    double sum = 0;
+    for (size_t i = 0; i < kKeys / 2; ++i) sum += static_cast<double>(rows[i * kDim[0] + d]);
+    if (!(std::abs(sum - static_cast<double>(sums[d])) < 1e-3 * kKeys)) return kWrong;
+  }
+  // What would change something is told.
+  float row[kDim[0]] = {};
+  if (frugal_put(tables[0], keys.data(), 1, 0, row, 0) != FRUGAL_ERR_PEER_LOST) return kWrong;
+  page->readouts.fetch_add(1);
+  return kDone;
+}
+
 int trainer_process(const Options& o, const char* address, uint32_t rank, bool replace, Page* page) {
   Trainer t{o, rank, page, {}};
   t.at(kStarted);
@@ -270,8 +318,8 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   NEEDS(frugal_trainer_create(e, &tc, &t.handle));
   t.at(kJoined);
   const int result = t.train(e, true);
-  // READ-OUT: when the controller is gone (kLost, and frugal_health answers PEER_LOST), the tables as of
-  // the last committed step are to be read here and compared with the reference of that step.
+  if (result == kLost && frugal_health(e) == FRUGAL_ERR_PEER_LOST)
+    if (int bad = read_out(e, t.tables, page)) return bad;
   if (rank % 2) (void)frugal_close(e);  // or not
   return result;
 }
@@ -287,6 +335,31 @@ int reader_process(const Options& o, const char* address, Page* page) {
   page->hash.store(hash);
   NEEDS(frugal_close(e));
   return kDone;
+}
+
+// The same, rank after rank in one thread: the tables before each step.
+int one_by_one(const Options& o, Page* page) {
+  frugal_engine* e = nullptr;
+  const frugal_config c = engine_config(o, nullptr);
+  NEEDS(frugal_open(&c, &e));
+  std::vector<Trainer> trainers;
+  frugal_table* tables[2];
+  if (int bad = make_tables(e, tables)) return bad;
+  for (uint32_t r = 0; r < o.world; ++r) {
+    trainers.push_back({o, r, nullptr, {tables[0], tables[1]}});
+    frugal_trainer_config tc = FRUGAL_TRAINER_CONFIG_INIT;
+    tc.rank = r;
+    NEEDS(frugal_trainer_create(e, &tc, &trainers[r].handle));
+  }
+  for (uint64_t step = 0; step <= o.steps; ++step) {
+    if (int bad = hash_of(tables, &page->hashes[step])) return bad;
+    for (Trainer& t : trainers) {
+      if (step == o.steps) break;
+      NEEDS(frugal_step_begin(t.handle, step, FRUGAL_TIMEOUT_DEFAULT));
+      NEEDS(t.one_step(step, false));
+    }
+  }
+  return frugal_close(e) == FRUGAL_OK ? kDone : kWrong;
 }
 
 // The same in threads, undisturbed.
@@ -338,15 +411,19 @@ class Harness {
     doing("reference");
     if (wait_for(spawn({"--reference"}), true) != kDone) return fail("the reference fails");
     expected_ = page_->hash.load();
+    if (page_->hashes[options_.steps] != expected_) return fail("one thread and several do not agree");
     uint32_t runs = 0;
     while (events_ < options_.kills) {
       if (int bad = one_run()) return bad;
       ++runs;
     }
-    std::printf("kill_test: %llu events in %u runs (%llu trainers, %llu jobs, %llu stopped, %llu controllers): all equal\n",
+    std::printf("kill_test: %llu events in %u runs (%llu trainers, %llu jobs, %llu stopped, %llu controllers): all equal, "
+                "%llu read-outs\n",
                 static_cast<unsigned long long>(events_), runs, static_cast<unsigned long long>(kinds_[0]),
                 static_cast<unsigned long long>(kinds_[1]), static_cast<unsigned long long>(kinds_[2]),
-                static_cast<unsigned long long>(kinds_[3]));
+                static_cast<unsigned long long>(kinds_[3]), static_cast<unsigned long long>(page_->readouts.load()));
+    // It may come before anybody has a table, or after the last step, but not always.
+    if (kinds_[3] >= 10 && page_->readouts.load() < kinds_[3]) return fail("too few tables were read out");
     return 0;
   }
 
@@ -384,7 +461,8 @@ class Harness {
   }
   pid_t spawn(std::vector<std::string> more) {
     std::vector<std::string> args = {"kill_test", "--world", std::to_string(options_.world), "--steps",
-                                     std::to_string(options_.steps), "--cache", std::to_string(options_.cache)};
+                                     std::to_string(options_.steps), "--cache", std::to_string(options_.cache),
+                                     "--flush", std::to_string(options_.flush)};
     args.insert(args.end(), more.begin(), more.end());
     std::vector<char*> raw;
     for (std::string& a : args) raw.push_back(a.data());
@@ -447,6 +525,8 @@ class Harness {
 
   int one_run() {
     doing("controller");
+    constexpr int kModes[] = {FRUGAL_FLUSH_AUTO, FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_WRITE_THROUGH};
+    options_.flush = kModes[random(4)];
     ControllerProgram controller(folder_.address());
     if (!controller.serves()) return fail("a controller does not start");
     controller_pid_ = controller.pid();
@@ -550,7 +630,7 @@ class Harness {
     return n;
   }
 
-  const Options options_;
+  Options options_;
   Page* const page_;
   uint64_t random_, expected_ = 0, events_ = 0, kinds_[4] = {};
   Folder folder_;
@@ -574,6 +654,7 @@ int main(int argc, char** argv) {
     else if (a == "--steps") o.steps = static_cast<uint32_t>(std::atoi(value()));
     else if (a == "--events") o.events = static_cast<uint32_t>(std::atoi(value()));
     else if (a == "--mode") o.mode = value();
+    else if (a == "--flush") o.flush = std::atoi(value());
     else if (a == "--trainer" || a == "--read") role = a, address = value();
     else if (a == "--reference") role = a;
     else if (a == "--rank") rank = static_cast<uint32_t>(std::atoi(value()));
@@ -583,7 +664,7 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  if (o.world < 1 || o.world > kMaxWorld || rank >= o.world) return 2;
+  if (o.steps > kMaxSteps || o.world < 1 || o.world > kMaxWorld || rank >= o.world) return 2;
   int fd = kPageFd;
   if (role.empty()) {
     fd = memfd_create("kill_test", 0);
@@ -594,6 +675,9 @@ int main(int argc, char** argv) {
   Page* page = static_cast<Page*>(at);
   if (role == "--trainer") return trainer_process(o, address.c_str(), rank, replace, page);
   if (role == "--read") return reader_process(o, address.c_str(), page);
-  if (role == "--reference") return reference(o, page);
+  if (role == "--reference") {
+    const int bad = one_by_one(o, page);
+    return bad ? bad : reference(o, page);
+  }
   return Harness(o, page).run();
 }

@@ -217,7 +217,7 @@ TEST_F(Service, ForkedChild) {
 
 TEST_F(Service, LimitsOfMemory) {
   ControllerProgram controller(address());
-  rlimit few{24, 24};
+  rlimit few{48, 48};
   ASSERT_EQ(0, prlimit(controller.pid(), RLIMIT_NOFILE, &few, nullptr));
   frugal_config c = Config(address());
   c.host_bytes = 1 << 20;
@@ -227,7 +227,7 @@ TEST_F(Service, LimitsOfMemory) {
   frugal_table_config large = TableConfig("large", 10000000);
   EXPECT_EQ(FRUGAL_ERR_OUT_OF_MEMORY, frugal_table_create(e, &large, &t));
   int status = FRUGAL_OK;
-  for (int i = 0; i < 20 && status == FRUGAL_OK; ++i) {
+  for (int i = 0; i < 40 && status == FRUGAL_OK; ++i) {
     const std::string name = std::to_string(i);
     const frugal_table_config small = TableConfig(name.c_str(), 10);
     status = frugal_table_create(e, &small, &t);

@@ -1,0 +1,204 @@
+#include "engine/ledger.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <thread>
+
+namespace frugal {
+namespace {
+
+constexpr size_t kImageBytes = 16 << 10;  // of rows: they stay in the nearest caches
+constexpr size_t kImageRows = 64;
+constexpr uint32_t kMostImages = 64;
+
+size_t image_header(size_t rows) { return (sizeof(LedgerImage) + rows * sizeof(uint32_t) + 63) / 64 * 64; }
+
+}  // namespace
+
+// An update in the list, seen from here.
+struct TableLedger::Record : HeapObject {
+  std::shared_ptr<TableLedger> of;
+  LedgerUpdate* update = nullptr;
+  std::atomic<uint64_t>* progress = nullptr;
+  uint8_t* marks = nullptr;
+  Buffer memory;
+};
+
+// --- Ledger --------------------------------------------------------------------------------------
+
+Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed, std::shared_ptr<Ledger>* out) {
+  std::shared_ptr<Ledger> l(new Ledger(pool, arena));
+  FRUGAL_TRY(pool.get(sizeof(LedgerRoot), &l->memory_));
+  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}};
+  *out = std::move(l);
+  return FRUGAL_OK;
+}
+
+void Ledger::add_region(const char* base, size_t bytes, uint32_t number) {
+  std::lock_guard<std::mutex> lock(mu_);
+  regions_.push_back({base, bytes, number});
+}
+
+void Ledger::forget_regions() {
+  std::lock_guard<std::mutex> lock(mu_);
+  regions_.clear();
+}
+
+void Ledger::find(const char* p, uint32_t* region, uint64_t* place) {
+  *region = kNoRegion;
+  *place = kNoPlace;
+  if (arena_.holds(p)) {
+    *region = LedgerTerms::kArena;
+    *place = arena_.offset(p);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mu_);
+  for (const Region& r : regions_)
+    if (p >= r.base && p < r.base + r.bytes) {
+      *region = r.number;
+      *place = static_cast<uint64_t>(p - r.base);
+      return;
+    }
+}
+
+Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out) {
+  std::shared_ptr<TableLedger> t(new TableLedger);
+  t->ledger_ = shared_from_this();
+  const RowLayout& layout = rows.layout();
+  const size_t row = (layout.value_stride + layout.state_stride) * sizeof(float);
+  t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, kImageRows));
+  // One for each thread that may be writing: flush threads, and callers that help.
+  t->count_ = std::min(2 * cpu_count() + 4, kMostImages);
+  const size_t bytes = (image_header(t->rows_) + t->rows_ * row + 63) / 64 * 64;
+  FRUGAL_TRY(pool_.get(sizeof(LedgerTable), &t->memory_));
+  FRUGAL_TRY(pool_.get(bytes * t->count_, &t->images_));
+  t->busy_ = Vector<std::atomic<bool>>(t->count_);
+  t->table_ = new (t->memory_.data()) LedgerTable{};
+  t->table_->handle = handle;
+  t->table_->first.store(kNoPlace);
+  t->table_->images = place_of(t->images_.data());
+  t->table_->image_bytes = bytes;
+  t->table_->image_count = t->count_;
+  t->table_->image_rows = t->rows_;
+  t->table_->init = rows.init();
+  for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) LedgerImage{{kNoPlace}, 0};
+  if (rows.hashed()) rows.tell_slots(&t->table_->slots);
+  *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+// --- A table -------------------------------------------------------------------------------------
+
+TableLedger::~TableLedger() = default;
+
+uint64_t TableLedger::place() const { return ledger_->place_of(table_); }
+
+LedgerImage& TableLedger::at(uint32_t i) const {
+  return *reinterpret_cast<LedgerImage*>(images_.data() + i * table_->image_bytes);
+}
+
+uint64_t TableLedger::place_of(const void* record) {
+  auto* r = static_cast<const Record*>(record);
+  return r->of->ledger_->place_of(r->update);
+}
+
+void TableLedger::progress(const void* record, size_t chunk, uint64_t slot) {
+  static_cast<const Record*>(record)->progress[chunk].store(slot, std::memory_order_release);
+}
+
+uint8_t* TableLedger::marks(const void* record) { return static_cast<const Record*>(record)->marks; }
+
+// An image for the calling thread: as a rule the one that it had before, which is in its caches.
+uint32_t TableLedger::take() {
+  static thread_local uint32_t last = 0;
+  for (uint32_t tries = 0;; ++tries, ++last) {
+    const uint32_t i = last % count_;
+    if (!busy_[i].load(std::memory_order_relaxed) && !busy_[i].exchange(true, std::memory_order_acquire)) return i;
+    if (tries % count_ == count_ - 1) std::this_thread::yield();  // all are taken, for a moment
+  }
+}
+
+void TableLedger::copy(const Rows& rows, LedgerImage* image, size_t n) const {
+  const device::Kernels& k = device::kernels();
+  const device::RowsRef& ref = rows.ref();
+  const uint32_t* slots = slots_of(*image);
+  float* values = reinterpret_cast<float*>(reinterpret_cast<char*>(image) + image_header(rows_));
+  image->rows = n;
+  k.gather(ref, slots, n, values, ref.value_stride * sizeof(float), false);
+  if (!ref.state_stride) return;
+  device::RowsRef state{};
+  state.values = ref.state;
+  state.value_stride = ref.state_stride;
+  state.dim = static_cast<uint32_t>(ref.state_stride);
+  k.gather(state, slots, n, values + rows_ * ref.value_stride, ref.state_stride * sizeof(float), false);
+}
+
+Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record) {
+  const size_t chunks = bounds ? bounds->size() - 1 : 0;
+  const size_t terms = sizeof(LedgerUpdate), arrays = terms + u.ranks.size() * sizeof(LedgerTerms);
+  const size_t bytes = arrays + (bounds ? (2 * chunks + 1) * sizeof(uint64_t) : u.n);
+  auto r = std::make_unique<Record>();
+  FRUGAL_TRY(ledger_->pool_.get(bytes, &r->memory));
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    records_.reserve(records_.size() + 1);
+  }
+  r->update = new (r->memory.data()) LedgerUpdate{};
+  LedgerUpdate& to = *r->update;
+  to.next.store(kNoPlace, std::memory_order_relaxed);
+  to.step = u.step;
+  to.scalars = u.scalars;
+  to.chunks = chunks;
+  to.bounds = to.progress = to.marks = kNoPlace;
+  to.rows = u.n;
+  to.ranks = u.ranks.size();
+  auto* term = reinterpret_cast<LedgerTerms*>(r->memory.data() + terms);
+  for (const Handover& h : u.ranks) {
+    *term = {};
+    term->rank = h.rank;
+    term->slots = ledger_->place_of(h.slots());
+    term->rows = h.rows();
+    term->stride = h.stride;
+    ledger_->find(h.lent ? nullptr : h.sums.data(), &term->region, &term->sums);
+    ++term;
+  }
+  char* behind = r->memory.data() + arrays;
+  if (bounds) {
+    std::memcpy(behind, bounds->data(), (chunks + 1) * sizeof(uint64_t));
+    r->progress = reinterpret_cast<std::atomic<uint64_t>*>(behind + (chunks + 1) * sizeof(uint64_t));
+    for (size_t c = 0; c < chunks; ++c) new (&r->progress[c]) std::atomic<uint64_t>((*bounds)[c]);
+    to.bounds = ledger_->place_of(behind);
+    to.progress = ledger_->place_of(r->progress);
+  } else {
+    r->marks = reinterpret_cast<uint8_t*>(behind);
+    std::memset(behind, 0, u.n);
+    to.marks = ledger_->place_of(behind);
+  }
+  r->of = shared_from_this();
+  Record* added = r.release();
+  std::shared_ptr<void> owner(
+      added,
+      [](void* p) {
+        std::unique_ptr<Record> gone(static_cast<Record*>(p));
+        gone->of->remove(gone.get());
+      },
+      HeapAllocator<Record>());
+  std::lock_guard<std::mutex> lock(mu_);
+  const uint64_t place = ledger_->place_of(added->update);
+  (records_.empty() ? table_->first : records_.back()->update->next).store(place, std::memory_order_release);
+  records_.push_back(added);
+  *record = std::move(owner);
+  return FRUGAL_OK;
+}
+
+void TableLedger::remove(Record* record) noexcept {
+  std::lock_guard<std::mutex> lock(mu_);
+  auto at = std::find(records_.begin(), records_.end(), record);
+  if (at == records_.end()) return;
+  const uint64_t next = record->update->next.load(std::memory_order_relaxed);
+  (at == records_.begin() ? table_->first : (*std::prev(at))->update->next).store(next, std::memory_order_release);
+  records_.erase(at);
+}
+
+}  // namespace frugal

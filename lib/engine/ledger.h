@@ -1,0 +1,168 @@
+// The ledger: what a process that has mapped the tables needs to read them out, as of the last committed
+// step, when the process that writes them has been killed between any two instructions.
+//
+// It lies in the arena, places are offsets in it. The root tells the last committed step; the record of a
+// table has the list of its committed updates that are not wholly written: hyper-parameters, lists of rows,
+// places of sums, and which rows are written. Who writes rows copies them first, a few at a time, into an
+// image of the table, names them there, and clears that afterwards: a row in the middle of its write is
+// found whole in an image. So rows + images + unwritten updates are the tables (process/readout.h).
+//
+// A killed thread has done what its program says up to some instruction, and nothing behind it: the order of
+// stores in the program is all that counts. An update is in its list before the step is told as committed, and
+// that before the first row is written; a row's mark follows its last byte; an update leaves the list when
+// all rows are written, and its memory is given back afterwards.
+//
+// Rows that an uncommitted step has created bear its mark in their flags (storage/rows.h); a committed step's
+// marks are taken away before the next one commits, so mark_of(committed) tells nothing but a row that is there.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "base/buffer.h"
+#include "storage/rows.h"
+#include "window/step_update.h"
+
+namespace frugal {
+
+constexpr uint64_t kNoPlace = UINT64_MAX;
+constexpr uint32_t kNoRegion = UINT32_MAX;
+
+// --- As it lies in memory ------------------------------------------------------------------------
+
+struct LedgerRoot {
+  static constexpr uint64_t kMagic = 0x3167646c67757246;  // "Frugldg1"
+  uint64_t magic;
+  std::atomic<uint64_t> committed;  // step; kNoStep: none
+};
+
+struct LedgerTerms {  // of one rank in an update
+  uint32_t rank;
+  uint32_t region;      // of staging memory where the sums are; kArena; or kNoRegion: nobody else can see them
+  uint64_t slots;       // place of uint32_t[rows], ascending
+  uint64_t rows;
+  uint64_t sums;        // place in the region, one every `stride` floats
+  uint64_t stride;
+  static constexpr uint32_t kArena = UINT32_MAX - 1;
+};
+
+struct LedgerUpdate {
+  std::atomic<uint64_t> next;  // place of the table's next update, of a later step; or kNoPlace
+  uint64_t step;
+  arith::StepScalars scalars;
+  // Which rows are written. In chunks of slots: those of chunk c, which has [bounds[c], bounds[c + 1]), that
+  // are below progress[c]. Or, without chunks, those that are marked; i is the row of the merged list.
+  uint64_t chunks;
+  uint64_t bounds, progress;  // places of uint64_t[chunks + 1], std::atomic<uint64_t>[chunks]
+  uint64_t marks, rows;       // place of uint8_t[rows]
+  uint64_t ranks;             // so many LedgerTerms follow, ranks ascending
+};
+
+struct LedgerImage {
+  static constexpr uint64_t kOutside = UINT64_MAX - 1;  // rows are written outside of steps
+  std::atomic<uint64_t> update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
+  uint64_t rows;
+  // uint32_t slots[image_rows], float values[image_rows][value_stride], float state[image_rows][state_stride]
+};
+
+struct LedgerTable {
+  uint64_t handle;
+  std::atomic<uint64_t> first;  // update that is not wholly written
+  std::atomic<uint64_t> slots;  // handed out so far, of a hashed table
+  uint64_t images;              // place of the first
+  uint64_t image_bytes, image_count, image_rows;
+  arith::InitSpec init;         // of rows that nobody has touched
+};
+
+// --- Who writes it -------------------------------------------------------------------------------
+
+class Ledger;
+
+// Of one table. Thread-safe but for add().
+class TableLedger : public HeapObject, public std::enable_shared_from_this<TableLedger> {
+ public:
+  ~TableLedger();
+  uint64_t place() const;
+
+  // A committed update: until the last reference to *record is gone it is in the list. `bounds` of its chunks,
+  // or null: its rows, of which there is a list by now, are written in any order.
+  Status add(const StepUpdate& update, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record);
+
+  // Writes rows, n of them, a few at a time. slot(i) is the slot of row i; write(from, to) writes
+  // some, done(from, to) tells that they are written.
+  template <class Slot, class Write, class Done>
+  void write(const Rows& rows, const void* record, size_t n, Slot slot, Write write, Done done) {
+    const uint64_t update = record ? place_of(record) : LedgerImage::kOutside;
+    for (size_t from = 0; from < n;) {
+      const size_t to = std::min<size_t>(n, from + rows_);
+      const uint32_t i = take();
+      LedgerImage& image = at(i);
+      uint32_t* slots = slots_of(image);
+      for (size_t k = from; k < to; ++k) slots[k - from] = slot(k);
+      copy(rows, &image, to - from);
+      image.update.store(update, std::memory_order_release);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      write(from, to);
+      std::atomic_thread_fence(std::memory_order_release);
+      done(from, to);
+      image.update.store(kNoPlace, std::memory_order_release);
+      busy_[i].store(false, std::memory_order_release);
+      from = to;
+    }
+  }
+  // What done() notes of an update that is written in chunks, or row by row.
+  static void progress(const void* record, size_t chunk, uint64_t slot);
+  static uint8_t* marks(const void* record);
+
+ private:
+  friend class Ledger;
+  struct Record;
+  TableLedger() = default;
+  static uint64_t place_of(const void* record);
+  uint32_t take();
+  LedgerImage& at(uint32_t i) const;
+  static uint32_t* slots_of(LedgerImage& image) { return reinterpret_cast<uint32_t*>(&image + 1); }
+  void copy(const Rows& rows, LedgerImage* image, size_t n) const;
+  void remove(Record* record) noexcept;
+
+  std::shared_ptr<Ledger> ledger_;
+  Buffer memory_, images_;
+  LedgerTable* table_ = nullptr;
+  uint32_t rows_ = 0, count_ = 0;           // of an image, of images
+  Vector<std::atomic<bool>> busy_;
+  std::mutex mu_;
+  Vector<Record*> records_;                 // ascending steps
+};
+
+class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
+ public:
+  // All memory is `pool`'s, which lives longer and is cut from `arena`.
+  static Status open(BufferPool& pool, const Arena& arena, uint64_t committed, std::shared_ptr<Ledger>* out);
+  uint64_t place() const { return arena_.offset(root_); }
+  void commit(uint64_t step) { root_->committed.store(step, std::memory_order_release); }
+  static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % Rows::kMarks); }
+  Status add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out);
+  // Memory that others have mapped under a number.
+  void add_region(const char* base, size_t bytes, uint32_t number);
+  void forget_regions();
+
+ private:
+  friend class TableLedger;
+  Ledger(BufferPool& pool, const Arena& arena) : pool_(pool), arena_(arena) {}
+  uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.offset(p) : kNoPlace; }
+  void find(const char* p, uint32_t* region, uint64_t* place);
+
+  struct Region {
+    const char* base;
+    size_t bytes;
+    uint32_t number;
+  };
+  BufferPool& pool_;
+  const Arena& arena_;
+  Buffer memory_;
+  LedgerRoot* root_ = nullptr;
+  std::mutex mu_;
+  Vector<Region> regions_;
+};
+
+}  // namespace frugal

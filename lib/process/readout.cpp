@@ -1,0 +1,271 @@
+#include "process/readout.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/fpenv.h"
+#include "engine/engine.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kMostUpdates = 1 << 20;  // of a table: more is a list that does not end
+
+Status damaged(const char* what) {
+  return fail(FRUGAL_ERR_INTERNAL, "the tables cannot be read out: the controller left %s in disorder", what);
+}
+
+// An update of the ledger, as the engine had it.
+struct Unwritten {
+  StepUpdate update;
+  Vector<uint32_t> rows;  // of its list, that are not written
+  uint64_t place = 0;
+};
+
+}  // namespace
+
+Status Remains::committed(uint64_t* step) const {
+  const LedgerRoot* r = at<LedgerRoot>(root);
+  if (!r || r->magic != LedgerRoot::kMagic) return damaged("its ledger");
+  *step = r->committed.load();
+  return FRUGAL_OK;
+}
+
+Status TableReadout::open(const Remains& remains, const Source& source, BufferPool& pool,
+                          std::unique_ptr<TableReadout>* out) {
+  std::unique_ptr<TableReadout> t(new TableReadout);
+  FRUGAL_TRY(remains.committed(&t->committed_));
+  const LedgerTable* record = remains.at<LedgerTable>(source.record);
+  if (!record) return damaged("a table's record");
+  if (record->handle != source.handle)
+    return fail(FRUGAL_ERR_NOT_FOUND, "table '%s' had been dropped when the controller died", source.name);
+  t->name_ = source.name;
+  t->layout_ = source.layout;
+  t->hashed_ = source.hashed;
+  t->lazy_ = source.lazy && !source.hashed;
+  t->init_ = record->init;
+  const uint64_t n = source.capacity;
+  auto array = [&](Rows::Arrays which, size_t stride, auto** to) {
+    const Mapping& m = source.arrays[which];
+    if (stride && !Remains::within(m, 0, n, stride)) return false;
+    *to = reinterpret_cast<std::remove_reference_t<decltype(*to)>>(m.base);
+    return true;
+  };
+  if (!array(Rows::kValues, source.layout.value_stride * 4, &t->values_) ||
+      !array(Rows::kState, source.layout.state_stride * 4, &t->state_) ||
+      !array(Rows::kKeys, source.hashed ? 8 : 0, &t->keys_) ||
+      !array(Rows::kFlags, source.hashed || source.lazy ? 1 : 0, &t->flags_))
+    return damaged("a table's memory");
+  t->slots_ = source.hashed ? record->slots.load() : n;
+  if (t->slots_ > n) return damaged("a table's record");
+  t->count_ = n;
+  if (source.hashed) FRUGAL_TRY(t->index_keys());
+  FRUGAL_TRY(t->work_out(remains, *record, pool));
+  *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+// Is there a row in the slot, as of the last committed step?
+bool TableReadout::exists(uint32_t slot) const {
+  const uint8_t flag = flags_[slot], mark = Rows::flag_mark(flag);
+  return Rows::flag_exists(flag) && (mark == 0 || (committed_ != kNoStep && mark == Ledger::mark_of(committed_)));
+}
+
+Status TableReadout::index_keys() {
+  count_ = 0;
+  for (uint64_t s = 0; s < slots_; ++s) count_ += exists(static_cast<uint32_t>(s));
+  FRUGAL_TRY(index_.open(slots_, &budget_));
+  FRUGAL_TRY(index_.make_room(count_));
+  for (uint64_t s = 0; s < slots_; ++s)
+    if (exists(static_cast<uint32_t>(s))) {
+      if (index_.find(keys_[s]) != KeyIndex::kNone) return damaged("a table's keys");
+      index_.insert(keys_[s], static_cast<uint32_t>(s));
+    }
+  return FRUGAL_OK;
+}
+
+device::RowsRef TableReadout::copies() const {
+  device::RowsRef ref{};
+  ref.values = changed_values_.as<float>();
+  ref.value_stride = layout_.value_stride;
+  ref.state = changed_state_.as<float>();
+  ref.state_stride = layout_.state_stride;
+  ref.state_second = layout_.state_columns == 2 ? layout_.value_stride : 0;
+  ref.dim = layout_.dim;
+  return ref;
+}
+
+Status TableReadout::work_out(const Remains& remains, const LedgerTable& record, BufferPool& pool) {
+  // What is committed and not wholly written.
+  Vector<std::unique_ptr<Unwritten>> updates;
+  for (uint64_t place = record.first.load(), steps = 0; place != kNoPlace; ++steps) {
+    const LedgerUpdate* from = remains.at<LedgerUpdate>(place);
+    if (!from || steps > kMostUpdates) return damaged("a table's updates");
+    if (committed_ == kNoStep || from->step > committed_) break;
+    const LedgerTerms* terms = remains.at<LedgerTerms>(place + sizeof(LedgerUpdate), from->ranks);
+    if (!terms) return damaged("a table's updates");
+    auto u = std::make_unique<Unwritten>();
+    u->place = place;
+    u->update.step = from->step;
+    u->update.scalars = from->scalars;
+    bool seen = true;
+    for (uint64_t r = 0; r < from->ranks; ++r) {
+      const LedgerTerms& t = terms[r];
+      Handover h;
+      h.rank = t.rank;
+      h.stride = t.stride;
+      h.part = make_part();
+      h.part->distinct = t.rows;
+      const uint32_t* slots = remains.at<uint32_t>(t.slots, t.rows);
+      if (!slots || t.stride < layout_.dim || t.stride > layout_.value_stride) return damaged("a table's updates");
+      for (uint64_t i = 0; i < t.rows; ++i)
+        if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1])) return damaged("a table's updates");
+      h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
+      const Mapping* memory = t.region == LedgerTerms::kArena        ? &remains.arena
+                              : t.region < remains.stagings.size() ? &remains.stagings[t.region] : nullptr;
+      seen = seen && memory;
+      if (memory) {
+        if (t.sums % 64 || !Remains::within(*memory, t.sums, t.rows * t.stride, sizeof(float)))
+          return damaged("a table's updates");
+        h.sums = Buffer::view(memory->base + t.sums, t.rows * t.stride * sizeof(float));
+      }
+      u->update.ranks.push_back(std::move(h));
+    }
+    u->update.make_list();
+    const size_t n = u->update.n;
+    if (from->chunks == 0) {
+      const uint8_t* marks = remains.at<uint8_t>(from->marks, n);
+      if (!marks || from->rows != n) return damaged("a table's updates");
+      for (uint32_t i = 0; i < n; ++i)
+        if (!marks[i]) u->rows.push_back(i);
+    } else {
+      const uint64_t chunks = from->chunks;
+      const uint64_t* bounds = chunks < SIZE_MAX ? remains.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
+      const uint64_t* progress = remains.at<uint64_t>(from->progress, chunks);
+      if (!bounds || !progress || bounds[0] != 0) return damaged("a table's updates");
+      size_t chunk = 0;
+      for (uint32_t i = 0; i < n; ++i) {
+        while (chunk + 1 < chunks && u->update.slots[i] >= bounds[chunk + 1]) ++chunk;
+        if (u->update.slots[i] >= progress[chunk]) u->rows.push_back(i);
+      }
+    }
+    if (!seen && !u->rows.empty())
+      return fail(FRUGAL_ERR_PEER_LOST,
+                  "table '%s' cannot be read out: gradients of step %llu, which is committed, lie in memory that this "
+                  "process has not mapped", name_.c_str(), static_cast<unsigned long long>(from->step));
+    for (uint32_t i : u->rows) changed_.push_back(u->update.slots[i]);
+    place = from->next.load();
+    updates.push_back(std::move(u));
+  }
+  // Rows in the middle of their write.
+  struct Torn {
+    uint32_t slot;
+    const float *values, *state;
+  };
+  Vector<Torn> torn;
+  for (uint64_t i = 0; i < record.image_count; ++i) {
+    const uint64_t place = record.images + i * record.image_bytes;
+    const LedgerImage* image = remains.at<LedgerImage>(place);
+    if (!image || record.image_rows == 0 || !remains.at<char>(place, record.image_bytes)) return damaged("a table's images");
+    const uint64_t update = image->update.load();
+    if (update == kNoPlace) continue;
+    const size_t header = (sizeof(LedgerImage) + record.image_rows * sizeof(uint32_t) + 63) / 64 * 64;
+    if (image->rows > record.image_rows || header + record.image_rows * row_floats() * sizeof(float) > record.image_bytes)
+      return damaged("a table's images");
+    const Unwritten* of = nullptr;
+    for (auto& u : updates)
+      if (u->place == update) of = u.get();
+    if (!of && update != LedgerImage::kOutside) continue;  // it is wholly written
+    const uint32_t* slots = reinterpret_cast<const uint32_t*>(image + 1);
+    const float* values = reinterpret_cast<const float*>(reinterpret_cast<const char*>(image) + header);
+    const float* state = values + record.image_rows * layout_.value_stride;
+    for (uint64_t k = 0; k < image->rows; ++k) {
+      if (slots[k] >= slots_) return damaged("a table's images");
+      auto missing = [&] {
+        // Rows of a list ascend by slot.
+        const auto& list = of->rows;
+        auto at = std::lower_bound(list.begin(), list.end(), slots[k],
+                                   [&](uint32_t row, uint32_t slot) { return of->update.slots[row] < slot; });
+        return at != list.end() && of->update.slots[*at] == slots[k];
+      };
+      if (of && !missing()) continue;
+      torn.push_back({slots[k], values + k * layout_.value_stride, state + k * layout_.state_stride});
+      changed_.push_back(slots[k]);
+    }
+  }
+  std::sort(changed_.begin(), changed_.end());
+  changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
+  if (changed_.empty()) return FRUGAL_OK;
+
+  const size_t value_bytes = layout_.value_stride * sizeof(float), state_bytes = layout_.state_stride * sizeof(float);
+  FRUGAL_TRY(pool.get(changed_.size() * value_bytes, &changed_values_));
+  FRUGAL_TRY(pool.get(changed_.size() * state_bytes, &changed_state_));
+  const device::RowsRef to = copies();
+  auto index_of = [&](uint32_t slot) {
+    return static_cast<uint32_t>(std::lower_bound(changed_.begin(), changed_.end(), slot) - changed_.begin());
+  };
+  for (size_t i = 0; i < changed_.size(); ++i) {
+    std::memcpy(to.values + i * to.value_stride, values_ + changed_[i] * layout_.value_stride, value_bytes);
+    if (state_bytes)
+      std::memcpy(to.state + i * to.state_stride, state_ + changed_[i] * layout_.state_stride, state_bytes);
+  }
+  for (const Torn& t : torn) {
+    const size_t i = index_of(t.slot);
+    std::memcpy(to.values + i * to.value_stride, t.values, layout_.dim * sizeof(float));
+    if (state_bytes) std::memcpy(to.state + i * to.state_stride, t.state, state_bytes);
+  }
+  FpEnvironment fp;
+  TermList terms;
+  for (auto& u : updates) {
+    terms.clear();
+    for (uint32_t row : u->rows) u->update.add_terms(row, &terms);
+    terms.close();
+    for (uint32_t& slot : terms.slots) slot = index_of(slot);
+    device::kernels().apply_terms(to, u->update.scalars, terms.slots.data(), terms.slots.size(), terms.terms.data(),
+                                  terms.start.data());
+  }
+  return FRUGAL_OK;
+}
+
+size_t TableReadout::keys(uint64_t* cursor, uint64_t* out, size_t capacity) const {
+  size_t n = 0;
+  while (n < capacity && *cursor < slots_) {
+    const uint32_t s = static_cast<uint32_t>((*cursor)++);
+    if (!hashed_) out[n++] = s;
+    else if (exists(s)) out[n++] = keys_[s];
+  }
+  return n;
+}
+
+void TableReadout::find(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots) const {
+  if (hashed_) index_.find(keys, n, slots);
+  for (size_t i = 0; i < n; ++i) {
+    if (padding && keys[i] == *padding) slots[i] = kNoSlot;
+    else if (!hashed_) slots[i] = static_cast<uint32_t>(keys[i]);
+    else if (slots[i] == KeyIndex::kNone) slots[i] = kMissingSlot;
+  }
+}
+
+TableReadout::Row TableReadout::row(uint32_t slot, float* scratch) const {
+  if (untouched(slot)) {
+    device::RowsRef ref = copies();
+    ref.values = scratch;
+    ref.state = scratch + layout_.value_stride;
+    const uint64_t key = slot;
+    const uint32_t first = 0;
+    FpEnvironment fp;
+    device::kernels().initialize(ref, init_, &key, 0, &first, 0, 1);
+    return {ref.values, ref.state};
+  }
+  if (!changed_.empty()) {
+    auto at = std::lower_bound(changed_.begin(), changed_.end(), slot);
+    if (at != changed_.end() && *at == slot) {
+      const size_t i = static_cast<size_t>(at - changed_.begin());
+      const device::RowsRef ref = copies();
+      return {ref.values + i * ref.value_stride, ref.state + i * ref.state_stride};
+    }
+  }
+  return {values_ + slot * layout_.value_stride, state_ + slot * layout_.state_stride};
+}
+
+}  // namespace frugal

@@ -1,0 +1,84 @@
+// Reading tables out after the controller's death: as of the last committed step, from what this process has
+// mapped (engine/ledger.h tells what that is and why it is enough).
+//
+// Nobody writes any more. Places and counts are checked all the same: a controller that died of its own
+// fault may have left anything.
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include "base/buffer.h"
+#include "engine/ledger.h"
+#include "storage/key_index.h"
+
+namespace frugal {
+
+// The memory of a controller that is dead.
+struct Remains {
+  Mapping arena;
+  Vector<Mapping> stagings;  // by region
+  uint64_t root = kNoPlace;
+
+  // `count` of T at a place of the arena; null: they are not there.
+  template <class T>
+  const T* at(uint64_t place, uint64_t count = 1) const {
+    return within(arena, place, count, sizeof(T)) && place % alignof(T) == 0
+               ? reinterpret_cast<const T*>(arena.base + place) : nullptr;
+  }
+  static bool within(const Mapping& m, uint64_t place, uint64_t count, size_t element) {
+    return m.base && count <= m.bytes / element && place <= m.bytes - count * element;
+  }
+  Status committed(uint64_t* step) const;
+};
+
+// A table's. All that waits to be written is worked out when it is opened; the rows stay where they are.
+class TableReadout : public HeapObject {
+ public:
+  struct Source {
+    uint64_t record = kNoPlace, handle = 0;  // in the ledger
+    const char* name = "";
+    RowLayout layout;
+    Mapping arrays[Rows::kArrays];
+    uint64_t capacity = 0;
+    bool hashed = false, lazy = false;
+  };
+  static Status open(const Remains& remains, const Source& source, BufferPool& pool,
+                     std::unique_ptr<TableReadout>* out);
+
+  uint64_t count() const { return count_; }
+  // As Rows::enumerate.
+  size_t keys(uint64_t* cursor, uint64_t* out, size_t capacity) const;
+  // Slots of keys: kNoSlot for *padding (if not null), kMissingSlot where there is no row. Ids were checked.
+  void find(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots) const;
+  struct Row {
+    const float *values, *state;
+  };
+  // A row that there is. If nobody has touched it, it is made in `scratch`, of row_floats().
+  Row row(uint32_t slot, float* scratch) const;
+  size_t row_floats() const { return layout_.value_stride + layout_.state_stride; }
+  bool untouched(uint32_t slot) const { return lazy_ && flags_[slot] == 0; }
+  const RowLayout& layout() const { return layout_; }
+
+ private:
+  TableReadout() = default;
+  Status work_out(const Remains& remains, const LedgerTable& record, BufferPool& pool);
+  Status index_keys();
+  bool exists(uint32_t slot) const;
+  device::RowsRef copies() const;
+
+  String name_;
+  RowLayout layout_;
+  float *values_ = nullptr, *state_ = nullptr;  // read-only
+  const uint64_t* keys_ = nullptr;
+  const uint8_t* flags_ = nullptr;
+  uint64_t slots_ = 0, count_ = 0, committed_ = 0;
+  bool hashed_ = false, lazy_ = false;
+  arith::InitSpec init_{};
+  MemoryBudget budget_;
+  KeyIndex index_;
+  // Rows that are not what lies in the table: ascending slots, and copies.
+  Vector<uint32_t> changed_;
+  Buffer changed_values_, changed_state_;
+};
+
+}  // namespace frugal
