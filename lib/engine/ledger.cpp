@@ -1,5 +1,8 @@
 #include "engine/ledger.h"
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -15,6 +18,20 @@ constexpr uint32_t kMostImages = 64;
 size_t image_header(size_t rows) { return (sizeof(LedgerImage) + rows * sizeof(uint32_t) + 63) / 64 * 64; }
 
 }  // namespace
+
+std::atomic<int64_t> g_ledger_points{0};
+
+void ledger_test_kill_at(int64_t n) { g_ledger_points.store(n); }
+
+void ledger_pass_point(const Rows* rows, const uint32_t* slots, size_t n) {
+  if (g_ledger_points.fetch_sub(1) != 1) return;
+  const RowLayout* l = rows ? &rows->layout() : nullptr;
+  for (size_t i = 0; i < n; ++i) {
+    std::memset(rows->values(slots[i]), 0xab, l->dim * sizeof(float));
+    if (l->state_stride) std::memset(rows->state(slots[i]), 0xab, l->state_stride * sizeof(float));
+  }
+  kill(getpid(), SIGKILL);
+}
 
 // An update in the list, seen from here.
 struct TableLedger::Record : HeapObject {
@@ -186,7 +203,9 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std
       HeapAllocator<Record>());
   std::lock_guard<std::mutex> lock(mu_);
   const uint64_t place = ledger_->place_of(added->update);
+  ledger_point();
   (records_.empty() ? table_->first : records_.back()->update->next).store(place, std::memory_order_release);
+  ledger_point();
   records_.push_back(added);
   *record = std::move(owner);
   return FRUGAL_OK;
@@ -197,7 +216,9 @@ void TableLedger::remove(Record* record) noexcept {
   auto at = std::find(records_.begin(), records_.end(), record);
   if (at == records_.end()) return;
   const uint64_t next = record->update->next.load(std::memory_order_relaxed);
+  ledger_point();
   (at == records_.begin() ? table_->first : (*std::prev(at))->update->next).store(next, std::memory_order_release);
+  ledger_point();
   records_.erase(at);
 }
 

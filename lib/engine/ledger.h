@@ -78,6 +78,15 @@ struct LedgerTable {
 
 class Ledger;
 
+// Test hook: the process is killed at the n-th point from now on where the ledger or rows change (0: off). Where
+// that is the middle of a write, the rows have lost what they were.
+void ledger_test_kill_at(int64_t n);
+extern std::atomic<int64_t> g_ledger_points;
+void ledger_pass_point(const Rows* rows, const uint32_t* slots, size_t n);
+inline void ledger_point(const Rows* rows = nullptr, const uint32_t* slots = nullptr, size_t n = 0) {
+  if (g_ledger_points.load(std::memory_order_relaxed) != 0) ledger_pass_point(rows, slots, n);
+}
+
 // Of one table. Thread-safe but for add().
 class TableLedger : public HeapObject, public std::enable_shared_from_this<TableLedger> {
  public:
@@ -100,11 +109,15 @@ class TableLedger : public HeapObject, public std::enable_shared_from_this<Table
       uint32_t* slots = slots_of(image);
       for (size_t k = from; k < to; ++k) slots[k - from] = slot(k);
       copy(rows, &image, to - from);
+      ledger_point();
       image.update.store(update, std::memory_order_release);
       std::atomic_thread_fence(std::memory_order_seq_cst);
+      ledger_point(&rows, slots, to - from);
       write(from, to);
+      ledger_point();
       std::atomic_thread_fence(std::memory_order_release);
       done(from, to);
+      ledger_point();
       image.update.store(kNoPlace, std::memory_order_release);
       busy_[i].store(false, std::memory_order_release);
       from = to;
@@ -139,7 +152,11 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   // All memory is `pool`'s, which lives longer and is cut from `arena`.
   static Status open(BufferPool& pool, const Arena& arena, uint64_t committed, std::shared_ptr<Ledger>* out);
   uint64_t place() const { return arena_.offset(root_); }
-  void commit(uint64_t step) { root_->committed.store(step, std::memory_order_release); }
+  void commit(uint64_t step) {
+    ledger_point();
+    root_->committed.store(step, std::memory_order_release);
+    ledger_point();
+  }
   static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % Rows::kMarks); }
   Status add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out);
   // Memory that others have mapped under a number.
