@@ -30,7 +30,10 @@
  *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats,
  *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
  *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
- *   stream is being captured). With a service every call may answer PEER_LOST.
+ *   stream is being captured). With a service every call may answer PEER_LOST. When frugal_health
+ *   does, the controller's process has ended, and the tables that this process has opened can still be read out
+ *   as of the last committed step: frugal_get, frugal_read, frugal_table_count, frugal_table_keys,
+ *   frugal_table_describe and frugal_committed_step go on to work.
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
