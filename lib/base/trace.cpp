@@ -26,7 +26,9 @@ struct ThisThread {
 };
 thread_local ThisThread t_this;
 
-uint32_t thread_number() {
+}  // namespace
+
+uint32_t trace_thread_number() {
   const uint32_t generation = process_generation();
   if (t_this.generation != generation) {
     t_this.number = static_cast<uint32_t>(syscall(SYS_gettid));
@@ -34,6 +36,8 @@ uint32_t thread_number() {
   }
   return t_this.number;
 }
+
+namespace {
 
 constexpr const char* kSpanNames[] = {
 #define X(name, text, count) text,
@@ -164,8 +168,12 @@ Status Trace::start(size_t events) {
 
 void Trace::record(TraceEvent event) noexcept {
   event.end = now_ns();
-  event.thread = thread_number();
+  event.thread = trace_thread_number();
   event.worker = t_this.worker;
+  keep(event);
+}
+
+void Trace::keep(const TraceEvent& event) noexcept {
   users_.fetch_add(1);
   // What began before this recording did is of another.
   if (Ring* ring = ring_.load(); ring && event.begin >= ring->begun) {

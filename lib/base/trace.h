@@ -67,6 +67,7 @@ struct TraceEvent {
 
 // The calling thread is this flush thread of an engine, from 0 on.
 void trace_thread(uint32_t worker);
+uint32_t trace_thread_number();
 
 class Trace {
  public:
@@ -78,7 +79,8 @@ class Trace {
   Trace& operator=(const Trace&) = delete;
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  void record(TraceEvent event) noexcept;
+  void record(TraceEvent event) noexcept;  // that ends now, in this thread
+  void keep(const TraceEvent& event) noexcept;  // that is whole: of another process
 
   // EXISTS: there is one already. Tables are told by name_table.
   Status start(size_t events);

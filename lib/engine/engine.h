@@ -301,6 +301,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   void count_remote(const RemoteCounts& counts);
+  bool tracing() const { return trace_.on(); }
+  void trace_remote(const TraceEvent& event) { trace_.keep(event); }
   Status inside_step(Trainer& t);
   Status lose_trainer(const TrainerRef& trainer);
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them

@@ -95,6 +95,8 @@ struct RemoteTrainer : HeapObject {
   Map<uint64_t, RemoteBatchRef> batches;
   RemoteCounts counts;
   uint64_t cpu_ns = 0;
+  bool traced = false;         // the controller records a trace
+  Vector<TraceEvent> events;   // of the step, for it
 };
 using RemoteTrainerRef = std::shared_ptr<RemoteTrainer>;
 
@@ -198,6 +200,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
   void use(RemoteTrainer& t, const Vector<Access>& accesses);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
+  static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
 
   const uint32_t generation_;

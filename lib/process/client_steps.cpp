@@ -191,6 +191,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
   t.in_step = true;
+  t.traced = e.args[0] != 0;
   // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
   // than 62 steps ahead of the last commit.
   std::erase_if(t.batches, [&](auto& item) {
@@ -393,6 +394,22 @@ Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* poi
   return FRUGAL_OK;
 }
 
+// A call that this process has made by itself.
+void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept {
+  if (!t.traced || t.events.size() >= kMostEvents) return;
+  TraceEvent e;
+  e.span = span;
+  e.begin = begin;
+  e.end = now_ns();
+  e.step = t.step;
+  e.count = keys;
+  e.thread = trace_thread_number();
+  try {
+    t.events.push_back(e);
+  } catch (const std::bad_alloc&) {
+  }
+}
+
 Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
@@ -403,19 +420,22 @@ Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   Vector<Access> accesses;
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, &accesses));
   use(t, accesses);
+  uint64_t keys = 0;
   for (size_t i = 0; i < n; ++i) {
     const StepPart& p = t.parts[accesses[i].part];
     Buffer pointers, copies;
     FRUGAL_TRY(locate(*accesses[i].table, p, &pointers, &copies));
     FRUGAL_TRY(gather(accesses[i].table->rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n,
                       ops[i]));
-    t.counts.keys_looked_up += p.part->n;
+    keys += p.part->n;
     if (!p.cached) continue;
     const uint64_t hits = p.line_values ? p.cached_keys : 0;
     t.counts.cache_hits += hits;
     t.counts.cache_misses += p.part->occurrences - hits;
   }
+  t.counts.keys_looked_up += keys;
   t.counts.lookup_ns += now_ns() - began;
+  trace(t, SpanKind::kLookup, began, keys);
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   return enter(t);
 }
@@ -502,6 +522,7 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), t.parts[accesses[i].part].part->n * sizeof(float));
   t.counts.keys_pushed += keys;
   t.counts.push_ns += now_ns() - began;
+  trace(t, SpanKind::kPush, began, keys);
   return enter(t);
 }
 
@@ -554,14 +575,16 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   }
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
-  Exchange e{Call::kStepEnd, {step, flags, places.size()}, {}};
+  Exchange e{Call::kStepEnd, {step, flags, places.size(), t.events.size()}, {}};
   e.add(&t.counts, sizeof t.counts);
   e.add(places.data(), places.size() * sizeof(PushPlace));
+  e.add(t.events.data(), t.events.size() * sizeof(TraceEvent));
   // They are the controller's when it has the message, whatever it answers: it tells when it has read them.
   for (Buffer* b : sent) t.handed[place(*b)] = Buffer();
   Status s = ask(t, e);
   t.cpu_ns = cpu;
   t.counts = {};
+  t.events.clear();
   if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
   for (Buffer* b : sent) {
     const uint64_t at = place(*b);

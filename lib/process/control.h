@@ -15,7 +15,7 @@
 
 namespace frugal {
 
-constexpr uint32_t kControlVersion = 1;  // of the protocol; both sides must have the same
+constexpr uint32_t kControlVersion = 2;  // of the protocol; both sides must have the same
 constexpr size_t kControlConnections = 1024;
 
 // What an answer may carry.

@@ -259,6 +259,7 @@ Status Lane::step_begin(const Header& request) {
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
   FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts_));
   answer_parts(0);
+  args_[0] = engine_->tracing();
   return FRUGAL_OK;
 }
 
@@ -338,6 +339,20 @@ Status Lane::step_end(const Header& request) {
   Vector<PushPlace> places(pushes);
   FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
   engine_->count_remote(counts);
+  // What the trainer has done by itself is part of the picture.
+  if (request.args[3] > kMostEvents) return broken("too many events");
+  TraceEvent events[kMostEvents];
+  FRUGAL_TRY(take(events, request.args[3] * sizeof(TraceEvent)));
+  for (uint64_t i = 0; i < request.args[3]; ++i) {
+    TraceEvent& e = events[i];
+    if ((e.span != SpanKind::kLookup && e.span != SpanKind::kPush) || e.begin > e.end || e.end > now_ns())
+      return broken("an event that cannot be");
+    e.rank = trainer_->rank;
+    e.table = kNoTraceTable;
+    e.worker = 0;
+    e.waited = 0;
+    engine_->trace_remote(e);
+  }
   // Who tries again has sent its sums already, and they are not its own any more.
   if (handed_over_ != step) {
     Vector<RemotePush> sums;

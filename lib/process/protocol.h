@@ -14,9 +14,9 @@ enum class Call : uint32_t {
   // up or pushed since the last request: their rows exist from now on.
   kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys
   kCancel,        // args: number of the batch
-  kStepBegin,     // args: step, time-out in ns. Answer: PartPlace[]
+  kStepBegin,     // args: step, time-out in ns. Answer's args: is a trace recorded; PartPlace[]
   kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
-  kStepEnd,       // args: step, flags, pushes. Counts, PushPlace[pushes]
+  kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
   kAbort,
   kInside,        // whether the trainer is inside a step, or what has undone it
   // Of a trainer, or (without used parts) of a process.
@@ -74,6 +74,8 @@ constexpr uint32_t kPartPadding = 1;  // has a padding key
 constexpr uint32_t kPartWhole = 2;    // a declaration, resolved
 constexpr uint32_t kPartFresh = 4;    // its rows are up to date
 constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
+
+constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
 
 constexpr uint32_t kJoined = UINT32_MAX;  // no part of the step: rows of several pushes
 

@@ -162,6 +162,14 @@ class Enemy {
           p.whole = static_cast<uint32_t>(in_.Number(1));
           Add(p);
         }
+        const uint64_t events = in_.Number(1) % 4;
+        h.args[3] = in_.Number(1) % 16 == 0 ? Value() : events;
+        for (uint64_t i = 0; i < events; ++i) {
+          TraceEvent e;
+          e.span = in_.Number(1) % 8 == 0 ? static_cast<SpanKind>(in_.Number(1)) : SpanKind::kLookup;
+          e.end = in_.Number(1) % 8 == 0 ? Value() : e.begin;
+          Add(e);
+        }
         break;
       }
       case Call::kRead:

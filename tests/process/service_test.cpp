@@ -237,6 +237,56 @@ TEST_F(Service, LimitsOfMemory) {
   OK(frugal_close(e));
 }
 
+// What a trainer does by itself is in the controller's trace, and a path is that of who asks.
+TEST_F(Service, TraceOfTrainers) {
+  ControllerProgram controller(address());
+  frugal_config c = Config(address());
+  c.world_size = 1;
+  frugal_engine* e = nullptr;
+  OK(frugal_open(&c, &e));
+  frugal_table* table = nullptr;
+  const frugal_table_config tc = TableConfig("t");
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  OK(frugal_trace_start(e, 1000));
+  std::vector<uint64_t> keys = {1, 2, 3, 2};
+  std::vector<float> rows(keys.size() * 8), grads(keys.size() * 8, 1);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = keys.data();
+  op.count = keys.size();
+  op.rows_out = rows.data();
+  op.grads = grads.data();
+  for (uint64_t step = 0; step < 3; ++step) {
+    OK(frugal_prefetch(t, step, &op, 1, nullptr));
+    OK(frugal_step_begin(t, step, FRUGAL_TIMEOUT_DEFAULT));
+    for (int i = 0; i < 50; ++i) OK(frugal_lookup(t, &op, 1));  // more calls than go with a step
+    for (int i = 0; i < 50; ++i) OK(frugal_push_grad(t, &op, 1));
+    OK(frugal_step_end(t, step, 0));
+  }
+  char here[4096];
+  ASSERT_NE(getcwd(here, sizeof here), nullptr);
+  ASSERT_EQ(0, chdir(folder_.path().c_str()));
+  const int stopped = frugal_trace_stop(e, "trace.json");
+  ASSERT_EQ(0, chdir(here));
+  OK(stopped);
+  std::FILE* f = std::fopen((folder_.path() + "/trace.json").c_str(), "r");
+  ASSERT_NE(f, nullptr);
+  std::string text(1 << 20, 0);
+  text.resize(std::fread(text.data(), 1, text.size(), f));
+  std::fclose(f);
+  auto count = [&](const std::string& what) {
+    size_t n = 0;
+    for (size_t at = 0; (at = text.find(what, at)) != std::string::npos; ++at) ++n;
+    return n;
+  };
+  EXPECT_EQ(count("\"name\":\"lookup\""), 150u);
+  EXPECT_EQ(count("\"name\":\"push\""), 3u * (64 - 50));
+  EXPECT_GE(count("\"name\":\"gate\"") + count("\"name\":\"step_begin\""), 3u);
+  OK(frugal_close(e));
+}
+
 // What the gate has let through needs nobody's help; and who never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {
   ControllerProgram controller(address());
