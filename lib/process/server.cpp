@@ -167,15 +167,15 @@ struct Server::Impl final : ControlHandler {
     return FRUGAL_OK;
   }
 
-  // `keep`: what the descriptors are of.
+  // `keep`: what the descriptors are of. The process may end, and its lanes with it, before they are sent.
   Status channel(TrainerRef trainer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
-                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep = nullptr) {
+                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep) {
     std::unique_ptr<Channel> c;
     FRUGAL_TRY(Channel::create(kRingBytes, trainer ? kStagingBytes : 0, &c));
     std::shared_ptr<Channel> shared(std::move(c));
     descriptors->push_back(shared->up_fd());
     descriptors->push_back(shared->down_fd());
-    if (keep) *keep = shared;
+    *keep = shared;
     out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
     FRUGAL_TRY((*out)->start());
     numbers->push_back((*out)->notice_place());
@@ -188,7 +188,7 @@ struct Server::Impl final : ControlHandler {
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
     process->observes = config.flags & FRUGAL_OBSERVE;
     reply->descriptors.push_back(engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
+    FRUGAL_TRY(channel(nullptr, process->observes, &process->calls, &reply->descriptors, &reply->numbers, &reply->keep));
     reply->numbers.push_back(engine_->versions_place());
     reply->config = engine_->config();
     int fd = -1;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -348,7 +349,11 @@ TEST_F(Service, TrafficAndIdleness) {
   frugal_trainer* t = nullptr;
   OK(Join(e, 0, &t));
   constexpr size_t kKeys = 65536;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr uint64_t kSteps = 100;
+#else
   constexpr uint64_t kSteps = 1000;
+#endif
   std::vector<uint64_t> keys(kKeys);
   std::vector<float> rows(kKeys * 8);
   frugal_op op = FRUGAL_OP_INIT;
@@ -377,6 +382,76 @@ TEST_F(Service, TrafficAndIdleness) {
   std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core\n",
               (CpuSeconds(controller.pid()) - used) / 3 * 100, (CpuSeconds(getpid()) - own) / 3 * 100);
   OK(frugal_close(e));
+}
+
+// Calls of other threads end when the engine is closed, or the trainer, and touch nothing that is gone.
+TEST_F(Service, CloseBesideCalls) {
+  ControllerProgram controller(address());
+  for (int round = 0; round < 20; ++round) {
+    frugal_engine* e = nullptr;
+    frugal_config c = Config(address(), 20000);
+    c.world_size = 1;
+    OK(frugal_open(&c, &e));
+    frugal_table* table = nullptr;
+    const frugal_table_config tc = TableConfig("t");
+    OK(frugal_table_create(e, &tc, &table));
+    std::atomic<frugal_trainer*> trainer{nullptr};
+    std::atomic<int> wrong{FRUGAL_OK};
+    std::atomic<bool> over{false};
+    auto allowed = [&](int status) {
+      static const int all[] = {FRUGAL_OK, FRUGAL_ERR_CLOSED, FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_EXISTS, FRUGAL_ERR_BUSY,
+                                FRUGAL_ERR_NOT_IN_STEP, FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_STEP_ORDER,
+                                FRUGAL_ERR_STEP_RANGE};
+      if (std::find(std::begin(all), std::end(all), status) == std::end(all)) wrong.store(status);
+      return status == FRUGAL_OK;
+    };
+    std::vector<std::thread> threads;
+    auto again = [&](std::function<void()> calls) {
+      threads.emplace_back([&over, calls = std::move(calls)] {
+        while (!over.load()) calls();
+      });
+    };
+    std::vector<uint64_t> keys(200);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = i * 5;
+    again([&] {  // steps
+      std::vector<float> rows(keys.size() * 8), grads(keys.size() * 8, 1);
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = table;
+      op.keys = keys.data();
+      op.count = keys.size();
+      op.rows_out = rows.data();
+      op.grads = grads.data();
+      uint64_t s = 0;
+      if (!allowed(frugal_committed_step(e, &s))) return;
+      s = s == FRUGAL_NO_STEP ? 0 : s + 1;
+      frugal_trainer* t = trainer.load();
+      while (t && !over.load() && allowed(frugal_prefetch(t, s, &op, 1, nullptr)) && allowed(frugal_step_begin(t, s, -1)) &&
+             allowed(frugal_lookup(t, &op, 1)) && allowed(frugal_push_grad(t, &op, 1)) &&
+             allowed(frugal_step_end(t, s, 0)))
+        ++s;
+    });
+    again([&] {  // outside steps
+      uint64_t n = 0;
+      frugal_table* found = nullptr;
+      allowed(frugal_table_count(table, &n));
+      allowed(frugal_flush(e, 20000));
+      allowed(frugal_table_find(e, "t", &found));
+      allowed(frugal_health(e));
+    });
+    again([&] {  // joins and leaves
+      frugal_trainer* t = nullptr;
+      if (!allowed(Join(e, 0, &t))) return;
+      trainer.store(t);
+      usleep(500);
+      allowed(frugal_trainer_close(t));
+    });
+    usleep(static_cast<useconds_t>(3000 + round * 700));
+    OK(frugal_close(e));
+    over.store(true);
+    for (std::thread& t : threads) t.join();
+    EXPECT_EQ(FRUGAL_OK, wrong.load()) << frugal_status_name(wrong.load());
+  }
+  EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
 // A stopping controller answers, or is gone; it ends in any case.
