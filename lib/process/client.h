@@ -181,7 +181,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
   struct Access {
     RemoteTableRef table;
-    size_t part = SIZE_MAX;    // number in the step
+    size_t part = SIZE_MAX;    // number in the step; none: it is to be asked for
+    size_t named = SIZE_MAX;   // the same, whether it is to be asked for or not
     bool exact = false;        // it names exactly the declared keys
   };
   Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);

@@ -252,6 +252,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Acces
   if (out->part == SIZE_MAX) return check_keys(table, op);
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
+  out->named = out->part;
   out->exact = p.whole;
   if (!p.whole || !p.fresh) out->part = SIZE_MAX;
   return FRUGAL_OK;
@@ -300,12 +301,18 @@ Status nan_refused(const char* table) {
               table);
 }
 
-// Whether a term of the sums that an op's gradients make is a NaN.
-bool has_nan_term(const frugal_op& op, uint32_t dim) {
+// Whether a term of the sums that an op's gradients make is a NaN. `named`: the part of the step that it names, or
+// null: its keys are given.
+bool has_nan_term(const frugal_op& op, const Part* named, uint32_t dim) {
   const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-  auto is_term = [&](size_t k) { return !(op.flags & FRUGAL_OP_PADDING) || op.keys[k] != op.padding_key; };
-  for (size_t row = 0; row < (pooled ? op.bags : op.count); ++row) {
+  // Those of a dense table are let go of when they are resolved: padding has no slot then.
+  const uint64_t* keys = op.keys ? op.keys : named ? named->keys.as<uint64_t>() : nullptr;
+  const uint32_t* slots = named && named->resolved() ? named->slots.as<uint32_t>() : nullptr;
+  const bool padded = named ? named->has_padding : (op.flags & FRUGAL_OP_PADDING) != 0;
+  const uint64_t padding = named ? named->padding : op.padding_key;
+  auto is_term = [&](size_t k) { return !padded || (slots ? slots[k] != kNoSlot : keys && keys[k] != padding); };
+  for (size_t row = 0; row < (pooled ? op.bags : named ? named->n : op.count); ++row) {
     const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
     // Of a bag without weights the terms are the same, or all divided by their number.
     const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
@@ -332,9 +339,12 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
   }
   if (all) return FRUGAL_OK;
   // The controller makes the rows that it is asked for, and a push that is refused makes none.
-  for (size_t i = 0; i < n && use == Use::kPush; ++i)
-    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && has_nan_term(ops[i], (*out)[i].table->info.dim))
-      return nan_refused((*out)[i].table->name.c_str());
+  for (size_t i = 0; i < n && use == Use::kPush; ++i) {
+    const Access& a = (*out)[i];
+    const Part* named = a.named == SIZE_MAX ? nullptr : t.parts[a.named].part.get();
+    if (a.table->nan_policy == FRUGAL_NAN_REJECT && has_nan_term(ops[i], named, a.table->info.dim))
+      return nan_refused(a.table->name.c_str());
+  }
   return ask_for(t, ops, *out);
 }
 

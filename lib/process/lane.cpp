@@ -287,6 +287,8 @@ void Lane::answer_parts(size_t from) {
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
                   (r.cached ? kPartCached : 0);
     place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;
+    // Those of a dense table are let go of when they are resolved, whenever that is.
+    if (p.resolved() || r.table->rows.hashed()) place.keys = engine_->place(p.keys.data());
     if (p.resolved()) {
       place.distinct = p.distinct;
       place.occurrences = p.occurrences;
@@ -294,7 +296,6 @@ void Lane::answer_parts(size_t from) {
       place.pairs = engine_->place(p.pairs.data());
       place.rows = engine_->place(p.rows.data());
       place.start = engine_->place(p.start.data());
-      place.keys = engine_->place(p.keys.data());
       if (r.line_values) {
         place.lines = engine_->place(p.lines.data());
         place.line_values = engine_->place(r.line_values);

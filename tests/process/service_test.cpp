@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <functional>
 #include <thread>
 
@@ -304,6 +305,73 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_step_end(next, 0, 0));
   OK(frugal_close(a));
   OK(frugal_close(b));
+}
+
+// A push that is refused makes no rows, whichever of its ops is at fault: those of keys that nobody has declared are the
+// controller's to make, who does not see the gradients.
+TEST_F(Service, RefusedPush) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  frugal_config c = Config(address());
+  c.world_size = 1;
+  OK(frugal_open(&c, &e));
+  frugal_table *dense = nullptr, *hashed = nullptr;
+  frugal_table_config tc = TableConfig("dense");
+  OK(frugal_table_create(e, &tc, &dense));
+  tc = TableConfig("hashed");
+  tc.key_space = FRUGAL_HASHED;
+  OK(frugal_table_create(e, &tc, &hashed));
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  const uint64_t declared[] = {5, 7, 9}, others[] = {1, 2};
+  frugal_op op[2] = {FRUGAL_OP_INIT, FRUGAL_OP_INIT};
+  for (uint64_t s = 0; s < 4; ++s) {
+    op[0].table = s % 2 ? hashed : dense;
+    op[0].keys = declared;
+    op[0].count = 3;
+    op[0].flags = FRUGAL_OP_PADDING;
+    op[0].padding_key = 7;
+    op[0].batch = nullptr;
+    frugal_batch* batch = nullptr;
+    OK(frugal_prefetch(t, s, op, 1, &batch));
+    OK(frugal_step_begin(t, s, -1));
+    std::vector<float> grads(3 * 8, 1);
+    op[0].keys = s < 2 ? nullptr : declared;
+    op[0].count = s < 2 ? 0 : 3;
+    op[0].batch = batch;
+    op[0].grads = grads.data();
+    op[1].table = hashed;
+    op[1].keys = others;
+    op[1].count = 2;
+    op[1].grads = grads.data();  // those before the NaN
+    grads[2 * 8 + 3] = NAN;
+    EXPECT_EQ(FRUGAL_ERR_NAN, frugal_push_grad(t, op, 2)) << s;
+    OK(frugal_step_end(t, s, 0));
+    uint64_t n = 99;
+    OK(frugal_table_count(hashed, &n));
+    EXPECT_EQ(0u, n) << s;
+  }
+  // A NaN for the padding is none.
+  op[0].table = dense;
+  op[0].keys = declared;
+  op[0].count = 3;
+  op[0].batch = nullptr;
+  frugal_batch* batch = nullptr;
+  OK(frugal_prefetch(t, 4, op, 1, &batch));
+  OK(frugal_step_begin(t, 4, -1));
+  std::vector<float> grads(3 * 8, 1);
+  grads[8] = NAN;
+  op[0].keys = nullptr;
+  op[0].count = 0;
+  op[0].batch = batch;
+  op[0].grads = op[1].grads = grads.data();
+  op[1].count = 1;
+  OK(frugal_push_grad(t, op, 2));
+  OK(frugal_step_end(t, 4, 0));
+  uint64_t n = 99;
+  OK(frugal_table_count(hashed, &n));
+  EXPECT_EQ(1u, n);
+  OK(frugal_close(e));
 }
 
 long BytesRead(const std::string& process) {  // by read and write calls and their like
