@@ -84,6 +84,7 @@ struct RemoteTrainer : HeapObject {
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
+  std::atomic<bool> untold{false};  // there are some; who reads looks at it without call_mu
   Map<uint64_t, RemotePushSums> pushes;  // by table
   Vector<Buffer> lent;
   Map<uint64_t, Buffer> handed;  // sums, by place, until they have been read
@@ -189,6 +190,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
   void use(RemoteTrainer& t, const Vector<Access>& accesses);
+  void tell_used(const RemoteTrainer* reader);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
 

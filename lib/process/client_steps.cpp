@@ -1,6 +1,8 @@
 // A trainer's calls. Declared keys need no message between the gate and the step's end.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/fpenv.h"
 #include "base/handles.h"
@@ -24,6 +26,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
     t.told = t.notices->load();
     leave_step(t);
   }
+  t.untold.store(!t.used.empty());
   if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   return s;
@@ -58,6 +61,7 @@ void Client::leave_step(RemoteTrainer& t) {
   t.in_step = t.ending = false;
   t.parts.clear();
   t.used.clear();
+  t.untold.store(false);
   t.pushes.clear();
   t.lent.clear();
 }
@@ -357,6 +361,7 @@ void Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
     p.used = true;
     if (a.table->info.key_space == FRUGAL_HASHED) t.used.push_back(static_cast<uint32_t>(a.part));
   }
+  t.untold.store(!t.used.empty());
 }
 
 // Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
@@ -595,7 +600,31 @@ Status Client::abort_call(RemoteTrainer& t) {
 
 // --- Evaluation ----------------------------------------------------------------------------------
 
+// Rows that another trainer of this process has made by a lookup or push that has come back are there for who reads
+// now. No lock is held meanwhile: trainers that read would wait for each other.
+void Client::tell_used(const RemoteTrainer* reader) {
+  Vector<RemoteTrainerRef> others;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& weak : trainers_)
+      if (auto t = weak.lock(); t && t.get() != reader && t->untold.load()) others.push_back(std::move(t));
+  }
+  for (const RemoteTrainerRef& t : others)
+    while (t->untold.load() && !t->closing.load() && !closed_.load()) {
+      std::unique_lock<std::mutex> call(t->call_mu, std::try_to_lock);
+      // A call of its is under way: it tells the controller, and none of those that do wait for other ranks; or it
+      // works without the controller, and is short.
+      if (!call) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+        continue;
+      }
+      Exchange e{Call::kUse, {}, {}};
+      if (t->untold.load() && ask(*t, e) != FRUGAL_OK) break;
+    }
+}
+
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
+  tell_used(t);
   std::unique_lock<std::mutex> call;
   if (t) {
     call = std::unique_lock<std::mutex>(t->call_mu);

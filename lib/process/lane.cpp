@@ -158,6 +158,8 @@ Status Lane::handle(const Header& request) {
         return engine_->abort_call(*trainer_);
       case Call::kInside:
         return engine_->inside_step(*trainer_);
+      case Call::kUse:
+        return FRUGAL_OK;
       case Call::kRead:
         return read(request);
       default:

@@ -239,6 +239,14 @@ TEST_F(Service, LimitsOfMemory) {
   OK(frugal_close(e));
 }
 
+// Its threads may run on for a moment after the signal.
+void Stop(pid_t child) {
+  int status = 0;
+  kill(child, SIGSTOP);
+  ASSERT_EQ(child, waitpid(child, &status, WUNTRACED));
+  ASSERT_TRUE(WIFSTOPPED(status));
+}
+
 // What the gate has let through needs nobody's help; and who never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {
   ControllerProgram controller(address());
@@ -262,7 +270,7 @@ TEST_F(Service, StoppedController) {
   op.grads = grads.data();
   OK(frugal_prefetch(t, 0, &op, 1, nullptr));
   OK(frugal_step_begin(t, 0, 5000));
-  kill(controller.pid(), SIGSTOP);
+  Stop(controller.pid());
   OK(frugal_lookup(t, &op, 1));
   OK(frugal_push_grad(t, &op, 1));
   kill(controller.pid(), SIGCONT);
@@ -270,7 +278,7 @@ TEST_F(Service, StoppedController) {
   uint64_t step = 99;
   OK(frugal_committed_step(e, &step));
   EXPECT_EQ(0u, step);
-  kill(controller.pid(), SIGSTOP);
+  Stop(controller.pid());
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, 100));
   EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_committed_step(e, &step));
   kill(controller.pid(), SIGCONT);
@@ -371,6 +379,57 @@ TEST_F(Service, RefusedPush) {
   uint64_t n = 99;
   OK(frugal_table_count(hashed, &n));
   EXPECT_EQ(1u, n);
+  OK(frugal_close(e));
+}
+
+// A row that a trainer has made is there for all who read after that, in the same process at once.
+TEST_F(Service, RowsThatOthersRead) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e));
+  frugal_table* table = nullptr;
+  frugal_table_config tc = TableConfig("t");
+  tc.key_space = FRUGAL_HASHED;
+  tc.init = FRUGAL_INIT_CONSTANT;
+  tc.init_a = 3;
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer* t[2] = {};
+  OK(Join(e, 0, &t[0]));
+  OK(Join(e, 1, &t[1]));
+  for (uint64_t s = 0; s < 6; ++s) {
+    const uint64_t key = 10 + s;
+    std::vector<float> row(8), grad(8, 1), seen(8);
+    uint8_t found = 9;
+    frugal_op op = FRUGAL_OP_INIT, look = FRUGAL_OP_INIT;
+    op.table = look.table = table;
+    op.keys = look.keys = &key;
+    op.count = look.count = 1;
+    op.rows_out = row.data();
+    op.grads = grad.data();
+    look.rows_out = seen.data();
+    look.found_out = &found;
+    OK(frugal_prefetch(t[0], s, &op, 1, nullptr));
+    OK(frugal_step_begin(t[0], s, -1));
+    OK(frugal_step_begin(t[1], s, -1));
+    OK(frugal_read(e, t[1], &look, 1, -1));
+    EXPECT_EQ(0, found);
+    if (s % 2) OK(frugal_lookup(t[0], &op, 1));
+    else OK(frugal_push_grad(t[0], &op, 1));
+    OK(frugal_read(e, t[1], &look, 1, -1));
+    EXPECT_EQ(1, found);
+    EXPECT_EQ(3, seen[7]);
+    if (s == 4) {  // what is undone is there no more, and the rank is told of that by its own call
+      OK(frugal_push_grad(t[0], &op, 1));
+      OK(frugal_step_abort(t[1]));
+      OK(frugal_read(e, nullptr, &look, 1, -1));
+      EXPECT_EQ(0, found);
+      EXPECT_EQ(FRUGAL_ERR_STEP_ABORTED, frugal_step_end(t[0], s, 0));
+      OK(frugal_step_begin(t[0], s, -1));
+      OK(frugal_step_begin(t[1], s, -1));
+    }
+    OK(frugal_step_end(t[0], s, 0));
+    OK(frugal_step_end(t[1], s, 0));
+  }
   OK(frugal_close(e));
 }
 
