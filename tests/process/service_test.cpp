@@ -581,6 +581,19 @@ TEST_F(Service, CloseBesideCalls) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
+// What a controller has to do for a process that is dead may be under way when it is to stop.
+TEST_F(Service, StopAfterDeath) {
+  for (int round = 0; round < 40; ++round) {
+    ControllerProgram controller(address());
+    EXPECT_EQ(0, InChild([&] {
+      frugal_engine* e = nullptr;
+      frugal_trainer* t = nullptr;
+      return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;  // and ends without a word
+    }));
+    EXPECT_EQ(0, controller.end(SIGTERM)) << round;
+  }
+}
+
 // A stopping controller answers, or is gone; it ends in any case.
 TEST_F(Service, AttachDuringShutdown) {
   for (int round = 0; round < 20; ++round) {
