@@ -89,7 +89,9 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<Re
 // Rows of declared parts that the trainer has looked up or pushed gradients of.
 Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(check());
+  // What has undone the step is told by a call of the trainer's own.
+  if (t.closing.load() || t.abort_notice.load()) return FRUGAL_OK;
   FRUGAL_TRY(inside(t));
   Vector<Access> accesses(used.size());
   for (size_t i = 0; i < used.size(); ++i) {

@@ -149,14 +149,21 @@ void Client::shutdown() {
       if (auto t = weak.lock()) tables.push_back(std::move(t));
   }
   for (const RemoteTrainerRef& t : trainers) {
-    if (handle_remove(HandleKind::kRemoteTrainer, t->handle)) (void)close_trainer(t);
+    if (handle_remove(HandleKind::kRemoteTrainer, t->handle)) {
+      (void)close_trainer(t);
+    } else {
+      // Another thread closes it. A call of its may be reading what is let go of below.
+      t->closing.store(true);
+      t->channel->cut();
+      std::lock_guard<std::mutex> call(t->call_mu);
+    }
   }
   for (const RemoteTableRef& t : tables) handle_remove(HandleKind::kRemoteTable, t->handle);
   if (channel_) channel_->cut();  // calls of other threads end
   watch_.reset();
-  control_.reset();
+  if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
   helpers_.stop();
-  std::lock_guard<std::mutex> calls(channel_mu_);
+  std::scoped_lock calls(channel_mu_, mu_, remains_mu_);
   for (Mapping& m : remains_.stagings) os_release(&m);
   remains_ = {};
   os_release(&arena_);
@@ -186,7 +193,7 @@ Status Client::health() {
 }
 
 Status Client::committed(uint64_t* step) {
-  if (left_alone()) return remains_.committed(step);
+  if (Remaining remains{*this}) return remains_.committed(step);
   FRUGAL_TRY(check());
   return control_->committed(config_.timeout_ms, step);
 }
@@ -268,9 +275,11 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   t->rows.values = reinterpret_cast<float*>(t->arrays[Rows::kValues].base);
   t->rows.value_stride = t->layout.value_stride;
   t->rows.dim = reply.info.dim;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (closed_.load()) return check();
+  tables_.reserve(tables_.size() + 1);
   t->handle = handle_add(HandleKind::kRemoteTable, t);
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
-  std::lock_guard<std::mutex> lock(mu_);
   tables_.push_back(t);
   *out = std::move(t);
   return FRUGAL_OK;
@@ -299,9 +308,12 @@ Status Client::drop_table(const RemoteTableRef& table) {
 }
 
 Status Client::describe(RemoteTable& table, frugal_table_info* out) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
+    TableReadout* t;
+    FRUGAL_TRY(remains_of(table, &t));
     *out = table.info;
-    return count(table, &out->rows);
+    out->rows = t->count();
+    return FRUGAL_OK;
   }
   Exchange e{Call::kDescribe, {table.id}, {}};
   return ask(e, [&](Channel& c, uint64_t) { return c.read(out, sizeof *out, UINT64_MAX); });
@@ -335,7 +347,7 @@ Status Client::remains_of(RemoteTable& table, TableReadout** out) {
 }
 
 Status Client::count(RemoteTable& table, uint64_t* out) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     TableReadout* t;
     FRUGAL_TRY(remains_of(table, &t));
     *out = t->count();
@@ -348,7 +360,7 @@ Status Client::count(RemoteTable& table, uint64_t* out) {
 }
 
 Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     TableReadout* t;
     FRUGAL_TRY(remains_of(table, &t));
     *n = t->keys(cursor, out, capacity);
@@ -380,7 +392,7 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(table, stride, bytes));
   if (stride == 0) stride = bytes;
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     TableReadout* t;
     FRUGAL_TRY(remains_of(table, &t));
     if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
@@ -448,6 +460,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   t->engine = shared_from_this();
   t->rank = config.rank;
   auto set_up = [&]() -> Status {
+    std::lock_guard<std::mutex> lock(mu_);
+    FRUGAL_TRY(check());
     if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
@@ -456,19 +470,17 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
     t->cpu_ns = process_cpu_ns();
+    std::erase_if(trainers_, [](auto& w) { return w.expired(); });
+    trainers_.reserve(trainers_.size() + 1);
     t->handle = handle_add(HandleKind::kRemoteTrainer, t);
-    return t->handle ? FRUGAL_OK : fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    trainers_.push_back(t);
+    return FRUGAL_OK;
   };
   Status s = set_up();
   if (s != FRUGAL_OK) {
     (void)control_->leave(config.rank, config_.timeout_ms);
     return s;
-  }
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    std::erase_if(trainers_, [](auto& w) { return w.expired(); });
-    trainers_.push_back(t);
-    if (lost_.load()) t->channel->cut();
   }
   *out = std::move(t);
   return FRUGAL_OK;
@@ -485,7 +497,7 @@ Status Client::close_trainer(const RemoteTrainerRef& t) {
   t->batches.clear();
   t->handed.clear();
   // The controller may not know it any more, if another process has taken its place.
-  return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST ? FRUGAL_OK : s;
+  return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
 }
 
 Status Client::set_stream(RemoteTrainer&, void*) {

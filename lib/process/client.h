@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 
 #include "base/handles.h"
 #include "engine/data_path.h"
@@ -89,6 +90,7 @@ struct RemoteTrainer : HeapObject {
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
+  std::atomic<bool> untold{false};  // there are some; who reads looks at it without call_mu
   Map<uint64_t, RemotePushSums> pushes;  // by table
   Vector<Buffer> lent;
   Map<uint64_t, Buffer> handed;  // sums, by place, until they have been read
@@ -153,8 +155,17 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
-  // The controller's process has ended: rows are read out of what it has left.
-  bool left_alone() const { return lost_.load() && !closed_.load(); }
+  // Whether the controller's process has ended, so that rows are read out of what it has left: which stays
+  // until this does.
+  class Remaining {
+   public:
+    explicit Remaining(Client& c) : stay_(c.remains_mu_), there_(c.lost_.load() && !c.closed_.load()) {}
+    explicit operator bool() const { return there_; }
+
+   private:
+    std::shared_lock<std::shared_mutex> stay_;
+    const bool there_;
+  };
   Status remains_of(RemoteTable& table, TableReadout** out);
   Status read_out(const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
@@ -192,13 +203,15 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
   struct Access {
     RemoteTableRef table;
-    size_t part = SIZE_MAX;    // number in the step
+    size_t part = SIZE_MAX;    // number in the step; none: it is to be asked for
+    size_t named = SIZE_MAX;   // the same, whether it is to be asked for or not
     bool exact = false;        // it names exactly the declared keys
   };
   Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
   void use(RemoteTrainer& t, const Vector<Access>& accesses);
+  void tell_used(const RemoteTrainer* reader);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
@@ -208,6 +221,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
   Mapping arena_;
+  std::shared_mutex remains_mu_;                     // what follows, against its end
   Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
   const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
   BufferPool pool_;

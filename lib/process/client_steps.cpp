@@ -1,6 +1,8 @@
 // A trainer's calls. Declared keys need no message between the gate and the step's end.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/fpenv.h"
 #include "base/handles.h"
@@ -24,6 +26,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
     t.told = t.notices->load();
     leave_step(t);
   }
+  t.untold.store(!t.used.empty());
   if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   return s;
@@ -58,6 +61,7 @@ void Client::leave_step(RemoteTrainer& t) {
   t.in_step = t.ending = false;
   t.parts.clear();
   t.used.clear();
+  t.untold.store(false);
   t.pushes.clear();
   t.lent.clear();
 }
@@ -253,6 +257,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Acces
   if (out->part == SIZE_MAX) return check_keys(table, op);
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
+  out->named = out->part;
   out->exact = p.whole;
   if (!p.whole || !p.fresh) out->part = SIZE_MAX;
   return FRUGAL_OK;
@@ -301,12 +306,18 @@ Status nan_refused(const char* table) {
               table);
 }
 
-// Whether a term of the sums that an op's gradients make is a NaN.
-bool has_nan_term(const frugal_op& op, uint32_t dim) {
+// Whether a term of the sums that an op's gradients make is a NaN. `named`: the part of the step that it names, or
+// null: its keys are given.
+bool has_nan_term(const frugal_op& op, const Part* named, uint32_t dim) {
   const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-  auto is_term = [&](size_t k) { return !(op.flags & FRUGAL_OP_PADDING) || op.keys[k] != op.padding_key; };
-  for (size_t row = 0; row < (pooled ? op.bags : op.count); ++row) {
+  // Those of a dense table are let go of when they are resolved: padding has no slot then.
+  const uint64_t* keys = op.keys ? op.keys : named ? named->keys.as<uint64_t>() : nullptr;
+  const uint32_t* slots = named && named->resolved() ? named->slots.as<uint32_t>() : nullptr;
+  const bool padded = named ? named->has_padding : (op.flags & FRUGAL_OP_PADDING) != 0;
+  const uint64_t padding = named ? named->padding : op.padding_key;
+  auto is_term = [&](size_t k) { return !padded || (slots ? slots[k] != kNoSlot : keys && keys[k] != padding); };
+  for (size_t row = 0; row < (pooled ? op.bags : named ? named->n : op.count); ++row) {
     const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
     // Of a bag without weights the terms are the same, or all divided by their number.
     const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
@@ -333,9 +344,12 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
   }
   if (all) return FRUGAL_OK;
   // The controller makes the rows that it is asked for, and a push that is refused makes none.
-  for (size_t i = 0; i < n && use == Use::kPush; ++i)
-    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && has_nan_term(ops[i], (*out)[i].table->info.dim))
-      return nan_refused((*out)[i].table->name.c_str());
+  for (size_t i = 0; i < n && use == Use::kPush; ++i) {
+    const Access& a = (*out)[i];
+    const Part* named = a.named == SIZE_MAX ? nullptr : t.parts[a.named].part.get();
+    if (a.table->nan_policy == FRUGAL_NAN_REJECT && has_nan_term(ops[i], named, a.table->info.dim))
+      return nan_refused(a.table->name.c_str());
+  }
   return ask_for(t, ops, *out);
 }
 
@@ -348,6 +362,7 @@ void Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
     p.used = true;
     if (a.table->info.key_space == FRUGAL_HASHED) t.used.push_back(static_cast<uint32_t>(a.part));
   }
+  t.untold.store(!t.used.empty());
 }
 
 // Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
@@ -642,11 +657,35 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
   return FRUGAL_OK;
 }
 
+// Rows that another trainer of this process has made by a lookup or push that has come back are there for who reads
+// now. No lock is held meanwhile: trainers that read would wait for each other.
+void Client::tell_used(const RemoteTrainer* reader) {
+  Vector<RemoteTrainerRef> others;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& weak : trainers_)
+      if (auto t = weak.lock(); t && t.get() != reader && t->untold.load()) others.push_back(std::move(t));
+  }
+  for (const RemoteTrainerRef& t : others)
+    while (t->untold.load() && !t->closing.load() && !closed_.load()) {
+      std::unique_lock<std::mutex> call(t->call_mu, std::try_to_lock);
+      // A call of its is under way: it tells the controller, and none of those that do wait for other ranks; or it
+      // works without the controller, and is short.
+      if (!call) {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+        continue;
+      }
+      Exchange e{Call::kUse, {}, {}};
+      if (t->untold.load() && ask(*t, e) != FRUGAL_OK) break;
+    }
+}
+
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     FRUGAL_TRY(host_memory(ops, n));
     return read_out(ops, n);
   }
+  tell_used(t);
   std::unique_lock<std::mutex> call;
   if (t) {
     call = std::unique_lock<std::mutex>(t->call_mu);

@@ -35,6 +35,7 @@ struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;
   Vector<uint64_t> numbers;
+  std::shared_ptr<void> keep;
 };
 struct TableReply {
   uint64_t id = 0;
@@ -103,7 +104,9 @@ class ControlClient : public HeapObject {
   // version; INVALID_ARGUMENT: it is another user's, or the path is too long.
   static Status connect(const char* address, int64_t timeout_ms, std::unique_ptr<ControlClient>* out,
                         uint32_t version = kControlVersion);
-  ~ControlClient();  // closes the connection; no call may be under way
+  ~ControlClient();  // closes; no call may be under way
+  // Ends the connection. Calls under way, and those that come later, answer FRUGAL_ERR_CLOSED.
+  void disconnect();
 
   Status ping(int64_t timeout_ms);
   Status open(const frugal_config& config, int64_t timeout_ms, OpenReply* reply);

@@ -158,6 +158,8 @@ Status Lane::handle(const Header& request) {
         return engine_->abort_call(*trainer_);
       case Call::kInside:
         return engine_->inside_step(*trainer_);
+      case Call::kUse:
+        return FRUGAL_OK;
       case Call::kRead:
         return read(request);
       default:
@@ -288,6 +290,8 @@ void Lane::answer_parts(size_t from) {
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
                   (r.cached ? kPartCached : 0);
     place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;
+    // Those of a dense table are let go of when they are resolved, whenever that is.
+    if (p.resolved() || r.table->rows.hashed()) place.keys = engine_->place(p.keys.data());
     if (p.resolved()) {
       place.distinct = p.distinct;
       place.occurrences = p.occurrences;
@@ -295,7 +299,6 @@ void Lane::answer_parts(size_t from) {
       place.pairs = engine_->place(p.pairs.data());
       place.rows = engine_->place(p.rows.data());
       place.start = engine_->place(p.start.data());
-      place.keys = engine_->place(p.keys.data());
       if (r.line_values) {
         place.lines = engine_->place(p.lines.data());
         place.line_values = engine_->place(r.line_values);

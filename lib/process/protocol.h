@@ -19,6 +19,7 @@ enum class Call : uint32_t {
   kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
   kAbort,
   kInside,        // whether the trainer is inside a step, or what has undone it
+  kUse,           // nothing but the parts that were used: somebody else of the trainer's process reads
   // Of a trainer, or (without used parts) of a process.
   kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
   // Of a process.

@@ -53,7 +53,7 @@ Status RingLink::refuse(const char* why) {
 
 Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until) {
   const uint64_t begun = now_ns();
-  for (uint64_t now = begun, spin = std::min(begun + spin_ns_, until); now < spin; now = now_ns())
+  for (uint64_t now = begun, spin = std::min(begun + spin_ns_.load(std::memory_order_relaxed), until); now < spin; now = now_ns())
     for (int i = 0; i < 16; ++i) {
       cpu_relax();
       if (reached(peer->count.load(std::memory_order_relaxed), wanted) ||

@@ -214,9 +214,9 @@ struct Server::Impl final : ControlHandler {
     return StagingMemory::make(kStagingBytes, out);
   }
 
-  // `keep`: what the descriptors are of.
+  // `keep`: what the descriptors are of. The process may end, and its lanes with it, before they are sent.
   Status channel(TrainerRef trainer, uint64_t peer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
-                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep = nullptr) {
+                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep) {
     std::shared_ptr<StagingMemory> staging;
     if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
     std::unique_ptr<Channel> c;
@@ -225,7 +225,7 @@ struct Server::Impl final : ControlHandler {
     descriptors->push_back(shared->up_fd());
     descriptors->push_back(shared->down_fd());
     if (trainer) descriptors->push_back(shared->staging_fd());
-    if (keep) *keep = shared;
+    *keep = shared;
     out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
     FRUGAL_TRY((*out)->start());
     numbers->push_back((*out)->notice_place());
@@ -238,7 +238,8 @@ struct Server::Impl final : ControlHandler {
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
     process->observes = config.flags & FRUGAL_OBSERVE;
     reply->descriptors.push_back(engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
+    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, &reply->descriptors, &reply->numbers,
+                       &reply->keep));
     reply->numbers.push_back(engine_->versions_place());
     reply->numbers.push_back(engine_->ledger()->place());
     for (const StagingRegion& r : stagings_) reply->descriptors.push_back(r.memory->mapping.fd);

@@ -125,10 +125,10 @@ class Enemy {
     const uint64_t what = in_.Number(1);
     static const Call calls[] = {Call::kPrefetch, Call::kStepBegin, Call::kAccess, Call::kStepEnd, Call::kAbort,
                                  Call::kInside, Call::kCancel, Call::kRead, Call::kStepBegin, Call::kPrefetch,
-                                 Call::kAccess, Call::kStepEnd};
+                                 Call::kAccess, Call::kStepEnd, Call::kUse};
     static const Call others[] = {Call::kCount, Call::kKeys, Call::kGet, Call::kDescribe, Call::kFlush,
                                   Call::kMetrics, Call::kRead, Call::kSetOptimizer};
-    const Call call = trainer_ ? calls[what % 12] : others[what % 8];
+    const Call call = trainer_ ? calls[what % 13] : others[what % 8];
     h.type = what >= 250 ? static_cast<uint32_t>(Value()) : static_cast<uint32_t>(call);
     h.sequence = ++sequence_;
     const uint64_t used = trainer_ && in_.Number(1) % 4 == 0 ? in_.Number(1) % 4 : 0;

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <functional>
 #include <thread>
 
@@ -287,6 +289,14 @@ TEST_F(Service, TraceOfTrainers) {
   OK(frugal_close(e));
 }
 
+// Its threads may run on for a moment after the signal.
+void Stop(pid_t child) {
+  int status = 0;
+  kill(child, SIGSTOP);
+  ASSERT_EQ(child, waitpid(child, &status, WUNTRACED));
+  ASSERT_TRUE(WIFSTOPPED(status));
+}
+
 // What the gate has let through needs nobody's help; and who never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {
   ControllerProgram controller(address());
@@ -310,7 +320,7 @@ TEST_F(Service, StoppedController) {
   op.grads = grads.data();
   OK(frugal_prefetch(t, 0, &op, 1, nullptr));
   OK(frugal_step_begin(t, 0, 5000));
-  kill(controller.pid(), SIGSTOP);
+  Stop(controller.pid());
   OK(frugal_lookup(t, &op, 1));
   OK(frugal_push_grad(t, &op, 1));
   kill(controller.pid(), SIGCONT);
@@ -318,7 +328,7 @@ TEST_F(Service, StoppedController) {
   uint64_t step = 99;
   OK(frugal_committed_step(e, &step));
   EXPECT_EQ(0u, step);
-  kill(controller.pid(), SIGSTOP);
+  Stop(controller.pid());
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, 100));
   EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_committed_step(e, &step));
   kill(controller.pid(), SIGCONT);
@@ -353,6 +363,124 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_step_end(next, 0, 0));
   OK(frugal_close(a));
   OK(frugal_close(b));
+}
+
+// A push that is refused makes no rows, whichever of its ops is at fault: those of keys that nobody has declared are the
+// controller's to make, who does not see the gradients.
+TEST_F(Service, RefusedPush) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  frugal_config c = Config(address());
+  c.world_size = 1;
+  OK(frugal_open(&c, &e));
+  frugal_table *dense = nullptr, *hashed = nullptr;
+  frugal_table_config tc = TableConfig("dense");
+  OK(frugal_table_create(e, &tc, &dense));
+  tc = TableConfig("hashed");
+  tc.key_space = FRUGAL_HASHED;
+  OK(frugal_table_create(e, &tc, &hashed));
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  const uint64_t declared[] = {5, 7, 9}, others[] = {1, 2};
+  frugal_op op[2] = {FRUGAL_OP_INIT, FRUGAL_OP_INIT};
+  for (uint64_t s = 0; s < 4; ++s) {
+    op[0].table = s % 2 ? hashed : dense;
+    op[0].keys = declared;
+    op[0].count = 3;
+    op[0].flags = FRUGAL_OP_PADDING;
+    op[0].padding_key = 7;
+    op[0].batch = nullptr;
+    frugal_batch* batch = nullptr;
+    OK(frugal_prefetch(t, s, op, 1, &batch));
+    OK(frugal_step_begin(t, s, -1));
+    std::vector<float> grads(3 * 8, 1);
+    op[0].keys = s < 2 ? nullptr : declared;
+    op[0].count = s < 2 ? 0 : 3;
+    op[0].batch = batch;
+    op[0].grads = grads.data();
+    op[1].table = hashed;
+    op[1].keys = others;
+    op[1].count = 2;
+    op[1].grads = grads.data();  // those before the NaN
+    grads[2 * 8 + 3] = NAN;
+    EXPECT_EQ(FRUGAL_ERR_NAN, frugal_push_grad(t, op, 2)) << s;
+    OK(frugal_step_end(t, s, 0));
+    uint64_t n = 99;
+    OK(frugal_table_count(hashed, &n));
+    EXPECT_EQ(0u, n) << s;
+  }
+  // A NaN for the padding is none.
+  op[0].table = dense;
+  op[0].keys = declared;
+  op[0].count = 3;
+  op[0].batch = nullptr;
+  frugal_batch* batch = nullptr;
+  OK(frugal_prefetch(t, 4, op, 1, &batch));
+  OK(frugal_step_begin(t, 4, -1));
+  std::vector<float> grads(3 * 8, 1);
+  grads[8] = NAN;
+  op[0].keys = nullptr;
+  op[0].count = 0;
+  op[0].batch = batch;
+  op[0].grads = op[1].grads = grads.data();
+  op[1].count = 1;
+  OK(frugal_push_grad(t, op, 2));
+  OK(frugal_step_end(t, 4, 0));
+  uint64_t n = 99;
+  OK(frugal_table_count(hashed, &n));
+  EXPECT_EQ(1u, n);
+  OK(frugal_close(e));
+}
+
+// A row that a trainer has made is there for all who read after that, in the same process at once.
+TEST_F(Service, RowsThatOthersRead) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e));
+  frugal_table* table = nullptr;
+  frugal_table_config tc = TableConfig("t");
+  tc.key_space = FRUGAL_HASHED;
+  tc.init = FRUGAL_INIT_CONSTANT;
+  tc.init_a = 3;
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer* t[2] = {};
+  OK(Join(e, 0, &t[0]));
+  OK(Join(e, 1, &t[1]));
+  for (uint64_t s = 0; s < 6; ++s) {
+    const uint64_t key = 10 + s;
+    std::vector<float> row(8), grad(8, 1), seen(8);
+    uint8_t found = 9;
+    frugal_op op = FRUGAL_OP_INIT, look = FRUGAL_OP_INIT;
+    op.table = look.table = table;
+    op.keys = look.keys = &key;
+    op.count = look.count = 1;
+    op.rows_out = row.data();
+    op.grads = grad.data();
+    look.rows_out = seen.data();
+    look.found_out = &found;
+    OK(frugal_prefetch(t[0], s, &op, 1, nullptr));
+    OK(frugal_step_begin(t[0], s, -1));
+    OK(frugal_step_begin(t[1], s, -1));
+    OK(frugal_read(e, t[1], &look, 1, -1));
+    EXPECT_EQ(0, found);
+    if (s % 2) OK(frugal_lookup(t[0], &op, 1));
+    else OK(frugal_push_grad(t[0], &op, 1));
+    OK(frugal_read(e, t[1], &look, 1, -1));
+    EXPECT_EQ(1, found);
+    EXPECT_EQ(3, seen[7]);
+    if (s == 4) {  // what is undone is there no more, and the rank is told of that by its own call
+      OK(frugal_push_grad(t[0], &op, 1));
+      OK(frugal_step_abort(t[1]));
+      OK(frugal_read(e, nullptr, &look, 1, -1));
+      EXPECT_EQ(0, found);
+      EXPECT_EQ(FRUGAL_ERR_STEP_ABORTED, frugal_step_end(t[0], s, 0));
+      OK(frugal_step_begin(t[0], s, -1));
+      OK(frugal_step_begin(t[1], s, -1));
+    }
+    OK(frugal_step_end(t[0], s, 0));
+    OK(frugal_step_end(t[1], s, 0));
+  }
+  OK(frugal_close(e));
 }
 
 long BytesRead(const std::string& process) {  // by read and write calls and their like
@@ -398,7 +526,11 @@ TEST_F(Service, TrafficAndIdleness) {
   frugal_trainer* t = nullptr;
   OK(Join(e, 0, &t));
   constexpr size_t kKeys = 65536;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr uint64_t kSteps = 100;
+#else
   constexpr uint64_t kSteps = 1000;
+#endif
   std::vector<uint64_t> keys(kKeys);
   std::vector<float> rows(kKeys * 8);
   frugal_op op = FRUGAL_OP_INIT;
@@ -427,6 +559,89 @@ TEST_F(Service, TrafficAndIdleness) {
   std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core\n",
               (CpuSeconds(controller.pid()) - used) / 3 * 100, (CpuSeconds(getpid()) - own) / 3 * 100);
   OK(frugal_close(e));
+}
+
+// Calls of other threads end when the engine is closed, or the trainer, and touch nothing that is gone.
+TEST_F(Service, CloseBesideCalls) {
+  ControllerProgram controller(address());
+  for (int round = 0; round < 20; ++round) {
+    frugal_engine* e = nullptr;
+    frugal_config c = Config(address(), 20000);
+    c.world_size = 1;
+    OK(frugal_open(&c, &e));
+    frugal_table* table = nullptr;
+    const frugal_table_config tc = TableConfig("t");
+    OK(frugal_table_create(e, &tc, &table));
+    std::atomic<frugal_trainer*> trainer{nullptr};
+    std::atomic<int> wrong{FRUGAL_OK};
+    std::atomic<bool> over{false};
+    auto allowed = [&](int status) {
+      static const int all[] = {FRUGAL_OK, FRUGAL_ERR_CLOSED, FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_EXISTS, FRUGAL_ERR_BUSY,
+                                FRUGAL_ERR_NOT_IN_STEP, FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_STEP_ORDER,
+                                FRUGAL_ERR_STEP_RANGE};
+      if (std::find(std::begin(all), std::end(all), status) == std::end(all)) wrong.store(status);
+      return status == FRUGAL_OK;
+    };
+    std::vector<std::thread> threads;
+    auto again = [&](std::function<void()> calls) {
+      threads.emplace_back([&over, calls = std::move(calls)] {
+        while (!over.load()) calls();
+      });
+    };
+    std::vector<uint64_t> keys(200);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = i * 5;
+    again([&] {  // steps
+      std::vector<float> rows(keys.size() * 8), grads(keys.size() * 8, 1);
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = table;
+      op.keys = keys.data();
+      op.count = keys.size();
+      op.rows_out = rows.data();
+      op.grads = grads.data();
+      uint64_t s = 0;
+      if (!allowed(frugal_committed_step(e, &s))) return;
+      s = s == FRUGAL_NO_STEP ? 0 : s + 1;
+      frugal_trainer* t = trainer.load();
+      while (t && !over.load() && allowed(frugal_prefetch(t, s, &op, 1, nullptr)) && allowed(frugal_step_begin(t, s, -1)) &&
+             allowed(frugal_lookup(t, &op, 1)) && allowed(frugal_push_grad(t, &op, 1)) &&
+             allowed(frugal_step_end(t, s, 0)))
+        ++s;
+    });
+    again([&] {  // outside steps
+      uint64_t n = 0;
+      frugal_table* found = nullptr;
+      allowed(frugal_table_count(table, &n));
+      allowed(frugal_flush(e, 20000));
+      allowed(frugal_table_find(e, "t", &found));
+      allowed(frugal_health(e));
+    });
+    again([&] {  // joins and leaves
+      frugal_trainer* t = nullptr;
+      if (!allowed(Join(e, 0, &t))) return;
+      trainer.store(t);
+      usleep(500);
+      allowed(frugal_trainer_close(t));
+    });
+    usleep(static_cast<useconds_t>(3000 + round * 700));
+    OK(frugal_close(e));
+    over.store(true);
+    for (std::thread& t : threads) t.join();
+    EXPECT_EQ(FRUGAL_OK, wrong.load()) << frugal_status_name(wrong.load());
+  }
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// What a controller has to do for a process that is dead may be under way when it is to stop.
+TEST_F(Service, StopAfterDeath) {
+  for (int round = 0; round < 40; ++round) {
+    ControllerProgram controller(address());
+    EXPECT_EQ(0, InChild([&] {
+      frugal_engine* e = nullptr;
+      frugal_trainer* t = nullptr;
+      return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;  // and ends without a word
+    }));
+    EXPECT_EQ(0, controller.end(SIGTERM)) << round;
+  }
 }
 
 // A stopping controller answers, or is gone; it ends in any case.
