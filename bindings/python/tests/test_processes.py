@@ -116,7 +116,7 @@ def test_the_address_is_told_or_the_environment_s(
     with frugal.Engine() as engine:
         assert engine.service == controller.address
     monkeypatch.setenv("FRUGAL_SERVICE", str(tmp_path / "nobody"))
-    with pytest.raises(frugal.Timeout, match="nobody"):
+    with pytest.raises(frugal.PeerLost, match="nobody"):
         frugal.Engine(timeout=0.1)
     with frugal.Engine(service=controller.address) as engine:
         assert engine.service == controller.address
