@@ -341,8 +341,10 @@ typedef struct frugal_table_config {
 FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
 
 /* Creates a table; its memory is reserved (all of it, or per slab for lazy and hashed tables)
- * and a dense table's rows are initialized in parallel. Returns: FRUGAL_OK, INVALID_ARGUMENT,
- * STRUCT_SIZE, EXISTS, OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
+ * and a dense table's rows are initialized in parallel. Where processes share the engine each
+ * creates its tables: one that another process has created with the same configuration is meant.
+ * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (this process has created a table of that
+ * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
  * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
  * any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,

@@ -133,6 +133,22 @@ Status find(Engine& e, const char* name, TableRef* out) {
 }
 Status find(Client& e, const char* name, RemoteTableRef* out) { return e.find_table(name, out); }
 
+// Each process of a job creates its tables: those of others are meant, if they are the same.
+Status create(const std::shared_ptr<Engine>& e, const frugal_table_config& config, TableRef* out) {
+  Status s = e->create_table(config, out);
+  if (s == FRUGAL_ERR_EXISTS)
+    if (TableRef there = e->find_table(config.name); there && !there->created_here.load()) {
+      FRUGAL_TRY(meant_table(*there, config));
+      *out = std::move(there);
+      s = FRUGAL_OK;
+    }
+  if (s == FRUGAL_OK) (*out)->created_here.store(true);
+  return s;
+}
+Status create(const std::shared_ptr<Client>& e, const frugal_table_config& config, RemoteTableRef* out) {
+  return e->create_table(config, out);
+}
+
 Status null(const char* what) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
 }
@@ -280,7 +296,7 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
     if (!table_out) return null("table_out");
     FRUGAL_TRY(check_table(*config, true));
     typename OfEngine<decltype(e)>::Table table;
-    FRUGAL_TRY(e->create_table(*config, &table));
+    FRUGAL_TRY(create(e, *config, &table));
     *table_out = reinterpret_cast<frugal_table*>(table->handle);
     return FRUGAL_OK;
   });

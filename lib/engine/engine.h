@@ -61,6 +61,7 @@ struct Table : HeapObject {
   Map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::atomic<bool> dropped{false};
+  std::atomic<bool> created_here{false};           // by this process, which may do so once
 };
 using TableRef = std::shared_ptr<Table>;
 
@@ -107,6 +108,15 @@ struct RemotePush {
   PartRef part;
   bool whole = false;
   Buffer sums;
+};
+
+// What a trainer in another process has used of its step, and nobody has told the engine of yet.
+class UsedElsewhere {
+ public:
+  virtual void tell() = 0;
+
+ protected:
+  ~UsedElsewhere() = default;
 };
 
 struct RemoteCounts {
@@ -161,6 +171,8 @@ struct Trainer : HeapObject {
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Where else that is counted: in memory that the rank's own process sees. Or null.
   std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
+  std::mutex elsewhere_mu;  // before call_mu
+  UsedElsewhere* elsewhere = nullptr;
   // When its process was last heard of (now_ns()); 0: a thread of this process.
   std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
@@ -298,6 +310,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status declared_parts(Trainer& t, Vector<RemotePart>* out);
   Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
+  void use_marked(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   void count_remote(const RemoteCounts& counts);
   Status inside_step(Trainer& t);
@@ -460,6 +473,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
   void create_rows(Trainer& t, const Vector<Access>& accesses);
+  void create_used(Trainer& t, const Vector<RemotePart>& used);
+  void tell_used(const Trainer& by);
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(Trainer& t);

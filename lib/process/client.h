@@ -182,12 +182,14 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   struct Access {
     RemoteTableRef table;
     size_t part = SIZE_MAX;    // number in the step
+    size_t declared = SIZE_MAX;  // the same, also where its rows have to be asked for
     bool exact = false;        // it names exactly the declared keys
   };
   Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
-  void use(RemoteTrainer& t, const Vector<Access>& accesses);
+  Status use(RemoteTrainer& t, const Vector<Access>& accesses);
+  void forget_used(RemoteTrainer& t);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
 

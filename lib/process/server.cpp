@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -24,16 +23,6 @@ namespace {
 constexpr size_t kRingBytes = size_t{4} << 20;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
-
-// The end of the struct is padding, in which anything may be.
-constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
-static_assert(kOptimizerBytes == sizeof(size_t) + 19 * sizeof(float));
-
-bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
-  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
-         a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
-         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
-}
 
 }  // namespace
 
@@ -234,9 +223,11 @@ struct Server::Impl final : ControlHandler {
     // Each rank of a job creates its tables: those of the others are meant, if they are the same.
     if (s == FRUGAL_ERR_EXISTS) {
       TableRef there = engine_->find_table(config.name);
-      std::lock_guard<std::mutex> lock(mu_);
-      if (there && same_table(there->config, config) &&
+      std::unique_lock<std::mutex> lock(mu_);
+      if (there &&
           std::find(process->created.begin(), process->created.end(), there->handle) == process->created.end()) {
+        lock.unlock();
+        FRUGAL_TRY(meant_table(*there, config));
         table = std::move(there);
         s = FRUGAL_OK;
       }
