@@ -487,6 +487,12 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
  * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
 
+/* Gives a trainer up, for a program that fails: as if its process had ended. With a service every
+ * uncommitted step is undone, the other ranks' calls answer PEER_LOST, and somebody who joins as this rank
+ * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns: FRUGAL_OK,
+ * BAD_HANDLE, FORKED. Threads: as frugal_trainer_close. Since: 0.1. */
+FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
+
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
  * NULL, the default, is the default stream of the device. Calls return when their work has been given to the
  * stream: rows_out is complete, and grads may be written again, when the stream has come past it. Each

@@ -149,6 +149,20 @@ Status create(const std::shared_ptr<Client>& e, const frugal_table_config& confi
   return e->create_table(config, out);
 }
 
+Status end_trainer(const TrainerRef& t, bool) { return t->engine->close_trainer(t); }
+Status end_trainer(const RemoteTrainerRef& t, bool abandoned) { return t->engine->close_trainer(t, abandoned); }
+
+Status end_trainer(frugal_trainer* trainer, bool abandoned) {
+  return guard([&]() -> Status {
+    if (!trainer) return FRUGAL_OK;
+    return having<Trainer>(trainer, [&](auto& t) -> Status {
+      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+      return end_trainer(t, abandoned);
+    });
+  });
+}
+
 Status null(const char* what) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
 }
@@ -441,16 +455,9 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
   });
 }
 
-int32_t frugal_trainer_close(frugal_trainer* trainer) {
-  return guard([&]() -> Status {
-    if (!trainer) return FRUGAL_OK;
-    return having<Trainer>(trainer, [&](auto& t) -> Status {
-      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
-      return t->engine->close_trainer(t);
-    });
-  });
-}
+int32_t frugal_trainer_close(frugal_trainer* trainer) { return end_trainer(trainer, false); }
+
+int32_t frugal_trainer_abandon(frugal_trainer* trainer) { return end_trainer(trainer, true); }
 
 int32_t frugal_set_stream(frugal_trainer* trainer, void* stream) {
   return with<Trainer>(trainer, [&](auto& t) -> Status {

@@ -128,7 +128,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted);
 
   Status create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out);
-  Status close_trainer(const RemoteTrainerRef& trainer);
+  // `abandoned`: as if this process had ended.
+  Status close_trainer(const RemoteTrainerRef& trainer, bool abandoned = false);
   Status set_stream(RemoteTrainer& t, void* stream);
   Status prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out);

@@ -345,13 +345,17 @@ struct Server::Impl final : ControlHandler {
     left_.notify_all();
   }
 
-  Status leave(Peer& peer, uint32_t rank) override {
+  Status leave(Peer& peer, uint32_t rank, bool lost) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      std::unique_lock<std::mutex> lock(mu_);
       lane = take_lane(*process, rank);
+      if (lane && lost) {
+        lose(lock, *lane);
+        return FRUGAL_OK;
+      }
     }
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
