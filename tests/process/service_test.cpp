@@ -313,7 +313,7 @@ TEST_F(Service, StoppedController) {
   for (const double cache : {0.0, 1.0}) {
     ControllerProgram controller(address());
     frugal_engine* e = nullptr;
-    frugal_config c = Config(address(), 300);
+    frugal_config c = Config(address(), 3000);
     c.world_size = 1;
     OK(frugal_open(&c, &e));
     constexpr size_t kKeys = 500, kDim = 8;
