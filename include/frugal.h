@@ -344,8 +344,10 @@ typedef struct frugal_table_config {
 FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
 
 /* Creates a table; its memory is reserved (all of it, or per slab for lazy and hashed tables)
- * and a dense table's rows are initialized in parallel. Returns: FRUGAL_OK, INVALID_ARGUMENT,
- * STRUCT_SIZE, EXISTS, OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
+ * and a dense table's rows are initialized in parallel. Where processes share the engine each
+ * creates its tables: one that another process has created with the same configuration is meant.
+ * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (this process has created a table of that
+ * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
  * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
  * any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
@@ -487,6 +489,12 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
  * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED.
  * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
+
+/* Gives a trainer up, for a program that fails: as if its process had ended. With a service every
+ * uncommitted step is undone, the other ranks' calls answer PEER_LOST, and somebody who joins as this rank
+ * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns: FRUGAL_OK,
+ * BAD_HANDLE, FORKED. Threads: as frugal_trainer_close. Since: 0.1. */
+FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
 
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
  * NULL, the default, is the default stream of the device. Calls return when their work has been given to the

@@ -4,6 +4,7 @@
 
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "engine/config_check.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -294,9 +295,10 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
   if (committing_ && first_step <= to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has been ended by all ranks",
                 static_cast<unsigned long long>(first_step));
+  const float accumulators[] = {of_its_kind(o).initial_accumulator,
+                                of_its_kind(table.config.optimizer).initial_accumulator};
   if (o.kind != table.config.optimizer.kind ||
-      std::memcmp(&o.initial_accumulator, &table.config.optimizer.initial_accumulator,
-                  sizeof(float)) != 0)
+      std::memcmp(&accumulators[0], &accumulators[1], sizeof(float)) != 0)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the kind and initial_accumulator of a table's optimizer are fixed at creation");
   // What held before the last committed step is of no use any more.

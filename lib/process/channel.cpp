@@ -190,7 +190,7 @@ std::atomic<uint64_t>& Channel::counter(size_t i) {
 }
 
 uint64_t Channel::counter_value(size_t i) const {
-  return reinterpret_cast<const Up*>(up_.base)->counters[i].load(std::memory_order_relaxed);
+  return reinterpret_cast<const Up*>(up_.base)->counters[i].load(std::memory_order_acquire);
 }
 
 const char* Channel::staging_at(uint64_t offset, uint64_t bytes) const {

@@ -79,7 +79,7 @@ Status Client::attach(const frugal_config& config) {
     frugal_error error;  // nobody serves the address
     end_call(s);
     last_error(&error);
-    return fail(FRUGAL_ERR_PEER_LOST, "%s", error.message);
+    return fail_errno(FRUGAL_ERR_PEER_LOST, error.system_code, "%s", error.message);
   }
   FRUGAL_TRY(Watch::open(&watch_));
   frugal_config asked = config;
@@ -479,19 +479,19 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   };
   Status s = set_up();
   if (s != FRUGAL_OK) {
-    (void)control_->leave(config.rank, config_.timeout_ms);
+    (void)control_->leave(config.rank, false, config_.timeout_ms);
     return s;
   }
   *out = std::move(t);
   return FRUGAL_OK;
 }
 
-Status Client::close_trainer(const RemoteTrainerRef& t) {
+Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
   t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
-  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
+  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, abandoned, config_.timeout_ms);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();

@@ -90,7 +90,6 @@ struct RemoteTrainer : HeapObject {
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
-  std::atomic<bool> untold{false};  // there are some; who reads looks at it without call_mu
   Map<uint64_t, RemotePushSums> pushes;  // by table
   Vector<Buffer> lent;
   Map<uint64_t, Buffer> handed;  // sums, by place, until they have been read
@@ -137,7 +136,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted);
 
   Status create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out);
-  Status close_trainer(const RemoteTrainerRef& trainer);
+  // `abandoned`: as if this process had ended.
+  Status close_trainer(const RemoteTrainerRef& trainer, bool abandoned = false);
   Status set_stream(RemoteTrainer& t, void* stream);
   Status prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out);
@@ -203,15 +203,15 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
   struct Access {
     RemoteTableRef table;
-    size_t part = SIZE_MAX;    // number in the step; none: it is to be asked for
-    size_t named = SIZE_MAX;   // the same, whether it is to be asked for or not
+    size_t part = SIZE_MAX;    // number in the step
+    size_t declared = SIZE_MAX;  // the same, also where its rows have to be asked for
     bool exact = false;        // it names exactly the declared keys
   };
   Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
-  void use(RemoteTrainer& t, const Vector<Access>& accesses);
-  void tell_used(const RemoteTrainer* reader);
+  Status use(RemoteTrainer& t, const Vector<Access>& accesses);
+  void forget_used(RemoteTrainer& t);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);

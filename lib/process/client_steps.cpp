@@ -26,7 +26,6 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
     t.told = t.notices->load();
     leave_step(t);
   }
-  t.untold.store(!t.used.empty());
   if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
     return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
   return s;
@@ -59,9 +58,9 @@ Status Client::inside(RemoteTrainer& t) {
 // Nothing of the step is of use any more, but for sums that the controller may be reading.
 void Client::leave_step(RemoteTrainer& t) {
   t.in_step = t.ending = false;
+  forget_used(t);
   t.parts.clear();
   t.used.clear();
-  t.untold.store(false);
   t.pushes.clear();
   t.lent.clear();
 }
@@ -191,6 +190,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
   Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
+  forget_used(t);
   t.parts.clear();
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
@@ -257,8 +257,8 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Acces
   if (out->part == SIZE_MAX) return check_keys(table, op);
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
-  out->named = out->part;
   out->exact = p.whole;
+  out->declared = out->part;
   if (!p.whole || !p.fresh) out->part = SIZE_MAX;
   return FRUGAL_OK;
 }
@@ -306,18 +306,25 @@ Status nan_refused(const char* table) {
               table);
 }
 
-// Whether a term of the sums that an op's gradients make is a NaN. `named`: the part of the step that it names, or
-// null: its keys are given.
-bool has_nan_term(const frugal_op& op, const Part* named, uint32_t dim) {
+// Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names without keys.
+bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
   const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-  // Those of a dense table are let go of when they are resolved: padding has no slot then.
-  const uint64_t* keys = op.keys ? op.keys : named ? named->keys.as<uint64_t>() : nullptr;
-  const uint32_t* slots = named && named->resolved() ? named->slots.as<uint32_t>() : nullptr;
-  const bool padded = named ? named->has_padding : (op.flags & FRUGAL_OP_PADDING) != 0;
-  const uint64_t padding = named ? named->padding : op.padding_key;
-  auto is_term = [&](size_t k) { return !padded || (slots ? slots[k] != kNoSlot : keys && keys[k] != padding); };
-  for (size_t row = 0; row < (pooled ? op.bags : named ? named->n : op.count); ++row) {
+  const uint64_t* keys = op.keys;
+  size_t n = op.count;
+  bool padded = op.flags & FRUGAL_OP_PADDING;
+  uint64_t padding = op.padding_key;
+  const uint32_t* slots = nullptr;
+  if (!keys && declared) {
+    n = declared->n;
+    padded = declared->has_padding;
+    padding = declared->padding;
+    if (declared->resolved()) slots = declared->slots.as<uint32_t>();
+    else keys = declared->keys.as<uint64_t>();
+  }
+  if (!keys && !slots) return false;  // the controller is asked, and refuses it
+  auto is_term = [&](size_t k) { return !padded || (slots ? slots[k] != kNoSlot : keys[k] != padding); };
+  for (size_t row = 0; row < (pooled ? op.bags : n); ++row) {
     const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
     // Of a bag without weights the terms are the same, or all divided by their number.
     const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
@@ -346,23 +353,38 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
   // The controller makes the rows that it is asked for, and a push that is refused makes none.
   for (size_t i = 0; i < n && use == Use::kPush; ++i) {
     const Access& a = (*out)[i];
-    const Part* named = a.named == SIZE_MAX ? nullptr : t.parts[a.named].part.get();
-    if (a.table->nan_policy == FRUGAL_NAN_REJECT && has_nan_term(ops[i], named, a.table->info.dim))
+    const Part* declared = a.declared == SIZE_MAX ? nullptr : t.parts[a.declared].part.get();
+    if (a.table->nan_policy == FRUGAL_NAN_REJECT && has_nan_term(ops[i], a.table->info.dim, declared))
       return nan_refused(a.table->name.c_str());
   }
   return ask_for(t, ops, *out);
 }
 
-// Rows of hashed tables exist once they have been used; the controller is told with the next request.
-void Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
+// Rows of hashed tables exist once they have been used; the controller is told with the next request. It
+// looks at the marks where another rank wants to know before that.
+Status Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
   t.used.reserve(t.used.size() + accesses.size());
+  bool unmarked = false;
   for (const Access& a : accesses) {
     StepPart& p = t.parts[a.part];
     if (p.used) continue;
     p.used = true;
-    if (a.table->info.key_space == FRUGAL_HASHED) t.used.push_back(static_cast<uint32_t>(a.part));
+    if (a.table->info.key_space != FRUGAL_HASHED) continue;
+    t.used.push_back(static_cast<uint32_t>(a.part));
+    unmarked = unmarked || a.part >= kMarkedParts;
+    if (a.part >= kMarkedParts) continue;
+    std::atomic<uint64_t>& marks = t.channel->counter(a.part / 64);
+    marks.store(marks.load(std::memory_order_relaxed) | uint64_t{1} << a.part % 64, std::memory_order_release);
   }
-  t.untold.store(!t.used.empty());
+  if (!unmarked) return FRUGAL_OK;
+  Exchange e{Call::kInside, {}, {}};
+  return ask(t, e);
+}
+
+// Before parts get other numbers.
+void Client::forget_used(RemoteTrainer& t) {
+  const size_t n = std::min(t.parts.size(), kMarkedParts);
+  for (size_t i = 0; i * 64 < n; ++i) t.channel->counter(i).store(0, std::memory_order_release);
 }
 
 // Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
@@ -434,7 +456,7 @@ Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(host_memory(ops, n));
   Vector<Access> accesses;
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, &accesses));
-  use(t, accesses);
+  FRUGAL_TRY(use(t, accesses));
   uint64_t keys = 0;
   for (size_t i = 0; i < n; ++i) {
     const StepPart& p = t.parts[accesses[i].part];
@@ -523,7 +545,7 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
       }
       status = push_one(t, op, accesses[i], old != t.pushes.end() ? &old->second : &fresh[id]);
     }
-    if (status == FRUGAL_OK) use(t, accesses);
+    if (status == FRUGAL_OK) status = use(t, accesses);
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
@@ -657,35 +679,11 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
   return FRUGAL_OK;
 }
 
-// Rows that another trainer of this process has made by a lookup or push that has come back are there for who reads
-// now. No lock is held meanwhile: trainers that read would wait for each other.
-void Client::tell_used(const RemoteTrainer* reader) {
-  Vector<RemoteTrainerRef> others;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (auto& weak : trainers_)
-      if (auto t = weak.lock(); t && t.get() != reader && t->untold.load()) others.push_back(std::move(t));
-  }
-  for (const RemoteTrainerRef& t : others)
-    while (t->untold.load() && !t->closing.load() && !closed_.load()) {
-      std::unique_lock<std::mutex> call(t->call_mu, std::try_to_lock);
-      // A call of its is under way: it tells the controller, and none of those that do wait for other ranks; or it
-      // works without the controller, and is short.
-      if (!call) {
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-        continue;
-      }
-      Exchange e{Call::kUse, {}, {}};
-      if (t->untold.load() && ask(*t, e) != FRUGAL_OK) break;
-    }
-}
-
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
   if (Remaining remains{*this}) {
     FRUGAL_TRY(host_memory(ops, n));
     return read_out(ops, n);
   }
-  tell_used(t);
   std::unique_lock<std::mutex> call;
   if (t) {
     call = std::unique_lock<std::mutex>(t->call_mu);

@@ -61,7 +61,8 @@ class ControlHandler {
   virtual Status find_table(Peer& peer, const char* name, TableReply* reply) = 0;
   virtual Status drop_table(Peer& peer, uint64_t id) = 0;
   virtual Status join(Peer& peer, const frugal_trainer_config& config, JoinReply* reply) = 0;
-  virtual Status leave(Peer& peer, uint32_t rank) = 0;
+  // `lost`: as if the peer had ended.
+  virtual Status leave(Peer& peer, uint32_t rank, bool lost) = 0;
   virtual Status stats(Peer& peer, frugal_stats* stats) = 0;
   virtual Status health(Peer& peer, int32_t* health) = 0;
   virtual Status committed(Peer& peer, uint64_t* step) = 0;
@@ -114,7 +115,7 @@ class ControlClient : public HeapObject {
   Status find_table(const char* name, int64_t timeout_ms, TableReply* reply);
   Status drop_table(uint64_t id, int64_t timeout_ms);
   Status join(const frugal_trainer_config& config, int64_t timeout_ms, JoinReply* reply);
-  Status leave(uint32_t rank, int64_t timeout_ms);
+  Status leave(uint32_t rank, bool lost, int64_t timeout_ms);
   Status stats(int64_t timeout_ms, frugal_stats* stats);
   Status health(int64_t timeout_ms, int32_t* health);
   Status committed(int64_t timeout_ms, uint64_t* step);

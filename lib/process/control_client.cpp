@@ -488,12 +488,13 @@ Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_
       return FRUGAL_OK;)
 }
 
-Status ControlClient::leave(uint32_t rank, int64_t timeout_ms) {
+Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms) {
   CALL_OR_NO_MEMORY(
       auto made = std::make_shared<Call>();
-      return impl_->call("leave", timeout_ms, made, [made, rank](Impl::Link& link) {
+      return impl_->call("leave", timeout_ms, made, [made, rank, lost](Impl::Link& link) {
         auto request = link.session.leaveRequest();
         request.setRank(rank);
+        request.setLost(lost);
         return request.send().then([made](auto answer) { (void)ended_well(*made, answer.getError()); });
       });)
 }

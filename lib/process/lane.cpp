@@ -41,6 +41,10 @@ Status Lane::start() {
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   if (trainer_) {
+    {
+      std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+      trainer_->elsewhere = this;
+    }
     trainer_->told_elsewhere.store(notices);
     trainer_->heard.store(now_ns());
   }
@@ -55,7 +59,11 @@ Status Lane::start() {
 Lane::~Lane() {
   channel_->cut();
   if (thread_.joinable()) thread_.join();
-  if (trainer_) trainer_->told_elsewhere.store(nullptr);
+  if (trainer_) {
+    trainer_->told_elsewhere.store(nullptr);
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    if (trainer_->elsewhere == this) trainer_->elsewhere = nullptr;
+  }
   if (staging_) staging_->let_go();
 }
 
@@ -158,8 +166,6 @@ Status Lane::handle(const Header& request) {
         return engine_->abort_call(*trainer_);
       case Call::kInside:
         return engine_->inside_step(*trainer_);
-      case Call::kUse:
-        return FRUGAL_OK;
       case Call::kRead:
         return read(request);
       default:
@@ -201,6 +207,19 @@ Status Lane::take_used(uint64_t count) {
   Status s = engine_->use_parts(*trainer_, used);
   // The call itself tells what has become of the step.
   return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
+}
+
+// Before its process tells, which it does with its next request.
+void Lane::tell() {
+  static_assert(kMarkedParts == 64 * Channel::kCounters);
+  Vector<RemotePart> used;
+  const size_t n = std::min(parts_.size(), kMarkedParts);
+  for (size_t i = 0; i < n; i += 64) {
+    const uint64_t marks = channel_->counter_value(i / 64);
+    for (size_t k = i; marks && k < std::min(n, i + 64); ++k)
+      if (marks >> (k - i) & 1 && parts_[k].whole) used.push_back(parts_[k]);
+  }
+  if (!used.empty()) engine_->use_marked(*trainer_, used);
 }
 
 Status Lane::take_ops(uint64_t count, Ops* out) {
@@ -253,13 +272,22 @@ uint64_t Lane::number_of(uint64_t handle) const {
 }
 
 Status Lane::step_begin(const Header& request) {
+  {
+    // Not while others look at those of the step before.
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    parts_.clear();
+  }
   Status s = engine_->step_begin(*trainer_, request.args[0], deadline_in(request.args[1]));
   if (s != FRUGAL_OK) return s;
-  parts_.clear();
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
-  FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts_));
+  Vector<RemotePart> parts;
+  FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts));
+  {
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    parts_.swap(parts);
+  }
   answer_parts(0);
   args_[0] = engine_->tracing();
   return FRUGAL_OK;
@@ -271,7 +299,10 @@ Status Lane::access(const Header& request) {
   Vector<RemotePart> found;
   FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found));
   const size_t from = parts_.size();
-  for (RemotePart& p : found) parts_.push_back(std::move(p));
+  {
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    for (RemotePart& p : found) parts_.push_back(std::move(p));
+  }
   args_[0] = from;
   answer_parts(from);
   return FRUGAL_OK;

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -29,16 +28,6 @@ constexpr size_t kAllStagingBytes = size_t{16} << 40;
 // read the tables out: of each rank so many, for those who have its place while a stopped predecessor lives.
 constexpr uint32_t kStagingsOfRank = 4;
 constexpr uint32_t kMostStagings = 120;  // that go with an answer
-
-// The end of the struct is padding, in which anything may be.
-constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
-static_assert(kOptimizerBytes == sizeof(size_t) + 19 * sizeof(float));
-
-bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
-  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
-         a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
-         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
-}
 
 }  // namespace
 
@@ -289,9 +278,11 @@ struct Server::Impl final : ControlHandler {
     // Each rank of a job creates its tables: those of the others are meant, if they are the same.
     if (s == FRUGAL_ERR_EXISTS) {
       TableRef there = engine_->find_table(config.name);
-      std::lock_guard<std::mutex> lock(mu_);
-      if (there && same_table(there->config, config) &&
+      std::unique_lock<std::mutex> lock(mu_);
+      if (there &&
           std::find(process->created.begin(), process->created.end(), there->handle) == process->created.end()) {
+        lock.unlock();
+        FRUGAL_TRY(meant_table(*there, config));
         table = std::move(there);
         s = FRUGAL_OK;
       }
@@ -409,13 +400,17 @@ struct Server::Impl final : ControlHandler {
     left_.notify_all();
   }
 
-  Status leave(Peer& peer, uint32_t rank) override {
+  Status leave(Peer& peer, uint32_t rank, bool lost) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      std::unique_lock<std::mutex> lock(mu_);
       lane = take_lane(*process, rank);
+      if (lane && lost) {
+        lose(lock, *lane);
+        return FRUGAL_OK;
+      }
     }
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);

@@ -246,6 +246,7 @@ const SYMBOLS = (
     :frugal_delete,
     :frugal_trainer_create,
     :frugal_trainer_close,
+    :frugal_trainer_abandon,
     :frugal_set_stream,
     :frugal_prefetch,
     :frugal_prefetch_cancel,
