@@ -1,6 +1,7 @@
 // Attaching, tables, rows outside steps.
 #include "process/client.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kLookNs = 15000;            // for an answer before sleeping: the controller wants the processors
+constexpr int kEndMs = 2000;  // between a process' last connection and its end
 constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 void close_all(Vector<int>& descriptors) {
@@ -185,17 +187,30 @@ Deadline Client::deadline(int64_t timeout_ms) const {
   return {now_ns() + (ms > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ms * 1000000u)};
 }
 
+// A process that ends loses its connections a moment before it counts as ended. Whether that was it.
+bool Client::see_end(Status s) {
+  const int fd = control_->controller_pidfd();
+  pollfd p{fd, POLLIN, 0};
+  if (s != FRUGAL_ERR_PEER_LOST || fd < 0 || closed_.load() || poll(&p, 1, kEndMs) != 1) return false;
+  peer_ended();
+  return true;
+}
+
 Status Client::health() {
   FRUGAL_TRY(check());
   int32_t h = FRUGAL_OK;
-  FRUGAL_TRY(control_->health(config_.timeout_ms, &h));
+  if (Status s = control_->health(config_.timeout_ms, &h)) {
+    (void)see_end(s);
+    return s;
+  }
   return h;
 }
 
 Status Client::committed(uint64_t* step) {
   if (Remaining remains{*this}) return remains_.committed(step);
   FRUGAL_TRY(check());
-  return control_->committed(config_.timeout_ms, step);
+  const Status s = control_->committed(config_.timeout_ms, step);
+  return see_end(s) ? committed(step) : s;
 }
 
 Status Client::stats(frugal_stats* out) {

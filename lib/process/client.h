@@ -169,6 +169,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status remains_of(RemoteTable& table, TableReadout** out);
   Status read_out(const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
+  bool see_end(Status s);
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return helpers_.parallel(chunks, run, context);
   }
