@@ -10,6 +10,11 @@
 #include "process/exchange.h"
 
 namespace frugal {
+namespace {
+
+constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
+
+}  // namespace
 
 // --- Talking -------------------------------------------------------------------------------------
 
@@ -19,8 +24,10 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
   Vector<uint32_t> used = std::move(t.used);
   t.used.clear();
   e.args[4] = used.size();
+  t.patience.set(t.channel.get(), e.call, kLookNs);
   if (!used.empty()) e.pieces.insert(e.pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
   Status s = ask(*t.channel, &t.sequence, e, answer);
+  t.patience.waited(e.call, t.channel->waited_ns());
   if (s != FRUGAL_OK) t.used.insert(t.used.end(), used.begin(), used.end());  // telling twice does no harm
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
@@ -96,6 +103,7 @@ Status check_keys(const RemoteTable& table, const frugal_op& op) {
 
 Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                         uint64_t* batch_out) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   device::look_for_devices();
@@ -107,8 +115,8 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
     FRUGAL_TRY(op_table(ops[i], &table));
+    // The controller looks at the keys, while this side would wait.
     FRUGAL_TRY(check_op(ops[i], table->name.c_str(), table->info.dim, ops[i].count, Use::kDeclare));
-    FRUGAL_TRY(check_keys(*table, ops[i]));
     heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0};
     e.add(ops[i].keys, ops[i].count * sizeof(uint64_t));
     batch->tables.push_back(std::move(table));
@@ -127,6 +135,7 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   batch->step = step;
   t.batches[batch->id] = batch;
   if (want_handle) *batch_out = batch->handle;
+  t.counts.prefetch_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -184,6 +193,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes) {
 }
 
 Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.in_step)
@@ -203,6 +213,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
     handle_remove(HandleKind::kRemoteBatch, item.second->handle);
     return true;
   });
+  t.counts.step_begin_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -576,6 +587,7 @@ Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
 }
 
 Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
@@ -630,6 +642,7 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   t.ending = true;
   if (s != FRUGAL_OK) return s;
   leave_step(t);
+  t.counts.step_end_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 

@@ -5,6 +5,7 @@
 
 #include "base/handles.h"
 #include "engine/config_check.h"
+#include "process/patience.h"
 #include "process/thread.h"
 
 namespace frugal {
@@ -74,17 +75,19 @@ void Lane::loop() {
     ~Closing() { channel.close(); }
   } closing{*channel_};
   Header request;
-  // More follows a declaration or the end of a step at once; the trainer computes after what it has waited for.
-  auto expect = [&](Call last) {
-    channel_->look_for(last == Call::kPrefetch || last == Call::kStepEnd ? kSoonNs : kLookNs);
-  };
-  expect(Call::kInside);
+  Patience patience(engine_->config().world_size);
+  // Between two steps more follows at once; inside of one the trainer computes.
+  bool between = false;
+  Call last = Call::kInside;
+  channel_->look_for(kLookNs, false);
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
+    patience.waited(last, channel_->waited_ns());
     pieces_.clear();
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
-    if (trainer_) trainer_->heard.store(now_ns());
+    const uint64_t began = now_ns();
+    if (trainer_) trainer_->heard.store(began);
     begin_call();
     Status status;
     try {
@@ -95,8 +98,15 @@ void Lane::loop() {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
-    if (trainer_) trainer_->heard.store(now_ns());
-    expect(static_cast<Call>(request.type));
+    const uint64_t now = now_ns();
+    if (trainer_) trainer_->heard.store(now);
+    const Call call = static_cast<Call>(request.type);
+    if (call == Call::kPrefetch) here_.prefetch_ns += now - began;
+    if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
+    if (call == Call::kStepEnd) here_.step_end_ns += now - began;
+    if (call != Call::kPrefetch) between = call == Call::kStepEnd;
+    last = call;
+    patience.set(channel_.get(), call, between ? kSoonNs : kLookNs);
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;
@@ -372,6 +382,10 @@ Status Lane::step_end(const Header& request) {
   if (pushes > kMostOps) return broken("too many pushes");
   Vector<PushPlace> places(pushes);
   FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
+  // The engine has counted the time inside its own calls; the way to it and back is what is left.
+  for (auto of : {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
+    counts.*of -= std::min(counts.*of, here_.*of);
+  here_ = {};
   engine_->count_remote(counts);
   // What the trainer has done by itself is part of the picture.
   if (request.args[3] > kMostEvents) return broken("too many events");
