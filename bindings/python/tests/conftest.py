@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ from frugal import _abi, _engine, _lib, _table, _trainer
 from spying import Spy
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+
+# A shell that starts the tests in the background has them ignore it, and so would all programs that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
