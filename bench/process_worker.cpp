@@ -187,6 +187,14 @@ class Rank {
   uint64_t step_ = 0, declared_ = 0;
 };
 
+double CpuNsOf(pid_t pid) {
+  clockid_t clock;
+  timespec t{};
+  if (clock_getcpuclockid(pid, &clock) != 0 || clock_gettime(clock, &t) != 0)
+    throw std::runtime_error("a process has died");
+  return static_cast<double>(t.tv_sec) * 1e9 + static_cast<double>(t.tv_nsec);
+}
+
 // All ranks. Rank r's task is tasks[r]; a rank without one rests.
 class Side {
  public:
@@ -200,8 +208,8 @@ class Side {
 
   virtual void Begin(uint32_t rank, const Task& task) = 0;
   virtual void Await(uint32_t rank) = 0;
-  // Processes that take part, the controller first.
-  virtual std::vector<pid_t> Pids() const { return {}; }
+  // Processes that take part; of several the controller is the first.
+  virtual std::vector<pid_t> Pids() const { return {getpid()}; }
 
   void All(const Task& task) {
     for (uint32_t r = 0; r < s_.ranks; ++r) Begin(r, task);
@@ -333,14 +341,6 @@ class Processes : public Side {
   std::vector<Child> children_;
 };
 
-double CpuNsOf(pid_t pid) {
-  clockid_t clock;
-  timespec t{};
-  if (clock_getcpuclockid(pid, &clock) != 0 || clock_gettime(clock, &t) != 0)
-    throw std::runtime_error("a process has died");
-  return static_cast<double>(t.tv_sec) * 1e9 + static_cast<double>(t.tv_nsec);
-}
-
 // The value that this share of the values do not exceed.
 double Percentile(std::vector<double>* values, double share) {
   if (values->empty()) return 0;
@@ -392,6 +392,7 @@ class Worker {
       per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), 40, kMostSteps);
     }
     Train(4);  // the first touches after another side's turn
+    const double cpu = Cpu();
     const double took = Train(per_run_);
     const Setting& s = side_->setting();
     const double steps = static_cast<double>(per_run_), ranks = s.ranks;
@@ -403,9 +404,17 @@ class Worker {
     }
     Metrics m{{"throughput", steps * ranks * static_cast<double>(s.batch) / took},
               {"latency_p50", Percentile(&step_us, 0.5)},
-              {"latency_p99", Percentile(&step_us, 0.99)}};
+              {"latency_p99", Percentile(&step_us, 0.99)},
+              {"cpu_per_step", (Cpu() - cpu) * 1e-3 / steps}};
     for (int i = 0; i < kCalls; ++i) m.emplace_back(kCallNames[i], ns[i] * 1e-3 / steps / ranks);
     return m;
+  }
+
+  // Processor time of all that work for the side.
+  double Cpu() const {
+    double ns = 0;
+    for (const pid_t pid : side_->Pids()) ns += CpuNsOf(pid);
+    return ns;
   }
 
   // Percent of a core: the controller's, and the most of a trainer's, while nobody asks for anything. `idle`: all
