@@ -111,7 +111,7 @@ struct RemotePush {
 
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
-           cpu_ns = 0;
+           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0;
 };
 
 struct CreatedRows {

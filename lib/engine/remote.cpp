@@ -122,6 +122,9 @@ void Engine::count_remote(const RemoteCounts& c) {
   counters_.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
   counters_.lookup_ns.fetch_add(c.lookup_ns, std::memory_order_relaxed);
   counters_.push_ns.fetch_add(c.push_ns, std::memory_order_relaxed);
+  counters_.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);
+  counters_.step_begin_ns.fetch_add(c.step_begin_ns, std::memory_order_relaxed);
+  counters_.step_end_ns.fetch_add(c.step_end_ns, std::memory_order_relaxed);
   remote_cpu_ns_.fetch_add(c.cpu_ns, std::memory_order_relaxed);
 }
 

@@ -93,6 +93,7 @@ Status check_keys(const RemoteTable& table, const frugal_op& op) {
 
 Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                         uint64_t* batch_out) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   device::look_for_devices();
@@ -124,6 +125,7 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   batch->step = step;
   t.batches[batch->id] = batch;
   if (want_handle) *batch_out = batch->handle;
+  t.counts.prefetch_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -181,6 +183,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes) {
 }
 
 Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.in_step)
@@ -198,6 +201,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
     handle_remove(HandleKind::kRemoteBatch, item.second->handle);
     return true;
   });
+  t.counts.step_begin_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -518,6 +522,7 @@ Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
 }
 
 Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
@@ -570,6 +575,7 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   t.ending = true;
   if (s != FRUGAL_OK) return s;
   leave_step(t);
+  t.counts.step_end_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 

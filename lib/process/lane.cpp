@@ -76,7 +76,8 @@ void Lane::loop() {
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
-    if (trainer_) trainer_->heard.store(now_ns());
+    const uint64_t began = now_ns();
+    if (trainer_) trainer_->heard.store(began);
     begin_call();
     Status status;
     try {
@@ -87,8 +88,13 @@ void Lane::loop() {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
-    if (trainer_) trainer_->heard.store(now_ns());
-    expect(static_cast<Call>(request.type));
+    const uint64_t now = now_ns();
+    if (trainer_) trainer_->heard.store(now);
+    const Call call = static_cast<Call>(request.type);
+    if (call == Call::kPrefetch) here_.prefetch_ns += now - began;
+    if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
+    if (call == Call::kStepEnd) here_.step_end_ns += now - began;
+    expect(call);
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;
@@ -337,6 +343,10 @@ Status Lane::step_end(const Header& request) {
   if (pushes > kMostOps) return broken("too many pushes");
   Vector<PushPlace> places(pushes);
   FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
+  // The engine has counted the time inside its own calls; the way to it and back is what is left.
+  for (auto of : {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
+    counts.*of -= std::min(counts.*of, here_.*of);
+  here_ = {};
   engine_->count_remote(counts);
   // Who tries again has sent its sums already, and they are not its own any more.
   if (handed_over_ != step) {

@@ -73,6 +73,7 @@ class Lane : public HeapObject {
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for
+  RemoteCounts here_;           // time inside the engine's calls since the last end of a step
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   uint64_t args_[5] = {};
