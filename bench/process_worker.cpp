@@ -51,12 +51,13 @@ struct Setting {
 // What a rank tells, in memory that the worker shares with its children.
 struct Slot {
   char error[480];
+  frugal_stats stats;
   int64_t ns[kCalls];
   int64_t step_ns[kMostSteps];
 };
 
 struct Task {
-  enum What : int { kTrain, kDeclare, kFlush, kWriteRows } what;
+  enum What : int { kTrain, kDeclare, kFlush, kStats, kWriteRows } what;
   size_t steps;
 };
 
@@ -108,6 +109,9 @@ class Rank {
           return DeclareUpTo(step_ + task.steps);
         case Task::kFlush:
           return Check(frugal_flush(engine_, FRUGAL_TIMEOUT_DEFAULT));
+        case Task::kStats:
+          slot_->stats.struct_size = sizeof slot_->stats;
+          return Check(frugal_get_stats(engine_, &slot_->stats));
         case Task::kWriteRows:
           return WriteRows();
       }
@@ -392,6 +396,7 @@ class Worker {
       per_run_ = std::clamp<size_t>(static_cast<size_t>(seconds / step), 40, kMostSteps);
     }
     Train(4);  // the first touches after another side's turn
+    const frugal_stats before = Stats();
     const double cpu = Cpu();
     const double took = Train(per_run_);
     const Setting& s = side_->setting();
@@ -406,8 +411,17 @@ class Worker {
               {"latency_p50", Percentile(&step_us, 0.5)},
               {"latency_p99", Percentile(&step_us, 0.99)},
               {"cpu_per_step", (Cpu() - cpu) * 1e-3 / steps}};
+    const frugal_stats after = Stats();
+    const double updated = static_cast<double>(after.rows_updated - before.rows_updated);
+    m.emplace_back("deferred_share",
+                   updated > 0 ? static_cast<double>(after.rows_deferred - before.rows_deferred) / updated : 0);
     for (int i = 0; i < kCalls; ++i) m.emplace_back(kCallNames[i], ns[i] * 1e-3 / steps / ranks);
     return m;
+  }
+
+  frugal_stats Stats() {
+    side_->One({Task::kStats, 0});
+    return side_->slot(0).stats;
   }
 
   // Processor time of all that work for the side.

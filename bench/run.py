@@ -665,8 +665,9 @@ def bench_processes(workers, report):
           say(f'processes  {case} rows={rows} load={os.getloadavg()[0]:.2f}')
           alternate(workers, entries, reps, seconds)
           for e in entries:
-            line(e, 'rows/s', '  step p50 {:.0f} us p99 {:.0f}, CPU {:.0f}'.format(
-                *(e.median(m) for m in ('latency_p50', 'latency_p99', 'cpu_per_step'))))
+            line(e, 'rows/s', '  step p50 {:.0f} us p99 {:.0f}, CPU {:.0f}  deferred {:.0%}'.format(
+                *(e.median(m) for m in ('latency_p50', 'latency_p99', 'cpu_per_step',
+                                        'deferred_share'))))
           if len(entries) == 2:
             both = zip(*(e.samples['throughput'] for e in entries))
             ratios = [ours / theirs for ours, theirs in both]
