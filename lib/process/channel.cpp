@@ -143,7 +143,9 @@ Status Channel::send(const Header& header, const Piece* pieces, size_t count, ui
 
 Status Channel::receive(Header* out, uint64_t until) {
   if (left_ > 0) FRUGAL_TRY(skip(left_, until));
+  const uint64_t began = now_ns();
   FRUGAL_TRY(receiver_.wait(sizeof *out, until));
+  waited_ns_ = now_ns() - began;
   FRUGAL_TRY(receiver_.read(out, sizeof *out, until));
   left_ = out->payload;
   if (left_ == 0) receiver_.publish();

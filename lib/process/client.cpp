@@ -13,7 +13,6 @@ namespace frugal {
 
 namespace {
 
-constexpr uint64_t kLookNs = 15000;            // for an answer before sleeping: the controller wants the processors
 constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 void close_all(Vector<int>& descriptors) {
@@ -98,6 +97,7 @@ Status Client::attach(const frugal_config& config) {
   }
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
+  config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
   // Where ranks share the processors out among themselves, more threads would only be in each other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
@@ -375,7 +375,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   JoinReply reply;
   FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
   Descriptors d{reply.descriptors};
-  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
+  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), config_.world_size);
   t->engine = shared_from_this();
   t->rank = config.rank;
   auto set_up = [&]() -> Status {
@@ -383,7 +383,6 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
     FRUGAL_TRY(channel_at(d, 0, &t->channel));
-    t->channel->look_for(kLookNs);
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
     t->cpu_ns = process_cpu_ns();

@@ -14,6 +14,7 @@
 #include "process/channel.h"
 #include "process/control.h"
 #include "process/helpers.h"
+#include "process/patience.h"
 #include "process/protocol.h"
 #include "process/watch.h"
 
@@ -65,6 +66,7 @@ struct RemotePushSums : PushSums {
 };
 
 struct RemoteTrainer : HeapObject {
+  explicit RemoteTrainer(uint32_t ranks) : patience(ranks) {}
   std::shared_ptr<Client> engine;
   uint64_t handle = 0;
   uint32_t rank = 0;
@@ -76,6 +78,7 @@ struct RemoteTrainer : HeapObject {
   // All that follows with call_mu held.
   Arena staging;
   BufferPool sums;             // in the staging memory; before what holds its buffers
+  Patience patience;
   uint64_t sequence = 0;
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;

@@ -8,6 +8,11 @@
 #include "process/exchange.h"
 
 namespace frugal {
+namespace {
+
+constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
+
+}  // namespace
 
 // --- Talking -------------------------------------------------------------------------------------
 
@@ -17,8 +22,10 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
   Vector<uint32_t> used = std::move(t.used);
   t.used.clear();
   e.args[4] = used.size();
+  t.patience.set(t.channel.get(), e.call, kLookNs);
   if (!used.empty()) e.pieces.insert(e.pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
   Status s = ask(*t.channel, &t.sequence, e, answer);
+  t.patience.waited(e.call, t.channel->waited_ns());
   if (s != FRUGAL_OK) t.used.insert(t.used.end(), used.begin(), used.end());  // telling twice does no harm
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
@@ -105,8 +112,8 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
     FRUGAL_TRY(op_table(ops[i], &table));
+    // The controller looks at the keys, while this side would wait.
     FRUGAL_TRY(check_op(ops[i], table->name.c_str(), table->info.dim, ops[i].count, Use::kDeclare));
-    FRUGAL_TRY(check_keys(*table, ops[i]));
     heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0};
     e.add(ops[i].keys, ops[i].count * sizeof(uint64_t));
     batch->tables.push_back(std::move(table));

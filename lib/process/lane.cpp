@@ -5,6 +5,7 @@
 
 #include "base/handles.h"
 #include "engine/config_check.h"
+#include "process/patience.h"
 #include "process/thread.h"
 
 namespace frugal {
@@ -66,12 +67,13 @@ void Lane::loop() {
     ~Closing() { channel.close(); }
   } closing{*channel_};
   Header request;
-  // More follows a declaration or the end of a step at once; the trainer computes after what it has waited for.
-  auto expect = [&](Call last) {
-    channel_->look_for(last == Call::kPrefetch || last == Call::kStepEnd ? kSoonNs : kLookNs);
-  };
-  expect(Call::kInside);
+  Patience patience(engine_->config().world_size);
+  // Between two steps more follows at once; inside of one the trainer computes.
+  bool between = false;
+  Call last = Call::kInside;
+  channel_->look_for(kLookNs, false);
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
+    patience.waited(last, channel_->waited_ns());
     pieces_.clear();
     kept_.clear();
     places_.clear();
@@ -94,7 +96,9 @@ void Lane::loop() {
     if (call == Call::kPrefetch) here_.prefetch_ns += now - began;
     if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
     if (call == Call::kStepEnd) here_.step_end_ns += now - began;
-    expect(call);
+    if (call != Call::kPrefetch) between = call == Call::kStepEnd;
+    last = call;
+    patience.set(channel_.get(), call, between ? kSoonNs : kLookNs);
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;
