@@ -60,6 +60,11 @@ struct Server::Impl final : ControlHandler {
   bool own_engine_ = false;
   Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
   Vector<uint32_t> leaving_;         // ranks whose lanes are being lost
+  struct Joining {
+    uint32_t rank;
+    const Attached* process;
+  };
+  Vector<Joining> joining_;          // calls of join under way
   std::condition_variable left_;
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
@@ -273,8 +278,12 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
     if (config.device && std::strcmp(config.device, "cpu") != 0)
       return fail(FRUGAL_ERR_UNSUPPORTED, "a trainer that attaches to a controller runs on the cpu device as yet");
-    if (config.flags & FRUGAL_TRAINER_REPLACE) take_over(config.rank);
-    await_rank(config.rank);
+    if (config.flags & FRUGAL_TRAINER_REPLACE) {
+      await_rank(config.rank, true);  // whom it replaces may be joining as yet
+      take_over(config.rank);
+    }
+    await_rank(config.rank, false);
+    const JoinScope joins(*this, config.rank, *process);
     TrainerRef trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer));
     std::unique_ptr<Lane> lane;
@@ -316,14 +325,17 @@ struct Server::Impl final : ControlHandler {
     }
   }
 
-  // The rank's process may have died a moment ago: then its place is free soon.
-  void await_rank(uint32_t rank) {
+  // The rank's process may have died a moment ago: then its place is free soon. Or, with `joining`, until nobody else
+  // is about to join as this rank.
+  void await_rank(uint32_t rank, bool joining) {
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
       bool soon = std::find(leaving_.begin(), leaving_.end(), rank) != leaving_.end();
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
           if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
+      for (const Joining& j : joining_)
+        if (j.rank == rank) soon |= joining || j.process->gone || has_ended(*j.process);
       {
         std::lock_guard<std::mutex> silent(silent_mu_);
         for (const TrainerRef& t : silent_) soon |= t->rank == rank;
@@ -332,6 +344,24 @@ struct Server::Impl final : ControlHandler {
       left_.wait(lock);
     }
   }
+
+  // A process that dies while it joins has the rank for a moment, and no lane as yet.
+  struct JoinScope {
+    JoinScope(Impl& impl, uint32_t rank, const Attached& process) : impl_(impl), joining_{rank, &process} {
+      std::lock_guard<std::mutex> lock(impl_.mu_);
+      impl_.joining_.push_back(joining_);
+    }
+    ~JoinScope() {
+      std::lock_guard<std::mutex> lock(impl_.mu_);
+      auto& all = impl_.joining_;
+      all.erase(std::find_if(all.begin(), all.end(), [&](const Joining& j) {
+        return j.rank == joining_.rank && j.process == joining_.process;
+      }));
+      impl_.left_.notify_all();
+    }
+    Impl& impl_;
+    const Joining joining_;
+  };
 
   static bool has_ended(const Attached& process) {
     pollfd p{process.pidfd, POLLIN, 0};
