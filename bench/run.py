@@ -270,7 +270,7 @@ def copy_bandwidth(workers, threads):
   return workers.get('copy').ask(f'copy threads={threads}')['bandwidth']
 
 
-def machine(workers):
+def machine(workers, backing=None):
   model = platform.machine()
   for row in read('/proc/cpuinfo').splitlines():
     if row.startswith('model name'):
@@ -282,8 +282,11 @@ def machine(workers):
       f'{memory_kib("MemTotal") / 2**20:.0f} GiB')
   say(f'pages: {os.sysconf("SC_PAGE_SIZE")} bytes, huge {memory_kib("Hugepagesize")} KiB; '
       f'transparent: {read(thp + "enabled")}; shared memory: {read(thp + "shmem_enabled")}')
-  say('backing: private memory with transparent huge pages for frugal, loop and stages; '
-      f'peers {"with" if ARGS.peer_huge_pages else "as installed, without"} huge pages')
+  if backing is None:
+    peers = 'with' if ARGS.peer_huge_pages else 'as installed, without'
+    backing = ('private memory with transparent huge pages for frugal, loop and stages; '
+               f'peers {peers} huge pages')
+  say(f'backing: {backing}')
   say(f'copy bandwidth (read + written): {copy[1] / 1e9:.1f} GB/s on 1 thread, '
       f'{copy[2] / 1e9:.1f} on 2; load {os.getloadavg()[0]:.2f}')
   say()
@@ -640,7 +643,7 @@ def bench_queue(workers, report):
 
 
 def bench_processes(workers, report):
-  machine(workers)
+  machine(workers, 'shared memory on both sides')
   reps, seconds = (3 if ARGS.brief else 7, 0.3) if ARGS.quick else (30, 0.4)
   rows, dim = 10_000_000, 32
   controller = os.path.join(ARGS.build, 'tools', 'controller', 'frugal-controller')
