@@ -218,6 +218,7 @@ void TableLedger::remove(Record* record) noexcept {
   const uint64_t next = record->update->next.load(std::memory_order_relaxed);
   ledger_point();
   (at == records_.begin() ? table_->first : (*std::prev(at))->update->next).store(next, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // its memory, and that of its sums, is others' only now
   ledger_point();
   records_.erase(at);
 }

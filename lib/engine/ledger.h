@@ -155,6 +155,7 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   void commit(uint64_t step) {
     ledger_point();
     root_->committed.store(step, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // no row is written before
     ledger_point();
   }
   static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % Rows::kMarks); }
