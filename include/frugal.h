@@ -30,10 +30,13 @@
  *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats,
  *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
  *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
- *   stream is being captured). With a service every call may answer PEER_LOST. When frugal_health
- *   does, the controller's process has ended, and the tables that this process has opened can still be read out
- *   as of the last committed step: frugal_get, frugal_read, frugal_table_count, frugal_table_keys,
- *   frugal_table_describe and frugal_committed_step go on to work.
+ *   stream is being captured). With a service every call may answer PEER_LOST. When the controller's
+ *   process has ended, in any way, the tables that this process has opened can still be read out as of
+ *   the last committed step, until it closes the engine: frugal_get, frugal_read, frugal_table_count,
+ *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work. Of a frugal_put
+ *   or frugal_delete that was under way each row is as before or as after it. They answer PEER_LOST
+ *   where something is missing (the message names the step), NOT_FOUND where the table was dropped,
+ *   INTERNAL where the memory is damaged. (Needs pidfds: Linux 5.3.)
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -182,7 +185,7 @@ typedef struct frugal_config {
   int32_t flush_mode;         /* frugal_flush_mode; default FRUGAL_FLUSH_AUTO */
   uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between; a
                                  finite bound above 19 means 19. A rank runs at most 19 steps ahead of
-                                 the last commit, or 62 with FRUGAL_STALENESS_ASYNC */
+                                 the first that is not committed, or 61 with FRUGAL_STALENESS_ASYNC */
   uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows: while more
                                  than this waits no step begins and the gates write; they do so
                                  earlier, from 4 MiB on, when a backlog of steps shows that flushing
@@ -237,9 +240,11 @@ FRUGAL_API int32_t frugal_committed_step(const frugal_engine *engine, uint64_t *
 
 /* Lets other processes attach to this engine by frugal_config.service until it is closed. `address` is
  * the path of a Unix-domain socket, which is made there for processes of the same user (0600). Needs
- * FRUGAL_BACKING_SHM. Returns: FRUGAL_OK, INVALID_ARGUMENT (the path, or the backing), EXISTS (a
- * living process serves that address, or this engine is served), OUT_OF_MEMORY, UNSUPPORTED (this build
- * cannot serve, or the engine is itself attached to another). Threads: any. Since: 0.1. */
+ * FRUGAL_BACKING_SHM. To be called between steps. Returns: FRUGAL_OK, INVALID_ARGUMENT (the path, or
+ * the backing), EXISTS (a living process serves that address, or this engine is served), BUSY (a rank
+ * is inside a step, or ranks are apart), TIMEOUT (updates are still being written: call again),
+ * OUT_OF_MEMORY, UNSUPPORTED (this build cannot serve, or the engine is itself attached to another).
+ * Threads: any. Since: 0.1. */
 FRUGAL_API int32_t frugal_serve(frugal_engine *engine, const char *address);
 
 /* ---------------------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ namespace frugal {
 class Engine;
 struct Trainer;
 
-constexpr uint64_t kNoStep = UINT64_MAX;
-
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
   uint64_t handle = 0;
@@ -599,7 +597,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
   uint64_t most_ahead() const {
-    return config_.staleness >= kRing ? kRing - 2 : Window::kHorizon - 2;
+    // The marks of young rows tell a step from the 62 after it.
+    return config_.staleness >= kRing ? Rows::kMarks - 2 : Window::kHorizon - 2;
   }
   bool stale() const { return config_.staleness != 0; }
   // For readers in other processes, in the arena: odd while a row of the stripe is written.

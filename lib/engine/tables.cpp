@@ -74,6 +74,10 @@ void Engine::shutdown() {
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     FpEnvironment fp;
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      settle(lock, [&] { return !committing_; });
+    }
     while (health() == FRUGAL_OK && (run_jobs(true) || flush_rows(UINT64_MAX))) {
     }
   } catch (const std::bad_alloc&) {
@@ -262,6 +266,7 @@ Status Engine::drop_table(const TableRef& table) {
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->tables[i] == table) b->parts[i]->state.store(Part::kDropped);
     tables_.erase(std::find(tables_.begin(), tables_.end(), table));
+    if (table->ledger) table->ledger->forget();
     trainers = ranks_;
   }
   for (const TrainerRef& t : trainers)
