@@ -89,7 +89,9 @@ struct RemoteTrainer : HeapObject {
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;
   bool in_step = false;
-  bool ending = false;         // step_end has sent the sums and failed: it is to be called again
+  bool ending = false;         // step_end has sent what follows; if it has failed it is to be called again
+  Vector<PushPlace> places;
+  Vector<Handover> sent;       // whose memory the places name
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
@@ -218,6 +220,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   void forget_used(RemoteTrainer& t);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
+  Status place_sums(RemoteTrainer& t);
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
 
   const uint32_t generation_;

@@ -20,15 +20,13 @@ constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the contr
 
 template <class Answer>
 Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
-  // What was used comes first: the call may need its rows.
-  Vector<uint32_t> used = std::move(t.used);
-  t.used.clear();
-  e.args[4] = used.size();
+  // What was used comes first: the call may need its rows. Telling twice, after a failure, does no harm.
+  e.args[4] = t.used.size();
   t.patience.set(t.channel.get(), e.call, kLookNs);
-  if (!used.empty()) e.pieces.insert(e.pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
+  if (!t.used.empty()) e.pieces.insert(e.pieces.begin(), Piece{t.used.data(), t.used.size() * sizeof(uint32_t)});
   Status s = ask(*t.channel, &t.sequence, e, answer);
   t.patience.waited(e.call, t.channel->waited_ns());
-  if (s != FRUGAL_OK) t.used.insert(t.used.end(), used.begin(), used.end());  // telling twice does no harm
+  if (s == FRUGAL_OK) t.used.clear();
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
     leave_step(t);
@@ -69,6 +67,8 @@ void Client::leave_step(RemoteTrainer& t) {
   t.parts.clear();
   t.used.clear();
   t.pushes.clear();
+  t.places.clear();
+  t.sent.clear();
   t.lent.clear();
 }
 
@@ -532,7 +532,7 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(inside(t));
   FRUGAL_TRY(host_memory(ops, n));
   if (t.ending)
-    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed for lack of memory: call it again first", t.rank);
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first", t.rank);
   Vector<Access> accesses;
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, &accesses));
   // What a failure takes back: new sums are dropped, older ones lose what this call has added.
@@ -586,6 +586,43 @@ Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
   return FRUGAL_OK;
 }
 
+// The sums of the step, for its end: the same however often that is tried, since the controller may have them.
+Status Client::place_sums(RemoteTrainer& t) {
+  auto place = [&](const Buffer& b) { return static_cast<uint64_t>(b.data() - t.channel->staging()); };
+  Vector<PushPlace> places;
+  Vector<Handover> sent;
+  Vector<Handover*> alone;
+  places.reserve(t.pushes.size());
+  sent.reserve(t.pushes.size());
+  alone.reserve(t.pushes.size());
+  for (auto& [id, push] : t.pushes) {
+    if (push.table->dropped.load()) continue;
+    PushPlace p{};
+    p.table = id;
+    Handover* h = &push.first;
+    if (push.tail.empty()) {
+      p.part = push.number;
+      p.whole = h->whole;
+      alone.push_back(h);
+    } else {
+      sent.emplace_back();
+      h = &sent.back();
+      FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
+      p.part = kJoined;
+      p.distinct = h->part->distinct;
+      if (p.distinct) p.rows = place(h->part->rows);
+    }
+    if (h->part->distinct) p.sums = place(h->sums);
+    places.push_back(p);
+  }
+  // Nothing fails from here on.
+  for (Handover* h : alone) sent.push_back(std::move(*h));
+  t.places.swap(places);
+  t.sent.swap(sent);
+  t.ending = true;
+  return FRUGAL_OK;
+}
+
 Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
@@ -595,52 +632,29 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   if (t.step != step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
                 static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
-  const char* staging = t.channel->staging();
-  auto place = [&](const Buffer& b) { return static_cast<uint64_t>(b.data() - staging); };
-  Vector<PushPlace> places;
-  Vector<Handover> joined;
-  Vector<Buffer*> sent;
-  places.reserve(t.pushes.size());
-  joined.reserve(t.pushes.size());
-  for (auto& [id, push] : t.pushes) {
-    if (t.ending || push.table->dropped.load()) continue;
-    PushPlace p{};
-    p.table = id;
-    Handover* h = &push.first;
-    if (push.tail.empty()) {
-      p.part = push.number;
-      p.whole = h->whole;
-    } else {
-      joined.emplace_back();
-      h = &joined.back();
-      FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
-      p.part = kJoined;
-      p.distinct = h->part->distinct;
-      if (p.distinct) p.rows = place(h->part->rows);
-    }
-    if (h->part->distinct) p.sums = place(h->sums);
-    if (h->sums) sent.push_back(&h->sums);
-    places.push_back(p);
-  }
+  auto place = [&](const Buffer& b) { return static_cast<uint64_t>(b.data() - t.channel->staging()); };
+  if (!t.ending) FRUGAL_TRY(place_sums(t));
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
-  Exchange e{Call::kStepEnd, {step, flags, places.size(), t.events.size()}, {}};
+  Exchange e{Call::kStepEnd, {step, flags, t.places.size(), t.events.size()}, {}};
   e.add(&t.counts, sizeof t.counts);
-  e.add(places.data(), places.size() * sizeof(PushPlace));
+  e.add(t.places.data(), t.places.size() * sizeof(PushPlace));
   e.add(t.events.data(), t.events.size() * sizeof(TraceEvent));
-  // They are the controller's when it has the message, whatever it answers: it tells when it has read them.
-  for (Buffer* b : sent) t.handed[place(*b)] = Buffer();
+  // So that nothing can fail when they are the controller's, which tells when it has read them. An attempt that
+  // failed may have had some for a while: what it told of that is taken by now, and they are still here.
+  for (const Handover& h : t.sent)
+    if (h.sums) t.handed[place(h.sums)] = Buffer();
   Status s = ask(t, e);
   t.cpu_ns = cpu;
   t.counts = {};
   t.events.clear();
   if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
-  for (Buffer* b : sent) {
-    const uint64_t at = place(*b);
-    t.handed[at] = std::move(*b);
-  }
-  t.ending = true;
   if (s != FRUGAL_OK) return s;
+  for (Handover& h : t.sent) {
+    if (!h.sums) continue;
+    const uint64_t at = place(h.sums);
+    t.handed[at] = std::move(h.sums);
+  }
   leave_step(t);
   t.counts.step_end_ns += now_ns() - began;
   return FRUGAL_OK;
