@@ -219,7 +219,7 @@ Status Client::stats(frugal_stats* out) {
 }
 
 Status Client::ask(Exchange& e) {
-  return ask(e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+  return ask(e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
 }
 
 Status Client::flush(Deadline deadline) {
@@ -229,9 +229,9 @@ Status Client::flush(Deadline deadline) {
 
 Status Client::metrics(String* out) {
   Exchange e{Call::kMetrics, {}, {}};
-  return ask(e, [&](Channel& c, uint64_t bytes) {
+  return ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) {
     out->resize(bytes);
-    return c.read(out->data(), bytes, UINT64_MAX);
+    return c.read(out->data(), bytes, until);
   });
 }
 
@@ -331,7 +331,7 @@ Status Client::describe(RemoteTable& table, frugal_table_info* out) {
     return FRUGAL_OK;
   }
   Exchange e{Call::kDescribe, {table.id}, {}};
-  return ask(e, [&](Channel& c, uint64_t) { return c.read(out, sizeof *out, UINT64_MAX); });
+  return ask(e, [&](Channel& c, uint64_t, uint64_t until) { return c.read(out, sizeof *out, until); });
 }
 
 Status Client::set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
@@ -382,9 +382,9 @@ Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t 
     return FRUGAL_OK;
   }
   Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
-  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes) -> Status {
+  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
     if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
-    return c.read(out, bytes, UINT64_MAX);
+    return c.read(out, bytes, until);
   }));
   *cursor = e.args[0];
   *n = e.args[1];
@@ -427,14 +427,14 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   }
   Exchange e{Call::kGet, {table.id, n, flags}, {}};
   e.add(keys, n * sizeof(uint64_t));
-  return ask(e, [&](Channel& c, uint64_t) -> Status {
+  return ask(e, [&](Channel& c, uint64_t, uint64_t until) -> Status {
     Vector<uint8_t> there(n);
-    FRUGAL_TRY(c.read(there.data(), n, UINT64_MAX));
+    FRUGAL_TRY(c.read(there.data(), n, until));
     // The answer has the rows that are there, and the places of the others stay as they are.
     for (size_t i = 0; i < n;) {
       size_t end = i + 1;
       while (stride == bytes && end < n && there[end] == there[i]) ++end;
-      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, UINT64_MAX));
+      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
       i = end;
     }
     if (found) std::copy(there.begin(), there.end(), found);
@@ -470,6 +470,14 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   FRUGAL_TRY(check());
   JoinReply reply;
   FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
+  // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
+  struct Joined {
+    Client* client;
+    const uint32_t rank;
+    ~Joined() {
+      if (client) client->lose_rank(rank);
+    }
+  } joined{this, config.rank};
   Descriptors d{reply.descriptors};
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), config_.world_size);
   t->engine = shared_from_this();
@@ -491,13 +499,17 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     trainers_.push_back(t);
     return FRUGAL_OK;
   };
-  Status s = set_up();
-  if (s != FRUGAL_OK) {
-    (void)control_->leave(config.rank, false, config_.timeout_ms);
-    return s;
-  }
+  FRUGAL_TRY(set_up());
+  joined.client = nullptr;
   *out = std::move(t);
   return FRUGAL_OK;
+}
+
+void Client::lose_rank(uint32_t rank) noexcept {
+  try {
+    (void)control_->leave(rank, true, config_.timeout_ms);
+  } catch (const std::bad_alloc&) {  // it stays taken until this process ends
+  }
 }
 
 Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {

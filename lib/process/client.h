@@ -199,6 +199,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Exchange& e);
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
+  void lose_rank(uint32_t rank) noexcept;
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);
@@ -206,7 +207,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   void take_releases(RemoteTrainer& t);
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
-  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
+  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until);
   struct Access {
     RemoteTableRef table;
     size_t part = SIZE_MAX;    // number in the step
@@ -218,7 +219,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
   Status use(RemoteTrainer& t, const Vector<Access>& accesses);
   void forget_used(RemoteTrainer& t);
-  Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
+  Status locate(RemoteTrainer& t, RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   Status place_sums(RemoteTrainer& t);
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);

@@ -13,6 +13,8 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
+constexpr uint64_t kWriteNs = 1'000'000;  // longer than a row is written, but by who is off the processor
+constexpr auto kWriteSleep = std::chrono::microseconds(50);
 
 }  // namespace
 
@@ -37,7 +39,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
 }
 
 Status Client::ask(RemoteTrainer& t, Exchange& e) {
-  return ask(t, e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+  return ask(t, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
 }
 
 // First thing in every call: what the trainer is to be told of comes before all else.
@@ -153,10 +155,10 @@ Status Client::cancel(RemoteTrainer& t, const RemoteBatchRef& batch) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
-Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes) {
+Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until) {
   if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
   Vector<PartPlace> places(bytes / sizeof(PartPlace));
-  FRUGAL_TRY(channel.read(places.data(), bytes, UINT64_MAX));
+  FRUGAL_TRY(channel.read(places.data(), bytes, until));
   for (const PartPlace& p : places) {
     StepPart s;
     s.batch = p.batch;
@@ -203,7 +205,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   forget_used(t);
   t.parts.clear();
   t.step = step;
-  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
+  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) { return take_parts(t, c, bytes, until); }));
   t.in_step = true;
   t.traced = e.args[0] != 0;
   // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
@@ -296,7 +298,7 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
   const size_t from = t.parts.size();
-  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
+  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) { return take_parts(t, c, bytes, until); }));
   if (t.parts.size() != from + which.size() || e.args[0] != from)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t.parts.size() - from, which.size());
   for (size_t k = 0; k < which.size(); ++k) {
@@ -400,7 +402,7 @@ void Client::forget_used(RemoteTrainer& t) {
 
 // Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
 // No `pointers`: all in the host rows.
-Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* pointers, Buffer* copies) {
+Status Client::locate(RemoteTrainer& t, RemoteTable& table, const StepPart& step_part, Buffer* pointers, Buffer* copies) {
   const Part& part = *step_part.part;
   const bool lines = step_part.line_values && part.lines, stale = config_.staleness != 0;
   if (!lines && !stale) return FRUGAL_OK;
@@ -426,16 +428,26 @@ Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* poi
     if (!stale) continue;
     float* copy = copies->as<float>() + i * stride;
     const std::atomic<uint32_t>& version = versions_[stripe_of(table.id, slots[i])];
-    for (;;) {
+    for (uint64_t began = 0, until = 0;;) {
       const uint32_t before = version.load(std::memory_order_acquire);
       if (!(before & 1)) {
         std::memcpy(copy, row, table.info.dim * sizeof(float));
         std::atomic_thread_fence(std::memory_order_acquire);
         if (version.load(std::memory_order_relaxed) == before) break;
       }
-      // Its writer may have been put off the processor, or be gone for good.
+      // Its writer may have been put off the processor, be stopped, or be gone for good.
       FRUGAL_TRY(check());
-      cpu_relax();
+      if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+      const uint64_t now = now_ns();
+      if (!began) {
+        began = now;
+        until = answer_until(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+      }
+      if (now > until) t.channel->cut();
+      if (t.channel->is_cut())
+        return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+      if (now - began < kWriteNs) cpu_relax();
+      else std::this_thread::sleep_for(kWriteSleep);
     }
     p[i] = copy;
   }
@@ -472,7 +484,7 @@ Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const StepPart& p = t.parts[accesses[i].part];
     Buffer pointers, copies;
-    FRUGAL_TRY(locate(*accesses[i].table, p, &pointers, &copies));
+    FRUGAL_TRY(locate(t, *accesses[i].table, p, &pointers, &copies));
     FRUGAL_TRY(gather(accesses[i].table->rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n,
                       ops[i]));
     keys += p.part->n;
@@ -497,7 +509,7 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
   FRUGAL_TRY(pushed.of(op, part, dim, pool_));
   if (op.weight_grads_out && part.n) {
     Buffer pointers, copies;
-    FRUGAL_TRY(locate(table, step_part, &pointers, &copies));
+    FRUGAL_TRY(locate(t, table, step_part, &pointers, &copies));
     device::GradSource plain = pushed.grads;
     plain.factor = nullptr;
     plain.divisor = nullptr;
@@ -735,18 +747,18 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
     if (pooled) e.add(op.offsets, (op.bags + 1) * sizeof(uint64_t));
     if (pooled && op.weights) e.add(op.weights, op.count * sizeof(float));
   }
-  auto take = [&](Channel& c, uint64_t) -> Status {
+  auto take = [&](Channel& c, uint64_t, uint64_t until) -> Status {
     for (size_t i = 0; i < n; ++i) {
       const frugal_op& op = ops[i];
       const size_t rows = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
       const size_t bytes = tables[i]->info.dim * sizeof(float), stride = op.row_stride ? op.row_stride : bytes;
       if (stride == bytes) {
-        FRUGAL_TRY(c.read(op.rows_out, rows * bytes, UINT64_MAX));
+        FRUGAL_TRY(c.read(op.rows_out, rows * bytes, until));
       } else {
         for (size_t r = 0; r < rows; ++r)
-          FRUGAL_TRY(c.read(reinterpret_cast<char*>(op.rows_out) + r * stride, bytes, UINT64_MAX));
+          FRUGAL_TRY(c.read(reinterpret_cast<char*>(op.rows_out) + r * stride, bytes, until));
       }
-      if (op.found_out) FRUGAL_TRY(c.read(op.found_out, op.count, UINT64_MAX));
+      if (op.found_out) FRUGAL_TRY(c.read(op.found_out, op.count, until));
     }
     return FRUGAL_OK;
   };

@@ -20,6 +20,9 @@ constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request be
 // What one request may ask memory for in small objects: far more than any program needs.
 constexpr uint64_t kMostOps = 1u << 20;
 
+// Pieces of an answer that tells of a failure.
+constexpr size_t kFailurePieces = 2;
+
 }  // namespace
 
 Buffer Staging::lend(uint64_t offset, uint64_t bytes) {
@@ -39,6 +42,7 @@ Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<C
 
 Status Lane::start() {
   staging_ = new Staging(channel_);
+  pieces_.reserve(kFailurePieces);  // to tell that there is no memory takes none
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   if (trainer_) {
@@ -119,7 +123,6 @@ void Lane::loop() {
       last_error(&error);
       failure = {error.system_code, error.device_code};
       pieces_.clear();
-      pieces_.reserve(2);
       add(&failure, sizeof failure);
       add(error.message, std::strlen(error.message));
     }
@@ -133,6 +136,9 @@ Status Lane::take(void* out, uint64_t bytes) {
 }
 
 Status Lane::take_buffer(uint64_t count, size_t element, Buffer* out) {
+  // Before a byte of it is there: who claims too much takes no memory from the others. The pool looks at what is
+  // available before it takes more of that.
+  if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
   FRUGAL_TRY(engine_->pool().get(count * element, out));
   return take(out->data(), count * element);
@@ -287,8 +293,12 @@ Status Lane::step_begin(const Header& request) {
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
     parts_.clear();
   }
-  Status s = engine_->step_begin(*trainer_, request.args[0], deadline_in(request.args[1]));
+  const uint64_t step = request.args[0];
+  // Who begins the step again that it is inside of has not had the answer: for lack of memory, here or there.
+  Status s = begun_ == step ? engine_->inside_step(*trainer_) : FRUGAL_ERR_NOT_IN_STEP;
+  if (s == FRUGAL_ERR_NOT_IN_STEP) s = engine_->step_begin(*trainer_, step, deadline_in(request.args[1]));
   if (s != FRUGAL_OK) return s;
+  begun_ = step;
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });

@@ -75,6 +75,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
+  uint64_t begun_ = kNoStep;    // the step that the engine has begun last
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   uint64_t args_[5] = {};
