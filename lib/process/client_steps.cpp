@@ -284,7 +284,8 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     if (accesses[i].part == SIZE_MAX) which.push_back(i);
   if (which.empty()) return FRUGAL_OK;
   heads.reserve(which.size());
-  Exchange e{Call::kAccess, {which.size()}, {}};
+  const size_t from = t.parts.size();
+  Exchange e{Call::kAccess, {which.size(), from}, {}};
   e.add(heads.data(), which.size() * sizeof(OpHead));
   for (size_t i : which) {
     const frugal_op& op = ops[i];
@@ -297,7 +298,14 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
                      op.keys != nullptr, 0});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
-  const size_t from = t.parts.size();
+  // After a failure there are as many as before, and the next request tells how many that is.
+  struct Taken {
+    Vector<StepPart>& parts;
+    size_t keep;
+    ~Taken() {
+      if (parts.size() > keep) parts.erase(parts.begin() + static_cast<ptrdiff_t>(keep), parts.end());
+    }
+  } taken{t.parts, from};
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) { return take_parts(t, c, bytes, until); }));
   if (t.parts.size() != from + which.size() || e.args[0] != from)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t.parts.size() - from, which.size());
@@ -308,6 +316,7 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     if (!t.parts[from + k].part->resolved())
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent a part outside of its memory");
   }
+  taken.keep = t.parts.size();
   return FRUGAL_OK;
 }
 

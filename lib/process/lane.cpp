@@ -314,6 +314,12 @@ Status Lane::step_begin(const Header& request) {
 }
 
 Status Lane::access(const Header& request) {
+  if (request.args[1] > parts_.size()) return broken("there are not so many parts");
+  {
+    // Those whose answer the trainer could not take, for lack of memory.
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    parts_.erase(parts_.begin() + static_cast<ptrdiff_t>(request.args[1]), parts_.end());
+  }
   Ops ops;
   FRUGAL_TRY(take_ops(request.args[0], &ops));
   Vector<RemotePart> found;

@@ -16,7 +16,7 @@ enum class Call : uint32_t {
   kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys
   kCancel,        // args: number of the batch
   kStepBegin,     // args: step, time-out in ns. Answer's args: is a trace recorded; PartPlace[]
-  kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
+  kAccess,        // args: ops, parts that the trainer has. OpHead[ops], keys. Answer: PartPlace[], numbered behind those
   kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
   kAbort,
   kInside,        // whether the trainer is inside a step, or what has undone it
