@@ -112,6 +112,9 @@ Status map_fd(int fd, size_t bytes, bool writable, char** out) {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "mapping %zu bytes of shared memory", bytes);
   }
   advise(base, bytes);
+  // Into a core dump it does not go: others have it as well, reading its holes would fill them, and the process is
+  // not seen as dead until all is written.
+  madvise(base, bytes, MADV_DONTDUMP);
   *out = base;
   return FRUGAL_OK;
 }

@@ -38,6 +38,7 @@ struct Piece {
 // Staging memory, as the controller has it: read-only.
 struct StagingMemory : HeapObject {
   Mapping mapping;
+  std::atomic<bool> lent{false};  // somebody writes or reads it, or it is being given back to the system
   // `bytes` is rounded up to 2 MiB; at most 64 TiB.
   static Status make(size_t bytes, std::shared_ptr<StagingMemory>* out);
   ~StagingMemory() { os_release(&mapping); }

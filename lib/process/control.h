@@ -30,10 +30,12 @@ struct Peer {
 };
 
 // Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and live as
-// long as `keep`; those that a client is given belong to its caller, who closes them.
+// long as `keep`; those that a client is given belong to its caller, who closes them. Of a handler's `read_only`
+// ones nothing can be written through what the client gets.
 struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;
+  Vector<int> read_only;  // of them
   Vector<uint64_t> numbers;
   std::shared_ptr<void> keep;
 };
@@ -41,11 +43,13 @@ struct TableReply {
   uint64_t id = 0;
   frugal_table_info info;
   Vector<int> descriptors;
+  Vector<int> read_only;  // of them
   Vector<uint64_t> numbers;
   std::shared_ptr<void> keep;
 };
 struct JoinReply {
   Vector<int> descriptors;
+  Vector<int> read_only;  // of them
   Vector<uint64_t> numbers;
   std::shared_ptr<void> keep;
 };

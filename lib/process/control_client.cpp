@@ -277,11 +277,16 @@ struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
       for (Call* call : waiting) call->finish(FRUGAL_ERR_CLOSED, kClosed);
     }
     if (!thread.joinable()) return;
-    port.post([this] {
-      if (stopped) stopped->fulfill();
-    });
+    port.post(stop);
     thread.join();
   }
+  struct Stop final : KjPort::Work {
+    explicit Stop(Impl& i) : impl(i) {}
+    void run() override {
+      if (impl.stopped) impl.stopped->fulfill();
+    }
+    Impl& impl;
+  } stop{*this};
 
   Status attach(uint32_t version, uint64_t until, bool* again);
 };
