@@ -249,6 +249,9 @@ TEST_F(Service, LimitsOfMemory) {
 
 // Each trainer has staging memory of 64 GiB of addresses.
 TEST_F(Service, LimitOfAddresses) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer wants addresses of its own";
+#endif
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
   OK(Open(address(), &e));
