@@ -419,6 +419,31 @@ TEST_F(Service, StoppedController) {
   }
 }
 
+// It may stop in the middle of an answer, too, which is larger than a ring: most of such a call is that.
+TEST_F(Service, StoppedInAnAnswer) {
+  constexpr size_t kKeys = 1000000, kDim = 8;
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 500));
+  frugal_table* table = nullptr;
+  const frugal_table_config tc = TableConfig("t", kKeys);
+  OK(frugal_table_create(e, &tc, &table));
+  std::vector<uint64_t> keys(kKeys);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = i;
+  std::vector<float> rows(kKeys * kDim);
+  std::atomic<int> answered{0};
+  int status = FRUGAL_OK;
+  std::thread gets([&] {
+    while ((status = frugal_get(table, keys.data(), kKeys, 0, rows.data(), 0, nullptr)) == FRUGAL_OK) ++answered;
+  });
+  while (answered.load() < 2) usleep(1000);
+  controller.stop();
+  gets.join();
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status);
+  kill(controller.pid(), SIGCONT);
+  OK(frugal_close(e));
+}
+
 // A trainer that says nothing while others wait for it is taken for lost, in however many slices they wait.
 TEST_F(Service, SilentTrainer) {
   ControllerProgram controller(address());
