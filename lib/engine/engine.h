@@ -315,6 +315,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool tracing() const { return trace_.on(); }
   void trace_remote(const TraceEvent& event) { trace_.keep(event); }
   Status inside_step(Trainer& t);
+  bool is_inside(const Trainer& t, uint64_t step);
   Status lose_trainer(const TrainerRef& trainer);
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands

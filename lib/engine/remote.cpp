@@ -162,6 +162,12 @@ Status Engine::inside_step(Trainer& t) {
   return inside(t);
 }
 
+// Has it begun the step, and nobody undone it?
+bool Engine::is_inside(const Trainer& t, uint64_t step) {
+  std::lock_guard<std::mutex> lock(mu_);
+  return t.in_step && t.step == step && !t.abort_notice.load();
+}
+
 void Engine::count_remote(const RemoteCounts& c) {
   counters_.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
   counters_.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);

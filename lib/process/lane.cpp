@@ -295,9 +295,10 @@ Status Lane::step_begin(const Header& request) {
   }
   const uint64_t step = request.args[0];
   // Who begins the step again that it is inside of has not had the answer: for lack of memory, here or there.
-  Status s = begun_ == step ? engine_->inside_step(*trainer_) : FRUGAL_ERR_NOT_IN_STEP;
-  if (s == FRUGAL_ERR_NOT_IN_STEP) s = engine_->step_begin(*trainer_, step, deadline_in(request.args[1]));
-  if (s != FRUGAL_OK) return s;
+  if (begun_ != step || !engine_->is_inside(*trainer_, step)) {
+    begun_ = kNoStep;
+    if (Status s = engine_->step_begin(*trainer_, step, deadline_in(request.args[1]))) return s;
+  }
   begun_ = step;
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.

@@ -194,6 +194,7 @@ struct Trainer {
     for (;;) {
       uint64_t step = 0;
       int s = frugal_committed_step(e, &step);
+      if (s == FRUGAL_ERR_PEER_LOST && g_says) std::fprintf(stderr, "rank %u: %s\n", rank, last_error().c_str());
       if (s == FRUGAL_ERR_PEER_LOST) return kLost;
       NEEDS(s);
       step = step == FRUGAL_NO_STEP ? 0 : step + 1;
@@ -218,7 +219,10 @@ struct Trainer {
       }
       const bool lost = s == FRUGAL_ERR_PEER_LOST && process;
       // Who is cut off is told so at once, again and again.
-      if (lost && ++refused > 20) return kLost;
+      if (lost && ++refused > 20) {
+        if (g_says) std::fprintf(stderr, "rank %u, step %llu: refused: %s\n", rank, static_cast<unsigned long long>(step), last_error().c_str());
+        return kLost;
+      }
       if (s != FRUGAL_OK && s != FRUGAL_ERR_STEP_ABORTED && !lost && !(s == FRUGAL_ERR_TIMEOUT && step == options.steps)) {
         // The step to begin may have become another while this rank asked for it.
         if (s == FRUGAL_ERR_STEP_ORDER && ++refused < 20) continue;
@@ -508,7 +512,11 @@ class Harness {
       }
       for (uint32_t r = 0; r < options_.world; ++r) {
         siginfo_t info{};
-        if (waitid(P_PID, static_cast<id_t>(pids_[r]), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid) return false;
+        if (waitid(P_PID, static_cast<id_t>(pids_[r]), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid) {
+          g_doing += ", rank " + std::to_string(r) + (info.si_code == CLD_EXITED ? " exited with " : " was ended by signal ") +
+                     std::to_string(info.si_status);
+          return false;
+        }
       }
       usleep(100);
     }

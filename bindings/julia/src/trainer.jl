@@ -131,8 +131,8 @@ Base.close(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_close[])
 Gives a trainer up, for a program that fails: as if its process had ended.
 
 With a service every uncommitted step is undone, the calls of the other ranks throw `ERR_PEER_LOST`, and somebody who
-joins as this rank is waited for; without one it is [`close`](@ref close(::Trainer)). Returns `nothing`. Threads, errors:
-as `close`. Since 0.1.
+joins as this rank is waited for; without one it is [`close`](@ref close(::Trainer)). Returns `nothing`. Threads:
+as `close`, and so are errors. Since 0.1.
 """
 abandon(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_abandon[])
 
