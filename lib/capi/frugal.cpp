@@ -139,10 +139,10 @@ Status create(const std::shared_ptr<Engine>& e, const frugal_table_config& confi
   if (s == FRUGAL_ERR_EXISTS)
     if (TableRef there = e->find_table(config.name); there && !there->created_here.load()) {
       FRUGAL_TRY(meant_table(*there, config));
+      if (there->created_here.exchange(true)) return s;  // another thread was first
       *out = std::move(there);
-      s = FRUGAL_OK;
+      return FRUGAL_OK;
     }
-  if (s == FRUGAL_OK) (*out)->created_here.store(true);
   return s;
 }
 Status create(const std::shared_ptr<Client>& e, const frugal_table_config& config, RemoteTableRef* out) {

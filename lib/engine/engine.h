@@ -275,7 +275,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void shutdown();
 
   // --- tables.cpp
-  Status create_table(const frugal_table_config& config, TableRef* out);
+  // `here`: by this process, which may do so once; else for another.
+  Status create_table(const frugal_table_config& config, TableRef* out, bool here = true);
   Status drop_table(const TableRef& table);
   TableRef find_table(const char* name);
   Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);

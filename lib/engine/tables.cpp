@@ -175,7 +175,7 @@ void init_chunk(void* context, size_t chunk) {
 
 }  // namespace
 
-Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
+Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FpEnvironment fp;
   FRUGAL_TRY(check());
   {
@@ -191,6 +191,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out) {
   auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
   table->engine = shared_from_this();
   table->name = config.name;
+  table->created_here.store(here);
   table->config = config;
   table->config.name = table->name.c_str();
   Rows::Config rows;

@@ -289,7 +289,7 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_table(config, true));
     TableRef table;
-    Status s = engine_->create_table(config, &table);
+    Status s = engine_->create_table(config, &table, false);
     // Each rank of a job creates its tables: those of the others are meant, if they are the same.
     if (s == FRUGAL_ERR_EXISTS) {
       TableRef there = engine_->find_table(config.name);
