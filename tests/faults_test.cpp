@@ -162,7 +162,8 @@ std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures, bool 
   frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
   const auto sweep = [&](const std::function<int32_t()>& call) {
     const int failed = arm ? Sweep(arm, call) : Plain(call);
-    EXPECT_GE(failed, 1) << "no request for memory";
+    // A thread of the controller may be the one that meets the failure, and do without.
+    if (!attached) EXPECT_GE(failed, 1) << "no request for memory";
     *failures += failed;
   };
   if (attached && arm == frugal::heap_test_fail_after) {
@@ -221,7 +222,9 @@ TEST(Memory, ThroughAController) {
   const std::vector<float> expected = SeveralPushes(0, nullptr, &failures);
   for (Arm arm : {frugal::heap_test_fail_after, frugal::os_test_fail_after}) {
     SCOPED_TRACE(arm == frugal::heap_test_fail_after ? "heap" : "os");
+    failures = 0;
     EXPECT_TRUE(SameBits(SeveralPushes(1, arm, &failures, true), expected));
+    EXPECT_GE(failures, 3) << "no request for memory";
     if (HasFailure()) return;
   }
 }
