@@ -257,28 +257,10 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
   }
-  FRUGAL_TRY(t.gpu->ready());
-  Vector<GpuOp> taken;
-  Vector<frugal_op> known(ops, ops + n);
-  for (frugal_op& op : known) FRUGAL_TRY(match_batch(t, &op));
-  FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, !stale(), &taken));
-  Vector<frugal_op> host(n);
-  for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
-  // What a call that fails has given to the device to look at is of no interest.
-  const Flight* before = t.gpu->current_flight();
-  const size_t nans = before ? before->nans.size() : 0, wrong_offsets = before ? before->wrong_offsets.size() : 0;
-  Status s = call(host.data(), taken.data());
-  if (Flight* f = t.gpu->current_flight(); f && s != FRUGAL_OK) {
-    if (f->nans.size() > nans) f->nans.resize(nans);
-    if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
-  }
-  // Where it fails, the end of the step tries again.
-  if (Flight* f = t.gpu->current_flight()) (void)f->mark();
-  return s;
+  return t.gpu->with_ops(ops, n, use, !stale(), [&](frugal_op* op) { return match_batch(t, op); }, call);
 }
 
-// Keys on the device beside a batch: where they are the declared ones, which the device finds out, they
-// need not come to the host.
+// Keys on the device beside a batch.
 Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
@@ -288,16 +270,8 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (!on_device || !batch || batch->rank != t.rank || batch->step != t.step ||
       op->part >= batch->parts.size())
     return FRUGAL_OK;  // what is wrong is told where ops are checked
-  const PartRef& p = batch->parts[op->part];
-  const bool padded = op->flags & FRUGAL_OP_PADDING;
-  if (!p->resolved() || p->n != op->count || p->has_padding != padded ||
-      (padded && p->padding != op->padding_key))
-    return FRUGAL_OK;
-  Flight& flight = t.gpu->flight(t.rank, t.step);
-  bool same = false;
-  FRUGAL_TRY(t.gpu->same_keys(flight, p, batch->tables[op->part]->rows.hashed(), op->keys, &same));
-  if (same) op->keys = nullptr;
-  return FRUGAL_OK;
+  return t.gpu->match_keys(t.gpu->flight(t.rank, t.step), batch->parts[op->part],
+                           batch->tables[op->part]->rows.hashed(), op);
 }
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
@@ -365,7 +339,7 @@ Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
   Flight& flight = t.gpu->flight(t.rank, t.step);
   if (!stale()) {
     const TrainerTable* of = lines_for(t, a);
-    return t.gpu->gather(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op);
+    return t.gpu->gather(flight, a.part, a.table->rows.ref(), of ? of->lines.get() : nullptr, op);
   }
   // With staleness rows are written meanwhile: they are read here, under their locks.
   return gather_and_send(flight, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
@@ -529,32 +503,17 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
                                         op, source));
     } else {
       const TrainerTable* of = lines_for(t, a);
-      FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op, source));
+      FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows.ref(), of ? of->lines.get() : nullptr, op, source));
     }
   }
-  const uint32_t* nan = nullptr;
-  if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n)
-    FRUGAL_TRY(flight.look_at(&flight.nans, &nan));
-  if (state->table) {
-    // Gone on with on the host, from the gradient of each key.
+  const bool first = !state->table;
+  if (first)
+    begin_handover(t, a, state);
+  else
     FRUGAL_TRY(sum_lent(state));
-    PushSums::Tail tail;
-    tail.part = a.part;
-    FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
-    state->tail.reserve(state->tail.size() + 1);
-    FRUGAL_TRY(t.gpu->expand(flight, a.part, source, layout.dim, tail.grads, nan));
-    flight.must_land = true;
-    state->tail.push_back(std::move(tail));
-    return FRUGAL_OK;
-  }
-  Handover& h = begin_handover(t, a, state);
-  Status status = room_for_sums(state, layout.dim, pinned_);
-  if (status == FRUGAL_OK)
-    status = t.gpu->reduce(flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
-  if (status != FRUGAL_OK) {
-    t.gpu->drain();  // a kernel may be writing the sums
-    *state = {};
-  }
+  const Status status = t.gpu->push(flight, a.part, source, layout.dim, first,
+                                    a.table->config.nan_policy == FRUGAL_NAN_REJECT, pinned_, state);
+  if (status != FRUGAL_OK && first) *state = {};
   return status;
 }
 

@@ -378,8 +378,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   void end_flights(Trainer& leaving);
-  enum class Found { kNothing, kNan, kWrongOffsets };
-  Status end_flight(Trainer& t, Found* found);
+  Status end_flight(Trainer& t, Flight::Found* found);
   void device_failed(uint32_t rank, const Gpu& gpu);
   void leave_gpu(Trainer& t) noexcept;
   void never_resolve(Part& part, Part::State instead);

@@ -1,7 +1,5 @@
 #include "engine/gpu.h"
 
-#include "engine/data_path.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -49,7 +47,7 @@ void DevicePinner::remove(const device::Runtime* runtime) noexcept {
   count_.store(live_.size());
 }
 
-Status DevicePinner::pin(void* p, size_t bytes, bool* pinned) {
+Status DevicePinner::pin(void* p, size_t bytes, bool read_only, bool* pinned) {
   *pinned = false;
   if (!any()) return FRUGAL_OK;
   Vector<std::shared_ptr<device::Runtime>> live;
@@ -58,7 +56,7 @@ Status DevicePinner::pin(void* p, size_t bytes, bool* pinned) {
     live = live_;
   }
   for (const auto& runtime : live) {
-    Result r = runtime->pin(p, bytes);
+    Result r = runtime->pin(p, bytes, read_only);
     // A device that has failed is its own trainer's matter.
     if (r.kind == ErrorKind::kFault || r.kind == ErrorKind::kNoDevice) continue;
     *pinned = r.ok();
@@ -199,6 +197,11 @@ Status Flight::mark() {
   return FRUGAL_OK;
 }
 
+Status Flight::end() {
+  for (device::Stream s : streams) FRUGAL_TRY(gpu->ready(s));
+  return mark();
+}
+
 Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
   Buffer word;
   FRUGAL_TRY(gpu->pinned().get(sizeof(uint32_t), &word));
@@ -209,6 +212,33 @@ Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
   words->push_back(*out);
   must_land = true;
   return FRUGAL_OK;
+}
+
+Flight::Found Flight::found() const {
+  Found found = Found::kNothing;
+  for (const uint32_t* word : nans)
+    if (*word) found = Found::kNan;
+  for (const uint32_t* word : wrong_offsets)
+    if (*word) found = Found::kWrongOffsets;
+  return found;
+}
+
+Status found_in_step(Flight::Found found, uint64_t step) {
+  switch (found) {
+    case Flight::Found::kNothing:
+      return FRUGAL_OK;
+    case Flight::Found::kWrongOffsets:
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
+                  "step is undone on all ranks; begin it again",
+                  static_cast<unsigned long long>(step));
+    case Flight::Found::kNan:
+      break;
+  }
+  return fail(FRUGAL_ERR_NAN,
+              "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
+              "accept would take it): the step is undone on all ranks; begin it again",
+              static_cast<unsigned long long>(step));
 }
 
 bool Flight::ask(uint64_t timeout_ns) {
@@ -430,6 +460,7 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_
         copied = true;
       }
     }
+    if (use == Use::kDeclare) continue;
     const float* rows = use == Use::kPush ? op.grads : op.rows_out;
     FRUGAL_TRY(on_device(rows, sizeof(float), use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
                          &o.rows_on_device));

@@ -1,5 +1,7 @@
 // Trainers in other processes: they gather rows and sum gradients for themselves, from what lies in shared
 // memory. What they need of the engine beside the calls that all trainers make.
+#include <cstring>
+
 #include "base/fpenv.h"
 #include "base/handles.h"
 #include "engine/access_scope.h"
@@ -108,7 +110,16 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));
   Map<const Table*, PushState> states;
+  // Kernels that bring lines of caches up to date see pinned memory only.
+  const bool for_kernels = pinner_->any() && caches_exist();
   for (RemotePush& p : *pushes) {
+    if (for_kernels && p.sums) {
+      Buffer seen;
+      const size_t bytes = p.part->distinct * p.table->rows.layout().value_stride * sizeof(float);
+      FRUGAL_TRY(pinned_.get(bytes, &seen));
+      std::memcpy(seen.data(), p.sums.data(), bytes);
+      p.sums = std::move(seen);
+    }
     PushState& s = states[p.table.get()];
     s.table = p.table;
     s.first.rank = t.rank;

@@ -309,20 +309,12 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       Handover joined;
       StepRecord::TableHandovers* to;
     };
-    Found found = Found::kNothing;
+    Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
-    if (found != Found::kNothing) {
+    if (found != Flight::Found::kNothing) {
       call.unlock();
       FRUGAL_TRY(undo(t, Undo::kCall));
-      if (found == Found::kWrongOffsets)
-        return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                    "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
-                    "step is undone on all ranks; begin it again",
-                    static_cast<unsigned long long>(step));
-      return fail(FRUGAL_ERR_NAN,
-                  "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
-                  "accept would take it): the step is undone on all ranks; begin it again",
-                  static_cast<unsigned long long>(step));
+      return found_in_step(found, step);
     }
     Vector<Ready> handovers;
     for (auto& [raw, push] : t.pushes) {
