@@ -104,7 +104,7 @@ Status with(const void* handle, F&& body) {
 
 // A GPU that has failed is seen to when a call of its trainer has met it.
 Status told(Trainer& t, Status status) { return t.engine->told(t, status); }
-Status told(RemoteTrainer&, Status status) { return status; }
+Status told(RemoteTrainer& t, Status status) { return t.engine->told(t, status); }
 
 // As different as the two are.
 Status committed(Engine& e, uint64_t* step) {

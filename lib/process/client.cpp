@@ -55,6 +55,7 @@ Status channel_at(Descriptors& d, size_t i, bool with_staging, std::unique_ptr<C
 uint64_t answer_until(uint64_t at) { return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs; }
 
 RemoteTable::~RemoteTable() {
+  if (pinner) pinned.unpin(*pinner);
   for (Mapping& m : arrays) os_release(&m);
 }
 
@@ -268,6 +269,8 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   t->rows.values = reinterpret_cast<float*>(t->arrays[Rows::kValues].base);
   t->rows.value_stride = t->layout.value_stride;
   t->rows.dim = reply.info.dim;
+  t->pinner = pinner_;
+  t->pinned.over(t->arrays[Rows::kValues], reply.info.capacity, t->layout.value_stride * sizeof(float));
   t->handle = handle_add(HandleKind::kRemoteTable, t);
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   std::lock_guard<std::mutex> lock(mu_);
@@ -441,12 +444,25 @@ Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64
 
 Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
   FRUGAL_TRY(check());
-  JoinReply reply;
-  FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
-  Descriptors d{reply.descriptors};
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
   t->engine = shared_from_this();
   t->rank = config.rank;
+  // The device is this process's own: the controller sees a rank that reads host memory and hands over sums.
+  frugal_trainer_config asked = config;
+  if (config.device && std::strcmp(config.device, "cpu") != 0) {
+    FRUGAL_TRY(open_gpu(config, &t->gpu));
+    asked.device = nullptr;
+  }
+  struct Joining {  // where it does not join after all
+    DevicePinner& pinner;
+    Gpu* gpu;
+    ~Joining() {
+      if (gpu) pinner.remove(&gpu->runtime());
+    }
+  } joining{*pinner_, t->gpu.get()};
+  JoinReply reply;
+  FRUGAL_TRY(control_->join(asked, config_.timeout_ms, &reply));
+  Descriptors d{reply.descriptors};
   auto set_up = [&]() -> Status {
     if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
@@ -455,6 +471,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     t->channel->look_for(kLookNs);
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
+    if (t->gpu) t->sums.pin_with(pinner_);
     t->cpu_ns = process_cpu_ns();
     t->handle = handle_add(HandleKind::kRemoteTrainer, t);
     return t->handle ? FRUGAL_OK : fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
@@ -470,6 +487,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     trainers_.push_back(t);
     if (lost_.load()) t->channel->cut();
   }
+  joining.gpu = nullptr;
   *out = std::move(t);
   return FRUGAL_OK;
 }
@@ -479,17 +497,24 @@ Status Client::close_trainer(const RemoteTrainerRef& t) {
   t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
+  // Kernels may be writing its staging memory, which may be another's when it has left.
+  if (t->gpu) t->gpu->take_flight();
   Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();
   t->handed.clear();
+  if (t->gpu) pinner_->remove(&t->gpu->runtime());
   // The controller may not know it any more, if another process has taken its place.
   return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST ? FRUGAL_OK : s;
 }
 
-Status Client::set_stream(RemoteTrainer&, void*) {
-  return fail(FRUGAL_ERR_UNSUPPORTED, "the cpu device has no streams");
+Status Client::set_stream(RemoteTrainer& t, void* stream) {
+  // No call of the step protocol: an abort is told by the next one.
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(check());
+  if (!t.gpu) return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams", t.rank);
+  return t.gpu->set_stream(stream);
 }
 
 }  // namespace frugal

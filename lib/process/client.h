@@ -14,6 +14,7 @@
 #include "process/channel.h"
 #include "process/control.h"
 #include "process/helpers.h"
+#include "process/pinned_rows.h"
 #include "process/protocol.h"
 #include "process/readout.h"
 #include "process/watch.h"
@@ -24,6 +25,7 @@ class Client;
 
 struct RemoteTable : HeapObject {
   std::shared_ptr<Client> engine;
+  std::shared_ptr<DevicePinner> pinner;
   uint64_t handle = 0;
   uint64_t id = 0;             // its handle in the controller
   String name;
@@ -32,6 +34,7 @@ struct RemoteTable : HeapObject {
   RowLayout layout;
   device::RowsRef rows{};      // read-only
   Mapping arrays[Rows::kArrays];
+  PinnedRows pinned;           // `rows`, as far as devices see them
   uint64_t ledger = kNoPlace;  // its record in the controller's ledger
   bool lazy = false;
   std::mutex readout_mu;
@@ -80,7 +83,8 @@ struct RemoteTrainer : HeapObject {
   std::mutex call_mu;
   // All that follows with call_mu held.
   Arena staging;
-  BufferPool sums;             // in the staging memory; before what holds its buffers
+  BufferPool sums;             // in the staging memory, which its GPU sees; before what holds its buffers
+  std::shared_ptr<Gpu> gpu;    // null: the cpu device. What it has in flight has landed when a step's end is sent
   uint64_t sequence = 0;
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;
@@ -147,9 +151,11 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status step_end(RemoteTrainer& t, uint64_t step, uint32_t flags);
   Status abort_call(RemoteTrainer& t);
   Status read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
+  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
+  Status told(RemoteTrainer& t, Status status);
 
  private:
-  Client() : generation_(process_generation()) {}
+  Client() : generation_(process_generation()) { pinned_.pin_with(pinner_); }
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
@@ -195,13 +201,32 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
     size_t part = SIZE_MAX;    // number in the step
     bool exact = false;        // it names exactly the declared keys
   };
-  Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);
+  // `gpu`: of a trainer on a GPU, what take_ops made of the op, or of the ops; or null.
+  Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
-  Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
+  Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
+                     Vector<Access>* out);
   void use(RemoteTrainer& t, const Vector<Access>& accesses);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
+  Status lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
+  Status push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
+  Status read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
+  static void begin_handover(const RemoteTrainer& t, const Access& access, RemotePushSums* sums);
+
+  // --- client_gpu.cpp: trainers on GPUs
+  Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
+  template <class Call>
+  Status with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
+  Status match_batch(RemoteTrainer& t, frugal_op* op);
+  Status pin_tables();
+  Status flight_over(RemoteTrainer& t, const Access& access, Flight** out);
+  Status gather_on_device(RemoteTrainer& t, const Access& access, const GpuOp& op);
+  Status push_on_device(RemoteTrainer& t, const Access& access, const GpuOp& op, RemotePushSums* sums);
+  Status end_flight(RemoteTrainer& t, Flight::Found* found);
+  Status read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline);
+  Status device_failed(RemoteTrainer& t);
 
   const uint32_t generation_;
   frugal_config config_{};
@@ -210,7 +235,10 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Mapping arena_;
   Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
   const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
+  // While it has a device, what kernels read is pinned.
+  const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
   BufferPool pool_;
+  BufferPool pinned_;                                // that devices see
   Helpers helpers_;
   std::unique_ptr<Channel> channel_;  // for calls outside steps
   std::mutex channel_mu_;

@@ -37,6 +37,7 @@ Status Client::ask(RemoteTrainer& t, Exchange& e) {
 Status Client::enter(RemoteTrainer& t) {
   FRUGAL_TRY(check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (t.gpu && t.gpu->sticky()) return device_failed(t);
   take_releases(t);
   if (t.notices->load() == t.told) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
@@ -55,6 +56,7 @@ Status Client::inside(RemoteTrainer& t) {
 
 // Nothing of the step is of use any more, but for sums that the controller may be reading.
 void Client::leave_step(RemoteTrainer& t) {
+  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.in_step = t.ending = false;
   t.parts.clear();
   t.used.clear();
@@ -95,8 +97,17 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
                         uint64_t* batch_out) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(ops, n));
+  Vector<GpuOp> taken;
+  Vector<frugal_op> host;
+  if (t.gpu) {
+    FRUGAL_TRY(t.gpu->ready());
+    FRUGAL_TRY(t.gpu->take_ops(ops, n, Gpu::Use::kDeclare, false, &taken));
+    for (const GpuOp& o : taken) host.push_back(o.op);
+    ops = host.data();
+  } else {
+    device::look_for_devices();
+    FRUGAL_TRY(host_memory(ops, n));
+  }
   auto batch = std::allocate_shared<RemoteBatch>(HeapAllocator<RemoteBatch>());
   Vector<OpHead> heads(n);
   Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1}, {}};
@@ -186,6 +197,10 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
+  if (t.gpu) {
+    FRUGAL_TRY(t.gpu->ready());
+    FRUGAL_TRY(pin_tables());
+  }
   Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
   t.parts.clear();
   t.step = step;
@@ -203,7 +218,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
 }
 
 // Finds the part of the step that an op names, by its batch or by its keys.
-Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out) {
+Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
   FRUGAL_TRY(op_table(op, &out->table));
   const RemoteTable& table = *out->table;
   const bool padded = op.flags & FRUGAL_OP_PADDING;
@@ -249,7 +264,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Acces
         out->part = i;
     }
   }
-  FRUGAL_TRY(check_op(op, table.name.c_str(), table.info.dim, keys, use));
+  FRUGAL_TRY(check_op(op, table.name.c_str(), table.info.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (out->part == SIZE_MAX) return check_keys(table, op);
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
@@ -324,17 +339,20 @@ bool has_nan_term(const frugal_op& op, uint32_t dim) {
 
 }  // namespace
 
-Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out) {
+Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
+                           Vector<Access>* out) {
   out->resize(n);
   bool all = true;
   for (size_t i = 0; i < n; ++i) {
-    FRUGAL_TRY(find_access(t, ops[i], use, &(*out)[i]));
+    FRUGAL_TRY(find_access(t, ops[i], use, gpu ? &gpu[i] : nullptr, &(*out)[i]));
     all = all && (*out)[i].part != SIZE_MAX;
   }
   if (all) return FRUGAL_OK;
-  // The controller makes the rows that it is asked for, and a push that is refused makes none.
+  // The controller makes the rows that it is asked for, and a push that is refused makes none. (What a device
+  // finds undoes the step, with its rows.)
   for (size_t i = 0; i < n && use == Use::kPush; ++i)
-    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && has_nan_term(ops[i], (*out)[i].table->info.dim))
+    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && !(gpu && gpu[i].rows_on_device) &&
+        has_nan_term(ops[i], (*out)[i].table->info.dim))
       return nan_refused((*out)[i].table->name.c_str());
   return ask_for(t, ops, *out);
 }
@@ -410,19 +428,39 @@ void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t key
   }
 }
 
+// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
+template <class Call>
+Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call) {
+  if (!t.gpu) {
+    FRUGAL_TRY(host_memory(ops, n));
+    return call(ops, nullptr);
+  }
+  return t.gpu->with_ops(ops, n, use, true, [&](frugal_op* op) { return match_batch(t, op); }, call);
+}
+
 Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
-  FRUGAL_TRY(host_memory(ops, n));
+  return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
+    return lookup_rows(t, host, n, gpu, began);
+  });
+}
+
+Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
   Vector<Access> accesses;
-  FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, &accesses));
+  FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, gpu, &accesses));
   use(t, accesses);
   uint64_t keys = 0;
   for (size_t i = 0; i < n; ++i) {
     const StepPart& p = t.parts[accesses[i].part];
+    if (gpu && gpu[i].rows_on_device) {
+      FRUGAL_TRY(gather_on_device(t, accesses[i], gpu[i]));
+      keys += p.part->n;
+      continue;
+    }
     Buffer pointers, copies;
     FRUGAL_TRY(locate(*accesses[i].table, p, &pointers, &copies));
     FRUGAL_TRY(gather(accesses[i].table->rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n,
@@ -438,6 +476,15 @@ Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   trace(t, SpanKind::kLookup, began, keys);
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   return enter(t);
+}
+
+// The hand-over of a first push to a table in a step, without its sums.
+void Client::begin_handover(const RemoteTrainer& t, const Access& a, RemotePushSums* sums) {
+  sums->first.rank = t.rank;
+  sums->first.part = t.parts[a.part].part;
+  sums->first.whole = a.exact;
+  sums->first.stride = a.table->layout.value_stride;
+  sums->number = static_cast<uint32_t>(a.part);
 }
 
 Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, RemotePushSums* sums) {
@@ -463,12 +510,8 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
   if (sums->table) {
     FRUGAL_TRY(add_tail(sums, step_part.part, dim, pushed.grads, pool_, reject, &nan));
   } else {
-    sums->first.rank = t.rank;
-    sums->first.part = step_part.part;
-    sums->first.whole = a.exact;
-    sums->first.stride = table.layout.value_stride;
+    begin_handover(t, a, sums);
     FRUGAL_TRY(sum_first(sums, dim, pushed.grads, t.sums, false, &nan));
-    sums->number = static_cast<uint32_t>(a.part);
     if (!(reject && nan)) sums->table = a.table;
   }
   if (reject && nan)
@@ -482,11 +525,16 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
-  FRUGAL_TRY(host_memory(ops, n));
   if (t.ending)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed for lack of memory: call it again first", t.rank);
+  return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
+    return push_rows(t, host, n, gpu, began);
+  });
+}
+
+Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
   Vector<Access> accesses;
-  FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, &accesses));
+  FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, gpu, &accesses));
   // What a failure takes back: new sums are dropped, older ones lose what this call has added.
   Map<uint64_t, RemotePushSums> fresh;
   Map<uint64_t, size_t> tails;
@@ -500,19 +548,25 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
       keys += count;
       auto old = t.pushes.find(id);
       if (old != t.pushes.end()) tails.emplace(id, old->second.tail.size());
+      RemotePushSums* sums = old != t.pushes.end() ? &old->second : &fresh[id];
+      if (gpu && gpu[i].rows_on_device) {
+        status = push_on_device(t, accesses[i], gpu[i], sums);
+        continue;
+      }
       frugal_op op = ops[i];
       if (op.weight_grads_out) {
         status = pool_.get(count * sizeof(float), &weight_grads[i]);
         if (status != FRUGAL_OK) break;
         op.weight_grads_out = weight_grads[i].as<float>();
       }
-      status = push_one(t, op, accesses[i], old != t.pushes.end() ? &old->second : &fresh[id]);
+      status = push_one(t, op, accesses[i], sums);
     }
     if (status == FRUGAL_OK) use(t, accesses);
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
   if (status != FRUGAL_OK) {
+    if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
     for (auto& [id, size] : tails) t.pushes.find(id)->second.tail.resize(size);
     return status;
   }
@@ -546,6 +600,14 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   if (t.step != step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
                 static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
+  Flight::Found found = Flight::Found::kNothing;
+  if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
+  if (found != Flight::Found::kNothing) {
+    Exchange undo{Call::kAbort, {}, {}};
+    FRUGAL_TRY(ask(t, undo));
+    leave_step(t);
+    return found_in_step(found, step);
+  }
   const char* staging = t.channel->staging();
   auto place = [&](const Buffer& b) { return static_cast<uint64_t>(b.data() - staging); };
   Vector<PushPlace> places;
@@ -652,7 +714,12 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
     call = std::unique_lock<std::mutex>(t->call_mu);
     FRUGAL_TRY(enter(*t));
   }
+  if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
   FRUGAL_TRY(host_memory(ops, n));
+  return read_rows(t, ops, n, deadline);
+}
+
+Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
   Vector<ReadHead> heads(n);
   Vector<RemoteTableRef> tables(n);
   Exchange e{Call::kRead, {n, left_until(deadline)}, {}, deadline.at};

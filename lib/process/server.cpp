@@ -326,7 +326,7 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
     if (config.device && std::strcmp(config.device, "cpu") != 0)
-      return fail(FRUGAL_ERR_UNSUPPORTED, "a trainer that attaches to a controller runs on the cpu device as yet");
+      return fail(FRUGAL_ERR_UNSUPPORTED, "the controller opens no device for another process, which does it itself");
     if (config.flags & FRUGAL_TRAINER_REPLACE) take_over(config.rank);
     await_rank(config.rank);
     TrainerRef trainer;
