@@ -221,9 +221,25 @@ Layout MakeLayout(const Script& script) {
   return layout;
 }
 
-std::string ForProcesses(Script* script) {
-  if (!std::exchange(script->one_thread, false)) return "";
-  return "one thread for all ranks";
+std::vector<std::string> ForProcesses(const Layout& layout, Script* script) {
+  bool stale = false, cached = false;
+  for (uint32_t r = 0; r < script->ranks.size(); ++r) {
+    RankSpec& rank = script->ranks[r];
+    if (rank.device.empty() || !layout.Attached(r)) continue;
+    if (script->config.staleness != 0) {
+      rank.device.clear();
+      stale = true;
+      continue;
+    }
+    cached |= rank.cache_bytes > 0 || rank.cache_ratio > 0;
+    rank.cache_bytes = 0;
+    rank.cache_ratio = 0;
+  }
+  std::vector<std::string> left_out;
+  if (std::exchange(script->one_thread, false)) left_out.push_back("one thread for all ranks");
+  if (stale) left_out.push_back("staleness of attached ranks on devices, which run on the cpu");
+  if (cached) left_out.push_back("caches of attached ranks on devices");
+  return left_out;
 }
 
 int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds, int descriptor) {
@@ -232,10 +248,10 @@ int Lead(uint64_t seed, const Options& options, const std::string& controller, i
   close(descriptor);
   if (meeting == nullptr) return 1;
   Script script = MakeScript(seed, options);
-  ForProcesses(&script);
+  const Layout layout = MakeLayout(script);
+  ForProcesses(layout, &script);
   frugal_reference::Reference reference(script.config.seed, script.config.world_size);
   Replay(&script, &reference);
-  const Layout layout = MakeLayout(script);
   return Leader(script, reference, layout, meeting).Run(controller, hang_seconds);
 }
 

@@ -20,13 +20,14 @@ struct Layout {
   bool program = false;  // frugal-controller has the engine; else process 0
   uint32_t processes = 1;
   std::vector<uint32_t> process_of_rank;
+  bool Attached(uint32_t rank) const { return program || process_of_rank[rank] != 0; }
   std::string Describe() const;
 };
 
 Layout MakeLayout(const Script& script);
 
-// What cannot be said over processes becomes something that can. Returns what that was; "" for nothing.
-std::string ForProcesses(Script* script);
+// What cannot be said over processes becomes something that can. Returns what that was.
+std::vector<std::string> ForProcesses(const Layout& layout, Script* script);
 
 // A leader: the run of `seed`, with what the caller has in memory behind `descriptor`. Returns its exit status.
 int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds, int descriptor);
