@@ -1,6 +1,8 @@
 // Trainers on GPUs through the C ABI, on the host implementation of the device seam: what the oracle does
 // not do, because it goes wrong. NaNs, captures, pointers of the wrong device, memory that cannot be
 // pinned, and every call of the seam failing once.
+//
+// With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, engines are controllers' that the test attaches to.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -17,6 +19,8 @@
 #include "device/sim/sim.h"
 #include "frugal.h"
 #include "oracle/device.h"
+#define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")
+#include "process/controller.h"
 
 namespace {
 
@@ -50,11 +54,17 @@ struct Device {
 };
 
 struct Engine {
-  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}) {
+  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}, bool here = false) {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.world_size = world;
     config.timeout_ms = 20'000;
     if (change) change(&config);
+    const std::string address = folder.address();
+    if (FRUGAL_CONTROLLER && !here) {
+      controller = std::make_unique<ControllerProgram>(address);
+      EXPECT_TRUE(controller->serves());
+      config.service = address.c_str();
+    }
     EXPECT_OK(frugal_open(&config, &handle));
   }
   ~Engine() {
@@ -99,6 +109,8 @@ struct Engine {
     return out;
   }
   frugal_engine* handle = nullptr;
+  const Folder folder;
+  std::unique_ptr<ControllerProgram> controller;
 };
 
 bool Same(const std::vector<float>& a, const std::vector<float>& b) {
@@ -160,9 +172,9 @@ int32_t HostStep(frugal_trainer* trainer, frugal_table* table, uint64_t step, co
   return frugal_step_end(trainer, step, 0);
 }
 
-// The table after `steps` steps of ranks on the cpu device.
+// The table after `steps` steps of ranks on the cpu device, which are threads.
 std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint32_t dim) {
-  Engine engine(world);
+  Engine engine(world, {}, true);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, rows, dim);
   std::vector<frugal_trainer*> ranks;
   for (uint32_t r = 0; r < world; ++r) ranks.push_back(engine.Trainer(r, "cpu"));

@@ -7,6 +7,7 @@
 #include "base/handles.h"
 #include "engine/config_check.h"
 #include "capi/serving.h"
+#include "device/pointers.h"
 #include "engine/engine.h"
 #include "process/client.h"
 
@@ -103,6 +104,13 @@ Status with(const void* handle, F&& body) {
 }
 
 // A GPU that has failed is seen to when a call of its trainer has met it.
+// Memory of calls outside steps, which is the host's.
+Status on_host(std::initializer_list<std::pair<const void*, const char*>> all) {
+  device::look_for_devices();
+  for (const auto& [p, what] : all) FRUGAL_TRY(host_memory(p, what));
+  return FRUGAL_OK;
+}
+
 Status told(Trainer& t, Status status) { return t.engine->told(t, status); }
 Status told(RemoteTrainer& t, Status status) { return t.engine->told(t, status); }
 
@@ -326,6 +334,7 @@ int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t*
     if (!cursor) return null("cursor");
     if (!count_out) return null("count_out");
     if (!keys_out && capacity) return null("keys_out");
+    FRUGAL_TRY(on_host({{keys_out, "keys_out"}}));
     return t->engine->keys(*t, cursor, keys_out, capacity, count_out);
   });
 }
@@ -384,6 +393,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
     if (!rows_out && count) return null("rows_out");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+    FRUGAL_TRY(on_host({{keys, "keys"}, {rows_out, "rows_out"}, {found_out, "found_out"}}));
     return t->engine->get(*t, keys, count, flags, rows_out, row_stride, found_out);
   });
 }
@@ -396,6 +406,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
     if (!rows && count) return null("rows");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+    FRUGAL_TRY(on_host({{keys, "keys"}, {rows, "rows"}}));
     return t->engine->put(*t, keys, count, flags, rows, row_stride);
   });
 }
@@ -405,6 +416,7 @@ int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
   return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
+    FRUGAL_TRY(on_host({{keys, "keys"}}));
     return t->engine->remove(*t, keys, count, deleted_out);
   });
 }

@@ -149,8 +149,6 @@ Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capaci
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(out, "keys_out"));
   *n = table.rows.enumerate(cursor, out, capacity);
   return FRUGAL_OK;
 }
@@ -180,10 +178,6 @@ Status check_stride(size_t* stride, size_t row_bytes, size_t rows) {
 Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
                    size_t stride, uint8_t* found) {
   FRUGAL_TRY(check());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(keys, "keys"));
-  FRUGAL_TRY(host_memory(out, "rows_out"));
-  FRUGAL_TRY(host_memory(found, "found_out"));
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
@@ -217,9 +211,6 @@ void Engine::write_outside(Table& t, const uint32_t* slots, size_t n, Write writ
 Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
   FRUGAL_TRY(check());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(keys, "keys"));
-  FRUGAL_TRY(host_memory(in, "rows"));
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
@@ -280,8 +271,6 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
 
 Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
   FRUGAL_TRY(check());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(keys, "keys"));
   FpEnvironment fp;
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));

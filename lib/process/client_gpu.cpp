@@ -3,13 +3,11 @@
 #include <algorithm>
 
 #include "base/handles.h"
-#include "engine/config_check.h"
 #include "process/exchange.h"
 
 namespace frugal {
 
 Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out) {
-  FRUGAL_TRY(check_trainer(config, UINT32_MAX));
   if (config.cache_bytes || config.cache_ratio > 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "rank %u: a trainer on a GPU that attaches to a controller has no cache as yet: give cache_bytes and "

@@ -200,6 +200,8 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   if (t.gpu) {
     FRUGAL_TRY(t.gpu->ready());
     FRUGAL_TRY(pin_tables());
+  } else {
+    device::look_for_devices();
   }
   Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
   t.parts.clear();
@@ -706,6 +708,7 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
 
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
   if (left_alone()) {
+    device::look_for_devices();
     FRUGAL_TRY(host_memory(ops, n));
     return read_out(ops, n);
   }
@@ -715,6 +718,7 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
     FRUGAL_TRY(enter(*t));
   }
   if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
+  device::look_for_devices();
   FRUGAL_TRY(host_memory(ops, n));
   return read_rows(t, ops, n, deadline);
 }
