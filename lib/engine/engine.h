@@ -144,7 +144,7 @@ struct Trainer : HeapObject {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
   std::shared_ptr<Gpu> gpu;      // null: the cpu device
-  std::atomic<bool> reaped{false};   // its GPU has failed, and that is being seen to
+  std::atomic<bool> reaped{false};   // its GPU (or its process's) has failed, and that is being seen to
   std::atomic<bool> pinning{false};  // counts among the pinner's
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
@@ -300,6 +300,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
+  Status remote_failed(Trainer& t);
   void count_remote(const RemoteCounts& counts);
   bool tracing() const { return trace_.on(); }
   void trace_remote(const TraceEvent& event) { trace_.keep(event); }

@@ -231,7 +231,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
                      std::shared_ptr<Gpu>* out);
   Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned);
   ~Gpu();
-  device::Runtime& runtime() { return *runtime_; }
+  device::Runtime& runtime() const { return *runtime_; }
   BufferPool& pinned() { return pinned_; }
   DevicePool& memory() { return *memory_; }
 

@@ -140,6 +140,12 @@ Status Engine::inside_step(Trainer& t) {
   return inside(t);
 }
 
+// The device of a trainer in another process has failed: what it has not ended is undone on all ranks, and the
+// others wait for it to be closed.
+Status Engine::remote_failed(Trainer& t) {
+  return t.reaped.exchange(true) ? FRUGAL_OK : undo(t, Undo::kFailed);
+}
+
 void Engine::count_remote(const RemoteCounts& c) {
   counters_.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
   counters_.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);

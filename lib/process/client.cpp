@@ -454,12 +454,12 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     asked.device = nullptr;
   }
   struct Joining {  // where it does not join after all
-    DevicePinner& pinner;
-    Gpu* gpu;
+    Client& client;
+    const Gpu* gpu;
     ~Joining() {
-      if (gpu) pinner.remove(&gpu->runtime());
+      if (gpu) client.leave_gpu(*gpu);
     }
-  } joining{*pinner_, t->gpu.get()};
+  } joining{*this, t->gpu.get()};
   JoinReply reply;
   FRUGAL_TRY(control_->join(asked, config_.timeout_ms, &reply));
   Descriptors d{reply.descriptors};
@@ -504,7 +504,7 @@ Status Client::close_trainer(const RemoteTrainerRef& t) {
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();
   t->handed.clear();
-  if (t->gpu) pinner_->remove(&t->gpu->runtime());
+  if (t->gpu) leave_gpu(*t->gpu);
   // The controller may not know it any more, if another process has taken its place.
   return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST ? FRUGAL_OK : s;
 }

@@ -89,6 +89,7 @@ struct RemoteTrainer : HeapObject {
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;
   bool in_step = false;
+  bool failed = false;         // its GPU has, and the controller knows
   bool ending = false;         // step_end has sent the sums and failed: it is to be called again
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
@@ -217,6 +218,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
 
   // --- client_gpu.cpp: trainers on GPUs
   Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
+  void leave_gpu(const Gpu& gpu) noexcept;
   template <class Call>
   Status with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
   Status match_batch(RemoteTrainer& t, frugal_op* op);
@@ -235,6 +237,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Mapping arena_;
   Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
   const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
+  std::mutex gpus_mu_;                               // trainers on GPUs come and go
   // While it has a device, what kernels read is pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
   BufferPool pool_;

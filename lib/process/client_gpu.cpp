@@ -26,8 +26,19 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
                 "as a thread of the controller's process",
                 config.device, config.rank);
   FRUGAL_TRY(Gpu::open(runtime, pinned_, out));
+  std::lock_guard<std::mutex> lock(gpus_mu_);
   pinner_->add(std::move(runtime));
   return FRUGAL_OK;
+}
+
+// The last lets go of what was pinned for all.
+void Client::leave_gpu(const Gpu& gpu) noexcept {
+  std::lock_guard<std::mutex> lock(gpus_mu_);
+  pinner_->remove(&gpu.runtime());
+  if (pinner_->any()) return;
+  std::lock_guard<std::mutex> tables(mu_);
+  for (auto& weak : tables_)
+    if (auto table = weak.lock()) table->pinned.unpin(*pinner_);
 }
 
 // Keys on the device beside a batch.
@@ -154,10 +165,12 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
   return t.gpu->wait_stream();
 }
 
-// With call_mu held.
+// The device does not work any more: the step is undone on all ranks, of which the controller is told once. With
+// call_mu held.
 Status Client::device_failed(RemoteTrainer& t) {
-  if (t.in_step) {
-    Exchange e{Call::kAbort, {}, {}};
+  if (!t.failed) {
+    t.failed = true;
+    Exchange e{Call::kAbort, {1}, {}};
     (void)ask(t, e);
     leave_step(t);
   }

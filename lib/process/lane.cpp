@@ -155,7 +155,7 @@ Status Lane::handle(const Header& request) {
       case Call::kStepEnd:
         return step_end(request);
       case Call::kAbort:
-        return engine_->abort_call(*trainer_);
+        return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
       case Call::kInside:
         return engine_->inside_step(*trainer_);
       case Call::kRead:

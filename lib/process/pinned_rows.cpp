@@ -1,6 +1,7 @@
 #include "process/pinned_rows.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "storage/slab.h"
 
@@ -44,9 +45,10 @@ Status PinnedRows::pin_all(DevicePinner& pinner) {
 }
 
 void PinnedRows::unpin(DevicePinner& pinner) noexcept {
+  std::lock_guard<std::mutex> lock(mu_);
+  all_.store(false);
   for (uint64_t slab = 0; slab < pinned_.size(); ++slab)
-    if (pinned_[slab]) pinner.unpin(base_ + slab * slab_);
-  pinned_.clear();
+    if (std::exchange(pinned_[slab], uint8_t{0})) pinner.unpin(base_ + slab * slab_);
 }
 
 }  // namespace frugal

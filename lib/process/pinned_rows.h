@@ -20,7 +20,7 @@ class PinnedRows {
   // From now on kernels may read these rows, in ascending order; or all, which are there.
   Status pin(DevicePinner& pinner, const uint32_t* slots, size_t n);
   Status pin_all(DevicePinner& pinner);
-  // Before the memory is unmapped.
+  // No kernel reads them any more. Before the memory is unmapped.
   void unpin(DevicePinner& pinner) noexcept;
 
  private:

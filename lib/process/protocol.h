@@ -17,7 +17,7 @@ enum class Call : uint32_t {
   kStepBegin,     // args: step, time-out in ns. Answer's args: is a trace recorded; PartPlace[]
   kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
   kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
-  kAbort,
+  kAbort,         // args: 1: its device has failed
   kInside,        // whether the trainer is inside a step, or what has undone it
   // Of a trainer, or (without used parts) of a process.
   kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
