@@ -470,7 +470,7 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, DEVICE (no driver, no such GPU),
  * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT, UNSUPPORTED (FRUGAL_TRAINER_REPLACE
- * without a service).
+ * without a service; with one a cache on a GPU, or a GPU that cannot pin memory mapped to be read).
  * Ownership: the caller closes *trainer_out. Threads: any.
  * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
  * joins and as it grows, and kernels read them there. Pointers of its ops, but found_out, may be to
@@ -478,7 +478,7 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * device are compared with those of the batch, or copied, and so are offsets without a batch: such a call
  * waits for the stream. With a batch and keys NULL nothing waits; what is wrong with offsets on the device
  * is then told by step_end (INVALID_ARGUMENT), and the step is undone on all ranks. With staleness a
- * GPU has no cache. A rank on the cpu device takes host memory only (else INVALID_ARGUMENT). */
+ * GPU has no cache; with a service it has none either, and asking for one is UNSUPPORTED. A rank on the cpu device takes host memory only (else INVALID_ARGUMENT). */
 FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);

@@ -382,23 +382,9 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
 Status Engine::gather_and_send(Flight& flight, Table& table, const uint32_t* slots, size_t n,
                                const GpuOp& op) {
   const RowLayout& layout = table.rows.layout();
-  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
-  Gpu& gpu = *flight.gpu;
-  Buffer copies, weights;
-  FRUGAL_TRY(pinned_.get(rows * layout.value_stride * sizeof(float), &copies));
-  frugal_op host = op.op;
-  if (op.device_weights) {
-    Status s = gpu.copy_in(op.op.weights, n * sizeof(float), &weights);
-    if (s == FRUGAL_OK) s = gpu.wait_stream();
-    if (s != FRUGAL_OK) gpu.drain();  // the copy may be under way into what is given back
-    FRUGAL_TRY(s);
-    host.weights = weights.as<float>();
-  }
-  host.rows_out = copies.as<float>();
-  host.row_stride = layout.value_stride * sizeof(float);
-  FRUGAL_TRY(gather_table(table, nullptr, nullptr, slots, n, host));
-  return gpu.put_rows(flight, std::move(copies), layout.value_stride, rows, layout.dim,
-                      op.op.rows_out, op.op.row_stride);
+  return flight.gpu->send_rows(flight, op, n, layout.dim, layout.value_stride, [&](const frugal_op& host) {
+    return gather_table(table, nullptr, nullptr, slots, n, host);
+  });
 }
 
 // --- Push ----------------------------------------------------------------------------------------

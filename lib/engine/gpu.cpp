@@ -406,6 +406,13 @@ Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
   return noted(r, "copying from the device");
 }
 
+Status Gpu::bring(const void* from, size_t bytes, Buffer* to) {
+  Status s = copy_in(from, bytes, to);
+  if (s == FRUGAL_OK) s = wait_stream();
+  if (s != FRUGAL_OK) drain();  // the copy may be under way into what is given back
+  return s;
+}
+
 Status Gpu::wait_stream() {
   device::Event e;
   FRUGAL_TRY(create_event(&e));

@@ -263,6 +263,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status on_device(const void* p, size_t alignment, const char* what, bool* device);
   // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
+  // The same, and it is there.
+  Status bring(const void* from, size_t bytes, Buffer* to);
   Status wait_stream();
   void drain() { drain(stream_); }
   void drain(device::Stream stream);
@@ -283,6 +285,9 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
+  // Rows that gather(op) gathers on the host, `stride` floats apart, to the op's rows_out; `n` keys.
+  template <class Gather>
+  Status send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride, Gather gather);
   // Where the gradients of an op come from.
   Status gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim, device::GradPtr* out);
   // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
@@ -372,6 +377,22 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
 // What the end of a step answers where its flight has found something; the step is undone by then.
 Status found_in_step(Flight::Found found, uint64_t step);
+
+template <class Gather>
+Status Gpu::send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride, Gather gather) {
+  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
+  Buffer copies, weights;
+  FRUGAL_TRY(pinned_.get(rows * stride * sizeof(float), &copies));
+  frugal_op host = op.op;
+  if (op.device_weights) {
+    FRUGAL_TRY(bring(op.op.weights, n * sizeof(float), &weights));
+    host.weights = weights.as<float>();
+  }
+  host.rows_out = copies.as<float>();
+  host.row_stride = stride * sizeof(float);
+  FRUGAL_TRY(gather(host));
+  return put_rows(f, std::move(copies), stride, rows, dim, op.op.rows_out, op.op.row_stride);
+}
 
 template <class Match, class Call>
 Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match, Call call) {

@@ -209,6 +209,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
                      Vector<Access>* out);
   void use(RemoteTrainer& t, const Vector<Access>& accesses);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
+  Status gather_here(RemoteTable& table, const StepPart& part, const frugal_op& op);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
   Status lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
   Status push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);

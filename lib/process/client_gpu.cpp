@@ -13,11 +13,6 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
                 "rank %u: a trainer on a GPU that attaches to a controller has no cache as yet: give cache_bytes and "
                 "cache_ratio 0, or run it as a thread of the controller's process",
                 config.rank);
-  if (config_.staleness)
-    return fail(FRUGAL_ERR_UNSUPPORTED,
-                "rank %u: a trainer on a GPU that attaches to a controller works with staleness 0 only as yet: run it on "
-                "the cpu device, or as a thread of the controller's process",
-                config.rank);
   std::shared_ptr<device::Runtime> runtime;
   FRUGAL_TRY(device_status(device::open_runtime(config.device, &runtime), config.device));
   if (!runtime->info().pins_read_only)
@@ -80,9 +75,13 @@ Status Client::flight_over(RemoteTrainer& t, const Access& a, Flight** out) {
 }
 
 Status Client::gather_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op) {
+  const StepPart& p = t.parts[a.part];
+  if (config_.staleness)  // rows are written meanwhile: they are read here
+    return t.gpu->send_rows(t.gpu->flight(t.rank, t.step), op, p.part->n, a.table->info.dim, a.table->layout.value_stride,
+                            [&](const frugal_op& host) { return gather_here(*a.table, p, host); });
   Flight* flight;
   FRUGAL_TRY(flight_over(t, a, &flight));
-  return t.gpu->gather(*flight, t.parts[a.part].part, a.table->rows, nullptr, op);
+  return t.gpu->gather(*flight, p.part, a.table->rows, nullptr, op);
 }
 
 Status Client::push_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op, RemotePushSums* sums) {
@@ -90,7 +89,17 @@ Status Client::push_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op
   Flight* flight = &t.gpu->flight(t.rank, t.step);
   device::GradPtr source;
   FRUGAL_TRY(t.gpu->gradients(*flight, part, op, a.table->info.dim, &source));
-  if (op.device_weight_grads) {
+  if (op.device_weight_grads && config_.staleness) {
+    const size_t stride = a.table->layout.value_stride;
+    Buffer rows;
+    FRUGAL_TRY(pinned_.get(part->n * stride * sizeof(float), &rows));
+    frugal_op plain = FRUGAL_OP_INIT;
+    plain.rows_out = rows.as<float>();
+    plain.row_stride = stride * sizeof(float);
+    FRUGAL_TRY(gather_here(*a.table, t.parts[a.part], plain));
+    FRUGAL_TRY(t.gpu->weight_grads_of(*flight, std::move(rows), stride, part->slots.as<uint32_t>(), part->n,
+                                      a.table->info.dim, op, source));
+  } else if (op.device_weight_grads) {
     FRUGAL_TRY(flight_over(t, a, &flight));
     FRUGAL_TRY(t.gpu->weight_grads(*flight, part, a.table->rows, nullptr, op, source));
   }
@@ -128,16 +137,14 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
   Vector<frugal_op> host(n);
   Vector<Buffer> rows(n), weights(n);
   Vector<size_t> counts(n), strides(n), dims(n);
-  bool coming = false;
-  auto bring = [&](size_t i) -> Status {
+  for (size_t i = 0; i < n; ++i) {
     frugal_op& op = host[i] = taken[i].op;
-    if (!taken[i].rows_on_device) return FRUGAL_OK;
+    if (!taken[i].rows_on_device) continue;
     RemoteTableRef table;
     FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, table->name.c_str(), table->info.dim, op.count, frugal::Use::kRead));
+    FRUGAL_TRY(check_op(op, table->name.c_str(), table->info.dim, op.count, Use::kRead));
     if (taken[i].device_weights) {
-      coming = true;
-      FRUGAL_TRY(t.gpu->copy_in(op.weights, op.count * sizeof(float), &weights[i]));
+      FRUGAL_TRY(t.gpu->bring(op.weights, op.count * sizeof(float), &weights[i]));
       op.weights = weights[i].as<float>();
     }
     counts[i] = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
@@ -146,13 +153,7 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
     FRUGAL_TRY(pinned_.get(counts[i] * strides[i] * sizeof(float), &rows[i]));
     op.rows_out = rows[i].as<float>();
     op.row_stride = strides[i] * sizeof(float);
-    return FRUGAL_OK;
-  };
-  Status s = FRUGAL_OK;
-  for (size_t i = 0; i < n && s == FRUGAL_OK; ++i) s = bring(i);
-  if (s == FRUGAL_OK && coming) s = t.gpu->wait_stream();
-  if (s != FRUGAL_OK && coming) t.gpu->drain();  // a copy may be under way into what is given back
-  FRUGAL_TRY(s);
+  }
   FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
   Flight flight;
   flight.gpu = t.gpu;

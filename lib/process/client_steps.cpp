@@ -414,6 +414,12 @@ Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* poi
   return FRUGAL_OK;
 }
 
+Status Client::gather_here(RemoteTable& table, const StepPart& p, const frugal_op& op) {
+  Buffer pointers, copies;
+  FRUGAL_TRY(locate(table, p, &pointers, &copies));
+  return gather(table.rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n, op);
+}
+
 // A call that this process has made by itself.
 void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept {
   if (!t.traced || t.events.size() >= kMostEvents) return;
@@ -437,7 +443,7 @@ Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gp
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
   }
-  return t.gpu->with_ops(ops, n, use, true, [&](frugal_op* op) { return match_batch(t, op); }, call);
+  return t.gpu->with_ops(ops, n, use, config_.staleness == 0, [&](frugal_op* op) { return match_batch(t, op); }, call);
 }
 
 Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
@@ -463,10 +469,7 @@ Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, con
       keys += p.part->n;
       continue;
     }
-    Buffer pointers, copies;
-    FRUGAL_TRY(locate(*accesses[i].table, p, &pointers, &copies));
-    FRUGAL_TRY(gather(accesses[i].table->rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n,
-                      ops[i]));
+    FRUGAL_TRY(gather_here(*accesses[i].table, p, ops[i]));
     keys += p.part->n;
     if (!p.cached) continue;
     const uint64_t hits = p.line_values ? p.cached_keys : 0;

@@ -222,22 +222,16 @@ Layout MakeLayout(const Script& script) {
 }
 
 std::vector<std::string> ForProcesses(const Layout& layout, Script* script) {
-  bool stale = false, cached = false;
+  bool cached = false;
   for (uint32_t r = 0; r < script->ranks.size(); ++r) {
     RankSpec& rank = script->ranks[r];
     if (rank.device.empty() || !layout.Attached(r)) continue;
-    if (script->config.staleness != 0) {
-      rank.device.clear();
-      stale = true;
-      continue;
-    }
     cached |= rank.cache_bytes > 0 || rank.cache_ratio > 0;
     rank.cache_bytes = 0;
     rank.cache_ratio = 0;
   }
   std::vector<std::string> left_out;
   if (std::exchange(script->one_thread, false)) left_out.push_back("one thread for all ranks");
-  if (stale) left_out.push_back("staleness of attached ranks on devices, which run on the cpu");
   if (cached) left_out.push_back("caches of attached ranks on devices");
   return left_out;
 }
