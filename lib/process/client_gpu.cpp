@@ -102,6 +102,7 @@ Status Client::push_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op
   } else if (op.device_weight_grads) {
     FRUGAL_TRY(flight_over(t, a, &flight));
     FRUGAL_TRY(t.gpu->weight_grads(*flight, part, a.table->rows, nullptr, op, source));
+    FRUGAL_TRY(t.gpu->wait_stream());  // as a lookup
   }
   const bool first = !sums->table;
   if (first) begin_handover(t, a, sums);

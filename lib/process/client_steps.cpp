@@ -462,10 +462,12 @@ Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, con
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, gpu, &accesses));
   use(t, accesses);
   uint64_t keys = 0;
+  bool reading = false;
   for (size_t i = 0; i < n; ++i) {
     const StepPart& p = t.parts[accesses[i].part];
     if (gpu && gpu[i].rows_on_device) {
       FRUGAL_TRY(gather_on_device(t, accesses[i], gpu[i]));
+      reading = config_.staleness == 0;
       keys += p.part->n;
       continue;
     }
@@ -479,6 +481,8 @@ Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, con
   t.counts.keys_looked_up += keys;
   t.counts.lookup_ns += now_ns() - began;
   trace(t, SpanKind::kLookup, began, keys);
+  // The controller does not wait for this device when it undoes a step.
+  if (reading) FRUGAL_TRY(t.gpu->wait_stream());
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   return enter(t);
 }
