@@ -1369,6 +1369,47 @@ TEST_F(AttachedGpu, TheControllerEnds) {
   EXPECT_EQ(device.memory->Error(), "");
 }
 
+// Rows that a step has created are other rows' when it has been undone: what was looked up before is right.
+TEST_F(AttachedGpu, AnAbortBesideALookup) {
+  constexpr size_t kKeys = 50;
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, kKeys, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<float> expected(kKeys * 16), got(kKeys * 16, -7), others(kKeys * 16);
+  auto op_of = [&](uint64_t first, float* rows) {
+    for (size_t i = 0; i < kKeys; ++i) keys[i] = first + i;
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = kKeys;
+    op.rows_out = rows;
+    return op;
+  };
+  frugal_op op = op_of(1000, expected.data());
+  ASSERT_OK(frugal_lookup(gpu, &op, 1));
+  void* there = device.memory->Send(got.data(), got.size() * 4, 4);
+  op.rows_out = static_cast<float*>(there);
+  device.sim->set_delays({0, 0, 100, 0, 60'000'000});  // until somebody waits
+  ASSERT_OK(frugal_lookup(gpu, &op, 1));
+  ASSERT_OK(frugal_step_abort(cpu));
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  op = op_of(2000, others.data());
+  ASSERT_OK(frugal_lookup(cpu, &op, 1));  // the table is full of these now
+  device.memory->Fetch(got.data(), there, got.size() * 4);
+  device.memory->Collect();
+  device.sim->set_delays({});
+  EXPECT_TRUE(Same(got, expected));
+  EXPECT_EQ(frugal_step_end(gpu, 0, 0), FRUGAL_ERR_STEP_ABORTED);
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+  EXPECT_OK(frugal_step_end(cpu, 0, 0));
+}
+
 // A rank that is taken over in mid-step: the step is undone, and what its device does yet reaches nobody.
 TEST_F(AttachedGpu, TakenOver) {
   Device device, spare(1);
