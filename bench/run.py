@@ -1,4 +1,4 @@
-"""Runs the benchmarks: ./dev bench gather|train|flush|queue [--quick] [--json FILE] [--case TEXT].
+"""Runs the benchmarks: ./dev bench gather|train|flush|queue|processes [--quick] [--json FILE] [--case TEXT].
 
 Each side of a comparison is a worker process that holds its own tables and answers commands on
 stdin (bench/harness.h). Sides take turns (A B C A B C …), so that a bad minute of the machine
@@ -27,14 +27,17 @@ NOTES_GATHER = {
     ('zipf0.99', 1): 161e6, ('zipf0.99', 2): 310e6,
 }
 UNITS = {
-    'throughput': {'gather': 'rows/s', 'train': 'keys/s', 'flush': 'keys/s', 'queue': 'updates/s'},
+    'throughput': {'gather': 'rows/s', 'train': 'keys/s', 'flush': 'keys/s', 'queue': 'updates/s',
+                   'processes': 'rows/s'},
     'stall': 'us', 'stall_mean': 'us', 'calls': 'us', 'calls_nothing_pending': 'us',
     'entry_time': 'us', 'apply_time': 'us', 'gate_wait': 'us', 'cpu_per_step': 'us',
     'lookup_time': 'us', 'push_time': 'us', 'prefetch_time': 'us', 'step_begin_time': 'us',
     'step_end_time': 'us', 'deferred_share': '1', 'next_step_share': '1',
     'throughput_without_fill': 'keys/s', 'gather': 'keys/s', 'sort': 'keys/s',
     'update': 'keys/s', 'fill': 'keys/s', 'enqueue': 'entries/s', 'adjust': 'entries/s',
-    'dequeue': 'entries/s', 'device_time': 'us',
+    'dequeue': 'entries/s', 'device_time': 'us', 'latency_p50': 'us', 'latency_p99': 'us',
+    'ratio': '1', 'idle_controller': '%', 'idle_trainer': '%', 'waiting_controller': '%',
+    'waiting_trainer': '%',
 }
 STATE_FLOATS = {'sgd': lambda d: 0, 'rowwise_adagrad': lambda d: 1, 'adagrad': lambda d: d,
                 'adam': lambda d: 2 * d}
@@ -117,7 +120,7 @@ class Workers:
         command = [ARGS.python, os.path.join(ROOT, 'bench', f'peer_{kind}.py')]
       else:
         exe = {'copy': 'bench_loop', 'loop': 'bench_loop', 'stages': 'bench_loop',
-               'queue': 'bench_queue'}
+               'queue': 'bench_queue', 'processes': 'bench_processes'}
         command = [executable(exe.get(kind, 'bench_frugal'))]
       self.workers[name] = Worker(name, command, env)
     return self.workers[name]
@@ -193,10 +196,11 @@ class Report:
         'median': statistics.median(samples), 'min': min(samples), 'max': max(samples),
         'n': len(samples)})
 
-  def aim(self, name, value, least):
-    met = value >= least
-    self.aims.append((name, value, least, met))
-    say(f'    {name}: {value:.2f} (aim >= {least:g}: {"met" if met else "NOT met"})')
+  def aim(self, name, value, limit, most=False):
+    met = value <= limit if most else value >= limit
+    self.aims.append((name, value, limit, met))
+    say(f'    {name}: {value:.2f} (aim {"<=" if most else ">="} {limit:g}: '
+        f'{"met" if met else "NOT met"})')
 
   def finish(self):
     if self.aims:
@@ -266,7 +270,7 @@ def copy_bandwidth(workers, threads):
   return workers.get('copy').ask(f'copy threads={threads}')['bandwidth']
 
 
-def machine(workers):
+def machine(workers, backing=None):
   model = platform.machine()
   for row in read('/proc/cpuinfo').splitlines():
     if row.startswith('model name'):
@@ -278,8 +282,11 @@ def machine(workers):
       f'{memory_kib("MemTotal") / 2**20:.0f} GiB')
   say(f'pages: {os.sysconf("SC_PAGE_SIZE")} bytes, huge {memory_kib("Hugepagesize")} KiB; '
       f'transparent: {read(thp + "enabled")}; shared memory: {read(thp + "shmem_enabled")}')
-  say('backing: private memory with transparent huge pages for frugal, loop and stages; '
-      f'peers {"with" if ARGS.peer_huge_pages else "as installed, without"} huge pages')
+  if backing is None:
+    peers = 'with' if ARGS.peer_huge_pages else 'as installed, without'
+    backing = ('private memory with transparent huge pages for frugal, loop and stages; '
+               f'peers {peers} huge pages')
+  say(f'backing: {backing}')
   say(f'copy bandwidth (read + written): {copy[1] / 1e9:.1f} GB/s on 1 thread, '
       f'{copy[2] / 1e9:.1f} on 2; load {os.getloadavg()[0]:.2f}')
   say()
@@ -364,9 +371,12 @@ def table_bytes(opt, dim, hashed):
   return table_rows(opt, dim) * (floats * 4 + (24 if hashed else 4)) + (300 << 20)
 
 
+CHECKED_ROWS = 60_000
+
+
 def compare_results(workers, opt, dim, sides):
   """Trains a small table on each side and compares the rows."""
-  rows, batch, steps = 60_000, 8192, 6
+  rows, batch, steps = CHECKED_ROWS, 8192, 6
   ok = True
   for dist in ('uniform', 'zipf0.99'):
     keys = ids_file(dist, rows, batch * steps, seed=3)
@@ -627,8 +637,84 @@ def bench_queue(workers, report):
     say(f'    frugal / tree_heap: {ours / entries[1].median():.2f}')
 
 
+# -------------------------------------------------------------------------------------------
+# processes
+# -------------------------------------------------------------------------------------------
+
+
+def bench_processes(workers, report):
+  machine(workers, 'shared memory on both sides')
+  reps, seconds = (3 if ARGS.brief else 7, 0.3) if ARGS.quick else (30, 0.4)
+  rows, dim = 10_000_000, 32
+  controller = os.path.join(ARGS.build, 'tools', 'controller', 'frugal-controller')
+  if not os.path.exists(controller):
+    raise BenchError(f'{controller} is not built')
+  sides = [side for side in ('frugal', 'threads') if side not in ARGS.without]
+  names = {side: f'processes-{side}' for side in sides}
+  checked = set()
+  for opt in ('rowwise_adagrad',) if ARGS.quick else ('rowwise_adagrad', 'sgd'):
+    for batch in (65536,) if ARGS.quick else (65536, 4096):
+      for ranks in (1, 2) if ARGS.quick else (1, 2, 4):
+        for dist in ('uniform',) if ARGS.brief else ('uniform', 'zipf0.99'):
+          case = pairs(opt=opt, dist=dist, dim=dim, batch=batch, keys='dense', ranks=ranks)
+          if not wanted(case):
+            continue
+          base = {'opt': opt, 'dim': dim, 'ranks': ranks, 'window': WINDOW, 'controller': controller}
+          if (opt, ranks) not in checked:
+            same_processes(workers, names, base)
+            checked.add((opt, ranks))
+          params = pairs(**base, rows=rows, batch=batch, keys_file=batch_file(dist, rows, batch))
+          entries = [Entry(case, side, names[side], f'side={side} {params}') for side in sides]
+          say(f'processes  {case} rows={rows} load={os.getloadavg()[0]:.2f}')
+          alternate(workers, entries, reps, seconds)
+          for e in entries:
+            line(e, 'rows/s', '  step p50 {:.0f} us p99 {:.0f}, CPU {:.0f}  deferred {:.0%}'.format(
+                *(e.median(m) for m in ('latency_p50', 'latency_p99', 'cpu_per_step',
+                                        'deferred_share'))))
+          if len(entries) == 2:
+            both = zip(*(e.samples['throughput'] for e in entries))
+            ratios = [ours / theirs for ours, theirs in both]
+            entries[0].samples['ratio'] = ratios
+            name = f'frugal / threads, median of {len(ratios)} pairs'
+            if batch == 65536 and ranks <= 2:
+              report.aim(name, statistics.median(ratios), 0.95)
+            else:
+              say(f'    {name}: {statistics.median(ratios):.2f}')
+          for e in entries:
+            report.add(e)
+  case = pairs(idle='yes', dim=dim, batch=65536, keys='dense', ranks=2)
+  if 'frugal' in sides and wanted(case):
+    params = pairs(opt='rowwise_adagrad', dim=dim, ranks=2, window=WINDOW, controller=controller,
+                   rows=rows, batch=65536, keys_file=batch_file('uniform', rows, 65536))
+    workers.free_but({names['frugal']})
+    worker = workers.get(names['frugal'])
+    worker.ask(f'prepare side=frugal {params}')
+    worker.prepared = params
+    say(f'processes  {case}')
+    for metric, value in worker.ask(f'idle seconds={2 if ARGS.quick else 10}').items():
+      report.add_samples(case, 'frugal', metric, [value])
+      report.aim(f'{metric.replace("_", ", ")}: % of a core', value, 0.5, most=True)
+
+
+def same_processes(workers, names, base):
+  """Trains a small table on each side; they must come to the same bits."""
+  batch, steps = 8192, 12
+  keys = ids_file('zipf0.99', CHECKED_ROWS, batch * steps, seed=3)
+  results = set()
+  for side, name in names.items():
+    out = os.path.join(ARGS.data, f'check-{name}.bin')
+    workers.get(name).ask(f'check side={side} ' + pairs(
+        **base, rows=CHECKED_ROWS, batch=batch, steps=steps, keys_file=keys, out_file=out))
+    workers.get(name).prepared = None
+    with open(out, 'rb') as f:
+      results.add(f.read())
+  if len(results) > 1:
+    raise BenchError('the sides come to other bits: their speed means nothing')
+  say(f'  results of {" and ".join(names)}, {base["ranks"]} ranks, {base["opt"]}: the same bits')
+
+
 BENCHES = {'gather': bench_gather, 'train': bench_train, 'flush': bench_flush,
-           'queue': bench_queue}
+           'queue': bench_queue, 'processes': bench_processes}
 
 
 def main():
@@ -646,7 +732,7 @@ def main():
   parser.add_argument('--python', default=sys.executable,
                       help='the interpreter that has torch and FBGEMM')
   args = parser.parse_args()
-  # All four within the minute that each has alone.
+  # All five within the minute that each has alone.
   args.brief = args.quick and args.bench == 'all'
   args.without = set(filter(None, args.without.split(',')))
   args.data = os.path.join(args.build, 'bench-data')

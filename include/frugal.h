@@ -30,10 +30,13 @@
  *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats,
  *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
  *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
- *   stream is being captured). With a service every call may answer PEER_LOST. When frugal_health
- *   does, the controller's process has ended, and the tables that this process has opened can still be read out
- *   as of the last committed step: frugal_get, frugal_read, frugal_table_count, frugal_table_keys,
- *   frugal_table_describe and frugal_committed_step go on to work.
+ *   stream is being captured). With a service every call may answer PEER_LOST. When the controller's
+ *   process has ended, in any way, the tables that this process has opened can still be read out as of
+ *   the last committed step, until it closes the engine: frugal_get, frugal_read, frugal_table_count,
+ *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work. Of a frugal_put
+ *   or frugal_delete that was under way each row is as before or as after it. They answer PEER_LOST
+ *   where something is missing (the message names the step), NOT_FOUND where the table was dropped,
+ *   INTERNAL where the memory is damaged. (Needs pidfds: Linux 5.3.)
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -182,7 +185,7 @@ typedef struct frugal_config {
   int32_t flush_mode;         /* frugal_flush_mode; default FRUGAL_FLUSH_AUTO */
   uint64_t staleness;         /* tau: 0 synchronous (default), FRUGAL_STALENESS_ASYNC, or between; a
                                  finite bound above 19 means 19. A rank runs at most 19 steps ahead of
-                                 the last commit, or 62 with FRUGAL_STALENESS_ASYNC */
+                                 the first that is not committed, or 61 with FRUGAL_STALENESS_ASYNC */
   uint64_t pending_bytes;     /* budget of memory for updates not yet in the host rows: while more
                                  than this waits no step begins and the gates write; they do so
                                  earlier, from 4 MiB on, when a backlog of steps shows that flushing
@@ -237,9 +240,11 @@ FRUGAL_API int32_t frugal_committed_step(const frugal_engine *engine, uint64_t *
 
 /* Lets other processes attach to this engine by frugal_config.service until it is closed. `address` is
  * the path of a Unix-domain socket, which is made there for processes of the same user (0600). Needs
- * FRUGAL_BACKING_SHM. Returns: FRUGAL_OK, INVALID_ARGUMENT (the path, or the backing), EXISTS (a
- * living process serves that address, or this engine is served), OUT_OF_MEMORY, UNSUPPORTED (this build
- * cannot serve, or the engine is itself attached to another). Threads: any. Since: 0.1. */
+ * FRUGAL_BACKING_SHM. To be called between steps. Returns: FRUGAL_OK, INVALID_ARGUMENT (the path, or
+ * the backing), EXISTS (a living process serves that address, or this engine is served), BUSY (a rank
+ * is inside a step, or ranks are apart), TIMEOUT (updates are still being written: call again),
+ * OUT_OF_MEMORY, UNSUPPORTED (this build cannot serve, or the engine is itself attached to another).
+ * Threads: any. Since: 0.1. */
 FRUGAL_API int32_t frugal_serve(frugal_engine *engine, const char *address);
 
 /* ---------------------------------------------------------------------------------------------
@@ -344,8 +349,10 @@ typedef struct frugal_table_config {
 FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
 
 /* Creates a table; its memory is reserved (all of it, or per slab for lazy and hashed tables)
- * and a dense table's rows are initialized in parallel. Returns: FRUGAL_OK, INVALID_ARGUMENT,
- * STRUCT_SIZE, EXISTS, OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
+ * and a dense table's rows are initialized in parallel. Where processes share the engine each
+ * creates its tables: one that another process has created with the same configuration is meant.
+ * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (this process has created a table of that
+ * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
  * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
  * any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
@@ -487,6 +494,12 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
  * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED.
  * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
+
+/* Gives a trainer up, for a program that fails: as if its process had ended. With a service every
+ * uncommitted step is undone, the other ranks' calls answer PEER_LOST, and somebody who joins as this rank
+ * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns: FRUGAL_OK,
+ * BAD_HANDLE, FORKED. Threads: as frugal_trainer_close. Since: 0.1. */
+FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
 
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
  * NULL, the default, is the default stream of the device. Calls return when their work has been given to the

@@ -337,6 +337,8 @@ class Trainer {
 
   frugal_trainer* get() const noexcept { return handle_.get(); }
   void Close() { Check(frugal_trainer_close(handle_.Release())); }
+  // As if this process had ended: with a service others wait until somebody joins as this rank.
+  void Abandon() { Check(frugal_trainer_abandon(handle_.Release())); }
   // A cudaStream_t for what this trainer's calls do from now on.
   void SetStream(void* stream) { Check(frugal_set_stream(get(), stream)); }
 

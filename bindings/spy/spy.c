@@ -117,6 +117,7 @@ FORWARD(int32_t, frugal_trainer_create,
         (frugal_engine * engine, const frugal_trainer_config *config, frugal_trainer **out),
         (engine, config, out))
 FORWARD(int32_t, frugal_trainer_close, (frugal_trainer * trainer), (trainer))
+FORWARD(int32_t, frugal_trainer_abandon, (frugal_trainer * trainer), (trainer))
 FORWARD(int32_t, frugal_set_stream, (frugal_trainer * trainer, void *stream), (trainer, stream))
 FORWARD(void, frugal_op_init, (frugal_op * op), (op))
 FORWARD(int32_t, frugal_prefetch_cancel, (frugal_trainer * trainer, frugal_batch *batch), (trainer, batch))

@@ -3,8 +3,31 @@
 #include <bit>
 #include <cstdint>
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define FRUGAL_ASAN 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define FRUGAL_ASAN 1
+#endif
+#ifdef FRUGAL_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace frugal {
 namespace {
+
+// AddressSanitizer takes all of a pool's memory for used: it is told which buffers nobody has. Those that have
+// lain longest are taken first then, so that who still reads one is found.
+#ifdef FRUGAL_ASAN
+constexpr bool kOldestFirst = true;
+void mark_free(char* data, size_t bytes) { __asan_poison_memory_region(data, bytes); }
+void mark_used(char* data, size_t bytes) { __asan_unpoison_memory_region(data, bytes); }
+#else
+constexpr bool kOldestFirst = false;
+void mark_free(char*, size_t) {}
+void mark_used(char*, size_t) {}
+#endif
 
 constexpr size_t kSmallest = 256;
 
@@ -35,6 +58,7 @@ void Buffer::reset() noexcept {
 BufferPool::~BufferPool() {
   for (auto& list : free_)
     for (Free& f : list) {
+      mark_used(f.data, f.capacity);
       if (f.capacity >= kHugePage)
         unmap(f.data, f.capacity);
       else if (!cuts())
@@ -109,8 +133,10 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (!free_[c].empty()) {
-      data = free_[c].back().data;
-      free_[c].pop_back();
+      const auto taken = kOldestFirst ? free_[c].begin() : free_[c].end() - 1;
+      data = taken->data;
+      mark_used(data, taken->capacity);
+      free_[c].erase(taken);
     }
   }
   if (!data) {
@@ -136,6 +162,7 @@ void BufferPool::put(char* data, size_t capacity) noexcept {
   std::lock_guard<std::mutex> lock(mu_);
   try {
     free_[c].push_back({data, capacity});
+    mark_free(data, capacity);
   } catch (...) {
     // No memory for the list itself: the buffer goes back to the system instead.
     // A part of a piece waits for the pool's end.

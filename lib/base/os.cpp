@@ -20,6 +20,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 8u
 #endif
@@ -249,12 +252,29 @@ Status os_check_available(uint64_t bytes) {
               static_cast<unsigned long long>(bytes));
 }
 
+namespace {
+
+// Most machines give shared memory no huge pages by themselves, whatever is advised (shmem_enabled is `never`),
+// but do so when they are asked for the very pages (Linux 6.1). A huge page can be made of what has a small one
+// in it. Advice: what is not had comes as small pages.
+void take_huge_pages(char* base, size_t bytes) {
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(base) + bytes) / kHugePage * kHugePage;
+  for (uintptr_t at = from; at < to; at += kHugePage) {
+    void* page = reinterpret_cast<void*>(at);
+    if (madvise(page, 1, MADV_POPULATE_WRITE) != 0 || madvise(page, kHugePage, MADV_COLLAPSE) != 0) return;
+  }
+}
+
+}  // namespace
+
 Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   if (injected_failure() || g_fail_after.load(std::memory_order_relaxed) < 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "committing %zu bytes failed", bytes);
   // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
   // slab is large enough: tables grow by them.
   if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));
+  if (m.fd >= 0) take_huge_pages(m.base + offset, bytes);
   // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones where the
   // machine has them on advice only.
   const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;

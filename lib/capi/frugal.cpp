@@ -141,6 +141,36 @@ Status find(Engine& e, const char* name, TableRef* out) {
 }
 Status find(Client& e, const char* name, RemoteTableRef* out) { return e.find_table(name, out); }
 
+// Each process of a job creates its tables: those of others are meant, if they are the same.
+Status create(const std::shared_ptr<Engine>& e, const frugal_table_config& config, TableRef* out) {
+  Status s = e->create_table(config, out);
+  if (s == FRUGAL_ERR_EXISTS)
+    if (TableRef there = e->find_table(config.name); there && !there->created_here.load()) {
+      FRUGAL_TRY(meant_table(*there, config));
+      *out = std::move(there);
+      s = FRUGAL_OK;
+    }
+  if (s == FRUGAL_OK) (*out)->created_here.store(true);
+  return s;
+}
+Status create(const std::shared_ptr<Client>& e, const frugal_table_config& config, RemoteTableRef* out) {
+  return e->create_table(config, out);
+}
+
+Status end_trainer(const TrainerRef& t, bool) { return t->engine->close_trainer(t); }
+Status end_trainer(const RemoteTrainerRef& t, bool abandoned) { return t->engine->close_trainer(t, abandoned); }
+
+Status end_trainer(frugal_trainer* trainer, bool abandoned) {
+  return guard([&]() -> Status {
+    if (!trainer) return FRUGAL_OK;
+    return having<Trainer>(trainer, [&](auto& t) -> Status {
+      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+      return end_trainer(t, abandoned);
+    });
+  });
+}
+
 Status null(const char* what) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
 }
@@ -288,7 +318,7 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
     if (!table_out) return null("table_out");
     FRUGAL_TRY(check_table(*config, true));
     typename OfEngine<decltype(e)>::Table table;
-    FRUGAL_TRY(e->create_table(*config, &table));
+    FRUGAL_TRY(create(e, *config, &table));
     *table_out = reinterpret_cast<frugal_table*>(table->handle);
     return FRUGAL_OK;
   });
@@ -437,16 +467,9 @@ int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config
   });
 }
 
-int32_t frugal_trainer_close(frugal_trainer* trainer) {
-  return guard([&]() -> Status {
-    if (!trainer) return FRUGAL_OK;
-    return having<Trainer>(trainer, [&](auto& t) -> Status {
-      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
-      return t->engine->close_trainer(t);
-    });
-  });
-}
+int32_t frugal_trainer_close(frugal_trainer* trainer) { return end_trainer(trainer, false); }
+
+int32_t frugal_trainer_abandon(frugal_trainer* trainer) { return end_trainer(trainer, true); }
 
 int32_t frugal_set_stream(frugal_trainer* trainer, void* stream) {
   return with<Trainer>(trainer, [&](auto& t) -> Status {

@@ -1,6 +1,7 @@
 #include "engine/config_check.h"
 
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 
 #include "engine/engine.h"
@@ -89,6 +90,67 @@ Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: give \"cpu\" or \"cuda:N\"",
                 c.device);
   return FRUGAL_OK;
+}
+
+frugal_optimizer of_its_kind(const frugal_optimizer& o) {
+  frugal_optimizer r = FRUGAL_OPTIMIZER_INIT;
+  r.kind = o.kind;
+  r.lr = o.lr;
+  r.weight_decay_l2 = o.weight_decay_l2;
+  r.weight_decay = o.weight_decay;
+  r.clip_value = o.clip_value;
+  r.clip_norm = o.clip_norm;
+  r.weight_bound = o.weight_bound;
+  r.grad_scale = o.grad_scale;
+  r.flags = o.flags & FRUGAL_OPT_MEAN_RANKS;
+  switch (o.kind) {
+    case FRUGAL_MOMENTUM:
+      r.momentum = o.momentum;
+      r.dampening = o.dampening;
+      r.flags |= o.flags & FRUGAL_OPT_NESTEROV;
+      break;
+    case FRUGAL_ADAGRAD:
+    case FRUGAL_ROWWISE_ADAGRAD:
+      r.eps = o.eps;
+      r.initial_accumulator = o.initial_accumulator;
+      break;
+    case FRUGAL_ADAM:
+      r.beta1 = o.beta1;
+      r.beta2 = o.beta2;
+      r.eps = o.eps;
+      break;
+    case FRUGAL_RMSPROP:
+      r.rho = o.rho;
+      r.eps = o.eps;
+      break;
+    case FRUGAL_FTRL:
+      r.ftrl_lambda1 = o.ftrl_lambda1;
+      r.ftrl_lambda2 = o.ftrl_lambda2;
+      r.ftrl_beta = o.ftrl_beta;
+      r.initial_accumulator = o.initial_accumulator;
+      break;
+    default:
+      break;
+  }
+  return r;
+}
+
+bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
+  // The end of the struct is padding, in which anything may be.
+  constexpr size_t kBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
+  static_assert(kBytes == sizeof(size_t) + 19 * sizeof(float));
+  auto same = [](float x, float y) { return std::memcmp(&x, &y, sizeof x) == 0; };
+  const frugal_optimizer oa = of_its_kind(a.optimizer), ob = of_its_kind(b.optimizer);
+  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
+         same(a.init_a, b.init_a) && (a.init == FRUGAL_INIT_CONSTANT || same(a.init_b, b.init_b)) &&
+         a.nan_policy == b.nan_policy && a.flags == b.flags && std::memcmp(&oa, &ob, kBytes) == 0;
+}
+
+Status meant_table(const Table& there, const frugal_table_config& config) {
+  if (same_table(there.config, config)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_EXISTS,
+              "a table named '%s' exists already, with another configuration: all processes must ask for the same",
+              there.name.c_str());
 }
 
 void describe_table(Table& t, frugal_table_info* out) {

@@ -20,6 +20,13 @@ Status check_config(const frugal_config& config);
 Status check_optimizer(const frugal_optimizer& optimizer);
 Status check_table(const frugal_table_config& config, bool need_name);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
+// An optimizer with the hyper-parameters that its kind looks at; the others have their defaults.
+frugal_optimizer of_its_kind(const frugal_optimizer& optimizer);
+// Whether both ask for the same table, but for its name.
+bool same_table(const frugal_table_config& a, const frugal_table_config& b);
+// A table that another process of the job has created, where one with this configuration is to be: EXISTS, if
+// the two differ.
+Status meant_table(const Table& there, const frugal_table_config& config);
 // What frugal_table_describe tells.
 void describe_table(Table& table, frugal_table_info* out);
 

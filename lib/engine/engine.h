@@ -42,8 +42,6 @@ namespace frugal {
 class Engine;
 struct Trainer;
 
-constexpr uint64_t kNoStep = UINT64_MAX;
-
 struct Table : HeapObject {
   std::shared_ptr<Engine> engine;
   uint64_t handle = 0;
@@ -63,6 +61,7 @@ struct Table : HeapObject {
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;             // or null
   std::atomic<bool> dropped{false};
+  std::atomic<bool> created_here{false};           // by this process, which may do so once
 };
 using TableRef = std::shared_ptr<Table>;
 
@@ -110,9 +109,18 @@ struct RemotePush {
   Buffer sums;
 };
 
+// What a trainer in another process has used of its step, and nobody has told the engine of yet.
+class UsedElsewhere {
+ public:
+  virtual void tell() = 0;
+
+ protected:
+  ~UsedElsewhere() = default;
+};
+
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
-           cpu_ns = 0;
+           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0;
 };
 
 struct CreatedRows {
@@ -162,6 +170,8 @@ struct Trainer : HeapObject {
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Where else that is counted: in memory that the rank's own process sees. Or null.
   std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
+  std::mutex elsewhere_mu;  // before call_mu
+  UsedElsewhere* elsewhere = nullptr;
   // When its process was last heard of (now_ns()); 0: a thread of this process.
   std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
@@ -299,6 +309,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status declared_parts(Trainer& t, Vector<RemotePart>* out);
   Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
+  void use_marked(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   Status remote_failed(Trainer& t);
   void count_remote(const RemoteCounts& counts);
@@ -477,6 +488,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
   void create_rows(Trainer& t, const Vector<Access>& accesses);
+  void create_used(Trainer& t, const Vector<RemotePart>& used);
+  void tell_used(const Trainer& by);
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(Trainer& t);
@@ -584,7 +597,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
   uint64_t most_ahead() const {
-    return config_.staleness >= kRing ? kRing - 2 : Window::kHorizon - 2;
+    // The marks of young rows tell a step from the 62 after it.
+    return config_.staleness >= kRing ? Rows::kMarks - 2 : Window::kHorizon - 2;
   }
   bool stale() const { return config_.staleness != 0; }
   // For readers in other processes, in the arena: odd while a row of the stripe is written.

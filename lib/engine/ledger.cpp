@@ -38,8 +38,15 @@ struct TableLedger::Record : HeapObject {
   std::shared_ptr<TableLedger> of;
   LedgerUpdate* update = nullptr;
   std::atomic<uint64_t>* progress = nullptr;
+  const uint64_t* bounds = nullptr;
   uint8_t* marks = nullptr;
   Buffer memory;
+  bool whole() const {
+    if (marks) return std::memchr(marks, 0, update->rows) == nullptr;
+    for (uint64_t c = 0; c < update->chunks; ++c)
+      if (progress[c].load() < bounds[c + 1]) return false;
+    return true;
+  }
 };
 
 // --- Ledger --------------------------------------------------------------------------------------
@@ -92,7 +99,8 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
   FRUGAL_TRY(pool_.get(bytes * t->count_, &t->images_));
   t->busy_ = Vector<std::atomic<bool>>(t->count_);
   t->table_ = new (t->memory_.data()) LedgerTable{};
-  t->table_->handle = handle;
+  t->table_->handle.store(handle);
+  t->table_->lost.store(kNoStep);
   t->table_->first.store(kNoPlace);
   t->table_->images = place_of(t->images_.data());
   t->table_->image_bytes = bytes;
@@ -108,6 +116,11 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
 // --- A table -------------------------------------------------------------------------------------
 
 TableLedger::~TableLedger() = default;
+
+void TableLedger::forget() noexcept {
+  table_->handle.store(0);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
 
 uint64_t TableLedger::place() const { return ledger_->place_of(table_); }
 
@@ -183,6 +196,7 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std
   char* behind = r->memory.data() + arrays;
   if (bounds) {
     std::memcpy(behind, bounds->data(), (chunks + 1) * sizeof(uint64_t));
+    r->bounds = reinterpret_cast<const uint64_t*>(behind);
     r->progress = reinterpret_cast<std::atomic<uint64_t>*>(behind + (chunks + 1) * sizeof(uint64_t));
     for (size_t c = 0; c < chunks; ++c) new (&r->progress[c]) std::atomic<uint64_t>((*bounds)[c]);
     to.bounds = ledger_->place_of(behind);
@@ -215,9 +229,17 @@ void TableLedger::remove(Record* record) noexcept {
   std::lock_guard<std::mutex> lock(mu_);
   auto at = std::find(records_.begin(), records_.end(), record);
   if (at == records_.end()) return;
+  // A step that was not committed is nothing to miss.
+  const uint64_t committed = ledger_->root_->committed.load(), step = record->update->step;
+  if (committed != kNoStep && step <= committed && !record->whole()) {
+    uint64_t none = kNoStep;
+    table_->lost.compare_exchange_strong(none, step);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
   const uint64_t next = record->update->next.load(std::memory_order_relaxed);
   ledger_point();
   (at == records_.begin() ? table_->first : (*std::prev(at))->update->next).store(next, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // its memory, and that of its sums, is others' only now
   ledger_point();
   records_.erase(at);
 }

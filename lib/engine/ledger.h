@@ -27,6 +27,7 @@ namespace frugal {
 
 constexpr uint64_t kNoPlace = UINT64_MAX;
 constexpr uint32_t kNoRegion = UINT32_MAX;
+constexpr uint64_t kNoStep = UINT64_MAX;
 
 // --- As it lies in memory ------------------------------------------------------------------------
 
@@ -66,7 +67,8 @@ struct LedgerImage {
 };
 
 struct LedgerTable {
-  uint64_t handle;
+  std::atomic<uint64_t> handle;  // 0: the table was dropped
+  std::atomic<uint64_t> lost;   // the first step of which a committed update was given up unwritten; kNoStep: none
   std::atomic<uint64_t> first;  // update that is not wholly written
   std::atomic<uint64_t> slots;  // handed out so far, of a hashed table
   uint64_t images;              // place of the first
@@ -92,8 +94,11 @@ class TableLedger : public HeapObject, public std::enable_shared_from_this<Table
  public:
   ~TableLedger();
   uint64_t place() const;
+  // The table is about to be dropped, when all is written.
+  void forget() noexcept;
 
-  // A committed update: until the last reference to *record is gone it is in the list. `bounds` of its chunks,
+  // A committed update: until the last reference to *record is gone it is in the list. If it is not wholly written
+  // then, because something has failed, that is told in its place. `bounds` of its chunks,
   // or null: its rows, of which there is a list by now, are written in any order.
   Status add(const StepUpdate& update, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record);
 
@@ -155,6 +160,7 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   void commit(uint64_t step) {
     ledger_point();
     root_->committed.store(step, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // no row is written before
     ledger_point();
   }
   static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % Rows::kMarks); }

@@ -319,6 +319,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     }
   } reading{*this};
   if (trainer) {
+    tell_used(*trainer);
     call = std::unique_lock<std::mutex>(trainer->call_mu);
     FRUGAL_TRY(enter(*trainer));
     // Inside a step: what its lookups see. Between steps: what the next one's would see; the step

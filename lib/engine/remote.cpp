@@ -91,8 +91,15 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<Re
 // Rows of declared parts that the trainer has looked up or pushed gradients of.
 Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(check());
+  // What has undone the step is told by a call of the trainer's own.
+  if (t.closing.load() || t.abort_notice.load()) return FRUGAL_OK;
   FRUGAL_TRY(inside(t));
+  create_used(t, used);
+  return FRUGAL_OK;
+}
+
+void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
   Vector<Access> accesses(used.size());
   for (size_t i = 0; i < used.size(); ++i) {
     accesses[i].table = used[i].table;
@@ -101,7 +108,33 @@ Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   }
   AccessScope scope(*this, accesses);
   create_rows(t, accesses);
-  return FRUGAL_OK;
+}
+
+// The same on behalf of somebody else, who wants to know which rows exist. What the trainer is to be told of
+// stays for itself.
+void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
+  auto inside = [&] {
+    std::lock_guard<std::mutex> lock(mu_);
+    return t.in_step;
+  };
+  if (!inside()) return;  // nor is a call of its waited for that waits for other ranks
+  std::lock_guard<std::mutex> call(t.call_mu);
+  if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed_.load() && health() == FRUGAL_OK)
+    create_used(t, used);
+}
+
+// Rows that the other ranks have made before this rank's call: those of processes may not be told of yet.
+void Engine::tell_used(const Trainer& by) {
+  Vector<TrainerRef> others;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TrainerRef& t : ranks_)
+      if (t && t.get() != &by && t->heard.load()) others.push_back(t);
+  }
+  for (const TrainerRef& t : others) {
+    std::lock_guard<std::mutex> lock(t->elsewhere_mu);
+    if (t->elsewhere) t->elsewhere->tell();
+  }
 }
 
 // What the trainer has summed in this step, in place of all that it handed over before.
@@ -153,6 +186,9 @@ void Engine::count_remote(const RemoteCounts& c) {
   counters_.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
   counters_.lookup_ns.fetch_add(c.lookup_ns, std::memory_order_relaxed);
   counters_.push_ns.fetch_add(c.push_ns, std::memory_order_relaxed);
+  counters_.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);
+  counters_.step_begin_ns.fetch_add(c.step_begin_ns, std::memory_order_relaxed);
+  counters_.step_end_ns.fetch_add(c.step_end_ns, std::memory_order_relaxed);
   remote_cpu_ns_.fetch_add(c.cpu_ns, std::memory_order_relaxed);
 }
 

@@ -438,15 +438,15 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     lock.lock();
     if (!helped) settle(lock, prepared);
   }
-  if (health() != FRUGAL_OK) {
-    // What was taken in ahead may be half of it.
+  auto give_up = [&] {
     *status = health();
     committing_ = false;
     // Who waits for commits to end has no time-out, and nothing else may happen any more.
     progress_.fetch_add(1);
     cv_progress_.notify_all();
-    return;
-  }
+  };
+  // What was taken in ahead may be half of it.
+  if (health() != FRUGAL_OK) return give_up();
   bool want_deferred = deferred_now_.load();
   bool any_pending = false;
   for (const TableRef& t : tables_)
@@ -475,8 +475,13 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
       failed(prepare_commit(step, record, h == record.handovers.end() ? &none : &h->second.ranks, record.skip, deferred,
                             &commits[i]));
     }
+    if (health() != FRUGAL_OK) {
+      lock.lock();
+      give_up();
+      return;
+    }
     // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
-    if (ledger_ && health() == FRUGAL_OK) ledger_->commit(step);
+    if (ledger_) ledger_->commit(step);
     for (Commit& c : commits) failed(publish_commit(step, c, deferred));
     settle_young(step, record, tables);
     Vector<Unused> unused = unused_until(step);
@@ -670,11 +675,10 @@ Status Engine::publish_commit(uint64_t step, Commit& commit, bool deferred) {
 
 // What the step has created is there for good.
 void Engine::settle_young(uint64_t step, const StepRecord& record, const Vector<TableRef>& tables) {
-  if (!track_young()) {
-    for (const CreatedRows& c : record.created)
-      if (c.table->ledger) c.table->rows.mark(c.slots.data(), c.slots.size(), 0);
-    return;
-  }
+  // Those of calls before the first cache joined are in the record alone.
+  for (const CreatedRows& c : record.created)
+    if (c.table->ledger) c.table->rows.mark(c.slots.data(), c.slots.size(), 0);
+  if (!track_young()) return;
   for (const TableRef& table : tables) {
     std::lock_guard<std::mutex> young(table->young_mu);
     std::erase_if(table->young, [&](const auto& y) {

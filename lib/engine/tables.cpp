@@ -4,6 +4,7 @@
 
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "engine/config_check.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -73,6 +74,10 @@ void Engine::shutdown() {
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     FpEnvironment fp;
+    {
+      std::unique_lock<std::mutex> lock(mu_);
+      settle(lock, [&] { return !committing_; });
+    }
     while (health() == FRUGAL_OK && (run_jobs(true) || flush_rows(UINT64_MAX))) {
     }
   } catch (const std::bad_alloc&) {
@@ -261,6 +266,7 @@ Status Engine::drop_table(const TableRef& table) {
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->tables[i] == table) b->parts[i]->state.store(Part::kDropped);
     tables_.erase(std::find(tables_.begin(), tables_.end(), table));
+    if (table->ledger) table->ledger->forget();
     trainers = ranks_;
   }
   for (const TrainerRef& t : trainers)
@@ -294,9 +300,10 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
   if (committing_ && first_step <= to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has been ended by all ranks",
                 static_cast<unsigned long long>(first_step));
+  const float accumulators[] = {of_its_kind(o).initial_accumulator,
+                                of_its_kind(table.config.optimizer).initial_accumulator};
   if (o.kind != table.config.optimizer.kind ||
-      std::memcmp(&o.initial_accumulator, &table.config.optimizer.initial_accumulator,
-                  sizeof(float)) != 0)
+      std::memcmp(&accumulators[0], &accumulators[1], sizeof(float)) != 0)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the kind and initial_accumulator of a table's optimizer are fixed at creation");
   // What held before the last committed step is of no use any more.

@@ -152,7 +152,9 @@ Status Channel::send(const Header& header, const Piece* pieces, size_t count, ui
 
 Status Channel::receive(Header* out, uint64_t until) {
   if (left_ > 0) FRUGAL_TRY(skip(left_, until));
+  const uint64_t began = now_ns();
   FRUGAL_TRY(receiver_.wait(sizeof *out, until));
+  waited_ns_ = now_ns() - began;
   FRUGAL_TRY(receiver_.read(out, sizeof *out, until));
   left_ = out->payload;
   if (left_ == 0) receiver_.publish();
@@ -190,7 +192,7 @@ std::atomic<uint64_t>& Channel::counter(size_t i) {
 }
 
 uint64_t Channel::counter_value(size_t i) const {
-  return reinterpret_cast<const Up*>(up_.base)->counters[i].load(std::memory_order_relaxed);
+  return reinterpret_cast<const Up*>(up_.base)->counters[i].load(std::memory_order_acquire);
 }
 
 const char* Channel::staging_at(uint64_t offset, uint64_t bytes) const {

@@ -73,9 +73,11 @@ class Channel : public HeapObject {
   // at all.
   Status send(const Header& header, const Piece* pieces, size_t count, uint64_t until);
   // How long calls of this side look before they sleep: processors may be wanted. Not beside a call.
-  void look_for(uint64_t ns) { link_.look_for(ns); }
+  void look_for(uint64_t ns, bool polite) { link_.look_for(ns, polite); }
   // The next message; what is left of the payload of the last one is let go.
   Status receive(Header* out, uint64_t until);
+  // How long the last receive() has waited for its message.
+  uint64_t waited_ns() const { return waited_ns_; }
   // The payload, in parts. More than there is left of it is the peer's fault.
   Status read(void* out, uint64_t bytes, uint64_t until);
   Status skip(uint64_t bytes, uint64_t until) { return read(nullptr, bytes, until); }
@@ -122,6 +124,7 @@ class Channel : public HeapObject {
   RingWriter sender_;
   RingReader receiver_;
   uint64_t left_ = 0;  // of the payload that is received
+  uint64_t waited_ns_ = 0;
   std::mutex release_mutex_;
   RingWriter releaser_;  // controller
   RingReader released_;  // trainer process

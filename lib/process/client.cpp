@@ -1,6 +1,7 @@
 // Attaching, tables, rows outside steps.
 #include "process/client.h"
 
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace frugal {
 
 namespace {
 
-constexpr uint64_t kLookNs = 15000;            // for an answer before sleeping: the controller wants the processors
+constexpr int kEndMs = 2000;  // between a process' last connection and its end
 constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 void close_all(Vector<int>& descriptors) {
@@ -80,7 +81,7 @@ Status Client::attach(const frugal_config& config) {
     frugal_error error;  // nobody serves the address
     end_call(s);
     last_error(&error);
-    return fail(FRUGAL_ERR_PEER_LOST, "%s", error.message);
+    return fail_errno(FRUGAL_ERR_PEER_LOST, error.system_code, "%s", error.message);
   }
   FRUGAL_TRY(Watch::open(&watch_));
   frugal_config asked = config;
@@ -110,6 +111,7 @@ Status Client::attach(const frugal_config& config) {
   }
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
+  config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
   // Where ranks share the processors out among themselves, more threads would only be in each other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
@@ -150,14 +152,21 @@ void Client::shutdown() {
       if (auto t = weak.lock()) tables.push_back(std::move(t));
   }
   for (const RemoteTrainerRef& t : trainers) {
-    if (handle_remove(HandleKind::kRemoteTrainer, t->handle)) (void)close_trainer(t);
+    if (handle_remove(HandleKind::kRemoteTrainer, t->handle)) {
+      (void)close_trainer(t);
+    } else {
+      // Another thread closes it. A call of its may be reading what is let go of below.
+      t->closing.store(true);
+      t->channel->cut();
+      std::lock_guard<std::mutex> call(t->call_mu);
+    }
   }
   for (const RemoteTableRef& t : tables) handle_remove(HandleKind::kRemoteTable, t->handle);
   if (channel_) channel_->cut();  // calls of other threads end
   watch_.reset();
-  control_.reset();
+  if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
   helpers_.stop();
-  std::lock_guard<std::mutex> calls(channel_mu_);
+  std::scoped_lock calls(channel_mu_, mu_, remains_mu_);
   for (Mapping& m : remains_.stagings) os_release(&m);
   remains_ = {};
   os_release(&arena_);
@@ -179,17 +188,30 @@ Deadline Client::deadline(int64_t timeout_ms) const {
   return {now_ns() + (ms > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ms * 1000000u)};
 }
 
+// A process that ends loses its connections a moment before it counts as ended. Whether that was it.
+bool Client::see_end(Status s) {
+  const int fd = control_->controller_pidfd();
+  pollfd p{fd, POLLIN, 0};
+  if (s != FRUGAL_ERR_PEER_LOST || fd < 0 || closed_.load() || poll(&p, 1, kEndMs) != 1) return false;
+  peer_ended();
+  return true;
+}
+
 Status Client::health() {
   FRUGAL_TRY(check());
   int32_t h = FRUGAL_OK;
-  FRUGAL_TRY(control_->health(config_.timeout_ms, &h));
+  if (Status s = control_->health(config_.timeout_ms, &h)) {
+    (void)see_end(s);
+    return s;
+  }
   return h;
 }
 
 Status Client::committed(uint64_t* step) {
-  if (left_alone()) return remains_.committed(step);
+  if (Remaining remains{*this}) return remains_.committed(step);
   FRUGAL_TRY(check());
-  return control_->committed(config_.timeout_ms, step);
+  const Status s = control_->committed(config_.timeout_ms, step);
+  return see_end(s) ? committed(step) : s;
 }
 
 Status Client::stats(frugal_stats* out) {
@@ -271,9 +293,11 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   t->rows.dim = reply.info.dim;
   t->pinner = pinner_;
   t->pinned.over(t->arrays[Rows::kValues], reply.info.capacity, t->layout.value_stride * sizeof(float));
+  std::lock_guard<std::mutex> lock(mu_);
+  if (closed_.load()) return check();
+  tables_.reserve(tables_.size() + 1);
   t->handle = handle_add(HandleKind::kRemoteTable, t);
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
-  std::lock_guard<std::mutex> lock(mu_);
   tables_.push_back(t);
   *out = std::move(t);
   return FRUGAL_OK;
@@ -302,9 +326,12 @@ Status Client::drop_table(const RemoteTableRef& table) {
 }
 
 Status Client::describe(RemoteTable& table, frugal_table_info* out) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
+    TableReadout* t;
+    FRUGAL_TRY(remains_of(table, &t));
     *out = table.info;
-    return count(table, &out->rows);
+    out->rows = t->count();
+    return FRUGAL_OK;
   }
   Exchange e{Call::kDescribe, {table.id}, {}};
   return ask(e, [&](Channel& c, uint64_t) { return c.read(out, sizeof *out, UINT64_MAX); });
@@ -338,7 +365,7 @@ Status Client::remains_of(RemoteTable& table, TableReadout** out) {
 }
 
 Status Client::count(RemoteTable& table, uint64_t* out) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     TableReadout* t;
     FRUGAL_TRY(remains_of(table, &t));
     *out = t->count();
@@ -351,7 +378,7 @@ Status Client::count(RemoteTable& table, uint64_t* out) {
 }
 
 Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     TableReadout* t;
     FRUGAL_TRY(remains_of(table, &t));
     *n = t->keys(cursor, out, capacity);
@@ -383,7 +410,7 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(table, stride, bytes));
   if (stride == 0) stride = bytes;
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     TableReadout* t;
     FRUGAL_TRY(remains_of(table, &t));
     if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
@@ -444,7 +471,7 @@ Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64
 
 Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
   FRUGAL_TRY(check());
-  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
+  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), config_.world_size);
   t->engine = shared_from_this();
   t->rank = config.rank;
   // The device is this process's own: the controller sees a rank that reads host memory and hands over sums.
@@ -464,49 +491,48 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   FRUGAL_TRY(control_->join(asked, config_.timeout_ms, &reply));
   Descriptors d{reply.descriptors};
   auto set_up = [&]() -> Status {
+    std::lock_guard<std::mutex> lock(mu_);
+    FRUGAL_TRY(check());
     if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
     FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
-    t->channel->look_for(kLookNs);
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
     if (t->gpu) t->sums.pin_with(pinner_);
     t->cpu_ns = process_cpu_ns();
+    std::erase_if(trainers_, [](auto& w) { return w.expired(); });
+    trainers_.reserve(trainers_.size() + 1);
     t->handle = handle_add(HandleKind::kRemoteTrainer, t);
-    return t->handle ? FRUGAL_OK : fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    trainers_.push_back(t);
+    return FRUGAL_OK;
   };
   Status s = set_up();
   if (s != FRUGAL_OK) {
-    (void)control_->leave(config.rank, config_.timeout_ms);
+    (void)control_->leave(config.rank, false, config_.timeout_ms);
     return s;
-  }
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    std::erase_if(trainers_, [](auto& w) { return w.expired(); });
-    trainers_.push_back(t);
-    if (lost_.load()) t->channel->cut();
   }
   joining.gpu = nullptr;
   *out = std::move(t);
   return FRUGAL_OK;
 }
 
-Status Client::close_trainer(const RemoteTrainerRef& t) {
+Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
   t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
   // Kernels may be writing its staging memory, which may be another's when it has left.
   if (t->gpu) t->gpu->take_flight();
-  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, config_.timeout_ms);
+  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, abandoned, config_.timeout_ms);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();
   t->handed.clear();
   if (t->gpu) leave_gpu(*t->gpu);
   // The controller may not know it any more, if another process has taken its place.
-  return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST ? FRUGAL_OK : s;
+  return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
 }
 
 Status Client::set_stream(RemoteTrainer& t, void* stream) {

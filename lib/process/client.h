@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 
 #include "base/handles.h"
 #include "engine/data_path.h"
@@ -14,6 +15,7 @@
 #include "process/channel.h"
 #include "process/control.h"
 #include "process/helpers.h"
+#include "process/patience.h"
 #include "process/pinned_rows.h"
 #include "process/protocol.h"
 #include "process/readout.h"
@@ -73,6 +75,7 @@ struct RemotePushSums : PushSums {
 };
 
 struct RemoteTrainer : HeapObject {
+  explicit RemoteTrainer(uint32_t ranks) : patience(ranks) {}
   std::shared_ptr<Client> engine;
   uint64_t handle = 0;
   uint32_t rank = 0;
@@ -85,6 +88,7 @@ struct RemoteTrainer : HeapObject {
   Arena staging;
   BufferPool sums;             // in the staging memory, which its GPU sees; before what holds its buffers
   std::shared_ptr<Gpu> gpu;    // null: the cpu device. What it has in flight has landed when a step's end is sent
+  Patience patience;
   uint64_t sequence = 0;
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;
@@ -140,7 +144,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted);
 
   Status create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out);
-  Status close_trainer(const RemoteTrainerRef& trainer);
+  // `abandoned`: as if this process had ended.
+  Status close_trainer(const RemoteTrainerRef& trainer, bool abandoned = false);
   Status set_stream(RemoteTrainer& t, void* stream);
   Status prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out);
@@ -160,11 +165,21 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
-  // The controller's process has ended: rows are read out of what it has left.
-  bool left_alone() const { return lost_.load() && !closed_.load(); }
+  // Whether the controller's process has ended, so that rows are read out of what it has left: which stays
+  // until this does.
+  class Remaining {
+   public:
+    explicit Remaining(Client& c) : stay_(c.remains_mu_), there_(c.lost_.load() && !c.closed_.load()) {}
+    explicit operator bool() const { return there_; }
+
+   private:
+    std::shared_lock<std::shared_mutex> stay_;
+    const bool there_;
+  };
   Status remains_of(RemoteTable& table, TableReadout** out);
   Status read_out(const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
+  bool see_end(Status s);
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return helpers_.parallel(chunks, run, context);
   }
@@ -200,6 +215,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   struct Access {
     RemoteTableRef table;
     size_t part = SIZE_MAX;    // number in the step
+    size_t declared = SIZE_MAX;  // the same, also where its rows have to be asked for
     bool exact = false;        // it names exactly the declared keys
   };
   // `gpu`: of a trainer on a GPU, what take_ops made of the op, or of the ops; or null.
@@ -207,7 +223,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
   Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
                      Vector<Access>* out);
-  void use(RemoteTrainer& t, const Vector<Access>& accesses);
+  Status use(RemoteTrainer& t, const Vector<Access>& accesses);
+  void forget_used(RemoteTrainer& t);
   Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
   Status gather_here(RemoteTable& table, const StepPart& part, const frugal_op& op);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
@@ -236,6 +253,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
   Mapping arena_;
+  std::shared_mutex remains_mu_;                     // what follows, against its end
   Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
   const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
   std::mutex gpus_mu_;                               // trainers on GPUs come and go

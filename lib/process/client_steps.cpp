@@ -1,6 +1,8 @@
 // A trainer's calls. Declared keys need no message between the gate and the step's end.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/fpenv.h"
 #include "base/handles.h"
@@ -8,6 +10,11 @@
 #include "process/exchange.h"
 
 namespace frugal {
+namespace {
+
+constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
+
+}  // namespace
 
 // --- Talking -------------------------------------------------------------------------------------
 
@@ -17,8 +24,10 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
   Vector<uint32_t> used = std::move(t.used);
   t.used.clear();
   e.args[4] = used.size();
+  t.patience.set(t.channel.get(), e.call, kLookNs);
   if (!used.empty()) e.pieces.insert(e.pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
   Status s = ask(*t.channel, &t.sequence, e, answer);
+  t.patience.waited(e.call, t.channel->waited_ns());
   if (s != FRUGAL_OK) t.used.insert(t.used.end(), used.begin(), used.end());  // telling twice does no harm
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
@@ -58,6 +67,7 @@ Status Client::inside(RemoteTrainer& t) {
 void Client::leave_step(RemoteTrainer& t) {
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.in_step = t.ending = false;
+  forget_used(t);
   t.parts.clear();
   t.used.clear();
   t.pushes.clear();
@@ -95,6 +105,7 @@ Status check_keys(const RemoteTable& table, const frugal_op& op) {
 
 Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                         uint64_t* batch_out) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   Vector<GpuOp> taken;
@@ -115,8 +126,8 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
     FRUGAL_TRY(op_table(ops[i], &table));
+    // The controller looks at the keys, while this side would wait.
     FRUGAL_TRY(check_op(ops[i], table->name.c_str(), table->info.dim, ops[i].count, Use::kDeclare));
-    FRUGAL_TRY(check_keys(*table, ops[i]));
     heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0};
     e.add(ops[i].keys, ops[i].count * sizeof(uint64_t));
     batch->tables.push_back(std::move(table));
@@ -135,6 +146,7 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   batch->step = step;
   t.batches[batch->id] = batch;
   if (want_handle) *batch_out = batch->handle;
+  t.counts.prefetch_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -192,6 +204,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes) {
 }
 
 Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (t.in_step)
@@ -204,6 +217,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
     device::look_for_devices();
   }
   Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
+  forget_used(t);
   t.parts.clear();
   t.step = step;
   FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
@@ -216,6 +230,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
     handle_remove(HandleKind::kRemoteBatch, item.second->handle);
     return true;
   });
+  t.counts.step_begin_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -271,6 +286,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
   out->exact = p.whole;
+  out->declared = out->part;
   if (!p.whole || !p.fresh) out->part = SIZE_MAX;
   return FRUGAL_OK;
 }
@@ -318,12 +334,25 @@ Status nan_refused(const char* table) {
               table);
 }
 
-// Whether a term of the sums that an op's gradients make is a NaN.
-bool has_nan_term(const frugal_op& op, uint32_t dim) {
+// Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names without keys.
+bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
   const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-  auto is_term = [&](size_t k) { return !(op.flags & FRUGAL_OP_PADDING) || op.keys[k] != op.padding_key; };
-  for (size_t row = 0; row < (pooled ? op.bags : op.count); ++row) {
+  const uint64_t* keys = op.keys;
+  size_t n = op.count;
+  bool padded = op.flags & FRUGAL_OP_PADDING;
+  uint64_t padding = op.padding_key;
+  const uint32_t* slots = nullptr;
+  if (!keys && declared) {
+    n = declared->n;
+    padded = declared->has_padding;
+    padding = declared->padding;
+    if (declared->resolved()) slots = declared->slots.as<uint32_t>();
+    else keys = declared->keys.as<uint64_t>();
+  }
+  if (!keys && !slots) return false;  // the controller is asked, and refuses it
+  auto is_term = [&](size_t k) { return !padded || (slots ? slots[k] != kNoSlot : keys[k] != padding); };
+  for (size_t row = 0; row < (pooled ? op.bags : n); ++row) {
     const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
     // Of a bag without weights the terms are the same, or all divided by their number.
     const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
@@ -352,22 +381,40 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
   if (all) return FRUGAL_OK;
   // The controller makes the rows that it is asked for, and a push that is refused makes none. (What a device
   // finds undoes the step, with its rows.)
-  for (size_t i = 0; i < n && use == Use::kPush; ++i)
-    if ((*out)[i].table->nan_policy == FRUGAL_NAN_REJECT && ops[i].keys && !(gpu && gpu[i].rows_on_device) &&
-        has_nan_term(ops[i], (*out)[i].table->info.dim))
-      return nan_refused((*out)[i].table->name.c_str());
+  for (size_t i = 0; i < n && use == Use::kPush; ++i) {
+    const Access& a = (*out)[i];
+    if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
+    const Part* declared = a.declared == SIZE_MAX ? nullptr : t.parts[a.declared].part.get();
+    if (has_nan_term(ops[i], a.table->info.dim, declared)) return nan_refused(a.table->name.c_str());
+  }
   return ask_for(t, ops, *out);
 }
 
-// Rows of hashed tables exist once they have been used; the controller is told with the next request.
-void Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
+// Rows of hashed tables exist once they have been used; the controller is told with the next request. It
+// looks at the marks where another rank wants to know before that.
+Status Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
   t.used.reserve(t.used.size() + accesses.size());
+  bool unmarked = false;
   for (const Access& a : accesses) {
     StepPart& p = t.parts[a.part];
     if (p.used) continue;
     p.used = true;
-    if (a.table->info.key_space == FRUGAL_HASHED) t.used.push_back(static_cast<uint32_t>(a.part));
+    if (a.table->info.key_space != FRUGAL_HASHED) continue;
+    t.used.push_back(static_cast<uint32_t>(a.part));
+    unmarked = unmarked || a.part >= kMarkedParts;
+    if (a.part >= kMarkedParts) continue;
+    std::atomic<uint64_t>& marks = t.channel->counter(a.part / 64);
+    marks.store(marks.load(std::memory_order_relaxed) | uint64_t{1} << a.part % 64, std::memory_order_release);
   }
+  if (!unmarked) return FRUGAL_OK;
+  Exchange e{Call::kInside, {}, {}};
+  return ask(t, e);
+}
+
+// Before parts get other numbers.
+void Client::forget_used(RemoteTrainer& t) {
+  const size_t n = std::min(t.parts.size(), kMarkedParts);
+  for (size_t i = 0; i * 64 < n; ++i) t.channel->counter(i).store(0, std::memory_order_release);
 }
 
 // Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
@@ -460,7 +507,7 @@ Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
 Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
   Vector<Access> accesses;
   FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, gpu, &accesses));
-  use(t, accesses);
+  FRUGAL_TRY(use(t, accesses));
   uint64_t keys = 0;
   bool reading = false;
   for (size_t i = 0; i < n; ++i) {
@@ -570,7 +617,7 @@ Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const
       }
       status = push_one(t, op, accesses[i], sums);
     }
-    if (status == FRUGAL_OK) use(t, accesses);
+    if (status == FRUGAL_OK) status = use(t, accesses);
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
@@ -602,6 +649,7 @@ Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
 }
 
 Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
+  const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
@@ -664,6 +712,7 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   t.ending = true;
   if (s != FRUGAL_OK) return s;
   leave_step(t);
+  t.counts.step_end_ns += now_ns() - began;
   return FRUGAL_OK;
 }
 
@@ -714,7 +763,7 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
 }
 
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
-  if (left_alone()) {
+  if (Remaining remains{*this}) {
     device::look_for_devices();
     FRUGAL_TRY(host_memory(ops, n));
     return read_out(ops, n);

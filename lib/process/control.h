@@ -35,6 +35,7 @@ struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;
   Vector<uint64_t> numbers;
+  std::shared_ptr<void> keep;
 };
 struct TableReply {
   uint64_t id = 0;
@@ -60,7 +61,8 @@ class ControlHandler {
   virtual Status find_table(Peer& peer, const char* name, TableReply* reply) = 0;
   virtual Status drop_table(Peer& peer, uint64_t id) = 0;
   virtual Status join(Peer& peer, const frugal_trainer_config& config, JoinReply* reply) = 0;
-  virtual Status leave(Peer& peer, uint32_t rank) = 0;
+  // `lost`: as if the peer had ended.
+  virtual Status leave(Peer& peer, uint32_t rank, bool lost) = 0;
   virtual Status stats(Peer& peer, frugal_stats* stats) = 0;
   virtual Status health(Peer& peer, int32_t* health) = 0;
   virtual Status committed(Peer& peer, uint64_t* step) = 0;
@@ -103,7 +105,9 @@ class ControlClient : public HeapObject {
   // version; INVALID_ARGUMENT: it is another user's, or the path is too long.
   static Status connect(const char* address, int64_t timeout_ms, std::unique_ptr<ControlClient>* out,
                         uint32_t version = kControlVersion);
-  ~ControlClient();  // closes the connection; no call may be under way
+  ~ControlClient();  // closes; no call may be under way
+  // Ends the connection. Calls under way, and those that come later, answer FRUGAL_ERR_CLOSED.
+  void disconnect();
 
   Status ping(int64_t timeout_ms);
   Status open(const frugal_config& config, int64_t timeout_ms, OpenReply* reply);
@@ -111,7 +115,7 @@ class ControlClient : public HeapObject {
   Status find_table(const char* name, int64_t timeout_ms, TableReply* reply);
   Status drop_table(uint64_t id, int64_t timeout_ms);
   Status join(const frugal_trainer_config& config, int64_t timeout_ms, JoinReply* reply);
-  Status leave(uint32_t rank, int64_t timeout_ms);
+  Status leave(uint32_t rank, bool lost, int64_t timeout_ms);
   Status stats(int64_t timeout_ms, frugal_stats* stats);
   Status health(int64_t timeout_ms, int32_t* health);
   Status committed(int64_t timeout_ms, uint64_t* step);

@@ -27,6 +27,8 @@
 namespace frugal {
 namespace {
 
+constexpr char kClosed[] = "the connection to the controller was closed";
+
 uint64_t until_of(int64_t timeout_ms) {
   if (timeout_ms < 0) return UINT64_MAX;
   const uint64_t now = now_ns();
@@ -162,6 +164,9 @@ struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
   Link* link = nullptr;
   kj::TaskSet* tasks = nullptr;
   kj::Own<kj::PromiseFulfiller<void>> stopped;
+  std::mutex waiting_mutex;
+  Vector<Call*> waiting;  // for their answers
+  bool closed = false;    // nobody waits any more
 
   void taskFailed(kj::Exception&&) override {}
 
@@ -235,6 +240,20 @@ struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
   Status call(const char* what, int64_t timeout_ms, std::shared_ptr<Call> call,
               std::function<kj::Promise<void>(Link&)> begin) {
     FRUGAL_TRY(check());
+    // Who closes lets go of what the loop has not begun, or not ended: it is told here.
+    struct Waits {
+      Impl& impl;
+      Call* call;
+      ~Waits() {
+        std::lock_guard<std::mutex> lock(impl.waiting_mutex);
+        std::erase(impl.waiting, call);
+      }
+    } waits{*this, call.get()};
+    {
+      std::lock_guard<std::mutex> lock(waiting_mutex);
+      if (closed) return fail(FRUGAL_ERR_CLOSED, kClosed);
+      waiting.push_back(call.get());
+    }
     if (lost.load()) {
       tell_lost(*call);
     } else {
@@ -252,6 +271,11 @@ struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
   }
 
   void close_link() {
+    {
+      std::lock_guard<std::mutex> lock(waiting_mutex);
+      closed = true;
+      for (Call* call : waiting) call->finish(FRUGAL_ERR_CLOSED, kClosed);
+    }
     if (!thread.joinable()) return;
     port.post([this] {
       if (stopped) stopped->fulfill();
@@ -320,8 +344,12 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
   }
 }
 
-ControlClient::~ControlClient() {
+void ControlClient::disconnect() {
   // In a forked child there is no thread to wait for: what it left is let be.
+  if (impl_->generation == process_generation()) impl_->close_link();
+}
+
+ControlClient::~ControlClient() {
   if (!impl_ || impl_->generation != process_generation()) return;
   impl_->close_link();
   delete impl_;
@@ -460,12 +488,13 @@ Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_
       return FRUGAL_OK;)
 }
 
-Status ControlClient::leave(uint32_t rank, int64_t timeout_ms) {
+Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms) {
   CALL_OR_NO_MEMORY(
       auto made = std::make_shared<Call>();
-      return impl_->call("leave", timeout_ms, made, [made, rank](Impl::Link& link) {
+      return impl_->call("leave", timeout_ms, made, [made, rank, lost](Impl::Link& link) {
         auto request = link.session.leaveRequest();
         request.setRank(rank);
+        request.setLost(lost);
         return request.send().then([made](auto answer) { (void)ended_well(*made, answer.getError()); });
       });)
 }

@@ -301,10 +301,12 @@ class SessionImpl final : public wire::Session::Server {
   kj::Promise<void> leave(LeaveContext context) override {
     struct Leave final : Job {
       uint32_t rank;
-      Status run(ControlHandler& handler, Peer& peer) override { return handler.leave(peer, rank); }
+      bool lost;
+      Status run(ControlHandler& handler, Peer& peer) override { return handler.leave(peer, rank, lost); }
     };
     auto job = std::make_shared<Leave>();
     job->rank = context.getParams().getRank();
+    job->lost = context.getParams().getLost();
     return make(context, job, [](Leave&, auto) {});
   }
 

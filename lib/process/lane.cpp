@@ -5,6 +5,7 @@
 
 #include "base/handles.h"
 #include "engine/config_check.h"
+#include "process/patience.h"
 #include "process/thread.h"
 
 namespace frugal {
@@ -41,6 +42,10 @@ Status Lane::start() {
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   if (trainer_) {
+    {
+      std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+      trainer_->elsewhere = this;
+    }
     trainer_->told_elsewhere.store(notices);
     trainer_->heard.store(now_ns());
   }
@@ -55,7 +60,11 @@ Status Lane::start() {
 Lane::~Lane() {
   channel_->cut();
   if (thread_.joinable()) thread_.join();
-  if (trainer_) trainer_->told_elsewhere.store(nullptr);
+  if (trainer_) {
+    trainer_->told_elsewhere.store(nullptr);
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    if (trainer_->elsewhere == this) trainer_->elsewhere = nullptr;
+  }
   if (staging_) staging_->let_go();
 }
 
@@ -66,17 +75,19 @@ void Lane::loop() {
     ~Closing() { channel.close(); }
   } closing{*channel_};
   Header request;
-  // More follows a declaration or the end of a step at once; the trainer computes after what it has waited for.
-  auto expect = [&](Call last) {
-    channel_->look_for(last == Call::kPrefetch || last == Call::kStepEnd ? kSoonNs : kLookNs);
-  };
-  expect(Call::kInside);
+  Patience patience(engine_->config().world_size);
+  // Between two steps more follows at once; inside of one the trainer computes.
+  bool between = false;
+  Call last = Call::kInside;
+  channel_->look_for(kLookNs, false);
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
+    patience.waited(last, channel_->waited_ns());
     pieces_.clear();
     kept_.clear();
     places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
-    if (trainer_) trainer_->heard.store(now_ns());
+    const uint64_t began = now_ns();
+    if (trainer_) trainer_->heard.store(began);
     begin_call();
     Status status;
     try {
@@ -87,8 +98,15 @@ void Lane::loop() {
       status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
-    if (trainer_) trainer_->heard.store(now_ns());
-    expect(static_cast<Call>(request.type));
+    const uint64_t now = now_ns();
+    if (trainer_) trainer_->heard.store(now);
+    const Call call = static_cast<Call>(request.type);
+    if (call == Call::kPrefetch) here_.prefetch_ns += now - began;
+    if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
+    if (call == Call::kStepEnd) here_.step_end_ns += now - began;
+    if (call != Call::kPrefetch) between = call == Call::kStepEnd;
+    last = call;
+    patience.set(channel_.get(), call, between ? kSoonNs : kLookNs);
     Header answer{};
     answer.type = request.type;
     answer.sequence = request.sequence;
@@ -201,6 +219,19 @@ Status Lane::take_used(uint64_t count) {
   return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
 }
 
+// Before its process tells, which it does with its next request.
+void Lane::tell() {
+  static_assert(kMarkedParts == 64 * Channel::kCounters);
+  Vector<RemotePart> used;
+  const size_t n = std::min(parts_.size(), kMarkedParts);
+  for (size_t i = 0; i < n; i += 64) {
+    const uint64_t marks = channel_->counter_value(i / 64);
+    for (size_t k = i; marks && k < std::min(n, i + 64); ++k)
+      if (marks >> (k - i) & 1 && parts_[k].whole) used.push_back(parts_[k]);
+  }
+  if (!used.empty()) engine_->use_marked(*trainer_, used);
+}
+
 Status Lane::take_ops(uint64_t count, Ops* out) {
   if (count > kMostOps) return broken("too many ops");
   Vector<OpHead> heads(count);
@@ -251,13 +282,22 @@ uint64_t Lane::number_of(uint64_t handle) const {
 }
 
 Status Lane::step_begin(const Header& request) {
+  {
+    // Not while others look at those of the step before.
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    parts_.clear();
+  }
   Status s = engine_->step_begin(*trainer_, request.args[0], deadline_in(request.args[1]));
   if (s != FRUGAL_OK) return s;
-  parts_.clear();
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
-  FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts_));
+  Vector<RemotePart> parts;
+  FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts));
+  {
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    parts_.swap(parts);
+  }
   answer_parts(0);
   args_[0] = engine_->tracing();
   return FRUGAL_OK;
@@ -269,7 +309,10 @@ Status Lane::access(const Header& request) {
   Vector<RemotePart> found;
   FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found));
   const size_t from = parts_.size();
-  for (RemotePart& p : found) parts_.push_back(std::move(p));
+  {
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    for (RemotePart& p : found) parts_.push_back(std::move(p));
+  }
   args_[0] = from;
   answer_parts(from);
   return FRUGAL_OK;
@@ -288,6 +331,8 @@ void Lane::answer_parts(size_t from) {
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
                   (r.cached ? kPartCached : 0);
     place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;
+    // Those of a dense table are let go of when they are resolved, whenever that is.
+    if (p.resolved() || r.table->rows.hashed()) place.keys = engine_->place(p.keys.data());
     if (p.resolved()) {
       place.distinct = p.distinct;
       place.occurrences = p.occurrences;
@@ -295,7 +340,6 @@ void Lane::answer_parts(size_t from) {
       place.pairs = engine_->place(p.pairs.data());
       place.rows = engine_->place(p.rows.data());
       place.start = engine_->place(p.start.data());
-      place.keys = engine_->place(p.keys.data());
       if (r.line_values) {
         place.lines = engine_->place(p.lines.data());
         place.line_values = engine_->place(r.line_values);
@@ -338,6 +382,10 @@ Status Lane::step_end(const Header& request) {
   if (pushes > kMostOps) return broken("too many pushes");
   Vector<PushPlace> places(pushes);
   FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
+  // The engine has counted the time inside its own calls; the way to it and back is what is left.
+  for (auto of : {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
+    counts.*of -= std::min(counts.*of, here_.*of);
+  here_ = {};
   engine_->count_remote(counts);
   // What the trainer has done by itself is part of the picture.
   if (request.args[3] > kMostEvents) return broken("too many events");

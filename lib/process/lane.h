@@ -27,7 +27,7 @@ class Staging final : public Buffer::Owner, public HeapObject {
   std::atomic<uint32_t> users_{1};
 };
 
-class Lane : public HeapObject {
+class Lane final : public HeapObject, private UsedElsewhere {
  public:
   // Of a trainer, or (null) of a process.
   Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes);
@@ -47,6 +47,7 @@ class Lane : public HeapObject {
   Status take_buffer(uint64_t count, size_t element, Buffer* out);
   Status table_of(uint64_t handle, TableRef* out);
   Status take_used(uint64_t count);
+  void tell() override;
   struct Ops {
     Vector<frugal_op> ops;
     Vector<Buffer> keys;
@@ -72,7 +73,8 @@ class Lane : public HeapObject {
   Staging* staging_ = nullptr;
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
-  Vector<RemotePart> parts_;    // of the step, then those that were asked for
+  Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
+  RemoteCounts here_;           // time inside the engine's calls since the last end of a step
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   uint64_t args_[5] = {};

@@ -5,6 +5,7 @@
 // counts and places are checked by the controller: they come from another process. Structs lie in the
 // payload as they are: both sides are the same version of the library on the same machine.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 namespace frugal {
@@ -76,6 +77,9 @@ constexpr uint32_t kPartFresh = 4;    // its rows are up to date
 constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
 
 constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
+// Of the first parts of a step: in the up region's counters there is a bit for each that was looked up or
+// pushed, before the controller is told. Who wants to know which rows exist looks there.
+constexpr size_t kMarkedParts = 8192;
 
 constexpr uint32_t kJoined = UINT32_MAX;  // no part of the step: rows of several pushes
 

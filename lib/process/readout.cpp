@@ -10,6 +10,7 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kMostUpdates = 1 << 20;  // of a table: more is a list that does not end
+constexpr uint64_t kMostImages = 64;        // of a table, and rows in one
 
 Status damaged(const char* what) {
   return fail(FRUGAL_ERR_INTERNAL, "the tables cannot be read out: the controller left %s in disorder", what);
@@ -37,8 +38,12 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   FRUGAL_TRY(remains.committed(&t->committed_));
   const LedgerTable* record = remains.at<LedgerTable>(source.record);
   if (!record) return damaged("a table's record");
-  if (record->handle != source.handle)
+  if (record->handle.load() != source.handle)
     return fail(FRUGAL_ERR_NOT_FOUND, "table '%s' had been dropped when the controller died", source.name);
+  if (const uint64_t lost = record->lost.load(); lost != kNoStep)
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "table '%s' cannot be read out: updates of step %llu were lost in a failure of the controller", source.name,
+                static_cast<unsigned long long>(lost));
   t->name_ = source.name;
   t->layout_ = source.layout;
   t->hashed_ = source.hashed;
@@ -163,10 +168,13 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     const float *values, *state;
   };
   Vector<Torn> torn;
+  if (record.image_count > kMostImages || record.image_rows == 0 || record.image_rows > kMostImages ||
+      record.image_bytes == 0 || record.image_bytes % 64)
+    return damaged("a table's images");
   for (uint64_t i = 0; i < record.image_count; ++i) {
     const uint64_t place = record.images + i * record.image_bytes;
     const LedgerImage* image = remains.at<LedgerImage>(place);
-    if (!image || record.image_rows == 0 || !remains.at<char>(place, record.image_bytes)) return damaged("a table's images");
+    if (!image || !remains.at<char>(place, record.image_bytes)) return damaged("a table's images");
     const uint64_t update = image->update.load();
     if (update == kNoPlace) continue;
     const size_t header = (sizeof(LedgerImage) + record.image_rows * sizeof(uint32_t) + 63) / 64 * 64;

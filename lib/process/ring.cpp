@@ -1,5 +1,7 @@
 #include "process/ring.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <bit>
 #include <chrono>
@@ -53,8 +55,9 @@ Status RingLink::refuse(const char* why) {
 
 Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until) {
   const uint64_t begun = now_ns();
-  for (uint64_t now = begun, spin = std::min(begun + spin_ns_, until); now < spin; now = now_ns())
+  for (uint64_t now = begun, spin = std::min(begun + spin_ns_.load(std::memory_order_relaxed), until); now < spin; now = now_ns())
     for (int i = 0; i < 16; ++i) {
+      if (i == 0 && polite_.load(std::memory_order_relaxed)) sched_yield();
       cpu_relax();
       if (reached(peer->count.load(std::memory_order_relaxed), wanted) ||
           ended_.load(std::memory_order_relaxed))

@@ -47,8 +47,12 @@ class RingLink {
   bool ended() const { return ended_.load() != nullptr; }
   Status check() const;
 
-  // How long a wait looks before it sleeps. By the thread that waits.
-  void look_for(uint64_t ns) { spin_ns_ = alone_ ? 0 : ns; }
+  // How long a wait looks before it sleeps, and whether it lets others on its processor run meanwhile. By the
+  // thread that waits.
+  void look_for(uint64_t ns, bool polite) {
+    spin_ns_.store(alone_ ? 0 : ns, std::memory_order_relaxed);
+    polite_.store(polite, std::memory_order_relaxed);
+  }
 
   // Waits until the peer's count has come to `wanted`. FRUGAL_ERR_TIMEOUT has no message: the caller
   // knows what it waits for.
@@ -61,7 +65,9 @@ class RingLink {
  private:
   const char* const peer_;
   const bool alone_;  // on the only processor: looking holds up the peer
-  uint64_t spin_ns_;
+  // Releases are written beside the thread that sets these.
+  std::atomic<uint64_t> spin_ns_;
+  std::atomic<bool> polite_{false};
   std::atomic<const char*> ended_{nullptr};
   std::atomic<uint32_t> sleepers_{0};
   const RingEnd* peers_[3] = {};

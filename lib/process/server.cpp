@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
 #include <cstring>
 #include <thread>
 
@@ -29,16 +28,6 @@ constexpr size_t kAllStagingBytes = size_t{16} << 40;
 // read the tables out: of each rank so many, for those who have its place while a stopped predecessor lives.
 constexpr uint32_t kStagingsOfRank = 4;
 constexpr uint32_t kMostStagings = 120;  // that go with an answer
-
-// The end of the struct is padding, in which anything may be.
-constexpr size_t kOptimizerBytes = offsetof(frugal_optimizer, flags) + sizeof(uint32_t);
-static_assert(kOptimizerBytes == sizeof(size_t) + 19 * sizeof(float));
-
-bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
-  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
-         a.init_a == b.init_a && a.init_b == b.init_b && a.nan_policy == b.nan_policy && a.flags == b.flags &&
-         std::memcmp(&a.optimizer, &b.optimizer, kOptimizerBytes) == 0;
-}
 
 }  // namespace
 
@@ -65,6 +54,11 @@ struct Server::Impl final : ControlHandler {
   bool own_engine_ = false;
   Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
   Vector<uint32_t> leaving_;         // ranks whose lanes are being lost
+  struct Joining {
+    uint32_t rank;
+    const Attached* process;
+  };
+  Vector<Joining> joining_;          // calls of join under way
   std::condition_variable left_;
   struct StagingRegion {
     std::shared_ptr<StagingMemory> memory;
@@ -214,9 +208,9 @@ struct Server::Impl final : ControlHandler {
     return StagingMemory::make(kStagingBytes, out);
   }
 
-  // `keep`: what the descriptors are of.
+  // `keep`: what the descriptors are of. The process may end, and its lanes with it, before they are sent.
   Status channel(TrainerRef trainer, uint64_t peer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
-                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep = nullptr) {
+                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep) {
     std::shared_ptr<StagingMemory> staging;
     if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
     std::unique_ptr<Channel> c;
@@ -225,7 +219,7 @@ struct Server::Impl final : ControlHandler {
     descriptors->push_back(shared->up_fd());
     descriptors->push_back(shared->down_fd());
     if (trainer) descriptors->push_back(shared->staging_fd());
-    if (keep) *keep = shared;
+    *keep = shared;
     out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
     FRUGAL_TRY((*out)->start());
     numbers->push_back((*out)->notice_place());
@@ -238,7 +232,8 @@ struct Server::Impl final : ControlHandler {
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
     process->observes = config.flags & FRUGAL_OBSERVE;
     reply->descriptors.push_back(engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, &reply->descriptors, &reply->numbers));
+    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, &reply->descriptors, &reply->numbers,
+                       &reply->keep));
     reply->numbers.push_back(engine_->versions_place());
     reply->numbers.push_back(engine_->ledger()->place());
     for (const StagingRegion& r : stagings_) reply->descriptors.push_back(r.memory->mapping.fd);
@@ -288,9 +283,11 @@ struct Server::Impl final : ControlHandler {
     // Each rank of a job creates its tables: those of the others are meant, if they are the same.
     if (s == FRUGAL_ERR_EXISTS) {
       TableRef there = engine_->find_table(config.name);
-      std::lock_guard<std::mutex> lock(mu_);
-      if (there && same_table(there->config, config) &&
+      std::unique_lock<std::mutex> lock(mu_);
+      if (there &&
           std::find(process->created.begin(), process->created.end(), there->handle) == process->created.end()) {
+        lock.unlock();
+        FRUGAL_TRY(meant_table(*there, config));
         table = std::move(there);
         s = FRUGAL_OK;
       }
@@ -327,8 +324,12 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
     if (config.device && std::strcmp(config.device, "cpu") != 0)
       return fail(FRUGAL_ERR_UNSUPPORTED, "the controller opens no device for another process, which does it itself");
-    if (config.flags & FRUGAL_TRAINER_REPLACE) take_over(config.rank);
-    await_rank(config.rank);
+    if (config.flags & FRUGAL_TRAINER_REPLACE) {
+      await_rank(config.rank, true);  // whom it replaces may be joining as yet
+      take_over(config.rank);
+    }
+    await_rank(config.rank, false);
+    const JoinScope joins(*this, config.rank, *process);
     TrainerRef trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer));
     std::unique_ptr<Lane> lane;
@@ -370,14 +371,17 @@ struct Server::Impl final : ControlHandler {
     }
   }
 
-  // The rank's process may have died a moment ago: then its place is free soon.
-  void await_rank(uint32_t rank) {
+  // The rank's process may have died a moment ago: then its place is free soon. Or, with `joining`, until nobody else
+  // is about to join as this rank.
+  void await_rank(uint32_t rank, bool joining) {
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
       bool soon = std::find(leaving_.begin(), leaving_.end(), rank) != leaving_.end();
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
           if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
+      for (const Joining& j : joining_)
+        if (j.rank == rank) soon |= joining || j.process->gone || has_ended(*j.process);
       {
         std::lock_guard<std::mutex> silent(silent_mu_);
         for (const TrainerRef& t : silent_) soon |= t->rank == rank;
@@ -386,6 +390,24 @@ struct Server::Impl final : ControlHandler {
       left_.wait(lock);
     }
   }
+
+  // A process that dies while it joins has the rank for a moment, and no lane as yet.
+  struct JoinScope {
+    JoinScope(Impl& impl, uint32_t rank, const Attached& process) : impl_(impl), joining_{rank, &process} {
+      std::lock_guard<std::mutex> lock(impl_.mu_);
+      impl_.joining_.push_back(joining_);
+    }
+    ~JoinScope() {
+      std::lock_guard<std::mutex> lock(impl_.mu_);
+      auto& all = impl_.joining_;
+      all.erase(std::find_if(all.begin(), all.end(), [&](const Joining& j) {
+        return j.rank == joining_.rank && j.process == joining_.process;
+      }));
+      impl_.left_.notify_all();
+    }
+    Impl& impl_;
+    const Joining joining_;
+  };
 
   static bool has_ended(const Attached& process) {
     pollfd p{process.pidfd, POLLIN, 0};
@@ -408,13 +430,17 @@ struct Server::Impl final : ControlHandler {
     left_.notify_all();
   }
 
-  Status leave(Peer& peer, uint32_t rank) override {
+  Status leave(Peer& peer, uint32_t rank, bool lost) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      std::unique_lock<std::mutex> lock(mu_);
       lane = take_lane(*process, rank);
+      if (lane && lost) {
+        lose(lock, *lane);
+        return FRUGAL_OK;
+      }
     }
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);

@@ -77,7 +77,7 @@ class Rows : public HeapObject {
   // they bear it, for who reads the flags without us, until it is changed: 0 is none.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark = 0);
   void mark(const uint32_t* slots, size_t n, uint8_t mark);
-  static constexpr uint8_t kMarks = 63;
+  static constexpr uint32_t kMarks = 63;
   // Of a row's flag byte: whether the row exists, and its mark.
   static bool flag_exists(uint8_t flag) { return flag & kExists; }
   static uint8_t flag_mark(uint8_t flag) { return flag >> kMarkAt; }

@@ -74,7 +74,7 @@ Bytes record() {
     client->find_table("a table", 60000, &table);
     client->drop_table(1, 60000);
     client->join(FRUGAL_TRAINER_CONFIG_INIT, 60000, &joined);
-    client->leave(1, 60000);
+    client->leave(1, false, 60000);
     client->stats(60000, &stats);
     client->health(60000, &health);
     client->committed(60000, &step);

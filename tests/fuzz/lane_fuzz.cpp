@@ -1,5 +1,5 @@
 // Requests of a hostile trainer process, from bytes: valid ones with wrong counts, places, numbers of parts,
-// lists of rows, and payloads that end too early. The controller never crashes or hangs, nothing that no step has
+// lists of rows, marks of parts that were used, and payloads that end too early. The controller never crashes or hangs, nothing that no step has
 // committed reaches a table, and the engine serves honest trainers afterwards.
 #include <algorithm>
 #include <cstdint>
@@ -80,6 +80,17 @@ struct World {
     rows->resize(kRows * kDim);
     Status s = engine->get(*tables[0], keys.data(), kRows, 0, rows->data(), 0, nullptr);
     return s == FRUGAL_OK ? engine->count(*tables[1], hashed) : s;
+  }
+  // What the honest rank reads has to do with what the enemy says that it has used. Any answer is right.
+  void Look() {
+    const uint64_t keys[] = {0, 1, 2, 3};
+    float rows[4 * kDim];
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = reinterpret_cast<frugal_table*>(tables[1]->handle);
+    op.keys = keys;
+    op.count = 4;
+    op.rows_out = rows;
+    (void)engine->read(honest.get(), &op, 1, {now_ns()});
   }
   // A step of two honest ranks, when the enemy is gone.
   void Step() {
@@ -192,6 +203,9 @@ class Enemy {
     }
     if (in_.Number(1) % 8 == 0) parts_.resize(parts_.size() / 2);
     Noise(in_.Number(1) % 16 == 0 ? 64 : 0);
+    // Marks of parts that were used, or are not there.
+    if (trainer_ && in_.Number(1) % 4 == 0) channel_.counter(in_.Number(1) % 8 ? 0 : Channel::kCounters - 1).store(Value());
+    if (trainer_ && in_.Number(1) % 4 == 0) world_.Look();
     const Piece piece{parts_.data(), parts_.size()};
     if (channel_.send(h, &piece, 1, now_ns() + 100000000) != FRUGAL_OK) return false;
     const bool ends = trainer_ && h.type == static_cast<uint32_t>(Call::kStepEnd);

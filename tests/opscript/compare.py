@@ -7,13 +7,12 @@ A RUNNER is "c" or "cpp", which the build folder has, or NAME=COMMAND: a shell's
 the script's path is added. It has to print exactly the lines "hash N OUTPUTS TABLES" of the
 reference and to exit with 0. A runner that cannot be started, or that hangs, has failed and is not
 tried again. Seeds count from 1; the last script is a long one.
-With --processes each runner replays each script as a process that attaches to a frugal-controller, too, and
-scripts with two ranks or more are replayed by all pairs of neighbours in the list of runners: the ranks
-are dealt to the two, which take turns line by line. The tables must be the reference's then, and the outputs of both
-runners those of two runners of the first kind.
- Exit status 0 if all runners agree
-with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the build folder makes a
-script again.
+With --processes they are trainer processes, attached to a frugal-controller: each runner replays each
+script alone, and a script that is dealt to several processes is replayed by all runners together, in turn
+line by line: 1 to 8 ranks, every runner as often as it comes round. Its tables and each process's outputs must
+be the reference's; its tables those of the first runner with its ranks in one process, too.
+Exit status 0 if all runners agree with the reference on all scripts. `opscript_maker SEED STEPS PREFIX` of the
+build folder makes a script again.
 """
 
 import argparse
@@ -24,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 
 SHORT, LONG = 40, 200  # steps of a script
 TIMEOUT = 300  # seconds that a runner has for a script
@@ -44,9 +44,9 @@ def pairs(text):
     return {tuple(item.split()) for item in text.replace("\n", " ").split(",")}
 
 
-def make(maker, seed, steps, prefix):
-    """Returns the set of (call, status) that the script has."""
-    command = [maker, str(seed), str(steps), prefix]
+def make(maker, seed, steps, prefix, *dealt):
+    """Returns the set of (call, status) that the script has. `dealt`: numbers of ranks and processes."""
+    command = [maker, str(seed), str(steps), prefix, *map(str, dealt)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {tuple(line.split()[:2]) for line in out.splitlines()}
 
@@ -98,13 +98,14 @@ class Turns:
         pipe = os.path.join(folder, f"turns{number}")
         os.mkfifo(pipe)
         self.process = subprocess.Popen(
-            command + [pipe], env={**environment, "FRUGAL_TURNS": "1"}, text=True,
+            command + [pipe], env={**environment, "FRUGAL_TURNS": "1"}, text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         # For reading, too: a runner that does not even open it is not waited for.
         self.script = os.fdopen(os.open(pipe, os.O_RDWR), "w", closefd=True)
         self.hashes = []
 
     def do(self, line):
+        """False if it has ended."""
         self.script.write(line)
         self.script.flush()
         while True:
@@ -116,68 +117,75 @@ class Turns:
             self.hashes.append(answer.rstrip("\n"))
 
     def end(self):
+        """Returns what is wrong, or None."""
         self.script.close()
-        error = self.process.communicate(timeout=TIMEOUT)[1]
-        return f"exit status {self.process.returncode}: {error.strip()[-500:]}" if self.process.returncode else None
+        error = self.process.communicate()[1].strip()[-500:]
+        return f"exit status {self.process.returncode}: {error}" if self.process.returncode else None
 
 
-def replay_mixed(commands, build, script):
-    """Returns what is wrong, or None, and what both printed."""
-    everyone = ("open", "table", "hash", "close")
+def replay_dealt(commands, build, script):
+    """Returns what is wrong with each process, or None, and what it printed."""
     with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
         runners = [Turns(command, environment, folder, i) for i, command in enumerate(commands)]
-        owner = {}
-        with open(script, encoding="utf-8") as file:
-            for number, text in enumerate(file):
-                line = json.loads(text)
-                if line["do"] in everyone:
-                    turns = runners
-                elif "rank" in line:
-                    turns = [runners[line["rank"] % 2]]
-                else:
-                    turns = [runners[number % 2]]
-                # A batch of a rank that is the other's is a number that this one does not know.
-                if line["do"] == "prefetch" and "status" not in line:
-                    owner[line["batch"]] = turns[0]
-                named = [op["batch"] for op in line.get("ops", []) if "batch" in op]
-                if line["do"] == "cancel":
-                    named.append(line["batch"])
-                if any(owner.get(batch) not in (None, turns[0]) for batch in named):
-                    continue
-                if not all([runner.do(text) for runner in turns]):
-                    break
-        wrong = [runner.end() for runner in runners]
-    return next(filter(None, wrong), None), [runner.hashes for runner in runners]
+        late = threading.Timer(TIMEOUT, lambda: [runner.process.kill() for runner in runners])
+        late.start()
+        try:
+            with open(script, encoding="utf-8") as file:
+                for text in file:
+                    share = json.loads(text).get("share")
+                    if not all([runner.do(text) for runner in (runners if share is None else [runners[share]])]):
+                        break
+            return [runner.end() for runner in runners], [runner.hashes for runner in runners]
+        finally:
+            late.cancel()
+
+
+def read_lines(path):
+    with open(path, encoding="ascii") as file:
+        return file.read().splitlines()
 
 
 def tables_of(lines):
     return [line.rsplit(" ", 1)[-1] for line in lines]
 
 
-def processes(build, runners, script, expected, what):
-    """Returns how many have failed."""
+def processes(build, maker, runners, seed, steps, prefix):
+    """Returns how many have failed, and the (call, status) that the dealt script has."""
     wrongs = []
+    make(maker, seed, steps, prefix)
     for name, command in runners.items():
         with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
-            wrong, _ = replay(command, script, expected, environment)
+            wrong, _ = replay(command, prefix + ".jsonl", read_lines(prefix + ".expected"), environment)
         wrongs.append((f"{name} over a controller", wrong))
-    with open(script, encoding="utf-8") as file:
-        ranks = json.loads(file.readline()).get("world_size", 1)
-    names = list(runners)
-    plain = None
-    for pair in [[names[0]] * 2, *zip(names, names[1:])] if ranks > 1 else []:
-        wrong, hashes = replay_mixed([runners[name] for name in pair], build, script)
-        plain = plain or hashes
-        for name, lines, alike in zip(pair, hashes, plain):
-            if not wrong and tables_of(lines) != tables_of(expected):
-                wrong = f"{name}: {first_difference(tables_of(lines), tables_of(expected))}"
-            if not wrong and lines != alike:
-                wrong = f"{name}: {first_difference(lines, alike)}".replace("the reference", names[0])
-        wrongs.append((" and ".join(pair), wrong))
+
+    # A process for each rank, but for each third script: there most have two.
+    ranks = 1 + seed % 8
+    count = (ranks + 1) // 2 if seed % 3 == 0 else ranks
+    script = prefix + ".dealt"
+    seen = make(maker, seed, steps, script, ranks, count)
+    names = [list(runners)[(seed + i) % len(runners)] for i in range(count)]
+    ended, printed = replay_dealt([runners[name] for name in names], build, script + ".jsonl")
+    # One that has gone wrong may take others with it: all are told.
+    for i, (name, wrong, lines) in enumerate(zip(names, ended, printed)):
+        expected = read_lines(script + ".expected" + (str(i) if count > 1 else ""))
+        if wrong is None and lines != expected:
+            wrong = first_difference(lines, expected)
+        wrongs.append((f"process {i} of {count} with {ranks} ranks, {name}", wrong))
+
+    # The same in threads. The hash of its outputs is that of no process.
+    first = next(iter(runners))
+    try:
+        threads = subprocess.run(runners[first] + [script + ".jsonl"], capture_output=True, text=True, timeout=TIMEOUT)
+        same = threads.returncode == 0 and tables_of(threads.stdout.splitlines()) == tables_of(expected)
+        wrong = None if same else f"other tables than the reference, or none: {threads.stderr.strip()[-500:]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        wrong = str(error)
+    wrongs.append((f"{first} with {ranks} ranks in one process", wrong))
+
     for who, wrong in wrongs:
         if wrong:
-            print(f"{what}, {who}: {wrong}", flush=True)
-    return sum(1 for _, wrong in wrongs if wrong)
+            print(f"script {seed} of {steps} steps, {who}: {wrong}", flush=True)
+    return sum(1 for _, wrong in wrongs if wrong), seen
 
 
 def main():
@@ -203,11 +211,15 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         for i in range(arguments.seeds):
             seed = arguments.first + i
-            steps = LONG if i + 1 == arguments.seeds else SHORT
+            steps = LONG if i + 1 == arguments.seeds and not arguments.processes else SHORT
             prefix = os.path.join(work, "script")
+            if arguments.processes:
+                wrong, calls = processes(arguments.build, maker, runners, seed, steps, prefix)
+                failures += wrong
+                seen |= calls
+                continue
             seen |= make(maker, seed, steps, prefix)
-            with open(prefix + ".expected", encoding="ascii") as file:
-                expected = file.read().splitlines()
+            expected = read_lines(prefix + ".expected")
             for name, command in list(runners.items()):
                 wrong, again = replay(command, prefix + ".jsonl", expected)
                 if wrong:
@@ -215,8 +227,6 @@ def main():
                     print(f"script {seed} of {steps} steps, {name}: {wrong}", flush=True)
                 if not again:
                     del runners[name]
-            if arguments.processes:
-                failures += processes(arguments.build, runners, prefix + ".jsonl", expected, f"script {seed} of {steps} steps")
             if i + 1 == arguments.seeds and failures == 0:
                 for name in ["reference", *runners]:
                     print(f"{name:10} {expected[-1]}")

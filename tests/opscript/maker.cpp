@@ -1,6 +1,6 @@
 // Makes an op script (docs/bindings.md, section 3) from a seed, and what the one-thread reference
-// makes of it: PREFIX.jsonl and PREFIX.expected. Nothing of the library is used but the structs of
-// its header.
+// makes of it: PREFIX.jsonl and PREFIX.expected, or PREFIX.expected0, 1, … if the script is dealt to several
+// processes. Nothing of the library is used but the structs of its header.
 //
 // One thread plays all ranks in turn, so that every answer of every call is known beforehand. The
 // order within a step is drawn call by call; what is drawn is written and done to the reference at
@@ -108,18 +108,24 @@ enum class Use { kDeclare, kLookup, kPush, kRead };
 
 class Maker {
  public:
-  Maker(uint64_t seed, size_t steps, const std::string& prefix)
+  Maker(uint64_t seed, size_t steps, const std::string& prefix, uint32_t ranks, uint32_t shares)
       : seed_(seed),
         steps_(steps),
         random_(seed),
         script_(prefix + ".jsonl"),
-        expected_(prefix + ".expected"),
-        reference_(EngineSeed(seed), World(seed)) {}
+        reference_(EngineSeed(seed), ranks),
+        ranks_(ranks),
+        outputs_(shares),
+        dead_(shares) {
+    for (uint32_t i = 0; i < shares; ++i)
+      expected_.emplace_back(prefix + ".expected" + (shares > 1 ? std::to_string(i) : ""));
+  }
+
+  static uint32_t World(uint64_t seed) { return 1 + static_cast<uint32_t>(seed % 3); }
 
   bool Make() {
     Open();
     MakeTables();
-    ranks_.resize(World(seed_));
     for (uint32_t r = 0; r < ranks_.size(); ++r) Join(r);
     for (size_t i = 0; i < steps_; ++i) {
       index_ = i;
@@ -138,25 +144,45 @@ class Maker {
       }
       Hash();
     }
-    Write(Do("close"), FRUGAL_OK);
+    Write(DoAll("close"), FRUGAL_OK);
     script_.close();
-    expected_.close();
-    return script_.good() && expected_.good();
+    bool good = script_.good();
+    for (std::ofstream& expected : expected_) {
+      expected.close();
+      good &= expected.good();
+    }
+    return good;
   }
 
   // How often each call got each answer.
   const std::map<std::pair<std::string, int32_t>, size_t>& counts() const { return counts_; }
 
  private:
-  static uint32_t World(uint64_t seed) { return 1 + static_cast<uint32_t>(seed % 3); }
   static uint64_t EngineSeed(uint64_t seed) { return seed * 0x9e3779b97f4a7c15u; }
 
   // --- Writing -----------------------------------------------------------------------------------
 
-  JsonObject Do(const char* what) {
+  // Of all processes.
+  JsonObject DoAll(const char* what) {
     doing_ = what;
     return JsonObject().Text("do", what);
   }
+
+  // Of one: whose turn it is.
+  JsonObject Do(const char* what) { return OfShare(what, turn_++ % outputs_.size()); }
+
+  JsonObject OfRank(const char* what, uint32_t rank) {
+    return OfShare(what, Share(rank)).Number("rank", rank);
+  }
+
+  JsonObject OfShare(const char* what, size_t share) {
+    share_ = share;
+    JsonObject line = DoAll(what);
+    if (outputs_.size() > 1) line.Number("share", static_cast<int64_t>(share));
+    return line;
+  }
+
+  size_t Share(uint32_t rank) const { return rank % outputs_.size(); }
 
   void Write(JsonObject line, int32_t status) {
     ++counts_[{doing_, status}];
@@ -245,14 +271,12 @@ class Maker {
     return objects;
   }
 
-  JsonObject OfRank(const char* what, uint32_t rank) { return Do(what).Number("rank", rank); }
-
   // --- Engine, tables, ranks ---------------------------------------------------------------------
 
   void Open() {
     lookahead_ = static_cast<uint32_t>(random_.Between(2, 10));
-    JsonObject line = Do("open");
-    line.Number("world_size", World(seed_)).Number("lookahead", lookahead_);
+    JsonObject line = DoAll("open");
+    line.Number("world_size", static_cast<int64_t>(ranks_.size())).Number("lookahead", lookahead_);
     line.Number("flush_threads", static_cast<int64_t>(random_.Below(3)));
     line.Number("flush_mode", random_.OneOf<int32_t>({FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_DEFERRED,
                                                       FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_TREE_HEAP,
@@ -304,7 +328,7 @@ class Maker {
 
   JsonObject TableLine(size_t number, const Table& table) {
     const frugal_table_config& c = table.config;
-    JsonObject line = Do("table");
+    JsonObject line = DoAll("table");
     line.Number("table", static_cast<int64_t>(number)).Text("name", table.name);
     line.Number("key_space", c.key_space).Big("rows", c.rows).Number("dim", c.dim);
     line.Number("init", c.init).Float("init_a", c.init_a).Float("init_b", c.init_b);
@@ -583,8 +607,8 @@ class Maker {
     }
     if (status == FRUGAL_ERR_BAD_HANDLE) {
       ops[0] = Op();
-      ops[0].batch = dead_.batch;
-      ops[0].part = dead_.parts[0];
+      ops[0].batch = dead_[Share(r)].batch;
+      ops[0].part = dead_[Share(r)].parts[0];
       ops[0].keys_null = true;
     }
     if (status == FRUGAL_OK && !HasRoom(ops)) status = FRUGAL_ERR_TABLE_FULL;
@@ -596,7 +620,7 @@ class Maker {
     for (const Op& op : ops) {
       std::vector<float> rows(op.rows() * tables_[op.part.table].config.dim);
       reference_.Lookup(step_, op.ForReference(), rows.data());
-      outputs_.Add(rows);
+      outputs_[share_].Add(rows);
     }
   }
 
@@ -620,7 +644,7 @@ class Maker {
       if (!op.weight_grads) continue;
       std::vector<float> grads(op.part.keys.size());
       reference_.WeightGrads(step_, op.ForReference(), grads.data());
-      outputs_.Add(grads);
+      outputs_[share_].Add(grads);
     }
   }
 
@@ -648,8 +672,7 @@ class Maker {
     std::vector<Op> ops;
     for (uint64_t n = random_.Between(1, 2); n > 0; --n) ops.push_back(DrawOp(0, Use::kRead));
     if (status == FRUGAL_ERR_KEY_OUT_OF_RANGE) ops = DrawBadOps(0, Use::kRead);
-    JsonObject line = Do("read");
-    if (r >= 0) line.Number("rank", r);
+    JsonObject line = r >= 0 ? OfRank("read", static_cast<uint32_t>(r)) : Do("read");
     line.Objects("ops", OpObjects(ops));
     Write(line, status);
     if (status != FRUGAL_OK) return;
@@ -664,13 +687,13 @@ class Maker {
       std::vector<float> row;
       const bool found = !op.IsPadding(i) && reference_.Get(t, op.part.keys[i], &row);
       const unsigned char byte = found ? 1 : 0;
-      outputs_.Add(&byte, 1);
+      outputs_[share_].Add(&byte, 1);
       row = found ? reference_.RowAt(t, op.part.keys[i], step_) : std::vector<float>();
       row.resize(dim);
       terms.push_back(std::move(row));
     }
     if (op.pooling == FRUGAL_POOL_NONE) {
-      for (const std::vector<float>& row : terms) outputs_.Add(row);
+      for (const std::vector<float>& row : terms) outputs_[share_].Add(row);
       return;
     }
     for (size_t bag = 0; bag + 1 < op.offsets.size(); ++bag) {
@@ -690,7 +713,7 @@ class Maker {
         }
         x = frugal_reference::Canonical(x);
       }
-      outputs_.Add(sum);
+      outputs_[share_].Add(sum);
     }
   }
 
@@ -766,10 +789,11 @@ class Maker {
       }
     }
     reference_.Commit(step_, skip);
-    for (Rank& rank : ranks_) {
+    for (uint32_t r = 0; r < ranks_.size(); ++r) {
+      Rank& rank = ranks_[r];
       const auto found = rank.declared.find(step_);
       if (found == rank.declared.end()) continue;
-      if (!found->second.empty()) dead_ = found->second[0];
+      if (!found->second.empty()) dead_[Share(r)] = found->second[0];
       rank.declared.erase(found);
     }
     return true;
@@ -827,7 +851,7 @@ class Maker {
       case 3:
         return Push(r, FRUGAL_ERR_NAN);
       case 4:
-        if (dead_.batch >= 0) Lookup(r, FRUGAL_ERR_BAD_HANDLE);
+        if (dead_[Share(r)].batch >= 0) Lookup(r, FRUGAL_ERR_BAD_HANDLE);
         return;
       case 5:
         return Begin(r, step_, FRUGAL_ERR_STEP_ORDER);
@@ -967,12 +991,12 @@ class Maker {
     for (uint64_t key : keys) {
       std::vector<float> row;
       const unsigned char found = reference_.Get(t, key, &row) ? 1 : 0;
-      outputs_.Add(&found, 1);
+      outputs_[share_].Add(&found, 1);
       if (!found) continue;
       rows.insert(rows.end(), row.begin(),
                   state ? row.end() : row.begin() + static_cast<ptrdiff_t>(tables_[t].config.dim));
     }
-    outputs_.Add(rows);
+    outputs_[share_].Add(rows);
   }
 
   void Put(size_t t, int32_t status = FRUGAL_OK) {
@@ -1017,41 +1041,49 @@ class Maker {
         tables.Add(row);
       }
     }
-    Write(Do("hash"), FRUGAL_OK);
-    char line[64];
-    std::snprintf(line, sizeof(line), "hash %zu %016llx %016llx\n", hashes_++,
-                  static_cast<unsigned long long>(outputs_.value()),
-                  static_cast<unsigned long long>(tables.value()));
-    expected_ << line;
+    Write(DoAll("hash"), FRUGAL_OK);
+    for (size_t i = 0; i < expected_.size(); ++i) {
+      char line[64];
+      std::snprintf(line, sizeof(line), "hash %zu %016llx %016llx\n", hashes_,
+                    static_cast<unsigned long long>(outputs_[i].value()),
+                    static_cast<unsigned long long>(tables.value()));
+      expected_[i] << line;
+    }
+    ++hashes_;
   }
 
   const uint64_t seed_;
   const size_t steps_;
   frugal_oracle::Random random_;
-  std::ofstream script_, expected_;
+  std::ofstream script_;
+  std::vector<std::ofstream> expected_;  // of each share
   Reference reference_;
   std::vector<Table> tables_;
   std::vector<Rank> ranks_;
+  std::vector<Fnv> outputs_;       // of each share
+  std::vector<Declaration> dead_;  // of each share: of a step that has ended
+  size_t share_ = 0, turn_ = 0;    // of the line that is made; of lines that no rank makes
   uint32_t lookahead_ = 0;
   uint64_t first_step_ = 0;
   size_t index_ = 0;
   uint64_t step_ = 0;
   int next_batch_ = 0;
-  Declaration dead_;  // of a step that has ended
   size_t hashes_ = 0;
-  Fnv outputs_;
   const char* doing_ = "";
   std::map<std::pair<std::string, int32_t>, size_t> counts_;
 };
 
 int Main(int argc, char** argv) {
-  if (argc != 4) {
-    std::cerr << "usage: opscript_maker SEED STEPS PREFIX\n"
-                 "writes PREFIX.jsonl and PREFIX.expected\n";
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
+  const long ranks = argc == 6 ? std::strtol(argv[4], nullptr, 10) : Maker::World(seed);
+  const long shares = argc == 6 ? std::strtol(argv[5], nullptr, 10) : 1;
+  if ((argc != 4 && argc != 6) || ranks < 1 || ranks > 64 || shares < 1 || shares > ranks) {
+    std::cerr << "usage: opscript_maker SEED STEPS PREFIX [RANKS SHARES]\n"
+                 "writes PREFIX.jsonl and PREFIX.expected; if there are several shares, PREFIX.expected0, 1, …\n";
     return 2;
   }
-  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
-  Maker maker(seed, std::strtoull(argv[2], nullptr, 10), argv[3]);
+  Maker maker(seed, std::strtoull(argv[2], nullptr, 10), argv[3], static_cast<uint32_t>(ranks),
+              static_cast<uint32_t>(shares));
   if (!maker.Make()) {
     std::cerr << "cannot write " << argv[3] << ".jsonl and .expected\n";
     return 1;

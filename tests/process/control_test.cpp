@@ -82,6 +82,7 @@ struct Fake : ControlHandler {
   std::string name, device;
   std::atomic<uint64_t> id{0};
   std::atomic<uint32_t> rank{0};
+  std::atomic<bool> lost{false};
   frugal_table_info info;
   frugal_stats numbers_of_stats;
   Vector<int> descriptors;
@@ -138,8 +139,9 @@ struct Fake : ControlHandler {
     reply->numbers = numbers;
     return note(peer);
   }
-  Status leave(Peer& peer, uint32_t r) override {
+  Status leave(Peer& peer, uint32_t r, bool l) override {
     rank = r;
+    lost = l;
     return note(peer);
   }
   Status stats(Peer& peer, frugal_stats* stats) override {
@@ -329,8 +331,11 @@ TEST_F(Control, RoundTrips) {
     EXPECT_TRUE(same(seen, trainer));
     EXPECT_EQ(joined.numbers, fake.numbers);
   }
-  ASSERT_EQ(client->leave(0xfffffffe, kMs), FRUGAL_OK);
+  ASSERT_EQ(client->leave(0xfffffffe, false, kMs), FRUGAL_OK);
   EXPECT_EQ(fake.rank, 0xfffffffeu);
+  EXPECT_FALSE(fake.lost);
+  ASSERT_EQ(client->leave(3, true, kMs), FRUGAL_OK);
+  EXPECT_TRUE(fake.lost);
 
   frugal_stats stats;
   ASSERT_EQ(client->stats(kMs, &stats), FRUGAL_OK);
@@ -366,7 +371,7 @@ TEST_F(Control, FailuresComeWithTheirMessage) {
       [&] { return client->find_table("x", kMs, &table); },
       [&] { return client->drop_table(1, kMs); },
       [&] { return client->join(FRUGAL_TRAINER_CONFIG_INIT, kMs, &joined); },
-      [&] { return client->leave(1, kMs); },
+      [&] { return client->leave(1, false, kMs); },
       [&] { return client->stats(kMs, &stats); },
       [&] { return client->health(kMs, &health); },
       [&] { return client->committed(kMs, &step); }};
@@ -436,9 +441,9 @@ TEST_F(Control, ALongCallHoldsNobodyUp) {
   std::thread caller([&] { long_one = client->drop_table(1, kMs); });
   fake.wait_for([&] { return fake.holding == 1; });
   EXPECT_EQ(second->ping(kMs), FRUGAL_OK);
-  EXPECT_EQ(second->leave(3, kMs), FRUGAL_OK);
+  EXPECT_EQ(second->leave(3, false, kMs), FRUGAL_OK);
   // The same process from another thread, too.
-  EXPECT_EQ(client->leave(4, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(4, false, kMs), FRUGAL_OK);
   fake.hold(false);
   caller.join();
   EXPECT_EQ(long_one, FRUGAL_OK);
@@ -497,11 +502,11 @@ TEST_F(Control, StopWhileCallsWait) {
       not_begun += s == FRUGAL_ERR_CLOSED || s == FRUGAL_ERR_PEER_LOST;
     });
   fake.wait_for([&] { return fake.holding == 8; });
-  EXPECT_EQ(second->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(second->leave(1, false, kMs), FRUGAL_OK);
   std::thread stopper([&] { server->stop(); });
   // Peers without a call are told off at once.
   Status s;
-  while ((s = second->leave(1, kMs)) == FRUGAL_OK) {
+  while ((s = second->leave(1, false, kMs)) == FRUGAL_OK) {
   }
   EXPECT_TRUE(s == FRUGAL_ERR_CLOSED || s == FRUGAL_ERR_PEER_LOST);
   fake.hold(false);
@@ -589,6 +594,7 @@ TEST_F(Control, AnotherVersion) {
   EXPECT_NE(message.find(" " + std::to_string(kControlVersion) + ";"), std::string::npos) << message;
   EXPECT_FALSE(client);
   EXPECT_TRUE(fake.left.empty());
+  EXPECT_EQ(connected()->ping(kMs), FRUGAL_OK);
 }
 
 TEST_F(Control, AnotherUserIsRefused) {
@@ -621,7 +627,7 @@ TEST_F(Control, AKilledControllersSocketIsReplaced) {
   Status s = 1;
   // "hold" waits for ever in the handler.
   std::thread caller([&] { s = client->drop_table(1, kMs); });
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
   end(pid);
   caller.join();
   EXPECT_EQ(s, FRUGAL_ERR_PEER_LOST);
@@ -645,7 +651,7 @@ TEST_F(Control, AKilledControllersChildKeepsNothingAlive) {
   ASSERT_EQ(client->committed(kMs, &child), FRUGAL_OK);  // it forks now
   Status s = 1;
   std::thread caller([&] { s = client->drop_table(1, kMs); });
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
   end(pid);
   caller.join();
   EXPECT_EQ(s, FRUGAL_ERR_PEER_LOST);
@@ -657,7 +663,7 @@ TEST_F(Control, AKilledControllersChildKeepsNothingAlive) {
 
 TEST_F(Control, AKilledClientIsGoneOnce) {
   both();
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
   for (const char* what : {"attach", "attach-and-fork"}) {
     std::string line;
     const pid_t pid = other(what, &line);
@@ -693,7 +699,7 @@ TEST_F(Control, AForkedChildDisturbsNobody) {
   int status = -1;
   ASSERT_EQ(waitpid(pid, &status, 0), pid);
   EXPECT_EQ(status, 0);
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
   EXPECT_EQ(connected()->ping(kMs), FRUGAL_OK);
   // A child that lives on holds neither lock nor connection.
   int hold[2];
@@ -735,7 +741,7 @@ TEST_F(Control, BadBytesEndTheirConnectionOnly) {
     close(fd);
   }
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
 }
 
 TEST_F(Control, OversizedMessagesAreNotWaitedFor) {
@@ -763,8 +769,8 @@ TEST_F(Control, HalfAMessageHoldsNobodyUp) {
     fds.push_back(raw());
     send_all(fds.back(), header, static_cast<size_t>(i % 16));
   }
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
-  EXPECT_EQ(connected()->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
+  EXPECT_EQ(connected()->leave(1, false, kMs), FRUGAL_OK);
   for (int fd : fds) close(fd);
 }
 
@@ -806,7 +812,7 @@ TEST_F(Control, TwoHundredConnections) {
     ASSERT_TRUE(clients.back());
   }
   EXPECT_EQ(server->connections(), 201u);
-  for (auto& c : clients) EXPECT_EQ(c->leave(1, kMs), FRUGAL_OK);
+  for (auto& c : clients) EXPECT_EQ(c->leave(1, false, kMs), FRUGAL_OK);
   clients.clear();
   fake.wait_for([&] { return fake.left.size() == 200; });
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
@@ -892,7 +898,7 @@ TEST_F(Control, SignalsAreTheProgramsOwn) {
   const Now before;
   EXPECT_EQ(before.actions[SIGPIPE].sa_handler, SIG_DFL);
   both();
-  EXPECT_EQ(client->leave(1, kMs), FRUGAL_OK);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
   // Both sides write to who is not there any more: a SIGPIPE would end the test.
   int fd = raw();
   std::vector<uint64_t> bad(1000, 1);
@@ -935,7 +941,7 @@ int as_other(const std::string& what, const char* address) {
   }
   Client client;
   if (ControlClient::connect(address, kMs, &client) != FRUGAL_OK) return 1;
-  if (client->leave(1, kMs) != FRUGAL_OK) return 1;
+  if (client->leave(1, false, kMs) != FRUGAL_OK) return 1;
   const std::string line = std::to_string(what == "attach-and-fork" ? unseen_fork() : 0) + "\n";
   if (write(1, line.data(), line.size()) < 0) return 1;
   for (;;) pause();

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -65,8 +66,8 @@ class Folder {
 
 class ControllerProgram {
  public:
-  // Comes back when it serves the address, or has ended.
-  explicit ControllerProgram(const std::string& address) {
+  // Comes back when it serves the address, or has ended. `before` is called in its process; false: it ends with 77.
+  explicit ControllerProgram(const std::string& address, const std::function<bool()>& before = nullptr) {
     int out[2];
     if (pipe2(out, O_CLOEXEC) != 0) std::abort();
     const pid_t parent = getpid();
@@ -74,6 +75,7 @@ class ControllerProgram {
     if (pid_ == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
       if (getppid() != parent) _exit(1);
+      if (before && !before()) _exit(77);
       dup2(out[1], 1);
       execl(FRUGAL_CONTROLLER, FRUGAL_CONTROLLER, address.c_str(), nullptr);
       _exit(127);
@@ -93,6 +95,13 @@ class ControllerProgram {
   int end(int signal) {
     kill(pid_, signal);
     return wait_for();
+  }
+  // Comes back when all of its threads have stopped.
+  void stop() {
+    kill(pid_, SIGSTOP);
+    int status = 0;
+    while (waitpid(pid_, &status, WUNTRACED) == pid_ && !WIFSTOPPED(status)) {
+    }
   }
   int wait_for() {
     int status = 0;

@@ -315,7 +315,11 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   tc.cache_ratio = o.cache;
   tc.flags = replace ? FRUGAL_TRAINER_REPLACE : 0;
   t.at(kJoining);
-  NEEDS(frugal_trainer_create(e, &tc, &t.handle));
+  // Who was killed may not be dead as yet: a signal takes its time on a machine with much to do.
+  int32_t joined;
+  const uint64_t until = now_ms() + 5000;
+  while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS && now_ms() < until) usleep(1000);
+  NEEDS(joined);
   t.at(kJoined);
   const int result = t.train(e, true);
   if (result == kLost && frugal_health(e) == FRUGAL_ERR_PEER_LOST)

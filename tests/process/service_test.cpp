@@ -1,10 +1,20 @@
 // A controller and its trainer processes when something is wrong: other configurations, ranks that are taken, a peer
-// that is stopped, forked, of another user, or has no memory.
+// that is stopped, forked, of another user, hostile, or has no memory.
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/ptrace.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
 
 #include <atomic>
 #include <functional>
+#include <map>
+#include <random>
 #include <thread>
 
 #include "controller.h"
@@ -237,6 +247,66 @@ TEST_F(Service, LimitsOfMemory) {
   OK(frugal_close(e));
 }
 
+// Each trainer has staging memory of 64 GiB of addresses.
+TEST_F(Service, LimitOfAddresses) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e));
+  rlimit before, little;
+  ASSERT_EQ(0, prlimit(controller.pid(), RLIMIT_AS, nullptr, &before));
+  little = before;
+  little.rlim_cur = rlim_t{1} << 30;  // less than it has
+  ASSERT_EQ(0, prlimit(controller.pid(), RLIMIT_AS, &little, nullptr));
+  frugal_trainer *t0 = nullptr, *t1 = nullptr;
+  EXPECT_EQ(FRUGAL_ERR_OUT_OF_MEMORY, Join(e, 0, &t0)) << Error();
+  ASSERT_EQ(0, prlimit(controller.pid(), RLIMIT_AS, &before, nullptr));
+  OK(Join(e, 0, &t0));
+  OK(Join(e, 1, &t1));
+  for (frugal_trainer* t : {t0, t1}) OK(frugal_step_begin(t, 0, 5000));
+  for (frugal_trainer* t : {t0, t1}) OK(frugal_step_end(t, 0, 0));
+  OK(frugal_close(e));
+}
+
+// As containers have it. Memory is not taken there, but without a name.
+TEST_F(Service, SmallDevShm) {
+  constexpr uint64_t kRows = 6000000;  // 192 MB of them
+  ControllerProgram controller(address(), [] {
+    struct statvfs shm;
+    return unshare(CLONE_NEWNS) == 0 && mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+           mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=64m") == 0 && statvfs("/dev/shm", &shm) == 0 &&
+           shm.f_blocks * shm.f_frsize == size_t{64} << 20;
+  });
+  if (!controller.serves()) {
+    ASSERT_EQ(77, controller.wait_for());
+    GTEST_SKIP() << "this process may not mount a /dev/shm";
+  }
+  frugal_engine* e = nullptr;
+  frugal_config c = Config(address());
+  c.world_size = 1;
+  OK(frugal_open(&c, &e));
+  frugal_table* table = nullptr;
+  frugal_table_config tc = TableConfig("t", kRows);
+  tc.optimizer.lr = 1;
+  const int status = frugal_table_create(e, &tc, &table);
+  if (status == FRUGAL_ERR_OUT_OF_MEMORY) GTEST_SKIP() << "this machine has no 192 MB: " << Error();
+  ASSERT_EQ(FRUGAL_OK, status) << Error();
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  const uint64_t keys[] = {0, kRows / 2, kRows - 1};
+  std::vector<float> rows(3 * 8, 1);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = keys;
+  op.count = 3;
+  op.grads = rows.data();
+  OK(frugal_step_begin(t, 0, 5000));
+  OK(frugal_push_grad(t, &op, 1));
+  OK(frugal_step_end(t, 0, 0));
+  OK(frugal_get(table, keys, 3, 0, rows.data(), 0, nullptr));
+  for (float x : rows) EXPECT_EQ(-1, x);
+  OK(frugal_close(e));
+}
+
 // What a trainer does by itself is in the controller's trace, and a path is that of who asks.
 TEST_F(Service, TraceOfTrainers) {
   ControllerProgram controller(address());
@@ -287,41 +357,63 @@ TEST_F(Service, TraceOfTrainers) {
   OK(frugal_close(e));
 }
 
-// What the gate has let through needs nobody's help; and who never answers is not waited for for ever.
+// What the gate has let through needs nobody's help, new rows of a hashed table and cached ones neither; and who
+// never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {
-  ControllerProgram controller(address());
-  frugal_engine* e = nullptr;
-  frugal_config c = Config(address(), 300);
-  c.world_size = 1;
-  OK(frugal_open(&c, &e));
-  frugal_table* table = nullptr;
-  const frugal_table_config tc = TableConfig("t");
-  OK(frugal_table_create(e, &tc, &table));
-  frugal_trainer* t = nullptr;
-  OK(Join(e, 0, &t));
-  std::vector<uint64_t> keys(500);
-  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i;
-  std::vector<float> rows(keys.size() * 8), grads(keys.size() * 8, 1);
-  frugal_op op = FRUGAL_OP_INIT;
-  op.table = table;
-  op.keys = keys.data();
-  op.count = keys.size();
-  op.rows_out = rows.data();
-  op.grads = grads.data();
-  OK(frugal_prefetch(t, 0, &op, 1, nullptr));
-  OK(frugal_step_begin(t, 0, 5000));
-  kill(controller.pid(), SIGSTOP);
-  OK(frugal_lookup(t, &op, 1));
-  OK(frugal_push_grad(t, &op, 1));
-  kill(controller.pid(), SIGCONT);
-  OK(frugal_step_end(t, 0, 0));
-  uint64_t step = 99;
-  OK(frugal_committed_step(e, &step));
-  EXPECT_EQ(0u, step);
-  kill(controller.pid(), SIGSTOP);
-  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, 100));
-  EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_committed_step(e, &step));
-  kill(controller.pid(), SIGCONT);
+  for (const double cache : {0.0, 1.0}) {
+    ControllerProgram controller(address());
+    frugal_engine* e = nullptr;
+    frugal_config c = Config(address(), 3000);
+    c.world_size = 1;
+    OK(frugal_open(&c, &e));
+    constexpr size_t kKeys = 500, kDim = 8;
+    std::vector<uint64_t> keys(kKeys);
+    std::vector<float> rows(kKeys * kDim), grads(kKeys * kDim, 1);
+    frugal_op ops[2];
+    for (int i : {0, 1}) {
+      frugal_table_config tc = TableConfig(i ? "hashed" : "dense");
+      tc.key_space = i ? FRUGAL_HASHED : FRUGAL_DENSE;
+      tc.init_a = 7;
+      tc.optimizer.lr = 1;
+      ops[i] = FRUGAL_OP_INIT;
+      OK(frugal_table_create(e, &tc, &ops[i].table));
+      ops[i].keys = keys.data();
+      ops[i].count = kKeys;
+      ops[i].rows_out = rows.data();
+      ops[i].grads = grads.data();
+    }
+    frugal_trainer* t = nullptr;
+    frugal_trainer_config trainer = FRUGAL_TRAINER_CONFIG_INIT;
+    trainer.cache_ratio = cache;
+    OK(frugal_trainer_create(e, &trainer, &t));
+    for (uint64_t s = 0; s < 3; ++s) {
+      for (size_t i = 0; i < kKeys; ++i) keys[i] = i + (s == 2 ? 100 : 0);  // hashed: new ones in the first and last
+      OK(frugal_prefetch(t, s, ops, 2, nullptr));
+      while (int status = frugal_step_begin(t, s, 5000)) ASSERT_EQ(FRUGAL_ERR_TIMEOUT, status) << Error();
+      controller.stop();
+      for (const frugal_op& op : ops) {
+        std::fill(rows.begin(), rows.end(), 0.0f);
+        OK(frugal_lookup(t, &op, 1));
+        for (size_t i = 0; i < kKeys; ++i) {
+          const float trained = s < 2 ? static_cast<float>(s) : keys[i] < kKeys ? 2 : 0;
+          for (size_t d = 0; d < kDim; ++d) ASSERT_EQ(7 - trained, rows[i * kDim + d]) << s << " " << keys[i];
+        }
+        OK(frugal_push_grad(t, &op, 1));
+      }
+      kill(controller.pid(), SIGCONT);
+      OK(frugal_step_end(t, s, 0));
+    }
+    uint64_t step = 99, n = 0;
+    OK(frugal_committed_step(e, &step));
+    EXPECT_EQ(2u, step);
+    OK(frugal_table_count(ops[1].table, &n));
+    EXPECT_EQ(kKeys + 100, n);
+    controller.stop();
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 3, 100));
+    EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_committed_step(e, &step));
+    kill(controller.pid(), SIGCONT);
+    OK(frugal_close(e));
+  }
 }
 
 // A trainer that says nothing while others wait for it is taken for lost, in however many slices they wait.
@@ -355,19 +447,6 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_close(b));
 }
 
-long BytesRead(const std::string& process) {  // by read and write calls and their like
-  std::FILE* f = std::fopen(("/proc/" + process + "/io").c_str(), "r");
-  if (!f) return -1;
-  long r = 0, w = 0;
-  char line[100];
-  while (std::fgets(line, sizeof line, f)) {
-    (void)std::sscanf(line, "rchar: %ld", &r);
-    (void)std::sscanf(line, "wchar: %ld", &w);
-  }
-  std::fclose(f);
-  return r + w;
-}
-
 double CpuSeconds(pid_t pid) {
   double ns = 0;
   const std::string tasks = "/proc/" + std::to_string(pid) + "/task";
@@ -385,48 +464,562 @@ double CpuSeconds(pid_t pid) {
   return ns * 1e-9;
 }
 
-// Neither keys nor gradients go through a system call, let alone the socket; and who is idle, sleeps.
-TEST_F(Service, TrafficAndIdleness) {
+// What a process moves by system calls, as its tracer sees them: whatever library makes them.
+struct Moved {
+  uint64_t calls = 0, socket = 0, other = 0, unclear = 0;  // calls, bytes, bytes, calls whose bytes are not told
+};
+
+// Runs `body` in a child, and sums up for each value of the number that it sets.
+class Traced {
+ public:
+  static constexpr int kPhases = 3;
+  // The child's exit status, 1000 + the signal, or -1: nobody may be traced here.
+  int Run(const std::function<int(std::atomic<int>&)>& body) {
+    auto* phase = static_cast<std::atomic<int>*>(
+        mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    new (phase) std::atomic<int>(0);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) _exit(77);
+      raise(SIGSTOP);
+      _exit(body(*phase));
+    }
+    int status = 0;
+    if (waitpid(pid, &status, 0) != pid || !WIFSTOPPED(status)) return -1;
+    ptrace(PTRACE_SETOPTIONS, pid, nullptr, PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL);
+    std::map<pid_t, uint64_t> calls;  // by thread: the call that it is in, with its descriptor
+    std::map<pid_t, int> descriptors;
+    ptrace(PTRACE_SYSCALL, pid, nullptr, nullptr);
+    for (;;) {
+      const pid_t thread = waitpid(-1, &status, __WALL);
+      if (thread < 0) return -1;
+      if (WIFEXITED(status) || WIFSIGNALED(status)) {
+        if (thread != pid) continue;
+        munmap(phase, 4096);
+        return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+      }
+      int signal = WSTOPSIG(status);
+      if (signal == (SIGTRAP | 0x80)) {
+        signal = 0;
+        __ptrace_syscall_info info{};
+        if (ptrace(PTRACE_GET_SYSCALL_INFO, thread, sizeof info, &info) > 0) {
+          if (info.op == PTRACE_SYSCALL_INFO_ENTRY) {
+            calls[thread] = info.entry.nr;
+            descriptors[thread] = static_cast<int>(info.entry.args[0]);
+          } else if (info.op == PTRACE_SYSCALL_INFO_EXIT && calls.count(thread)) {
+            Note(&moved_[phase->load()], pid, calls[thread], descriptors[thread], info.exit.rval);
+          }
+        }
+      } else if (signal == SIGTRAP || signal == SIGSTOP) {
+        signal = 0;  // a thread more
+      }
+      ptrace(PTRACE_SYSCALL, thread, nullptr, signal);
+    }
+  }
+  const Moved& in(int phase) const { return moved_[phase]; }
+
+ private:
+  static void Note(Moved* m, pid_t pid, uint64_t call, int fd, int64_t result) {
+    ++m->calls;
+    switch (call) {
+      case SYS_read: case SYS_write: case SYS_readv: case SYS_writev: case SYS_pread64: case SYS_pwrite64:
+      case SYS_preadv: case SYS_pwritev: case SYS_preadv2: case SYS_pwritev2: case SYS_sendto: case SYS_recvfrom:
+      case SYS_sendmsg: case SYS_recvmsg: {
+        if (result <= 0) return;
+        char link[64] = {};
+        const std::string name = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+        const bool told = readlink(name.c_str(), link, sizeof link - 1) > 0;
+        (told && std::strncmp(link, "socket:", 7) != 0 ? m->other : m->socket) += static_cast<uint64_t>(result);
+        return;
+      }
+      case SYS_sendmmsg: case SYS_recvmmsg: case SYS_splice: case SYS_tee: case SYS_vmsplice: case SYS_sendfile:
+      case SYS_copy_file_range: case SYS_process_vm_readv: case SYS_process_vm_writev: case SYS_io_uring_setup:
+      case SYS_io_uring_enter:
+        ++m->unclear;
+    }
+  }
+  Moved moved_[kPhases];
+};
+
+// Of a trainer's side, which is the other end of all that the controller sends and receives.
+TEST_F(Service, NoKeyGoesOverTheSocket) {
+  ControllerProgram controller(address());
+  constexpr size_t kKeys = 65536;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr uint64_t kSteps = 100;
+#else
+  constexpr uint64_t kSteps = 1000;
+#endif
+  Traced traced;
+  const int status = traced.Run([&](std::atomic<int>& phase) {
+    frugal_engine* e = nullptr;
+    frugal_config c = Config(address(), 600000);
+    c.world_size = 1;
+    if (frugal_open(&c, &e)) return 1;
+    frugal_table* table = nullptr;
+    const frugal_table_config tc = TableConfig("t", 200000);
+    if (frugal_table_create(e, &tc, &table)) return 2;
+    frugal_trainer* t = nullptr;
+    if (Join(e, 0, &t)) return 3;
+    std::vector<uint64_t> keys(kKeys);
+    std::vector<float> rows(kKeys * 8);
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = kKeys;
+    op.rows_out = rows.data();
+    op.grads = rows.data();
+    phase = 1;
+    for (uint64_t s = 0; s < kSteps; ++s) {
+      for (size_t i = 0; i < kKeys; ++i) keys[i] = (i * 2654435761u + s * 977) % 200000;
+      // Each third is not declared.
+      if (s % 3 && frugal_prefetch(t, s, &op, 1, nullptr)) return 4;
+      if (frugal_step_begin(t, s, -1) || frugal_lookup(t, &op, 1) || frugal_push_grad(t, &op, 1) ||
+          frugal_step_end(t, s, 0))
+        return 5;
+    }
+    phase = 2;
+    frugal_stats stats{};
+    stats.struct_size = sizeof stats;
+    if (frugal_get_stats(e, &stats) || stats.keys_pushed != kSteps * kKeys) return 6;
+    return frugal_close(e) ? 7 : 0;
+  });
+  if (status == -1 || status == 77) GTEST_SKIP() << "nobody may be traced here";
+  ASSERT_EQ(0, status);
+  // The tracer sees what goes over the socket.
+  EXPECT_GT(traced.in(0).socket, 500u);
+  EXPECT_GT(traced.in(2).socket, 300u);
+  const Moved& m = traced.in(1);
+  EXPECT_EQ(0u, m.socket);
+  EXPECT_EQ(0u, m.unclear);
+  EXPECT_LT(m.other, kSteps * 8);  // an eventfd's wake-up has eight bytes: less than one for each step
+  std::printf("%lu steps of %zu keys: %lu system calls, %lu bytes on sockets, %lu by others; before and after %lu "
+              "and %lu bytes on sockets\n", kSteps, kKeys, m.calls, m.socket, m.other, traced.in(0).socket,
+              traced.in(2).socket);
+}
+
+// Who is idle sleeps.
+TEST_F(Service, Idleness) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
   frugal_config c = Config(address());
   c.world_size = 1;
   OK(frugal_open(&c, &e));
-  frugal_table* table = nullptr;
-  const frugal_table_config tc = TableConfig("t", 200000);
-  OK(frugal_table_create(e, &tc, &table));
   frugal_trainer* t = nullptr;
   OK(Join(e, 0, &t));
-  constexpr size_t kKeys = 65536;
-  constexpr uint64_t kSteps = 1000;
-  std::vector<uint64_t> keys(kKeys);
-  std::vector<float> rows(kKeys * 8);
-  frugal_op op = FRUGAL_OP_INIT;
-  op.table = table;
-  op.keys = keys.data();
-  op.count = kKeys;
-  op.rows_out = rows.data();
-  op.grads = rows.data();
-  const std::string program = std::to_string(controller.pid());
-  const long before = BytesRead(program), mine = BytesRead("self");
-  for (uint64_t s = 0; s < kSteps; ++s) {
-    for (size_t i = 0; i < kKeys; ++i) keys[i] = (i * 2654435761u + s * 977) % 200000;
-    OK(frugal_prefetch(t, s, &op, 1, nullptr));
+  for (uint64_t s = 0; s < 100; ++s) {
     OK(frugal_step_begin(t, s, -1));
-    OK(frugal_lookup(t, &op, 1));
-    OK(frugal_push_grad(t, &op, 1));
     OK(frugal_step_end(t, s, 0));
-  }
-  // Eight bytes are an eventfd's: less than that for each step, and nothing near a key.
-  if (before >= 0) {
-    EXPECT_LT(BytesRead(program) - before, 16384);
-    EXPECT_LT(BytesRead("self") - mine, 16384);
   }
   const double used = CpuSeconds(controller.pid()), own = CpuSeconds(getpid());
   sleep(3);
   std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core\n",
               (CpuSeconds(controller.pid()) - used) / 3 * 100, (CpuSeconds(getpid()) - own) / 3 * 100);
   OK(frugal_close(e));
+}
+
+// Two ranks, whose rows of table 't' are as the steps say that they have trained.
+struct Job {
+  frugal_engine *a = nullptr, *b = nullptr;
+  frugal_table *ta = nullptr, *tb = nullptr;
+  frugal_trainer *t0 = nullptr, *t1 = nullptr;
+  uint64_t step = 0;
+  void Start(const std::string& address, int64_t timeout_ms) {
+    OK(Open(address, &a, timeout_ms));
+    OK(Open(address, &b, timeout_ms));
+    frugal_table_config c = TableConfig("t", 4);
+    c.optimizer.lr = 1;
+    OK(frugal_table_create(a, &c, &ta));
+    OK(frugal_table_create(b, &c, &tb));
+    OK(Join(a, 0, &t0));
+  }
+  void Push(frugal_trainer* t, frugal_table* table) const {
+    const uint64_t key = step % 4;
+    const std::vector<float> grads(8, 1);
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = &key;
+    op.count = 1;
+    op.grads = grads.data();
+    OK(frugal_push_grad(t, &op, 1));
+  }
+  void Step() {
+    int status;
+    while ((status = frugal_step_begin(t0, step, 5000)) == FRUGAL_ERR_PEER_LOST && Says("begin step")) {
+    }
+    ASSERT_EQ(FRUGAL_OK, status) << Error();
+    OK(frugal_step_begin(t1, step, 5000));
+    Push(t0, ta);
+    Push(t1, tb);
+    OK(frugal_step_end(t0, step, 0));
+    OK(frugal_step_end(t1, step, 0));
+    ++step;
+  }
+  void Check() const {
+    const uint64_t keys[] = {0, 1, 2, 3};
+    std::vector<float> rows(4 * 8);
+    OK(frugal_get(ta, keys, 4, 0, rows.data(), 0, nullptr));
+    for (size_t i = 0; i < rows.size(); ++i)
+      EXPECT_EQ(-2.0f * static_cast<float>((step + 3 - i / 8) / 4), rows[i]) << i;
+  }
+};
+
+// An abandoned trainer is as one whose process has ended: it is waited for, and what it did is undone.
+TEST_F(Service, AbandonedTrainer) {
+  ControllerProgram controller(address());
+  Job job;
+  job.Start(address(), 5000);
+  OK(Join(job.b, 1, &job.t1));
+  job.Step();
+  OK(frugal_step_begin(job.t0, 1, 5000));
+  OK(frugal_step_begin(job.t1, 1, 5000));
+  job.Push(job.t0, job.ta);
+  OK(frugal_step_end(job.t0, 1, 0));
+  job.Push(job.t1, job.tb);
+  OK(frugal_trainer_abandon(job.t1));
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_trainer_abandon(job.t1));
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t0, 2, 5000));
+  EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(job.t0, 1, 50));
+  EXPECT_TRUE(Says("rank 1")) << Error();
+  job.Check();
+  OK(Join(job.b, 1, &job.t1));
+  job.Step();
+  job.Check();
+  // In an engine of this process it is closed.
+  frugal_engine* own = nullptr;
+  frugal_trainer *here = nullptr, *other = nullptr;
+  OK(Open("", &own));
+  OK(Join(own, 0, &here));
+  OK(Join(own, 1, &other));
+  OK(frugal_trainer_abandon(other));
+  OK(frugal_step_begin(here, 0, 5000));
+  OK(frugal_step_end(here, 0, 0));
+  OK(frugal_step_begin(here, 1, 5000));
+  OK(frugal_close(own));
+  OK(frugal_close(job.a));
+  OK(frugal_close(job.b));
+}
+
+// Beside a job that goes on.
+TEST_F(Service, GarbageOnTheSocket) {
+  ControllerProgram controller(address());
+  Job job;
+  job.Start(address(), 60000);
+  OK(Join(job.b, 1, &job.t1));
+  std::vector<int> open;
+  for (uint32_t seed = 1; seed <= 60; ++seed) {
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    std::memcpy(name.sun_path, address().c_str(), address().size());
+    ASSERT_EQ(0, connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name));
+    std::mt19937 random(seed);
+    std::vector<uint32_t> words(2 + random() % 500);
+    for (uint32_t& w : words) w = random();
+    if (seed % 3 == 1) words[0] = 0, words[1] = static_cast<uint32_t>(words.size());  // what follows is less than that
+    if (seed % 3 == 2) words[0] = 0, words[1] = UINT32_MAX;                           // more than it takes
+    (void)send(fd, words.data(), words.size() * 4 - seed % 7, MSG_NOSIGNAL);
+    if (seed % 2) open.push_back(fd);
+    else close(fd);
+    job.Step();
+  }
+  job.Check();
+  for (int fd : open) close(fd);
+  OK(frugal_close(job.a));
+  OK(frugal_close(job.b));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// All shared memory that this process can write gets other bytes. Returns how much there is.
+size_t Scribble(uint32_t seed) {
+  std::FILE* maps = std::fopen("/proc/self/maps", "r");
+  std::mt19937_64 random(seed);
+  size_t found = 0;
+  char line[512], mode[5];
+  uintptr_t from, to;
+  while (std::fgets(line, sizeof line, maps)) {
+    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) != 3 || std::strcmp(mode, "rw-s") != 0) continue;
+    if (!std::strstr(line, "memfd:")) continue;
+    found += to - from;
+    auto* words = reinterpret_cast<std::atomic<uint64_t>*>(from);
+    // The head, where counts and rings begin, and some of the rest.
+    const size_t n = std::min<size_t>((to - from) / 8, size_t{1} << 18);
+    for (int i = 0; i < 4000; ++i) {
+      std::atomic<uint64_t>& word = words[random() % (random() % 2 ? std::min<size_t>(n, 512) : n)];
+      switch (random() % 4) {
+        case 0: word.store(random()); break;
+        case 1: word.fetch_add(random() % 100); break;
+        case 2: word.store(UINT64_MAX - random() % 4096); break;
+        default: word.store(0);
+      }
+    }
+  }
+  std::fclose(maps);
+  return found;
+}
+
+// Trainer processes that write anything into what they can write, and live on or end.
+TEST_F(Service, HostileTrainers) {
+  ControllerProgram controller(address());
+  constexpr uint32_t kEnemies = 12;
+  struct Enemy {
+    pid_t pid;
+    int begin;
+  };
+  std::vector<Enemy> enemies;
+  for (uint32_t number = 0; number < kEnemies; ++number) {
+    int begin[2];
+    ASSERT_EQ(0, pipe2(begin, O_CLOEXEC));
+    const pid_t parent = getpid(), pid = fork();
+    if (pid == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+      char word;
+      if (read(begin[0], &word, 1) != 1) _exit(1);
+      Job as;
+      as.step = number;
+      if (Open(address(), &as.b, 1000) || frugal_table_find(as.b, "t", &as.tb) || Join(as.b, 1, &as.t1)) _exit(2);
+      int status;
+      while ((status = frugal_step_begin(as.t1, as.step, 1000)) == FRUGAL_ERR_TIMEOUT) {
+      }
+      if (status) _exit(3);
+      as.Push(as.t1, as.tb);
+      for (uint32_t i = 0; i < 20; ++i)
+        if (Scribble(number * 100 + i) < (size_t{1} << 20)) _exit(4);
+      if (number % 2) _exit(0);
+      for (;;) pause();
+    }
+    close(begin[0]);
+    enemies.push_back({pid, begin[1]});
+  }
+  Job job;
+  job.Start(address(), 1000);
+  for (const Enemy& enemy : enemies) {
+    ASSERT_EQ(1, write(enemy.begin, "x", 1));
+    close(enemy.begin);
+    // It takes part, and then it is lost, by its end or because it does not answer.
+    int status;
+    while ((status = frugal_step_begin(job.t0, job.step, 5000)) == FRUGAL_ERR_TIMEOUT || status == FRUGAL_ERR_PEER_LOST) {
+    }
+    ASSERT_EQ(FRUGAL_OK, status) << Error();
+    status = frugal_step_end(job.t0, job.step, 0);
+    while (status == FRUGAL_OK || status == FRUGAL_ERR_TIMEOUT) status = frugal_step_begin(job.t0, job.step + 1, 200);
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status) << Error();
+    OK(Join(job.b, 1, &job.t1, FRUGAL_TRAINER_REPLACE));
+    job.Step();
+    job.Check();
+    OK(frugal_trainer_abandon(job.t1));
+  }
+  OK(frugal_close(job.a));
+  OK(frugal_close(job.b));
+  for (const Enemy& enemy : enemies) {
+    kill(enemy.pid, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(enemy.pid, waitpid(enemy.pid, &status, 0));
+    EXPECT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0) << status;
+  }
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// A push that is refused makes no rows, whichever of its ops is at fault: those of keys that nobody has declared are the
+// controller's to make, who does not see the gradients.
+TEST_F(Service, RefusedPush) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  frugal_config c = Config(address());
+  c.world_size = 1;
+  OK(frugal_open(&c, &e));
+  frugal_table *dense = nullptr, *hashed = nullptr;
+  frugal_table_config tc = TableConfig("dense");
+  OK(frugal_table_create(e, &tc, &dense));
+  tc = TableConfig("hashed");
+  tc.key_space = FRUGAL_HASHED;
+  OK(frugal_table_create(e, &tc, &hashed));
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  const uint64_t declared[] = {5, 7, 9}, others[] = {1, 2};
+  frugal_op op[2] = {FRUGAL_OP_INIT, FRUGAL_OP_INIT};
+  for (uint64_t s = 0; s < 4; ++s) {
+    op[0].table = s % 2 ? hashed : dense;
+    op[0].keys = declared;
+    op[0].count = 3;
+    op[0].flags = FRUGAL_OP_PADDING;
+    op[0].padding_key = 7;
+    op[0].batch = nullptr;
+    frugal_batch* batch = nullptr;
+    OK(frugal_prefetch(t, s, op, 1, &batch));
+    OK(frugal_step_begin(t, s, -1));
+    std::vector<float> grads(3 * 8, 1);
+    op[0].keys = s < 2 ? nullptr : declared;
+    op[0].count = s < 2 ? 0 : 3;
+    op[0].batch = batch;
+    op[0].grads = grads.data();
+    op[1].table = hashed;
+    op[1].keys = others;
+    op[1].count = 2;
+    op[1].grads = grads.data();  // those before the NaN
+    grads[2 * 8 + 3] = NAN;
+    EXPECT_EQ(FRUGAL_ERR_NAN, frugal_push_grad(t, op, 2)) << s;
+    OK(frugal_step_end(t, s, 0));
+    uint64_t n = 99;
+    OK(frugal_table_count(hashed, &n));
+    EXPECT_EQ(0u, n) << s;
+  }
+  // A NaN for the padding is none.
+  op[0].table = dense;
+  op[0].keys = declared;
+  op[0].count = 3;
+  op[0].batch = nullptr;
+  frugal_batch* batch = nullptr;
+  OK(frugal_prefetch(t, 4, op, 1, &batch));
+  OK(frugal_step_begin(t, 4, -1));
+  std::vector<float> grads(3 * 8, 1);
+  grads[8] = NAN;
+  op[0].keys = nullptr;
+  op[0].count = 0;
+  op[0].batch = batch;
+  op[0].grads = op[1].grads = grads.data();
+  op[1].count = 1;
+  OK(frugal_push_grad(t, op, 2));
+  OK(frugal_step_end(t, 4, 0));
+  uint64_t n = 99;
+  OK(frugal_table_count(hashed, &n));
+  EXPECT_EQ(1u, n);
+  OK(frugal_close(e));
+}
+
+// A row that a trainer has made is there for all who read after that, in the same process at once.
+TEST_F(Service, RowsThatOthersRead) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e));
+  frugal_table* table = nullptr;
+  frugal_table_config tc = TableConfig("t");
+  tc.key_space = FRUGAL_HASHED;
+  tc.init = FRUGAL_INIT_CONSTANT;
+  tc.init_a = 3;
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer* t[2] = {};
+  OK(Join(e, 0, &t[0]));
+  OK(Join(e, 1, &t[1]));
+  for (uint64_t s = 0; s < 6; ++s) {
+    const uint64_t key = 10 + s;
+    std::vector<float> row(8), grad(8, 1), seen(8);
+    uint8_t found = 9;
+    frugal_op op = FRUGAL_OP_INIT, look = FRUGAL_OP_INIT;
+    op.table = look.table = table;
+    op.keys = look.keys = &key;
+    op.count = look.count = 1;
+    op.rows_out = row.data();
+    op.grads = grad.data();
+    look.rows_out = seen.data();
+    look.found_out = &found;
+    OK(frugal_prefetch(t[0], s, &op, 1, nullptr));
+    OK(frugal_step_begin(t[0], s, -1));
+    OK(frugal_step_begin(t[1], s, -1));
+    OK(frugal_read(e, t[1], &look, 1, -1));
+    EXPECT_EQ(0, found);
+    if (s % 2) OK(frugal_lookup(t[0], &op, 1));
+    else OK(frugal_push_grad(t[0], &op, 1));
+    OK(frugal_read(e, t[1], &look, 1, -1));
+    EXPECT_EQ(1, found);
+    EXPECT_EQ(3, seen[7]);
+    if (s == 4) {  // what is undone is there no more, and the rank is told of that by its own call
+      OK(frugal_push_grad(t[0], &op, 1));
+      OK(frugal_step_abort(t[1]));
+      OK(frugal_read(e, nullptr, &look, 1, -1));
+      EXPECT_EQ(0, found);
+      EXPECT_EQ(FRUGAL_ERR_STEP_ABORTED, frugal_step_end(t[0], s, 0));
+      OK(frugal_step_begin(t[0], s, -1));
+      OK(frugal_step_begin(t[1], s, -1));
+    }
+    OK(frugal_step_end(t[0], s, 0));
+    OK(frugal_step_end(t[1], s, 0));
+  }
+  OK(frugal_close(e));
+}
+
+// Calls of other threads end when the engine is closed, or the trainer, and touch nothing that is gone.
+TEST_F(Service, CloseBesideCalls) {
+  ControllerProgram controller(address());
+  for (int round = 0; round < 20; ++round) {
+    frugal_engine* e = nullptr;
+    frugal_config c = Config(address(), 20000);
+    c.world_size = 1;
+    OK(frugal_open(&c, &e));
+    frugal_table* table = nullptr;
+    const frugal_table_config tc = TableConfig("t");
+    OK(frugal_table_create(e, &tc, &table));
+    std::atomic<frugal_trainer*> trainer{nullptr};
+    std::atomic<int> wrong{FRUGAL_OK};
+    std::atomic<bool> over{false};
+    auto allowed = [&](int status) {
+      static const int all[] = {FRUGAL_OK, FRUGAL_ERR_CLOSED, FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_EXISTS, FRUGAL_ERR_BUSY,
+                                FRUGAL_ERR_NOT_IN_STEP, FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_STEP_ORDER,
+                                FRUGAL_ERR_STEP_RANGE};
+      if (std::find(std::begin(all), std::end(all), status) == std::end(all)) wrong.store(status);
+      return status == FRUGAL_OK;
+    };
+    std::vector<std::thread> threads;
+    auto again = [&](std::function<void()> calls) {
+      threads.emplace_back([&over, calls = std::move(calls)] {
+        while (!over.load()) calls();
+      });
+    };
+    std::vector<uint64_t> keys(200);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = i * 5;
+    again([&] {  // steps
+      std::vector<float> rows(keys.size() * 8), grads(keys.size() * 8, 1);
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = table;
+      op.keys = keys.data();
+      op.count = keys.size();
+      op.rows_out = rows.data();
+      op.grads = grads.data();
+      uint64_t s = 0;
+      if (!allowed(frugal_committed_step(e, &s))) return;
+      s = s == FRUGAL_NO_STEP ? 0 : s + 1;
+      frugal_trainer* t = trainer.load();
+      while (t && !over.load() && allowed(frugal_prefetch(t, s, &op, 1, nullptr)) && allowed(frugal_step_begin(t, s, -1)) &&
+             allowed(frugal_lookup(t, &op, 1)) && allowed(frugal_push_grad(t, &op, 1)) &&
+             allowed(frugal_step_end(t, s, 0)))
+        ++s;
+    });
+    again([&] {  // outside steps
+      uint64_t n = 0;
+      frugal_table* found = nullptr;
+      allowed(frugal_table_count(table, &n));
+      allowed(frugal_flush(e, 20000));
+      allowed(frugal_table_find(e, "t", &found));
+      allowed(frugal_health(e));
+    });
+    again([&] {  // joins and leaves
+      frugal_trainer* t = nullptr;
+      if (!allowed(Join(e, 0, &t))) return;
+      trainer.store(t);
+      usleep(500);
+      allowed(frugal_trainer_close(t));
+    });
+    usleep(static_cast<useconds_t>(3000 + round * 700));
+    OK(frugal_close(e));
+    over.store(true);
+    for (std::thread& t : threads) t.join();
+    EXPECT_EQ(FRUGAL_OK, wrong.load()) << frugal_status_name(wrong.load());
+  }
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// What a controller has to do for a process that is dead may be under way when it is to stop.
+TEST_F(Service, StopAfterDeath) {
+  for (int round = 0; round < 40; ++round) {
+    ControllerProgram controller(address());
+    EXPECT_EQ(0, InChild([&] {
+      frugal_engine* e = nullptr;
+      frugal_trainer* t = nullptr;
+      return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;  // and ends without a word
+    }));
+    EXPECT_EQ(0, controller.end(SIGTERM)) << round;
+  }
 }
 
 // A stopping controller answers, or is gone; it ends in any case.

@@ -54,7 +54,7 @@ using .ABI:
     TableInfo
 
 export Batch, Engine, FrugalError, Op, Optimizer, Table, Trainer
-export cancel, committed_step, describe, drop, health, lookup, lookup!, memory_needed, prefetch
+export abandon, cancel, committed_step, describe, drop, health, lookup, lookup!, memory_needed, prefetch
 export metrics, push_borrowed, push_grad, serve, set_optimizer, set_stream, stats, step_abort, step_begin, step_end
 export table_find, trace, trace_start, trace_stop
 

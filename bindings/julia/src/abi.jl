@@ -212,6 +212,7 @@ const OPT_MEAN_RANKS = UInt32(2)
 const TABLE_LAZY = UInt32(1)
 const WITH_STATE = UInt32(1)
 const TRAINER_REPLACE = UInt32(1)
+const OBSERVE = UInt32(1)
 const OP_PADDING = UInt32(1)
 const STEP_SKIP = UInt32(1)
 const TIMEOUT_DEFAULT = Int64(-1)
@@ -245,6 +246,7 @@ const SYMBOLS = (
     :frugal_delete,
     :frugal_trainer_create,
     :frugal_trainer_close,
+    :frugal_trainer_abandon,
     :frugal_set_stream,
     :frugal_prefetch,
     :frugal_prefetch_cancel,

@@ -3,7 +3,7 @@
     Engine(f; options...)
 
 Opens an engine and starts its threads; the second form calls `f(engine)` and closes it then, also after an
-exception.
+exception: then its trainers are abandoned first, see [`abandon`](@ref).
 
 Options: `world_size = 1` (ranks), `lookahead = 10` (future steps that may be declared, up to 40), `flush_threads =
 1`, `flush_mode = :auto` (`:at_once`, `:deferred`, `:write_through`, `:tree_heap`), `staleness = 0` (steps; or
@@ -32,6 +32,7 @@ mutable struct Engine
         GC.@preserve address begin
             if address !== nothing
                 config[] = with_service(config[], Ptr{UInt8}(Base.unsafe_convert(Cstring, address)))
+                await_controller(config[])
             end
             check(ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), config, out))
         end
@@ -64,6 +65,29 @@ function engine_config(; options...)
     return named_config(; options...)
 end
 
+# Waits until somebody listens at the address, in slices: other tasks, the collector and Ctrl-C come in between.
+function await_controller(config::ABI.Config)
+    probe = Ref(with_service(ABI.Config(; flags = ABI.OBSERVE, timeout_ms = 0), config.service))
+    out = Ref{ABI.Handle}(C_NULL)
+    start, pause = time_ns(), 0.001
+    while true
+        status = ccall(ABI.frugal_open[], Int32, (Ref{ABI.Config}, Ref{ABI.Handle}), probe, out)
+        if status == OK
+            check(ccall(ABI.frugal_close[], Int32, (ABI.Handle,), out[]))
+            return nothing
+        end
+        status == ERR_PEER_LOST || return nothing # what else is wrong is told by the call that is meant
+        code = last_system_code()
+        code in (Libc.ENOENT, Libc.ECONNREFUSED, Libc.ECONNRESET, Libc.EAGAIN) || return nothing
+        if config.timeout_ms != TIMEOUT_INFINITE && (time_ns() - start) ÷ 1_000_000 >= config.timeout_ms
+            text = "no controller at $(unsafe_string(config.service)) within $(config.timeout_ms) ms ($(Libc.strerror(code)))"
+            throw(FrugalError(status, status_name(status), text, code, 0))
+        end
+        sleep(pause)
+        pause = min(2 * pause, 0.05)
+    end
+end
+
 with_service(config::ABI.Config, service::Ptr{UInt8}) =
     ABI.Config((name === :service ? service : getfield(config, name) for name in fieldnames(ABI.Config))...)
 
@@ -78,6 +102,11 @@ function Engine(f::Function; options...)
     engine = Engine(; options...)
     try
         return f(engine)
+    catch
+        for trainer in lock(() -> copy(engine.trainers), TRAINERS)
+            abandon_quietly(trainer)
+        end
+        rethrow()
     finally
         close(engine)
     end

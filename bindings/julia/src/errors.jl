@@ -52,6 +52,12 @@ status_name(status::Integer) =
     throw(FrugalError(status, name, text, e.system_code, e.device_code))
 end
 
+function last_system_code()
+    error = Ref(ABI.Error())
+    without_finalizers(() -> ccall(ABI.frugal_last_error[], Cvoid, (Ref{ABI.Error},), error))
+    return error[].system_code
+end
+
 # Calls `f()`, and lets no finalizer run on this thread meanwhile.
 @inline function without_finalizers(f::F) where {F}
     enable_finalizers(false)

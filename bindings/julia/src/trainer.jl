@@ -5,7 +5,8 @@ const TRAINER_OPTIONS =
     Trainer(engine; rank = 0, device = "cpu", cache_bytes = 0, cache_ratio = 0.0, replace = false)
     Trainer(f, engine; options...)
 
-Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, also after an exception.
+Joins the engine as a rank; the second form calls `f(trainer)` and leaves then, or after an exception abandons it: see
+[`abandon`](@ref).
 
 `rank` is one of `0:world_size-1`; `device` is `"cpu"`, or `"cuda:N"` in a library with CUDA; `cache_bytes` is the
 size of a private cache over all tables, or `cache_ratio` its share of each table's rows, the larger counts. With
@@ -69,11 +70,14 @@ end
 
 function Trainer(f::Function, engine::Engine; options...)
     trainer = Trainer(engine; options...)
-    try
-        return f(trainer)
-    finally
-        close(trainer)
+    result = try
+        f(trainer)
+    catch
+        abandon_quietly(trainer)
+        rethrow()
     end
+    close(trainer)
+    return result
 end
 
 # Makes a call of a trainer, `call()` with its status. The library takes one at a time and does not look; two at once
@@ -119,16 +123,36 @@ Its declarations are cancelled, and a step that it is inside of is aborted for a
 is no error. Threads: any one; a call of the trainer that waits throws `ERR_CLOSED`. Errors: `ErrorException` inside
 of [`push_borrowed`](@ref). Since 0.1.
 """
-function Base.close(trainer::Trainer)
+Base.close(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_close[])
+
+"""
+    abandon(trainer)
+
+Gives a trainer up, for a program that fails: as if its process had ended.
+
+With a service every uncommitted step is undone, the calls of the other ranks throw `ERR_PEER_LOST`, and somebody who
+joins as this rank is waited for; without one it is [`close`](@ref close(::Trainer)). Returns `nothing`. Threads, errors:
+as `close`. Since 0.1.
+"""
+abandon(trainer::Trainer) = end_trainer(trainer, ABI.frugal_trainer_abandon[])
+
+function end_trainer(trainer::Trainer, call)
     may_close(trainer.lent, "trainer") || return nothing
     check_closed(
-        GC.@preserve(
-            trainer,
-            ccall(ABI.frugal_trainer_close[], Int32, (ABI.Handle,), trainer.handle)
-        ),
+        GC.@preserve(trainer, ccall(call, Int32, (ABI.Handle,), trainer.handle)),
         trainer.lent,
     )
     lock(() -> filter!(t -> t !== trainer, trainer.engine.trainers), TRAINERS)
+    return nothing
+end
+
+# Beside an exception that says more than what may go wrong here.
+function abandon_quietly(trainer::Trainer)
+    try
+        abandon(trainer)
+    catch error
+        error isa FrugalError || rethrow()
+    end
     return nothing
 end
 

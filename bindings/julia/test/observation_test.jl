@@ -105,6 +105,16 @@ end
     end
     @test failure isa FrugalError && failure.status in (Frugal.ERR_PEER_LOST, Frugal.ERR_UNSUPPORTED)
     @test occursin("/tmp/no such service", failure.message)
+    # Other tasks run meanwhile, of the same thread, too.
+    ran = false
+    waiting = @async try
+        Engine(; service = "/tmp/no such service", timeout_ms = 500)
+    catch e
+        e.status
+    end
+    @async (ran = true)
+    @test fetch(waiting) == failure.status
+    @test ran
     @test_throws ArgumentError Engine(; service = "a\0b")
     @test_throws ArgumentError Engine(; service = 5)
     @test Frugal.status_name(Frugal.ERR_PEER_LOST) == "FRUGAL_ERR_PEER_LOST"
@@ -114,5 +124,30 @@ end
         @test status_of(() -> Trainer(engine; replace = true)) == Frugal.ERR_UNSUPPORTED
         observed_training(engine, 1)
         @test committed_step(engine) == 0
+    end
+    # An exception gives the rank up: the others wait for somebody else. What is closed leaves.
+    mktempdir() do folder
+        Engine(; backing = :shm, world_size = 2) do host
+            address = joinpath(folder, "socket")
+            status_of(() -> serve(host, address)) == Frugal.ERR_UNSUPPORTED && return
+            attached = Engine(; service = address, world_size = 2)
+            here = Trainer(host)
+            step(n) = (step_begin(here, n; timeout_ms = 200); step_end(here, n))
+            @test_throws ErrorException Trainer(attached; rank = 1) do other
+                step_begin(other, 0)
+                step_end(other, 0)
+                step(0)
+                error("on purpose")
+            end
+            @test status_of(() -> step(1)) == Frugal.ERR_PEER_LOST
+            @test status_of(() -> step(1)) == Frugal.ERR_TIMEOUT
+            abandon(Trainer(attached; rank = 1))
+            @test status_of(() -> step(1)) == Frugal.ERR_PEER_LOST
+            Trainer(identity, attached; rank = 1)
+            step(1)
+            step(2)
+            @test committed_step(host) == 2
+            close(attached)
+        end
     end
 end

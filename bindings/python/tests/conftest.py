@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ from frugal import _abi, _engine, _lib, _table, _trainer
 from spying import Spy
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+
+# A shell that starts the tests in the background has them ignore it, and so would all programs that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def controller_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         frugal.Engine(service=tmp_path_factory.mktemp("none") / "socket", timeout=0.1)
     except frugal.Unsupported:
         pytest.skip("the library was built without trainers as processes")
-    except frugal.Timeout:
+    except frugal.PeerLost:
         pass
     beside = Path(_lib.lib._name).resolve().parent / "tools" / "controller" / "frugal-controller"
     found = os.environ.get("FRUGAL_CONTROLLER") or (str(beside) if beside.exists() else shutil.which(beside.name))

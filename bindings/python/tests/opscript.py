@@ -77,7 +77,7 @@ def optimizer_of(fields: Optional[Dict[str, Any]]) -> frugal.Optimizer:
 
 class Replay:
     def __init__(self) -> None:
-        self.engine = frugal.Engine()
+        self.engine = frugal.Engine(service="")
         self.engine.close()
         self.tables: Dict[int, frugal.Table] = {}
         self.trainers: Dict[int, frugal.Trainer] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator, Tuple
@@ -116,7 +118,7 @@ def test_the_address_is_told_or_the_environment_s(
     with frugal.Engine() as engine:
         assert engine.service == controller.address
     monkeypatch.setenv("FRUGAL_SERVICE", str(tmp_path / "nobody"))
-    with pytest.raises(frugal.Timeout, match="nobody"):
+    with pytest.raises(frugal.PeerLost, match="nobody within 100 ms"):
         frugal.Engine(timeout=0.1)
     with frugal.Engine(service=controller.address) as engine:
         assert engine.service == controller.address
@@ -139,6 +141,23 @@ def test_bad_addresses() -> None:
             engine.serve("address")
         with pytest.raises(frugal.Unsupported, match="service"):
             engine.create_trainer(replace=True)
+
+
+def test_a_host_may_create_a_table_that_a_trainer_has_created(
+    controller_program: Path, peer: Start, tmp_path: Path
+) -> None:
+    address = str(tmp_path / "socket")
+    options: Any = {"optimizer": frugal.Adagrad(lr=0.5), "init": frugal.Uniform(-1, 1)}
+    with frugal.Engine(world_size=WORLD, lookahead=4, backing="shm", timeout=60, service="") as engine:
+        engine.serve(address)
+        other = peer(RANK, address, "1")
+        assert other.says() == "joined"
+        with pytest.raises(frugal.Exists, match="another configuration"):
+            engine.create_table("t", 50, 5, **options)
+        table = engine.create_table("t", 50, 4, **options)
+        assert table.count() == 50
+        with pytest.raises(frugal.Exists):
+            engine.create_table("t", 50, 4, **options)
 
 
 def test_a_trainer_can_host_the_controller(controller_program: Path, peer: Start, tmp_path: Path) -> None:
@@ -243,7 +262,91 @@ def test_a_controller_that_is_killed(world: World, controller: Any, peer: Start)
     world.engine.close()
 
 
+# --- Failing ---
+
+# How a program goes wrong, between two steps.
+FAILURES = {
+    "trainer": "with trainer:\n    run()\n    raise RuntimeError('on purpose')\n",
+    "engine": "with engine:\n    run()\n    raise RuntimeError('on purpose')\n",
+    "step": "with engine, trainer, trainer.step(1):\n    raise RuntimeError('on purpose')\n",
+    "exit": "with engine, trainer:\n    run()\n    sys.exit(3)\n",
+    "nothing": "run()\nraise RuntimeError('on purpose')\n",
+    "caught": "try:\n    with trainer:\n        run()\n        raise RuntimeError('on purpose')\n"
+    "except RuntimeError:\n    print('caught', flush=True)\n    sys.stdin.readline()\n",
+}
+FAILING = RANK[: RANK.index("for line in")] + "def run():\n    pass\n"
+STEP_0 = """
+trainer.step_begin(0)
+trainer.push_grad(table, keys, trainer.lookup(table, keys) * np.float32(0.5) + np.float32(rank))
+trainer.step_end(0)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_rank_that_fails_is_lost_and_replaced(world: World, peer: Start, how: str) -> None:
+    other = peer(FAILING + STEP_0 + FAILURES[how], world.service, "1")
+    assert other.says() == "joined"
+    world.step(0)
+    assert other.says() == "done"
+    other.hears("fail")
+    if how == "caught":
+        assert other.says() == "caught"  # it lives on
+    # Nobody goes on without it: it would have had gradients.
+    with pytest.raises(frugal.PeerLost, match="rank 1"):
+        while True:
+            try:
+                world.trainer.step_begin(1)
+                world.push()
+                world.trainer.step_end(1)
+                world.trainer.step_begin(2)
+            except frugal.StepAborted:
+                assert how == "step"
+    with pytest.raises(frugal.Timeout, match="rank 1"):
+        world.trainer.step_begin(1, timeout=0.25)
+    again = peer(RANK, world.service, "1")
+    assert again.says() == "joined"
+    again.hears("begin train end")
+    world.step(1)
+    assert again.says() == "done"
+    assert same(world.rows(), alone(2))
+
+
+@pytest.mark.parametrize(
+    "how", ["with engine, trainer:\n    sys.exit(0)\n", "trainer.close()\nraise RuntimeError('on purpose')\n", "", "sys.exit(0)\n"]
+)
+def test_a_rank_that_ends_leaves(world: World, peer: Start, how: str) -> None:
+    other = peer(FAILING + STEP_0 + how, world.service, "1")
+    assert other.says() == "joined"
+    world.step(0)
+    assert other.says() == "done"
+    other.hears("end")
+    for step in range(1, 4):
+        world.step(step)
+    assert world.engine.committed_step() == 3
+
+
 # --- Waiting ---
+
+
+def test_ctrl_c_while_nobody_serves(tmp_path: Path) -> None:
+    timer = interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        frugal.Engine(service=tmp_path / "nobody", timeout=math.inf)
+    timer.join()
+
+
+def test_a_controller_that_comes_later(controller_program: Path, tmp_path: Path) -> None:
+    address = tmp_path / "later"
+    process = []
+    timer = threading.Timer(0.3, lambda: process.append(subprocess.Popen([str(controller_program), str(address)])))
+    timer.start()
+    with frugal.Engine(service=address, timeout=60) as engine:
+        assert engine.committed_step() is None
+    timer.join()
+    process[0].terminate()
+    assert process[0].wait(60) == 0
 
 
 def pair(service: str) -> Tuple[World, frugal.Trainer]:

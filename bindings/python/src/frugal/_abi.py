@@ -55,6 +55,7 @@ STATUS: Dict[str, int] = {
 FRUGAL_OK = 0
 FRUGAL_ERR_TIMEOUT = -13
 FRUGAL_ERR_OVERFLOW = -20
+FRUGAL_ERR_PEER_LOST = -23
 
 FRUGAL_TIMEOUT_DEFAULT = -1
 FRUGAL_TIMEOUT_INFINITE = -2
@@ -101,6 +102,7 @@ FRUGAL_TABLE_LAZY = 1
 FRUGAL_WITH_STATE = 1
 
 FRUGAL_TRAINER_REPLACE = 1
+FRUGAL_OBSERVE = 1
 
 FRUGAL_POOL_NONE = 0
 FRUGAL_POOL_SUM = 1
@@ -330,6 +332,7 @@ FUNCTIONS: Dict[str, Tuple[Any, List[Any]]] = {
     "frugal_trainer_config_init": (None, [_P]),
     "frugal_trainer_create": (c_int32, [_P, _P, _P]),
     "frugal_trainer_close": (c_int32, [_P]),
+    "frugal_trainer_abandon": (c_int32, [_P]),
     "frugal_set_stream": (c_int32, [_P, _P]),
     "frugal_op_init": (None, [_P]),
     "frugal_prefetch": (c_int32, [_P, c_uint64, _P, c_size_t, _P]),

@@ -7,8 +7,10 @@ closed is answered with BadHandle, in whatever order objects go.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import time
 import weakref
 from contextlib import contextmanager
 from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer, sizeof
@@ -21,10 +23,10 @@ from ._lib import lib
 from ._ops import READ, Op, choose, pack, uint32, uint64
 from ._single import Single
 from ._table import FLUSH_MODES, Table, table_config
-from ._trainer import Trainer, as_ops
+from ._trainer import Trainer, as_ops, failed, watch_exit
 from ._wait import milliseconds, wait
 from .config import SGD, Constant, Initializer, Optimizer
-from .errors import check, last_error
+from .errors import Error, PeerLost, check, last_error
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -55,6 +57,33 @@ def _close(handle: int, pid: int, callback: Any) -> None:
     """Of an engine's finalizer; it keeps the log callback alive until the threads that call it have ended."""
     if os.getpid() == pid:
         check(lib.frugal_close(handle))
+
+
+def _await_controller(config: Any, limit_ms: float) -> None:
+    """Waits until somebody listens at the address, in slices, so that Ctrl-C ends it."""
+    probe = _abi.frugal_config()
+    lib.frugal_config_init(addressof(probe))
+    probe.service = config.service
+    probe.flags = _abi.FRUGAL_OBSERVE
+    probe.timeout_ms = 0
+    handle = c_void_p()
+    end, pause = time.monotonic() + limit_ms / 1000, 0.001
+    while True:
+        status = lib.frugal_open(addressof(probe), byref(handle))
+        if status == 0:
+            check(lib.frugal_close(handle))
+        error = last_error(status) if status == _abi.FRUGAL_ERR_PEER_LOST else None
+        if error is None or error.system_code not in _NOBODY:
+            return  # there is one, or what else is wrong is told by the call that is meant
+        left = end - time.monotonic()
+        if left <= 0:
+            where, why = os.fsdecode(config.service), os.strerror(error.system_code)
+            raise PeerLost(f"no controller at {where} within {limit_ms:.0f} ms ({why})", status, error.system_code)
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, 0.05)
+
+
+_NOBODY = (errno.ENOENT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EAGAIN)
 
 
 class Engine(Single):
@@ -118,8 +147,11 @@ class Engine(Single):
             config.service = address  # which the struct keeps
         self.service: str = os.fsdecode(address)
         """Address of the controller that this process is attached to, or ""."""
+        if self.service:
+            _await_controller(config, self._timeout_ms)
         handle = c_void_p()
         check(lib.frugal_open(addressof(config), byref(handle)))
+        self._trainers: "weakref.WeakSet[Trainer]" = weakref.WeakSet()
         self._handle: int = handle.value or 0
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self._handle, self._pid, callback)
@@ -142,6 +174,11 @@ class Engine(Single):
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
+        for trainer in list(self._trainers) if failed(kind, error) else []:
+            try:
+                trainer.abandon()
+            except Error:
+                pass  # what left the block says more
         self.close()
 
     def create_table(
@@ -199,7 +236,9 @@ class Engine(Single):
             config.flags = _abi.FRUGAL_TRAINER_REPLACE
         handle = c_void_p()
         check(lib.frugal_trainer_create(self._handle, addressof(config), byref(handle)))
-        return Trainer(self, handle.value or 0, config.rank, device)
+        trainer = Trainer(self, handle.value or 0, config.rank, device)
+        self._trainers.add(trainer)
+        return trainer
 
     def health(self) -> int:
         """0, or the status of the first background failure, which every later call reports as Unhealthy."""
@@ -374,3 +413,4 @@ def _path(path: Path, what: str) -> bytes:
 # Finalizers run at the end of the interpreter from when the first one is made. Now: what the program registers with
 # atexit after it has imported this module runs earlier, and finds its engines open.
 weakref.finalize(Engine, int).detach()
+watch_exit()

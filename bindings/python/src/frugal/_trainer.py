@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import sys
 import weakref
 from ctypes import addressof, byref, c_void_p, create_string_buffer
 from types import TracebackType
@@ -68,7 +70,27 @@ class Batch(Single):
 def _close(handle: int, pid: int, engine: weakref.finalize[Any, Any]) -> None:
     """Of a trainer's finalizer. In a forked child, and when the engine has been closed, there is nothing to do."""
     if engine.alive and os.getpid() == pid:
-        check(lib.frugal_trainer_close(handle))
+        check(lib.frugal_trainer_abandon(handle) if _program_failed else lib.frugal_trainer_close(handle))
+
+
+def failed(kind: Optional[Type[BaseException]], error: Optional[BaseException]) -> bool:
+    """Whether a `with` block was left by an exception that is a failure: an exit with status 0 is none."""
+    return kind is not None and not (isinstance(error, SystemExit) and not error.code)
+
+
+_program_failed = False
+
+
+def _at_exit() -> None:
+    global _program_failed
+    # The interpreter sets it where it prints an exception that nobody has caught; so does each line typed at a prompt.
+    _program_failed = getattr(sys, "last_type", None) is not None and not hasattr(sys, "ps1")
+
+
+# Before finalizers, which were registered earlier (Engine's module sees to that).
+def watch_exit() -> None:
+    """Makes what is closed by the end of a program that has failed be abandoned."""
+    atexit.register(_at_exit)
 
 
 class Trainer(Single):
@@ -123,9 +145,19 @@ class Trainer(Single):
     def close(self) -> None:
         """Leaves: nobody waits for this rank any more; a step that it is inside of is aborted for all.
 
-        Declarations are cancelled. Closing twice is no error. In a forked child nothing happens.
+        Declarations are cancelled. Closing twice is no error. In a forked child nothing happens. At the end of a `with`
+        block that an exception leaves it is abandon() that is called, and so at the end of a program that no one has
+        caught an exception of.
         """
         self._finalizer()
+
+    def abandon(self) -> None:
+        """Gives the rank up as if this process had ended: with a service all uncommitted steps are undone, the others
+        are told by PeerLost, and somebody who joins as this rank is waited for. Without a service: close().
+        """
+        ended = self._finalizer.detach()
+        if ended is not None and self._engine._finalizer.alive and os.getpid() == self._engine._pid:
+            check(lib.frugal_trainer_abandon(self._handle))
 
     def __enter__(self) -> Trainer:
         return self
@@ -133,7 +165,12 @@ class Trainer(Single):
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        self.close()
+        if not failed(kind, error):
+            return self.close()
+        try:
+            self.abandon()
+        except Error:
+            pass  # what left the block says more
 
     def set_stream(self, stream: int) -> None:
         """Names the cudaStream_t, as an integer, in which this trainer's calls work from now on; 0 is the default.

@@ -339,9 +339,22 @@ impl Trainer {
     }
 
     /// Leaves: from now on nobody waits for this rank. Its declarations are cancelled, a step that it is inside of
-    /// is aborted for all. Dropping does the same and tells no error. Errors: `BadHandle`, `Forked`.
+    /// is aborted for all. Dropping does the same and tells no error, unless the thread panics ([`Trainer::abandon`]). Errors: `BadHandle`, `Forked`.
     pub fn close(mut self) -> Result<()> {
         self.leave()
+    }
+
+    /// Gives the rank up, for a program that fails: as if its process had ended. With a service every uncommitted step
+    /// is undone, the other ranks' calls fail with `PeerLost`, and somebody who joins as this rank is waited for;
+    /// without one it is [`Trainer::close`]. Dropping does this while the thread panics. Errors: `BadHandle`, `Forked`.
+    pub fn abandon(mut self) -> Result<()> {
+        self.give_up()
+    }
+
+    fn give_up(&mut self) -> Result<()> {
+        let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
+        // SAFETY: any value may be given up, NULL too.
+        call(|| unsafe { sys::frugal_trainer_abandon(handle) })
     }
 
     fn leave(&mut self) -> Result<()> {
@@ -358,7 +371,7 @@ impl Trainer {
 
 impl Drop for Trainer {
     fn drop(&mut self) {
-        let _ = self.leave();
+        let _ = if std::thread::panicking() { self.give_up() } else { self.leave() };
     }
 }
 

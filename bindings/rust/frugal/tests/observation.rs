@@ -151,6 +151,43 @@ fn metrics_longer_than_a_first_guess() {
     assert_eq!(text.matches("frugal_table_rows{").count(), 200);
 }
 
+// A served engine is its process's own; that of another is attached to it. A panic gives the rank up, and the other is
+// told; what is dropped otherwise leaves, and nobody waits for it.
+#[test]
+fn a_rank_that_panics_is_waited_for() {
+    let folder = Folder::new("panics");
+    let address = folder.0.join("socket");
+    let options = || EngineOptions::new().world_size(2).timeout(Duration::from_secs(60));
+    let host = options().backing(Backing::Shm).open().unwrap();
+    match host.serve(&address) {
+        Err(error) if error.kind() == ErrorKind::Unsupported => return, // built without trainers as processes
+        outcome => outcome.unwrap(),
+    }
+    let mut here = host.create_trainer(&TrainerOptions::new(0)).unwrap();
+    let attached = options().service(&address).open().unwrap();
+    let join = || attached.create_trainer(&TrainerOptions::new(1)).unwrap();
+    let mut step = |number| {
+        here.step_begin_within(number, Duration::from_millis(200))?;
+        here.step_end(number)
+    };
+    let mut other = join();
+    other.step_begin(0).unwrap();
+    other.step_end(0).unwrap();
+    step(0).unwrap();
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+        let _other = other;
+        panic!("on purpose");
+    }));
+    assert!(outcome.is_err());
+    assert_eq!(kind(step(1)), ErrorKind::PeerLost);
+    assert_eq!(kind(step(1)), ErrorKind::Timeout);
+    join().abandon().unwrap();
+    assert_eq!(kind(step(1)), ErrorKind::PeerLost);
+    drop(join());
+    step(1).unwrap();
+    step(2).unwrap();
+}
+
 #[test]
 fn services_that_are_not_there() {
     let nobody = EngineOptions::new().service("/tmp/no such service").timeout(Duration::from_millis(100));

@@ -155,14 +155,14 @@ class Steps:
             self.outside()
             engine = self.trainer.engine
             # To create a table that another process has created is no error there: whose rows are new has to be asked.
-            there = bool(engine.service) and _exists(engine, name)
+            there = _exists(engine, name)
             try:
                 made = engine.create_table(name, rows, dim, hashed=hashed, init=init, optimizer=optimizer)
                 created = not there
                 known = Table(made, created, optimizer)
             except frugal.Exists:
                 known = Table(engine.find_table(name), False, optimizer)
-                if there and not self.shared.knows(name):
+                if engine.service and not self.shared.knows(name):
                     raise ValueError(
                         f"table {name!r} exists, and another process or create_table() has made it, not with rows={rows},"
                         f" dim={dim}, hashed={hashed}, {init}, {optimizer}: all must say the same, in modules"
