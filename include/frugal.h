@@ -485,7 +485,8 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * device are compared with those of the batch, or copied, and so are offsets without a batch: such a call
  * waits for the stream. With a batch and keys NULL nothing waits; what is wrong with offsets on the device
  * is then told by step_end (INVALID_ARGUMENT), and the step is undone on all ranks. With staleness a
- * GPU has no cache; with a service it has none either, and asking for one is UNSUPPORTED. A rank on the cpu device takes host memory only (else INVALID_ARGUMENT). */
+ * GPU has no cache; with a service it has none either, and asking for one is UNSUPPORTED. A rank on the
+ * cpu device takes host memory only (else INVALID_ARGUMENT). */
 FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);
@@ -505,9 +506,9 @@ FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
  * NULL, the default, is the default stream of the device. Calls return when their work has been given to the
  * stream (with a service lookup and step_end when it is done): rows_out is complete, and grads may be written
  * again, when the stream has come past it. Each call orders itself behind what the trainer's earlier calls
- * gave to other streams only through the caller's own events. Returns: FRUGAL_OK, UNSUPPORTED (the cpu device has no streams; the stream is
- * being captured: no call of a step can be), DEVICE. Ownership: the stream stays the caller's, and must live
- * until the step is committed. Threads: one at a time for a trainer. Since: 0.1. */
+ * gave to other streams only through the caller's own events. Returns: FRUGAL_OK, UNSUPPORTED (the cpu
+ * device has no streams; the stream is being captured: no call of a step can be), DEVICE. Ownership: the
+ * stream stays the caller's, and must live until the step is committed. Threads: one at a time for a trainer. Since: 0.1. */
 FRUGAL_API int32_t frugal_set_stream(frugal_trainer *trainer, void *stream);
 
 /* ---------------------------------------------------------------------------------------------
