@@ -12,10 +12,6 @@ namespace frugal {
 namespace {
 
 constexpr size_t kImageBytes = 16 << 10;  // of rows: they stay in the nearest caches
-constexpr size_t kImageRows = 64;
-constexpr uint32_t kMostImages = 64;
-
-size_t image_header(size_t rows) { return (sizeof(LedgerImage) + rows * sizeof(uint32_t) + 63) / 64 * 64; }
 
 }  // namespace
 
@@ -91,10 +87,10 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
   t->ledger_ = shared_from_this();
   const RowLayout& layout = rows.layout();
   const size_t row = (layout.value_stride + layout.state_stride) * sizeof(float);
-  t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, kImageRows));
+  t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, LedgerImage::kMost));
   // One for each thread that may be writing: flush threads, and callers that help.
-  t->count_ = std::min(2 * cpu_count() + 4, kMostImages);
-  const size_t bytes = (image_header(t->rows_) + t->rows_ * row + 63) / 64 * 64;
+  t->count_ = std::min<uint32_t>(2 * cpu_count() + 4, LedgerImage::kMost);
+  const size_t bytes = (LedgerImage::values_at(t->rows_) + t->rows_ * row + 63) / 64 * 64;
   FRUGAL_TRY(pool_.get(sizeof(LedgerTable), &t->memory_));
   FRUGAL_TRY(pool_.get(bytes * t->count_, &t->images_));
   t->busy_ = Vector<std::atomic<bool>>(t->count_);
@@ -153,7 +149,7 @@ void TableLedger::copy(const Rows& rows, LedgerImage* image, size_t n) const {
   const device::Kernels& k = device::kernels();
   const device::RowsRef& ref = rows.ref();
   const uint32_t* slots = slots_of(*image);
-  float* values = reinterpret_cast<float*>(reinterpret_cast<char*>(image) + image_header(rows_));
+  float* values = reinterpret_cast<float*>(reinterpret_cast<char*>(image) + LedgerImage::values_at(rows_));
   image->rows = n;
   k.gather(ref, slots, n, values, ref.value_stride * sizeof(float), false);
   if (!ref.state_stride) return;

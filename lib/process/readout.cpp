@@ -10,7 +10,6 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kMostUpdates = 1 << 20;  // of a table: more is a list that does not end
-constexpr uint64_t kMostImages = 64;        // of a table, and rows in one
 
 Status damaged(const char* what) {
   return fail(FRUGAL_ERR_INTERNAL, "the tables cannot be read out: the controller left %s in disorder", what);
@@ -168,7 +167,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     const float *values, *state;
   };
   Vector<Torn> torn;
-  if (record.image_count > kMostImages || record.image_rows == 0 || record.image_rows > kMostImages ||
+  if (record.image_count > LedgerImage::kMost || record.image_rows == 0 || record.image_rows > LedgerImage::kMost ||
       record.image_bytes == 0 || record.image_bytes % 64)
     return damaged("a table's images");
   for (uint64_t i = 0; i < record.image_count; ++i) {
@@ -177,7 +176,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     if (!image || !remains.at<char>(place, record.image_bytes)) return damaged("a table's images");
     const uint64_t update = image->update.load();
     if (update == kNoPlace) continue;
-    const size_t header = (sizeof(LedgerImage) + record.image_rows * sizeof(uint32_t) + 63) / 64 * 64;
+    const size_t header = LedgerImage::values_at(record.image_rows);
     if (image->rows > record.image_rows || header + record.image_rows * row_floats() * sizeof(float) > record.image_bytes)
       return damaged("a table's images");
     const Unwritten* of = nullptr;
