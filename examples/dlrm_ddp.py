@@ -212,7 +212,12 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def process_rank(args: argparse.Namespace, meeting: str = "env://") -> Optional[Dict[str, Any]]:
     """This process is a rank, as torchrun's environment says."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    # torchrun's store outlives ranks that start again: without a prefix they may find addresses of the ones before, and
+    # fail, or wait for them.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, _, _ = next(dist.rendezvous(meeting, rank, world_size))  # type: ignore[attr-defined]
+    store = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         with ft.attach(args.service, lookahead=args.lookahead) as trainer:
             return train(Processes(), trainer, args)

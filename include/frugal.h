@@ -36,7 +36,8 @@
  *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work. Of a frugal_put
  *   or frugal_delete that was under way each row is as before or as after it. They answer PEER_LOST
  *   where something is missing (the message names the step), NOT_FOUND where the table was dropped,
- *   INTERNAL where the memory is damaged. (Needs pidfds: Linux 5.3.)
+ *   INTERNAL where the memory is damaged. (Needs pidfds: Linux 5.3.) A controller that is stopped is as good
+ *   as dead for a call that has waited for it for timeout_ms, or the call's time-out if that is longer, and 5 s.
  * - Handles are typed, opaque and never addresses: a handle that was closed, or never was one,
  *   is answered with FRUGAL_ERR_BAD_HANDLE. Close and drop functions accept NULL.
  * - Parameters come as: handle, inputs, outputs (named *_out). Outputs are written only on
@@ -213,7 +214,9 @@ typedef struct frugal_config {
 FRUGAL_API void frugal_config_init(frugal_config *config);
 
 /* Opens an engine and starts its threads; with `service` set it attaches to the engine of another
- * process (frugal_serve), whose configuration `config` must ask for, and all calls are the same.
+ * process (frugal_serve) and all calls are the same. Of its configuration `config` must ask for the same
+ * world_size, lookahead, staleness and seed (else INVALID_ARGUMENT). timeout_ms is of this process's calls, log is
+ * not called; the rest is as that engine has it, which the first to attach to a frugal-controller decides.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build cannot
  * attach), PEER_LOST (nobody serves that address). Ownership: the caller closes *engine_out. Threads:
  * any. `config` NULL means all defaults. */
@@ -477,15 +480,16 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, DEVICE (no driver, no such GPU),
  * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT, UNSUPPORTED (FRUGAL_TRAINER_REPLACE
- * without a service).
+ * without a service; with one a GPU that cannot pin memory mapped to be read).
  * Ownership: the caller closes *trainer_out. Threads: any.
  * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
  * joins and as it grows, and kernels read them there. Pointers of its ops, but found_out, may be to
  * memory of that device (rows, grads, weights and weight_grads_out of an op on one side). Keys on the
  * device are compared with those of the batch, or copied, and so are offsets without a batch: such a call
- * waits for the stream. With a batch and keys NULL nothing waits; what is wrong with offsets on the device
- * is then told by step_end (INVALID_ARGUMENT), and the step is undone on all ranks. With staleness a
- * GPU has no cache. A rank on the cpu device takes host memory only (else INVALID_ARGUMENT). */
+ * waits for the stream. With a batch and keys NULL nothing waits (with a service see frugal_set_stream); what is
+ * wrong with offsets on the device is then told by step_end (INVALID_ARGUMENT), and the step is undone on all
+ * ranks. With staleness a GPU has no cache. A rank on the cpu device takes host memory only (else
+ * INVALID_ARGUMENT). */
 FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          const frugal_trainer_config *config,
                                          frugal_trainer **trainer_out);
@@ -503,11 +507,12 @@ FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
 
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
  * NULL, the default, is the default stream of the device. Calls return when their work has been given to the
- * stream: rows_out is complete, and grads may be written again, when the stream has come past it. Each
- * call orders itself behind what the trainer's earlier calls gave to other streams only through the
- * caller's own events. Returns: FRUGAL_OK, UNSUPPORTED (the cpu device has no streams; the stream is
- * being captured: no call of a step can be), DEVICE. Ownership: the stream stays the caller's, and must live
- * until the step is committed. Threads: one at a time for a trainer. Since: 0.1. */
+ * stream (with a service step_end, lookup and weight_grads_out into memory of the device, and prefetch of keys
+ * there, when it is done; the first two for at most the engine's timeout_ms: then TIMEOUT, call again): rows_out is complete, and grads may be written
+ * again, when the stream has come past it. Each call orders itself behind what the trainer's earlier calls
+ * gave to other streams only through the caller's own events. Returns: FRUGAL_OK, UNSUPPORTED (the cpu
+ * device has no streams; the stream is being captured: no call of a step can be), DEVICE. Ownership: the
+ * stream stays the caller's, and must live until the step is committed. Threads: one at a time for a trainer. Since: 0.1. */
 FRUGAL_API int32_t frugal_set_stream(frugal_trainer *trainer, void *stream);
 
 /* ---------------------------------------------------------------------------------------------
@@ -559,7 +564,7 @@ FRUGAL_API void frugal_op_init(frugal_op *op);
 /* Declares keys of a step that this trainer has not begun (FRUGAL section 3.3, MLKV look-ahead):
  * of each op the fields table, keys, count, padding_key and flags are used. Several declarations
  * for one step add up; they may come late and in any order. Nothing waits: keys are copied and
- * resolved in the background (with 0 flush threads in this call). Rows of a hashed table are
+ * resolved in the background (with 0 flush threads in this call; keys on a GPU are waited for with a service). Rows of a hashed table are
  * reserved, not created; if the table has no room for them, the calls of the step that use them
  * say so. `*batch_out` (may be NULL) names the batch until its step ends. Returns: FRUGAL_OK,
  * KEY_OUT_OF_RANGE, STEP_RANGE, STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is
@@ -595,7 +600,8 @@ FRUGAL_API int32_t frugal_lookup(frugal_trainer *trainer, const frugal_op *ops, 
  * frugal_borrow lent, which must not be; on a GPU: overwritten in the stream). Never waits for another
  * rank. Returns: FRUGAL_OK, NOT_IN_STEP, KEY_OUT_OF_RANGE, TABLE_FULL, OUT_OF_MEMORY, NAN,
  * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT, TIMEOUT (weight_grads_out of keys that were not
- * declared: their rows may have updates that are not written yet); on an error nothing is taken.
+ * declared: their rows may have updates that are not written yet), STEP_ORDER (with a service: step_end has
+ * failed and is to be called again); on an error nothing is taken.
  * Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_push_grad(frugal_trainer *trainer, const frugal_op *ops,
                                     size_t op_count);
@@ -614,7 +620,7 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
 
 /* Ends the step on this rank. The step commits when the last rank has ended it. Never waits for
  * another rank. On a GPU it waits for the stream if gradients were pushed to a table with
- * FRUGAL_NAN_REJECT, or several times to one table; else step_begin does. Returns: FRUGAL_OK,
+ * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does. Returns: FRUGAL_OK,
  * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
  * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is
  * FRUGAL_OK the step goes on: call again), TIMEOUT (of the wait for the stream, after the engine's

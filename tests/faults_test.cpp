@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -126,30 +127,59 @@ int Plain(const std::function<int32_t()>& call) {
   return 1;
 }
 
-// Two ranks; rank 0 pushes once to one table and several times to another; rank 1 ends the step.
-std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures) {
+// Two ranks; rank 0 pushes once to one table and several times to another; rank 1 ends the step. `attached`: all calls
+// are made through a controller, which is in this process, too: the memory that fails may be either side's.
+std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures, bool attached = false) {
   const uint32_t dim = 32;
   const uint64_t n = 20'000;  // sums of more than 2 MiB, which are mapped
+  std::string address;
+  struct Gone {
+    const std::string& address;
+    ~Gone() {
+      if (!address.empty()) rmdir(address.substr(0, address.rfind('/')).c_str());
+    }
+  } gone{address};
+  std::unique_ptr<Engine> controller;
+  if (attached) {
+    char folder[] = "/tmp/frugal-test-XXXXXX";
+    EXPECT_NE(mkdtemp(folder), nullptr);
+    address = std::string(folder) + "/service";
+    controller = std::make_unique<Engine>([&](frugal_config* c) {
+      c->world_size = 2;
+      c->flush_threads = threads;
+      c->backing = FRUGAL_BACKING_SHM;
+    });
+    EXPECT_OK(frugal_serve(controller->handle, address.c_str()));
+  }
   Engine engine([&](frugal_config* c) {
     c->world_size = 2;
     c->flush_threads = threads;
+    if (attached) c->service = address.c_str();
   });
   frugal_table* tables[3];
   for (int t = 0; t < 3; ++t)
     tables[t] = engine.Table(std::to_string(t).c_str(), FRUGAL_DENSE, n, dim);
   frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
-  EXPECT_OK(frugal_step_begin(trainers[0], 0, kWait));
+  const auto sweep = [&](const std::function<int32_t()>& call) {
+    const int failed = arm ? Sweep(arm, call) : Plain(call);
+    // A thread of the controller may be the one that meets the failure, and do without.
+    EXPECT_TRUE(attached || failed >= 1) << "no request for memory";
+    *failures += failed;
+  };
+  if (attached && arm == frugal::heap_test_fail_after) {
+    // The answer has the parts that are declared.
+    Op declared(tables[2], Range(5, 100), dim, 0);
+    EXPECT_OK(frugal_prefetch(trainers[0], 0, &declared.op, 1, nullptr));
+    sweep([&] { return frugal_step_begin(trainers[0], 0, kWait); });
+  } else {
+    EXPECT_OK(frugal_step_begin(trainers[0], 0, kWait));
+  }
   EXPECT_OK(frugal_step_begin(trainers[1], 0, kWait));
   // Some rows more often than a run of the fold holds.
   std::vector<uint64_t> hot = Range(0, n);
   for (size_t i = 0; i < 4000; ++i) hot[i] = i % 5;
   Op once(tables[0], hot, dim, 0.5f), first(tables[1], Range(0, n), dim, 0.25f),
       second(tables[1], hot, dim, -0.125f), last(tables[2], Range(5, 100), dim, 1.0f);
-  const auto sweep = [&](const std::function<int32_t()>& call) {
-    const int failed = arm ? Sweep(arm, call) : Plain(call);
-    EXPECT_GE(failed, 1) << "no request for memory";
-    *failures += failed;
-  };
   sweep([&] { return frugal_push_grad(trainers[0], &first.op, 1); });
   frugal_op both[] = {once.op, second.op, last.op};
   sweep([&] { return frugal_push_grad(trainers[0], both, 3); });
@@ -180,6 +210,23 @@ TEST(Memory, PushesAndStepEndCanBeRepeated) {
       EXPECT_GE(failures, 6);
       if (HasFailure()) return;
     }
+}
+
+TEST(Memory, ThroughAController) {
+  {
+    Engine engine([](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
+    if (frugal_serve(engine.handle, "/no/such/folder/service") == FRUGAL_ERR_UNSUPPORTED)
+      GTEST_SKIP() << "a build without trainer processes";
+  }
+  int failures = 0;
+  const std::vector<float> expected = SeveralPushes(0, nullptr, &failures);
+  for (Arm arm : {frugal::heap_test_fail_after, frugal::os_test_fail_after}) {
+    SCOPED_TRACE(arm == frugal::heap_test_fail_after ? "heap" : "os");
+    failures = 0;
+    EXPECT_TRUE(SameBits(SeveralPushes(1, arm, &failures, true), expected));
+    EXPECT_GE(failures, 3) << "no request for memory";
+    if (HasFailure()) return;
+  }
 }
 
 // --- A whole training, with one request for memory failing anywhere ---

@@ -1,6 +1,8 @@
 // Trainers on GPUs through the C ABI, on the host implementation of the device seam: what the oracle does
 // not do, because it goes wrong. NaNs, captures, pointers of the wrong device, memory that cannot be
 // pinned, and every call of the seam failing once.
+//
+// With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, engines are controllers' that the test attaches to.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -17,6 +19,8 @@
 #include "device/sim/sim.h"
 #include "frugal.h"
 #include "oracle/device.h"
+#define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")
+#include "process/controller.h"
 
 namespace {
 
@@ -49,12 +53,35 @@ struct Device {
   std::unique_ptr<RankDevice> memory;
 };
 
+// Memory of it, more than a RankDevice would give.
+class DeviceBytes {
+ public:
+  DeviceBytes(const Device& device, size_t bytes) : runtime_(device.runtime) {
+    EXPECT_TRUE(runtime_->alloc(bytes, &at_).ok());
+    EXPECT_TRUE(runtime_->fill(at_, 0, bytes, {}).ok());
+  }
+  ~DeviceBytes() { runtime_->free(at_); }
+  float* floats() const { return reinterpret_cast<float*>(at_.address); }
+
+ private:
+  std::shared_ptr<Runtime> runtime_;
+  frugal::device::Ptr<char> at_;
+};
+
+bool Attached() { return FRUGAL_CONTROLLER != nullptr; }
+
 struct Engine {
-  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}) {
+  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}, bool here = false) {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.world_size = world;
     config.timeout_ms = 20'000;
     if (change) change(&config);
+    const std::string address = folder.address();
+    if (Attached() && !here) {
+      controller = std::make_unique<ControllerProgram>(address);
+      EXPECT_TRUE(controller->serves());
+      config.service = address.c_str();
+    }
     EXPECT_OK(frugal_open(&config, &handle));
   }
   ~Engine() {
@@ -99,6 +126,8 @@ struct Engine {
     return out;
   }
   frugal_engine* handle = nullptr;
+  const Folder folder;
+  std::unique_ptr<ControllerProgram> controller;
 };
 
 bool Same(const std::vector<float>& a, const std::vector<float>& b) {
@@ -160,9 +189,9 @@ int32_t HostStep(frugal_trainer* trainer, frugal_table* table, uint64_t step, co
   return frugal_step_end(trainer, step, 0);
 }
 
-// The table after `steps` steps of ranks on the cpu device.
+// The table after `steps` steps of ranks on the cpu device, which are threads.
 std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint32_t dim) {
-  Engine engine(world);
+  Engine engine(world, {}, true);
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, rows, dim);
   std::vector<frugal_trainer*> ranks;
   for (uint32_t r = 0; r < world; ++r) ranks.push_back(engine.Trainer(r, "cpu"));
@@ -953,6 +982,7 @@ TEST(GpuFailures, EachCallOnce) {
 TEST(GpuFailures, ADeviceThatDies) {
   const std::vector<float> expected = Reference(2, 6, 200, 12);
   for (uint64_t n : {1, 2, 5, 9, 14, 20, 27, 35, 44, 54, 65, 77, 90}) {
+    if (Attached() && n > 65) break;  // all steps may be over by then
     Device device(2), spare(3);
     Engine engine(2);
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
@@ -1244,6 +1274,225 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   while (status == FRUGAL_ERR_STEP_ABORTED);
   ASSERT_OK(status);
   EXPECT_EQ(engine.Committed(), 0u);
+}
+
+// --- Attached: with a controller only --------------------------------------------------------------
+
+class AttachedGpu : public testing::Test {
+  void SetUp() override {
+    if (!Attached()) GTEST_SKIP() << "wants FRUGAL_TEST_CONTROLLER";
+  }
+};
+
+TEST_F(AttachedGpu, NoSuchDevice) {
+  Engine engine(1);
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  frugal_trainer* trainer = nullptr;
+  config.device = "sim:99";
+  EXPECT_EQ(frugal_trainer_create(engine.handle, &config, &trainer), FRUGAL_ERR_DEVICE) << LastMessage();
+  config.device = "sim:0";
+  // The rank is still free.
+  EXPECT_OK(frugal_trainer_create(engine.handle, &config, &trainer));
+}
+
+// Rows and staging memory that cannot be pinned: the call that needs them is refused, and can be made again.
+TEST_F(AttachedGpu, MemoryThatCannotBePinned) {
+  Device device;
+  Engine engine(1);
+  constexpr uint32_t kDim = 64;  // 15 MB: new slabs, and pieces of staging memory
+  engine.Table("dense", FRUGAL_DENSE, 100'000, kDim);
+  frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 4'000'000, kDim);
+  const auto before = device.sim->live();
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal::device::sim::set_pinnable_bytes(uint64_t{16} << 20);
+  EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_NE(LastMessage().find("pinning host memory"), std::string::npos) << LastMessage();
+  frugal::device::sim::set_pinnable_bytes(UINT64_MAX);
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  frugal::device::sim::set_pinnable_bytes(device.sim->live().pinned_bytes + (uint64_t{3} << 20));
+  constexpr size_t kKeys = 60'000;
+  std::vector<uint64_t> keys(kKeys);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = i * 7;
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = hashed;
+  op.keys = keys.data();
+  op.count = kKeys;
+  DeviceBytes out(device, kKeys * kDim * sizeof(float));
+  op.rows_out = out.floats();
+  op.grads = out.floats();
+  EXPECT_EQ(frugal_lookup(gpu, &op, 1), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_EQ(frugal_push_grad(gpu, &op, 1), FRUGAL_ERR_OUT_OF_MEMORY);
+  frugal::device::sim::set_pinnable_bytes(UINT64_MAX);
+  EXPECT_OK(frugal_lookup(gpu, &op, 1));
+  EXPECT_OK(frugal_push_grad(gpu, &op, 1));
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+  // After the last rank on a device nothing of the tables is pinned.
+  const auto with = device.sim->live();
+  ASSERT_OK(frugal_trainer_close(gpu));
+  EXPECT_LT(device.sim->live().pinned_bytes, with.pinned_bytes - (uint64_t{24} << 20));
+  ASSERT_OK(frugal_close(engine.handle));
+  engine.handle = nullptr;
+  EXPECT_EQ(device.sim->live().pinned, before.pinned);
+}
+
+// Steps whose keys are declared: lookups, pushes, and what is cached is right.
+void DeclaredSteps(frugal_trainer* trainer, Device& device, frugal_table* table, uint64_t rows, uint64_t from,
+                   uint64_t end) {
+  for (uint64_t s = from; s < end; ++s) {
+    for (uint64_t ahead = s; ahead < s + 2; ++ahead) {
+      const Batch batch(ahead, 0, rows, 16);
+      const frugal_op op = OpOf(table, batch);
+      if (ahead > s || s == from) {
+        ASSERT_OK(frugal_prefetch(trainer, ahead, &op, 1, nullptr));
+      }
+    }
+    ASSERT_OK(DeviceStep(trainer, *device.memory, table, s, Batch(s, 0, rows, 16)));
+  }
+}
+
+frugal_stats StatsOf(const Engine& engine) {
+  frugal_stats stats{};
+  stats.struct_size = sizeof stats;
+  EXPECT_OK(frugal_get_stats(engine.handle, &stats));
+  return stats;
+}
+
+// No memory of the device for lines: the trainer works without a cache of that table.
+TEST_F(AttachedGpu, NoMemoryForLines) {
+  Device device;
+  Engine engine(1);
+  constexpr uint64_t kRows = 200'000;  // 13 MB
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, kRows, 16);
+  const uint64_t before = device.sim->live().bytes;
+  device.sim->set_memory_bytes(before + (uint64_t{8} << 20));
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 1.0);
+  ASSERT_NO_FATAL_FAILURE(DeclaredSteps(gpu, device, table, kRows, 0, 6));
+  EXPECT_EQ(StatsOf(engine).cache_hits, 0u);
+  EXPECT_TRUE(Same(engine.Rows(table, kRows, 16), Reference(1, 6, kRows, 16)));
+}
+
+// A boundary that cannot be carried out: the step has not begun, and begins the next time, with an empty cache.
+TEST_F(AttachedGpu, ABoundaryThatFails) {
+  Device device;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 1.0);
+  ASSERT_NO_FATAL_FAILURE(DeclaredSteps(gpu, device, table, 300, 0, 4));
+  const uint64_t hits = StatsOf(engine).cache_hits;
+  EXPECT_GT(hits, 0u);
+  const Batch batch(4, 0, 300, 16);
+  for (const uint64_t launch : {0, 1, 2, 5}) {
+    device.sim->fail_after(1 + launch, ErrorKind::kOutOfMemory, false);
+    const int32_t status = frugal_step_begin(gpu, 4, kWait);
+    device.sim->fail_after(0, ErrorKind::kOutOfMemory, false);
+    if (status == FRUGAL_OK) {
+      ASSERT_OK(frugal_step_abort(gpu));
+      continue;
+    }
+    EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
+    EXPECT_EQ(frugal_step_end(gpu, 4, 0), FRUGAL_ERR_NOT_IN_STEP);
+  }
+  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 4, batch));
+  ASSERT_NO_FATAL_FAILURE(DeclaredSteps(gpu, device, table, 300, 5, 9));
+  EXPECT_GT(StatsOf(engine).cache_hits, hits);
+  EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(1, 9, 300, 16)));
+}
+
+// The controller is killed while the device has work: calls tell, and closing leaves nothing behind.
+TEST_F(AttachedGpu, TheControllerEnds) {
+  Device device;
+  const auto before = device.sim->live();
+  {
+    Engine engine(1);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 1, Batch(1, 0, 300, 16), nullptr, false));
+    engine.controller->end(SIGKILL);
+    EXPECT_EQ(frugal_step_end(gpu, 1, 0), FRUGAL_ERR_PEER_LOST);
+    EXPECT_EQ(frugal_step_begin(gpu, 1, kWait), FRUGAL_ERR_PEER_LOST);
+    // What is left is that of the last committed step.
+    EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(1, 1, 300, 16)));
+    EXPECT_OK(frugal_trainer_close(gpu));
+  }
+  device.memory->Collect();
+  const auto after = device.sim->live();
+  EXPECT_EQ(after.streams, before.streams);
+  EXPECT_LE(after.pinned, before.pinned + 2);
+  EXPECT_EQ(device.memory->Error(), "");
+}
+
+// Rows that a step has created are other rows' when it has been undone: what was looked up before is right.
+TEST_F(AttachedGpu, AnAbortBesideALookup) {
+  constexpr size_t kKeys = 50;
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, kKeys, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<float> expected(kKeys * 16), got(kKeys * 16, -7), others(kKeys * 16);
+  auto op_of = [&](uint64_t first, float* rows) {
+    for (size_t i = 0; i < kKeys; ++i) keys[i] = first + i;
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = kKeys;
+    op.rows_out = rows;
+    return op;
+  };
+  frugal_op op = op_of(1000, expected.data());
+  ASSERT_OK(frugal_lookup(gpu, &op, 1));
+  void* there = device.memory->Send(got.data(), got.size() * 4, 4);
+  op.rows_out = static_cast<float*>(there);
+  device.sim->set_delays({0, 0, 100, 0, 60'000'000});  // until somebody waits
+  ASSERT_OK(frugal_lookup(gpu, &op, 1));
+  ASSERT_OK(frugal_step_abort(cpu));
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  op = op_of(2000, others.data());
+  ASSERT_OK(frugal_lookup(cpu, &op, 1));  // the table is full of these now
+  device.memory->Fetch(got.data(), there, got.size() * 4);
+  device.memory->Collect();
+  device.sim->set_delays({});
+  EXPECT_TRUE(Same(got, expected));
+  EXPECT_EQ(frugal_step_end(gpu, 0, 0), FRUGAL_ERR_STEP_ABORTED);
+  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  EXPECT_OK(frugal_step_end(gpu, 0, 0));
+  EXPECT_OK(frugal_step_end(cpu, 0, 0));
+}
+
+// A rank that is taken over in mid-step: the step is undone, and what its device does yet reaches nobody.
+TEST_F(AttachedGpu, TakenOver) {
+  Device device, spare(1);
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* first = engine.Trainer(0, device.name.c_str());
+  ASSERT_OK(DeviceStep(first, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+  device.sim->set_delays({0, 100, 0, 20'000, 0});
+  ASSERT_OK(DeviceStep(first, *device.memory, table, 1, Batch(7, 0, 300, 16), nullptr, false));
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.device = spare.name.c_str();
+  config.flags = FRUGAL_TRAINER_REPLACE;
+  // As another process would: attached by itself.
+  frugal_config other = FRUGAL_CONFIG_INIT;
+  const std::string address = engine.folder.address();
+  other.world_size = 1;
+  other.service = address.c_str();
+  frugal_engine* attached = nullptr;
+  ASSERT_OK(frugal_open(&other, &attached));
+  frugal_table* same = nullptr;
+  ASSERT_OK(frugal_table_find(attached, "t", &same));
+  frugal_trainer* second = nullptr;
+  ASSERT_OK(frugal_trainer_create(attached, &config, &second));
+  ASSERT_OK(DeviceStep(second, *spare.memory, same, 1, Batch(1, 0, 300, 16)));
+  EXPECT_EQ(frugal_step_end(first, 1, 0), FRUGAL_ERR_PEER_LOST);
+  EXPECT_OK(frugal_trainer_close(first));
+  device.sim->set_delays({});
+  ASSERT_OK(DeviceStep(second, *spare.memory, same, 2, Batch(2, 0, 300, 16)));
+  ASSERT_OK(frugal_close(attached));
+  EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(1, 3, 300, 16)));
 }
 
 }  // namespace

@@ -672,6 +672,79 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
   return o;
 }
 
+// What an Undo tells of each row: before it is written it is kept whole and named, behind that it is told to be written.
+struct UndoWatch {
+  const RowsRef before;
+  const bool by_marks, watched;  // or the kernel tells by itself
+  std::vector<float> values, state;
+  uint32_t slot = 0xffffffffu;
+  uint64_t progress = 0;
+  std::vector<uint8_t> marks;
+  std::vector<uint32_t> index, written;
+  std::vector<std::vector<float>> then;  // the values of those rows when they were told to be written
+  size_t kept, told = 0;  // floats of state; calls
+  Undo undo{};
+
+  UndoWatch(const RowsRef& rows, int32_t kind, size_t entries, bool marked, bool watch, Random& random)
+      : before(rows), by_marks(marked), watched(watch), values(rows.value_stride),
+        state(rows.state ? rows.state_stride : 0), marks(2 * entries),
+        kept(kind == FRUGAL_ROWWISE_ADAGRAD ? 1 : rows.state_stride) {
+    for (uint32_t i = 0; i < 2 * entries; ++i) index.push_back(i);
+    for (size_t i = index.size(); i > 1; --i) std::swap(index[i - 1], index[random.below(i)]);
+  }
+  // Of a call whose entry 0 is entry `first`.
+  const Undo* at(size_t first) {
+    undo.values = values.data();
+    undo.state = state.empty() ? nullptr : state.data();
+    undo.slot = &slot;
+    undo.progress = by_marks || watched ? nullptr : &progress;
+    undo.marks = by_marks && !watched ? marks.data() : nullptr;
+    undo.rows = index.data() + first;
+    undo.instead = watched ? tell : nullptr;
+    undo.context = this;
+    return &undo;
+  }
+  static void tell(const Undo& undo, const RowsRef& of, uint32_t row, size_t i, bool is_written) {
+    UndoWatch& w = *static_cast<UndoWatch*>(undo.context);
+    const RowsRef& was = w.before;
+    auto row_of = [&](const float* rows, size_t stride) { return rows + row * stride; };
+    auto same = [&](const float* a, const float* b, size_t n) { return std::memcmp(a, b, n * sizeof(float)) == 0; };
+    EXPECT_EQ(is_written, w.told++ % 2 == 1);
+    const float* old = row_of(was.values, was.value_stride);
+    EXPECT_TRUE(same(w.values.data(), old, was.dim));
+    EXPECT_TRUE(is_written || same(row_of(of.values, of.value_stride), old, was.dim));
+    if (was.state) {
+      old = row_of(was.state, was.state_stride);
+      EXPECT_TRUE(same(w.state.data(), old, w.kept));
+      EXPECT_TRUE(is_written || same(row_of(of.state, of.state_stride), old, w.kept));
+    }
+    if (is_written) {
+      EXPECT_EQ(w.slot, row);
+      w.progress = row + 1;
+      w.marks[undo.rows[i]] = 1;
+      w.written.push_back(row);
+      w.then.emplace_back(row_of(of.values, of.value_stride), row_of(of.values, of.value_stride) + of.dim);
+    } else {
+      w.slot = row;
+    }
+  }
+  // Rows `which` of the list, the last of which was written last.
+  void check(const char* what, const RowsRef& now, const std::vector<uint32_t>& which, uint32_t last) {
+    if (watched) {
+      for (size_t i = 0; i < written.size(); ++i)
+        EXPECT_EQ(std::memcmp(then[i].data(), now.values + written[i] * now.value_stride, now.dim * sizeof(float)), 0)
+            << what;
+      std::sort(written.begin(), written.end());
+      EXPECT_EQ(written, which) << what;
+    }
+    if (which.empty()) return;
+    EXPECT_EQ(slot, last) << what;
+    EXPECT_TRUE((!watched && by_marks) || progress == uint64_t{last} + 1) << what;
+    for (size_t i = 0; (watched || by_marks) && i < index.size(); ++i)
+      EXPECT_EQ(marks[index[i]], i < which.size()) << what;
+  }
+};
+
 // All ways to apply the same sums.
 TEST_P(KernelsTest, Apply) {
   for_seeds(350, [&](Random& random) {
@@ -724,14 +797,23 @@ TEST_P(KernelsTest, Apply) {
     size_t touched_all, touched_some;
     const Table expect_all = reference(all, sums, &touched_all);
     const Table expect_some = reference(some, sums, &touched_some);
-    auto check = [&](const char* what, const Table& expected, size_t touched, auto run) {
-      Table t = before;
-      const size_t got = run(t.ref());
-      EXPECT_EQ(got, touched) << what;
-      EXPECT_TRUE(same_bits(t.values, expected.values))
-          << what << " values, kind " << kind << " dim " << dim;
-      EXPECT_TRUE(same_bits(t.state, expected.state))
-          << what << " state, kind " << kind << " dim " << dim;
+    // The last row that is written is entry `last` of `which`. run(rows, undo_at): undo_at(first) is the Undo of a call with entries first and on, or NULL.
+    auto check = [&](const char* what, const Table& expected, size_t touched, const std::vector<uint32_t>& which,
+                     size_t last, auto run) {
+      std::vector<uint32_t> rows_of;
+      for (uint32_t i : which) rows_of.push_back(sorted.slots[i]);
+      enum { kWithout, kTold, kWatched, kWays };
+      for (int way = kWithout; way < kWays; ++way) {
+        Table was = before, t = before;
+        UndoWatch watch(was.ref(), kind, distinct, random.chance(0.5), way == kWatched, random);
+        const size_t got = run(t.ref(), [&](size_t first) { return way == kWithout ? nullptr : watch.at(first); });
+        EXPECT_EQ(got, touched) << what;
+        EXPECT_TRUE(same_bits(t.values, expected.values))
+            << what << " values, kind " << kind << " dim " << dim;
+        EXPECT_TRUE(same_bits(t.state, expected.state))
+            << what << " state, kind " << kind << " dim " << dim;
+        if (way != kWithout) watch.check(what, t.ref(), rows_of, last < which.size() ? rows_of[last] : 0);
+      }
     };
 
     const size_t stride = dim + random.below(5);
@@ -739,24 +821,24 @@ TEST_P(KernelsTest, Apply) {
     for (size_t i = 0; i < distinct; ++i) {
       std::copy(sums[i].begin(), sums[i].end(), packed.begin() + i * stride);
     }
-    check("apply", expect_all, touched_all, [&](const RowsRef& r) {
-      return k_->apply(r, scalars, sorted.slots.data(), distinct, packed.data(), stride);
+    check("apply", expect_all, touched_all, all, distinct - 1, [&](const RowsRef& r, auto undo) {
+      return k_->apply(r, scalars, sorted.slots.data(), distinct, packed.data(), stride, undo(0));
     });
-    check("apply_indexed", expect_some, touched_some, [&](const RowsRef& r) {
+    check("apply_indexed", expect_some, touched_some, some, some.size() - 1, [&](const RowsRef& r, auto undo) {
       return k_->apply_indexed(r, scalars, sorted.slots.data(), some.data(), some.size(),
-                               packed.data(), stride);
+                               packed.data(), stride, undo(0));
     });
     const size_t cut = random.below(distinct + 1);
-    check("apply_fused", expect_all, touched_all, [&](const RowsRef& r) {
+    check("apply_fused", expect_all, touched_all, all, (cut ? cut : distinct) - 1, [&](const RowsRef& r, auto undo) {
       size_t touched = k_->apply_fused(r, scalars, sorted.pairs.data(), sorted.slots.data(),
-                                       sorted.start.data(), cut, distinct, gradients.source);
+                                       sorted.start.data(), cut, distinct, gradients.source, undo(cut));
       return touched + k_->apply_fused(r, scalars, sorted.pairs.data(), sorted.slots.data(),
-                                       sorted.start.data(), 0, cut, gradients.source);
+                                       sorted.start.data(), 0, cut, gradients.source, undo(0));
     });
-    check("apply_fused_indexed", expect_some, touched_some, [&](const RowsRef& r) {
+    check("apply_fused_indexed", expect_some, touched_some, some, some.size() - 1, [&](const RowsRef& r, auto undo) {
       return k_->apply_fused_indexed(r, scalars, sorted.pairs.data(), sorted.slots.data(),
                                      sorted.start.data(), some.data(), some.size(),
-                                     gradients.source);
+                                     gradients.source, undo(0));
     });
 
     // Several ranks: each row has one to four terms, added serially.
@@ -780,8 +862,9 @@ TEST_P(KernelsTest, Apply) {
     }
     size_t touched_terms;
     const Table expect_terms = reference(all, rank_sums, &touched_terms);
-    check("apply_terms", expect_terms, touched_terms, [&](const RowsRef& r) {
-      return k_->apply_terms(r, scalars, sorted.slots.data(), distinct, terms.data(), start.data());
+    check("apply_terms", expect_terms, touched_terms, all, distinct - 1, [&](const RowsRef& r, auto undo) {
+      return k_->apply_terms(r, scalars, sorted.slots.data(), distinct, terms.data(), start.data(),
+                             undo(0));
     });
   });
 }

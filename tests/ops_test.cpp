@@ -1101,7 +1101,7 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       const RowsRef ref{expected_values.data(), layout.value_stride,
                         kind == FRUGAL_SGD ? nullptr : expected_state.data(), layout.state_stride,
                         layout.value_stride, dim};
-      cpu_.apply_terms(ref, scalars, to.data(), n, cpu_term.data(), start.data());
+      cpu_.apply_terms(ref, scalars, to.data(), n, cpu_term.data(), start.data(), nullptr);
       ASSERT_TRUE(same(line_values->now(), expected_values))
           << "optimizer " << kind << ", dim " << dim << ", flags " << scalars.flags;
       ASSERT_TRUE(same(line_state->now(), expected_state))

@@ -690,6 +690,9 @@ TEST(Memory, Limits) {
     EXPECT_FINE(device.sim->pin(memory + 8192, 4096));
     device.sim->unpin(memory + 8192);
     device.sim->unpin(memory);
+    EXPECT_EQ(mprotect(memory, 4096, PROT_READ), 0);
+    EXPECT_FINE(device.sim->pin(memory, 4096, true));
+    device.sim->unpin(memory);
     munmap(memory, 16384);
     EXPECT_EQ(device.sim->pin(memory, 4096).kind, ErrorKind::kMisuse) << "nothing is mapped there";
     EXPECT_EQ(device.sim->pin(nullptr, 4096).kind, ErrorKind::kMisuse);

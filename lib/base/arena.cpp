@@ -31,4 +31,12 @@ Status Arena::take(size_t bytes, char** out) {
   return FRUGAL_OK;
 }
 
+void Arena::put_back(char* last, size_t bytes) noexcept {
+  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  std::lock_guard<std::mutex> lock(mu_);
+  if (offset(last) + bytes != used_) return;
+  used_ -= bytes;
+  os_decommit(mapping_, used_, bytes);
+}
+
 }  // namespace frugal

@@ -1,6 +1,6 @@
 // Memory for buffers in one mapping, so that another process can be told where they are by offsets.
 //
-// Pieces are cut one after the other and are not given back: the pools on top of it use them again. The
+// Pieces are cut one after the other and stay cut: the pools on top of it use them again. The
 // mapping may be the arena's own (shared memory, of which addresses are reserved in plenty), or a part of
 // somebody else's. Thread-safe.
 #pragma once
@@ -23,6 +23,8 @@ class Arena {
   bool opened() const { return mapping_.base != nullptr; }
   // Committed memory, aligned to 2 MiB; `bytes` is rounded up to that.
   Status take(size_t bytes, char** out);
+  // What was taken last goes back, if nobody has taken anything since.
+  void put_back(char* last, size_t bytes) noexcept;
   const Mapping& mapping() const { return mapping_; }
   bool holds(const void* p) const {
     const char* at = static_cast<const char*>(p);

@@ -48,7 +48,7 @@ size_t class_of(size_t bytes, size_t* rounded) {
 
 void Buffer::reset() noexcept {
   if (pool_) pool_->put(data_, capacity_);
-  if (owner_) owner_->give_back(data_);
+  if (owner_) owner_->give_back(data_, capacity_);
   pool_ = nullptr;
   owner_ = nullptr;
   data_ = nullptr;
@@ -69,15 +69,23 @@ BufferPool::~BufferPool() {
 
 // Committed memory of its own, pinned if this pool's is.
 Status BufferPool::map(size_t bytes, char** out) {
-  if (arena_) return arena_->take(bytes, out);
   Mapping m;
-  FRUGAL_TRY(os_reserve(bytes, false, &m));
-  Status s = os_commit(m, 0, m.bytes);
+  Status s = FRUGAL_OK;
+  if (arena_) {
+    FRUGAL_TRY(arena_->take(bytes, &m.base));
+    m.bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  } else {
+    FRUGAL_TRY(os_reserve(bytes, false, &m));
+    s = os_commit(m, 0, m.bytes);
+  }
   bool pinned = true;
   if (s == FRUGAL_OK && pinner_) s = pinner_->pin(m.base, m.bytes, &pinned);
   if (s == FRUGAL_OK && !pinned) s = fail(FRUGAL_ERR_DEVICE, "no device is left that memory could be pinned for");
   if (s != FRUGAL_OK) {
-    os_release(&m);
+    if (arena_)
+      arena_->put_back(m.base, m.bytes);
+    else
+      os_release(&m);
     return s;
   }
   *out = m.base;
@@ -85,8 +93,8 @@ Status BufferPool::map(size_t bytes, char** out) {
 }
 
 void BufferPool::unmap(char* data, size_t bytes) noexcept {
-  if (arena_) return;
   if (pinner_) pinner_->unpin(data);
+  if (arena_) return;
   Mapping m{data, (bytes + kHugePage - 1) / kHugePage * kHugePage, -1};
   os_release(&m);
 }

@@ -47,7 +47,7 @@ class Buffer {
   // The same, and `owner` is told when the buffer ends.
   class Owner {
    public:
-    virtual void give_back(char* data) noexcept = 0;
+    virtual void give_back(char* data, size_t bytes) noexcept = 0;
 
    protected:
     ~Owner() = default;
@@ -57,6 +57,7 @@ class Buffer {
     b.owner_ = owner;
     return b;
   }
+  bool is_lent() const { return owner_ != nullptr; }
   explicit operator bool() const { return data_ != nullptr; }
 
  private:

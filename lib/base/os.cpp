@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -112,6 +113,9 @@ Status map_fd(int fd, size_t bytes, bool writable, char** out) {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "mapping %zu bytes of shared memory", bytes);
   }
   advise(base, bytes);
+  // Into a core dump it does not go: others have it as well, reading its holes would fill them, and the process is
+  // not seen as dead until all is written.
+  madvise(base, bytes, MADV_DONTDUMP);
   *out = base;
   return FRUGAL_OK;
 }
@@ -134,6 +138,49 @@ uint32_t cpu_count() {
 void os_batch_thread() {
   sched_param none{};
   sched_setscheduler(0, SCHED_BATCH, &none);  // a wish: without it, the default holds
+}
+
+void os_brief_thread() {
+  struct {  // sched_attr, for which the C library has no name yet
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+  } wish{};
+  wish.size = sizeof wish;
+  wish.policy = SCHED_OTHER;
+  wish.runtime = 100'000;
+  errno = 0;
+  wish.nice = getpriority(PRIO_PROCESS, 0);
+  if (errno == 0) syscall(SYS_sched_setattr, 0, &wish, 0);
+}
+
+int os_processor() { return sched_getcpu(); }
+
+Processors Processors::mine() {
+  Processors p;
+  if (sched_getaffinity(0, sizeof p.set, &p.set) != 0) CPU_ZERO(&p.set);
+  return p;
+}
+
+Processors Processors::only(int processor) {
+  Processors p;
+  CPU_ZERO(&p.set);
+  if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(processor, &p.set);
+  return p;
+}
+
+Processors Processors::but(int processor) const {
+  if (!has(processor) || CPU_COUNT(&set) == 1) return *this;
+  Processors p = *this;
+  CPU_CLR(processor, &p.set);
+  return p;
+}
+
+bool Processors::place(std::thread* thread) const {
+  if (CPU_COUNT(&set) == 0) return false;
+  return pthread_setaffinity_np(thread ? thread->native_handle() : pthread_self(), sizeof set, &set) == 0;
 }
 
 namespace {

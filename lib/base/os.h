@@ -1,8 +1,11 @@
 // Everything the library asks of the operating system: memory mappings, clocks, the process.
 // One place, so that tests can make the n-th call fail (os_test_fail_after).
 #pragma once
+#include <sched.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 
 #include "base/status.h"
 
@@ -13,6 +16,21 @@ uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
 // The calling thread does not push others off their processors when it is woken (SCHED_BATCH).
 void os_batch_thread();
+// The calling thread runs briefly and is waited for: it may push others off their processors (Linux 6.12 and later).
+void os_brief_thread();
+int os_processor();  // that the calling thread is on; or -1
+
+// Processors that a thread may run on.
+struct Processors {
+  cpu_set_t set;
+  static Processors mine();  // the calling thread's; none if they are not known
+  static Processors only(int processor);
+  bool has(int processor) const { return processor >= 0 && processor < CPU_SETSIZE && CPU_ISSET(processor, &set); }
+  // Without one; all if there is no other.
+  Processors but(int processor) const;
+  // From now on the thread, or the calling one, runs on these. False: it goes on where it was.
+  bool place(std::thread* thread = nullptr) const;
+};
 uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
 Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less

@@ -186,7 +186,7 @@ void RowCache::apply(const LineUpdate& touched, const StepUpdate& update, TermLi
   }
   t->close();
   device::kernels().apply_terms(ref_, update.scalars, t->slots.data(), t->slots.size(),
-                                t->terms.data(), t->start.data());
+                                t->terms.data(), t->start.data(), nullptr);
 }
 
 }  // namespace frugal

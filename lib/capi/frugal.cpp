@@ -7,6 +7,7 @@
 #include "base/handles.h"
 #include "engine/config_check.h"
 #include "capi/serving.h"
+#include "device/pointers.h"
 #include "engine/engine.h"
 #include "process/client.h"
 
@@ -102,9 +103,16 @@ Status with(const void* handle, F&& body) {
   return guard([&] { return having<T>(handle, body); });
 }
 
+// Memory of calls outside steps, which is the host's.
+Status on_host(std::initializer_list<std::pair<const void*, const char*>> all) {
+  device::look_for_devices();
+  for (const auto& [p, what] : all) FRUGAL_TRY(host_memory(p, what));
+  return FRUGAL_OK;
+}
+
 // A GPU that has failed is seen to when a call of its trainer has met it.
 Status told(Trainer& t, Status status) { return t.engine->told(t, status); }
-Status told(RemoteTrainer&, Status status) { return status; }
+Status told(RemoteTrainer& t, Status status) { return t.engine->told(t, status); }
 
 // As different as the two are.
 Status committed(Engine& e, uint64_t* step) {
@@ -356,6 +364,7 @@ int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t*
     if (!cursor) return null("cursor");
     if (!count_out) return null("count_out");
     if (!keys_out && capacity) return null("keys_out");
+    FRUGAL_TRY(on_host({{keys_out, "keys_out"}}));
     return t->engine->keys(*t, cursor, keys_out, capacity, count_out);
   });
 }
@@ -414,6 +423,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
     if (!rows_out && count) return null("rows_out");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+    FRUGAL_TRY(on_host({{keys, "keys"}, {rows_out, "rows_out"}, {found_out, "found_out"}}));
     return t->engine->get(*t, keys, count, flags, rows_out, row_stride, found_out);
   });
 }
@@ -426,6 +436,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
     if (!rows && count) return null("rows");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+    FRUGAL_TRY(on_host({{keys, "keys"}, {rows, "rows"}}));
     return t->engine->put(*t, keys, count, flags, rows, row_stride);
   });
 }
@@ -435,6 +446,7 @@ int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
   return with<Table>(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
+    FRUGAL_TRY(on_host({{keys, "keys"}}));
     return t->engine->remove(*t, keys, count, deleted_out);
   });
 }

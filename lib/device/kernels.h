@@ -51,6 +51,22 @@ struct FoldSegment {
   GradSource source;
 };
 
+// What the update kernels tell of each row before and behind its write, for who finds the memory after this process was
+// killed between any two instructions (engine/ledger.h). In the order of the program: the row as it was is copied,
+// `slot` tells whose copy that is, the row is written, and then it is told to be.
+struct Undo {
+  float* values;       // of one row, as in the table
+  float* state;        // the same, state_stride floats; or NULL
+  uint32_t* slot;
+  uint64_t* progress;  // becomes a written row's slot + 1; or NULL, and then ...
+  uint8_t* marks;      // ... marks[rows[i]] becomes 1 for entry i of the call; or NULL, too
+  const uint32_t* rows;
+  // For tests: tells in place of these, when entry i has been copied, and when it is written. Then progress and marks
+  // are NULL. Else NULL.
+  void (*instead)(const Undo& undo, const RowsRef& of, uint32_t slot, size_t i, bool written);
+  void* context;  // of that
+};
+
 struct Kernels {
   const char* name;  // "baseline", "avx2", "avx512"
 
@@ -103,30 +119,30 @@ struct Kernels {
   // --- Updating rows --------------------------------------------------------------------------
   // All of docs/arithmetic.md, section 3, for rows that no other thread touches meanwhile. Slots of
   // a call are distinct; ascending order is fastest. Each returns the number of touched rows, which
-  // is n unless the NaN policy skips some.
+  // is n unless the NaN policy skips some. `undo` may be NULL.
 
   // Row slots[i] with the gradient sums + i * sums_stride (floats).
   size_t (*apply)(const RowsRef& rows, const arith::StepScalars& step, const uint32_t* slots,
-                  size_t n, const float* sums, size_t sums_stride);
+                  size_t n, const float* sums, size_t sums_stride, const Undo* undo);
   // Row slots[index[i]] with the gradient sums + index[i] * sums_stride.
   size_t (*apply_indexed)(const RowsRef& rows, const arith::StepScalars& step,
                           const uint32_t* slots, const uint32_t* index, size_t n,
-                          const float* sums, size_t sums_stride);
+                          const float* sums, size_t sums_stride, const Undo* undo);
   // Row slots[i] with the serial sum of terms[term_start[i]] .. terms[term_start[i + 1] - 1], the
   // rank sums in ascending rank order, at least one a row.
   size_t (*apply_terms)(const RowsRef& rows, const arith::StepScalars& step,
                         const uint32_t* slots, size_t n, const float* const* terms,
-                        const uint32_t* term_start);
+                        const uint32_t* term_start, const Undo* undo);
   // Reduce and apply in one pass: row slots[i] for i in first .. last - 1 of a sorted list, slots
   // and start as sort.h makes them.
   size_t (*apply_fused)(const RowsRef& rows, const arith::StepScalars& step,
                         const uint64_t* pairs, const uint32_t* slots, const uint32_t* start,
-                        size_t first, size_t last, const GradSource& source);
+                        size_t first, size_t last, const GradSource& source, const Undo* undo);
   // apply_fused for the distinct rows index[0 .. n - 1] of the sorted list.
   size_t (*apply_fused_indexed)(const RowsRef& rows, const arith::StepScalars& step,
                                 const uint64_t* pairs, const uint32_t* slots,
                                 const uint32_t* start, const uint32_t* index, size_t n,
-                                const GradSource& source);
+                                const GradSource& source, const Undo* undo);
 
   // --- Making rows ----------------------------------------------------------------------------
 

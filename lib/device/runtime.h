@@ -60,6 +60,7 @@ struct DeviceInfo {
   uint32_t processors;  // streaming multiprocessors
   uint32_t compute;     // 90 for sm_90
   uint32_t block_threads = 256;  // that suit it; results do not depend on them
+  bool pins_read_only = true;    // memory that the process cannot write
 };
 
 enum class Memory : int32_t {
@@ -94,8 +95,10 @@ class Runtime {
 
   virtual Result alloc(size_t bytes, Ptr<char>* out) = 0;  // aligned to 256 bytes
   virtual void free(Ptr<char> p) = 0;
-  // Pins and maps host memory, for every device of the process; page-aligned, not yet pinned.
-  virtual Result pin(void* p, size_t bytes) = 0;
+  // Pins and maps host memory, for every device of the process; page-aligned, not yet pinned. Where the
+  // process itself cannot write, `read_only`: then kernels do not either.
+  virtual Result pin(void* p, size_t bytes, bool read_only) = 0;
+  Result pin(void* p, size_t bytes) { return pin(p, bytes, false); }
   virtual void unpin(void* p) = 0;
   // Pinned host memory as kernels see it.
   static Ptr<char> visible(void* pinned) { return {reinterpret_cast<uint64_t>(pinned)}; }

@@ -100,28 +100,26 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
   PartRef part = make_part();
   part->step = t.step;
   part->rank = t.rank;
-  const uint64_t* keys = op.keys;
-  size_t n = op.count;
-  bool padded = op.flags & FRUGAL_OP_PADDING;
-  uint64_t padding = op.padding_key;
-  if (!keys && a->part) {
-    // A declaration that could not be resolved ahead.
-    keys = a->part->keys.as<uint64_t>();
-    n = a->part->n;
-    padded = a->part->has_padding;
-    padding = a->part->padding;
-    if (a->part->unchecked) FRUGAL_TRY(rows.check_ids(keys, n, padded ? &padding : nullptr));
-  }
+  // A declaration that could not be resolved ahead.
+  Part* declared = op.keys ? nullptr : a->part.get();
+  const size_t n = declared ? declared->n : op.count;
+  const bool padded = op.flags & FRUGAL_OP_PADDING;
   counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
-  if (sorted) {
-    FRUGAL_TRY(part->take_keys(pool_, keys, n, padded, padding));
-    FRUGAL_TRY(part->resolve(pool_, rows, Rows::Missing::kReserve, nullptr));
+  if (declared) {
+    FRUGAL_TRY(declared->take_lent(pool_, rows));
+    FRUGAL_TRY(part->take_keys(pool_, *declared));
+  } else if (sorted) {
+    FRUGAL_TRY(part->take_keys(pool_, rows, op.keys, n, padded, op.padding_key));
   } else {
     part->n = n;
     FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &part->slots));
-    FRUGAL_TRY(rows.resolve(keys, n, padded ? &padding : nullptr, Rows::Missing::kReserve,
+    FRUGAL_TRY(rows.resolve(op.keys, n, padded ? &op.padding_key : nullptr, Rows::Missing::kReserve,
                             part->slots.as<uint32_t>(), nullptr));
   }
+  if (sorted)
+    FRUGAL_TRY(part->resolve(pool_, rows, Rows::Missing::kReserve, nullptr));
+  else if (declared)
+    FRUGAL_TRY(part->find_slots(pool_, rows, Rows::Missing::kReserve, nullptr));
   a->part = std::move(part);
   return FRUGAL_OK;
 }
@@ -257,28 +255,10 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
   }
-  FRUGAL_TRY(t.gpu->ready());
-  Vector<GpuOp> taken;
-  Vector<frugal_op> known(ops, ops + n);
-  for (frugal_op& op : known) FRUGAL_TRY(match_batch(t, &op));
-  FRUGAL_TRY(t.gpu->take_ops(known.data(), n, use, !stale(), &taken));
-  Vector<frugal_op> host(n);
-  for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
-  // What a call that fails has given to the device to look at is of no interest.
-  const Flight* before = t.gpu->current_flight();
-  const size_t nans = before ? before->nans.size() : 0, wrong_offsets = before ? before->wrong_offsets.size() : 0;
-  Status s = call(host.data(), taken.data());
-  if (Flight* f = t.gpu->current_flight(); f && s != FRUGAL_OK) {
-    if (f->nans.size() > nans) f->nans.resize(nans);
-    if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
-  }
-  // Where it fails, the end of the step tries again.
-  if (Flight* f = t.gpu->current_flight()) (void)f->mark();
-  return s;
+  return t.gpu->with_ops(ops, n, use, !stale(), [&](frugal_op* op) { return match_batch(t, op); }, call);
 }
 
-// Keys on the device beside a batch: where they are the declared ones, which the device finds out, they
-// need not come to the host.
+// Keys on the device beside a batch.
 Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
@@ -288,16 +268,8 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (!on_device || !batch || batch->rank != t.rank || batch->step != t.step ||
       op->part >= batch->parts.size())
     return FRUGAL_OK;  // what is wrong is told where ops are checked
-  const PartRef& p = batch->parts[op->part];
-  const bool padded = op->flags & FRUGAL_OP_PADDING;
-  if (!p->resolved() || p->n != op->count || p->has_padding != padded ||
-      (padded && p->padding != op->padding_key))
-    return FRUGAL_OK;
-  Flight& flight = t.gpu->flight(t.rank, t.step);
-  bool same = false;
-  FRUGAL_TRY(t.gpu->same_keys(flight, p, batch->tables[op->part]->rows.hashed(), op->keys, &same));
-  if (same) op->keys = nullptr;
-  return FRUGAL_OK;
+  return t.gpu->match_keys(t.gpu->flight(t.rank, t.step), batch->parts[op->part],
+                           batch->tables[op->part]->rows.hashed(), op);
 }
 
 Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
@@ -365,7 +337,7 @@ Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
   Flight& flight = t.gpu->flight(t.rank, t.step);
   if (!stale()) {
     const TrainerTable* of = lines_for(t, a);
-    return t.gpu->gather(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op);
+    return t.gpu->gather(flight, a.part, a.table->rows.ref(), of ? of->lines.get() : nullptr, op);
   }
   // With staleness rows are written meanwhile: they are read here, under their locks.
   return gather_and_send(flight, *a.table, a.part->slots.as<uint32_t>(), a.part->n, op);
@@ -373,26 +345,8 @@ Status Engine::gather_on_device(Trainer& t, const Access& a, const GpuOp& op) {
 
 // A lookup of a trainer on a GPU into host memory, where rows may be newer in lines than in host memory.
 Status Engine::gather_through_device(Trainer& t, const Access& a, const GpuOp& op) {
-  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : a.part->n;
-  const size_t row_bytes = a.table->rows.layout().dim * sizeof(float), bytes = rows * row_bytes;
-  if (bytes == 0) return FRUGAL_OK;
-  GpuOp there;
-  there.op = op.op;
-  there.device_offsets = op.device_offsets;
-  DeviceBuffer out;
-  FRUGAL_TRY(t.gpu->memory().get(bytes, &out));
-  there.op.rows_out = reinterpret_cast<float*>(out.as<float>().address);
-  there.op.row_stride = 0;
-  Buffer back;
-  Status s = gather_on_device(t, a, there);
-  if (s == FRUGAL_OK) s = t.gpu->copy_in(there.op.rows_out, bytes, &back);
-  if (s == FRUGAL_OK) s = t.gpu->wait_stream();
-  if (s != FRUGAL_OK) t.gpu->drain();  // a kernel may be writing `out`
-  FRUGAL_TRY(s);
-  const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
-  for (size_t i = 0; i < rows; ++i)
-    std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes, row_bytes);
-  return FRUGAL_OK;
+  return t.gpu->bring_rows(op, a.part->n, a.table->rows.layout().dim,
+                           [&](const GpuOp& there) { return gather_on_device(t, a, there); });
 }
 
 // Evaluation into memory of the device: complete when it returns, so nothing stays in flight.
@@ -408,23 +362,9 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
 Status Engine::gather_and_send(Flight& flight, Table& table, const uint32_t* slots, size_t n,
                                const GpuOp& op) {
   const RowLayout& layout = table.rows.layout();
-  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
-  Gpu& gpu = *flight.gpu;
-  Buffer copies, weights;
-  FRUGAL_TRY(pinned_.get(rows * layout.value_stride * sizeof(float), &copies));
-  frugal_op host = op.op;
-  if (op.device_weights) {
-    Status s = gpu.copy_in(op.op.weights, n * sizeof(float), &weights);
-    if (s == FRUGAL_OK) s = gpu.wait_stream();
-    if (s != FRUGAL_OK) gpu.drain();  // the copy may be under way into what is given back
-    FRUGAL_TRY(s);
-    host.weights = weights.as<float>();
-  }
-  host.rows_out = copies.as<float>();
-  host.row_stride = layout.value_stride * sizeof(float);
-  FRUGAL_TRY(gather_table(table, nullptr, nullptr, slots, n, host));
-  return gpu.put_rows(flight, std::move(copies), layout.value_stride, rows, layout.dim,
-                      op.op.rows_out, op.op.row_stride);
+  return flight.gpu->send_rows(flight, op, n, layout.dim, layout.value_stride, [&](const frugal_op& host) {
+    return gather_table(table, nullptr, nullptr, slots, n, host);
+  });
 }
 
 // --- Push ----------------------------------------------------------------------------------------
@@ -529,32 +469,17 @@ Status Engine::push_on_device(Trainer& t, const Access& a, const GpuOp& op, Push
                                         op, source));
     } else {
       const TrainerTable* of = lines_for(t, a);
-      FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows, of ? of->lines.get() : nullptr, op, source));
+      FRUGAL_TRY(t.gpu->weight_grads(flight, a.part, a.table->rows.ref(), of ? of->lines.get() : nullptr, op, source));
     }
   }
-  const uint32_t* nan = nullptr;
-  if (a.table->config.nan_policy == FRUGAL_NAN_REJECT && a.part->n)
-    FRUGAL_TRY(flight.look_at(&flight.nans, &nan));
-  if (state->table) {
-    // Gone on with on the host, from the gradient of each key.
+  const bool first = !state->table;
+  if (first)
+    begin_handover(t, a, state);
+  else
     FRUGAL_TRY(sum_lent(state));
-    PushSums::Tail tail;
-    tail.part = a.part;
-    FRUGAL_TRY(pinned_.get(a.part->n * layout.dim * sizeof(float), &tail.grads));
-    state->tail.reserve(state->tail.size() + 1);
-    FRUGAL_TRY(t.gpu->expand(flight, a.part, source, layout.dim, tail.grads, nan));
-    flight.must_land = true;
-    state->tail.push_back(std::move(tail));
-    return FRUGAL_OK;
-  }
-  Handover& h = begin_handover(t, a, state);
-  Status status = room_for_sums(state, layout.dim, pinned_);
-  if (status == FRUGAL_OK)
-    status = t.gpu->reduce(flight, a.part, source, layout.dim, h.sums, h.stride, state->runs, nan);
-  if (status != FRUGAL_OK) {
-    t.gpu->drain();  // a kernel may be writing the sums
-    *state = {};
-  }
+  const Status status = t.gpu->push(flight, a.part, source, layout.dim, first,
+                                    a.table->config.nan_policy == FRUGAL_NAN_REJECT, pinned_, state);
+  if (status != FRUGAL_OK && first) *state = {};
   return status;
 }
 

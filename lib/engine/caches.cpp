@@ -22,7 +22,7 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   made.table = table;
   // On a GPU the bytes are the device's, where the index is not.
   auto line_bytes = [&](const RowLayout& layout) {
-    return t.gpu ? (layout.value_stride + layout.state_stride) * sizeof(float) : RowCache::line_bytes(layout);
+    return t.gpu || t.lines_elsewhere ? (layout.value_stride + layout.state_stride) * sizeof(float) : RowCache::line_bytes(layout);
   };
   const uint64_t per_line = line_bytes(table->rows.layout());
   uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));
@@ -35,19 +35,32 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>(lines, table->rows.capacity());
+  if (t.gpu || t.lines_elsewhere) lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
   // No memory for a cache: the trainer works without one.
-  if (lines && t.gpu) {
-    lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
-    if (t.gpu->open_lines(table->rows, lines, &made.lines) != FRUGAL_OK) {
-      made.lines.reset();
-      log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
-                  t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table->name.c_str()).c_str());
-    }
-  } else if (lines) {
-    made.host = std::make_unique<RowCache>();
-    if (made.host->open(table->rows, lines, &pool_) != FRUGAL_OK) made.host.reset();
+  try {
+    open_cache(t, *table, lines, &made);
+  } catch (const std::bad_alloc&) {
+    made = {};
+    made.table = table;
   }
   return t.caches[table.get()] = std::move(made);
+}
+
+void Engine::open_cache(Trainer& t, const Table& table, uint64_t lines, TrainerTable* made) {
+  if (lines && t.gpu) {
+    if (t.gpu->open_lines(table.rows.ref(), lines, &made->lines) != FRUGAL_OK ||
+        made->lines->index.open(table.rows, lines, nullptr) != FRUGAL_OK) {
+      made->lines.reset();
+      log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
+                  t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table.name.c_str()).c_str());
+    }
+  } else if (lines && t.lines_elsewhere) {
+    made->elsewhere = std::make_unique<RowCache>();
+    if (made->elsewhere->open(table.rows, lines, nullptr) != FRUGAL_OK) made->elsewhere.reset();
+  } else if (lines) {
+    made->host = std::make_unique<RowCache>();
+    if (made->host->open(table.rows, lines, &pool_) != FRUGAL_OK) made->host.reset();
+  }
 }
 
 TrainerTable* Engine::cache_in(Trainer& t, const Table& table) {
@@ -296,6 +309,8 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
       if (of.planned != kNoStep && (of.planned != step || !as_planned(of.plan, parts[raw]))) cancel_plan(of);
   }
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
+  t.boundary = {};
+  if (t.lines_elsewhere) t.boundary.number = ++t.boundaries;
   struct Turn {
     TrainerTable* of;
     Vector<UpdateRef> updates;
@@ -328,6 +343,11 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
       counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
     }
     if (of.lines) FRUGAL_TRY(t.gpu->send_plan(of.plan, of.lines.get()));
+    RemoteBoundary::OfTable* there = nullptr;
+    if (of.elsewhere) {
+      there = &t.boundary.tables.emplace_back();
+      FRUGAL_TRY(describe_boundary(of, there));
+    }
     for (const UpdateRef& update : turn.updates) {
       LineUpdate other;
       const Vector<Handover>& ranks = update->ranks;
@@ -343,19 +363,23 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
         of.host->apply(touched, *update, &scratch);
         continue;
       }
+      const size_t now = all_now ? touched.lines.size() : touched.urgent;
+      if (there) {
+        FRUGAL_TRY(describe_update(update, touched, now, there));
+        continue;
+      }
       std::shared_ptr<LinesOnDevice> lists;
       if (expected)
         lists = of.lines->plan->update;
       else
         FRUGAL_TRY(t.gpu->send_lines(other, &lists));
-      const size_t now = all_now ? touched.lines.size() : touched.urgent;
       FRUGAL_TRY(t.gpu->apply_lines(*flight, *of.lines, update, lists, 0, now));
       if (!all_now) turn.later.push_back(std::move(lists));
     }
     if (of.host) {
       of.host->fill(of.table->rows, of.plan.admitted, of.plan.to);
-    } else {
-      FRUGAL_TRY(t.gpu->fill_lines(*flight, *of.lines, of.table->rows));
+    } else if (of.lines) {
+      FRUGAL_TRY(t.gpu->fill_lines(*flight, *of.lines, of.table->rows.ref()));
     }
     counters_.cache_admitted.fetch_add(of.plan.admitted.size(), std::memory_order_relaxed);
     of.unflagged.insert(of.unflagged.end(), of.plan.admitted.begin(), of.plan.admitted.end());

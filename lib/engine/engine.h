@@ -98,7 +98,34 @@ struct RemotePart {
   bool whole = false;   // a declaration, resolved
   bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
   bool cached = false;  // the trainer caches rows of the table
-  const float* line_values = nullptr;  // of line 0, if rows of the part are cached
+  bool in_lines = false;  // rows of the part are cached:
+  const float* line_values = nullptr;  // of line 0; null: in memory of the trainer's device
+};
+
+// A boundary of the caches of a trainer whose lines are in device memory of another process: what is to be done
+// there (process/client_gpu.cpp does it). Lists are in the arena.
+struct RemoteBoundary {
+  struct Sums {
+    uint32_t region;  // as LedgerTerms has it
+    uint64_t lent;    // how often that had been lent to a writer before
+    uint64_t place, bytes;
+  };
+  struct Update {
+    UpdateRef update;      // the process reads its sums
+    Vector<Sums> sums;     // of its ranks
+    Vector<Buffer> copies; // of those that are where other processes do not see them
+    Buffer lines, start, terms;  // LineUpdate
+    uint64_t count = 0, term_count = 0, now = 0;
+  };
+  struct OfTable {
+    TableRef table;
+    uint64_t lines = 0;    // that there are
+    Buffer admitted, to;
+    uint64_t count = 0;
+    Vector<Update> updates;
+  };
+  uint64_t number = 0;
+  Vector<OfTable> tables;
 };
 
 // The sums of a trainer in another process for one table in a step.
@@ -132,7 +159,8 @@ struct TrainerTable {
   TableRef table;
   std::unique_ptr<RowCache> host;      // on the cpu device
   std::unique_ptr<DeviceLines> lines;  // on a GPU
-  RowCache* cache() const { return lines ? &lines->index : host.get(); }
+  std::unique_ptr<RowCache> elsewhere; // the index alone: the lines are another process's, on its GPU
+  RowCache* cache() const { return lines ? &lines->index : elsewhere ? elsewhere.get() : host.get(); }
   // The index is what it will be after the boundary of step `planned`; the lines are not yet.
   uint64_t planned = kNoStep;
   CachePlan plan;
@@ -152,7 +180,13 @@ struct Trainer : HeapObject {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
   std::shared_ptr<Gpu> gpu;      // null: the cpu device
-  std::atomic<bool> reaped{false};   // its GPU has failed, and that is being seen to
+  // It is on a GPU of another process, which has the lines of its caches. Boundaries are numbered; up to which one
+  // that process has carried them out it tells when it begins a step. With call_mu held:
+  bool lines_elsewhere = false;
+  uint64_t boundaries = 0, boundaries_done = 0;
+  Vector<uint64_t> no_lines;     // tables for whose lines that device has no memory
+  RemoteBoundary boundary;
+  std::atomic<bool> reaped{false};   // its GPU (or its process's) has failed, and that is being seen to
   std::atomic<bool> pinning{false};  // counts among the pinner's
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
@@ -291,9 +325,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status flush(Deadline deadline);
   Status read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline);
   // --- trainers.cpp
-  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out);
+  // `elsewhere`: on a device of another process, which is none of the engine's.
+  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere = false);
   Status close_trainer(const TrainerRef& trainer);
-  // `copies`: of the keys of each op, which become the parts' own; or null.
+  // `copies`: of the keys of each op, of dense tables their slots, which become the parts' own; or null.
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                   uint64_t* batch_out, Buffer* copies = nullptr);
   Status cancel(Trainer& t, const BatchRef& batch);
@@ -312,10 +347,16 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   void use_marked(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
+  Status remote_failed(Trainer& t);
   void count_remote(const RemoteCounts& counts);
   bool tracing() const { return trace_.on(); }
   void trace_remote(const TraceEvent& event) { trace_.keep(event); }
   Status inside_step(Trainer& t);
+  bool is_inside(const Trainer& t, uint64_t step);
+  // Before step_begin: the boundaries up to `number` have been carried out, and for `table` (0: none) there is no
+  // device memory.
+  Status carried_out(Trainer& t, uint64_t number, uint64_t table);
+  void take_boundary(Trainer& t, RemoteBoundary* out);
   Status lose_trainer(const TrainerRef& trainer);
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
@@ -368,7 +409,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
   void apply_claim(Table& table, const Claim& claim);
-  void apply_terms(Table& table, const StepUpdate& update, const TermList& terms);
+  void apply_terms(Table& table, const StepUpdate& update, const TermList& terms, const device::Undo* undo);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
   void publish(const JobRef& job);
   void run_job_chunk(const JobRef& job, size_t chunk);
@@ -390,8 +431,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   void end_flights(Trainer& leaving);
-  enum class Found { kNothing, kNan, kWrongOffsets };
-  Status end_flight(Trainer& t, Found* found);
+  Status end_flight(Trainer& t, Flight::Found* found);
   void device_failed(uint32_t rank, const Gpu& gpu);
   void leave_gpu(Trainer& t) noexcept;
   void never_resolve(Part& part, Part::State instead);
@@ -399,6 +439,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // --- caches.cpp: boundaries of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
   TrainerTable& cache_of(Trainer& t, const TableRef& table);
+  void open_cache(Trainer& t, const Table& table, uint64_t lines, TrainerTable* made);
   static TrainerTable* cache_in(Trainer& t, const Table& table);
   bool plan_one();
   bool to_plan(const Trainer& t) const;
@@ -446,11 +487,19 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status aborted(Trainer& t);
   enum class Undo { kCall, kLeaving, kFailed, kLost };
   bool describe_lines(Trainer& t, RemotePart* part);
+  Status describe_boundary(const TrainerTable& of, RemoteBoundary::OfTable* out);
+  Status describe_update(const UpdateRef& update, const LineUpdate& touched, size_t now, RemoteBoundary::OfTable* out);
+  Status to_arena(const void* data, size_t bytes, Buffer* out);
+  Status give_up_lines(Trainer& t, uint64_t step);
   uint32_t lost_rank() const;
   static bool late(const Trainer& t, uint64_t step) {  // with mu_ held
     return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
   }
-  void find_silent();
+  // For the other ranks to end steps: with who does not answer.
+  template <class Ready, class Help>
+  Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
+  void note_awaited(uint64_t step);  // with mu_ held: it is waited for that all ranks end it
+  bool find_silent();                // was there one?
   Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
@@ -553,7 +602,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Vector<uint8_t> joined_;          // ever
   Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
   std::function<void(const TrainerRef&)> silent_;
-  uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // by gates: that all ranks end it
+  uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // that all ranks end it
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;

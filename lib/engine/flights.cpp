@@ -158,27 +158,22 @@ Status Engine::land_all(Deadline deadline) {
 
 // The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot be
 // told later. May be repeated.
-Status Engine::end_flight(Trainer& t, Found* found) {
+Status Engine::end_flight(Trainer& t, Flight::Found* found) {
   Flight* f = t.gpu->current_flight();
   if (!f) return FRUGAL_OK;
   // Several pushes are joined on the host.
   for (auto& [raw, push] : t.pushes) f->must_land |= !push.tail.empty();
-  for (device::Stream s : f->streams) FRUGAL_TRY(t.gpu->ready(s));
-  FRUGAL_TRY(f->mark());
+  FRUGAL_TRY(f->end());
   if (!f->must_land) return FRUGAL_OK;
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
-  while (!f->ask(1000000)) {
+  FRUGAL_TRY(f->land([&]() -> Status {
     if (until.passed())
       return fail(FRUGAL_ERR_TIMEOUT, "step_end waited for the device to end the step's work; call again");
     FRUGAL_TRY(check());
-    if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
-  }
+    return t.closing.load() ? fail(FRUGAL_ERR_CLOSED, "the trainer is being closed") : FRUGAL_OK;
+  }));
   FRUGAL_TRY(t.gpu->sticky() ? enter(t) : FRUGAL_OK);
-  // Where offsets are wrong, what was summed may be anything.
-  for (const uint32_t* word : f->nans)
-    if (*word) *found = Found::kNan;
-  for (const uint32_t* word : f->wrong_offsets)
-    if (*word) *found = Found::kWrongOffsets;
+  *found = f->found();
   return FRUGAL_OK;
 }
 

@@ -1,7 +1,5 @@
 #include "engine/gpu.h"
 
-#include "engine/data_path.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -49,16 +47,18 @@ void DevicePinner::remove(const device::Runtime* runtime) noexcept {
   count_.store(live_.size());
 }
 
-Status DevicePinner::pin(void* p, size_t bytes, bool* pinned) {
+Status DevicePinner::pin(void* p, size_t bytes, bool read_only, bool* pinned) {
   *pinned = false;
   if (!any()) return FRUGAL_OK;
   Vector<std::shared_ptr<device::Runtime>> live;
-  {
+  try {
     std::lock_guard<std::mutex> lock(mu_);
     live = live_;
+  } catch (const std::bad_alloc&) {
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to pin host memory");
   }
   for (const auto& runtime : live) {
-    Result r = runtime->pin(p, bytes);
+    Result r = runtime->pin(p, bytes, read_only);
     // A device that has failed is its own trainer's matter.
     if (r.kind == ErrorKind::kFault || r.kind == ErrorKind::kNoDevice) continue;
     *pinned = r.ok();
@@ -130,13 +130,7 @@ namespace {
 
 // Until the event has passed, or never will.
 void wait_for(Gpu& gpu, device::Event e) {
-  for (int errors = 0;;) {
-    bool passed = false;
-    Result r = gpu.runtime().synchronize(e, kAskNs, &passed);
-    gpu.failed(r);
-    if (gpu.sticky() || passed) return;
-    // It can not be told any more what the device does.
-    if (!r.ok() && ++errors == 1000) gpu.failed({ErrorKind::kFault, r.code, r.call, r.text});
+  for (int errors = 0; !gpu.await(e, &errors);) {
   }
 }
 
@@ -199,6 +193,11 @@ Status Flight::mark() {
   return FRUGAL_OK;
 }
 
+Status Flight::end() {
+  for (device::Stream s : streams) FRUGAL_TRY(gpu->ready(s));
+  return mark();
+}
+
 Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
   Buffer word;
   FRUGAL_TRY(gpu->pinned().get(sizeof(uint32_t), &word));
@@ -209,6 +208,33 @@ Status Flight::look_at(Vector<const uint32_t*>* words, const uint32_t** out) {
   words->push_back(*out);
   must_land = true;
   return FRUGAL_OK;
+}
+
+Flight::Found Flight::found() const {
+  Found found = Found::kNothing;
+  for (const uint32_t* word : nans)
+    if (*word) found = Found::kNan;
+  for (const uint32_t* word : wrong_offsets)
+    if (*word) found = Found::kWrongOffsets;
+  return found;
+}
+
+Status found_in_step(Flight::Found found, uint64_t step) {
+  switch (found) {
+    case Flight::Found::kNothing:
+      return FRUGAL_OK;
+    case Flight::Found::kWrongOffsets:
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
+                  "step is undone on all ranks; begin it again",
+                  static_cast<unsigned long long>(step));
+    case Flight::Found::kNan:
+      break;
+  }
+  return fail(FRUGAL_ERR_NAN,
+              "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
+              "accept would take it): the step is undone on all ranks; begin it again",
+              static_cast<unsigned long long>(step));
 }
 
 bool Flight::ask(uint64_t timeout_ns) {
@@ -376,14 +402,20 @@ Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
   return noted(r, "copying from the device");
 }
 
-Status Gpu::wait_stream() {
-  device::Event e;
-  FRUGAL_TRY(create_event(&e));
-  Result r = runtime_->record(e, stream_);
-  if (r.ok()) wait_for(*this, e);
-  give_back(e);
-  FRUGAL_TRY(noted(r, "waiting for the caller's stream"));
-  return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
+Status Gpu::bring(const void* from, size_t bytes, Buffer* to) {
+  Status s = copy_in(from, bytes, to);
+  if (s == FRUGAL_OK) s = wait_stream();
+  if (s != FRUGAL_OK) drain();  // the copy may be under way into what is given back
+  return s;
+}
+
+bool Gpu::await(device::Event e, int* errors) {
+  bool passed = false;
+  Result r = runtime_->synchronize(e, kAskNs, &passed);
+  failed(r);
+  // It can not be told any more what the device does.
+  if (!passed && !r.ok() && ++*errors == 1000) failed({ErrorKind::kFault, r.code, r.call, r.text});
+  return passed || sticky();
 }
 
 // Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be used
@@ -430,6 +462,7 @@ Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_
         copied = true;
       }
     }
+    if (use == Use::kDeclare) continue;
     const float* rows = use == Use::kPush ? op.grads : op.rows_out;
     FRUGAL_TRY(on_device(rows, sizeof(float), use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
                          &o.rows_on_device));

@@ -1,10 +1,13 @@
 // A trainer's GPU: its streams, its memory, and what its steps have in flight (docs/cuda.md).
 //
-// What: Gpu is the engine's side of one trainer on an accelerator. A Flight is what a step of a rank has
-// given to the device: while it is in flight, its memory is not used again and its step not committed.
+// What: Gpu is the engine's side of one trainer on an accelerator: a thread of the engine's process, or one
+// that has attached (process/client.h). A Flight is what a step of a rank has given to the device: while it is
+// in flight, its memory is not used again and its step not committed.
 // Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a time (call_mu).
 #pragma once
 #include <atomic>
+#include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -16,6 +19,7 @@
 #include "device/ops/kernels.h"
 #include "device/ops/shapes.h"
 #include "device/runtime.h"
+#include "engine/data_path.h"
 #include "storage/rows.h"
 #include "window/part.h"
 
@@ -31,10 +35,13 @@ class DevicePinner : public Pinner {
   void add(std::shared_ptr<device::Runtime> runtime);      // a trainer joins
   void remove(const device::Runtime* runtime) noexcept;    // it has left, or its device has failed
   bool any() const { return count_.load() != 0; }
-  Status pin(void* p, size_t bytes, bool* pinned) override;
+  Status pin(void* p, size_t bytes, bool* pinned) override { return pin(p, bytes, false, pinned); }
+  // Memory that this process cannot write, for kernels that read it.
+  Status pin_read_only(void* p, size_t bytes, bool* pinned) { return pin(p, bytes, true, pinned); }
   void unpin(void* p) noexcept override;
 
  private:
+  Status pin(void* p, size_t bytes, bool read_only, bool* pinned);
   std::mutex mu_;
   Vector<std::shared_ptr<device::Runtime>> live_;  // one for each trainer
   std::shared_ptr<device::Runtime> last_;          // to unpin with
@@ -159,6 +166,7 @@ struct Flight : HeapObject {
   Vector<DeviceBuffer> memory;
   Vector<UpdateRef> updates;  // whose sums the cache's boundary reads
   Vector<std::shared_ptr<OnDevice>> sent;  // the boundary's lists
+  Vector<std::shared_ptr<void>> kept;      // what else its kernels need to live
   bool after_boundary = false;
   Vector<Placed> placed;
   // Words in pinned memory, 0 unless: a gradient that is to be refused has a NaN; offsets are none.
@@ -168,10 +176,21 @@ struct Flight : HeapObject {
   std::atomic<bool> landed{false};
   std::atomic<bool> failed{false};
 
+  // What the words say when it has landed. Where offsets are wrong, what was summed may be anything.
+  enum class Found { kNothing, kNan, kWrongOffsets };
+  Found found() const;
+
   Status use(device::Stream s);
   // A word more of these, which the end of the step looks at.
   Status look_at(Vector<const uint32_t*>* words, const uint32_t** out);
   Status mark();    // records the events of streams that were used since the last time
+  Status end();     // the same, when the step ends; refuses streams that are being captured
+  // Waits until it has landed, or failed. `go_on` ends that by a status.
+  template <class GoOn>
+  Status land(GoOn go_on) {
+    while (!ask(1000000)) FRUGAL_TRY(go_on());
+    return FRUGAL_OK;
+  }
   // Asks the events, or waits for one of them for about `timeout_ns`. True: landed, or failed.
   bool ask(uint64_t timeout_ns = 0);
   ~Flight();
@@ -214,7 +233,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
                      std::shared_ptr<Gpu>* out);
   Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned);
   ~Gpu();
-  device::Runtime& runtime() { return *runtime_; }
+  device::Runtime& runtime() const { return *runtime_; }
   BufferPool& pinned() { return pinned_; }
   DevicePool& memory() { return *memory_; }
 
@@ -234,15 +253,34 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Flight& flight(uint32_t rank, uint64_t step);
   FlightRef take_flight() { return std::move(flight_); }
   Flight* current_flight() { return flight_.get(); }
+  FlightRef share_flight() { return flight_; }
 
-  enum class Use { kLookup, kPush, kRead };
+  enum class Use { kLookup, kPush, kRead, kDeclare };
   // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
   // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a batch.
   Status take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
+  // A lookup's or a push's call(ops, taken), its keys and offsets on the host. `match` may take keys that are
+  // those of a batch out of an op before.
+  template <class Match, class Call>
+  Status with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match, Call call);
   Status on_device(const void* p, size_t alignment, const char* what, bool* device);
   // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
-  Status wait_stream();
+  // The same, and it is there.
+  Status bring(const void* from, size_t bytes, Buffer* to);
+  // About a moment: true if the event has passed, or never will.
+  bool await(device::Event e, int* errors);
+  Status wait_stream() {
+    return wait_stream([this] {
+      if (while_waiting_) while_waiting_();
+      return FRUGAL_OK;
+    });
+  }
+  // Is called from time to time by who waits for the caller's stream.
+  void while_waiting(std::function<void()> call) { while_waiting_ = std::move(call); }
+  // A status of `go_on`, which is asked from time to time, ends it.
+  template <class GoOn>
+  Status wait_stream(GoOn go_on);
   void drain() { drain(stream_); }
   void drain(device::Stream stream);
   // Keys of parts that were taken from the device: an event in the caller's stream.
@@ -257,11 +295,17 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
 
   // Rows of a part, pooled or not, to the op's rows_out. `lines` (may be null) hold some of them.
-  Status gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+  Status gather(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
                 const GpuOp& op);
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
+  // Rows that gather(op) gathers on the host, `stride` floats apart, to the op's rows_out; `n` keys.
+  template <class Gather>
+  Status send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride, Gather gather);
+  // Rows that gather(op) puts into device memory, for an op that wants them in host memory; `n` keys. Waits.
+  template <class Gather>
+  Status bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather);
   // Where the gradients of an op come from.
   Status gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim, device::GradPtr* out);
   // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
@@ -271,9 +315,15 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A gradient for each key into pinned memory.
   Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
-  // Are keys on the device those of the part? Waits for the answer.
-  Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
-  Status weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+  // A push of a table's gradients: the first of a step, whose hand-over is begun, is summed into memory of
+  // `sums`; a later one is gone on with on the host, from the gradient of each key. With `reject` the flight
+  // tells of NaNs.
+  Status push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim, bool first,
+              bool reject, BufferPool& sums, PushSums* push);
+  // Where an op's keys are on the device, and those of the part, which the device finds out, they need not come
+  // to the host: then it has none any more. Waits for the answer.
+  Status match_keys(Flight& f, const PartRef& part, bool hashed, frugal_op* op);
+  Status weight_grads(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
                       const GpuOp& op, const device::GradPtr& source);
 
   // The same with a row for each key in pinned memory.
@@ -281,14 +331,15 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
                          const GpuOp& op, const device::GradPtr& source);
 
   // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
-  Status open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out);
+  // `layout`'s pointers are not looked at; the index is for who calls to open.
+  Status open_lines(const device::RowsRef& layout, uint64_t count, std::unique_ptr<DeviceLines>* out);
   // A boundary's lists to the device; lines->plan keeps them (not made if they are there).
   Status send_plan(const CachePlan& plan, DeviceLines* lines);
   Status send_lines(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
   // Lines [from, to) of the lists get the update.
   Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
                      const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to);
-  Status fill_lines(Flight& f, DeviceLines& lines, const Rows& rows);
+  Status fill_lines(Flight& f, DeviceLines& lines, const device::RowsRef& rows);
   Status end_boundary(Flight& f);
 
   Status create_event(device::Event* out);
@@ -296,6 +347,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
  private:
   Status take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
+  Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   // Memory for `bytes` on both sides; send() copies from here to there.
@@ -311,13 +363,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A pinned copy that lives as long as the flight.
   template <class T>
   Status keep(Flight& f, const T* from, size_t n, device::Ptr<T>* out);
-  Status sources(Flight& f, Part& part, const Rows& rows, PartOnDevice& d,
+  Status sources(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d,
                  const DeviceLines* lines, Placed* out);
   Status cached_places(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
-  Status stage(Flight& f, const PartOnDevice& d, const Rows& rows, device::Ptr<uint32_t> which,
+  Status stage(Flight& f, const PartOnDevice& d, const device::RowsRef& rows, device::Ptr<uint32_t> which,
                device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
-  Status places(Flight& f, Part& part, const Rows& rows, PartOnDevice& d, const DeviceLines* lines,
+  Status places(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d, const DeviceLines* lines,
                 Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
@@ -339,7 +391,88 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   std::mutex events_mu_;
   Vector<device::Event> events_;
   std::atomic<Status> failed_{FRUGAL_OK};
+  std::function<void()> while_waiting_;
   device::Result failure_;
 };
+
+// What the end of a step answers where its flight has found something; the step is undone by then.
+Status found_in_step(Flight::Found found, uint64_t step);
+
+template <class Gather>
+Status Gpu::send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride, Gather gather) {
+  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
+  Buffer copies, weights;
+  FRUGAL_TRY(pinned_.get(rows * stride * sizeof(float), &copies));
+  frugal_op host = op.op;
+  if (op.device_weights) {
+    FRUGAL_TRY(bring(op.op.weights, n * sizeof(float), &weights));
+    host.weights = weights.as<float>();
+  }
+  host.rows_out = copies.as<float>();
+  host.row_stride = stride * sizeof(float);
+  FRUGAL_TRY(gather(host));
+  return put_rows(f, std::move(copies), stride, rows, dim, op.op.rows_out, op.op.row_stride);
+}
+
+template <class GoOn>
+Status Gpu::wait_stream(GoOn go_on) {
+  device::Event e;
+  FRUGAL_TRY(create_event(&e));
+  Status s = noted(runtime_->record(e, stream_), "waiting for the caller's stream");
+  int errors = 0;
+  bool over = s != FRUGAL_OK;
+  while (!over && !(over = await(e, &errors)))
+    if ((s = go_on()) != FRUGAL_OK) break;
+  if (over) give_back(e);
+  else runtime_->destroy_event(e);
+  FRUGAL_TRY(s);
+  return sticky() ? device_status(failure_, "the device failed") : FRUGAL_OK;
+}
+
+template <class Gather>
+Status Gpu::bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather) {
+  const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
+  const size_t row_bytes = dim * sizeof(float), bytes = rows * row_bytes;
+  if (bytes == 0) return FRUGAL_OK;
+  GpuOp there;
+  there.op = op.op;
+  there.device_offsets = op.device_offsets;
+  DeviceBuffer out;
+  FRUGAL_TRY(memory_->get(bytes, &out));
+  there.op.rows_out = reinterpret_cast<float*>(out.as<float>().address);
+  there.op.row_stride = 0;
+  Buffer back;
+  Status s = gather(there);
+  if (s == FRUGAL_OK) s = copy_in(there.op.rows_out, bytes, &back);
+  if (s == FRUGAL_OK) s = wait_stream();
+  if (s != FRUGAL_OK) drain();  // a kernel may be writing `out`
+  FRUGAL_TRY(s);
+  const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
+  for (size_t i = 0; i < rows; ++i)
+    std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes, row_bytes);
+  return FRUGAL_OK;
+}
+
+template <class Match, class Call>
+Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match, Call call) {
+  FRUGAL_TRY(ready());
+  Vector<GpuOp> taken;
+  Vector<frugal_op> known(ops, ops + n);
+  for (frugal_op& op : known) FRUGAL_TRY(match(&op));
+  FRUGAL_TRY(take_ops(known.data(), n, use, offsets_stay, &taken));
+  Vector<frugal_op> host(n);
+  for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
+  // What a call that fails has given to the device to look at is of no interest.
+  const Flight* before = current_flight();
+  const size_t nans = before ? before->nans.size() : 0, wrong_offsets = before ? before->wrong_offsets.size() : 0;
+  Status s = call(host.data(), taken.data());
+  if (Flight* f = current_flight(); f && s != FRUGAL_OK) {
+    if (f->nans.size() > nans) f->nans.resize(nans);
+    if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
+  }
+  // Where it fails, the end of the step tries again.
+  if (Flight* f = current_flight()) (void)f->mark();
+  return s;
+}
 
 }  // namespace frugal

@@ -17,8 +17,8 @@ Ptr<T> seen(const Buffer& pinned) {
   return {device::Runtime::visible(pinned.data()).address};
 }
 
-device::RowsPtr host_rows(const Rows& rows) {
-  return {{reinterpret_cast<uint64_t>(rows.ref().values)}, rows.ref().value_stride};
+device::RowsPtr host_rows(const device::RowsRef& rows) {
+  return {{reinterpret_cast<uint64_t>(rows.values)}, rows.value_stride};
 }
 
 uint64_t bytes_or(size_t stride, uint32_t dim) { return stride ? stride : dim * sizeof(float); }
@@ -89,10 +89,10 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
 
 // Host rows into device memory: `count` of the part's distinct rows (null: all), to places there (null: one
 // after the other).
-Status Gpu::stage(Flight& f, const PartOnDevice& d, const Rows& rows, Ptr<uint32_t> which,
+Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsRef& rows, Ptr<uint32_t> which,
                   Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
-  out->stride = rows.ref().value_stride;
+  out->stride = rows.value_stride;
   const size_t places = to ? d.part.distinct : count;
   FRUGAL_TRY(memory_->get(places * out->stride * sizeof(float), &memory));
   out->values = memory.as<float>();
@@ -105,7 +105,7 @@ Status Gpu::stage(Flight& f, const PartOnDevice& d, const Rows& rows, Ptr<uint32
   s.rows = which;
   s.to = to;
   s.count = static_cast<uint32_t>(count);
-  s.dim = rows.layout().dim;
+  s.dim = rows.dim;
   return launch(Kernel::stage_rows, device::stage_shape(s, extent_), s);
 }
 
@@ -128,8 +128,8 @@ bool placed_before(const Flight& f, const Part& part, device::Stream stream, boo
 
 // Where the rows of a part are read: sources and items, and frequent host rows staged. Without lines
 // sources and items are the same for all steps, and came with the part.
-Status Gpu::sources(Flight& f, Part& part, const Rows& rows, PartOnDevice& d, const DeviceLines* lines,
-                    Placed* out) {
+Status Gpu::sources(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d,
+                    const DeviceLines* lines, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> staged_rows;
@@ -169,8 +169,8 @@ Status Gpu::behind(const OnDevice& sent) {
 
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
 // once, however many bags it is in.
-Status Gpu::places(Flight& f, Part& part, const Rows& rows, PartOnDevice& d, const DeviceLines* lines,
-                   Placed* out) {
+Status Gpu::places(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d,
+                   const DeviceLines* lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host, source;
@@ -206,9 +206,9 @@ Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out)
   return keep(f, op.op.weights, keys, out);
 }
 
-Status Gpu::gather(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
                    const GpuOp& op) {
-  const uint32_t dim = rows.layout().dim;
+  const uint32_t dim = rows.dim;
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
   const Ptr<float> out{reinterpret_cast<uint64_t>(op.op.rows_out)};
@@ -344,6 +344,38 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   return launch(Kernel::expand_terms, device::expand_shape(a, part->n, extent_), a);
 }
 
+Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim, bool first,
+                 bool reject, BufferPool& sums, PushSums* push) {
+  const uint32_t* nan = nullptr;
+  if (reject && part->n) FRUGAL_TRY(f.look_at(&f.nans, &nan));
+  if (!first) {
+    PushSums::Tail tail;
+    tail.part = part;
+    FRUGAL_TRY(pinned_.get(part->n * dim * sizeof(float), &tail.grads));
+    push->tail.reserve(push->tail.size() + 1);
+    FRUGAL_TRY(expand(f, part, source, dim, tail.grads, nan));
+    f.must_land = true;
+    push->tail.push_back(std::move(tail));
+    return FRUGAL_OK;
+  }
+  const Handover& h = push->first;
+  Status status = room_for_sums(push, dim, sums);
+  if (status == FRUGAL_OK) status = reduce(f, part, source, dim, h.sums, h.stride, push->runs, nan);
+  if (status != FRUGAL_OK) drain();  // a kernel may be writing the sums
+  return status;
+}
+
+Status Gpu::match_keys(Flight& f, const PartRef& part, bool hashed, frugal_op* op) {
+  const bool padded = op->flags & FRUGAL_OP_PADDING;
+  if (!part->resolved() || part->n != op->count || part->has_padding != padded ||
+      (padded && part->padding != op->padding_key))
+    return FRUGAL_OK;
+  bool same = false;
+  FRUGAL_TRY(same_keys(f, part, hashed, op->keys, &same));
+  if (same) op->keys = nullptr;
+  return FRUGAL_OK;
+}
+
 Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -378,7 +410,7 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_
   return FRUGAL_OK;
 }
 
-Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const DeviceLines* lines,
+Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
                          const GpuOp& op, const device::GradPtr& source) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -394,7 +426,7 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const Rows& rows, const
   a.grads_stride = source.stride;
   a.bag = source.bag;
   a.keys = static_cast<uint32_t>(part->n);
-  a.dim = rows.layout().dim;
+  a.dim = rows.dim;
   a.out = op.device_weight_grads;
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
@@ -423,13 +455,11 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
 
 // --- Lines ---------------------------------------------------------------------------------------
 
-Status Gpu::open_lines(const Rows& rows, uint64_t count, std::unique_ptr<DeviceLines>* out) {
+Status Gpu::open_lines(const device::RowsRef& layout, uint64_t count, std::unique_ptr<DeviceLines>* out) {
   auto lines = std::make_unique<DeviceLines>();
-  const device::RowsRef& ref = rows.ref();
-  lines->stride = ref.value_stride;
-  lines->state_stride = ref.state_stride;
-  lines->state_second = ref.state_second;
-  FRUGAL_TRY(lines->index.open(rows, count, nullptr));
+  lines->stride = layout.value_stride;
+  lines->state_stride = layout.state_stride;
+  lines->state_second = layout.state_second;
   FRUGAL_TRY(memory_->get_exactly(count * lines->stride * sizeof(float), &lines->value_memory));
   FRUGAL_TRY(memory_->get_exactly(count * lines->state_stride * sizeof(float), &lines->state_memory));
   *out = std::move(lines);
@@ -496,7 +526,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.
-Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows) {
+Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const device::RowsRef& rows) {
   const PlanOnDevice& plan = *lines.plan;
   if (plan.count == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(boundary_));
@@ -505,12 +535,12 @@ Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const Rows& rows) {
   device::FillArgs a{};
   a.host = host_rows(rows);
   a.lines = lines.values();
-  a.host_state = {seen_at(rows.ref().state), rows.ref().state_stride};
+  a.host_state = {seen_at(rows.state), rows.state_stride};
   a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
   a.slots = plan.slots;
   a.to = plan.to;
   a.count = static_cast<uint32_t>(plan.count);
-  a.dim = rows.layout().dim;
+  a.dim = rows.dim;
   a.state_floats = static_cast<uint32_t>(lines.state_stride);
   return launch(Kernel::fill_lines, device::fill_shape(a, extent_), a, boundary_);
 }

@@ -11,7 +11,7 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kImageBytes = 16 << 10;  // of rows: they stay in the nearest caches
+constexpr size_t kImageBytes = 16 << 10;  // of rows that are written outside of steps
 
 }  // namespace
 
@@ -19,12 +19,12 @@ std::atomic<int64_t> g_ledger_points{0};
 
 void ledger_test_kill_at(int64_t n) { g_ledger_points.store(n); }
 
-void ledger_pass_point(const Rows* rows, const uint32_t* slots, size_t n) {
+void ledger_pass_point(const device::RowsRef* rows, const uint32_t* slots, size_t n) {
   if (g_ledger_points.fetch_sub(1) != 1) return;
-  const RowLayout* l = rows ? &rows->layout() : nullptr;
-  for (size_t i = 0; i < n; ++i) {
-    std::memset(rows->values(slots[i]), 0xab, l->dim * sizeof(float));
-    if (l->state_stride) std::memset(rows->state(slots[i]), 0xab, l->state_stride * sizeof(float));
+  for (size_t i = 0; rows && i < n; ++i) {
+    std::memset(rows->values + slots[i] * rows->value_stride, 0xab, rows->dim * sizeof(float));
+    if (rows->state_stride)
+      std::memset(rows->state + slots[i] * rows->state_stride, 0xab, rows->state_stride * sizeof(float));
   }
   kill(getpid(), SIGKILL);
 }
@@ -33,14 +33,14 @@ void ledger_pass_point(const Rows* rows, const uint32_t* slots, size_t n) {
 struct TableLedger::Record : HeapObject {
   std::shared_ptr<TableLedger> of;
   LedgerUpdate* update = nullptr;
-  std::atomic<uint64_t>* progress = nullptr;
+  uint64_t* progress = nullptr;
   const uint64_t* bounds = nullptr;
   uint8_t* marks = nullptr;
   Buffer memory;
   bool whole() const {
     if (marks) return std::memchr(marks, 0, update->rows) == nullptr;
     for (uint64_t c = 0; c < update->chunks; ++c)
-      if (progress[c].load() < bounds[c + 1]) return false;
+      if (std::atomic_ref(progress[LedgerUpdate::kApart * c]).load() < bounds[c + 1]) return false;
     return true;
   }
 };
@@ -57,7 +57,13 @@ Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed, st
 
 void Ledger::add_region(const char* base, size_t bytes, uint32_t number) {
   std::lock_guard<std::mutex> lock(mu_);
-  regions_.push_back({base, bytes, number});
+  regions_.push_back({base, bytes, number, 0});
+}
+
+void Ledger::lent_again(uint32_t number) {
+  std::lock_guard<std::mutex> lock(mu_);
+  for (Region& r : regions_)
+    if (r.number == number) ++r.lent;
 }
 
 void Ledger::forget_regions() {
@@ -65,9 +71,10 @@ void Ledger::forget_regions() {
   regions_.clear();
 }
 
-void Ledger::find(const char* p, uint32_t* region, uint64_t* place) {
+void Ledger::find(const char* p, uint32_t* region, uint64_t* place, uint64_t* lent) {
   *region = kNoRegion;
   *place = kNoPlace;
+  if (lent) *lent = 0;
   if (arena_.holds(p)) {
     *region = LedgerTerms::kArena;
     *place = arena_.offset(p);
@@ -78,6 +85,7 @@ void Ledger::find(const char* p, uint32_t* region, uint64_t* place) {
     if (p >= r.base && p < r.base + r.bytes) {
       *region = r.number;
       *place = static_cast<uint64_t>(p - r.base);
+      if (lent) *lent = r.lent;
       return;
     }
 }
@@ -85,6 +93,7 @@ void Ledger::find(const char* p, uint32_t* region, uint64_t* place) {
 Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out) {
   std::shared_ptr<TableLedger> t(new TableLedger);
   t->ledger_ = shared_from_this();
+  t->ref_ = &rows.ref();
   const RowLayout& layout = rows.layout();
   const size_t row = (layout.value_stride + layout.state_stride) * sizeof(float);
   t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, LedgerImage::kMost));
@@ -129,11 +138,66 @@ uint64_t TableLedger::place_of(const void* record) {
   return r->of->ledger_->place_of(r->update);
 }
 
-void TableLedger::progress(const void* record, size_t chunk, uint64_t slot) {
-  static_cast<const Record*>(record)->progress[chunk].store(slot, std::memory_order_release);
+TableLedger::Writing::Writing(TableLedger* ledger, const void* record, size_t chunk) {
+  if (!record) return;
+  auto* r = static_cast<const Record*>(record);
+  undo_.progress = progress_ = r->progress + LedgerUpdate::kApart * chunk;
+  end_ = r->bounds[chunk + 1];
+  begin(ledger, record);
 }
 
-uint8_t* TableLedger::marks(const void* record) { return static_cast<const Record*>(record)->marks; }
+TableLedger::Writing::Writing(TableLedger* ledger, const void* record, const uint32_t* rows) {
+  if (!record) return;
+  undo_.marks = marks_ = static_cast<const Record*>(record)->marks;
+  undo_.rows = rows;
+  begin(ledger, record);
+}
+
+void TableLedger::Writing::begin(TableLedger* ledger, const void* record) {
+  ledger_ = ledger;
+  image_ = ledger->take();
+  LedgerImage& image = ledger->at(image_);
+  undo_.slot = slots_of(image);
+  undo_.values = ledger->values_of(image);
+  const device::RowsRef& rows = *ledger->ref_;
+  if (rows.state_stride) undo_.state = undo_.values + ledger->rows_ * rows.value_stride;
+  if (g_ledger_points.load(std::memory_order_relaxed) != 0) {
+    undo_.progress = nullptr;
+    undo_.marks = nullptr;
+    undo_.instead = tell;
+    undo_.context = this;
+  }
+  image.rows = 1;
+  *undo_.slot = LedgerImage::kNoRow;
+  image.update.store(place_of(record), std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  ledger_point();
+}
+
+void TableLedger::Writing::tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i,
+                                bool written) {
+  const auto* w = static_cast<const Writing*>(undo.context);
+  ledger_point();
+  if (!written) {
+    *undo.slot = slot;
+    ledger_point(&of, &slot, 1);
+    return;
+  }
+  if (w->progress_) *w->progress_ = slot + 1;
+  else w->marks_[undo.rows[i]] = 1;
+  ledger_point();
+}
+
+void TableLedger::Writing::chunk_done() {
+  if (progress_) std::atomic_ref(*progress_).store(end_, std::memory_order_release);
+  ledger_point();
+}
+
+TableLedger::Writing::~Writing() {
+  if (!ledger_) return;
+  ledger_point();
+  ledger_->give(image_);
+}
 
 // An image for the calling thread: as a rule the one that it had before, which is in its caches.
 uint32_t TableLedger::take() {
@@ -149,7 +213,7 @@ void TableLedger::copy(const Rows& rows, LedgerImage* image, size_t n) const {
   const device::Kernels& k = device::kernels();
   const device::RowsRef& ref = rows.ref();
   const uint32_t* slots = slots_of(*image);
-  float* values = reinterpret_cast<float*>(reinterpret_cast<char*>(image) + LedgerImage::values_at(rows_));
+  float* values = values_of(*image);
   image->rows = n;
   k.gather(ref, slots, n, values, ref.value_stride * sizeof(float), false);
   if (!ref.state_stride) return;
@@ -163,7 +227,7 @@ void TableLedger::copy(const Rows& rows, LedgerImage* image, size_t n) const {
 Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record) {
   const size_t chunks = bounds ? bounds->size() - 1 : 0;
   const size_t terms = sizeof(LedgerUpdate), arrays = terms + u.ranks.size() * sizeof(LedgerTerms);
-  const size_t bytes = arrays + (bounds ? (2 * chunks + 1) * sizeof(uint64_t) : u.n);
+  const size_t bytes = arrays + (bounds ? (chunks + 1 + LedgerUpdate::kApart * chunks) * sizeof(uint64_t) : u.n);
   auto r = std::make_unique<Record>();
   FRUGAL_TRY(ledger_->pool_.get(bytes, &r->memory));
   {
@@ -193,8 +257,8 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std
   if (bounds) {
     std::memcpy(behind, bounds->data(), (chunks + 1) * sizeof(uint64_t));
     r->bounds = reinterpret_cast<const uint64_t*>(behind);
-    r->progress = reinterpret_cast<std::atomic<uint64_t>*>(behind + (chunks + 1) * sizeof(uint64_t));
-    for (size_t c = 0; c < chunks; ++c) new (&r->progress[c]) std::atomic<uint64_t>((*bounds)[c]);
+    r->progress = reinterpret_cast<uint64_t*>(behind + (chunks + 1) * sizeof(uint64_t));
+    for (size_t c = 0; c < chunks; ++c) r->progress[LedgerUpdate::kApart * c] = (*bounds)[c];
     to.bounds = ledger_->place_of(behind);
     to.progress = ledger_->place_of(r->progress);
   } else {

@@ -3,9 +3,10 @@
 //
 // It lies in the arena, places are offsets in it. The root tells the last committed step; the record of a
 // table has the list of its committed updates that are not wholly written: hyper-parameters, lists of rows,
-// places of sums, and which rows are written. Who writes rows copies them first, a few at a time, into an
-// image of the table, names them there, and clears that afterwards: a row in the middle of its write is
-// found whole in an image. So rows + images + unwritten updates are the tables (process/readout.h).
+// places of sums, and which rows are written. Who writes a row copies it first into an image of the table, and names
+// it there: a row in the middle of its write is found whole in an image. An update's rows have one image after the
+// other in the same memory, which stays in the nearest cache, and the copy is made where the row is read anyway, by
+// the kernels (device::Undo). So rows + images + unwritten updates are the tables (process/readout.h).
 //
 // A killed thread has done what its program says up to some instruction, and nothing behind it: the order of
 // stores in the program is all that counts. An update is in its list before the step is told as committed, and
@@ -15,6 +16,7 @@
 // Rows that an uncommitted step has created bear its mark in their flags (storage/rows.h); a committed step's
 // marks are taken away before the next one commits, so mark_of(committed) tells nothing but a row that is there.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -48,13 +50,14 @@ struct LedgerTerms {  // of one rank in an update
 };
 
 struct LedgerUpdate {
+  static constexpr uint64_t kApart = 8;  // progress of chunk c is [kApart * c]: threads write them at each row
   std::atomic<uint64_t> next;  // place of the table's next update, of a later step; or kNoPlace
   uint64_t step;
   arith::StepScalars scalars;
   // Which rows are written. In chunks of slots: those of chunk c, which has [bounds[c], bounds[c + 1]), that
-  // are below progress[c]. Or, without chunks, those that are marked; i is the row of the merged list.
+  // are below its progress. Or, without chunks, those that are marked; i is the row of the merged list.
   uint64_t chunks;
-  uint64_t bounds, progress;  // places of uint64_t[chunks + 1], std::atomic<uint64_t>[chunks]
+  uint64_t bounds, progress;  // places of uint64_t[chunks + 1], uint64_t[kApart * chunks]
   uint64_t marks, rows;       // place of uint8_t[rows]
   uint64_t ranks;             // so many LedgerTerms follow, ranks ascending
 };
@@ -62,12 +65,13 @@ struct LedgerUpdate {
 struct LedgerImage {
   static constexpr uint64_t kOutside = UINT64_MAX - 1;  // rows are written outside of steps
   std::atomic<uint64_t> update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
-  uint64_t rows;
+  uint64_t rows;                 // 1 of an update
   // uint32_t slots[image_rows]; from values_at() float values[image_rows][value_stride], float state[image_rows][state_stride]
   static constexpr size_t values_at(size_t image_rows) {
     return (sizeof(LedgerImage) + image_rows * sizeof(uint32_t) + 63) / 64 * 64;
   }
   static constexpr uint64_t kMost = 64;  // images of a table, and rows in one
+  static constexpr uint32_t kNoRow = UINT32_MAX;  // as a slot
 };
 
 struct LedgerTable {
@@ -88,8 +92,8 @@ class Ledger;
 // that is the middle of a write, the rows have lost what they were.
 void ledger_test_kill_at(int64_t n);
 extern std::atomic<int64_t> g_ledger_points;
-void ledger_pass_point(const Rows* rows, const uint32_t* slots, size_t n);
-inline void ledger_point(const Rows* rows = nullptr, const uint32_t* slots = nullptr, size_t n = 0) {
+void ledger_pass_point(const device::RowsRef* rows, const uint32_t* slots, size_t n);
+inline void ledger_point(const device::RowsRef* rows = nullptr, const uint32_t* slots = nullptr, size_t n = 0) {
   if (g_ledger_points.load(std::memory_order_relaxed) != 0) ledger_pass_point(rows, slots, n);
 }
 
@@ -106,35 +110,48 @@ class TableLedger : public HeapObject, public std::enable_shared_from_this<Table
   // or null: its rows, of which there is a list by now, are written in any order.
   Status add(const StepUpdate& update, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record);
 
-  // Writes rows, n of them, a few at a time. slot(i) is the slot of row i; write(from, to) writes
-  // some, done(from, to) tells that they are written.
-  template <class Slot, class Write, class Done>
-  void write(const Rows& rows, const void* record, size_t n, Slot slot, Write write, Done done) {
-    const uint64_t update = record ? place_of(record) : LedgerImage::kOutside;
+  // While it lives, the calling thread writes rows of an update, with kernels that are given undo().
+  class Writing {
+   public:
+    // Without a record there is nothing to tell.
+    Writing(TableLedger* ledger, const void* record, size_t chunk);        // all rows of a chunk
+    Writing(TableLedger* ledger, const void* record, const uint32_t* rows);  // or those of its list
+    ~Writing();
+    Writing(const Writing&) = delete;
+    Writing& operator=(const Writing&) = delete;
+    const device::Undo* undo() const { return ledger_ ? &undo_ : nullptr; }
+    void chunk_done();  // all rows of the chunk are written
+
+   private:
+    void begin(TableLedger* ledger, const void* record);
+    static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written);
+    TableLedger* ledger_ = nullptr;
+    uint32_t image_ = 0;
+    uint64_t* progress_ = nullptr;
+    uint8_t* marks_ = nullptr;
+    uint64_t end_ = 0;  // of the chunk
+    device::Undo undo_{};
+  };
+
+  // Writes rows outside of steps, n of them, a few at a time: write(from, to).
+  template <class Write>
+  void write_outside(const Rows& rows, const uint32_t* slots, size_t n, Write write) {
     for (size_t from = 0; from < n;) {
       const size_t to = std::min<size_t>(n, from + rows_);
       const uint32_t i = take();
       LedgerImage& image = at(i);
-      uint32_t* slots = slots_of(image);
-      for (size_t k = from; k < to; ++k) slots[k - from] = slot(k);
+      std::copy(slots + from, slots + to, slots_of(image));
       copy(rows, &image, to - from);
       ledger_point();
-      image.update.store(update, std::memory_order_release);
-      std::atomic_thread_fence(std::memory_order_seq_cst);
-      ledger_point(&rows, slots, to - from);
+      image.update.store(LedgerImage::kOutside, std::memory_order_release);
+      std::atomic_signal_fence(std::memory_order_seq_cst);
+      ledger_point(&rows.ref(), slots + from, to - from);
       write(from, to);
       ledger_point();
-      std::atomic_thread_fence(std::memory_order_release);
-      done(from, to);
-      ledger_point();
-      image.update.store(kNoPlace, std::memory_order_release);
-      busy_[i].store(false, std::memory_order_release);
+      give(i);
       from = to;
     }
   }
-  // What done() notes of an update that is written in chunks, or row by row.
-  static void progress(const void* record, size_t chunk, uint64_t slot);
-  static uint8_t* marks(const void* record);
 
  private:
   friend class Ledger;
@@ -142,14 +159,22 @@ class TableLedger : public HeapObject, public std::enable_shared_from_this<Table
   TableLedger() = default;
   static uint64_t place_of(const void* record);
   uint32_t take();
+  void give(uint32_t image) {
+    at(image).update.store(kNoPlace, std::memory_order_release);
+    busy_[image].store(false, std::memory_order_release);
+  }
   LedgerImage& at(uint32_t i) const;
   static uint32_t* slots_of(LedgerImage& image) { return reinterpret_cast<uint32_t*>(&image + 1); }
+  float* values_of(LedgerImage& image) const {
+    return reinterpret_cast<float*>(reinterpret_cast<char*>(&image) + LedgerImage::values_at(rows_));
+  }
   void copy(const Rows& rows, LedgerImage* image, size_t n) const;
   void remove(Record* record) noexcept;
 
   std::shared_ptr<Ledger> ledger_;
   Buffer memory_, images_;
   LedgerTable* table_ = nullptr;
+  const device::RowsRef* ref_ = nullptr;    // of the table's rows
   uint32_t rows_ = 0, count_ = 0;           // of an image, of images
   Vector<std::atomic<bool>> busy_;
   std::mutex mu_;
@@ -172,17 +197,21 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   // Memory that others have mapped under a number.
   void add_region(const char* base, size_t bytes, uint32_t number);
   void forget_regions();
+  // A region has been lent to another writer: what lay there is gone.
+  void lent_again(uint32_t number);
+  // Where others see it: the number (kNoRegion: nowhere), how often it had been lent before, and the place there.
+  void find(const char* p, uint32_t* region, uint64_t* place, uint64_t* lent = nullptr);
 
  private:
   friend class TableLedger;
   Ledger(BufferPool& pool, const Arena& arena) : pool_(pool), arena_(arena) {}
   uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.offset(p) : kNoPlace; }
-  void find(const char* p, uint32_t* region, uint64_t* place);
 
   struct Region {
     const char* base;
     size_t bytes;
     uint32_t number;
+    uint64_t lent;
   };
   BufferPool& pool_;
   const Arena& arena_;

@@ -149,8 +149,6 @@ Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capaci
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(out, "keys_out"));
   *n = table.rows.enumerate(cursor, out, capacity);
   return FRUGAL_OK;
 }
@@ -180,10 +178,6 @@ Status check_stride(size_t* stride, size_t row_bytes, size_t rows) {
 Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
                    size_t stride, uint8_t* found) {
   FRUGAL_TRY(check());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(keys, "keys"));
-  FRUGAL_TRY(host_memory(out, "rows_out"));
-  FRUGAL_TRY(host_memory(found, "found_out"));
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
@@ -211,15 +205,12 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
 template <class Write>
 void Engine::write_outside(Table& t, const uint32_t* slots, size_t n, Write write) {
   if (!t.ledger) return write(size_t{0}, n);
-  t.ledger->write(t.rows, nullptr, n, [&](size_t i) { return slots[i]; }, write, [](size_t, size_t) {});
+  t.ledger->write_outside(t.rows, slots, n, write);
 }
 
 Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
   FRUGAL_TRY(check());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(keys, "keys"));
-  FRUGAL_TRY(host_memory(in, "rows"));
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
@@ -280,8 +271,6 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
 
 Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
   FRUGAL_TRY(check());
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(keys, "keys"));
   FpEnvironment fp;
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
@@ -349,16 +338,16 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
       std::lock_guard<std::mutex> lock(mu_);
       // This rank may have been told of an abort that is still taking rows of others back.
       busy = outside_ != 0 || aborting_ != 0;
-      if (busy || (next != kNoStep && config_.staleness < next &&
-                   to_commit() < next - config_.staleness))
-        return false;
+      const bool others = next != kNoStep && config_.staleness < next && to_commit() < next - config_.staleness;
+      if (others) note_awaited(to_commit());
+      if (busy || others) return false;
       if (!inside) {
         ++reading_;
         reading.counted = true;
       }
       return true;
     };
-    Status s = wait(deadline, trainer, ended, [&] { return run_jobs(true); });
+    Status s = wait_for_ranks(deadline, trainer, ended, [&] { return run_jobs(true); });
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
     if (s == FRUGAL_ERR_TIMEOUT && busy)
       return fail(s, "read waited for an operation outside steps, or an abort; call again");

@@ -1,5 +1,8 @@
 // Trainers in other processes: they gather rows and sum gradients for themselves, from what lies in shared
 // memory. What they need of the engine beside the calls that all trainers make.
+#include <algorithm>
+#include <cstring>
+
 #include "base/fpenv.h"
 #include "base/handles.h"
 #include "engine/access_scope.h"
@@ -52,9 +55,97 @@ bool Engine::describe_lines(Trainer& t, RemotePart* p) {
   if (!of || !of->cache()) return true;
   p->cached = true;
   if (!p->part->lines) return p->part->distinct == 0;
-  p->line_values = of->cache()->values(0);
+  p->in_lines = true;
+  if (!of->elsewhere) p->line_values = of->cache()->values(0);
   return true;
 }
+
+// --- Lines in another process --------------------------------------------------------------------
+
+Status Engine::to_arena(const void* data, size_t bytes, Buffer* out) {
+  if (bytes == 0) return FRUGAL_OK;
+  FRUGAL_TRY(pool_.get(bytes, out));
+  std::memcpy(out->data(), data, bytes);
+  return FRUGAL_OK;
+}
+
+// What comes into a table's cache at a boundary.
+Status Engine::describe_boundary(const TrainerTable& of, RemoteBoundary::OfTable* out) {
+  const CachePlan& plan = of.plan;
+  out->table = of.table;
+  out->lines = of.elsewhere->lines();
+  out->count = plan.admitted.size();
+  FRUGAL_TRY(to_arena(plan.admitted.data(), out->count * sizeof(uint32_t), &out->admitted));
+  return to_arena(plan.to.data(), out->count * sizeof(uint32_t), &out->to);
+}
+
+// What a committed update does to lines: the first `now` of them at once.
+Status Engine::describe_update(const UpdateRef& update, const LineUpdate& touched, size_t now,
+                               RemoteBoundary::OfTable* out) {
+  if (touched.lines.empty()) return FRUGAL_OK;
+  RemoteBoundary::Update& u = out->updates.emplace_back();
+  u.update = update;
+  u.count = touched.lines.size();
+  u.term_count = touched.terms.size();
+  u.now = now;
+  FRUGAL_TRY(to_arena(touched.lines.data(), u.count * sizeof(uint32_t), &u.lines));
+  FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
+  FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
+  for (const Handover& h : update->ranks) {
+    RemoteBoundary::Sums s{kNoRegion, 0, kNoPlace, h.rows() * h.stride * sizeof(float)};
+    if (s.bytes) ledger_->find(h.sums.data(), &s.region, &s.place, &s.lent);
+    if (s.bytes && s.region == kNoRegion) {  // of a rank on a GPU of this process
+      Buffer copy;
+      FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
+      ledger_->find(copy.data(), &s.region, &s.place);
+      u.copies.push_back(std::move(copy));
+    }
+    u.sums.push_back(s);
+  }
+  return FRUGAL_OK;
+}
+
+Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  if (number > t.boundaries) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such boundary of a cache");
+  t.boundaries_done = number;
+  if (number == t.boundaries) return FRUGAL_OK;
+  if (table && std::find(t.no_lines.begin(), t.no_lines.end(), table) == t.no_lines.end() && t.no_lines.size() < t.caches.size())
+    t.no_lines.push_back(table);
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!t.in_step) return FRUGAL_OK;
+  // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and begins it anew.
+  t.in_step = false;
+  t.next_step = t.step;
+  return FRUGAL_OK;
+}
+
+void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  *out = std::move(t.boundary);
+  t.boundary = {};
+}
+
+// Inside of the step that is about to begin, whose gate is to be passed again.
+Status Engine::give_up_lines(Trainer& t, uint64_t step) {
+  try {
+    forget_lines(t);
+  } catch (const std::bad_alloc&) {
+    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+  }
+  for (auto& [raw, of] : t.caches)
+    if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end()) of.elsewhere.reset();
+  t.boundaries_done = t.boundaries;
+  std::lock_guard<std::mutex> lock(mu_);
+  t.in_step = false;
+  t.next_step = step;
+  // What had been committed for them is in host rows, too.
+  t.backlog.clear();
+  t.backlog_tables.clear();
+  return health();
+}
+
+// --- Undeclared keys ------------------------------------------------------------------------------
 
 // Keys that were not declared, or not as they are used: resolved, created, and their rows up to date.
 Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out) {
@@ -141,7 +232,20 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));
   Map<const Table*, PushState> states;
+  // Kernels that bring lines of caches up to date see pinned memory only.
+  const bool for_kernels = pinner_->any() && caches_exist();
   for (RemotePush& p : *pushes) {
+    if (for_kernels && p.sums) {
+      Buffer seen;
+      const size_t bytes = p.part->distinct * p.table->rows.layout().value_stride * sizeof(float);
+      const Status s = pinned_.get(bytes, &seen);
+      // Where the device has failed, its own rank is told.
+      if (s != FRUGAL_OK && s != FRUGAL_ERR_DEVICE) return s;
+      if (s == FRUGAL_OK) {
+        std::memcpy(seen.data(), p.sums.data(), bytes);
+        p.sums = std::move(seen);
+      }
+    }
     PushState& s = states[p.table.get()];
     s.table = p.table;
     s.first.rank = t.rank;
@@ -160,6 +264,24 @@ Status Engine::inside_step(Trainer& t) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   return inside(t);
+}
+
+// Has it begun the step, and nobody undone it?
+bool Engine::is_inside(const Trainer& t, uint64_t step) {
+  std::lock_guard<std::mutex> lock(mu_);
+  return t.in_step && t.step == step && !t.abort_notice.load();
+}
+
+// The device of a trainer in another process has failed: what it has not ended is undone on all ranks, and the
+// others wait for it to be closed.
+Status Engine::remote_failed(Trainer& t) {
+  if (t.reaped.exchange(true)) return FRUGAL_OK;
+  try {
+    return undo(t, Undo::kFailed);
+  } catch (const std::bad_alloc&) {
+    t.reaped.store(false);  // it is told again
+    throw;
+  }
 }
 
 void Engine::count_remote(const RemoteCounts& c) {
@@ -198,17 +320,23 @@ void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
   silent_ = std::move(silent);
 }
 
-// Ranks for which gates have waited as long as a call waits, and whose processes do not say anything: as
+void Engine::note_awaited(uint64_t step) {
+  if (awaited_step_ == step) return;
+  awaited_step_ = step;
+  awaited_since_ = now_ns();
+}
+
+// Ranks for which calls have waited as long as a call waits, and whose processes do not say anything: as
 // good as dead. Threads of this process are never taken for that.
-void Engine::find_silent() {
-  if (config_.timeout_ms < 0) return;
+bool Engine::find_silent() {
+  if (config_.timeout_ms < 0) return false;
   // A little less: who waits for the whole time-out began a moment before the gate was looked at.
   const uint64_t ms = static_cast<uint64_t>(config_.timeout_ms), limit = (ms - std::min<uint64_t>(ms / 8, 100)) * 1000000;
   bool found = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
     const uint64_t step = to_commit(), now = now_ns();
-    if (!silent_ || first_step_ == kNoStep || awaited_step_ != step || now - awaited_since_ < limit) return;
+    if (!silent_ || first_step_ == kNoStep || awaited_step_ != step || now - awaited_since_ < limit) return false;
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       const TrainerRef& t = ranks_[r];
       if (!t || lost_[r] || t->closing.load() || !late(*t, step)) continue;
@@ -225,6 +353,7 @@ void Engine::find_silent() {
     }
   }
   if (found) progress();
+  return found;
 }
 
 // The first rank that is to be replaced; kNoRank if there is none. With mu_ held.

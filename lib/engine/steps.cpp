@@ -71,10 +71,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
     bool near = config_.staleness >= step || step - config_.staleness <= needed;
     if (!near || (step > needed && step - needed > most_ahead())) {
       waits(WaitedFor::kRanks);
-      if (awaited_step_ != needed) {
-        awaited_step_ = needed;
-        awaited_since_ = now_ns();
-      }
+      note_awaited(needed);
       if (why) {
         String who;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
@@ -150,13 +147,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
   bool everything = false;
-  Status s = wait(
-      deadline, t,
-      [&] {
-        if (gate_open(step, nullptr, &in_flight, &everything, &waited)) return true;
-        find_silent();
-        return false;
-      },
+  Status s = wait_for_ranks(
+      deadline, t, [&] { return gate_open(step, nullptr, &in_flight, &everything, &waited); },
       [&] { return help_gate(step, everything); });
   span.waited(waited);
   if (in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
@@ -217,6 +209,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   if (t.has_cache.load()) end_planning(t);
   for (;;) {
+    bool again = false;
     Status s = gate(&t, step, deadline);
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
     if (s != FRUGAL_OK) return s;
@@ -229,8 +222,15 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         t.next_step = step + 1;
         t.lost_peer.store(kNoRank);
         if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
-        break;
+        if (t.boundaries_done == t.boundaries) break;
+        again = true;
       }
+    }
+    // Lines in another process are not what the index says: rows are read in host memory, where the gate has not
+    // seen to those.
+    if (again) {
+      FRUGAL_TRY(give_up_lines(t, step));
+      continue;
     }
     // A gate that is open at once asks neither after the trainer nor after the engine: who closes
     // one of them waits for this call.
@@ -254,6 +254,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
         }
       }
       if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
+      t.boundary = {};
       std::lock_guard<std::mutex> lock(mu_);
       t.in_step = false;
       t.next_step = step;
@@ -309,20 +310,12 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       Handover joined;
       StepRecord::TableHandovers* to;
     };
-    Found found = Found::kNothing;
+    Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
-    if (found != Found::kNothing) {
+    if (found != Flight::Found::kNothing) {
       call.unlock();
       FRUGAL_TRY(undo(t, Undo::kCall));
-      if (found == Found::kWrongOffsets)
-        return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                    "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
-                    "step is undone on all ranks; begin it again",
-                    static_cast<unsigned long long>(step));
-      return fail(FRUGAL_ERR_NAN,
-                  "a gradient of step %llu has a NaN and its table rejects them (nan_policy skip or "
-                  "accept would take it): the step is undone on all ranks; begin it again",
-                  static_cast<unsigned long long>(step));
+      return found_in_step(found, step);
     }
     Vector<Ready> handovers;
     for (auto& [raw, push] : t.pushes) {
@@ -536,38 +529,28 @@ void apply_chunk(void* context, size_t chunk) {
   const device::Kernels& k = device::kernels();
   const StepUpdate& u = *c->update;
   const Rows& to = c->table->rows;
-  TableLedger* ledger = u.record ? c->table->ledger.get() : nullptr;
-  // All at once; with a ledger a few at a time.
-  auto apply = [&](size_t n, const uint32_t* slots, auto write) {
-    if (!ledger) return write(0, n);
-    ledger->write(to, u.record.get(), n, [&](size_t i) { return slots[i]; }, write, [&](size_t, size_t end) {
-      TableLedger::progress(u.record.get(), chunk, end < n ? slots[end] : c->bounds[chunk + 1]);
-    });
-  };
+  TableLedger::Writing writing(c->table->ledger.get(), u.record.get(), chunk);
   size_t rows;
   if (u.ranks.size() == 1) {
     const Handover& h = u.ranks[0];
     const size_t first = chunk * kChunkRows;
     rows = std::min(kChunkRows, h.rows() - first);
-    apply(rows, h.slots() + first, [&](size_t from, size_t to_row) {
-      from += first, to_row += first;
-      if (h.lent)
-        k.apply_fused(to.ref(), u.scalars, h.part->pairs.as<uint64_t>(), h.slots(), h.part->row_start(), from, to_row,
-                      h.source);
-      else
-        k.apply(to.ref(), u.scalars, h.slots() + from, to_row - from, h.sums.as<float>() + from * h.stride, h.stride);
-    });
+    if (h.lent)
+      k.apply_fused(to.ref(), u.scalars, h.part->pairs.as<uint64_t>(), h.slots(), h.part->row_start(), first,
+                    first + rows, h.source, writing.undo());
+    else
+      k.apply(to.ref(), u.scalars, h.slots() + first, rows, h.sums.as<float>() + first * h.stride, h.stride,
+              writing.undo());
   } else {
     static thread_local TermList terms;
     terms.clear();
     u.merge_range(c->bounds[chunk], c->bounds[chunk + 1], &terms);
     terms.close();
     rows = terms.slots.size();
-    apply(rows, terms.slots.data(), [&](size_t from, size_t to_row) {
-      k.apply_terms(to.ref(), u.scalars, terms.slots.data() + from, to_row - from, terms.terms.data(),
-                    terms.start.data() + from);
-    });
+    k.apply_terms(to.ref(), u.scalars, terms.slots.data(), rows, terms.terms.data(), terms.start.data(),
+                  writing.undo());
   }
+  writing.chunk_done();
   span.step(u.step).table(c->table->number).count(rows);
   c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
 }

@@ -9,7 +9,7 @@
 
 namespace frugal {
 
-Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out) {
+Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere) {
   FRUGAL_TRY(check());
   auto t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
   t->engine = shared_from_this();
@@ -18,7 +18,8 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->cache_ratio = config.cache_ratio;
   bool cached = t->cache_bytes || t->cache_ratio > 0;
   if (config.device && std::strcmp(config.device, "cpu") != 0) {
-    FRUGAL_TRY(join_gpu(config.device, *t));
+    if (elsewhere) t->lines_elsewhere = true;
+    else FRUGAL_TRY(join_gpu(config.device, *t));
     // With staleness rows are gathered by the host, under their locks: lines would not be read.
     if (stale()) {
       t->cache_bytes = 0;
@@ -197,9 +198,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       FRUGAL_TRY(t.gpu->copy_in(op.keys, op.count * sizeof(uint64_t), &part->keys));
       arriving.push_back(part);
     } else {
-      FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
-      FRUGAL_TRY(copies ? part->adopt_keys(std::move(copies[i]), op.count, padded, op.padding_key)
-                        : part->take_keys(pool_, op.keys, op.count, padded, op.padding_key));
+      FRUGAL_TRY(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count, padded, op.padding_key)
+                        : part->take_keys(pool_, table->rows, op.keys, op.count, padded, op.padding_key));
     }
     batch->parts.push_back(std::move(part));
     batch->tables.push_back(std::move(table));

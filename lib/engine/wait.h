@@ -9,6 +9,7 @@
 namespace frugal {
 
 constexpr uint64_t kSpinNs = 50000;  // of a waiting call; about what a sleep and a wake-up cost
+constexpr uint64_t kToldNs = 1'000'000'000;  // for a loss to be told
 constexpr uint64_t kLandNs = 5000;   // between two looks at what is in flight, while spinning
 
 // Looks for up to `ns` whether the count has moved on from `seen`.
@@ -90,6 +91,23 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
   }
 }
 
+template <class Ready, class Help>
+Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
+  bool found = false;
+  Status s = wait(
+      deadline, trainer,
+      [&] {
+        if (ready()) return true;
+        found = find_silent() || found;
+        return false;
+      },
+      help);
+  // As a rule that is at the end of the time-out. The abort that tells of it is on its way.
+  if (s == FRUGAL_ERR_TIMEOUT && found && trainer)
+    s = wait({now_ns() + kToldNs}, trainer, [] { return false; }, [] { return false; });
+  return s;
+}
+
 template <class Call>
 Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   Status s = call();
@@ -106,7 +124,8 @@ Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   for (size_t i = 0; i < n; ++i) {
     auto table = std::static_pointer_cast<Table>(
         handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(ops[i].table)));
-    if (!table || !table->rows.hashed() || !table->rows.has_reserved()) continue;
+    if (!table || !table->rows.hashed()) continue;
+    // (Also where nothing is reserved by now: a declaration that found no room had taken some for a moment.)
     {
       std::lock_guard<std::mutex> lock(mu_);
       ++table->tight;

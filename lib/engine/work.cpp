@@ -273,19 +273,24 @@ bool Engine::flush_rows(uint64_t step) {
   return false;
 }
 
-void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& terms) {
+void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& terms, const device::Undo* undo) {
   const device::Kernels& k = device::kernels();
   if (!stale()) {
     k.apply_terms(table.rows.ref(), u.scalars, terms.slots.data(), terms.slots.size(),
-                  terms.terms.data(), terms.start.data());
+                  terms.terms.data(), terms.start.data(), undo);
     return;
   }
   // With staleness a row may be read meanwhile: it is written under its lock.
   for (size_t i = 0; i < terms.slots.size(); ++i) {
     RowLock lock(*this, table, terms.slots[i], true);
     uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
+    device::Undo of_row;
+    if (undo) {
+      of_row = *undo;
+      of_row.rows += i;
+    }
     k.apply_terms(table.rows.ref(), u.scalars, &terms.slots[i], 1,
-                  terms.terms.data() + terms.start[i], start);
+                  terms.terms.data() + terms.start[i], start, undo ? &of_row : nullptr);
   }
 }
 
@@ -299,30 +304,20 @@ void Engine::apply_claim(Table& table, const Claim& claim) {
     size_t n = run.end - run.begin;
     TraceSpan span(trace_, SpanKind::kApply);
     span.step(u.step).table(table.number).count(n);
-    auto apply = [&](size_t from, size_t to) {
-      if (!stale() && u.ranks.size() == 1) {
-        const Handover& h = u.ranks[0];
-        if (h.lent)
-          k.apply_fused_indexed(table.rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,
-                                h.part->row_start(), rows + from, to - from, h.source);
-        else
-          k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows + from, to - from, h.sums.as<float>(), h.stride);
-        return;
-      }
+    TableLedger::Writing writing(table.ledger.get(), u.record.get(), rows);
+    if (!stale() && u.ranks.size() == 1) {
+      const Handover& h = u.ranks[0];
+      if (h.lent)
+        k.apply_fused_indexed(table.rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,
+                              h.part->row_start(), rows, n, h.source, writing.undo());
+      else
+        k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride, writing.undo());
+    } else {
       TermList& terms = scratch().terms;
       terms.clear();
-      for (size_t i = from; i < to; ++i) u.add_terms(rows[i], &terms);
+      for (size_t i = 0; i < n; ++i) u.add_terms(rows[i], &terms);
       terms.close();
-      apply_terms(table, u, terms);
-    };
-    if (!u.record) {
-      apply(0, n);
-    } else {
-      uint8_t* marks = TableLedger::marks(u.record.get());
-      table.ledger->write(table.rows, u.record.get(), n, [&](size_t i) { return u.slots[rows[i]]; }, apply,
-                          [&](size_t from, size_t to) {
-                            for (size_t i = from; i < to; ++i) marks[rows[i]] = 1;
-                          });
+      apply_terms(table, u, terms, writing.undo());
     }
     if (u.step + 1 < begun) deferred += n;
   }
@@ -369,10 +364,7 @@ bool Engine::resolve_one(uint64_t up_to) {
   bool resolved = false;
   try {
     // Ids from a device that the table does not have are told by the calls of the step, too.
-    const uint64_t* padding = part->has_padding ? &part->padding : nullptr;
-    resolved = (!part->unchecked || table->rows.check_ids(part->keys.as<uint64_t>(), part->n,
-                                                          padding) == FRUGAL_OK) &&
-               part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
+    resolved = part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
   } catch (const std::bad_alloc&) {
   }
   if (!resolved) part->state.store(Part::kStale);

@@ -2,7 +2,7 @@
 // one of them.
 //
 //   up, written by the trainer process:      ring of requests, counters
-//   staging, written by the trainer process: memory for sums; a process that only asks has none
+//   staging, written by the trainer process: memory for sums and declared keys; a process that only asks has none
 //   down, written by the controller:         ring of answers, ring of releases of staging memory
 //
 // The controller makes all and maps what it does not write read-only; so does the trainer process. A read
@@ -21,9 +21,12 @@
 namespace frugal {
 
 // Begins a message; `payload` bytes follow.
+// In an answer's type: its sender runs on the asker's processor.
+constexpr uint32_t kTogether = 1u << 31;
+
 struct Header {
   uint32_t type;
-  uint32_t status;
+  uint32_t status;  // of an answer; of a request, Patience::processor()
   uint64_t sequence;
   uint64_t payload;
   uint64_t args[5];
@@ -38,6 +41,7 @@ struct Piece {
 // Staging memory, as the controller has it: read-only.
 struct StagingMemory : HeapObject {
   Mapping mapping;
+  std::atomic<bool> lent{false};  // somebody writes or reads it, or it is being given back to the system
   // `bytes` is rounded up to 2 MiB; at most 64 TiB.
   static Status make(size_t bytes, std::shared_ptr<StagingMemory>* out);
   ~StagingMemory() { os_release(&mapping); }
@@ -74,6 +78,9 @@ class Channel : public HeapObject {
   Status send(const Header& header, const Piece* pieces, size_t count, uint64_t until);
   // How long calls of this side look before they sleep: processors may be wanted. Not beside a call.
   void look_for(uint64_t ns, bool polite) { link_.look_for(ns, polite); }
+  // The other side runs on this one's processor: the controller knows, and its answers tell.
+  void set_together(bool together) { link_.set_together(together); }
+  bool together() const { return link_.together(); }
   // The next message; what is left of the payload of the last one is let go.
   Status receive(Header* out, uint64_t until);
   // How long the last receive() has waited for its message.
@@ -92,6 +99,11 @@ class Channel : public HeapObject {
     receiver_.close();
   }
   bool is_cut() const { return link_.ended(); }
+  // Whether the peer is there, as far as its end of the ring tells. By the thread that receives.
+  Status look() {
+    bool there;
+    return receiver_.has(0, &there);
+  }
 
   size_t staging_bytes() const { return staging_bytes_; }
   // Trainer process.

@@ -56,6 +56,10 @@ Status channel_at(Descriptors& d, size_t i, bool with_staging, std::unique_ptr<C
 uint64_t answer_until(uint64_t at) { return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs; }
 
 RemoteTable::~RemoteTable() {
+  if (pinner) {
+    pinned.unpin(*pinner);
+    pinned_state.unpin(*pinner);
+  }
   for (Mapping& m : arrays) os_release(&m);
 }
 
@@ -108,6 +112,9 @@ Status Client::attach(const frugal_config& config) {
     ::close(m.fd);  // there are many, and the mapping is enough
     m.fd = -1;
   }
+  pinned_shared_ = Vector<PinnedSlabs>(remains_.stagings.size() + 1);
+  for (size_t i = 0; i < remains_.stagings.size(); ++i) pinned_shared_[i].over_buffers(remains_.stagings[i]);
+  pinned_shared_.back().over_buffers(arena_);
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
@@ -158,6 +165,7 @@ void Client::shutdown() {
       t->closing.store(true);
       t->channel->cut();
       std::lock_guard<std::mutex> call(t->call_mu);
+      if (t->gpu) t->gpu->take_flight();  // kernels read what is about to be unmapped
     }
   }
   for (const RemoteTableRef& t : tables) handle_remove(HandleKind::kRemoteTable, t->handle);
@@ -166,6 +174,7 @@ void Client::shutdown() {
   if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
   helpers_.stop();
   std::scoped_lock calls(channel_mu_, mu_, remains_mu_);
+  for (auto& shared : pinned_shared_) shared.unpin(*pinner_);
   for (Mapping& m : remains_.stagings) os_release(&m);
   remains_ = {};
   os_release(&arena_);
@@ -219,7 +228,7 @@ Status Client::stats(frugal_stats* out) {
 }
 
 Status Client::ask(Exchange& e) {
-  return ask(e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+  return ask(e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
 }
 
 Status Client::flush(Deadline deadline) {
@@ -229,9 +238,9 @@ Status Client::flush(Deadline deadline) {
 
 Status Client::metrics(String* out) {
   Exchange e{Call::kMetrics, {}, {}};
-  return ask(e, [&](Channel& c, uint64_t bytes) {
+  return ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) {
     out->resize(bytes);
-    return c.read(out->data(), bytes, UINT64_MAX);
+    return c.read(out->data(), bytes, until);
   });
 }
 
@@ -287,9 +296,11 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent too little memory for table '%s'", name);
   t->ledger = reply.numbers[2];
   t->lazy = reply.numbers[3] != 0;
-  t->rows.values = reinterpret_cast<float*>(t->arrays[Rows::kValues].base);
-  t->rows.value_stride = t->layout.value_stride;
-  t->rows.dim = reply.info.dim;
+  const Mapping &values = t->arrays[Rows::kValues], &state = t->arrays[Rows::kState];
+  t->rows = t->layout.at(values.base, state.base);
+  t->pinner = pinner_;
+  t->pinned.over_rows(values, reply.info.capacity, t->layout.value_stride * sizeof(float));
+  if (state.base) t->pinned_state.over_rows(state, reply.info.capacity, t->layout.state_stride * sizeof(float));
   std::lock_guard<std::mutex> lock(mu_);
   if (closed_.load()) return check();
   tables_.reserve(tables_.size() + 1);
@@ -331,7 +342,7 @@ Status Client::describe(RemoteTable& table, frugal_table_info* out) {
     return FRUGAL_OK;
   }
   Exchange e{Call::kDescribe, {table.id}, {}};
-  return ask(e, [&](Channel& c, uint64_t) { return c.read(out, sizeof *out, UINT64_MAX); });
+  return ask(e, [&](Channel& c, uint64_t, uint64_t until) { return c.read(out, sizeof *out, until); });
 }
 
 Status Client::set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
@@ -382,9 +393,9 @@ Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t 
     return FRUGAL_OK;
   }
   Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
-  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes) -> Status {
+  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
     if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
-    return c.read(out, bytes, UINT64_MAX);
+    return c.read(out, bytes, until);
   }));
   *cursor = e.args[0];
   *n = e.args[1];
@@ -427,14 +438,14 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   }
   Exchange e{Call::kGet, {table.id, n, flags}, {}};
   e.add(keys, n * sizeof(uint64_t));
-  return ask(e, [&](Channel& c, uint64_t) -> Status {
+  return ask(e, [&](Channel& c, uint64_t, uint64_t until) -> Status {
     Vector<uint8_t> there(n);
-    FRUGAL_TRY(c.read(there.data(), n, UINT64_MAX));
+    FRUGAL_TRY(c.read(there.data(), n, until));
     // The answer has the rows that are there, and the places of the others stay as they are.
     for (size_t i = 0; i < n;) {
       size_t end = i + 1;
       while (stride == bytes && end < n && there[end] == there[i]) ++end;
-      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, UINT64_MAX));
+      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
       i = end;
     }
     if (found) std::copy(there.begin(), there.end(), found);
@@ -468,21 +479,46 @@ Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64
 
 Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
   FRUGAL_TRY(check());
-  JoinReply reply;
-  FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
-  Descriptors d{reply.descriptors};
-  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), config_.world_size);
+  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
   t->engine = shared_from_this();
   t->rank = config.rank;
+  // The device is this process's own: the controller sees a rank that reads host memory, hands over sums, and is told
+  // what to do to the lines of its caches.
+  if (config.device && std::strcmp(config.device, "cpu") != 0) FRUGAL_TRY(open_gpu(config, &t->gpu));
+  struct Joining {  // where it does not join after all
+    Client& client;
+    const Gpu* gpu;
+    ~Joining() {
+      if (gpu) client.leave_gpu(*gpu);
+    }
+  } joining{*this, t->gpu.get()};
+  JoinReply reply;
+  FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
+  // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
+  struct Joined {
+    Client* client;
+    const uint32_t rank;
+    const uint64_t joined;
+    ~Joined() {
+      if (client) client->lose_rank(rank, joined);
+    }
+  } joined{this, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
+  Descriptors d{reply.descriptors};
   auto set_up = [&]() -> Status {
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
     if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
-    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + reply.numbers[0]);
+    t->joined = reply.numbers[0];
+    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + t->joined);
     FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
+    t->patience.emplace(config_.world_size, t->channel.get());
     t->channel->staging_arena(&t->staging);
     t->sums.cut_from(&t->staging);
+    if (t->gpu) {
+      t->sums.pin_with(pinner_);
+      t->gpu->while_waiting([this, trainer = t.get()] { say_here(*trainer); });
+    }
     t->cpu_ns = process_cpu_ns();
     std::erase_if(trainers_, [](auto& w) { return w.expired(); });
     trainers_.reserve(trainers_.size() + 1);
@@ -491,13 +527,18 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     trainers_.push_back(t);
     return FRUGAL_OK;
   };
-  Status s = set_up();
-  if (s != FRUGAL_OK) {
-    (void)control_->leave(config.rank, false, config_.timeout_ms);
-    return s;
-  }
+  FRUGAL_TRY(set_up());
+  joined.client = nullptr;
+  joining.gpu = nullptr;
   *out = std::move(t);
   return FRUGAL_OK;
+}
+
+void Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
+  try {
+    (void)control_->leave(rank, true, config_.timeout_ms, joined);
+  } catch (const std::bad_alloc&) {  // it stays taken until this process ends
+  }
 }
 
 Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
@@ -505,17 +546,25 @@ Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
-  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, abandoned, config_.timeout_ms);
+  // Kernels may be writing its staging memory, which may be another's when it has left.
+  if (t->gpu) t->gpu->take_flight();
+  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();
   t->handed.clear();
+  t->lines.clear();
+  if (t->gpu) leave_gpu(*t->gpu);
   // The controller may not know it any more, if another process has taken its place.
   return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
 }
 
-Status Client::set_stream(RemoteTrainer&, void*) {
-  return fail(FRUGAL_ERR_UNSUPPORTED, "the cpu device has no streams");
+Status Client::set_stream(RemoteTrainer& t, void* stream) {
+  // No call of the step protocol: an abort is told by the next one.
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(check());
+  if (!t.gpu) return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams", t.rank);
+  return t.gpu->set_stream(stream);
 }
 
 }  // namespace frugal

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 
 #include "base/handles.h"
@@ -16,6 +17,7 @@
 #include "process/control.h"
 #include "process/helpers.h"
 #include "process/patience.h"
+#include "process/pinned_slabs.h"
 #include "process/protocol.h"
 #include "process/readout.h"
 #include "process/watch.h"
@@ -26,6 +28,7 @@ class Client;
 
 struct RemoteTable : HeapObject {
   std::shared_ptr<Client> engine;
+  std::shared_ptr<DevicePinner> pinner;
   uint64_t handle = 0;
   uint64_t id = 0;             // its handle in the controller
   String name;
@@ -34,6 +37,7 @@ struct RemoteTable : HeapObject {
   RowLayout layout;
   device::RowsRef rows{};      // read-only
   Mapping arrays[Rows::kArrays];
+  PinnedSlabs pinned, pinned_state;  // `rows`, as far as devices see them
   uint64_t ledger = kNoPlace;  // its record in the controller's ledger
   bool lazy = false;
   std::mutex readout_mu;
@@ -72,7 +76,6 @@ struct RemotePushSums : PushSums {
 };
 
 struct RemoteTrainer : HeapObject {
-  explicit RemoteTrainer(uint32_t ranks) : patience(ranks) {}
   std::shared_ptr<Client> engine;
   uint64_t handle = 0;
   uint32_t rank = 0;
@@ -83,24 +86,40 @@ struct RemoteTrainer : HeapObject {
   std::mutex call_mu;
   // All that follows with call_mu held.
   Arena staging;
-  BufferPool sums;             // in the staging memory; before what holds its buffers
-  Patience patience;
+  BufferPool sums;             // and declared keys: in the staging memory, which its GPU sees; before who has its buffers
+  std::shared_ptr<Gpu> gpu;    // null: the cpu device. What it has in flight has landed when a step's end is sent
+  std::optional<Patience> patience;
   uint64_t sequence = 0;
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;
   bool in_step = false;
-  bool ending = false;         // step_end has sent the sums and failed: it is to be called again
+  bool ending = false;         // step_end has sent what follows; if it has failed it is to be called again
+  Vector<PushPlace> places;
+  Vector<Handover> sent;       // whose memory the places name
+  bool failed = false;         // its GPU has, and the controller knows
+  // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants done to them.
+  struct Lines {
+    RemoteTableRef table;
+    std::unique_ptr<DeviceLines> lines;
+  };
+  Map<uint64_t, Lines> lines;
+  uint64_t boundary = 0;       // the last that was carried out
+  uint64_t said = 0;           // when the controller was told last that this process waits for its device
+  uint64_t joined = 0;         // what the controller knows this trainer by, of all that had the rank
   uint64_t step = kNoStep;
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
   Map<uint64_t, RemotePushSums> pushes;  // by table
   Vector<Buffer> lent;
-  Map<uint64_t, Buffer> handed;  // sums, by place, until they have been read
+  Map<uint64_t, Buffer> handed;  // sums and declared keys, by place, until they have been read
   Map<uint64_t, RemoteBatchRef> batches;
   RemoteCounts counts;
   uint64_t cpu_ns = 0;
   bool traced = false;         // the controller records a trace
   Vector<TraceEvent> events;   // of the step, for it
+
+  // Of memory from `sums`, as the controller is told.
+  uint64_t place(const Buffer& b) const { return static_cast<uint64_t>(b.data() - channel->staging()); }
 };
 using RemoteTrainerRef = std::shared_ptr<RemoteTrainer>;
 
@@ -152,9 +171,11 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status step_end(RemoteTrainer& t, uint64_t step, uint32_t flags);
   Status abort_call(RemoteTrainer& t);
   Status read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
+  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
+  Status told(RemoteTrainer& t, Status status);
 
  private:
-  Client() : generation_(process_generation()) {}
+  Client() : generation_(process_generation()) { pinned_.pin_with(pinner_); }
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
@@ -197,28 +218,63 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Exchange& e);
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
+  void lose_rank(uint32_t rank, uint64_t joined) noexcept;
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);
   void leave_step(RemoteTrainer& t);
-  void take_releases(RemoteTrainer& t);
+  static void take_releases(RemoteTrainer& t);
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
-  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes);
+  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until);
   struct Access {
     RemoteTableRef table;
     size_t part = SIZE_MAX;    // number in the step
     size_t declared = SIZE_MAX;  // the same, also where its rows have to be asked for
     bool exact = false;        // it names exactly the declared keys
   };
-  Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out);
+  // Where the controller finds the keys of a declaration: at head->place if `stages`, or in `e`, for either in `memory`.
+  Status declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages, OpHead* head,
+                       Buffer* memory, Exchange* e);
+  // `gpu`: of a trainer on a GPU, what take_ops made of the op, or of the ops; or null.
+  Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
-  Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out);
+  Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
+                     Vector<Access>* out);
   Status use(RemoteTrainer& t, const Vector<Access>& accesses);
   void forget_used(RemoteTrainer& t);
-  Status locate(RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
+  Status locate(RemoteTrainer& t, RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
+  Status gather_here(RemoteTrainer& t, RemoteTable& table, const StepPart& part, const frugal_op& op);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
+  Status lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
+  Status push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
+  Status place_sums(RemoteTrainer& t);
+  Status read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
   Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
+  static void begin_handover(const RemoteTrainer& t, const Access& access, RemotePushSums* sums);
+
+  // --- client_gpu.cpp: trainers on GPUs
+  Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
+  void leave_gpu(const Gpu& gpu) noexcept;
+  template <class Call>
+  Status with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
+  Status match_batch(RemoteTrainer& t, frugal_op* op);
+  Status pin_tables();
+  Status flight_over(RemoteTrainer& t, const Access& access, Flight** out);
+  Status gather_on_device(RemoteTrainer& t, const Access& access, const GpuOp& op);
+  Status push_on_device(RemoteTrainer& t, const Access& access, const GpuOp& op, RemotePushSums* sums);
+  Status turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without);
+  Status pin_shared(const SumsPlace& sums, const char** out);
+  static const DeviceLines* lines_for(const RemoteTrainer& t, const Access& access);
+  Status bring_rows(RemoteTrainer& t, const Access& access, const GpuOp& op);
+  template <class Wait>
+  Status await_device(RemoteTrainer& t, const char* what, Wait wait);
+  Status end_flight(RemoteTrainer& t, Flight::Found* found);
+  Status await_stream(RemoteTrainer& t);
+  uint64_t silence() const;
+  void say_here(RemoteTrainer& t) noexcept;
+  Status read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline);
+  Status device_failed(RemoteTrainer& t);
 
   const uint32_t generation_;
   frugal_config config_{};
@@ -228,7 +284,12 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   std::shared_mutex remains_mu_;                     // what follows, against its end
   Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
   const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
+  std::mutex gpus_mu_;                               // trainers on GPUs come and go
+  // While it has a device, what kernels read is pinned.
+  const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
   BufferPool pool_;
+  BufferPool pinned_;                                // that devices see
+  Vector<PinnedSlabs> pinned_shared_;                // of remains_: staging memory by region, then the arena
   Helpers helpers_;
   std::unique_ptr<Channel> channel_;  // for calls outside steps
   std::mutex channel_mu_;

@@ -13,6 +13,10 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
+constexpr uint64_t kWriteNs = 1'000'000;  // longer than a row is written, but by who is off the processor
+constexpr auto kWriteSleep = std::chrono::microseconds(50);
+// Declared keys of so many bytes are written once, where the controller finds them later; fewer go with the request.
+constexpr size_t kStagedBytes = size_t{2} << 10;
 
 }  // namespace
 
@@ -20,15 +24,13 @@ constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the contr
 
 template <class Answer>
 Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
-  // What was used comes first: the call may need its rows.
-  Vector<uint32_t> used = std::move(t.used);
-  t.used.clear();
-  e.args[4] = used.size();
-  t.patience.set(t.channel.get(), e.call, kLookNs);
-  if (!used.empty()) e.pieces.insert(e.pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
+  // What was used comes first: the call may need its rows. Telling twice, after a failure, does no harm.
+  e.args[4] = t.used.size();
+  t.patience->set(e.call, kLookNs);
+  if (!t.used.empty()) e.pieces.insert(e.pieces.begin(), Piece{t.used.data(), t.used.size() * sizeof(uint32_t)});
   Status s = ask(*t.channel, &t.sequence, e, answer);
-  t.patience.waited(e.call, t.channel->waited_ns());
-  if (s != FRUGAL_OK) t.used.insert(t.used.end(), used.begin(), used.end());  // telling twice does no harm
+  t.patience->waited(e.call);
+  if (s == FRUGAL_OK) t.used.clear();
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
     leave_step(t);
@@ -39,13 +41,18 @@ Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
 }
 
 Status Client::ask(RemoteTrainer& t, Exchange& e) {
-  return ask(t, e, [](Channel&, uint64_t) { return FRUGAL_OK; });
+  return ask(t, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
 }
 
 // First thing in every call: what the trainer is to be told of comes before all else.
 Status Client::enter(RemoteTrainer& t) {
   FRUGAL_TRY(check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (t.gpu && t.gpu->sticky()) return device_failed(t);
+  if (Status s = t.channel->look()) {  // another has its place, or the controller has ended
+    leave_step(t);
+    return lost_.load() ? lost() : s;
+  }
   take_releases(t);
   if (t.notices->load() == t.told) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
@@ -64,11 +71,14 @@ Status Client::inside(RemoteTrainer& t) {
 
 // Nothing of the step is of use any more, but for sums that the controller may be reading.
 void Client::leave_step(RemoteTrainer& t) {
+  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
   t.in_step = t.ending = false;
   forget_used(t);
   t.parts.clear();
   t.used.clear();
   t.pushes.clear();
+  t.places.clear();
+  t.sent.clear();
   t.lent.clear();
 }
 
@@ -101,35 +111,75 @@ Status check_keys(const RemoteTable& table, const frugal_op& op) {
 
 }  // namespace
 
+// Of a dense table they are slots: half the bytes, and this side looks at the ids meanwhile.
+Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages, OpHead* head,
+                             Buffer* memory, Exchange* e) {
+  const bool hashed = table.info.key_space == FRUGAL_HASHED;
+  const size_t bytes = op.count * (hashed ? sizeof(uint64_t) : sizeof(uint32_t));
+  const bool staged = stages && bytes >= kStagedBytes && t.sums.get(bytes, memory) == FRUGAL_OK;
+  if (staged) head->place = t.place(*memory);
+  if (!staged && !hashed) FRUGAL_TRY(pool_.get(bytes, memory));
+  if (!hashed)
+    FRUGAL_TRY(dense_slots(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
+                           table.info.capacity, memory->as<uint32_t>()));
+  else if (staged)
+    std::memcpy(memory->data(), op.keys, bytes);
+  if (!staged) e->add(hashed ? static_cast<const void*>(op.keys) : memory->data(), bytes);
+  return FRUGAL_OK;
+}
+
 Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                         uint64_t* batch_out) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(ops, n));
+  Vector<GpuOp> taken;
+  Vector<frugal_op> host;
+  if (t.gpu) {
+    FRUGAL_TRY(t.gpu->ready());
+    FRUGAL_TRY(t.gpu->take_ops(ops, n, Gpu::Use::kDeclare, false, &taken));
+    for (const GpuOp& o : taken) host.push_back(o.op);
+    ops = host.data();
+  } else {
+    device::look_for_devices();
+    FRUGAL_TRY(host_memory(ops, n));
+  }
   auto batch = std::allocate_shared<RemoteBatch>(HeapAllocator<RemoteBatch>());
   Vector<OpHead> heads(n);
+  Vector<Buffer> keys(n);
+  const bool stages = t.handed.size() + n <= Channel::kReleases / 4;  // the others are for sums
   Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1}, {}};
   e.add(heads.data(), n * sizeof(OpHead));
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
     FRUGAL_TRY(op_table(ops[i], &table));
-    // The controller looks at the keys, while this side would wait.
     FRUGAL_TRY(check_op(ops[i], table->name.c_str(), table->info.dim, ops[i].count, Use::kDeclare));
-    heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0};
-    e.add(ops[i].keys, ops[i].count * sizeof(uint64_t));
+    heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0, kNoPlace};
+    FRUGAL_TRY(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e));
     batch->tables.push_back(std::move(table));
   }
+  struct Undo {  // where it is not declared after all
+    RemoteTrainer* t;
+    const Vector<OpHead>& heads;
+    RemoteBatch& batch;
+    ~Undo() {
+      if (!t) return;
+      Client::take_releases(*t);  // of keys that the controller has had for a while
+      for (const OpHead& head : heads) t->handed.erase(head.place);
+      if (batch.handle) handle_remove(HandleKind::kRemoteBatch, batch.handle);
+    }
+  } undo{&t, heads, *batch};
+  // So that nothing fails when the controller has them.
+  for (const OpHead& head : heads)
+    if (head.place != kNoPlace) t.handed[head.place] = Buffer();
   if (want_handle) {
     batch->handle = handle_add(HandleKind::kRemoteBatch, batch);
     if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   }
-  Status s = ask(t, e);
-  if (s != FRUGAL_OK) {
-    if (want_handle) handle_remove(HandleKind::kRemoteBatch, batch->handle);
-    return s;
-  }
+  FRUGAL_TRY(ask(t, e));
+  undo.t = nullptr;
+  for (size_t i = 0; i < n; ++i)
+    if (heads[i].place != kNoPlace) t.handed[heads[i].place] = std::move(keys[i]);
   batch->trainer = &t;
   batch->id = ++t.last_batch;
   batch->step = step;
@@ -153,10 +203,10 @@ Status Client::cancel(RemoteTrainer& t, const RemoteBatchRef& batch) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
-Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes) {
+Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until) {
   if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
   Vector<PartPlace> places(bytes / sizeof(PartPlace));
-  FRUGAL_TRY(channel.read(places.data(), bytes, UINT64_MAX));
+  FRUGAL_TRY(channel.read(places.data(), bytes, until));
   for (const PartPlace& p : places) {
     StepPart s;
     s.batch = p.batch;
@@ -199,13 +249,48 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   if (t.in_step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
                 static_cast<unsigned long long>(t.step));
-  Exchange e{Call::kStepBegin, {step, left_until(deadline)}, {}, deadline.at};
-  forget_used(t);
-  t.parts.clear();
+  if (t.gpu) {
+    FRUGAL_TRY(t.gpu->ready());
+    FRUGAL_TRY(pin_tables());
+  } else {
+    device::look_for_devices();
+  }
   t.step = step;
-  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
+  bool traced = false;
+  for (uint64_t without = 0;;) {
+    Exchange e{Call::kStepBegin, {step, left_until(deadline), t.boundary, without}, {}, deadline.at};
+    forget_used(t);
+    t.parts.clear();
+    Vector<char> told;
+    FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
+      if (e.args[1] > bytes / sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
+      const uint64_t parts = e.args[1] * sizeof(PartPlace);
+      FRUGAL_TRY(take_parts(t, c, parts, until));
+      told.resize(bytes - parts);
+      return c.read(told.data(), told.size(), until);
+    }));
+    traced = e.args[0] != 0;
+    if (e.args[2] == 0) break;
+    if (!t.gpu) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of a cache");
+    without = 0;
+    Status s;
+    try {
+      s = turn_lines(t, told, e.args[3], &without);
+    } catch (const std::bad_alloc&) {
+      without = 0;
+      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date; call again", t.rank);
+    }
+    if (s == FRUGAL_OK) {
+      t.boundary = e.args[2];
+      break;
+    }
+    // The controller sees from the number that the lines are lost.
+    t.parts.clear();
+    t.gpu->take_flight();
+    if (!without) return s;
+  }
   t.in_step = true;
-  t.traced = e.args[0] != 0;
+  t.traced = traced;
   // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
   // than 62 steps ahead of the last commit.
   std::erase_if(t.batches, [&](auto& item) {
@@ -218,7 +303,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
 }
 
 // Finds the part of the step that an op names, by its batch or by its keys.
-Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Access* out) {
+Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
   FRUGAL_TRY(op_table(op, &out->table));
   const RemoteTable& table = *out->table;
   const bool padded = op.flags & FRUGAL_OP_PADDING;
@@ -264,7 +349,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, Acces
         out->part = i;
     }
   }
-  FRUGAL_TRY(check_op(op, table.name.c_str(), table.info.dim, keys, use));
+  FRUGAL_TRY(check_op(op, table.name.c_str(), table.info.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (out->part == SIZE_MAX) return check_keys(table, op);
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
@@ -282,7 +367,8 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     if (accesses[i].part == SIZE_MAX) which.push_back(i);
   if (which.empty()) return FRUGAL_OK;
   heads.reserve(which.size());
-  Exchange e{Call::kAccess, {which.size()}, {}};
+  const size_t from = t.parts.size();
+  Exchange e{Call::kAccess, {which.size(), from}, {}};
   e.add(heads.data(), which.size() * sizeof(OpHead));
   for (size_t i : which) {
     const frugal_op& op = ops[i];
@@ -292,11 +378,18 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
               handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch))))
         batch = b->id;
     heads.push_back({accesses[i].table->id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
-                     op.keys != nullptr, 0});
+                     op.keys != nullptr, 0, kNoPlace});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
-  const size_t from = t.parts.size();
-  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes) { return take_parts(t, c, bytes); }));
+  // After a failure there are as many as before, and the next request tells how many that is.
+  struct Taken {
+    Vector<StepPart>& parts;
+    size_t keep;
+    ~Taken() {
+      if (parts.size() > keep) parts.erase(parts.begin() + static_cast<ptrdiff_t>(keep), parts.end());
+    }
+  } taken{t.parts, from};
+  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) { return take_parts(t, c, bytes, until); }));
   if (t.parts.size() != from + which.size() || e.args[0] != from)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t.parts.size() - from, which.size());
   for (size_t k = 0; k < which.size(); ++k) {
@@ -306,6 +399,7 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     if (!t.parts[from + k].part->resolved())
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent a part outside of its memory");
   }
+  taken.keep = t.parts.size();
   return FRUGAL_OK;
 }
 
@@ -353,20 +447,22 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
 
 }  // namespace
 
-Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Vector<Access>* out) {
+Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
+                           Vector<Access>* out) {
   out->resize(n);
   bool all = true;
   for (size_t i = 0; i < n; ++i) {
-    FRUGAL_TRY(find_access(t, ops[i], use, &(*out)[i]));
+    FRUGAL_TRY(find_access(t, ops[i], use, gpu ? &gpu[i] : nullptr, &(*out)[i]));
     all = all && (*out)[i].part != SIZE_MAX;
   }
   if (all) return FRUGAL_OK;
-  // The controller makes the rows that it is asked for, and a push that is refused makes none.
+  // The controller makes the rows that it is asked for, and a push that is refused makes none. (What a device
+  // finds undoes the step, with its rows.)
   for (size_t i = 0; i < n && use == Use::kPush; ++i) {
     const Access& a = (*out)[i];
+    if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
     const Part* declared = a.declared == SIZE_MAX ? nullptr : t.parts[a.declared].part.get();
-    if (a.table->nan_policy == FRUGAL_NAN_REJECT && has_nan_term(ops[i], a.table->info.dim, declared))
-      return nan_refused(a.table->name.c_str());
+    if (has_nan_term(ops[i], a.table->info.dim, declared)) return nan_refused(a.table->name.c_str());
   }
   return ask_for(t, ops, *out);
 }
@@ -400,7 +496,7 @@ void Client::forget_used(RemoteTrainer& t) {
 
 // Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
 // No `pointers`: all in the host rows.
-Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* pointers, Buffer* copies) {
+Status Client::locate(RemoteTrainer& t, RemoteTable& table, const StepPart& step_part, Buffer* pointers, Buffer* copies) {
   const Part& part = *step_part.part;
   const bool lines = step_part.line_values && part.lines, stale = config_.staleness != 0;
   if (!lines && !stale) return FRUGAL_OK;
@@ -426,20 +522,36 @@ Status Client::locate(RemoteTable& table, const StepPart& step_part, Buffer* poi
     if (!stale) continue;
     float* copy = copies->as<float>() + i * stride;
     const std::atomic<uint32_t>& version = versions_[stripe_of(table.id, slots[i])];
-    for (;;) {
+    for (uint64_t began = 0, until = 0;;) {
       const uint32_t before = version.load(std::memory_order_acquire);
       if (!(before & 1)) {
         std::memcpy(copy, row, table.info.dim * sizeof(float));
         std::atomic_thread_fence(std::memory_order_acquire);
         if (version.load(std::memory_order_relaxed) == before) break;
       }
-      // Its writer may have been put off the processor, or be gone for good.
+      // Its writer may have been put off the processor, be stopped, or be gone for good.
       FRUGAL_TRY(check());
-      cpu_relax();
+      if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+      const uint64_t now = now_ns();
+      if (!began) {
+        began = now;
+        until = answer_until(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+      }
+      if (now > until) t.channel->cut();
+      if (t.channel->is_cut())
+        return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+      if (now - began < kWriteNs) cpu_relax();
+      else std::this_thread::sleep_for(kWriteSleep);
     }
     p[i] = copy;
   }
   return FRUGAL_OK;
+}
+
+Status Client::gather_here(RemoteTrainer& t, RemoteTable& table, const StepPart& p, const frugal_op& op) {
+  Buffer pointers, copies;
+  FRUGAL_TRY(locate(t, table, p, &pointers, &copies));
+  return gather(table.rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n, op);
 }
 
 // A call that this process has made by itself.
@@ -458,34 +570,65 @@ void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t key
   }
 }
 
+// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
+template <class Call>
+Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call) {
+  if (!t.gpu) {
+    FRUGAL_TRY(host_memory(ops, n));
+    return call(ops, nullptr);
+  }
+  return t.gpu->with_ops(ops, n, use, config_.staleness == 0, [&](frugal_op* op) { return match_batch(t, op); }, call);
+}
+
 Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
-  FRUGAL_TRY(host_memory(ops, n));
+  return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
+    return lookup_rows(t, host, n, gpu, began);
+  });
+}
+
+Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
   Vector<Access> accesses;
-  FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, &accesses));
+  FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, gpu, &accesses));
   FRUGAL_TRY(use(t, accesses));
   uint64_t keys = 0;
+  bool reading = false;
   for (size_t i = 0; i < n; ++i) {
     const StepPart& p = t.parts[accesses[i].part];
-    Buffer pointers, copies;
-    FRUGAL_TRY(locate(*accesses[i].table, p, &pointers, &copies));
-    FRUGAL_TRY(gather(accesses[i].table->rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n,
-                      ops[i]));
+    if (gpu && gpu[i].rows_on_device) {
+      FRUGAL_TRY(gather_on_device(t, accesses[i], gpu[i]));
+      reading = config_.staleness == 0;
+    } else if (lines_for(t, accesses[i])) {
+      FRUGAL_TRY(bring_rows(t, accesses[i], gpu[i]));
+    } else {
+      FRUGAL_TRY(gather_here(t, *accesses[i].table, p, ops[i]));
+    }
     keys += p.part->n;
     if (!p.cached) continue;
-    const uint64_t hits = p.line_values ? p.cached_keys : 0;
+    const uint64_t hits = p.part->lines ? p.cached_keys : 0;
     t.counts.cache_hits += hits;
     t.counts.cache_misses += p.part->occurrences - hits;
   }
   t.counts.keys_looked_up += keys;
   t.counts.lookup_ns += now_ns() - began;
   trace(t, SpanKind::kLookup, began, keys);
+  // The controller does not wait for this device when it undoes a step.
+  if (reading) FRUGAL_TRY(await_stream(t));
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   return enter(t);
+}
+
+// The hand-over of a first push to a table in a step, without its sums.
+void Client::begin_handover(const RemoteTrainer& t, const Access& a, RemotePushSums* sums) {
+  sums->first.rank = t.rank;
+  sums->first.part = t.parts[a.part].part;
+  sums->first.whole = a.exact;
+  sums->first.stride = a.table->layout.value_stride;
+  sums->number = static_cast<uint32_t>(a.part);
 }
 
 Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, RemotePushSums* sums) {
@@ -497,7 +640,20 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
   FRUGAL_TRY(pushed.of(op, part, dim, pool_));
   if (op.weight_grads_out && part.n) {
     Buffer pointers, copies;
-    FRUGAL_TRY(locate(table, step_part, &pointers, &copies));
+    if (lines_for(t, a)) {
+      GpuOp rows;
+      const size_t stride = table.layout.value_stride;
+      rows.op.row_stride = stride * sizeof(float);
+      FRUGAL_TRY(pool_.get(part.n * rows.op.row_stride, &copies));
+      rows.op.rows_out = copies.as<float>();
+      FRUGAL_TRY(bring_rows(t, a, rows));
+      FRUGAL_TRY(pool_.get(part.n * sizeof(float*), &pointers));
+      const uint32_t* slots = part.slots.as<uint32_t>();
+      for (size_t i = 0; i < part.n; ++i)
+        pointers.as<const float*>()[i] = slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * stride;
+    } else {
+      FRUGAL_TRY(locate(t, table, step_part, &pointers, &copies));
+    }
     device::GradSource plain = pushed.grads;
     plain.factor = nullptr;
     plain.divisor = nullptr;
@@ -511,12 +667,8 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
   if (sums->table) {
     FRUGAL_TRY(add_tail(sums, step_part.part, dim, pushed.grads, pool_, reject, &nan));
   } else {
-    sums->first.rank = t.rank;
-    sums->first.part = step_part.part;
-    sums->first.whole = a.exact;
-    sums->first.stride = table.layout.value_stride;
+    begin_handover(t, a, sums);
     FRUGAL_TRY(sum_first(sums, dim, pushed.grads, t.sums, false, &nan));
-    sums->number = static_cast<uint32_t>(a.part);
     if (!(reject && nan)) sums->table = a.table;
   }
   if (reject && nan)
@@ -530,11 +682,16 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
-  FRUGAL_TRY(host_memory(ops, n));
   if (t.ending)
-    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed for lack of memory: call it again first", t.rank);
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first", t.rank);
+  return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
+    return push_rows(t, host, n, gpu, began);
+  });
+}
+
+Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
   Vector<Access> accesses;
-  FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, &accesses));
+  FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, gpu, &accesses));
   // What a failure takes back: new sums are dropped, older ones lose what this call has added.
   Map<uint64_t, RemotePushSums> fresh;
   Map<uint64_t, size_t> tails;
@@ -548,20 +705,29 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
       keys += count;
       auto old = t.pushes.find(id);
       if (old != t.pushes.end()) tails.emplace(id, old->second.tail.size());
+      RemotePushSums* sums = old != t.pushes.end() ? &old->second : &fresh[id];
+      if (gpu && gpu[i].rows_on_device) {
+        status = push_on_device(t, accesses[i], gpu[i], sums);
+        continue;
+      }
       frugal_op op = ops[i];
       if (op.weight_grads_out) {
         status = pool_.get(count * sizeof(float), &weight_grads[i]);
         if (status != FRUGAL_OK) break;
         op.weight_grads_out = weight_grads[i].as<float>();
       }
-      status = push_one(t, op, accesses[i], old != t.pushes.end() ? &old->second : &fresh[id]);
+      status = push_one(t, op, accesses[i], sums);
     }
     if (status == FRUGAL_OK) status = use(t, accesses);
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
   }
   if (status != FRUGAL_OK) {
-    for (auto& [id, size] : tails) t.pushes.find(id)->second.tail.resize(size);
+    if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
+    for (auto& [id, size] : tails) {
+      auto old = t.pushes.find(id);  // gone if the step was undone meanwhile
+      if (old != t.pushes.end()) old->second.tail.resize(size);
+    }
     return status;
   }
   t.pushes.merge(fresh);
@@ -586,6 +752,42 @@ Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
   return FRUGAL_OK;
 }
 
+// The sums of the step, for its end: the same however often that is tried, since the controller may have them.
+Status Client::place_sums(RemoteTrainer& t) {
+  Vector<PushPlace> places;
+  Vector<Handover> sent;
+  Vector<Handover*> alone;
+  places.reserve(t.pushes.size());
+  sent.reserve(t.pushes.size());
+  alone.reserve(t.pushes.size());
+  for (auto& [id, push] : t.pushes) {
+    if (push.table->dropped.load()) continue;
+    PushPlace p{};
+    p.table = id;
+    Handover* h = &push.first;
+    if (push.tail.empty()) {
+      p.part = push.number;
+      p.whole = h->whole;
+      alone.push_back(h);
+    } else {
+      sent.emplace_back();
+      h = &sent.back();
+      FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
+      p.part = kJoined;
+      p.distinct = h->part->distinct;
+      if (p.distinct) p.rows = t.place(h->part->rows);
+    }
+    if (h->part->distinct) p.sums = t.place(h->sums);
+    places.push_back(p);
+  }
+  // Nothing fails from here on.
+  for (Handover* h : alone) sent.push_back(std::move(*h));
+  t.places.swap(places);
+  t.sent.swap(sent);
+  t.ending = true;
+  return FRUGAL_OK;
+}
+
 Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
@@ -595,52 +797,40 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   if (t.step != step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
                 static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
-  const char* staging = t.channel->staging();
-  auto place = [&](const Buffer& b) { return static_cast<uint64_t>(b.data() - staging); };
-  Vector<PushPlace> places;
-  Vector<Handover> joined;
-  Vector<Buffer*> sent;
-  places.reserve(t.pushes.size());
-  joined.reserve(t.pushes.size());
-  for (auto& [id, push] : t.pushes) {
-    if (t.ending || push.table->dropped.load()) continue;
-    PushPlace p{};
-    p.table = id;
-    Handover* h = &push.first;
-    if (push.tail.empty()) {
-      p.part = push.number;
-      p.whole = h->whole;
-    } else {
-      joined.emplace_back();
-      h = &joined.back();
-      FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
-      p.part = kJoined;
-      p.distinct = h->part->distinct;
-      if (p.distinct) p.rows = place(h->part->rows);
+  if (flags & ~FRUGAL_STEP_SKIP)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
+  if (!t.ending) {
+    Flight::Found found = Flight::Found::kNothing;
+    if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
+    if (found != Flight::Found::kNothing) {
+      Exchange undo{Call::kAbort, {}, {}};
+      FRUGAL_TRY(ask(t, undo));
+      leave_step(t);
+      return found_in_step(found, step);
     }
-    if (h->part->distinct) p.sums = place(h->sums);
-    if (h->sums) sent.push_back(&h->sums);
-    places.push_back(p);
+    FRUGAL_TRY(place_sums(t));
   }
   const uint64_t cpu = process_cpu_ns();
   t.counts.cpu_ns = cpu - t.cpu_ns;
-  Exchange e{Call::kStepEnd, {step, flags, places.size(), t.events.size()}, {}};
+  Exchange e{Call::kStepEnd, {step, flags, t.places.size(), t.events.size()}, {}};
   e.add(&t.counts, sizeof t.counts);
-  e.add(places.data(), places.size() * sizeof(PushPlace));
+  e.add(t.places.data(), t.places.size() * sizeof(PushPlace));
   e.add(t.events.data(), t.events.size() * sizeof(TraceEvent));
-  // They are the controller's when it has the message, whatever it answers: it tells when it has read them.
-  for (Buffer* b : sent) t.handed[place(*b)] = Buffer();
+  // So that nothing can fail when they are the controller's, which tells when it has read them. An attempt that
+  // failed may have had some for a while: what it told of that is taken by now, and they are still here.
+  for (const Handover& h : t.sent)
+    if (h.sums) t.handed[t.place(h.sums)] = Buffer();
   Status s = ask(t, e);
   t.cpu_ns = cpu;
   t.counts = {};
   t.events.clear();
   if (!t.in_step) return s;  // undone, or closed: the pushes are gone already
-  for (Buffer* b : sent) {
-    const uint64_t at = place(*b);
-    t.handed[at] = std::move(*b);
-  }
-  t.ending = true;
   if (s != FRUGAL_OK) return s;
+  for (Handover& h : t.sent) {
+    if (!h.sums) continue;
+    const uint64_t at = t.place(h.sums);
+    t.handed[at] = std::move(h.sums);
+  }
   leave_step(t);
   t.counts.step_end_ns += now_ns() - began;
   return FRUGAL_OK;
@@ -694,6 +884,7 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
 
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
   if (Remaining remains{*this}) {
+    device::look_for_devices();
     FRUGAL_TRY(host_memory(ops, n));
     return read_out(ops, n);
   }
@@ -702,7 +893,13 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
     call = std::unique_lock<std::mutex>(t->call_mu);
     FRUGAL_TRY(enter(*t));
   }
+  if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
+  device::look_for_devices();
   FRUGAL_TRY(host_memory(ops, n));
+  return read_rows(t, ops, n, deadline);
+}
+
+Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
   Vector<ReadHead> heads(n);
   Vector<RemoteTableRef> tables(n);
   Exchange e{Call::kRead, {n, left_until(deadline)}, {}, deadline.at};
@@ -713,7 +910,7 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
     FRUGAL_TRY(check_op(op, tables[i]->name.c_str(), tables[i]->info.dim, op.count, Use::kRead));
     FRUGAL_TRY(check_keys(*tables[i], op));
     const bool pooled = op.pooling != FRUGAL_POOL_NONE;
-    heads[i].op = {tables[i]->id, 0, op.count, op.padding_key, 0, op.flags, 1, 0};
+    heads[i].op = {tables[i]->id, 0, op.count, op.padding_key, 0, op.flags, 1, 0, kNoPlace};
     heads[i].bags = pooled ? op.bags : 0;
     heads[i].pooling = op.pooling;
     heads[i].has = (pooled && op.weights ? kHasWeights : 0) | (op.found_out ? kHasFound : 0);
@@ -721,18 +918,18 @@ Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline d
     if (pooled) e.add(op.offsets, (op.bags + 1) * sizeof(uint64_t));
     if (pooled && op.weights) e.add(op.weights, op.count * sizeof(float));
   }
-  auto take = [&](Channel& c, uint64_t) -> Status {
+  auto take = [&](Channel& c, uint64_t, uint64_t until) -> Status {
     for (size_t i = 0; i < n; ++i) {
       const frugal_op& op = ops[i];
       const size_t rows = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
       const size_t bytes = tables[i]->info.dim * sizeof(float), stride = op.row_stride ? op.row_stride : bytes;
       if (stride == bytes) {
-        FRUGAL_TRY(c.read(op.rows_out, rows * bytes, UINT64_MAX));
+        FRUGAL_TRY(c.read(op.rows_out, rows * bytes, until));
       } else {
         for (size_t r = 0; r < rows; ++r)
-          FRUGAL_TRY(c.read(reinterpret_cast<char*>(op.rows_out) + r * stride, bytes, UINT64_MAX));
+          FRUGAL_TRY(c.read(reinterpret_cast<char*>(op.rows_out) + r * stride, bytes, until));
       }
-      if (op.found_out) FRUGAL_TRY(c.read(op.found_out, op.count, UINT64_MAX));
+      if (op.found_out) FRUGAL_TRY(c.read(op.found_out, op.count, until));
     }
     return FRUGAL_OK;
   };

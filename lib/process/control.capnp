@@ -17,7 +17,7 @@ interface Session {
   findTable @3 (name :Text) -> (error :Error, table :Table);
   dropTable @4 (id :UInt64) -> (error :Error);
   join @5 (config :TrainerConfig) -> (error :Error, given :Given);
-  leave @6 (rank :UInt32, lost :Bool) -> (error :Error);
+  leave @6 (rank :UInt32, lost :Bool, joined :UInt64) -> (error :Error);
   stats @7 () -> (error :Error, stats :Stats);
   health @8 () -> (error :Error, health :Int32);
   committed @9 () -> (error :Error, step :UInt64);

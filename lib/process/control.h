@@ -15,7 +15,8 @@
 
 namespace frugal {
 
-constexpr uint32_t kControlVersion = 2;  // of the protocol; both sides must have the same
+constexpr uint64_t kAnyJoin = UINT64_MAX;
+constexpr uint32_t kControlVersion = 3;  // of the protocol; both sides must have the same
 constexpr size_t kControlConnections = 1024;
 
 // What an answer may carry.
@@ -30,10 +31,12 @@ struct Peer {
 };
 
 // Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and live as
-// long as `keep`; those that a client is given belong to its caller, who closes them.
+// long as `keep`; those that a client is given belong to its caller, who closes them. Of a handler's `read_only`
+// ones nothing can be written through what the client gets (it is of the same user, and could open it anew).
 struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;
+  Vector<int> read_only;  // of them
   Vector<uint64_t> numbers;
   std::shared_ptr<void> keep;
 };
@@ -41,11 +44,13 @@ struct TableReply {
   uint64_t id = 0;
   frugal_table_info info;
   Vector<int> descriptors;
+  Vector<int> read_only;  // of them
   Vector<uint64_t> numbers;
   std::shared_ptr<void> keep;
 };
 struct JoinReply {
   Vector<int> descriptors;
+  Vector<int> read_only;  // of them
   Vector<uint64_t> numbers;
   std::shared_ptr<void> keep;
 };
@@ -61,8 +66,8 @@ class ControlHandler {
   virtual Status find_table(Peer& peer, const char* name, TableReply* reply) = 0;
   virtual Status drop_table(Peer& peer, uint64_t id) = 0;
   virtual Status join(Peer& peer, const frugal_trainer_config& config, JoinReply* reply) = 0;
-  // `lost`: as if the peer had ended.
-  virtual Status leave(Peer& peer, uint32_t rank, bool lost) = 0;
+  // `lost`: as if the peer had ended. `joined`: the first number of the join's reply, or kAnyJoin.
+  virtual Status leave(Peer& peer, uint32_t rank, bool lost, uint64_t joined) = 0;
   virtual Status stats(Peer& peer, frugal_stats* stats) = 0;
   virtual Status health(Peer& peer, int32_t* health) = 0;
   virtual Status committed(Peer& peer, uint64_t* step) = 0;
@@ -115,7 +120,7 @@ class ControlClient : public HeapObject {
   Status find_table(const char* name, int64_t timeout_ms, TableReply* reply);
   Status drop_table(uint64_t id, int64_t timeout_ms);
   Status join(const frugal_trainer_config& config, int64_t timeout_ms, JoinReply* reply);
-  Status leave(uint32_t rank, bool lost, int64_t timeout_ms);
+  Status leave(uint32_t rank, bool lost, int64_t timeout_ms, uint64_t joined = kAnyJoin);
   Status stats(int64_t timeout_ms, frugal_stats* stats);
   Status health(int64_t timeout_ms, int32_t* health);
   Status committed(int64_t timeout_ms, uint64_t* step);

@@ -277,11 +277,16 @@ struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
       for (Call* call : waiting) call->finish(FRUGAL_ERR_CLOSED, kClosed);
     }
     if (!thread.joinable()) return;
-    port.post([this] {
-      if (stopped) stopped->fulfill();
-    });
+    port.post(stop);
     thread.join();
   }
+  struct Stop final : KjPort::Work {
+    explicit Stop(Impl& i) : impl(i) {}
+    void run() override {
+      if (impl.stopped) impl.stopped->fulfill();
+    }
+    Impl& impl;
+  } stop{*this};
 
   Status attach(uint32_t version, uint64_t until, bool* again);
 };
@@ -290,6 +295,7 @@ Status ControlClient::Impl::attach(uint32_t version, uint64_t until, bool* again
   FRUGAL_TRY(peer_of(socket, &controller));
   pidfd = pidfd_of(socket, controller.pid);
   FRUGAL_TRY(port.open());
+  { Quiet once; }  // what kj keeps is made here: a child of a fork might find it half made
   thread = quiet_thread([this] { run(); });
   auto made = std::make_shared<Call>();
   const Status s = call("attach", left_of(until), made, [made, version](Link& link) {
@@ -469,32 +475,66 @@ Status ControlClient::drop_table(uint64_t id, int64_t timeout_ms) {
       });)
 }
 
+namespace {
+
+struct JoinCall : GivenCall {
+  // Who comes second sees to it that a rank which has joined and which nobody has is let go.
+  enum State { kAsked, kJoined, kGivenUp };
+  std::atomic<int> state{kAsked};
+  uint64_t number = kAnyJoin;  // when it has joined
+};
+
+}  // namespace
+
 Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_ms, JoinReply* reply) {
   CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<GivenCall>();
+      auto made = std::make_shared<JoinCall>();
       String device = kept(config.device);
-      FRUGAL_TRY(impl_->call("join", timeout_ms, made, [made, config, device](Impl::Link& link) {
+      const Status s = impl_->call("join", timeout_ms, made, [made, config, device](Impl::Link& link) {
         auto request = link.session.joinRequest();
         frugal_trainer_config asked = config;
         asked.device = device.c_str();
         put(asked, request.initConfig());
-        return request.send().then([made](auto answer) -> kj::Promise<void> {
+        return request.send().then([made, &link, rank = config.rank](auto answer) -> kj::Promise<void> {
           if (!ended_well(*made, answer.getError())) return kj::READY_NOW;
+          auto numbers = answer.getGiven().getNumbers();
+          const uint64_t number = numbers.size() ? numbers[0] : kAnyJoin;
+          made->number = number;
+          if (made->state.exchange(JoinCall::kJoined) == JoinCall::kGivenUp) {
+            auto back = link.session.leaveRequest();
+            back.setRank(rank);
+            back.setLost(true);
+            back.setJoined(number);
+            return back.send().ignoreResult();
+          }
           auto given = take_given(answer.getGiven(), made, &made->given);
           return given.attach(kj::mv(answer));
         });
-      }));
-      made->move_to(reply);
-      return FRUGAL_OK;)
+      });
+      if (s == FRUGAL_OK) {
+        made->move_to(reply);
+        return s;
+      }
+      if (made->state.exchange(JoinCall::kGivenUp) == JoinCall::kJoined) {
+        frugal_error why;
+        end_call(s);
+        last_error(&why);
+        const String message = why.message;  // the next failure's text takes its place
+        why.message = message.c_str();
+        (void)leave(config.rank, true, timeout_ms, made->number);
+        return fail_as(why);
+      }
+      return s;)
 }
 
-Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms) {
+Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms, uint64_t joined) {
   CALL_OR_NO_MEMORY(
       auto made = std::make_shared<Call>();
-      return impl_->call("leave", timeout_ms, made, [made, rank, lost](Impl::Link& link) {
+      return impl_->call("leave", timeout_ms, made, [made, rank, lost, joined](Impl::Link& link) {
         auto request = link.session.leaveRequest();
         request.setRank(rank);
         request.setLost(lost);
+        request.setJoined(joined);
         return request.send().then([made](auto answer) { (void)ended_well(*made, answer.getError()); });
       });)
 }

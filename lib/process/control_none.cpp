@@ -28,7 +28,7 @@ Status ControlClient::create_table(const frugal_table_config&, int64_t, TableRep
 Status ControlClient::find_table(const char*, int64_t, TableReply*) { return none(); }
 Status ControlClient::drop_table(uint64_t, int64_t) { return none(); }
 Status ControlClient::join(const frugal_trainer_config&, int64_t, JoinReply*) { return none(); }
-Status ControlClient::leave(uint32_t, bool, int64_t) { return none(); }
+Status ControlClient::leave(uint32_t, bool, int64_t, uint64_t) { return none(); }
 Status ControlClient::stats(int64_t, frugal_stats*) { return none(); }
 Status ControlClient::health(int64_t, int32_t*) { return none(); }
 Status ControlClient::committed(int64_t, uint64_t*) { return none(); }

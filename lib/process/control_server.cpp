@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -30,12 +31,12 @@ constexpr size_t kThreadsOfPeer = 8;       // calls of one connection that are m
 constexpr size_t kCallsOfPeer = 256;       // and that wait
 constexpr size_t kDescriptorsOfPeer = 1024;  // sent, and not let go of by the peer
 
-// How a call ended, with this thread's message.
+// How a call ended, with this thread's message. Wants no memory: it may tell that there is none.
 struct Ending {
   Status status = FRUGAL_OK;
   int system_code = 0;
   int device_code = 0;
-  String message;
+  char message[512] = "";
 };
 
 Ending ending_of(Status status) {
@@ -46,18 +47,30 @@ Ending ending_of(Status status) {
   out.status = status;
   out.system_code = error.system_code;
   out.device_code = error.device_code;
-  out.message = error.message;
+  std::snprintf(out.message, sizeof out.message, "%s", error.message);
   return out;
 }
 
 Status stopping() { return fail(FRUGAL_ERR_CLOSED, "the controller is stopping"); }
 
 // A call on its way through the handler. Made and let go of by the loop's thread.
-struct Job {
+struct Job : KjPort::Work {
   virtual ~Job() = default;
-  virtual Status run(ControlHandler& handler, Peer& peer) = 0;
+  virtual Status make(ControlHandler& handler, Peer& peer) = 0;
+  // Made: it goes back to the loop, which must not need memory.
+  static void post(std::shared_ptr<Job> job, KjPort& port) {
+    Job& posted = *job;
+    posted.self = std::move(job);
+    port.post(posted);
+  }
+  void run() override {
+    const std::shared_ptr<Job> mine = std::move(self);
+    done->fulfill();
+  }
+  void drop() override { self.reset(); }
   Ending ending;
   kj::Own<kj::PromiseFulfiller<void>> done;
+  std::shared_ptr<Job> self;  // while it is posted
 };
 using JobRef = std::shared_ptr<Job>;
 
@@ -116,7 +129,7 @@ class Crew : public HeapObject {
         const bool late = ending_;
         lock.unlock();
         make(*job, late);
-        port_.post([job = std::move(job)] { job->done->fulfill(); });
+        Job::post(std::move(job), port_);
         lock.lock();
       } else if (ending_) {
         break;
@@ -128,27 +141,31 @@ class Crew : public HeapObject {
     }
     if (++ended_threads_ != threads_.size()) return;
     lock.unlock();
-    try {
-      handler_.gone(peer_);
-    } catch (...) {
-    }
-    port_.post([this] { ended_(this); });  // which waits for this thread
+    insist([&] { handler_.gone(peer_); });
+    port_.post(last_);
   }
 
   void make(Job& job, bool late) {
     try {
       begin_call();
-      job.ending = ending_of(late ? stopping() : job.run(handler_, peer_));
+      job.ending = ending_of(late ? stopping() : job.make(handler_, peer_));
     } catch (const std::bad_alloc&) {
-      job.ending = {FRUGAL_ERR_OUT_OF_MEMORY, 0, 0, "the controller has no memory for the call"};
+      job.ending = ending_of(fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for the call"));
     } catch (...) {
-      job.ending = {FRUGAL_ERR_INTERNAL, 0, 0, "an exception in the controller"};
+      job.ending = ending_of(fail(FRUGAL_ERR_INTERNAL, "an exception in the controller"));
     }
   }
+
+  struct Last final : KjPort::Work {
+    explicit Last(Crew& c) : crew(c) {}
+    void run() override { crew.ended_(&crew); }  // which waits for the thread that has posted it
+    Crew& crew;
+  };
 
   KjPort& port_;
   ControlHandler& handler_;
   Peer peer_;
+  Last last_{*this};
   std::function<void(Crew*)> ended_;
   std::mutex mutex_;
   std::condition_variable work_;
@@ -182,19 +199,43 @@ class DescriptorImpl final : public wire::Descriptor::Server {
   int fd_;
 };
 
+// A descriptor of the same for another process; -1 and errno: none can be had. Without `writable` nothing can be
+// written through it, where the system has /proc.
+int duplicate(int fd, bool writable) {
+  if (!writable) {
+    char path[32];
+    std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    const int opened = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (opened >= 3) return opened;
+    if (opened >= 0) {  // a program that has closed its standard descriptors
+      const int moved = fcntl(opened, F_DUPFD_CLOEXEC, 3);
+      const int code = errno;
+      close(opened);
+      errno = code;
+      return moved;
+    }
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) return -1;
+  }
+  return fcntl(fd, F_DUPFD_CLOEXEC, 3);
+}
+
 // Duplicates of a handler's descriptors, closed unless they go into an answer.
 struct Duplicates {
   Vector<int> fds;
   ~Duplicates() {
     for (int fd : fds) close(fd);
   }
-  Status take(const Vector<int>& from, const Vector<uint64_t>& numbers) {
+  template <class Reply>
+  Status take(const Reply& reply) {
+    const Vector<int>&from = reply.descriptors, &read_only = reply.read_only;
+    const Vector<uint64_t>& numbers = reply.numbers;
     if (from.size() > kMostDescriptors || numbers.size() > kMostNumbers)
       return fail(FRUGAL_ERR_INTERNAL, "an answer with %zu descriptors and %zu numbers is too large",
                   from.size(), numbers.size());
     fds.reserve(from.size());
     for (int fd : from) {
-      int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+      const bool writable = std::find(read_only.begin(), read_only.end(), fd) == read_only.end();
+      const int copy = duplicate(fd, writable);
       if (copy < 0)
         return fail_errno(errno == EBADF ? FRUGAL_ERR_INTERNAL : FRUGAL_ERR_OUT_OF_MEMORY, errno,
                           "the controller cannot duplicate a descriptor");
@@ -208,7 +249,7 @@ void put_error(const Ending& from, wire::Error::Builder to) {
   to.setStatus(from.status);
   to.setSystemCode(from.system_code);
   to.setDeviceCode(from.device_code);
-  to.setMessage(from.message.c_str());
+  to.setMessage(from.message);
 }
 
 class SessionImpl final : public wire::Session::Server {
@@ -223,9 +264,9 @@ class SessionImpl final : public wire::Session::Server {
       frugal_config config;
       OpenReply reply;
       Duplicates given;
-      Status run(ControlHandler& handler, Peer& peer) override {
+      Status make(ControlHandler& handler, Peer& peer) override {
         FRUGAL_TRY(handler.open(peer, config, &reply));
-        return given.take(reply.descriptors, reply.numbers);
+        return given.take(reply);
       }
     };
     auto job = std::make_shared<Open>();
@@ -269,7 +310,7 @@ class SessionImpl final : public wire::Session::Server {
   kj::Promise<void> dropTable(DropTableContext context) override {
     struct Drop final : Job {
       uint64_t id;
-      Status run(ControlHandler& handler, Peer& peer) override { return handler.drop_table(peer, id); }
+      Status make(ControlHandler& handler, Peer& peer) override { return handler.drop_table(peer, id); }
     };
     auto job = std::make_shared<Drop>();
     job->id = context.getParams().getId();
@@ -282,9 +323,18 @@ class SessionImpl final : public wire::Session::Server {
       frugal_trainer_config config;
       JoinReply reply;
       Duplicates given;
-      Status run(ControlHandler& handler, Peer& peer) override {
+      Status make(ControlHandler& handler, Peer& peer) override {
         FRUGAL_TRY(handler.join(peer, config, &reply));
-        return given.take(reply.descriptors, reply.numbers);
+        const Status s = given.take(reply);
+        if (s == FRUGAL_OK) return s;
+        // Nobody will hear that it has joined.
+        end_call(s);
+        frugal_error why;
+        last_error(&why);
+        const uint64_t joined = reply.numbers.empty() ? kAnyJoin : reply.numbers[0];
+        reply = {};
+        (void)handler.leave(peer, config.rank, true, joined);
+        return fail_as(why);
       }
     };
     auto job = std::make_shared<Join>();
@@ -302,18 +352,20 @@ class SessionImpl final : public wire::Session::Server {
     struct Leave final : Job {
       uint32_t rank;
       bool lost;
-      Status run(ControlHandler& handler, Peer& peer) override { return handler.leave(peer, rank, lost); }
+      uint64_t joined;
+      Status make(ControlHandler& handler, Peer& peer) override { return handler.leave(peer, rank, lost, joined); }
     };
     auto job = std::make_shared<Leave>();
     job->rank = context.getParams().getRank();
     job->lost = context.getParams().getLost();
+    job->joined = context.getParams().getJoined();
     return make(context, job, [](Leave&, auto) {});
   }
 
   kj::Promise<void> stats(StatsContext context) override {
     struct Stats final : Job {
       frugal_stats stats{};
-      Status run(ControlHandler& handler, Peer& peer) override { return handler.stats(peer, &stats); }
+      Status make(ControlHandler& handler, Peer& peer) override { return handler.stats(peer, &stats); }
     };
     auto job = std::make_shared<Stats>();
     job->stats.struct_size = sizeof job->stats;
@@ -323,7 +375,7 @@ class SessionImpl final : public wire::Session::Server {
   kj::Promise<void> health(HealthContext context) override {
     struct Health final : Job {
       int32_t health = 0;
-      Status run(ControlHandler& handler, Peer& peer) override { return handler.health(peer, &health); }
+      Status make(ControlHandler& handler, Peer& peer) override { return handler.health(peer, &health); }
     };
     return make(context, std::make_shared<Health>(),
                 [](Health& job, auto results) { results.setHealth(job.health); });
@@ -332,7 +384,7 @@ class SessionImpl final : public wire::Session::Server {
   kj::Promise<void> committed(CommittedContext context) override {
     struct Committed final : Job {
       uint64_t step = FRUGAL_NO_STEP;
-      Status run(ControlHandler& handler, Peer& peer) override {
+      Status make(ControlHandler& handler, Peer& peer) override {
         return handler.committed(peer, &step);
       }
     };
@@ -349,9 +401,9 @@ class SessionImpl final : public wire::Session::Server {
       reply.info.struct_size = sizeof reply.info;
     }
     virtual Status answer(ControlHandler& handler, Peer& peer) = 0;
-    Status run(ControlHandler& handler, Peer& peer) override {
+    Status make(ControlHandler& handler, Peer& peer) override {
       FRUGAL_TRY(answer(handler, peer));
-      return given.take(reply.descriptors, reply.numbers);
+      return given.take(reply);
     }
   };
 
@@ -450,6 +502,12 @@ struct ControlServer::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
   std::mutex stop_mutex;
   bool stopped = false;
 
+  struct Stop final : KjPort::Work {
+    explicit Stop(Impl& i) : impl(i) {}
+    void run() override { impl.begin_stop(); }
+    Impl& impl;
+  } stop_work{*this};
+
   // Of the loop's thread.
   bool stopping = false;
   uint64_t next_id = 1;
@@ -486,10 +544,14 @@ struct ControlServer::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
   kj::Promise<void> accept() {
     return port.ready(place.listener(), POLLIN).then([this]() -> kj::Promise<void> {
       if (stopping) return kj::READY_NOW;
-      const bool taken = accept_some();
+      bool taken = false;
+      try {
+        taken = accept_some();
+      } catch (...) {  // no memory for that one
+      }
       if (taken) return accept();
       return port.after(100000000).then([this] { return accept(); });
-    });
+    }).catch_([this](kj::Exception&&) { return port.after(100000000).then([this] { return accept(); }); });
   }
 
   // False: there is nothing to take a connection with.
@@ -606,6 +668,7 @@ Status ControlServer::start(const char* address, ControlHandler* handler,
     Impl* running = impl.get();
     std::unique_ptr<ControlServer> server(new ControlServer(running));
     try {
+      { Quiet once; }  // what kj keeps is made here: a child of a fork might find it half made
       running->thread = quiet_thread([running] { running->run(); });
     } catch (...) {
       server->impl_ = nullptr;
@@ -626,7 +689,7 @@ void ControlServer::stop() {
   if (impl_->stopped) return;
   impl_->stopped = true;
   Impl* impl = impl_;
-  impl->port.post([impl] { impl->begin_stop(); });
+  impl->port.post(impl->stop_work);
   impl->thread.join();
   impl->place.leave();
   if (impl->spare >= 0) close(impl->spare);
@@ -653,10 +716,14 @@ void ControlServer::adopt(int socket) {
     return;
   }
   Impl* impl = impl_;
-  impl->port.post([impl, mine] {
-    if (impl->tasks) impl->add(mine);
-    else ForkedDescriptors::close(mine);
-  });
+  try {
+    impl->port.post([impl, mine] {
+      if (impl->tasks) impl->add(mine);
+      else ForkedDescriptors::close(mine);
+    });
+  } catch (const std::bad_alloc&) {
+    ForkedDescriptors::close(mine);
+  }
 }
 
 size_t ControlServer::connections() const { return impl_->connections.load(); }

@@ -12,16 +12,18 @@ inline uint64_t left_until(Deadline d) {
   return d.at == UINT64_MAX ? UINT64_MAX : d.at > now ? d.at - now : 0;
 }
 
+// `answer` takes the payload, of so many bytes, until so late.
 template <class Answer>
 Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer) {
   FRUGAL_TRY(check());
   Header h{};
   h.type = static_cast<uint32_t>(e.call);
   h.sequence = ++*sequence;
+  h.status = Patience::processor();
   std::copy(std::begin(e.args), std::end(e.args), h.args);
   // The controller keeps to the call's time-out, which may be a short slice of a long wait. One that does
   // not answer for the engine's time-out is as good as gone: what it would say later fits to nothing.
-  const uint64_t until = answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
+  uint64_t until = answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
   auto told = [&](Status s) {
     if (s == FRUGAL_ERR_TIMEOUT) {
       channel.cut();
@@ -32,10 +34,13 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
   };
   if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), until)) return told(s);
   if (Status s = channel.receive(&h, until)) return told(s);
-  if (h.type != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
+  channel.set_together(h.type & kTogether);
+  if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
     channel.cut();
     return fail(FRUGAL_ERR_PEER_LOST, "the controller broke the protocol: an answer to no question");
   }
+  // It has begun to answer: the rest comes as soon.
+  until = std::max(until, answer_until(deadline(FRUGAL_TIMEOUT_DEFAULT).at));
   const Status status = static_cast<Status>(h.status);
   if (status != FRUGAL_OK) {
     Failure failure{};
@@ -51,7 +56,7 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
     return fail_as(error);
   }
   std::copy(std::begin(h.args), std::end(h.args), e.args);
-  return told(answer(channel, channel.payload_left()));
+  return told(answer(channel, channel.payload_left(), until));
 }
 
 template <class Answer>

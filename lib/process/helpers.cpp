@@ -7,11 +7,13 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kSpinNs = 10000;  // before a helper sleeps: calls of a step follow each other
+constexpr uint64_t kSpinNs = 10000;     // before a helper sleeps: calls of a step follow each other
+constexpr uint64_t kLastNs = 50000;     // before the caller sleeps: the last chunks are under way
 
 }  // namespace
 
 Status Helpers::start(uint32_t threads) {
+  processors_ = Processors::mine();
   try {
     threads_.reserve(threads);
     for (uint32_t i = 0; i < threads; ++i) threads_.push_back(quiet_thread([this] { main(); }));
@@ -28,6 +30,7 @@ void Helpers::stop() {
     stopping_ = true;
   }
   wake_.notify_all();
+  std::lock_guard<std::mutex> mine(one_);
   for (std::thread& t : threads_) t.join();
   threads_.clear();
 }
@@ -51,7 +54,7 @@ void Helpers::Loop::work() noexcept {
 
 void Helpers::main() {
   FpEnvironment fp;
-  os_batch_thread();
+  os_brief_thread();
   uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mu_);
   for (;;) {
@@ -66,17 +69,14 @@ void Helpers::main() {
       if (!loop_) wake_.wait(lock, [&] { return loop_ || stopping_; });
     }
     if (stopping_) return;
-    if (loops_.load() == seen) {  // worked on this one already: its caller ends it
-      wake_.wait(lock, [&] { return !loop_ || loops_.load() != seen || stopping_; });
-      continue;
-    }
     seen = loops_.load();
     Loop* loop = loop_;
-    ++inside_;
+    inside_.fetch_add(1);
     lock.unlock();
     loop->work();
     lock.lock();
-    if (--inside_ == 0) done_.notify_all();
+    if (loop_ == loop) loop_ = nullptr;  // all chunks are taken
+    if (inside_.fetch_sub(1) == 1 && waits_) done_.notify_all();
   }
 }
 
@@ -86,8 +86,14 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   loop.context = context;
   loop.chunks = chunks;
   std::unique_lock<std::mutex> mine(one_, std::defer_lock);
-  const bool shared = chunks > 1 && !threads_.empty() && mine.try_lock();
+  const bool shared = chunks > 1 && mine.try_lock() && !threads_.empty();
   if (shared) {
+    // The system may think of an idle processor as a busy one, as in a virtual machine, and have a helper wait for
+    // the caller's.
+    if (const int on = os_processor(); on != kept_off_) {
+      for (std::thread& t : threads_) processors_.but(on).place(&t);
+      kept_off_ = on;
+    }
     {
       std::lock_guard<std::mutex> lock(mu_);
       loop_ = &loop;
@@ -99,8 +105,12 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   if (shared) {
     std::unique_lock<std::mutex> lock(mu_);
     loop_ = nullptr;  // nobody else comes in; who is in works on chunks that it has taken
-    done_.wait(lock, [&] { return inside_ == 0; });
-    wake_.notify_all();
+    lock.unlock();
+    for (uint64_t until = now_ns() + kLastNs; inside_.load() != 0 && now_ns() < until;) cpu_relax();
+    lock.lock();
+    waits_ = true;
+    done_.wait(lock, [&] { return inside_.load() == 0; });
+    waits_ = false;
   }
   const Status s = loop.status.load();
   return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken");

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "base/heap.h"
+#include "base/os.h"
 #include "base/status.h"
 
 namespace frugal {
@@ -30,13 +31,16 @@ class Helpers {
   };
   void main();
 
-  std::mutex mu_, one_;
+  std::mutex mu_, one_;       // one_: the loop that has helpers, or they begin or end
   std::condition_variable wake_, done_;
   Loop* loop_ = nullptr;      // under way; mu_
-  uint32_t inside_ = 0;       // helpers that work on it; mu_
+  std::atomic<uint32_t> inside_{0};  // helpers that work on it; written under mu_
+  bool waits_ = false;        // the caller, for them; mu_
   std::atomic<uint64_t> loops_{0};
   bool stopping_ = false;
   Vector<std::thread> threads_;
+  Processors processors_;     // of who has started them
+  int kept_off_ = -1;         // the processor; one_
 };
 
 }  // namespace frugal

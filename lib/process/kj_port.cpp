@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "base/os.h"
@@ -18,9 +20,21 @@
 
 namespace frugal {
 
+namespace {
+
+// Less than what the C library asks the kernel for, and gives back to it, piece by piece.
+constexpr size_t kReserve = 64 << 10;
+
+}  // namespace
+
 struct KjPort::Waiter {
   Waiter(kj::PromiseFulfiller<void>& f, KjPort& p, int fd, short events, uint64_t until)
       : fulfiller(f), port(p), fd(fd), events(events), until(until) {
+    const size_t all = port.waiters_.size() + 1;
+    if (all >= port.watched_.capacity()) {
+      port.done_.reserve(2 * all);
+      port.watched_.reserve(2 * all + 1);  // and the event; last: it tells whether both have room
+    }
     port.waiters_.push_back(this);
   }
   ~Waiter() { forget(); }
@@ -38,11 +52,26 @@ struct KjPort::Waiter {
   uint64_t until;  // of now_ns()
 };
 
+struct KjPort::Once final : KjPort::Work, HeapObject {
+  explicit Once(std::function<void()> w) : work(std::move(w)) {}
+  void run() override {
+    const std::unique_ptr<Once> mine(this);
+    work();
+  }
+  void drop() override { delete this; }
+  std::function<void()> work;
+};
+
 KjPort::~KjPort() noexcept(false) {
+  while (Work* work = posted_) {
+    posted_ = work->next_;
+    work->drop();
+  }
   if (event_ >= 0) close(event_);
 }
 
 Status KjPort::open() {
+  watched_.reserve(1);
   event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (event_ < 0) return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for an event loop");
   return FRUGAL_OK;
@@ -56,21 +85,27 @@ kj::Promise<void> KjPort::after(uint64_t ns) {
   return kj::newAdaptedPromise<void, Waiter>(*this, kNoDescriptor, 0, now_ns() + ns);
 }
 
-void KjPort::post(std::function<void()> work) {
+void KjPort::post(Work& work) noexcept {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    posted_.push_back(std::move(work));
+    work.next_ = nullptr;
+    *posted_end_ = &work;
+    posted_end_ = &work.next_;
   }
-  const uint64_t one = 1;
-  while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
-  }
+  ring();
 }
+
+void KjPort::post(std::function<void()> work) { post(*new Once(std::move(work))); }
 
 void KjPort::wake() const {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     woken_ = true;
   }
+  ring();
+}
+
+void KjPort::ring() const noexcept {
   const uint64_t one = 1;
   while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
   }
@@ -80,8 +115,8 @@ bool KjPort::wait() { return look(true); }
 bool KjPort::poll() { return look(false); }
 
 bool KjPort::look(bool sleep) {
-  Vector<pollfd> watched;
-  watched.reserve(waiters_.size() + 1);
+  Vector<pollfd>& watched = watched_;
+  watched.clear();
   watched.push_back({event_, POLLIN, 0});
   uint64_t until = UINT64_MAX;
   for (const Waiter* w : waiters_) {
@@ -93,7 +128,10 @@ bool KjPort::look(bool sleep) {
     const uint64_t now = now_ns();
     ms = until > now ? static_cast<int>(std::min<uint64_t>((until - now) / 1000000 + 1, 60000)) : 0;
   }
-  if (::poll(watched.data(), watched.size(), ms) < 0) {
+  reserve_.reset(new (std::nothrow) char[kReserve]);
+  const int found = ::poll(watched.data(), watched.size(), ms);
+  reserve_.reset();
+  if (found < 0) {
     // Interrupted, or no memory for a moment. What is posted is looked for all the same.
     for (pollfd& p : watched) p.revents = 0;
   }
@@ -104,23 +142,25 @@ bool KjPort::look(bool sleep) {
   }
   // Fulfilling only puts events into the loop's queue: nothing but forget() moves the waiters.
   const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
-  Vector<Waiter*> done;
+  done_.clear();
   for (size_t i = 0; i < waiters_.size(); ++i)
-    if (watched[i + 1].revents || waiters_[i]->until <= now) done.push_back(waiters_[i]);
-  for (Waiter* w : done) {
+    if (watched[i + 1].revents || waiters_[i]->until <= now) done_.push_back(waiters_[i]);
+  for (Waiter* w : done_) {
     w->forget();
     w->fulfiller.fulfill();
   }
-  Vector<std::function<void()>> posted;
+  Work* posted;
   bool woken;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    posted.swap(posted_);
+    posted = std::exchange(posted_, nullptr);
+    posted_end_ = &posted_;
     woken = std::exchange(woken_, false);
   }
-  for (auto& work : posted) {
+  while (Work* work = posted) {
+    posted = work->next_;  // it may end with its run
     try {
-      work();
+      work->run();
     } catch (...) {
       // No memory: what it was for is missed by whoever waits for it, and the loop goes on.
     }

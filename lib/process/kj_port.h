@@ -7,8 +7,10 @@
 #include <capnp/serialize-async.h>
 #include <kj/async.h>
 #include <kj/exception.h>
+#include <poll.h>
 
 #include <functional>
+#include <memory>
 #include <mutex>
 
 #include "base/heap.h"
@@ -36,8 +38,22 @@ class KjPort final : public kj::EventPort {
   kj::Promise<void> ready(int fd, short events);
   kj::Promise<void> after(uint64_t ns);
 
+  // What can be posted without memory. Its owner keeps it until run() or drop() is called, once.
+  struct Work {
+    virtual void run() = 0;
+    virtual void drop() {}  // the port ends first
+
+   protected:
+    ~Work() = default;
+
+   private:
+    friend class KjPort;
+    Work* next_ = nullptr;
+  };
+
   // Any thread: `work` is run in the loop's thread, outside all promises. What it throws is dropped.
-  void post(std::function<void()> work);
+  void post(Work& work) noexcept;
+  void post(std::function<void()> work);  // throws if there is no memory
 
   // kj::EventPort
   bool wait() override;
@@ -46,13 +62,22 @@ class KjPort final : public kj::EventPort {
 
  private:
   struct Waiter;
+  struct Once;
+  void ring() const noexcept;
   bool look(bool sleep);
 
   int event_ = -1;
   Vector<Waiter*> waiters_;
+  // Of look(): with room for all waiters, so that it needs no memory.
+  Vector<pollfd> watched_;
+  Vector<Waiter*> done_;
+  // Memory that the loop keeps while it sleeps and gives up when it works: the RPC system ends the process where it
+  // finds none in a destructor, or when it makes its own exception of a bad_alloc.
+  std::unique_ptr<char[]> reserve_;
   mutable std::mutex mutex_;
   mutable bool woken_ = false;
-  Vector<std::function<void()>> posted_;
+  Work* posted_ = nullptr;
+  Work** posted_end_ = &posted_;
 };
 
 // Messages with descriptors over a connected non-blocking socket, which it owns.

@@ -20,16 +20,24 @@ constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request be
 // What one request may ask memory for in small objects: far more than any program needs.
 constexpr uint64_t kMostOps = 1u << 20;
 
+// Pieces of an answer that tells of a failure.
+constexpr size_t kFailurePieces = 2;
+
 }  // namespace
 
 Buffer Staging::lend(uint64_t offset, uint64_t bytes) {
   const char* data = offset % 64 == 0 ? channel_->staging_at(offset, bytes) : nullptr;
   if (!data || bytes == 0) return {};
+  if (lent_.fetch_add(bytes) + bytes > channel_->staging_bytes()) {
+    lent_.fetch_sub(bytes);
+    return {};
+  }
   users_.fetch_add(1);
   return Buffer::lent(data, bytes, this);
 }
 
-void Staging::give_back(char* data) noexcept {
+void Staging::give_back(char* data, size_t bytes) noexcept {
+  lent_.fetch_sub(bytes);  // the trainer may have it lent again as soon as it is told
   channel_->release(static_cast<uint64_t>(data - channel_->staging_at(0, 0)));
   let_go();
 }
@@ -39,6 +47,7 @@ Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<C
 
 Status Lane::start() {
   staging_ = new Staging(channel_);
+  pieces_.reserve(kFailurePieces);  // to tell that there is no memory takes none
   FRUGAL_TRY(engine_->pool().get(sizeof(std::atomic<uint32_t>), &notices_));
   auto* notices = new (notices_.data()) std::atomic<uint32_t>(0);
   if (trainer_) {
@@ -75,13 +84,15 @@ void Lane::loop() {
     ~Closing() { channel.close(); }
   } closing{*channel_};
   Header request;
-  Patience patience(engine_->config().world_size);
+  Patience patience(engine_->config().world_size, channel_.get());
   // Between two steps more follows at once; inside of one the trainer computes.
   bool between = false;
   Call last = Call::kInside;
-  channel_->look_for(kLookNs, false);
+  patience.set(last, kLookNs);
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
-    patience.waited(last, channel_->waited_ns());
+    patience.waited(last);
+    if (trainer_) patience.follow(request.status);
+    if (static_cast<Call>(request.type) == Call::kStepBegin) patience.roam();  // it helps at the gate
     pieces_.clear();
     kept_.clear();
     places_.clear();
@@ -106,9 +117,9 @@ void Lane::loop() {
     if (call == Call::kStepEnd) here_.step_end_ns += now - began;
     if (call != Call::kPrefetch) between = call == Call::kStepEnd;
     last = call;
-    patience.set(channel_.get(), call, between ? kSoonNs : kLookNs);
+    patience.set(call, between ? kSoonNs : kLookNs);
     Header answer{};
-    answer.type = request.type;
+    answer.type = request.type | (channel_->together() ? kTogether : 0);
     answer.sequence = request.sequence;
     answer.status = static_cast<uint32_t>(status);
     Failure failure{};
@@ -119,7 +130,6 @@ void Lane::loop() {
       last_error(&error);
       failure = {error.system_code, error.device_code};
       pieces_.clear();
-      pieces_.reserve(2);
       add(&failure, sizeof failure);
       add(error.message, std::strlen(error.message));
     }
@@ -133,6 +143,9 @@ Status Lane::take(void* out, uint64_t bytes) {
 }
 
 Status Lane::take_buffer(uint64_t count, size_t element, Buffer* out) {
+  // Before a byte of it is there: who claims too much takes no memory from the others. The pool looks at what is
+  // available before it takes more of that.
+  if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
   FRUGAL_TRY(engine_->pool().get(count * element, out));
   return take(out->data(), count * element);
@@ -173,7 +186,9 @@ Status Lane::handle(const Header& request) {
       case Call::kStepEnd:
         return step_end(request);
       case Call::kAbort:
-        return engine_->abort_call(*trainer_);
+        return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
+      case Call::kHere:
+        return FRUGAL_OK;
       case Call::kInside:
         return engine_->inside_step(*trainer_);
       case Call::kRead:
@@ -232,7 +247,7 @@ void Lane::tell() {
   if (!used.empty()) engine_->use_marked(*trainer_, used);
 }
 
-Status Lane::take_ops(uint64_t count, Ops* out) {
+Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
   if (count > kMostOps) return broken("too many ops");
   Vector<OpHead> heads(count);
   FRUGAL_TRY(take(heads.data(), count * sizeof(OpHead)));
@@ -254,7 +269,15 @@ Status Lane::take_ops(uint64_t count, Ops* out) {
     op.padding_key = head.padding_key;
     op.rows_out = &nowhere;
     if (!head.given) continue;
-    FRUGAL_TRY(take_buffer(head.keys, sizeof(uint64_t), &out->keys[i]));
+    TableRef table;
+    if (declared) FRUGAL_TRY(table_of(head.table, &table));
+    const size_t element = table && !table->rows.hashed() ? sizeof(uint32_t) : sizeof(uint64_t);
+    if (declared && head.place != kNoPlace) {
+      if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
+      if (!out->keys[i]) return broken("keys lie outside of its memory");
+    } else {
+      FRUGAL_TRY(take_buffer(head.keys, element, &out->keys[i]));
+    }
     op.count = head.keys;
     static const uint64_t none = 0;
     op.keys = head.keys ? out->keys[i].as<uint64_t>() : &none;
@@ -266,12 +289,14 @@ Status Lane::prefetch(const Header& request) {
   const uint64_t number = request.args[2];
   if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
   Ops ops;
-  FRUGAL_TRY(take_ops(request.args[1], &ops));
+  FRUGAL_TRY(take_ops(request.args[1], true, &ops));
+  // Nothing fails when it is declared: the trainer would have its memory back, and others read it.
+  decltype(batches_) made;
+  uint64_t& handle = made[number];
   // Always with a handle: that is how the trainer finds the parts in its step.
-  uint64_t handle = 0;
   FRUGAL_TRY(engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true, &handle,
                                ops.keys.data()));
-  batches_[number] = handle;
+  batches_.merge(made);
   return FRUGAL_OK;
 }
 
@@ -287,8 +312,11 @@ Status Lane::step_begin(const Header& request) {
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
     parts_.clear();
   }
-  Status s = engine_->step_begin(*trainer_, request.args[0], deadline_in(request.args[1]));
-  if (s != FRUGAL_OK) return s;
+  const uint64_t step = request.args[0];
+  FRUGAL_TRY(engine_->carried_out(*trainer_, request.args[2], request.args[3]));
+  // Who begins the step again that it is inside of has not had the answer: for lack of memory, here or there.
+  if (!engine_->is_inside(*trainer_, step))
+    FRUGAL_TRY(engine_->step_begin(*trainer_, step, deadline_in(request.args[1])));
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
@@ -298,14 +326,48 @@ Status Lane::step_begin(const Header& request) {
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
     parts_.swap(parts);
   }
-  answer_parts(0);
   args_[0] = engine_->tracing();
+  args_[1] = parts_.size();
+  FRUGAL_TRY(answer_parts(0));
+  return answer_boundary();
+}
+
+// What the trainer is to do to lines that are its own.
+Status Lane::answer_boundary() {
+  RemoteBoundary made;
+  engine_->take_boundary(*trainer_, &made);
+  if (made.number == 0) return FRUGAL_OK;
+  // The trainer has left the steps before, and its device reads nothing any more that they were given.
+  boundary_ = std::move(made);
+  lines_.clear();
+  auto put = [&](const auto& item) {
+    const char* bytes = reinterpret_cast<const char*>(&item);
+    lines_.insert(lines_.end(), bytes, bytes + sizeof item);
+  };
+  auto place = [&](const Buffer& b) { return engine_->place(b.data()); };
+  for (const RemoteBoundary::OfTable& of : boundary_.tables) {
+    put(LinesPlace{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count, of.updates.size()});
+    for (const RemoteBoundary::Update& u : of.updates) {
+      put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count, u.term_count, u.now,
+                      u.update->ranks[0].stride, u.sums.size()});
+      for (const RemoteBoundary::Sums& s : u.sums) put(SumsPlace{s.region, s.lent, s.place, s.bytes});
+    }
+  }
+  args_[2] = boundary_.number;
+  args_[3] = boundary_.tables.size();
+  add(lines_.data(), lines_.size());
   return FRUGAL_OK;
 }
 
 Status Lane::access(const Header& request) {
+  if (request.args[1] > parts_.size()) return broken("there are not so many parts");
+  {
+    // Those whose answer the trainer could not take, for lack of memory.
+    std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+    parts_.erase(parts_.begin() + static_cast<ptrdiff_t>(request.args[1]), parts_.end());
+  }
   Ops ops;
-  FRUGAL_TRY(take_ops(request.args[0], &ops));
+  FRUGAL_TRY(take_ops(request.args[0], false, &ops));
   Vector<RemotePart> found;
   FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found));
   const size_t from = parts_.size();
@@ -314,14 +376,16 @@ Status Lane::access(const Header& request) {
     for (RemotePart& p : found) parts_.push_back(std::move(p));
   }
   args_[0] = from;
-  answer_parts(from);
-  return FRUGAL_OK;
+  return answer_parts(from);
 }
 
-void Lane::answer_parts(size_t from) {
+Status Lane::answer_parts(size_t from) {
   for (size_t i = from; i < parts_.size(); ++i) {
     const RemotePart& r = parts_[i];
-    const Part& p = *r.part;
+    Part& p = *r.part;
+    // One that was not resolved ahead: nobody else will look at it. What is wrong with it is told where it is used.
+    if (!p.resolved() && p.take_lent(engine_->pool(), r.table->rows) == FRUGAL_ERR_OUT_OF_MEMORY)
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for declared keys; call again");
     PartPlace place{};
     place.batch = r.batch ? number_of(r.batch) : 0;
     place.index = r.index;
@@ -340,7 +404,7 @@ void Lane::answer_parts(size_t from) {
       place.pairs = engine_->place(p.pairs.data());
       place.rows = engine_->place(p.rows.data());
       place.start = engine_->place(p.start.data());
-      if (r.line_values) {
+      if (r.in_lines) {
         place.lines = engine_->place(p.lines.data());
         place.line_values = engine_->place(r.line_values);
         place.cached = p.cached;
@@ -349,6 +413,7 @@ void Lane::answer_parts(size_t from) {
     places_.push_back(place);
   }
   add(places_.data(), places_.size() * sizeof(PartPlace));
+  return FRUGAL_OK;
 }
 
 // A list of rows that the trainer has made of several pushes: each of them is in a part of its step.
@@ -429,6 +494,7 @@ Status Lane::step_end(const Header& request) {
     FRUGAL_TRY(engine_->hand_over(*trainer_, &sums));
     handed_over_ = step;
   }
+  boundary_ = {};  // the trainer's device has done with it
   return engine_->step_end(*trainer_, step, static_cast<uint32_t>(request.args[1]));
 }
 

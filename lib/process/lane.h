@@ -14,9 +14,9 @@ namespace frugal {
 class Staging final : public Buffer::Owner, public HeapObject {
  public:
   explicit Staging(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
-  // Null data: it is not within the staging memory.
+  // Null data: it is not within the staging memory, or more is lent than there is: no place is to be lent twice.
   Buffer lend(uint64_t offset, uint64_t bytes);
-  void give_back(char* data) noexcept override;
+  void give_back(char* data, size_t bytes) noexcept override;
   void let_go() noexcept {
     if (users_.fetch_sub(1) == 1) delete this;
   }
@@ -25,6 +25,7 @@ class Staging final : public Buffer::Owner, public HeapObject {
   ~Staging() = default;
   const std::shared_ptr<Channel> channel_;
   std::atomic<uint32_t> users_{1};
+  std::atomic<uint64_t> lent_{0};  // bytes
 };
 
 class Lane final : public HeapObject, private UsedElsewhere {
@@ -35,6 +36,8 @@ class Lane final : public HeapObject, private UsedElsewhere {
   ~Lane();
   Status start();
   void cut() noexcept { channel_->cut(); }
+  // Its trainer has lost its place: it is to ask before it reads anything more.
+  void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
   Channel& channel() { return *channel_; }
   const TrainerRef& trainer() const { return trainer_; }
   // Where the trainer's aborts are counted, in the arena.
@@ -52,7 +55,8 @@ class Lane final : public HeapObject, private UsedElsewhere {
     Vector<frugal_op> ops;
     Vector<Buffer> keys;
   };
-  Status take_ops(uint64_t count, Ops* out);
+  // `declared`: of dense tables come slots, in place of keys.
+  Status take_ops(uint64_t count, bool declared, Ops* out);
   uint64_t number_of(uint64_t handle) const;
   Status prefetch(const Header& request);
   Status step_begin(const Header& request);
@@ -61,7 +65,8 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
   Status read(const Header& request);
   Status rows_call(Call call, const Header& request);
-  void answer_parts(size_t from);
+  Status answer_parts(size_t from);
+  Status answer_boundary();
   Deadline deadline_in(uint64_t ns) const;
   // What the answer has beside its header.
   void add(const void* data, size_t bytes) { pieces_.push_back({data, bytes}); }
@@ -75,12 +80,14 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
+  RemoteBoundary boundary_;     // of the last step: what it reads stays until the next one's is there
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   uint64_t args_[5] = {};
   Vector<Piece> pieces_;
   Vector<Buffer> kept_;
   Vector<PartPlace> places_;
+  Vector<char> lines_;
   String text_;
   std::thread thread_;
 };

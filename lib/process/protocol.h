@@ -8,17 +8,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "arith/optimizer.h"
+
 namespace frugal {
 
 enum class Call : uint32_t {
   // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
   // up or pushed since the last request: their rows exist from now on.
-  kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys
+  kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys, of a dense table their slots (uint32_t):
+                  // they follow, or lie in staging memory until their place is released
   kCancel,        // args: number of the batch
-  kStepBegin,     // args: step, time-out in ns. Answer's args: is a trace recorded; PartPlace[]
-  kAccess,        // args: ops. OpHead[ops], keys. Answer: PartPlace[], numbered behind those of the step
+  kStepBegin,     // args: step, time-out in ns, boundaries that were carried out, a table for whose lines there is no
+                  // memory (or 0). Answer's args: is a trace recorded, parts, number of the boundary, its tables;
+                  // PartPlace[parts], LinesPlace[tables], each followed by its updates
+  kAccess,        // args: ops, parts that the trainer has. OpHead[ops], keys. Answer: PartPlace[], numbered behind those
   kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
-  kAbort,
+  kAbort,         // args: 1: its device has failed
+  kHere,          // nothing: its process lives, and waits for its device
   kInside,        // whether the trainer is inside a step, or what has undone it
   // Of a trainer, or (without used parts) of a process.
   kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
@@ -43,12 +49,13 @@ struct Failure {
 struct OpHead {
   uint64_t table;
   uint64_t batch;        // its number, which its trainer has given it; or 0
-  uint64_t keys;         // that follow
+  uint64_t keys;         // their number
   uint64_t padding_key;
   uint32_t part;
   uint32_t flags;        // FRUGAL_OP_*
-  uint32_t given;        // keys follow; else those of the batch's part are meant
+  uint32_t given;        // keys follow, or are at `place`; else those of the batch's part are meant
   uint32_t reserved;
+  uint64_t place;        // of declared keys in staging memory; or kNoPlace
 };
 
 struct ReadHead {
@@ -75,6 +82,27 @@ constexpr uint32_t kPartPadding = 1;  // has a padding key
 constexpr uint32_t kPartWhole = 2;    // a declaration, resolved
 constexpr uint32_t kPartFresh = 4;    // its rows are up to date
 constexpr uint32_t kPartCached = 8;   // the trainer caches rows of the table
+
+// What a step's boundary does to the lines of a table, which are in memory of the trainer's device.
+struct LinesPlace {
+  uint64_t table;
+  uint64_t lines;           // that there are
+  uint64_t admitted, to;    // places of uint32_t[count]: rows that come in, and their lines
+  uint64_t count, updates;  // so many UpdatePlace follow
+};
+
+// An update of lines: before rows come in those that are `now`, the others while the step is computed.
+struct UpdatePlace {
+  arith::StepScalars scalars;
+  uint64_t lines, start, terms;  // places of uint32_t[count], uint32_t[count + 1], LineUpdate::Term[term_count]
+  uint64_t count, term_count, now;
+  uint64_t stride, ranks;        // so many SumsPlace follow
+};
+
+// Where a rank's sums are: a region of staging memory or the arena, as the ledger names them.
+struct SumsPlace {
+  uint64_t region, lent, place, bytes;
+};
 
 constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
 // Of the first parts of a step: in the up region's counters there is a bit for each that was looked up or

@@ -89,14 +89,7 @@ Status TableReadout::index_keys() {
 }
 
 device::RowsRef TableReadout::copies() const {
-  device::RowsRef ref{};
-  ref.values = changed_values_.as<float>();
-  ref.value_stride = layout_.value_stride;
-  ref.state = changed_state_.as<float>();
-  ref.state_stride = layout_.state_stride;
-  ref.state_second = layout_.state_columns == 2 ? layout_.value_stride : 0;
-  ref.dim = layout_.dim;
-  return ref;
+  return layout_.at(changed_values_.data(), changed_state_.data());
 }
 
 Status TableReadout::work_out(const Remains& remains, const LedgerTable& record, BufferPool& pool) {
@@ -145,12 +138,13 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     } else {
       const uint64_t chunks = from->chunks;
       const uint64_t* bounds = chunks < SIZE_MAX ? remains.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
-      const uint64_t* progress = remains.at<uint64_t>(from->progress, chunks);
+      // (So many bounds are there, so that cannot overflow.)
+      const uint64_t* progress = bounds ? remains.at<uint64_t>(from->progress, LedgerUpdate::kApart * chunks) : nullptr;
       if (!bounds || !progress || bounds[0] != 0) return damaged("a table's updates");
       size_t chunk = 0;
       for (uint32_t i = 0; i < n; ++i) {
         while (chunk + 1 < chunks && u->update.slots[i] >= bounds[chunk + 1]) ++chunk;
-        if (u->update.slots[i] >= progress[chunk]) u->rows.push_back(i);
+        if (u->update.slots[i] >= progress[LedgerUpdate::kApart * chunk]) u->rows.push_back(i);
       }
     }
     if (!seen && !u->rows.empty())
@@ -187,6 +181,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     const float* values = reinterpret_cast<const float*>(reinterpret_cast<const char*>(image) + header);
     const float* state = values + record.image_rows * layout_.value_stride;
     for (uint64_t k = 0; k < image->rows; ++k) {
+      if (slots[k] == LedgerImage::kNoRow) continue;
       if (slots[k] >= slots_) return damaged("a table's images");
       auto missing = [&] {
         // Rows of a list ascend by slot.
@@ -229,7 +224,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     terms.close();
     for (uint32_t& slot : terms.slots) slot = index_of(slot);
     device::kernels().apply_terms(to, u->update.scalars, terms.slots.data(), terms.slots.size(), terms.terms.data(),
-                                  terms.start.data());
+                                  terms.start.data(), nullptr);
   }
   return FRUGAL_OK;
 }

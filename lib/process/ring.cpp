@@ -132,7 +132,7 @@ Status RingWriter::write(const void* from, size_t bytes, uint64_t until) {
     written_ += n;
     source += n;
     bytes -= n;
-    if (written_ - published_ >= std::min(kPiece, capacity_ / 8)) publish();
+    if (!link_->together() && written_ - published_ >= std::min(kPiece, capacity_ / 8)) publish();
   }
   return FRUGAL_OK;
 }

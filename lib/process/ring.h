@@ -54,6 +54,10 @@ class RingLink {
     polite_.store(polite, std::memory_order_relaxed);
   }
 
+  // The peer's thread runs on this thread's processor: there is no time to gain by telling it early.
+  void set_together(bool together) { together_.store(together, std::memory_order_relaxed); }
+  bool together() const { return together_.load(std::memory_order_relaxed); }
+
   // Waits until the peer's count has come to `wanted`. FRUGAL_ERR_TIMEOUT has no message: the caller
   // knows what it waits for.
   Status wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until);
@@ -68,6 +72,7 @@ class RingLink {
   // Releases are written beside the thread that sets these.
   std::atomic<uint64_t> spin_ns_;
   std::atomic<bool> polite_{false};
+  std::atomic<bool> together_{false};
   std::atomic<const char*> ended_{nullptr};
   std::atomic<uint32_t> sleepers_{0};
   const RingEnd* peers_[3] = {};

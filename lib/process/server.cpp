@@ -53,7 +53,7 @@ struct Server::Impl final : ControlHandler {
   uint64_t engine_handle_ = 0;
   bool own_engine_ = false;
   Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
-  Vector<uint32_t> leaving_;         // ranks whose lanes are being lost
+  Vector<uint32_t> leaving_;         // by rank: lanes that are being lost
   struct Joining {
     uint32_t rank;
     const Attached* process;
@@ -62,8 +62,7 @@ struct Server::Impl final : ControlHandler {
   std::condition_variable left_;
   struct StagingRegion {
     std::shared_ptr<StagingMemory> memory;
-    std::weak_ptr<StagingMemory> lease;  // while somebody writes or reads it
-    uint64_t peer = 0;                   // who may write it; 0: nobody
+    uint64_t peer = 0;  // who may write it; 0: nobody
   };
   Vector<StagingRegion> stagings_;       // by rank, the same number of each
   std::unique_ptr<Watch> watch_;
@@ -82,7 +81,7 @@ struct Server::Impl final : ControlHandler {
       if (stopping_) return;
       const TrainerRef trainer = silent_.front();
       lock.unlock();
-      take_over(trainer->rank, trainer.get());
+      insist([&] { take_over(trainer->rank, trainer.get()); });
       lock.lock();
       silent_.erase(silent_.begin());
       lock.unlock();
@@ -94,6 +93,10 @@ struct Server::Impl final : ControlHandler {
     }
   }
   void listen() {
+    {
+      std::lock_guard<std::mutex> lock(silent_mu_);
+      silent_.reserve(engine_->config().world_size);  // one of a rank, until it is taken out
+    }
     engine_->on_silent([this](const TrainerRef& t) {
       std::lock_guard<std::mutex> lock(silent_mu_);
       silent_.push_back(t);
@@ -176,6 +179,7 @@ struct Server::Impl final : ControlHandler {
   // What it takes for other processes to read the tables out when this one has been killed.
   Status make_readable(Engine& engine) {
     FRUGAL_TRY(engine.keep_ledger());
+    engine.ledger()->forget_regions();  // of one before that could not be made so
     const uint32_t world = engine.config().world_size;
     const uint32_t of_rank = std::min(kStagingsOfRank, kMostStagings / world);
     const size_t bytes = std::min<size_t>(kStagingBytes, kAllStagingBytes / std::max<uint32_t>(1, world * of_rank));
@@ -185,6 +189,7 @@ struct Server::Impl final : ControlHandler {
       const Mapping& m = made[i].memory->mapping;
       engine.ledger()->add_region(m.base, m.bytes, i);
     }
+    leaving_.assign(world, 0);
     stagings_ = std::move(made);
     return FRUGAL_OK;
   }
@@ -195,12 +200,17 @@ struct Server::Impl final : ControlHandler {
     const size_t of_rank = stagings_.size() / engine_->config().world_size;
     for (size_t i = rank * of_rank; i < (rank + 1) * of_rank; ++i) {
       StagingRegion& r = stagings_[i];
-      if (!r.lease.expired() || (r.peer != 0 && r.peer != peer)) continue;
-      // Its memory goes back to the system with the last who uses it.
+      if (r.memory->lent.load(std::memory_order_acquire) || (r.peer != 0 && r.peer != peer)) continue;
+      r.memory->lent.store(true, std::memory_order_relaxed);
+      engine_->ledger()->lent_again(static_cast<uint32_t>(i));
+      // Its memory goes back to the system with the last who uses it. Not before is it lent again.
       out->reset(
-          r.memory.get(), [keep = r.memory](StagingMemory* m) { os_decommit(m->mapping, 0, m->mapping.bytes); },
+          r.memory.get(),
+          [keep = r.memory](StagingMemory* m) {
+            os_decommit(m->mapping, 0, m->mapping.bytes);
+            m->lent.store(false, std::memory_order_release);
+          },
           HeapAllocator<StagingMemory>());
-      r.lease = *out;
       r.peer = peer;
       return FRUGAL_OK;
     }
@@ -208,21 +218,22 @@ struct Server::Impl final : ControlHandler {
     return StagingMemory::make(kStagingBytes, out);
   }
 
-  // `keep`: what the descriptors are of. The process may end, and its lanes with it, before they are sent.
-  Status channel(TrainerRef trainer, uint64_t peer, bool observes, std::unique_ptr<Lane>* out, Vector<int>* descriptors,
-                 Vector<uint64_t>* numbers, std::shared_ptr<void>* keep) {
+  // The reply keeps what the descriptors are of. The process may end, and its lanes with it, before they are sent.
+  template <class Reply>
+  Status channel(TrainerRef trainer, uint64_t peer, bool observes, std::unique_ptr<Lane>* out, Reply* reply) {
     std::shared_ptr<StagingMemory> staging;
     if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
     std::unique_ptr<Channel> c;
     FRUGAL_TRY(Channel::create(kRingBytes, std::move(staging), &c));
     std::shared_ptr<Channel> shared(std::move(c));
-    descriptors->push_back(shared->up_fd());
-    descriptors->push_back(shared->down_fd());
-    if (trainer) descriptors->push_back(shared->staging_fd());
-    *keep = shared;
+    reply->descriptors.push_back(shared->up_fd());
+    reply->descriptors.push_back(shared->down_fd());
+    reply->read_only.push_back(shared->down_fd());
+    if (trainer) reply->descriptors.push_back(shared->staging_fd());
+    reply->keep = shared;
     out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
     FRUGAL_TRY((*out)->start());
-    numbers->push_back((*out)->notice_place());
+    reply->numbers.push_back((*out)->notice_place());
     return FRUGAL_OK;
   }
 
@@ -231,37 +242,39 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(open_engine(config));
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
     process->observes = config.flags & FRUGAL_OBSERVE;
-    reply->descriptors.push_back(engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, &reply->descriptors, &reply->numbers,
-                       &reply->keep));
+    give_to_read(reply, engine_->arena().mapping().fd);
+    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, reply));
     reply->numbers.push_back(engine_->versions_place());
     reply->numbers.push_back(engine_->ledger()->place());
-    for (const StagingRegion& r : stagings_) reply->descriptors.push_back(r.memory->mapping.fd);
+    for (const StagingRegion& r : stagings_) give_to_read(reply, r.memory->mapping.fd);
     reply->config = engine_->config();
-    int fd = -1;
+    struct Descriptor {
+      int fd = -1;
+      ~Descriptor() {
+        if (fd >= 0) close(fd);
+      }
+    } watched;
     if (peer.pidfd >= 0) {
       process->pidfd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
-      fd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
-      if (process->pidfd < 0 || fd < 0) {
-        const int code = errno;
-        if (fd >= 0) close(fd);
-        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no descriptor for another process");
-      }
+      watched.fd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
+      if (process->pidfd < 0 || watched.fd < 0)
+        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for another process");
     }
     std::lock_guard<std::mutex> lock(mu_);
-    if (!processes_.emplace(peer.id, process).second) {
-      if (fd >= 0) close(fd);
+    if (!processes_.emplace(peer.id, process).second)
       return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
-    }
     // Where the kernel cannot tell when a process ends, its connection does.
-    if (fd < 0) return FRUGAL_OK;
+    if (watched.fd < 0) return FRUGAL_OK;
     const uint64_t id = peer.id;
-    Status s = watch_->add(fd, [this, id] { ended(id, true); }, &process->watched);
-    if (s != FRUGAL_OK) {
-      close(fd);
-      processes_.erase(id);
-    }
+    Status s = watch_->add(watched.fd, [this, id] { ended(id, true); }, &process->watched);
+    if (s == FRUGAL_OK) watched.fd = -1;
+    else processes_.erase(id);
     return s;
+  }
+
+  static void give_to_read(OpenReply* reply, int fd) {
+    reply->descriptors.push_back(fd);
+    reply->read_only.push_back(fd);
   }
 
   static void describe(const TableRef& t, TableReply* reply) {
@@ -270,6 +283,7 @@ struct Server::Impl final : ControlHandler {
     describe_table(*t, &reply->info);
     reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
     reply->numbers.push_back(t->rows.mappings(&reply->descriptors));
+    reply->read_only = reply->descriptors;
     reply->numbers.push_back(t->ledger->place());
     reply->numbers.push_back(t->rows.lazy());
   }
@@ -322,52 +336,62 @@ struct Server::Impl final : ControlHandler {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
-    if (config.device && std::strcmp(config.device, "cpu") != 0)
-      return fail(FRUGAL_ERR_UNSUPPORTED, "a trainer that attaches to a controller runs on the cpu device as yet");
     if (config.flags & FRUGAL_TRAINER_REPLACE) {
       await_rank(config.rank, true);  // whom it replaces may be joining as yet
       take_over(config.rank);
     }
     await_rank(config.rank, false);
     const JoinScope joins(*this, config.rank, *process);
-    TrainerRef trainer;
-    FRUGAL_TRY(engine_->create_trainer(config, &trainer));
+    // The lane ends last: an abort counts in its memory while the trainer is there.
     std::unique_ptr<Lane> lane;
-    Status s = channel(trainer, peer.id, false, &lane, &reply->descriptors, &reply->numbers, &reply->keep);
-    if (s == FRUGAL_OK) {
-      std::lock_guard<std::mutex> lock(mu_);
-      if (process->gone) s = fail(FRUGAL_ERR_PEER_LOST, "the process is gone");
-      else process->trainers.push_back(std::move(lane));
-    }
-    if (s != FRUGAL_OK) {
-      // The lane last: an abort counts in its memory while the trainer is there.
-      handle_remove(HandleKind::kTrainer, trainer->handle);
-      (void)engine_->lose_trainer(trainer);
-    }
-    return s;
+    struct Joined {
+      Impl& impl;
+      const uint64_t peer;
+      TrainerRef trainer;
+      ~Joined() {
+        if (!trainer) return;
+        impl.take_out(trainer);
+        impl.free_staging(peer, trainer->rank);
+      }
+    } joined{*this, peer.id, nullptr};
+    TrainerRef& trainer = joined.trainer;
+    FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
+    FRUGAL_TRY(channel(trainer, peer.id, false, &lane, reply));
+    std::lock_guard<std::mutex> lock(mu_);
+    if (process->gone) return fail(FRUGAL_ERR_PEER_LOST, "the process is gone");
+    process->trainers.push_back(std::move(lane));
+    trainer = nullptr;
+    return FRUGAL_OK;
   }
 
-  // A lane that has this rank, out of its process's list. With mu_ held.
-  static std::unique_ptr<Lane> take_lane(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
+  // The rank is free afterwards, even if memory is short for a moment: nobody else would make it so.
+  void take_out(const TrainerRef& trainer) {
+    handle_remove(HandleKind::kTrainer, trainer->handle);
+    insist([&] {
+      if (engine_->lose_trainer(trainer) == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
+    });
+  }
+
+  // The lane that has this rank, in its process's list, or null. With mu_ held.
+  static std::unique_ptr<Lane>* lane_of(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
     for (auto& lane : process.trainers)
-      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer)) {
-        std::unique_ptr<Lane> taken = std::move(lane);
-        std::erase(process.trainers, nullptr);
-        return taken;
-      }
+      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer)) return &lane;
     return nullptr;
   }
 
   // Whoever has the rank now does not answer: it is cut off as if it had died.
   void take_over(uint32_t rank, const Trainer* trainer = nullptr) {
+    std::shared_ptr<Attached> of;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
     for (auto& [id, process] : processes_) {
-      const std::shared_ptr<Attached> of = process;
-      std::unique_ptr<Lane> lane = take_lane(*of, rank, trainer);
+      std::unique_ptr<Lane>* lane = lane_of(*process, rank, trainer);
       if (!lane) continue;
-      lose(lock, *lane);
-      if (!of->gone) of->replaced.push_back(std::move(lane));
-      break;
+      of = process;
+      of->replaced.push_back(std::move(*lane));
+      std::erase(of->trainers, nullptr);
+      Lane& replaced = *of->replaced.back();
+      lose(lock, replaced);
+      return;
     }
   }
 
@@ -376,7 +400,7 @@ struct Server::Impl final : ControlHandler {
   void await_rank(uint32_t rank, bool joining) {
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
-      bool soon = std::find(leaving_.begin(), leaving_.end(), rank) != leaving_.end();
+      bool soon = leaving_[rank] > 0;
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
           if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
@@ -417,45 +441,65 @@ struct Server::Impl final : ControlHandler {
   // Takes the trainer of a lane out of the engine. With mu_ held, which is let go meanwhile.
   void lose(std::unique_lock<std::mutex>& lock, Lane& lane) {
     const TrainerRef trainer = lane.trainer();
-    leaving_.push_back(trainer->rank);
+    ++leaving_[trainer->rank];
     lock.unlock();
     lane.cut();
-    handle_remove(HandleKind::kTrainer, trainer->handle);
-    (void)engine_->lose_trainer(trainer);
+    lane.tell_lost();
+    take_out(trainer);
     // What it has handed over for steps that are committed is read from its memory: not after this. It may
     // go on, if it was only stopped, and write there.
-    (void)engine_->flush({UINT64_MAX});
+    insist([&] { (void)engine_->flush({UINT64_MAX}); });
     lock.lock();
-    leaving_.erase(std::find(leaving_.begin(), leaving_.end(), trainer->rank));
+    --leaving_[trainer->rank];
     left_.notify_all();
   }
 
-  Status leave(Peer& peer, uint32_t rank, bool lost) override {
+  Status leave(Peer& peer, uint32_t rank, bool lost, uint64_t joined) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    std::unique_ptr<Lane> lane;
+    std::unique_ptr<Lane> lane, replaced;
     {
       std::unique_lock<std::mutex> lock(mu_);
-      lane = take_lane(*process, rank);
-      if (lane && lost) {
-        lose(lock, *lane);
+      for (auto& old : process->replaced)
+        if (joined != kAnyJoin && old->trainer()->rank == rank && old->notice_place() == joined) replaced = std::move(old);
+      if (replaced) {  // nothing reads what it held any more
+        std::erase(process->replaced, nullptr);
         return FRUGAL_OK;
       }
+      if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && (joined == kAnyJoin || (*its)->notice_place() == joined)) {
+        lane = std::move(*its);
+        std::erase(process->trainers, nullptr);
+      }
+      if (lane && lost) lose(lock, *lane);
     }
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
+    if (lost) {
+      free_staging(peer.id, rank);
+      return FRUGAL_OK;
+    }
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
     lane->cut();
     free_staging(peer.id, rank);
-    return engine_->close_trainer(lane->trainer());
+    try {
+      return engine_->close_trainer(lane->trainer());
+    } catch (...) {
+      take_out(lane->trainer());
+      throw;
+    }
   }
 
   // The process does not write there any more: of one rank, or (kNoRank) at all.
   void free_staging(uint64_t peer, uint32_t rank) {
     std::lock_guard<std::mutex> lock(mu_);
     for (size_t i = 0; i < stagings_.size(); ++i)
-      if (stagings_[i].peer == peer &&
-          (rank == kNoRank || i / (stagings_.size() / engine_->config().world_size) == rank))
-        stagings_[i].peer = 0;
+      if (stagings_[i].peer == peer && (rank == kNoRank || rank_of_staging(i) == rank)) stagings_[i].peer = 0;
+  }
+  uint32_t rank_of_staging(size_t i) const {
+    return static_cast<uint32_t>(i / (stagings_.size() / engine_->config().world_size));
+  }
+  bool has_staging(uint64_t peer) {
+    std::lock_guard<std::mutex> lock(mu_);
+    return std::any_of(stagings_.begin(), stagings_.end(), [&](const StagingRegion& r) { return r.peer == peer; });
   }
 
   Status stats(Peer& peer, frugal_stats* stats) override {
@@ -480,23 +524,32 @@ struct Server::Impl final : ControlHandler {
 
   // A process has ended, which the watch tells, or its connection has.
   void ended(uint64_t id, bool by_watch) {
+    const uint64_t watched = lose_process(id);
+    // Who has lost its connection and lives on may still write its staging memory, until the watch tells of its end.
+    if (by_watch || !watched || !has_staging(id)) free_staging(id, kNoRank);
+    else return;
+    if (watched && !by_watch) watch_->remove(watched);
+  }
+
+  // What has it in the watch; 0: nothing, or somebody else is about it.
+  uint64_t lose_process(uint64_t id) {
+    std::shared_ptr<Attached> process;  // it ends without the lock
     std::unique_lock<std::mutex> lock(mu_);
     auto at = processes_.find(id);
-    if (at == processes_.end() || at->second->gone) return;
-    const std::shared_ptr<Attached> process = at->second;
+    if (at == processes_.end() || at->second->gone) return 0;
+    process = at->second;
     process->gone = true;
     process->calls->cut();
-    Vector<std::unique_ptr<Lane>> lost;  // they end without the lock
     while (!process->trainers.empty()) {
-      lost.push_back(std::move(process->trainers.back()));
+      std::unique_ptr<Lane> lane = std::move(process->trainers.back());
       process->trainers.pop_back();
-      lose(lock, *lost.back());
+      lose(lock, *lane);
+      lock.unlock();
+      lane.reset();
+      lock.lock();
     }
     processes_.erase(id);
-    const uint64_t watched = process->watched;
-    lock.unlock();
-    free_staging(id, kNoRank);
-    if (watched && !by_watch) watch_->remove(watched);
+    return process->watched;
   }
 };
 
@@ -510,20 +563,22 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
                 "other processes can attach to an engine with FRUGAL_BACKING_SHM only: open it so");
   impl->engine_ = std::move(engine);
   FRUGAL_TRY(Watch::open(&impl->watch_));
+  struct Undo {
+    Impl* impl;
+    ~Undo() {
+      if (!impl) return;
+      impl->stop_reaper();
+      if (impl->engine_ && impl->engine_->ledger()) impl->engine_->ledger()->forget_regions();
+    }
+  } undo{impl.get()};
   FRUGAL_TRY(impl->start_reaper());
   if (impl->engine_) {
-    if (Status s = impl->make_readable(*impl->engine_)) {
-      impl->stop_reaper();
-      return s;
-    }
+    FRUGAL_TRY(impl->make_readable(*impl->engine_));
     impl->listen();
   }
-  Status s = ControlServer::start(address, impl.get(), &impl->control_);
-  if (s != FRUGAL_OK) {
-    impl->stop_reaper();
-    return s;
-  }
+  FRUGAL_TRY(ControlServer::start(address, impl.get(), &impl->control_));
   out->reset(new Server(std::move(impl)));
+  undo.impl = nullptr;
   return FRUGAL_OK;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <thread>
 
@@ -21,6 +22,21 @@ std::thread quiet_thread(Body body) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }
+}
+
+// Makes a call that nobody else will make, again when it throws: it is memory that is short, mostly for a moment.
+// False: for a second.
+template <class Call>
+bool insist(const Call& call) noexcept {
+  for (int tries = 0; tries < 100; ++tries) {
+    try {
+      call();
+      return true;
+    } catch (...) {
+      usleep(10000);
+    }
+  }
+  return false;
 }
 
 }  // namespace frugal

@@ -14,6 +14,8 @@
 #include <system_error>
 #include <utility>
 
+#include "process/thread.h"
+
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434  // of every architecture
 #endif
@@ -77,7 +79,7 @@ Watch::~Watch() {
   if (poll_ >= 0) close(poll_);
 }
 
-Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) {
+Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) try {
   std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t number = last_id_ + 1;
   const auto entry = entries_.emplace(number, Entry{process_fd, std::move(gone)}).first;
@@ -93,6 +95,8 @@ Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) {
   }
   *id = last_id_ = number;
   return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to watch another process");
 }
 
 void Watch::remove(uint64_t id) {
@@ -129,7 +133,7 @@ void Watch::loop() {
       gone = std::move(entry->second.gone);
       entries_.erase(entry);
     }
-    gone();
+    insist(gone);
     gone = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);

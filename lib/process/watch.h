@@ -28,7 +28,8 @@ class Watch : public HeapObject {
   static Status open_process(pid_t pid, int* fd);
 
   // Calls `gone` once, on the thread of the watch, when the process has ended (as a zombie, too); if it
-  // has already, then soon. The descriptor is the watch's on success. `gone` must not throw.
+  // has already, then soon. The descriptor is the watch's on success. `gone` is
+  // called again when it throws, for a second.
   Status add(int process_fd, std::function<void()> gone, uint64_t* id);
   // Afterwards the callback does not run and will not: waits while it does, unless it is the caller.
   void remove(uint64_t id);

@@ -42,6 +42,17 @@ RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   return l;
 }
 
+device::RowsRef RowLayout::at(char* values, char* state) const {
+  device::RowsRef ref{};
+  ref.values = reinterpret_cast<float*>(values);
+  ref.value_stride = value_stride;
+  ref.state = reinterpret_cast<float*>(state);
+  ref.state_stride = state_stride;
+  ref.state_second = state_columns == 2 ? value_stride : 0;
+  ref.dim = dim;
+  return ref;
+}
+
 Status Rows::open(const Config& c, MemoryBudget* budget) {
   capacity_ = c.capacity;
   hashed_ = c.hashed;
@@ -57,12 +68,7 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
     FRUGAL_TRY(keys_.reserve(capacity_, 8, c.shared, budget));
     FRUGAL_TRY(index_.open(capacity_, budget));
   }
-  ref_.values = reinterpret_cast<float*>(values_.base());
-  ref_.value_stride = layout_.value_stride;
-  ref_.state = reinterpret_cast<float*>(state_.base());
-  ref_.state_stride = layout_.state_stride;
-  ref_.state_second = layout_.state_columns == 2 ? layout_.value_stride : 0;
-  ref_.dim = layout_.dim;
+  ref_ = layout_.at(values_.base(), state_.base());
   return FRUGAL_OK;
 }
 
@@ -107,30 +113,49 @@ Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) 
   return hashed_ ? FRUGAL_OK : check_dense_ids(keys, n, padding, capacity_);
 }
 
-Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity) {
-  uint64_t largest = 0;
-  if (!padding)
-    for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i]);
-  else
-    for (size_t i = 0; i < n; ++i) largest = std::max(largest, keys[i] == *padding ? 0 : keys[i]);
-  if (n == 0 || largest < capacity) return FRUGAL_OK;
+namespace {
+
+// Calls put(i, slot) for each id.
+template <class Put>
+Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, Put put) {
+  // The highest bit is set if the id is not below the capacity, which is less than 2^63: subtracting is vector code
+  // everywhere, comparing 64 bits is not.
+  auto beyond = [=](uint64_t id) { return (capacity - 1 - id) | id; };
+  uint64_t bad = 0;
+  if (!padding) {
+    for (size_t i = 0; i < n; ++i) {
+      put(i, static_cast<uint32_t>(keys[i]));
+      bad |= beyond(keys[i]);
+    }
+  } else {
+    const uint64_t none = *padding;
+    for (size_t i = 0; i < n; ++i) {
+      put(i, keys[i] == none ? kNoSlot : static_cast<uint32_t>(keys[i]));
+      bad |= keys[i] == none ? 0 : beyond(keys[i]);
+    }
+  }
+  if (!(bad >> 63)) return FRUGAL_OK;
   for (size_t i = 0; i < n; ++i)
     if (keys[i] >= capacity && !(padding && keys[i] == *padding))
       return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
                   "id %llu at position %zu: the table has ids 0..%llu; nothing was taken",
                   static_cast<unsigned long long>(keys[i]), i,
                   static_cast<unsigned long long>(capacity - 1));
-  return FRUGAL_OK;
+  return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE, "ids changed while they were looked at; nothing was taken");
 }
 
-Status Rows::resolve_dense(const uint64_t* keys, size_t n, const uint64_t* padding,
-                           uint32_t* slots) {
-  if (!padding)
-    for (size_t i = 0; i < n; ++i) slots[i] = static_cast<uint32_t>(keys[i]);
-  else
-    for (size_t i = 0; i < n; ++i)
-      slots[i] = keys[i] == *padding ? kNoSlot : static_cast<uint32_t>(keys[i]);
-  if (!lazy_) return FRUGAL_OK;
+}  // namespace
+
+Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity) {
+  return each_slot(keys, n, padding, capacity, [](size_t, uint32_t) {});
+}
+
+Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, uint32_t* slots) {
+  return each_slot(keys, n, padding, capacity, [=](size_t i, uint32_t slot) { slots[i] = slot; });
+}
+
+Status Rows::begin_rows(const uint32_t* slots, size_t n) {
+  if (hashed_ || !lazy_) return FRUGAL_OK;
   std::lock_guard<std::mutex> lock(mu_);
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
@@ -174,7 +199,10 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
 
 Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                      uint32_t* slots, Vector<uint32_t>* created) {
-  if (!hashed_) return resolve_dense(keys, n, padding, slots);
+  if (!hashed_) {
+    FRUGAL_TRY(dense_slots(keys, n, padding, capacity_, slots));
+    return begin_rows(slots, n);
+  }
   Vector<uint32_t> added;
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {

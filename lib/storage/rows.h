@@ -26,6 +26,8 @@ constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
 
 // Fails with KEY_OUT_OF_RANGE naming the first id that is not below `capacity`, nor *padding.
 Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity);
+// The same, and their slots, which a failure leaves in any state: kNoSlot for *padding, if that is not null.
+Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, uint32_t* slots);
 
 // How a row lies in memory.
 struct RowLayout {
@@ -35,6 +37,8 @@ struct RowLayout {
   size_t value_stride = 0;     // floats
   size_t state_stride = 0;     // floats
   static RowLayout of(uint32_t dim, int32_t optimizer);
+  // Rows that lie so at `values` and `state`.
+  device::RowsRef at(char* values, char* state) const;
   // A row's state as it is exported: columns of dim floats.
   void export_state(const float* state, float* out) const;
 };
@@ -63,12 +67,14 @@ class Rows : public HeapObject {
   Status initialize_range(uint64_t first, uint64_t n);
   uint64_t chunk_rows() const;
 
-  // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: ids must be in range
-  // (check_ids). kLeave: kMissingSlot where missing. kReserve: missing rows are reserved. kCreate: all
-  // exist afterwards; newly existing slots are appended to `created`. If the table is full, nothing
-  // exists that did not; rows that the call had reserved are among the stranded.
+  // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then begin_rows. Hashed,
+  // kLeave: kMissingSlot where missing. kReserve: missing rows are reserved. kCreate: all exist afterwards; newly
+  // existing slots are appended to `created`. If the table is full, nothing exists that did not; rows that the call
+  // had reserved are among the stranded.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
+  // Initializes rows of a lazy dense table that have not been used before; those of other tables are there.
+  Status begin_rows(const uint32_t* slots, size_t n);
   // check_dense_ids, for a dense table.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Rows that failed calls reserved, which the caller releases unless somebody wants them.
@@ -121,7 +127,6 @@ class Rows : public HeapObject {
  private:
   Status ensure_memory(uint64_t first, uint64_t n);
   void initialize_slot(uint32_t slot, uint64_t key);
-  Status resolve_dense(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots);
   Status add_key(uint64_t key, uint32_t* slot);
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 

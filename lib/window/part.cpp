@@ -15,33 +15,87 @@ Status Part::expect_keys(size_t count, bool padded, uint64_t padding_key) {
   has_padding = padded;
   padding = padding_key;
   state.store(kArriving);
-  unchecked = true;
   return FRUGAL_OK;
 }
 
-Status Part::take_keys(BufferPool& pool, const uint64_t* from, size_t count, bool padded,
+Status Part::take_keys(BufferPool& pool, const Rows& table, const uint64_t* from, size_t count, bool padded,
                        uint64_t padding_key) {
   FRUGAL_TRY(expect_keys(count, padded, padding_key));
   state.store(kDeclared);
-  unchecked = false;
+  if (!table.hashed()) {
+    FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
+    return dense_slots(from, n, has_padding ? &padding : nullptr, table.capacity(), slots.as<uint32_t>());
+  }
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &keys));
   if (n) std::memcpy(keys.data(), from, n * sizeof(uint64_t));
   return FRUGAL_OK;
 }
 
-Status Part::adopt_keys(Buffer&& copy, size_t count, bool padded, uint64_t padding_key) {
+Status Part::adopt_keys(const Rows& table, Buffer&& copy, size_t count, bool padded, uint64_t padding_key) {
   FRUGAL_TRY(expect_keys(count, padded, padding_key));
   state.store(kDeclared);
-  unchecked = false;
-  keys = std::move(copy);
+  if (copy.is_lent())
+    lent = std::move(copy);
+  else if (table.hashed())
+    keys = std::move(copy);
+  else
+    return take_slots(table, std::move(copy));
   return FRUGAL_OK;
+}
+
+Status Part::take_slots(const Rows& table, Buffer&& copy) {
+  const uint32_t* s = copy.as<uint32_t>();
+  const uint64_t capacity = table.capacity();
+  const uint32_t last = static_cast<uint32_t>(capacity - 1);
+  uint32_t bad = 0;
+  if (!has_padding)
+    for (size_t i = 0; i < n; ++i) bad |= s[i] > last;
+  else
+    for (size_t i = 0; i < n; ++i) bad |= (s[i] > last) & (s[i] != kNoSlot);
+  if (bad)
+    return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE, "a row beyond the %llu of the table; nothing was taken",
+                static_cast<unsigned long long>(capacity));
+  slots = std::move(copy);
+  return FRUGAL_OK;
+}
+
+Status Part::take_lent(BufferPool& pool, const Rows& table) {
+  if (!lent) return FRUGAL_OK;
+  const size_t bytes = n * (table.hashed() ? sizeof(uint64_t) : sizeof(uint32_t));
+  Buffer copy;
+  FRUGAL_TRY(pool.get(bytes, &copy));
+  std::memcpy(copy.data(), lent.data(), bytes);
+  if (table.hashed())
+    keys = std::move(copy);
+  else
+    FRUGAL_TRY(take_slots(table, std::move(copy)));
+  lent.reset();
+  return FRUGAL_OK;
+}
+
+Status Part::take_keys(BufferPool& pool, const Part& from) {
+  FRUGAL_TRY(expect_keys(from.n, from.has_padding, from.padding));
+  state.store(kDeclared);
+  const bool by_key = static_cast<bool>(from.keys);
+  const Buffer& given = by_key ? from.keys : from.slots;
+  const size_t bytes = n * (by_key ? sizeof(uint64_t) : sizeof(uint32_t));
+  Buffer& taken = by_key ? keys : slots;
+  FRUGAL_TRY(pool.get(bytes, &taken));
+  if (n) std::memcpy(taken.data(), given.data(), bytes);
+  return FRUGAL_OK;
+}
+
+Status Part::find_slots(BufferPool& pool, Rows& table, Rows::Missing missing, Vector<uint32_t>* created) {
+  FRUGAL_TRY(take_lent(pool, table));
+  if (slots) return table.begin_rows(slots.as<uint32_t>(), n);
+  FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
+  return table.resolve(keys.as<uint64_t>(), n, has_padding ? &padding : nullptr, missing, slots.as<uint32_t>(),
+                       created);
 }
 
 Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
                      Vector<uint32_t>* created) {
-  FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
-  FRUGAL_TRY(table.resolve(keys.as<uint64_t>(), n, has_padding ? &padding : nullptr, missing,
-                           slots.as<uint32_t>(), created));
+  FRUGAL_TRY(find_slots(pool, table, missing, created));
   Buffer a, b;
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &a));
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &b));
@@ -54,7 +108,7 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
   distinct = device::distinct_slots(pairs.as<uint64_t>(), occurrences, rows.as<uint32_t>(),
                                     start.as<uint32_t>());
   std::fill_n(rows.as<uint32_t>() + distinct, RowFinder::kPadding, UINT32_MAX);
-  // Ids of a dense table are their slots: the copy of the keys has served.
+  // Ids of a dense table are their slots.
   if (!table.hashed()) keys.reset();
   state.store(kResolved, std::memory_order_release);
   return FRUGAL_OK;

@@ -57,8 +57,9 @@ struct Part : HeapObject {
   size_t n = 0;  // keys
   bool has_padding = false;
   uint64_t padding = 0;
-  Buffer keys;   // uint64_t[n]; kept for hashed tables, released after resolving a dense one
-  Buffer slots;  // uint32_t[n]
+  Buffer keys;   // uint64_t[n]; of a dense table only while ids from a device are not resolved
+  Buffer slots;  // uint32_t[n]; else of a dense table from the beginning
+  Buffer lent;   // either, in memory that another process may still write to: copied when they are resolved
   Buffer pairs;  // uint64_t[n]: slot << 32 | position, sorted, padding left out
   Buffer rows;   // uint32_t[distinct]
   Buffer start;  // uint32_t[distinct + 1]
@@ -74,26 +75,35 @@ struct Part : HeapObject {
   bool linking = false;
   size_t warmed = 0;    // so guarded, too: rows [0, warmed) have been brought into the caches
   bool owner_apart = false;  // how it was linked: its rank has a cache
-  bool unchecked = false;    // ids that came from a device: looked at when they are resolved
   std::shared_ptr<void> on_device;  // the engine's: these arrays on its rank's GPU; ends before them
 
   bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
   const uint32_t* row_slots() const { return rows.as<uint32_t>(); }
   const uint32_t* row_start() const { return start.as<uint32_t>(); }
 
-  // Takes a copy of `count` keys; ids of a dense table must have been checked.
-  Status take_keys(BufferPool& pool, const uint64_t* keys, size_t count, bool has_padding,
+  // Takes a copy of `count` keys, or of a dense table the slots that they are (dense_slots).
+  Status take_keys(BufferPool& pool, const Rows& rows, const uint64_t* keys, size_t count, bool has_padding,
                    uint64_t padding);
-  // The same, and the copy has been made: it becomes the part's.
-  Status adopt_keys(Buffer&& copy, size_t count, bool has_padding, uint64_t padding);
-  // The same for keys that a device sends; nobody has looked at the ids yet.
+  // The same, and another process has made the copy, or the slots: they become the part's, now or (lent ones) later.
+  Status adopt_keys(const Rows& rows, Buffer&& copy, size_t count, bool has_padding, uint64_t padding);
+  // Copies what is lent, if anything is. After a failure it still is.
+  Status take_lent(BufferPool& pool, const Rows& rows);
+  // Those of a part that could not be resolved.
+  Status take_keys(BufferPool& pool, const Part& from);
+  // For keys that a device sends; nobody has looked at the ids yet.
   Status expect_keys(size_t count, bool has_padding, uint64_t padding);
+  // Keys -> slots, of rows that are there.
+  Status find_slots(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
   // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`.
   Status resolve(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
   // Are these exactly the declared keys?
   bool same_keys(const uint64_t* other, size_t count) const;
   // Does a row of this slot occur?
   bool contains(uint32_t slot) const;
+
+ private:
+  // Those of another process, which may be any numbers.
+  Status take_slots(const Rows& rows, Buffer&& copy);
 };
 
 using PartRef = std::shared_ptr<Part>;

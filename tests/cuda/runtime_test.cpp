@@ -170,6 +170,11 @@ TEST_F(CudaRuntime, PinsMappedAndPortable) {
   EXPECT_EQ(find_call("cudaHostRegister")->arguments,
             (std::vector<uint64_t>{0x30000, 8192,
                                    cudaHostRegisterMapped | cudaHostRegisterPortable}));
+  fake::state().calls.clear();
+  ASSERT_TRUE(runtime->pin(page, 8192, true).ok());
+  EXPECT_EQ(find_call("cudaHostRegister")->arguments,
+            (std::vector<uint64_t>{0x30000, 8192,
+                                   cudaHostRegisterMapped | cudaHostRegisterPortable | cudaHostRegisterReadOnly}));
   for (const cudaError_t code :
        {cudaErrorMemoryAllocation, cudaErrorOperatingSystem, cudaErrorNotSupported}) {
     fake::state().fails["cudaHostRegister"] = code;
@@ -353,6 +358,16 @@ TEST_F(CudaOpen, WithoutMemory) {
     ASSERT_EQ(out, nullptr);
   }
   EXPECT_GT(n, 2);  // there was something to fail
+  out.reset();
+}
+
+TEST_F(CudaOpen, TellsWhetherMemoryThatCannotBeWrittenIsPinned) {
+  ASSERT_TRUE(open_runtime("cuda:0", &out).ok());
+  EXPECT_TRUE(out->info().pins_read_only);
+  out.reset();
+  fake::state().attributes = {{cudaDevAttrHostRegisterReadOnlySupported, 0}};
+  ASSERT_TRUE(open_runtime("cuda:0", &out).ok());
+  EXPECT_FALSE(out->info().pins_read_only);
   out.reset();
 }
 

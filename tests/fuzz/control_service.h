@@ -33,7 +33,7 @@ struct FuzzedHandler : ControlHandler {
     reply->descriptors = {0, 0};
     return count();
   }
-  Status leave(Peer&, uint32_t, bool) override { return fail(FRUGAL_ERR_NOT_FOUND, "no such rank"); }
+  Status leave(Peer&, uint32_t, bool, uint64_t) override { return fail(FRUGAL_ERR_NOT_FOUND, "no such rank"); }
   Status stats(Peer&, frugal_stats*) override { return count(); }
   Status health(Peer&, int32_t*) override { return count(); }
   Status committed(Peer&, uint64_t*) override { return count(); }

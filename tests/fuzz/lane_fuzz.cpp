@@ -152,7 +152,7 @@ class Enemy {
         h.args[0] = call == Call::kAccess ? Count(n) : Near(world_.step + in_.Number(1) % 3);
         h.args[1] = Count(n);
         h.args[2] = Near(batch_ + 1);
-        Ops(n);
+        Ops(n, call == Call::kPrefetch);
         break;
       case Call::kStepBegin:
         h.args[0] = Near(step_);
@@ -255,17 +255,27 @@ class Enemy {
     op.part = static_cast<uint32_t>(Near(in_.Number(1) % 2));
     op.flags = static_cast<uint32_t>(in_.Number(1) % 3);
     op.given = in_.Number(1) % 4 != 0;
+    op.place = in_.Number(1) % 4 == 0 ? Place() : kNoPlace;
     return op;
   }
-  void Ops(uint64_t n) {
+  void Ops(uint64_t n, bool declares) {
     std::vector<OpHead> heads;
     for (uint64_t i = 0; i < n; ++i) {
       heads.push_back(Op());
       Add(heads.back());
     }
-    for (const OpHead& op : heads)
-      if (op.given)
-        for (uint64_t k = 0; k < op.keys && k < 6; ++k) Add(in_.Number(1) % 64 == 0 ? Value() : in_.Number(1));
+    for (const OpHead& op : heads) {
+      if (!op.given) continue;
+      const bool slots = declares && op.table == world_.tables[0]->handle;
+      char* staged = declares && op.place < channel_.staging_bytes() / 2 ? channel_.staging() + op.place : nullptr;
+      for (uint64_t k = 0; k < op.keys && k < 6; ++k) {
+        const uint64_t key = in_.Number(1) % 64 == 0 ? Value() : in_.Number(1);
+        const size_t bytes = slots ? sizeof(uint32_t) : sizeof(uint64_t);
+        if (staged) std::memcpy(staged + k * bytes, &key, bytes);
+        else if (slots) Add(static_cast<uint32_t>(key));
+        else Add(key);
+      }
+    }
   }
 
   World& world_;

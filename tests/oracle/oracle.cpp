@@ -59,6 +59,7 @@ struct Totals {
   uint64_t processes = 0;
   uint64_t programs = 0;  // runs of frugal-controller; in the others a process has the engine
   uint64_t shared = 0;    // runs where a process has several ranks
+  uint64_t devices = 0;   // ranks on them that attach
   uint64_t caches[4] = {0, 0, 0, 0};  // ranks without one, with less than half, less than all, all of the rows
   std::map<std::string, uint64_t> left_out;
   uint64_t rows_checked = 0;
@@ -114,12 +115,14 @@ void CountRun(const Layout& layout, Script* script, Totals* totals) {
   std::vector<uint32_t> ranks(layout.processes, 0);
   for (uint32_t process : layout.process_of_rank) ++ranks[process];
   totals->shared += *std::max_element(ranks.begin(), ranks.end()) > 1 ? 1 : 0;
-  for (const RankSpec& rank : script->ranks) {
+  const std::string left_out = ForProcesses(script);
+  if (!left_out.empty()) ++totals->left_out[left_out];
+  for (uint32_t r = 0; r < script->ranks.size(); ++r) {
+    const RankSpec& rank = script->ranks[r];
+    totals->devices += !rank.device.empty() && layout.Attached(r) ? 1 : 0;
     const bool some = rank.cache_bytes > 0 || rank.cache_ratio > 0;
     ++totals->caches[!some ? 0 : rank.cache_ratio < 0.5 ? 1 : rank.cache_ratio < 1 ? 2 : 3];
   }
-  const std::string left_out = ForProcesses(script);
-  if (!left_out.empty()) ++totals->left_out[left_out];
 }
 
 void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* totals) {
@@ -222,11 +225,13 @@ bool PrintProcesses(const Arguments& arguments, const Totals& totals) {
       {"ranks with all rows", totals.caches[3]},
   };
   bool enough = true;
-  for (const auto& [name, value] : lines) {
+  auto print = [&](const char* name, uint64_t value) {
     const bool none = arguments.required && value == 0;
     std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), none ? "   NONE" : "");
     enough = enough && !none;
-  }
+  };
+  for (const auto& [name, value] : lines) print(name, value);
+  if (!arguments.options.device.empty()) print("attached, on devices", totals.devices);
   for (const auto& [name, count] : totals.left_out) {
     std::printf("  left out, not possible over processes: %s (%llu runs)\n", name.c_str(),
                 static_cast<unsigned long long>(count));
@@ -285,7 +290,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "              [--tau-only | --exact-only] [--mode FLUSH_MODE]\n"
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
                "              [--hang-seconds S] [--stop]\n"
-               "              [--device sim:N|cuda:N[,...] | --processes [--controller PROGRAM]]\n");
+               "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n");
   std::exit(2);
 }
 
@@ -341,7 +346,6 @@ Arguments Parse(int argc, char** argv) {
       Usage();
     }
   }
-  if (arguments.processes && !arguments.options.device.empty()) Usage();
   if (arguments.controller.empty()) {  // as the build has them
     char self[4096];
     const ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);

@@ -232,10 +232,10 @@ int Lead(uint64_t seed, const Options& options, const std::string& controller, i
   close(descriptor);
   if (meeting == nullptr) return 1;
   Script script = MakeScript(seed, options);
+  const Layout layout = MakeLayout(script);
   ForProcesses(&script);
   frugal_reference::Reference reference(script.config.seed, script.config.world_size);
   Replay(&script, &reference);
-  const Layout layout = MakeLayout(script);
   return Leader(script, reference, layout, meeting).Run(controller, hang_seconds);
 }
 

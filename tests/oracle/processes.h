@@ -20,6 +20,7 @@ struct Layout {
   bool program = false;  // frugal-controller has the engine; else process 0
   uint32_t processes = 1;
   std::vector<uint32_t> process_of_rank;
+  bool Attached(uint32_t rank) const { return program || process_of_rank[rank] != 0; }
   std::string Describe() const;
 };
 

@@ -85,7 +85,7 @@ struct Fake : ControlHandler {
   std::atomic<bool> lost{false};
   frugal_table_info info;
   frugal_stats numbers_of_stats;
-  Vector<int> descriptors;
+  Vector<int> descriptors, read_only;
   Vector<uint64_t> numbers;
   std::function<Status()> status = [] { return FRUGAL_OK; };
 
@@ -101,6 +101,7 @@ struct Fake : ControlHandler {
     reply->config = c;
     reply->config.seed ^= 1;
     reply->descriptors = descriptors;
+    reply->read_only = read_only;
     reply->numbers = numbers;
     return note(peer);
   }
@@ -108,6 +109,7 @@ struct Fake : ControlHandler {
     reply->id = 0x123456789abcdef0;
     reply->info = info;
     reply->descriptors = descriptors;
+    reply->read_only = read_only;
     reply->numbers = numbers;
   }
   Status create_table(Peer& peer, const frugal_table_config& c, TableReply* reply) override {
@@ -136,10 +138,11 @@ struct Fake : ControlHandler {
     trainer_config = c;
     device = c.device ? c.device : "(null)";
     reply->descriptors = descriptors;
+    reply->read_only = read_only;
     reply->numbers = numbers;
     return note(peer);
   }
-  Status leave(Peer& peer, uint32_t r, bool l) override {
+  Status leave(Peer& peer, uint32_t r, bool l, uint64_t) override {
     rank = r;
     lost = l;
     return note(peer);
@@ -430,6 +433,21 @@ TEST_F(Control, DescriptorsArriveInOrderAndWork) {
   fake.descriptors.push_back(memory_with("one too many"));
   EXPECT_EQ(client->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_ERR_INTERNAL);
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
+  close_all(&fake.descriptors);
+}
+
+TEST_F(Control, DescriptorsThatAreReadOnly) {
+  both();
+  for (const char* what : {"first", "second", "third"}) fake.descriptors.push_back(memory_with(what));
+  fake.read_only = {fake.descriptors[1]};
+  OpenReply opened;
+  ASSERT_EQ(client->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK);
+  ASSERT_EQ(opened.descriptors.size(), 3u);
+  EXPECT_EQ(content(opened.descriptors[1]), "second");
+  EXPECT_EQ(fcntl(opened.descriptors[1], F_GETFD), FD_CLOEXEC);
+  EXPECT_EQ(pwrite(opened.descriptors[1], "x", 1, 0), -1);
+  for (int i : {0, 2}) EXPECT_EQ(pwrite(opened.descriptors[i], "x", 1, 0), 1);
+  close_all(&opened.descriptors);
   close_all(&fake.descriptors);
 }
 

@@ -5,7 +5,10 @@
 #include <sys/socket.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "base/futex.h"
@@ -70,6 +73,47 @@ TEST(Shared, TwoMappingsOfTheSame) {
   os_release(&mine);
   os_release(&theirs);
   EXPECT_STREQ(reader.base + 4711, "from the other");
+  os_release(&reader);
+}
+
+// The flags of the mapping that begins at `base`, as /proc/self/smaps has them.
+std::string FlagsOf(const char* base) {
+  std::ifstream maps("/proc/self/smaps");
+  char begin[32];
+  std::snprintf(begin, sizeof begin, "%lx-", reinterpret_cast<unsigned long>(base));
+  bool here = false;
+  for (std::string line; std::getline(maps, line);) {
+    here |= line.rfind(begin, 0) == 0;
+    if (here && line.rfind("VmFlags:", 0) == 0) return line + " ";
+  }
+  return "";
+}
+
+// What a dying process dumps is its own memory; of a mapping of 64 GiB the holes would be filled, too.
+TEST(Shared, IsInNoCoreDump) {
+  Mapping mine, theirs;
+  ASSERT_OK(os_reserve(kHugePage, true, &mine));
+  ASSERT_OK(os_map_shared(dup(mine.fd), false, &theirs));
+  for (const Mapping* m : {&mine, &theirs}) EXPECT_NE(FlagsOf(m->base).find(" dd "), std::string::npos);
+  ASSERT_OK(os_make_read_only(mine));
+  EXPECT_NE(FlagsOf(mine.base).find(" dd "), std::string::npos);
+  os_release(&mine);
+  os_release(&theirs);
+}
+
+// A descriptor that nothing can be written through is enough for who only reads.
+TEST(Shared, DescriptorForReading) {
+  Mapping mine, reader, none;
+  ASSERT_OK(os_reserve(kHugePage, true, &mine));
+  ASSERT_OK(os_commit(mine, 0, mine.bytes));
+  std::strcpy(mine.base, "read this");
+  const int fd = open(("/proc/self/fd/" + std::to_string(mine.fd)).c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  EXPECT_NE(FRUGAL_OK, os_map_shared(fd, true, &none));
+  ASSERT_OK(os_map_shared(fd, false, &reader));
+  EXPECT_STREQ(reader.base, "read this");
+  EXPECT_NE(0, mprotect(reader.base, reader.bytes, PROT_READ | PROT_WRITE));
+  os_release(&mine);
   os_release(&reader);
 }
 

@@ -38,8 +38,9 @@ frugal_config Config(const std::string& address, int64_t timeout_ms = 5000) {
   c.service = address.empty() ? nullptr : address.c_str();
   return c;
 }
-int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = 5000) {
-  const frugal_config c = Config(address, timeout_ms);
+int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = 5000, uint32_t world = 2) {
+  frugal_config c = Config(address, timeout_ms);
+  c.world_size = world;
   return frugal_open(&c, e);
 }
 frugal_table_config TableConfig(const char* name, uint64_t rows = 1000) {
@@ -284,9 +285,7 @@ TEST_F(Service, SmallDevShm) {
     GTEST_SKIP() << "this process may not mount a /dev/shm";
   }
   frugal_engine* e = nullptr;
-  frugal_config c = Config(address());
-  c.world_size = 1;
-  OK(frugal_open(&c, &e));
+  OK(Open(address(), &e, 5000, 1));
   frugal_table* table = nullptr;
   frugal_table_config tc = TableConfig("t", kRows);
   tc.optimizer.lr = 1;
@@ -366,9 +365,7 @@ TEST_F(Service, StoppedController) {
   for (const double cache : {0.0, 1.0}) {
     ControllerProgram controller(address());
     frugal_engine* e = nullptr;
-    frugal_config c = Config(address(), 3000);
-    c.world_size = 1;
-    OK(frugal_open(&c, &e));
+    OK(Open(address(), &e, 3000, 1));
     constexpr size_t kKeys = 500, kDim = 8;
     std::vector<uint64_t> keys(kKeys);
     std::vector<float> rows(kKeys * kDim), grads(kKeys * kDim, 1);
@@ -419,18 +416,118 @@ TEST_F(Service, StoppedController) {
   }
 }
 
+// It may stop in the middle of an answer, too, which is larger than a ring: most of such a call is that.
+TEST_F(Service, StoppedInAnAnswer) {
+  constexpr size_t kKeys = 1000000, kDim = 8;
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 500));
+  frugal_table* table = nullptr;
+  const frugal_table_config tc = TableConfig("t", kKeys);
+  OK(frugal_table_create(e, &tc, &table));
+  std::vector<uint64_t> keys(kKeys);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = i;
+  std::vector<float> rows(kKeys * kDim);
+  std::atomic<int> answered{0};
+  int status = FRUGAL_OK;
+  std::thread gets([&] {
+    while ((status = frugal_get(table, keys.data(), kKeys, 0, rows.data(), 0, nullptr)) == FRUGAL_OK) ++answered;
+  });
+  while (answered.load() < 2) usleep(1000);
+  controller.stop();
+  gets.join();
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status);
+  kill(controller.pid(), SIGCONT);
+  OK(frugal_close(e));
+}
+
+// Large declarations lie in memory of the trainer's until they are resolved: more of them, and sums, follow at once.
+TEST_F(Service, DeclarationsLieUntilTheyAreResolved) {
+  constexpr size_t kKeys = 30000, kDim = 8;
+  constexpr uint64_t kAhead = 6, kRows = 100000;
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  frugal_config c = Config(address(), 60000);
+  c.world_size = 1;
+  c.lookahead = kAhead;
+  OK(frugal_open(&c, &e));
+  frugal_op ops[2] = {FRUGAL_OP_INIT, FRUGAL_OP_INIT};
+  for (int k = 0; k < 2; ++k) {
+    frugal_table_config tc = TableConfig(k ? "hashed" : "dense", kRows);
+    tc.key_space = k ? FRUGAL_HASHED : FRUGAL_DENSE;
+    tc.init = FRUGAL_INIT_UNIFORM;
+    tc.init_a = -1;
+    tc.init_b = 1;
+    tc.optimizer.lr = 0;
+    OK(frugal_table_create(e, &tc, &ops[k].table));
+    ops[k].count = kKeys;
+  }
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  std::vector<uint64_t> keys[2];
+  std::vector<float> rows[2], wanted(kKeys * kDim);
+  auto make = [&](uint64_t step) {
+    for (int k = 0; k < 2; ++k) {
+      keys[k].resize(kKeys);
+      for (size_t i = 0; i < kKeys; ++i) keys[k][i] = ((step * kKeys + i) * 0x9e3779b97f4a7c15 >> 32) % kRows;
+      ops[k].keys = keys[k].data();
+    }
+  };
+  frugal_batch* batches[kAhead] = {};
+  for (uint64_t first = 0; first < 3 * kAhead; first += kAhead) {
+    for (uint64_t i = 0; i < kAhead; ++i) {
+      make(first + i);
+      OK(frugal_prefetch(t, first + i, ops, 2, &batches[i]));
+    }
+    for (uint64_t i = 0; i < kAhead; ++i) {
+      OK(frugal_step_begin(t, first + i, -1));
+      make(first + i);
+      for (uint32_t k = 0; k < 2; ++k) {
+        frugal_op op = FRUGAL_OP_INIT;
+        op.table = ops[k].table;
+        op.batch = batches[i];
+        op.part = k;
+        rows[k].resize(kKeys * kDim);
+        op.rows_out = rows[k].data();
+        OK(frugal_lookup(t, &op, 1));
+        op.rows_out = nullptr;
+        op.grads = rows[k].data();
+        OK(frugal_push_grad(t, &op, 1));
+      }
+      OK(frugal_step_end(t, first + i, 0));
+      for (int k = 0; k < 2; ++k) {  // which has changed nothing
+        OK(frugal_get(ops[k].table, keys[k].data(), kKeys, 0, wanted.data(), 0, nullptr));
+        ASSERT_TRUE(rows[k] == wanted) << "step " << first + i << ", table " << k;
+      }
+    }
+  }
+  OK(frugal_close(e));
+}
+
+// Two ranks, the second of which does not end step 0.
+struct Waiting {
+  void begin(const std::string& address, int64_t timeout_ms) {
+    OK(Open(address, &a, timeout_ms));
+    OK(Open(address, &b, timeout_ms));
+    const frugal_table_config tc = TableConfig("t", 100);
+    OK(frugal_table_create(a, &tc, &table));
+    OK(Join(a, 0, &t0));
+    OK(Join(b, 1, &t1));
+    OK(frugal_step_begin(t0, 0, -1));
+    OK(frugal_step_begin(t1, 0, -1));
+    OK(frugal_step_end(t0, 0, 0));
+  }
+  frugal_engine *a = nullptr, *b = nullptr;
+  frugal_trainer *t0 = nullptr, *t1 = nullptr;
+  frugal_table* table = nullptr;
+};
+
 // A trainer that says nothing while others wait for it is taken for lost, in however many slices they wait.
 TEST_F(Service, SilentTrainer) {
   ControllerProgram controller(address());
-  frugal_engine *a = nullptr, *b = nullptr;
-  OK(Open(address(), &a, 600));
-  OK(Open(address(), &b, 600));
-  frugal_trainer *t0 = nullptr, *t1 = nullptr;
-  OK(Join(a, 0, &t0));
-  OK(Join(b, 1, &t1));
-  OK(frugal_step_begin(t0, 0, -1));
-  OK(frugal_step_begin(t1, 0, -1));
-  OK(frugal_step_end(t0, 0, 0));
+  Waiting ranks;
+  ASSERT_NO_FATAL_FAILURE(ranks.begin(address(), 600));
+  auto& [a, b, t0, t1, table] = ranks;
   int status = FRUGAL_ERR_TIMEOUT, slices = 0;
   while (status == FRUGAL_ERR_TIMEOUT && ++slices < 200) status = frugal_step_begin(t0, 1, 50);
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status) << Error();
@@ -448,6 +545,86 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_step_end(next, 0, 0));
   OK(frugal_close(a));
   OK(frugal_close(b));
+}
+
+// One call with the engine's time-out is enough to learn of it, whatever it waits in.
+TEST_F(Service, SilentTrainerInOneCall) {
+  for (const bool reads : {false, true}) {
+    SCOPED_TRACE(reads ? "read" : "step_begin");
+    ControllerProgram controller(address());
+    Waiting ranks;
+    ASSERT_NO_FATAL_FAILURE(ranks.begin(address(), 1000));
+    auto& [a, b, t0, t1, table] = ranks;
+    const uint64_t keys[] = {1, 2, 3};
+    std::vector<float> rows(3 * 8);
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys;
+    op.count = 3;
+    op.rows_out = rows.data();
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, reads ? frugal_read(a, t0, &op, 1, -1) : frugal_step_begin(t0, 1, -1)) << Error();
+    EXPECT_TRUE(Says("rank 1")) << Error();
+    OK(frugal_close(a));
+    OK(frugal_close(b));
+  }
+}
+
+// What a trainer that was replaced has in the controller goes when it is closed.
+TEST_F(Service, ReplacedTrainersAreClosed) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 5000, 1));
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  frugal_trainer *now = nullptr, *next = nullptr;
+  OK(frugal_trainer_create(e, &config, &now));
+  const long before = threads_of(controller.pid());
+  config.flags = FRUGAL_TRAINER_REPLACE;
+  for (int i = 0; i < 8; ++i) {
+    OK(frugal_trainer_create(e, &config, &next));
+    OK(frugal_trainer_close(now));
+    now = next;
+    OK(frugal_step_begin(now, 0, 5000));
+  }
+  EXPECT_LE(threads_of(controller.pid()), before + 1);
+  OK(frugal_close(e));
+}
+
+// One process takes a rank over from itself: the old trainer reads nothing more, and its end is not the new one's.
+TEST_F(Service, ReplacedBySelf) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 5000, 1));
+  frugal_table* table = nullptr;
+  const frugal_table_config tc = TableConfig("t", 100);
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer_config first = FRUGAL_TRAINER_CONFIG_INIT, second = first;
+  second.flags = FRUGAL_TRAINER_REPLACE;
+  frugal_trainer *x = nullptr, *y = nullptr;
+  OK(frugal_trainer_create(e, &first, &x));
+  const uint64_t keys[] = {1, 2, 3};
+  std::vector<float> rows(3 * 8, 1);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = keys;
+  op.count = 3;
+  op.rows_out = rows.data();
+  op.grads = rows.data();
+  OK(frugal_prefetch(x, 0, &op, 1, nullptr));
+  OK(frugal_step_begin(x, 0, 5000));
+  OK(frugal_lookup(x, &op, 1));
+  OK(frugal_trainer_create(e, &second, &y));
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_lookup(x, &op, 1)) << Error();
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_push_grad(x, &op, 1)) << Error();
+  for (uint64_t s = 0; s < 3; ++s) {
+    OK(frugal_step_begin(y, s, 5000));
+    OK(frugal_push_grad(y, &op, 1));
+    if (s == 1) {
+      EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_lookup(x, &op, 1)) << Error();
+      OK(frugal_trainer_close(x));
+    }
+    OK(frugal_step_end(y, s, 0));
+  }
+  OK(frugal_close(e));
 }
 
 double CpuSeconds(pid_t pid) {
@@ -556,9 +733,7 @@ TEST_F(Service, NoKeyGoesOverTheSocket) {
   Traced traced;
   const int status = traced.Run([&](std::atomic<int>& phase) {
     frugal_engine* e = nullptr;
-    frugal_config c = Config(address(), 600000);
-    c.world_size = 1;
-    if (frugal_open(&c, &e)) return 1;
+    if (Open(address(), &e, 600000, 1)) return 1;
     frugal_table* table = nullptr;
     const frugal_table_config tc = TableConfig("t", 200000);
     if (frugal_table_create(e, &tc, &table)) return 2;
@@ -605,9 +780,7 @@ TEST_F(Service, NoKeyGoesOverTheSocket) {
 TEST_F(Service, Idleness) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  frugal_config c = Config(address());
-  c.world_size = 1;
-  OK(frugal_open(&c, &e));
+  OK(Open(address(), &e, 5000, 1));
   frugal_trainer* t = nullptr;
   OK(Join(e, 0, &t));
   for (uint64_t s = 0; s < 100; ++s) {
@@ -829,9 +1002,7 @@ TEST_F(Service, HostileTrainers) {
 TEST_F(Service, RefusedPush) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  frugal_config c = Config(address());
-  c.world_size = 1;
-  OK(frugal_open(&c, &e));
+  OK(Open(address(), &e, 5000, 1));
   frugal_table *dense = nullptr, *hashed = nullptr;
   frugal_table_config tc = TableConfig("dense");
   OK(frugal_table_create(e, &tc, &dense));
@@ -947,9 +1118,7 @@ TEST_F(Service, CloseBesideCalls) {
   ControllerProgram controller(address());
   for (int round = 0; round < 20; ++round) {
     frugal_engine* e = nullptr;
-    frugal_config c = Config(address(), 20000);
-    c.world_size = 1;
-    OK(frugal_open(&c, &e));
+    OK(Open(address(), &e, 20000, 1));
     frugal_table* table = nullptr;
     const frugal_table_config tc = TableConfig("t");
     OK(frugal_table_create(e, &tc, &table));

@@ -304,7 +304,11 @@ def test_a_rank_that_fails_is_lost_and_replaced(world: World, peer: Start, how: 
             except frugal.StepAborted:
                 assert how == "step"
     with pytest.raises(frugal.Timeout, match="rank 1"):
-        world.trainer.step_begin(1, timeout=0.25)
+        try:
+            world.trainer.step_begin(1, timeout=0.25)
+        except frugal.PeerLost:  # the abort, which comes first, is told after the rank is lost, too
+            assert how == "step"
+            world.trainer.step_begin(1, timeout=0.25)
     again = peer(RANK, world.service, "1")
     assert again.says() == "joined"
     again.hears("begin train end")

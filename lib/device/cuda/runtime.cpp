@@ -180,13 +180,13 @@ class CudaRuntime final : public Runtime {
     if (scope.result().ok()) told(cudaFree(pointer_of(p)), "cudaFree");
   }
 
-  Result pin(void* p, size_t bytes) override {
+  Result pin(void* p, size_t bytes, bool read_only) override {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     if (bytes == 0 || reinterpret_cast<uintptr_t>(p) % page != 0)
       return misuse("cudaHostRegister", "memory to pin does not start at a page, or is empty");
     FRUGAL_SCOPE;
-    const cudaError_t code =
-        cudaHostRegister(p, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    const cudaError_t code = cudaHostRegister(p, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped |
+                                                            (read_only ? cudaHostRegisterReadOnly : 0));
     Result result = told(code, "cudaHostRegister");
     // How the system's refusals to lock memory are told.
     if (code == cudaErrorOperatingSystem || code == cudaErrorNotSupported ||
@@ -404,6 +404,9 @@ Result CudaRuntime::open(uint32_t index) {
   info_.memory_bytes = properties.totalGlobalMem;
   info_.processors = static_cast<uint32_t>(properties.multiProcessorCount);
   info_.compute = static_cast<uint32_t>(properties.major * 10 + properties.minor);
+  int pins_read_only = 0;
+  FRUGAL_CUDA_TRY(cudaDeviceGetAttribute, &pins_read_only, cudaDevAttrHostRegisterReadOnlySupported, device_);
+  info_.pins_read_only = pins_read_only != 0;
   FRUGAL_CUDA_TRY(cudaDeviceGetStreamPriorityRange, &lowest_priority_, &highest_priority_);
 
   // Code is loaded when it is first asked for, which takes long and may wait for the device: now,

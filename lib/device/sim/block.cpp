@@ -297,9 +297,7 @@ FRUGAL_UNSEEN void* BlockRunner::access(Thread* thread, uint64_t address, size_t
                                         Access access) {
   if ((address & (bytes - 1)) == 0) {
     const Range* range = section_.find(address, bytes);
-    if (range && (range->device == device_ ||
-                  (range->device == kHostMemory && access != Access::kAdd)))
-      return reinterpret_cast<void*>(address + range->offset);
+    if (range && range->allows(device_, access)) return reinterpret_cast<void*>(address + range->offset);
   }
   fail_access(thread, address, bytes, access);
 }

@@ -312,7 +312,7 @@ void free_all_device_memory(int32_t device) {
                    r.reserves.end());
 }
 
-MemoryError pin_memory(uint64_t address, size_t bytes) {
+MemoryError pin_memory(uint64_t address, size_t bytes, bool read_only) {
   Unseen unseen;
   if (address % page() != 0) return MemoryError::kUnaligned;
   if (address + bytes < address || !mapped(address, bytes)) return MemoryError::kUnmapped;
@@ -330,7 +330,7 @@ MemoryError pin_memory(uint64_t address, size_t bytes) {
       return MemoryError::kLimit;
   }
   try {
-    insert(r, {address, address + bytes, 0, kHostMemory});
+    insert(r, {address, address + bytes, 0, kHostMemory, read_only});
   } catch (const std::bad_alloc&) {
     return MemoryError::kNoMemory;
   }
@@ -399,6 +399,7 @@ std::string why_not(int32_t device, uint64_t address, size_t bytes, Access acces
   }
   if (range && range->device == kHostMemory && access == Access::kAdd)
     return "host memory, which nothing on a device may read, modify and write";
+  if (range && range->read_only && access == Access::kWrite) return "host memory that was pinned to be read";
   for (const Freed& freed : r.freed) {
     if (address < freed.begin || address >= freed.end) continue;
     snprintf(text, sizeof text, "freed device memory, once of %llu bytes",

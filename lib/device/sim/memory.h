@@ -16,15 +16,24 @@
 
 #include <string>
 
+#include "device/sim/order.h"
+
 namespace frugal::device::sim {
 
 inline constexpr int32_t kHostMemory = -1;
+
+enum class Access : int32_t { kRead, kWrite, kAdd };
 
 // [begin, end) as kernels name it; a byte of it lies at address + offset.
 struct Range {
   uint64_t begin, end;
   uint64_t offset;
   int32_t device;  // or kHostMemory
+  bool read_only = false;  // of host memory
+  FRUGAL_UNSEEN bool allows(int32_t on, Access access) const {
+    return device == on ||
+           (device == kHostMemory && access != Access::kAdd && !(read_only && access == Access::kWrite));
+  }
 };
 
 struct SectionSlot {
@@ -32,8 +41,6 @@ struct SectionSlot {
   bool used = false;
   SectionSlot* next = nullptr;
 };
-
-enum class Access : int32_t { kRead, kWrite, kAdd };
 
 // The ranges at the start of a section. One section at a time for each object; the object belongs to
 // one thread.
@@ -73,7 +80,7 @@ bool free_device_memory(int32_t device, uint64_t address, size_t* bytes);
 // All of a device's, at its end.
 void free_all_device_memory(int32_t device);
 
-MemoryError pin_memory(uint64_t address, size_t bytes);
+MemoryError pin_memory(uint64_t address, size_t bytes, bool read_only);
 bool unpin_memory(uint64_t address);
 void set_pinnable_bytes(uint64_t bytes);
 struct Pinned {

@@ -62,7 +62,7 @@ class SimRuntime final : public Sim {
   DeviceInfo info() const override;
   Result alloc(size_t bytes, Ptr<char>* out) override;
   void free(Ptr<char> p) override;
-  Result pin(void* p, size_t bytes) override;
+  Result pin(void* p, size_t bytes, bool read_only) override;
   void unpin(void* p) override;
   Result kind_of(const void* p, Memory* out) override;
   Result create_stream(Priority priority, Stream* out) override;
@@ -247,10 +247,10 @@ void SimRuntime::free(Ptr<char> p) {
   --allocations_;
 }
 
-Result SimRuntime::pin(void* p, size_t bytes) {
+Result SimRuntime::pin(void* p, size_t bytes, bool read_only) {
   return guarded("pin", [&]() -> Result {
     if (!p || bytes == 0) return misuse("pin", kInvalidValue, "no bytes");
-    switch (pin_memory(reinterpret_cast<uint64_t>(p), bytes)) {
+    switch (pin_memory(reinterpret_cast<uint64_t>(p), bytes, read_only)) {
       case MemoryError::kNone: return {};
       case MemoryError::kLimit: return no_memory("pin", "out of memory that can be pinned");
       case MemoryError::kNoMemory: return no_memory("pin", kNoHostMemory);

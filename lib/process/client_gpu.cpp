@@ -1,0 +1,356 @@
+// Trainers on GPUs in a process that attaches (docs/cuda.md, section 9): the device is this process's own, and the
+// controller sees a rank that reads rows and hands over sums, as on the cpu, and tells it what to do to cached rows.
+#include <algorithm>
+#include <cstring>
+
+#include "base/handles.h"
+#include "process/exchange.h"
+
+namespace frugal {
+
+Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out) {
+  std::shared_ptr<device::Runtime> runtime;
+  FRUGAL_TRY(device_status(device::open_runtime(config.device, &runtime), config.device));
+  if (!runtime->info().pins_read_only)
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "%s cannot pin memory that its process must not write, as rows are where a trainer attaches: run rank %u "
+                "as a thread of the controller's process",
+                config.device, config.rank);
+  FRUGAL_TRY(Gpu::open(runtime, pinned_, out));
+  std::lock_guard<std::mutex> lock(gpus_mu_);
+  pinner_->add(std::move(runtime));
+  return FRUGAL_OK;
+}
+
+// The last lets go of what was pinned for all.
+void Client::leave_gpu(const Gpu& gpu) noexcept {
+  std::lock_guard<std::mutex> lock(gpus_mu_);
+  pinner_->remove(&gpu.runtime());
+  if (pinner_->any()) return;
+  std::lock_guard<std::mutex> tables(mu_);
+  for (auto& weak : tables_)
+    if (auto table = weak.lock()) {
+      table->pinned.unpin(*pinner_);
+      table->pinned_state.unpin(*pinner_);
+    }
+  for (PinnedSlabs& shared : pinned_shared_) shared.unpin(*pinner_);
+}
+
+// Keys on the device beside a batch.
+Status Client::match_batch(RemoteTrainer& t, frugal_op* op) {
+  if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
+  bool on_device = false;
+  FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
+  auto batch = std::static_pointer_cast<RemoteBatch>(
+      handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op->batch)));
+  if (!on_device || !batch || batch->trainer != &t || batch->step != t.step || op->part >= batch->tables.size())
+    return FRUGAL_OK;  // what is wrong is told where ops are checked
+  for (const StepPart& p : t.parts)
+    if (p.batch == batch->id && p.index == op->part)
+      return t.gpu->match_keys(t.gpu->flight(t.rank, t.step), p.part,
+                               batch->tables[op->part]->info.key_space == FRUGAL_HASHED, op);
+  return FRUGAL_OK;
+}
+
+// Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in them are used.
+Status Client::pin_tables() {
+  Vector<RemoteTableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& weak : tables_)
+      if (auto table = weak.lock(); table && !table->lazy && !table->dropped.load()) tables.push_back(std::move(table));
+  }
+  for (const RemoteTableRef& table : tables) FRUGAL_TRY(table->pinned.pin_all(*pinner_));
+  return FRUGAL_OK;
+}
+
+// The step's flight, for kernels that read an access's rows: they stay mapped until it has landed.
+Status Client::flight_over(RemoteTrainer& t, const Access& a, Flight** out) {
+  const Part& part = *t.parts[a.part].part;
+  FRUGAL_TRY(a.table->pinned.pin(*pinner_, part.row_slots(), part.distinct));
+  Flight& f = t.gpu->flight(t.rank, t.step);
+  if (std::find(f.kept.begin(), f.kept.end(), a.table) == f.kept.end()) f.kept.push_back(a.table);
+  *out = &f;
+  return FRUGAL_OK;
+}
+
+// --- Caches --------------------------------------------------------------------------------------
+
+// Shared memory that kernels read from now on: staging memory, or the arena.
+Status Client::pin_shared(const SumsPlace& s, const char** out) {
+  const size_t stagings = remains_.stagings.size(), i = s.region == LedgerTerms::kArena ? stagings : s.region;
+  const Mapping* memory = i < stagings ? &remains_.stagings[i] : i == stagings ? &remains_.arena : nullptr;
+  if (!memory || s.place % 64 || !Remains::within(*memory, s.place, s.bytes, 1))
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+  FRUGAL_TRY(pinned_shared_[i].pin_bytes(*pinner_, s.lent, s.place, s.bytes));
+  *out = memory->base + s.place;
+  return FRUGAL_OK;
+}
+
+// What the controller has told of a step's boundary, done to the lines: updates of what the step reads, new lines,
+// and behind the event for which lookups wait the other updates. `without`: a table for whose lines there is no
+// memory. A failure leaves the lines as they may be.
+Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without) {
+  size_t at = 0;
+  auto take = [&](auto* item) -> Status {
+    if (sizeof *item > told.size() - at) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a boundary");
+    std::memcpy(item, told.data() + at, sizeof *item);
+    at += sizeof *item;
+    return FRUGAL_OK;
+  };
+  auto list = [&](uint64_t place, uint64_t n, auto* out) -> Status {
+    using T = typename std::remove_reference_t<decltype(*out)>::value_type;
+    const T* from = n ? remains_.at<T>(place, n) : nullptr;
+    if (n && !from) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+    out->assign(from, from + n);
+    return FRUGAL_OK;
+  };
+  struct Update {
+    UpdateRef update;
+    std::shared_ptr<LinesOnDevice> lists;
+    uint64_t count, now;
+  };
+  struct Turn {
+    DeviceLines* lines;
+    const device::RowsRef* rows;
+    Vector<Update> updates;
+  };
+  Gpu& gpu = *t.gpu;
+  Flight& flight = gpu.flight(t.rank, t.step);
+  Vector<Turn> turns;
+  for (uint64_t i = 0; i < tables; ++i) {
+    LinesPlace of;
+    FRUGAL_TRY(take(&of));
+    auto known = t.lines.find(of.table);
+    if (known == t.lines.end()) {
+      RemoteTrainer::Lines made;
+      {
+        std::lock_guard<std::mutex> lock(mu_);
+        for (auto& weak : tables_)
+          if (auto table = weak.lock(); table && table->id == of.table) made.table = std::move(table);
+      }
+      if (!made.table) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
+      if (gpu.open_lines(made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
+        *without = of.table;
+        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows", gpu.runtime().name());
+      }
+      known = t.lines.emplace(of.table, std::move(made)).first;
+    }
+    RemoteTable& table = *known->second.table;
+    Turn turn{known->second.lines.get(), &table.rows, {}};
+    CachePlan plan;
+    FRUGAL_TRY(list(of.admitted, of.count, &plan.admitted));
+    FRUGAL_TRY(list(of.to, of.count, &plan.to));
+    Vector<uint32_t> ascending = plan.admitted;
+    std::sort(ascending.begin(), ascending.end());
+    FRUGAL_TRY(table.pinned.pin(*pinner_, ascending.data(), ascending.size()));
+    if (table.rows.state) FRUGAL_TRY(table.pinned_state.pin(*pinner_, ascending.data(), ascending.size()));
+    for (uint64_t u = 0; u < of.updates; ++u) {
+      UpdatePlace place;
+      FRUGAL_TRY(take(&place));
+      LineUpdate lines;
+      FRUGAL_TRY(list(place.lines, place.count, &lines.lines));
+      FRUGAL_TRY(list(place.start, place.count + 1, &lines.start));
+      FRUGAL_TRY(list(place.terms, place.term_count, &lines.terms));
+      lines.urgent = place.now;
+      Update update{std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>()), nullptr, place.count, place.now};
+      update.update->scalars = place.scalars;
+      for (uint64_t r = 0; r < place.ranks; ++r) {
+        SumsPlace from;
+        FRUGAL_TRY(take(&from));
+        Handover h;
+        h.stride = place.stride;
+        const char* sums = nullptr;
+        if (from.bytes) FRUGAL_TRY(pin_shared(from, &sums));
+        h.sums = Buffer::view(sums, from.bytes);
+        update.update->ranks.push_back(std::move(h));
+      }
+      if (place.now > place.count || place.ranks == 0)
+        return fail(FRUGAL_ERR_INTERNAL, "the controller sent a boundary that cannot be");
+      FRUGAL_TRY(gpu.send_lines(lines, &update.lists));
+      turn.updates.push_back(std::move(update));
+    }
+    turn.lines->plan.reset();
+    FRUGAL_TRY(gpu.send_plan(plan, turn.lines));
+    turns.push_back(std::move(turn));
+    flight.kept.push_back(known->second.table);
+  }
+  // Tables that the controller does not name have been dropped.
+  std::erase_if(t.lines, [&](auto& item) {
+    return std::none_of(turns.begin(), turns.end(), [&](const Turn& turn) { return turn.lines == item.second.lines.get(); });
+  });
+  for (const Turn& turn : turns) {
+    for (const Update& u : turn.updates) FRUGAL_TRY(gpu.apply_lines(flight, *turn.lines, u.update, u.lists, 0, u.now));
+    FRUGAL_TRY(gpu.fill_lines(flight, *turn.lines, *turn.rows));
+    turn.lines->plan.reset();
+  }
+  FRUGAL_TRY(gpu.end_boundary(flight));
+  for (const Turn& turn : turns)
+    for (const Update& u : turn.updates)
+      FRUGAL_TRY(gpu.apply_lines(flight, *turn.lines, u.update, u.lists, u.now, u.count));
+  return flight.mark();
+}
+
+// The lines that have rows of an access; null if there are none.
+const DeviceLines* Client::lines_for(const RemoteTrainer& t, const Access& a) {
+  const StepPart& p = t.parts[a.part];
+  if (!t.gpu || !p.part->lines) return nullptr;
+  auto at = t.lines.find(p.table);
+  return at == t.lines.end() ? nullptr : at->second.lines.get();
+}
+
+// Rows that may be newer in lines than in host memory, to host memory.
+Status Client::bring_rows(RemoteTrainer& t, const Access& a, const GpuOp& op) {
+  return t.gpu->bring_rows(op, t.parts[a.part].part->n, a.table->info.dim,
+                           [&](const GpuOp& there) { return gather_on_device(t, a, there); });
+}
+
+// --- A step's calls ------------------------------------------------------------------------------
+
+Status Client::gather_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op) {
+  const StepPart& p = t.parts[a.part];
+  if (config_.staleness)  // rows are written meanwhile: they are read here
+    return t.gpu->send_rows(t.gpu->flight(t.rank, t.step), op, p.part->n, a.table->info.dim, a.table->layout.value_stride,
+                            [&](const frugal_op& host) { return gather_here(t, *a.table, p, host); });
+  Flight* flight;
+  FRUGAL_TRY(flight_over(t, a, &flight));
+  return t.gpu->gather(*flight, p.part, a.table->rows, lines_for(t, a), op);
+}
+
+Status Client::push_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op, RemotePushSums* sums) {
+  const PartRef& part = t.parts[a.part].part;
+  Flight* flight = &t.gpu->flight(t.rank, t.step);
+  device::GradPtr source;
+  FRUGAL_TRY(t.gpu->gradients(*flight, part, op, a.table->info.dim, &source));
+  if (op.device_weight_grads && config_.staleness) {
+    const size_t stride = a.table->layout.value_stride;
+    Buffer rows;
+    FRUGAL_TRY(pinned_.get(part->n * stride * sizeof(float), &rows));
+    frugal_op plain = FRUGAL_OP_INIT;
+    plain.rows_out = rows.as<float>();
+    plain.row_stride = stride * sizeof(float);
+    FRUGAL_TRY(gather_here(t, *a.table, t.parts[a.part], plain));
+    FRUGAL_TRY(t.gpu->weight_grads_of(*flight, std::move(rows), stride, part->slots.as<uint32_t>(), part->n,
+                                      a.table->info.dim, op, source));
+  } else if (op.device_weight_grads) {
+    FRUGAL_TRY(flight_over(t, a, &flight));
+    FRUGAL_TRY(t.gpu->weight_grads(*flight, part, a.table->rows, lines_for(t, a), op, source));
+    FRUGAL_TRY(t.gpu->wait_stream());  // as a lookup; but what is dropped in a failure must not be in use
+  }
+  const bool first = !sums->table;
+  if (first) begin_handover(t, a, sums);
+  FRUGAL_TRY(t.gpu->push(*flight, part, source, a.table->info.dim, first, a.table->nan_policy == FRUGAL_NAN_REJECT, t.sums,
+                         sums));
+  sums->table = a.table;
+  return FRUGAL_OK;
+}
+
+// wait(go_on) until the device has done something, as long as a call may wait and the trainer is wanted. The
+// controller is asked from time to time: it hears that this process lives, and tells if the step was undone.
+template <class Wait>
+Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
+  const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
+  t.said = now_ns();
+  return wait([&]() -> Status {
+    FRUGAL_TRY(check());
+    if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+    if (until.passed()) return fail(FRUGAL_ERR_TIMEOUT, "%s; call again", what);
+    if (now_ns() - t.said < silence()) return FRUGAL_OK;
+    t.said = now_ns();
+    Exchange e{Call::kInside, {}, {}};
+    return ask(t, e);
+  });
+}
+
+// For so long the controller need not hear of a process.
+uint64_t Client::silence() const {
+  return config_.timeout_ms < 0 ? UINT64_MAX : static_cast<uint64_t>(config_.timeout_ms) * 250000;
+}
+
+// In waits that go on until the device has done its work, since they may not leave it the memory.
+void Client::say_here(RemoteTrainer& t) noexcept {
+  const uint64_t now = now_ns();
+  if (now - t.said < silence()) return;
+  t.said = now;
+  try {
+    Exchange e{Call::kHere, {}, {}};
+    (void)ask(*t.channel, &t.sequence, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
+  } catch (const std::bad_alloc&) {  // the next time
+  }
+}
+
+// Until rows have been read that a call has given to the caller's stream to read.
+Status Client::await_stream(RemoteTrainer& t) {
+  return await_device(t, "a call waited for the device to read rows", [&](auto go_on) { return t.gpu->wait_stream(go_on); });
+}
+
+// What a step has given to the device has landed when its end is sent: the controller reads the sums at once, and
+// others may write the rows that were read. May be repeated.
+Status Client::end_flight(RemoteTrainer& t, Flight::Found* found) {
+  const FlightRef f = t.gpu->share_flight();  // it stays if the step is undone meanwhile
+  if (!f) return FRUGAL_OK;
+  FRUGAL_TRY(f->end());
+  FRUGAL_TRY(await_device(t, "step_end waited for the device to end the step's work", [&](auto go_on) { return f->land(go_on); }));
+  FRUGAL_TRY(t.gpu->sticky() ? t.gpu->ready() : FRUGAL_OK);
+  *found = f->found();
+  return FRUGAL_OK;
+}
+
+// Evaluation: what is on the device comes to the host before, and rows go there behind. Complete when it returns.
+Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline) {
+  FRUGAL_TRY(t.gpu->ready());
+  Vector<GpuOp> taken;
+  FRUGAL_TRY(t.gpu->take_ops(ops, n, Gpu::Use::kRead, false, &taken));
+  Vector<frugal_op> host(n);
+  Vector<Buffer> rows(n), weights(n);
+  Vector<size_t> counts(n), strides(n), dims(n);
+  for (size_t i = 0; i < n; ++i) {
+    frugal_op& op = host[i] = taken[i].op;
+    if (!taken[i].rows_on_device) continue;
+    RemoteTableRef table;
+    FRUGAL_TRY(op_table(op, &table));
+    FRUGAL_TRY(check_op(op, table->name.c_str(), table->info.dim, op.count, Use::kRead));
+    if (taken[i].device_weights) {
+      FRUGAL_TRY(t.gpu->bring(op.weights, op.count * sizeof(float), &weights[i]));
+      op.weights = weights[i].as<float>();
+    }
+    counts[i] = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
+    strides[i] = table->layout.value_stride;
+    dims[i] = table->info.dim;
+    FRUGAL_TRY(pinned_.get(counts[i] * strides[i] * sizeof(float), &rows[i]));
+    op.rows_out = rows[i].as<float>();
+    op.row_stride = strides[i] * sizeof(float);
+  }
+  if (Remaining remains{*this}) FRUGAL_TRY(read_out(host.data(), n));
+  else FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
+  Flight flight;
+  flight.gpu = t.gpu;
+  for (size_t i = 0; i < n; ++i) {
+    const frugal_op& op = taken[i].op;
+    if (taken[i].rows_on_device)
+      FRUGAL_TRY(t.gpu->put_rows(flight, std::move(rows[i]), strides[i], counts[i], static_cast<uint32_t>(dims[i]),
+                                 op.rows_out, op.row_stride));
+  }
+  return t.gpu->wait_stream();
+}
+
+// The device does not work any more: the step is undone on all ranks, of which the controller is told once. With
+// call_mu held.
+Status Client::device_failed(RemoteTrainer& t) {
+  if (!t.failed) {
+    pinner_->remove(&t.gpu->runtime());
+    Exchange e{Call::kAbort, {1}, {}};
+    t.failed = ask(t, e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
+    leave_step(t);
+  }
+  return t.gpu->ready();
+}
+
+Status Client::told(RemoteTrainer& t, Status status) {
+  if (status != FRUGAL_ERR_DEVICE || !t.gpu) return status;
+  std::lock_guard<std::mutex> call(t.call_mu);
+  t.gpu->look();
+  return t.gpu->sticky() ? device_failed(t) : status;
+}
+
+}  // namespace frugal
