@@ -545,6 +545,8 @@ void SimRuntime::set_delays(const Delays& delays) {
   Unseen unseen;
   std::lock_guard<std::mutex> lock(mutex_);
   delays_ = delays;
+  for (auto& [handle, stream] : streams_) stream->set_delays(delays);
+  if (default_) default_->set_delays(delays);
 }
 
 void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) {

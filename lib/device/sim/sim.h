@@ -49,6 +49,7 @@ class Sim : public Runtime {
  public:
   // Of the streams that are created from now on.
   virtual void set_seed(uint64_t seed) = 0;
+  // Of all streams, for what they have not begun to wait for.
   virtual void set_delays(const Delays& delays) = 0;
 
   // The n-th call from now that has a Result fails with `kind`, or it and all behind it; 0: none does.

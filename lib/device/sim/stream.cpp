@@ -51,7 +51,7 @@ void Health::leave() {
 }
 
 StreamThread::StreamThread(std::shared_ptr<Health> health, uint64_t seed, const Delays& delays)
-    : health_(std::move(health)), random_(seed), delays_(delays), runner_(health_->device) {}
+    : health_(std::move(health)), random_(seed), runner_(health_->device), delays_(delays) {}
 
 StreamThread::~StreamThread() {
   for (Operation* operation : queue_) delete operation;
@@ -86,6 +86,11 @@ bool StreamThread::ended() {
 
 void StreamThread::join() {
   if (thread_.joinable()) thread_.join();
+}
+
+void StreamThread::set_delays(const Delays& delays) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  delays_ = delays;
 }
 
 uint64_t StreamThread::add(std::unique_ptr<Operation> operation) {
@@ -138,14 +143,19 @@ Operation* StreamThread::next(uint64_t* position) {
 void StreamThread::delay(uint64_t position) {
   Unseen unseen;
   const uint32_t roll = random_.below(100);
-  if (roll < delays_.holds) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    work_.wait_for(lock, std::chrono::microseconds(delays_.hold_us), [&] {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Delays delays = delays_;
+  yields_ = delays.yields > 0;
+  if (roll < delays.holds) {
+    work_.wait_for(lock, std::chrono::microseconds(delays.hold_us), [&] {
       return demanded_ >= position || closing_ || health_->failed();
     });
-  } else if (roll < delays_.holds + delays_.sleeps) {
-    sleep_us(random_.below(delays_.sleep_us + 1));
-  } else if (roll < delays_.holds + delays_.sleeps + delays_.yields) {
+    return;
+  }
+  lock.unlock();
+  if (roll < delays.holds + delays.sleeps) {
+    sleep_us(random_.below(delays.sleep_us + 1));
+  } else if (roll < delays.holds + delays.sleeps + delays.yields) {
     for (uint32_t n = random_.below(8); n > 0; --n) sched_yield();
   }
 }
@@ -228,7 +238,7 @@ void StreamThread::copy(const Operation& operation) {
         memset(to + at, operation.value, bytes);
       else
         memcpy(to + at, from + at, bytes);
-      if (pieces > 1 && delays_.yields > 0) sched_yield();
+      if (pieces > 1 && yields_) sched_yield();
     }
   }
   section_.end();

@@ -79,6 +79,8 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
   // After close(), from another thread.
   void join();
 
+  // From the next operation on.
+  void set_delays(const Delays& delays);
   // Its position. Callers have told the order of the operation, and are unseen now.
   uint64_t add(std::unique_ptr<Operation> operation);
   // Waits until the mark has passed; false: timeout_ns are over. 0: asks.
@@ -97,9 +99,9 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
 
   const std::shared_ptr<Health> health_;
   Random random_;
-  const Delays delays_;
   BlockRunner runner_;
   Section section_;
+  bool yields_ = false;  // of the operation that runs
   std::thread thread_;
 
   std::mutex mutex_;
@@ -108,6 +110,7 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
   std::deque<Operation*> queue_;
   uint64_t added_ = 0, taken_ = 0, demanded_ = 0;
   bool closing_ = false, ended_ = false;
+  Delays delays_;
 };
 
 }  // namespace frugal::device::sim
