@@ -290,8 +290,11 @@ struct Counters {
 // Wall time of a scope, added to a counter.
 class Timed {
  public:
-  explicit Timed(std::atomic<uint64_t>& counter) : counter_(counter), start_(now_ns()) {}
-  ~Timed() { counter_.fetch_add(now_ns() - start_, std::memory_order_relaxed); }
+  explicit Timed(std::atomic<uint64_t>& counter, bool counts = true)
+      : counter_(counter), start_(counts ? now_ns() : 0) {}
+  ~Timed() {
+    if (start_) counter_.fetch_add(now_ns() - start_, std::memory_order_relaxed);
+  }
 
  private:
   std::atomic<uint64_t>& counter_;
@@ -328,9 +331,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // `elsewhere`: on a device of another process, which is none of the engine's.
   Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere = false);
   Status close_trainer(const TrainerRef& trainer);
-  // `copies`: of the keys of each op, of dense tables their slots, which become the parts' own; or null.
+  // `copies`: of the keys of each op, of dense tables their slots, which become the parts' own; or null. `late`: the
+  // trainer has gone on since; its next call is told what has undone its step.
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                  uint64_t* batch_out, Buffer* copies = nullptr);
+                  uint64_t* batch_out, Buffer* copies = nullptr, bool late = false);
   Status cancel(Trainer& t, const BatchRef& batch);
   Status set_stream(Trainer& t, void* stream);
   // --- steps.cpp
@@ -483,7 +487,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Vector<Unused> unused_until(uint64_t step);
   void unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out);
   void retire(uint64_t step, const Vector<Unused>& unused);
-  Status enter(Trainer& t);
+  Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   Status aborted(Trainer& t);
   enum class Undo { kCall, kLeaving, kFailed, kLost };
   bool describe_lines(Trainer& t, RemotePart* part);

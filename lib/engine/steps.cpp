@@ -13,7 +13,7 @@ namespace frugal {
 // --- Entering a call of a trainer ----------------------------------------------------------------
 
 // Called with call_mu held, first thing in every call of the step protocol.
-Status Engine::enter(Trainer& t) {
+Status Engine::enter(Trainer& t, bool tells) {
   FRUGAL_TRY(check());
   if (t.closing.load() && t.lost_peer.load() == t.rank)
     return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place", t.rank);
@@ -22,7 +22,7 @@ Status Engine::enter(Trainer& t) {
     device_failed(t.rank, *t.gpu);
     return t.gpu->ready();
   }
-  if (t.abort_notice.load()) return aborted(t);
+  if (tells && t.abort_notice.load()) return aborted(t);
   return FRUGAL_OK;
 }
 

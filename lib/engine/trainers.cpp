@@ -156,12 +156,12 @@ Status Engine::close_trainer(const TrainerRef& t) try {
 // --- Declarations --------------------------------------------------------------------------------
 
 Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n,
-                        bool want_handle, uint64_t* batch_out, Buffer* copies) {
-  Timed timed(counters_.prefetch_ns);
+                        bool want_handle, uint64_t* batch_out, Buffer* copies, bool late) {
+  Timed timed(counters_.prefetch_ns, !late);
   TraceSpan span(trace_, SpanKind::kPrefetch);
   span.step(step).rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(enter(t, !late));
   FpEnvironment fp;
   auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
   batch->step = step;
@@ -219,6 +219,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (at != kNoStep) {
       // Inside step s the next is s + 1, but the window is that of s.
       uint64_t last = (t.in_step ? t.step : at) + lookahead;
+      // A step that it was inside of may be undone by now, with those that were not committed.
+      if (late) last += kRing;
       if (step < at)
         return fail(FRUGAL_ERR_STEP_RANGE,
                     "rank %u has begun step %llu already: declare step %llu or later", t.rank,

@@ -224,7 +224,34 @@ Status Client::committed(uint64_t* step) {
 
 Status Client::stats(frugal_stats* out) {
   FRUGAL_TRY(check());
+  settle_all();
   return control_->stats(config_.timeout_ms, out);
+}
+
+Status Client::request(Channel& channel, uint64_t sequence, const Exchange& e) {
+  FRUGAL_TRY(check());
+  Header h{};
+  h.type = static_cast<uint32_t>(e.call);
+  h.sequence = sequence;
+  h.status = Patience::processor();
+  std::copy(std::begin(e.args), std::end(e.args), h.args);
+  const Status s = channel.send(h, e.pieces.data(), e.pieces.size(), overdue(e));
+  return s == FRUGAL_OK ? s : not_answered(channel, s);
+}
+
+// The controller keeps to the call's time-out, which may be a short slice of a long wait. One that does not answer for
+// the engine's time-out is as good as gone: what it would say later fits to nothing.
+uint64_t Client::overdue(const Exchange& e) const {
+  return answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
+}
+
+Status Client::not_answered(Channel& channel, Status s) {
+  if (s == FRUGAL_ERR_TIMEOUT) {
+    channel.cut();
+    return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+  }
+  if (s == FRUGAL_ERR_PEER_LOST && closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
 }
 
 Status Client::ask(Exchange& e) {
@@ -327,6 +354,7 @@ Status Client::find_table(const char* name, RemoteTableRef* out) {
 
 Status Client::drop_table(const RemoteTableRef& table) {
   FRUGAL_TRY(check());
+  settle_all();
   FRUGAL_TRY(control_->drop_table(table->id, config_.timeout_ms));
   table->dropped.store(true);
   handle_remove(HandleKind::kRemoteTable, table->handle);

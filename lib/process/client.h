@@ -55,6 +55,8 @@ struct RemoteBatch : HeapObject {
   uint64_t id = 0;             // its number, for the controller
   uint64_t step = 0;
   Vector<RemoteTableRef> tables;
+  Status failed = FRUGAL_OK;   // it could not be declared after all, and why
+  String why;
 };
 using RemoteBatchRef = std::shared_ptr<RemoteBatch>;
 
@@ -90,6 +92,16 @@ struct RemoteTrainer : HeapObject {
   std::shared_ptr<Gpu> gpu;    // null: the cpu device. What it has in flight has landed when a step's end is sent
   std::optional<Patience> patience;
   uint64_t sequence = 0;
+  // A declaration whose answer its call has not waited for. Any thread takes the answer, with `mu`; the trainer's calls
+  // do what follows from it.
+  struct Late {
+    std::mutex mu;
+    bool open = false;         // the next message is its answer
+    Status lost = FRUGAL_OK;   // there is none
+    RemoteBatchRef batch;      // null: nothing follows
+    size_t used = 0;           // told with it, of `used`
+    Vector<uint64_t> places;   // of its keys, that were not given back
+  } late;
   uint64_t last_batch = 0;     // number of the last declaration
   uint32_t told = 0;
   bool in_step = false;
@@ -210,9 +222,21 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   };
   template <class Answer>
   Status ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer);
+  Status request(Channel& channel, uint64_t sequence, const Exchange& e);
+  template <class Answer>
+  Status take_answer(Channel& channel, uint64_t sequence, Exchange& e, Answer answer, bool* answered);
+  uint64_t overdue(const Exchange& e) const;
+  Status not_answered(Channel& channel, Status s);
+  // Prefetches that were not waited for.
+  Status declare_late(RemoteTrainer& t, Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch);
+  Status settle(RemoteTrainer& t);
+  Status take_settled(RemoteTrainer& t);
+  void settle_all();
   template <class Answer>
   Status ask(RemoteTrainer& t, Exchange& e, Answer answer);
   Status ask(RemoteTrainer& t, Exchange& e);
+  static void add_used(const RemoteTrainer& t, Exchange* e);
+  Status concluded(RemoteTrainer& t, Status s);
   template <class Answer>
   Status ask(Exchange& e, Answer answer);
   Status ask(Exchange& e);

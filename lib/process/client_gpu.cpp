@@ -274,6 +274,7 @@ void Client::say_here(RemoteTrainer& t) noexcept {
   t.said = now;
   try {
     Exchange e{Call::kHere, {}, {}};
+    if (settle(t) != FRUGAL_OK) return;
     (void)ask(*t.channel, &t.sequence, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
   } catch (const std::bad_alloc&) {  // the next time
   }

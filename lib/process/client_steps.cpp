@@ -24,13 +24,23 @@ constexpr size_t kStagedBytes = size_t{2} << 10;
 
 template <class Answer>
 Status Client::ask(RemoteTrainer& t, Exchange& e, Answer answer) {
-  // What was used comes first: the call may need its rows. Telling twice, after a failure, does no harm.
-  e.args[4] = t.used.size();
+  FRUGAL_TRY(take_settled(t));
+  add_used(t, &e);
   t.patience->set(e.call, kLookNs);
-  if (!t.used.empty()) e.pieces.insert(e.pieces.begin(), Piece{t.used.data(), t.used.size() * sizeof(uint32_t)});
-  Status s = ask(*t.channel, &t.sequence, e, answer);
+  const Status s = ask(*t.channel, &t.sequence, e, answer);
   t.patience->waited(e.call);
   if (s == FRUGAL_OK) t.used.clear();
+  return concluded(t, s);
+}
+
+// What was used comes first: the call may need its rows. Telling twice, after a failure, does no harm.
+void Client::add_used(const RemoteTrainer& t, Exchange* e) {
+  e->args[4] = t.used.size();
+  if (!t.used.empty()) e->pieces.insert(e->pieces.begin(), Piece{t.used.data(), t.used.size() * sizeof(uint32_t)});
+}
+
+// What an answer says of the step.
+Status Client::concluded(RemoteTrainer& t, Status s) {
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
     t.told = t.notices->load();
     leave_step(t);
@@ -44,19 +54,71 @@ Status Client::ask(RemoteTrainer& t, Exchange& e) {
   return ask(t, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
 }
 
+// Takes the answer to a declaration that was not waited for, if there is one to come.
+Status Client::settle(RemoteTrainer& t) {
+  std::lock_guard<std::mutex> one(t.late.mu);
+  if (!t.late.open) return t.late.lost;
+  Exchange e{Call::kPrefetch, {}, {}};
+  bool answered;
+  const Status s =
+      take_answer(*t.channel, t.sequence, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; }, &answered);
+  t.late.open = false;
+  if (!answered) {
+    t.late.lost = s;
+  } else if (s != FRUGAL_OK) {
+    RemoteBatch& batch = *t.late.batch;
+    frugal_error error;
+    last_error(&error);
+    batch.why = error.message;
+    batch.failed = s;
+  }
+  return t.late.lost;
+}
+
+// First thing before anything else is asked.
+Status Client::take_settled(RemoteTrainer& t) {
+  if (!t.late.batch) return FRUGAL_OK;
+  t.patience->set(Call::kPrefetch, kLookNs);
+  FRUGAL_TRY(concluded(t, settle(t)));
+  t.patience->waited(Call::kPrefetch);
+  const RemoteBatchRef batch = std::move(t.late.batch);
+  t.late.batch = nullptr;
+  if (batch->failed == FRUGAL_OK) {
+    t.used.erase(t.used.begin(), t.used.begin() + static_cast<ptrdiff_t>(std::min(t.late.used, t.used.size())));
+    return FRUGAL_OK;
+  }
+  // The keys are not the controller's, but for those that it has had for a while.
+  take_releases(t);
+  for (uint64_t place : t.late.places) t.handed.erase(place);
+  return FRUGAL_OK;
+}
+
+// Who calls outside of steps comes after its declarations.
+void Client::settle_all() {
+  Vector<RemoteTrainerRef> trainers;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (auto& weak : trainers_)
+      if (auto t = weak.lock()) trainers.push_back(std::move(t));
+  }
+  for (const RemoteTrainerRef& t : trainers) (void)settle(*t);
+}
+
 // First thing in every call: what the trainer is to be told of comes before all else.
 Status Client::enter(RemoteTrainer& t) {
   FRUGAL_TRY(check());
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) return device_failed(t);
-  if (Status s = t.channel->look()) {  // another has its place, or the controller has ended
+  Status s = FRUGAL_OK;
+  if (std::unique_lock<std::mutex> one(t.late.mu, std::try_to_lock); one) s = t.channel->look();
+  if (s != FRUGAL_OK) {  // another has its place, or the controller has ended
     leave_step(t);
     return lost_.load() ? lost() : s;
   }
   take_releases(t);
   if (t.notices->load() == t.told) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
-  Status s = ask(t, e);
+  s = ask(t, e);
   if (s == FRUGAL_ERR_NOT_IN_STEP) s = FRUGAL_OK;
   if (s == FRUGAL_OK) t.told = t.notices->load();
   return s;
@@ -83,7 +145,10 @@ void Client::leave_step(RemoteTrainer& t) {
 }
 
 void Client::take_releases(RemoteTrainer& t) {
-  for (uint64_t place; t.channel->next_release(&place);) t.handed.erase(place);
+  for (uint64_t place; t.channel->next_release(&place);) {
+    t.handed.erase(place);
+    std::erase(t.late.places, place);
+  }
 }
 
 // --- Declaring -----------------------------------------------------------------------------------
@@ -148,7 +213,10 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   Vector<OpHead> heads(n);
   Vector<Buffer> keys(n);
   const bool stages = t.handed.size() + n <= Channel::kReleases / 4;  // the others are for sums
-  Exchange e{Call::kPrefetch, {step, n, t.last_batch + 1}, {}};
+  batch->trainer = &t;
+  batch->id = t.last_batch + 1;
+  batch->step = step;
+  Exchange e{Call::kPrefetch, {step, n, batch->id}, {}};
   e.add(heads.data(), n * sizeof(OpHead));
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
@@ -166,6 +234,7 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
       if (!t) return;
       Client::take_releases(*t);  // of keys that the controller has had for a while
       for (const OpHead& head : heads) t->handed.erase(head.place);
+      t->batches.erase(batch.id);
       if (batch.handle) handle_remove(HandleKind::kRemoteBatch, batch.handle);
     }
   } undo{&t, heads, *batch};
@@ -176,16 +245,33 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
     batch->handle = handle_add(HandleKind::kRemoteBatch, batch);
     if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   }
-  FRUGAL_TRY(ask(t, e));
+  t.batches[batch->id] = batch;
+  // Inside of a step nothing is left to be wrong with it but the controller's memory.
+  const bool staged = n > 0 && std::all_of(heads.begin(), heads.end(), [](auto& h) { return h.place != kNoPlace; });
+  const bool late = staged && t.in_step && step > t.step && step - t.step <= config_.lookahead;
+  FRUGAL_TRY(late ? declare_late(t, e, heads, batch) : ask(t, e));
   undo.t = nullptr;
   for (size_t i = 0; i < n; ++i)
     if (heads[i].place != kNoPlace) t.handed[heads[i].place] = std::move(keys[i]);
-  batch->trainer = &t;
-  batch->id = ++t.last_batch;
-  batch->step = step;
-  t.batches[batch->id] = batch;
+  ++t.last_batch;
   if (want_handle) *batch_out = batch->handle;
   t.counts.prefetch_ns += now_ns() - began;
+  return FRUGAL_OK;
+}
+
+// The trainer computes meanwhile, and its next request comes after the answer.
+Status Client::declare_late(RemoteTrainer& t, Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch) {
+  FRUGAL_TRY(take_settled(t));
+  e.args[3] = 1;
+  add_used(t, &e);
+  Vector<uint64_t> places;
+  for (const OpHead& head : heads) places.push_back(head.place);
+  std::lock_guard<std::mutex> one(t.late.mu);
+  if (Status s = request(*t.channel, ++t.sequence, e)) return concluded(t, s);
+  t.late.open = true;
+  t.late.batch = batch;
+  t.late.used = t.used.size();
+  t.late.places.swap(places);
   return FRUGAL_OK;
 }
 
@@ -194,8 +280,9 @@ Status Client::cancel(RemoteTrainer& t, const RemoteBatchRef& batch) {
   FRUGAL_TRY(enter(t));
   if (batch->trainer != &t)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by another trainer, not by rank %u", t.rank);
+  FRUGAL_TRY(take_settled(t));
   Exchange e{Call::kCancel, {batch->id}, {}};
-  FRUGAL_TRY(ask(t, e));
+  if (batch->failed == FRUGAL_OK) FRUGAL_TRY(ask(t, e));
   handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t.batches.erase(batch->id);
   return FRUGAL_OK;
@@ -323,6 +410,8 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const
                   "the batch was declared for step %llu of %s rank; this is step %llu of rank %u",
                   static_cast<unsigned long long>(batch->step), batch->trainer == &t ? "this" : "another",
                   static_cast<unsigned long long>(t.step), t.rank);
+    if (batch->failed != FRUGAL_OK && !op.keys)
+      return fail(batch->failed, "the batch could not be declared, so give the keys: %s", batch->why.c_str());
     if (op.part >= batch->tables.size())
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u: the batch has %zu", op.part, batch->tables.size());
     if (batch->tables[op.part] != out->table)
@@ -376,7 +465,7 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     if (op.batch)
       if (auto b = std::static_pointer_cast<RemoteBatch>(
               handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch))))
-        batch = b->id;
+        batch = b->failed == FRUGAL_OK ? b->id : 0;
     heads.push_back({accesses[i].table->id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
                      op.keys != nullptr, 0, kNoPlace});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));

@@ -15,27 +15,21 @@ inline uint64_t left_until(Deadline d) {
 // `answer` takes the payload, of so many bytes, until so late.
 template <class Answer>
 Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer) {
-  FRUGAL_TRY(check());
-  Header h{};
-  h.type = static_cast<uint32_t>(e.call);
-  h.sequence = ++*sequence;
-  h.status = Patience::processor();
-  std::copy(std::begin(e.args), std::end(e.args), h.args);
-  // The controller keeps to the call's time-out, which may be a short slice of a long wait. One that does
-  // not answer for the engine's time-out is as good as gone: what it would say later fits to nothing.
-  uint64_t until = answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
-  auto told = [&](Status s) {
-    if (s == FRUGAL_ERR_TIMEOUT) {
-      channel.cut();
-      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
-    }
-    if (s == FRUGAL_ERR_PEER_LOST && closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
-    return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
-  };
-  if (Status s = channel.send(h, e.pieces.data(), e.pieces.size(), until)) return told(s);
+  FRUGAL_TRY(request(channel, ++*sequence, e));
+  bool answered;
+  return take_answer(channel, *sequence, e, answer, &answered);
+}
+
+// `answered`: what it returns is what the controller has answered.
+template <class Answer>
+Status Client::take_answer(Channel& channel, uint64_t sequence, Exchange& e, Answer answer, bool* answered) {
+  *answered = false;
+  Header h;
+  uint64_t until = overdue(e);
+  auto told = [&](Status s) { return not_answered(channel, s); };
   if (Status s = channel.receive(&h, until)) return told(s);
   channel.set_together(h.type & kTogether);
-  if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != *sequence) {
+  if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != sequence) {
     channel.cut();
     return fail(FRUGAL_ERR_PEER_LOST, "the controller broke the protocol: an answer to no question");
   }
@@ -52,15 +46,18 @@ Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer ans
       if (Status s = channel.read(text, left, until)) return told(s);
       text[left] = 0;
     }
+    *answered = true;
     frugal_error error{status, failure.system_code, failure.device_code, 0, text};
     return fail_as(error);
   }
+  *answered = true;
   std::copy(std::begin(h.args), std::end(h.args), e.args);
   return told(answer(channel, channel.payload_left(), until));
 }
 
 template <class Answer>
 Status Client::ask(Exchange& e, Answer answer) {
+  settle_all();
   std::lock_guard<std::mutex> one(channel_mu_);
   return ask(*channel_, &sequence_, e, answer);
 }

@@ -112,7 +112,7 @@ void Lane::loop() {
     const uint64_t now = now_ns();
     if (trainer_) trainer_->heard.store(now);
     const Call call = static_cast<Call>(request.type);
-    if (call == Call::kPrefetch) here_.prefetch_ns += now - began;
+    if (call == Call::kPrefetch && !request.args[3]) here_.prefetch_ns += now - began;
     if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
     if (call == Call::kStepEnd) here_.step_end_ns += now - began;
     if (call != Call::kPrefetch) between = call == Call::kStepEnd;
@@ -295,7 +295,7 @@ Status Lane::prefetch(const Header& request) {
   uint64_t& handle = made[number];
   // Always with a handle: that is how the trainer finds the parts in its step.
   FRUGAL_TRY(engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true, &handle,
-                               ops.keys.data()));
+                               ops.keys.data(), request.args[3] != 0));
   batches_.merge(made);
   return FRUGAL_OK;
 }

@@ -15,8 +15,9 @@ namespace frugal {
 enum class Call : uint32_t {
   // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
   // up or pushed since the last request: their rows exist from now on.
-  kPrefetch = 1,  // args: step, ops, number of the batch. OpHead[ops], keys, of a dense table their slots (uint32_t):
-                  // they follow, or lie in staging memory until their place is released
+  kPrefetch = 1,  // args: step, ops, number of the batch, 1: the trainer does not wait for the answer, so that what has
+                  // undone its step is for another. OpHead[ops], keys, of a dense table their slots (uint32_t): they
+                  // follow, or lie in staging memory until their place is released
   kCancel,        // args: number of the batch
   kStepBegin,     // args: step, time-out in ns, boundaries that were carried out, a table for whose lines there is no
                   // memory (or 0). Answer's args: is a trace recorded, parts, number of the boundary, its tables;
