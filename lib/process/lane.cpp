@@ -92,7 +92,6 @@ void Lane::loop() {
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
     patience.waited(last);
     if (trainer_) patience.follow(request.status);
-    if (static_cast<Call>(request.type) == Call::kStepBegin) patience.roam();  // it helps at the gate
     pieces_.clear();
     kept_.clear();
     places_.clear();

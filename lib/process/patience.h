@@ -41,12 +41,6 @@ class Patience {
     if (!there && channel_->together()) processors_.place();
     channel_->set_together(there);  // each answer tells the trainer's side
   }
-  // Until the next request: a lane that works for long may go where there is nothing to do, for its trainer waits, and
-  // another rank's may be on the same processor.
-  void roam() {
-    if (channel_->together()) processors_.place();
-    followed_ = 0;
-  }
 
  private:
   static constexpr uint64_t kWorthNs = 150000;

@@ -504,6 +504,142 @@ TEST_F(Service, DeclarationsLieUntilTheyAreResolved) {
   OK(frugal_close(e));
 }
 
+// Inside of a step a declaration needs nobody's answer, and what is wrong with it after all is told where it is used.
+TEST_F(Service, DeclarationsWithoutAnAnswer) {
+  constexpr size_t kKeys = 5000, kDim = 8;
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  OK(Open(address(), &e, 60000, 1));
+  OK(Open(address(), &other, 60000, 1));
+  frugal_op ops[2] = {FRUGAL_OP_INIT, FRUGAL_OP_INIT};
+  std::vector<uint64_t> keys(kKeys);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = i * 7;
+  for (int k = 0; k < 2; ++k) {
+    frugal_table_config tc = TableConfig(k ? "hashed" : "dense", 100000);
+    tc.key_space = k ? FRUGAL_HASHED : FRUGAL_DENSE;
+    tc.optimizer.lr = 1;
+    OK(frugal_table_create(e, &tc, &ops[k].table));
+    ops[k].keys = keys.data();
+    ops[k].count = kKeys;
+  }
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  std::vector<float> rows(kKeys * kDim), grads(kKeys * kDim, 1);
+  auto use = [&](frugal_batch* batch, uint32_t part) {
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = ops[part].table;
+    op.batch = batch;
+    op.part = part;
+    op.rows_out = rows.data();
+    op.grads = grads.data();
+    return op;
+  };
+  // All of them while the controller is stopped.
+  frugal_batch* batches[6] = {};
+  OK(frugal_prefetch(t, 0, ops, 2, &batches[0]));
+  for (uint64_t s = 0; s < 5; ++s) {
+    OK(frugal_step_begin(t, s, -1));
+    controller.stop();
+    OK(frugal_prefetch(t, s + 1, ops, 2, &batches[s + 1]));
+    for (uint32_t part : {0, 1}) {
+      const frugal_op op = use(batches[s], part);
+      OK(frugal_lookup(t, &op, 1));
+      for (float x : rows) ASSERT_EQ(-static_cast<float>(s), x);
+      OK(frugal_push_grad(t, &op, 1));
+    }
+    kill(controller.pid(), SIGCONT);
+    OK(frugal_step_end(t, s, 0));
+  }
+  // Another process drops a table, and this one does not know.
+  frugal_table* hashed = nullptr;
+  OK(frugal_table_find(other, "hashed", &hashed));
+  OK(frugal_table_drop(hashed));
+  OK(frugal_step_begin(t, 5, -1));
+  // Who asks outside of steps comes after declarations, and one that was taken back is none.
+  frugal_stats before{}, after{};
+  before.struct_size = after.struct_size = sizeof before;
+  OK(frugal_get_stats(e, &before));
+  frugal_batch *later = nullptr, *wrong = nullptr;
+  OK(frugal_prefetch(t, 6, ops, 1, &later));
+  OK(frugal_get_stats(e, &after));
+  EXPECT_EQ(kKeys, after.keys_declared - before.keys_declared);
+  OK(frugal_prefetch_cancel(t, later));
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_prefetch_cancel(t, later));
+  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5, ops, 1, nullptr));
+  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5 + FRUGAL_MAX_LOOKAHEAD + 1, ops, 1, nullptr));
+  OK(frugal_prefetch(t, 6, ops, 2, &later));
+  OK(frugal_prefetch(t, 6, ops, 2, &wrong));
+  OK(frugal_prefetch(t, 6, ops, 1, &batches[0]));
+  OK(frugal_step_end(t, 5, 0));
+  OK(frugal_step_begin(t, 6, -1));
+  frugal_op op = use(later, 0);
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_lookup(t, &op, 1));
+  EXPECT_TRUE(Says("could not be declared")) << Error();
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_push_grad(t, &op, 1));
+  op.keys = keys.data();
+  op.count = kKeys;
+  OK(frugal_lookup(t, &op, 1));
+  for (float x : rows) ASSERT_EQ(-5.0f, x);  // five steps have pushed
+  op = use(batches[0], 0);
+  OK(frugal_lookup(t, &op, 1));
+  OK(frugal_push_grad(t, &op, 1));
+  OK(frugal_step_end(t, 6, 0));
+  OK(frugal_get(ops[0].table, keys.data(), kKeys, 0, rows.data(), 0, nullptr));
+  for (float x : rows) ASSERT_EQ(-6.0f, x);
+  OK(frugal_close(other));
+  OK(frugal_close(e));
+}
+
+// An undo comes between: what was declared without an answer stays declared, and the undo is told all the same, once.
+TEST_F(Service, AnUndoBesideADeclaration) {
+  constexpr size_t kKeys = 1000, kDim = 8;
+  ControllerProgram controller(address());
+  frugal_engine *a = nullptr, *b = nullptr;
+  OK(Open(address(), &a, 60000));
+  OK(Open(address(), &b, 60000));
+  std::vector<uint64_t> keys(kKeys);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = i;
+  std::vector<float> rows(kKeys * kDim);
+  frugal_op op = FRUGAL_OP_INIT;
+  const frugal_table_config tc = TableConfig("t", kKeys);
+  OK(frugal_table_create(a, &tc, &op.table));
+  op.keys = keys.data();
+  op.count = kKeys;
+  frugal_trainer *t0 = nullptr, *t1 = nullptr;
+  OK(Join(a, 0, &t0));
+  OK(Join(b, 1, &t1));
+  for (uint64_t s = 0; s < 20; ++s) {
+    OK(frugal_step_begin(t0, s, -1));
+    OK(frugal_step_begin(t1, s, -1));
+    frugal_batch *before = nullptr, *beside = nullptr;
+    OK(frugal_prefetch(t0, s + 2, &op, 1, &before));
+    std::thread aborts([&] { EXPECT_EQ(FRUGAL_OK, frugal_step_abort(t1)) << Error(); });
+    if (s % 3 == 0) usleep(static_cast<useconds_t>(s * 50));
+    int status = frugal_prefetch(t0, s + 1, &op, 1, &beside);
+    const bool declared = status == FRUGAL_OK;
+    aborts.join();
+    if (declared) status = frugal_step_end(t0, s, 0);
+    EXPECT_EQ(FRUGAL_ERR_STEP_ABORTED, status) << Error();
+    OK(frugal_step_begin(t0, s, -1));
+    if (!declared) OK(frugal_prefetch(t0, s + 1, &op, 1, &beside));
+    OK(frugal_step_begin(t1, s, -1));
+    OK(frugal_step_end(t0, s, 0));
+    OK(frugal_step_end(t1, s, 0));
+    OK(frugal_step_begin(t0, s + 1, -1));
+    OK(frugal_step_begin(t1, s + 1, -1));
+    frugal_op look = FRUGAL_OP_INIT;
+    look.table = op.table;
+    look.batch = beside;
+    look.rows_out = rows.data();
+    OK(frugal_lookup(t0, &look, 1));
+    OK(frugal_step_end(t0, s + 1, 0));
+    OK(frugal_step_end(t1, s + 1, 0));
+    ++s;
+  }
+  OK(frugal_close(a));
+  OK(frugal_close(b));
+}
+
 // Two ranks, the second of which does not end step 0.
 struct Waiting {
   void begin(const std::string& address, int64_t timeout_ms) {
