@@ -111,6 +111,8 @@ const char* status_name(Status status) {
   }
 }
 
+const char* met_message() { return t_met.message; }
+
 void begin_call() { t_met.status = FRUGAL_OK; }
 
 Status end_call(Status status) {

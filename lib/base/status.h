@@ -30,6 +30,8 @@ const char* status_name(Status status);
 void begin_call();
 Status end_call(Status status);
 void last_error(frugal_error* out);
+// What the last fail() of this thread has recorded, before any end_call.
+const char* met_message();
 
 #define FRUGAL_TRY(expression)                                       \
   do {                                                               \

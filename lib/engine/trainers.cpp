@@ -220,7 +220,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       // Inside step s the next is s + 1, but the window is that of s.
       uint64_t last = (t.in_step ? t.step : at) + lookahead;
       // A step that it was inside of may be undone by now, with those that were not committed.
-      if (late) last += kRing;
+      if (late && last < kNoStep - 2 * kRing) last += kRing;
       if (step < at)
         return fail(FRUGAL_ERR_STEP_RANGE,
                     "rank %u has begun step %llu already: declare step %llu or later", t.rank,

@@ -224,7 +224,7 @@ Status Client::committed(uint64_t* step) {
 
 Status Client::stats(frugal_stats* out) {
   FRUGAL_TRY(check());
-  settle_all();
+  settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
   return control_->stats(config_.timeout_ms, out);
 }
 
@@ -354,7 +354,7 @@ Status Client::find_table(const char* name, RemoteTableRef* out) {
 
 Status Client::drop_table(const RemoteTableRef& table) {
   FRUGAL_TRY(check());
-  settle_all();
+  settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
   FRUGAL_TRY(control_->drop_table(table->id, config_.timeout_ms));
   table->dropped.store(true);
   handle_remove(HandleKind::kRemoteTable, table->handle);

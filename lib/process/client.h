@@ -97,7 +97,6 @@ struct RemoteTrainer : HeapObject {
   struct Late {
     std::mutex mu;
     bool open = false;         // the next message is its answer
-    Status lost = FRUGAL_OK;   // there is none
     RemoteBatchRef batch;      // null: nothing follows
     size_t used = 0;           // told with it, of `used`
     Vector<uint64_t> places;   // of its keys, that were not given back
@@ -224,14 +223,16 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer);
   Status request(Channel& channel, uint64_t sequence, const Exchange& e);
   template <class Answer>
-  Status take_answer(Channel& channel, uint64_t sequence, Exchange& e, Answer answer, bool* answered);
+  Status take_answer(Channel& channel, uint64_t sequence, const Header& h, uint64_t until, Exchange& e, Answer answer,
+                     bool* answered);
   uint64_t overdue(const Exchange& e) const;
   Status not_answered(Channel& channel, Status s);
   // Prefetches that were not waited for.
   Status declare_late(RemoteTrainer& t, Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch);
   Status settle(RemoteTrainer& t);
   Status take_settled(RemoteTrainer& t);
-  void settle_all();
+  Status answer_late(RemoteTrainer& t, uint64_t until);
+  void settle_all(uint64_t until);
   template <class Answer>
   Status ask(RemoteTrainer& t, Exchange& e, Answer answer);
   Status ask(RemoteTrainer& t, Exchange& e);

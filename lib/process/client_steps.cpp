@@ -15,6 +15,8 @@ namespace {
 constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
 constexpr uint64_t kWriteNs = 1'000'000;  // longer than a row is written, but by who is off the processor
 constexpr auto kWriteSleep = std::chrono::microseconds(50);
+constexpr uint64_t kLateNs = 5'000'000;
+constexpr auto kLateSleep = std::chrono::microseconds(50);
 // Declared keys of so many bytes are written once, where the controller finds them later; fewer go with the request.
 constexpr size_t kStagedBytes = size_t{2} << 10;
 
@@ -54,25 +56,32 @@ Status Client::ask(RemoteTrainer& t, Exchange& e) {
   return ask(t, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
 }
 
-// Takes the answer to a declaration that was not waited for, if there is one to come.
-Status Client::settle(RemoteTrainer& t) {
-  std::lock_guard<std::mutex> one(t.late.mu);
-  if (!t.late.open) return t.late.lost;
+// Takes the answer to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come, and may be waited for
+// again. late.mu is held.
+Status Client::answer_late(RemoteTrainer& t, uint64_t until) {
+  Header h;
+  if (Status s = t.channel->receive(&h, until)) return s;
   Exchange e{Call::kPrefetch, {}, {}};
   bool answered;
-  const Status s =
-      take_answer(*t.channel, t.sequence, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; }, &answered);
+  const Status s = take_answer(*t.channel, t.sequence, h, overdue(e), e,
+                               [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; }, &answered);
   t.late.open = false;
-  if (!answered) {
-    t.late.lost = s;
-  } else if (s != FRUGAL_OK) {
-    RemoteBatch& batch = *t.late.batch;
-    frugal_error error;
-    last_error(&error);
-    batch.why = error.message;
-    batch.failed = s;
+  if (!answered) return s;
+  if (s == FRUGAL_OK) return s;
+  RemoteBatch& batch = *t.late.batch;
+  batch.failed = s;
+  try {
+    batch.why = met_message();
+  } catch (const std::bad_alloc&) {
   }
-  return t.late.lost;
+  return FRUGAL_OK;
+}
+
+Status Client::settle(RemoteTrainer& t) {
+  std::lock_guard<std::mutex> one(t.late.mu);
+  if (!t.late.open) return FRUGAL_OK;
+  const Status s = answer_late(t, overdue(Exchange{Call::kPrefetch, {}, {}}));
+  return s == FRUGAL_OK ? s : not_answered(*t.channel, s);
 }
 
 // First thing before anything else is asked.
@@ -93,15 +102,24 @@ Status Client::take_settled(RemoteTrainer& t) {
   return FRUGAL_OK;
 }
 
-// Who calls outside of steps comes after its declarations.
-void Client::settle_all() {
+// Who calls outside of steps comes after its declarations, if the controller answers in time. That is for the trainer's
+// own calls to judge.
+void Client::settle_all(uint64_t until) {
   Vector<RemoteTrainerRef> trainers;
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& weak : trainers_)
       if (auto t = weak.lock()) trainers.push_back(std::move(t));
   }
-  for (const RemoteTrainerRef& t : trainers) (void)settle(*t);
+  // In slices: the trainer's own call has a time-out of its own.
+  for (const RemoteTrainerRef& t : trainers)
+    for (Status s = FRUGAL_ERR_TIMEOUT; s == FRUGAL_ERR_TIMEOUT;) {
+      const uint64_t now = now_ns();
+      if (std::unique_lock<std::mutex> one(t->late.mu, std::try_to_lock); one)
+        s = t->late.open ? answer_late(*t, std::min(until, now + kLateNs)) : FRUGAL_OK;
+      if (s == FRUGAL_ERR_TIMEOUT && now >= until) break;
+      if (s == FRUGAL_ERR_TIMEOUT) std::this_thread::sleep_for(kLateSleep);
+    }
 }
 
 // First thing in every call: what the trainer is to be told of comes before all else.
@@ -266,8 +284,11 @@ Status Client::declare_late(RemoteTrainer& t, Exchange& e, const Vector<OpHead>&
   add_used(t, &e);
   Vector<uint64_t> places;
   for (const OpHead& head : heads) places.push_back(head.place);
-  std::lock_guard<std::mutex> one(t.late.mu);
-  if (Status s = request(*t.channel, ++t.sequence, e)) return concluded(t, s);
+  std::unique_lock<std::mutex> one(t.late.mu);
+  if (Status s = request(*t.channel, ++t.sequence, e)) {
+    one.unlock();
+    return concluded(t, s);
+  }
   t.late.open = true;
   t.late.batch = batch;
   t.late.used = t.used.size();

@@ -16,18 +16,19 @@ inline uint64_t left_until(Deadline d) {
 template <class Answer>
 Status Client::ask(Channel& channel, uint64_t* sequence, Exchange& e, Answer answer) {
   FRUGAL_TRY(request(channel, ++*sequence, e));
+  const uint64_t until = overdue(e);
+  Header h;
+  if (Status s = channel.receive(&h, until)) return not_answered(channel, s);
   bool answered;
-  return take_answer(channel, *sequence, e, answer, &answered);
+  return take_answer(channel, *sequence, h, until, e, answer, &answered);
 }
 
-// `answered`: what it returns is what the controller has answered.
+// What follows the header. `answered`: what it returns is what the controller has answered.
 template <class Answer>
-Status Client::take_answer(Channel& channel, uint64_t sequence, Exchange& e, Answer answer, bool* answered) {
+Status Client::take_answer(Channel& channel, uint64_t sequence, const Header& h, uint64_t until, Exchange& e,
+                           Answer answer, bool* answered) {
   *answered = false;
-  Header h;
-  uint64_t until = overdue(e);
   auto told = [&](Status s) { return not_answered(channel, s); };
-  if (Status s = channel.receive(&h, until)) return told(s);
   channel.set_together(h.type & kTogether);
   if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != sequence) {
     channel.cut();
@@ -57,7 +58,7 @@ Status Client::take_answer(Channel& channel, uint64_t sequence, Exchange& e, Ans
 
 template <class Answer>
 Status Client::ask(Exchange& e, Answer answer) {
-  settle_all();
+  settle_all(e.until ? e.until : deadline(FRUGAL_TIMEOUT_DEFAULT).at);
   std::lock_guard<std::mutex> one(channel_mu_);
   return ask(*channel_, &sequence_, e, answer);
 }

@@ -568,13 +568,14 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5, ops, 1, nullptr));
   EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5 + FRUGAL_MAX_LOOKAHEAD + 1, ops, 1, nullptr));
   OK(frugal_prefetch(t, 6, ops, 2, &later));
+  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5, ops, 1, nullptr));  // whose words are not the other's
   OK(frugal_prefetch(t, 6, ops, 2, &wrong));
   OK(frugal_prefetch(t, 6, ops, 1, &batches[0]));
   OK(frugal_step_end(t, 5, 0));
   OK(frugal_step_begin(t, 6, -1));
   frugal_op op = use(later, 0);
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_lookup(t, &op, 1));
-  EXPECT_TRUE(Says("could not be declared")) << Error();
+  EXPECT_TRUE(Says("could not be declared") && Says("the table is no open one")) << Error();
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_push_grad(t, &op, 1));
   op.keys = keys.data();
   op.count = kKeys;
@@ -587,6 +588,33 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   OK(frugal_get(ops[0].table, keys.data(), kKeys, 0, rows.data(), 0, nullptr));
   for (float x : rows) ASSERT_EQ(-6.0f, x);
   OK(frugal_close(other));
+  OK(frugal_close(e));
+}
+
+// Who asks outside of steps waits for its own time only, and takes nothing from the trainer.
+TEST_F(Service, AskedBesideADeclaration) {
+  constexpr size_t kKeys = 1000;
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 30000, 1));
+  std::vector<uint64_t> keys(kKeys, 5);
+  frugal_op op = FRUGAL_OP_INIT;
+  const frugal_table_config tc = TableConfig("t");
+  OK(frugal_table_create(e, &tc, &op.table));
+  op.keys = keys.data();
+  op.count = kKeys;
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  OK(frugal_step_begin(t, 0, -1));
+  controller.stop();
+  OK(frugal_prefetch(t, 1, &op, 1, nullptr));
+  std::thread flushes([&] { EXPECT_EQ(FRUGAL_OK, frugal_flush(e, -1)) << Error(); });
+  usleep(20000);
+  kill(controller.pid(), SIGCONT);
+  OK(frugal_step_end(t, 0, 0));
+  flushes.join();
+  OK(frugal_step_begin(t, 1, -1));
+  OK(frugal_step_end(t, 1, 0));
   OK(frugal_close(e));
 }
 
