@@ -308,9 +308,11 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     const TrainerTable* lines = lines_for(t, a);
     if (cache_in(t, *a.table)) {
       const uint64_t hits = lines ? a.part->cached : 0;
+      const uint64_t misses = (a.part->pairs ? a.part->occurrences : count) - hits;
       counters_.cache_hits.fetch_add(hits, std::memory_order_relaxed);
-      counters_.cache_misses.fetch_add((a.part->pairs ? a.part->occurrences : count) - hits,
-                                       std::memory_order_relaxed);
+      counters_.cache_misses.fetch_add(misses, std::memory_order_relaxed);
+      t.counts.cache_hits.fetch_add(hits, std::memory_order_relaxed);
+      t.counts.cache_misses.fetch_add(misses, std::memory_order_relaxed);
     }
     if (stale()) {
       Vector<uint32_t> behind;
@@ -328,6 +330,7 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (t.abort_notice.load()) return aborted(t);
   counters_.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
+  t.counts.keys_looked_up.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
   return FRUGAL_OK;
 }
@@ -621,6 +624,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
     if (weight_grads[i])
       std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), accesses[i].part->n * sizeof(float));
   counters_.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
+  t.counts.keys_pushed.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
   return FRUGAL_OK;
 }

@@ -43,7 +43,10 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
     made = {};
     made.table = table;
   }
-  return t.caches[table.get()] = std::move(made);
+  TrainerTable& of = t.caches[table.get()] = std::move(made);
+  if (of.cache()) of.bytes = lines * per_line;
+  cache_bytes(t).fetch_add(of.bytes);
+  return of;
 }
 
 void Engine::open_cache(Trainer& t, const Table& table, uint64_t lines, TrainerTable* made) {

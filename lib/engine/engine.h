@@ -160,6 +160,7 @@ struct TrainerTable {
   std::unique_ptr<RowCache> host;      // on the cpu device
   std::unique_ptr<DeviceLines> lines;  // on a GPU
   std::unique_ptr<RowCache> elsewhere; // the index alone: the lines are another process's, on its GPU
+  uint64_t bytes = 0;                  // of the lines
   RowCache* cache() const { return lines ? &lines->index : elsewhere ? elsewhere.get() : host.get(); }
   // The index is what it will be after the boundary of step `planned`; the lines are not yet.
   uint64_t planned = kNoStep;
@@ -221,6 +222,11 @@ struct Trainer : HeapObject {
   // Nothing is cached before this step is to be committed: rows of the steps before may still be
   // undone, and nobody kept track of them while there was no cache. Set when it joins.
   uint64_t cache_from = 0;
+  // Its share of the engine's counters, and the memory of its caches.
+  struct Counts {
+    std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0}, gate_wait_ns{0};
+    std::atomic<uint64_t> host_cache_bytes{0}, hbm_cache_bytes{0};
+  } counts;
 };
 using TrainerRef = std::shared_ptr<Trainer>;
 
@@ -327,6 +333,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted);
   Status flush(Deadline deadline);
   Status read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline);
+  static std::atomic<uint64_t>& cache_bytes(Trainer& t) {
+    return t.gpu || t.lines_elsewhere ? t.counts.hbm_cache_bytes : t.counts.host_cache_bytes;
+  }
   // --- trainers.cpp
   // `elsewhere`: on a device of another process, which is none of the engine's.
   Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere = false);
@@ -352,7 +361,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void use_marked(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);
   Status remote_failed(Trainer& t);
-  void count_remote(const RemoteCounts& counts);
+  void count_remote(Trainer& t, const RemoteCounts& counts);
   bool tracing() const { return trace_.on(); }
   void trace_remote(const TraceEvent& event) { trace_.keep(event); }
   Status inside_step(Trainer& t);

@@ -28,6 +28,11 @@ class Exposition {
     add("frugal_%s %llu.%09u\n", name_.c_str(), static_cast<unsigned long long>(ns / 1000000000u),
         static_cast<unsigned>(ns % 1000000000u));
   }
+  void seconds(const char* label, const String& of, uint64_t ns) {
+    add("frugal_%s{%s=\"", name_.c_str(), label);
+    append_escaped(of.data(), of.size(), false, &out_);
+    add("\"} %llu.%09u\n", static_cast<unsigned long long>(ns / 1000000000u), static_cast<unsigned>(ns % 1000000000u));
+  }
   void status(Status value) { add("frugal_%s %d\n", name_.c_str(), static_cast<int>(value)); }
 
   // A counter of frugal_stats under its name there, with the units and suffixes that are customary.
@@ -81,6 +86,7 @@ String Engine::metrics() {
     uint32_t rank;
     uint64_t step;
     bool in_step;
+    TrainerRef trainer;
   };
   Vector<OfTrainer> trainers;
   Vector<TableRef> tables;
@@ -89,7 +95,7 @@ String Engine::metrics() {
     std::lock_guard<std::mutex> lock(mu_);
     tables = tables_;
     for (const TrainerRef& t : ranks_)
-      if (t) trainers.push_back({t->rank, t->step, t->in_step});
+      if (t) trainers.push_back({t->rank, t->step, t->in_step, t});
   }
 
   String out;
@@ -115,6 +121,19 @@ String Engine::metrics() {
     if (t.step != kNoStep) e.sample("rank", text("%u", t.rank), t.step);
   e.family("trainer_in_step", "gauge", "Whether the rank is inside of that step.");
   for (const OfTrainer& t : trainers) e.sample("rank", text("%u", t.rank), t.in_step);
+  using Counts = Trainer::Counts;
+  const auto of_each = [&](const char* name, const char* type, const char* help, std::atomic<uint64_t> Counts::*count) {
+    e.family(name, type, help);
+    for (const OfTrainer& t : trainers) e.sample("rank", text("%u", t.rank), (t.trainer->counts.*count).load());
+  };
+  of_each("trainer_keys_looked_up_total", "counter", "Keys of lookups of the rank, since it joined.", &Counts::keys_looked_up);
+  of_each("trainer_keys_pushed_total", "counter", "Keys of its pushes.", &Counts::keys_pushed);
+  of_each("trainer_cache_hits_total", "counter", "Keys served from its cache.", &Counts::cache_hits);
+  of_each("trainer_cache_misses_total", "counter", "Keys that its cache did not have.", &Counts::cache_misses);
+  of_each("trainer_host_cache_bytes", "gauge", "Memory of its cache, in host memory.", &Counts::host_cache_bytes);
+  of_each("trainer_hbm_cache_bytes", "gauge", "Memory of its cache, on its GPU.", &Counts::hbm_cache_bytes);
+  e.family("trainer_gate_wait_seconds_total", "counter", "Time that its calls of step_begin waited.");
+  for (const OfTrainer& t : trainers) e.seconds("rank", text("%u", t.rank), t.trainer->counts.gate_wait_ns.load());
   return out;
 }
 

@@ -284,7 +284,11 @@ Status Engine::remote_failed(Trainer& t) {
   }
 }
 
-void Engine::count_remote(const RemoteCounts& c) {
+void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
+  t.counts.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
+  t.counts.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
+  t.counts.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
+  t.counts.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
   counters_.keys_looked_up.fetch_add(c.keys_looked_up, std::memory_order_relaxed);
   counters_.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
   counters_.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);

@@ -1,5 +1,6 @@
 // The step protocol: gate, end, commit, abort.
 #include <algorithm>
+#include <optional>
 #include <cstring>
 
 #include "arith/fold.h"
@@ -144,6 +145,8 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (gate_open(step, nullptr, &in_flight, nullptr, &waited)) return FRUGAL_OK;
   counters_.gate_waits.fetch_add(1, std::memory_order_relaxed);
   Timed timed(counters_.gate_wait_ns);
+  std::optional<Timed> its;
+  if (t) its.emplace(t->counts.gate_wait_ns);
   if (pending_bytes_.load() > config_.pending_bytes)
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
   bool everything = false;

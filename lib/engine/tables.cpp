@@ -274,7 +274,10 @@ Status Engine::drop_table(const TableRef& table) {
     if (t) {
       // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
       // nobody uses a cache.
-      t->caches.erase(table.get());
+      if (auto at = t->caches.find(table.get()); at != t->caches.end()) {
+        cache_bytes(*t).fetch_sub(at->second.bytes);
+        t->caches.erase(at);
+      }
       std::lock_guard<std::mutex> lock(mu_);
       for (size_t i = t->backlog.size(); i-- > 0;)
         if (t->backlog_tables[i] == table) {

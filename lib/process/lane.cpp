@@ -450,7 +450,7 @@ Status Lane::step_end(const Header& request) {
   for (auto of : {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
     counts.*of -= std::min(counts.*of, here_.*of);
   here_ = {};
-  engine_->count_remote(counts);
+  engine_->count_remote(*trainer_, counts);
   // What the trainer has done by itself is part of the picture.
   if (request.args[3] > kMostEvents) return broken("too many events");
   TraceEvent events[kMostEvents];

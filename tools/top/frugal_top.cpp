@@ -154,6 +154,10 @@ struct Trainer {
   std::string rank;
   double step = -1;  // -1: none yet
   bool in_step = false;
+  double looked_up = 0, pushed = 0;  // keys a second
+  double hit_rate = -1;
+  double stall = 0;
+  double cache_bytes = 0;
 };
 
 struct Table {
@@ -171,6 +175,7 @@ struct View {
   double deferred = 0;     // share of the written rows that waited
   double writing = 0;      // processors that apply updates
   double pending_rows = 0, pending_bytes = 0, pending_peak = 0;
+  double hbm_bytes = 0, cache_bytes = 0, host_bytes = 0;  // the tiers: caches on GPUs and in host memory, tables
   std::vector<Trainer> trainers;
   std::vector<Table> tables;
 };
@@ -200,16 +205,35 @@ View Between(const Sample& before, const Sample& now) {
   v.pending_rows = now("pending_rows");
   v.pending_bytes = now("pending_bytes");
   v.pending_peak = now("pending_bytes_peak");
+  const auto value = [](const std::map<std::string, double>& of, const std::string& label, double none = 0) {
+    const auto at = of.find(label);
+    return at == of.end() ? none : at->second;
+  };
   for (const auto& [rank, inside] : now.of("trainer_in_step")) {
-    Trainer t{rank, -1, inside != 0};
-    const auto& steps = now.of("trainer_step");
-    if (const auto at = steps.find(rank); at != steps.end()) t.step = at->second;
+    // Less than before: another trainer has joined with the rank, and its counters began then.
+    const auto gained = [&](const std::map<std::string, double>& then, const std::map<std::string, double>& since) {
+      const double has = value(since, rank), had = value(then, rank);
+      return has < had ? has : has - had;
+    };
+    Trainer t;
+    t.rank = rank;
+    t.in_step = inside != 0;
+    t.step = value(now.of("trainer_step"), rank, -1);
+    t.looked_up = Share(gained(before.of("trainer_keys_looked_up_total"), now.of("trainer_keys_looked_up_total")), v.span);
+    t.pushed = Share(gained(before.of("trainer_keys_pushed_total"), now.of("trainer_keys_pushed_total")), v.span);
+    const double hits = gained(before.of("trainer_cache_hits_total"), now.of("trainer_cache_hits_total"));
+    const double misses = gained(before.of("trainer_cache_misses_total"), now.of("trainer_cache_misses_total"));
+    if (hits + misses > 0) t.hit_rate = hits / (hits + misses);
+    t.stall = Share(gained(before.of("trainer_gate_wait_seconds_total"), now.of("trainer_gate_wait_seconds_total")), v.span);
+    const double hbm = value(now.of("trainer_hbm_cache_bytes"), rank), host = value(now.of("trainer_host_cache_bytes"), rank);
+    t.cache_bytes = hbm + host;
+    v.hbm_bytes += hbm;
+    v.cache_bytes += host;
     v.trainers.push_back(t);
   }
   for (const auto& [name, rows] : now.of("table_rows")) {
-    const auto& bytes = now.of("table_bytes");
-    const auto at = bytes.find(name);
-    v.tables.push_back({name, rows, at == bytes.end() ? 0 : at->second});
+    v.tables.push_back({name, rows, value(now.of("table_bytes"), name)});
+    v.host_bytes += v.tables.back().bytes;
   }
   return v;
 }
@@ -261,12 +285,17 @@ std::string Text(const View& v) {
   line("stall " + Percent(v.stall) + "   cache hits " + (v.hit_rate < 0 ? "-" : Percent(v.hit_rate)) + "   deferred " +
        Percent(v.deferred) + "   writing " + Format("%.2f cores", v.writing));
   line("pending " + Number(v.pending_rows) + " rows, " + Bytes(v.pending_bytes) + " (peak " + Bytes(v.pending_peak) + ")");
+  line("tiers   caches on GPUs " + Bytes(v.hbm_bytes) + ", caches in host memory " + Bytes(v.cache_bytes) +
+       ", tables in host memory " + Bytes(v.host_bytes));
   if (!v.trainers.empty()) {
-    line("\n  rank         step  where");
+    line("\n  rank         step  where      keys/s   pushed/s    stall     hits      cache");
     for (const Trainer& t : v.trainers) {
-      char row[96];
-      std::snprintf(row, sizeof(row), "%6s %12s  %s", t.rank.c_str(), t.step < 0 ? "-" : Format("%.0f", t.step).c_str(),
-                    t.in_step ? "inside" : t.step < 0 ? "joined" : "between");
+      char row[160];
+      std::snprintf(row, sizeof(row), "%6s %12s  %-7s %9s  %9s %8s %8s %10s", t.rank.c_str(),
+                    t.step < 0 ? "-" : Format("%.0f", t.step).c_str(),
+                    t.in_step ? "inside" : t.step < 0 ? "joined" : "between", Number(t.looked_up).c_str(),
+                    Number(t.pushed).c_str(), Percent(t.stall).c_str(),
+                    t.hit_rate < 0 ? "-" : Percent(t.hit_rate).c_str(), Bytes(t.cache_bytes).c_str());
       line(row);
     }
   }
@@ -319,11 +348,17 @@ std::string Json(const View& v) {
   number("pending_rows", v.pending_rows);
   number("pending_bytes", v.pending_bytes);
   number("pending_bytes_peak", v.pending_peak);
+  field("tiers", "{\"hbm_caches\":" + Format("%.0f", v.hbm_bytes) + ",\"host_caches\":" +
+                     Format("%.0f", v.cache_bytes) + ",\"host_tables\":" + Format("%.0f", v.host_bytes) + "}");
   std::string list;
   for (const Trainer& t : v.trainers)
     list += std::string(list.empty() ? "" : ",") + "{\"rank\":" + t.rank +
             ",\"step\":" + (t.step < 0 ? "null" : Format("%.0f", t.step)) +
-            ",\"in_step\":" + (t.in_step ? "true" : "false") + "}";
+            ",\"in_step\":" + (t.in_step ? "true" : "false") +
+            ",\"keys_per_second\":" + Format("%.17g", t.looked_up) +
+            ",\"pushed_per_second\":" + Format("%.17g", t.pushed) +
+            ",\"hit_rate\":" + (t.hit_rate < 0 ? "null" : Format("%.17g", t.hit_rate)) +
+            ",\"stall\":" + Format("%.17g", t.stall) + ",\"cache_bytes\":" + Format("%.0f", t.cache_bytes) + "}";
   field("trainers", "[" + list + "]");
   list.clear();
   for (const Table& t : v.tables)

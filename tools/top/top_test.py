@@ -37,11 +37,26 @@ frugal_table_bytes{table="a \"b\"\n\\c"} 2097152
 frugal_trainer_step{rank="0"} 50
 frugal_trainer_in_step{rank="0"} 1
 frugal_trainer_in_step{rank="1"} 0
+frugal_trainer_keys_looked_up_total{rank="0"} 3000
+frugal_trainer_keys_looked_up_total{rank="1"} 1000
+frugal_trainer_keys_pushed_total{rank="0"} 500
+frugal_trainer_cache_hits_total{rank="0"} 10
+frugal_trainer_cache_misses_total{rank="0"} 30
+frugal_trainer_gate_wait_seconds_total{rank="0"} 2.000000000
+frugal_trainer_gate_wait_seconds_total{rank="1"} 0.000000000
+frugal_trainer_host_cache_bytes{rank="0"} 2048
+frugal_trainer_hbm_cache_bytes{rank="0"} 0
+frugal_trainer_hbm_cache_bytes{rank="1"} 4096
 '''
 # Four seconds later: 100 steps, and now a cache was asked.
 SECOND = (FIRST.replace('committed_total 50', 'committed_total 150').replace('uptime_seconds 10', 'uptime_seconds 14')
           .replace('committed_step 49', 'committed_step 149').replace('gate_wait_seconds_total 2', 'gate_wait_seconds_total 6')
           .replace('rows_updated_total 1000', 'rows_updated_total 1400').replace('rows_deferred_total 250', 'rows_deferred_total 450')
+          .replace('looked_up_total{rank="0"} 3000', 'looked_up_total{rank="0"} 3400')
+          .replace('looked_up_total{rank="1"} 1000', 'looked_up_total{rank="1"} 200')  # another, since a moment ago
+          .replace('hits_total{rank="0"} 10', 'hits_total{rank="0"} 40')
+          .replace('misses_total{rank="0"} 30', 'misses_total{rank="0"} 40')
+          .replace('wait_seconds_total{rank="0"} 2', 'wait_seconds_total{rank="0"} 3')
           + 'frugal_cache_hits_total 30\nfrugal_cache_misses_total 10\n')
 
 
@@ -72,7 +87,11 @@ class Top(unittest.TestCase):
         'steps_per_second': 5, 'aborts_per_second': 0, 'rows_per_second': 100, 'keys_per_second': 400,
         'new_rows_per_second': 0, 'hit_rate': None, 'stall': 0.1, 'deferred': 0.25, 'writing_cores': 0.5,
         'pending_rows': 12, 'pending_bytes': 1536, 'pending_bytes_peak': 4096,
-        'trainers': [{'rank': 0, 'step': 50, 'in_step': True}, {'rank': 1, 'step': None, 'in_step': False}],
+        'tiers': {'hbm_caches': 4096, 'host_caches': 2048, 'host_tables': 2097152},
+        'trainers': [{'rank': 0, 'step': 50, 'in_step': True, 'keys_per_second': 300, 'pushed_per_second': 50,
+                      'hit_rate': 0.25, 'stall': 0.2, 'cache_bytes': 2048},
+                     {'rank': 1, 'step': None, 'in_step': False, 'keys_per_second': 100, 'pushed_per_second': 0,
+                      'hit_rate': None, 'stall': 0, 'cache_bytes': 4096}],
         'tables': [{'name': 'a "b"\n\\c', 'rows': 7, 'bytes': 2097152}]})
 
   def test_later_looks_are_of_the_time_between(self):
@@ -89,6 +108,9 @@ class Top(unittest.TestCase):
             break
         self.assertEqual((told['seconds'], told['steps_per_second'], told['rows_per_second']), (4, 25, 100))
         self.assertEqual((told['hit_rate'], told['stall'], told['deferred']), (0.75, 0.5, 0.5))
+        first, second = told['trainers']
+        self.assertEqual((first['keys_per_second'], first['hit_rate'], first['stall']), (100, 0.75, 0.25))
+        self.assertEqual(second['keys_per_second'], 50)
         # Another engine, younger: since its opening.
         self.write(FIRST)
         for line in top.stdout:
@@ -105,7 +127,8 @@ class Top(unittest.TestCase):
     self.assertEqual(done.returncode, 0)
     self.assertNotIn('\033', done.stdout)
     for words in ('health FRUGAL_OK', 'committed step 49', 'steps/s 5', 'rows/s 100', 'stall 10.0 %', 'cache hits -',
-                  'pending 12 rows, 1.50 KiB (peak 4.00 KiB)', '2.00 MiB  a "b"?\\c', 'inside', 'joined'):
+                  'pending 12 rows, 1.50 KiB (peak 4.00 KiB)', '2.00 MiB  a "b"?\\c', 'inside', 'joined', 'caches on GPUs 4.00 KiB', 'tables in host memory 2.00 MiB',
+                  '25.0 %'):
       self.assertIn(words, done.stdout)
 
   @unittest.skipIf(LIBRARY is None, 'no library was given')
