@@ -650,11 +650,54 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_EQ(samples["frugal_trainer_in_step{rank=\"0\"}"], "0");
   EXPECT_EQ(samples["frugal_trainer_step{rank=\"1\"}"], "10");
   EXPECT_EQ(samples["frugal_trainer_in_step{rank=\"1\"}"], "1");
-  // All of frugal_stats, and eight families more.
-  EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 8);
+  for (const char* rank : {"0", "1"}) {
+    const std::string of = std::string("{rank=\"") + rank + "\"}";
+    EXPECT_EQ(samples["frugal_trainer_keys_looked_up_total" + of], std::to_string(3 * kKeys));
+    EXPECT_EQ(samples["frugal_trainer_keys_pushed_total" + of], std::to_string(3 * kKeys));
+    EXPECT_EQ(samples["frugal_trainer_host_cache_bytes" + of], "0");
+    EXPECT_EQ(samples["frugal_trainer_hbm_cache_bytes" + of], "0");
+    EXPECT_EQ(samples["frugal_trainer_cache_hits_total" + of], "0");
+  }
+  const double waited = std::stod(samples["frugal_trainer_gate_wait_seconds_total{rank=\"0\"}"]) +
+                        std::stod(samples["frugal_trainer_gate_wait_seconds_total{rank=\"1\"}"]);
+  EXPECT_NEAR(waited, std::stod(samples["frugal_gate_wait_seconds_total"]), waited / 100 + 1e-4);
+  EXPECT_EQ(types["frugal_trainer_gate_wait_seconds_total"], "counter");
+  // All of frugal_stats, and fifteen families more.
+  EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 15);
   EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]), std::stod(before["frugal_uptime_seconds"]));
   EXPECT_EQ(frugal_table_drop(odd), FRUGAL_ERR_BUSY);
 
+}
+
+TEST(Metrics, CachesOfTrainers) {
+  Engine engine([](frugal_config* c) { c->world_size = 2; });
+  frugal_table* table = engine.Table("users");
+  frugal_table* other = engine.Table("other");
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.cache_ratio = 0.5;
+  frugal_trainer* trainers[2] = {};
+  ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainers[0]));
+  config.rank = 1;
+  config.cache_ratio = 0;
+  ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainers[1]));
+  for (frugal_table* of : {table, other}) {
+    const uint64_t first = of == table ? 0 : 5;
+    std::thread second([&] { Train(trainers[1], of, first, first + 5); });
+    Train(trainers[0], of, first, first + 5);
+    second.join();
+  }
+  auto samples = Samples(Metrics(engine.handle));
+  const auto bytes = [&] { return std::stod(samples["frugal_trainer_host_cache_bytes{rank=\"0\"}"]); };
+  const double both = bytes();
+  EXPECT_GT(both, 2 * 2000 * sizeof(float));
+  EXPECT_EQ(samples["frugal_trainer_host_cache_bytes{rank=\"1\"}"], "0");
+  EXPECT_EQ(samples["frugal_trainer_hbm_cache_bytes{rank=\"0\"}"], "0");
+  EXPECT_EQ(samples["frugal_trainer_cache_hits_total{rank=\"0\"}"], samples["frugal_cache_hits_total"]);
+  EXPECT_EQ(samples["frugal_trainer_cache_misses_total{rank=\"0\"}"], samples["frugal_cache_misses_total"]);
+  EXPECT_GT(std::stod(samples["frugal_cache_misses_total"]), 0);
+  ASSERT_OK(frugal_table_drop(other));
+  samples = Samples(Metrics(engine.handle));
+  EXPECT_EQ(bytes(), both / 2);
 }
 
 TEST(Metrics, TheSizeIsTold) {

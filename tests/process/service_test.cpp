@@ -1010,6 +1010,71 @@ struct Job {
   }
 };
 
+// The first trainer's process may be the controller, and its death is then the controller's: the others learn of it at
+// once, read out what is committed, and find the address free.
+TEST_F(Service, TheHostIsKilled) {
+  int said[2];
+  ASSERT_EQ(0, pipe2(said, O_CLOEXEC));
+  const pid_t parent = getpid(), host = fork();
+  if (host == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(1);
+    frugal_config c = Config("");
+    c.backing = FRUGAL_BACKING_SHM;
+    Job job;
+    frugal_table_config tc = TableConfig("t", 4);
+    tc.optimizer.lr = 1;
+    if (frugal_open(&c, &job.a) || frugal_table_create(job.a, &tc, &job.ta) || Join(job.a, 0, &job.t0) ||
+        frugal_serve(job.a, address().c_str()) || write(said[1], "s", 1) != 1)
+      _exit(2);
+    for (;; ++job.step) {
+      if (frugal_step_begin(job.t0, job.step, -1)) _exit(3);
+      job.Push(job.t0, job.ta);
+      if (job.step == 6) break;  // and it never ends that one
+      if (frugal_step_end(job.t0, job.step, 0)) _exit(4);
+    }
+    if (write(said[1], "i", 1) != 1) _exit(5);
+    for (;;) pause();
+  }
+  close(said[1]);
+  char word;
+  ASSERT_EQ(1, read(said[0], &word, 1));
+  Job job;
+  OK(Open(address(), &job.b, 600000));
+  OK(frugal_table_find(job.b, "t", &job.tb));
+  OK(Join(job.b, 1, &job.t1));
+  for (; job.step < 6; ++job.step) {
+    OK(frugal_step_begin(job.t1, job.step, -1));
+    job.Push(job.t1, job.tb);
+    OK(frugal_step_end(job.t1, job.step, 0));
+  }
+  OK(frugal_step_begin(job.t1, 6, -1));
+  job.Push(job.t1, job.tb);
+  OK(frugal_step_end(job.t1, 6, 0));
+  ASSERT_EQ(1, read(said[0], &word, 1));
+  close(said[0]);
+  // One call is under way, and another is made afterwards.
+  std::thread waits([&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1)) << Error(); });
+  usleep(10000);
+  kill(host, SIGKILL);
+  waits.join();
+  int status = 0;
+  ASSERT_EQ(host, waitpid(host, &status, 0));
+  ASSERT_TRUE(WIFSIGNALED(status)) << WEXITSTATUS(status);
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1));
+  uint64_t committed = 99;
+  OK(frugal_committed_step(job.b, &committed));
+  EXPECT_EQ(5u, committed);
+  job.ta = job.tb;
+  job.Check();
+  ControllerProgram next(address());
+  EXPECT_TRUE(next.serves());
+  frugal_engine* again = nullptr;
+  OK(Open(address(), &again));
+  OK(frugal_close(again));
+  OK(frugal_close(job.b));
+}
+
 // An abandoned trainer is as one whose process has ended: it is waited for, and what it did is undone.
 TEST_F(Service, AbandonedTrainer) {
   ControllerProgram controller(address());
