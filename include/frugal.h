@@ -215,8 +215,12 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
 
 /* Opens an engine and starts its threads; with `service` set it attaches to the engine of another
  * process (frugal_serve) and all calls are the same. Of its configuration `config` must ask for the same
- * world_size, lookahead, staleness and seed (else INVALID_ARGUMENT). timeout_ms is of this process's calls, log is
- * not called; the rest is as that engine has it, which the first to attach to a frugal-controller decides.
+ * world_size, lookahead, staleness and seed (else INVALID_ARGUMENT). timeout_ms is of this process's calls, also of this
+ * one, which waits for so long where nobody serves the address yet; log is not called; the rest is as that
+ * engine has it, which the first to attach to a frugal-controller decides: with the timeout_ms after which a rank that
+ * says nothing is lost. Where the controller does not answer, any call may answer TIMEOUT or PEER_LOST; where it was
+ * stopped or has ended, PEER_LOST, but for those that read out the tables when its process has ended. A call outside
+ * of steps waits for those that other threads of the process have under way, whatever its own time-out.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build cannot
  * attach), PEER_LOST (nobody serves that address). Ownership: the caller closes *engine_out. Threads:
  * any. `config` NULL means all defaults. */

@@ -87,7 +87,8 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
   const size_t span = bytes + kHugePage;
   void* raw = mmap(nullptr, span, protection, MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: is the process (or the "
+                      "controller's) limited (ulimit -v)?", bytes);
   const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
   const uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
   if (aligned > start) munmap(raw, aligned - start);

@@ -59,8 +59,8 @@ Status check_table(const frugal_table_config& c, bool need_name) {
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
   if (need_name) {
     if (!c.name) return bad("name is NULL");
-    size_t n = strnlen(c.name, 256);
-    if (n == 0 || n > 255) return bad("name must have 1..255 bytes");
+    size_t n = strnlen(c.name, kMostName + 1);
+    if (n == 0 || n > kMostName) return bad("name must have 1..255 bytes");
   }
   if (c.key_space != FRUGAL_DENSE && c.key_space != FRUGAL_HASHED) return bad("unknown key_space");
   if (c.dtype != FRUGAL_F32) return bad("unknown dtype");

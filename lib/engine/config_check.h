@@ -7,6 +7,8 @@ namespace frugal {
 
 struct Table;
 
+constexpr size_t kMostName = 255;  // bytes of a table's name
+
 template <class T>
 Status check_size(const T* config, const char* name) {
   if (config->struct_size == sizeof(T)) return FRUGAL_OK;

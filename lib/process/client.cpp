@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/handles.h"
+#include "engine/config_check.h"
 #include "process/exchange.h"
 
 namespace frugal {
@@ -84,7 +85,8 @@ Status Client::attach(const frugal_config& config) {
     frugal_error error;  // nobody serves the address
     end_call(s);
     last_error(&error);
-    return fail_errno(FRUGAL_ERR_PEER_LOST, error.system_code, "%s", error.message);
+    error.status = FRUGAL_ERR_PEER_LOST;
+    return fail_as(error);
   }
   FRUGAL_TRY(Watch::open(&watch_));
   frugal_config asked = config;
@@ -196,6 +198,14 @@ Deadline Client::deadline(int64_t timeout_ms) const {
   return {now_ns() + (ms > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ms * 1000000u)};
 }
 
+// One that stops in good order says that it is closed, which this engine is not.
+Status Client::of_controller(Status s) const {
+  if (s != FRUGAL_ERR_CLOSED || closed_.load()) return s;
+  return fail(FRUGAL_ERR_PEER_LOST,
+              "the controller is stopping: the tables can be read out when its process has ended; open the engine "
+              "again when there is another");
+}
+
 // A process that ends loses its connections a moment before it counts as ended. Whether that was it.
 bool Client::see_end(Status s) {
   const int fd = control_->controller_pidfd();
@@ -208,7 +218,9 @@ bool Client::see_end(Status s) {
 Status Client::health() {
   FRUGAL_TRY(check());
   int32_t h = FRUGAL_OK;
-  if (Status s = control_->health(config_.timeout_ms, &h)) {
+  if (channel_->is_cut())
+    return fail(FRUGAL_ERR_PEER_LOST, "the controller did not answer a call of this process: close the engine and open it again");
+  if (Status s = of_controller(control_->health(config_.timeout_ms, &h))) {
     (void)see_end(s);
     return s;
   }
@@ -218,14 +230,14 @@ Status Client::health() {
 Status Client::committed(uint64_t* step) {
   if (Remaining remains{*this}) return remains_.committed(step);
   FRUGAL_TRY(check());
-  const Status s = control_->committed(config_.timeout_ms, step);
+  const Status s = of_controller(control_->committed(config_.timeout_ms, step));
   return see_end(s) ? committed(step) : s;
 }
 
 Status Client::stats(frugal_stats* out) {
   FRUGAL_TRY(check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  return control_->stats(config_.timeout_ms, out);
+  return of_controller(control_->stats(config_.timeout_ms, out));
 }
 
 Status Client::request(Channel& channel, uint64_t sequence, const Exchange& e) {
@@ -341,21 +353,23 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
 Status Client::create_table(const frugal_table_config& config, RemoteTableRef* out) {
   FRUGAL_TRY(check());
   TableReply reply;
-  FRUGAL_TRY(control_->create_table(config, config_.timeout_ms, &reply));
+  FRUGAL_TRY(of_controller(control_->create_table(config, config_.timeout_ms, &reply)));
   return take_table(reply, config.name, out);
 }
 
 Status Client::find_table(const char* name, RemoteTableRef* out) {
   FRUGAL_TRY(check());
   TableReply reply;
-  FRUGAL_TRY(control_->find_table(name, config_.timeout_ms, &reply));
+  // A message has a limit, and no table such a name.
+  if (std::strlen(name) > kMostName) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.64s...'", name);
+  FRUGAL_TRY(of_controller(control_->find_table(name, config_.timeout_ms, &reply)));
   return take_table(reply, name, out);
 }
 
 Status Client::drop_table(const RemoteTableRef& table) {
   FRUGAL_TRY(check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  FRUGAL_TRY(control_->drop_table(table->id, config_.timeout_ms));
+  FRUGAL_TRY(of_controller(control_->drop_table(table->id, config_.timeout_ms)));
   table->dropped.store(true);
   handle_remove(HandleKind::kRemoteTable, table->handle);
   return FRUGAL_OK;
@@ -521,7 +535,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     }
   } joining{*this, t->gpu.get()};
   JoinReply reply;
-  FRUGAL_TRY(control_->join(config, config_.timeout_ms, &reply));
+  FRUGAL_TRY(of_controller(control_->join(config, config_.timeout_ms, &reply)));
   // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
   struct Joined {
     Client* client;

@@ -227,6 +227,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
                      bool* answered);
   uint64_t overdue(const Exchange& e) const;
   Status not_answered(Channel& channel, Status s);
+  Status of_controller(Status s) const;
   // Prefetches that were not waited for.
   Status declare_late(RemoteTrainer& t, Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch);
   Status settle(RemoteTrainer& t);

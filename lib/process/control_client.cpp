@@ -121,7 +121,8 @@ kj::Promise<void> take_given(wire::Given::Reader from, std::shared_ptr<Call> cal
         copy = fcntl(*there, F_DUPFD_CLOEXEC, 3);
         if (copy < 0) {
           call->finish(FRUGAL_ERR_OUT_OF_MEMORY, errno, 0,
-                       "a descriptor that the controller has sent cannot be duplicated");
+                       "a descriptor that the controller has sent cannot be duplicated: this process has too many "
+                       "open; raise its limit (ulimit -n)");
           return;
         }
       } else {

@@ -151,7 +151,12 @@ Status ControlPlace::bind() {
                       "the controller's socket cannot be made at %s", address_.c_str());
   }
   bound_ = true;
-  if (lstat(address_.c_str(), &there) != 0 || (there.st_mode & 077) != 0)
+  const bool found = lstat(address_.c_str(), &there) == 0;
+  if (found) {
+    device_ = there.st_dev;
+    inode_ = there.st_ino;
+  }
+  if (!found || (there.st_mode & 077) != 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "this system makes sockets that other users can open; %s is not served", address_.c_str());
   if (chmod(address_.c_str(), 0600) != 0)  // the umask may have taken from the owner, too
@@ -161,12 +166,17 @@ Status ControlPlace::bind() {
   return FRUGAL_OK;
 }
 
+// Somebody may have removed the files, and then they are another controller's by now.
 void ControlPlace::leave() {
-  if (bound_) unlink(address_.c_str());
+  struct stat mine, there;
+  if (bound_ && lstat(address_.c_str(), &there) == 0 && there.st_dev == device_ && there.st_ino == inode_)
+    unlink(address_.c_str());
   bound_ = false;
   ForkedDescriptors::close(listener_);
   listener_ = -1;
-  if (lock_ >= 0) unlink(lock_path_.c_str());
+  if (lock_ >= 0 && fstat(lock_, &mine) == 0 && lstat(lock_path_.c_str(), &there) == 0 && there.st_dev == mine.st_dev &&
+      there.st_ino == mine.st_ino)
+    unlink(lock_path_.c_str());
   ForkedDescriptors::close(lock_);
   lock_ = -1;
 }
@@ -185,6 +195,12 @@ Attempt connect_once(const char* address) {
     out.code = errno;
     ForkedDescriptors::close(made);
     // No file yet, nobody listens (any more), or the queue of those who connect is full.
+    struct stat there;
+    if (out.code == ECONNREFUSED && stat(address, &there) == 0 && !S_ISSOCK(there.st_mode)) {
+      out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is there and is no socket: it is not a controller's address",
+                        address);
+      return out;
+    }
     out.again = out.code == ENOENT || out.code == ECONNREFUSED || out.code == EAGAIN ||
                 out.code == EINTR || out.code == ECONNRESET;
     if (!out.again)

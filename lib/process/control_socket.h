@@ -33,6 +33,7 @@ class ControlPlace : public HeapObject {
   int lock_ = -1;
   int listener_ = -1;
   bool bound_ = false;
+  uint64_t device_ = 0, inode_ = 0;  // of the socket's file
 };
 
 // One attempt to connect.

@@ -49,7 +49,7 @@ Status Client::take_answer(Channel& channel, uint64_t sequence, const Header& h,
     }
     *answered = true;
     frugal_error error{status, failure.system_code, failure.device_code, 0, text};
-    return fail_as(error);
+    return of_controller(fail_as(error));
   }
   *answered = true;
   std::copy(std::begin(h.args), std::end(h.args), e.args);

@@ -82,6 +82,51 @@ TEST_F(Service, NobodyThere) {
   EXPECT_TRUE(Says("no controller")) << Error();
 }
 
+// What is at an address and can never be a controller is told at once.
+TEST_F(Service, NoSocketThere) {
+  std::FILE* f = std::fopen(address().c_str(), "w");
+  ASSERT_NE(f, nullptr);
+  std::fclose(f);
+  for (const std::string& wrong : {address(), folder_.path()}) {
+    frugal_engine* e = nullptr;
+    EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, Open(wrong, &e, 600000));
+    EXPECT_TRUE(Says("no socket")) << Error();
+  }
+  unlink(address().c_str());
+}
+
+// Somebody removes the files of a controller, and another begins in its place: that one's stay.
+TEST_F(Service, FilesOfAnother) {
+  ControllerProgram first(address());
+  ASSERT_TRUE(first.serves());
+  ASSERT_EQ(0, unlink(address().c_str()));
+  ASSERT_EQ(0, unlink((address() + ".lock").c_str()));
+  ControllerProgram second(address());
+  ASSERT_TRUE(second.serves());
+  EXPECT_EQ(0, first.end(SIGTERM));
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e));
+  OK(frugal_close(e));
+  EXPECT_EQ(0, second.end(SIGTERM));
+  EXPECT_TRUE(folder_.entries().empty());
+}
+
+TEST_F(Service, LongNames) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e));
+  frugal_table* t = nullptr;
+  for (size_t n : {255, 256, 66000, 1000000}) {
+    const std::string name(n, 'n');
+    EXPECT_EQ(FRUGAL_ERR_NOT_FOUND, frugal_table_find(e, name.c_str(), &t)) << n;
+  }
+  const std::string longest(255, 'n');
+  const frugal_table_config c = TableConfig(longest.c_str());
+  OK(frugal_table_create(e, &c, &t));
+  OK(frugal_table_find(e, longest.c_str(), &t));
+  OK(frugal_close(e));
+}
+
 TEST_F(Service, AnotherConfiguration) {
   ControllerProgram controller(address());
   ASSERT_TRUE(controller.serves());
@@ -653,7 +698,9 @@ TEST_F(Service, AnUndoBesideADeclaration) {
     if (declared) status = frugal_step_end(t0, s, 0);
     EXPECT_EQ(FRUGAL_ERR_STEP_ABORTED, status) << Error();
     OK(frugal_step_begin(t0, s, -1));
-    if (!declared) OK(frugal_prefetch(t0, s + 1, &op, 1, &beside));
+    if (!declared) {
+      OK(frugal_prefetch(t0, s + 1, &op, 1, &beside));
+    }
     OK(frugal_step_begin(t1, s, -1));
     OK(frugal_step_end(t0, s, 0));
     OK(frugal_step_end(t1, s, 0));
@@ -1073,6 +1120,37 @@ TEST_F(Service, TheHostIsKilled) {
   OK(Open(address(), &again));
   OK(frugal_close(again));
   OK(frugal_close(job.b));
+}
+
+// A controller that is told to stop is as good as dead: no call says that the engine was closed, which it was not.
+TEST_F(Service, StoppedInGoodOrder) {
+  for (int round = 0; round < 10; ++round) {
+    ControllerProgram controller(address());
+    Job job;
+    job.Start(address(), 60000);
+    OK(Join(job.b, 1, &job.t1));
+    job.Step();
+    job.Step();
+    OK(frugal_step_begin(job.t0, 2, -1));
+    OK(frugal_step_begin(job.t1, 2, -1));
+    job.Push(job.t0, job.ta);
+    OK(frugal_step_end(job.t0, 2, 0));
+    std::thread waits([&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t0, 3, -1)) << Error(); });
+    usleep(static_cast<useconds_t>(round * 500));
+    kill(controller.pid(), SIGTERM);
+    waits.join();
+    uint64_t step = 99;
+    OK(frugal_committed_step(job.a, &step));
+    EXPECT_EQ(1u, step);
+    EXPECT_EQ(0, controller.wait_for());
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_end(job.t1, 2, 0)) << Error();
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_health(job.b));
+    OK(frugal_committed_step(job.b, &step));
+    EXPECT_EQ(1u, step);
+    job.Check();
+    OK(frugal_close(job.a));
+    OK(frugal_close(job.b));
+  }
 }
 
 // An abandoned trainer is as one whose process has ended: it is waited for, and what it did is undone.
