@@ -134,8 +134,8 @@ class Run {
     if (meeting_.boundaries_open >= static_cast<int64_t>(index)) return true;
     progress_->phase = "outside steps";
     const std::vector<OutsideAction>& actions = script_.boundaries.at(index);
-    while (meeting_.outside_done < boundary.actions + actions.size() && !failed()) {
-      const uint64_t number = meeting_.outside_done;
+    // Read once a turn: other processes count on, up to the last.
+    for (uint64_t number; (number = meeting_.outside_done) < boundary.actions + actions.size() && !failed();) {
       const OutsideAction& action = actions[number - boundary.actions];
       if (WhoDoes(action, number) != party_.process) return false;
       DoOutside(action, index);
