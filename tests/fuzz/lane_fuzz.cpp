@@ -152,6 +152,7 @@ class Enemy {
         h.args[0] = call == Call::kAccess ? Count(n) : Near(world_.step + in_.Number(1) % 3);
         h.args[1] = Count(n);
         h.args[2] = Near(batch_ + 1);
+        h.args[3] = call == Call::kPrefetch ? in_.Number(1) % 2 : 0;
         Ops(n, call == Call::kPrefetch);
         break;
       case Call::kStepBegin:
