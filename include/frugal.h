@@ -31,8 +31,8 @@
  *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
  *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
  *   stream is being captured). With a service every call may answer PEER_LOST. When the controller's
- *   process has ended, in any way, the tables that this process has opened can still be read out as of
- *   the last committed step, until it closes the engine: frugal_get, frugal_read, frugal_table_count,
+ *   process has ended, in any way, or has closed the engine, the tables that this process has opened can still be read out
+ *   as of the last committed step, until it closes the engine itself: frugal_get, frugal_read, frugal_table_count,
  *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work. Of a frugal_put
  *   or frugal_delete that was under way each row is as before or as after it. They answer PEER_LOST
  *   where something is missing (the message names the step), NOT_FOUND where the table was dropped,
@@ -219,16 +219,16 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
  * one, which waits for so long where nobody serves the address yet; log is not called; the rest is as that
  * engine has it, which the first to attach to a frugal-controller decides: with the timeout_ms after which a rank that
  * says nothing is lost. Where the controller does not answer, any call may answer TIMEOUT or PEER_LOST; where it was
- * stopped or has ended, PEER_LOST, but for those that read out the tables when its process has ended. A call outside
+ * stopped or has ended, PEER_LOST, but for those that read out the tables when it has ended. A call outside
  * of steps waits for those that other threads of the process have under way, whatever its own time-out.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build cannot
  * attach), PEER_LOST (nobody serves that address). Ownership: the caller closes *engine_out. Threads:
  * any. `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 
-/* Stops the threads, writes what is pending, and frees everything, the tables, too; trainers, tables
- * and batches of the engine become closed handles; a step that some rank is inside of is lost. NULL
- * is accepted.
+/* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
+ * read out all the same); trainers, tables and batches of the engine become closed handles; a step that some rank is
+ * inside of is lost. NULL is accepted.
  * Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_close(frugal_engine *engine);

@@ -50,7 +50,7 @@ struct TableLedger::Record : HeapObject {
 Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed, std::shared_ptr<Ledger>* out) {
   std::shared_ptr<Ledger> l(new Ledger(pool, arena));
   FRUGAL_TRY(pool.get(sizeof(LedgerRoot), &l->memory_));
-  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}};
+  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}};
   *out = std::move(l);
   return FRUGAL_OK;
 }

@@ -37,6 +37,7 @@ struct LedgerRoot {
   static constexpr uint64_t kMagic = 0x3167646c67757246;  // "Frugldg1"
   uint64_t magic;
   std::atomic<uint64_t> committed;  // step; kNoStep: none
+  std::atomic<uint64_t> ended;      // 1: nobody writes any more, although the process may live
 };
 
 struct LedgerTerms {  // of one rank in an update
@@ -192,6 +193,8 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // no row is written before
     ledger_point();
   }
+  // The engine was shut down.
+  void end() noexcept { root_->ended.store(1, std::memory_order_release); }
   static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % Rows::kMarks); }
   Status add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out);
   // Memory that others have mapped under a number.

@@ -71,6 +71,13 @@ void Engine::shutdown() {
     reapers.swap(reapers_);
   }
   for (std::thread& r : reapers) r.join();
+  // Processes that are attached read the tables out from when all of this is gone.
+  struct End {
+    Ledger* ledger;
+    ~End() {
+      if (ledger) ledger->end();
+    }
+  } end{ledger_.get()};
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
     FpEnvironment fp;

@@ -15,7 +15,8 @@ namespace frugal {
 
 namespace {
 
-constexpr int kEndMs = 2000;  // between a process' last connection and its end
+constexpr uint64_t kEndMs = 2000;  // between a controller's last connection and its end
+constexpr int kLookMs = 5;         // of which there is no event where its process lives
 constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 void close_all(Vector<int>& descriptors) {
@@ -183,7 +184,7 @@ void Client::shutdown() {
 }
 
 Status Client::lost() const {
-  return fail(FRUGAL_ERR_PEER_LOST, "the controller's process is gone: open the engine again when there is another");
+  return fail(FRUGAL_ERR_PEER_LOST, "the controller is gone: open the engine again when there is another");
 }
 
 Status Client::check() const {
@@ -202,17 +203,21 @@ Deadline Client::deadline(int64_t timeout_ms) const {
 Status Client::of_controller(Status s) const {
   if (s != FRUGAL_ERR_CLOSED || closed_.load()) return s;
   return fail(FRUGAL_ERR_PEER_LOST,
-              "the controller is stopping: the tables can be read out when its process has ended; open the engine "
+              "the controller is stopping: the tables can be read out when it has ended; open the engine "
               "again when there is another");
 }
 
-// A process that ends loses its connections a moment before it counts as ended. Whether that was it.
+// A controller that ends loses its connections a moment before its process, or its engine, counts as ended. Whether that
+// was it.
 bool Client::see_end(Status s) {
-  const int fd = control_->controller_pidfd();
-  pollfd p{fd, POLLIN, 0};
-  if (s != FRUGAL_ERR_PEER_LOST || fd < 0 || closed_.load() || poll(&p, 1, kEndMs) != 1) return false;
-  peer_ended();
-  return true;
+  if (s != FRUGAL_ERR_PEER_LOST) return false;
+  pollfd p{control_->controller_pidfd(), POLLIN, 0};  // one that is negative is waited for in vain
+  for (const uint64_t until = now_ns() + kEndMs * 1'000'000; now_ns() < until && !closed_.load();)
+    if (Remaining(*this) || poll(&p, 1, kLookMs) == 1) {
+      peer_ended();
+      return true;
+    }
+  return false;
 }
 
 Status Client::health() {

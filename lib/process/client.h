@@ -190,11 +190,12 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
-  // Whether the controller's process has ended, so that rows are read out of what it has left: which stays
-  // until this does.
+  // Whether the controller has ended, its process or only the engine there, so that rows are read out of what it has
+  // left: which stays until this does.
   class Remaining {
    public:
-    explicit Remaining(Client& c) : stay_(c.remains_mu_), there_(c.lost_.load() && !c.closed_.load()) {}
+    explicit Remaining(Client& c)
+        : stay_(c.remains_mu_), there_(!c.closed_.load() && (c.lost_.load() || c.remains_.ended())) {}
     explicit operator bool() const { return there_; }
 
    private:

@@ -90,10 +90,18 @@ Status ControlPlace::take(const char* address) {
   FRUGAL_TRY(socket_address(address, &checked));
   address_ = address;
   lock_path_ = address_ + ".lock";
-  Status s = lock();
+  const size_t slash = address_.rfind('/');
+  const String folder = slash == String::npos ? "." : address_.substr(0, std::max<size_t>(slash, 1));
+  folder_ = ForkedDescriptors::open([&] { return open(folder.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC); });
+  Status s = folder_ >= 0 ? lock() : no_lock(errno);
   if (s == FRUGAL_OK) s = bind();
   if (s != FRUGAL_OK) leave();
   return s;
+}
+
+Status ControlPlace::no_lock(int code) const {
+  return fail_errno(path_status(code), code, "the controller's lock %s cannot be made%s",
+                    lock_path_.c_str(), code == ENOENT ? ": is its folder there?" : "");
 }
 
 Status ControlPlace::lock() {
@@ -102,9 +110,7 @@ Status ControlPlace::lock() {
       return open(lock_path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
     });
     if (lock_ < 0) {
-      const int code = errno;
-      return fail_errno(path_status(code), code, "the controller's lock %s cannot be made%s",
-                        lock_path_.c_str(), code == ENOENT ? ": is its folder there?" : "");
+      return no_lock(errno);
     }
     if (flock(lock_, LOCK_EX | LOCK_NB) != 0) {
       const int code = errno;
@@ -168,17 +174,22 @@ Status ControlPlace::bind() {
 
 // Somebody may have removed the files, and then they are another controller's by now.
 void ControlPlace::leave() {
-  struct stat mine, there;
-  if (bound_ && lstat(address_.c_str(), &there) == 0 && there.st_dev == device_ && there.st_ino == inode_)
-    unlink(address_.c_str());
+  auto remove = [&](const String& path, uint64_t device, uint64_t inode) {
+    const char* name = path.c_str() + (path.rfind('/') + 1);  // npos + 1 is 0
+    struct stat there;
+    if (fstatat(folder_, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && there.st_dev == device && there.st_ino == inode)
+      unlinkat(folder_, name, 0);
+  };
+  if (bound_) remove(address_, device_, inode_);
   bound_ = false;
   ForkedDescriptors::close(listener_);
   listener_ = -1;
-  if (lock_ >= 0 && fstat(lock_, &mine) == 0 && lstat(lock_path_.c_str(), &there) == 0 && there.st_dev == mine.st_dev &&
-      there.st_ino == mine.st_ino)
-    unlink(lock_path_.c_str());
+  struct stat mine;
+  if (lock_ >= 0 && fstat(lock_, &mine) == 0) remove(lock_path_, mine.st_dev, mine.st_ino);
   ForkedDescriptors::close(lock_);
   lock_ = -1;
+  ForkedDescriptors::close(folder_);
+  folder_ = -1;
 }
 
 Attempt connect_once(const char* address) {

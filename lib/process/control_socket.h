@@ -27,9 +27,11 @@ class ControlPlace : public HeapObject {
 
  private:
   Status lock();
+  Status no_lock(int code) const;
   Status bind();
 
   String address_, lock_path_;
+  int folder_ = -1;  // a relative path may mean another place when the files are removed
   int lock_ = -1;
   int listener_ = -1;
   bool bound_ = false;

@@ -13,7 +13,7 @@
 
 namespace frugal {
 
-// The memory of a controller that is dead.
+// The memory of a controller that is dead, or will be.
 struct Remains {
   Mapping arena;
   Vector<Mapping> stagings;  // by region
@@ -29,6 +29,11 @@ struct Remains {
     return m.base && count <= m.bytes / element && place <= m.bytes - count * element;
   }
   Status committed(uint64_t* step) const;
+  // Nobody writes any more, although the controller's process may live: it has closed the engine.
+  bool ended() const {
+    const LedgerRoot* r = at<LedgerRoot>(root);
+    return r && r->ended.load(std::memory_order_acquire) != 0;
+  }
 };
 
 // A table's. All that waits to be written is worked out when it is opened; the rows stay where they are.

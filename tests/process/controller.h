@@ -38,6 +38,17 @@ inline long resident_kib(pid_t pid) {
   return kib;
 }
 
+// Mappings of files with that in their names.
+inline long mapped_of(pid_t pid, const char* name) {
+  std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/maps").c_str(), "r");
+  if (!f) return -1;
+  char line[512];
+  long n = 0;
+  while (std::fgets(line, sizeof line, f)) n += std::strstr(line, name) != nullptr;
+  std::fclose(f);
+  return n;
+}
+
 class Folder {
  public:
   Folder() {

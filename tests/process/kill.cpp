@@ -309,6 +309,7 @@ int read_out(frugal_engine* e, frugal_table* const tables[2], Page* page) {
 int trainer_process(const Options& o, const char* address, uint32_t rank, bool replace, Page* page) {
   Trainer t{o, rank, page, {}};
   t.at(kStarted);
+  const long descriptors = descriptors_of(getpid()), threads = threads_of(getpid());
   frugal_engine* e = nullptr;
   const frugal_config c = engine_config(o, address);
   NEEDS(frugal_open(&c, &e));
@@ -326,10 +327,25 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS && now_ms() < until) usleep(1000);
   NEEDS(joined);
   t.at(kJoined);
+  const long held = descriptors_of(getpid());
   const int result = t.train(e, true);
   if (result == kLost && frugal_health(e) == FRUGAL_ERR_PEER_LOST)
     if (int bad = read_out(e, t.tables, page)) return bad;
-  if (rank % 2) (void)frugal_close(e);  // or not
+  // Whatever has happened to the others, and to the controller, leaves nothing here.
+  if (long n = descriptors_of(getpid()); n > held) {
+    std::fprintf(stderr, "rank %u: %ld descriptors, %ld when it had joined\n", rank, n, held);
+    return kWrong;
+  }
+  if (rank % 2 == 0) return result;  // without closing
+  NEEDS(frugal_close(e));
+  // A thread that was joined stands in /proc for a moment longer.
+  for (int i = 0; i < 1000 && threads_of(getpid()) > threads; ++i) usleep(1000);
+  if (descriptors_of(getpid()) != descriptors || threads_of(getpid()) > threads || mapped_of(getpid(), "memfd:frugal") != 0) {
+    std::fprintf(stderr, "rank %u: closing leaves %ld descriptors, %ld threads, %ld mappings\n", rank,
+                 descriptors_of(getpid()) - descriptors, threads_of(getpid()) - threads,
+                 mapped_of(getpid(), "memfd:frugal"));
+    return kWrong;
+  }
   return result;
 }
 

@@ -111,6 +111,22 @@ TEST_F(Service, FilesOfAnother) {
   EXPECT_TRUE(folder_.entries().empty());
 }
 
+// A controller that was given a relative address and goes to another folder removes its files all the same.
+TEST_F(Service, ARelativeAddress) {
+  const int status = InChild([&] {
+    frugal_config c = Config("");
+    c.backing = FRUGAL_BACKING_SHM;
+    frugal_engine *host = nullptr, *other = nullptr;
+    if (chdir(folder_.path().c_str()) || frugal_open(&c, &host)) return 1;
+    if (frugal_serve(host, "nowhere/service") != FRUGAL_ERR_INVALID_ARGUMENT || !Says("is its folder there")) return 2;
+    if (frugal_serve(host, "service") || chdir("/")) return 3;
+    if (Open(address(), &other) || frugal_close(other)) return 4;
+    return frugal_close(host) ? 5 : 0;
+  });
+  EXPECT_EQ(0, status);
+  EXPECT_TRUE(folder_.entries().empty());
+}
+
 TEST_F(Service, LongNames) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -993,7 +1009,77 @@ TEST_F(Service, NoKeyGoesOverTheSocket) {
               traced.in(2).socket);
 }
 
-// Who is idle sleeps.
+// Keys that were not declared go through a ring of 4 MiB: more than fit there at once, and their gradients, and the
+// rows of a get and a put.
+TEST_F(Service, MoreThanARing) {
+  ControllerProgram controller(address());
+  constexpr size_t kKeys = 1'200'000;
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 600000, 1));
+  frugal_table* table = nullptr;
+  frugal_table_config tc = TableConfig("t", kKeys);
+  tc.dim = 2;
+  tc.optimizer.lr = 1;
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<float> rows(kKeys * 2), grads(kKeys * 2);
+  for (size_t i = 0; i < kKeys; ++i) {
+    keys[i] = (i * 7 + 3) % kKeys;
+    rows[2 * i] = rows[2 * i + 1] = static_cast<float>(keys[i]);
+    grads[2 * i] = 1;
+    grads[2 * i + 1] = -1;
+  }
+  OK(frugal_put(table, keys.data(), kKeys, 0, rows.data(), 0));
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = keys.data();
+  op.count = kKeys;
+  op.rows_out = rows.data();
+  op.grads = grads.data();
+  auto off = [&](float by) {
+    size_t wrong = 0;
+    for (size_t i = 0; i < kKeys; ++i) {
+      const float key = static_cast<float>(keys[i]);
+      wrong += rows[2 * i] != key - by || rows[2 * i + 1] != key + by;
+    }
+    return wrong;
+  };
+  OK(frugal_step_begin(t, 0, -1));
+  std::fill(rows.begin(), rows.end(), -5.0f);
+  OK(frugal_lookup(t, &op, 1));
+  EXPECT_EQ(0u, off(0));
+  OK(frugal_push_grad(t, &op, 1));
+  OK(frugal_step_end(t, 0, 0));
+  std::fill(rows.begin(), rows.end(), -5.0f);
+  OK(frugal_get(table, keys.data(), kKeys, 0, rows.data(), 0, nullptr));
+  EXPECT_EQ(0u, off(1));
+  OK(frugal_close(e));
+}
+
+// So often the threads of a process have slept or waited.
+uint64_t Sleeps(pid_t pid) {
+  const std::string folder = "/proc/" + std::to_string(pid) + "/task";
+  uint64_t all = 0;
+  DIR* d = opendir(folder.c_str());
+  if (!d) return 0;
+  while (dirent* e = readdir(d)) {
+    if (e->d_name[0] == '.') continue;
+    std::FILE* f = std::fopen((folder + "/" + e->d_name + "/status").c_str(), "r");
+    if (!f) continue;
+    char line[256];
+    unsigned long n;
+    while (std::fgets(line, sizeof line, f))
+      if (std::sscanf(line, "voluntary_ctxt_switches: %lu", &n) == 1) all += n;
+    std::fclose(f);
+  }
+  closedir(d);
+  return all;
+}
+
+// Who is idle sleeps, and nobody looks from time to time whether there is something to do: 20 wake-ups in 3 s of all threads
+// of a process would be a thread that does. What the steps have left to do comes to its end first.
 TEST_F(Service, Idleness) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -1004,10 +1090,16 @@ TEST_F(Service, Idleness) {
     OK(frugal_step_begin(t, s, -1));
     OK(frugal_step_end(t, s, 0));
   }
-  const double used = CpuSeconds(controller.pid()), own = CpuSeconds(getpid());
-  sleep(3);
-  std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core\n",
-              (CpuSeconds(controller.pid()) - used) / 3 * 100, (CpuSeconds(getpid()) - own) / 3 * 100);
+  uint64_t woken = UINT64_MAX;
+  for (int i = 0; i < 5 && woken >= 20; ++i) {
+    const double used = CpuSeconds(controller.pid()), own = CpuSeconds(getpid());
+    const uint64_t before = Sleeps(controller.pid()) + Sleeps(getpid());
+    sleep(3);
+    woken = Sleeps(controller.pid()) + Sleeps(getpid()) - before;
+    std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core, %lu wake-ups\n",
+                (CpuSeconds(controller.pid()) - used) / 3 * 100, (CpuSeconds(getpid()) - own) / 3 * 100, woken);
+  }
+  EXPECT_LT(woken, 20u);
   OK(frugal_close(e));
 }
 
@@ -1058,10 +1150,19 @@ struct Job {
 };
 
 // The first trainer's process may be the controller, and its death is then the controller's: the others learn of it at
-// once, read out what is committed, and find the address free.
-TEST_F(Service, TheHostIsKilled) {
-  int said[2];
+// once, read out what is committed, and find the address free. So they do when it only closes the engine.
+class Host : public Service {
+ protected:
+  void EndsBy(char way);
+};
+TEST_F(Host, IsKilled) { EndsBy('k'); }
+TEST_F(Host, Exits) { EndsBy('x'); }
+TEST_F(Host, ClosesAndLivesOn) { EndsBy('c'); }
+
+void Host::EndsBy(char way) {
+  int said[2], told[2];
   ASSERT_EQ(0, pipe2(said, O_CLOEXEC));
+  ASSERT_EQ(0, pipe2(told, O_CLOEXEC));
   const pid_t parent = getpid(), host = fork();
   if (host == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -1081,9 +1182,14 @@ TEST_F(Service, TheHostIsKilled) {
       if (frugal_step_end(job.t0, job.step, 0)) _exit(4);
     }
     if (write(said[1], "i", 1) != 1) _exit(5);
+    char word = 0;
+    if (read(told[0], &word, 1) != 1) _exit(6);
+    if (word == 'x') exit(0);
+    if (word == 'c' && frugal_close(job.a)) _exit(7);
     for (;;) pause();
   }
   close(said[1]);
+  close(told[0]);
   char word;
   ASSERT_EQ(1, read(said[0], &word, 1));
   Job job;
@@ -1103,23 +1209,35 @@ TEST_F(Service, TheHostIsKilled) {
   // One call is under way, and another is made afterwards.
   std::thread waits([&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1)) << Error(); });
   usleep(10000);
-  kill(host, SIGKILL);
+  if (way == 'k') kill(host, SIGKILL);
+  else ASSERT_EQ(1, write(told[1], &way, 1));
+  close(told[1]);
   waits.join();
   int status = 0;
-  ASSERT_EQ(host, waitpid(host, &status, 0));
-  ASSERT_TRUE(WIFSIGNALED(status)) << WEXITSTATUS(status);
+  if (way != 'c') {
+    ASSERT_EQ(host, waitpid(host, &status, 0));
+    ASSERT_EQ(way == 'k', WIFSIGNALED(status)) << WEXITSTATUS(status);
+  }
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1));
   uint64_t committed = 99;
   OK(frugal_committed_step(job.b, &committed));
   EXPECT_EQ(5u, committed);
   job.ta = job.tb;
   job.Check();
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_health(job.b));
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 6, -1));
   ControllerProgram next(address());
   EXPECT_TRUE(next.serves());
   frugal_engine* again = nullptr;
   OK(Open(address(), &again));
   OK(frugal_close(again));
+  job.Check();
   OK(frugal_close(job.b));
+  if (way == 'c') {
+    ASSERT_EQ(0, waitpid(host, &status, WNOHANG));  // all the while
+    kill(host, SIGKILL);
+    ASSERT_EQ(host, waitpid(host, &status, 0));
+  }
 }
 
 // A controller that is told to stop is as good as dead: no call says that the engine was closed, which it was not.
