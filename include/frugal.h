@@ -33,7 +33,8 @@
  *   stream is being captured). With a service every call may answer PEER_LOST. When the controller's
  *   process has ended, in any way, or has closed the engine, the tables that this process has opened can still be read out
  *   as of the last committed step, until it closes the engine itself: frugal_get, frugal_read, frugal_table_count,
- *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work. Of a frugal_put
+ *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work (one that takes more than
+ *   2 s to stop in good order makes them answer PEER_LOST: call again). Of a frugal_put
  *   or frugal_delete that was under way each row is as before or as after it. They answer PEER_LOST
  *   where something is missing (the message names the step), NOT_FOUND where the table was dropped,
  *   INTERNAL where the memory is damaged. (Needs pidfds: Linux 5.3.) A controller that is stopped is as good

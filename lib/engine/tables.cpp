@@ -9,6 +9,8 @@
 
 namespace frugal {
 
+constexpr uint64_t kEndingNs = 100'000;  // between two looks whether calls have noticed that the engine is closed
+
 Engine::Engine(const frugal_config& config)
     : config_(config), generation_(process_generation()) {
   config_.service = nullptr;  // the caller's, for the call alone
@@ -71,6 +73,19 @@ void Engine::shutdown() {
     reapers.swap(reapers_);
   }
   for (std::thread& r : reapers) r.join();
+  // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice closed_.
+  for (uint32_t r = 0; r < config_.world_size; ++r) {
+    TrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t = ranks_[r];
+    }
+    if (t) std::lock_guard<std::mutex> call(t->call_mu);
+  }
+  for (std::unique_lock<std::mutex> lock(mu_); waiters_.load() != 0;) {
+    cv_progress_.notify_all();
+    sleep_slice(cv_progress_, lock, now_ns() + kEndingNs, [] { return false; });
+  }
   // Processes that are attached read the tables out from when all of this is gone.
   struct End {
     Ledger* ledger;

@@ -15,8 +15,9 @@ namespace frugal {
 
 namespace {
 
-constexpr uint64_t kEndMs = 2000;  // between a controller's last connection and its end
-constexpr int kLookMs = 5;         // of which there is no event where its process lives
+constexpr uint64_t kLostNs = 50'000'000;   // until the end of the connection is known that has ended with the channel
+constexpr uint64_t kEndNs = 2'000'000'000;  // between a controller's last connection and its end
+constexpr int kLookMs = 5;                  // of which there is no event where its process lives
 constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 void close_all(Vector<int>& descriptors) {
@@ -212,17 +213,21 @@ Status Client::of_controller(Status s) const {
 bool Client::see_end(Status s) {
   if (s != FRUGAL_ERR_PEER_LOST) return false;
   pollfd p{control_->controller_pidfd(), POLLIN, 0};  // one that is negative is waited for in vain
-  for (const uint64_t until = now_ns() + kEndMs * 1'000'000; now_ns() < until && !closed_.load();)
+  const uint64_t began = now_ns();
+  do {
+    if (closed_.load()) return false;
     if (Remaining(*this) || poll(&p, 1, kLookMs) == 1) {
       peer_ended();
       return true;
     }
+  } while (now_ns() - began < (control_->lost() ? kEndNs : kLostNs));
   return false;
 }
 
 Status Client::health() {
   FRUGAL_TRY(check());
   int32_t h = FRUGAL_OK;
+  if (channel_->is_cut() && see_end(FRUGAL_ERR_PEER_LOST)) return lost();
   if (channel_->is_cut())
     return fail(FRUGAL_ERR_PEER_LOST, "the controller did not answer a call of this process: close the engine and open it again");
   if (Status s = of_controller(control_->health(config_.timeout_ms, &h))) {
@@ -233,10 +238,11 @@ Status Client::health() {
 }
 
 Status Client::committed(uint64_t* step) {
-  if (Remaining remains{*this}) return remains_.committed(step);
-  FRUGAL_TRY(check());
-  const Status s = of_controller(control_->committed(config_.timeout_ms, step));
-  return see_end(s) ? committed(step) : s;
+  return outlive([&]() -> Status {
+    if (Remaining remains{*this}) return remains_.committed(step);
+    FRUGAL_TRY(check());
+    return of_controller(control_->committed(config_.timeout_ms, step));
+  });
 }
 
 Status Client::stats(frugal_stats* out) {
@@ -381,15 +387,17 @@ Status Client::drop_table(const RemoteTableRef& table) {
 }
 
 Status Client::describe(RemoteTable& table, frugal_table_info* out) {
-  if (Remaining remains{*this}) {
-    TableReadout* t;
-    FRUGAL_TRY(remains_of(table, &t));
-    *out = table.info;
-    out->rows = t->count();
-    return FRUGAL_OK;
-  }
-  Exchange e{Call::kDescribe, {table.id}, {}};
-  return ask(e, [&](Channel& c, uint64_t, uint64_t until) { return c.read(out, sizeof *out, until); });
+  return outlive([&]() -> Status {
+    if (Remaining remains{*this}) {
+      TableReadout* t;
+      FRUGAL_TRY(remains_of(table, &t));
+      *out = table.info;
+      out->rows = t->count();
+      return FRUGAL_OK;
+    }
+    Exchange e{Call::kDescribe, {table.id}, {}};
+    return ask(e, [&](Channel& c, uint64_t, uint64_t until) { return c.read(out, sizeof *out, until); });
+  });
 }
 
 Status Client::set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
@@ -420,33 +428,37 @@ Status Client::remains_of(RemoteTable& table, TableReadout** out) {
 }
 
 Status Client::count(RemoteTable& table, uint64_t* out) {
-  if (Remaining remains{*this}) {
-    TableReadout* t;
-    FRUGAL_TRY(remains_of(table, &t));
-    *out = t->count();
+  return outlive([&]() -> Status {
+    if (Remaining remains{*this}) {
+      TableReadout* t;
+      FRUGAL_TRY(remains_of(table, &t));
+      *out = t->count();
+      return FRUGAL_OK;
+    }
+    Exchange e{Call::kCount, {table.id}, {}};
+    FRUGAL_TRY(ask(e));
+    *out = e.args[0];
     return FRUGAL_OK;
-  }
-  Exchange e{Call::kCount, {table.id}, {}};
-  FRUGAL_TRY(ask(e));
-  *out = e.args[0];
-  return FRUGAL_OK;
+  });
 }
 
 Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
-  if (Remaining remains{*this}) {
-    TableReadout* t;
-    FRUGAL_TRY(remains_of(table, &t));
-    *n = t->keys(cursor, out, capacity);
+  return outlive([&]() -> Status {
+    if (Remaining remains{*this}) {
+      TableReadout* t;
+      FRUGAL_TRY(remains_of(table, &t));
+      *n = t->keys(cursor, out, capacity);
+      return FRUGAL_OK;
+    }
+    Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
+    FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
+      if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
+      return c.read(out, bytes, until);
+    }));
+    *cursor = e.args[0];
+    *n = e.args[1];
     return FRUGAL_OK;
-  }
-  Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
-  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
-    if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
-    return c.read(out, bytes, until);
-  }));
-  *cursor = e.args[0];
-  *n = e.args[1];
-  return FRUGAL_OK;
+  });
 }
 
 // Bytes of a row as it travels.
@@ -465,38 +477,40 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(table, stride, bytes));
   if (stride == 0) stride = bytes;
-  if (Remaining remains{*this}) {
-    TableReadout* t;
-    FRUGAL_TRY(remains_of(table, &t));
-    if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
-    Vector<uint32_t> slots(n);
-    Vector<float> scratch(t->row_floats());
-    t->find(keys, n, nullptr, slots.data());
-    for (size_t i = 0; i < n; ++i) {
-      const bool there = slots[i] < kMissingSlot;
-      if (found) found[i] = there;
-      if (!there) continue;
-      const TableReadout::Row row = t->row(slots[i], scratch.data());
-      float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride);
-      std::memcpy(to, row.values, table.info.dim * sizeof(float));
-      if (flags & FRUGAL_WITH_STATE) table.layout.export_state(row.state, to + table.info.dim);
+  return outlive([&]() -> Status {
+    if (Remaining remains{*this}) {
+      TableReadout* t;
+      FRUGAL_TRY(remains_of(table, &t));
+      if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
+      Vector<uint32_t> slots(n);
+      Vector<float> scratch(t->row_floats());
+      t->find(keys, n, nullptr, slots.data());
+      for (size_t i = 0; i < n; ++i) {
+        const bool there = slots[i] < kMissingSlot;
+        if (found) found[i] = there;
+        if (!there) continue;
+        const TableReadout::Row row = t->row(slots[i], scratch.data());
+        float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride);
+        std::memcpy(to, row.values, table.info.dim * sizeof(float));
+        if (flags & FRUGAL_WITH_STATE) table.layout.export_state(row.state, to + table.info.dim);
+      }
+      return FRUGAL_OK;
     }
-    return FRUGAL_OK;
-  }
-  Exchange e{Call::kGet, {table.id, n, flags}, {}};
-  e.add(keys, n * sizeof(uint64_t));
-  return ask(e, [&](Channel& c, uint64_t, uint64_t until) -> Status {
-    Vector<uint8_t> there(n);
-    FRUGAL_TRY(c.read(there.data(), n, until));
-    // The answer has the rows that are there, and the places of the others stay as they are.
-    for (size_t i = 0; i < n;) {
-      size_t end = i + 1;
-      while (stride == bytes && end < n && there[end] == there[i]) ++end;
-      if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
-      i = end;
-    }
-    if (found) std::copy(there.begin(), there.end(), found);
-    return FRUGAL_OK;
+    Exchange e{Call::kGet, {table.id, n, flags}, {}};
+    e.add(keys, n * sizeof(uint64_t));
+    return ask(e, [&](Channel& c, uint64_t, uint64_t until) -> Status {
+      Vector<uint8_t> there(n);
+      FRUGAL_TRY(c.read(there.data(), n, until));
+      // The answer has the rows that are there, and the places of the others stay as they are.
+      for (size_t i = 0; i < n;) {
+        size_t end = i + 1;
+        while (stride == bytes && end < n && there[end] == there[i]) ++end;
+        if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
+        i = end;
+      }
+      if (found) std::copy(there.begin(), there.end(), found);
+      return FRUGAL_OK;
+    });
   });
 }
 

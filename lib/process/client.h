@@ -206,6 +206,12 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status read_out(const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
   bool see_end(Status s);
+  // A call that reads, during which the controller may end: then it reads what that has left.
+  template <class Call>
+  Status outlive(Call call) {
+    const Status s = call();
+    return see_end(s) ? call() : s;
+  }
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return helpers_.parallel(chunks, run, context);
   }

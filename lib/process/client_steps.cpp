@@ -993,20 +993,22 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
 }
 
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
-  if (Remaining remains{*this}) {
+  return outlive([&]() -> Status {
+    if (Remaining remains{*this}) {
+      device::look_for_devices();
+      FRUGAL_TRY(host_memory(ops, n));
+      return read_out(ops, n);
+    }
+    std::unique_lock<std::mutex> call;
+    if (t) {
+      call = std::unique_lock<std::mutex>(t->call_mu);
+      FRUGAL_TRY(enter(*t));
+    }
+    if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
     device::look_for_devices();
     FRUGAL_TRY(host_memory(ops, n));
-    return read_out(ops, n);
-  }
-  std::unique_lock<std::mutex> call;
-  if (t) {
-    call = std::unique_lock<std::mutex>(t->call_mu);
-    FRUGAL_TRY(enter(*t));
-  }
-  if (t && t->gpu) return read_with_gpu(*t, ops, n, deadline);
-  device::look_for_devices();
-  FRUGAL_TRY(host_memory(ops, n));
-  return read_rows(t, ops, n, deadline);
+    return read_rows(t, ops, n, deadline);
+  });
 }
 
 Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
