@@ -314,7 +314,8 @@ def rehearse(args):
   with tarfile.open(archive) as tar:
     tar.extractall(tree)
   environment = {**os.environ, 'OUT': str(out), 'FRUGAL_GPU_CMAKE':
-                 '-DCMAKE_DISABLE_FIND_PACKAGE_mimalloc=ON -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON'}
+                 '-DCMAKE_DISABLE_FIND_PACKAGE_mimalloc=ON -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON '
+                 '-DCMAKE_DISABLE_FIND_PACKAGE_CapnProto=ON'}
   bad = []
   for name in ('oracle', 'litmus', 'sanitize', 'bench'):
     command = ['./dev', 'gpu', name, '--device', args.device, '--quick', '--python', args.python]
