@@ -1,6 +1,7 @@
 // Trainers as threads of one engine, or as processes of a controller: the same steps on the same memory.
 //
-// prepare  side=threads|frugal ranks opt rows dim batch keys_file window controller (the program, for frugal)
+// prepare  side=threads|frugal ranks opt rows dim batch keys_file window flush_threads controller (the program, for
+//          frugal)
 // run      seconds=S   one repetition, about S seconds long
 // idle     seconds=S   frugal: processor time of who has nothing to do, in percent of a core
 // check    as prepare, and steps out_file: trains a table and writes its rows
@@ -35,7 +36,8 @@ struct Setting {
       : threads(p.Str("side") == "threads"), ranks(static_cast<uint32_t>(p.Int("ranks", 1))),
         opt(p.Str("opt") == "sgd" ? FRUGAL_SGD : FRUGAL_ROWWISE_ADAGRAD),
         rows(static_cast<uint64_t>(p.Int("rows", 0))), dim(static_cast<uint32_t>(p.Int("dim", 32))),
-        window(static_cast<uint32_t>(p.Int("window", 10))), batch(static_cast<size_t>(p.Int("batch", 65536))),
+        window(static_cast<uint32_t>(p.Int("window", 10))),
+        flush_threads(static_cast<uint32_t>(p.Int("flush_threads", 1))), batch(static_cast<size_t>(p.Int("batch", 65536))),
         keys_file(p.Str("keys_file")), controller(p.Str("controller")), out_file(p.Str("out_file")) {
     if (ranks == 0 || ranks > kMostRanks) throw std::runtime_error("1 to 16 ranks");
   }
@@ -43,7 +45,7 @@ struct Setting {
   uint32_t ranks;
   int32_t opt;
   uint64_t rows;
-  uint32_t dim, window;
+  uint32_t dim, window, flush_threads;
   size_t batch;
   std::string keys_file, controller, out_file, address;
 };
@@ -65,6 +67,7 @@ frugal_engine* Open(const Setting& s) {
   frugal_config c = FRUGAL_CONFIG_INIT;
   c.world_size = s.ranks;
   c.lookahead = s.window;
+  c.flush_threads = s.flush_threads;
   c.backing = FRUGAL_BACKING_SHM;
   c.timeout_ms = 120'000;
   if (!s.threads) c.service = s.address.c_str();

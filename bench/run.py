@@ -652,17 +652,21 @@ def bench_processes(workers, report):
   sides = [side for side in ('frugal', 'threads') if side not in ARGS.without]
   names = {side: f'processes-{side}' for side in sides}
   checked = set()
+  # Where each processor has a rank, flush threads take turns with trainers and lanes, which do their work, too.
+  shapes = [(1, 1), (2, 1)] if ARGS.quick else [(1, 1), (2, 1), (2, 0), (4, 1), (4, 0)]
   for opt in ('rowwise_adagrad',) if ARGS.quick else ('rowwise_adagrad', 'sgd'):
     for batch in (65536,) if ARGS.quick else (65536, 4096):
-      for ranks in (1, 2) if ARGS.quick else (1, 2, 4):
+      for ranks, flush_threads in shapes:
         for dist in ('uniform',) if ARGS.brief else ('uniform', 'zipf0.99'):
-          case = pairs(opt=opt, dist=dist, dim=dim, batch=batch, keys='dense', ranks=ranks)
+          case = pairs(opt=opt, dist=dist, dim=dim, batch=batch, keys='dense', ranks=ranks,
+                       flush_threads=flush_threads)
           if not wanted(case):
             continue
-          base = {'opt': opt, 'dim': dim, 'ranks': ranks, 'window': WINDOW, 'controller': controller}
-          if (opt, ranks) not in checked:
+          base = {'opt': opt, 'dim': dim, 'ranks': ranks, 'window': WINDOW,
+                  'flush_threads': flush_threads, 'controller': controller}
+          if (opt, ranks, flush_threads) not in checked:
             same_processes(workers, names, base)
-            checked.add((opt, ranks))
+            checked.add((opt, ranks, flush_threads))
           params = pairs(**base, rows=rows, batch=batch, keys_file=batch_file(dist, rows, batch))
           entries = [Entry(case, side, names[side], f'side={side} {params}') for side in sides]
           say(f'processes  {case} rows={rows} load={os.getloadavg()[0]:.2f}')
