@@ -306,7 +306,7 @@ def litmus(run):
   # 10^6 rounds in each of the six modes on a GPU.
   rounds = '2000' if run.args.quick or not run.on_gpu else '1000000'
   device = ['--device', run.args.device]
-  for more, most, kept in ((['--rounds', rounds, '--seconds', '25'], 240.0, 60),
+  for more, most, kept in ((['--rounds', rounds, '--seconds', '35'], 240.0, 60),
                            # That a lost ordering would be seen.
                            (['--rounds', '20000' if run.on_gpu else '2000', '--seconds', '5', '--broken'], 60.0, 5)):
     _, over = own_lines(run, [run.program('gpu_litmus'), *device, *more], most, kept)
