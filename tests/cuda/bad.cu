@@ -15,6 +15,19 @@ __global__ void frugal_fused(unsigned long long p) {
   at[3] = at[0] * at[1] + at[2];
 }
 
+__global__ void frugal_unrounded(unsigned long long p) {
+  float* at = global(p);
+  at[2] = at[0] - at[1];
+}
+
+__global__ void frugal_rounded(unsigned long long p) {
+  float* at = global(p);
+  const unsigned long long product = static_cast<unsigned long long>(threadIdx.x) * blockIdx.x;
+  at[6] = __fadd_rn(at[0], at[1]);
+  at[7] = __fsub_rn(__fmul_rn(at[2], at[3]), __fdiv_rn(at[4], static_cast<float>(product)));
+  at[8] = __fsqrt_rn(at[5]);
+}
+
 __global__ void frugal_flushed(unsigned long long p) {
   float* at = global(p);
   at[2] = at[0] + at[1];

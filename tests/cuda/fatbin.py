@@ -19,10 +19,14 @@ import sys
 
 PREFIX = 'frugal_'
 
+FLOATS = r'\b(f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\b'
+
 # An instruction that a kernel must not have, and why.
 FORBIDDEN = [
-    (r'\b(fma|mad)\.[\w.:]*\b(f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\b',
-     'a fused multiply-add: other bits than on the host'),
+    (r'\b(fma|mad)\.[\w.:]*' + FLOATS, 'a fused multiply-add: other bits than on the host'),
+    # Of this form only: in an atomic `add` comes behind a dot.
+    (r'(?<![\w.])(add|sub|mul|div|sqrt)\.(?![\w.:]*\brn\b)[\w.:]*' + FLOATS,
+     'not rounded here (.rn): the driver may fuse it, or round otherwise'),
     (r'\.ftz\b', 'denormals become zeros: other bits than on the host'),
     (r'\.(approx|full)\b', 'not the IEEE result: other bits than on the host'),
     (r'\b(ld\.global(\.\w+)*\.nc|ldu|tex|tld4)\b',

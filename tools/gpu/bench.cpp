@@ -1,12 +1,16 @@
 // What lookups and steps cost on a GPU, beside what the hardware allows and what others do.
 //
 //     gpu_bench --device cuda:0 [--quick] [--seconds S] [--only TEXT] [--python PATH] [--results FILE]
+//         [--done FILE] [--plan FILE]
 //
-// Sides of a comparison take turns within one run, and ratios are medians over the turns. The most
-// important cases come first; when the seconds are over the rest is skipped, and counted. On the host
-// implementation ("sim:0") sizes are tiny and figures mean nothing: it is a rehearsal.
+// Sides of a comparison take turns within one run, and ratios are medians over the turns. One case of
+// each kind comes first, then the cheap ones; when the seconds are over the rest is skipped, and counted.
+// --done: lines of results whose cases are left out. --plan: where to write which cases there are, those
+// included, before the first begins. On the host implementation ("sim:0") sizes are tiny and figures mean
+// nothing: it is a rehearsal.
 #include <unistd.h>
 
+#include <fstream>
 #include <map>
 #include <numeric>
 #include <thread>
@@ -126,50 +130,52 @@ class Bench {
     const size_t main = sizes_.main;
     const char* const kDists[] = {"uniform", "zipf0.9", "zipf0.99"};
     add("copy", Json().Count("bytes", sizes_.copy_bytes), [=, this] { return Copies(); });
-    // What everything else stands on, one of each.
+    auto steps = [&](const char* dist, size_t batch, int32_t optimizer) {
+      add("steps", keys(32, dist, batch).Set("optimizer", OptimizerName(optimizer)),
+          [=, this] { return Steps(32, dist, batch, optimizer); });
+    };
+    auto mixed = [&](const char* dist, double hits) {
+      add("mixed", keys(32, dist, main).Set("hits", hits),
+          [=, this] { return Mixed(32, dist, main, hits); });
+    };
+    auto matrix = [&](uint32_t dim, const char* dist, size_t batch) {
+      add("host_lookup", keys(dim, dist, batch), [=, this] { return HostLookup(dim, dist, batch); });
+      add("cached_kernel", keys(dim, dist, batch), [=, this] { return CachedKernel(dim, dist, batch); });
+      add("index_select", keys(dim, dist, batch), [=, this] { return IndexSelect(dim, dist, batch); });
+    };
+    // One of each kind; what everything else stands on comes first.
     add("link_blocks", keys(32, "uniform", main), [=, this] { return LinkBlocks(32, main); });
-    add("host_lookup", keys(32, "uniform", main), [=, this] { return HostLookup(32, "uniform", main); });
-    add("cached_kernel", keys(32, "uniform", main), [=, this] { return CachedKernel(32, "uniform", main); });
-    add("index_select", keys(32, "uniform", main), [=, this] { return IndexSelect(32, "uniform", main); });
+    matrix(32, "uniform", main);
     add("index_select_torch", keys(32, "uniform", main),
         [=, this] { return IndexSelectTorch(32, "uniform", main); });
     add("cached_lookup", keys(32, "uniform", main), [=, this] { return CachedLookup(32, "uniform", main); });
-    for (const int32_t opt : {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAM})
-      for (const char* dist : {"uniform", "zipf0.99"})
-        add("steps", keys(32, dist, main).Set("optimizer", OptimizerName(opt)),
-            [=, this] { return Steps(32, dist, main, opt); });
-    for (const char* dist : {"uniform", "zipf0.99"})
-      add("deferred", keys(32, dist, main), [=, this] { return Deferred(32, dist, main); });
-    for (const double hits : {0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0})
-      add("mixed", keys(32, "uniform", main).Set("hits", hits),
-          [=, this] { return Mixed(32, "uniform", main, hits); });
-    add("unified", keys(32, "uniform", main), [=, this] { return Unified(32, "uniform", main); });
+    mixed("uniform", 0.5);
     add("push_kernel", keys(32, "uniform", main), [=, this] { return PushKernel(32, "uniform", main); });
-    // The rest of the matrix.
-    for (const uint32_t dim : {32u, 128u})
-      for (const char* dist : kDists) {
-        if (dim == 32 && dist == kDists[0]) continue;
-        add("host_lookup", keys(dim, dist, main), [=, this] { return HostLookup(dim, dist, main); });
-        add("cached_kernel", keys(dim, dist, main), [=, this] { return CachedKernel(dim, dist, main); });
-        add("index_select", keys(dim, dist, main), [=, this] { return IndexSelect(dim, dist, main); });
+    add("unified", keys(32, "uniform", main), [=, this] { return Unified(32, "uniform", main); });
+    steps("zipf0.99", main, FRUGAL_ROWWISE_ADAGRAD);
+    add("deferred", keys(32, "zipf0.99", main), [=, this] { return Deferred(32, "zipf0.99", main); });
+    // The matrix: a second or so each, with the table and the engine of its dimension.
+    for (const double hits : {0.0, 0.25, 0.75, 0.9, 0.99, 1.0}) mixed("uniform", hits);
+    for (const double hits : {0.5, 0.9}) mixed("zipf0.99", hits);
+    for (const uint32_t dim : {32u, 128u}) {
+      if (dim != 32) {
+        add("link_blocks", keys(dim, "uniform", main), [=, this] { return LinkBlocks(dim, main); });
+        matrix(dim, kDists[0], main);
+        add("cached_lookup", keys(dim, "uniform", main),
+            [=, this] { return CachedLookup(dim, "uniform", main); });
+        add("push_kernel", keys(dim, "uniform", main),
+            [=, this] { return PushKernel(dim, "uniform", main); });
       }
-    add("link_blocks", keys(128, "uniform", main), [=, this] { return LinkBlocks(128, main); });
-    add("cached_lookup", keys(128, "uniform", main),
-        [=, this] { return CachedLookup(128, "uniform", main); });
-    for (const double hits : {0.5, 0.9})
-      add("mixed", keys(32, "zipf0.99", main).Set("hits", hits),
-          [=, this] { return Mixed(32, "zipf0.99", main, hits); });
-    add("push_kernel", keys(128, "uniform", main), [=, this] { return PushKernel(128, "uniform", main); });
-    for (const uint32_t dim : {32u, 128u})
-      for (const char* dist : kDists)
-        for (const size_t batch : sizes_.batches) {
-          add("host_lookup", keys(dim, dist, batch), [=, this] { return HostLookup(dim, dist, batch); });
-          add("cached_kernel", keys(dim, dist, batch), [=, this] { return CachedKernel(dim, dist, batch); });
-          add("index_select", keys(dim, dist, batch), [=, this] { return IndexSelect(dim, dist, batch); });
-        }
-    for (const size_t batch : sizes_.batches)
-      add("steps", keys(32, "zipf0.9", batch).Set("optimizer", OptimizerName(FRUGAL_ROWWISE_ADAGRAD)),
-          [=, this] { return Steps(32, "zipf0.9", batch, FRUGAL_ROWWISE_ADAGRAD); });
+      for (const char* dist : {kDists[1], kDists[2]}) matrix(dim, dist, main);
+      for (const size_t batch : sizes_.batches)
+        for (const char* dist : kDists) matrix(dim, dist, batch);
+    }
+    // The long ones: tens of seconds each, most of them torch's on the CPU.
+    steps("uniform", main, FRUGAL_ROWWISE_ADAGRAD);
+    for (const int32_t optimizer : {FRUGAL_ADAM, FRUGAL_SGD})
+      for (const char* dist : {"uniform", "zipf0.99"}) steps(dist, main, optimizer);
+    add("deferred", keys(32, "uniform", main), [=, this] { return Deferred(32, "uniform", main); });
+    for (const size_t batch : sizes_.batches) steps("zipf0.9", batch, FRUGAL_ROWWISE_ADAGRAD);
     return all;
   }
 
@@ -1021,6 +1027,27 @@ Sizes SizesFor(bool gpu, bool quick) {
           0.03, 5, 60};
 }
 
+// Lines of results of earlier runs.
+class Earlier {
+ public:
+  explicit Earlier(const std::string& path) {
+    if (path.empty()) return;
+    std::ifstream file(path);
+    if (!file) throw std::runtime_error("cannot read " + path);
+    for (std::string line; std::getline(file, line);) lines_.push_back(line);
+  }
+  // Whether there is one that begins as that of this case does.
+  bool Has(const Json& of) const {
+    std::string begin = of.Text();
+    begin.back() = ',';
+    return std::any_of(lines_.begin(), lines_.end(),
+                       [&](const std::string& line) { return line.rfind(begin, 0) == 0; });
+  }
+
+ private:
+  std::vector<std::string> lines_;
+};
+
 int Main(int argc, char** argv) {
   const int64_t start = NowNs();
   Options options(argc, argv);
@@ -1031,17 +1058,27 @@ int Main(int argc, char** argv) {
   const std::string python = options.Str("--python", "python3");
   const std::string script = options.Str("--script", "tools/gpu/torch_steps.py");
   const bool list = options.Flag("--list");
+  const Earlier earlier(options.Str("--done", ""));
+  const std::string plan = options.Str("--plan", "");
   Results results(options.Str("--results", ""));
   options.NoOthers();
 
   Bench bench(device, SizesFor(device.rfind("cuda:", 0) == 0, quick), python, script);
-  uint64_t done = 0, failed = 0, skipped = 0, aims = 0, met = 0;
-  for (const Case& c : bench.Cases()) {
-    Json line;
-    line.Set("case", c.name).Raw("params", c.params.Text());
-    if (!only.empty() && line.Text().find(only) == std::string::npos) continue;
-    if (list) {
-      printf("%s\n", line.Text().c_str());
+  auto line_of = [](const Case& c) { return Json().Set("case", c.name).Raw("params", c.params.Text()); };
+  std::vector<Case> cases = bench.Cases();
+  std::erase_if(cases, [&](const Case& c) { return line_of(c).Text().find(only) == std::string::npos; });
+  std::string all;
+  for (const Case& c : cases) all += line_of(c).Text() + "\n";
+  if (!plan.empty()) bench::WriteFile(plan, all.data(), all.size());
+  if (list) {
+    fputs(all.c_str(), stdout);
+    return 0;
+  }
+  uint64_t done = 0, before = 0, failed = 0, skipped = 0, aims = 0, met = 0;
+  for (const Case& c : cases) {
+    Json line = line_of(c);
+    if (earlier.Has(line)) {
+      ++before;
       continue;
     }
     const int64_t began = NowNs();
@@ -1080,8 +1117,9 @@ int Main(int argc, char** argv) {
     results.Line(line);
   }
   auto n = [](uint64_t x) { return static_cast<unsigned long long>(x); };
-  printf("bench: %llu cases, %llu failed, %llu skipped, %llu sides missing, %llu of %llu aims met\n",
-         n(done), n(failed), n(skipped), n(bench.sides_missing()), n(met), n(aims));
+  printf("bench: %llu cases, %llu done before, %llu failed, %llu skipped, %llu sides missing, "
+         "%llu of %llu aims met\n",
+         n(done), n(before), n(failed), n(skipped), n(bench.sides_missing()), n(met), n(aims));
   return failed == 0 ? 0 : 1;
 }
 

@@ -2,12 +2,14 @@
 // its own kernels.
 //
 //     gpu_litmus --device cuda:0 [--rounds N] [--seconds S] [--seed N] [--results FILE] [--broken]
+//     gpu_litmus --device cuda:0 --info       what the device is, as a line of JSON
 //
 // A round is one row of 16 bytes that one side writes and the other side reads in the order that is to be
 // held; many rows go through one launch. Rows under test have even places; the odd ones, in the same
 // 128-byte lines, are written all the while by the other side, and must keep what it wrote. Every value
 // is a stamp that grows from launch to launch: an older one is a stale read, a newer one a write that
-// went ahead of a read.
+// went ahead of a read. A mode has passed when all N rounds of it were made and none of them was bad: one
+// that the seconds end before has not.
 //
 // --broken takes each ordering away, to show that its loss would be seen: every mode has to find stale
 // reads then.
@@ -425,11 +427,22 @@ int Main(int argc, char** argv) {
   settings.seconds = options.Num("--seconds", 25);
   settings.broken = options.Flag("--broken");
   const auto seed = static_cast<uint64_t>(options.Num("--seed", 1));
+  const bool info = options.Flag("--info");
   Results results(options.Str("--results", ""));
   options.NoOthers();
+  if (settings.rounds == 0) throw std::runtime_error("no rounds");
 
   std::shared_ptr<Runtime> runtime;
   Check(frugal::device::open_runtime(device.c_str(), &runtime), device.c_str());
+  if (info) {
+    const frugal::device::DeviceInfo& d = runtime->info();
+    results.Line(Json()
+                     .Set("gpu", d.name)
+                     .Count("compute", d.compute)
+                     .Count("processors", d.processors)
+                     .Count("memory_bytes", d.memory_bytes));
+    return 0;
+  }
   Litmus litmus(runtime, settings, seed);
   const struct {
     const char* name;
@@ -447,7 +460,8 @@ int Main(int argc, char** argv) {
   for (const auto& mode : modes) {
     const int64_t start = bench::NowNs();
     const Count c = mode.run();
-    const bool met = settings.broken ? c.stale > 0 : c.bad() == 0 && c.rounds > 0;
+    const bool met =
+        settings.broken ? c.stale > 0 : c.bad() == 0 && c.rounds >= settings.rounds;
     results.Line(Json()
                      .Set("case", settings.broken ? "litmus_broken" : "litmus")
                      .Set("mode", mode.name)
@@ -458,7 +472,8 @@ int Main(int argc, char** argv) {
                      .Count("wrong", c.wrong)
                      .Count("neighbours_lost", c.lost)
                      .Set("seconds", static_cast<double>(bench::NowNs() - start) * 1e-9)
-                     .Set("aim", settings.broken ? "stale reads are found" : "0 stale")
+                     .Set("aim", settings.broken ? "stale reads are found"
+                                                 : std::to_string(settings.rounds) + " rounds, 0 stale")
                      .Raw("met", met ? "true" : "false"));
     failed += !met;
     all.rounds += c.rounds;

@@ -2,7 +2,8 @@
 
 What runs is built from this folder alone, with CMake, ninja, a C++ compiler and, for cuda:N, nvcc. Each
 command ends within 8 minutes, its build included, and adds a line of JSON to gpu-results.jsonl after every
-case, in $OUT or build/gpu-results: a run that is cut off has kept what it has found.
+case, in $OUT or build/gpu-results: a run that is cut off has kept what it has found, and the next one of
+the same commit on the same GPU goes on behind it.
 """
 
 import argparse
@@ -33,17 +34,23 @@ class Run:
   def __init__(self, args):
     self.args = args
     self.start = time.monotonic()
-    self.passed = self.failed = self.skipped = self.unmet = 0
-    folder = pathlib.Path(os.environ.get('OUT') or ROOT / 'build/gpu-results')
+    self.passed = self.failed = self.skipped = self.unmet = self.before = 0
+    self.over = False  # a case was left out because the time was over
+    self.earlier = {}  # lines of earlier runs, by key_of
+    self.commit = commit(args.commit)
+    folder = pathlib.Path(os.environ.get('OUT') or ROOT / 'build/gpu-results').absolute()
     folder.mkdir(parents=True, exist_ok=True)
     self.results = folder / 'gpu-results.jsonl'
+    if self.results.exists() and not self.results.read_bytes()[-1:] in (b'', b'\n'):
+      with open(self.results, 'ab') as f:
+        f.write(b'\n')  # behind the last line of a machine that went away
     self.on_gpu = args.device.startswith('cuda:')
     self.build_folder = ROOT / 'build' / ('gpu-native' if self.on_gpu else 'gpu-sim')
     self.logs = ROOT / 'build/logs'
     self.logs.mkdir(parents=True, exist_ok=True)
-    self.line(begin=args.command, commit=commit(args.commit), device=args.device, quick=args.quick,
+    self.line(begin=args.command, commit=self.commit, device=args.device, quick=args.quick,
               date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
-              cores=os.cpu_count(), **(gpu_facts(args.device) if self.on_gpu else {}))
+              cores=os.cpu_count(), **(versions(args.device) if self.on_gpu else {}))
 
   def left(self):
     return LIMIT - (time.monotonic() - self.start)
@@ -65,6 +72,17 @@ class Run:
     else:
       self.failed += 1
     self.line(**fields, met=met)
+
+  def no_time(self, **fields):
+    self.over = True
+    self.outcome(None, **fields, skipped='the time is over')
+
+  def done_before(self, case, params):
+    """Whether an earlier run has told of a case, which is then not run again."""
+    if key_of({'case': case, 'params': params}) not in self.earlier:
+      return False
+    self.before += 1
+    return True
 
   def program(self, name):
     return str(self.build_folder / 'tools/gpu' / name)
@@ -90,6 +108,22 @@ class Run:
         self.outcome(False, case='build', error=tail[-600:], exit=code)
         return False
     self.line(case='build', seconds=round(time.monotonic() - began, 1))
+    return True
+
+  def open(self):
+    """Tells what the device is, by the engine's own eyes, and what earlier runs on it have told."""
+    code, out = self.call([self.program('gpu_litmus'), '--device', self.args.device, '--info'],
+                          timeout=min(100.0, self.left() - 5))
+    told = re.search(r'^\{"gpu".*\}$', out, flags=re.M)
+    if code != 0 or not told:
+      self.outcome(False, case='device', exit=code, error=out[-600:])
+      return False
+    device = json.loads(told.group())
+    self.line(**device)
+    if not self.args.again and is_commit(self.commit):
+      files = [*self.args.done, *([self.results] if self.results.exists() else [])]
+      self.earlier = earlier(files, {'begin': self.args.command, 'commit': self.commit,
+                                     'quick': self.args.quick, 'gpu': device['gpu']})
     return True
 
   def call(self, command, log=None, timeout=None, echo=False):
@@ -125,11 +159,15 @@ class Run:
 
   def end(self):
     self.line(end=self.args.command, passed=self.passed, failed=self.failed, skipped=self.skipped, unmet=self.unmet,
-              seconds=round(time.monotonic() - self.start, 1))
+              before=self.before, seconds=round(time.monotonic() - self.start, 1))
     print(f'gpu {self.args.command} on {self.args.device}: {self.passed} passed, {self.failed} failed, '
-          f'{self.skipped} skipped, {self.unmet} aims not met, {time.monotonic() - self.start:.0f} s; results: {self.results}')
-    # On a GPU something must have been run.
-    return 0 if self.failed == 0 and self.passed + (0 if self.on_gpu else self.skipped) > 0 else 1
+          f'{self.skipped} skipped, {self.before} done before, {self.unmet} aims not met, '
+          f'{time.monotonic() - self.start:.0f} s; results: {self.results}')
+    if self.over:
+      print('The time was over: the same command again goes on, with --done FILE where these results are not.')
+    # On a GPU something must have been run, now or, where nothing is left to do, before.
+    ran = self.passed + (0 if self.over else self.before) + (0 if self.on_gpu else self.skipped)
+    return 0 if self.failed == 0 and ran > 0 else 1
 
 
 def output(command):
@@ -151,15 +189,44 @@ def commit(told):
   return 'unknown' if packed.startswith('$') else packed
 
 
+def is_commit(text):
+  """Of results of anything else nobody could tell what they are of: it may have had changes."""
+  return re.fullmatch('[0-9a-f]{40}', text) is not None
+
+
+def key_of(case):
+  return case['case'] + json.dumps(case.get('params'), sort_keys=True)
+
+
+def earlier(files, wanted):
+  """The lines of cases that such runs have told of: not skipped, not failed."""
+  lines = {}
+  for begin, cases, _ in read_runs(files):
+    if {k: begin.get(k) for k in wanted} != wanted:
+      continue
+    for case in cases:
+      if 'params' not in case or 'skipped' in case or 'error' in case:
+        continue
+      lines[key_of(case)] = case
+  return lines
+
+
 def nvidia_smi(device, fields):
   return output(['nvidia-smi', f'--id={device.split(":")[1]}', f'--query-gpu={fields}',
                  '--format=csv,noheader'])
 
 
-def gpu_facts(device):
-  name, _, driver = nvidia_smi(device, 'name,driver_version').partition(', ')
+def versions(device):
+  driver = nvidia_smi(device, 'driver_version')
+  if not driver:
+    try:
+      text = pathlib.Path('/proc/driver/nvidia/version').read_text()
+    except OSError:
+      text = ''
+    found = re.search(r'NVRM version:.*?\s(\d+\.[\d.]+)\s', text)
+    driver = found.group(1) if found else ''
   nvcc = re.search(r'release ([\d.]+)', output([find_tool('nvcc') or 'nvcc', '--version']))
-  return {'gpu': name, 'driver': driver, 'cuda': nvcc.group(1) if nvcc else ''}
+  return {'driver': driver, 'cuda': nvcc.group(1) if nvcc else ''}
 
 
 def architecture():
@@ -191,13 +258,18 @@ def oracle(run):
     entries = entries[::7]
   for seed, options in entries:
     params = {'seed': int(seed), 'options': ' '.join(options)}
+    if run.done_before('oracle', params):
+      continue
     if run.left() < 15:
-      run.outcome(None, case='oracle', params=params, skipped='the time is over')
+      run.no_time(case='oracle', params=params)
       continue
     began = time.monotonic()
     code, out = run.call([run.program('oracle_device'), '--device', run.args.device, '--first', seed,
                           '--seeds', '1', '--jobs', '1', '--hang-seconds', '100', *options],
                          timeout=min(120.0, run.left() - 5))
+    if code is None and run.left() < 10:
+      run.no_time(case='oracle', params=params)
+      continue
     found = re.search(r'oracle: (\d+) passed, (\d+) failed', out)
     rows = re.search(r'rows compared\s+(\d+)', out)
     met = (code == 0 and found is not None and int(found.group(1)) == 1 and rows is not None
@@ -208,34 +280,38 @@ def oracle(run):
                          'seconds': round(time.monotonic() - began, 2)}, **facts)
 
 
-def own_lines(run, command, timeout):
-  """A program that writes its lines into the results itself."""
-  code, out = run.call([*command, '--results', str(run.results)], timeout=timeout, echo=True)
-  for line in out.splitlines():
-    if not line.startswith('{"case"'):
-      continue
-    case = json.loads(line)
+def own_lines(run, command, most, kept):
+  """A program that writes its lines into the results itself; it gets `most` seconds, and leaves `kept`.
+  Its cases, and whether the time was over before it was done."""
+  limit = min(most, run.left() - kept)
+  code, out = run.call([*command, '--results', str(run.results)], timeout=limit, echo=True)
+  cases = [json.loads(line) for line in out.splitlines() if re.match(r'\{"case".*\}$', line)]
+  for case in cases:
     if 'skipped' in case:
       run.skipped += 1
+      run.over |= case['skipped'] == 'the time is over'
     elif 'error' in case or (case['case'].startswith('litmus') and not case['met']):
       run.failed += 1
     else:
       run.passed += 1
       run.unmet += case.get('met') is False
-  if code not in (0, 1):
+  over = code is None and limit < most
+  if code not in (0, 1) and not over:
     run.outcome(False, case=os.path.basename(command[0]), exit=code,
-                error='the time was over' if code is None else out[-1500:])
+                error='it took too long' if code is None else out[-1500:])
+  return cases, over
 
 
 def litmus(run):
-  # About 10^6 rounds in each of the six modes on a GPU.
+  # 10^6 rounds in each of the six modes on a GPU.
   rounds = '2000' if run.args.quick or not run.on_gpu else '1000000'
   device = ['--device', run.args.device]
-  own_lines(run, [run.program('gpu_litmus'), *device, '--rounds', rounds, '--seconds', '25'],
-            min(240.0, run.left() - 60))
-  # That a lost ordering would be seen.
-  own_lines(run, [run.program('gpu_litmus'), *device, '--rounds', '20000' if run.on_gpu else '2000',
-                  '--seconds', '5', '--broken'], min(60.0, run.left() - 5))
+  for more, most, kept in ((['--rounds', rounds, '--seconds', '35'], 240.0, 60),
+                           # That a lost ordering would be seen.
+                           (['--rounds', '20000' if run.on_gpu else '2000', '--seconds', '5', '--broken'], 60.0, 5)):
+    _, over = own_lines(run, [run.program('gpu_litmus'), *device, *more], most, kept)
+    if over:
+      run.no_time(case='gpu_litmus', params=' '.join(more))
 
 
 def sanitize(run):
@@ -251,6 +327,11 @@ def sanitize(run):
   for program in programs:
     for tool in TOOLS:
       params = {'tool': tool, 'program': ' '.join([os.path.basename(program[0]), *program[1:]])}
+      if run.done_before('sanitize', params):
+        continue
+      if run.left() < 20:
+        run.no_time(case='sanitize', params=params)
+        continue
       if not sanitizer:
         # The rehearsal runs the programs, and nothing that is measured by them is claimed.
         why = 'no compute-sanitizer' if run.on_gpu else 'the host implementation has no compute-sanitizer'
@@ -260,15 +341,17 @@ def sanitize(run):
         else:
           run.outcome(False, case='sanitize', params=params, exit=code, error=out[-1500:])
         continue
-      if run.left() < 20:
-        run.outcome(None, case='sanitize', params=params, skipped='the time is over')
-        continue
       began = time.monotonic()
-      code, out = run.call([sanitizer, '--tool', tool, '--error-exitcode', '9', '--print-limit', '20',
+      # Memcheck takes a poll of an event that has not passed yet for an error. The engine looks at what
+      # each call of CUDA answers by itself.
+      polls = ['--report-api-errors', 'no'] if tool == 'memcheck' else []
+      code, out = run.call([sanitizer, '--tool', tool, *polls, '--error-exitcode', '9', '--print-limit', '20',
                             *program], timeout=min(120.0, run.left() - 5))
       summary = re.findall(r'(?:ERROR|RACECHECK) SUMMARY: (.*)', out)
       figures = {'summary': summary[-1] if summary else '', 'seconds': round(time.monotonic() - began, 1)}
-      if code is None:
+      if code is None and run.left() < 10:
+        run.no_time(case='sanitize', params=params, figures=figures)
+      elif code is None:
         run.outcome(None, case='sanitize', params=params, figures=figures, skipped='took too long')
       elif code == 0 and summary:
         run.outcome(True, case='sanitize', params=params, figures=figures, aim='0 errors')
@@ -278,13 +361,22 @@ def sanitize(run):
 
 
 def bench(run):
+  plan, done = run.build_folder / 'bench-plan.jsonl', run.build_folder / 'bench-done.jsonl'
+  plan.unlink(missing_ok=True)
+  done.write_text(''.join(json.dumps(case) + '\n' for case in run.earlier.values()))
   command = [run.program('gpu_bench'), '--device', run.args.device, '--python', run.args.python,
-             '--script', str(HERE / 'torch_steps.py'), '--seconds', f'{max(5.0, run.left() - 45):.0f}']
+             '--script', str(HERE / 'torch_steps.py'), '--seconds', f'{max(5.0, run.left() - 45):.0f}',
+             '--plan', str(plan), '--done', str(done)]
   if run.args.quick:
     command.append('--quick')
   if run.args.only:
     command += ['--only', run.args.only]
-  own_lines(run, command, run.left() - 5)
+  cases, over = own_lines(run, command, LIMIT, 5)
+  told = {key_of(case) for case in cases}
+  for line in plan.read_text().splitlines() if plan.exists() else []:
+    case = json.loads(line)
+    if not run.done_before(**case) and over and key_of(case) not in told:
+      run.no_time(**case)
 
 
 def pack(target):
@@ -317,7 +409,9 @@ def rehearse(args):
                  '-DCMAKE_DISABLE_FIND_PACKAGE_mimalloc=ON -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON '
                  '-DCMAKE_DISABLE_FIND_PACKAGE_CapnProto=ON'}
   bad = []
-  for name in ('oracle', 'litmus', 'sanitize', 'bench'):
+  # The second time nothing is left to do but what could not be done.
+  names = ('oracle', 'litmus', 'sanitize', 'bench', 'bench')
+  for name in names:
     command = ['./dev', 'gpu', name, '--device', args.device, '--quick', '--python', args.python]
     began = time.monotonic()
     code = subprocess.run(command, cwd=tree, env=environment, check=False).returncode
@@ -328,13 +422,15 @@ def rehearse(args):
   lines = [json.loads(line) for line in (out / 'gpu-results.jsonl').read_text().splitlines()]
   # Whoever reads the results must be able to tell what they are of.
   for line in lines:
-    if 'begin' in line and not re.fullmatch('[0-9a-f]{40}', line['commit']):
+    if 'begin' in line and not is_commit(line['commit']):
       bad.append(f'the commit of {line["begin"]}')
   ends = [line for line in lines if 'end' in line]
+  if len(ends) == len(names) and (ends[-1]['passed'], ends[-1]['before']) != (0, ends[-2]['passed']):
+    bad.append('going on')
   print(f'gpu rehearse: {len(lines)} lines of results, ' + '; '.join(
-      f'{e["end"]} {e["passed"]} passed, {e["failed"]} failed, {e["skipped"]} skipped, {e["seconds"]} s'
-      for e in ends))
-  if bad or len(ends) != 4:
+      f'{e["end"]} {e["passed"]} passed, {e["failed"]} failed, {e["skipped"]} skipped, '
+      f'{e["before"]} before, {e["seconds"]} s' for e in ends))
+  if bad or len(ends) != len(names):
     print(f'gpu rehearse: failed: {", ".join(bad)}')
     return 1
   return 0
@@ -351,8 +447,12 @@ def read_runs(files):
         continue  # the last line of a machine that went away
       if 'begin' in line:
         runs.append([line, [], None])
+      elif not runs:
+        continue  # the file has lost its head
       elif 'end' in line:
         runs[-1][2] = line
+      elif 'gpu' in line:
+        runs[-1][0].update(line)
       else:
         runs[-1][1].append(line)
   return runs
@@ -367,10 +467,15 @@ def record(files):
     return str(value).replace('|', '/').replace('\n', ' ')
 
   out = []
-  runs = read_runs(files)
-  for begin, cases, end in runs:
-    if not begin['device'].startswith('cuda:') or not begin.get('gpu'):
+  runs = []
+  for begin, cases, end in read_runs(files):
+    if not begin['device'].startswith('cuda:'):
       sys.exit(f'gpu record: results of {begin["device"]} are not of a GPU')
+    if not any(case['case'] not in ('build', 'device') for case in cases):
+      continue  # nothing was run
+    if not begin.get('gpu') or not is_commit(begin['commit'][:40]):
+      sys.exit(f'gpu record: the {begin["begin"]} of {begin["date"]} does not tell its GPU and its commit')
+    runs.append((begin, cases, end))
     out += ['', f'## {begin["begin"]}, {begin["date"]}', '',
             f'Commit {begin["commit"]}; {begin["gpu"]}, driver {begin["driver"]}, CUDA {begin["cuda"]}, '
             f'{begin["cores"]} cores.' + (' Small sizes (--quick).' if begin['quick'] else ''), '',
@@ -392,7 +497,8 @@ def record(files):
       out.append(f'| {case["case"]} | {cell(case.get("params", case.get("mode", "")))} | '
                  f'{cell(figures)} | {case.get("aim", "")} | {met} |')
     out += ['', 'Cut off before its end.' if end is None else
-            f'{end["passed"]} passed, {end["failed"]} failed, {end["skipped"]} skipped, {end["seconds"]} s.']
+            f'{end["passed"]} passed, {end["failed"]} failed, {end["skipped"]} skipped, '
+            f'{end["before"]} done before, {end["seconds"]} s.']
   if not runs:
     sys.exit('gpu record: no results')
   page = ROOT / 'docs/gpu-record.md'
@@ -412,7 +518,15 @@ def main():
   parser.add_argument('--only', help='bench: cases with this text')
   parser.add_argument('--python', default=sys.executable, help='bench: where torch may be')
   parser.add_argument('--commit', help='what the results are of, where there is no git')
+  parser.add_argument('--done', action='append', default=[], metavar='FILE',
+                      help='results of earlier runs: what they have told is not run again')
+  parser.add_argument('--again', action='store_true', help='run what has been run, too')
   args = parser.parse_args()
+  if os.sep in args.python:
+    # Programs run elsewhere. Not resolved: a virtual environment's python is a link.
+    args.python = os.path.abspath(args.python)
+  if args.commit and not is_commit(args.commit):
+    parser.error('a commit is 40 hexadecimal digits')
   if args.device is None:
     args.device = 'sim:0' if args.command == 'rehearse' else 'cuda:0'
   if not re.fullmatch(r'(cuda|sim):\d', args.device):
@@ -424,8 +538,15 @@ def main():
     return rehearse(args)
   if args.command == 'record':
     return record(args.files)
+  if args.device.startswith('cuda:') and not is_commit(commit(args.commit)[:40]):
+    sys.exit(f'gpu {args.command}: which commit is this? Neither git nor {HERE}/commit tells. Name it with '
+             '--commit $(git rev-parse HEAD) of the tree that this is a copy of, or unpack what '
+             './dev gpu pack makes, which knows it.')
+  for file in args.done:
+    if not os.access(file, os.R_OK):
+      parser.error(f'cannot read {file}')
   run = Run(args)
-  if run.build():
+  if run.build() and run.open():
     {'oracle': oracle, 'litmus': litmus, 'sanitize': sanitize, 'bench': bench}[args.command](run)
   return run.end()
 
