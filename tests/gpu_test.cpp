@@ -5,6 +5,7 @@
 // With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, engines are controllers' that the test attaches to.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -971,10 +972,15 @@ void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bo
 
 TEST(GpuFailures, EachCallOnce) {
   const std::vector<float> expected = Reference(2, 4, 200, 12);
-  bool reached = true;
-  uint64_t n = 1;
-  for (; reached && !testing::Test::HasFailure(); ++n) FailOnce(n, ErrorKind::kOutOfMemory, expected, &reached);
-  EXPECT_GT(n, 60u) << "there are more calls than that";
+  bool reached;
+  uint64_t n;
+  for (const ErrorKind kind : {ErrorKind::kOutOfMemory, ErrorKind::kMisuse}) {
+    SCOPED_TRACE(kind == ErrorKind::kMisuse ? "misuse" : "no memory");
+    // (A controller for each takes its time.)
+    const uint64_t step = Attached() && kind == ErrorKind::kMisuse ? 4 : 1;
+    for (n = 1, reached = true; reached && !testing::Test::HasFailure(); n += step) FailOnce(n, kind, expected, &reached);
+    EXPECT_GT(n, 60u) << "there are more calls than that";
+  }
 }
 
 // The device dies: the other rank is freed, tables are those of the last committed step, and after the
@@ -1230,17 +1236,137 @@ TEST(Gpu, ClosedBesideALook) {
 
 // --- Devices that die ----------------------------------------------------------------------------
 
+// The program resets the device: no call's error is one that stays, and all the same everything ends. Closing the rank
+// undoes what is not whole, and the other one goes on.
+TEST(GpuFailures, ADeviceThatIsReset) {
+  constexpr uint64_t kSteps = 8;
+  // The tables if the first rank has been there for so many steps.
+  auto with_both_for = [](uint64_t steps) {
+    Engine engine(2, {}, true);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+    frugal_trainer* first = engine.Trainer(0, "cpu");
+    frugal_trainer* second = engine.Trainer(1, "cpu");
+    for (uint64_t s = 0; s < kSteps; ++s) {
+      if (s == steps) {
+        EXPECT_OK(frugal_trainer_close(first));
+      }
+      if (s < steps) {
+        EXPECT_OK(HostStep(first, table, s, Batch(s, 0, 200, 12)));
+      }
+      EXPECT_OK(HostStep(second, table, s, Batch(s, 1, 200, 12)));
+    }
+    return engine.Rows(table, 200, 12);
+  };
+  std::vector<std::vector<float>> right;
+  for (uint64_t steps = 1; steps <= kSteps; ++steps) right.push_back(with_both_for(steps));
+  for (uint64_t n : {1, 2, 3, 5, 9, 14, 20, 27, 35, 44, 54, 65}) {
+    Device device(2);
+    Engine engine(2);
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+    frugal_trainer* cpu = engine.Trainer(1, "cpu");
+    for (uint64_t s = 0; s < 2; ++s) {
+      ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, Batch(s, 0, 200, 12)));
+      ASSERT_OK(HostStep(cpu, table, s, Batch(s, 1, 200, 12)));
+    }
+    device.sim->reset_after(n);
+    std::thread other([&] {
+      for (uint64_t s = 2; s < kSteps;) {
+        const int32_t status = HostStep(cpu, table, s, Batch(s, 1, 200, 12));
+        if (status == FRUGAL_ERR_STEP_ABORTED) {
+          s = engine.Committed() + 1;
+          continue;
+        }
+        ASSERT_OK(status) << n;
+        ++s;
+      }
+    });
+    int32_t status = FRUGAL_OK;
+    for (uint64_t s = 2; s < kSteps && status == FRUGAL_OK; ++s)
+      status = DeviceStep(gpu, *device.memory, table, s, Batch(s, 0, 200, 12));
+    EXPECT_OK(frugal_trainer_close(gpu));
+    other.join();
+    EXPECT_EQ(engine.Committed(), kSteps - 1) << n;
+    EXPECT_OK(frugal_health(engine.handle));
+    const std::vector<float> rows = engine.Rows(table, 200, 12);
+    EXPECT_TRUE(std::any_of(right.begin(), right.end(), [&](const auto& r) { return Same(rows, r); })) << n;
+  }
+}
+
+// A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
+TEST(GpuReset, TheGateOfAnotherRank) {
+  Device device;
+  Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  ASSERT_OK(HostStep(cpu, table, 0, Batch(0, 1, 300, 16)));
+  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+  device.sim->reset_after(1);
+  EXPECT_EQ(frugal_step_begin(cpu, 1, kWait), FRUGAL_ERR_STEP_ABORTED) << LastMessage();
+  EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
+  EXPECT_NE(LastMessage().find("error 400"), std::string::npos) << LastMessage();
+  ASSERT_OK(frugal_trainer_close(gpu));
+  int32_t status;
+  do status = HostStep(cpu, table, 0, Batch(0, 1, 300, 16));
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  ASSERT_OK(status);
+  EXPECT_EQ(engine.Committed(), 0u);
+  EXPECT_OK(frugal_health(engine.handle));
+}
+
+// The engine is closed, with time to wait for what is in flight and without.
+TEST(GpuReset, TheEngineIsClosed) {
+  for (const int64_t timeout_ms : {0, 1000}) {
+    Device device;
+    Engine engine(2, [&](frugal_config* c) {
+      c->timeout_ms = timeout_ms;
+      c->flush_threads = 0;
+    });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    engine.Trainer(1, "cpu");
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+    device.sim->reset_after(1);
+    ASSERT_OK(frugal_close(engine.handle));
+    engine.handle = nullptr;
+  }
+}
+
+// Another rank aborts a step that is in flight.
+TEST(GpuReset, AnAbort) {
+  Device device;
+  Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
+  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+  device.sim->reset_after(1);
+  ASSERT_OK(frugal_step_abort(cpu));
+  EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
+  ASSERT_OK(frugal_trainer_close(gpu));
+  int32_t status;
+  do status = HostStep(cpu, table, 0, Batch(0, 1, 300, 16));
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  ASSERT_OK(status);
+  EXPECT_EQ(engine.Committed(), 0u);
+}
+
 // Closed before anybody has found out: what it has ended is undone, and the others go on.
 TEST(GpuFailures, ClosedWithAStepInFlight) {
-  for (uint32_t threads : {0u, 1u}) {
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t threads = i % 2;
+    const bool reset = i / 2;
     Device device(5 + threads);
     Engine engine(2, [&](frugal_config* c) { c->flush_threads = threads; });
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
     frugal_trainer* cpu = engine.Trainer(1, "cpu");
     frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
     ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16), nullptr, false));
-    device.sim->fail_after(4, ErrorKind::kFault, false);
+    if (!reset) device.sim->fail_after(4, ErrorKind::kFault, false);
     ASSERT_OK(frugal_step_end(gpu, 0, 0));
+    if (reset) device.sim->reset_after(1);
     ASSERT_OK(frugal_trainer_close(gpu));
     for (uint64_t s = 0; s < 3; ++s) {
       int32_t status;
@@ -1254,7 +1380,7 @@ TEST(GpuFailures, ClosedWithAStepInFlight) {
 }
 
 // Keys on their way when the device dies: the other rank is told, and goes on.
-TEST(GpuFailures, KeysThatNeverArrive) {
+void LosesKeys(bool reset) {
   Device device;
   Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
@@ -1264,7 +1390,10 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   frugal_op op = OpOf(table, b);
   op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
   ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, nullptr));
-  device.sim->fail_after(1, ErrorKind::kFault, false);
+  if (reset)
+    device.sim->reset_after(1);
+  else
+    device.sim->fail_after(1, ErrorKind::kFault, false);
   int32_t status = FRUGAL_OK;
   for (uint64_t s = 0; status == FRUGAL_OK; ++s) status = HostStep(cpu, table, s, Batch(s, 1, 300, 16));
   EXPECT_EQ(status, FRUGAL_ERR_STEP_ABORTED) << LastMessage();
@@ -1274,6 +1403,11 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   while (status == FRUGAL_ERR_STEP_ABORTED);
   ASSERT_OK(status);
   EXPECT_EQ(engine.Committed(), 0u);
+}
+
+TEST(GpuFailures, KeysThatNeverArrive) {
+  LosesKeys(false);
+  LosesKeys(true);
 }
 
 // --- Attached: with a controller only --------------------------------------------------------------

@@ -14,6 +14,7 @@ using device::Result;
 namespace {
 
 constexpr uint64_t kAskNs = 1000000;  // one look at an event by somebody who must wait for it
+constexpr int kLasting = 1000;        // errors in a row of such looks
 
 Ptr<char> visible(const void* pinned) {
   return device::Runtime::visible(const_cast<void*>(pinned));
@@ -130,7 +131,7 @@ namespace {
 
 // Until the event has passed, or never will.
 void wait_for(Gpu& gpu, device::Event e) {
-  for (int errors = 0; !gpu.await(e, &errors);) {
+  for (std::atomic<int> errors{0}; !gpu.await(e, &errors);) {
   }
 }
 
@@ -152,7 +153,7 @@ bool Arrival::ask() {
   if (arrived.load(std::memory_order_acquire)) return true;
   bool passed = false;
   Result r = gpu->runtime().query(event, &passed);
-  gpu->failed(r);
+  gpu->answered(r, &errors);
   if (gpu->sticky())
     failed.store(true);
   else if (!r.ok() || !passed)
@@ -249,7 +250,7 @@ bool Flight::ask(uint64_t timeout_ns) {
     bool passed = false;
     Result r = timeout_ns ? gpu->runtime().synchronize(e, timeout_ns, &passed)
                           : gpu->runtime().query(e, &passed);
-    gpu->failed(r);
+    gpu->answered(r, &errors);
     if (gpu->sticky()) {
       failed.store(true, std::memory_order_release);
       break;
@@ -409,19 +410,25 @@ Status Gpu::bring(const void* from, size_t bytes, Buffer* to) {
   return s;
 }
 
-bool Gpu::await(device::Event e, int* errors) {
-  bool passed = false;
-  Result r = runtime_->synchronize(e, kAskNs, &passed);
+// (One that lasts without being a fault: where the program has called cudaDeviceReset, there are no such events any more.)
+void Gpu::answered(const Result& r, std::atomic<int>* errors) {
   failed(r);
-  // It can not be told any more what the device does.
-  if (!passed && !r.ok() && ++*errors == 1000) failed({ErrorKind::kFault, r.code, r.call, r.text});
+  if (r.ok())
+    errors->store(0);
+  else if (errors->fetch_add(1) + 1 >= kLasting)  // it cannot be told any more what the device does
+    failed({ErrorKind::kFault, r.code, r.call, r.text});
+}
+
+bool Gpu::await(device::Event e, std::atomic<int>* errors) {
+  bool passed = false;
+  answered(runtime_->synchronize(e, kAskNs, &passed), errors);
   return passed || sticky();
 }
 
 // Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be used
 // again.
 void Gpu::drain(device::Stream stream) {
-  for (int tries = 0; tries < 1000 && !sticky(); ++tries) {
+  for (int tries = 0; tries < kLasting && !sticky(); ++tries) {
     device::Event e;
     Result r = runtime_->create_event(&e);
     if (!r.ok()) {

@@ -173,6 +173,7 @@ struct Flight : HeapObject {
   Vector<const uint32_t*> nans, wrong_offsets;
   bool must_land = false;  // before the step's end answers
   std::mutex mu;           // of events, once it has ended
+  std::atomic<int> errors{0};  // of asking, in a row
   std::atomic<bool> landed{false};
   std::atomic<bool> failed{false};
 
@@ -204,6 +205,7 @@ struct Arrival : HeapObject {
   Vector<PartRef> parts;
   std::atomic<bool> arrived{false};
   std::atomic<bool> failed{false};
+  std::atomic<int> errors{0};  // of asking, in a row
   bool ask();  // true: arrived, or failed
   ~Arrival();
 };
@@ -245,6 +247,9 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
+  // What an event that is asked for again and again has answered; `errors` counts those in a row. One that lasts is a
+  // failure, of whatever kind it is.
+  void answered(const device::Result& result, std::atomic<int>* errors);
   void look();  // whether it has
   // What the device said, as device_status, and kept if it is a failure.
   Status noted(const device::Result& result, const char* what);
@@ -269,7 +274,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // The same, and it is there.
   Status bring(const void* from, size_t bytes, Buffer* to);
   // About a moment: true if the event has passed, or never will.
-  bool await(device::Event e, int* errors);
+  bool await(device::Event e, std::atomic<int>* errors);
   Status wait_stream() {
     return wait_stream([this] {
       if (while_waiting_) while_waiting_();
@@ -419,7 +424,7 @@ Status Gpu::wait_stream(GoOn go_on) {
   device::Event e;
   FRUGAL_TRY(create_event(&e));
   Status s = noted(runtime_->record(e, stream_), "waiting for the caller's stream");
-  int errors = 0;
+  std::atomic<int> errors{0};
   bool over = s != FRUGAL_OK;
   while (!over && !(over = await(e, &errors)))
     if ((s = go_on()) != FRUGAL_OK) break;

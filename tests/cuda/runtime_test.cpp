@@ -164,6 +164,20 @@ TEST_F(CudaRuntime, TellsWhatFailed) {
   }
 }
 
+// What the driver refuses one call is no end of the device.
+TEST_F(CudaRuntime, RefusalsAreNotForEver) {
+  for (const cudaError_t code : {cudaErrorNotSupported, cudaErrorNotPermitted, cudaErrorSymbolNotFound}) {
+    for (const Use& use : uses(pinned, device, stream, event)) {
+      const bool pins = std::string(use.call) == "cudaHostRegister" && code != cudaErrorSymbolNotFound;
+      for (const char* call : {use.call, "cudaSetDevice"}) {
+        fake::state().fails = {{call, code}};
+        EXPECT_EQ(use.use(*runtime).kind, pins && call == use.call ? ErrorKind::kOutOfMemory : ErrorKind::kMisuse)
+            << use.call << " " << code;
+      }
+    }
+  }
+}
+
 TEST_F(CudaRuntime, PinsMappedAndPortable) {
   void* page = reinterpret_cast<void*>(0x30000);
   ASSERT_TRUE(runtime->pin(page, 8192).ok());
@@ -176,7 +190,7 @@ TEST_F(CudaRuntime, PinsMappedAndPortable) {
             (std::vector<uint64_t>{0x30000, 8192,
                                    cudaHostRegisterMapped | cudaHostRegisterPortable | cudaHostRegisterReadOnly}));
   for (const cudaError_t code :
-       {cudaErrorMemoryAllocation, cudaErrorOperatingSystem, cudaErrorNotSupported}) {
+       {cudaErrorMemoryAllocation, cudaErrorOperatingSystem, cudaErrorNotSupported, cudaErrorNotPermitted}) {
     fake::state().fails["cudaHostRegister"] = code;
     EXPECT_EQ(runtime->pin(page, 8192).kind, ErrorKind::kOutOfMemory);
   }
@@ -317,7 +331,8 @@ TEST_F(CudaOpen, TellsWhyNot) {
        {"cudaGetDeviceCount", "cudaGetDriverEntryPointByVersion", "cudaSetDevice",
         "cudaDeviceGetAttribute", "cudaGetDeviceProperties", "cudaDeviceGetStreamPriorityRange",
         "cudaFuncGetAttributes"}) {
-    for (const cudaError_t code : {cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice}) {
+    for (const cudaError_t code : {cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorNotSupported,
+                                   cudaErrorNotPermitted, cudaErrorSymbolNotFound, cudaErrorInvalidDeviceFunction}) {
       fake::state().fails = {{call, code}};
       const Result result = open_runtime("cuda:0", &out);
       EXPECT_EQ(result.kind, ErrorKind::kNoDevice) << call;

@@ -47,9 +47,6 @@ ErrorKind kind_of_error(cudaError_t code) {
     case cudaErrorJitCompilerNotFound:
     case cudaErrorJitCompilationDisabled:
     case cudaErrorDeviceAlreadyInUse:
-    case cudaErrorSymbolNotFound:
-    case cudaErrorNotPermitted:
-    case cudaErrorNotSupported:
     case cudaErrorSystemNotReady:
     case cudaErrorSystemDriverMismatch:
     case cudaErrorCompatNotSupportedOnDevice:
@@ -77,6 +74,10 @@ ErrorKind kind_of_error(cudaError_t code) {
     case cudaErrorStreamCaptureImplicit:
     case cudaErrorCapturedEvent:
     case cudaErrorStreamCaptureWrongThread:
+    // Of one call; the device is there.
+    case cudaErrorSymbolNotFound:
+    case cudaErrorNotPermitted:
+    case cudaErrorNotSupported:
       return ErrorKind::kMisuse;
     default:
       // Kernels that went wrong, memory that failed, contexts that are gone; and what is not known
@@ -423,7 +424,9 @@ Result CudaRuntime::open(uint32_t index) {
 
 Result open_cuda(uint32_t index, std::shared_ptr<Runtime>* out) {
   const auto runtime = std::allocate_shared<CudaRuntime>(HeapAllocator<CudaRuntime>());
-  const Result result = runtime->open(index);
+  Result result = runtime->open(index);
+  // Nothing of the caller's is in it that could be misused.
+  if (result.kind == ErrorKind::kMisuse) result.kind = ErrorKind::kNoDevice;
   if (result.ok()) *out = runtime;
   return result;
 }

@@ -82,6 +82,7 @@ class SimRuntime final : public Sim {
   void set_seed(uint64_t seed) override;
   void set_delays(const Delays& delays) override;
   void fail_after(uint64_t n, ErrorKind kind, bool forever) override;
+  void reset_after(uint64_t n) override;
   uint64_t calls() const override;
   void set_memory_bytes(uint64_t bytes) override;
   void set_capturing(Stream s, bool capturing) override;
@@ -127,6 +128,8 @@ class SimRuntime final : public Sim {
   uint64_t fail_in_ = 0;
   ErrorKind fail_kind_ = ErrorKind::kNone;
   bool fail_forever_ = false;
+  bool fail_resets_ = false;
+  std::atomic<bool> reset_{false};
   uint64_t memory_limit_ = uint64_t{1} << 30, allocations_ = 0, allocated_ = 0;
   Random random_{1};
   std::set<const char*> launched_;  // names, static
@@ -151,7 +154,8 @@ SimRuntime::~SimRuntime() {
 }
 
 Result SimRuntime::faulted(const char* call) const {
-  return {ErrorKind::kFault, kLaunchFailure, call, health_->settle()};
+  const char* text = health_->settle();
+  return reset_.load() ? misuse(call, kInvalidHandle, text) : Result{ErrorKind::kFault, kLaunchFailure, call, text};
 }
 
 Result SimRuntime::begin(const char* call) {
@@ -164,7 +168,10 @@ Result SimRuntime::begin(const char* call) {
       kind = fail_kind_;
       if (fail_forever_) fail_in_ = 1;
     }
-    if (kind == ErrorKind::kFault) health_->fail(kAskedFor);
+    if (kind == ErrorKind::kFault) {
+      reset_.store(fail_resets_);
+      health_->fail(kAskedFor);
+    }
   }
   if (health_->failed()) return faulted(call);
   if (kind == ErrorKind::kNone) return {};
@@ -555,6 +562,16 @@ void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) {
   fail_in_ = n;
   fail_kind_ = kind;
   fail_forever_ = forever;
+  fail_resets_ = false;
+}
+
+void SimRuntime::reset_after(uint64_t n) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  fail_in_ = n;
+  fail_kind_ = ErrorKind::kFault;
+  fail_forever_ = false;
+  fail_resets_ = true;
 }
 
 uint64_t SimRuntime::calls() const {

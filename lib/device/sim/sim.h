@@ -55,6 +55,9 @@ class Sim : public Runtime {
   // The n-th call from now that has a Result fails with `kind`, or it and all behind it; 0: none does.
   // kFault stays anyhow.
   virtual void fail_after(uint64_t n, ErrorKind kind, bool forever) = 0;
+  // With the n-th call from now that has a Result the host program resets the device: what its streams hold is passed
+  // over, and that call and all behind it are misuse.
+  virtual void reset_after(uint64_t n) = 0;
   // Calls so far that fail_after counts.
   virtual uint64_t calls() const = 0;
 
