@@ -522,6 +522,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void choose_mode();
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }
+  // Nobody is woken for work of the engine: callers do it.
+  bool callers_work() const { return config_.flush_threads == 0 || (workers_rest_.load() && !caches_exist()); }
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
   Status open_window(Table& table);
@@ -645,6 +647,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
   std::atomic<bool> deferred_now_{false};
+  std::atomic<bool> workers_rest_{false};  // choose_mode
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
   std::atomic<uint32_t> cache_count_{0};
   std::atomic<uint64_t> pending_bytes_{0};

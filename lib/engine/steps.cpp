@@ -769,7 +769,7 @@ void Engine::settle_orphans(Table& table) {
 
 // Deferring pays if there is idle time of processors to write in; else it is only more work.
 void Engine::choose_mode() {  // with mu_ held
-  bool deferred;
+  bool deferred, rest = workers_rest_.load();
   switch (config_.flush_mode) {
     case FRUGAL_FLUSH_DEFERRED:
     case FRUGAL_FLUSH_TREE_HEAP:
@@ -802,6 +802,9 @@ void Engine::choose_mode() {  // with mu_ held
       // One pause of the program says nothing: it has to pay twice in a row.
       deferred = deferred ? pays : pays && mode_paid_;
       mode_paid_ = pays;
+      // Where trainers in other processes have all processors, flush threads only take turns with them, and the
+      // system leaves a processor idle while who could use it stands behind a flush thread on another one.
+      rest = (rest || !pays) && !deferred && ledger_ && config_.world_size >= cpus_ && !pinner_->any();
       break;
     }
     default:
@@ -809,6 +812,7 @@ void Engine::choose_mode() {  // with mu_ held
   }
   if (stale()) deferred = true;
   deferred_now_.store(deferred, std::memory_order_relaxed);
+  if (workers_rest_.exchange(rest) && !rest) cv_work_.notify_all();
 }
 
 // --- Abort ---------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
-  if (config_.flush_threads) {
+  if (!callers_work()) {
     wake_workers();
   } else {
     try {

@@ -37,7 +37,7 @@ void Engine::progress() {
 
 void Engine::wake_workers() {
   work_.fetch_add(1);
-  if (sleepers_.load() == 0) return;
+  if (sleepers_.load() == 0 || callers_work()) return;
   { std::lock_guard<std::mutex> lock(mu_); }
   cv_work_.notify_all();
 }
@@ -97,7 +97,7 @@ void Engine::worker_main(uint32_t number) {
 // In the order of urgency. Where there is device time to hide behind, what no gate is about to need waits
 // while calls that gather or sum want the processors, and the memory's bandwidth, of this machine.
 Engine::Did Engine::background_work() {
-  if (health() != FRUGAL_OK) return Did::kNothing;
+  if (health() != FRUGAL_OK || callers_work()) return Did::kNothing;
   uint64_t now;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -211,7 +211,7 @@ Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context
     return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken");
   };
   // Nobody to share with: do it here.
-  if (chunks < 2 || config_.flush_threads == 0) {
+  if (chunks < 2 || callers_work()) {
     Status status = FRUGAL_OK;
     for (size_t i = 0; i < chunks && status == FRUGAL_OK; ++i) status = run_chunk(run, context, i);
     return told(status);
