@@ -1293,6 +1293,15 @@ TEST(GpuFailures, ADeviceThatIsReset) {
   }
 }
 
+// The step, as often as it is undone.
+template <class... Arguments>
+int32_t HostStepAgain(const Arguments&... arguments) {
+  int32_t status;
+  do status = HostStep(arguments...);
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  return status;
+}
+
 // A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
 TEST(GpuReset, TheGateOfAnotherRank) {
   Device device;
@@ -1307,10 +1316,7 @@ TEST(GpuReset, TheGateOfAnotherRank) {
   EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
   EXPECT_NE(LastMessage().find("error 400"), std::string::npos) << LastMessage();
   ASSERT_OK(frugal_trainer_close(gpu));
-  int32_t status;
-  do status = HostStep(cpu, table, 0, Batch(0, 1, 300, 16));
-  while (status == FRUGAL_ERR_STEP_ABORTED);
-  ASSERT_OK(status);
+  ASSERT_OK(HostStepAgain(cpu, table, 0, Batch(0, 1, 300, 16)));
   EXPECT_EQ(engine.Committed(), 0u);
   EXPECT_OK(frugal_health(engine.handle));
 }
@@ -1346,10 +1352,7 @@ TEST(GpuReset, AnAbort) {
   ASSERT_OK(frugal_step_abort(cpu));
   EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
   ASSERT_OK(frugal_trainer_close(gpu));
-  int32_t status;
-  do status = HostStep(cpu, table, 0, Batch(0, 1, 300, 16));
-  while (status == FRUGAL_ERR_STEP_ABORTED);
-  ASSERT_OK(status);
+  ASSERT_OK(HostStepAgain(cpu, table, 0, Batch(0, 1, 300, 16)));
   EXPECT_EQ(engine.Committed(), 0u);
 }
 
