@@ -96,6 +96,7 @@ class SimRuntime final : public Sim {
   using MarkRef = std::shared_ptr<Mark>;
 
   // What every call with a Result begins with: sticky faults, failures on request.
+  void fail(uint64_t n, ErrorKind kind, bool forever, bool resets);
   Result begin(const char* call);
   Result faulted(const char* call) const;
   // A call without a Result that makes no sense: a fault, so that it does not go unnoticed.
@@ -556,22 +557,17 @@ void SimRuntime::set_delays(const Delays& delays) {
   if (default_) default_->set_delays(delays);
 }
 
-void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) {
+void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) { fail(n, kind, forever, false); }
+
+void SimRuntime::reset_after(uint64_t n) { fail(n, ErrorKind::kFault, false, true); }
+
+void SimRuntime::fail(uint64_t n, ErrorKind kind, bool forever, bool resets) {
   Unseen unseen;
   std::lock_guard<std::mutex> lock(mutex_);
   fail_in_ = n;
   fail_kind_ = kind;
   fail_forever_ = forever;
-  fail_resets_ = false;
-}
-
-void SimRuntime::reset_after(uint64_t n) {
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  fail_in_ = n;
-  fail_kind_ = ErrorKind::kFault;
-  fail_forever_ = false;
-  fail_resets_ = true;
+  fail_resets_ = resets;
 }
 
 uint64_t SimRuntime::calls() const {
