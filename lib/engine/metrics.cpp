@@ -108,6 +108,8 @@ String Engine::metrics() {
   e.seconds(now - opened_ns_);
   e.family("health", "gauge", "0, or the status of the first background failure.");
   e.status(health());
+  e.family("flush_threads", "gauge", "Flush threads; 0 while they rest and the trainers' calls do their work.");
+  e.sample(callers_work() ? 0 : config_.flush_threads);
   e.family("world_size", "gauge", "Ranks.");
   e.sample(config_.world_size);
   e.family("committed_step", "gauge", "The last step that all ranks have ended, if any.");

@@ -12,6 +12,7 @@
 #include <sys/un.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <random>
@@ -1103,6 +1104,96 @@ TEST_F(Service, Idleness) {
                 (CpuSeconds(controller.pid()) - used) / 3 * 100, (CpuSeconds(getpid()) - own) / 3 * 100, woken);
   }
   EXPECT_LT(woken, 20u);
+  OK(frugal_close(e));
+}
+
+// One of a controller's metrics.
+double Metric(frugal_engine* e, const std::string& name) {
+  std::string text(1 << 16, 0);
+  size_t size = 0;
+  EXPECT_EQ(FRUGAL_OK, frugal_metrics(e, text.data(), text.size(), &size)) << Error();
+  const size_t at = text.find("\n" + name + " ");
+  return at == std::string::npos ? -1 : std::atof(text.c_str() + at + name.size() + 2);
+}
+
+// Where trainers have all processors, the controller's flush threads rest, and work again when there is idle time. Rows
+// are right all the while, of batches that were declared ahead of the steps, too.
+TEST_F(Service, FlushThreadsRest) {
+  cpu_set_t mine, one;
+  ASSERT_EQ(0, sched_getaffinity(0, sizeof mine, &mine));
+  CPU_ZERO(&one);
+  for (int i = 0; CPU_COUNT(&one) == 0; ++i)
+    if (CPU_ISSET(i, &mine)) CPU_SET(i, &one);
+  ControllerProgram controller(address(), [&] { return sched_setaffinity(0, sizeof one, &one) == 0; });
+  frugal_config c = Config(address(), 60000);
+  c.world_size = 1;
+  c.lookahead = 8;
+  c.flush_threads = 1;
+  frugal_engine* e = nullptr;
+  OK(frugal_open(&c, &e));
+  frugal_table* table = nullptr;
+  frugal_table_config tc = TableConfig("t", 1 << 16);
+  tc.optimizer.lr = 1;
+  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer* t = nullptr;
+  OK(Join(e, 0, &t));
+  EXPECT_EQ(1, Metric(e, "frugal_flush_threads"));
+
+  constexpr size_t kKeys = 4096;
+  std::vector<uint64_t> keys(kKeys);
+  std::vector<float> rows(kKeys * 8);
+  const std::vector<float> grads(kKeys * 8, 1);
+  std::vector<uint32_t> pushed(tc.rows);
+  uint64_t step = 0, declared = 0;
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = keys.data();
+  op.count = kKeys;
+  auto batch = [&](uint64_t of) {  // each key once
+    for (size_t i = 0; i < kKeys; ++i) keys[i] = (of * 2654435761u % tc.rows + i * 13) % tc.rows;
+  };
+  auto train = [&] {
+    for (; declared <= step + 4; ++declared) {
+      batch(declared);
+      OK(frugal_prefetch(t, declared, &op, 1, nullptr));
+    }
+    batch(step);
+    OK(frugal_step_begin(t, step, FRUGAL_TIMEOUT_DEFAULT));
+    op.rows_out = rows.data();
+    OK(frugal_lookup(t, &op, 1));
+    for (size_t i = 0; i < rows.size(); ++i)
+      ASSERT_EQ(-static_cast<float>(pushed[keys[i / 8]]), rows[i]) << "step " << step << ", key " << keys[i / 8];
+    op.rows_out = nullptr;
+    op.grads = grads.data();
+    OK(frugal_push_grad(t, &op, 1));
+    OK(frugal_step_end(t, step, 0));
+    op.grads = nullptr;
+    for (uint64_t key : keys) ++pushed[key];
+    ++step;
+  };
+  const auto until = [&](double threads, unsigned pause_ms) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+    while (Metric(e, "frugal_flush_threads") != threads && std::chrono::steady_clock::now() < end && !HasFailure())
+      for (int i = 0; i < 8 && !HasFailure(); ++i) {
+        train();
+        if (pause_ms) std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+      }
+    EXPECT_EQ(threads, Metric(e, "frugal_flush_threads")) << "after " << step << " steps";
+  };
+  for (int i = 0; i < 2; ++i) {
+    until(0, 0);
+    for (int k = 0; k < 40 && !HasFailure(); ++k) train();
+    until(1, 20);
+  }
+  // What is pending when they begin to rest is written by who needs it.
+  until(0, 0);
+  OK(frugal_flush(e, FRUGAL_TIMEOUT_DEFAULT));
+  std::vector<float> all(tc.rows * 8);
+  std::vector<uint64_t> ids(tc.rows);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  OK(frugal_get(table, ids.data(), ids.size(), 0, all.data(), 0, nullptr));
+  for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(-static_cast<float>(pushed[i / 8]), all[i]) << "key " << i / 8;
+  std::printf("%lu steps\n", step);
   OK(frugal_close(e));
 }
 
