@@ -284,42 +284,73 @@ TEST(Gpu, TheBitsOfTheCpu) {
 
 // With a handle and no keys, lookup and push of a declared batch give work to the stream and nothing
 // else: they come back although nothing of the stream runs before somebody waits for it.
-TEST(Gpu, DeclaredBatchesDoNotWait) {
+// Calls of a declared batch, and the end of its step, while nothing that they launch runs.
+void DeclaredBatchesDoNotWait(double cache) {
   Device device;
   // No flush threads: one that looks whether the flight has landed would wait for it.
   Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
-  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
-  Batch b(0, 0, 300, 16);
-  frugal_op op = OpOf(table, b);
-  op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
-  frugal_batch* batch = nullptr;
-  ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, &batch));
-  ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
+  std::vector<frugal_batch*> batches;
+  auto declare = [&](uint64_t step) {
+    Batch b(step, 0, 300, 16);
+    frugal_op op = OpOf(table, b);
+    op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+    frugal_batch* batch = nullptr;
+    ASSERT_OK(frugal_prefetch(gpu, step, &op, 1, &batch));
+    batches.push_back(batch);
+  };
+  // Steps before, so that there are lines that it reads.
+  const uint64_t last = cache == 0 ? 0 : 20;
+  for (uint64_t s = 0; s <= std::min<uint64_t>(last, 3); ++s) declare(s);
+  for (uint64_t s = 0; s < last; ++s) {
+    if (s + 4 <= last) declare(s + 4);
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, Batch(s, 0, 300, 16)));
+    device.memory->Collect();
+  }
+  Batch b(last, 0, 300, 16);
+  ASSERT_OK(frugal_step_begin(gpu, last, kWait));
   frugal_op use = FRUGAL_OP_INIT;
   use.table = table;
-  use.batch = batch;
+  use.batch = batches[last];
   std::vector<float> out(b.keys.size() * 16);
   use.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
   use.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
   // Once before, so that nothing of the declaration is under way any more.
   ASSERT_OK(frugal_lookup(gpu, &use, 1));
   device.memory->Collect();
+  auto hits = [&] {
+    frugal_stats stats{};
+    stats.struct_size = sizeof stats;
+    EXPECT_OK(frugal_get_stats(engine.handle, &stats));
+    return stats.cache_hits;
+  };
+  const uint64_t hits_before = hits();
   constexpr uint32_t kHold = 60'000'000;
   device.sim->set_delays({0, 0, 100, 0, kHold});
   auto start = std::chrono::steady_clock::now();
   ASSERT_OK(frugal_lookup(gpu, &use, 1));
+  frugal_op bags = use;
+  bags.pooling = FRUGAL_POOL_SUM;
+  const uint64_t offsets[] = {0, 20, b.keys.size()};
+  bags.bags = 2;
+  bags.offsets = offsets;
+  ASSERT_OK(frugal_lookup(gpu, &bags, 1));
   ASSERT_OK(frugal_push_grad(gpu, &use, 1));
-  ASSERT_OK(frugal_step_end(gpu, 0, 0));
+  ASSERT_OK(frugal_step_end(gpu, last, 0));
   // Not a measurement: what is held would take a minute.
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::microseconds(kHold));
-  EXPECT_EQ(engine.Committed(), FRUGAL_NO_STEP) << "nothing has run, so nothing may be committed";
+  EXPECT_EQ(engine.Committed(), last ? last - 1 : FRUGAL_NO_STEP) << "nothing has run, so nothing may be committed";
+  EXPECT_EQ(hits() > hits_before, cache != 0);
   device.memory->Fetch(out.data(), use.rows_out, out.size() * 4);
   device.memory->Collect();
   device.sim->set_delays({});
-  ASSERT_OK(frugal_step_begin(gpu, 1, kWait));
-  EXPECT_EQ(engine.Committed(), 0u);
+  ASSERT_OK(frugal_step_begin(gpu, last + 1, kWait));
+  EXPECT_EQ(engine.Committed(), last);
 }
+
+TEST(Gpu, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0); }
+TEST(GpuCache, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0.5); }
 
 // Offsets of a declared batch are for kernels alone; what is wrong with them is told when the step ends.
 TEST(Gpu, OffsetsOnTheDevice) {
@@ -651,6 +682,9 @@ TEST(Gpu, StreamsOfAnotherDevice) {
   frugal::device::Stream theirs;
   ASSERT_TRUE(other.runtime->create_stream(frugal::device::Priority::kNormal, &theirs).ok());
   EXPECT_EQ(frugal_set_stream(gpu, theirs.handle), FRUGAL_ERR_INVALID_ARGUMENT);
+  // What is another stream in each thread; and the default one by its other name.
+  EXPECT_EQ(frugal_set_stream(gpu, reinterpret_cast<void*>(2)), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(frugal_set_stream(gpu, reinterpret_cast<void*>(1)));
   EXPECT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));  // the one before
   other.runtime->destroy_stream(theirs);
 }
@@ -833,7 +867,45 @@ TEST(GpuMemory, ThatCannotBePinned) {
 }
 
 // After some steps all sizes of memory have occurred: nothing is allocated, pinned or created any more.
+// With each step done before the next, so that how many buffers are in use at once is no matter of timing.
 TEST(GpuMemory, StepsAllocateNothing) {
+  Device device(2);
+  Engine engine(1, [](frugal_config* c) {
+    c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+    c->flush_threads = 0;
+  });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 400, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.3);
+  constexpr uint64_t kAhead = 4, kBatches = 10;
+  auto batch = [&](uint64_t s) { return Batch(s % kBatches, 0, 400, 16, 200); };
+  auto declare = [&](uint64_t s) {
+    Batch b = batch(s);
+    frugal_op op = OpOf(table, b);
+    ASSERT_OK(frugal_prefetch(gpu, s, &op, 1, nullptr));
+  };
+  for (uint64_t s = 0; s < kAhead; ++s) declare(s);
+  auto step = [&](uint64_t s) {
+    declare(s + kAhead);
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, batch(s)));
+    device.memory->Collect();
+    ASSERT_OK(frugal_flush(engine.handle, kWait));
+  };
+  for (uint64_t s = 0; s < 100; ++s) step(s);
+  const auto before = device.sim->live();
+  for (uint64_t s = 100; s < 300; ++s) step(s);
+  const auto now = device.sim->live();
+  EXPECT_EQ(now.allocations, before.allocations);
+  EXPECT_EQ(now.bytes, before.bytes);
+  EXPECT_EQ(now.pinned, before.pinned);
+  EXPECT_EQ(now.events, before.events);
+  EXPECT_EQ(now.streams, before.streams);
+  frugal_stats stats{};
+  stats.struct_size = sizeof stats;
+  ASSERT_OK(frugal_get_stats(engine.handle, &stats));
+  EXPECT_GT(stats.cache_hits, 0u);
+}
+
+TEST(GpuMemory, StepsInFlightKeepTheirMemory) {
   Device device(2);
   Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 400, 16);

@@ -15,6 +15,8 @@ namespace {
 
 constexpr uint64_t kAskNs = 1000000;  // one look at an event by somebody who must wait for it
 constexpr int kLasting = 1000;        // errors in a row of such looks
+// Handles of streams that CUDA reserves: cudaStreamLegacy, which is the default stream, and cudaStreamPerThread.
+constexpr uintptr_t kLegacy = 1, kPerThread = 2;
 
 Ptr<char> visible(const void* pinned) {
   return device::Runtime::visible(const_cast<void*>(pinned));
@@ -357,6 +359,12 @@ Status Gpu::ready(device::Stream stream) {
 }
 
 Status Gpu::set_stream(void* stream) {
+  const auto handle = reinterpret_cast<uintptr_t>(stream);
+  if (handle == kPerThread)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "cudaStreamPerThread is another stream in each thread, and work of a step goes on in others: create a "
+                "stream, or give NULL for the default stream");
+  if (handle == kLegacy) stream = nullptr;
   FRUGAL_TRY(ready({stream}));
   // A stream of another device would only be found out when work is under way.
   device::Event probe;

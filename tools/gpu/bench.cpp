@@ -154,6 +154,7 @@ class Bench {
     add("unified", keys(32, "uniform", main), [=, this] { return Unified(32, "uniform", main); });
     steps("zipf0.99", main, FRUGAL_ROWWISE_ADAGRAD);
     add("deferred", keys(32, "zipf0.99", main), [=, this] { return Deferred(32, "zipf0.99", main); });
+    add("nan_reject", keys(32, "zipf0.99", main), [=, this] { return NanReject(32, "zipf0.99", main); });
     // The matrix: a second or so each, with the table and the engine of its dimension.
     for (const double hits : {0.0, 0.25, 0.75, 0.9, 0.99, 1.0}) mixed("uniform", hits);
     for (const double hits : {0.5, 0.9}) mixed("zipf0.99", hits);
@@ -940,6 +941,30 @@ class Bench {
           .Set("write_through_stall_us" + suffix, Median(stalls[1]) * 1e6);
     }
     VerifySame(deferred, written, in.keys[0]);
+    return o;
+  }
+
+  // What it costs that each step's end waits until the device has looked for NaNs: the policy that tables have if
+  // nobody says otherwise, against the one of the other cases.
+  Outcome NanReject(uint32_t dim, const std::string& dist, size_t batch) {
+    StepInput in = MakeSteps(dim, dist, batch);
+    const EngineShape accept{TableShape(dim).rows, dim, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_FLUSH_AUTO, kCacheShare};
+    EngineShape reject = accept;
+    reject.nan = FRUGAL_NAN_REJECT;
+    InStep(accept, reject);
+    auto side = [&](const char* name, const EngineShape& engine) {
+      return Side{name, [&] {
+                    Engine& e = EngineOf(engine);
+                    Train(e, in, 4);
+                    return Train(e, in, sizes_.steps).seconds;
+                  }};
+    };
+    const Turns turns({side("accept", accept), side("reject", reject)}, sizes_.turns);
+    VerifySame(accept, reject, in.keys[0]);
+    Outcome o;
+    o.figures.Set("accept_us", turns.Seconds("accept") * 1e6)
+        .Set("reject_us", turns.Seconds("reject") * 1e6)
+        .Set("reject_over_accept", turns.Ratio("reject", "accept"));
     return o;
   }
 

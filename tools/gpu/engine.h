@@ -24,12 +24,13 @@ struct EngineShape {
   int32_t optimizer = FRUGAL_SGD;
   int32_t flush = FRUGAL_FLUSH_AUTO;
   double cache = 0;
+  int32_t nan = FRUGAL_NAN_ACCEPT;  // as the others
   bool operator==(const EngineShape&) const = default;
 };
 
 inline constexpr uint32_t kWindow = 10;  // steps that are declared ahead
 
-// One table, one trainer on the device. Rows are uniform random, gradients are taken as they are.
+// One table, one trainer on the device. Rows are uniform random.
 class Engine {
  public:
   Engine(const std::string& device, const EngineShape& shape, Stream stream) : shape_(shape) {
@@ -46,7 +47,7 @@ class Engine {
       table.init = FRUGAL_INIT_UNIFORM;
       table.init_a = -1;
       table.init_b = 1;
-      table.nan_policy = FRUGAL_NAN_ACCEPT;  // as the others; REJECT makes each step's end wait
+      table.nan_policy = shape.nan;
       table.optimizer.kind = shape.optimizer;
       CHECK_OK(frugal_table_create(engine_, &table, &table_));
       frugal_trainer_config trainer = FRUGAL_TRAINER_CONFIG_INIT;

@@ -93,7 +93,7 @@ class Run:
                '-DFRUGAL_BENCH=OFF', '-DFRUGAL_EXAMPLES=OFF', '-DFRUGAL_TOOLS=OFF',
                f'-DFRUGAL_CUDA={"ON" if self.on_gpu else "OFF"}']
     if self.on_gpu:
-      options.append(f'-DCMAKE_CUDA_ARCHITECTURES={architecture()}')
+      options.append(f'-DCMAKE_CUDA_ARCHITECTURES={architecture(self.args.device)}')
       if os.environ.get('CUDACXX'):
         options.append(f'-DCMAKE_CUDA_COMPILER={os.environ["CUDACXX"]}')
     options += shlex.split(os.environ.get('FRUGAL_GPU_CMAKE', ''))
@@ -229,9 +229,9 @@ def versions(device):
   return {'driver': driver, 'cuda': nvcc.group(1) if nvcc else ''}
 
 
-def architecture():
-  """What CMake takes as the architecture: that of the first GPU."""
-  capability = output(['nvidia-smi', '--id=0', '--query-gpu=compute_cap', '--format=csv,noheader'])
+def architecture(device):
+  """What CMake takes as the architecture: that of the GPU."""
+  capability = nvidia_smi(device, 'compute_cap')
   return capability.replace('.', '') if re.fullmatch(r'\d+\.\d', capability) else 'native'
 
 
