@@ -513,12 +513,13 @@ FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
  * NULL, the default, is the default stream of the device. Calls return when their work has been given to the
  * stream (with a service step_end, lookup and weight_grads_out into memory of the device, and prefetch of keys
- * there, when it is done; the first two for at most the engine's timeout_ms: then TIMEOUT, call again): rows_out is complete, and grads may be written
- * again, when the stream has come past it. Each call orders itself behind what the trainer's earlier calls
- * gave to other streams only through the caller's own events. Returns: FRUGAL_OK, INVALID_ARGUMENT (a stream of
- * another device, cudaStreamPerThread), UNSUPPORTED (the cpu
- * device has no streams; the stream is being captured: no call of a step can be), DEVICE. Ownership: the
- * stream stays the caller's, and must live until the step is committed. Threads: one at a time for a trainer. Since: 0.1. */
+ * there, when it is done; the first two for at most the engine's timeout_ms: then TIMEOUT, call again): rows_out
+ * is complete, and grads may be written again, when the stream has come past it. Each call orders itself behind
+ * what the trainer's earlier calls gave to other streams only through the caller's own events.
+ * Returns: FRUGAL_OK, INVALID_ARGUMENT (a stream of another device, cudaStreamPerThread), UNSUPPORTED (the cpu
+ * device has no streams; the stream is being captured: no call of a step can be), DEVICE.
+ * Ownership: the stream stays the caller's, and must live until the step is committed. Threads: one at a time
+ * for a trainer. Since: 0.1. */
 FRUGAL_API int32_t frugal_set_stream(frugal_trainer *trainer, void *stream);
 
 /* ---------------------------------------------------------------------------------------------
