@@ -30,7 +30,8 @@
  *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats,
  *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
  *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
- *   stream is being captured). With a service every call may answer PEER_LOST. When the controller's
+ *   stream is being captured). With a service every call may answer PEER_LOST, and one outside of steps BUSY
+ *   where 256 calls of the process wait for the controller. When the controller's
  *   process has ended, in any way, or has closed the engine, the tables that this process has opened can still be read out
  *   as of the last committed step, until it closes the engine itself: frugal_get, frugal_read, frugal_table_count,
  *   frugal_table_keys, frugal_table_describe and frugal_committed_step go on to work (one that takes more than
@@ -52,7 +53,8 @@
  * - Ownership: the caller's buffers are read or written during the call only (those on a GPU: in the
  *   trainer's stream, behind the call); the library keeps no pointer into them. Memory that the
  *   library lends says so.
- * - A call takes at most 2^32 - 2 ops, an op (or a call on rows outside steps) as many keys.
+ * - A call takes at most 2^32 - 2 ops (with a service 2^20 that were not declared), an op (or a call on rows
+ *   outside steps) as many keys.
  * - Every wait has a time-out in milliseconds: FRUGAL_TIMEOUT_DEFAULT takes the engine's (30
  *   minutes unless configured), 0 polls, FRUGAL_TIMEOUT_INFINITE waits for ever. A call that
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
@@ -205,7 +207,8 @@ typedef struct frugal_config {
 } frugal_config;
 
 #define FRUGAL_OBSERVE 1u /* with a service only: attach to the engine that is there as it is, to look at it; the
-                             other fields are ignored, and no trainer can join and no table be created from here */
+                             other fields are ignored. What would change the engine is UNSUPPORTED from here: to
+                             join, create or drop a table, put or delete rows, set an optimizer */
 
 #define FRUGAL_CONFIG_INIT                                                                      \
   { sizeof(frugal_config), 1, 10, 1, FRUGAL_FLUSH_AUTO, 0, (uint64_t)1 << 30, UINT64_MAX,       \
@@ -223,7 +226,8 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
  * stopped or has ended, PEER_LOST, but for those that read out the tables when it has ended. A call outside
  * of steps waits for those that other threads of the process have under way, whatever its own time-out.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build cannot
- * attach), PEER_LOST (nobody serves that address). Ownership: the caller closes *engine_out. Threads:
+ * attach), PEER_LOST (nobody serves that address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has
+ * been opened there). Ownership: the caller closes *engine_out. Threads:
  * any. `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 

@@ -10,7 +10,7 @@ namespace {
 
 std::mutex g_mutex;
 
-// Never destroyed: engines may be closed while the program exits.
+// Null while it starts. Never destroyed: engines may be closed while the program exits.
 Map<const Engine*, std::unique_ptr<Server>>& servers() {
   static auto* all = new Map<const Engine*, std::unique_ptr<Server>>;
   return *all;
@@ -19,12 +19,31 @@ Map<const Engine*, std::unique_ptr<Server>>& servers() {
 }  // namespace
 
 Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  if (servers().count(engine.get())) return fail(FRUGAL_ERR_EXISTS, "the engine is served already");
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    if (!servers().try_emplace(engine.get()).second) return fail(FRUGAL_ERR_EXISTS, "the engine is served already");
+  }
+  struct Place {
+    const Engine* engine;
+    ~Place() {
+      if (!engine) return;
+      std::lock_guard<std::mutex> lock(g_mutex);
+      servers().erase(engine);
+    }
+  } place{engine.get()};
   std::unique_ptr<Server> server;
   FRUGAL_TRY(Server::start(address, engine, &server));
-  servers()[engine.get()] = std::move(server);
-  return FRUGAL_OK;
+  {
+    // Who closes the engine stops its server before and after: one of the two sees the other.
+    std::lock_guard<std::mutex> lock(g_mutex);
+    if (!engine->closed()) {
+      servers()[engine.get()] = std::move(server);
+      place.engine = nullptr;
+      return FRUGAL_OK;
+    }
+  }
+  server->stop();
+  return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
 }
 
 void stop_serving(const Engine& engine) {
@@ -32,7 +51,7 @@ void stop_serving(const Engine& engine) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     auto at = servers().find(&engine);
-    if (at == servers().end()) return;
+    if (at == servers().end() || !at->second) return;
     server = std::move(at->second);
     servers().erase(at);
   }

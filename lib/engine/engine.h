@@ -378,6 +378,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // From now on the ledger is kept, if it was not: between steps only.
   Status keep_ledger();
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
+  bool closed() const { return closed_.load(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const;
   const Arena& arena() const { return arena_; }

@@ -206,8 +206,13 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     std::lock_guard<std::mutex> lock(mu_);
     return t.in_step;
   };
-  if (!inside()) return;  // nor is a call of its waited for that waits for other ranks
-  std::lock_guard<std::mutex> call(t.call_mu);
+  if (!inside()) return;
+  // A call of its that waits for other ranks is not waited for: it has ended its step by then.
+  while (!t.call_mu.try_lock()) {
+    if (!inside()) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  std::lock_guard<std::mutex> call(t.call_mu, std::adopt_lock);
   if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed_.load() && health() == FRUGAL_OK)
     create_used(t, used);
 }

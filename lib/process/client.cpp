@@ -83,7 +83,7 @@ Status Client::attach(const frugal_config& config) {
   config_ = config;
   config_.service = nullptr;  // not copied beyond the call
   if (Status s = ControlClient::connect(config.service, config.timeout_ms, &control_)) {
-    if (s != FRUGAL_ERR_TIMEOUT) return s;
+    if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_CLOSED) return s;
     frugal_error error;  // nobody serves the address
     end_call(s);
     last_error(&error);
@@ -96,7 +96,7 @@ Status Client::attach(const frugal_config& config) {
   asked.log = nullptr;
   asked.log_context = nullptr;
   OpenReply reply;
-  FRUGAL_TRY(control_->open(asked, config.timeout_ms, &reply));
+  FRUGAL_TRY(of_controller(control_->open(asked, config.timeout_ms, &reply)));
   Descriptors d{reply.descriptors};
   if (reply.numbers.size() != 3) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   FRUGAL_TRY(map_one(d, 0, false, &arena_));
@@ -320,16 +320,17 @@ Status Client::stop_trace(const char* path) {
 Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* out) {
   Descriptors d{reply.descriptors};
   if (reply.numbers.size() != 4) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
-  RemoteTableRef there;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
+  // A table has one handle in an engine, though two threads take it at once. With mu_ held.
+  auto taken = [&] {
+    *out = nullptr;
     std::erase_if(tables_, [](auto& w) { return w.expired(); });
     for (auto& weak : tables_)
-      if (auto t = weak.lock(); t && t->id == reply.id) there = t;
-  }
-  if (there) {
-    *out = there;
-    return FRUGAL_OK;
+      if (auto t = weak.lock(); t && t->id == reply.id) *out = std::move(t);
+    return *out != nullptr;
+  };
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (taken()) return FRUGAL_OK;
   }
   auto t = std::allocate_shared<RemoteTable>(HeapAllocator<RemoteTable>());
   t->engine = shared_from_this();
@@ -353,6 +354,7 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   if (state.base) t->pinned_state.over_rows(state, reply.info.capacity, t->layout.state_stride * sizeof(float));
   std::lock_guard<std::mutex> lock(mu_);
   if (closed_.load()) return check();
+  if (taken()) return FRUGAL_OK;
   tables_.reserve(tables_.size() + 1);
   t->handle = handle_add(HandleKind::kRemoteTable, t);
   if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");

@@ -92,9 +92,6 @@ void Lane::loop() {
   while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
     patience.waited(last);
     if (trainer_) patience.follow(request.status);
-    pieces_.clear();
-    kept_.clear();
-    places_.clear();
     std::fill(std::begin(args_), std::end(args_), 0);
     const uint64_t began = now_ns();
     if (trainer_) trainer_->heard.store(began);
@@ -133,6 +130,9 @@ void Lane::loop() {
       add(error.message, std::strlen(error.message));
     }
     if (channel_->send(answer, pieces_.data(), pieces_.size(), UINT64_MAX) != FRUGAL_OK) return;
+    pieces_.clear();
+    kept_.clear();
+    places_.clear();
   }
 }
 

@@ -438,45 +438,65 @@ struct Server::Impl final : ControlHandler {
     return process.pidfd >= 0 && poll(&p, 1, 0) == 1;
   }
 
+  // While it lives the rank's trainer is on its way out, and mu_, which is held before and after, is let go.
+  class LeavingScope {
+   public:
+    LeavingScope(Impl& impl, std::unique_lock<std::mutex>& lock, uint32_t rank)
+        : impl_(impl), lock_(lock), rank_(rank) {
+      ++impl_.leaving_[rank_];
+      lock_.unlock();
+    }
+    ~LeavingScope() {
+      lock_.lock();
+      --impl_.leaving_[rank_];
+      impl_.left_.notify_all();
+    }
+    LeavingScope(const LeavingScope&) = delete;
+    LeavingScope& operator=(const LeavingScope&) = delete;
+
+   private:
+    Impl& impl_;
+    std::unique_lock<std::mutex>& lock_;
+    const uint32_t rank_;
+  };
+
   // Takes the trainer of a lane out of the engine. With mu_ held, which is let go meanwhile.
   void lose(std::unique_lock<std::mutex>& lock, Lane& lane) {
     const TrainerRef trainer = lane.trainer();
-    ++leaving_[trainer->rank];
-    lock.unlock();
+    const LeavingScope leaving(*this, lock, trainer->rank);
     lane.cut();
     lane.tell_lost();
     take_out(trainer);
     // What it has handed over for steps that are committed is read from its memory: not after this. It may
     // go on, if it was only stopped, and write there.
     insist([&] { (void)engine_->flush({UINT64_MAX}); });
-    lock.lock();
-    --leaving_[trainer->rank];
-    left_.notify_all();
   }
 
   Status leave(Peer& peer, uint32_t rank, bool lost, uint64_t joined) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    std::unique_ptr<Lane> lane, replaced;
-    {
-      std::unique_lock<std::mutex> lock(mu_);
-      for (auto& old : process->replaced)
-        if (joined != kAnyJoin && old->trainer()->rank == rank && old->notice_place() == joined) replaced = std::move(old);
-      if (replaced) {  // nothing reads what it held any more
-        std::erase(process->replaced, nullptr);
-        return FRUGAL_OK;
-      }
-      if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && (joined == kAnyJoin || (*its)->notice_place() == joined)) {
-        lane = std::move(*its);
-        std::erase(process->trainers, nullptr);
-      }
-      if (lane && lost) lose(lock, *lane);
+    std::unique_ptr<Lane> lane, replaced;  // lanes end without the lock
+    std::unique_lock<std::mutex> lock(mu_);
+    // The lane may be one that somebody is about to lose.
+    left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
+    for (auto& old : process->replaced)
+      if (joined != kAnyJoin && old->trainer()->rank == rank && old->notice_place() == joined) replaced = std::move(old);
+    if (replaced) {  // nothing reads what it held any more
+      std::erase(process->replaced, nullptr);
+      return FRUGAL_OK;
+    }
+    if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && (joined == kAnyJoin || (*its)->notice_place() == joined)) {
+      lane = std::move(*its);
+      std::erase(process->trainers, nullptr);
     }
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     if (lost) {
+      lose(lock, *lane);
+      lock.unlock();
       free_staging(peer.id, rank);
       return FRUGAL_OK;
     }
+    const LeavingScope leaving(*this, lock, rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
     lane->cut();
     free_staging(peer.id, rank);

@@ -267,9 +267,12 @@ std::string Percent(double share) { return Format("%.1f %%", share * 100); }
 // A name for a terminal: no control characters, which would be commands to it, and not too wide.
 std::string Plain(const std::string& name) {
   std::string out;
-  for (char c : name) {
+  const auto byte = [&](size_t i) { return i < name.size() ? static_cast<unsigned char>(name[i]) : 0u; };
+  for (size_t i = 0; i < name.size(); ++i) {
     if (out.size() >= 32) return out + "...";
-    out += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
+    const bool two = byte(i) == 0xc2 && byte(i + 1) >= 0x80 && byte(i + 1) < 0xa0;  // U+0080 to U+009F in UTF-8
+    out += two || byte(i) < 0x20 || byte(i) == 0x7f ? '?' : name[i];
+    i += two;
   }
   return out;
 }

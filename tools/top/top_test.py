@@ -131,6 +131,12 @@ class Top(unittest.TestCase):
                   '25.0 %'):
       self.assertIn(words, done.stdout)
 
+  def test_names_are_no_commands_to_a_terminal(self):
+    self.write(FIRST.replace('a \\"b\\"\\n\\\\c', 'x\x1b[2J\x9b2Jé'))
+    done = self.run_top('--from', self.file, '--once')
+    self.assertEqual(done.returncode, 0)
+    self.assertIn('x?[2J?2Jé', done.stdout)
+
   @unittest.skipIf(LIBRARY is None, 'no library was given')
   def test_an_engine(self):
     library = ctypes.CDLL(LIBRARY)
