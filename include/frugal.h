@@ -493,7 +493,7 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
  * Ownership: the caller closes *trainer_out. Threads: any.
  * On a GPU (FRUGAL section 3.2) rows stay in host memory, which is pinned when the first such trainer
  * joins and as it grows, and kernels read them there. Pointers of its ops, but found_out, may be to
- * memory of that device (rows, grads, weights and weight_grads_out of an op on one side). Keys on the
+ * memory of that device, of its primary context (rows, grads, weights and weight_grads_out of an op on one side). Keys on the
  * device are compared with those of the batch, or copied, and so are offsets without a batch: such a call
  * waits for the stream. With a batch and keys NULL nothing waits (with a service see frugal_set_stream); what is
  * wrong with offsets on the device is then told by step_end (INVALID_ARGUMENT), and the step is undone on all
