@@ -190,6 +190,15 @@ int32_t HostStep(frugal_trainer* trainer, frugal_table* table, uint64_t step, co
   return frugal_step_end(trainer, step, 0);
 }
 
+// The step, as often as it is undone.
+template <class... Arguments>
+int32_t HostStepAgain(const Arguments&... arguments) {
+  int32_t status;
+  do status = HostStep(arguments...);
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  return status;
+}
+
 // The table after `steps` steps of ranks on the cpu device, which are threads.
 std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint32_t dim) {
   Engine engine(world, {}, true);
@@ -1055,6 +1064,69 @@ TEST(GpuFailures, EachCallOnce) {
   }
 }
 
+// The device's memory is used up with the n-th call of the seam and stays so: calls of the rank are refused, its step
+// can be undone, and the other rank goes on. When there is memory again, the rank goes on, too.
+void NoMemoryFrom(uint64_t n, const std::vector<float>& expected, bool* reached) {
+  constexpr uint64_t kSteps = 4;
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  // The test's own memory is there before. Keys are the host's and the device's by turns.
+  std::vector<Batch> batches;
+  std::vector<frugal_op> ops;
+  for (uint64_t step = 0; step < kSteps; ++step) batches.emplace_back(step, 0, 200, 12);
+  for (const Batch& b : batches) {
+    const std::vector<float> out(b.grads.size());
+    frugal_op op = OpOf(table, b);
+    if (ops.size() % 2) op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+    op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+    op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
+    ops.push_back(op);
+  }
+  ASSERT_EQ(device.memory->Error(), "");
+  device.sim->exhaust_after(n);
+  const uint64_t first = device.sim->calls();
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    const frugal_op& op = ops[step];
+    auto train = [&] {
+      if (int32_t s = frugal_step_begin(gpu, step, kWait)) return s;
+      if (int32_t s = frugal_lookup(gpu, &op, 1)) return s;
+      if (int32_t s = frugal_push_grad(gpu, &op, 1)) return s;
+      return frugal_step_end(gpu, step, 0);
+    };
+    const int32_t declared = frugal_prefetch(gpu, step, &op, 1, nullptr);
+    if (declared != FRUGAL_OK) {
+      ASSERT_EQ(declared, FRUGAL_ERR_OUT_OF_MEMORY) << n << ": " << LastMessage();
+    }
+    int32_t status = train();
+    if (status != FRUGAL_OK) {
+      ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << n << ": " << LastMessage();
+      (void)frugal_step_abort(gpu);
+      ASSERT_OK(HostStepAgain(cpu, table, step, Batch(step, 1, 200, 12))) << n;
+      device.sim->exhaust_after(0);
+      ASSERT_OK(train()) << n;
+    } else {
+      ASSERT_OK(HostStepAgain(cpu, table, step, Batch(step, 1, 200, 12))) << n;
+    }
+    ASSERT_OK(frugal_health(engine.handle)) << n;
+  }
+  *reached = device.sim->calls() - first >= n;
+  device.sim->exhaust_after(0);
+  EXPECT_TRUE(Same(engine.Rows(table, 200, 12), expected)) << "call " << n;
+  device.memory->Collect();
+  EXPECT_EQ(device.memory->Error(), "") << n;
+}
+
+TEST(GpuFailures, NoMemoryForGood) {
+  const std::vector<float> expected = Reference(2, 4, 200, 12);
+  bool reached = true;
+  uint64_t n;
+  for (n = 1; reached && !testing::Test::HasFailure(); n += Attached() ? 4 : 1) NoMemoryFrom(n, expected, &reached);
+  EXPECT_GT(n, 60u) << "there are more calls than that";
+}
+
 // The device dies: the other rank is freed, tables are those of the last committed step, and after the
 // rank has been closed another device goes on from there.
 TEST(GpuFailures, ADeviceThatDies) {
@@ -1363,15 +1435,6 @@ TEST(GpuFailures, ADeviceThatIsReset) {
     const std::vector<float> rows = engine.Rows(table, 200, 12);
     EXPECT_TRUE(std::any_of(right.begin(), right.end(), [&](const auto& r) { return Same(rows, r); })) << n;
   }
-}
-
-// The step, as often as it is undone.
-template <class... Arguments>
-int32_t HostStepAgain(const Arguments&... arguments) {
-  int32_t status;
-  do status = HostStep(arguments...);
-  while (status == FRUGAL_ERR_STEP_ABORTED);
-  return status;
 }
 
 // A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
