@@ -271,6 +271,32 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
   }
 }
 
+// What comes ahead of a step goes before the boundary of another.
+TEST(GpuCache, PrioritiesOfStreams) {
+  using frugal::device::Priority;
+  Device device(5);
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+  std::vector<Batch> batches;
+  for (uint64_t s = 0; s < 10; ++s) batches.emplace_back(s, 0, 300, 16);
+  for (uint64_t s = 0; s < batches.size(); ++s) {
+    const frugal_op op = OpOf(table, batches[s]);
+    ASSERT_OK(frugal_prefetch(gpu, s, &op, 1, nullptr));
+  }
+  for (uint64_t s = 0; s < batches.size(); ++s)
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, batches[s]));
+  device.memory->Collect();
+  const std::vector<Priority> low = {Priority::kLow}, normal = {Priority::kNormal};
+  for (const char* kernel : {"fill_lines", "sum_terms", "apply_adagrad"})
+    EXPECT_EQ(device.sim->priorities(kernel), low) << kernel;
+  for (const char* kernel : {"gather_rows", "reduce_runs"})
+    EXPECT_EQ(device.sim->priorities(kernel), normal) << kernel;
+  // The boundary's, the caller's, and uploads.
+  const std::vector<Priority> all = {Priority::kLow, Priority::kNormal, Priority::kHigh};
+  EXPECT_EQ(device.sim->priorities("copy"), all);
+}
+
 // --- Steps ---------------------------------------------------------------------------------------
 
 TEST(Gpu, TheBitsOfTheCpu) {
@@ -520,6 +546,10 @@ TEST(Gpu, ACapturingStreamIsLeftAlone) {
     device.sim->set_capturing(captured, false);
     EXPECT_OK(frugal_push_grad(gpu, &op, 1));
     EXPECT_OK(frugal_step_end(gpu, 0, 0));
+    device.sim->set_capturing(captured, true);
+    EXPECT_EQ(frugal_step_begin(gpu, 1, kWait), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(device.sim->capture_violations(), before);
+    device.sim->set_capturing(captured, false);
     EXPECT_OK(frugal_step_begin(gpu, 1, kWait));
   }
   device.runtime->destroy_stream(captured);
@@ -908,6 +938,10 @@ TEST(GpuMemory, StepsAllocateNothing) {
   EXPECT_EQ(now.pinned, before.pinned);
   EXPECT_EQ(now.events, before.events);
   EXPECT_EQ(now.streams, before.streams);
+  EXPECT_EQ(now.allocations_ever, before.allocations_ever);
+  EXPECT_EQ(now.pinned_ever, before.pinned_ever);
+  EXPECT_EQ(now.events_ever, before.events_ever);
+  EXPECT_EQ(now.streams_ever, before.streams_ever);
   frugal_stats stats{};
   stats.struct_size = sizeof stats;
   ASSERT_OK(frugal_get_stats(engine.handle, &stats));
@@ -978,6 +1012,7 @@ TEST(GpuMemory, NothingIsLeftBehind) {
   {
     Engine engine(2);
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 5000, 20);
+    frugal_table* dropped = engine.Table("dropped", FRUGAL_DENSE, 5000, 20);
     frugal_trainer* a = engine.Trainer(0, device.name.c_str(), 0.3);
     frugal_trainer* b = engine.Trainer(1, device.name.c_str());
     Device second(0);
@@ -985,6 +1020,7 @@ TEST(GpuMemory, NothingIsLeftBehind) {
       ASSERT_OK(DeviceStep(a, *device.memory, table, s, Batch(s, 0, 5000, 20, 300)));
       ASSERT_OK(DeviceStep(b, *second.memory, table, s, Batch(s, 1, 5000, 20, 300)));
     }
+    ASSERT_OK(frugal_table_drop(dropped));
     ASSERT_OK(frugal_trainer_close(b));
   }
   device.memory->Collect();
@@ -994,6 +1030,9 @@ TEST(GpuMemory, NothingIsLeftBehind) {
   EXPECT_EQ(after.events, before.events);
   EXPECT_LE(after.allocations, before.allocations + 2);
   EXPECT_LE(after.pinned, before.pinned + 2);
+  // Memory that was unmapped before it was unpinned is a fault.
+  device.memory->Collect();
+  EXPECT_EQ(device.memory->Error(), "");
 }
 
 // --- Failures ------------------------------------------------------------------------------------
@@ -1329,6 +1368,43 @@ TEST(Gpu, AStepEndThatWaitsTooLong) {
   while (status == FRUGAL_ERR_TIMEOUT);
   ASSERT_OK(status);
   EXPECT_EQ(engine.Committed(), 1u);
+}
+
+// Work of the caller's that is behind the step in its stream, and does not end, is none of step_begin's.
+TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
+  for (const double cache : {0.0, 0.5}) {
+    Device device;
+    device.sim->set_test_kernels(&kHeld, 1);
+    Engine engine(1, [](frugal_config* c) {
+      c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+      c->flush_threads = 0;
+    });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
+    const Batch b(0, 0, 300, 16);
+    const frugal_op op = OpOf(table, b);
+    // All memory is there before: new memory waits for kernels.
+    constexpr uint64_t kSteps = 20;
+    ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, nullptr));
+    for (uint64_t s = 0; s < kSteps; ++s) {
+      ASSERT_OK(frugal_prefetch(gpu, s + 1, &op, 1, nullptr));
+      // The last one is there to be waited for: nothing of it runs before that.
+      if (s + 1 == kSteps) device.sim->set_delays({0, 0, 100, 0, 60'000'000});
+      ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, b));
+      if (s + 1 < kSteps) device.memory->Collect();
+    }
+    g_open = false;
+    uint64_t argument = 0;
+    ASSERT_TRUE(device.runtime->launch(Sim::kTestKernels, {1, 32, 0}, &argument, 8, {}).ok());
+    const int32_t status = frugal_step_begin(gpu, kSteps, kWait);
+    EXPECT_OK(status);
+    EXPECT_EQ(engine.Committed(), kSteps - 1);
+    g_open = true;
+    device.sim->set_delays({});
+    if (status == FRUGAL_OK) {
+      EXPECT_OK(frugal_step_end(gpu, kSteps, 0));
+    }
+  }
 }
 
 // A flush thread takes in what lands although nobody calls.
