@@ -190,6 +190,15 @@ int32_t HostStep(frugal_trainer* trainer, frugal_table* table, uint64_t step, co
   return frugal_step_end(trainer, step, 0);
 }
 
+// The step, as often as it is undone.
+template <class... Arguments>
+int32_t HostStepAgain(const Arguments&... arguments) {
+  int32_t status;
+  do status = HostStep(arguments...);
+  while (status == FRUGAL_ERR_STEP_ABORTED);
+  return status;
+}
+
 // The table after `steps` steps of ranks on the cpu device, which are threads.
 std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint32_t dim) {
   Engine engine(world, {}, true);
@@ -260,6 +269,32 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
     ASSERT_OK(frugal_step_end(gpu, s, 0));
     ASSERT_OK(frugal_step_end(cpu, s, 0));
   }
+}
+
+// What comes ahead of a step goes before the boundary of another.
+TEST(GpuCache, PrioritiesOfStreams) {
+  using frugal::device::Priority;
+  Device device(5);
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+  std::vector<Batch> batches;
+  for (uint64_t s = 0; s < 10; ++s) batches.emplace_back(s, 0, 300, 16);
+  for (uint64_t s = 0; s < batches.size(); ++s) {
+    const frugal_op op = OpOf(table, batches[s]);
+    ASSERT_OK(frugal_prefetch(gpu, s, &op, 1, nullptr));
+  }
+  for (uint64_t s = 0; s < batches.size(); ++s)
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, batches[s]));
+  device.memory->Collect();
+  const std::vector<Priority> low = {Priority::kLow}, normal = {Priority::kNormal};
+  for (const char* kernel : {"fill_lines", "sum_terms", "apply_adagrad"})
+    EXPECT_EQ(device.sim->priorities(kernel), low) << kernel;
+  for (const char* kernel : {"gather_rows", "reduce_runs"})
+    EXPECT_EQ(device.sim->priorities(kernel), normal) << kernel;
+  // The boundary's, the caller's, and uploads.
+  const std::vector<Priority> all = {Priority::kLow, Priority::kNormal, Priority::kHigh};
+  EXPECT_EQ(device.sim->priorities("copy"), all);
 }
 
 // --- Steps ---------------------------------------------------------------------------------------
@@ -511,6 +546,10 @@ TEST(Gpu, ACapturingStreamIsLeftAlone) {
     device.sim->set_capturing(captured, false);
     EXPECT_OK(frugal_push_grad(gpu, &op, 1));
     EXPECT_OK(frugal_step_end(gpu, 0, 0));
+    device.sim->set_capturing(captured, true);
+    EXPECT_EQ(frugal_step_begin(gpu, 1, kWait), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(device.sim->capture_violations(), before);
+    device.sim->set_capturing(captured, false);
     EXPECT_OK(frugal_step_begin(gpu, 1, kWait));
   }
   device.runtime->destroy_stream(captured);
@@ -899,6 +938,10 @@ TEST(GpuMemory, StepsAllocateNothing) {
   EXPECT_EQ(now.pinned, before.pinned);
   EXPECT_EQ(now.events, before.events);
   EXPECT_EQ(now.streams, before.streams);
+  EXPECT_EQ(now.allocations_ever, before.allocations_ever);
+  EXPECT_EQ(now.pinned_ever, before.pinned_ever);
+  EXPECT_EQ(now.events_ever, before.events_ever);
+  EXPECT_EQ(now.streams_ever, before.streams_ever);
   frugal_stats stats{};
   stats.struct_size = sizeof stats;
   ASSERT_OK(frugal_get_stats(engine.handle, &stats));
@@ -969,6 +1012,7 @@ TEST(GpuMemory, NothingIsLeftBehind) {
   {
     Engine engine(2);
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 5000, 20);
+    frugal_table* dropped = engine.Table("dropped", FRUGAL_DENSE, 5000, 20);
     frugal_trainer* a = engine.Trainer(0, device.name.c_str(), 0.3);
     frugal_trainer* b = engine.Trainer(1, device.name.c_str());
     Device second(0);
@@ -976,6 +1020,7 @@ TEST(GpuMemory, NothingIsLeftBehind) {
       ASSERT_OK(DeviceStep(a, *device.memory, table, s, Batch(s, 0, 5000, 20, 300)));
       ASSERT_OK(DeviceStep(b, *second.memory, table, s, Batch(s, 1, 5000, 20, 300)));
     }
+    ASSERT_OK(frugal_table_drop(dropped));
     ASSERT_OK(frugal_trainer_close(b));
   }
   device.memory->Collect();
@@ -985,6 +1030,9 @@ TEST(GpuMemory, NothingIsLeftBehind) {
   EXPECT_EQ(after.events, before.events);
   EXPECT_LE(after.allocations, before.allocations + 2);
   EXPECT_LE(after.pinned, before.pinned + 2);
+  // Memory that was unmapped before it was unpinned is a fault.
+  device.memory->Collect();
+  EXPECT_EQ(device.memory->Error(), "");
 }
 
 // --- Failures ------------------------------------------------------------------------------------
@@ -1053,6 +1101,69 @@ TEST(GpuFailures, EachCallOnce) {
     for (n = 1, reached = true; reached && !testing::Test::HasFailure(); n += step) FailOnce(n, kind, expected, &reached);
     EXPECT_GT(n, 60u) << "there are more calls than that";
   }
+}
+
+// The device's memory is used up with the n-th call of the seam and stays so: calls of the rank are refused, its step
+// can be undone, and the other rank goes on. When there is memory again, the rank goes on, too.
+void NoMemoryFrom(uint64_t n, const std::vector<float>& expected, bool* reached) {
+  constexpr uint64_t kSteps = 4;
+  Device device;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 200, 12);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), 0.5);
+  frugal_trainer* cpu = engine.Trainer(1, "cpu");
+  // The test's own memory is there before. Keys are the host's and the device's by turns.
+  std::vector<Batch> batches;
+  std::vector<frugal_op> ops;
+  for (uint64_t step = 0; step < kSteps; ++step) batches.emplace_back(step, 0, 200, 12);
+  for (const Batch& b : batches) {
+    const std::vector<float> out(b.grads.size());
+    frugal_op op = OpOf(table, b);
+    if (ops.size() % 2) op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+    op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
+    op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
+    ops.push_back(op);
+  }
+  ASSERT_EQ(device.memory->Error(), "");
+  device.sim->exhaust_after(n);
+  const uint64_t first = device.sim->calls();
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    const frugal_op& op = ops[step];
+    auto train = [&] {
+      if (int32_t s = frugal_step_begin(gpu, step, kWait)) return s;
+      if (int32_t s = frugal_lookup(gpu, &op, 1)) return s;
+      if (int32_t s = frugal_push_grad(gpu, &op, 1)) return s;
+      return frugal_step_end(gpu, step, 0);
+    };
+    const int32_t declared = frugal_prefetch(gpu, step, &op, 1, nullptr);
+    if (declared != FRUGAL_OK) {
+      ASSERT_EQ(declared, FRUGAL_ERR_OUT_OF_MEMORY) << n << ": " << LastMessage();
+    }
+    int32_t status = train();
+    if (status != FRUGAL_OK) {
+      ASSERT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << n << ": " << LastMessage();
+      (void)frugal_step_abort(gpu);
+      ASSERT_OK(HostStepAgain(cpu, table, step, Batch(step, 1, 200, 12))) << n;
+      device.sim->exhaust_after(0);
+      ASSERT_OK(train()) << n;
+    } else {
+      ASSERT_OK(HostStepAgain(cpu, table, step, Batch(step, 1, 200, 12))) << n;
+    }
+    ASSERT_OK(frugal_health(engine.handle)) << n;
+  }
+  *reached = device.sim->calls() - first >= n;
+  device.sim->exhaust_after(0);
+  EXPECT_TRUE(Same(engine.Rows(table, 200, 12), expected)) << "call " << n;
+  device.memory->Collect();
+  EXPECT_EQ(device.memory->Error(), "") << n;
+}
+
+TEST(GpuFailures, NoMemoryForGood) {
+  const std::vector<float> expected = Reference(2, 4, 200, 12);
+  bool reached = true;
+  uint64_t n;
+  for (n = 1; reached && !testing::Test::HasFailure(); n += Attached() ? 4 : 1) NoMemoryFrom(n, expected, &reached);
+  EXPECT_GT(n, 60u) << "there are more calls than that";
 }
 
 // The device dies: the other rank is freed, tables are those of the last committed step, and after the
@@ -1259,6 +1370,43 @@ TEST(Gpu, AStepEndThatWaitsTooLong) {
   EXPECT_EQ(engine.Committed(), 1u);
 }
 
+// Work of the caller's that is behind the step in its stream, and does not end, is none of step_begin's.
+TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
+  for (const double cache : {0.0, 0.5}) {
+    Device device;
+    device.sim->set_test_kernels(&kHeld, 1);
+    Engine engine(1, [](frugal_config* c) {
+      c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+      c->flush_threads = 0;
+    });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str(), cache);
+    const Batch b(0, 0, 300, 16);
+    const frugal_op op = OpOf(table, b);
+    // All memory is there before: new memory waits for kernels.
+    constexpr uint64_t kSteps = 20;
+    ASSERT_OK(frugal_prefetch(gpu, 0, &op, 1, nullptr));
+    for (uint64_t s = 0; s < kSteps; ++s) {
+      ASSERT_OK(frugal_prefetch(gpu, s + 1, &op, 1, nullptr));
+      // The last one is there to be waited for: nothing of it runs before that.
+      if (s + 1 == kSteps) device.sim->set_delays({0, 0, 100, 0, 60'000'000});
+      ASSERT_OK(DeviceStep(gpu, *device.memory, table, s, b));
+      if (s + 1 < kSteps) device.memory->Collect();
+    }
+    g_open = false;
+    uint64_t argument = 0;
+    ASSERT_TRUE(device.runtime->launch(Sim::kTestKernels, {1, 32, 0}, &argument, 8, {}).ok());
+    const int32_t status = frugal_step_begin(gpu, kSteps, kWait);
+    EXPECT_OK(status);
+    EXPECT_EQ(engine.Committed(), kSteps - 1);
+    g_open = true;
+    device.sim->set_delays({});
+    if (status == FRUGAL_OK) {
+      EXPECT_OK(frugal_step_end(gpu, kSteps, 0));
+    }
+  }
+}
+
 // A flush thread takes in what lands although nobody calls.
 TEST(Gpu, StepsLandByThemselves) {
   Device device;
@@ -1363,15 +1511,6 @@ TEST(GpuFailures, ADeviceThatIsReset) {
     const std::vector<float> rows = engine.Rows(table, 200, 12);
     EXPECT_TRUE(std::any_of(right.begin(), right.end(), [&](const auto& r) { return Same(rows, r); })) << n;
   }
-}
-
-// The step, as often as it is undone.
-template <class... Arguments>
-int32_t HostStepAgain(const Arguments&... arguments) {
-  int32_t status;
-  do status = HostStep(arguments...);
-  while (status == FRUGAL_ERR_STEP_ABORTED);
-  return status;
 }
 
 // A rank at the gate finds out that another one's device has been reset: it is told, and goes on.

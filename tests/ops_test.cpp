@@ -442,6 +442,50 @@ TEST_F(ReadTest, GatherRows) {
   });
 }
 
+// A row of host memory crosses the link once, however often it is in the batch: gathered, or staged if it has more
+// than a run of positions.
+TEST_F(ReadTest, HostRowsAreReadOnce) {
+  for_seeds(20, [&](Random& random) {
+    const uint32_t dim = random.one_of({32u, 64u, 128u}), rows = 200;
+    const Batch batch(*runtime_, random, rows, {2, 31, 32, 33, 100}, 200, 5);
+    Places places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
+    ASSERT_EQ(places.stride, dim);
+    const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address), dim * sizeof(float), rows);
+    stage(random, batch, places, dim, true);
+    std::vector<Item> items, later;
+    for (uint32_t i = 0; i < batch.distinct.size(); ++i)
+      for (uint32_t run = 0; run < batch.runs_of(i); ++run)
+        (places.source[i] == 0 ? items : later).push_back({i, run});
+    GatherArgs a{};
+    a.host_items = static_cast<uint32_t>(items.size());
+    a.hbm_items = static_cast<uint32_t>(later.size());
+    items.insert(items.end(), later.begin(), later.end());
+    auto item_memory = make(*runtime_, anywhere(random), items);
+    auto out = make(*runtime_, Where::kDevice, std::vector<float>(batch.slots.size() * dim));
+    a.part = batch.part;
+    a.host = places.host_rows();
+    a.lines = places.line_rows();
+    a.staged = places.staged_rows();
+    a.source = places.sources->ptr();
+    a.items = item_memory->ptr();
+    a.dim = dim;
+    a.out = out->ptr();
+    a.out_stride = dim * sizeof(float);
+    const Extent e = extent(random);
+    const Shape shape = gather_shape(&a, e);
+    // The others' blocks are beside them.
+    ASSERT_GT(a.host_items, 0u);
+    ASSERT_GT(a.hbm_items, 0u);
+    EXPECT_LE(a.host_blocks, e.link_blocks);
+    EXPECT_GT(shape.blocks, a.host_blocks);
+    launch(Kernel::gather_rows, shape, a);
+    std::vector<uint64_t> expected(rows);
+    for (uint32_t i = 0; i < batch.distinct.size(); ++i)
+      if (!(places.source[i] & kHbm) || places.source[i] & kStaged) expected[batch.distinct[i]] = dim * sizeof(float);
+    EXPECT_EQ(reads.now(), expected) << "dim " << dim;
+  });
+}
+
 // Rows beyond 2^32 bytes and 2^32 elements of a table, of which few pages exist; and the same of an
 // output, by its stride.
 TEST_F(ReadTest, FarRows) {

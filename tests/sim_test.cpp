@@ -596,6 +596,14 @@ TEST(Faults, CallsThatMakeNoSense) {
   }
   {
     Device device;
+    void* memory = mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT_FINE(device.sim->pin(memory, 8192));
+    munmap(memory, 8192);
+    device.sim->unpin(memory);
+    EXPECT_TRUE(Contains(device.Finish().text, "unpin of ")) << "it was unmapped before";
+  }
+  {
+    Device device;
     Stream s = device.NewStream();
     device.sim->destroy_stream(s);
     EXPECT_EQ(device.Launch(kTouch, {}, TouchArgs{}, s).kind, ErrorKind::kMisuse);
@@ -699,6 +707,44 @@ TEST(Memory, Limits) {
   }
   EXPECT_EQ(device.sim->live().pinned, 0u);
   EXPECT_FINE(device.Finish());
+}
+
+TEST(Memory, WhatWasThereIsTold) {
+  Device device;
+  const sim::Live before = device.sim->live();
+  EXPECT_EQ(before.allocations_ever + before.streams_ever + before.events_ever, 0u);
+  for (int i = 0; i < 3; ++i) {
+    device.sim->free(device.Alloc(16));
+    const Pinned pinned(device, 4096);
+    device.sim->destroy_stream(device.NewStream());
+    device.sim->destroy_event(device.NewEvent());
+  }
+  const sim::Live after = device.sim->live();
+  EXPECT_EQ(after.allocations, 0u);
+  EXPECT_EQ(after.allocations_ever, 3u);
+  EXPECT_EQ(after.pinned_ever, before.pinned_ever + 3);
+  EXPECT_EQ(after.streams_ever, 3u);
+  EXPECT_EQ(after.events_ever, 3u);
+}
+
+// By kernels, a byte for each; copies are not counted.
+TEST(Memory, ReadsAreCounted) {
+  Device device;
+  const Pinned in(device, 4096), out(device, 4096);
+  const SumArgs sum{as<float>(in.bytes_ptr()) + 3, as<float>(out.bytes_ptr()), 10, 0};
+  auto run = [&] {
+    EXPECT_FINE(device.Launch(kSum, {2, 32, 4}, sum));
+    EXPECT_FINE(device.sim->copy(out.bytes_ptr(), in.bytes_ptr(), 4096, {}));
+    EXPECT_FINE(device.Finish());
+  };
+  {
+    const sim::ReadCounts reads(in.floats() + 4, 16, 3);
+    run();
+    EXPECT_EQ(reads.now(), (std::vector<uint64_t>{16, 16, 4}));
+    run();
+    EXPECT_EQ(reads.now(), (std::vector<uint64_t>{32, 32, 8}));
+  }
+  run();  // nobody counts
 }
 
 // Kernels run while memory comes and goes.
@@ -915,6 +961,24 @@ TEST(Streams, CopiesReadLate) {
 }
 #endif
 
+TEST(Streams, PrioritiesAreTold) {
+  Device device;
+  Ptr<char> p = device.Alloc(64);
+  Stream low, high;
+  ASSERT_FINE(device.sim->create_stream(Priority::kLow, &low));
+  ASSERT_FINE(device.sim->create_stream(Priority::kHigh, &high));
+  const Pinned words(device, 4096);
+  const WordsArgs arguments{words.words(), words.words(), 8, 0, 5};
+  EXPECT_FINE(device.Launch(kWords, {1, 32, 0}, arguments, high));
+  EXPECT_FINE(device.Launch(kWords, {1, 32, 0}, arguments));
+  EXPECT_FINE(device.sim->fill(p, 0, 64, low));
+  for (Stream s : {Stream{}, low, high}) EXPECT_FINE(device.Finish(s));
+  EXPECT_EQ(device.sim->priorities("words"), (std::vector<Priority>{Priority::kNormal, Priority::kHigh}));
+  EXPECT_EQ(device.sim->priorities("fill"), std::vector<Priority>{Priority::kLow});
+  EXPECT_EQ(device.sim->priorities("copy"), std::vector<Priority>{});
+  EXPECT_EQ(device.sim->launched(), std::vector<std::string>{"words"});
+}
+
 TEST(Streams, Capture) {
   Device device;
   Stream s = device.NewStream();
@@ -1040,6 +1104,35 @@ TEST(Failures, ForEver) {
   EXPECT_FINE(device.sim->alloc(16, &r));
   EXPECT_EQ(device.sim->live().allocations, 3u);
   device.sim->free(p), device.sim->free(q), device.sim->free(r);
+}
+
+// What wants memory fails, what was there goes on.
+TEST(Failures, MemoryIsUsedUp) {
+  Device device;
+  const Pinned words(device, 4096);
+  const Ptr<char> p = device.Alloc(64);
+  Stream s = device.NewStream(), no_stream;
+  Event e = device.NewEvent(), no_event;
+  Ptr<char> last, none;
+  device.sim->exhaust_after(2);
+  EXPECT_FINE(device.sim->alloc(16, &last));
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(device.sim->alloc(16, &none).kind, ErrorKind::kOutOfMemory);
+    EXPECT_EQ(device.sim->create_stream(Priority::kHigh, &no_stream).kind, ErrorKind::kOutOfMemory);
+    EXPECT_EQ(device.sim->create_event(&no_event).kind, ErrorKind::kOutOfMemory);
+    EXPECT_EQ(device.sim->copy(p, words.bytes_ptr(), 64, s).kind, ErrorKind::kOutOfMemory);
+    EXPECT_EQ(device.sim->fill(p, 0, 64, s).kind, ErrorKind::kOutOfMemory);
+    const WordsArgs arguments{words.words(), words.words(), 8, 0, 5};
+    EXPECT_EQ(device.Launch(kWords, {1, 32, 0}, arguments, s).kind, ErrorKind::kOutOfMemory);
+    bool flag = false;
+    EXPECT_FINE(device.sim->record(e, s));
+    EXPECT_FINE(device.sim->wait(s, e));
+    EXPECT_FINE(device.sim->synchronize(e, kLong, &flag));
+    EXPECT_TRUE(flag);
+    const Pinned of_the_host(device, 4096);
+  }
+  device.sim->exhaust_after(0);
+  EXPECT_FINE(Scenario(device));
 }
 
 TEST(Failures, AReset) {

@@ -287,6 +287,7 @@ Status Gpu::open(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned,
   FRUGAL_TRY_DEVICE(gpu->runtime_->create_stream(device::Priority::kLow, &gpu->boundary_),
                     "a stream of the engine");
   FRUGAL_TRY(gpu->create_event(&gpu->boundary_done_));
+  FRUGAL_TRY(gpu->create_event(&gpu->drained_));
   *out = std::move(gpu);
   return FRUGAL_OK;
 }
@@ -302,22 +303,25 @@ Gpu::Gpu(std::shared_ptr<device::Runtime> runtime, BufferPool& pinned)
 
 Gpu::~Gpu() {
   if (boundary_done_.handle) runtime_->destroy_event(boundary_done_);
+  if (drained_.handle) runtime_->destroy_event(drained_);
   if (boundary_.handle) runtime_->destroy_stream(boundary_);
   for (device::Event e : events_) runtime_->destroy_event(e);
   if (upload_.handle) runtime_->destroy_stream(upload_);
 }
 
-Status Gpu::create_event(device::Event* out) {
+Result Gpu::take_event(device::Event* out) {
   {
     std::lock_guard<std::mutex> lock(events_mu_);
     if (!events_.empty()) {
       *out = events_.back();
       events_.pop_back();
-      return FRUGAL_OK;
+      return {};
     }
   }
-  return device_status(runtime_->create_event(out), "an event of the engine");
+  return runtime_->create_event(out);
 }
+
+Status Gpu::create_event(device::Event* out) { return device_status(take_event(out), "an event of the engine"); }
 
 void Gpu::give_back(device::Event e) {
   std::lock_guard<std::mutex> lock(events_mu_);
@@ -434,21 +438,26 @@ bool Gpu::await(device::Event e, std::atomic<int>* errors) {
 }
 
 // Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be used
-// again.
+// again. (It is called because something has failed, which may have been for want of memory, and then a new event
+// may be refused, too.)
 void Gpu::drain(device::Stream stream) {
-  for (int tries = 0; tries < kLasting && !sticky(); ++tries) {
-    device::Event e;
-    Result r = runtime_->create_event(&e);
-    if (!r.ok()) {
-      failed(r);
-      continue;
-    }
-    r = runtime_->record(e, stream);
-    if (r.ok()) wait_for(*this, e);
-    runtime_->destroy_event(e);
-    failed(r);
-    if (r.ok()) return;
+  device::Event e;
+  std::unique_lock<std::mutex> last(drained_mu_, std::defer_lock);
+  const Result made = take_event(&e);
+  failed(made);
+  if (!made.ok()) {
+    last.lock();
+    e = drained_;
   }
+  bool recorded = false;
+  for (int tries = 0; tries < kLasting && !recorded && !sticky(); ++tries) {
+    const Result r = runtime_->record(e, stream);
+    failed(r);
+    recorded = r.ok();
+  }
+  if (recorded) wait_for(*this, e);
+  if (!last.owns_lock()) give_back(e);
+  if (recorded) return;
   // It cannot be told any more what the device does.
   if (!sticky()) failed({ErrorKind::kFault, 0, "cudaEventRecord", "streams cannot be waited for"});
 }

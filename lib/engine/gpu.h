@@ -351,6 +351,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   void give_back(device::Event e);
 
  private:
+  device::Result take_event(device::Event* out);  // one that was given back, or a new one
   Status take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
   Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
   // Begins work of a step in the caller's stream, behind the part's upload.
@@ -395,6 +396,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   device::Event boundary_done_;
   std::mutex events_mu_;
   Vector<device::Event> events_;
+  std::mutex drained_mu_;
+  device::Event drained_;  // drain's, where there is no other
   std::atomic<Status> failed_{FRUGAL_OK};
   std::function<void()> while_waiting_;
   device::Result failure_;

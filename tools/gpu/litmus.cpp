@@ -1,18 +1,20 @@
 // Who sees whose writes: the orderings that the engine relies on (docs/cuda.md, section 7), tried with
 // its own kernels.
 //
-//     gpu_litmus --device cuda:0 [--rounds N] [--seconds S] [--seed N] [--results FILE] [--broken]
+//     gpu_litmus --device cuda:0 [--rounds N] [--seconds S] [--seed N] [--results FILE] [--broken] [--no-readers]
 //     gpu_litmus --device cuda:0 --info       what the device is, as a line of JSON
 //
 // A round is one row of 16 bytes that one side writes and the other side reads in the order that is to be
-// held; many rows go through one launch. Rows under test have even places; the odd ones, in the same
-// 128-byte lines, are written all the while by the other side, and must keep what it wrote. Every value
-// is a stamp that grows from launch to launch: an older one is a stale read, a newer one a write that
-// went ahead of a read. A mode has passed when all N rounds of it were made and none of them was bad: one
-// that the seconds end before has not.
+// held; many rows go through one launch. Rows under test have even places, or with copies the middle of
+// 16; the others, in the same 128-byte lines, are written all the while by the other side, or where both are
+// the device by a third stream, and must keep what it wrote. What the host writes for kernels, other kernels
+// read meanwhile, whose results are of no interest: the lines are in the device's caches. Every value is a
+// stamp that grows from launch to launch: an older one is a stale read, a newer one a write that went ahead
+// of a read. A mode has passed when all N rounds of it were made and none of them was bad: one that the
+// seconds end before has not.
 //
 // --broken takes each ordering away, to show that its loss would be seen: every mode has to find stale
-// reads then.
+// reads then. --no-readers leaves those other kernels out: to ThreadSanitizer they are the data races that they are.
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -75,10 +77,19 @@ struct Count {
   }
 };
 
-// A host thread that writes the odd places of an area over and over, and sees that nobody else does.
+// Where copies are tested: runs of kRunRows rows across the border of two lines.
+constexpr uint32_t kBlockPlaces = 16, kRunFrom = 3, kRunRows = 10;
+bool IsOdd(uint32_t place) { return place % 2 == 1; }
+bool IsBesideRuns(uint32_t place) { return place % kBlockPlaces - kRunFrom >= kRunRows; }
+
+// A host thread that writes its places of an area over and over, and sees that nobody else does.
 class Neighbour {
  public:
-  explicit Neighbour(Row* area) : area_(area), thread_([this] { Run(); }) {}
+  explicit Neighbour(Row* area, bool (*has)(uint32_t) = IsOdd) : area_(area) {
+    for (uint32_t p = 0; p < kPlaces; ++p)
+      if (has(p)) places_.push_back(p);
+    thread_ = std::thread([this] { Run(); });
+  }
   uint64_t Stop() {
     stop_ = true;
     if (thread_.joinable()) thread_.join();
@@ -89,7 +100,7 @@ class Neighbour {
  private:
   void Run() {
     std::vector<Row> last(kPlaces);
-    for (uint32_t p = 1; p < kPlaces; p += 2) last[p] = Read(&area_[p]);
+    for (uint32_t p : places_) last[p] = Read(&area_[p]);
     auto check = [&](uint32_t p) {
       const Row now = Read(&area_[p]);
       lost_ += memcmp(&now, &last[p], sizeof now) != 0;
@@ -97,17 +108,19 @@ class Neighbour {
     uint32_t stamp = 0x20000000;
     while (!stop_) {
       ++stamp;
-      for (uint32_t p = 1; p < kPlaces && !stop_; p += 2) {
+      for (uint32_t p : places_) {
+        if (stop_) break;
         check(p);
         last[p] = RowOf(stamp);
         Write(&area_[p], last[p]);
       }
       std::this_thread::yield();  // the others may have one core
     }
-    for (uint32_t p = 1; p < kPlaces; p += 2) check(p);
+    for (uint32_t p : places_) check(p);
   }
 
   Row* area_;
+  std::vector<uint32_t> places_;
   uint64_t lost_ = 0;  // read when the thread has ended
   std::atomic<bool> stop_{false};
   std::thread thread_;
@@ -116,7 +129,7 @@ class Neighbour {
 struct Settings {
   uint64_t rounds;
   double seconds;
-  bool broken;
+  bool broken, readers;
 };
 
 class Litmus {
@@ -133,6 +146,7 @@ class Litmus {
         identity_(runtime_, kPlaces + 1),
         device_(runtime_, kPlaces),
         given_(runtime_, kChain * kMostRows),
+        ignored_(runtime_, kPlaces),
         delay_(runtime_, kDelayBytes),
         own_a_(runtime_),
         own_b_(runtime_),
@@ -150,6 +164,8 @@ class Litmus {
     Count count = Rounds([&](Count* c) {
       Lane& s = AnyStream();
       const uint32_t n = Choose(0), stamp = ++stamp_;
+      OthersRead(host_);
+      HostDelay();
       auto write = [&] {
         for (uint32_t i = 0; i < n; ++i) Write(&host_[Place(0, i)], RowOf(stamp));
       };
@@ -171,6 +187,7 @@ class Litmus {
       for (uint32_t i = 0; i < n; ++i) c->Check(Read(&back_[i]), stamp);
       return 1u;
     });
+    noise_.Wait();
     count.lost = neighbour.Stop();
     return count;
   }
@@ -197,19 +214,27 @@ class Litmus {
 
   // A copy engine writes host memory; the host reads it when the event has passed.
   Count CopyToHost() {
-    return Rounds([&](Count* c) {
+    Neighbour neighbour(hosts_.data(), IsBesideRuns);
+    Count count = Rounds([&](Count* c) {
       Lane& s = AnyStream();
-      const uint32_t n = Choose(0), stamp = ++stamp_;
+      const uint32_t n = 1 + static_cast<uint32_t>(random_.Below(kMostRows)), stamp = ++stamp_;
+      const auto block = static_cast<uint32_t>(random_.Below(kPlaces / kBlockPlaces));
+      auto place = [&](uint32_t i) {
+        return (block + i / kRunRows) * kBlockPlaces % kPlaces + kRunFrom + i % kRunRows;
+      };
       for (uint32_t i = 0; i < n; ++i) Write(&packed_[i], RowOf(stamp));
       Gather(s, 0, n, packed_.seen<float>(), false, given_.at<float>(), true);
       DeviceDelay(s);
-      s.Copy(back_.seen(), given_.at(), n * sizeof(Row));
+      for (uint32_t i = 0; i < n; i += kRunRows)
+        s.Copy(hosts_.seen() + place(i), given_.at() + i, std::min(kRunRows, n - i) * sizeof(Row));
       HostDelay();
       if (!settings_.broken) s.Wait();
-      for (uint32_t i = 0; i < n; ++i) c->Check(Read(&back_[i]), stamp);
+      for (uint32_t i = 0; i < n; ++i) c->Check(Read(&hosts_[place(i)]), stamp);
       s.Wait();
       return 1u;
     });
+    count.lost = neighbour.Stop();
+    return count;
   }
 
   // A kernel of one stream writes, a kernel of another that waits for the first one's event reads; and
@@ -281,6 +306,7 @@ class Litmus {
       DeviceDelay(s);
       Scatter(s, 0, n, given_.at<float>(), true, hosts_.seen<float>());
       if (!settings_.broken) s.Wait();
+      OthersRead(host_);
       HostDelay();
       for (uint32_t i = 0; i < n; ++i) {
         const uint32_t p = Place(0, i);
@@ -294,6 +320,7 @@ class Litmus {
       s.Wait();
       return 1u;
     });
+    noise_.Wait();
     count.lost = rows.Stop() + sums.Stop();
     return count;
   }
@@ -385,6 +412,11 @@ class Litmus {
     a.dim = 4;
     s.Launch(Kernel::fill_lines, frugal::device::fill_shape(a, extent()), a);
   }
+  // As other trainers on the device would: a kernel that reads a whole area, while it is written.
+  void OthersRead(const Pinned<Row>& area) {
+    if (settings_.readers)
+      Gather(noise_, 0, kPlaces, area.seen<float>(), false, ignored_.at<float>(), true);
+  }
   // Writes the odd places.
   void Neighbours(Lane& s, Ptr<float> area, uint32_t stamp) {
     if (!odd_.size_is(kTested)) {
@@ -409,7 +441,7 @@ class Litmus {
   Pinned<Row> packed_, back_;   // rows one after the other
   Pinned<uint32_t> lists_;      // of each launch of a chain: places, sources
   Pinned<uint32_t> identity_;
-  OnDevice<Row> device_, given_;
+  OnDevice<Row> device_, given_, ignored_;
   OnDevice<char> delay_;
   struct {
     Pinned<uint32_t> places;
@@ -426,6 +458,7 @@ int Main(int argc, char** argv) {
   settings.rounds = static_cast<uint64_t>(options.Num("--rounds", 1'000'000));
   settings.seconds = options.Num("--seconds", 25);
   settings.broken = options.Flag("--broken");
+  settings.readers = !options.Flag("--no-readers");
   const auto seed = static_cast<uint64_t>(options.Num("--seed", 1));
   const bool info = options.Flag("--info");
   Results results(options.Str("--results", ""));

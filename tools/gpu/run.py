@@ -129,9 +129,11 @@ class Run:
   def call(self, command, log=None, timeout=None, echo=False):
     """(exit status or None if the time was over, output)."""
     try:
-      # In a group of its own: killed with all that it has started.
+      # In a group of its own: killed with all that it has started. Where GPUs are of several kinds, CUDA would number
+      # the fastest first, and nvidia-smi does not.
       process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                 stderr=subprocess.STDOUT, start_new_session=True)
+                                 stderr=subprocess.STDOUT, start_new_session=True,
+                                 env={**os.environ, 'CUDA_DEVICE_ORDER': 'PCI_BUS_ID'})
     except OSError as e:
       return 127, str(e)
     deadline = time.monotonic() + max(1.0, self.left() if timeout is None else timeout)
@@ -212,8 +214,14 @@ def earlier(files, wanted):
 
 
 def nvidia_smi(device, fields):
-  return output(['nvidia-smi', f'--id={device.split(":")[1]}', f'--query-gpu={fields}',
-                 '--format=csv,noheader'])
+  """Of cuda:N, which is the N-th of CUDA_VISIBLE_DEVICES: nvidia-smi sees them all."""
+  number = device.split(':')[1]
+  visible = [v.strip() for v in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')]
+  if all(v.isdecimal() for v in visible):
+    if int(number) >= len(visible):
+      return ''
+    number = visible[int(number)]
+  return output(['nvidia-smi', f'--id={number}', f'--query-gpu={fields}', '--format=csv,noheader'])
 
 
 def versions(device):

@@ -18,7 +18,12 @@ import run
 
 HASH = 'a1' * 20
 LITMUS = '''#!/bin/sh
+echo "$CUDA_DEVICE_ORDER" >"${0%/*}/order"
 echo '{"gpu": "NVIDIA of tests", "compute": 90}'
+'''
+# Of a GPU with number 2 by the bus.
+NVIDIA_SMI = '''#!/bin/sh
+test "$*" = '--id=2 --query-gpu=compute_cap --format=csv,noheader' && echo 9.0
 '''
 # One case with a result, one that cannot be run, one that fails, and one that takes too long.
 BENCH = r'''#!/usr/bin/env python3
@@ -89,6 +94,22 @@ class RunTest(unittest.TestCase):
     self.assertEqual(run.commit(None), HASH)
     (self.root / '.git').write_text('gitdir: /nowhere\n')  # a work tree that was copied
     self.assertEqual(run.commit(None), HASH)
+
+  def test_which_gpu(self):
+    (self.root / 'nvidia-smi').write_text(NVIDIA_SMI)
+    (self.root / 'nvidia-smi').chmod(0o755)
+    with mock.patch.dict(os.environ, PATH=f'{self.root}:/usr/bin:/bin'):
+      for visible, right in (('', 2), ('2', 0), ('3, 2', 1), ('0,1,2', 2), ('GPU-2a,GPU-0b', 2)):
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=visible):
+          found = [n for n in range(4) if run.architecture(f'cuda:{n}') == '90']
+          self.assertEqual(found, [right], visible)
+    # What is started numbers GPUs as nvidia-smi does.
+    bench = self.root / 'build/gpu-native/tools/gpu/gpu_bench'
+    bench.write_text(BENCH.replace("('quick', 'torch', 'failing', 'slow')", "('quick', 'torch')")
+                     .replace("cases[3]", "cases[1]"))
+    with mock.patch.dict(os.environ, CUDA_DEVICE_ORDER='FASTEST_FIRST'):
+      self.assertEqual(self.gpu('bench', '--commit', HASH)[0], 0)
+    self.assertEqual((bench.parent / 'order').read_text(), 'PCI_BUS_ID\n')
 
   def test_going_on(self):
     code, _ = self.gpu('bench', '--commit', HASH)

@@ -357,6 +357,30 @@ void BlockRunner::diverged() {
   doom();
 }
 
+// --- What is read ---------------------------------------------------------------------------------
+
+namespace {
+
+std::atomic<const ReadCounts*> g_counts{nullptr};
+
+}  // namespace
+
+ReadCounts::ReadCounts(const void* begin, size_t piece, size_t pieces)
+    : begin_(reinterpret_cast<uint64_t>(begin)), piece_(piece), counts_(pieces) {
+  g_counts.store(this);
+}
+
+ReadCounts::~ReadCounts() { g_counts.store(nullptr); }
+
+void ReadCounts::add(uint64_t address, size_t bytes) const {
+  for (size_t i = 0; i < bytes; ++i) {
+    const uint64_t at = (address + i - begin_) / piece_;
+    if (at < counts_.size()) counts_[at].fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+std::vector<uint64_t> ReadCounts::now() const { return {counts_.begin(), counts_.end()}; }
+
 // --- simt.h -------------------------------------------------------------------------------------
 
 const Position& position() { return running()->position; }
@@ -369,6 +393,7 @@ uint64_t meet_exchange(uint64_t v, uint32_t from) {
 }
 char* block_memory() { return running()->runner->shared(); }
 const void* readable(uint64_t address, size_t bytes) {
+  if (const ReadCounts* counts = g_counts.load(std::memory_order_relaxed)) counts->add(address, bytes);
   return running()->runner->access(running(), address, bytes, Access::kRead);
 }
 void* writable(uint64_t address, size_t bytes) {

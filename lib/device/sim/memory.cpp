@@ -44,7 +44,7 @@ struct Registry {
   Table tables[2];
   Table* current = &tables[0];
   Table* spare = &tables[1];  // has room for what `current` holds but one
-  uint64_t pinned_ranges = 0, pinned_bytes = 0, pinnable_bytes = UINT64_MAX;
+  uint64_t pinned_ranges = 0, pinned_bytes = 0, pinned_ever = 0, pinnable_bytes = UINT64_MAX;
   Freed freed[kFreedKept];
   size_t freed_next = 0;
   std::vector<Reserve> reserves;
@@ -336,6 +336,7 @@ MemoryError pin_memory(uint64_t address, size_t bytes, bool read_only) {
   }
   std::lock_guard<std::mutex> state(r.state);
   r.pinned_ranges += 1;
+  r.pinned_ever += 1;
   r.pinned_bytes += bytes;
   return MemoryError::kNone;
 }
@@ -352,7 +353,7 @@ bool unpin_memory(uint64_t address) {
   std::lock_guard<std::mutex> state(r.state);
   r.pinned_ranges -= 1;
   r.pinned_bytes -= range.end - range.begin;
-  return true;
+  return mapped(range.begin, range.end - range.begin);
 }
 
 void set_pinnable_bytes(uint64_t bytes) {
@@ -364,7 +365,7 @@ void set_pinnable_bytes(uint64_t bytes) {
 Pinned pinned_memory() {
   Unseen unseen;
   std::lock_guard<std::mutex> state(registry().state);
-  return {registry().pinned_ranges, registry().pinned_bytes};
+  return {registry().pinned_ranges, registry().pinned_bytes, registry().pinned_ever};
 }
 
 bool range_of(uint64_t address, Range* out) {

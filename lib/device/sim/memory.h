@@ -81,10 +81,12 @@ bool free_device_memory(int32_t device, uint64_t address, size_t* bytes);
 void free_all_device_memory(int32_t device);
 
 MemoryError pin_memory(uint64_t address, size_t bytes, bool read_only);
+// False: none begins there, or it is mapped no more.
 bool unpin_memory(uint64_t address);
 void set_pinnable_bytes(uint64_t bytes);
 struct Pinned {
   uint64_t ranges, bytes;
+  uint64_t ever;  // ranges, with those that are pinned no more
 };
 Pinned pinned_memory();
 

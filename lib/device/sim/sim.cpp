@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <mutex>
 #include <new>
 #include <set>
@@ -41,6 +42,7 @@ Result no_memory(const char* call, const char* text) {
 }
 
 constexpr size_t kMaxNames = 256;  // of kernels
+constexpr char kCopy[] = "copy", kFill[] = "fill";
 constexpr const char* kAskedFor = "a failure that was asked for";
 constexpr const char* kNoHostMemory = "out of host memory";
 
@@ -83,21 +85,25 @@ class SimRuntime final : public Sim {
   void set_delays(const Delays& delays) override;
   void fail_after(uint64_t n, ErrorKind kind, bool forever) override;
   void reset_after(uint64_t n) override;
+  void exhaust_after(uint64_t n) override;
   uint64_t calls() const override;
   void set_memory_bytes(uint64_t bytes) override;
   void set_capturing(Stream s, bool capturing) override;
   uint64_t capture_violations() const override;
   Live live() const override;
   std::vector<std::string> launched() const override;
+  std::vector<Priority> priorities(const char* of) const override;
   void set_test_kernels(const KernelEntry* kernels, uint32_t count) override;
 
  private:
   using StreamRef = std::shared_ptr<StreamThread>;
   using MarkRef = std::shared_ptr<Mark>;
 
+  enum class Wants { kNothing, kMemory };  // of the device
+
   // What every call with a Result begins with: sticky faults, failures on request.
   void fail(uint64_t n, ErrorKind kind, bool forever, bool resets);
-  Result begin(const char* call);
+  Result begin(const char* call, Wants wants);
   Result faulted(const char* call) const;
   // A call without a Result that makes no sense: a fault, so that it does not go unnoticed.
   void fault(const char* call, const void* what);
@@ -111,7 +117,7 @@ class SimRuntime final : public Sim {
   Result passed(const char* call, Event e, uint64_t timeout_ns, bool* passed);
   bool usable(uint64_t address) const;
   template <class F>
-  Result guarded(const char* call, F f);
+  Result guarded(const char* call, F f, Wants wants = Wants::kNothing);
 
   // Tells its memory; another one each time that the device is opened.
   const int32_t device_;
@@ -130,10 +136,13 @@ class SimRuntime final : public Sim {
   ErrorKind fail_kind_ = ErrorKind::kNone;
   bool fail_forever_ = false;
   bool fail_resets_ = false;
+  uint64_t exhausted_in_ = 0;  // 1: it is
   std::atomic<bool> reset_{false};
   uint64_t memory_limit_ = uint64_t{1} << 30, allocations_ = 0, allocated_ = 0;
+  uint64_t allocations_ever_ = 0, streams_ever_ = 0, events_ever_ = 0;
   Random random_{1};
-  std::set<const char*> launched_;  // names, static
+  // Names, static: of kernels, kCopy, kFill; and the priorities of the streams that were given them.
+  std::set<std::pair<const char*, Priority>> given_;
   const KernelEntry* test_kernels_ = nullptr;
   uint32_t test_kernel_count_ = 0;
 };
@@ -159,7 +168,7 @@ Result SimRuntime::faulted(const char* call) const {
   return reset_.load() ? misuse(call, kInvalidHandle, text) : Result{ErrorKind::kFault, kLaunchFailure, call, text};
 }
 
-Result SimRuntime::begin(const char* call) {
+Result SimRuntime::begin(const char* call, Wants wants) {
   ErrorKind kind = ErrorKind::kNone;
   if (!health_->failed()) {
     Unseen unseen;
@@ -169,6 +178,10 @@ Result SimRuntime::begin(const char* call) {
       kind = fail_kind_;
       if (fail_forever_) fail_in_ = 1;
     }
+    if (exhausted_in_ > 1)
+      --exhausted_in_;
+    else if (exhausted_in_ == 1 && wants == Wants::kMemory && kind == ErrorKind::kNone)
+      kind = ErrorKind::kOutOfMemory;
     if (kind == ErrorKind::kFault) {
       reset_.store(fail_resets_);
       health_->fail(kAskedFor);
@@ -189,8 +202,8 @@ void SimRuntime::fault(const char* call, const void* what) {
 
 // No exception leaves the Runtime.
 template <class F>
-Result SimRuntime::guarded(const char* call, F f) {
-  Result result = begin(call);
+Result SimRuntime::guarded(const char* call, F f, Wants wants) {
+  Result result = begin(call, wants);
   if (!result.ok()) return result;
   try {
     return f();
@@ -227,6 +240,7 @@ Result SimRuntime::alloc(size_t bytes, Ptr<char>* out) {
         return no_memory("alloc", "out of device memory");
       allocated_ += bytes;
       ++allocations_;
+      ++allocations_ever_;
       constexpr uint8_t kGarbage[4] = {0xff, 0xfb, 0xcd, 0x7f};
       garbage = kGarbage[random_.below(4)];
     }
@@ -236,11 +250,12 @@ Result SimRuntime::alloc(size_t bytes, Ptr<char>* out) {
       std::lock_guard<std::mutex> lock(mutex_);
       allocated_ -= bytes;
       --allocations_;
+      --allocations_ever_;
       return no_memory("alloc", kNoHostMemory);
     }
     *out = {address};
     return {};
-  });
+  }, Wants::kMemory);
 }
 
 void SimRuntime::free(Ptr<char> p) {
@@ -317,15 +332,17 @@ void SimRuntime::retire(const StreamRef& stream) {
   stream->close();
 }
 
-Result SimRuntime::create_stream(Priority, Stream* out) {
+Result SimRuntime::create_stream(Priority priority, Stream* out) {
   return guarded("create_stream", [&]() -> Result {
     StreamRef stream = new_stream();
+    stream->priority = priority;
     Unseen unseen;
     std::lock_guard<std::mutex> lock(mutex_);
     out->handle = new_handle();
     streams_.emplace(out->handle, std::move(stream));
+    ++streams_ever_;
     return {};
-  });
+  }, Wants::kMemory);
 }
 
 // As in CUDA it returns at once, and what the stream still has to do is done.
@@ -344,8 +361,9 @@ Result SimRuntime::create_event(Event* out) {
     std::lock_guard<std::mutex> lock(mutex_);
     out->handle = new_handle();
     events_.emplace(out->handle, nullptr);
+    ++events_ever_;
     return {};
-  });
+  }, Wants::kMemory);
 }
 
 void SimRuntime::destroy_event(Event e) {
@@ -390,6 +408,8 @@ Result SimRuntime::enqueue(const char* call, Stream s, std::unique_ptr<Operation
     return misuse(call, kCaptureUnsupported, "the stream is being captured");
   }
   if (!event) {
+    if (operation->kind != Operation::Kind::kWait)
+      given_.emplace(operation->kind == Operation::Kind::kKernel ? operation->kernel->name : call, stream->priority);
     stream->add(std::move(operation));
     return {};
   }
@@ -486,8 +506,8 @@ Result SimRuntime::copy(Ptr<char> to, Ptr<char> from, size_t bytes, Stream s) {
     operation->to = to.address;
     operation->from = from.address;
     operation->bytes = bytes;
-    return enqueue("copy", s, std::move(operation), nullptr);
-  });
+    return enqueue(kCopy, s, std::move(operation), nullptr);
+  }, Wants::kMemory);
 }
 
 Result SimRuntime::fill(Ptr<char> to, int value, size_t bytes, Stream s) {
@@ -500,8 +520,8 @@ Result SimRuntime::fill(Ptr<char> to, int value, size_t bytes, Stream s) {
     operation->to = to.address;
     operation->value = value;
     operation->bytes = bytes;
-    return enqueue("fill", s, std::move(operation), nullptr);
-  });
+    return enqueue(kFill, s, std::move(operation), nullptr);
+  }, Wants::kMemory);
 }
 
 Result SimRuntime::launch(uint32_t kernel, const Shape& shape, const void* arguments, size_t bytes,
@@ -529,14 +549,8 @@ Result SimRuntime::launch(uint32_t kernel, const Shape& shape, const void* argum
     operation->shape = shape;
     const char* from = static_cast<const char*>(arguments);
     operation->arguments.assign(from, from + bytes);
-    const Result result = enqueue("launch", s, std::move(operation), nullptr);
-    if (result.ok()) {
-      Unseen unseen;
-      std::lock_guard<std::mutex> lock(mutex_);
-      launched_.insert(entry->name);
-    }
-    return result;
-  });
+    return enqueue("launch", s, std::move(operation), nullptr);
+  }, Wants::kMemory);
 }
 
 // --- For tests ----------------------------------------------------------------------------------
@@ -560,6 +574,12 @@ void SimRuntime::set_delays(const Delays& delays) {
 void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) { fail(n, kind, forever, false); }
 
 void SimRuntime::reset_after(uint64_t n) { fail(n, ErrorKind::kFault, false, true); }
+
+void SimRuntime::exhaust_after(uint64_t n) {
+  Unseen unseen;
+  std::lock_guard<std::mutex> lock(mutex_);
+  exhausted_in_ = n;
+}
 
 void SimRuntime::fail(uint64_t n, ErrorKind kind, bool forever, bool resets) {
   Unseen unseen;
@@ -599,7 +619,8 @@ Live SimRuntime::live() const {
   Unseen unseen;
   std::lock_guard<std::mutex> lock(mutex_);
   const Pinned pinned = pinned_memory();
-  return {allocations_, allocated_, streams_.size(), events_.size(), pinned.ranges, pinned.bytes};
+  return {allocations_,      allocated_,        streams_.size(), events_.size(), pinned.ranges, pinned.bytes,
+          allocations_ever_, streams_ever_, events_ever_, pinned.ever};
 }
 
 std::vector<std::string> SimRuntime::launched() const {
@@ -607,11 +628,28 @@ std::vector<std::string> SimRuntime::launched() const {
   {
     Unseen unseen;
     std::lock_guard<std::mutex> lock(mutex_);
-    std::copy_n(launched_.begin(), std::min<size_t>(launched_.size(), kMaxNames), names.begin());
+    size_t n = 0;
+    for (const auto& [name, priority] : given_)
+      if (name != kCopy && name != kFill && n < kMaxNames && (n == 0 || names[n - 1] != name)) names[n++] = name;
   }
   std::vector<std::string> out;
   for (const char* name : names)
     if (name) out.push_back(name);
+  return out;
+}
+
+std::vector<Priority> SimRuntime::priorities(const char* of) const {
+  constexpr Priority kAll[] = {Priority::kLow, Priority::kNormal, Priority::kHigh};
+  bool found[std::size(kAll)] = {};
+  {
+    Unseen unseen;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [name, priority] : given_)
+      if (strcmp(name, of) == 0) found[static_cast<int32_t>(priority)] = true;
+  }
+  std::vector<Priority> out;
+  for (const Priority p : kAll)
+    if (found[static_cast<int32_t>(p)]) out.push_back(p);
   return out;
 }
 

@@ -12,6 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,6 +44,8 @@ struct Live {
   uint64_t allocations, bytes;      // of the device
   uint64_t streams, events;         // created and not destroyed
   uint64_t pinned, pinned_bytes;    // of the process
+  // The same and what is no more, since the device was opened; of the process.
+  uint64_t allocations_ever, streams_ever, events_ever, pinned_ever;
 };
 
 class Sim : public Runtime {
@@ -58,6 +61,9 @@ class Sim : public Runtime {
   // With the n-th call from now that has a Result the host program resets the device: what its streams hold is passed
   // over, and that call and all behind it are misuse.
   virtual void reset_after(uint64_t n) = 0;
+  // With the n-th call from now that has a Result the device's memory is used up: that call, and all behind it, fail
+  // if they want some, as allocations, new streams and events, copies, fills and launches may. 0: there is memory.
+  virtual void exhaust_after(uint64_t n) = 0;
   // Calls so far that fail_after counts.
   virtual uint64_t calls() const = 0;
 
@@ -70,6 +76,9 @@ class Sim : public Runtime {
   virtual Live live() const = 0;
   // Names of the kernels that were launched.
   virtual std::vector<std::string> launched() const = 0;
+  // Of the streams that were given launches of the kernel, or a "copy" or a "fill": each once, the default stream's is
+  // kNormal.
+  virtual std::vector<Priority> priorities(const char* of) const = 0;
   // Kernels of a test, with the numbers from kTestKernels on. Before the first of their launches;
   // the array is used in place.
   static constexpr uint32_t kTestKernels = 1u << 16;
@@ -78,6 +87,22 @@ class Sim : public Runtime {
 
 // Of the process: what may be pinned.
 void set_pinnable_bytes(uint64_t bytes);
+
+// Of the process: while it lives it counts the bytes that kernels read in each of the pieces, of `piece` bytes, from
+// `begin` on. One at a time; no kernel runs while it begins or ends.
+class ReadCounts {
+ public:
+  ReadCounts(const void* begin, size_t piece, size_t pieces);
+  ~ReadCounts();
+  ReadCounts(const ReadCounts&) = delete;
+  ReadCounts& operator=(const ReadCounts&) = delete;
+  std::vector<uint64_t> now() const;  // of each piece
+  void add(uint64_t address, size_t bytes) const;
+
+ private:
+  const uint64_t begin_, piece_;
+  mutable std::vector<std::atomic<uint64_t>> counts_;
+};
 
 inline constexpr uint32_t kDevices = 8;
 

@@ -87,6 +87,7 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
   static bool wait(const std::shared_ptr<Mark>& mark, uint64_t timeout_ns);
 
   std::atomic<bool> capturing{false};
+  Priority priority = Priority::kNormal;  // is told, and changes nothing
 
  private:
   void loop();
