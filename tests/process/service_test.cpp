@@ -1620,6 +1620,25 @@ size_t Scribble(uint32_t seed) {
   return found;
 }
 
+// All staging memory of this process gets other bytes. Returns in how many places there was `value`.
+size_t Overwrite(float value) {
+  std::FILE* maps = std::fopen("/proc/self/maps", "r");
+  size_t found = 0;
+  char line[512], mode[5];
+  uintptr_t from, to;
+  while (std::fgets(line, sizeof line, maps)) {
+    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) != 3 || std::strcmp(mode, "rw-s") != 0) continue;
+    if (!std::strstr(line, "memfd:") || to - from < size_t{1} << 30) continue;  // rings are smaller
+    auto* floats = reinterpret_cast<volatile float*>(from);
+    for (size_t i = 0; i < size_t{1} << 20; ++i) {  // it is used from its beginning on
+      found += floats[i] == value;
+      floats[i] = 1e6f;
+    }
+  }
+  std::fclose(maps);
+  return found;
+}
+
 // Trainer processes that write anything into what they can write, and live on or end.
 TEST_F(Service, HostileTrainers) {
   ControllerProgram controller(address());
@@ -1681,6 +1700,105 @@ TEST_F(Service, HostileTrainers) {
     EXPECT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0) << status;
   }
   EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// What a rank has handed over for a step that is committed counts, however the rank is lost. It lies in memory that goes
+// with the rank, and that a process which was replaced, and lives on, can still write.
+TEST_F(Service, HandedOverBeforeTheLoss) {
+  constexpr size_t kKeys = 512;
+  std::vector<uint64_t> keys(kKeys);
+  for (size_t i = 0; i < kKeys; ++i) keys[i] = i;
+  auto step = [&](frugal_trainer* t, frugal_table* table, float gradient) -> int {
+    const std::vector<float> grads(kKeys * 8, gradient);
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = kKeys;
+    op.grads = grads.data();
+    if (int s = frugal_step_begin(t, 0, 20000)) return s;
+    if (int s = frugal_push_grad(t, &op, 1)) return s;
+    return frugal_step_end(t, 0, 0);
+  };
+  for (const char way : {'r', 'a', 'k'}) {
+    SCOPED_TRACE(way == 'r' ? "replaced" : way == 'a' ? "abandoned" : "killed");
+    int orders[2], reports[2];
+    ASSERT_EQ(0, pipe2(orders, O_CLOEXEC));
+    ASSERT_EQ(0, pipe2(reports, O_CLOEXEC));
+    ControllerProgram controller(address());
+    // Nobody writes an update before a step, or a call outside of steps, needs its rows.
+    frugal_config c = Config(address(), 20000);
+    c.flush_mode = FRUGAL_FLUSH_DEFERRED;
+    c.flush_threads = 0;
+    const pid_t parent = getpid(), pid = fork();
+    if (pid == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+      auto await = [&](char order) {
+        char word;
+        if (read(orders[0], &word, 1) != 1 || word != order) _exit(1);
+      };
+      auto tell = [&] {
+        if (write(reports[1], "x", 1) != 1) _exit(1);
+      };
+      frugal_engine* e = nullptr;
+      frugal_table* table = nullptr;
+      frugal_trainer* t = nullptr;
+      await('s');
+      if (frugal_open(&c, &e) || frugal_table_find(e, "t", &table) || Join(e, 1, &t) || step(t, table, 2)) _exit(2);
+      tell();
+      await(way);
+      // Who abandons has not the memory any more; who was replaced has.
+      if (way == 'a' ? frugal_trainer_abandon(t) != FRUGAL_OK : Overwrite(2) < kKeys * 8) _exit(3);
+      tell();
+      for (;;) pause();
+    }
+    close(orders[0]);
+    close(reports[1]);
+    auto tell = [&](char order) { ASSERT_EQ(1, write(orders[1], &order, 1)); };
+    auto await = [&] {
+      char word;
+      ASSERT_EQ(1, read(reports[0], &word, 1)) << "the other process has ended";
+    };
+    frugal_engine* e = nullptr;
+    frugal_table* table = nullptr;
+    frugal_trainer *t0 = nullptr, *t1 = nullptr;
+    OK(frugal_open(&c, &e));
+    frugal_table_config tc = TableConfig("t");
+    tc.optimizer.lr = 1;
+    OK(frugal_table_create(e, &tc, &table));
+    OK(Join(e, 0, &t0));
+    tell('s');
+    OK(step(t0, table, 1));
+    await();
+    uint64_t committed = FRUGAL_NO_STEP;
+    OK(frugal_committed_step(e, &committed));
+    ASSERT_EQ(0u, committed);
+    ASSERT_EQ(static_cast<double>(kKeys), Metric(e, "frugal_pending_rows"));
+    if (way == 'k') {
+      kill(pid, SIGKILL);
+      siginfo_t info;
+      ASSERT_EQ(0, waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOWAIT));
+    } else if (way == 'a') {
+      tell(way);
+      await();
+    }
+    OK(Join(e, 1, &t1, way == 'r' ? FRUGAL_TRAINER_REPLACE : 0));
+    if (way == 'r') {
+      tell(way);
+      await();
+    }
+    std::vector<float> rows(kKeys * 8);
+    OK(frugal_get(table, keys.data(), kKeys, 0, rows.data(), 0, nullptr));
+    EXPECT_EQ(std::vector<float>(rows.size(), -3), rows);
+    OK(frugal_close(e));
+    kill(pid, SIGKILL);
+    int status = 0;
+    ASSERT_EQ(pid, waitpid(pid, &status, 0));
+    EXPECT_TRUE(WIFSIGNALED(status)) << status;
+    close(orders[1]);
+    close(reports[0]);
+    EXPECT_EQ(0, controller.end(SIGTERM));
+  }
 }
 
 #ifdef FRUGAL_TOP
