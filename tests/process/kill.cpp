@@ -1,6 +1,6 @@
 // Kills and stops processes of a job at random moments, and replaces them. In the end the tables are those of an
 // undisturbed run with threads, bit for bit; nothing is left over, and nobody hangs. When the controller is killed,
-// each trainer process reads out the tables: those of the last committed step, bit for bit.
+// each trainer process that has the tables reads them out: those of the last committed step, bit for bit.
 //
 //   kill_test --kills N --seed S --cache R --world W --steps T --mode trainer|all|stop|controller|mixed
 //
@@ -50,10 +50,14 @@ struct Page {  // shared by all
     std::atomic<uint64_t> step;
     std::atomic<uint32_t> point;
     std::atomic<uint32_t> visits;  // of points, so that who looks sees that one is new
+    std::atomic<pid_t> attached;   // the process that has opened all tables
+    std::atomic<pid_t> read_out;   // the process that has read them out, as they have to be
   } ranks[kMaxWorld];
+  std::atomic<uint64_t> limit;     // no rank begins a later step,
+  std::atomic<pid_t> replaced;     // but this process
+  std::atomic<bool> ended;         // the controller has
   std::atomic<uint64_t> hash;
-  uint64_t hashes[kMaxSteps + 1];      // of the tables before each step, and behind the last
-  std::atomic<uint64_t> readouts;  // by trainers whose controller was killed
+  uint64_t hashes[kMaxSteps + 1];  // of the tables before each step, and behind the last
 };
 
 const bool g_says = std::getenv("FRUGAL_KILL_SAYS") != nullptr;  // every loss, too
@@ -78,15 +82,21 @@ std::string last_error() {
   return e.message;
 }
 
-#define NEEDS(call)                                                                                        \
-  do {                                                                                                     \
-    const int status_ = (call);                                                                            \
-    if (status_ != FRUGAL_OK) {                                                                            \
-      if (status_ == FRUGAL_ERR_PEER_LOST && !g_says) return kLost;                                        \
-      std::fprintf(stderr, "%d: %s: %s: %s\n", getpid(), #call, frugal_status_name(status_),               \
-                   last_error().c_str());                                                                  \
-      return kWrong;                                                                                       \
-    }                                                                                                      \
+int told(const char* call, int status, int result) {
+  std::fprintf(stderr, "%d: %s: %s: %s\n", getpid(), call, frugal_status_name(status), last_error().c_str());
+  return result;
+}
+
+#define NEEDS(call)                                                                                \
+  do {                                                                                             \
+    if (const int status_ = (call)) return told(#call, status_, kWrong);                           \
+  } while (0)
+// The same of a call that goes to the controller, which may have been killed.
+#define NEEDS_CONTROLLER(call)                                                                     \
+  do {                                                                                             \
+    const int status_ = (call);                                                                    \
+    if (status_ == FRUGAL_ERR_PEER_LOST) return g_says ? told(#call, status_, kLost) : kLost;      \
+    if (status_) return told(#call, status_, kWrong);                                              \
   } while (0)
 
 // --- The job -------------------------------------------------------------------------------------
@@ -114,13 +124,13 @@ int make_tables(frugal_engine* e, frugal_table* t[2]) {
   c.init_a = -1;
   c.init_b = 1;
   c.optimizer.kind = FRUGAL_ADAGRAD;
-  NEEDS(frugal_table_create(e, &c, &t[0]));
+  NEEDS_CONTROLLER(frugal_table_create(e, &c, &t[0]));
   c.name = "hashed";
   c.key_space = FRUGAL_HASHED;
   c.rows = kHashed;
   c.dim = kDim[1];
   c.optimizer.kind = FRUGAL_ADAM;
-  NEEDS(frugal_table_create(e, &c, &t[1]));
+  NEEDS_CONTROLLER(frugal_table_create(e, &c, &t[1]));
   return kDone;
 }
 
@@ -194,14 +204,14 @@ struct Trainer {
     int refused = 0;
     for (;;) {
       uint64_t step = 0;
-      int s = frugal_committed_step(e, &step);
-      if (s == FRUGAL_ERR_PEER_LOST && g_says) std::fprintf(stderr, "rank %u: %s\n", rank, last_error().c_str());
-      if (s == FRUGAL_ERR_PEER_LOST) return kLost;
-      NEEDS(s);
+      int s = FRUGAL_OK;
+      NEEDS(frugal_committed_step(e, &step));  // also without a controller
       step = step == FRUGAL_NO_STEP ? 0 : step + 1;
       if (step >= options.steps) return kDone;
       for (s = FRUGAL_OK; s == FRUGAL_OK; ++step) {
         if (page) page->ranks[rank].step.store(step);
+        // Held so, the job does not end before that has happened to it which is to happen.
+        while (page && step > page->limit.load() && page->replaced.load() != getpid()) usleep(100);
         for (declared = std::max(declared, step); s == FRUGAL_OK && declared < std::min<uint64_t>(step + 6, options.steps);)
           if ((s = declare(declared)) == FRUGAL_OK) ++declared;
         if (s != FRUGAL_OK) break;
@@ -265,7 +275,7 @@ int hash_of(frugal_table* const tables[2], uint64_t* out) {
 }
 
 // The controller is dead: its tables are those of the last committed step.
-int read_out(frugal_engine* e, frugal_table* const tables[2], Page* page) {
+int read_out(frugal_engine* e, uint32_t rank, frugal_table* const tables[2], Page* page) {
   uint64_t step = 0, hash = 0;
   NEEDS(frugal_committed_step(e, &step));
   if (int bad = hash_of(tables, &hash)) return bad;
@@ -302,7 +312,7 @@ int read_out(frugal_engine* e, frugal_table* const tables[2], Page* page) {
   // What would change something is told.
   float row[kDim[0]] = {};
   if (frugal_put(tables[0], keys.data(), 1, 0, row, 0) != FRUGAL_ERR_PEER_LOST) return kWrong;
-  page->readouts.fetch_add(1);
+  page->ranks[rank].read_out.store(getpid());
   return kDone;
 }
 
@@ -317,9 +327,10 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   const long descriptors = descriptors_of(getpid()), threads = threads_of(getpid()) + kOwn;
   frugal_engine* e = nullptr;
   const frugal_config c = engine_config(o, address);
-  NEEDS(frugal_open(&c, &e));
+  NEEDS_CONTROLLER(frugal_open(&c, &e));
   t.at(kOpened);
   if (int bad = make_tables(e, t.tables)) return bad;
+  page->ranks[rank].attached.store(getpid());  // from here on it has what there is to read out
   t.at(kTables);
   frugal_trainer_config tc = FRUGAL_TRAINER_CONFIG_INIT;
   tc.rank = rank;
@@ -330,12 +341,17 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   int32_t joined;
   const uint64_t until = now_ms() + 5000;
   while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS && now_ms() < until) usleep(1000);
-  NEEDS(joined);
-  t.at(kJoined);
+  if (joined != FRUGAL_ERR_PEER_LOST) {
+    NEEDS(joined);
+    t.at(kJoined);
+  }
   const long held = descriptors_of(getpid());
-  const int result = t.train(e, true);
-  if (result == kLost && frugal_health(e) == FRUGAL_ERR_PEER_LOST)
-    if (int bad = read_out(e, t.tables, page)) return bad;
+  const int result = joined == FRUGAL_OK ? t.train(e, true) : kLost;
+  const bool ended = page->ended.load();
+  const int health = frugal_health(e);
+  if (ended && health != FRUGAL_ERR_PEER_LOST) return told("frugal_health without a controller", health, kWrong);
+  if (health == FRUGAL_ERR_PEER_LOST)
+    if (int bad = read_out(e, rank, t.tables, page)) return bad;
   // Whatever has happened to the others, and to the controller, leaves nothing here. A sanitizer's check of a
   // pointer has a pipe of its own for a moment, in any thread.
   for (int i = 0; i < 1000 && descriptors_of(getpid()) > held; ++i) usleep(1000);
@@ -450,12 +466,11 @@ class Harness {
       ++runs;
     }
     std::printf("kill_test: %llu events in %u runs (%llu trainers, %llu jobs, %llu stopped, %llu controllers): all equal, "
-                "%llu read-outs\n",
+                "%llu read-outs, %llu without tables\n",
                 static_cast<unsigned long long>(events_), runs, static_cast<unsigned long long>(kinds_[0]),
                 static_cast<unsigned long long>(kinds_[1]), static_cast<unsigned long long>(kinds_[2]),
-                static_cast<unsigned long long>(kinds_[3]), static_cast<unsigned long long>(page_->readouts.load()));
-    // It may come before anybody has a table, or after the last step, but not always.
-    if (options_.mode == "controller" && page_->readouts.load() * 2 < kinds_[3]) return fail("too few tables were read out");
+                static_cast<unsigned long long>(kinds_[3]), static_cast<unsigned long long>(readouts_),
+                static_cast<unsigned long long>(without_));
     return 0;
   }
 
@@ -527,28 +542,27 @@ class Harness {
     for (uint32_t r = 0; r < options_.world; ++r) least = std::min(least, page_->ranks[r].step.load());
     return least;
   }
-  // The job may end before, on a machine with much to do, where a trainer that goes on tells a step of long ago: then its
-  // tables tell whether that was right.
-  enum Awaited { kTime, kJobDone, kTooEarly };
-  Awaited await_step(uint64_t step) {
+  bool has_exited(uint32_t rank, siginfo_t* info) {
+    *info = {};
+    return waitid(P_PID, static_cast<id_t>(pids_[rank]), info, WEXITED | WNOHANG | WNOWAIT) == 0 && info->si_pid;
+  }
+  // False: a trainer has ended, which none may before.
+  bool await_step(uint64_t step) {
     uint64_t seen = UINT64_MAX;
-    while (progress() < step) {
-      if (progress() != seen) {
-        seen = progress();
-        g_alive.store(now_ms());
-      }
+    for (;;) {
       for (uint32_t r = 0; r < options_.world; ++r) {
-        siginfo_t info{};
-        if (waitid(P_PID, static_cast<id_t>(pids_[r]), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid) {
-          if (info.si_code == CLD_EXITED && info.si_status == kDone) return kJobDone;
-          g_doing += ", rank " + std::to_string(r) + (info.si_code == CLD_EXITED ? " exited with " : " was ended by signal ") +
-                     std::to_string(info.si_status);
-          return kTooEarly;
-        }
+        siginfo_t info;
+        if (!has_exited(r, &info)) continue;
+        g_doing += ", rank " + std::to_string(r) + (info.si_code == CLD_EXITED ? " exited with " : " was ended by signal ") +
+                   std::to_string(info.si_status);
+        return false;
       }
+      const uint64_t now = progress();
+      if (now >= step) return true;
+      if (now != seen) g_alive.store(now_ms());
+      seen = now;
       usleep(100);
     }
-    return kTime;
   }
   // At a moment that is random, or near to one of the named points.
   void await_moment(uint32_t rank, uint32_t first, uint32_t last) {
@@ -574,20 +588,21 @@ class Harness {
     if (wait_for(spawn({"--read", folder_.address()})) != kDone) return fail("nobody can attach");
     const long descriptors = settled(descriptors_of, LONG_MAX), threads = settled(threads_of, LONG_MAX);
     for (auto& r : page_->ranks) r.step.store(0);
+    page_->ended.store(false);
+    page_->limit.store(0);
     for (uint32_t r = 0; r < options_.world; ++r) start(r, false);
     long resident = 0;
     const uint32_t events = options_.events;
     for (uint32_t i = 0; i < events && events_ < options_.kills; ++i) {
-      const Awaited awaited = await_step((i + 1) * options_.steps / (events + 2));
-      if (awaited == kTooEarly) return fail("a trainer has ended too early");
-      if (awaited == kJobDone) break;
+      // Not before what is awaited next, and so that nobody ends the last step.
+      page_->limit.store((i + 3) * options_.steps / (events + 2) - 2);
+      if (!await_step((i + 1) * options_.steps / (events + 2))) return fail("a trainer has ended too early");
       if (i == 2) resident = resident_kib(controller.pid());
       uint32_t kind = options_.mode == "trainer" ? 0 : options_.mode == "all" ? 1 : options_.mode == "stop" ? 2
                       : options_.mode == "controller" ? 3 : static_cast<uint32_t>(random(8));
       if (kind >= 4) kind = kind == 7 ? 2 : 0;
       if (kind == 3 && options_.mode == "mixed" && i < 4) kind = 0;
-      ++events_;
-      ++kinds_[kind];
+      if (kind != 3) ++events_, ++kinds_[kind];
       const uint32_t rank = static_cast<uint32_t>(random(options_.world));
       doing(kind == 0 ? "trainer" : kind == 1 ? "all" : kind == 2 ? "stop" : "controller");
       if (kind == 3) {
@@ -624,14 +639,15 @@ class Harness {
         while (now_ms() < until) usleep(200);
         // Before it is replaced it would only be slow.
         for (uint64_t last = now_ms() + 20000; page_->ranks[rank].point.load() < kJoined && now_ms() < last;) usleep(200);
+        page_->replaced.store(zombie_);
         kill(zombie_, SIGCONT);
         const int status = wait_for(zombie_);
         zombie_ = -1;
-        // Or the job had ended when it came to ask.
-        if (status != kLost && status != kDone) return fail("a replaced trainer ends with " + std::to_string(status));
+        if (status != kLost) return fail("a replaced trainer ends with " + std::to_string(status));
       }
     }
     doing("the end of the job");
+    page_->limit.store(UINT64_MAX);
     for (uint32_t r = 0; r < options_.world; ++r)
       if (int status = wait_for(pids_[r]); status != kDone)
         return fail("rank " + std::to_string(r) + " ends with " + std::to_string(status));
@@ -651,13 +667,33 @@ class Harness {
     return 0;
   }
 
+  // Who has opened both tables reads them out. Who has not has nothing to read out as yet; if that is so of all, nothing
+  // was tried, and it does not count.
   int end_by_controller(ControllerProgram& controller) {
+    bool has[kMaxWorld];
+    uint32_t having = 0;
+    for (uint32_t r = 0; r < options_.world; ++r) {
+      siginfo_t info;
+      if (has_exited(r, &info)) return fail("rank " + std::to_string(r) + " has ended too early");
+      has[r] = page_->ranks[r].attached.load() == pids_[r];
+      having += has[r];
+    }
     const uint64_t began = now_ms();
     controller.end(SIGKILL);
-    for (uint32_t r = 0; r < options_.world; ++r)
-      if (int status = wait_for(pids_[r]); status != kLost && status != kDone)  // it may have ended before
+    page_->ended.store(true);
+    page_->limit.store(UINT64_MAX);
+    for (uint32_t r = 0; r < options_.world; ++r) {
+      if (int status = wait_for(pids_[r]); status != kLost)
         return fail("without a controller rank " + std::to_string(r) + " ends with " + std::to_string(status));
+      const bool read = page_->ranks[r].read_out.load() == pids_[r];
+      if (has[r] && !read) return fail("rank " + std::to_string(r) + " has not read out the tables that it had");
+      readouts_ += read;
+      without_ += !read;
+    }
     if (now_ms() - began > kTimeoutMs + 5000) return fail("a trainer takes its time without a controller");
+    // There nobody is replaced before.
+    if (options_.mode == "controller" && having != options_.world) return fail("a rank in the middle of the job has no tables");
+    if (having) ++events_, ++kinds_[3];
     return 0;
   }
 
@@ -674,7 +710,7 @@ class Harness {
 
   Options options_;
   Page* const page_;
-  uint64_t random_, expected_ = 0, events_ = 0, kinds_[4] = {};
+  uint64_t random_, expected_ = 0, events_ = 0, kinds_[4] = {}, readouts_ = 0, without_ = 0;
   Folder folder_;
   pid_t pids_[kMaxWorld] = {}, zombie_ = -1, controller_pid_ = -1;
 };
@@ -706,7 +742,7 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  if (o.steps > kMaxSteps || o.world < 1 || o.world > kMaxWorld || rank >= o.world) return 2;
+  if (o.steps > kMaxSteps || o.steps / (o.events + 2) < 4 || o.world < 1 || o.world > kMaxWorld || rank >= o.world) return 2;
   int fd = kPageFd;
   if (role.empty()) {
     fd = memfd_create("kill_test", 0);
