@@ -1,4 +1,5 @@
-// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share.
+// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share; and what
+// each of the two has its own instruction or function for.
 //
 // What: on the host a body is always inlined. Beside speed that keeps the program right: the CPU
 // kernels are compiled several times with different instruction sets, and an inline function that
@@ -46,6 +47,14 @@ FRUGAL_HD double root_double(double x) {
   return __dsqrt_rn(x);
 #else
   return __builtin_sqrt(x);
+#endif
+}
+
+FRUGAL_HD float float_of_bits(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  return __builtin_bit_cast(float, bits);
 #endif
 }
 

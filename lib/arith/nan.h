@@ -10,15 +10,9 @@
 
 namespace frugal::arith {
 
-inline constexpr uint32_t kCanonicalNanBits = 0x7fc00000u;
+inline constexpr uint32_t kCanonicalNanBits = 0x7fc00000u;  // sign clear, quiet bit set, payload zero
 
-FRUGAL_HD float canonical_nan() {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(kCanonicalNanBits);
-#else
-  return __builtin_nanf("");  // sign clear, quiet bit set, payload zero
-#endif
-}
+FRUGAL_HD float canonical_nan() { return float_of_bits(kCanonicalNanBits); }
 
 // x, or the canonical NaN for any NaN. T is float or a vector of floats.
 template <class T>

@@ -16,24 +16,20 @@
 
 #include <memory>
 
-namespace frugal::device {
+#include "arith/hd.h"
 
-#if defined(__CUDACC__)
-#define FRUGAL_PTR_HD __host__ __device__
-#else
-#define FRUGAL_PTR_HD
-#endif
+namespace frugal::device {
 
 // An address that kernels may use: device memory, or host memory that is pinned and mapped. Only
 // simt.h's load and store look behind it; on the host it is a number.
 template <class T>
 struct Ptr {
   uint64_t address = 0;
-  FRUGAL_PTR_HD explicit operator bool() const { return address != 0; }
+  FRUGAL_HD explicit operator bool() const { return address != 0; }
 };
 
 template <class T>
-FRUGAL_PTR_HD inline Ptr<T> operator+(Ptr<T> p, uint64_t n) {
+FRUGAL_HD Ptr<T> operator+(Ptr<T> p, uint64_t n) {
   return {p.address + n * sizeof(T)};
 }
 
