@@ -94,7 +94,7 @@ class Bench {
         sizes_(std::move(sizes)),
         worker_command_({std::move(python), script}),
         on_gpu_(device_.rfind("cuda:", 0) == 0),
-        team_(static_cast<int>(std::max(1u, std::thread::hardware_concurrency()))) {
+        team_(static_cast<int>(Cores())) {
     Check(frugal::device::open_runtime(device_.c_str(), &runtime_), device_.c_str());
     if (on_gpu_) {
       const std::string error = CudaUse(static_cast<uint32_t>(std::stoul(device_.substr(5))));

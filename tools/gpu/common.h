@@ -14,6 +14,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../../bench/harness.h"
@@ -34,6 +35,18 @@ inline void Check(const Result& r, const char* what) {
   if (r.ok()) return;
   throw std::runtime_error(std::string(what) + ": " + r.call + ": " + r.text + " (error " +
                            std::to_string(r.code) + ")");
+}
+
+// Processors that this process may use: a container may have fewer than the machine, by a quota of time.
+inline uint32_t Cores() {
+  uint32_t n = std::max(1u, std::thread::hardware_concurrency());
+  if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
+    double quota = 0, period = 0;
+    if (std::fscanf(f, "%lf %lf", &quota, &period) == 2 && period > 0)  // else it says "max"
+      n = std::min(n, static_cast<uint32_t>(std::max(1.0, std::ceil(quota / period))));
+    std::fclose(f);
+  }
+  return n;
 }
 
 inline double Median(std::vector<double> values) {

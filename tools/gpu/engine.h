@@ -2,8 +2,6 @@
 #ifndef FRUGAL_TOOLS_GPU_ENGINE_H_
 #define FRUGAL_TOOLS_GPU_ENGINE_H_
 
-#include <thread>
-
 #include "common.h"
 #include "frugal.h"
 
@@ -37,7 +35,7 @@ class Engine {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.lookahead = kWindow;
     config.flush_mode = shape.flush;
-    config.flush_threads = std::clamp(std::thread::hardware_concurrency(), 2u, 9u) - 1;
+    config.flush_threads = std::clamp(Cores(), 2u, 9u) - 1;
     CHECK_OK(frugal_open(&config, &engine_));
     try {
       frugal_table_config table = FRUGAL_TABLE_CONFIG_INIT;
