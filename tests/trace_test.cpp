@@ -611,6 +611,7 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_EQ(before.count("frugal_committed_step"), 0u);
   EXPECT_EQ(before["frugal_health"], "0");
   EXPECT_EQ(before["frugal_world_size"], "2");
+  EXPECT_EQ(before["frugal_flush_threads"], "1");
 
   frugal_table* table = engine.Table("users");
   frugal_table* odd = engine.Table("a \"b\"\n\\c \xff", FRUGAL_HASHED);
@@ -663,7 +664,7 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_NEAR(waited, std::stod(samples["frugal_gate_wait_seconds_total"]), waited / 100 + 1e-4);
   EXPECT_EQ(types["frugal_trainer_gate_wait_seconds_total"], "counter");
   // All of frugal_stats, and fifteen families more.
-  EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 15);
+  EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 16);
   EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]), std::stod(before["frugal_uptime_seconds"]));
   EXPECT_EQ(frugal_table_drop(odd), FRUGAL_ERR_BUSY);
 
