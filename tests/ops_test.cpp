@@ -352,6 +352,11 @@ struct Places {
   RowsPtr host_rows() const { return {host->ptr(), stride}; }
   RowsPtr line_rows() const { return {lines->ptr(), stride}; }
   RowsPtr staged_rows() const { return {staged->ptr(), stride}; }
+  // The runs of positions of rows that are read in host rows, and those of the others.
+  void split(const Batch& batch, std::vector<Item>* host_items, std::vector<Item>* hbm_items) const {
+    for (uint32_t i = 0; i < batch.distinct.size(); ++i)
+      for (uint32_t run = 0; run < batch.runs_of(i); ++run) (source[i] == 0 ? host_items : hbm_items)->push_back({i, run});
+  }
   // For each key the row that it reads; NULL for padding.
   std::vector<const float*> of_keys(const Batch& batch) const {
     std::vector<const float*> rows(batch.slots.size(), nullptr);
@@ -401,11 +406,7 @@ TEST_F(ReadTest, GatherRows) {
 
     std::vector<Item> items, later;
     uint32_t host_items = 0;
-    for (uint32_t i = 0; i < batch.distinct.size(); ++i) {
-      for (uint32_t run = 0; run < batch.runs_of(i); ++run) {
-        (places.source[i] == 0 ? items : later).push_back({i, run});
-      }
-    }
+    places.split(batch, &items, &later);
     random.shuffle(items);
     random.shuffle(later);
     host_items = static_cast<uint32_t>(items.size());
@@ -453,9 +454,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address), dim * sizeof(float), rows);
     stage(random, batch, places, dim, true);
     std::vector<Item> items, later;
-    for (uint32_t i = 0; i < batch.distinct.size(); ++i)
-      for (uint32_t run = 0; run < batch.runs_of(i); ++run)
-        (places.source[i] == 0 ? items : later).push_back({i, run});
+    places.split(batch, &items, &later);
     GatherArgs a{};
     a.host_items = static_cast<uint32_t>(items.size());
     a.hbm_items = static_cast<uint32_t>(later.size());

@@ -663,7 +663,7 @@ TEST(Metrics, EveryLineIsRight) {
                         std::stod(samples["frugal_trainer_gate_wait_seconds_total{rank=\"1\"}"]);
   EXPECT_NEAR(waited, std::stod(samples["frugal_gate_wait_seconds_total"]), waited / 100 + 1e-4);
   EXPECT_EQ(types["frugal_trainer_gate_wait_seconds_total"], "counter");
-  // All of frugal_stats, and fifteen families more.
+  // All of frugal_stats, and sixteen families more.
   EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 16);
   EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]), std::stod(before["frugal_uptime_seconds"]));
   EXPECT_EQ(frugal_table_drop(odd), FRUGAL_ERR_BUSY);

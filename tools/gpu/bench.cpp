@@ -853,6 +853,14 @@ class Bench {
     times.seconds = static_cast<double>(NowNs() - start) * 1e-9 / static_cast<double>(count);
     return times;
   }
+  // An engine's step, as a side; `engine` and `in` outlive it.
+  Side Trained(const char* name, const EngineShape& engine, StepInput& in) {
+    return {name, [&] {
+              Engine& e = EngineOf(engine);
+              Train(e, in, 4);
+              return Train(e, in, sizes_.steps).seconds;
+            }};
+  }
   size_t FillBytes() const { return std::min<size_t>(sizes_.copy_bytes, size_t{32} << 20); }
 
   Outcome Steps(uint32_t dim, const std::string& dist, size_t batch, int32_t optimizer) {
@@ -863,15 +871,8 @@ class Bench {
     cached.cache = kCacheShare;
     InStep(plain, cached);
     std::vector<Side> sides;
-    auto ours = [&](const char* name, const EngineShape& engine) {
-      sides.push_back({name, [&] {
-                         Engine& e = EngineOf(engine);
-                         Train(e, in, 4);
-                         return Train(e, in, sizes_.steps).seconds;
-                       }});
-    };
-    ours("frugal", plain);
-    ours("frugal_cache", cached);
+    sides.push_back(Trained("frugal", plain, in));
+    sides.push_back(Trained("frugal_cache", cached, in));
     std::string without;
     Worker worker(*this);
     for (const char* name : {"torch_gpu", "torch_cpu"}) try {
@@ -954,14 +955,7 @@ class Bench {
     EngineShape reject = accept;
     reject.nan = FRUGAL_NAN_REJECT;
     InStep(accept, reject);
-    auto side = [&](const char* name, const EngineShape& engine) {
-      return Side{name, [&] {
-                    Engine& e = EngineOf(engine);
-                    Train(e, in, 4);
-                    return Train(e, in, sizes_.steps).seconds;
-                  }};
-    };
-    const Turns turns({side("accept", accept), side("reject", reject)}, sizes_.turns);
+    const Turns turns({Trained("accept", accept, in), Trained("reject", reject, in)}, sizes_.turns);
     VerifySame(accept, reject, in.keys[0]);
     Outcome o;
     o.figures.Set("accept_us", turns.Seconds("accept") * 1e6)

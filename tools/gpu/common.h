@@ -14,10 +14,10 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "../../bench/harness.h"
+#include "base/os.h"
 #include "device/ops/kernels.h"
 #include "device/runtime.h"
 
@@ -39,7 +39,7 @@ inline void Check(const Result& r, const char* what) {
 
 // Processors that this process may use: a container may have fewer than the machine, by a quota of time.
 inline uint32_t Cores() {
-  uint32_t n = std::max(1u, std::thread::hardware_concurrency());
+  uint32_t n = frugal::cpu_count();
   if (std::FILE* f = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
     double quota = 0, period = 0;
     if (std::fscanf(f, "%lf %lf", &quota, &period) == 2 && period > 0)  // else it says "max"

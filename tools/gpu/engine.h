@@ -22,7 +22,7 @@ struct EngineShape {
   int32_t optimizer = FRUGAL_SGD;
   int32_t flush = FRUGAL_FLUSH_AUTO;
   double cache = 0;
-  int32_t nan = FRUGAL_NAN_ACCEPT;  // as the others
+  int32_t nan = FRUGAL_NAN_ACCEPT;  // as torch does
   bool operator==(const EngineShape&) const = default;
 };
 
