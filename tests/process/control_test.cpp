@@ -26,6 +26,8 @@
 #include <string>
 #include <thread>
 
+#include "proc.h"
+
 namespace frugal {
 namespace {
 
@@ -58,15 +60,6 @@ std::string content(int fd) {
 void close_all(Vector<int>* fds) {
   for (int fd : *fds) close(fd);
   fds->clear();
-}
-
-// Without pipes: nothing here has any, but a sanitizer's check of a pointer, in any thread, for a moment.
-size_t open_descriptors() {
-  size_t n = 0;
-  std::error_code gone;
-  for (auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
-    n += std::filesystem::read_symlink(entry.path(), gone).string().rfind("pipe:", 0) != 0;
-  return n;
 }
 
 // A handler that does what a test tells it.
@@ -489,7 +482,7 @@ TEST_F(Control, ManyThreadsOfOneClient) {
 TEST_F(Control, TimeOut) {
   both();
   std::string message;
-  const size_t before = open_descriptors();
+  const long before = descriptors_of(getpid());
   fake.hold(true);
   frugal_error e = failure([&] { return client->drop_table(1, 20); }, &message);
   EXPECT_EQ(e.status, FRUGAL_ERR_TIMEOUT);
@@ -506,7 +499,7 @@ TEST_F(Control, TimeOut) {
   close_all(&fake.descriptors);
   client.reset();
   server.reset();
-  EXPECT_LT(open_descriptors(), before);
+  EXPECT_LT(descriptors_of(getpid()), before);
 }
 
 TEST_F(Control, StopWhileCallsWait) {
@@ -797,7 +790,7 @@ TEST_F(Control, HalfAMessageHoldsNobodyUp) {
 
 TEST_F(Control, DescriptorsThatAPeerSendsAreDropped) {
   both();
-  const size_t before = open_descriptors();
+  const long before = descriptors_of(getpid());
   std::vector<int> fds;
   for (int i = 0; i < 10; ++i) {
     int fd = raw();
@@ -820,8 +813,8 @@ TEST_F(Control, DescriptorsThatAPeerSendsAreDropped) {
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
   connected().reset();
   // Of each: this side, the server's, its pidfd. Those of the connection that has ended go soon.
-  for (int i = 0; i < 10000 && open_descriptors() != before + 30; ++i) usleep(1000);
-  EXPECT_EQ(open_descriptors(), before + 30);
+  for (int i = 0; i < 10000 && descriptors_of(getpid()) != before + 30; ++i) usleep(1000);
+  EXPECT_EQ(descriptors_of(getpid()), before + 30);
   for (int fd : fds) close(fd);
 }
 
@@ -880,7 +873,7 @@ TEST_F(Control, NothingIsLeftBehind) {
   both();  // what is made once
   client.reset();
   server.reset();
-  const size_t before = open_descriptors();
+  const long before = descriptors_of(getpid());
   fake.descriptors = {memory_with("a"), memory_with("b")};
   for (int round = 0; round < 20; ++round) {
     serve();
@@ -893,7 +886,7 @@ TEST_F(Control, NothingIsLeftBehind) {
     if (round % 2) b.reset();
     server.reset();
   }
-  EXPECT_EQ(open_descriptors(), before + 2);
+  EXPECT_EQ(descriptors_of(getpid()), before + 2);
   close_all(&fake.descriptors);
 }
 

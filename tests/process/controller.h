@@ -16,39 +16,6 @@
 #include <string>
 #include <vector>
 
-// What it says of a process in /proc, or -1.
-inline long count_entries(const std::string& folder) {
-  DIR* d = opendir(folder.c_str());
-  if (!d) return -1;
-  long n = 0;
-  while (dirent* e = readdir(d)) n += e->d_name[0] != '.';
-  closedir(d);
-  return n;
-}
-inline long descriptors_of(pid_t pid) { return count_entries("/proc/" + std::to_string(pid) + "/fd"); }
-inline long threads_of(pid_t pid) { return count_entries("/proc/" + std::to_string(pid) + "/task"); }
-inline long resident_kib(pid_t pid) {
-  std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/status").c_str(), "r");
-  if (!f) return -1;
-  char line[256];
-  long kib = -1;
-  while (std::fgets(line, sizeof line, f))
-    if (std::sscanf(line, "VmRSS: %ld", &kib) == 1) break;
-  std::fclose(f);
-  return kib;
-}
-
-// Mappings of files with that in their names.
-inline long mapped_of(pid_t pid, const char* name) {
-  std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/maps").c_str(), "r");
-  if (!f) return -1;
-  char line[512];
-  long n = 0;
-  while (std::fgets(line, sizeof line, f)) n += std::strstr(line, name) != nullptr;
-  std::fclose(f);
-  return n;
-}
-
 class Folder {
  public:
   Folder() {

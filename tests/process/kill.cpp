@@ -18,6 +18,7 @@
 
 #include "controller.h"
 #include "frugal.h"
+#include "proc.h"
 
 namespace {
 
@@ -345,18 +346,20 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
     NEEDS(joined);
     t.at(kJoined);
   }
-  const long held = descriptors_of(getpid());
+  const std::vector<std::string> held = open_files_of(getpid());
   const int result = joined == FRUGAL_OK ? t.train(e, true) : kLost;
   const bool ended = page->ended.load();
   const int health = frugal_health(e);
   if (ended && health != FRUGAL_ERR_PEER_LOST) return told("frugal_health without a controller", health, kWrong);
   if (health == FRUGAL_ERR_PEER_LOST)
     if (int bad = read_out(e, rank, t.tables, page)) return bad;
-  // Whatever has happened to the others, and to the controller, leaves nothing here. A sanitizer's check of a
-  // pointer has a pipe of its own for a moment, in any thread.
-  for (int i = 0; i < 1000 && descriptors_of(getpid()) > held; ++i) usleep(1000);
-  if (long n = descriptors_of(getpid()); n > held) {
-    std::fprintf(stderr, "rank %u: %ld descriptors, %ld when it had joined\n", rank, n, held);
+  // Whatever has happened to the others, and to the controller, leaves nothing here.
+  std::vector<std::string> holds;
+  for (int i = 0; i < 1000 && (holds = open_files_of(getpid())).size() > held.size(); ++i) usleep(1000);
+  if (holds.size() > held.size()) {
+    for (const std::string& file : holds)
+      if (std::find(held.begin(), held.end(), file) == held.end())
+        std::fprintf(stderr, "rank %u: %s was not open when it had joined\n", rank, file.c_str());
     return kWrong;
   }
   if (rank % 2 == 0) return result;  // without closing

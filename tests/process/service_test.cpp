@@ -20,6 +20,7 @@
 
 #include "controller.h"
 #include "frugal.h"
+#include "proc.h"
 
 namespace {
 
