@@ -35,16 +35,16 @@ bool Says(const char* what) { return Error().find(what) != std::string::npos; }
 
 // After which who says nothing is taken for lost, in tests that wait for that: longer than a machine that has other things
 // to do lets a process wait for its turn.
-constexpr int64_t kSilenceMs = 2500;
+constexpr int64_t kSilenceMs = 4000;
 
-frugal_config Config(const std::string& address, int64_t timeout_ms = 5000) {
+frugal_config Config(const std::string& address, int64_t timeout_ms = 20000) {
   frugal_config c = FRUGAL_CONFIG_INIT;
   c.world_size = 2;
   c.timeout_ms = timeout_ms;
   c.service = address.empty() ? nullptr : address.c_str();
   return c;
 }
-int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = 5000, uint32_t world = 2) {
+int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = 20000, uint32_t world = 2) {
   frugal_config c = Config(address, timeout_ms);
   c.world_size = world;
   return frugal_open(&c, e);
