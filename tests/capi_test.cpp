@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "frugal.h"
+#include "process/proc.h"
 #include "reference/reference.h"
 
 namespace {
@@ -961,16 +962,10 @@ TEST(Tables, MemoryNeededIsEnough) {
   }
 }
 
-uint64_t ResidentBytes() {
-  std::ifstream statm("/proc/self/statm");
-  uint64_t total = 0, resident = 0;
-  statm >> total >> resident;
-  return resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-}
-
 TEST(Tables, SparseLazyBillionRows) {
   Engine engine(1, [](frugal_config* c) { c->seed = 11; });
-  const uint64_t before = ResidentBytes();
+  const auto resident = [] { return static_cast<uint64_t>(resident_kib(getpid())) * 1024; };
+  const uint64_t before = resident();
   const auto change = [](frugal_table_config* c) {
     c->flags = FRUGAL_TABLE_LAZY;
     c->init = FRUGAL_INIT_NORMAL;
@@ -1009,7 +1004,7 @@ TEST(Tables, SparseLazyBillionRows) {
   float out[32];
   EXPECT_REFUSED(frugal_get(table, &outside, 1, 0, out, 0, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
   // 128 GB of rows: a touched one may cost huge pages, in values and in each index, but no more.
-  EXPECT_LT(ResidentBytes() - before, uint64_t{1} << 30);
+  EXPECT_LT(resident() - before, uint64_t{1} << 30);
 }
 
 // --- Trainers ---

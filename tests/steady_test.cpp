@@ -10,17 +10,9 @@
 #include <cstdlib>
 
 #include "frugal.h"
+#include "process/proc.h"
 
 namespace {
-
-long resident_kib() {
-  long pages = 0, resident = 0;
-  if (std::FILE* f = std::fopen("/proc/self/statm", "r")) {
-    if (std::fscanf(f, "%ld %ld", &pages, &resident) != 2) resident = 0;
-    std::fclose(f);
-  }
-  return resident * (sysconf(_SC_PAGESIZE) / 1024);
-}
 
 void check(int32_t status, const char* what) {
   if (status == FRUGAL_OK) return;
@@ -83,7 +75,7 @@ int main(int argc, char** argv) {
   const auto start = std::chrono::steady_clock::now();
   for (uint64_t s = 0; s < kWindow; ++s) declare(s);
   for (uint64_t s = 0; s < steps; ++s) {
-    if (s == steps / 10) early = resident_kib();
+    if (s == steps / 10) early = resident_kib(getpid());
     declare(s + kWindow);
     CHECK(frugal_step_begin(trainer, s, 60000));
     for (int t = 0; t < 2; ++t) {
@@ -104,7 +96,7 @@ int main(int argc, char** argv) {
     for (frugal_op& op : ops) op.part = 0;
   }
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  const long late = resident_kib();
+  const long late = resident_kib(getpid());
   CHECK(frugal_close(engine));
   std::printf("%llu steps in %.1f s (%.2f us a step); resident %ld KiB after %llu, %ld KiB at the end\n",
               static_cast<unsigned long long>(steps), seconds.count(),

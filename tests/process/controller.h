@@ -1,20 +1,17 @@
 // A controller as a program of its own, for tests.
 #pragma once
-#include <dirent.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
+
+#include "proc.h"
 
 class Folder {
  public:
@@ -28,15 +25,7 @@ class Folder {
   }
   const std::string& path() const { return path_; }
   std::string address() const { return path_ + "/service"; }
-  std::vector<std::string> entries() const {
-    std::vector<std::string> all;
-    if (DIR* d = opendir(path_.c_str())) {
-      while (dirent* e = readdir(d))
-        if (e->d_name[0] != '.') all.push_back(e->d_name);
-      closedir(d);
-    }
-    return all;
-  }
+  std::vector<std::string> entries() const { return entries_of(path_); }
 
  private:
   std::string path_;

@@ -8,38 +8,38 @@
 #include <string>
 #include <vector>
 
-// -1 where there is no such process, as with the other numbers.
-inline long count_entries(const std::string& folder) {
-  DIR* d = opendir(folder.c_str());
-  if (!d) return -1;
-  long n = 0;
-  while (dirent* e = readdir(d)) n += e->d_name[0] != '.';
-  closedir(d);
-  return n;
+// Without those that begin with a dot.
+inline std::vector<std::string> entries_of(const std::string& folder) {
+  std::vector<std::string> all;
+  if (DIR* d = opendir(folder.c_str())) {
+    while (dirent* e = readdir(d))
+      if (e->d_name[0] != '.') all.push_back(e->d_name);
+    closedir(d);
+  }
+  return all;
 }
+
 // What a process has open, each with its number, but pipes: nothing here has any, and a sanitizer's check of a pointer
-// has one for a moment, in any thread. Nor what this looks with.
+// has one for a moment, in any thread.
 inline std::vector<std::string> open_files_of(pid_t pid) {
   std::vector<std::string> files;
-  const std::string folder = "/proc/" + std::to_string(pid) + "/fd";
-  DIR* d = opendir(folder.c_str());
-  if (!d) return files;
-  while (dirent* e = readdir(d)) {
-    if (e->d_name[0] == '.') continue;
+  const std::string folder = "/proc/" + std::to_string(pid) + "/fd/";
+  for (const std::string& number : entries_of(folder)) {
     char what[256];
-    const ssize_t n = readlink((folder + "/" + e->d_name).c_str(), what, sizeof what);
-    if (n < 0) continue;  // it was closed meanwhile
+    const ssize_t n = readlink((folder + number).c_str(), what, sizeof what);
+    if (n < 0) continue;  // it was closed meanwhile, as is what the folder was looked at with
     const std::string file(what, static_cast<size_t>(n));
-    if (file != folder && file.rfind("pipe:", 0) != 0) files.push_back(std::string(e->d_name) + " " + file);
+    if (file.rfind("pipe:", 0) != 0) files.push_back(number + " " + file);
   }
-  closedir(d);
   return files;
 }
-inline long descriptors_of(pid_t pid) {
-  const std::vector<std::string> files = open_files_of(pid);
-  return files.empty() ? -1 : static_cast<long>(files.size());
+
+// Numbers: -1 where there is no such process.
+inline long number_of(const std::vector<std::string>& entries) {
+  return entries.empty() ? -1 : static_cast<long>(entries.size());
 }
-inline long threads_of(pid_t pid) { return count_entries("/proc/" + std::to_string(pid) + "/task"); }
+inline long descriptors_of(pid_t pid) { return number_of(open_files_of(pid)); }
+inline long threads_of(pid_t pid) { return number_of(entries_of("/proc/" + std::to_string(pid) + "/task")); }
 inline long resident_kib(pid_t pid) {
   std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/status").c_str(), "r");
   if (!f) return -1;

@@ -915,17 +915,13 @@ TEST_F(Service, ReplacedBySelf) {
 
 double CpuSeconds(pid_t pid) {
   double ns = 0;
-  const std::string tasks = "/proc/" + std::to_string(pid) + "/task";
-  if (DIR* d = opendir(tasks.c_str())) {
-    while (dirent* e = readdir(d)) {
-      if (e->d_name[0] == '.') continue;
-      if (std::FILE* s = std::fopen((tasks + "/" + e->d_name + "/schedstat").c_str(), "r")) {
-        double one = 0;
-        if (std::fscanf(s, "%lf", &one) == 1) ns += one;
-        std::fclose(s);
-      }
-    }
-    closedir(d);
+  const std::string tasks = "/proc/" + std::to_string(pid) + "/task/";
+  for (const std::string& task : entries_of(tasks)) {
+    std::FILE* s = std::fopen((tasks + task + "/schedstat").c_str(), "r");
+    if (!s) continue;
+    double one = 0;
+    if (std::fscanf(s, "%lf", &one) == 1) ns += one;
+    std::fclose(s);
   }
   return ns * 1e-9;
 }
@@ -1113,13 +1109,10 @@ TEST_F(Service, MoreThanARing) {
 
 // So often the threads of a process have slept or waited.
 uint64_t Sleeps(pid_t pid) {
-  const std::string folder = "/proc/" + std::to_string(pid) + "/task";
+  const std::string tasks = "/proc/" + std::to_string(pid) + "/task/";
   uint64_t all = 0;
-  DIR* d = opendir(folder.c_str());
-  if (!d) return 0;
-  while (dirent* e = readdir(d)) {
-    if (e->d_name[0] == '.') continue;
-    std::FILE* f = std::fopen((folder + "/" + e->d_name + "/status").c_str(), "r");
+  for (const std::string& task : entries_of(tasks)) {
+    std::FILE* f = std::fopen((tasks + task + "/status").c_str(), "r");
     if (!f) continue;
     char line[256];
     unsigned long n;
@@ -1127,7 +1120,6 @@ uint64_t Sleeps(pid_t pid) {
       if (std::sscanf(line, "voluntary_ctxt_switches: %lu", &n) == 1) all += n;
     std::fclose(f);
   }
-  closedir(d);
   return all;
 }
 
@@ -1644,16 +1636,25 @@ TEST_F(Service, GarbageOnTheSocket) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// All shared memory that this process can write gets other bytes. Returns how much there is.
-size_t Scribble(uint32_t seed) {
+// The shared memory that this process can write, each mapping's bounds.
+std::vector<std::pair<uintptr_t, uintptr_t>> WritableShared() {
+  std::vector<std::pair<uintptr_t, uintptr_t>> all;
   std::FILE* maps = std::fopen("/proc/self/maps", "r");
-  std::mt19937_64 random(seed);
-  size_t found = 0;
   char line[512], mode[5];
   uintptr_t from, to;
-  while (std::fgets(line, sizeof line, maps)) {
-    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) != 3 || std::strcmp(mode, "rw-s") != 0) continue;
-    if (!std::strstr(line, "memfd:")) continue;
+  while (std::fgets(line, sizeof line, maps))
+    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) == 3 && std::strcmp(mode, "rw-s") == 0 &&
+        std::strstr(line, "memfd:"))
+      all.emplace_back(from, to);
+  std::fclose(maps);
+  return all;
+}
+
+// All of it gets other bytes. Returns how much there is.
+size_t Scribble(uint32_t seed) {
+  std::mt19937_64 random(seed);
+  size_t found = 0;
+  for (const auto& [from, to] : WritableShared()) {
     found += to - from;
     auto* words = reinterpret_cast<std::atomic<uint64_t>*>(from);
     // The head, where counts and rings begin, and some of the rest.
@@ -1668,26 +1669,20 @@ size_t Scribble(uint32_t seed) {
       }
     }
   }
-  std::fclose(maps);
   return found;
 }
 
 // All staging memory of this process gets other bytes. Returns in how many places there was `value`.
 size_t Overwrite(float value) {
-  std::FILE* maps = std::fopen("/proc/self/maps", "r");
   size_t found = 0;
-  char line[512], mode[5];
-  uintptr_t from, to;
-  while (std::fgets(line, sizeof line, maps)) {
-    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) != 3 || std::strcmp(mode, "rw-s") != 0) continue;
-    if (!std::strstr(line, "memfd:") || to - from < size_t{1} << 30) continue;  // rings are smaller
+  for (const auto& [from, to] : WritableShared()) {
+    if (to - from < size_t{1} << 30) continue;  // rings are smaller
     auto* floats = reinterpret_cast<volatile float*>(from);
     for (size_t i = 0; i < size_t{1} << 20; ++i) {  // it is used from its beginning on
       found += floats[i] == value;
       floats[i] = 1e6f;
     }
   }
-  std::fclose(maps);
   return found;
 }
 
