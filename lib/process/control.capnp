@@ -39,13 +39,12 @@ struct Answer {
   descriptors @5 :UInt32;  # how many have come with the message
   numbers @6 :List(UInt64);
   union {
-    done @7 :Void;
+    done @7 :Void;  # of stats: the numbers are frugal_stats
     config @8 :Config;
     table @9 :Table;
     joined @10 :UInt32;  # the rank
-    stats @11 :Stats;
-    health @12 :Int32;
-    step @13 :UInt64;
+    health @11 :Int32;
+    step @12 :UInt64;
   }
 }
 
@@ -124,47 +123,4 @@ struct TrainerConfig {  # frugal_trainer_config
   flags @2 :UInt32;
   cacheBytes @3 :UInt64;
   cacheRatio @4 :Float64;
-}
-
-struct Stats {  # frugal_stats
-  stepsCommitted @0 :UInt64;
-  stepsAborted @1 :UInt64;
-  keysDeclared @2 :UInt64;
-  keysLookedUp @3 :UInt64;
-  keysUndeclared @4 :UInt64;
-  keysPushed @5 :UInt64;
-  rowsCreated @6 :UInt64;
-  rowsUpdated @7 :UInt64;
-  rowsDeferred @8 :UInt64;
-  gateWaits @9 :UInt64;
-  gateWaitNs @10 :UInt64;
-  gateInFlight @11 :UInt64;
-  lookupWaits @12 :UInt64;
-  priorityRises @13 :UInt64;
-  priorityFalls @14 :UInt64;
-  enqueued @15 :UInt64;
-  dequeued @16 :UInt64;
-  backPressure @17 :UInt64;
-  ranksApart @18 :UInt64;
-  staleReads @19 :UInt64;
-  cacheHits @20 :UInt64;
-  cacheMisses @21 :UInt64;
-  cacheAdmitted @22 :UInt64;
-  cacheEvicted @23 :UInt64;
-  cacheEvictedDirty @24 :UInt64;
-  pendingBytes @25 :UInt64;
-  pendingBytesPeak @26 :UInt64;
-  pendingRows @27 :UInt64;
-  activeRows @28 :UInt64;
-  modesAtOnce @29 :UInt64;
-  modesDeferred @30 :UInt64;
-  lookupNs @31 :UInt64;
-  pushNs @32 :UInt64;
-  stepBeginNs @33 :UInt64;
-  stepEndNs @34 :UInt64;
-  prefetchNs @35 :UInt64;
-  entryNs @36 :UInt64;
-  applyNs @37 :UInt64;
-  cacheTurns @38 :UInt64;
-  cachePlanned @39 :UInt64;
 }

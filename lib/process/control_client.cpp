@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -402,8 +404,12 @@ Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms, uint64
 Status ControlClient::stats(int64_t timeout_ms, frugal_stats* stats) {
   return impl_->call(
       "stats", timeout_ms, [](wire::Request::Builder r) { r.setStats(); },
-      [&](wire::Answer::Reader answer, Incoming&) {
-        take(answer.getStats(), stats);
+      [&](wire::Answer::Reader answer, Incoming&) -> Status {
+        std::array<uint64_t, sizeof *stats / sizeof(uint64_t)> all;
+        const auto numbers = answer.getNumbers();
+        if (numbers.size() != all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller has other statistics");
+        for (capnp::uint i = 0; i < numbers.size(); ++i) all[i] = numbers[i];
+        *stats = std::bit_cast<frugal_stats>(all);
         return FRUGAL_OK;
       });
 }

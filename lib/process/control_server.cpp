@@ -10,7 +10,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstdio>
 #include <mutex>
@@ -42,6 +44,12 @@ int read_only(int fd) {
   return fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
 }
 
+template <class Numbers>
+void put_numbers(const Numbers& from, wire::Answer::Builder answer) {
+  auto to = answer.initNumbers(static_cast<capnp::uint>(from.size()));
+  for (capnp::uint i = 0; i < to.size(); ++i) to.set(i, from[i]);
+}
+
 // What an answer gives, until it is sent: the handler's descriptors, and those that were opened for it.
 struct Given {
   std::shared_ptr<void> keep;
@@ -71,8 +79,7 @@ struct Given {
     keep = std::move(reply.keep);
     descriptors = std::move(reply.descriptors);
     answer.setDescriptors(static_cast<uint32_t>(descriptors.size()));
-    auto to = answer.initNumbers(static_cast<capnp::uint>(numbers.size()));
-    for (capnp::uint i = 0; i < to.size(); ++i) to.set(i, numbers[i]);
+    put_numbers(numbers, answer);
     return FRUGAL_OK;
   }
 };
@@ -272,7 +279,8 @@ class ControlServer::Impl::Connection : public HeapObject {
         frugal_stats stats{};
         stats.struct_size = sizeof stats;
         FRUGAL_TRY(handler.stats(peer_, &stats));
-        put(stats, answer.initStats());
+        const auto numbers = std::bit_cast<std::array<uint64_t, sizeof stats / sizeof(uint64_t)>>(stats);
+        put_numbers(numbers, answer);
         return FRUGAL_OK;
       }
       case wire::Request::HEALTH: {
