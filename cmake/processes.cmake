@@ -29,7 +29,7 @@ function(frugal_process_sources list)
     list(APPEND sources ${generated} ${headers})
   else()
     list(FILTER sources EXCLUDE
-      REGEX "/lib/process/(kj_port|control_server|control_client|control_structs)\\.cpp$")
+      REGEX "/lib/process/(control_message|control_server|control_client|control_structs)\\.cpp$")
   endif()
   set(${list} ${sources} PARENT_SCOPE)
 endfunction()

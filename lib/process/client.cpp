@@ -1,6 +1,7 @@
 // Attaching, tables, rows outside steps.
 #include "process/client.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -133,7 +134,7 @@ Status Client::attach(const frugal_config& config) {
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
   if (control_->controller_pidfd() >= 0) {
-    const int fd = dup(control_->controller_pidfd());
+    const int fd = fcntl(control_->controller_pidfd(), F_DUPFD_CLOEXEC, 3);
     if (fd < 0) return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for the controller's process");
     uint64_t id;
     Status s = watch_->add(fd, [this] { peer_ended(); }, &id);
