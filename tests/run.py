@@ -90,8 +90,9 @@ class Tests(Suite):
     junit = os.path.join(LOGS, f'{self.name}.xml')
     if os.path.exists(junit):
       os.unlink(junit)
-    status = self.call(['ctest', '--test-dir', os.path.join('build', self.preset), '-j', str(PROCESSORS),
-                        '--output-on-failure', '--no-tests=error', '--output-junit', junit, *self.chosen])
+    jobs = str(PROCESSORS + 1)  # many tests wait for most of their time
+    status = self.call(['ctest', '--test-dir', os.path.join('build', self.preset), '-j', jobs, '--output-on-failure',
+                        '--no-tests=error', '--output-junit', junit, *self.chosen])
     if not os.path.exists(junit):
       return 0, 1, 0
     suite = xml.etree.ElementTree.parse(junit).getroot()
