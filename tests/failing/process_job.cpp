@@ -92,7 +92,7 @@ void again(const char* call, const std::function<int32_t()>& make, std::initiali
     told(why);
     look_after_other();
     if (status == FRUGAL_ERR_PEER_LOST) throw Lost{};
-    if (status == FRUGAL_ERR_UNHEALTHY && g_peer) pause();  // the serving process tells, and this one ends with it
+    if (status == FRUGAL_ERR_UNHEALTHY && g_peer) end(3, "unhealthy " + why);
     // (To ask an engine in another process for its health may fail like any other call.)
     if (g_engine && !g_peer && (status == FRUGAL_ERR_UNHEALTHY || tries > 1)) {
       failing::over();
@@ -104,7 +104,7 @@ void again(const char* call, const std::function<int32_t()>& make, std::initiali
         end(3, "unhealthy " + why);
       }
     }
-    bool known = status == FRUGAL_ERR_OUT_OF_MEMORY || status == FRUGAL_ERR_TIMEOUT;
+    bool known = status == FRUGAL_ERR_OUT_OF_MEMORY || status == FRUGAL_ERR_TIMEOUT || status == FRUGAL_ERR_UNSUPPORTED;
     for (int32_t n : named) known |= status == n;
     if (!known) end(1, "wrong status of " + why);
     if (why.size() < 20) end(1, "wrong: no message of " + why);
@@ -191,13 +191,19 @@ class Program {
 };
 
 Program* g_other = nullptr;
+std::string g_said;  // its last words
 
-// The other process lives as long as this one wants it to.
-void look_after_other() {
-  std::string line;
-  if (!g_other || g_other->ended() < 0) return;
-  (void)g_other->says(&line, 0);
+// The other process lives as long as this one wants it to, unless the engine is unhealthy.
+[[noreturn]] void other_has_ended(const std::string& line) {
+  failing::over();
+  if (line.compare(0, 9, "unhealthy") == 0) end(frugal_close(g_engine) == FRUGAL_OK ? 3 : 1, line);
   end(1, "wrong: the other process has ended: " + line);
+}
+void look_after_other() {
+  if (!g_other || g_other->ended() < 0) return;
+  (void)g_other->says(&g_said, -1);
+  if (g_said.compare(0, 3, "ok ") != 0) other_has_ended(g_said);
+  g_other = nullptr;
 }
 
 struct Job {
@@ -402,20 +408,20 @@ struct Job {
 
   // One with ranks in the engine's own process: what it has lost is the other rank.
   void serve() {
-    std::string line;  // the peer's
     for (bool opened = false;;) {
       try {
         if (!std::exchange(opened, true)) open();
         steps();
-        if (line.empty() && !g_other->says(&line, 3000)) {
+        if (g_other && !g_other->says(&g_said, 3000)) {
           failing::over();
-          (void)g_other->says(&line, -1);
+          (void)g_other->says(&g_said, -1);
         }
-        if (line.compare(0, 3, "ok ") != 0) end(1, "wrong: the peer: " + line);
+        if (g_said.compare(0, 3, "ok ") != 0) other_has_ended(g_said);
+        g_other = nullptr;
         Digest all;
         const uint64_t mine = result();
         all.add(&mine, sizeof mine);
-        all.add(line.data(), line.size());
+        all.add(g_said.data(), g_said.size());
         close_engine();
         finish(all.value);
       } catch (Lost) {
