@@ -35,8 +35,7 @@ void Arena::put_back(char* last, size_t bytes) noexcept {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   std::lock_guard<std::mutex> lock(mu_);
   if (offset(last) + bytes != used_) return;
-  used_ -= bytes;
-  os_decommit(mapping_, used_, bytes);
+  used_ -= bytes;  // the next who takes it has its memory, which does not go back to the system
 }
 
 }  // namespace frugal

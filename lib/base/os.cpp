@@ -24,6 +24,9 @@
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 8u
 #endif
@@ -72,13 +75,20 @@ Status make_memfd(size_t bytes, int* out) {
                 bytes, static_cast<unsigned long long>(limit.rlim_cur));
   }
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
-      fcntl(fd, F_ADD_SEALS, kSizeSeals | F_SEAL_SEAL) != 0) {
+      fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
     const int code = errno;
     close(fd);
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "shared memory of %zu bytes", bytes);
   }
   *out = fd;
   return FRUGAL_OK;
+}
+
+// Nobody adds a seal any more. Without `others_write` only mappings that there are by now can write.
+Status seal(int fd, bool others_write) {
+  if (!others_write && fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0) return FRUGAL_OK;
+  if ((others_write || errno == EINVAL) && fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL) == 0) return FRUGAL_OK;
+  return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno, "shared memory cannot be sealed");
 }
 
 // Addresses of `bytes`, a multiple of 2 MiB, that begin at a multiple of 2 MiB.
@@ -111,7 +121,9 @@ Status map_fd(int fd, size_t bytes, bool writable, char** out) {
   if (p == MAP_FAILED) {
     const int code = errno;
     munmap(base, bytes);
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "mapping %zu bytes of shared memory", bytes);
+    const bool forbidden = code == EPERM || code == EACCES;
+    return fail_errno(forbidden ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY, code,
+                      "mapping %zu bytes of shared memory", bytes);
   }
   advise(base, bytes);
   // Into a core dump it does not go: others have it as well, reading its holes would fill them, and the process is
@@ -240,7 +252,7 @@ uint64_t available_bytes() {
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
 }
 
-Status os_reserve(size_t bytes, bool shared, Mapping* out) {
+Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
   if (bytes > SIZE_MAX / 2)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space", bytes);
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
@@ -255,12 +267,12 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out) {
   int fd = -1;
   char* base = nullptr;
   FRUGAL_TRY(make_memfd(bytes, &fd));
-  if (Status s = map_fd(fd, bytes, true, &base)) {
-    close(fd);
-    return s;
-  }
-  *out = {base, bytes, fd};
-  return FRUGAL_OK;
+  Status s = map_fd(fd, bytes, true, &base);
+  Mapping made{base, bytes, fd};
+  if (s == FRUGAL_OK) s = seal(fd, others_write);
+  if (s == FRUGAL_OK) *out = made;
+  else os_release(&made);
+  return s;
 }
 
 Status os_map_shared(int fd, bool writable, Mapping* out) {
@@ -349,12 +361,15 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
                     "or raise the container's limit", bytes);
 }
 
-void os_decommit(const Mapping& m, size_t offset, size_t bytes) {
-  if (m.fd >= 0)
-    fallocate(m.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-              static_cast<off_t>(bytes));
-  else
-    madvise(m.base + offset, bytes, MADV_DONTNEED);
+Status os_decommit(const Mapping& m, size_t offset, size_t bytes) {
+  if (m.fd < 0 && madvise(m.base + offset, bytes, MADV_DONTNEED) == 0) return FRUGAL_OK;
+  int refused = m.fd < 0 ? errno : EINTR;
+  while (refused == EINTR)
+    refused = fallocate(m.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                        static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  return refused == 0 ? FRUGAL_OK
+                      : fail_errno(refused == EPERM ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY, refused,
+                                   "%zu bytes do not go back to the system", bytes);
 }
 
 void os_release(Mapping* m) {

@@ -54,8 +54,9 @@ struct Mapping {
 constexpr size_t kHugePage = size_t{2} << 20;
 
 // Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd, which
-// has no name, sealed at this size. No memory is taken.
-Status os_reserve(size_t bytes, bool shared, Mapping* out);
+// has no name, sealed at this size. No memory is taken. Unless others write it, too, this mapping is the only one
+// through which shared memory can be written, whoever opens it (F_SEAL_FUTURE_WRITE, Linux 5.1; not before that).
+Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = false);
 // Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
 // no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
 // it belongs to *out, else to the caller as before.
@@ -65,8 +66,9 @@ Status os_make_read_only(const Mapping& mapping);
 // Makes [offset, offset + bytes) usable: afterwards touching it cannot fail. The range should be
 // aligned to 2 MiB for huge pages.
 Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
-// Gives the memory of a range back to the system; it reads as zeros after the next commit.
-void os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
+// Gives the memory of a range back to the system; it reads as zeros after the next commit. INVALID_ARGUMENT: it is
+// shared memory that nobody else writes, whose seal forbids it. That ends as a whole, or is used again.
+Status os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
 // A file that comes into being as a whole: written beside its place under another name, and then moved

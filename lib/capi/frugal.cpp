@@ -157,15 +157,17 @@ Status create(const std::shared_ptr<Client>& e, const frugal_table_config& confi
   return e->create_table(config, out);
 }
 
-Status end_trainer(const TrainerRef& t, bool) { return t->engine->close_trainer(t); }
+Status end_trainer(const TrainerRef& t, bool) {
+  if (!handle_remove(HandleKind::kTrainer, t->handle))
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+  return t->engine->close_trainer(t);
+}
 Status end_trainer(const RemoteTrainerRef& t, bool abandoned) { return t->engine->close_trainer(t, abandoned); }
 
 Status end_trainer(frugal_trainer* trainer, bool abandoned) {
   return guard([&]() -> Status {
     if (!trainer) return FRUGAL_OK;
     return having<Trainer>(trainer, [&](auto& t) -> Status {
-      if (!handle_remove(OfTrainer<decltype(t)>::trainer, number(trainer)))
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
       return end_trainer(t, abandoned);
     });
   });

@@ -53,7 +53,7 @@ Status StagingMemory::make(size_t bytes, std::shared_ptr<StagingMemory>* out) {
   if (bytes > kMaxStaging)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bytes of staging memory: it is at most 64 TiB", bytes);
   auto m = std::allocate_shared<StagingMemory>(HeapAllocator<StagingMemory>());
-  FRUGAL_TRY(os_reserve(round_up(bytes), true, &m->mapping));
+  FRUGAL_TRY(os_reserve(round_up(bytes), true, &m->mapping, true));
   FRUGAL_TRY(os_make_read_only(m->mapping));
   *out = std::move(m);
   return FRUGAL_OK;
@@ -66,7 +66,7 @@ Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging
                 "a channel with rings of %zu bytes: a ring has a power of two from 4 KiB to 1 GiB", ring_bytes);
   const Layout layout(ring_bytes);
   std::unique_ptr<Channel> c(new Channel(true));
-  FRUGAL_TRY(os_reserve(layout.up_bytes, true, &c->up_));
+  FRUGAL_TRY(os_reserve(layout.up_bytes, true, &c->up_, true));
   FRUGAL_TRY(os_reserve(layout.down_bytes, true, &c->down_));
   FRUGAL_TRY(os_commit(c->up_, 0, layout.up_bytes));
   FRUGAL_TRY(os_commit(c->down_, 0, layout.down_bytes));

@@ -1,11 +1,14 @@
 // Attaching, tables, rows outside steps.
 #include "process/client.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "base/handles.h"
 #include "engine/config_check.h"
@@ -55,6 +58,9 @@ Status channel_at(Descriptors& d, size_t i, bool with_staging, std::unique_ptr<C
 }
 
 }  // namespace
+
+// A call to the controller that has failed so may have been done there: it can be made again.
+static bool may_be_done(Status s) { return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY; }
 
 uint64_t answer_until(uint64_t at) { return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs; }
 
@@ -123,11 +129,12 @@ Status Client::attach(const frugal_config& config) {
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
+  unsure_ = Vector<std::atomic<bool>>(reply.config.world_size);
   // Where ranks share the processors out among themselves, more threads would only be in each other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
   if (control_->controller_pidfd() >= 0) {
-    const int fd = dup(control_->controller_pidfd());
+    const int fd = fcntl(control_->controller_pidfd(), F_DUPFD_CLOEXEC, 3);
     if (fd < 0) return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for the controller's process");
     uint64_t id;
     Status s = watch_->add(fd, [this] { peer_ended(); }, &id);
@@ -152,27 +159,36 @@ Client::~Client() { shutdown(); }
 
 void Client::shutdown() {
   if (closed_.exchange(true)) return;
-  Vector<RemoteTrainerRef> trainers;
-  Vector<RemoteTableRef> tables;
+  // All of them first: what the closing of one undoes is not for the calls of the others to tell.
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& weak : trainers_)
-      if (auto t = weak.lock()) trainers.push_back(std::move(t));
-    for (auto& weak : tables_)
-      if (auto t = weak.lock()) tables.push_back(std::move(t));
+      if (auto t = weak.lock()) {
+        t->closing.store(true);
+        t->channel->cut();
+      }
   }
-  for (const RemoteTrainerRef& t : trainers) {
-    if (handle_remove(HandleKind::kRemoteTrainer, t->handle)) {
-      (void)close_trainer(t);
-    } else {
-      // Another thread closes it. A call of its may be reading what is let go of below.
-      t->closing.store(true);
-      t->channel->cut();
+  auto next = [this](auto& of) {  // takes no memory
+    std::lock_guard<std::mutex> lock(mu_);
+    auto item = of.empty() ? nullptr : of.back().lock();
+    for (; !of.empty() && !item; item = of.empty() ? nullptr : of.back().lock()) of.pop_back();
+    if (item) of.pop_back();
+    return item;
+  };
+  while (RemoteTrainerRef t = next(trainers_)) {
+    bool ended = false;
+    try {
+      ended = close_trainer(t) != FRUGAL_ERR_BAD_HANDLE;
+    } catch (const std::bad_alloc&) {
+    }
+    if (!ended) {
+      // Another thread closes it, or nobody can. A call of its may be reading what is let go of below.
       std::lock_guard<std::mutex> call(t->call_mu);
       if (t->gpu) t->gpu->take_flight();  // kernels read what is about to be unmapped
     }
+    handle_remove(HandleKind::kRemoteTrainer, t->handle);
   }
-  for (const RemoteTableRef& t : tables) handle_remove(HandleKind::kRemoteTable, t->handle);
+  while (RemoteTableRef t = next(tables_)) handle_remove(HandleKind::kRemoteTable, t->handle);
   if (channel_) channel_->cut();  // calls of other threads end
   watch_.reset();
   if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
@@ -310,6 +326,9 @@ Status Client::stop_trace(const char* path) {
   } else if (path) {
     absolute = path;
   }
+  if (absolute.size() > kMostPath)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "a path of %zu bytes: it has at most %llu", absolute.size(),
+                static_cast<unsigned long long>(kMostPath));
   Exchange e{Call::kTraceStop, {path != nullptr}, {}};
   e.add(absolute.data(), absolute.size());
   return ask(e);
@@ -367,7 +386,9 @@ Status Client::create_table(const frugal_table_config& config, RemoteTableRef* o
   FRUGAL_TRY(check());
   TableReply reply;
   FRUGAL_TRY(of_controller(control_->create_table(config, config_.timeout_ms, &reply)));
-  return take_table(reply, config.name, out);
+  FRUGAL_TRY(take_table(reply, config.name, out));
+  if (!(*out)->created.exchange(true)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: this process has created it", config.name);
 }
 
 Status Client::find_table(const char* name, RemoteTableRef* out) {
@@ -382,7 +403,12 @@ Status Client::find_table(const char* name, RemoteTableRef* out) {
 Status Client::drop_table(const RemoteTableRef& table) {
   FRUGAL_TRY(check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  FRUGAL_TRY(of_controller(control_->drop_table(table->id, config_.timeout_ms)));
+  const bool again = table->dropping.exchange(true);
+  const Status s = of_controller(control_->drop_table(table->id, config_.timeout_ms));
+  if (s != FRUGAL_OK && !(again && s == FRUGAL_ERR_BAD_HANDLE)) {  // it has been done meanwhile
+    if (!again && !may_be_done(s)) table->dropping.store(false);
+    return s;
+  }
   table->dropped.store(true);
   handle_remove(HandleKind::kRemoteTable, table->handle);
   return FRUGAL_OK;
@@ -555,15 +581,23 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
       if (gpu) client.leave_gpu(*gpu);
     }
   } joining{*this, t->gpu.get()};
+  // As what an earlier call may have joined.
+  if (unsure_[config.rank].load()) FRUGAL_TRY(lose_rank(config.rank, kAnyJoin, config_.timeout_ms));
   JoinReply reply;
-  FRUGAL_TRY(of_controller(control_->join(config, config_.timeout_ms, &reply)));
+  Status joins;
+  try {
+    joins = of_controller(control_->join(config, config_.timeout_ms, &reply));
+  } catch (const std::bad_alloc&) {
+    joins = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
+  }
+  if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
   // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
   struct Joined {
     Client* client;
     const uint32_t rank;
     const uint64_t joined;
     ~Joined() {
-      if (client) client->lose_rank(rank, joined);
+      if (client) (void)client->lose_rank(rank, joined, client->config_.timeout_ms);
     }
   } joined{this, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
   Descriptors d{reply.descriptors};
@@ -597,14 +631,51 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   return FRUGAL_OK;
 }
 
-void Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
+// Where that fails the rank stays taken until this process ends, or calls again.
+Status Client::lose_rank(uint32_t rank, uint64_t joined, int64_t timeout_ms) noexcept {
+  unsure_[rank].store(true);
+  Status s;
   try {
-    (void)control_->leave(rank, true, config_.timeout_ms, joined);
-  } catch (const std::bad_alloc&) {  // it stays taken until this process ends
+    s = of_controller(control_->leave(rank, true, timeout_ms, joined));
+  } catch (const std::bad_alloc&) {
+    s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to leave rank %u, which this process may have joined; call again", rank);
   }
+  if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_FOUND) return s;
+  unsure_[rank].store(false);
+  return FRUGAL_OK;
+}
+
+// A call to join has failed. The controller may have done its part of it: then it undoes that.
+Status Client::give_up_join(uint32_t rank, Status why) {
+  frugal_error error;
+  end_call(why);
+  last_error(&error);
+  char text[512];
+  std::snprintf(text, sizeof text, "%s", error.message);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    bool ours = !may_be_done(why);  // another trainer of this process has the rank
+    for (auto& weak : trainers_)
+      if (auto t = weak.lock()) ours |= t->rank == rank && !t->closing.load() && !t->channel->is_cut();
+    if (ours) return why;
+    unsure_[rank].store(true);  // whatever fails below
+  }
+  // A controller that has not answered in time is not waited for again.
+  (void)lose_rank(rank, kAnyJoin, why == FRUGAL_ERR_TIMEOUT ? 0 : config_.timeout_ms);
+  error.message = text;
+  return fail_as(error);
 }
 
 Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
+  if (t->closer.exchange(true)) return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+  struct Closer {  // what has failed can be made again
+    RemoteTrainer& t;
+    Status s = FRUGAL_ERR_OUT_OF_MEMORY;
+    ~Closer() {
+      if (s == FRUGAL_OK) handle_remove(HandleKind::kRemoteTrainer, t.handle);
+      else t.closer.store(false);
+    }
+  } closer{*t};
   // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
   t->closing.store(true);
   t->channel->cut();
@@ -617,9 +688,10 @@ Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   t->batches.clear();
   t->handed.clear();
   t->lines.clear();
-  if (t->gpu) leave_gpu(*t->gpu);
-  // The controller may not know it any more, if another process has taken its place.
-  return s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
+  if (t->gpu && !std::exchange(t->left_gpu, true)) leave_gpu(*t->gpu);
+  // The controller may not know it any more, if another process has taken its place, or if it has been told already.
+  closer.s = s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
+  return closer.s;
 }
 
 Status Client::set_stream(RemoteTrainer& t, void* stream) {

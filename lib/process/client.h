@@ -43,6 +43,8 @@ struct RemoteTable : HeapObject {
   std::mutex readout_mu;
   std::unique_ptr<TableReadout> readout;  // when the controller is dead and somebody has asked
   std::atomic<bool> dropped{false};
+  std::atomic<bool> created{false};   // by this process
+  std::atomic<bool> dropping{false};  // a call to drop it has failed, and may have done it
   ~RemoteTable();
 };
 using RemoteTableRef = std::shared_ptr<RemoteTable>;
@@ -85,6 +87,7 @@ struct RemoteTrainer : HeapObject {
   // Aborts that the controller has counted for this rank, and those that it has told of.
   const std::atomic<uint32_t>* notices = nullptr;
   std::atomic<bool> closing{false};
+  std::atomic<bool> closer{false};  // a thread is about it
   std::mutex call_mu;
   // All that follows with call_mu held.
   Arena staging;
@@ -108,6 +111,7 @@ struct RemoteTrainer : HeapObject {
   Vector<PushPlace> places;
   Vector<Handover> sent;       // whose memory the places name
   bool failed = false;         // its GPU has, and the controller knows
+  bool left_gpu = false;       // while it is closed
   // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants done to them.
   struct Lines {
     RemoteTableRef table;
@@ -251,7 +255,8 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Exchange& e);
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
-  void lose_rank(uint32_t rank, uint64_t joined) noexcept;
+  Status lose_rank(uint32_t rank, uint64_t joined, int64_t timeout_ms) noexcept;
+  Status give_up_join(uint32_t rank, Status why);
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);
@@ -331,6 +336,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   mutable std::mutex mu_;             // what follows
   Vector<std::weak_ptr<RemoteTrainer>> trainers_;
   Vector<std::weak_ptr<RemoteTable>> tables_;
+  Vector<std::atomic<bool>> unsure_;  // of each rank: a call to join has failed, and may have done it
 };
 
 }  // namespace frugal

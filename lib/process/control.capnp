@@ -1,49 +1,56 @@
 # The control plane between a controller and its trainer processes: docs/processes.md, section 3.
-# Both sides are of one build; `attach` tells whether they are, so it alone must never change.
+# Both sides are of one build; `attach` tells whether they are: the request and the status of its answer must never change.
 @0xfc5283fb45a74ac4;
 
 using Cxx = import "/capnp/c++.capnp";
 $Cxx.namespace("frugal::wire");
 
-interface Control {
-  attach @0 (version :UInt32) -> (error :Error, session :Session);
+struct Request {
+  id @0 :UInt64;  # its answer's; of no other request of the connection
+  union {
+    attach @1 :UInt32;  # the version: the first request, and no other
+    ping @2 :Void;
+    open @3 :Config;
+    createTable @4 :TableConfig;
+    findTable @5 :Text;
+    dropTable @6 :UInt64;
+    join @7 :TrainerConfig;
+    leave @8 :Leave;
+    stats @9 :Void;
+    health @10 :Void;
+    committed @11 :Void;
+  }
 }
 
-# Lives as long as the connection.
-interface Session {
-  ping @0 () -> ();
-  open @1 (config :Config) -> (error :Error, config :Config, given :Given);
-  createTable @2 (config :TableConfig) -> (error :Error, table :Table);
-  findTable @3 (name :Text) -> (error :Error, table :Table);
-  dropTable @4 (id :UInt64) -> (error :Error);
-  join @5 (config :TrainerConfig) -> (error :Error, given :Given);
-  leave @6 (rank :UInt32, lost :Bool, joined :UInt64) -> (error :Error);
-  stats @7 () -> (error :Error, stats :Stats);
-  health @8 () -> (error :Error, health :Int32);
-  committed @9 () -> (error :Error, step :UInt64);
+struct Leave {
+  rank @0 :UInt32;
+  lost @1 :Bool;
+  joined @2 :UInt64;
 }
 
-# How a call ended: frugal_error. Beside a status other than 0 nothing else is set.
-struct Error {
-  status @0 :Int32;
-  systemCode @1 :Int32;
-  deviceCode @2 :Int32;
-  message @3 :Text;
-}
-
-# Carries a file descriptor, which the message has attached.
-interface Descriptor {}
-
-# What an answer gives beside plain fields; the caller and the engine know what is where.
-struct Given {
-  descriptors @0 :List(Descriptor);
-  numbers @1 :List(UInt64);
+struct Answer {
+  id @0 :UInt64;
+  # How the call ended: frugal_error. Beside a status other than 0 nothing else is set.
+  status @1 :Int32;
+  systemCode @2 :Int32;
+  deviceCode @3 :Int32;
+  message @4 :Text;
+  # What is given beside plain fields; the caller and the engine know what is where.
+  descriptors @5 :UInt32;  # how many have come with the message
+  numbers @6 :List(UInt64);
+  union {
+    done @7 :Void;  # of stats: the numbers are frugal_stats
+    config @8 :Config;
+    table @9 :Table;
+    joined @10 :UInt32;  # the rank
+    health @11 :Int32;
+    step @12 :UInt64;
+  }
 }
 
 struct Table {
   id @0 :UInt64;
   info @1 :TableInfo;
-  given @2 :Given;
 }
 
 # The structs of frugal.h, without their pointers; a text that is empty stands for NULL.
@@ -116,47 +123,4 @@ struct TrainerConfig {  # frugal_trainer_config
   flags @2 :UInt32;
   cacheBytes @3 :UInt64;
   cacheRatio @4 :Float64;
-}
-
-struct Stats {  # frugal_stats
-  stepsCommitted @0 :UInt64;
-  stepsAborted @1 :UInt64;
-  keysDeclared @2 :UInt64;
-  keysLookedUp @3 :UInt64;
-  keysUndeclared @4 :UInt64;
-  keysPushed @5 :UInt64;
-  rowsCreated @6 :UInt64;
-  rowsUpdated @7 :UInt64;
-  rowsDeferred @8 :UInt64;
-  gateWaits @9 :UInt64;
-  gateWaitNs @10 :UInt64;
-  gateInFlight @11 :UInt64;
-  lookupWaits @12 :UInt64;
-  priorityRises @13 :UInt64;
-  priorityFalls @14 :UInt64;
-  enqueued @15 :UInt64;
-  dequeued @16 :UInt64;
-  backPressure @17 :UInt64;
-  ranksApart @18 :UInt64;
-  staleReads @19 :UInt64;
-  cacheHits @20 :UInt64;
-  cacheMisses @21 :UInt64;
-  cacheAdmitted @22 :UInt64;
-  cacheEvicted @23 :UInt64;
-  cacheEvictedDirty @24 :UInt64;
-  pendingBytes @25 :UInt64;
-  pendingBytesPeak @26 :UInt64;
-  pendingRows @27 :UInt64;
-  activeRows @28 :UInt64;
-  modesAtOnce @29 :UInt64;
-  modesDeferred @30 :UInt64;
-  lookupNs @31 :UInt64;
-  pushNs @32 :UInt64;
-  stepBeginNs @33 :UInt64;
-  stepEndNs @34 :UInt64;
-  prefetchNs @35 :UInt64;
-  entryNs @36 :UInt64;
-  applyNs @37 :UInt64;
-  cacheTurns @38 :UInt64;
-  cachePlanned @39 :UInt64;
 }

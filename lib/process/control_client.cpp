@@ -1,33 +1,31 @@
-// A trainer process's side: one thread with the event loop and the socket. Callers hand it a call and
-// sleep until the answer, as plain structs, is there.
-#include <capnp/rpc-twoparty.h>
+// A trainer process's side: one thread reads the socket. A call stands on its caller's stack, who sends its request
+// and sleeps until the thread has put the answer there, so calls want no memory but for what an answer gives.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <chrono>
+#include <bit>
 #include <cerrno>
-#include <condition_variable>
+#include <cstdio>
+#include <cstring>
 #include <mutex>
 #include <utility>
 
+#include "base/futex.h"
 #include "base/handles.h"
 #include "base/os.h"
-#include "process/control.h"
-#include "process/control_limits.h"
+#include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
 #include "process/forked.h"
-#include "process/kj_port.h"
 #include "process/thread.h"
 
 namespace frugal {
 namespace {
-
-constexpr char kClosed[] = "the connection to the controller was closed";
 
 uint64_t until_of(int64_t timeout_ms) {
   if (timeout_ms < 0) return UINT64_MAX;
@@ -43,276 +41,260 @@ int64_t left_of(uint64_t until) {
   return until > now ? static_cast<int64_t>((until - now + 999999) / 1000000) : 0;
 }
 
-// A call under way, shared by its caller and the loop's thread: either may be the last to let go.
+// A call under way: its caller's, and known to the reading thread until it is finished or forgotten.
 struct Call {
-  virtual ~Call() = default;
+  Call* next = nullptr;
+  uint64_t id = 0;
+  std::atomic<uint32_t> done{0};
+  frugal_error error{};
+  char text[512] = "";
 
-  void finish(Status status, int system_code, int device_code, const char* message) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (done) return;
-    done = true;
-    error = {status, system_code, device_code, 0, nullptr};
-    try {
-      text = message;
-    } catch (const std::bad_alloc&) {
-    }
-    changed.notify_all();
+  // What the answer to a call that has ended well says; only if that is well, too, the caller gets any of it.
+  virtual Status take(wire::Answer::Reader answer, Incoming& in) = 0;
+
+  void finish(const frugal_error& how) {
+    error = how;
+    std::snprintf(text, sizeof text, "%s", how.message ? how.message : "");
+    error.message = text;
+    done.store(1, std::memory_order_release);
+    futex_wake(reinterpret_cast<const uint32_t*>(&done));
   }
-  void finish(Status status, const char* message) { finish(status, 0, 0, message); }
-
-  // False: it is not finished by then.
-  bool wait(uint64_t until) {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (!done) {
-      const uint64_t now = now_ns();
+  void finish(Status status) {  // this thread's
+    end_call(status);
+    frugal_error how{};
+    if (status != FRUGAL_OK) last_error(&how);
+    finish(how);
+  }
+  bool wait(uint64_t until) const {  // false: it is not finished by then
+    while (!done.load(std::memory_order_acquire)) {
+      const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
       if (now >= until) return false;
-      // Slices by the system's clock: a change of it makes one of them longer or shorter.
-      const uint64_t ns = std::min<uint64_t>(until - now, 1000000000);
-      changed.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns));
+      futex_wait(reinterpret_cast<const uint32_t*>(&done), 0, until == UINT64_MAX ? until : until - now);
     }
     return true;
   }
-  // Of a finished call.
-  Status result() {
-    if (error.status == FRUGAL_OK) return FRUGAL_OK;
-    error.message = text.c_str();
-    return fail_as(error);
-  }
 
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  frugal_error error{};
-  String text;
+ protected:
+  ~Call() = default;
 };
 
-// What an answer gave, closed unless somebody takes it.
-struct Given {
-  Vector<int> descriptors;
-  Vector<uint64_t> numbers;
-  ~Given() {
-    for (int fd : descriptors) close(fd);
-  }
-};
+constexpr char kClosed[] = "the connection to the controller was closed";
 
-// Reads how a call ended; true if well.
-bool ended_well(Call& call, wire::Error::Reader from) {
-  if (from.getStatus() == FRUGAL_OK) return true;
-  const Status status = from.getStatus() < 0 ? from.getStatus() : FRUGAL_ERR_INTERNAL;
-  call.finish(status, from.getSystemCode(), from.getDeviceCode(), from.getMessage().cStr());
-  return false;
+uint64_t first_number(wire::Answer::Reader answer) {
+  const auto numbers = answer.getNumbers();
+  return numbers.size() ? numbers[0] : kAnyJoin;
 }
 
-// Takes duplicates of the descriptors, so that the controller's objects can be let go of at once.
-kj::Promise<void> take_given(wire::Given::Reader from, std::shared_ptr<Call> call, Given* to) {
-  auto numbers = from.getNumbers();
-  to->numbers.reserve(numbers.size());
-  for (uint64_t n : numbers) to->numbers.push_back(n);
-  auto descriptors = from.getDescriptors();
-  KJ_REQUIRE(descriptors.size() <= kMostDescriptors, "too many descriptors in an answer");
-  kj::Promise<void> all = kj::READY_NOW;
-  for (auto descriptor : descriptors) {
-    // One after the other, in order.
-    all = all.then([descriptor = wire::Descriptor::Client(descriptor)]() mutable {
-                return descriptor.getFd().attach(kj::cp(descriptor));
-              }).then([call, to](kj::Maybe<int> fd) {
-      int copy = -1;
-      KJ_IF_MAYBE(there, fd) {
-        copy = fcntl(*there, F_DUPFD_CLOEXEC, 3);
-        if (copy < 0) {
-          call->finish(FRUGAL_ERR_OUT_OF_MEMORY, errno, 0,
-                       "a descriptor that the controller has sent cannot be duplicated: this process has too many "
-                       "open; raise its limit (ulimit -n)");
-          return;
-        }
-      } else {
-        call->finish(FRUGAL_ERR_OUT_OF_MEMORY, EMFILE, 0,
-                     "a descriptor that the controller has sent has not arrived: this process has too "
-                     "many open; raise its limit (ulimit -n)");
-        return;
-      }
-      to->descriptors.push_back(copy);
-    });
+// What an answer gives.
+template <class Reply>
+Status take_given(wire::Answer::Reader answer, Incoming& in, Reply* reply) {
+  if (in.descriptors() != answer.getDescriptors())
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, EMFILE,
+                      "a descriptor that the controller has sent has not arrived: this process has too "
+                      "many open; raise its limit (ulimit -n)");
+  try {
+    Vector<uint64_t> numbers;
+    for (uint64_t n : answer.getNumbers()) numbers.push_back(n);
+    reply->descriptors = in.take_descriptors();
+    reply->numbers = std::move(numbers);
+    return FRUGAL_OK;
+  } catch (const std::bad_alloc&) {
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for an answer of the controller");
   }
-  return all;
+}
+
+Status take_table(wire::Answer::Reader answer, Incoming& in, TableReply* reply) {
+  reply->id = answer.getTable().getId();
+  take(answer.getTable().getInfo(), &reply->info);
+  return take_given(answer, in, reply);
+}
+
+Status check_text(const char* text, const char* what) {
+  if (!text || strnlen(text, kMostText + 1) <= kMostText) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the %s '%.64s...' has more than %zu bytes", what, text, kMostText);
 }
 
 }  // namespace
 
-struct ControlClient::Impl final : HeapObject, kj::TaskSet::ErrorHandler {
-  // Of the loop's thread, as long as it runs.
-  struct Link {
-    SocketMessages messages;
-    capnp::TwoPartyVatNetwork network;
-    capnp::RpcSystem<capnp::rpc::twoparty::VatId> rpc;
-    wire::Session::Client session = nullptr;
-    kj::Promise<void> watch = nullptr;
-    kj::Promise<void> end = nullptr;
-    Link(KjPort& port, int socket)
-        : messages(port, socket, kMostMessageWords, true, false),
-          network(messages, kMostDescriptors, capnp::rpc::twoparty::Side::CLIENT, reader_options()),
-          rpc(capnp::makeRpcClient(network)) {}
-  };
-
+struct ControlClient::Impl final : HeapObject {
   const uint32_t generation = process_generation();
   String address;
-  int socket = -1;  // until the thread has it
+  int socket = -1;
   Credentials controller;
   int pidfd = -1;
-  KjPort port;
   std::thread thread;
   std::atomic<bool> lost{false};
-  Link* link = nullptr;
-  kj::TaskSet* tasks = nullptr;
-  kj::Own<kj::PromiseFulfiller<void>> stopped;
-  std::mutex waiting_mutex;
-  Vector<Call*> waiting;  // for their answers
-  bool closed = false;    // nobody waits any more
+  std::mutex sending;  // one message after the other
+  std::mutex mutex;    // what follows
+  Call* calls = nullptr;  // that wait
+  uint64_t last_id = 0;
+  bool closed = false;  // no call begins any more
 
-  void taskFailed(kj::Exception&&) override {}
-
-  // Calls that are under way, or come later, end with this.
-  void tell_lost(Call& call) {
-    call.finish(FRUGAL_ERR_PEER_LOST, text("the controller at %.200s (process %d) is gone, or has ended "
-                                           "the connection",
-                                           address.c_str(), static_cast<int>(controller.pid))
-                                          .c_str());
+  ~Impl() {
+    ForkedDescriptors::close(socket);
+    if (pidfd >= 0) close(pidfd);
   }
 
-  void run() {
-    Quiet quiet;
-    kj::EventLoop loop(port);
-    kj::WaitScope scope(loop);
-    try {
-      auto paf = kj::newPromiseAndFulfiller<void>();
-      stopped = kj::mv(paf.fulfiller);
-      Link its(port, std::exchange(socket, -1));
-      kj::TaskSet all(*this);
-      link = &its;
-      tasks = &all;
-      its.end = its.network.onDisconnect().then([this] { lost.store(true); }).eagerlyEvaluate(nullptr);
-      // The process is dead, whoever else may hold the socket.
-      if (pidfd >= 0)
-        its.watch = port.ready(pidfd, POLLIN)
-                        .then([this] { shutdown(link->messages.socket(), SHUT_RDWR); })
-                        .eagerlyEvaluate(nullptr);
-      paf.promise.wait(scope);
-      link = nullptr;
-      tasks = nullptr;
-    } catch (...) {
-      link = nullptr;
-      tasks = nullptr;
+  Status is_lost() const {
+    return fail(FRUGAL_ERR_PEER_LOST, "the controller at %.200s (process %d) is gone, or has ended the connection",
+                address.c_str(), static_cast<int>(controller.pid));
+  }
+
+  // With the mutex held.
+  void finish_all(const frugal_error& how) {
+    while (Call* call = calls) {
+      calls = call->next;
+      call->finish(how);
     }
-    lost.store(true);
+  }
+  Call** find(uint64_t id) {
+    Call** at = &calls;
+    while (*at && (*at)->id != id) at = &(*at)->next;
+    return at;
   }
 
-  // Begins a call in the loop's thread: `begin` gives the promise of what has to come for it.
-  void post(std::shared_ptr<Call> call, std::function<kj::Promise<void>(Link&)> begin) {
-    port.post([this, call, begin = std::move(begin)] {
-      if (!link || lost.load()) return tell_lost(*call);
-      auto failed = [this, call](kj::Exception&& e) {
-        switch (e.getType()) {
-          case kj::Exception::Type::DISCONNECTED:
-            return tell_lost(*call);
-          case kj::Exception::Type::OVERLOADED:
-            return call->finish(FRUGAL_ERR_OUT_OF_MEMORY, e.getDescription().cStr());
-          case kj::Exception::Type::UNIMPLEMENTED:
-            return call->finish(FRUGAL_ERR_UNSUPPORTED, e.getDescription().cStr());
-          default:
-            return call->finish(FRUGAL_ERR_INTERNAL, e.getDescription().cStr());
-        }
-      };
-      try {
-        tasks->add(kj::evalNow([&] { return begin(*link); })
-                       .then([call] { call->finish(FRUGAL_OK, ""); }, kj::mv(failed)));
-      } catch (const std::bad_alloc&) {
-        call->finish(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a call to the controller");
-      }
-    });
-  }
-
-  Status check() const {
-    if (generation != process_generation())
-      return fail(FRUGAL_ERR_FORKED, "the connection to the controller belongs to the parent of this process");
-    return FRUGAL_OK;
+  // kNothing: not by then.
+  Progress send(Outgoing& out, uint64_t until) {
+    std::unique_lock<std::mutex> lock(sending);
+    Progress p;
+    while ((p = out.push(socket)) == Progress::kNothing && now_ns() < until) {
+      // Others may go on, unless their messages would come into the middle of this one.
+      if (!out.on_its_way()) lock.unlock();
+      pollfd room{socket, POLLOUT, 0};
+      (void)poll(&room, 1, static_cast<int>(std::min<int64_t>(left_of(until), 60000)));
+      if (!lock) lock.lock();
+    }
+    // After half of a message nothing can follow. All who wait are told.
+    if (p == Progress::kEnd || (p == Progress::kNothing && out.on_its_way())) shutdown(socket, SHUT_RDWR);
+    return p;
   }
 
   // Makes the call and waits for its end.
-  Status call(const char* what, int64_t timeout_ms, std::shared_ptr<Call> call,
-              std::function<kj::Promise<void>(Link&)> begin) {
-    FRUGAL_TRY(check());
-    // Who closes lets go of what the loop has not begun, or not ended: it is told here.
-    struct Waits {
-      Impl& impl;
-      Call* call;
-      ~Waits() {
-        std::lock_guard<std::mutex> lock(impl.waiting_mutex);
-        std::erase(impl.waiting, call);
-      }
-    } waits{*this, call.get()};
+  template <class Fill, class Take>
+  Status call(const char* what, int64_t timeout_ms, Fill fill, Take take) {
+    if (generation != process_generation())
+      return fail(FRUGAL_ERR_FORKED, "the connection to the controller belongs to the parent of this process");
+    const uint64_t until = until_of(timeout_ms);
+    struct Made final : Call {
+      explicit Made(Take& t) : taking(t) {}
+      Status take(wire::Answer::Reader answer, Incoming& in) override { return taking(answer, in); }
+      Take& taking;
+    } made(take);
+    OutgoingOf<kMostRequestWords> out;
+    auto request = out.begin<wire::Request>();
+    fill(request);
     {
-      std::lock_guard<std::mutex> lock(waiting_mutex);
+      std::lock_guard<std::mutex> lock(mutex);
       if (closed) return fail(FRUGAL_ERR_CLOSED, kClosed);
-      waiting.push_back(call.get());
+      if (lost.load()) return is_lost();
+      made.id = ++last_id;
+      made.next = calls;
+      calls = &made;
     }
-    if (lost.load()) {
-      tell_lost(*call);
-    } else {
-      post(call, std::move(begin));
+    request.setId(made.id);
+    const Progress sent = send(out, until);
+    const int code = errno;
+    if (sent != Progress::kRefused) (void)made.wait(sent == Progress::kEnd ? UINT64_MAX : until);
+    std::lock_guard<std::mutex> lock(mutex);  // who finishes it is done with it, too
+    if (Call** at = find(made.id); *at) {
+      *at = made.next;
+      if (sent == Progress::kRefused)
+        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "\"%s\" cannot be sent to the controller", what);
+      return fail(FRUGAL_ERR_TIMEOUT,
+                  "the controller at %.200s has not answered \"%s\" within %lld ms; it may do it all the same",
+                  address.c_str(), what, static_cast<long long>(timeout_ms));
     }
-    if (call->wait(until_of(timeout_ms))) return call->result();
-    return fail(FRUGAL_ERR_TIMEOUT,
-                "the controller at %.200s has not answered \"%s\" within %lld ms; it may do it all the same",
-                address.c_str(), what, static_cast<long long>(timeout_ms));
+    return made.error.status == FRUGAL_OK ? FRUGAL_OK : fail_as(made.error);
+  }
+  template <class Fill>
+  Status call(const char* what, int64_t timeout_ms, Fill fill) {
+    return call(what, timeout_ms, fill, [](wire::Answer::Reader, Incoming&) { return FRUGAL_OK; });
   }
 
-  ~Impl() {
-    if (socket >= 0) ForkedDescriptors::close(socket);
-    if (pidfd >= 0) close(pidfd);
+  // The thread.
+  void run() noexcept {
+    IncomingOf<kMostAnswerWords> in(true);
+    for (Progress p; (p = in.pull(socket)) != Progress::kEnd;) {
+      if (p == Progress::kWhole) {
+        if (!deliver(in)) break;
+        continue;
+      }
+      pollfd all[] = {{socket, POLLIN, 0}, {pidfd, POLLIN, 0}};
+      if (poll(all, 2, -1) < 0 && errno != EINTR) break;
+      // The process is dead, whoever else may hold the socket: what it has sent is still read.
+      if (all[1].revents) shutdown(socket, SHUT_RDWR);
+    }
+    shutdown(socket, SHUT_RDWR);
+    std::lock_guard<std::mutex> lock(mutex);
+    lost.store(true);
+    frugal_error how{};
+    end_call(is_lost());
+    last_error(&how);
+    finish_all(how);
+  }
+
+  // False: it is no answer.
+  bool deliver(Incoming& in) noexcept {
+    try {
+      const auto answer = in.read<wire::Answer>();
+      const Status status = answer.getStatus();
+      std::unique_lock<std::mutex> lock(mutex);
+      Call** at = find(answer.getId());
+      Call* call = *at;
+      if (!call) {
+        lock.unlock();
+        if (status == FRUGAL_OK && answer.isJoined()) give_back(answer.getJoined(), first_number(answer));
+        return true;
+      }
+      if (status == FRUGAL_OK) {
+        const Status taken = call->take(answer, in);
+        *at = call->next;
+        call->finish(taken);
+        return true;
+      }
+      const frugal_error how{status < 0 ? status : FRUGAL_ERR_INTERNAL, answer.getSystemCode(), answer.getDeviceCode(), 0,
+                             answer.getMessage().cStr()};
+      *at = call->next;
+      call->finish(how);
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
+
+  // Nobody waits any more for this rank, which has joined. Nor will anybody for the answer.
+  void give_back(uint32_t rank, uint64_t joined) noexcept {
+    OutgoingOf<kMostRequestWords> out;
+    fill_leave(out.begin<wire::Request>(), rank, true, joined);
+    if (send(out, 0) != Progress::kWhole) shutdown(socket, SHUT_RDWR);
+  }
+  static void fill_leave(wire::Request::Builder request, uint32_t rank, bool lost, uint64_t joined) {
+    auto leave = request.initLeave();
+    leave.setRank(rank);
+    leave.setLost(lost);
+    leave.setJoined(joined);
   }
 
   void close_link() {
     {
-      std::lock_guard<std::mutex> lock(waiting_mutex);
+      std::lock_guard<std::mutex> lock(mutex);
       closed = true;
-      for (Call* call : waiting) call->finish(FRUGAL_ERR_CLOSED, kClosed);
+      finish_all({FRUGAL_ERR_CLOSED, 0, 0, 0, kClosed});
     }
-    if (!thread.joinable()) return;
-    port.post(stop);
-    thread.join();
+    if (socket >= 0) shutdown(socket, SHUT_RDWR);
+    if (thread.joinable()) thread.join();
   }
-  struct Stop final : KjPort::Work {
-    explicit Stop(Impl& i) : impl(i) {}
-    void run() override {
-      if (impl.stopped) impl.stopped->fulfill();
-    }
-    Impl& impl;
-  } stop{*this};
 
-  Status attach(uint32_t version, uint64_t until, bool* again);
+  Status attach(uint32_t version, uint64_t until, bool* again) {
+    FRUGAL_TRY(peer_of(socket, &controller));
+    pidfd = pidfd_of(socket, controller.pid);
+    thread = quiet_thread([this] { run(); });
+    const Status s = call("attach", left_of(until), [&](wire::Request::Builder r) { r.setAttach(version); });
+    // A controller that is just going, or is full, may be followed by one that is not.
+    *again = s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED;
+    return s;
+  }
 };
-
-Status ControlClient::Impl::attach(uint32_t version, uint64_t until, bool* again) {
-  FRUGAL_TRY(peer_of(socket, &controller));
-  pidfd = pidfd_of(socket, controller.pid);
-  FRUGAL_TRY(port.open());
-  { Quiet once; }  // what kj keeps is made here: a child of a fork might find it half made
-  thread = quiet_thread([this] { run(); });
-  auto made = std::make_shared<Call>();
-  const Status s = call("attach", left_of(until), made, [made, version](Link& link) {
-    capnp::MallocMessageBuilder scratch;
-    auto vat = scratch.getRoot<capnp::rpc::twoparty::VatId>();
-    vat.setSide(capnp::rpc::twoparty::Side::SERVER);
-    auto request = link.rpc.bootstrap(vat).castAs<wire::Control>().attachRequest();
-    request.setVersion(version);
-    return request.send().then([made, &link](auto answer) {
-      if (ended_well(*made, answer.getError())) link.session = answer.getSession();
-    });
-  });
-  // A controller that is just going, or is full, may be followed by one that is not.
-  *again = s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED;
-  return s;
-}
 
 Status ControlClient::connect(const char* address, int64_t timeout_ms,
                               std::unique_ptr<ControlClient>* out, uint32_t version) {
@@ -324,17 +306,19 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
       bool again = attempt.again;
       Status s = attempt.status;
       if (attempt.socket >= 0) {
-        std::unique_ptr<Impl> impl(new Impl);
-        impl->socket = attempt.socket;
-        impl->address = address;
-        std::unique_ptr<ControlClient> client(new ControlClient(impl.get()));
-        Impl* its = impl.release();
-        s = its->attach(version, until, &again);
+        struct Open {
+          int socket;
+          ~Open() { ForkedDescriptors::close(socket); }
+        } open{attempt.socket};
+        std::unique_ptr<ControlClient> client(new ControlClient(nullptr));
+        client->impl_ = new Impl;
+        client->impl_->socket = std::exchange(open.socket, -1);
+        client->impl_->address = address;
+        s = client->impl_->attach(version, until, &again);
         if (s == FRUGAL_OK) {
           *out = std::move(client);
           return FRUGAL_OK;
         }
-        client.reset();
       }
       if (!again) return s;
       if (now_ns() + pause >= until) {
@@ -362,227 +346,90 @@ ControlClient::~ControlClient() {
   delete impl_;
 }
 
-namespace {
-
-struct GivenCall : Call {
-  Given given;
-  template <class Reply>
-  void move_to(Reply* reply) {
-    reply->descriptors = std::move(given.descriptors);
-    given.descriptors.clear();
-    reply->numbers = std::move(given.numbers);
-  }
-};
-struct OpenCall : GivenCall {
-  frugal_config config;
-};
-struct TableCall : GivenCall {
-  uint64_t id = 0;
-  frugal_table_info info;
-};
-
-// The answer is kept until its descriptors have been taken.
-template <class Answer>
-kj::Promise<void> take_table(Answer&& answer, std::shared_ptr<TableCall> call) {
-  if (!ended_well(*call, answer.getError())) return kj::READY_NOW;
-  auto table = answer.getTable();
-  call->id = table.getId();
-  take(table.getInfo(), &call->info);
-  auto given = take_given(table.getGiven(), call, &call->given);
-  return given.attach(kj::mv(answer));
-}
-
-void move_table(TableCall& from, TableReply* to) {
-  to->id = from.id;
-  to->info = from.info;
-  from.move_to(to);
-}
-
-// What a caller's struct says must last until the loop's thread has read it, which a caller that ran
-// out of time does not wait for.
-String kept(const char* text) { return text ? String(text) : String(); }
-
-}  // namespace
-
-// Without memory for a call it is not made.
-#define CALL_OR_NO_MEMORY(...)                                                                    \
-  try {                                                                                           \
-    __VA_ARGS__                                                                                   \
-  } catch (const std::bad_alloc&) {                                                               \
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a call to the controller");              \
-  }
-
 Status ControlClient::ping(int64_t timeout_ms) {
-  CALL_OR_NO_MEMORY(
-      return impl_->call("ping", timeout_ms, std::make_shared<Call>(), [](Impl::Link& link) {
-        return link.session.pingRequest().send().ignoreResult();
-      });)
+  return impl_->call("ping", timeout_ms, [](wire::Request::Builder r) { r.setPing(); });
 }
 
 Status ControlClient::open(const frugal_config& config, int64_t timeout_ms, OpenReply* reply) {
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<OpenCall>();
-      FRUGAL_TRY(impl_->call("open", timeout_ms, made, [made, config](Impl::Link& link) {
-        auto request = link.session.openRequest();
-        put(config, request.initConfig());
-        return request.send().then([made](auto answer) -> kj::Promise<void> {
-          if (!ended_well(*made, answer.getError())) return kj::READY_NOW;
-          take(answer.getConfig(), &made->config);
-          auto given = take_given(answer.getGiven(), made, &made->given);
-          return given.attach(kj::mv(answer));
-        });
-      }));
-      reply->config = made->config;
-      made->move_to(reply);
-      return FRUGAL_OK;)
+  return impl_->call(
+      "open", timeout_ms, [&](wire::Request::Builder r) { put(config, r.initOpen()); },
+      [&](wire::Answer::Reader answer, Incoming& in) {
+        take(answer.getConfig(), &reply->config);
+        return take_given(answer, in, reply);
+      });
 }
 
-Status ControlClient::create_table(const frugal_table_config& config, int64_t timeout_ms,
-                                   TableReply* reply) {
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<TableCall>();
-      String name = kept(config.name);
-      FRUGAL_TRY(impl_->call("createTable", timeout_ms, made, [made, config, name](Impl::Link& link) {
-        auto request = link.session.createTableRequest();
-        frugal_table_config asked = config;
-        asked.name = name.c_str();
-        put(asked, request.initConfig());
-        return request.send().then([made](auto answer) { return take_table(kj::mv(answer), made); });
-      }));
-      move_table(*made, reply);
-      return FRUGAL_OK;)
+Status ControlClient::create_table(const frugal_table_config& config, int64_t timeout_ms, TableReply* reply) {
+  FRUGAL_TRY(check_text(config.name, "table's name"));
+  return impl_->call(
+      "createTable", timeout_ms, [&](wire::Request::Builder r) { put(config, r.initCreateTable()); },
+      [&](wire::Answer::Reader answer, Incoming& in) { return take_table(answer, in, reply); });
 }
 
 Status ControlClient::find_table(const char* name, int64_t timeout_ms, TableReply* reply) {
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<TableCall>();
-      String asked = kept(name);
-      FRUGAL_TRY(impl_->call("findTable", timeout_ms, made, [made, asked](Impl::Link& link) {
-        auto request = link.session.findTableRequest();
-        request.setName(asked.c_str());
-        return request.send().then([made](auto answer) { return take_table(kj::mv(answer), made); });
-      }));
-      move_table(*made, reply);
-      return FRUGAL_OK;)
+  FRUGAL_TRY(check_text(name, "table's name"));
+  return impl_->call(
+      "findTable", timeout_ms, [&](wire::Request::Builder r) { r.setFindTable(name); },
+      [&](wire::Answer::Reader answer, Incoming& in) { return take_table(answer, in, reply); });
 }
 
 Status ControlClient::drop_table(uint64_t id, int64_t timeout_ms) {
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<Call>();
-      return impl_->call("dropTable", timeout_ms, made, [made, id](Impl::Link& link) {
-        auto request = link.session.dropTableRequest();
-        request.setId(id);
-        return request.send().then([made](auto answer) { (void)ended_well(*made, answer.getError()); });
-      });)
+  return impl_->call("dropTable", timeout_ms, [&](wire::Request::Builder r) { r.setDropTable(id); });
 }
 
-namespace {
-
-struct JoinCall : GivenCall {
-  // Who comes second sees to it that a rank which has joined and which nobody has is let go.
-  enum State { kAsked, kJoined, kGivenUp };
-  std::atomic<int> state{kAsked};
-  uint64_t number = kAnyJoin;  // when it has joined
-};
-
-}  // namespace
-
 Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_ms, JoinReply* reply) {
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<JoinCall>();
-      String device = kept(config.device);
-      const Status s = impl_->call("join", timeout_ms, made, [made, config, device](Impl::Link& link) {
-        auto request = link.session.joinRequest();
-        frugal_trainer_config asked = config;
-        asked.device = device.c_str();
-        put(asked, request.initConfig());
-        return request.send().then([made, &link, rank = config.rank](auto answer) -> kj::Promise<void> {
-          if (!ended_well(*made, answer.getError())) return kj::READY_NOW;
-          auto numbers = answer.getGiven().getNumbers();
-          const uint64_t number = numbers.size() ? numbers[0] : kAnyJoin;
-          made->number = number;
-          if (made->state.exchange(JoinCall::kJoined) == JoinCall::kGivenUp) {
-            auto back = link.session.leaveRequest();
-            back.setRank(rank);
-            back.setLost(true);
-            back.setJoined(number);
-            return back.send().ignoreResult();
-          }
-          auto given = take_given(answer.getGiven(), made, &made->given);
-          return given.attach(kj::mv(answer));
-        });
+  FRUGAL_TRY(check_text(config.device, "trainer's device"));
+  bool joined = false;
+  uint64_t number = kAnyJoin;
+  const Status s = impl_->call(
+      "join", timeout_ms, [&](wire::Request::Builder r) { put(config, r.initJoin()); },
+      [&](wire::Answer::Reader answer, Incoming& in) {
+        number = first_number(answer);
+        joined = true;
+        return take_given(answer, in, reply);
       });
-      if (s == FRUGAL_OK) {
-        made->move_to(reply);
-        return s;
-      }
-      if (made->state.exchange(JoinCall::kGivenUp) == JoinCall::kJoined) {
-        frugal_error why;
-        end_call(s);
-        last_error(&why);
-        const String message = why.message;  // the next failure's text takes its place
-        why.message = message.c_str();
-        (void)leave(config.rank, true, timeout_ms, made->number);
-        return fail_as(why);
-      }
-      return s;)
+  if (s == FRUGAL_OK || !joined) return s;
+  frugal_error why;  // it has joined, and what it takes has not come
+  end_call(s);
+  last_error(&why);
+  (void)leave(config.rank, true, timeout_ms, number);
+  return fail_as(why);
 }
 
 Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms, uint64_t joined) {
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<Call>();
-      return impl_->call("leave", timeout_ms, made, [made, rank, lost, joined](Impl::Link& link) {
-        auto request = link.session.leaveRequest();
-        request.setRank(rank);
-        request.setLost(lost);
-        request.setJoined(joined);
-        return request.send().then([made](auto answer) { (void)ended_well(*made, answer.getError()); });
-      });)
+  return impl_->call("leave", timeout_ms,
+                     [&](wire::Request::Builder r) { Impl::fill_leave(r, rank, lost, joined); });
 }
 
 Status ControlClient::stats(int64_t timeout_ms, frugal_stats* stats) {
-  struct StatsCall : Call {
-    frugal_stats stats;
-  };
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<StatsCall>();
-      FRUGAL_TRY(impl_->call("stats", timeout_ms, made, [made](Impl::Link& link) {
-        return link.session.statsRequest().send().then([made](auto answer) {
-          if (ended_well(*made, answer.getError())) take(answer.getStats(), &made->stats);
-        });
-      }));
-      *stats = made->stats;
-      return FRUGAL_OK;)
+  return impl_->call(
+      "stats", timeout_ms, [](wire::Request::Builder r) { r.setStats(); },
+      [&](wire::Answer::Reader answer, Incoming&) -> Status {
+        std::array<uint64_t, sizeof *stats / sizeof(uint64_t)> all;
+        const auto numbers = answer.getNumbers();
+        if (numbers.size() != all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller has other statistics");
+        for (capnp::uint i = 0; i < numbers.size(); ++i) all[i] = numbers[i];
+        *stats = std::bit_cast<frugal_stats>(all);
+        return FRUGAL_OK;
+      });
 }
 
 Status ControlClient::health(int64_t timeout_ms, int32_t* health) {
-  struct HealthCall : Call {
-    int32_t health = 0;
-  };
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<HealthCall>();
-      FRUGAL_TRY(impl_->call("health", timeout_ms, made, [made](Impl::Link& link) {
-        return link.session.healthRequest().send().then([made](auto answer) {
-          if (ended_well(*made, answer.getError())) made->health = answer.getHealth();
-        });
-      }));
-      *health = made->health;
-      return FRUGAL_OK;)
+  return impl_->call(
+      "health", timeout_ms, [](wire::Request::Builder r) { r.setHealth(); },
+      [&](wire::Answer::Reader answer, Incoming&) {
+        *health = answer.getHealth();
+        return FRUGAL_OK;
+      });
 }
 
 Status ControlClient::committed(int64_t timeout_ms, uint64_t* step) {
-  struct CommittedCall : Call {
-    uint64_t step = 0;
-  };
-  CALL_OR_NO_MEMORY(
-      auto made = std::make_shared<CommittedCall>();
-      FRUGAL_TRY(impl_->call("committed", timeout_ms, made, [made](Impl::Link& link) {
-        return link.session.committedRequest().send().then([made](auto answer) {
-          if (ended_well(*made, answer.getError())) made->step = answer.getStep();
-        });
-      }));
-      *step = made->step;
-      return FRUGAL_OK;)
+  return impl_->call(
+      "committed", timeout_ms, [](wire::Request::Builder r) { r.setCommitted(); },
+      [&](wire::Answer::Reader answer, Incoming&) {
+        *step = answer.getStep();
+        return FRUGAL_OK;
+      });
 }
 
 pid_t ControlClient::controller_pid() const { return impl_->controller.pid; }

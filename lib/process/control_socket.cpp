@@ -67,7 +67,9 @@ Status peer_of(int socket, Credentials* out) {
   ucred credentials{};
   socklen_t size = sizeof credentials;
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0)
-    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "who is at the other end of a socket is not told");
+    return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno,
+                      "this system, or a sandbox, does not tell who is at the other end of a socket (SO_PEERCRED): "
+                      "no trainers as processes");
   *out = {credentials.pid, credentials.uid};
   return FRUGAL_OK;
 }
@@ -83,6 +85,15 @@ int pidfd_of(int socket, pid_t pid) {
   (void)pid;
   return -1;
 #endif
+}
+
+int above_standard(int fd) {
+  if (fd > STDERR_FILENO || fd < 0) return fd;
+  const int moved = fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int code = errno;
+  close(fd);
+  errno = code;
+  return moved;
 }
 
 Status ControlPlace::take(const char* address) {

@@ -24,26 +24,11 @@ namespace {
   X(page_bytes, PageBytes)
 #define TRAINER_CONFIG_FIELDS(X)                                                                   \
   X(rank, Rank) X(flags, Flags) X(cache_bytes, CacheBytes) X(cache_ratio, CacheRatio)
-#define STATS_FIELDS(X)                                                                            \
-  X(steps_committed, StepsCommitted) X(steps_aborted, StepsAborted) X(keys_declared, KeysDeclared) \
-  X(keys_looked_up, KeysLookedUp) X(keys_undeclared, KeysUndeclared) X(keys_pushed, KeysPushed)    \
-  X(rows_created, RowsCreated) X(rows_updated, RowsUpdated) X(rows_deferred, RowsDeferred)         \
-  X(gate_waits, GateWaits) X(gate_wait_ns, GateWaitNs) X(gate_in_flight, GateInFlight)             \
-  X(lookup_waits, LookupWaits) X(priority_rises, PriorityRises) X(priority_falls, PriorityFalls)   \
-  X(enqueued, Enqueued) X(dequeued, Dequeued) X(back_pressure, BackPressure)                       \
-  X(ranks_apart, RanksApart) X(stale_reads, StaleReads) X(cache_hits, CacheHits)                   \
-  X(cache_misses, CacheMisses) X(cache_admitted, CacheAdmitted) X(cache_evicted, CacheEvicted)     \
-  X(cache_evicted_dirty, CacheEvictedDirty) X(pending_bytes, PendingBytes)                         \
-  X(pending_bytes_peak, PendingBytesPeak) X(pending_rows, PendingRows) X(active_rows, ActiveRows)  \
-  X(modes_at_once, ModesAtOnce) X(modes_deferred, ModesDeferred) X(lookup_ns, LookupNs)            \
-  X(push_ns, PushNs) X(step_begin_ns, StepBeginNs) X(step_end_ns, StepEndNs)                       \
-  X(prefetch_ns, PrefetchNs) X(entry_ns, EntryNs) X(apply_ns, ApplyNs) X(cache_turns, CacheTurns)  \
-  X(cache_planned, CachePlanned)
 
 // Whoever adds a field adds it above and to control.capnp, too.
 static_assert(sizeof(frugal_config) == 96 && sizeof(frugal_optimizer) == 88);
 static_assert(sizeof(frugal_table_config) == 144 && sizeof(frugal_table_info) == 64);
-static_assert(sizeof(frugal_trainer_config) == 40 && sizeof(frugal_stats) == 41 * 8);
+static_assert(sizeof(frugal_trainer_config) == 40);
 
 #define PUT(field, Field) to.set##Field(from.field);
 #define TAKE(field, Field) to->field = from.get##Field();
@@ -70,8 +55,6 @@ void put(const frugal_trainer_config& from, wire::TrainerConfig::Builder to) {
   if (from.device) to.setDevice(from.device);
 }
 
-void put(const frugal_stats& from, wire::Stats::Builder to) { STATS_FIELDS(PUT) }
-
 void take(wire::Config::Reader from, frugal_config* to) {
   frugal_config_init(to);
   CONFIG_FIELDS(TAKE)
@@ -97,12 +80,6 @@ void take(wire::TrainerConfig::Reader from, frugal_trainer_config* to) {
   frugal_trainer_config_init(to);
   TRAINER_CONFIG_FIELDS(TAKE)
   to->device = text_or_null(from.getDevice());
-}
-
-void take(wire::Stats::Reader from, frugal_stats* to) {
-  *to = {};
-  to->struct_size = sizeof *to;
-  STATS_FIELDS(TAKE)
 }
 
 }  // namespace frugal

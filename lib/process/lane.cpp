@@ -11,14 +11,16 @@
 namespace frugal {
 namespace {
 
-Status broken(const char* what) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
-}
-
 constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request before sleeping
 
-// What one request may ask memory for in small objects: far more than any program needs.
-constexpr uint64_t kMostOps = 1u << 20;
+// What a request takes memory for before it has come: items of a list at a time, bytes of a buffer.
+constexpr size_t kListPiece = 1024, kFirstBytes = size_t{16} << 20;
+
+// Whether a request with that answer is one that a program makes which does its part: it is heard of.
+bool heard_of(Status s) {
+  return s == FRUGAL_OK || s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST ||
+         s == FRUGAL_ERR_OUT_OF_MEMORY;
+}
 
 // Pieces of an answer that tells of a failure.
 constexpr size_t kFailurePieces = 2;
@@ -42,8 +44,10 @@ void Staging::give_back(char* data, size_t bytes) noexcept {
   let_go();
 }
 
-Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes)
-    : engine_(std::move(engine)), trainer_(std::move(trainer)), channel_(std::move(channel)), observes_(observes) {}
+Lane::Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes,
+           LaneOwner* owner, uint64_t peer)
+    : engine_(std::move(engine)), trainer_(std::move(trainer)), channel_(std::move(channel)), observes_(observes),
+      owner_(owner), peer_(peer) {}
 
 Status Lane::start() {
   staging_ = new Staging(channel_);
@@ -67,7 +71,7 @@ Status Lane::start() {
 }
 
 Lane::~Lane() {
-  channel_->cut();
+  cut();
   if (thread_.joinable()) thread_.join();
   if (trainer_) {
     trainer_->told_elsewhere.store(nullptr);
@@ -83,6 +87,12 @@ void Lane::loop() {
     Channel& channel;
     ~Closing() { channel.close(); }
   } closing{*channel_};
+  serve();
+  // Nobody else would: its rank would stay taken until its process ends.
+  if (owner_ && !cut_.load()) owner_->broken(peer_, trainer_);
+}
+
+void Lane::serve() {
   Header request;
   Patience patience(engine_->config().world_size, channel_.get());
   // Between two steps more follows at once; inside of one the trainer computes.
@@ -94,7 +104,6 @@ void Lane::loop() {
     if (trainer_) patience.follow(request.status);
     std::fill(std::begin(args_), std::end(args_), 0);
     const uint64_t began = now_ns();
-    if (trainer_) trainer_->heard.store(began);
     begin_call();
     Status status;
     try {
@@ -106,7 +115,7 @@ void Lane::loop() {
     }
     end_call(status);
     const uint64_t now = now_ns();
-    if (trainer_) trainer_->heard.store(now);
+    if (trainer_ && heard_of(status)) trainer_->heard.store(now);
     const Call call = static_cast<Call>(request.type);
     if (call == Call::kPrefetch && !request.args[3]) here_.prefetch_ns += now - began;
     if (call == Call::kStepBegin) here_.step_begin_ns += now - began;
@@ -129,11 +138,20 @@ void Lane::loop() {
       add(&failure, sizeof failure);
       add(error.message, std::strlen(error.message));
     }
-    if (channel_->send(answer, pieces_.data(), pieces_.size(), UINT64_MAX) != FRUGAL_OK) return;
+    // Who has broken the protocol is told why, if there is room for that.
+    const uint64_t until = broken_ ? 0 : UINT64_MAX;
+    if (channel_->send(answer, pieces_.data(), pieces_.size(), until) != FRUGAL_OK || broken_) return;
     pieces_.clear();
     kept_.clear();
     places_.clear();
   }
+}
+
+// The library cannot have sent it: the channel ends. Unless the step was undone meanwhile, which its trainer has not been
+// told: then what it names may be gone.
+Status Lane::broken(const char* what) {
+  broken_ = !trainer_ || trainer_->abort_notice.load() == 0;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
 }
 
 Status Lane::take(void* out, uint64_t bytes) {
@@ -142,12 +160,32 @@ Status Lane::take(void* out, uint64_t bytes) {
 }
 
 Status Lane::take_buffer(uint64_t count, size_t element, Buffer* out) {
-  // Before a byte of it is there: who claims too much takes no memory from the others. The pool looks at what is
-  // available before it takes more of that.
+  // The pool looks at what is available before it takes more of that.
   if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
-  FRUGAL_TRY(engine_->pool().get(count * element, out));
-  return take(out->data(), count * element);
+  const uint64_t bytes = count * element;
+  // The buffer grows as its bytes come: who only says that they will takes no memory from the others.
+  for (uint64_t have = 0; have < bytes;) {
+    Buffer more;
+    const uint64_t room = std::min(bytes, std::max<uint64_t>(kFirstBytes, 4 * have));
+    FRUGAL_TRY(engine_->pool().get(room, &more));
+    if (have) std::memcpy(more.data(), out->data(), have);
+    FRUGAL_TRY(take(more.data() + have, room - have));
+    *out = std::move(more);
+    have = room;
+  }
+  return FRUGAL_OK;
+}
+
+template <class T>
+Status Lane::take_list(uint64_t count, Vector<T>* out) {
+  if (count > kMostOps || count > channel_->payload_left() / sizeof(T)) return broken("a list is too long");
+  for (size_t have = 0, n; have < count; have += n) {
+    n = std::min<size_t>(kListPiece, count - have);
+    out->resize(have + n);
+    FRUGAL_TRY(take(out->data() + have, n * sizeof(T)));
+  }
+  return FRUGAL_OK;
 }
 
 Status Lane::table_of(uint64_t handle, TableRef* out) {
@@ -208,7 +246,7 @@ Status Lane::handle(const Header& request) {
   if (call == Call::kTraceStart) return engine_->start_trace(request.args[0]);
   if (call == Call::kTraceStop) {
     const uint64_t bytes = channel_->payload_left();
-    if (bytes > 4096) return broken("a path of more than 4096 bytes");
+    if (bytes > kMostPath) return broken("a path of more than 4096 bytes");
     text_.resize(bytes);
     FRUGAL_TRY(take(text_.data(), bytes));
     return engine_->stop_trace(request.args[0] ? text_.c_str() : nullptr);
@@ -247,9 +285,8 @@ void Lane::tell() {
 }
 
 Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
-  if (count > kMostOps) return broken("too many ops");
-  Vector<OpHead> heads(count);
-  FRUGAL_TRY(take(heads.data(), count * sizeof(OpHead)));
+  Vector<OpHead> heads;
+  FRUGAL_TRY(take_list(count, &heads));
   static float nowhere;  // that there is an output is looked at, no more
   out->ops.resize(count);
   out->keys.resize(count);
@@ -443,9 +480,8 @@ Status Lane::step_end(const Header& request) {
   const uint64_t step = request.args[0], pushes = request.args[2];
   RemoteCounts counts;
   FRUGAL_TRY(take(&counts, sizeof counts));
-  if (pushes > kMostOps) return broken("too many pushes");
-  Vector<PushPlace> places(pushes);
-  FRUGAL_TRY(take(places.data(), pushes * sizeof(PushPlace)));
+  Vector<PushPlace> places;
+  FRUGAL_TRY(take_list(pushes, &places));
   // The engine has counted the time inside its own calls; the way to it and back is what is left.
   for (auto of : {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
     counts.*of -= std::min(counts.*of, here_.*of);
@@ -457,8 +493,9 @@ Status Lane::step_end(const Header& request) {
   FRUGAL_TRY(take(events, request.args[3] * sizeof(TraceEvent)));
   for (uint64_t i = 0; i < request.args[3]; ++i) {
     TraceEvent& e = events[i];
-    if ((e.span != SpanKind::kLookup && e.span != SpanKind::kPush) || e.begin > e.end || e.end > now_ns())
+    if ((e.span != SpanKind::kLookup && e.span != SpanKind::kPush) || e.begin > e.end)
       return broken("an event that cannot be");
+    if (e.end > now_ns()) continue;  // a container may have a clock of its own
     e.rank = trainer_->rank;
     e.table = kNoTraceTable;
     e.worker = 0;
@@ -499,9 +536,8 @@ Status Lane::step_end(const Header& request) {
 
 Status Lane::read(const Header& request) {
   const uint64_t count = request.args[0];
-  if (count > kMostOps) return broken("too many ops");
-  Vector<ReadHead> heads(count);
-  FRUGAL_TRY(take(heads.data(), count * sizeof(ReadHead)));
+  Vector<ReadHead> heads;
+  FRUGAL_TRY(take_list(count, &heads));
   Vector<frugal_op> ops(count);
   Vector<Buffer> found(count), rows(count);
   kept_.reserve(5 * count);

@@ -28,14 +28,28 @@ class Staging final : public Buffer::Owner, public HeapObject {
   std::atomic<uint64_t> lent_{0};  // bytes
 };
 
+// Whom a lane tells that it has ended by itself, from its thread: its peer has broken the protocol. `trainer`: or null,
+// of the lane of a process. The lane ends, for whoever waits for that, when this has come back.
+class LaneOwner {
+ public:
+  virtual void broken(uint64_t peer, const TrainerRef& trainer) noexcept = 0;
+
+ protected:
+  ~LaneOwner() = default;
+};
+
 class Lane final : public HeapObject, private UsedElsewhere {
  public:
-  // Of a trainer, or (null) of a process.
-  Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes);
+  // Of a trainer, or (null) of a process. `owner`: or null.
+  Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes,
+       LaneOwner* owner = nullptr, uint64_t peer = 0);
   // Cuts the channel and waits for the thread. Not to be called by that.
   ~Lane();
   Status start();
-  void cut() noexcept { channel_->cut(); }
+  void cut() noexcept {
+    cut_.store(true);
+    channel_->cut();
+  }
   // Its trainer has lost its place: it is to ask before it reads anything more.
   void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
   Channel& channel() { return *channel_; }
@@ -45,9 +59,13 @@ class Lane final : public HeapObject, private UsedElsewhere {
 
  private:
   void loop();
+  void serve();
   Status handle(const Header& request);
+  Status broken(const char* what);
   Status take(void* out, uint64_t bytes);
   Status take_buffer(uint64_t count, size_t element, Buffer* out);
+  template <class T>
+  Status take_list(uint64_t count, Vector<T>* out);
   Status table_of(uint64_t handle, TableRef* out);
   Status take_used(uint64_t count);
   void tell() override;
@@ -75,6 +93,10 @@ class Lane final : public HeapObject, private UsedElsewhere {
   const TrainerRef trainer_;
   const std::shared_ptr<Channel> channel_;
   const bool observes_;          // changes nothing
+  LaneOwner* const owner_;
+  const uint64_t peer_;
+  std::atomic<bool> cut_{false};  // by this side
+  bool broken_ = false;          // its peer has broken the protocol
   Staging* staging_ = nullptr;
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles

@@ -28,6 +28,8 @@ constexpr size_t kAllStagingBytes = size_t{16} << 40;
 // read the tables out: of each rank so many, for those who have its place while a stopped predecessor lives.
 constexpr uint32_t kStagingsOfRank = 4;
 constexpr uint32_t kMostStagings = 120;  // that go with an answer
+// Trainers that a process has lost, and not closed: each holds its channel.
+constexpr size_t kMostReplaced = 16;
 
 }  // namespace
 
@@ -37,7 +39,6 @@ struct Attached : HeapObject {  // with the server's mu_
   bool observes = false;
   bool gone = false;                 // it has ended, or its connection has
   std::unique_ptr<Lane> calls;       // for calls outside steps
-  Vector<uint64_t> created;          // tables, by handle
   Vector<std::unique_ptr<Lane>> trainers;
   // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
   Vector<std::unique_ptr<Lane>> replaced;
@@ -47,7 +48,7 @@ struct Attached : HeapObject {  // with the server's mu_
   }
 };
 
-struct Server::Impl final : ControlHandler {
+struct Server::Impl final : ControlHandler, LaneOwner {
   std::mutex mu_;
   std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
   uint64_t engine_handle_ = 0;
@@ -57,8 +58,9 @@ struct Server::Impl final : ControlHandler {
   struct Joining {
     uint32_t rank;
     const Attached* process;
+    bool given_up = false;           // its process does not wait for it any more
   };
-  Vector<Joining> joining_;          // calls of join under way
+  Vector<Joining*> joining_;         // calls of join under way
   std::condition_variable left_;
   struct StagingRegion {
     std::shared_ptr<StagingMemory> memory;
@@ -92,15 +94,26 @@ struct Server::Impl final : ControlHandler {
       lock.lock();
     }
   }
+  void lose_soon(const TrainerRef& trainer) {
+    std::lock_guard<std::mutex> lock(silent_mu_);
+    if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) silent_.push_back(trainer);
+    silence_.notify_one();
+  }
   void listen() {
     {
       std::lock_guard<std::mutex> lock(silent_mu_);
       silent_.reserve(engine_->config().world_size);  // one of a rank, until it is taken out
     }
-    engine_->on_silent([this](const TrainerRef& t) {
-      std::lock_guard<std::mutex> lock(silent_mu_);
-      silent_.push_back(t);
-      silence_.notify_one();
+    engine_->on_silent([this](const TrainerRef& t) { lose_soon(t); });
+  }
+  // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its ranks.
+  void broken(uint64_t peer, const TrainerRef& trainer) noexcept override {
+    insist([&] {
+      std::lock_guard<std::mutex> lock(mu_);
+      auto at = processes_.find(peer);
+      if (at == processes_.end()) return;
+      for (auto& lane : at->second->trainers)
+        if (!trainer || lane->trainer() == trainer) lose_soon(lane->trainer());
     });
   }
   Status start_reaper() {
@@ -207,7 +220,7 @@ struct Server::Impl final : ControlHandler {
       out->reset(
           r.memory.get(),
           [keep = r.memory](StagingMemory* m) {
-            os_decommit(m->mapping, 0, m->mapping.bytes);
+            (void)os_decommit(m->mapping, 0, m->mapping.bytes);  // else the next who is lent it has it
             m->lent.store(false, std::memory_order_release);
           },
           HeapAllocator<StagingMemory>());
@@ -231,7 +244,7 @@ struct Server::Impl final : ControlHandler {
     reply->read_only.push_back(shared->down_fd());
     if (trainer) reply->descriptors.push_back(shared->staging_fd());
     reply->keep = shared;
-    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes));
+    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes, this, peer));
     FRUGAL_TRY((*out)->start());
     reply->numbers.push_back((*out)->notice_place());
     return FRUGAL_OK;
@@ -294,23 +307,10 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(check_table(config, true));
     TableRef table;
     Status s = engine_->create_table(config, &table, false);
-    // Each rank of a job creates its tables: those of the others are meant, if they are the same.
-    if (s == FRUGAL_ERR_EXISTS) {
-      TableRef there = engine_->find_table(config.name);
-      std::unique_lock<std::mutex> lock(mu_);
-      if (there &&
-          std::find(process->created.begin(), process->created.end(), there->handle) == process->created.end()) {
-        lock.unlock();
-        FRUGAL_TRY(meant_table(*there, config));
-        table = std::move(there);
-        s = FRUGAL_OK;
-      }
-    }
+    // Each rank of a job creates its tables: those of the others are meant, if they are the same, and its own where
+    // it has not had the answer. A process that has had it knows.
+    if (s == FRUGAL_ERR_EXISTS && (table = engine_->find_table(config.name))) s = meant_table(*table, config);
     FRUGAL_TRY(s);
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      process->created.push_back(table->handle);
-    }
     describe(table, reply);
     return FRUGAL_OK;
   }
@@ -342,6 +342,12 @@ struct Server::Impl final : ControlHandler {
     }
     await_rank(config.rank, false);
     const JoinScope joins(*this, config.rank, *process);
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (process->replaced.size() >= kMostReplaced)
+        return fail(FRUGAL_ERR_BUSY, "this process has %zu trainers that have lost their ranks: close them first",
+                    process->replaced.size());
+    }
     // The lane ends last: an abort counts in its memory while the trainer is there.
     std::unique_ptr<Lane> lane;
     struct Joined {
@@ -358,7 +364,7 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
     FRUGAL_TRY(channel(trainer, peer.id, false, &lane, reply));
     std::lock_guard<std::mutex> lock(mu_);
-    if (process->gone) return fail(FRUGAL_ERR_PEER_LOST, "the process is gone");
+    if (process->gone || joins.given_up()) return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more");
     process->trainers.push_back(std::move(lane));
     trainer = nullptr;
     return FRUGAL_OK;
@@ -404,8 +410,8 @@ struct Server::Impl final : ControlHandler {
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
           if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
-      for (const Joining& j : joining_)
-        if (j.rank == rank) soon |= joining || j.process->gone || has_ended(*j.process);
+      for (const Joining* j : joining_)
+        if (j->rank == rank) soon |= joining || j->given_up || j->process->gone || has_ended(*j->process);
       {
         std::lock_guard<std::mutex> silent(silent_mu_);
         for (const TrainerRef& t : silent_) soon |= t->rank == rank;
@@ -419,18 +425,16 @@ struct Server::Impl final : ControlHandler {
   struct JoinScope {
     JoinScope(Impl& impl, uint32_t rank, const Attached& process) : impl_(impl), joining_{rank, &process} {
       std::lock_guard<std::mutex> lock(impl_.mu_);
-      impl_.joining_.push_back(joining_);
+      impl_.joining_.push_back(&joining_);
     }
     ~JoinScope() {
       std::lock_guard<std::mutex> lock(impl_.mu_);
-      auto& all = impl_.joining_;
-      all.erase(std::find_if(all.begin(), all.end(), [&](const Joining& j) {
-        return j.rank == joining_.rank && j.process == joining_.process;
-      }));
+      std::erase(impl_.joining_, &joining_);
       impl_.left_.notify_all();
     }
+    bool given_up() const { return joining_.given_up; }  // with mu_ held
     Impl& impl_;
-    const Joining joining_;
+    Joining joining_;
   };
 
   static bool has_ended(const Attached& process) {
@@ -477,6 +481,10 @@ struct Server::Impl final : ControlHandler {
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane, replaced;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
+    bool given_up = false;  // a join that is under way as yet
+    for (Joining* j : joining_)
+      if (joined == kAnyJoin && j->rank == rank && j->process == process.get()) given_up = j->given_up = true;
+    if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
     left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
     for (auto& old : process->replaced)
@@ -489,6 +497,7 @@ struct Server::Impl final : ControlHandler {
       lane = std::move(*its);
       std::erase(process->trainers, nullptr);
     }
+    if (!lane && given_up) return FRUGAL_OK;
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     if (lost) {
       lose(lock, *lane);

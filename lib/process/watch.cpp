@@ -7,7 +7,6 @@
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -16,29 +15,7 @@
 
 #include "process/thread.h"
 
-#ifndef SYS_pidfd_open
-#define SYS_pidfd_open 434  // of every architecture
-#endif
-
 namespace frugal {
-
-Status Watch::open_process(pid_t pid, int* fd) {
-  const long made = syscall(SYS_pidfd_open, pid, 0);  // closed by exec, always
-  if (made >= 0) {
-    *fd = static_cast<int>(made);
-    return FRUGAL_OK;
-  }
-  const int code = errno;
-  if (code == ESRCH) return fail(FRUGAL_ERR_PEER_LOST, "process %d has ended", pid);
-  if (code == EMFILE || code == ENFILE || code == ENOMEM)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no descriptor of process %d can be had", pid);
-  if (code == EINVAL)
-    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "%d is no process", pid);
-  return fail_errno(FRUGAL_ERR_UNSUPPORTED, code,
-                    "the end of process %d cannot be watched; Linux 5.3 is needed, and a sandbox that "
-                    "allows pidfd_open",
-                    pid);
-}
 
 Status Watch::open(std::unique_ptr<Watch>* out) {
   std::unique_ptr<Watch> w(new Watch);

@@ -1,7 +1,5 @@
 // Tells when processes end. One thread sleeps until one does.
 #pragma once
-#include <sys/types.h>
-
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -22,10 +20,6 @@ class Watch : public HeapObject {
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
-
-  // A descriptor of a process, which stays that process's when its number is used again.
-  // FRUGAL_ERR_PEER_LOST: there is none. FRUGAL_ERR_UNSUPPORTED: Linux before 5.3, or a sandbox.
-  static Status open_process(pid_t pid, int* fd);
 
   // Calls `gone` once, on the thread of the watch, when the process has ended (as a zombie, too); if it
   // has already, then soon. The descriptor is the watch's on success. `gone` is

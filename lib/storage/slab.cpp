@@ -42,23 +42,23 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
   if (n == 0 || stride_ == 0) return FRUGAL_OK;
   uint64_t a = first * stride_ / slab_, b = ((first + n) * stride_ - 1) / slab_;
   for (uint64_t i = a; i <= b; ++i) {
-    if (done_[i]) continue;
-    if (budget_ && !budget_->take(slab_))
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                  "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
-                  static_cast<unsigned long long>(budget_->limit));
-    Status s = os_commit(mapping_, i * slab_, slab_);
+    if (done_[i] & kCommitted) continue;
+    if (!(done_[i] & kTaken)) {
+      if (budget_ && !budget_->take(slab_))
+        return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                    "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
+                    static_cast<unsigned long long>(budget_->limit));
+      if (Status s = os_commit(mapping_, i * slab_, slab_)) {
+        if (budget_) budget_->give(slab_);
+        return s;
+      }
+      committed_.fetch_add(slab_, std::memory_order_relaxed);
+      done_[i] = kTaken;
+    }
+    // Where it cannot be pinned its memory stays, for who asks again: a part of a table does not go back.
     bool pinned = false;
-    if (s == FRUGAL_OK && pinner_) {
-      s = pinner_->pin(mapping_.base + i * slab_, slab_, &pinned);
-      if (s != FRUGAL_OK) os_decommit(mapping_, i * slab_, slab_);
-    }
-    if (s != FRUGAL_OK) {
-      if (budget_) budget_->give(slab_);
-      return s;
-    }
-    committed_.fetch_add(slab_, std::memory_order_relaxed);
-    done_[i] = pinned ? kCommitted | kPinned : kCommitted;
+    if (pinner_) FRUGAL_TRY(pinner_->pin(mapping_.base + i * slab_, slab_, &pinned));
+    done_[i] |= pinned ? kCommitted | kPinned : kCommitted;
   }
   return FRUGAL_OK;
 }
@@ -66,7 +66,7 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
 Status SlabArray::pin_next(bool* any) {
   *any = false;
   for (uint64_t i = 0; pinner_ && done_ && i < slabs_; ++i) {
-    if (done_[i] != kCommitted) continue;
+    if (done_[i] != (kTaken | kCommitted)) continue;
     bool pinned = false;
     FRUGAL_TRY(pinner_->pin(mapping_.base + i * slab_, slab_, &pinned));
     if (!pinned) return FRUGAL_OK;  // there is no device any more

@@ -53,7 +53,7 @@ class SlabArray {
   size_t stride_ = 0;
   size_t slab_ = kSlab;
   uint64_t slabs_ = 0;
-  static constexpr uint8_t kCommitted = 1, kPinned = 2;
+  static constexpr uint8_t kCommitted = 1, kPinned = 2, kTaken = 4;  // kTaken: its memory is there
   uint8_t* done_ = nullptr;  // of each slab
   std::shared_ptr<Pinner> pinner_;
   MemoryBudget* budget_ = nullptr;

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "peers.h"
+#include "proc.h"
 #include "process/channel.h"
 
 namespace frugal {
@@ -27,11 +28,15 @@ Status Attach(const Channel& of, Peer* out) {
 
 // Words of the regions, as a hostile peer sees them: docs/processes.md, section 2.
 struct Region {
-  explicit Region(int fd) { EXPECT_OK(os_map_shared(dup(fd), true, &mapping)); }
-  ~Region() { os_release(&mapping); }
-  std::atomic<uint64_t>& word(size_t offset) {
-    return *reinterpret_cast<std::atomic<uint64_t>*>(mapping.base + offset);
+  // What the controller alone writes cannot be mapped so again: then through its mapping.
+  explicit Region(int fd) : base(writable_mapping_of(fd)) {
+    if (base) return;
+    EXPECT_OK(os_map_shared(dup(fd), true, &mapping));
+    base = mapping.base;
   }
+  ~Region() { os_release(&mapping); }
+  std::atomic<uint64_t>& word(size_t offset) { return *reinterpret_cast<std::atomic<uint64_t>*>(base + offset); }
+  char* base;
   Mapping mapping;
 };
 constexpr size_t kUpRequests = 0, kUpAnswers = 256, kUpReleases = 512;

@@ -1,6 +1,7 @@
 # The control plane, in builds that have it; and that the others say so.
 if(FRUGAL_WITH_PROCESSES)
   add_executable(control_test process/control_test.cpp)
+  target_include_directories(control_test PRIVATE ${CMAKE_BINARY_DIR}/schema)
   target_link_libraries(control_test PRIVATE frugal_objects GTest::gtest)
   frugal_test(NAME control_test COMMAND control_test)
 

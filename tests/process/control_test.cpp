@@ -2,6 +2,7 @@
 // be killed are this program again, with an argument.
 #include "process/control.h"
 
+#include <capnp/serialize.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -26,6 +27,7 @@
 #include <string>
 #include <thread>
 
+#include "control.capnp.h"
 #include "proc.h"
 
 namespace frugal {
@@ -83,6 +85,7 @@ struct Fake : ControlHandler {
   frugal_stats numbers_of_stats;
   Vector<int> descriptors, read_only;
   Vector<uint64_t> numbers;
+  std::function<void(OpenReply*)> on_open;
   std::function<Status()> status = [] { return FRUGAL_OK; };
 
   Status note(Peer& peer) {
@@ -99,6 +102,7 @@ struct Fake : ControlHandler {
     reply->descriptors = descriptors;
     reply->read_only = read_only;
     reply->numbers = numbers;
+    if (on_open) on_open(reply);
     return note(peer);
   }
   void give(TableReply* reply) {
@@ -788,7 +792,7 @@ TEST_F(Control, HalfAMessageHoldsNobodyUp) {
   for (int fd : fds) close(fd);
 }
 
-TEST_F(Control, DescriptorsThatAPeerSendsAreDropped) {
+TEST_F(Control, DescriptorsThatAPeerSendsEndItsConnection) {
   both();
   const long before = descriptors_of(getpid());
   std::vector<int> fds;
@@ -808,14 +812,160 @@ TEST_F(Control, DescriptorsThatAPeerSendsAreDropped) {
     c->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
     ASSERT_EQ(sendmsg(fd, &message, 0), 8);
+    EXPECT_TRUE(ends(fd));  // though this side is open, and the message not whole
     fds.push_back(fd);
   }
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
   connected().reset();
-  // Of each: this side, the server's, its pidfd. Those of the connection that has ended go soon.
-  for (int i = 0; i < 10000 && descriptors_of(getpid()) != before + 30; ++i) usleep(1000);
-  EXPECT_EQ(descriptors_of(getpid()), before + 30);
+  // Of each this side is left. The server's go soon.
+  for (int i = 0; i < 10000 && descriptors_of(getpid()) != before + 10; ++i) usleep(1000);
+  EXPECT_EQ(descriptors_of(getpid()), before + 10);
   for (int fd : fds) close(fd);
+}
+
+// A request as a client sends it.
+std::vector<char> request(const std::function<void(wire::Request::Builder)>& fill) {
+  capnp::MallocMessageBuilder message;
+  fill(message.initRoot<wire::Request>());
+  const auto words = capnp::messageToFlatArray(message);
+  const auto bytes = words.asChars();
+  return {bytes.begin(), bytes.end()};
+}
+
+// Sends the bytes `times` times, without taking an answer, as far as the other side takes them.
+size_t flood(int fd, const std::vector<char>& bytes, size_t times) {
+  for (size_t i = 0; i < times; ++i) {
+    ssize_t n = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && errno == EAGAIN) {
+      pollfd room{fd, POLLOUT, 0};
+      if (poll(&room, 1, 200) == 0) return i;  // nothing is taken any more
+      n = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    }
+    if (n != static_cast<ssize_t>(bytes.size())) return i;
+  }
+  return times;
+}
+
+TEST_F(Control, APeerThatTakesNoAnswersIsReadNoFurther) {
+  both();
+  fake.numbers.assign(kMostNumbers, 7);
+  for (const char* what : {"attach", "stats"}) fake.descriptors.push_back(memory_with(what));
+  const long before = resident_kib(getpid()), threads = threads_of(getpid());
+  std::vector<int> fds;
+  for (int peer = 0; peer < 4; ++peer) {
+    fds.push_back(raw());
+    const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+    send_all(fds.back(), attach.data(), attach.size());
+    // Answers of 16 KiB, with descriptors: 1.6 GiB, if all were made.
+    const auto find = request([](auto r) { r.setFindTable("x"); });
+    EXPECT_LT(flood(fds.back(), find, 100000), 20000u);
+  }
+  EXPECT_LE(threads_of(getpid()), threads + 4 * 8);
+  EXPECT_LT(resident_kib(getpid()), before + 32 * 1024);
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
+  EXPECT_EQ(connected()->leave(1, false, kMs), FRUGAL_OK);
+  for (int fd : fds) close(fd);
+  fake.wait_for([&] { return fake.left.size() == 5; });
+  close_all(&fake.descriptors);
+}
+
+TEST_F(Control, CallsThatAreNotFinishedAreBounded) {
+  both();
+  fake.hold(true);
+  const int fd = raw();
+  const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+  const auto drop = request([](auto r) { r.setDropTable(1); });
+  send_all(fd, attach.data(), attach.size());
+  EXPECT_LT(flood(fd, drop, 1000000), 100000u);
+  {
+    std::lock_guard<std::mutex> lock(fake.mutex);
+    EXPECT_LE(fake.holding, 8);
+  }
+  EXPECT_EQ(client->leave(1, false, kMs), FRUGAL_OK);
+  close(fd);
+  fake.hold(false);
+  fake.wait_for([&] { return fake.left.size() == 1; });
+}
+
+TEST_F(Control, WhoDoesNotAttachIsEnded) {
+  both();
+  const int fd = raw(), slow = raw();
+  const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+  send_all(slow, attach.data(), attach.size() - 1);
+  EXPECT_TRUE(ends(fd));
+  EXPECT_TRUE(ends(slow));
+  EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
+  close(fd);
+  close(slow);
+}
+
+TEST_F(Control, SilentConnectionsKeepNobodyOut) {
+  serve(100);
+  std::vector<int> fds;
+  for (int i = 0; i < 300; ++i) fds.push_back(raw());
+  std::vector<Client> clients;
+  for (int i = 0; i < 100; ++i) {
+    clients.push_back(connected());
+    ASSERT_TRUE(clients.back());
+    close(fds.back());
+    fds.pop_back();
+    fds.insert(fds.begin(), raw());
+  }
+  EXPECT_LE(server->connections(), 100u);
+  for (auto& c : clients) EXPECT_EQ(c->leave(1, false, kMs), FRUGAL_OK);
+  for (int fd : fds) close(fd);
+}
+
+TEST_F(Control, TheFirstRequestAttaches) {
+  both();
+  const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+  const auto ping = request([](auto r) { r.setPing(); });
+  int fd = raw();
+  send_all(fd, ping.data(), ping.size());
+  EXPECT_TRUE(ends(fd));
+  close(fd);
+  fd = raw();
+  send_all(fd, attach.data(), attach.size());
+  send_all(fd, attach.data(), attach.size());
+  EXPECT_TRUE(ends(fd));
+  close(fd);
+  EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
+}
+
+// An answer that cannot be written: whoever waits is told at once, not after the time-out.
+TEST_F(Control, AnAnswerThatCannotBeSentEndsTheConnection) {
+  both();
+  fake.descriptors = {memory_with("a")};
+  fake.numbers = {1};
+  fake.on_open = [](OpenReply* reply) {
+    // A descriptor that was closed after the handler has answered.
+    const int gone = fcntl(reply->descriptors[0], F_DUPFD_CLOEXEC, 900);
+    reply->descriptors.push_back(gone);
+    close(gone);
+  };
+  OpenReply opened;
+  EXPECT_EQ(client->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_ERR_PEER_LOST);
+  fake.wait_for([&] { return fake.left.size() == 1; });
+  fake.on_open = nullptr;
+  Client second = connected();
+  EXPECT_EQ(second->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK);
+  close_all(&opened.descriptors);
+  close_all(&fake.descriptors);
+}
+
+TEST_F(Control, TextsThatAreTooLong) {
+  both();
+  const std::string name(5000, 'x');
+  TableReply table;
+  JoinReply joined;
+  frugal_table_config t = FRUGAL_TABLE_CONFIG_INIT;
+  t.name = name.c_str();
+  frugal_trainer_config trainer = FRUGAL_TRAINER_CONFIG_INIT;
+  trainer.device = name.c_str();
+  EXPECT_EQ(client->create_table(t, kMs, &table), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(client->find_table(name.c_str(), kMs, &table), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(client->join(trainer, kMs, &joined), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
 }
 
 TEST_F(Control, TwoHundredConnections) {

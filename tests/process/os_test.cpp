@@ -42,7 +42,7 @@ TEST(Shared, IsSealedAndHasNoName) {
 
 TEST(Shared, TwoMappingsOfTheSame) {
   Mapping mine, theirs, reader;
-  ASSERT_OK(os_reserve(5 << 20, true, &mine));
+  ASSERT_OK(os_reserve(5 << 20, true, &mine, true));
   ASSERT_OK(os_commit(mine, 0, mine.bytes));
   ASSERT_OK(os_map_shared(dup(mine.fd), true, &theirs));
   ASSERT_OK(os_map_shared(dup(mine.fd), false, &reader));
@@ -74,6 +74,41 @@ TEST(Shared, TwoMappingsOfTheSame) {
   os_release(&theirs);
   EXPECT_STREQ(reader.base + 4711, "from the other");
   os_release(&reader);
+}
+
+// Nobody writes but through the mapping that was made first, whoever opens the memory anew. That one goes on to grow;
+// parts of it do not go back.
+TEST(Shared, WrittenByOneMapping) {
+  Mapping mine;
+  ASSERT_OK(os_reserve(3 * kHugePage, true, &mine));
+  EXPECT_TRUE(fcntl(mine.fd, F_GET_SEALS) & 0x10) << "F_SEAL_FUTURE_WRITE";
+  ASSERT_OK(os_commit(mine, 0, kHugePage));
+  const int again = open(("/proc/self/fd/" + std::to_string(mine.fd)).c_str(), O_RDWR | O_CLOEXEC);
+  Mapping theirs;
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, os_map_shared(again, true, &theirs));
+  EXPECT_EQ(-1, pwrite(again, "x", 1, 0));
+  ASSERT_OK(os_map_shared(again, false, &theirs));
+  EXPECT_NE(0, mprotect(theirs.base, theirs.bytes, PROT_READ | PROT_WRITE));
+  ASSERT_OK(os_commit(mine, kHugePage, 2 * kHugePage));
+  std::strcpy(mine.base + 2 * kHugePage, "grown");
+  EXPECT_STREQ(theirs.base + 2 * kHugePage, "grown");
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, os_decommit(mine, 0, mine.bytes));
+  EXPECT_STREQ(theirs.base + 2 * kHugePage, "grown");
+  os_release(&mine);
+  os_release(&theirs);
+}
+
+// What others write, too, goes back to the system in parts, and so does what nobody else has.
+TEST(Shared, GoesBack) {
+  for (bool shared : {true, false}) {
+    Mapping mine;
+    ASSERT_OK(os_reserve(kHugePage, shared, &mine, true));
+    ASSERT_OK(os_commit(mine, 0, mine.bytes));
+    std::strcpy(mine.base + 4711, "gone");
+    ASSERT_OK(os_decommit(mine, 0, mine.bytes));
+    EXPECT_EQ(0, mine.base[4711]);
+    os_release(&mine);
+  }
 }
 
 // The flags of the mapping that begins at `base`, as /proc/self/smaps has them.

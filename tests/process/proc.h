@@ -1,6 +1,7 @@
 // What /proc says of a process, for tests.
 #pragma once
 #include <dirent.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -49,6 +50,22 @@ inline long resident_kib(pid_t pid) {
     if (std::sscanf(line, "VmRSS: %ld", &kib) == 1) break;
   std::fclose(f);
   return kib;
+}
+
+// Where this process has a file mapped so that it can write it; or null.
+inline char* writable_mapping_of(int fd) {
+  struct stat info {};
+  std::FILE* f = fstat(fd, &info) == 0 ? std::fopen("/proc/self/maps", "r") : nullptr;
+  if (!f) return nullptr;
+  char line[512], mode[5];
+  unsigned long from, inode;
+  char* base = nullptr;
+  while (!base && std::fgets(line, sizeof line, f))
+    if (std::sscanf(line, "%lx-%*x %4s %*x %*x:%*x %lu", &from, mode, &inode) == 3 && inode == info.st_ino &&
+        std::strcmp(mode, "rw-s") == 0)
+      base = reinterpret_cast<char*>(from);
+  std::fclose(f);
+  return base;
 }
 
 // Mappings of files with that in their names.

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <exception>
 
 #include "frugal.h"
 #include "process/server.h"
@@ -26,7 +27,13 @@ int main(int argc, char** argv) {
   sigprocmask(SIG_BLOCK, &ends, nullptr);
   std::unique_ptr<frugal::Server> server;
   frugal::begin_call();
-  if (frugal::Status s = frugal::end_call(frugal::Server::start(argv[1], nullptr, &server))) {
+  frugal::Status s;
+  try {
+    s = frugal::Server::start(argv[1], nullptr, &server);
+  } catch (const std::exception&) {
+    s = frugal::fail(FRUGAL_ERR_OUT_OF_MEMORY, "there is no memory for a controller");
+  }
+  if (frugal::end_call(s) != FRUGAL_OK) {
     frugal_error error;
     frugal::last_error(&error);
     std::fprintf(stderr, "frugal-controller: %s (%s)\n", error.message, frugal_status_name(s));
