@@ -581,16 +581,21 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
       if (gpu) client.leave_gpu(*gpu);
     }
   } joining{*this, t->gpu.get()};
-  // As what an earlier call may have joined.
-  if (unsure_[config.rank].load()) FRUGAL_TRY(lose_rank(config.rank, kAnyJoin, config_.timeout_ms));
   JoinReply reply;
-  Status joins;
-  try {
-    joins = of_controller(control_->join(config, config_.timeout_ms, &reply));
-  } catch (const std::bad_alloc&) {
-    joins = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
-  }
+  auto join = [&] {
+    try {
+      return of_controller(control_->join(config, config_.timeout_ms, &reply));
+    } catch (const std::bad_alloc&) {
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
+    }
+  };
+  Status joins = join();
+  // It may be this process's by an earlier call.
+  if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load() &&
+      lose_rank(config.rank, kAnyJoin, config_.timeout_ms) == FRUGAL_OK)
+    joins = join();
   if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
+  unsure_[config.rank].store(false);
   // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
   struct Joined {
     Client* client;

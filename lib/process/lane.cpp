@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kSoonNs = 50000, kLookNs = 5000;  // to look for a request before sleeping
 
 // What a request takes memory for before it has come: items of a list at a time, bytes of a buffer.
-constexpr size_t kListPiece = 1024, kFirstBytes = size_t{16} << 20;
+constexpr size_t kListPiece = 1024, kFirstBytes = size_t{4} << 20;
 
 // Whether a request with that answer is one that a program makes which does its part: it is heard of.
 bool heard_of(Status s) {
@@ -251,6 +251,7 @@ Status Lane::handle(const Header& request) {
     FRUGAL_TRY(take(text_.data(), bytes));
     return engine_->stop_trace(request.args[0] ? text_.c_str() : nullptr);
   }
+  if (call < Call::kCount || call > Call::kDescribe) return broken("there is no such call");
   return rows_call(call, request);
 }
 
@@ -662,7 +663,7 @@ Status Lane::rows_call(Call call, const Header& request) {
       return FRUGAL_OK;
     }
     default:
-      return broken("there is no such call");
+      return FRUGAL_ERR_INTERNAL;
   }
 }
 

@@ -53,13 +53,15 @@ Status RingLink::refuse(const char* why) {
   return check();
 }
 
-Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until) {
+Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted, uint64_t until) {
+  // One that goes backwards, too, is for the caller to look at.
+  auto over = [=](uint64_t count) { return count - known >= wanted - known; };
   const uint64_t begun = now_ns();
   for (uint64_t now = begun, spin = std::min(begun + spin_ns_.load(std::memory_order_relaxed), until); now < spin; now = now_ns())
     for (int i = 0; i < 16; ++i) {
       if (i == 0 && polite_.load(std::memory_order_relaxed)) sched_yield();
       cpu_relax();
-      if (reached(peer->count.load(std::memory_order_relaxed), wanted) ||
+      if (over(peer->count.load(std::memory_order_relaxed)) ||
           ended_.load(std::memory_order_relaxed))
         return check();
     }
@@ -69,7 +71,7 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint6
   mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
   for (;;) {
     const uint64_t count = peer->count.load();
-    if (reached(count, wanted) || ended_.load()) break;
+    if (over(count) || ended_.load()) break;
     const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
     if (now >= until) {
       status = FRUGAL_ERR_TIMEOUT;
@@ -113,7 +115,7 @@ Status RingWriter::wait(size_t bytes, uint64_t until) {
   FRUGAL_TRY(look());
   while (room() < bytes) {
     publish();
-    FRUGAL_TRY(link_->wait(mine_, peer_, written_ + bytes - capacity_, until));
+    FRUGAL_TRY(link_->wait(mine_, peer_, known_, written_ + bytes - capacity_, until));
     FRUGAL_TRY(look());
   }
   return FRUGAL_OK;
@@ -172,7 +174,7 @@ Status RingReader::wait(size_t bytes, uint64_t until) {
   FRUGAL_TRY(look());
   while (available() < bytes) {
     publish();
-    FRUGAL_TRY(link_->wait(mine_, peer_, read_ + bytes, until));
+    FRUGAL_TRY(link_->wait(mine_, peer_, known_, read_ + bytes, until));
     FRUGAL_TRY(look());
   }
   return FRUGAL_OK;

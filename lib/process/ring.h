@@ -58,9 +58,9 @@ class RingLink {
   void set_together(bool together) { together_.store(together, std::memory_order_relaxed); }
   bool together() const { return together_.load(std::memory_order_relaxed); }
 
-  // Waits until the peer's count has come to `wanted`. FRUGAL_ERR_TIMEOUT has no message: the caller
-  // knows what it waits for.
-  Status wait(RingEnd* mine, const RingEnd* peer, uint64_t wanted, uint64_t until);
+  // Waits until the peer's count has come from `known` to `wanted`, or is none that it can be on the way there.
+  // FRUGAL_ERR_TIMEOUT has no message: the caller knows what it waits for.
+  Status wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted, uint64_t until);
   // A protocol error: ends.
   Status refuse(const char* why);
   // Makes a count known.

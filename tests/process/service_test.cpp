@@ -2195,6 +2195,142 @@ TEST_F(Service, CloseBesideCalls) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
+// A rank's call beside the engine's end says that, and not what the end of another rank undoes.
+TEST_F(Service, CloseBesideRanks) {
+  ControllerProgram controller(address());
+  for (int round = 0; round < 150; ++round) {
+    frugal_engine* e = nullptr;
+    OK(Open(address(), &e));
+    frugal_table* table = nullptr;
+    const frugal_table_config tc = TableConfig("t");
+    OK(frugal_table_create(e, &tc, &table));
+    std::atomic<int> wrong{FRUGAL_OK}, going{0};
+    std::thread ranks[2];
+    frugal_trainer* trainers[2];
+    for (uint32_t r = 0; r < 2; ++r) OK(Join(e, r, &trainers[r]));
+    uint64_t first = 0;
+    OK(frugal_committed_step(e, &first));
+    first = first == FRUGAL_NO_STEP ? 0 : first + 1;
+    for (int r = 0; r < 2; ++r)
+      ranks[r] = std::thread([&, t = trainers[r]] {
+        const uint64_t key = 1;
+        float row[8], grads[8] = {};
+        frugal_op op = FRUGAL_OP_INIT;
+        op.table = table;
+        op.keys = &key;
+        op.count = 1;
+        op.rows_out = row;
+        op.grads = grads;
+        int status = FRUGAL_OK;
+        for (uint64_t s = first; status == FRUGAL_OK; ++s) {
+          status = frugal_step_begin(t, s, -1);
+          if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
+          if (status == FRUGAL_OK) status = frugal_push_grad(t, &op, 1);
+          if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
+          ++going;
+        }
+        if (status != FRUGAL_ERR_CLOSED && status != FRUGAL_ERR_BAD_HANDLE) wrong.store(status);
+      });
+    while (going.load() < 4 + round % 7) std::this_thread::yield();
+    OK(frugal_close(e));
+    for (std::thread& t : ranks) t.join();
+    EXPECT_EQ(FRUGAL_OK, wrong.load()) << frugal_status_name(wrong.load()) << " in round " << round;
+  }
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// A call that has failed because the controller did not answer in time may have been done all the same: the same call
+// again is right, and does what the first was to do.
+TEST_F(Service, CallsAreMadeAgain) {
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  auto again = [](const std::function<int()>& call) {
+    int status;
+    while ((status = call()) == FRUGAL_ERR_TIMEOUT) {
+    }
+    return status;
+  };
+  OK(again([&] { return Open(address(), &e, 500, 1); }));
+  OK(Open(address(), &other, 20000, 1));
+  auto failing = [&](const std::function<int()>& call) {
+    controller.stop();
+    EXPECT_EQ(FRUGAL_ERR_TIMEOUT, call()) << Error();
+    kill(controller.pid(), SIGCONT);
+    return again(call);
+  };
+  for (int round = 0; round < 2; ++round) {
+    frugal_table *table = nullptr, *found = nullptr;
+    frugal_table_config tc = TableConfig("t");
+    tc.optimizer.lr = 1;
+    OK(failing([&] { return frugal_table_create(e, &tc, &table); }));
+    auto create = [&] { return frugal_table_create(e, &tc, &found); };
+    EXPECT_EQ(FRUGAL_ERR_EXISTS, again(create)) << "this process has it";
+    tc.rows *= 2;
+    EXPECT_EQ(FRUGAL_ERR_EXISTS, again(create)) << "another configuration";
+    for (const bool abandons : {false, true}) {
+      frugal_trainer* t = nullptr;
+      OK(failing([&] { return Join(e, 0, &t); }));
+      frugal_trainer* second = nullptr;
+      EXPECT_EQ(FRUGAL_ERR_EXISTS, again([&] { return Join(e, 0, &second); }));
+      uint64_t step = 0;
+      OK(frugal_committed_step(other, &step));
+      step = step == FRUGAL_NO_STEP ? 0 : step + 1;
+      OK(again([&] { return frugal_step_begin(t, step, 300); }));
+      const uint64_t key = 3;
+      const std::vector<float> grads(8, 1);
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = table;
+      op.keys = &key;
+      op.count = 1;
+      op.grads = grads.data();
+      OK(frugal_push_grad(t, &op, 1));
+      OK(frugal_step_end(t, step, 0));
+      OK(failing([&] { return abandons ? frugal_trainer_abandon(t) : frugal_trainer_close(t); }));
+      EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_trainer_close(t));
+    }
+    // Nobody has the rank.
+    frugal_trainer* t = nullptr;
+    OK(Join(other, 0, &t));
+    OK(frugal_trainer_close(t));
+    float row[8] = {};
+    const uint64_t key = 3;
+    OK(frugal_table_find(other, "t", &found));
+    OK(frugal_get(found, &key, 1, 0, row, 0, nullptr));
+    EXPECT_EQ(-2, row[0]);
+    OK(failing([&] { return frugal_table_drop(table); }));
+    EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_table_drop(table));
+    EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_table_drop(found)) << "another process has dropped it";
+    EXPECT_EQ(FRUGAL_ERR_NOT_FOUND, frugal_table_find(other, "t", &found));
+  }
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// A join that its process does not wait for any more holds nothing, whenever it is done.
+TEST_F(Service, JoinsThatNobodyWaitsFor) {
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  while (Open(address(), &e, 300, 1) == FRUGAL_ERR_TIMEOUT) {
+  }
+  ASSERT_NE(e, nullptr);
+  OK(Open(address(), &other, 20000, 1));
+  for (int round = 0; round < 10; ++round) {
+    frugal_trainer* t = nullptr;
+    controller.stop();
+    EXPECT_EQ(FRUGAL_ERR_TIMEOUT, Join(e, 0, &t));
+    kill(controller.pid(), SIGCONT);
+    // Another process has the rank soon, without an end of the one that has given up.
+    int status;
+    while ((status = Join(other, 0, &t)) == FRUGAL_ERR_EXISTS) usleep(1000);
+    OK(status);
+    OK(frugal_trainer_close(t));
+  }
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
 // What a controller has to do for a process that is dead may be under way when it is to stop.
 TEST_F(Service, StopAfterDeath) {
   for (int round = 0; round < 40; ++round) {

@@ -1,0 +1,794 @@
+// Hostile peers beside honest ones. Two ranks of this process train a small job of three; the third rank is an enemy's, or
+// is that of an honest process beside one. Each enemy is a process of its own, which speaks to the controller as the
+// library does, by its own classes, or with raw bytes:
+//
+//   hostile_test [MODE ...]                  all, or these
+//   hostile_test --enemy MODE ADDRESS STEP   an enemy
+//   hostile_test --honest ADDRESS STEP       an honest process with the third rank, until STEP is committed
+//
+// Of each mode: it is found out, the honest ranks go on, another process takes the rank, and the controller's memory
+// stays what it was. In the end the tables are those of a run with threads, bit for bit. Printed is what each mode cost.
+#include <capnp/serialize.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/futex.h"
+#include "control.capnp.h"
+#include "controller.h"
+#include "fence.h"
+#include "frugal.h"
+#include "process/channel.h"
+#include "process/control.h"
+#include "process/lane.h"
+#include "process/protocol.h"
+
+namespace {
+
+using frugal::Call;
+using frugal::Channel;
+using frugal::Header;
+using frugal::now_ns;
+using frugal::Piece;
+
+constexpr uint32_t kWorld = 3, kRank = 2;  // the enemy's
+constexpr int64_t kSilenceMs = 2000;       // where it is found out by that
+constexpr int64_t kNeverMs = 600000;       // where it has to be found out by what it does
+constexpr int kBoundMs = 60000;            // of what is waited for: a machine that has other things to do
+constexpr uint64_t kSteps = 20;            // of the job with each mode
+constexpr long kMostKib = 64 << 10;        // that the controller may have more
+constexpr size_t kKeys = 64, kDim = 8, kRows = 4096;
+
+[[noreturn]] void Die(const std::string& what) {
+  std::fprintf(stderr, "hostile_test: %s\n", what.c_str());
+  std::fflush(stdout);
+  std::_Exit(1);
+}
+#define CHECK(what) \
+  do {              \
+    if (!(what)) Die(std::string(mode_name) + ": " #what); \
+  } while (0)
+const char* mode_name = "start";
+
+std::string Error() {
+  frugal_error e;
+  frugal_last_error(&e);
+  return e.message;
+}
+void Ok(int status, const char* what) {
+  if (status != FRUGAL_OK) Die(std::string(mode_name) + ": " + what + ": " + frugal_status_name(status) + ": " + Error());
+}
+#define OK(call) Ok((call), #call)
+
+uint64_t Mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// --- The job ---------------------------------------------------------------------------------------
+
+frugal_config JobConfig() {
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  c.world_size = kWorld;
+  c.lookahead = 4;
+  return c;
+}
+
+struct Rank {
+  frugal_engine* engine = nullptr;
+  frugal_table* tables[2] = {};
+  frugal_trainer* trainer = nullptr;
+  uint32_t rank = 0;
+
+  void Tables() {
+    for (int i = 0; i < 2; ++i) {
+      frugal_table_config t = FRUGAL_TABLE_CONFIG_INIT;
+      t.name = i ? "hashed" : "dense";
+      t.rows = kRows;
+      t.dim = kDim;
+      t.key_space = i ? FRUGAL_HASHED : FRUGAL_DENSE;
+      t.init = FRUGAL_INIT_UNIFORM;
+      t.init_a = -1;
+      t.init_b = 1;
+      t.optimizer.kind = i ? FRUGAL_ADAM : FRUGAL_ADAGRAD;
+      OK(frugal_table_create(engine, &t, &tables[i]));
+    }
+  }
+  void Join(uint32_t as) {
+    rank = as;
+    frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
+    c.rank = as;
+    OK(frugal_trainer_create(engine, &c, &trainer));
+  }
+  void Attach(const std::string& address, int64_t timeout_ms) {
+    frugal_config c = JobConfig();
+    c.service = address.c_str();
+    c.timeout_ms = timeout_ms;
+    OK(frugal_open(&c, &engine));
+    Tables();
+  }
+  // Gradients depend on the rank, the step, and the rows that were looked up.
+  int Begin(uint64_t step) const { return frugal_step_begin(trainer, step, 200); }
+  int Work(uint64_t step) const {
+    uint64_t keys[kKeys];
+    float rows[kKeys * kDim], grads[kKeys * kDim];
+    for (int i = 0; i < 2; ++i) {
+      for (size_t k = 0; k < kKeys; ++k) keys[k] = Mix(step * 1000 + rank * 100000007 + k + (i ? 77 : 0)) % kRows;
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = tables[i];
+      op.keys = keys;
+      op.count = kKeys;
+      op.rows_out = rows;
+      if (int s = frugal_lookup(trainer, &op, 1)) return s;
+      for (size_t k = 0; k < kKeys * kDim; ++k) grads[k] = rows[k] * 0.01f + static_cast<float>(rank + k % 7) * 0.125f;
+      op.rows_out = nullptr;
+      op.grads = grads;
+      if (int s = frugal_push_grad(trainer, &op, 1)) return s;
+    }
+    return frugal_step_end(trainer, step, 0);
+  }
+  uint64_t Next() const {
+    uint64_t committed = 0;
+    OK(frugal_committed_step(engine, &committed));
+    return committed == FRUGAL_NO_STEP ? 0 : committed + 1;
+  }
+  // All that is in the tables.
+  std::vector<uint64_t> Contents() const {
+    std::vector<uint64_t> all;
+    for (frugal_table* table : tables) {
+      std::vector<uint64_t> keys(kRows), sorted;
+      uint64_t cursor = 0;
+      size_t n = 0;
+      OK(frugal_table_keys(table, &cursor, keys.data(), kRows, &n));
+      keys.resize(n);
+      std::sort(keys.begin(), keys.end());
+      std::vector<float> rows(n * kDim * 3);
+      OK(frugal_get(table, keys.data(), n, FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+      all.insert(all.end(), keys.begin(), keys.end());
+      all.resize(all.size() + rows.size() / 2);
+      std::memcpy(&all[all.size() - rows.size() / 2], rows.data(), rows.size() / 2 * 8);
+    }
+    return all;
+  }
+};
+
+bool Undone(int status) { return status == FRUGAL_ERR_PEER_LOST || status == FRUGAL_ERR_STEP_ABORTED; }
+
+// An honest process.
+int Honest(const std::string& address, uint64_t until) {
+  Rank r;
+  r.Attach(address, kBoundMs);
+  r.Join(kRank);
+  if (dprintf(1, "in\n") < 0) return 1;
+  for (uint64_t step = r.Next(); step < until;) {
+    int s = r.Begin(step);
+    if (s == FRUGAL_OK) s = r.Work(step);
+    if (s == FRUGAL_OK) ++step;
+    else if (Undone(s)) step = r.Next();
+    else if (s != FRUGAL_ERR_TIMEOUT) Ok(s, "a step of an honest process");
+  }
+  while (r.Next() < until) usleep(1000);
+  OK(frugal_trainer_close(r.trainer));
+  OK(frugal_close(r.engine));
+  return 0;
+}
+
+// The two honest ranks of this process, each with an attachment and a thread of its own.
+class Job {
+ public:
+  Job(const std::string& address, int64_t timeout_ms) {
+    for (uint32_t i = 0; i < 2; ++i) {
+      ranks_[i].Attach(address, timeout_ms);
+      ranks_[i].Join(i);
+    }
+    for (Rank& r : ranks_) threads_.emplace_back([this, &r] { Run(r); });
+  }
+  void Stop() {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      over_ = true;
+      cv_.notify_all();
+    }
+    for (std::thread& t : threads_) t.join();
+    for (Rank& r : ranks_) OK(frugal_close(r.engine));
+  }
+  // No step from this one on is begun.
+  void Allow(uint64_t limit) {
+    std::lock_guard<std::mutex> lock(mu_);
+    limit_ = limit;
+    cv_.notify_all();
+  }
+  uint32_t losses() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return losses_;
+  }
+  // Both have been told of the loss of the third rank. When the last was.
+  uint64_t AwaitLoss(uint32_t before) {
+    std::unique_lock<std::mutex> lock(mu_);
+    if (!cv_.wait_for(lock, std::chrono::milliseconds(kBoundMs), [&] { return losses_ >= before + 2; }))
+      Die(std::string(mode_name) + ": its rank was not lost");
+    return lost_at_;
+  }
+  // Until so many steps are committed.
+  uint64_t AwaitSteps(uint64_t steps) {
+    const uint64_t until = now_ns() + uint64_t{kBoundMs} * 1000000;
+    while (ranks_[0].Next() < steps) {
+      if (now_ns() > until) Die(std::string(mode_name) + ": the honest ranks do not go on");
+      usleep(1000);
+    }
+    return now_ns();
+  }
+  const Rank& first() const { return ranks_[0]; }
+
+ private:
+  void Run(Rank& r) {
+    uint64_t step = r.Next();
+    for (;;) {
+      {
+        std::unique_lock<std::mutex> lock(mu_);
+        cv_.wait(lock, [&] { return over_ || step < limit_; });
+        if (over_) return;
+      }
+      int s = r.Begin(step);
+      if (s == FRUGAL_OK) s = r.Work(step);
+      if (s == FRUGAL_OK) {
+        ++step;
+      } else if (Undone(s)) {
+        if (Error().find("rank 2") != std::string::npos) {
+          std::lock_guard<std::mutex> lock(mu_);
+          ++losses_;
+          lost_at_ = now_ns();
+          cv_.notify_all();
+        }
+        step = r.Next();
+      } else if (s != FRUGAL_ERR_TIMEOUT) {
+        Ok(s, "a step of an honest rank");
+      }
+    }
+  }
+  Rank ranks_[2];
+  std::vector<std::thread> threads_;
+  std::mutex mu_;
+  std::condition_variable cv_;
+  uint64_t limit_ = 0, lost_at_ = 0;
+  uint32_t losses_ = 0;
+  bool over_ = false;
+};
+
+// --- Processes --------------------------------------------------------------------------------------
+
+// This program with other arguments. What it says comes line by line.
+class Process {
+ public:
+  explicit Process(std::vector<std::string> arguments) {
+    int out[2];
+    if (pipe2(out, O_CLOEXEC) != 0) Die("pipe");
+    arguments.insert(arguments.begin(), "hostile_test");
+    std::vector<char*> argv;
+    for (std::string& a : arguments) argv.push_back(a.data());
+    argv.push_back(nullptr);
+    const pid_t parent = getpid();
+    pid_ = fork();
+    if (pid_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+      dup2(out[1], 1);
+      execv("/proc/self/exe", argv.data());
+      _exit(127);
+    }
+    close(out[1]);
+    out_ = out[0];
+  }
+  ~Process() {
+    if (pid_ > 0) {
+      kill(pid_, SIGKILL);
+      (void)Wait();
+    }
+    close(out_);
+  }
+  std::string Line() {
+    std::string line;
+    for (char c;;) {
+      pollfd p{out_, POLLIN, 0};
+      if (poll(&p, 1, kBoundMs) != 1) Die(std::string(mode_name) + ": a process says nothing");
+      if (read(out_, &c, 1) != 1) Die(std::string(mode_name) + ": a process has ended, and said '" + line + "'");
+      if (c == '\n') return line;
+      line += c;
+    }
+  }
+  int Wait() {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+  }
+
+ private:
+  pid_t pid_;
+  int out_;
+};
+
+void Say(const char* what) {
+  if (dprintf(1, "%s\n", what) < 0) _exit(1);
+}
+
+// --- Enemies ----------------------------------------------------------------------------------------
+
+enum class How {
+  kAtOnce,  // it has the rank, and breaks a rule
+  kSilent,  // it has the rank, and does nothing that counts
+  kEnded,   // it only connects: its connections are ended
+  kBeside,  // it does what it may, or nothing that anybody waits for: the others go on beside it
+};
+
+struct Enemy {
+  std::string address;
+  uint64_t step = 0;
+  std::unique_ptr<frugal::ControlClient> control;
+  frugal::OpenReply opened;
+  frugal::JoinReply joined;
+  std::unique_ptr<Channel> process, trainer;
+  uint64_t table = 0, sequence = 0;
+
+  void Attach(bool join, uint32_t flags = 0) {
+    OK(frugal::ControlClient::connect(address.c_str(), kBoundMs, &control));
+    frugal_config c = JobConfig();
+    c.flags = flags;
+    OK(control->open(c, kBoundMs, &opened));
+    OK(Channel::attach(dup(opened.descriptors[1]), dup(opened.descriptors[2]), -1, &process));
+    frugal::TableReply found;
+    OK(control->find_table("dense", kBoundMs, &found));
+    table = found.id;
+    if (!join) return;
+    frugal_trainer_config as = FRUGAL_TRAINER_CONFIG_INIT;
+    as.rank = kRank;
+    OK(control->join(as, kBoundMs, &joined));
+    OK(Channel::attach(dup(joined.descriptors[0]), dup(joined.descriptors[1]), dup(joined.descriptors[2]), &trainer));
+  }
+  frugal::Status Send(Channel& to, Call call, std::vector<uint64_t> args, const std::vector<char>& payload = {},
+                      int64_t ms = kBoundMs) {
+    Header h{};
+    h.type = static_cast<uint32_t>(call);
+    h.sequence = ++sequence;
+    std::copy(args.begin(), args.end(), h.args);
+    const Piece piece{payload.data(), payload.size()};
+    return to.send(h, &piece, 1, now_ns() + static_cast<uint64_t>(ms) * 1000000);
+  }
+  frugal::Status Ask(Channel& to, Call call, std::vector<uint64_t> args, const std::vector<char>& payload = {}) {
+    if (frugal::Status s = Send(to, call, std::move(args), payload)) return s;
+    Header answer;
+    if (frugal::Status s = to.receive(&answer, now_ns() + uint64_t{kBoundMs} * 1000000)) return s;
+    return static_cast<frugal::Status>(answer.status);
+  }
+  // Words of the up region, as channel.cpp lays them out: the count of requests comes first.
+  std::atomic<uint64_t>& Requests() {
+    char* up = writable_mapping_of(joined.descriptors[0]);
+    if (!up) Die("there is no up region");
+    return *reinterpret_cast<std::atomic<uint64_t>*>(up);
+  }
+  void Move(uint64_t by) {
+    auto& word = Requests();
+    word.fetch_add(by);
+    frugal::futex_wake(reinterpret_cast<const uint32_t*>(&word));
+  }
+  // The beginning of a message, of which the rest never comes.
+  void Begin(Call call, std::vector<uint64_t> args, uint64_t payload, const std::vector<char>& there = {}) {
+    Header h{};
+    h.type = static_cast<uint32_t>(call);
+    h.sequence = ++sequence;
+    h.payload = payload;
+    std::copy(args.begin(), args.end(), h.args);
+    auto& word = Requests();
+    char* ring = reinterpret_cast<char*>(&word) + 4096;
+    constexpr size_t kRing = size_t{4} << 20;
+    std::vector<char> bytes(reinterpret_cast<char*>(&h), reinterpret_cast<char*>(&h + 1));
+    bytes.insert(bytes.end(), there.begin(), there.end());
+    for (size_t i = 0; i < bytes.size(); ++i) ring[(word.load() + i) % kRing] = bytes[i];
+    Move(bytes.size());
+  }
+};
+
+template <class T>
+std::vector<char> Bytes(const T& value) {
+  const char* raw = reinterpret_cast<const char*>(&value);
+  return {raw, raw + sizeof value};
+}
+
+int Connect(const std::string& address) {
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::strcpy(name.sun_path, address.c_str());
+  if (connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) Die("connect");
+  return fd;
+}
+// The other side has ended the connection.
+void AwaitEnd(int fd) {
+  char bytes[4096];
+  for (;;) {
+    pollfd p{fd, POLLIN, 0};
+    if (poll(&p, 1, kBoundMs) != 1) Die("a connection is not ended");
+    if (recv(fd, bytes, sizeof bytes, 0) <= 0) return;
+  }
+}
+std::vector<char> Request(const std::function<void(frugal::wire::Request::Builder)>& fill) {
+  capnp::MallocMessageBuilder message;
+  fill(message.initRoot<frugal::wire::Request>());
+  const auto words = capnp::messageToFlatArray(message);
+  const auto bytes = words.asChars();
+  return {bytes.begin(), bytes.end()};
+}
+void SendAll(int fd, const std::vector<char>& bytes, size_t n = SIZE_MAX) {
+  if (send(fd, bytes.data(), std::min(n, bytes.size()), MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
+    Die("send");
+}
+std::vector<char> AttachRequest() {
+  return Request([](auto r) { r.setAttach(frugal::kControlVersion); });
+}
+// One that the other side takes, attached.
+int ConnectAttached(const std::string& address) {
+  const int fd = Connect(address);
+  SendAll(fd, AttachRequest());
+  char answer[4096];
+  if (recv(fd, answer, sizeof answer, 0) <= 0) Die("not attached");
+  return fd;
+}
+
+struct Mode {
+  const char* name;
+  How how;
+  const char* what;
+  std::function<void(Enemy&)> act;  // after it comes back it stays, and does nothing
+};
+
+const std::vector<Mode>& Modes() {
+  static const std::vector<Mode> modes = {
+      // Rules that a rank breaks.
+      {"no-such-call", How::kAtOnce, "a request that there is not",
+       [](Enemy& e) { (void)e.Send(*e.trainer, static_cast<Call>(9999), {}); }},
+      {"backwards", How::kAtOnce, "the count of its ring goes backwards",
+       [](Enemy& e) {
+         OK(e.Ask(*e.trainer, Call::kHere, {}));
+         e.Move(-uint64_t{64});
+       }},
+      {"ahead", How::kAtOnce, "the count of its ring is further than the ring", [](Enemy& e) { e.Move((4 << 20) + 1); }},
+      {"length", How::kAtOnce, "a list of 2^40 ops in a message of 2^60 bytes",
+       [](Enemy& e) { e.Begin(Call::kPrefetch, {e.step, uint64_t{1} << 40, 1}, uint64_t{1} << 60); }},
+      {"short", How::kAtOnce, "a message that is shorter than it says",
+       [](Enemy& e) { (void)e.Send(*e.trainer, Call::kPrefetch, {e.step, 4, 1}, std::vector<char>(10)); }},
+      {"parts", How::kAtOnce, "parts of a step that it has not",
+       [](Enemy& e) { (void)e.Send(*e.trainer, Call::kHere, {0, 0, 0, 0, 1000}, std::vector<char>(4000)); }},
+      {"place", How::kAtOnce, "keys outside of its memory",
+       [](Enemy& e) {
+         frugal::OpHead op{};
+         op.table = e.table;
+         op.keys = 1000;
+         op.given = 1;
+         op.place = uint64_t{1} << 50;
+         (void)e.Send(*e.trainer, Call::kPrefetch, {e.step, 1, 1}, Bytes(op));
+       }},
+      {"sums", How::kAtOnce, "the end of a step with sums outside of its memory",
+       [](Enemy& e) {
+         frugal::Status s;
+         while ((s = e.Ask(*e.trainer, Call::kStepBegin, {e.step, 100000000})) == FRUGAL_ERR_TIMEOUT) {
+         }
+         OK(s);
+         frugal::RemoteCounts counts{};
+         frugal::PushPlace push{};
+         push.table = e.table;
+         push.part = frugal::kJoined;
+         push.distinct = 1000;
+         push.rows = uint64_t{1} << 50;
+         std::vector<char> payload = Bytes(counts), more = Bytes(push);
+         payload.insert(payload.end(), more.begin(), more.end());
+         (void)e.Send(*e.trainer, Call::kStepEnd, {e.step, 0, 1}, payload);
+       }},
+      {"outside", How::kAtOnce, "a request that there is not, outside of steps",
+       [](Enemy& e) { (void)e.Send(*e.process, static_cast<Call>(9999), {}); }},
+      // Nothing that counts.
+      {"silence", How::kSilent, "says nothing at all", [](Enemy&) {}},
+      {"in-a-step", How::kSilent, "begins a step, and says nothing more",
+       [](Enemy& e) {
+         while (e.Ask(*e.trainer, Call::kStepBegin, {e.step, 100000000}) == FRUGAL_ERR_TIMEOUT) {
+         }
+       }},
+      {"half-a-message", How::kSilent, "stops in the middle of a message",
+       [](Enemy& e) { e.Begin(Call::kPrefetch, {e.step, 2, 1}, 1000, std::vector<char>(70)); }},
+      {"claims", How::kSilent, "says that 8 GiB of keys follow",
+       [](Enemy& e) {
+         frugal::ReadHead head{};
+         head.op.table = e.table;
+         head.op.keys = uint64_t{1} << 30;
+         e.Begin(Call::kRead, {1, 1000000}, sizeof head + (uint64_t{8} << 30), Bytes(head));
+       }},
+      {"claims-ops", How::kSilent, "says that a million ops follow",
+       [](Enemy& e) { e.Begin(Call::kPrefetch, {e.step, 1 << 20, 1}, uint64_t{64} << 20); }},
+      {"no-reading", How::kSilent, "asks until the answers that it does not take fill the ring",
+       [](Enemy& e) {
+         while (e.Send(*e.trainer, Call::kHere, {}, {}, 500) == FRUGAL_OK) {
+         }
+       }},
+      {"failures", How::kSilent, "asks for what fails, all the time",
+       [](Enemy& e) {
+         while (e.Ask(*e.trainer, Call::kCancel, {12345}) != FRUGAL_ERR_PEER_LOST) {
+         }
+       }},
+      {"scribbles", How::kSilent, "writes anything into all that it can write",
+       [](Enemy& e) {
+         for (int fd : {e.joined.descriptors[0], e.joined.descriptors[2], e.opened.descriptors[1]}) {
+           auto* words = reinterpret_cast<std::atomic<uint64_t>*>(writable_mapping_of(fd));
+           for (uint64_t i = 0; words && i < 20000; ++i) words[Mix(i) % (i % 2 ? 512 : 1 << 16)].store(Mix(i + 1));
+         }
+       }},
+      {"reopens", How::kSilent, "opens all that it has for writing",
+       [](Enemy& e) {
+         // Not its own ring, nor staging memory, which the ranks write.
+         std::vector<int> all = {e.opened.descriptors[0], e.opened.descriptors[2]};
+         all.push_back(e.joined.descriptors[1]);
+         frugal::TableReply table;
+         for (const char* name : {"dense", "hashed"}) {
+           OK(e.control->find_table(name, kBoundMs, &table));
+           all.insert(all.end(), table.descriptors.begin(), table.descriptors.end());
+         }
+         if (all.size() < 3 + 2 + 4) Die("there are fewer descriptors than expected");
+         for (int fd : all)
+           if (const std::string done = Attack(fd); !done.empty()) Die("it could " + done);
+       }},
+      // Connections that never attach.
+      {"connects", How::kEnded, "900 connections that say nothing",
+       [](Enemy& e) {
+         rlimit limit{2000, 2000};
+         setrlimit(RLIMIT_NOFILE, &limit);
+         std::vector<int> all;
+         for (int i = 0; i < 900; ++i) all.push_back(Connect(e.address));
+         for (int fd : all) AwaitEnd(fd), close(fd);
+       }},
+      {"half-an-attach", How::kEnded, "half of the first message",
+       [](Enemy& e) {
+         const int fd = Connect(e.address);
+         SendAll(fd, AttachRequest(), 12);
+         AwaitEnd(fd);
+       }},
+      {"noise", How::kEnded, "bytes that are no message",
+       [](Enemy& e) {
+         for (uint64_t seed = 0; seed < 100; ++seed) {
+           const int fd = Connect(e.address);
+           std::vector<char> bytes(1 + Mix(seed) % 3000);
+           for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(Mix(seed * 10000 + i));
+           SendAll(fd, bytes);
+           AwaitEnd(fd);
+           close(fd);
+         }
+       }},
+      {"descriptors", How::kEnded, "messages with descriptors",
+       [](Enemy& e) {
+         for (int i = 0; i < 100; ++i) {
+           const int fd = ConnectAttached(e.address);
+           const std::vector<char> ping = Request([](auto r) { r.setPing(); });
+           int sent[200];
+           std::fill(std::begin(sent), std::end(sent), fd);
+           iovec piece{const_cast<char*>(ping.data()), ping.size()};
+           alignas(cmsghdr) char room[CMSG_SPACE(sizeof sent)] = {};
+           msghdr message{};
+           message.msg_iov = &piece;
+           message.msg_iovlen = 1;
+           message.msg_control = room;
+           message.msg_controllen = sizeof room;
+           cmsghdr* c = CMSG_FIRSTHDR(&message);
+           c->cmsg_level = SOL_SOCKET;
+           c->cmsg_type = SCM_RIGHTS;
+           c->cmsg_len = CMSG_LEN(sizeof sent);
+           std::memcpy(CMSG_DATA(c), sent, sizeof sent);
+           if (sendmsg(fd, &message, MSG_NOSIGNAL) < 0) Die("sendmsg");
+           AwaitEnd(fd);
+           close(fd);
+         }
+       }},
+      // What nobody waits for, or what is allowed.
+      {"half-a-call", How::kBeside, "attaches, and stops in the middle of a call",
+       [](Enemy& e) { SendAll(ConnectAttached(e.address), Request([](auto r) { r.setPing(); }), 12); }},
+      {"unread-calls", How::kBeside, "200,000 calls whose answers it does not read",
+       [](Enemy& e) {
+         const int fd = ConnectAttached(e.address);
+         const std::vector<char> stats = Request([](auto r) { r.setStats(); });
+         for (int i = 0; i < 200000; ++i) {
+           pollfd room{fd, POLLOUT, 0};
+           if (poll(&room, 1, 300) == 0) break;  // nothing is taken any more
+           SendAll(fd, stats);
+         }
+       }},
+      {"calls", How::kBeside, "calls over the socket from eight threads, all the time",
+       [](Enemy& e) {
+         e.Attach(false, FRUGAL_OBSERVE);
+         std::vector<std::thread> threads;
+         for (int i = 0; i < 8; ++i)
+           threads.emplace_back([&e] {
+             for (frugal_stats stats{};;) {
+               stats.struct_size = sizeof stats;
+               frugal::TableReply none;
+               (void)e.control->stats(kBoundMs, &stats);
+               (void)e.control->find_table("no such table", kBoundMs, &none);
+             }
+           });
+         for (auto& t : threads) t.join();
+       }},
+      {"requests", How::kBeside, "requests over the ring, all the time",
+       [](Enemy& e) {
+         e.Attach(false, FRUGAL_OBSERVE);
+         const std::vector<char> keys(1000 * sizeof(uint64_t));
+         for (;;)
+           for (Call call : {Call::kCount, Call::kDescribe, Call::kMetrics, Call::kGet})
+             (void)e.Ask(*e.process, call, {e.table, 1000, 0}, call == Call::kGet ? keys : std::vector<char>());
+       }},
+  };
+  return modes;
+}
+
+int RunEnemy(const std::string& name, const std::string& address, uint64_t step) {
+  for (const Mode& mode : Modes()) {
+    if (name != mode.name) continue;
+    mode_name = mode.name;
+    Enemy e;
+    e.address = address;
+    e.step = step;
+    const bool ranked = mode.how == How::kAtOnce || mode.how == How::kSilent;
+    if (ranked) e.Attach(true);
+    Say("acts");
+    mode.act(e);
+    Say("done");
+    for (;;) pause();
+  }
+  return 1;
+}
+
+// --- What happens -----------------------------------------------------------------------------------
+
+// The most memory that the controller has had since the last call.
+long PeakKib(pid_t pid) {
+  long kib = -1;
+  const std::string folder = "/proc/" + std::to_string(pid);
+  if (std::FILE* f = std::fopen((folder + "/status").c_str(), "r")) {
+    char line[256];
+    while (std::fgets(line, sizeof line, f))
+      if (std::sscanf(line, "VmHWM: %ld", &kib) == 1) break;
+    std::fclose(f);
+  }
+  if (std::FILE* f = std::fopen((folder + "/clear_refs").c_str(), "w")) {
+    std::fputs("5", f);
+    std::fclose(f);
+  }
+  return kib;
+}
+
+double Seconds(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) * 1e-9 : 0; }
+
+class World {
+ public:
+  // Of all modes that need this time-out.
+  World(int64_t timeout_ms, const std::vector<const Mode*>& modes) : controller_(folder_.address()) {
+    if (!controller_.serves()) Die("there is no controller");
+    Job job(folder_.address(), timeout_ms);
+    // As long as steps take without an enemy; the first make what is made once.
+    HonestSteps(job);
+    const uint64_t began = now_ns();
+    HonestSteps(job);
+    const double usual = Seconds(began, now_ns());
+    std::printf("without an enemy %llu steps take %.2f s\n", static_cast<unsigned long long>(kSteps), usual);
+    (void)PeakKib(controller_.pid());
+    first_kib_ = resident_kib(controller_.pid());
+    for (const Mode* mode : modes) Try(*mode, job, usual);
+    mode_name = "the tables";
+    Compare(job);
+    job.Stop();
+    if (int s = controller_.end(SIGTERM)) Die("the controller has ended with " + std::to_string(s));
+  }
+
+ private:
+  void HonestSteps(Job& job) {
+    steps_ += kSteps;
+    Process honest({"--honest", folder_.address(), std::to_string(steps_)});
+    CHECK(honest.Line() == "in");  // the rank that was there before has left: nobody would wait for this one
+    job.Allow(steps_);
+    if (honest.Wait() != 0) Die(std::string(mode_name) + ": an honest process has failed");
+    job.AwaitSteps(steps_);
+    OK(frugal_flush(job.first().engine, kBoundMs));  // what it has handed over is in memory of its own until it is written
+  }
+
+  void Try(const Mode& mode, Job& job, double usual) {
+    mode_name = mode.name;
+    const long before = resident_kib(controller_.pid());
+    (void)PeakKib(controller_.pid());
+    const long files = descriptors_of(controller_.pid());
+    const uint32_t losses = job.losses();
+    const bool ranked = mode.how == How::kAtOnce || mode.how == How::kSilent;
+    double found = 0, on = 0;
+    {
+      Process enemy({"--enemy", mode.name, folder_.address(), std::to_string(steps_)});
+      CHECK(enemy.Line() == "acts");
+      const uint64_t acts = now_ns();
+      if (ranked) {
+        job.Allow(steps_ + kSteps);
+        const uint64_t lost = job.AwaitLoss(losses);
+        found = Seconds(acts, lost);
+      }
+      // A new process has the rank, while the enemy lives.
+      const uint64_t began = now_ns();
+      HonestSteps(job);
+      on = Seconds(began, now_ns());
+      if (mode.how == How::kEnded) {
+        CHECK(enemy.Line() == "done");
+        found = Seconds(acts, now_ns());
+      }
+      if (!std::strcmp(mode.name, "reopens")) CHECK(enemy.Line() == "done");
+    }
+    const long peak = PeakKib(controller_.pid()) - before, after = resident_kib(controller_.pid()) - first_kib_;
+    std::printf("%-14s %-60s found out %5.2f s, steps %+5.2f s, controller %+6.1f MiB at most, %+6.1f since the start\n",
+                mode.name, mode.what, found, on - usual, static_cast<double>(peak) / 1024, static_cast<double>(after) / 1024);
+    std::fflush(stdout);
+    CHECK(peak < kMostKib);
+    CHECK(after < kMostKib);
+    // What it had open goes with it.
+    for (int i = 0; i < kBoundMs && descriptors_of(controller_.pid()) > files; ++i) usleep(1000);
+    CHECK(descriptors_of(controller_.pid()) <= files);
+  }
+
+  // Threads of one process do the same steps.
+  void Compare(const Job& job) {
+    Rank ranks[kWorld];
+    frugal_config c = JobConfig();
+    OK(frugal_open(&c, &ranks[0].engine));
+    ranks[0].Tables();
+    for (uint32_t r = 0; r < kWorld; ++r) {
+      if (r) {
+        ranks[r].engine = ranks[0].engine;
+        std::copy(std::begin(ranks[0].tables), std::end(ranks[0].tables), ranks[r].tables);
+      }
+      ranks[r].Join(r);
+    }
+    for (uint64_t step = 0; step < steps_; ++step) {
+      for (Rank& r : ranks) OK(frugal_step_begin(r.trainer, step, -1));
+      for (Rank& r : ranks) OK(r.Work(step));
+    }
+    CHECK(job.first().Contents() == ranks[0].Contents());
+    OK(frugal_close(ranks[0].engine));
+  }
+
+  const Folder folder_;
+  ControllerProgram controller_;
+  uint64_t steps_ = 0;
+  long first_kib_ = 0;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  signal(SIGPIPE, SIG_IGN);
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  if (arguments.size() == 4 && arguments[0] == "--enemy")
+    return RunEnemy(arguments[1], arguments[2], std::stoull(arguments[3]));
+  if (arguments.size() == 3 && arguments[0] == "--honest") return Honest(arguments[1], std::stoull(arguments[2]));
+  std::vector<const Mode*> told, silent;
+  for (const Mode& mode : Modes()) {
+    if (!arguments.empty() && std::find(arguments.begin(), arguments.end(), mode.name) == arguments.end()) continue;
+    (mode.how == How::kSilent ? silent : told).push_back(&mode);
+  }
+  if (!told.empty()) World(kNeverMs, told);
+  if (!silent.empty()) World(kSilenceMs, silent);
+  std::puts("hostile_test: all is well");
+  return 0;
+}
