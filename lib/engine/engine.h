@@ -17,13 +17,13 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 
 #include "base/buffer.h"
+#include "base/condition.h"
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/os.h"
@@ -98,6 +98,7 @@ struct RemotePart {
   bool whole = false;   // a declaration, resolved
   bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
   bool cached = false;  // the trainer caches rows of the table
+  uint64_t stale = 0;   // keys of rows that have updates pending
   bool in_lines = false;  // rows of the part are cached:
   const float* line_values = nullptr;  // of line 0; null: in memory of the trainer's device
 };
@@ -147,7 +148,7 @@ class UsedElsewhere {
 
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
-           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0;
+           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
 };
 
 struct CreatedRows {
@@ -377,6 +378,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // --- tables.cpp
   // `here`: by this process, which may do so once; else for another.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here = true);
+  Status op_table(const frugal_op& op, TableRef* out) const;
+  static Status check_step(uint64_t step);
   Status drop_table(const TableRef& table);
   TableRef find_table(const char* name);
   Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);
@@ -601,7 +604,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
     PartRef part;        // resolved
     bool whole = false;  // it was declared, and the op names exactly its keys
   };
-  Status op_table(const frugal_op& op, TableRef* out) const;
   Status find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
@@ -619,6 +621,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
                       size_t n, const frugal_op& op);
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
+  size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
+    return stale() && table.window.opened() ? table.window.count_pending(slots, n) : 0;
+  }
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
   Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
   Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
@@ -630,7 +635,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
   Status match_batch(Trainer& t, frugal_op* op);
   template <class Call>
-  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
+  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
@@ -653,7 +658,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Trace trace_;
 
   std::mutex mu_;
-  std::condition_variable cv_progress_, cv_work_;
+  Condition cv_progress_, cv_work_;
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
@@ -682,7 +687,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
   uint32_t outside_ = 0;            // operations outside steps under way
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
-  std::timed_mutex outside_mu_;
+  TimedMutex outside_mu_;
   std::mutex abort_mu_;
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
   std::mutex cache_mu_;             // commits against cache boundaries
@@ -760,7 +765,7 @@ class OutsideScope {
 
  private:
   Engine& engine_;
-  std::unique_lock<std::timed_mutex> order_;
+  std::unique_lock<TimedMutex> order_;
   Status status_ = FRUGAL_OK;
   bool entered_ = false;
 };

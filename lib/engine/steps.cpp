@@ -177,6 +177,13 @@ void Engine::start_steps(uint64_t first) {  // with mu_ held
     if (t->window.opened()) t->window.set_base(first);
 }
 
+// Steps that follow it have numbers, too.
+Status Engine::check_step(uint64_t step) {
+  if (step < kNoStep - kRing) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "step %llu: steps are numbered up to %llu (2^64 - 66)",
+              static_cast<unsigned long long>(step), static_cast<unsigned long long>(kNoStep - kRing - 1));
+}
+
 Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.step_begin_ns);
   TraceSpan span(trace_, SpanKind::kStepBegin);
@@ -188,9 +195,7 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
   else
     device::look_for_devices();
   FpEnvironment fp;
-  if (step >= kNoStep - kRing)
-    return fail(FRUGAL_ERR_STEP_ORDER, "step %llu is too large",
-                static_cast<unsigned long long>(step));
+  FRUGAL_TRY(check_step(step));
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (t.in_step)

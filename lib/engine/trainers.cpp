@@ -159,6 +159,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   batch->engine = this;
   uint64_t keys = 0;
   Vector<PartRef> arriving;
+  FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, Use::kDeclare));
   if (t.gpu) {
     FRUGAL_TRY(t.gpu->ready());
   } else {
@@ -175,8 +176,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     TableRef table;
-    FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, table->name.c_str(), table->rows.layout().dim, op.count, Use::kDeclare));
+    FRUGAL_TRY(in_op(op_table(op, &table), i, n, table));
     bool padded = op.flags & FRUGAL_OP_PADDING, on_device = false;
     if (t.gpu && op.count) FRUGAL_TRY(t.gpu->on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
     PartRef part = make_part();
@@ -188,8 +188,9 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       FRUGAL_TRY(t.gpu->copy_in(op.keys, op.count * sizeof(uint64_t), &part->keys));
       arriving.push_back(part);
     } else {
-      FRUGAL_TRY(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count, padded, op.padding_key)
-                        : part->take_keys(pool_, table->rows, op.keys, op.count, padded, op.padding_key));
+      FRUGAL_TRY(in_op(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count, padded, op.padding_key)
+                              : part->take_keys(pool_, table->rows, op.keys, op.count, padded, op.padding_key),
+                       i, n, table));
     }
     batch->parts.push_back(std::move(part));
     batch->tables.push_back(std::move(table));
@@ -203,7 +204,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     // Who closes the engine has taken the batches away already.
     if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
     for (const TableRef& table : batch->tables)
-      if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "the table was dropped");
+      if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped", table->name.c_str());
     uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_;
     uint64_t lookahead = config_.lookahead;
     if (at != kNoStep) {
@@ -223,12 +224,13 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(last), config_.lookahead);
     } else {
       // The first step is not known yet; what is declared must fit into one window.
+      FRUGAL_TRY(check_step(step));
       uint64_t least = step, most = step;
       if (!batches_.empty()) {
         least = std::min(least, batches_.begin()->first);
         most = std::max(most, batches_.rbegin()->first);
       }
-      if (most - least > lookahead || step >= kNoStep - kRing)
+      if (most - least > lookahead)
         return fail(FRUGAL_ERR_STEP_RANGE,
                     "steps %llu and %llu do not fit into one window of lookahead %u",
                     static_cast<unsigned long long>(least),

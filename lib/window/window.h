@@ -139,6 +139,7 @@ class Window : public HeapObject {
 
   // Those of `slots` that have updates pending, in their order.
   void collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
+  size_t count_pending(const uint32_t* slots, size_t n);
   WindowStats stats();
   static uint32_t owner(uint32_t slot, uint32_t world_size);
 
@@ -180,6 +181,8 @@ class Window : public HeapObject {
   StepUpdate* find_update(uint32_t seq) const;
   Node find_node(StepUpdate& u, uint32_t slot);
   Node pending(Word aged, uint32_t slot);
+  template <class Each>
+  void each_pending(const uint32_t* slots, size_t n, Each each);
   void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
   void reprioritize(const Node& node, uint8_t prio) noexcept;
   void enqueue(uint32_t id, uint8_t prio) noexcept;
