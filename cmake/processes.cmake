@@ -1,18 +1,18 @@
-# Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane, which Cap'n Proto
-# carries, to the library. Without it the library is whole but for them.
+# Trainers as processes: sets FRUGAL_WITH_PROCESSES, and adds the control plane, whose messages
+# Cap'n Proto encodes, to the library. Without it the library is whole but for them.
 set(FRUGAL_PROCESSES AUTO CACHE STRING
   "Trainers as processes: ON, OFF, or AUTO: if there is Cap'n Proto")
 set_property(CACHE FRUGAL_PROCESSES PROPERTY STRINGS AUTO ON OFF)
 set(FRUGAL_WITH_PROCESSES OFF)
 
 if(FRUGAL_PROCESSES STREQUAL "AUTO" OR FRUGAL_PROCESSES)
-  find_package(CapnProto 0.9 QUIET)
-  if(CapnProto_FOUND AND CapnProto_VERSION VERSION_LESS 1.0)
+  find_package(CapnProto 0.8 QUIET)  # or any later one; built with 0.9.2
+  if(CapnProto_FOUND)
     set(FRUGAL_WITH_PROCESSES ON)
   elseif(FRUGAL_PROCESSES STREQUAL "AUTO")
-    message(STATUS "No Cap'n Proto of version 0.9 or 0.10: no trainers as processes")
+    message(STATUS "No Cap'n Proto of version 0.8 or later: no trainers as processes")
   else()
-    message(FATAL_ERROR "FRUGAL_PROCESSES=${FRUGAL_PROCESSES} wants Cap'n Proto 0.9 or 0.10 "
+    message(FATAL_ERROR "FRUGAL_PROCESSES=${FRUGAL_PROCESSES} wants Cap'n Proto 0.8 or later "
       "(the Debian packages capnproto and libcapnp-dev)")
   endif()
 endif()

@@ -225,8 +225,8 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
  * says nothing is lost. Where the controller does not answer, any call may answer TIMEOUT or PEER_LOST; where it was
  * stopped or has ended, PEER_LOST, but for those that read out the tables when it has ended. A call outside
  * of steps waits for those that other threads of the process have under way, whatever its own time-out.
- * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build cannot
- * attach), PEER_LOST (nobody serves that address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has
+ * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build, or this
+ * system, cannot attach), PEER_LOST (nobody serves that address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has
  * been opened there). Ownership: the caller closes *engine_out. Threads:
  * any. `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
@@ -255,7 +255,8 @@ FRUGAL_API int32_t frugal_committed_step(const frugal_engine *engine, uint64_t *
  * FRUGAL_BACKING_SHM. To be called between steps. Returns: FRUGAL_OK, INVALID_ARGUMENT (the path, or
  * the backing), EXISTS (a living process serves that address, or this engine is served), BUSY (a rank
  * is inside a step, or ranks are apart), TIMEOUT (updates are still being written: call again),
- * OUT_OF_MEMORY, UNSUPPORTED (this build cannot serve, or the engine is itself attached to another).
+ * OUT_OF_MEMORY, UNSUPPORTED (this build, or this system, cannot serve, or the engine is itself attached
+ * to another).
  * Threads: any. Since: 0.1. */
 FRUGAL_API int32_t frugal_serve(frugal_engine *engine, const char *address);
 

@@ -59,6 +59,19 @@ Status fail_device(Status status, int code, const char* format, ...) {
   return status;
 }
 
+Status fail_in(Status status, const char* where, ...) {
+  if (status == FRUGAL_OK || t_met.status != status) return status;
+  char message[sizeof t_met.message], at[384];
+  va_list args;
+  va_start(args, where);
+  std::vsnprintf(at, sizeof at, where, args);
+  va_end(args);
+  std::memcpy(message, t_met.message, sizeof message);
+  std::snprintf(t_met.message, sizeof t_met.message, "%s: %.*s", at,
+                static_cast<int>(sizeof message - 3 - std::strlen(at)), message);
+  return status;
+}
+
 Status fail_as(const frugal_error& error) {
   t_met.status = error.status;
   t_met.system_code = error.system_code;

@@ -19,6 +19,8 @@ using Status = int32_t;
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
 // The same with the device's error behind it.
 [[gnu::format(printf, 3, 4)]] Status fail_device(Status status, int code, const char* format, ...);
+// A failure that fail() has recorded, with "where: " before its message.
+[[gnu::format(printf, 2, 3)]] Status fail_in(Status status, const char* where, ...);
 // The same as another thread or process met it: its codes are in the message already.
 Status fail_as(const frugal_error& error);
 

@@ -1,6 +1,8 @@
 // The C boundary: handles become objects, arguments are checked, exceptions become a status.
 #include "frugal.h"
 
+#include <pthread.h>
+
 #include <cmath>
 #include <cstring>
 
@@ -15,7 +17,7 @@ namespace frugal {
 namespace {
 
 template <class F>
-Status guard(F&& body) noexcept {
+Status guarded(F&& body) noexcept {
   begin_call();
   try {
     return end_call(body());
@@ -27,6 +29,17 @@ Status guard(F&& body) noexcept {
   } catch (...) {
     return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected failure; please report this"));
   }
+}
+
+// A thread is not cancelled in the middle of a call, which would leave locks and steps behind: at the next point of
+// cancellation after it.
+template <class F>
+Status guard(F&& body) {
+  int before = PTHREAD_CANCEL_ENABLE;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+  const Status s = guarded(body);
+  pthread_setcancelstate(before, &before);
+  return s;
 }
 
 // Handles are of objects of this process, or of those of a controller: the calls are the same.

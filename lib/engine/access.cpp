@@ -13,12 +13,9 @@ namespace frugal {
 // --- Checking ------------------------------------------------------------------------------------
 
 Status Engine::op_table(const frugal_op& op, TableRef* out) const {
-  if (op.struct_size != sizeof(frugal_op))
-    return fail(FRUGAL_ERR_STRUCT_SIZE, "frugal_op.struct_size is %zu, expected %zu: use "
-                "FRUGAL_OP_INIT", op.struct_size, sizeof(frugal_op));
   auto table = std::static_pointer_cast<Table>(
       handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(op.table)));
-  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table");
+  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table: it was dropped, or never was one");
   if (table->engine.get() != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine",
                 table->name.c_str());
@@ -37,17 +34,17 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp
   if (op.batch) {
     auto batch = std::static_pointer_cast<Batch>(
         handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op.batch)));
-    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     if (batch->rank != t.rank || batch->step != t.step)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "the batch was declared for step %llu of rank %u; this is step %llu of rank %u",
                   static_cast<unsigned long long>(batch->step), batch->rank,
                   static_cast<unsigned long long>(t.step), t.rank);
     if (op.part >= batch->parts.size())
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u: the batch has %zu", op.part,
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u: the batch has %zu parts, from 0 on", op.part,
                   batch->parts.size());
     if (batch->tables[op.part] != out->table)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u of the batch is of table '%s'", op.part,
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u of the batch is of table '%s'", op.part,
                   batch->tables[op.part]->name.c_str());
     const PartRef& p = batch->parts[op.part];
     if (!op.keys) {
@@ -85,8 +82,7 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp
         break;
       }
   }
-  FRUGAL_TRY(check_op(op, out->table->name.c_str(), out->table->rows.layout().dim, keys, use,
-                      gpu && gpu->device_offsets && !op.offsets));
+  FRUGAL_TRY(check_op(op, out->table->rows.layout().dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (!out->whole && op.keys)
     FRUGAL_TRY(out->table->rows.check_ids(op.keys, op.count, padded ? &op.padding_key : nullptr));
   return FRUGAL_OK;
@@ -125,7 +121,7 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
 }
 
 // Rows of the accesses that are only reserved come into being. Throws if there is no memory: what
-// exists by then is among the trainer's created rows, so that the step's undoing takes it back.
+// exists by then is young, and among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   // Asked once: a cache may join in between, and nothing is noted without the lock.
@@ -143,9 +139,17 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
       rows.create_reserved(slots, a.part->n, &made.slots, ledger_ ? Ledger::mark_of(t.step) : 0);
     bool any = !made.slots.empty();
     if (any) t.created.push_back(std::move(made));
-    if (track)
-      note_young(*a.table, t.step, slots, a.part->n,
-                 any ? t.created.back().slots : Vector<uint32_t>());
+    if (track) try {
+        note_young(*a.table, t.step, slots, a.part->n, any ? t.created.back().slots : Vector<uint32_t>());
+      } catch (const std::bad_alloc&) {
+        // Of what has come into being nobody would know that it is young.
+        if (!any) throw;
+        const Vector<uint32_t>& back = t.created.back().slots;
+        for (uint32_t s : back) a.table->young.erase(s);
+        rows.uncreate(back.data(), back.size(), false);
+        t.created.pop_back();
+        throw;
+      }
   }
 }
 
@@ -178,8 +182,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
   }
   if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborted(*t);
   if (s == FRUGAL_ERR_TIMEOUT)
-    return fail(s, "undeclared keys of table '%s' waited for their pending updates; call again",
-                table.name.c_str());
+    return fail(s, "%zu keys that were not declared waited for their pending updates; call again", n);
   return s;
 }
 
@@ -250,7 +253,8 @@ Status Engine::gather_table(Table& table, const RowCache* cache, const Part* cac
 
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
 template <class Call>
-Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call) {
+Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Use use, Call call) {
+  FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, use));
   if (!t.gpu) {
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
@@ -260,7 +264,7 @@ Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use
 
 // Keys on the device beside a batch.
 Status Engine::match_batch(Trainer& t, frugal_op* op) {
-  if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
+  if (!op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
   FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
   auto batch = std::static_pointer_cast<Batch>(
@@ -282,7 +286,7 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(inside(t));
   span.step(t.step);
   Counted busy(calls_);
-  return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
+  return with_gpu_ops(t, ops, n, Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
     return with_room(host, n, [&] { return lookup_rows(t, host, n, gpu, span); });
   });
 }
@@ -290,12 +294,14 @@ Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
 Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i)
-    FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, gpu ? &gpu[i] : nullptr, &accesses[i]));
+    FRUGAL_TRY(in_op(find_access(t, ops[i], Use::kLookup, gpu ? &gpu[i] : nullptr, &accesses[i]), i, n,
+                     accesses[i].table));
   {
     AccessScope scope(*this, accesses);
     for (size_t i = 0; i < n; ++i)
-      FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i],
-                                gpu && (gpu[i].rows_on_device || t.has_cache.load()) && !stale()));
+      FRUGAL_TRY(in_op(resolve_access(t, ops[i], &accesses[i],
+                                      gpu && (gpu[i].rows_on_device || t.has_cache.load()) && !stale()),
+                       i, n, accesses[i].table));
     create_rows(t, accesses);
   }
   uint64_t keys = 0;
@@ -304,7 +310,7 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
     const uint32_t* slots = a.part->slots.as<uint32_t>();
     size_t count = a.part->n;
     keys += count;
-    FRUGAL_TRY(fresh_access(t, a));
+    FRUGAL_TRY(in_op(fresh_access(t, a), i, n, a.table));
     const TrainerTable* lines = lines_for(t, a);
     if (cache_in(t, *a.table)) {
       const uint64_t hits = lines ? a.part->cached : 0;
@@ -314,11 +320,7 @@ Status Engine::lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const Gpu
       t.counts.cache_hits.fetch_add(hits, std::memory_order_relaxed);
       t.counts.cache_misses.fetch_add(misses, std::memory_order_relaxed);
     }
-    if (stale()) {
-      Vector<uint32_t> behind;
-      if (a.table->window.opened()) a.table->window.collect_pending(slots, count, &behind);
-      counters_.stale_reads.fetch_add(behind.size(), std::memory_order_relaxed);
-    }
+    if (stale()) counters_.stale_reads.fetch_add(stale_keys(*a.table, slots, count), std::memory_order_relaxed);
     if (gpu && gpu[i].rows_on_device)
       FRUGAL_TRY(gather_on_device(t, a, gpu[i]));
     else if (gpu && t.has_cache.load())
@@ -423,9 +425,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
   const bool reject = a.table->config.nan_policy == FRUGAL_NAN_REJECT;
   auto nan_found = [&] {
     return fail(FRUGAL_ERR_NAN,
-                "a gradient for table '%s' has a NaN; nothing of the call was taken (nan_policy "
-                "skip or accept would take it)",
-                a.table->name.c_str());
+                "a gradient has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)");
   };
   if (state->table) {
     FRUGAL_TRY(sum_lent(state));
@@ -562,7 +562,7 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
   span.step(t.step);
   pushed_.store(t.step + 1, std::memory_order_relaxed);
   Counted busy(calls_);
-  return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
+  return with_gpu_ops(t, ops, n, Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
     return with_room(host, n, [&] { return push_rows(t, host, n, gpu, span); });
   });
 }
@@ -570,7 +570,8 @@ Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
 Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span) {
   Vector<Access> accesses(n);
   for (size_t i = 0; i < n; ++i)
-    FRUGAL_TRY(find_access(t, ops[i], Use::kPush, gpu ? &gpu[i] : nullptr, &accesses[i]));
+    FRUGAL_TRY(in_op(find_access(t, ops[i], Use::kPush, gpu ? &gpu[i] : nullptr, &accesses[i]), i, n,
+                     accesses[i].table));
   AccessScope scope(*this, accesses);
   // What a failure takes back: new states are dropped, older ones lose the tails of this call.
   Map<const Table*, PushState> fresh_states;
@@ -580,7 +581,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
   uint64_t keys = 0;
   try {
     for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
-      status = resolve_access(t, ops[i], &accesses[i], true);
+      status = in_op(resolve_access(t, ops[i], &accesses[i], true), i, n, accesses[i].table);
       if (status != FRUGAL_OK) break;
       const Table* raw = accesses[i].table.get();
       keys += accesses[i].part->n;
@@ -603,7 +604,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
         if (status != FRUGAL_OK) break;
         op.weight_grads_out = weight_grads[i].as<float>();
       }
-      status = push_one(t, op, accesses[i], state);
+      status = in_op(push_one(t, op, accesses[i], state), i, n, accesses[i].table);
     }
     if (status == FRUGAL_OK) create_rows(t, accesses);
     // As in a lookup: rows were read if gradients of weights are wanted.

@@ -1,5 +1,6 @@
 #include "engine/config_check.h"
 
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -10,84 +11,125 @@ namespace frugal {
 
 namespace {
 
-bool real(float x) { return std::isfinite(x); }
+// `value` of an option is not one of those that have a meaning.
+Status refused(const char* option, double value, const char* bounds) {
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.9g: it must be %s", option, value, bounds);
+}
+Status refused(const char* option, uint64_t value, const char* bounds) {
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %llu: it must be %s", option, static_cast<unsigned long long>(value),
+              bounds);
+}
+Status one_of(const char* option, int32_t value, int32_t last, const char* which) {
+  if (value >= 0 && value <= last) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %d, which is unknown: it must be %s", option, value, which);
+}
+Status known_flags(const char* option, uint32_t flags, uint32_t known) {
+  if (!(flags & ~known)) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in %s: this library knows 0x%x", flags & ~known, option,
+              known);
+}
 
 }  // namespace
 
 Status check_config(const frugal_config& c) {
-  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s", what); };
   FRUGAL_TRY(check_size(&c, "frugal_config"));
-  if (c.flags & ~FRUGAL_OBSERVE) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
-  if (c.flags && !c.service) return bad("FRUGAL_OBSERVE has a meaning with a service only");
-  if (c.world_size < 1 || c.world_size > 4096) return bad("world_size must be 1..4096");
-  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return bad("lookahead exceeds FRUGAL_MAX_LOOKAHEAD");
-  if (c.flush_threads > 256) return bad("flush_threads must be 0..256");
-  if (c.flush_mode < FRUGAL_FLUSH_AUTO || c.flush_mode > FRUGAL_FLUSH_TREE_HEAP)
-    return bad("unknown flush_mode");
-  if (c.backing != FRUGAL_BACKING_PRIVATE && c.backing != FRUGAL_BACKING_SHM)
-    return bad("unknown backing");
+  FRUGAL_TRY(known_flags("frugal_config.flags", c.flags, FRUGAL_OBSERVE));
+  if (c.flags && !c.service)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL");
+  if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", uint64_t{c.world_size}, "1..4096");
+  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
+  if (c.flush_threads > 256) return refused("flush_threads", uint64_t{c.flush_threads}, "0..256");
+  FRUGAL_TRY(one_of("flush_mode", c.flush_mode, FRUGAL_FLUSH_TREE_HEAP, "one of FRUGAL_FLUSH_*"));
+  FRUGAL_TRY(one_of("backing", c.backing, FRUGAL_BACKING_SHM, "one of FRUGAL_BACKING_*"));
   if (c.timeout_ms < 0 && c.timeout_ms != FRUGAL_TIMEOUT_INFINITE)
-    return bad("timeout_ms must be >= 0 or FRUGAL_TIMEOUT_INFINITE");
+    return refused("timeout_ms", static_cast<double>(c.timeout_ms), "0 or more, or FRUGAL_TIMEOUT_INFINITE");
   return FRUGAL_OK;
 }
 
 Status check_optimizer(const frugal_optimizer& o) {
-  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer: %s", what); };
   FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
-  if (o.kind < FRUGAL_SGD || o.kind > FRUGAL_FTRL) return bad("unknown kind");
-  if (o.flags & ~(FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS))
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer: unknown flags 0x%x", o.flags);
-  const float all[] = {o.lr,           o.eps,          o.momentum,   o.dampening,
-                       o.beta1,        o.beta2,        o.rho,        o.ftrl_lambda1,
-                       o.ftrl_lambda2, o.ftrl_beta,    o.initial_accumulator,
-                       o.weight_decay_l2, o.weight_decay, o.clip_value, o.clip_norm,
-                       o.weight_bound, o.grad_scale};
-  for (float x : all)
-    if (!real(x)) return bad("every hyper-parameter must be finite");
-  if (o.eps < 0) return bad("eps must be >= 0");
-  if (o.kind == FRUGAL_ADAM && !(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1))
-    return bad("beta1 and beta2 must lie in [0, 1)");
-  if (o.kind == FRUGAL_FTRL && !(o.lr > 0)) return bad("FTRL needs lr > 0");
-  if (o.initial_accumulator < 0) return bad("initial_accumulator must be >= 0");
-  if (o.clip_value < 0 || o.clip_norm < 0 || o.weight_bound < 0)
-    return bad("clip_value, clip_norm and weight_bound must be >= 0 (0: off)");
+  FRUGAL_TRY(one_of("optimizer.kind", o.kind, FRUGAL_FTRL, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
+  FRUGAL_TRY(known_flags("optimizer.flags", o.flags, FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS));
+  const bool adam = o.kind == FRUGAL_ADAM, ftrl = o.kind == FRUGAL_FTRL, momentum = o.kind == FRUGAL_MOMENTUM;
+  // Of every kind that they are finite, and of those that a kind looks at the bounds that keep its rows from being
+  // NaNs, and its steps from leading away from where gradients point.
+  const struct {
+    const char* name;
+    float value;
+    bool bounded;
+    double most;  // `below`: and less than that
+    bool below;
+    const char* bounds;
+  } all[] = {
+      {"optimizer.lr", o.lr, true, FLT_MAX, false, "0 or more (a grad_scale of -1 goes uphill)"},
+      {"optimizer.eps", o.eps, true, FLT_MAX, false, "0 or more"},
+      {"optimizer.momentum", o.momentum, momentum, FLT_MAX, false, "0 or more"},
+      {"optimizer.dampening", o.dampening, momentum, 1, false, "0..1"},
+      {"optimizer.beta1", o.beta1, adam, 1, true, "0 or more and less than 1"},
+      {"optimizer.beta2", o.beta2, adam, 1, true, "0 or more and less than 1"},
+      {"optimizer.rho", o.rho, o.kind == FRUGAL_RMSPROP, 1, false, "0..1"},
+      {"optimizer.ftrl_lambda1", o.ftrl_lambda1, ftrl, FLT_MAX, false, "0 or more"},
+      {"optimizer.ftrl_lambda2", o.ftrl_lambda2, ftrl, FLT_MAX, false, "0 or more"},
+      {"optimizer.ftrl_beta", o.ftrl_beta, ftrl, FLT_MAX, false, "0 or more"},
+      {"optimizer.initial_accumulator", o.initial_accumulator, true, FLT_MAX, false, "0 or more"},
+      {"optimizer.weight_decay_l2", o.weight_decay_l2, true, FLT_MAX, false, "0 or more"},
+      {"optimizer.weight_decay", o.weight_decay, true, FLT_MAX, false, "0 or more"},
+      {"optimizer.clip_value", o.clip_value, true, FLT_MAX, false, "0 (off) or more"},
+      {"optimizer.clip_norm", o.clip_norm, true, FLT_MAX, false, "0 (off) or more"},
+      {"optimizer.weight_bound", o.weight_bound, true, FLT_MAX, false, "0 (off) or more"},
+      {"optimizer.grad_scale", o.grad_scale, false, 0, false, ""},
+  };
+  for (const auto& x : all) {
+    if (!std::isfinite(x.value)) return refused(x.name, double{x.value}, "finite");
+    if (x.bounded && (x.value < 0 || x.value > x.most || (x.below && x.value == x.most)))
+      return refused(x.name, double{x.value}, x.bounds);
+  }
+  if (ftrl && o.lr == 0) return refused("optimizer.lr", double{o.lr}, "above 0 for FTRL");
   return FRUGAL_OK;
 }
 
 Status check_table(const frugal_table_config& c, bool need_name) {
-  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: %s", what); };
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
   if (need_name) {
-    if (!c.name) return bad("name is NULL");
+    if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is NULL: give it 1..255 bytes");
     size_t n = strnlen(c.name, kMostName + 1);
-    if (n == 0 || n > kMostName) return bad("name must have 1..255 bytes");
+    if (n == 0) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is empty: give it 1..255 bytes");
+    if (n > kMostName)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name has more than 255 bytes: %.64s...", c.name);
   }
-  if (c.key_space != FRUGAL_DENSE && c.key_space != FRUGAL_HASHED) return bad("unknown key_space");
-  if (c.dtype != FRUGAL_F32) return bad("unknown dtype");
-  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return bad("rows must be 1..2^32-2");
-  if (c.dim < 1 || c.dim > 65536) return bad("dim must be 1..65536");
-  if (c.init < FRUGAL_INIT_CONSTANT || c.init > FRUGAL_INIT_XAVIER) return bad("unknown init");
-  if (!real(c.init_a) || !real(c.init_b)) return bad("init_a and init_b must be finite");
-  if (c.nan_policy < FRUGAL_NAN_REJECT || c.nan_policy > FRUGAL_NAN_ACCEPT)
-    return bad("unknown nan_policy");
-  if (c.flags & ~FRUGAL_TABLE_LAZY)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: unknown flags 0x%x", c.flags);
+  FRUGAL_TRY(one_of("table: key_space", c.key_space, FRUGAL_HASHED, "FRUGAL_DENSE or FRUGAL_HASHED"));
+  FRUGAL_TRY(one_of("table: dtype", c.dtype, FRUGAL_F32, "FRUGAL_F32"));
+  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return refused("table: rows", c.rows, "1..2^32-2");
+  if (c.dim < 1 || c.dim > 65536) return refused("table: dim", uint64_t{c.dim}, "1..65536");
+  FRUGAL_TRY(one_of("table: init", c.init, FRUGAL_INIT_XAVIER, "one of FRUGAL_INIT_*"));
+  if (!std::isfinite(c.init_a)) return refused("table: init_a", double{c.init_a}, "finite");
+  if (!std::isfinite(c.init_b)) return refused("table: init_b", double{c.init_b}, "finite");
+  if (c.init == FRUGAL_INIT_UNIFORM && c.init_a > c.init_b)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: init_a is %.9g and init_b %.9g: of FRUGAL_INIT_UNIFORM init_a is "
+                "the lower bound, and must be at most init_b", double{c.init_a}, double{c.init_b});
+  if (c.init == FRUGAL_INIT_XAVIER && c.init_a < 0)
+    return refused("table: init_a", double{c.init_a}, "0 or more for FRUGAL_INIT_XAVIER, whose gain it is");
+  if (c.init > FRUGAL_INIT_UNIFORM && c.init_b < 0)
+    return refused("table: init_b", double{c.init_b},
+                   c.init == FRUGAL_INIT_XAVIER ? "0 (rows) or more for FRUGAL_INIT_XAVIER, whose fan_in it is"
+                                                : "0 or more: it is a standard deviation");
+  FRUGAL_TRY(one_of("table: nan_policy", c.nan_policy, FRUGAL_NAN_ACCEPT, "one of FRUGAL_NAN_*"));
+  FRUGAL_TRY(known_flags("frugal_table_config.flags", c.flags, FRUGAL_TABLE_LAZY));
   if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)
-    return bad("FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
   return check_optimizer(c.optimizer);
 }
 
 Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
   FRUGAL_TRY(check_size(&c, "frugal_trainer_config"));
-  if (c.flags & ~FRUGAL_TRAINER_REPLACE)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", c.flags);
+  FRUGAL_TRY(known_flags("frugal_trainer_config.flags", c.flags, FRUGAL_TRAINER_REPLACE));
   if (c.rank >= world_size)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: world_size is %u", c.rank, world_size);
-  if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1))
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "cache_ratio must lie in [0, 1]");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: the ranks are 0..%u (world_size %u)", c.rank, world_size - 1,
+                world_size);
+  if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1)) return refused("cache_ratio", c.cache_ratio, "0..1");
   if (c.device && std::strcmp(c.device, "cpu") != 0 &&
       std::strncmp(c.device, "cuda:", 5) != 0 && std::strncmp(c.device, "sim:", 4) != 0)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%s' is unknown: give \"cpu\" or \"cuda:N\"",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"",
                 c.device);
   return FRUGAL_OK;
 }

@@ -17,13 +17,13 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 
 #include "base/buffer.h"
+#include "base/condition.h"
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/os.h"
@@ -98,6 +98,7 @@ struct RemotePart {
   bool whole = false;   // a declaration, resolved
   bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
   bool cached = false;  // the trainer caches rows of the table
+  uint64_t stale = 0;   // keys of rows that have updates pending
   bool in_lines = false;  // rows of the part are cached:
   const float* line_values = nullptr;  // of line 0; null: in memory of the trainer's device
 };
@@ -147,7 +148,7 @@ class UsedElsewhere {
 
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
-           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0;
+           prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
 };
 
 struct CreatedRows {
@@ -166,7 +167,6 @@ struct TrainerTable {
   uint64_t planned = kNoStep;
   CachePlan plan;
   Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
-  bool torn = false;           // while index and flags are being changed: a failure leaves neither
   void forget_plan() {
     planned = kNoStep;
     plan = {};
@@ -211,6 +211,8 @@ struct Trainer : HeapObject {
   std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
+  uint64_t end_again = kNoStep;  // it was told that the end of this step is to be called again: there was no memory
+                                 // to commit it
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
   // Guarded by call_mu (`caches` also by `planning`, and outside steps):
@@ -246,6 +248,49 @@ struct Job : HeapObject {
 };
 using JobRef = std::shared_ptr<Job>;
 
+// What a thread works on that writes rows.
+struct Scratch : HeapObject {
+  static constexpr size_t kRows = 1024;
+  explicit Scratch(size_t ranks) {
+    claim.reserve(kRows);
+    terms.reserve(kRows, ranks);
+  }
+  Claim claim;
+  TermList terms;
+  std::unique_ptr<Scratch> next;
+};
+
+// Those of an engine. There is one at least, so that rows can be written where there is no memory.
+class Scratches {
+ public:
+  void open(size_t ranks) {
+    ranks_ = ranks;
+    free_ = std::make_unique<Scratch>(ranks);
+  }
+  // For a piece of work, in which its thread waits for nobody who has one.
+  class Lease {
+   public:
+    explicit Lease(Scratches& of) noexcept : of_(of), is_(of.take()) {}
+    ~Lease() { of_.give(std::move(is_)); }
+    Scratch* operator->() const { return is_.get(); }
+
+   private:
+    Scratches& of_;
+    std::unique_ptr<Scratch> is_;
+  };
+
+ private:
+  std::unique_ptr<Scratch> take() noexcept;
+  void give(std::unique_ptr<Scratch> scratch) noexcept {
+    std::lock_guard<std::mutex> lock(mu_);
+    scratch->next = std::move(free_);
+    free_ = std::move(scratch);
+  }
+  std::mutex mu_;
+  size_t ranks_ = 1;
+  std::unique_ptr<Scratch> free_;
+};
+
 struct PreparedUpdate {
   TableRef table;
   UpdateRef update;
@@ -266,8 +311,21 @@ struct SoonRows : HeapObject {
   uint64_t since = 0;      // the end of the last one
 };
 
+// What a step does to a table: made first for all tables, in pieces where memory is short, and let loose when the
+// step is committed.
+struct Commit {
+  TableRef table;
+  UpdateRef update;         // null: nothing is pushed
+  bool taken = false;       // it has what the ranks have pushed
+  bool added = false;       // to the table's window,
+  bool staged = false;      // which has taken all of its rows in
+  List<JobRef> job;         // where it is applied at once
+};
+
 struct StepRecord {
   bool skip = false;
+  bool deferred = false;    // how it is committed
+  Vector<Commit> commits;   // once its commit has begun
   struct TableHandovers {
     TableRef table;
     Vector<Handover> ranks;
@@ -320,6 +378,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // --- tables.cpp
   // `here`: by this process, which may do so once; else for another.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here = true);
+  Status op_table(const frugal_op& op, TableRef* out) const;
+  static Status check_step(uint64_t step);
   Status drop_table(const TableRef& table);
   TableRef find_table(const char* name);
   Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);
@@ -422,10 +482,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool prepare_one();
   Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
-  void apply_claim(Table& table, const Claim& claim);
+  void apply_claim(Table& table, const Claim& claim, TermList* terms);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms, const device::Undo* undo);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
-  void publish(const JobRef& job);
+  void publish(List<JobRef>&& job) noexcept;
   void run_job_chunk(const JobRef& job, size_t chunk);
   void progress();
   void wake_workers();
@@ -467,7 +527,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void flag_lines(TrainerTable& of, Window::Urgency urgency);
   void cancel_plan(TrainerTable& of);
   Status turn_caches(Trainer& t, uint64_t step);
-  void forget_lines(Trainer& t);
+  void forget_lines(TrainerTable& of) noexcept;
+  void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
 
   // --- steps.cpp
@@ -479,17 +540,11 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
                    Status* status);
-  // What a step does to a table: made first for all tables, and let loose when the step is committed.
-  struct Commit {
-    TableRef table;
-    UpdateRef update;         // null: nothing is pushed
-    bool staged = false;      // ahead, as it was pushed
-    Vector<uint64_t> bounds;  // of chunks, where it is applied at once
-  };
-  Status prepare_commit(uint64_t step, StepRecord& record, Vector<Handover>* ranks, bool skip, bool deferred,
-                        Commit* commit);
-  Status publish_commit(uint64_t step, Commit& commit, bool deferred);
-  void settle_young(uint64_t step, const StepRecord& record, const Vector<TableRef>& tables);
+  void begin_commit(StepRecord& record);
+  Status prepare_commit(uint64_t step, StepRecord& record, Commit* commit);
+  void publish_commit(uint64_t step, Commit& commit);
+  Status commit_owed();
+  void settle_young(uint64_t step, const StepRecord& record);
   struct Unused {
     TableRef table;
     Vector<uint32_t> slots;
@@ -549,7 +604,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
     PartRef part;        // resolved
     bool whole = false;  // it was declared, and the op names exactly its keys
   };
-  Status op_table(const frugal_op& op, TableRef* out) const;
   Status find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   class AccessScope;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
@@ -567,6 +621,9 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
                       size_t n, const frugal_op& op);
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
+  size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
+    return stale() && table.window.opened() ? table.window.count_pending(slots, n) : 0;
+  }
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
   Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
   Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
@@ -578,7 +635,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
   Status match_batch(Trainer& t, frugal_op* op);
   template <class Call>
-  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
+  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Use use, Call call);
   static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
                                           const Part& part, uint32_t dim);
   static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
@@ -591,17 +648,17 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   frugal_config config_;
   const uint32_t generation_;
   const uint64_t opened_ns_ = now_ns();
+  MemoryBudget budget_;
   Arena arena_;                      // with shared memory: what `pool_` has
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
-  MemoryBudget budget_;
   Counters counters_;
   Trace trace_;
 
   std::mutex mu_;
-  std::condition_variable cv_progress_, cv_work_;
+  Condition cv_progress_, cv_work_;
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
@@ -623,14 +680,16 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
   bool committing_ = false;
+  std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
   std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
   uint32_t outside_ = 0;            // operations outside steps under way
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
-  std::timed_mutex outside_mu_;
+  TimedMutex outside_mu_;
   std::mutex abort_mu_;
+  Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
   std::mutex cache_mu_;             // commits against cache boundaries
   Map<uint64_t, StepRecord> records_;
   Map<uint64_t, Vector<BatchRef>> batches_;
@@ -644,7 +703,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
   bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
   Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
-  Vector<JobRef> jobs_;
+  List<JobRef> jobs_;
+  Scratches scratches_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
   std::atomic<bool> deferred_now_{false};
@@ -705,7 +765,7 @@ class OutsideScope {
 
  private:
   Engine& engine_;
-  std::unique_lock<std::timed_mutex> order_;
+  std::unique_lock<TimedMutex> order_;
   Status status_ = FRUGAL_OK;
   bool entered_ = false;
 };

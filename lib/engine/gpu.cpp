@@ -463,66 +463,65 @@ void Gpu::drain(device::Stream stream) {
 }
 
 Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out) {
-  Status s = take_pointers(ops, n, use, offsets_stay, out);
+  out->resize(n);
+  bool copied = false;
+  Status s = FRUGAL_OK;
+  for (size_t i = 0; i < n && s == FRUGAL_OK; ++i)
+    s = in_op(take_pointers(ops[i], use, offsets_stay, &(*out)[i], &copied), i, n, static_cast<const char*>(nullptr));
+  if (s == FRUGAL_OK && copied) s = wait_stream();
   if (s != FRUGAL_OK) drain(stream_);  // copies may be under way into what is given back
   return s;
 }
 
-Status Gpu::take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out) {
-  out->resize(n);
-  bool copied = false;
-  for (size_t i = 0; i < n; ++i) {
-    GpuOp& o = (*out)[i];
-    o.op = ops[i];
-    frugal_op& op = o.op;
-    if (op.struct_size != sizeof(frugal_op)) continue;  // is told where ops are checked
-    bool device = false;
-    if (op.keys && op.count) {
-      FRUGAL_TRY(on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &device));
-      if (device) {
-        if (op.count > UINT32_MAX) continue;  // refused later, before a key is looked at
-        FRUGAL_TRY(copy_in(op.keys, op.count * sizeof(uint64_t), &o.keys));
-        op.keys = o.keys.as<uint64_t>();
-        copied = true;
-      }
-    }
-    if (use == Use::kDeclare) continue;
-    const float* rows = use == Use::kPush ? op.grads : op.rows_out;
-    FRUGAL_TRY(on_device(rows, sizeof(float), use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
-                         &o.rows_on_device));
-    if (op.pooling != FRUGAL_POOL_NONE && op.offsets && op.bags < UINT32_MAX) {
-      FRUGAL_TRY(on_device(op.offsets, sizeof(uint64_t), "frugal_op.offsets", &device));
-      if (device) {
-        o.device_offsets = {reinterpret_cast<uint64_t>(op.offsets)};
-        if (offsets_stay && o.rows_on_device && op.batch && !op.keys) {
-          op.offsets = nullptr;
-        } else {
-          FRUGAL_TRY(copy_in(op.offsets, (op.bags + 1) * sizeof(uint64_t), &o.offsets));
-          op.offsets = o.offsets.as<uint64_t>();
-          copied = true;
-        }
-      }
-    }
-    if (use == Use::kRead) {
-      FRUGAL_TRY(on_device(op.found_out, 1, "frugal_op.found_out", &device));
-      if (device) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.found_out must be host memory");
-    }
-    auto apart = [&](const char* what) {
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "frugal_op.%s is on the %s, the rows on the %s: give both on the same side", what,
-                  device ? "device" : "host", device ? "host" : "device");
-    };
-    FRUGAL_TRY(on_device(op.weights, sizeof(float), "frugal_op.weights", &device));
+Status Gpu::take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied) {
+  GpuOp& o = *out;
+  o.op = from;
+  frugal_op& op = o.op;
+  bool device = false;
+  if (op.keys && op.count) {
+    FRUGAL_TRY(on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &device));
     if (device) {
-      if (!o.rows_on_device) return apart("weights");
-      o.device_weights = {reinterpret_cast<uint64_t>(op.weights)};
+      FRUGAL_TRY(copy_in(op.keys, op.count * sizeof(uint64_t), &o.keys));
+      op.keys = o.keys.as<uint64_t>();
+      *copied = true;
     }
-    if (!op.weight_grads_out || use != Use::kPush) continue;
-    FRUGAL_TRY(on_device(op.weight_grads_out, sizeof(float), "frugal_op.weight_grads_out", &device));
-    if (device != o.rows_on_device) return apart("weight_grads_out");
-    if (device) o.device_weight_grads = {reinterpret_cast<uint64_t>(op.weight_grads_out)};
   }
-  return copied ? wait_stream() : FRUGAL_OK;
+  if (use == Use::kDeclare) return FRUGAL_OK;
+  const float* rows = use == Use::kPush ? op.grads : op.rows_out;
+  FRUGAL_TRY(on_device(rows, sizeof(float), use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
+                       &o.rows_on_device));
+  if (op.pooling != FRUGAL_POOL_NONE) {
+    FRUGAL_TRY(on_device(op.offsets, sizeof(uint64_t), "frugal_op.offsets", &device));
+    if (device) {
+      o.device_offsets = {reinterpret_cast<uint64_t>(op.offsets)};
+      if (offsets_stay && o.rows_on_device && op.batch && !op.keys) {
+        op.offsets = nullptr;
+      } else {
+        FRUGAL_TRY(copy_in(op.offsets, (op.bags + 1) * sizeof(uint64_t), &o.offsets));
+        op.offsets = o.offsets.as<uint64_t>();
+        *copied = true;
+      }
+    }
+  }
+  if (use == Use::kRead) {
+    FRUGAL_TRY(on_device(op.found_out, 1, "frugal_op.found_out", &device));
+    if (device) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.found_out must be host memory");
+  }
+  auto apart = [&](const char* what) {
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "frugal_op.%s is on the %s, the rows on the %s: give both on the same side", what,
+                device ? "device" : "host", device ? "host" : "device");
+  };
+  FRUGAL_TRY(on_device(op.weights, sizeof(float), "frugal_op.weights", &device));
+  if (device) {
+    if (!o.rows_on_device) return apart("weights");
+    o.device_weights = {reinterpret_cast<uint64_t>(op.weights)};
+  }
+  if (!op.weight_grads_out || use != Use::kPush) return FRUGAL_OK;
+  FRUGAL_TRY(on_device(op.weight_grads_out, sizeof(float), "frugal_op.weight_grads_out", &device));
+  if (device != o.rows_on_device) return apart("weight_grads_out");
+  if (device) o.device_weight_grads = {reinterpret_cast<uint64_t>(op.weight_grads_out)};
+  return FRUGAL_OK;
 }
 
 Status Gpu::begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out) {

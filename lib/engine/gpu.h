@@ -20,6 +20,7 @@
 #include "device/ops/shapes.h"
 #include "device/runtime.h"
 #include "engine/data_path.h"
+#include "engine/op_check.h"
 #include "storage/rows.h"
 #include "window/part.h"
 
@@ -260,7 +261,6 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Flight* current_flight() { return flight_.get(); }
   FlightRef share_flight() { return flight_; }
 
-  enum class Use { kLookup, kPush, kRead, kDeclare };
   // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
   // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a batch.
   Status take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
@@ -352,7 +352,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
  private:
   device::Result take_event(device::Event* out);  // one that was given back, or a new one
-  Status take_pointers(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
+  Status take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied);
   Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);

@@ -11,62 +11,90 @@ Status host_memory(const void* p, const char* what) {
 }
 
 Status host_memory(const frugal_op* ops, size_t n) {
-  for (size_t i = 0; i < n; ++i) {
-    const frugal_op& op = ops[i];
-    if (op.struct_size != sizeof(frugal_op)) continue;  // is told where ops are checked
+  auto look = [](const frugal_op& op) -> Status {
     FRUGAL_TRY(host_memory(op.keys, "frugal_op.keys"));
     FRUGAL_TRY(host_memory(op.rows_out, "frugal_op.rows_out"));
     FRUGAL_TRY(host_memory(op.grads, "frugal_op.grads"));
     FRUGAL_TRY(host_memory(op.found_out, "frugal_op.found_out"));
-    if (op.pooling == FRUGAL_POOL_NONE) continue;
+    if (op.pooling == FRUGAL_POOL_NONE) return FRUGAL_OK;
     FRUGAL_TRY(host_memory(op.offsets, "frugal_op.offsets"));
     FRUGAL_TRY(host_memory(op.weights, "frugal_op.weights"));
-    FRUGAL_TRY(host_memory(op.weight_grads_out, "frugal_op.weight_grads_out"));
-  }
+    return host_memory(op.weight_grads_out, "frugal_op.weight_grads_out");
+  };
+  for (size_t i = 0; i < n; ++i) FRUGAL_TRY(in_op(look(ops[i]), i, n, static_cast<const char*>(nullptr)));
   return FRUGAL_OK;
 }
 
-Status check_op(const frugal_op& op, const char* table, uint32_t dim, size_t keys, Use use,
-                bool offsets_elsewhere) {
-  auto bad = [&](const char* what) {
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table '%s': %s", table, what);
-  };
+Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
+  if (stride && (stride < row_bytes || stride % sizeof(float)))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "row_stride %zu: give 0, or a multiple of 4 from %zu on, which are the bytes of a row", stride, row_bytes);
+  // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a mistake.)
+  constexpr size_t kAddresses = size_t{1} << 57;
+  if (rows && stride > kAddresses / rows)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %zu: %zu rows so far apart exceed the address space", stride,
+                rows);
+  return FRUGAL_OK;
+}
+
+Status in_op(Status status, size_t i, size_t n, const char* table) {
+  if (n > 1 && table) return fail_in(status, "op %zu of %zu (table '%s')", i, n, table);
+  if (n > 1) return fail_in(status, "op %zu of %zu", i, n);
+  return table ? fail_in(status, "table '%s'", table) : status;
+}
+
+Status check_form(const frugal_op& op, Use use) {
+  auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s", what); };
+  if (op.struct_size != sizeof(frugal_op))
+    return fail(FRUGAL_ERR_STRUCT_SIZE, "frugal_op.struct_size is %zu, expected %zu: use FRUGAL_OP_INIT", op.struct_size,
+                sizeof(frugal_op));
   if (op.flags & ~FRUGAL_OP_PADDING)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in frugal_op", op.flags);
-  if (op.reserved) return bad("frugal_op.reserved is not 0");
-  if (keys >= UINT32_MAX) return bad("more than 2^32 - 2 keys in one op");
-  if (use == Use::kRead && op.batch) return bad("a read takes keys, not a batch");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in frugal_op: give 0 or FRUGAL_OP_PADDING", op.flags);
+  if (op.reserved)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.reserved is %u: use FRUGAL_OP_INIT, which makes it 0", op.reserved);
+  if (use == Use::kRead && op.batch) return bad("a read takes keys: frugal_op.batch must be NULL");
   if (!op.keys && op.count && (!op.batch || use == Use::kDeclare))
-    return bad("keys is NULL but count is not 0");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.keys is NULL and count %zu: give the keys, or count 0", op.count);
+  if (op.count >= UINT32_MAX && (op.keys || !op.batch))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu keys in one op: at most 2^32 - 2", op.count);
   if (use == Use::kDeclare) return FRUGAL_OK;
-  if (op.pooling < FRUGAL_POOL_NONE || op.pooling > FRUGAL_POOL_MEAN) return bad("unknown pooling");
+  if (op.pooling < FRUGAL_POOL_NONE || op.pooling > FRUGAL_POOL_MEAN)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown pooling %d: give one of FRUGAL_POOL_*", op.pooling);
+  if (op.pooling != FRUGAL_POOL_NONE && !op.offsets)
+    return bad("pooling needs offsets: frugal_op.offsets is NULL, give bags + 1 of them");
+  if (op.pooling != FRUGAL_POOL_NONE && op.bags >= UINT32_MAX)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bags in one op: at most 2^32 - 2", op.bags);
+  if (op.weights && op.pooling != FRUGAL_POOL_SUM)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "weights need FRUGAL_POOL_SUM, and pooling is %d", op.pooling);
+  if (op.weight_grads_out && !op.weights) return bad("weight_grads_out needs weights: frugal_op.weights is NULL");
+  return FRUGAL_OK;
+}
+
+Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool offsets_elsewhere) {
+  auto last = [&](uint64_t offset) {
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the last of %zu offsets is %llu: it must be %zu, the number of keys",
+                op.bags + 1, static_cast<unsigned long long>(offset), keys);
+  };
   size_t rows = keys;
   if (op.pooling != FRUGAL_POOL_NONE) {
     rows = op.bags;
-    if (!op.offsets && !offsets_elsewhere) return bad("pooling needs offsets");
-    if (op.bags >= UINT32_MAX) return bad("more than 2^32 - 2 bags in one op");
-    if (!offsets_elsewhere) {
-      if (op.offsets[0] != 0) return bad("offsets[0] must be 0");
+    if (offsets_elsewhere) {
+      if (op.bags == 0 && keys) return last(0);
+    } else {
+      if (op.offsets[0] != 0)
+        return fail(FRUGAL_ERR_INVALID_ARGUMENT, "offsets[0] is %llu: it must be 0",
+                    static_cast<unsigned long long>(op.offsets[0]));
       for (size_t b = 0; b < op.bags; ++b)
-        if (op.offsets[b] > op.offsets[b + 1]) return bad("offsets must not decrease");
-      if (op.offsets[op.bags] != keys) return bad("the last offset must be the number of keys");
-    } else if (op.bags == 0 && keys) {
-      return bad("the last offset must be the number of keys");
+        if (op.offsets[b] > op.offsets[b + 1])
+          return fail(FRUGAL_ERR_INVALID_ARGUMENT, "offsets[%zu] is %llu after %llu: offsets must not decrease", b + 1,
+                      static_cast<unsigned long long>(op.offsets[b + 1]), static_cast<unsigned long long>(op.offsets[b]));
+      if (op.offsets[op.bags] != keys) return last(op.offsets[op.bags]);
     }
-    if (op.weights && op.pooling != FRUGAL_POOL_SUM) return bad("weights need FRUGAL_POOL_SUM");
-  } else if (op.weights) {
-    return bad("weights need FRUGAL_POOL_SUM");
   }
-  if (op.weight_grads_out && !op.weights) return bad("weight_grads_out needs weights");
-  const size_t row_bytes = size_t{dim} * sizeof(float);
-  if (op.row_stride && (op.row_stride < row_bytes || op.row_stride % sizeof(float)))
-    return bad("row_stride must be 0, or a multiple of 4 that holds a row");
-  if (rows && op.row_stride > PTRDIFF_MAX / rows) return bad("row_stride: the rows exceed the address space");
-  if (use == Use::kPush) {
-    if (rows && !op.grads) return bad("grads is NULL");
-  } else if (rows && !op.rows_out) {
-    return bad("rows_out is NULL");
-  }
+  FRUGAL_TRY(check_stride(op.row_stride, size_t{dim} * sizeof(float), rows));
+  if (rows && !(use == Use::kPush ? op.grads : op.rows_out))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.%s is NULL: give memory for %zu rows",
+                use == Use::kPush ? "grads" : "rows_out", rows);
   return FRUGAL_OK;
 }
 

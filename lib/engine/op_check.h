@@ -14,8 +14,37 @@ Status host_memory(const void* p, const char* what);
 // The same for all that ops of a rank on the cpu device point to.
 Status host_memory(const frugal_op* ops, size_t n);
 
-// An op of so many keys on a table. `offsets_elsewhere`: on a device, where kernels will look at them.
-Status check_op(const frugal_op& op, const char* table, uint32_t dim, size_t keys, Use use,
-                bool offsets_elsewhere = false);
+// Whether rows of so many bytes can lie `stride` bytes apart (0: packed).
+Status check_stride(size_t stride, size_t row_bytes, size_t rows);
+
+// An op by itself, before anything that it points to is looked at.
+Status check_form(const frugal_op& op, Use use);
+// What follows from its table, and from the number of its keys. `offsets_elsewhere`: on a device, where kernels will
+// look at them.
+Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool offsets_elsewhere = false);
+
+// What op `i` of a call's `n` has met: the message begins with the op, if there are several, and its table.
+Status in_op(Status status, size_t i, size_t n, const char* table);
+template <class TableRef>
+Status in_op(Status status, size_t i, size_t n, const TableRef& table) {
+  return status == FRUGAL_OK ? status : in_op(status, i, n, table ? table->name.c_str() : nullptr);
+}
+template <class Table>
+Status in_table(Status status, const Table& table) {
+  return status == FRUGAL_OK ? status : in_op(status, 0, 1, table.name.c_str());
+}
+
+// The first thing that every call does with its ops, in both kinds of engines.
+template <class TableRef, class Engine>
+Status check_ops(const Engine& engine, const frugal_op* ops, size_t n, Use use) {
+  for (size_t i = 0; i < n; ++i) {
+    Status s = check_form(ops[i], use);
+    if (s == FRUGAL_OK) continue;
+    TableRef table;
+    if (s != FRUGAL_ERR_STRUCT_SIZE && (s = engine.op_table(ops[i], &table)) == FRUGAL_OK) s = check_form(ops[i], use);
+    return in_op(s, i, n, table);
+  }
+  return FRUGAL_OK;
+}
 
 }  // namespace frugal

@@ -23,7 +23,7 @@ Status busy(const String& why) {
 // same one.
 OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     : engine_(engine), order_(engine.outside_mu_, std::try_to_lock) {
-  // One after the other. In slices by the system clock, as other sleeps.
+  // One after the other. In slices, for the engine may be closed meanwhile.
   while (!order_.owns_lock()) {
     if (engine.closed_.load()) {
       status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
@@ -38,9 +38,8 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
     }
-    uint64_t now = now_ns(), left = deadline.at > now ? deadline.at - now : 0;
-    (void)order_.try_lock_until(std::chrono::system_clock::now() +
-                                std::chrono::nanoseconds(std::min<uint64_t>(left, 1000000000)));
+    if (engine.outside_mu_.try_lock_until(std::min(deadline.at, now_ns() + 1000000000u)))
+      order_ = std::unique_lock<TimedMutex>(engine.outside_mu_, std::adopt_lock);
   }
   std::unique_lock<std::mutex> lock(engine.mu_);
   auto settled = [&] {
@@ -48,7 +47,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   };
   engine.settle(lock, settled);
   String why;
-  if (engine.flying_.load() && !engine.closed_.load() && !engine.ranks_inside(&why)) {
+  if ((engine.flying_.load() || engine.owed_.load()) && !engine.closed_.load() && !engine.ranks_inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
@@ -161,18 +160,6 @@ void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
   if (state) rows.export_state(slot, out + l.dim);
 }
 
-Status check_stride(size_t* stride, size_t row_bytes, size_t rows) {
-  if (*stride == 0) *stride = row_bytes;
-  if (*stride < row_bytes || *stride % sizeof(float))
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "row_stride %zu: a row has %zu bytes; give 0 or a larger multiple of 4", *stride,
-                row_bytes);
-  if (rows && *stride > PTRDIFF_MAX / rows)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %zu: %zu rows exceed the address space",
-                *stride, rows);
-  return FRUGAL_OK;
-}
-
 }  // namespace
 
 Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
@@ -181,15 +168,17 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
-  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
-  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
+  const size_t row_bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
+  FRUGAL_TRY(in_table(check_stride(stride, row_bytes, n), t));
+  if (stride == 0) stride = row_bytes;
+  FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   Buffer slots;
   FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
-  FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  FRUGAL_TRY(in_table(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)), t));
   for (size_t i = 0; i < n; ++i) {
     bool there = s[i] < kMissingSlot;
     if (found) found[i] = there;
@@ -214,8 +203,10 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   const RowLayout& l = t.rows.layout();
-  FRUGAL_TRY(check_stride(&stride, (l.dim + (state ? l.state_floats : 0)) * sizeof(float), n));
-  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
+  const size_t row_bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
+  FRUGAL_TRY(in_table(check_stride(stride, row_bytes, n), t));
+  if (stride == 0) stride = row_bytes;
+  FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
@@ -256,7 +247,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   op.table = reinterpret_cast<frugal_table*>(t.handle);
   FRUGAL_TRY(with_room(&op, 1, [&] {
     Accessing accessing(*this, t);
-    FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
+    FRUGAL_TRY(in_table(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr), t));
     // Before anything is written, for it may want memory. A cache can always do without its copy.
     drop_cached(t, s, n);
     created.reserve(t.rows.hashed() ? n : 0);
@@ -272,7 +263,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
 Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
   FRUGAL_TRY(check());
   FpEnvironment fp;
-  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
+  FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
@@ -301,6 +292,7 @@ Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* delete
 // Evaluation: sees every committed step, changes nothing.
 Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline) {
   FRUGAL_TRY(check());
+  FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, Use::kRead));
   FpEnvironment fp;
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;
@@ -363,7 +355,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   Vector<frugal_op> host;
   if (trainer && trainer->gpu) {
     FRUGAL_TRY(trainer->gpu->ready());
-    FRUGAL_TRY(trainer->gpu->take_ops(ops, n, Gpu::Use::kRead, false, &gpu));
+    FRUGAL_TRY(trainer->gpu->take_ops(ops, n, Use::kRead, false, &gpu));
     for (const GpuOp& o : gpu) host.push_back(o.op);
     ops = host.data();
   } else {
@@ -373,10 +365,10 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     TableRef table;
-    FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, table->name.c_str(), table->rows.layout().dim, op.count, Use::kRead));
+    FRUGAL_TRY(in_op(op_table(op, &table), i, n, table));
+    FRUGAL_TRY(in_op(check_op(op, table->rows.layout().dim, op.count, Use::kRead), i, n, table));
     const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
-    FRUGAL_TRY(table->rows.check_ids(op.keys, op.count, padding));
+    FRUGAL_TRY(in_op(table->rows.check_ids(op.keys, op.count, padding), i, n, table));
   }
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
@@ -386,8 +378,8 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     Buffer slots;
     FRUGAL_TRY(pool_.get(op.count * sizeof(uint32_t), &slots));
     uint32_t* s = slots.as<uint32_t>();
-    FRUGAL_TRY(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr));
-    FRUGAL_TRY(fresh(trainer, *table, s, op.count, step, deadline));
+    FRUGAL_TRY(in_op(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr), i, n, table));
+    FRUGAL_TRY(in_op(fresh(trainer, *table, s, op.count, step, deadline), i, n, table));
     if (op.found_out)
       for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
     if (trainer && trainer->gpu && gpu[i].rows_on_device)

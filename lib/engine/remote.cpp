@@ -30,7 +30,7 @@ Status Engine::keep_ledger() {
 Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  std::lock_guard<std::mutex> lock(mu_);
+  std::unique_lock<std::mutex> lock(mu_);
   auto at = batches_.find(t.step);
   if (!t.in_step || at == batches_.end()) return FRUGAL_OK;
   for (const BatchRef& b : at->second) {
@@ -46,6 +46,9 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
       out->push_back(std::move(p));
     }
   }
+  lock.unlock();
+  for (RemotePart& p : *out)
+    if (p.whole) p.stale = stale_keys(*p.table, p.part->slots.as<uint32_t>(), p.part->n);
   return FRUGAL_OK;
 }
 
@@ -128,11 +131,7 @@ void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
 Status Engine::give_up_lines(Trainer& t, uint64_t step) {
-  try {
-    forget_lines(t);
-  } catch (const std::bad_alloc&) {
-    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-  }
+  for (auto& [raw, of] : t.caches) forget_lines(of);
   for (auto& [raw, of] : t.caches)
     if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end()) of.elsewhere.reset();
   t.boundaries_done = t.boundaries;
@@ -154,21 +153,25 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<Re
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
   return with_room(ops, n, [&]() -> Status {
+    FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, Use::kLookup));
     Vector<Access> accesses(n);
+    // (Which op of the trainer's call it is, is known there.)
     for (size_t i = 0; i < n; ++i)
-      FRUGAL_TRY(find_access(t, ops[i], Use::kLookup, nullptr, &accesses[i]));
+      FRUGAL_TRY(in_op(find_access(t, ops[i], Use::kLookup, nullptr, &accesses[i]), 0, 1, accesses[i].table));
     {
       AccessScope scope(*this, accesses);
-      for (size_t i = 0; i < n; ++i) FRUGAL_TRY(resolve_access(t, ops[i], &accesses[i], true));
+      for (size_t i = 0; i < n; ++i)
+        FRUGAL_TRY(in_op(resolve_access(t, ops[i], &accesses[i], true), 0, 1, accesses[i].table));
       create_rows(t, accesses);
     }
     Vector<RemotePart> parts(n);
     for (size_t i = 0; i < n; ++i) {
-      FRUGAL_TRY(fresh_access(t, accesses[i]));
+      FRUGAL_TRY(in_op(fresh_access(t, accesses[i]), 0, 1, accesses[i].table));
       parts[i].table = accesses[i].table;
       parts[i].part = accesses[i].part;
       parts[i].whole = accesses[i].whole;
       parts[i].fresh = true;
+      parts[i].stale = stale_keys(*parts[i].table, parts[i].part->slots.as<uint32_t>(), parts[i].part->n);
       if (accesses[i].whole) describe_lines(t, &parts[i]);
     }
     if (t.abort_notice.load()) return aborted(t);
@@ -298,6 +301,7 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   counters_.keys_pushed.fetch_add(c.keys_pushed, std::memory_order_relaxed);
   counters_.cache_hits.fetch_add(c.cache_hits, std::memory_order_relaxed);
   counters_.cache_misses.fetch_add(c.cache_misses, std::memory_order_relaxed);
+  counters_.stale_reads.fetch_add(c.stale_reads, std::memory_order_relaxed);
   counters_.lookup_ns.fetch_add(c.lookup_ns, std::memory_order_relaxed);
   counters_.push_ns.fetch_add(c.push_ns, std::memory_order_relaxed);
   counters_.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);

@@ -1,8 +1,6 @@
 // How a call of the engine waits: look, help, sleep; and how it makes room. Included by the engine's
 // sources only.
 #pragma once
-#include <chrono>
-
 #include "base/handles.h"
 #include "engine/engine.h"
 
@@ -22,15 +20,10 @@ inline bool moves(const std::atomic<uint64_t>& count, uint64_t seen, uint64_t ns
   return false;
 }
 
-// Sleeps on `cv` until done() or for about a second. The system clock is used because a change of it
-// only makes one slice longer or shorter.
+// Sleeps on `cv` until done(), or for a second.
 template <class Done>
-void sleep_slice(std::condition_variable& cv, std::unique_lock<std::mutex>& lock, uint64_t until,
-                 Done done) {
-  uint64_t now = now_ns();
-  uint64_t ns = until == UINT64_MAX ? 1000000000u : until > now ? until - now : 0;
-  ns = std::min<uint64_t>(ns, 1000000000u);
-  cv.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns), done);
+void sleep_slice(Condition& cv, std::unique_lock<std::mutex>& lock, uint64_t until, Done done) {
+  cv.wait_until(lock, std::min(until, now_ns() + 1000000000u), done);
 }
 
 struct Counted {
@@ -76,9 +69,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
         continue;
       }
     } catch (const std::bad_alloc&) {
-      // The help was the engine's work, rows of it may be half done: as in a background thread.
-      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-      continue;
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for work of the engine that the call waits for; call again");
     }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.

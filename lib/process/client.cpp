@@ -480,7 +480,7 @@ Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t 
     }
     Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
     FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
-      if (bytes > capacity * sizeof(uint64_t)) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
+      if (bytes / sizeof(uint64_t) > capacity) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
       return c.read(out, bytes, until);
     }));
     *cursor = e.args[0];
@@ -494,22 +494,16 @@ static size_t row_bytes(const RemoteTable& t, uint32_t flags) {
   return (t.info.dim + (flags & FRUGAL_WITH_STATE ? t.info.state_floats : 0)) * sizeof(float);
 }
 
-static Status check_stride(const RemoteTable& t, size_t stride, size_t bytes) {
-  if (stride == 0 || (stride >= bytes && stride % sizeof(float) == 0)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-              "table '%s': row_stride must be 0, or a multiple of 4 that holds a row (%zu bytes)", t.name.c_str(), bytes);
-}
-
 Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
                    uint8_t* found) {
   const size_t bytes = row_bytes(table, flags);
-  FRUGAL_TRY(check_stride(table, stride, bytes));
+  FRUGAL_TRY(in_table(check_stride(stride, bytes, n), table));
   if (stride == 0) stride = bytes;
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       TableReadout* t;
       FRUGAL_TRY(remains_of(table, &t));
-      if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
+      if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(in_table(check_dense_ids(keys, n, nullptr, table.info.capacity), table));
       Vector<uint32_t> slots(n);
       Vector<float> scratch(t->row_floats());
       t->find(keys, n, nullptr, slots.data());
@@ -544,7 +538,7 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
 
 Status Client::put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride) {
   const size_t bytes = row_bytes(table, flags);
-  FRUGAL_TRY(check_stride(table, stride, bytes));
+  FRUGAL_TRY(in_table(check_stride(stride, bytes, n), table));
   if (stride == 0) stride = bytes;
   Exchange e{Call::kPut, {table.id, n, flags}, {}};
   e.add(keys, n * sizeof(uint64_t));

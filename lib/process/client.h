@@ -70,7 +70,7 @@ struct StepPart {
   PartRef part;                // its buffers are views
   bool whole = false, fresh = false, cached = false;
   const float* line_values = nullptr;
-  size_t cached_keys = 0;
+  size_t cached_keys = 0, stale_keys = 0;
   bool used = false;           // the controller knows, or need not
 };
 
@@ -122,6 +122,7 @@ struct RemoteTrainer : HeapObject {
   uint64_t said = 0;           // when the controller was told last that this process waits for its device
   uint64_t joined = 0;         // what the controller knows this trainer by, of all that had the rank
   uint64_t step = kNoStep;
+  std::atomic<uint64_t> begun{kNoStep};  // the last step that it has begun, if that was not undone
   Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
   Map<uint64_t, RemotePushSums> pushes;  // by table
@@ -162,6 +163,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
 
   Status create_table(const frugal_table_config& config, RemoteTableRef* out);
   Status find_table(const char* name, RemoteTableRef* out);
+  Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   Status drop_table(const RemoteTableRef& table);
   Status describe(RemoteTable& table, frugal_table_info* out);
   Status set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer);
@@ -207,7 +209,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
     const bool there_;
   };
   Status remains_of(RemoteTable& table, TableReadout** out);
-  Status read_out(const frugal_op* ops, size_t n);
+  Status read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
   bool see_end(Status s);
   // A call that reads, during which the controller may end: then it reads what that has left.
@@ -257,7 +259,6 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
   Status lose_rank(uint32_t rank, uint64_t joined, int64_t timeout_ms) noexcept;
   Status give_up_join(uint32_t rank, Status why);
-  Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);
   void leave_step(RemoteTrainer& t);
@@ -295,7 +296,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
   void leave_gpu(const Gpu& gpu) noexcept;
   template <class Call>
-  Status with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call);
+  Status with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Call call);
   Status match_batch(RemoteTrainer& t, frugal_op* op);
   Status pin_tables();
   Status flight_over(RemoteTrainer& t, const Access& access, Flight** out);

@@ -38,7 +38,7 @@ void Client::leave_gpu(const Gpu& gpu) noexcept {
 
 // Keys on the device beside a batch.
 Status Client::match_batch(RemoteTrainer& t, frugal_op* op) {
-  if (op->struct_size != sizeof(frugal_op) || !op->batch || !op->keys || !op->count) return FRUGAL_OK;
+  if (!op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
   FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
   auto batch = std::static_pointer_cast<RemoteBatch>(
@@ -301,7 +301,7 @@ Status Client::end_flight(RemoteTrainer& t, Flight::Found* found) {
 Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline) {
   FRUGAL_TRY(t.gpu->ready());
   Vector<GpuOp> taken;
-  FRUGAL_TRY(t.gpu->take_ops(ops, n, Gpu::Use::kRead, false, &taken));
+  FRUGAL_TRY(t.gpu->take_ops(ops, n, Use::kRead, false, &taken));
   Vector<frugal_op> host(n);
   Vector<Buffer> rows(n), weights(n);
   Vector<size_t> counts(n), strides(n), dims(n);
@@ -309,8 +309,8 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
     frugal_op& op = host[i] = taken[i].op;
     if (!taken[i].rows_on_device) continue;
     RemoteTableRef table;
-    FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, table->name.c_str(), table->info.dim, op.count, Use::kRead));
+    FRUGAL_TRY(in_op(op_table(op, &table), i, n, table));
+    FRUGAL_TRY(in_op(check_op(op, table->info.dim, op.count, Use::kRead), i, n, table));
     if (taken[i].device_weights) {
       FRUGAL_TRY(t.gpu->bring(op.weights, op.count * sizeof(float), &weights[i]));
       op.weights = weights[i].as<float>();
@@ -322,7 +322,7 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
     op.rows_out = rows[i].as<float>();
     op.row_stride = strides[i] * sizeof(float);
   }
-  if (Remaining remains{*this}) FRUGAL_TRY(read_out(host.data(), n));
+  if (Remaining remains{*this}) FRUGAL_TRY(read_out(&t, host.data(), n));
   else FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
   Flight flight;
   flight.gpu = t.gpu;
@@ -342,6 +342,7 @@ Status Client::device_failed(RemoteTrainer& t) {
     pinner_->remove(&t.gpu->runtime());
     Exchange e{Call::kAbort, {1}, {}};
     t.failed = ask(t, e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
+    if (t.failed && !lost_.load()) t.begun.store(kNoStep);
     leave_step(t);
   }
   return t.gpu->ready();

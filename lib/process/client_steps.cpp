@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "base/fpenv.h"
 #include "base/handles.h"
@@ -44,7 +45,7 @@ void Client::add_used(const RemoteTrainer& t, Exchange* e) {
 // What an answer says of the step.
 Status Client::concluded(RemoteTrainer& t, Status s) {
   if (s == FRUGAL_ERR_STEP_ABORTED || s == FRUGAL_ERR_PEER_LOST) {
-    t.told = t.notices->load();
+    if (const uint32_t notices = t.notices->load(); std::exchange(t.told, notices) != notices) t.begun.store(kNoStep);
     leave_step(t);
   }
   if (s == FRUGAL_ERR_PEER_LOST && t.closing.load())
@@ -172,12 +173,9 @@ void Client::take_releases(RemoteTrainer& t) {
 // --- Declaring -----------------------------------------------------------------------------------
 
 Status Client::op_table(const frugal_op& op, RemoteTableRef* out) const {
-  if (op.struct_size != sizeof(frugal_op))
-    return fail(FRUGAL_ERR_STRUCT_SIZE, "frugal_op.struct_size is %zu, expected %zu: use FRUGAL_OP_INIT",
-                op.struct_size, sizeof(frugal_op));
   auto table = std::static_pointer_cast<RemoteTable>(
       handle_get(HandleKind::kRemoteTable, reinterpret_cast<uint64_t>(op.table)));
-  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table of the engine");
+  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table of the engine: it was dropped, or never was one");
   if (table->engine.get() != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine", table->name.c_str());
   *out = std::move(table);
@@ -216,11 +214,12 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
+  FRUGAL_TRY(check_ops<RemoteTableRef>(*this, ops, n, Use::kDeclare));
   Vector<GpuOp> taken;
   Vector<frugal_op> host;
   if (t.gpu) {
     FRUGAL_TRY(t.gpu->ready());
-    FRUGAL_TRY(t.gpu->take_ops(ops, n, Gpu::Use::kDeclare, false, &taken));
+    FRUGAL_TRY(t.gpu->take_ops(ops, n, Use::kDeclare, false, &taken));
     for (const GpuOp& o : taken) host.push_back(o.op);
     ops = host.data();
   } else {
@@ -238,10 +237,9 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   e.add(heads.data(), n * sizeof(OpHead));
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
-    FRUGAL_TRY(op_table(ops[i], &table));
-    FRUGAL_TRY(check_op(ops[i], table->name.c_str(), table->info.dim, ops[i].count, Use::kDeclare));
+    FRUGAL_TRY(in_op(op_table(ops[i], &table), i, n, table));
     heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0, kNoPlace};
-    FRUGAL_TRY(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e));
+    FRUGAL_TRY(in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
     batch->tables.push_back(std::move(table));
   }
   struct Undo {  // where it is not declared after all
@@ -324,6 +322,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
     s.fresh = p.flags & kPartFresh;
     s.cached = p.flags & kPartCached;
     s.cached_keys = p.cached;
+    s.stale_keys = p.stale;
     auto view = [&](uint64_t place, uint64_t n, size_t element) {
       if (place == kNoPlace || n > arena_.bytes / element || place > arena_.bytes - n * element) return Buffer();
       return Buffer::view(arena_.base + place, n * element);
@@ -398,6 +397,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
     if (!without) return s;
   }
   t.in_step = true;
+  t.begun.store(step);
   t.traced = traced;
   // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
   // than 62 steps ahead of the last commit.
@@ -422,10 +422,10 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const
   if (op.batch) {
     auto batch = std::static_pointer_cast<RemoteBatch>(
         handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch)));
-    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     // Whoever declared it has not come here since the step was committed.
     if (t.step > batch->step && t.step - batch->step > kept_steps())
-      return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch");
+      return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     if (batch->trainer != &t || batch->step != t.step)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "the batch was declared for step %llu of %s rank; this is step %llu of rank %u",
@@ -434,9 +434,9 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const
     if (batch->failed != FRUGAL_OK && !op.keys)
       return fail(batch->failed, "the batch could not be declared, so give the keys: %s", batch->why.c_str());
     if (op.part >= batch->tables.size())
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u: the batch has %zu", op.part, batch->tables.size());
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u: the batch has %zu parts, from 0 on", op.part, batch->tables.size());
     if (batch->tables[op.part] != out->table)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "part %u of the batch is of table '%s'", op.part,
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u of the batch is of table '%s'", op.part,
                   batch->tables[op.part]->name.c_str());
     for (size_t i = 0; i < t.parts.size(); ++i) {
       const StepPart& p = t.parts[i];
@@ -459,7 +459,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const
         out->part = i;
     }
   }
-  FRUGAL_TRY(check_op(op, table.name.c_str(), table.info.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
+  FRUGAL_TRY(check_op(op, table.info.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
   if (out->part == SIZE_MAX) return check_keys(table, op);
   // Without rows that are up to date, or not resolved at all, it is to be asked for.
   const StepPart& p = t.parts[out->part];
@@ -515,10 +515,9 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
 
 namespace {
 
-Status nan_refused(const char* table) {
+Status nan_refused() {
   return fail(FRUGAL_ERR_NAN,
-              "a gradient for table '%s' has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)",
-              table);
+              "a gradient has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)");
 }
 
 // Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names without keys.
@@ -562,7 +561,7 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
   out->resize(n);
   bool all = true;
   for (size_t i = 0; i < n; ++i) {
-    FRUGAL_TRY(find_access(t, ops[i], use, gpu ? &gpu[i] : nullptr, &(*out)[i]));
+    FRUGAL_TRY(in_op(find_access(t, ops[i], use, gpu ? &gpu[i] : nullptr, &(*out)[i]), i, n, (*out)[i].table));
     all = all && (*out)[i].part != SIZE_MAX;
   }
   if (all) return FRUGAL_OK;
@@ -572,7 +571,7 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
     const Access& a = (*out)[i];
     if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
     const Part* declared = a.declared == SIZE_MAX ? nullptr : t.parts[a.declared].part.get();
-    if (has_nan_term(ops[i], a.table->info.dim, declared)) return nan_refused(a.table->name.c_str());
+    if (has_nan_term(ops[i], a.table->info.dim, declared)) return in_op(nan_refused(), i, n, a.table);
   }
   return ask_for(t, ops, *out);
 }
@@ -682,7 +681,8 @@ void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t key
 
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
 template <class Call>
-Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Gpu::Use use, Call call) {
+Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Call call) {
+  FRUGAL_TRY(check_ops<RemoteTableRef>(*this, ops, n, use));
   if (!t.gpu) {
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
@@ -696,7 +696,7 @@ Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(enter(t));
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
-  return with_gpu_ops(t, ops, n, Gpu::Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
+  return with_gpu_ops(t, ops, n, Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
     return lookup_rows(t, host, n, gpu, began);
   });
 }
@@ -718,6 +718,7 @@ Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, con
       FRUGAL_TRY(gather_here(t, *accesses[i].table, p, ops[i]));
     }
     keys += p.part->n;
+    t.counts.stale_reads += p.stale_keys;
     if (!p.cached) continue;
     const uint64_t hits = p.part->lines ? p.cached_keys : 0;
     t.counts.cache_hits += hits;
@@ -781,9 +782,7 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
     FRUGAL_TRY(sum_first(sums, dim, pushed.grads, t.sums, false, &nan));
     if (!(reject && nan)) sums->table = a.table;
   }
-  if (reject && nan)
-    return nan_refused(table.name.c_str());
-  return FRUGAL_OK;
+  return reject && nan ? nan_refused() : FRUGAL_OK;
 }
 
 Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
@@ -794,7 +793,7 @@ Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
   FRUGAL_TRY(inside(t));
   if (t.ending)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first", t.rank);
-  return with_gpu_ops(t, ops, n, Gpu::Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
+  return with_gpu_ops(t, ops, n, Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
     return push_rows(t, host, n, gpu, began);
   });
 }
@@ -826,7 +825,7 @@ Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const
         if (status != FRUGAL_OK) break;
         op.weight_grads_out = weight_grads[i].as<float>();
       }
-      status = push_one(t, op, accesses[i], sums);
+      status = in_op(push_one(t, op, accesses[i], sums), i, n, accesses[i].table);
     }
     if (status == FRUGAL_OK) status = use(t, accesses);
   } catch (const std::bad_alloc&) {
@@ -915,6 +914,7 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
     if (found != Flight::Found::kNothing) {
       Exchange undo{Call::kAbort, {}, {}};
       FRUGAL_TRY(ask(t, undo));
+      t.begun.store(kNoStep);
       leave_step(t);
       return found_in_step(found, step);
     }
@@ -952,22 +952,34 @@ Status Client::abort_call(RemoteTrainer& t) {
   FRUGAL_TRY(inside(t));
   Exchange e{Call::kAbort, {}, {}};
   FRUGAL_TRY(ask(t, e));
+  t.begun.store(kNoStep);
   leave_step(t);
   return FRUGAL_OK;
 }
 
 // --- Evaluation ----------------------------------------------------------------------------------
 
-// From what a dead controller has left.
-Status Client::read_out(const frugal_op* ops, size_t n) {
+// From what a dead controller has left. A trainer is to see what it has done, which is not there if it was not
+// committed.
+Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) {
   static const float zeros[65536] = {};  // the largest row
+  if (t) {
+    uint64_t committed;
+    FRUGAL_TRY(remains_.committed(&committed));
+    const uint64_t begun = t->begun.load();
+    if (begun != kNoStep && (committed == kNoStep || begun > committed))
+      return fail(FRUGAL_ERR_PEER_LOST,
+                  "the controller is gone, and step %llu, which rank %u has begun, was not committed: read without a "
+                  "trainer, for the rows as of the last step that was",
+                  static_cast<unsigned long long>(begun), t->rank);
+  }
   FpEnvironment fp;
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     RemoteTableRef table;
-    FRUGAL_TRY(op_table(op, &table));
-    FRUGAL_TRY(check_op(op, table->name.c_str(), table->info.dim, op.count, Use::kRead));
-    FRUGAL_TRY(check_keys(*table, op));
+    FRUGAL_TRY(in_op(op_table(op, &table), i, n, table));
+    FRUGAL_TRY(in_op(check_op(op, table->info.dim, op.count, Use::kRead), i, n, table));
+    FRUGAL_TRY(in_op(check_keys(*table, op), i, n, table));
     TableReadout* from;
     FRUGAL_TRY(remains_of(*table, &from));
     Vector<uint32_t> slots(op.count);
@@ -993,11 +1005,12 @@ Status Client::read_out(const frugal_op* ops, size_t n) {
 }
 
 Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
+  FRUGAL_TRY(check_ops<RemoteTableRef>(*this, ops, n, Use::kRead));
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       device::look_for_devices();
       FRUGAL_TRY(host_memory(ops, n));
-      return read_out(ops, n);
+      return read_out(t, ops, n);
     }
     std::unique_lock<std::mutex> call;
     if (t) {
@@ -1018,9 +1031,9 @@ Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadl
   e.add(heads.data(), n * sizeof(ReadHead));
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
-    FRUGAL_TRY(op_table(op, &tables[i]));
-    FRUGAL_TRY(check_op(op, tables[i]->name.c_str(), tables[i]->info.dim, op.count, Use::kRead));
-    FRUGAL_TRY(check_keys(*tables[i], op));
+    FRUGAL_TRY(in_op(op_table(op, &tables[i]), i, n, tables[i]));
+    FRUGAL_TRY(in_op(check_op(op, tables[i]->info.dim, op.count, Use::kRead), i, n, tables[i]));
+    FRUGAL_TRY(in_op(check_keys(*tables[i], op), i, n, tables[i]));
     const bool pooled = op.pooling != FRUGAL_POOL_NONE;
     heads[i].op = {tables[i]->id, 0, op.count, op.padding_key, 0, op.flags, 1, 0, kNoPlace};
     heads[i].bags = pooled ? op.bags : 0;

@@ -429,6 +429,7 @@ Status Lane::answer_parts(size_t from) {
     place.table = r.table->handle;
     place.n = p.n;
     place.padding = p.padding;
+    place.stale = r.stale;
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
                   (r.cached ? kPartCached : 0);
     place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;

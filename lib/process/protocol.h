@@ -75,6 +75,7 @@ struct PartPlace {
   uint64_t slots, pairs, rows, start, keys;
   uint64_t lines, line_values;  // of the trainer's cache
   uint64_t cached;       // keys of rows that are in it
+  uint64_t stale;        // keys of rows that had updates pending
   uint64_t padding;
   uint32_t index;        // of the part in its batch
   uint32_t flags;        // kPart*

@@ -138,8 +138,8 @@ Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64
   for (size_t i = 0; i < n; ++i)
     if (keys[i] >= capacity && !(padding && keys[i] == *padding))
       return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
-                  "id %llu at position %zu: the table has ids 0..%llu; nothing was taken",
-                  static_cast<unsigned long long>(keys[i]), i,
+                  "id %lld at position %zu: the table has ids 0..%llu; nothing was taken",
+                  static_cast<long long>(keys[i]), i,
                   static_cast<unsigned long long>(capacity - 1));
   return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE, "ids changed while they were looked at; nothing was taken");
 }
@@ -176,9 +176,8 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   } else {
     if (next_slot_ >= capacity_)
       return fail(FRUGAL_ERR_TABLE_FULL,
-                  "the table has %llu rows, no room for key %llu; create it with more rows",
-                  static_cast<unsigned long long>(capacity_),
-                  static_cast<unsigned long long>(key));
+                  "no room for key %lld, all of its %llu rows are taken; create it with more rows, or delete some",
+                  static_cast<long long>(key), static_cast<unsigned long long>(capacity_));
     FRUGAL_TRY(ensure_memory(next_slot_, 1));
     s = static_cast<uint32_t>(next_slot_);
   }

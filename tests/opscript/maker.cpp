@@ -6,6 +6,7 @@
 // order within a step is drawn call by call; what is drawn is written and done to the reference at
 // once.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -314,6 +315,8 @@ class Maker {
       config.init = static_cast<int32_t>(random_.Below(5));
       config.init_a = random_.Float(-0.5f, 0.5f);
       config.init_b = random_.Float(0.1f, 1);
+      if (config.init == FRUGAL_INIT_XAVIER) config.init_a = std::abs(config.init_a);
+      if (config.init == FRUGAL_INIT_UNIFORM && config.init_a > config.init_b) std::swap(config.init_a, config.init_b);
       config.nan_policy = static_cast<int32_t>(random_.Weighted({60, 20, 20}));
       const int32_t kind = static_cast<int32_t>((seed_ + t) % 7);  // all of them, over few scripts
       config.optimizer = DrawOptimizer(kind, random_.Chance(0.5) ? 0.0f : random_.Float(0, 1));

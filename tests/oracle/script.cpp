@@ -1,6 +1,7 @@
 #include "oracle/script.h"
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -126,6 +127,8 @@ class ScriptMaker {
       config.init_a = random_.Float(-1, 1);
       config.init_b = random_.Float(0.1f, 2);
       if (config.init == FRUGAL_INIT_XAVIER && random_.Chance(0.5)) config.init_b = 0;
+      if (config.init == FRUGAL_INIT_XAVIER) config.init_a = std::abs(config.init_a);
+      if (config.init == FRUGAL_INIT_UNIFORM && config.init_a > config.init_b) std::swap(config.init_a, config.init_b);
       config.nan_policy = static_cast<int32_t>(random_.Weighted({50, 25, 25}));
       if (config.key_space == FRUGAL_DENSE && random_.Chance(0.3)) {
         config.flags = FRUGAL_TABLE_LAZY;

@@ -81,6 +81,7 @@ struct Fake : ControlHandler {
   std::atomic<uint64_t> id{0};
   std::atomic<uint32_t> rank{0};
   std::atomic<bool> lost{false};
+  std::atomic<int> joins{0}, leaves{0};
   frugal_table_info info;
   frugal_stats numbers_of_stats;
   Vector<int> descriptors, read_only;
@@ -140,9 +141,11 @@ struct Fake : ControlHandler {
     reply->descriptors = descriptors;
     reply->read_only = read_only;
     reply->numbers = numbers;
+    ++joins;
     return note(peer);
   }
   Status leave(Peer& peer, uint32_t r, bool l, uint64_t) override {
+    ++leaves;
     rank = r;
     lost = l;
     return note(peer);
@@ -950,6 +953,41 @@ TEST_F(Control, AnAnswerThatCannotBeSentEndsTheConnection) {
   Client second = connected();
   EXPECT_EQ(second->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK);
   close_all(&opened.descriptors);
+  close_all(&fake.descriptors);
+}
+
+// Memory fails at each place, of either side: a status, and a rank that nobody has got is given back.
+TEST_F(Control, EachAllocationMayFail) {
+  both();
+  fake.descriptors = {memory_with("a"), memory_with("b")};
+  fake.read_only = {fake.descriptors[1]};
+  fake.numbers = {1, 2, 3};
+  const long before = descriptors_of(getpid());
+  int n = 1;
+  for (;; ++n) {
+    fake.joins = fake.leaves = 0;
+    heap_test_fail_after(n);
+    Client c;
+    OpenReply opened;
+    TableReply table;
+    JoinReply joined;
+    Status s = ControlClient::connect(address.c_str(), kMs, &c);
+    if (s == FRUGAL_OK) s = c->open(FRUGAL_CONFIG_INIT, kMs, &opened);
+    if (s == FRUGAL_OK) s = c->find_table("x", kMs, &table);
+    if (s == FRUGAL_OK) s = c->join(FRUGAL_TRAINER_CONFIG_INIT, kMs, &joined);
+    const int64_t left = heap_test_fail_after(0);
+    EXPECT_TRUE(s == FRUGAL_OK || s == FRUGAL_ERR_OUT_OF_MEMORY || s == FRUGAL_ERR_PEER_LOST) << n << ": " << s;
+    if (s != FRUGAL_OK && c && !c->lost()) {
+      EXPECT_EQ(fake.joins, fake.leaves) << n;
+      EXPECT_EQ(c->ping(kMs), FRUGAL_OK) << n;
+      EXPECT_EQ(c->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK) << n;
+    }
+    for (Vector<int>* fds : {&opened.descriptors, &table.descriptors, &joined.descriptors}) close_all(fds);
+    if (left > 0) break;
+  }
+  EXPECT_GT(n, 15);
+  for (int i = 0; i < 10000 && descriptors_of(getpid()) != before; ++i) usleep(1000);
+  EXPECT_EQ(descriptors_of(getpid()), before);
   close_all(&fake.descriptors);
 }
 

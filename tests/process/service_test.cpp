@@ -1,9 +1,12 @@
 // A controller and its trainer processes when something is wrong: other configurations, ranks that are taken, a peer
 // that is stopped, forked, of another user, hostile, or has no memory.
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -11,6 +14,7 @@
 #include <sys/syscall.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -82,6 +86,97 @@ TEST_F(Service, NobodyThere) {
   frugal_engine* e = nullptr;
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, Open(address(), &e, 50));
   EXPECT_TRUE(Says("no controller")) << Error();
+}
+
+// Connections that say nothing keep nobody out, however many there are.
+TEST_F(Service, SilentConnections) {
+  ControllerProgram controller(address());
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::snprintf(name.sun_path, sizeof name.sun_path, "%s", address().c_str());
+  rlimit files;
+  ASSERT_EQ(0, getrlimit(RLIMIT_NOFILE, &files));
+  const long most = std::min<long>(1100, static_cast<long>(files.rlim_cur) - 100);
+  std::vector<int> silent;
+  while (static_cast<long>(silent.size()) < most) {
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    silent.push_back(fd);
+    ASSERT_EQ(0, connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name));
+  }
+  frugal_engine* e = nullptr;
+  frugal_trainer* t = nullptr;
+  OK(Open(address(), &e));
+  OK(Join(e, 0, &t));
+  OK(frugal_close(e));
+  for (int fd : silent) close(fd);
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// A controller without memory says so.
+TEST_F(Service, AControllerWithoutMemory) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's own memory has no place there";
+#endif
+  int serves = 0;
+  for (rlim_t mib = 24; mib <= 120; mib += 4) {
+    ControllerProgram controller(address(), [mib] {
+      const rlimit limit{mib << 20, mib << 20};
+      return setrlimit(RLIMIT_AS, &limit) == 0;
+    });
+    serves += controller.serves();
+    const int status = controller.serves() ? controller.end(SIGTERM) : controller.wait_for();
+    // Below that the program's own libraries find no place: the loader says 127.
+    if (!controller.serves() && status == 127) continue;
+    EXPECT_EQ(controller.serves() ? 0 : 1, status) << mib << " MiB";
+  }
+  EXPECT_GT(serves, 0);
+}
+
+// Programs that a trainer starts get none of what it has open.
+TEST_F(Service, DescriptorsStayInTheProcess) {
+  ControllerProgram controller(address());
+  const std::vector<std::string> before = entries_of("/proc/self/fd");
+  frugal_engine* e = nullptr;
+  frugal_trainer* t = nullptr;
+  frugal_table* table = nullptr;
+  OK(Open(address(), &e));
+  OK(Join(e, 0, &t));
+  const frugal_table_config c = TableConfig("t");
+  OK(frugal_table_create(e, &c, &table));
+  size_t seen = 0;
+  for (const std::string& fd : entries_of("/proc/self/fd")) {
+    if (std::find(before.begin(), before.end(), fd) != before.end()) continue;
+    const int flags = fcntl(std::stoi(fd), F_GETFD);
+    if (flags < 0) continue;  // what the folder was read with
+    ++seen;
+    EXPECT_EQ(FD_CLOEXEC, flags) << fd;
+  }
+  EXPECT_GT(seen, 5u);
+  OK(frugal_close(e));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// A system call of this process, and of what it starts, is refused from now on.
+bool Refuse(uint32_t call) {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{std::size(program), program};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+TEST_F(Service, WhoIsAtTheOtherEndIsNotTold) {
+  ControllerProgram controller(address());
+  EXPECT_EQ(0, InChild([&] {
+    frugal_engine* e = nullptr;
+    if (!Refuse(SYS_getsockopt)) return 1;
+    if (Open(address(), &e) != FRUGAL_ERR_UNSUPPORTED) return 2;
+    return Says("SO_PEERCRED") ? 0 : 3;
+  }));
+  EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
 // What is at an address and can never be a controller is told at once.

@@ -8,7 +8,6 @@
 #include <time.h>
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 
 #include "device/sim/order.h"
@@ -116,8 +115,7 @@ bool StreamThread::wait(const std::shared_ptr<Mark>& mark, uint64_t timeout_ns) 
     // Who asks again and again waits, too.
     if (timeout_ns > 0 || ++mark->queries > 3) stream.demand(mark->position);
     if (timeout_ns > 0 && !mark->passed) {
-      const auto limit = std::chrono::nanoseconds(std::min<uint64_t>(timeout_ns, uint64_t{1} << 60));
-      stream.passed_.wait_until(lock, std::chrono::steady_clock::now() + limit,
+      stream.passed_.wait_until(lock, now_ns() + std::min<uint64_t>(timeout_ns, uint64_t{1} << 60),
                                 [&] { return mark->passed; });
     }
     passed = mark->passed;
@@ -147,7 +145,7 @@ void StreamThread::delay(uint64_t position) {
   const Delays delays = delays_;
   yields_ = delays.yields > 0;
   if (roll < delays.holds) {
-    work_.wait_for(lock, std::chrono::microseconds(delays.hold_us), [&] {
+    work_.wait_until(lock, now_ns() + uint64_t{1000} * delays.hold_us, [&] {
       return demanded_ >= position || closing_ || health_->failed();
     });
     return;

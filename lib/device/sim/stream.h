@@ -11,13 +11,13 @@
 #include <stdint.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "base/condition.h"
 #include "device/runtime.h"
 #include "device/sim/block.h"
 #include "device/sim/memory.h"
@@ -106,8 +106,8 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
   std::thread thread_;
 
   std::mutex mutex_;
-  std::condition_variable work_;    // the stream's thread waits: for operations, or held
-  std::condition_variable passed_;  // others wait for marks
+  Condition work_;    // the stream's thread waits: for operations, or held
+  Condition passed_;  // others wait for marks
   std::deque<Operation*> queue_;
   uint64_t added_ = 0, taken_ = 0, demanded_ = 0;
   bool closing_ = false, ended_ = false;

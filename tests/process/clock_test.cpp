@@ -1,0 +1,274 @@
+// Waits when the system's clock is set back by an hour in the middle of them: they end by their time-outs all the same.
+//
+// What: this program's clock_gettime, gettimeofday and time take the place of the C library's, for the library, too. By
+// the system's clock it is an hour later than the kernel knows: a time on that clock that was worked out before is
+// reached an hour late, which is what setting it back does. A host of an engine, a fork of this process, is under it, too.
+// A wait that does not end is ended by an alarm, and with it the program.
+// Callers: ctest.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/condition.h"
+#include "frugal.h"
+#ifdef FRUGAL_CONTROLLER
+#include "controller.h"
+#endif
+
+namespace {
+
+std::atomic<long> g_ahead{0};  // seconds
+
+int Real(clockid_t id, timespec* t) { return static_cast<int>(syscall(SYS_clock_gettime, id, t)); }
+
+}  // namespace
+
+extern "C" {
+int clock_gettime(clockid_t id, timespec* t) noexcept {
+  const int r = Real(id, t);
+  if (r == 0 && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) t->tv_sec += g_ahead.load();
+  return r;
+}
+int gettimeofday(timeval* t, void*) noexcept {
+  timespec now;
+  if (clock_gettime(CLOCK_REALTIME, &now)) return -1;
+  *t = {now.tv_sec, now.tv_nsec / 1000};
+  return 0;
+}
+time_t time(time_t* out) noexcept {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (out) *out = now.tv_sec;
+  return now.tv_sec;
+}
+}
+
+namespace {
+
+std::string Error() {
+  frugal_error e;
+  frugal_last_error(&e);
+  return e.message;
+}
+#define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
+
+// Ends the program where a wait takes the hour. (By another clock: alarms are not set back.)
+class Clock : public testing::Test {
+ protected:
+  Clock() {
+    alarm(120);
+    g_ahead = 3600;
+  }
+  ~Clock() override {
+    g_ahead = 0;
+    alarm(0);
+  }
+};
+
+frugal_table* Table(frugal_engine* e) {
+  frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
+  c.name = "t";
+  c.rows = 10;
+  c.dim = 4;
+  frugal_table* t = nullptr;
+  EXPECT_EQ(FRUGAL_OK, frugal_table_create(e, &c, &t)) << Error();
+  return t;
+}
+
+frugal_trainer* Join(frugal_engine* e, uint32_t rank) {
+  frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
+  c.rank = rank;
+  frugal_trainer* t = nullptr;
+  EXPECT_EQ(FRUGAL_OK, frugal_trainer_create(e, &c, &t)) << Error();
+  return t;
+}
+
+// What is waited for never comes.
+void Waits(frugal_engine* e) {
+  frugal_table* table = Table(e);
+  frugal_trainer *waits = Join(e, 0), *other = Join(e, 1);
+  for (frugal_trainer* t : {waits, other}) OK(frugal_step_begin(t, 0, 20000));
+  OK(frugal_step_end(waits, 0, 0));
+  EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(waits, 1, 100));
+  const uint64_t key = 1;
+  float row[4];
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = &key;
+  op.count = 1;
+  op.rows_out = row;
+  EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_read(e, waits, &op, 1, 100));
+  OK(frugal_step_end(other, 0, 0));
+  EXPECT_EQ(FRUGAL_OK, frugal_read(e, nullptr, &op, 1, 20000));
+}
+
+TEST_F(Clock, TheTestsOwn) {
+  timespec mine, kernel;
+  ASSERT_EQ(0, Real(CLOCK_REALTIME, &kernel));
+  ASSERT_EQ(0, clock_gettime(CLOCK_REALTIME, &mine));
+  EXPECT_GE(mine.tv_sec - kernel.tv_sec, 3600);
+  EXPECT_GE(std::chrono::system_clock::to_time_t(std::chrono::system_clock::now()) - kernel.tv_sec, 3600);
+}
+
+TEST_F(Clock, Conditions) {
+  frugal::Condition condition;
+  std::mutex mu;
+  std::unique_lock<std::mutex> lock(mu);
+  EXPECT_FALSE(condition.wait_until(lock, frugal::now_ns() + 50'000'000, [] { return false; }));
+  EXPECT_TRUE(condition.wait_until(lock, 0, [] { return true; }));
+  frugal::TimedMutex turn;
+  ASSERT_TRUE(turn.try_lock());
+  EXPECT_FALSE(turn.try_lock());
+  EXPECT_FALSE(turn.try_lock_until(frugal::now_ns() + 50'000'000));
+  std::thread next([&] { EXPECT_TRUE(turn.try_lock_until(UINT64_MAX)); });
+  turn.unlock();
+  next.join();
+  turn.unlock();
+  EXPECT_TRUE(turn.try_lock_until(0));
+}
+
+TEST_F(Clock, InThisProcess) {
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  c.world_size = 2;
+  frugal_engine* e = nullptr;
+  OK(frugal_open(&c, &e));
+  Waits(e);
+  // Threads of the engine that have nothing to do sleep, and are woken all the same when it is closed.
+  OK(frugal_close(e));
+}
+
+#ifdef FRUGAL_CONTROLLER
+
+// A process of its own, which serves an engine until the other end of its pipe is closed.
+class Host {
+ public:
+  Host(const std::string& address, int64_t timeout_ms) {
+    int up[2], down[2];
+    if (pipe2(up, O_CLOEXEC) || pipe2(down, O_CLOEXEC)) std::abort();
+    pid_ = fork();
+    if (pid_ == 0) {
+      close(up[1]);
+      close(down[0]);
+      frugal_config c = FRUGAL_CONFIG_INIT;
+      c.world_size = 2;
+      c.backing = FRUGAL_BACKING_SHM;
+      c.timeout_ms = timeout_ms;
+      frugal_engine* e = nullptr;
+      if (frugal_open(&c, &e) || frugal_serve(e, address.c_str())) _exit(1);
+      char byte = 1;
+      if (write(down[1], &byte, 1) != 1) _exit(2);
+      while (read(up[0], &byte, 1) > 0) {
+      }
+      _exit(frugal_close(e) ? 3 : 0);
+    }
+    close(up[0]);
+    close(down[1]);
+    pipe_ = up[1];
+    char byte = 0;
+    serves_ = read(down[0], &byte, 1) == 1;
+    close(down[0]);
+  }
+  ~Host() {
+    kill(pid_, SIGCONT);
+    close(pipe_);
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+  pid_t pid() const { return pid_; }
+  bool serves() const { return serves_; }
+
+ private:
+  pid_t pid_;
+  int pipe_;
+  bool serves_;
+};
+
+int32_t Attach(const std::string& address, int64_t timeout_ms, frugal_engine** e) {
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  c.world_size = 2;
+  c.service = address.c_str();
+  c.timeout_ms = timeout_ms;
+  return frugal_open(&c, e);
+}
+
+TEST_F(Clock, Attached) {
+  const Folder folder;
+  frugal_engine* e = nullptr;
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, Attach(folder.address(), 100, &e));
+  Host host(folder.address(), 20000);
+  ASSERT_TRUE(host.serves());
+  OK(Attach(folder.address(), 20000, &e));
+  Waits(e);
+  OK(frugal_close(e));
+}
+
+// A rank that says nothing is lost after the engine's time-out.
+TEST_F(Clock, ASilentRank) {
+  const Folder folder;
+  Host host(folder.address(), 2000);
+  ASSERT_TRUE(host.serves());
+  const pid_t silent = fork();
+  if (silent == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    frugal_engine* e = nullptr;
+    if (Attach(folder.address(), 20000, &e)) _exit(1);
+    frugal_trainer* t = Join(e, 1);
+    if (!t || frugal_step_begin(t, 0, 20000)) _exit(2);
+    raise(SIGSTOP);
+    _exit(3);
+  }
+  int status = 0;
+  ASSERT_EQ(silent, waitpid(silent, &status, WUNTRACED));
+  ASSERT_TRUE(WIFSTOPPED(status)) << status;
+  frugal_engine* e = nullptr;
+  OK(Attach(folder.address(), 20000, &e));
+  frugal_trainer* t = Join(e, 0);
+  OK(frugal_step_begin(t, 0, 20000));
+  OK(frugal_step_end(t, 0, 0));
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, FRUGAL_TIMEOUT_INFINITE));
+  kill(silent, SIGKILL);
+  waitpid(silent, &status, 0);
+  OK(frugal_close(e));
+}
+
+// Calls of the control plane, and of the rings, whose controller does not answer.
+TEST_F(Clock, DISABLED_AStoppedController) {
+  const Folder folder;
+  Host host(folder.address(), 20000);
+  ASSERT_TRUE(host.serves());
+  frugal_engine* e = nullptr;
+  OK(Attach(folder.address(), 300, &e));
+  ASSERT_EQ(0, kill(host.pid(), SIGSTOP));
+  int status = 0;
+  ASSERT_EQ(host.pid(), waitpid(host.pid(), &status, WUNTRACED));
+  uint64_t step;
+  frugal_stats stats;
+  stats.struct_size = sizeof stats;
+  EXPECT_NE(FRUGAL_OK, frugal_committed_step(e, &step));
+  EXPECT_NE(FRUGAL_OK, frugal_get_stats(e, &stats));
+  EXPECT_NE(FRUGAL_OK, frugal_flush(e, 100));
+  EXPECT_EQ(FRUGAL_OK, frugal_close(e)) << Error();
+}
+
+#endif
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
