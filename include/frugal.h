@@ -365,14 +365,15 @@ FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
  * and a dense table's rows are initialized in parallel. Where processes share the engine each
  * creates its tables: one that another process has created with the same configuration is meant.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (this process has created a table of that
- * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
- * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
+ * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step), with a service
+ * TIMEOUT: then call again, and the table that is there by now is meant. Ownership: the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
  * any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
                                        frugal_table **table_out);
 
 /* Drops a table and frees its memory; declared batches lose their part of it. NULL is accepted.
- * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, TIMEOUT (of writing what is pending). Threads: any. */
+ * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, OUT_OF_MEMORY, TIMEOUT (of writing what is pending, or of a
+ * service). After these two call again: done is done. Threads: any. */
 FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 
 /* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */
@@ -505,14 +506,15 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          frugal_trainer **trainer_out);
 
 /* Leaves: from now on nobody waits for this rank. Its declarations are cancelled; a step that it
- * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED.
- * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
+ * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED; with a
+ * service also TIMEOUT and OUT_OF_MEMORY: call again, until then the handle stays. Threads: any one; a call of the trainer that
+ * waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
 
 /* Gives a trainer up, for a program that fails: as if its process had ended. With a service every
  * uncommitted step is undone, the other ranks' calls answer PEER_LOST, and somebody who joins as this rank
- * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns: FRUGAL_OK,
- * BAD_HANDLE, FORKED. Threads: as frugal_trainer_close. Since: 0.1. */
+ * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns and threads: as
+ * frugal_trainer_close. Since: 0.1. */
 FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
 
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
