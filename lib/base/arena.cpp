@@ -1,5 +1,7 @@
 #include "base/arena.h"
 
+#include <algorithm>
+
 namespace frugal {
 
 Arena::~Arena() {
@@ -22,21 +24,44 @@ void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
 Status Arena::take(size_t bytes, char** out) {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   std::lock_guard<std::mutex> lock(mu_);
-  if (bytes > end_ - used_)
+  // Room for what putting back may want.
+  if (free_.capacity() < taken_ + 2) free_.reserve(2 * taken_ + 2);
+  auto best = free_.end();
+  for (auto r = free_.begin(); r != free_.end(); ++r)
+    if (r->end - r->first >= bytes && (best == free_.end() || r->end - r->first < best->end - best->first)) best = r;
+  const size_t at = best == free_.end() ? used_ : best->first;
+  if (at == used_ && bytes > end_ - used_)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes more than the %zu bytes of shared memory for buffers",
                 bytes - (end_ - used_), end_ - first_);
-  FRUGAL_TRY(os_commit(mapping_, used_, bytes));
-  *out = mapping_.base + used_;
-  used_ += bytes;
+  FRUGAL_TRY(os_commit(mapping_, at, bytes));
+  if (at == used_)
+    used_ += bytes;
+  else if ((best->first += bytes) == best->end)
+    free_.erase(best);
+  ++taken_;
+  *out = mapping_.base + at;
   return FRUGAL_OK;
 }
 
-void Arena::put_back(char* last, size_t bytes) noexcept {
+void Arena::put_back(char* taken, size_t bytes) noexcept {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  const size_t first = offset(taken);
   std::lock_guard<std::mutex> lock(mu_);
-  if (offset(last) + bytes != used_) return;
-  used_ -= bytes;
-  os_decommit(mapping_, used_, bytes);
+  if (own_) os_decommit(mapping_, first, bytes);
+  --taken_;
+  auto next = std::find_if(free_.begin(), free_.end(), [&](const Range& r) { return r.first > first; });
+  next = free_.insert(next, {first, first + bytes});
+  if (next + 1 != free_.end() && next->end == (next + 1)->first) {
+    next->end = (next + 1)->end;
+    free_.erase(next + 1);
+  }
+  if (next != free_.begin() && (next - 1)->end == next->first) {
+    (next - 1)->end = next->end;
+    next = free_.erase(next) - 1;
+  }
+  if (next->end != used_) return;
+  used_ = next->first;
+  free_.erase(next);
 }
 
 }  // namespace frugal

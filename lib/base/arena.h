@@ -1,11 +1,12 @@
 // Memory for buffers in one mapping, so that another process can be told where they are by offsets.
 //
-// Pieces are cut one after the other and stay cut: the pools on top of it use them again. The
+// Pieces are cut one after the other; what is put back is used again, by pieces of any size. The
 // mapping may be the arena's own (shared memory, of which addresses are reserved in plenty), or a part of
 // somebody else's. Thread-safe.
 #pragma once
 #include <mutex>
 
+#include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
 
@@ -23,8 +24,8 @@ class Arena {
   bool opened() const { return mapping_.base != nullptr; }
   // Committed memory, aligned to 2 MiB; `bytes` is rounded up to that.
   Status take(size_t bytes, char** out);
-  // What was taken last goes back, if nobody has taken anything since.
-  void put_back(char* last, size_t bytes) noexcept;
+  // What was taken goes back, and its memory (but of a part of somebody else's mapping) to the system.
+  void put_back(char* taken, size_t bytes) noexcept;
   const Mapping& mapping() const { return mapping_; }
   bool holds(const void* p) const {
     const char* at = static_cast<const char*>(p);
@@ -39,6 +40,11 @@ class Arena {
   Mapping mapping_;
   bool own_ = false;
   size_t first_ = 0, used_ = 0, end_ = 0;
+  struct Range {
+    size_t first, end;
+  };
+  Vector<Range> free_;     // below used_, ascending, none next to another
+  size_t taken_ = 0;       // pieces: there can be as many ranges between them
 };
 
 }  // namespace frugal

@@ -1,5 +1,6 @@
 #include "base/buffer.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 
@@ -30,6 +31,8 @@ void mark_used(char*, size_t) {}
 #endif
 
 constexpr size_t kSmallest = 256;
+constexpr size_t kAlwaysKept = size_t{64} << 20;
+constexpr uint64_t kSpan = 16;  // times what is held
 
 // Size classes: 256, 320, 384, 448, 512, 640, ... a quarter of a power of two apart.
 size_t class_of(size_t bytes, size_t* rounded) {
@@ -58,12 +61,10 @@ void Buffer::reset() noexcept {
 BufferPool::~BufferPool() {
   for (auto& list : free_)
     for (Free& f : list) {
-      mark_used(f.data, f.capacity);
-      if (f.capacity >= kHugePage)
-        unmap(f.data, f.capacity);
-      else if (!cuts())
-        heap_free(f.data);
+      if (budget_ && counts(f.capacity)) budget_->give(f.capacity);
+      release(f.data, f.capacity);
     }
+  if (budget_) budget_->spare = nullptr;
   for (char* piece : pieces_) unmap(piece, kPiece);
 }
 
@@ -94,9 +95,19 @@ Status BufferPool::map(size_t bytes, char** out) {
 
 void BufferPool::unmap(char* data, size_t bytes) noexcept {
   if (pinner_) pinner_->unpin(data);
-  if (arena_) return;
+  if (arena_) return arena_->put_back(data, bytes);
   Mapping m{data, (bytes + kHugePage - 1) / kHugePage * kHugePage, -1};
   os_release(&m);
+}
+
+// Of a buffer that nobody has, and that is in no list. (A part of a piece waits for the pool's end.)
+void BufferPool::release(char* data, size_t capacity) noexcept {
+  mark_used(data, capacity);
+  held_.fetch_sub(capacity, std::memory_order_relaxed);
+  if (capacity >= kHugePage)
+    unmap(data, capacity);
+  else if (!cuts())
+    heap_free(data);
 }
 
 // A part of a piece.
@@ -136,9 +147,22 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
       const auto taken = kOldestFirst ? free_[c].begin() : free_[c].end() - 1;
       data = taken->data;
       mark_used(data, taken->capacity);
+      take_out(taken->capacity);
       free_[c].erase(taken);
     }
+    clock_ += capacity;
+    used_ += capacity;
+    peak_ = std::max(peak_, used_);
   }
+  struct Unused {  // where there is no memory
+    BufferPool* pool;
+    size_t capacity;
+    ~Unused() {
+      if (!pool) return;
+      std::lock_guard<std::mutex> lock(pool->mu_);
+      pool->used_ -= capacity;
+    }
+  } unused{this, capacity};
   if (!data) {
     if (capacity >= kHugePage) {
       FRUGAL_TRY(map(capacity, &data));
@@ -150,27 +174,69 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
     }
     held_.fetch_add(capacity, std::memory_order_relaxed);
   }
+  unused.pool = nullptr;
   out->pool_ = this;
   out->data_ = data;
   out->capacity_ = capacity;
   return FRUGAL_OK;
 }
 
+void BufferPool::take_out(size_t capacity) {
+  if (!counts(capacity)) return;
+  kept_.fetch_sub(capacity, std::memory_order_relaxed);
+  if (budget_) budget_->give(capacity);
+}
+
+// What may be kept. Sizes that are not in use at the same time add up, hence twice.
+size_t BufferPool::bound() const { return kAlwaysKept + 2 * std::max(peak_, peak_before_); }
+
 void BufferPool::put(char* data, size_t capacity) noexcept {
-  size_t rounded;
+  size_t rounded, most;
   size_t c = class_of(capacity, &rounded);
-  std::lock_guard<std::mutex> lock(mu_);
-  try {
-    free_[c].push_back({data, capacity});
-    mark_free(data, capacity);
-  } catch (...) {
-    // No memory for the list itself: the buffer goes back to the system instead.
-    // A part of a piece waits for the pool's end.
-    held_.fetch_sub(capacity, std::memory_order_relaxed);
-    if (capacity >= kHugePage)
-      unmap(data, capacity);
-    else if (!cuts())
-      heap_free(data);
+  bool kept = true;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    used_ -= capacity;
+    if (clock_ - span_ > kSpan * held_.load(std::memory_order_relaxed)) {
+      span_ = clock_;
+      peak_before_ = peak_;
+      peak_ = used_;
+    }
+    most = bound();
+    try {
+      free_[c].reserve(free_[c].size() + 1 > free_[c].capacity() ? 2 * free_[c].size() + 4 : 0);
+      kept = !counts(capacity) || !budget_ || budget_->add(capacity);
+      if (kept) free_[c].push_back({data, capacity, clock_});
+    } catch (const std::bad_alloc&) {
+      kept = false;
+    }
+    if (kept) {
+      mark_free(data, capacity);
+      if (counts(capacity)) kept_.fetch_add(capacity, std::memory_order_relaxed);
+    }
+  }
+  if (!kept) return release(data, capacity);
+  if (kept_.load(std::memory_order_relaxed) > most) keep(most);
+}
+
+void BufferPool::keep(size_t bytes) noexcept {
+  for (;;) {
+    Free oldest{nullptr, 0, UINT64_MAX};
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (kept_.load(std::memory_order_relaxed) <= bytes) return;
+      // Lists are in the order of time.
+      Vector<Free>* of = nullptr;
+      for (Vector<Free>& list : free_)
+        if (!list.empty() && counts(list.front().capacity) && list.front().since <= oldest.since) {
+          oldest = list.front();
+          of = &list;
+        }
+      if (!of) return;
+      of->erase(of->begin());
+      take_out(oldest.capacity);
+    }
+    release(oldest.data, oldest.capacity);
   }
 }
 

@@ -2,8 +2,9 @@
 //
 // A step needs the same few sizes again and again, so freed buffers are kept by size class and
 // handed out again; nothing is allocated in steady state. Sizes are rounded up to a quarter of a
-// power of two. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner
-// all of a pool's memory is pinned, once, and stays so until the pool ends; with an Arena it is that's.
+// power of two. What is kept is bounded by what was in use of late: those that have lain longest go
+// back to the system. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner
+// all of a pool's memory is pinned, until it goes back; with an Arena it is that's.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -19,6 +20,22 @@
 namespace frugal {
 
 class BufferPool;
+
+// The engine's limit of memory for tables (frugal_config.host_bytes). Buffers that are kept for later count, too, and
+// make room where it is wanted.
+struct MemoryBudget {
+  uint64_t limit = UINT64_MAX;
+  std::atomic<uint64_t> used{0};
+  BufferPool* spare = nullptr;
+  bool add(uint64_t bytes) {
+    uint64_t before = used.fetch_add(bytes, std::memory_order_relaxed);
+    if (before + bytes <= limit) return true;
+    used.fetch_sub(bytes, std::memory_order_relaxed);
+    return false;
+  }
+  bool take(uint64_t bytes);
+  void give(uint64_t bytes) { used.fetch_sub(bytes, std::memory_order_relaxed); }
+};
 
 class Buffer {
  public:
@@ -83,12 +100,20 @@ class BufferPool {
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
   // Likewise: its memory comes from an arena, which lives longer.
   void cut_from(Arena* arena) { arena_ = arena; }
+  // What is kept counts against the budget.
+  void count_in(MemoryBudget* budget) {
+    budget_ = budget;
+    budget->spare = this;
+  }
+  // Gives back what is kept beyond `bytes`.
+  void keep(size_t bytes) noexcept;
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
   Status get(size_t bytes, Buffer* out);
   // What a buffer of `bytes` bytes takes.
   static size_t capacity_for(size_t bytes);
   size_t bytes_held() const { return held_.load(std::memory_order_relaxed); }
+  size_t bytes_kept() const { return kept_.load(std::memory_order_relaxed); }
 
  private:
   friend class Buffer;
@@ -96,12 +121,18 @@ class BufferPool {
   struct Free {
     char* data;
     size_t capacity;
+    uint64_t since;  // clock_
   };
   static constexpr size_t kClasses = 256;
-  // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they never go back to the system.
+  // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they are kept for ever, and not
+  // counted.
   static constexpr size_t kPiece = kHugePage;
   Status map(size_t bytes, char** out);
   void unmap(char* data, size_t bytes) noexcept;
+  void release(char* data, size_t capacity) noexcept;
+  bool counts(size_t capacity) const { return capacity >= kHugePage || !cuts(); }
+  void take_out(size_t capacity);
+  size_t bound() const;
   Status cut(size_t bytes, char** out);
 
   bool cuts() const { return pinner_ || arena_; }
@@ -112,7 +143,19 @@ class BufferPool {
   Vector<char*> pieces_;
   size_t piece_used_ = kPiece;  // of the last one
   Vector<Free> free_[kClasses];
-  std::atomic<size_t> held_{0};
+  std::atomic<size_t> held_{0}, kept_{0};  // all that there is; of it, free
+  MemoryBudget* budget_ = nullptr;
+  // Bytes handed out so far. In a span of some times as much as there is, `peak_` was in use at most; and in the one
+  // before `peak_before_`.
+  uint64_t clock_ = 0, span_ = 0;
+  size_t used_ = 0, peak_ = 0, peak_before_ = 0;
 };
+
+inline bool MemoryBudget::take(uint64_t bytes) {
+  if (add(bytes)) return true;
+  if (!spare) return false;
+  spare->keep(0);
+  return add(bytes);
+}
 
 }  // namespace frugal

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
 #include <new>
 #include <string>
@@ -41,6 +42,8 @@ template <class T>
 using Vector = std::vector<T, HeapAllocator<T>>;
 template <class K, class V>
 using Map = std::map<K, V, std::less<K>, HeapAllocator<std::pair<const K, V>>>;
+template <class T>
+using List = std::list<T, HeapAllocator<T>>;
 using String = std::basic_string<char, std::char_traits<char>, HeapAllocator<char>>;
 
 struct HeapObject {

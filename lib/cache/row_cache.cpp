@@ -30,6 +30,7 @@ Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
   ref_.state = state_.as<float>();
   line_.resize(lines, Line{kNone, 0, UINT64_MAX});
   free_.reserve(lines);
+  pinned_.reserve(lines);
   for (uint64_t i = lines; i-- > 0;) free_.push_back(static_cast<uint32_t>(i));
   uint64_t places = places_for(lines);
   index_.resize(places, Place{0, kNone});
@@ -87,6 +88,12 @@ void RowCache::begin_turn(uint64_t step) {
   for (size_t i = passed.first; i < passed.lines.size(); ++i)
     if (listed(passed.lines[i], passing)) list_line(passed.lines[i], UINT64_MAX);
   passed = {};  // as many lists have memory as steps are declared
+  if (unlisted_) {
+    unlisted_ = false;
+    for (List& list : lists_) list.forget();
+    for (uint32_t line = 0; line < line_.size(); ++line)
+      if (line_[line].slot != kNone) list_line(line, line_[line].next_read);
+  }
   List& never = lists_[kNever];
   if (never.lines.size() < 2 * lines_ + 64) return;  // else most of it is out of date
   size_t kept = 0;
@@ -101,9 +108,13 @@ void RowCache::begin_turn(uint64_t step) {
   for (uint32_t line : never.lines) line_[line].marks = 0;
 }
 
-void RowCache::list_line(uint32_t line, uint64_t next_read) {
+void RowCache::list_line(uint32_t line, uint64_t next_read) noexcept {
   line_[line].next_read = next_read;
-  lists_[list_of(next_read)].lines.push_back(line);
+  try {
+    lists_[list_of(next_read)].lines.push_back(line);
+  } catch (const std::bad_alloc&) {
+    unlisted_ = true;  // it stays, until lists are made anew
+  }
 }
 
 void RowCache::remove(uint32_t line) {
@@ -113,20 +124,26 @@ void RowCache::remove(uint32_t line) {
   --size_;
 }
 
-void RowCache::drop(uint32_t slot) {
+void RowCache::drop(uint32_t slot) noexcept {
   uint32_t line = find(slot);
   if (line == kNone) return;
   remove(line);
   free_.push_back(line);
 }
 
-void RowCache::clear(Vector<uint32_t>* dropped) {
-  for (uint32_t i = 0; i < line_.size(); ++i) {
-    if (line_[i].slot == kNone) continue;
-    dropped->push_back(line_[i].slot);
-    remove(i);
-    free_.push_back(i);
+size_t RowCache::drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcept {
+  size_t n = 0;
+  for (; *line < line_.size() && n < most; ++*line) {
+    if (line_[*line].slot == kNone) continue;
+    slots[n++] = line_[*line].slot;
+    remove(*line);
+    free_.push_back(*line);
   }
+  if (n) return n;
+  for (const Pinned& p : pinned_) line_[p.line].marks = 0;
+  pinned_.clear();
+  for (List& list : lists_) list.forget();
+  return 0;
 }
 
 void RowCache::fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines) {

@@ -17,6 +17,7 @@
 //
 // Threads: one at a time; who that is the engine knows.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "base/buffer.h"
@@ -81,7 +82,8 @@ class RowCache : public HeapObject {
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
   // owns; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells which
   // rows come, to which lines, and which go. `next_of(slot)` asks again for a row that is a
-  // candidate to go. `more`: further rows of the boundary that was turned over last.
+  // candidate to go. `more`: further rows of the boundary that was turned over last. Memory is wanted
+  // before anything of it is changed.
   template <class NextOf>
   void turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                  NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
@@ -94,8 +96,9 @@ class RowCache : public HeapObject {
   // Copies of host rows, which are up to date, into lines.
   void fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines);
 
-  void drop(uint32_t slot);
-  void clear(Vector<uint32_t>* dropped);
+  void drop(uint32_t slot) noexcept;
+  // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if it were new.
+  size_t drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcept;
 
  private:
   // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date: it
@@ -105,6 +108,10 @@ class RowCache : public HeapObject {
     Vector<uint32_t> lines;
     size_t first = 0;  // from here on; those before are gone
     bool empty() const { return first == lines.size(); }
+    void forget() {
+      lines.clear();
+      first = 0;
+    }
   };
   // Of a line: where it is, up to two more in the last list, room to grow.
   static constexpr uint32_t kListed = 6;
@@ -116,7 +123,7 @@ class RowCache : public HeapObject {
   uint32_t take_line(uint64_t step, uint64_t next_read, NextOf next_of,
                      Vector<uint32_t>* evicted);
   void begin_turn(uint64_t step);
-  void list_line(uint32_t line, uint64_t next_read);
+  void list_line(uint32_t line, uint64_t next_read) noexcept;
   bool listed(uint32_t line, uint32_t list) const {
     const Line& l = line_[line];
     return l.slot != kNone && !(l.marks & kRead) && list_of(l.next_read) == list;
@@ -139,6 +146,7 @@ class RowCache : public HeapObject {
   Vector<Place> index_;
   int shift_ = 63;
   List lists_[kLists];
+  bool unlisted_ = false;   // a line is in no list, for want of memory
   uint32_t asked_ = kNone;  // a line whose next read is known to be what it says
 };
 
@@ -146,6 +154,9 @@ template <class NextOf>
 void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                          NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                          Vector<uint32_t>* evicted) {
+  const size_t most = std::min<size_t>(n, lines_);
+  found_.reserve(n);
+  for (Vector<uint32_t>* v : {admitted, lines, evicted}) v->reserve(v->size() + most);
   if (!more) begin_turn(step);
   asked_ = kNone;
   const size_t pinned_before = pinned_.size();

@@ -10,9 +10,12 @@ namespace {
 
 std::mutex g_mutex;
 
-// Null while it starts. Never destroyed: engines may be closed while the program exits.
-Map<const Engine*, std::unique_ptr<Server>>& servers() {
-  static auto* all = new Map<const Engine*, std::unique_ptr<Server>>;
+// Null while it starts. Never destroyed: engines may be closed while the program exits. Nor is memory wanted for
+// it, which closing an engine has to do without.
+using Servers = Map<const Engine*, std::unique_ptr<Server>>;
+Servers& servers() {
+  alignas(Servers) static char memory[sizeof(Servers)];
+  static auto* all = new (memory) Servers;
   return *all;
 }
 

@@ -125,7 +125,7 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
 }
 
 // Rows of the accesses that are only reserved come into being. Throws if there is no memory: what
-// exists by then is among the trainer's created rows, so that the step's undoing takes it back.
+// exists by then is young, and among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
   // Asked once: a cache may join in between, and nothing is noted without the lock.
@@ -143,9 +143,17 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
       rows.create_reserved(slots, a.part->n, &made.slots, ledger_ ? Ledger::mark_of(t.step) : 0);
     bool any = !made.slots.empty();
     if (any) t.created.push_back(std::move(made));
-    if (track)
-      note_young(*a.table, t.step, slots, a.part->n,
-                 any ? t.created.back().slots : Vector<uint32_t>());
+    if (track) try {
+        note_young(*a.table, t.step, slots, a.part->n, any ? t.created.back().slots : Vector<uint32_t>());
+      } catch (const std::bad_alloc&) {
+        // Of what has come into being nobody would know that it is young.
+        if (!any) throw;
+        const Vector<uint32_t>& back = t.created.back().slots;
+        for (uint32_t s : back) a.table->young.erase(s);
+        rows.uncreate(back.data(), back.size(), false);
+        t.created.pop_back();
+        throw;
+      }
   }
 }
 

@@ -162,7 +162,6 @@ bool Engine::plan_one() {
     try {
       plan(raw, of);
     } catch (const std::bad_alloc&) {
-      if (of.torn) fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
     }
   }
   {
@@ -235,8 +234,8 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
     });
   }
   Vector<uint64_t> next(slots.size());
+  of.plan.parts.reserve(of.plan.parts.size() + parts.size());
   table.window.next_owner_reads(slots.data(), slots.size(), step, next.data(), urgency);
-  of.torn = true;
   cache.turn_over(
       more, step, slots.data(), next.data(), slots.size(),
       [&](uint32_t slot) {
@@ -248,11 +247,9 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   of.planned = step;
   uint64_t dirty = 0;
   table.window.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
-  of.torn = false;
   counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
   counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
   for (const PartRef& p : parts) {
-    of.plan.parts.reserve(of.plan.parts.size() + 1);
     FRUGAL_TRY(place_part(t, of, *p));
     of.plan.parts.push_back(p);
   }
@@ -402,17 +399,27 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
 
 // After a boundary that has not been carried out whole, no line is what the index says. Host rows are, or
 // will be: updates go there in any case.
-void Engine::forget_lines(Trainer& t) {
-  for (auto& [raw, of] : t.caches) {
-    if (!of.cache()) continue;
-    Vector<uint32_t> dropped;
-    dropped.reserve(of.cache()->size());
-    of.cache()->clear(&dropped);
-    of.unflagged.clear();
-    of.forget_plan();
+void Engine::forget_lines(TrainerTable& of) noexcept {
+  if (!of.cache()) return;
+  of.unflagged.clear();
+  of.forget_plan();
+  uint32_t line = 0, slots[512];
+  while (const size_t n = of.cache()->drop_some(&line, slots, 512))
     if (of.table->window.opened())
-      of.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
-  }
+      of.table->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
+}
+
+// So what the trainer has declared for the step is read there, when it is up to date.
+void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
+  std::lock_guard<std::mutex> lock(mu_);
+  auto at = batches_.find(step);
+  if (at == batches_.end()) return;
+  for (const BatchRef& b : at->second)
+    for (const PartRef& p : b->parts)
+      if (b->rank == t.rank) {
+        p->lines = {};
+        p->cached = 0;
+      }
 }
 
 // No rank is inside a step, and none can begin one: the caches are ours.

@@ -81,6 +81,7 @@ struct ReduceContext {
   const device::HeavyRow* heavy;  // rows with more than a run of occurrences, ascending
   size_t heavies;
   float* runs;
+  size_t all_runs;
   bool streaming;
   std::atomic<bool> nan{false};
 };
@@ -116,10 +117,11 @@ void reduce_chunk(void* context, size_t i) {
         cuts[q] = first + std::min(n, (r + q) * arith::kFoldRun);
       nan |= k.reduce(pairs, cuts, 0, m, c.dim, c.source, to + size_t{r} * c.dim, c.dim, false);
     }
-    static thread_local Vector<float> scratch;
-    scratch.assign(to, to + size_t{runs} * c.dim);
-    combine_runs(scratch.data(), runs, c.dim);
-    std::copy_n(scratch.data(), c.dim, c.sums + at * c.stride);
+    // They are combined where nobody else works: behind all of the run sums.
+    float* scratch = to + c.all_runs * c.dim;
+    std::copy_n(to, size_t{runs} * c.dim, scratch);
+    combine_runs(scratch, runs, c.dim);
+    std::copy_n(scratch, c.dim, c.sums + at * c.stride);
     ++h;
     ++at;
   }
@@ -219,8 +221,8 @@ Status room_for_sums(PushSums* state, uint32_t dim, BufferPool& pool) {
   Handover& h = state->first;
   const Part& part = *h.part;
   FRUGAL_TRY(pool.get(part.distinct * h.stride * sizeof(float), &h.sums));
-  const uint32_t runs = frequent_rows(part, &state->heavy);
-  return pool.get(size_t{runs} * dim * sizeof(float), &state->runs);
+  state->all_runs = frequent_rows(part, &state->heavy);
+  return pool.get(2 * size_t{state->all_runs} * dim * sizeof(float), &state->runs);
 }
 
 Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSource& source, BufferPool& pool,
@@ -237,6 +239,7 @@ Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSour
   c.heavy = state->heavy.data();
   c.heavies = state->heavy.size();
   c.runs = state->runs.as<float>();
+  c.all_runs = state->all_runs;
   c.streaming = streaming;
   size_t bytes = part.occurrences * dim * sizeof(float);
   c.chunk = bytes < kParallelBytes

@@ -16,7 +16,8 @@ struct PushSums {
   // fold32 of the first push may have to go on in later pushes: run sums of rows with more than 32
   // occurrences (row index, offset of its first run in `runs`).
   Vector<device::HeavyRow> heavy;
-  Buffer runs;
+  Buffer runs;          // all of them, and as much again to work in
+  uint32_t all_runs = 0;
   // Later pushes, expanded to a gradient for each key.
   struct Tail {
     PartRef part;

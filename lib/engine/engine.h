@@ -166,7 +166,6 @@ struct TrainerTable {
   uint64_t planned = kNoStep;
   CachePlan plan;
   Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
-  bool torn = false;           // while index and flags are being changed: a failure leaves neither
   void forget_plan() {
     planned = kNoStep;
     plan = {};
@@ -211,6 +210,8 @@ struct Trainer : HeapObject {
   std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
+  uint64_t end_again = kNoStep;  // it was told that the end of this step is to be called again: there was no memory
+                                 // to commit it
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
   // Guarded by call_mu (`caches` also by `planning`, and outside steps):
@@ -246,6 +247,49 @@ struct Job : HeapObject {
 };
 using JobRef = std::shared_ptr<Job>;
 
+// What a thread works on that writes rows.
+struct Scratch : HeapObject {
+  static constexpr size_t kRows = 1024;
+  explicit Scratch(size_t ranks) {
+    claim.reserve(kRows);
+    terms.reserve(kRows, ranks);
+  }
+  Claim claim;
+  TermList terms;
+  std::unique_ptr<Scratch> next;
+};
+
+// Those of an engine. There is one at least, so that rows can be written where there is no memory.
+class Scratches {
+ public:
+  void open(size_t ranks) {
+    ranks_ = ranks;
+    free_ = std::make_unique<Scratch>(ranks);
+  }
+  // For a piece of work, in which its thread waits for nobody who has one.
+  class Lease {
+   public:
+    explicit Lease(Scratches& of) noexcept : of_(of), is_(of.take()) {}
+    ~Lease() { of_.give(std::move(is_)); }
+    Scratch* operator->() const { return is_.get(); }
+
+   private:
+    Scratches& of_;
+    std::unique_ptr<Scratch> is_;
+  };
+
+ private:
+  std::unique_ptr<Scratch> take() noexcept;
+  void give(std::unique_ptr<Scratch> scratch) noexcept {
+    std::lock_guard<std::mutex> lock(mu_);
+    scratch->next = std::move(free_);
+    free_ = std::move(scratch);
+  }
+  std::mutex mu_;
+  size_t ranks_ = 1;
+  std::unique_ptr<Scratch> free_;
+};
+
 struct PreparedUpdate {
   TableRef table;
   UpdateRef update;
@@ -266,8 +310,21 @@ struct SoonRows : HeapObject {
   uint64_t since = 0;      // the end of the last one
 };
 
+// What a step does to a table: made first for all tables, in pieces where memory is short, and let loose when the
+// step is committed.
+struct Commit {
+  TableRef table;
+  UpdateRef update;         // null: nothing is pushed
+  bool taken = false;       // it has what the ranks have pushed
+  bool added = false;       // to the table's window,
+  bool staged = false;      // which has taken all of its rows in
+  List<JobRef> job;         // where it is applied at once
+};
+
 struct StepRecord {
   bool skip = false;
+  bool deferred = false;    // how it is committed
+  Vector<Commit> commits;   // once its commit has begun
   struct TableHandovers {
     TableRef table;
     Vector<Handover> ranks;
@@ -422,10 +479,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool prepare_one();
   Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
-  void apply_claim(Table& table, const Claim& claim);
+  void apply_claim(Table& table, const Claim& claim, TermList* terms);
   void apply_terms(Table& table, const StepUpdate& update, const TermList& terms, const device::Undo* undo);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
-  void publish(const JobRef& job);
+  void publish(List<JobRef>&& job) noexcept;
   void run_job_chunk(const JobRef& job, size_t chunk);
   void progress();
   void wake_workers();
@@ -467,7 +524,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void flag_lines(TrainerTable& of, Window::Urgency urgency);
   void cancel_plan(TrainerTable& of);
   Status turn_caches(Trainer& t, uint64_t step);
-  void forget_lines(Trainer& t);
+  void forget_lines(TrainerTable& of) noexcept;
+  void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
 
   // --- steps.cpp
@@ -479,17 +537,11 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
                    Status* status);
-  // What a step does to a table: made first for all tables, and let loose when the step is committed.
-  struct Commit {
-    TableRef table;
-    UpdateRef update;         // null: nothing is pushed
-    bool staged = false;      // ahead, as it was pushed
-    Vector<uint64_t> bounds;  // of chunks, where it is applied at once
-  };
-  Status prepare_commit(uint64_t step, StepRecord& record, Vector<Handover>* ranks, bool skip, bool deferred,
-                        Commit* commit);
-  Status publish_commit(uint64_t step, Commit& commit, bool deferred);
-  void settle_young(uint64_t step, const StepRecord& record, const Vector<TableRef>& tables);
+  void begin_commit(StepRecord& record);
+  Status prepare_commit(uint64_t step, StepRecord& record, Commit* commit);
+  void publish_commit(uint64_t step, Commit& commit);
+  Status commit_owed();
+  void settle_young(uint64_t step, const StepRecord& record);
   struct Unused {
     TableRef table;
     Vector<uint32_t> slots;
@@ -591,12 +643,12 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   frugal_config config_;
   const uint32_t generation_;
   const uint64_t opened_ns_ = now_ns();
+  MemoryBudget budget_;
   Arena arena_;                      // with shared memory: what `pool_` has
   BufferPool pool_;
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
-  MemoryBudget budget_;
   Counters counters_;
   Trace trace_;
 
@@ -623,6 +675,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
   bool committing_ = false;
+  std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
@@ -631,6 +684,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
   std::timed_mutex outside_mu_;
   std::mutex abort_mu_;
+  Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
   std::mutex cache_mu_;             // commits against cache boundaries
   Map<uint64_t, StepRecord> records_;
   Map<uint64_t, Vector<BatchRef>> batches_;
@@ -644,7 +698,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
   bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
   Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
-  Vector<JobRef> jobs_;
+  List<JobRef> jobs_;
+  Scratches scratches_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
   std::atomic<bool> deferred_now_{false};

@@ -101,6 +101,10 @@ Status Engine::set_stream(Trainer& t, void* stream) {
 // --- Landing -------------------------------------------------------------------------------------
 
 bool Engine::land() {
+  if (owed_.load()) {
+    if (commit_owed() == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
+    if (!owed_.load()) return true;
+  }
   if (!in_flight()) return false;
   Vector<FlightRef> flights;
   Vector<std::shared_ptr<Arrival>> arrivals;
@@ -141,7 +145,7 @@ bool Engine::land() {
   }
   flights.clear();  // without mu_: their memory goes back
   arrivals.clear();
-  (void)commit_ready();  // what it cannot do it tells by the engine's health
+  (void)commit_ready();  // what it cannot do is owed
   flying_.fetch_sub(left);
   wake_workers();
   progress();
@@ -149,8 +153,9 @@ bool Engine::land() {
 }
 
 Status Engine::land_all(Deadline deadline) {
-  if (flying_.load() == 0) return FRUGAL_OK;
-  Status s = wait(deadline, nullptr, [&] { return flying_.load() == 0; }, [] { return false; });
+  auto landed = [&] { return flying_.load() == 0 && !owed_.load(); };
+  if (landed()) return FRUGAL_OK;
+  Status s = wait(deadline, nullptr, landed, [] { return false; });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;

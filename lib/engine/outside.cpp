@@ -48,7 +48,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   };
   engine.settle(lock, settled);
   String why;
-  if (engine.flying_.load() && !engine.closed_.load() && !engine.ranks_inside(&why)) {
+  if ((engine.flying_.load() || engine.owed_.load()) && !engine.closed_.load() && !engine.ranks_inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);

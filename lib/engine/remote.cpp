@@ -128,11 +128,7 @@ void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
 Status Engine::give_up_lines(Trainer& t, uint64_t step) {
-  try {
-    forget_lines(t);
-  } catch (const std::bad_alloc&) {
-    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-  }
+  for (auto& [raw, of] : t.caches) forget_lines(of);
   for (auto& [raw, of] : t.caches)
     if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end()) of.elsewhere.reset();
   t.boundaries_done = t.boundaries;

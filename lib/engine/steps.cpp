@@ -244,24 +244,22 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
     try {
       s = turn_caches(t, step);
     } catch (const std::bad_alloc&) {
-      // Updates may be lost to the cache: its rows are not to be read any more.
       s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date", t.rank);
-      fail_background(s);
     }
     if (s != FRUGAL_OK) {
-      if (health() == FRUGAL_OK) {
-        try {
-          forget_lines(t);
-        } catch (const std::bad_alloc&) {
-          fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-        }
-      }
+      // A cache that there is no memory for is empty, and the step does without: updates may be lost to it.
+      for (auto& [raw, of] : t.caches) forget_lines(of);
+      forget_places(t, step);
       if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
       t.boundary = {};
       std::lock_guard<std::mutex> lock(mu_);
-      t.in_step = false;
-      t.next_step = step;
-      return s;
+      t.backlog.clear();
+      t.backlog_tables.clear();
+      if (t.gpu || t.lines_elsewhere) {
+        t.in_step = false;
+        t.next_step = step;
+        return s;
+      }
     }
   }
   if (t.has_cache.load()) begin_planning(t, step);
@@ -301,7 +299,13 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
     FpEnvironment fp;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      std::unique_lock<std::mutex> lock(mu_);
+      if (!t.in_step && t.end_again == step && t.next_step == step + 1) {
+        // What it has handed over is there, and others may have made the commit.
+        lock.unlock();
+        call.unlock();
+        return commit_owed();
+      }
       if (!t.in_step) return not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
@@ -374,7 +378,12 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     if (!taken) return aborted(t);
   }
   if (flying_.load()) wake_workers();  // one of them looks when it has landed
-  return commit_ready();
+  const Status s = commit_ready();
+  if (s == FRUGAL_ERR_OUT_OF_MEMORY) {
+    std::lock_guard<std::mutex> lock(mu_);
+    t.end_again = step;
+  }
+  return s;
 }
 
 // --- Commit --------------------------------------------------------------------------------------
@@ -388,6 +397,14 @@ Status Engine::commit_ready() {
   while (commit_one(lock, &status)) {
   }
   return status;
+}
+
+// A commit that there was no memory for is tried again.
+Status Engine::commit_owed() {
+  if (!owed_.load()) return FRUGAL_OK;
+  const Status s = commit_ready();
+  progress();
+  return s;
 }
 
 bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
@@ -406,23 +423,26 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It may be
   // empty: later ones wait behind it, and rows may be staged for it.
   if (!ended && at == records_.end()) return false;
-  if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
-  if (!at->second.flights.empty()) return false;  // land() comes back
-  committing_ = true;
   try {
+    if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
+    if (!at->second.flights.empty()) return false;  // land() comes back
+    committing_ = true;
     commit_step(lock, step, at->second, status);
+    if (health() == FRUGAL_OK) owed_.store(false);
+    return true;
   } catch (const std::bad_alloc&) {
-    // Part of the step may be in: nobody may go on from here, and nobody is left waiting.
-    *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu",
+    // Nothing is committed: what there is of it is gone on from, by the next who has time and memory.
+    *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
     if (!lock.owns_lock()) lock.lock();
+    owed_.store(true);
     committing_ = false;
-    lock.unlock();
-    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-    lock.lock();
+    progress_.fetch_add(1);
+    cv_progress_.notify_all();
+    work_.fetch_add(1);
+    cv_work_.notify_all();
     return false;
   }
-  return true;
 }
 
 void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
@@ -442,60 +462,33 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     lock.lock();
     if (!helped) settle(lock, prepared);
   }
-  auto give_up = [&] {
+  // Nothing may happen any more. Who waits for commits to end has no time-out.
+  if (health() != FRUGAL_OK) {
     *status = health();
     committing_ = false;
-    // Who waits for commits to end has no time-out, and nothing else may happen any more.
     progress_.fetch_add(1);
     cv_progress_.notify_all();
-  };
-  // What was taken in ahead may be half of it.
-  if (health() != FRUGAL_OK) return give_up();
-  bool want_deferred = deferred_now_.load();
-  bool any_pending = false;
-  for (const TableRef& t : tables_)
-    if (t->window.opened() && t->window.any_pending()) any_pending = true;
-  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
-  bool deferred = want_deferred || any_pending;
-  if (!want_deferred && any_pending) drain_.store(true);
+    return;
+  }
+  if (record.commits.empty()) begin_commit(record);
   lock.unlock();
   {
     std::lock_guard<std::mutex> boundary(cache_mu_);
-    Vector<TableRef> tables;
-    {
-      std::lock_guard<std::mutex> again(mu_);
-      tables = tables_;
-    }
-    Vector<Commit> commits(tables.size());
-    auto failed = [&](Status s) {
-      if (s == FRUGAL_OK) return;
-      *status = s;
-      fail_background(s);
-    };
-    for (size_t i = 0; i < tables.size(); ++i) {
-      commits[i].table = tables[i];
-      auto h = record.handovers.find(tables[i].get());
-      Vector<Handover> none;
-      failed(prepare_commit(step, record, h == record.handovers.end() ? &none : &h->second.ranks, record.skip, deferred,
-                            &commits[i]));
-    }
-    if (health() != FRUGAL_OK) {
-      lock.lock();
-      give_up();
-      return;
-    }
+    // First all that may want memory: after a failure it goes on from there.
+    for (Commit& c : record.commits)
+      if (prepare_commit(step, record, &c) != FRUGAL_OK) throw std::bad_alloc();
+    Vector<Unused> unused = unused_until(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
     if (ledger_) ledger_->commit(step);
-    for (Commit& c : commits) failed(publish_commit(step, c, deferred));
-    settle_young(step, record, tables);
-    Vector<Unused> unused = unused_until(step);
+    for (Commit& c : record.commits) publish_commit(step, c);
+    settle_young(step, record);
     lock.lock();
     committed_ = step;
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
     for (const TableRef& table : tables_)
       if (table->window.opened() && table->window.base() <= step) table->window.commit(nullptr, step);
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
-    (deferred ? counters_.modes_deferred : counters_.modes_at_once)
+    (record.deferred ? counters_.modes_deferred : counters_.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
@@ -523,6 +516,7 @@ struct ApplyContext : HeapObject {
   Vector<uint64_t> bounds;  // of the chunks, in slots
   Counters* counters;
   Trace* trace;
+  Scratches* scratches;
 };
 
 void apply_chunk(void* context, size_t chunk) {
@@ -533,7 +527,7 @@ void apply_chunk(void* context, size_t chunk) {
   const StepUpdate& u = *c->update;
   const Rows& to = c->table->rows;
   TableLedger::Writing writing(c->table->ledger.get(), u.record.get(), chunk);
-  size_t rows;
+  size_t rows = 0;
   if (u.ranks.size() == 1) {
     const Handover& h = u.ranks[0];
     const size_t first = chunk * kChunkRows;
@@ -545,13 +539,13 @@ void apply_chunk(void* context, size_t chunk) {
       k.apply(to.ref(), u.scalars, h.slots() + first, rows, h.sums.as<float>() + first * h.stride, h.stride,
               writing.undo());
   } else {
-    static thread_local TermList terms;
-    terms.clear();
-    u.merge_range(c->bounds[chunk], c->bounds[chunk + 1], &terms);
-    terms.close();
-    rows = terms.slots.size();
-    k.apply_terms(to.ref(), u.scalars, terms.slots.data(), rows, terms.terms.data(), terms.start.data(),
-                  writing.undo());
+    const Scratches::Lease scratch(*c->scratches);
+    TermList& terms = scratch->terms;
+    u.merge_range(c->bounds[chunk], c->bounds[chunk + 1], &terms, [&] {
+      rows += terms.slots.size();
+      k.apply_terms(to.ref(), u.scalars, terms.slots.data(), terms.slots.size(), terms.terms.data(),
+                    terms.start.data(), writing.undo());
+    });
   }
   writing.chunk_done();
   span.step(u.step).table(c->table->number).count(rows);
@@ -560,19 +554,42 @@ void apply_chunk(void* context, size_t chunk) {
 
 }  // namespace
 
-Status Engine::prepare_commit(uint64_t step, StepRecord& record, Vector<Handover>* ranks, bool skip, bool deferred,
-                              Commit* commit) {
+// What it is to be of is decided once. With mu_ held.
+void Engine::begin_commit(StepRecord& record) {
+  bool any_pending = false;
+  for (const TableRef& t : tables_)
+    if (t->window.opened() && t->window.any_pending()) any_pending = true;
+  Vector<Commit> commits(tables_.size());
+  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
+  record.commits = std::move(commits);
+  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
+  record.deferred = deferred_now_.load() || any_pending;
+  if (!deferred_now_.load() && any_pending) drain_.store(true);
+  record.prepare_scheduled = false;
+}
+
+// All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
+Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit) {
   const TableRef& table = commit->table;
   Window& window = table->window;
-  auto prepared = record.prepared.find(table.get());
   UpdateRef& update = commit->update;
-  bool& staged = commit->staged;
-  if (prepared != record.prepared.end()) {
-    // Was pushed exactly what was declared?
-    update = prepared->second.update;
-    staged = deferred && !skip && ranks->size() == update->ranks.size();
-    for (size_t r = 0; staged && r < ranks->size(); ++r)
-      staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
+  const bool deferred = record.deferred;
+  if (!commit->taken) {
+    auto h = record.handovers.find(table.get());
+    Vector<Handover>* ranks = h == record.handovers.end() || record.skip ? nullptr : &h->second.ranks;
+    const bool any = ranks && !ranks->empty();
+    auto prepared = record.prepared.find(table.get());
+    bool staged = false;
+    if (prepared != record.prepared.end()) {
+      // Was pushed exactly what was declared?
+      update = prepared->second.update;
+      staged = deferred && any && ranks->size() == update->ranks.size();
+      for (size_t r = 0; staged && r < ranks->size(); ++r)
+        staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
+    }
+    // Before anything changes.
+    UpdateRef made;
+    if (any && !staged) made = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
     if (staged) {
       // All but the part, which is the same and may be being read.
       for (size_t r = 0; r < ranks->size(); ++r) {
@@ -583,97 +600,105 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Vector<Handover
         to.lent = std::move(from.lent);
         to.source = from.source;
       }
-    } else {
+      commit->added = commit->staged = true;
+    } else if (update) {
       window.unstage(update);
-      update.reset();
-      if (deferred && !skip) table->predict_pause = 16;
+      if (deferred && !record.skip) table->predict_pause = 16;
+    } else if (table->predict_pause) {
+      --table->predict_pause;
     }
-  } else if (table->predict_pause) {
-    --table->predict_pause;
+    if (prepared != record.prepared.end()) record.prepared.erase(prepared);
+    if (!staged) update = std::move(made);
+    commit->taken = true;
+    if (update) {
+      update->step = step;
+      if (!staged) update->ranks = std::move(*ranks);
+      for (const Handover& of : update->ranks) update->bytes += of.bytes();
+      committing_bytes_ += update->bytes;
+      update->account(&pending_bytes_, &counters_.pending_bytes_peak);
+    }
   }
-  if (skip || ranks->empty()) {
-    update.reset();
-    return FRUGAL_OK;
-  }
-  if (!update) {
-    update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
-    update->step = step;
-    update->ranks = std::move(*ranks);
-  }
-  frugal_optimizer optimizer;
+  if (!update) return FRUGAL_OK;
   {
-    std::lock_guard<std::mutex> again(mu_);
-    optimizer = optimizer_at(*table, step);
-  }
-  update->scalars = arith::step_scalars(optimizer, step, config_.world_size,
-                                        table->config.nan_policy, table->rows.layout().dim);
-  for (const Handover& h : update->ranks) update->bytes += h.bytes();
-  committing_bytes_ += update->bytes;
-  update->account(&pending_bytes_, &counters_.pending_bytes_peak);
-  if (caches_exist()) {
-    std::lock_guard<std::mutex> again(mu_);
+    std::lock_guard<std::mutex> lock(mu_);
+    update->scalars = arith::step_scalars(optimizer_at(*table, step), step, config_.world_size,
+                                          table->config.nan_policy, table->rows.layout().dim);
     for (const TrainerRef& t : ranks_)
       if (t && t->has_cache.load()) {
-        t->backlog.push_back(update);
-        t->backlog_tables.push_back(table);
+        t->backlog.reserve(t->backlog.size() + record.commits.size());
+        t->backlog_tables.reserve(t->backlog.size() + record.commits.size());
       }
   }
-  Vector<uint64_t>& bounds = commit->bounds;
-  if (!deferred) update->cut(kChunkRows, &bounds);
-  if (!table->ledger) return FRUGAL_OK;
-  if (deferred && !staged) update->make_list();
-  return table->ledger->add(*update, deferred ? nullptr : &bounds, &update->record);
-}
-
-Status Engine::publish_commit(uint64_t step, Commit& commit, bool deferred) {
-  const TableRef& table = commit.table;
-  const UpdateRef& update = commit.update;
-  Window& window = table->window;
-  if (!update) {
-    if (window.opened()) window.commit(nullptr, step);
-    return FRUGAL_OK;
-  }
+  Vector<uint64_t> bounds;
   if (!deferred) {
-    if (window.opened()) window.commit(nullptr, step);
-    auto context = std::allocate_shared<ApplyContext>(HeapAllocator<ApplyContext>());
-    context->table = table;
-    context->update = update;
-    context->counters = &counters_;
-    context->trace = &trace_;
-    context->bounds = std::move(commit.bounds);
-    JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
-    job->chunks = context->bounds.size() - 1;
-    job->run = apply_chunk;
-    job->finished_hook = [](void* c) { static_cast<ApplyContext*>(c)->update->written(); };
-    job->context = context.get();
-    job->keep = context;
-    job->apply = true;
-    publish(job);
-    return FRUGAL_OK;
-  }
-  FRUGAL_TRY(open_window(*table));
-  Timed timed(counters_.entry_ns);
-  if (!commit.staged) {
+    if (!commit->job.empty()) return FRUGAL_OK;
+    update->cut(kChunkRows, &bounds);
+  } else if (!commit->staged) {
+    FRUGAL_TRY(open_window(*table));
+    Timed timed(counters_.entry_ns);
     bool declared = true;
     {
-      std::lock_guard<std::mutex> again(mu_);
+      std::lock_guard<std::mutex> lock(mu_);
       for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
     }
-    if (!table->ledger) update->make_list();
-    window.add(update);
-    window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
+    try {
+      update->make_list();
+      window.add(update);
+      commit->added = true;
+      window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
+    } catch (const std::bad_alloc&) {
+      window.unstage(update);
+      commit->added = false;
+      throw;
+    }
+    commit->staged = true;
   }
-  window.commit(update.get(), step);
+  if (deferred) window.make_room(*update);
+  if (table->ledger && !update->record)
+    FRUGAL_TRY(table->ledger->add(*update, deferred ? nullptr : &bounds, &update->record));
+  if (deferred) return FRUGAL_OK;
+  auto context = std::allocate_shared<ApplyContext>(HeapAllocator<ApplyContext>());
+  context->table = table;
+  context->update = update;
+  context->counters = &counters_;
+  context->trace = &trace_;
+  context->scratches = &scratches_;
+  context->bounds = std::move(bounds);
+  JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
+  job->chunks = context->bounds.size() - 1;
+  job->run = apply_chunk;
+  job->finished_hook = [](void* c) { static_cast<ApplyContext*>(c)->update->written(); };
+  job->context = context.get();
+  job->keep = context;
+  job->apply = true;
+  commit->job.push_back(std::move(job));
   return FRUGAL_OK;
 }
 
+void Engine::publish_commit(uint64_t step, Commit& commit) {
+  Window& window = commit.table->window;
+  if (commit.update && caches_exist()) {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TrainerRef& t : ranks_)
+      // (Who has joined since there was room made has no lines.)
+      if (t && t->has_cache.load() && t->backlog.size() < std::min(t->backlog.capacity(), t->backlog_tables.capacity())) {
+        t->backlog.push_back(commit.update);
+        t->backlog_tables.push_back(commit.table);
+      }
+  }
+  Timed timed(counters_.entry_ns, commit.staged);
+  if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
+  if (!commit.job.empty()) publish(std::move(commit.job));
+}
+
 // What the step has created is there for good.
-void Engine::settle_young(uint64_t step, const StepRecord& record, const Vector<TableRef>& tables) {
+void Engine::settle_young(uint64_t step, const StepRecord& record) {
   // Those of calls before the first cache joined are in the record alone.
   for (const CreatedRows& c : record.created)
     if (c.table->ledger) c.table->rows.mark(c.slots.data(), c.slots.size(), 0);
   if (!track_young()) return;
-  for (const TableRef& table : tables) {
+  for (const Commit& c : record.commits) {
+    const TableRef& table = c.table;
     std::lock_guard<std::mutex> young(table->young_mu);
     std::erase_if(table->young, [&](const auto& y) {
       if (y.second > step) return false;
@@ -726,11 +751,10 @@ void Engine::retire(uint64_t step, const Vector<Unused>& unused) {  // with mu_ 
         never_resolve(*p, Part::kDropped);
       }
     }
-    Vector<TableRef> tables;
-    for (const BatchRef& b : batches_.begin()->second)
-      for (const TableRef& t : b->tables) tables.push_back(t);
+    const Vector<BatchRef> gone = std::move(batches_.begin()->second);
     batches_.erase(batches_.begin());
-    for (const TableRef& t : tables) settle_orphans(*t);
+    for (const BatchRef& b : gone)
+      for (const TableRef& t : b->tables) settle_orphans(*t);
   }
 }
 
@@ -879,7 +903,11 @@ Status Engine::undo(Trainer& by, Undo why) {
   span.rank(by.rank);
   const bool leaving = why == Undo::kLeaving || why == Undo::kLost;
   std::lock_guard<std::mutex> one(abort_mu_);
-  Vector<TrainerRef> others;
+  Vector<TrainerRef>& others = undone_;  // has room: nothing here wants memory
+  struct Clear {
+    Vector<TrainerRef>& of;
+    ~Clear() { of.clear(); }
+  } clear{others};
   Map<uint64_t, StepRecord> records;
   {
     std::unique_lock<std::mutex> lock(mu_);
@@ -903,7 +931,6 @@ Status Engine::undo(Trainer& by, Undo why) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
-    others.reserve(ranks_.size());  // from here on nothing wants memory
     settle(lock, [&] { return !committing_; });
     ++aborting_;
     for (const TrainerRef& t : ranks_)
@@ -922,6 +949,7 @@ Status Engine::undo(Trainer& by, Undo why) {
       return true;
     });
     records.swap(records_);
+    owed_.store(false);
     for (auto& [step, record] : records)
       flying_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
     progress_.fetch_add(1);
@@ -929,6 +957,8 @@ Status Engine::undo(Trainer& by, Undo why) {
   }
   for (auto& [step, record] : records) {
     for (auto& [raw, p] : record.prepared) p.table->window.unstage(p.update);
+    for (Commit& c : record.commits)
+      if (c.added) c.table->window.unstage(c.update);
     for (const FlightRef& f : record.flights)
       while (!f->ask(1000000)) {
       }

@@ -21,7 +21,10 @@ Engine::Engine(const frugal_config& config)
   ranks_.resize(config.world_size);
   joined_.resize(config.world_size, 0);
   lost_.resize(config.world_size, 0);
+  undone_.reserve(config.world_size);
+  scratches_.open(config.world_size);
   pinned_.pin_with(pinner_);
+  pool_.count_in(&budget_);
   choose_mode();
 }
 
@@ -48,7 +51,7 @@ Status Engine::start() {
   return FRUGAL_OK;
 }
 
-// Ends the threads and lets go of everything. Calls of other threads that are under way notice
+// Ends the threads and lets go of everything, and takes no memory for it. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {
   // Steps that all ranks have ended are to be committed.
@@ -105,10 +108,9 @@ void Engine::shutdown() {
   } catch (const std::bad_alloc&) {
   }
   Vector<TableRef> tables;
-  Vector<TrainerRef> trainers;
   Map<uint64_t, Vector<BatchRef>> batches;
   Map<uint64_t, StepRecord> records;
-  Vector<JobRef> jobs;
+  List<JobRef> jobs;
   Vector<std::shared_ptr<Arrival>> arrivals;
   {
     std::unique_lock<std::mutex> lock(mu_);
@@ -116,12 +118,10 @@ void Engine::shutdown() {
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
     settle(lock, [&] { return !committing_ && aborting_ == 0 && outside_ == 0; });
     tables.swap(tables_);
-    trainers.swap(ranks_);
     batches.swap(batches_);
     records.swap(records_);
     jobs.swap(jobs_);
     arrivals.swap(arrivals_);
-    ranks_.resize(config_.world_size);
   }
   // Not when the last who holds one lets go of it: tables end here.
   for (auto& [step, record] : records)
@@ -135,7 +135,12 @@ void Engine::shutdown() {
     t->dropped.store(true);
     handle_remove(HandleKind::kTable, t->handle);
   }
-  for (const TrainerRef& t : trainers)
+  for (uint32_t r = 0; r < config_.world_size; ++r) {
+    TrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t.swap(ranks_[r]);
+    }
     if (t) {
       t->closing.store(true);
       handle_remove(HandleKind::kTrainer, t->handle);
@@ -148,6 +153,7 @@ void Engine::shutdown() {
       t->backlog.clear();
       t->backlog_tables.clear();
     }
+  }
 }
 
 Status Engine::check() const {
@@ -168,7 +174,11 @@ Deadline Engine::deadline(int64_t timeout_ms) const {
 }
 
 uint64_t Engine::committed() {
-  land();  // with nobody waiting and no flush threads, nobody else looks
+  try {
+    land();  // with nobody waiting and no flush threads, nobody else looks
+  } catch (const std::bad_alloc&) {
+    // What cannot be committed now is not.
+  }
   std::lock_guard<std::mutex> lock(mu_);
   return committed_;
 }
@@ -251,6 +261,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
+  tables_.reserve(tables_.size() + 1);
   table->handle = handle_add(HandleKind::kTable, table);
   if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
   if (ledger_) {
@@ -271,7 +282,7 @@ Status Engine::drop_table(const TableRef& table) {
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  Vector<TrainerRef> trainers;
+  // From here on nothing wants memory, so that it is dropped whole, or not at all.
   {
     std::unique_lock<std::mutex> lock(mu_);
     auto at = std::find(tables_.begin(), tables_.end(), table);
@@ -290,9 +301,13 @@ Status Engine::drop_table(const TableRef& table) {
           if (b->tables[i] == table) b->parts[i]->state.store(Part::kDropped);
     tables_.erase(std::find(tables_.begin(), tables_.end(), table));
     if (table->ledger) table->ledger->forget();
-    trainers = ranks_;
   }
-  for (const TrainerRef& t : trainers)
+  for (uint32_t r = 0; r < config_.world_size; ++r) {
+    TrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t = ranks_[r];
+    }
     if (t) {
       // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
       // nobody uses a cache.
@@ -307,6 +322,7 @@ Status Engine::drop_table(const TableRef& table) {
           t->backlog_tables.erase(t->backlog_tables.begin() + static_cast<long>(i));
         }
     }
+  }
   handle_remove(HandleKind::kTable, table->handle);
   return FRUGAL_OK;
 }
@@ -323,7 +339,7 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
     return fail(FRUGAL_ERR_STEP_RANGE, "step %llu is committed; the next is %llu",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed_ + 1));
-  if (committing_ && first_step <= to_commit())
+  if ((committing_ || owed_.load()) && first_step <= to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has been ended by all ranks",
                 static_cast<unsigned long long>(first_step));
   const float accumulators[] = {of_its_kind(o).initial_accumulator,

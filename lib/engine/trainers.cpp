@@ -77,7 +77,8 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   return FRUGAL_OK;
 }
 
-Status Engine::close_trainer(const TrainerRef& t) try {
+// Takes no memory: nobody is to wait for a rank that is on its way out.
+Status Engine::close_trainer(const TrainerRef& t) {
   t->closing.store(true);
   progress();
   std::unique_lock<std::mutex> call(t->call_mu);
@@ -102,16 +103,15 @@ Status Engine::close_trainer(const TrainerRef& t) try {
     end_flights(*t);
     call.lock();
   }
-  Vector<BatchRef> mine;
-  {
-    std::unique_lock<std::mutex> lock(mu_);
+  auto mine = [&]() -> BatchRef {
+    std::lock_guard<std::mutex> lock(mu_);
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)
         // What it has read in a step that the others have not ended yet stays declared.
-        if (b->rank == t->rank && (t->next_step == kNoStep || step >= t->next_step))
-          mine.push_back(b);
-  }
-  for (const BatchRef& b : mine) drop_batch(b);
+        if (b->rank == t->rank && (t->next_step == kNoStep || step >= t->next_step)) return b;
+    return nullptr;
+  };
+  while (const BatchRef b = mine()) drop_batch(b);
   decltype(t->caches) caches;
   {
     std::unique_lock<std::mutex> lock(mu_);
@@ -125,14 +125,7 @@ Status Engine::close_trainer(const TrainerRef& t) try {
   if (pins_failed) unpin_all();
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
-  for (auto& [raw, tt] : caches) {
-    if (!tt.cache()) continue;
-    Vector<uint32_t> dropped;
-    tt.cache()->clear(&dropped);
-    if (tt.table->window.opened())
-      tt.table->window.set_cached(dropped.data(), dropped.size(), false, nullptr,
-                                 Window::Urgency::kUrgent);
-  }
+  for (auto& [raw, of] : caches) forget_lines(of);
   {
     std::lock_guard<std::mutex> lock(mu_);
     ranks_[t->rank].reset();
@@ -145,12 +138,9 @@ Status Engine::close_trainer(const TrainerRef& t) try {
     cv_progress_.notify_all();
   }
   call.unlock();
-  // Others may have waited for this rank alone.
-  return commit_ready();
-} catch (const std::bad_alloc&) {
-  // The handle is gone, the rank may not be: nobody is to wait for it.
-  fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to take rank %u out of the engine", t->rank);
+  // Others may have waited for this rank alone. (What there is no memory for now is theirs to make.)
+  const Status s = commit_ready();
+  return s == FRUGAL_ERR_OUT_OF_MEMORY ? FRUGAL_OK : s;
 }
 
 // --- Declarations --------------------------------------------------------------------------------
@@ -245,6 +235,14 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
     Vector<BatchRef>& declared = batches_[step];
+    // None is there that nobody has declared.
+    struct Empty {
+      decltype(batches_)& all;
+      uint64_t step;
+      ~Empty() {
+        if (auto at = all.find(step); at->second.empty()) all.erase(at);
+      }
+    } empty{batches_, step};
     declared.reserve(declared.size() + 1);
     if (arrival) arrivals_.reserve(arrivals_.size() + 1);
     if (want_handle) {
@@ -273,7 +271,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
         while (link_one(step)) {
         }
     } catch (const std::bad_alloc&) {
-      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // the keys are declared all the same
+      // The keys are declared all the same: the gate of the step sees to them.
     }
   }
   return FRUGAL_OK;
@@ -283,14 +281,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
 void Engine::unlink_part(const Batch& batch, size_t i) {
   const PartRef& p = batch.parts[i];
   const TableRef& table = batch.tables[i];
-  if (p->linked && !table->dropped.load()) {
-    Vector<PartRef> same;
-    for (const BatchRef& b : batches_[batch.step])
-      for (size_t k = 0; k < b->parts.size(); ++k)
-        if (b->tables[k] == table && b->parts[k] != p && b->parts[k]->linked)
-          same.push_back(b->parts[k]);
-    table->window.unlink(p, same);
-  }
+  if (p->linked && !table->dropped.load()) table->window.unlink(p);
   p->linked = false;
 }
 

@@ -76,9 +76,7 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
         continue;
       }
     } catch (const std::bad_alloc&) {
-      // The help was the engine's work, rows of it may be half done: as in a background thread.
-      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
-      continue;
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for work of the engine that the call waits for; call again");
     }
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.

@@ -1,5 +1,6 @@
 // Who does the work: the flush threads, and callers that wait.
 #include <algorithm>
+#include <optional>
 
 #include "base/fpenv.h"
 #include "engine/wait.h"
@@ -8,7 +9,7 @@ namespace frugal {
 namespace {
 
 constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
-constexpr size_t kClaimRows = 1024;
+constexpr size_t kClaimRows = Scratch::kRows;
 constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
 constexpr uint64_t kHoldNs = 50000;  // between two looks whether the calls have ended
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
@@ -16,17 +17,25 @@ constexpr uint32_t kWarmRounds = 32;
 constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would push each other out
 constexpr size_t kWarmRows = 2048;
 
-struct Scratch {
-  Claim claim;
-  TermList terms;
-};
-
-Scratch& scratch() {
-  static thread_local Scratch s;
-  return s;
-}
-
 }  // namespace
+
+std::unique_ptr<Scratch> Scratches::take() noexcept {
+  for (;;) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (free_) {
+        std::unique_ptr<Scratch> first = std::move(free_);
+        free_ = std::move(first->next);
+        return first;
+      }
+    }
+    try {
+      return std::make_unique<Scratch>(ranks_);
+    } catch (const std::bad_alloc&) {
+      std::this_thread::yield();  // others have them, for a moment
+    }
+  }
+}
 
 void Engine::progress() {
   progress_.fetch_add(1);
@@ -71,7 +80,7 @@ void Engine::worker_main(uint32_t number) {
     try {
       did = background_work();
     } catch (const std::bad_alloc&) {
-      fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+      did = Did::kLater;  // nothing was begun that is not as it was: again, when there may be memory
     } catch (...) {
       fail_background(FRUGAL_ERR_INTERNAL);
     }
@@ -129,12 +138,12 @@ bool Engine::help_gate(uint64_t step, bool everything) {
 
 // --- Jobs ----------------------------------------------------------------------------------------
 
-void Engine::publish(const JobRef& job) {
+void Engine::publish(List<JobRef>&& job) noexcept {
   {
     std::lock_guard<std::mutex> lock(mu_);
-    jobs_.push_back(job);  // fails before anybody has seen it, or not at all
+    if (job.front()->apply) apply_jobs_.fetch_add(1);
     job_count_.fetch_add(1);
-    if (job->apply) apply_jobs_.fetch_add(1);
+    jobs_.splice(jobs_.end(), job);
   }
   wake_workers();
 }
@@ -220,7 +229,7 @@ Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context
   job->run = run;
   job->context = context;
   job->chunks = chunks;
-  publish(job);
+  publish({job});
   for (;;) {
     size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
     if (i >= chunks) break;
@@ -241,14 +250,18 @@ Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context
 // --- Pending rows --------------------------------------------------------------------------------
 
 bool Engine::flush_rows(uint64_t step) {
-  Vector<TableRef> candidates;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (const TableRef& t : tables_)
-      if (t->window.opened() && t->window.any_pending()) candidates.push_back(t);
-  }
-  for (const TableRef& t : candidates) {
-    Claim& claim = scratch().claim;
+  std::optional<Scratches::Lease> scratch;
+  for (size_t i = 0;; ++i) {
+    TableRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      auto pending = [](const TableRef& of) { return of->window.opened() && of->window.any_pending(); };
+      while (i < tables_.size() && !pending(tables_[i])) ++i;
+      if (i >= tables_.size()) return false;
+      t = tables_[i];
+    }
+    if (!scratch) scratch.emplace(scratches_);
+    Claim& claim = (*scratch)->claim;
     TraceSpan span(trace_, SpanKind::kFlush);
     {
       Timed timed(counters_.entry_ns);
@@ -260,17 +273,15 @@ bool Engine::flush_rows(uint64_t step) {
     }
     span.table(t->number).count(claim.ids.size());
     if (!claim.runs.empty()) span.step(claim.runs[0].update->step);
-    apply_claim(*t, claim);
-    Vector<UpdateRef> written;
+    apply_claim(*t, claim, &(*scratch)->terms);
     {
       Timed timed(counters_.entry_ns);
-      t->window.finish(claim, &written);
+      t->window.finish(claim);
     }
-    written.clear();
+    claim.runs.clear();  // updates that are written end here
     progress();
     return true;
   }
-  return false;
 }
 
 void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& terms, const device::Undo* undo) {
@@ -294,7 +305,7 @@ void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& term
   }
 }
 
-void Engine::apply_claim(Table& table, const Claim& claim) {
+void Engine::apply_claim(Table& table, const Claim& claim, TermList* terms) {
   Timed timed(counters_.apply_ns);
   const device::Kernels& k = device::kernels();
   uint64_t begun = begun_.load(std::memory_order_relaxed), deferred = 0;
@@ -313,11 +324,17 @@ void Engine::apply_claim(Table& table, const Claim& claim) {
       else
         k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride, writing.undo());
     } else {
-      TermList& terms = scratch().terms;
-      terms.clear();
-      for (size_t i = 0; i < n; ++i) u.add_terms(rows[i], &terms);
-      terms.close();
-      apply_terms(table, u, terms, writing.undo());
+      for (size_t i = 0; i < n;) {
+        device::Undo undo;
+        if (writing.undo()) {
+          undo = *writing.undo();
+          undo.rows += i;
+        }
+        terms->clear();
+        for (; i < n && !terms->full(u.ranks.size()); ++i) u.add_terms(rows[i], terms);
+        terms->close();
+        apply_terms(table, u, *terms, writing.undo() ? &undo : nullptr);
+      }
     }
     if (u.step + 1 < begun) deferred += n;
   }
@@ -418,16 +435,14 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   }
   TraceSpan span(trace_, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
-  Status status = FRUGAL_OK;
-  bool done = false;
+  bool done = false, memory = true;
   // Whatever fails: who cancels or leaves waits until nobody is linking.
   try {
-    status = open_window(*table);
-    if (status == FRUGAL_OK) status = pool_.get(part->distinct, &part->next);
+    memory = open_window(*table) == FRUGAL_OK && pool_.get(part->distinct, &part->next) == FRUGAL_OK;
     // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
-    if (status == FRUGAL_OK && config_.staleness < kRing)
-      status = part->finder.build(pool_, part->row_slots(), part->distinct);
-    for (size_t at = 0; status == FRUGAL_OK;) {
+    if (memory && config_.staleness < kRing)
+      memory = part->finder.build(pool_, part->row_slots(), part->distinct) == FRUGAL_OK;
+    for (size_t at = 0; memory;) {
       {
         Timed timed(counters_.entry_ns);
         done = table->window.link(part, at, Window::kPiece, owned, Window::Urgency::kBackground);
@@ -437,10 +452,8 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
       if (!done || at >= part->distinct) break;
     }
   } catch (const std::bad_alloc&) {
-    done = false;
-    status = FRUGAL_ERR_OUT_OF_MEMORY;
+    memory = false;  // before anything of it was linked
   }
-  if (status != FRUGAL_OK) fail_background(status);
   {
     std::lock_guard<std::mutex> lock(mu_);
     part->linking = false;
@@ -448,6 +461,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
     --linking_;
   }
   progress();
+  if (!memory) throw std::bad_alloc();
   return true;
 }
 
@@ -501,6 +515,7 @@ bool Engine::prepare_one() {
   span.step(update->step).table(table->number);
   for (const Handover& h : update->ranks) span.more(h.part->distinct);
   Vector<uint32_t> soon;
+  bool staged = true;
   try {
     {
       Timed timed(counters_.entry_ns);
@@ -513,17 +528,23 @@ bool Engine::prepare_one() {
       done = table->window.stage(*update, true, Window::kPiece, Window::Urgency::kBackground);
     }
   } catch (const std::bad_alloc&) {
-    fail_background(FRUGAL_ERR_OUT_OF_MEMORY);  // which keeps the commit from using it
+    staged = false;  // the commit does it
+    table->window.unstage(update);
   }
   try {
-    if (health() == FRUGAL_OK) table->window.staged_for_next(*update, &soon);
+    if (staged) table->window.staged_for_next(*update, &soon);
   } catch (const std::bad_alloc&) {
     soon.clear();  // as add_soon
   }
   {
     // The record is still there: a commit or an abort waits until its updates are ready.
     std::lock_guard<std::mutex> lock(mu_);
-    record->prepared[table.get()].ready = true;
+    if (staged) {
+      record->prepared[table.get()].ready = true;
+    } else {
+      record->prepared.erase(table.get());
+      table->predict_pause = 1;
+    }
     if (!soon.empty()) add_soon(record, table, std::move(soon));
   }
   progress();

@@ -30,7 +30,7 @@ class Queue : public HeapObject {
   virtual void reserve_ids(uint32_t capacity) = 0;
   // The first step that is not committed has moved on: ring positions mean steps from it on.
   virtual void set_base(uint64_t base) { (void)base; }
-  // `id` becomes queued at `prio`; it must not be queued.
+  // `id` becomes queued at `prio`; it must not be queued. Here and in adjust(): without memory nothing has changed.
   virtual void push(uint32_t id, uint8_t prio) = 0;
   virtual void push(const uint32_t* ids, size_t n, uint8_t prio) {
     for (size_t i = 0; i < n; ++i) push(ids[i], prio);
@@ -49,6 +49,8 @@ class Queue : public HeapObject {
   virtual void adjust_staged(uint32_t id, uint8_t prio) = 0;
   virtual void commit_stage() = 0;
   virtual void drop_stage() = 0;
+  // `id` is not queued any more, if it was: its owner has taken it without a pop.
+  virtual void forget(uint32_t id) = 0;
   // A pop may give a staged entry that has a stale place in the queue; the caller, who knows, puts
   // it back by this.
   virtual void restore_staged(uint32_t id, uint8_t prio) = 0;

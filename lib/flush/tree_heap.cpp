@@ -33,15 +33,16 @@ class TreeHeap final : public Queue {
 
   void reserve_ids(uint32_t capacity) override {
     if (capacity <= prio_.size()) return;
-    prio_.resize(capacity, kAbsent);
     order_.resize(capacity, 0);
     place_.resize(capacity, 0);
     node_.resize(size_t{capacity} + 1, 0);
+    staged_.reserve(capacity);
     // Called with no operation under way, so fresh locks are as good as the old ones.
     auto* locks = static_cast<SpinLock*>(heap_alloc(sizeof(SpinLock) * (size_t{capacity} + 1)));
     heap_free(locks_);
     locks_ = locks;
     for (size_t i = 0; i <= capacity; ++i) new (&locks_[i]) SpinLock;
+    prio_.resize(capacity, kAbsent);  // last: it tells that all is there
   }
 
   void set_base(uint64_t base) override { base_ = base; }
@@ -87,6 +88,8 @@ class TreeHeap final : public Queue {
   }
 
   void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
+
+  void forget(uint32_t) override {}  // nothing here wants memory once ids are reserved: whatever is queued is popped
 
   size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
     size_t n = 0;

@@ -104,6 +104,11 @@ class TwoLevelQueue final : public Queue {
 
   void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
 
+  void forget(uint32_t id) override {
+    if (prio_[id] != kAbsent) ++stale_;
+    prio_[id] = kAbsent;
+  }
+
   size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
     size_t n = 0;
     while (n < max) {

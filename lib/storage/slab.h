@@ -6,23 +6,11 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/buffer.h"
 #include "base/os.h"
 #include "base/pin.h"
 
 namespace frugal {
-
-// The engine's limit of memory for tables (frugal_config.host_bytes).
-struct MemoryBudget {
-  uint64_t limit = UINT64_MAX;
-  std::atomic<uint64_t> used{0};
-  bool take(uint64_t bytes) {
-    uint64_t before = used.fetch_add(bytes, std::memory_order_relaxed);
-    if (before + bytes <= limit) return true;
-    used.fetch_sub(bytes, std::memory_order_relaxed);
-    return false;
-  }
-  void give(uint64_t bytes) { used.fetch_sub(bytes, std::memory_order_relaxed); }
-};
 
 class SlabArray {
  public:

@@ -3,39 +3,6 @@
 #include <algorithm>
 
 namespace frugal {
-namespace {
-
-// Walks the union of several ascending lists; `visit(slot, first)` for each distinct slot, then
-// `term(rank index, row)` for each list that has it, in rank order.
-template <class Visit, class Term>
-void merge(const Vector<Handover>& ranks, uint64_t low, uint64_t high, Visit visit, Term term) {
-  struct Cursor {
-    const uint32_t *at, *end, *base;
-  };
-  Vector<Cursor> cursors(ranks.size());
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    const uint32_t* s = ranks[r].slots();
-    const uint32_t* e = s + ranks[r].rows();
-    const uint32_t* from = low == 0 ? s : std::lower_bound(s, e, low);
-    const uint32_t* to = high > UINT32_MAX ? e : std::lower_bound(from, e, high);
-    cursors[r] = {from, to, s};
-  }
-  for (;;) {
-    uint32_t least = UINT32_MAX;
-    for (const Cursor& c : cursors)
-      if (c.at != c.end && *c.at < least) least = *c.at;
-    if (least == UINT32_MAX) return;
-    visit(least);
-    for (size_t r = 0; r < cursors.size(); ++r) {
-      Cursor& c = cursors[r];
-      if (c.at == c.end || *c.at != least) continue;
-      term(r, static_cast<uint32_t>(c.at - c.base));
-      ++c.at;
-    }
-  }
-}
-
-}  // namespace
 
 void StepUpdate::make_list() {
   if (ranks.size() == 1) {
@@ -47,8 +14,9 @@ void StepUpdate::make_list() {
   term_start.clear();
   term_rank.clear();
   term_index.clear();
+  Vector<TermList::Cursor> cursors;
   merge(
-      ranks, 0, UINT64_MAX,
+      ranks, 0, UINT64_MAX, &cursors,
       [&](uint32_t slot) {
         merged_slots.push_back(slot);
         term_start.push_back(static_cast<uint32_t>(term_rank.size()));
@@ -72,14 +40,6 @@ void StepUpdate::add_terms(size_t row, TermList* out) const {
     const Handover& h = ranks[term_rank[t]];
     out->terms.push_back(h.sums.as<float>() + size_t{term_index[t]} * h.stride);
   }
-}
-
-void StepUpdate::merge_range(uint64_t low, uint64_t high, TermList* out) const {
-  merge(
-      ranks, low, high, [&](uint32_t slot) { out->begin_row(slot); },
-      [&](size_t r, uint32_t row) {
-        out->terms.push_back(ranks[r].sums.as<float>() + size_t{row} * ranks[r].stride);
-      });
 }
 
 void StepUpdate::cut(size_t rows, Vector<uint64_t>* bounds) const {

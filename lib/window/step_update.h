@@ -6,6 +6,7 @@
 // the update's list; with several, lists are merged over ranges of slots, in parallel where the
 // update is applied at once, and into arrays where rows become pending one by one.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -38,9 +39,24 @@ struct Handover {
 
 // Rows and their rank sums, ready for Kernels::apply_terms.
 struct TermList {
+  struct Cursor {
+    const uint32_t *at, *end, *base;
+  };
   Vector<uint32_t> slots;
   Vector<const float*> terms;
   Vector<uint32_t> start;
+  Vector<Cursor> cursors;  // of lists that are being merged
+  // For `rows` rows at a time, but for as many as have so many terms; no row has more than `ranks`.
+  void reserve(size_t rows, size_t ranks) {
+    slots.reserve(rows);
+    start.reserve(rows + 1);
+    terms.reserve(std::max(4 * rows, ranks));
+    cursors.reserve(ranks);
+  }
+  // Is there no room for one more row, of at most `ranks` terms?
+  bool full(size_t ranks) const {
+    return slots.size() == slots.capacity() || terms.capacity() - terms.size() < ranks;
+  }
   void clear() {
     slots.clear();
     terms.clear();
@@ -73,6 +89,7 @@ struct StepUpdate : HeapObject {
   uint64_t staged[kRing + 1] = {};
   size_t staged_rows = 0;         // rows taken in so far
   bool committed = false;
+  bool astray = false;            // a row of it is more urgent than its place in the queue says
   size_t remaining = 0;           // rows not yet in the host rows
 
   // The engine's: where else it is told of the update until it is written. Null: nowhere.
@@ -94,14 +111,62 @@ struct StepUpdate : HeapObject {
 
   void make_list();               // merges the ranks; fills slots, n and the terms
   void add_terms(size_t row, TermList* out) const;
-  // The rows with slots in [low, high) of all ranks, merged.
-  void merge_range(uint64_t low, uint64_t high, TermList* out) const;
+  // The rows with slots in [low, high) of all ranks, merged: whenever `out` is full, and in the end, take() makes use
+  // of them. Takes no memory.
+  template <class Take>
+  void merge_range(uint64_t low, uint64_t high, TermList* out, Take take) const;
   // Slot values that cut the rows into chunks of about `rows` rows.
   void cut(size_t rows, Vector<uint64_t>* bounds) const;
 
  private:
   std::atomic<uint64_t>* accounted_ = nullptr;
 };
+
+// Walks the union of several ascending lists; `visit(slot)` for each distinct slot, then `term(rank index, row)`
+// for each list that has it, in rank order. `cursors` has room for one of each rank, or takes it.
+template <class Visit, class Term>
+void merge(const Vector<Handover>& ranks, uint64_t low, uint64_t high, Vector<TermList::Cursor>* cursors, Visit visit,
+           Term term) {
+  cursors->resize(ranks.size());
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const uint32_t* s = ranks[r].slots();
+    const uint32_t* e = s + ranks[r].rows();
+    const uint32_t* from = low == 0 ? s : std::lower_bound(s, e, low);
+    const uint32_t* to = high > UINT32_MAX ? e : std::lower_bound(from, e, high);
+    (*cursors)[r] = {from, to, s};
+  }
+  for (;;) {
+    uint32_t least = UINT32_MAX;
+    for (const TermList::Cursor& c : *cursors)
+      if (c.at != c.end && *c.at < least) least = *c.at;
+    if (least == UINT32_MAX) return;
+    visit(least);
+    for (size_t r = 0; r < cursors->size(); ++r) {
+      TermList::Cursor& c = (*cursors)[r];
+      if (c.at == c.end || *c.at != least) continue;
+      term(r, static_cast<uint32_t>(c.at - c.base));
+      ++c.at;
+    }
+  }
+}
+
+template <class Take>
+void StepUpdate::merge_range(uint64_t low, uint64_t high, TermList* out, Take take) const {
+  out->clear();
+  auto taken = [&] {
+    out->close();
+    take();
+    out->clear();
+  };
+  merge(
+      ranks, low, high, &out->cursors,
+      [&](uint32_t slot) {
+        if (out->full(ranks.size())) taken();
+        out->begin_row(slot);
+      },
+      [&](size_t r, uint32_t row) { out->terms.push_back(ranks[r].sums.as<float>() + size_t{row} * ranks[r].stride); });
+  if (!out->slots.empty()) taken();
+}
 
 // Combines `n` run sums of fold32, one after the other in `runs`, pairwise into the first.
 void combine_runs(float* runs, size_t n, uint32_t dim);

@@ -168,17 +168,24 @@ void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
   }
 }
 
-void Window::reprioritize(const Node& node, uint8_t prio) {
+void Window::reprioritize(const Node& node, uint8_t prio) noexcept {
   uint8_t state = state_[node.id], old = state & ~kClaimed;
   if (old == prio) return;
-  // The queue first: it may want memory, and where there is none nothing has changed.
+  // The queue first: it may want memory. Where there is none the row stays where it is.
+  try {
+    if (!node.update->committed)
+      queue_->adjust_staged(node.id, prio);
+    else if (!(state & kClaimed))
+      queue_->adjust(node.id, prio);
+  } catch (const std::bad_alloc&) {
+    (node.update->committed ? astray_ : node.update->astray) = true;
+    return;
+  }
   if (!node.update->committed) {
-    queue_->adjust_staged(node.id, prio);
     --node.update->staged[old];
     ++node.update->staged[prio];
   } else {
     if (!(state & kClaimed)) {
-      queue_->adjust(node.id, prio);
       --queued_[old];
       ++queued_[prio];
     }
@@ -187,6 +194,18 @@ void Window::reprioritize(const Node& node, uint8_t prio) {
     ++count_[prio];
   }
   state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
+}
+
+// A row that waited for nothing but its turn becomes pending.
+void Window::enqueue(uint32_t id, uint8_t prio) noexcept {
+  state_[id] = prio;
+  ++count_[prio];
+  ++queued_[prio];
+  try {
+    queue_->push(id, prio);
+  } catch (const std::bad_alloc&) {
+    astray_ = true;
+  }
 }
 
 bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency urgency) {
@@ -271,7 +290,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
   return true;
 }
 
-void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
+void Window::unlink(const PartRef& part) {
   BothLocks lock(*this, Urgency::kUrgent);
   if (part->step < base_) return;
   Vector<PartRef>& here = parts_[part->step & (kRing - 1)];
@@ -288,7 +307,7 @@ void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
   };
   set(*part, false);
   // Others may read the same rows in the same step: their bits come back.
-  for (const PartRef& p : same_step) set(*p, true);
+  for (const PartRef& p : here) set(*p, true);
   for (size_t i = 0; i < part->distinct; ++i) {
     uint32_t slot = part->row_slots()[i];
     Word w = words_[slot];
@@ -299,11 +318,7 @@ void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
         learn_next(step, slot, deadline(w, part->step));
       }
     }
-    if (Node node = pending(w, slot); node.update) try {
-      reprioritize(node, deadline(w, node.update->step));
-    } catch (const std::bad_alloc&) {
-      // It stays more urgent than it need be.
-    }
+    if (Node node = pending(w, slot); node.update) reprioritize(node, deadline(w, node.update->step));
   }
 }
 
@@ -311,16 +326,19 @@ void Window::unlink(const PartRef& part, const Vector<PartRef>& same_step) {
 
 void Window::add(const UpdateRef& update) {
   BothLocks lock(*this, Urgency::kUrgent);
-  while (update->pages.size() * kPage < update->n) {
-    if (free_pages_.empty()) {
-      size_t pages = std::max<size_t>(4, pages_.size() * 2);
-      state_.resize(pages * kPage, kDone);
-      queue_->reserve_ids(static_cast<uint32_t>(pages * kPage));
-      free_pages_.reserve(pages);
-      for (size_t p = pages; p > pages_.size(); --p)
-        free_pages_.push_back(static_cast<uint32_t>(p - 1));
-      pages_.resize(pages);
-    }
+  // First all that may want memory.
+  const size_t wanted = (update->n + kPage - 1) / kPage;
+  while (free_pages_.size() < wanted) {
+    const size_t before = pages_.size(), pages = std::max<size_t>(4, before * 2);
+    state_.resize(pages * kPage, kDone);
+    queue_->reserve_ids(static_cast<uint32_t>(pages * kPage));
+    free_pages_.reserve(pages);
+    pages_.resize(pages);
+    for (size_t p = pages; p > before; --p) free_pages_.push_back(static_cast<uint32_t>(p - 1));
+  }
+  update->pages.reserve(wanted);
+  updates_.reserve(updates_.size() + 1);
+  while (update->pages.size() < wanted) {
     pages_[free_pages_.back()] = {update.get(),
                                   static_cast<uint32_t>(update->pages.size() * kPage)};
     update->pages.push_back(free_pages_.back());
@@ -360,6 +378,7 @@ bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
       const uint64_t own = u.step + kPast - base_;
       bool ancient;
       const uint64_t written = written_mask(&ancient) & ~(uint64_t{1} << own);
+      if ((written || ancient) && u.late.capacity() < u.late.size() + n) u.late.reserve(2 * u.late.size() + n);
       for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
       for (size_t i = 0; i < n; ++i) {
         if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
@@ -430,8 +449,19 @@ void Window::unstage(const UpdateRef& update) {
   StepUpdate& u = *update;
   Lock lock(*this, Urgency::kUrgent);
   queue_->drop_stage();
-  for (size_t i = 0; i < u.staged_rows; ++i) state_[node_id(u, static_cast<uint32_t>(i))] = kDone;
+  // (Of a piece that memory ran short for some rows are in.)
+  for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
+  std::fill_n(u.staged, kRing + 1, 0);
+  u.late.clear();
+  u.astray = false;
   release(u);
+}
+
+void Window::make_room(const StepUpdate& update) {
+  if (update.late.empty()) return;
+  Lock lock(*this, Urgency::kUrgent);
+  for (const UpdateRef& older : updates_)
+    if (older->committed) older->next.reserve(older->n);
 }
 
 void Window::commit(StepUpdate* u, uint64_t step) {
@@ -455,6 +485,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   if (!u) return;
   u->committed = true;
   u->remaining = u->n;
+  astray_ |= u->astray;
   uint64_t pending_rows = 0;
   for (uint32_t p = 0; p <= kRing; ++p) {
     count_[p] += u->staged[p];
@@ -479,13 +510,8 @@ void Window::commit(StepUpdate* u, uint64_t step) {
       continue;
     }
     // The older update was written meanwhile.
-    uint8_t prio = deadline(w, u->step);
-    uint32_t id = node_id(*u, row);
-    state_[id] = prio;
-    ++count_[prio];
-    ++queued_[prio];
+    enqueue(node_id(*u, row), deadline(w, u->step));
     ++pending_rows;
-    queue_->push(id, prio);
   }
   u->late.clear();
   stats_.enqueued += u->n;
@@ -511,7 +537,7 @@ bool Window::force(const uint32_t* slots, size_t n, uint64_t before) {
 }
 
 uint32_t Window::limit_rank(uint64_t step) const {
-  if (step == UINT64_MAX) return kRing;
+  if (step == UINT64_MAX || astray_) return kRing;
   return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
 }
 
@@ -541,6 +567,7 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   c->rows.clear();
   c->runs.clear();
   if (!any_pending()) return false;
+  c->reserve(max);
   Lock lock(*this, Urgency::kUrgent);
   // Stale places of staged nodes may be all that a pop finds: then there is more behind them.
   while (pop(step, max, c) != 0 && c->ids.empty()) {
@@ -550,7 +577,7 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
 
 size_t Window::pop(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(max);
-  size_t n = queue_->pop(base_, limit_rank(step), c->ids.data(), max);
+  size_t n = astray_ ? search(c->ids.data(), max) : queue_->pop(base_, limit_rank(step), c->ids.data(), max);
   c->rows.resize(n);
   // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
   uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
@@ -573,7 +600,7 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
       if (page.update != u) {
         u = page.update;
         if (!c->runs.empty()) c->runs.back().end = kept;
-        c->runs.push_back({u, kept, kept});
+        c->runs.push_back({u, kept, kept, nullptr});
       }
     }
     if (prio != last) {
@@ -594,16 +621,31 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
   return n;
 }
 
-void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {
+// Pending rows, wherever the queue has them.
+size_t Window::search(uint32_t* ids, size_t max) {
+  size_t n = 0;
+  for (size_t p = 0; p < pages_.size(); ++p) {
+    if (!pages_[p].update || !pages_[p].update->committed) continue;
+    for (uint32_t id = static_cast<uint32_t>(p * kPage), end = id + kPage; id < end; ++id) {
+      if (state_[id] > kInfinity) continue;
+      if (n == max) return n;
+      queue_->forget(id);
+      ids[n++] = id;
+    }
+  }
+  return n;
+}
+
+void Window::finish(Claim& c) {
   {
     Lock lock(*this, Urgency::kUrgent);
     bool chained = false;
     for (const Claim::Run& run : c.runs) chained |= !run.update->next.empty();
     if (!chained) {
-      for (const Claim::Run& run : c.runs) {
+      for (Claim::Run& run : c.runs) {
         written(c, run);
-        pending_total_.fetch_sub(run.end - run.begin, std::memory_order_acq_rel);
-        settle(run, finished);
+        wrote(run.end - run.begin);
+        settle(run);
       }
       return;
     }
@@ -611,7 +653,7 @@ void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {
   // What waits behind these rows gets its priority from the words.
   BothLocks lock(*this, Urgency::kUrgent);
   uint64_t done = 0;
-  for (const Claim::Run& run : c.runs) {
+  for (Claim::Run& run : c.runs) {
     StepUpdate* u = run.update;
     written(c, run);
     for (uint32_t i = run.begin; i < run.end; ++i) {
@@ -621,16 +663,16 @@ void Window::finish(const Claim& c, Vector<UpdateRef>* finished) {
         continue;
       }
       StepUpdate* after = find_update(static_cast<uint32_t>((link - 1) >> 32));
-      uint32_t row = static_cast<uint32_t>(link - 1), id = node_id(*after, row);
-      uint8_t prio = deadline(aged(words_[after->slots[row]], base_), after->step);
-      state_[id] = prio;
-      ++count_[prio];
-      ++queued_[prio];
-      queue_->push(id, prio);
+      uint32_t row = static_cast<uint32_t>(link - 1);
+      enqueue(node_id(*after, row), deadline(aged(words_[after->slots[row]], base_), after->step));
     }
-    settle(run, finished);
+    settle(run);
   }
-  pending_total_.fetch_sub(done, std::memory_order_acq_rel);
+  wrote(done);
+}
+
+void Window::wrote(uint64_t rows) {
+  if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
 }
 
 // The nodes of a run are done.
@@ -651,12 +693,12 @@ void Window::written(const Claim& c, const Claim::Run& run) {
   count_[last] -= same;
 }
 
-void Window::settle(const Claim::Run& run, Vector<UpdateRef>* finished) {
+void Window::settle(Claim::Run& run) {
   StepUpdate* u = run.update;
   if ((u->remaining -= run.end - run.begin) != 0) return;
   u->written();
   for (const UpdateRef& ref : updates_)
-    if (ref.get() == u) finished->push_back(ref);
+    if (ref.get() == u) run.finished = ref;
   release(*u);
 }
 

@@ -27,6 +27,9 @@
 // Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
 // therefore means written, not merely taken (contract, gate condition c).
 //
+// Without memory for a place in the queue a row that has to become more urgent has gone astray: until all that was
+// pending then is written, every gate waits for all of it, and claims search the nodes.
+//
 // Threads: words and what parts learn are guarded by links_mu_, nodes, queue and counts by mu_, which
 // is taken second. So linking, the longest pass, does not stand in the way of who writes rows. All
 // is done in bulk, a chunk of rows at a time; background passes give way to a thread that is on
@@ -46,7 +49,13 @@ struct Claim {
   struct Run {
     StepUpdate* update;
     uint32_t begin, end;   // of ids and rows
+    UpdateRef finished;    // finish(): the update, if it is wholly written by now
   };
+  void reserve(size_t most) {
+    ids.reserve(most);
+    rows.reserve(most);
+    runs.reserve(most);
+  }
   Vector<uint32_t> ids;    // nodes
   Vector<uint32_t> rows;   // row of the update
   Vector<Run> runs;        // neighbours of one update
@@ -88,10 +97,10 @@ class Window : public HeapObject {
   // part.next must have room. `owned` says that the part's rank has a cache: reads of rows that it
   // owns are kept apart. False if the step was committed meanwhile.
   bool link(const PartRef& part, size_t from, size_t n, bool owned, Urgency urgency);
-  // Takes back the bits of a linked part; `same_step` are the linked parts of its step that stay.
-  void unlink(const PartRef& part, const Vector<PartRef>& same_step);
+  // Takes back the bits of a linked part.
+  void unlink(const PartRef& part);
 
-  // Gives an update, whose list is made, its number and nodes, before it is staged.
+  // Gives an update, whose list is made, its number and nodes, before it is staged. Without memory: nothing.
   void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
   bool crowded() const { return live_.load(std::memory_order_relaxed) > kPast; }
@@ -102,6 +111,8 @@ class Window : public HeapObject {
   void staged_for_next(const StepUpdate& update, Vector<uint32_t>* slots);
   // The update is of a step that will not be, or not so: forget it.
   void unstage(const UpdateRef& update);
+  // All memory that the commit of a staged update may want.
+  void make_room(const StepUpdate& update);
   // Step `step` is committed: its staged rows are pending, base = step + 1. `update` may be null.
   void commit(StepUpdate* update, uint64_t step);
 
@@ -116,10 +127,10 @@ class Window : public HeapObject {
   // Rows that are claimed but unwritten, of priorities up to `step`.
   bool in_flight_until(uint64_t step);
 
-  // Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last).
+  // All that can want memory, before anything changes, is room for the claim. Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last).
   bool claim(uint64_t step, size_t max, Claim* claim);
-  // The rows of the claim are written. Updates that are wholly written go to `finished`.
-  void finish(const Claim& claim, Vector<UpdateRef>* finished);
+  // The rows of the claim are written.
+  void finish(Claim& claim);
 
   // The owner's cache took (or gave up) these rows: its own reads no longer (again) count.
   void set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty, Urgency urgency);
@@ -170,11 +181,14 @@ class Window : public HeapObject {
   Node find_node(StepUpdate& u, uint32_t slot);
   Node pending(Word aged, uint32_t slot);
   void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
-  void reprioritize(const Node& node, uint8_t prio);
+  void reprioritize(const Node& node, uint8_t prio) noexcept;
+  void enqueue(uint32_t id, uint8_t prio) noexcept;
   void release(StepUpdate& u);
   size_t pop(uint64_t step, size_t max, Claim* c);
+  size_t search(uint32_t* ids, size_t max);
   void written(const Claim& c, const Claim::Run& run);
-  void settle(const Claim::Run& run, Vector<UpdateRef>* finished);
+  void settle(Claim::Run& run);
+  void wrote(uint64_t rows);
   uint32_t node_id(const StepUpdate& u, uint32_t row) const {
     return u.pages[row / kPage] * kPage + row % kPage;
   }
@@ -198,6 +212,7 @@ class Window : public HeapObject {
   Vector<UpdateRef> updates_;       // unwritten ones, and the staged one; ascending steps
   uint32_t next_seq_ = 0;
   Vector<PartRef> parts_[kRing];    // linked, by step mod kRing
+  bool astray_ = false;             // a place in the queue is missing, or wrong
   bool words_only_ = false;         // staleness or a cache: Part::next does not tell everything
   WindowStats stats_;
 };
