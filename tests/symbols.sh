@@ -1,6 +1,7 @@
 #!/bin/sh
 # The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It wants no static
-# thread-local storage, of which little is left where a program, as Python with PyTorch, loads it late.
+# thread-local storage, of which little is left where a program, as Python with PyTorch, loads it late. And no
+# thread-local object of it has a destructor: the C library ends the program where there is no memory to register one.
 #   tests/symbols.sh LIBRARY          compares all three
 #   tests/symbols.sh --update         writes tests/symbols.txt from frugal.h
 set -eu
@@ -31,6 +32,10 @@ if [ "$exported" != "$(cat "$here/symbols.txt")" ]; then
 fi
 if readelf -dW "$1" | grep -q STATIC_TLS; then
   echo "the library wants static thread-local storage (STATIC_TLS): which object uses initial-exec?" >&2
+  exit 1
+fi
+if nm -D --undefined-only "$1" | grep -q __cxa_thread_atexit; then
+  echo "the library has a thread_local object with a destructor (it wants __cxa_thread_atexit)" >&2
   exit 1
 fi
 echo "$(wc -l < "$here/symbols.txt") exported symbols, as declared"

@@ -53,6 +53,18 @@ def names_of(stack):
   return names
 
 
+def sample_of(points, most, rng):
+  """Half of them of the kind that has the most, the others of the rest, as many of each; as far as there are so many."""
+  groups = collections.defaultdict(list)
+  for point in rng.sample(points, len(points)):
+    groups[point.kind].append(point)
+  taken = []
+  *few, many = sorted(groups.values(), key=len)
+  for left, group in zip(range(len(few), 0, -1), few):
+    taken += group[:(most // 2 - len(taken)) // left]
+  return taken + many[:most - len(taken)]
+
+
 class Sweep:
 
   def __init__(self, options):
@@ -170,8 +182,8 @@ def main():
     options.explain = True
   elif not options.all:
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), 'little')
-    print(f'seed {seed}: {options.sample or 100} of {there} points', flush=True)
-    points = random.Random(seed).sample(points, min(there, options.sample or 100))
+    points = sample_of(points, options.sample or 100, random.Random(seed))
+    print(f'seed {seed}: {len(points)} of {there} points', flush=True)
   table = collections.defaultdict(collections.Counter)
   bad = []
   with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

@@ -1,0 +1,165 @@
+// Buffers that are kept for later: what they are used again for, and how much of them stays.
+#include <sys/stat.h>
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "base/arena.h"
+#include "base/buffer.h"
+
+namespace frugal {
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+// Sizes of which each is wanted once: a few a power of two, as of reads of ever other numbers of rows.
+std::vector<size_t> Sizes() {
+  std::vector<size_t> sizes;
+  for (double bytes = 64.0 * kMiB; bytes > 1000; bytes *= 0.82) sizes.push_back(static_cast<size_t>(bytes));
+  return sizes;
+}
+
+size_t Blocks(int fd) {
+  struct stat info {};
+  EXPECT_EQ(fstat(fd, &info), 0);
+  return static_cast<size_t>(info.st_blocks) * 512;
+}
+
+TEST(Buffers, OfSizesThatAreWantedOnceAFewStay) {
+  for (const bool ascending : {false, true})
+    for (const bool shared : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "ascending " << ascending << ", shared " << shared);
+      Arena arena;
+      BufferPool pool;
+      if (shared) {
+        ASSERT_EQ(arena.open(size_t{4} << 30), FRUGAL_OK);
+        pool.cut_from(&arena);
+      }
+      std::vector<size_t> sizes = Sizes();
+      if (ascending) std::reverse(sizes.begin(), sizes.end());
+      size_t all = 0;
+      for (size_t bytes : sizes) {
+        Buffer b;
+        ASSERT_EQ(pool.get(bytes, &b), FRUGAL_OK);
+        std::memset(b.data(), 1, 1);
+        all += b.capacity();
+      }
+      EXPECT_GT(all, 330 * kMiB);
+      EXPECT_LE(pool.bytes_held(), 64 * kMiB + 2 * 64 * kMiB + 4 * kMiB);
+      if (shared) {
+        EXPECT_LE(Blocks(arena.mapping().fd), 64 * kMiB + 2 * 64 * kMiB + 8 * kMiB);
+      }
+      pool.keep(0);
+      EXPECT_LE(pool.bytes_held(), shared ? 12 * kMiB : 0);
+    }
+}
+
+// What is large and not wanted any more goes, while small ones are used.
+TEST(Buffers, WhatNobodyWantsAnyMoreGoesBack) {
+  BufferPool pool;
+  {
+    Buffer large[4];
+    for (Buffer& b : large) ASSERT_EQ(pool.get(48 * kMiB, &b), FRUGAL_OK);
+  }
+  EXPECT_EQ(pool.bytes_held(), 4 * 48 * kMiB);
+  for (int i = 0; i < 8000 && pool.bytes_held() > 66 * kMiB; ++i) {
+    Buffer b;
+    ASSERT_EQ(pool.get(2 * kMiB, &b), FRUGAL_OK);
+  }
+  EXPECT_LE(pool.bytes_held(), 68 * kMiB);
+}
+
+TEST(Buffers, AStepTakesNothingNew) {
+  BufferPool pool;
+  std::mt19937_64 random(1);
+  std::vector<size_t> sizes;
+  for (int i = 0; i < 60; ++i) sizes.push_back(random() % (3 * kMiB) + 1);
+  size_t held = 0;
+  for (int step = 0; step < 200; ++step) {
+    std::shuffle(sizes.begin(), sizes.end(), random);
+    std::vector<Buffer> of_step(sizes.size());
+    for (size_t i = 0; i < sizes.size(); ++i) ASSERT_EQ(pool.get(sizes[i], &of_step[i]), FRUGAL_OK);
+    if (step == 0) held = pool.bytes_held();
+    ASSERT_EQ(pool.bytes_held(), held) << "step " << step;
+  }
+  EXPECT_EQ(pool.bytes_kept(), held);
+}
+
+TEST(Buffers, CountAgainstABudget) {
+  MemoryBudget budget;
+  budget.limit = 40 * kMiB;
+  BufferPool pool;
+  pool.count_in(&budget);
+  {
+    Buffer a, b;
+    ASSERT_EQ(pool.get(32 * kMiB, &a), FRUGAL_OK);
+    ASSERT_EQ(pool.get(16 * kMiB, &b), FRUGAL_OK);
+    EXPECT_EQ(budget.used.load(), 0u) << "what is in use does not count";
+  }
+  EXPECT_EQ(budget.used.load(), pool.bytes_kept());
+  EXPECT_EQ(pool.bytes_held(), pool.bytes_kept());
+  EXPECT_LE(budget.used.load(), budget.limit);
+  EXPECT_GE(budget.used.load(), 16 * kMiB);
+  // A table comes first.
+  EXPECT_TRUE(budget.take(40 * kMiB));
+  EXPECT_EQ(pool.bytes_held(), 0u);
+  EXPECT_FALSE(budget.take(1));
+  {
+    Buffer a;
+    ASSERT_EQ(pool.get(kMiB, &a), FRUGAL_OK);
+  }
+  EXPECT_EQ(pool.bytes_held(), 0u);
+  budget.give(40 * kMiB);
+  EXPECT_EQ(budget.used.load(), 0u);
+}
+
+TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  constexpr size_t kPages = 48;
+  Arena arena;
+  ASSERT_EQ(arena.open(kPages * kHugePage), FRUGAL_OK);
+  struct Piece {
+    char* data;
+    size_t pages;
+  };
+  std::vector<Piece> pieces;
+  bool used[kPages] = {};
+  size_t in_use = 0;
+  for (int i = 0; i < 3000; ++i) {
+    if (random() % 2 == 0 || pieces.empty()) {
+      const size_t pages = random() % 6 + 1;
+      char* data = nullptr;
+      if (arena.take(pages * kHugePage - random() % 1000, &data) != FRUGAL_OK) continue;
+      const size_t first = arena.offset(data) / kHugePage;
+      ASSERT_LE(first + pages, kPages);
+      for (size_t p = first; p < first + pages; ++p) {
+        ASSERT_FALSE(used[p]);
+        used[p] = true;
+        arena.mapping().base[p * kHugePage] = 1;
+      }
+      in_use += pages;
+      pieces.push_back({data, pages});
+    } else {
+      std::swap(pieces[random() % pieces.size()], pieces.back());
+      const Piece gone = pieces.back();
+      pieces.pop_back();
+      arena.put_back(gone.data, gone.pages * kHugePage);
+      for (size_t p = 0; p < gone.pages; ++p) used[arena.offset(gone.data) / kHugePage + p] = false;
+      in_use -= gone.pages;
+    }
+    if (i % 100 == 0) {
+      ASSERT_LE(Blocks(arena.mapping().fd), in_use * kHugePage);
+    }
+  }
+  for (const Piece& p : pieces) arena.put_back(p.data, p.pages * kHugePage);
+  char* all = nullptr;
+  EXPECT_EQ(arena.take(kPages * kHugePage, &all), FRUGAL_OK);
+}
+
+}  // namespace
+}  // namespace frugal
