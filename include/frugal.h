@@ -195,7 +195,8 @@ typedef struct frugal_config {
                                  earlier, from 4 MiB on, when a backlog of steps shows that flushing
                                  does not keep up. One step's updates may exceed it. 0 writes
                                  through; default 1 GiB */
-  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
+  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory that the engine
+                                 keeps for later counts, too, and gives way to tables */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
   uint32_t flags;             /* 0 or FRUGAL_OBSERVE */
@@ -234,12 +235,13 @@ FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engi
 /* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
  * read out all the same); trainers, tables and batches of the engine become closed handles; a step that some rank is
  * inside of is lost. NULL is accepted.
- * Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
+ * Needs no memory. Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_close(frugal_engine *engine);
 
 /* The sticky health of the engine: FRUGAL_OK, or the status of the first background failure,
- * which every later call reports as FRUGAL_ERR_UNHEALTHY. Threads: any. */
+ * which every later call reports as FRUGAL_ERR_UNHEALTHY. Memory of the host that runs out is none: what is to be
+ * done for a step is done when there is memory. Threads: any. */
 FRUGAL_API int32_t frugal_health(const frugal_engine *engine);
 
 /* Waits until every update of every committed step is in the host rows. Returns: FRUGAL_OK,
@@ -638,8 +640,8 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
  * another rank. On a GPU it waits for the stream if gradients were pushed to a table with
  * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does. Returns: FRUGAL_OK,
  * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
- * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is
- * FRUGAL_OK the step goes on: call again), TIMEOUT (of the wait for the stream, after the engine's
+ * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (call again; what was pushed
+ * is not lost, and where it was the commit that lacked memory, calls that wait make it, too), TIMEOUT (of the wait for the stream, after the engine's
  * timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
