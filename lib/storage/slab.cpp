@@ -45,8 +45,8 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
     if (done_[i]) continue;
     if (budget_ && !budget_->take(slab_))
       return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                  "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
-                  static_cast<unsigned long long>(budget_->limit));
+                  "%zu bytes more for rows, and %s are left of the engine's host_bytes; raise the limit or drop a table",
+                  slab_, budget_->left_text().c_str());
     Status s = os_commit(mapping_, i * slab_, slab_);
     bool pinned = false;
     if (s == FRUGAL_OK && pinner_) {

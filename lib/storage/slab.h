@@ -2,6 +2,7 @@
 // slab before a record is handed out. The one seam for huge pages, shared memory and pinning;
 // everything else sees base + index * stride.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -20,6 +21,11 @@ struct MemoryBudget {
     if (before + bytes <= limit) return true;
     used.fetch_sub(bytes, std::memory_order_relaxed);
     return false;
+  }
+  String left_text() const {
+    if (limit == UINT64_MAX) return "all";
+    return text("%llu of %llu bytes", static_cast<unsigned long long>(limit - std::min(limit, used.load())),
+                static_cast<unsigned long long>(limit));
   }
   void give(uint64_t bytes) { used.fetch_sub(bytes, std::memory_order_relaxed); }
 };

@@ -351,7 +351,7 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
     frugal_table_config wrong = c;
     wrong.optimizer.*o.field = o.value;
     char value[32];
-    std::snprintf(value, sizeof value, std::isfinite(o.value) ? "is %.9g" : "is ", double{o.value});
+    std::snprintf(value, sizeof value, std::isfinite(o.value) ? "is %.10g" : "is ", double{o.value});
     if (o.good) {
       OK(frugal_table_create(engine_, &wrong, &t));
       continue;
@@ -471,6 +471,29 @@ TEST_P(Calls, StaleReads) {
   OK(frugal_get_stats(engine_, &stats));
   // Each lookup but the first finds the update of the step before: nobody writes meanwhile.
   EXPECT_EQ(19u * 6, stats.stale_reads);
+}
+
+// A missing row is a term of zeros, and counts.
+TEST_P(Calls, MissingRowsInAPool) {
+  Open();
+  const float four[kDim] = {4, 4, 4, 4};
+  const uint64_t keys[4] = {1, 77, 1, 5}, offsets[2] = {0, 4};
+  OK(frugal_put(hashed_, keys, 1, 0, four, 0));
+  float out[kDim];
+  uint8_t found[4];
+  frugal_op op = Op(hashed_, keys, 4, out);
+  op.offsets = offsets;
+  op.bags = 1;
+  op.found_out = found;
+  op.padding_key = 5;
+  for (int32_t pooling : {FRUGAL_POOL_SUM, FRUGAL_POOL_MEAN})
+    for (uint32_t flags : {0u, FRUGAL_OP_PADDING}) {
+      op.pooling = pooling;
+      op.flags = flags;
+      OK(frugal_read(engine_, nullptr, &op, 1, 20000));
+      EXPECT_EQ(pooling == FRUGAL_POOL_SUM ? 8.0f : 8.0f / (flags ? 3 : 4), out[3]) << pooling << " " << flags;
+      EXPECT_EQ(0, found[1]);
+    }
 }
 
 // --- Threads that are cancelled ------------------------------------------------------------------
