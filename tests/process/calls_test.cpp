@@ -173,7 +173,7 @@ TEST_P(Calls, Strides) {
   float* rows = memory.data() + 24;  // 16 of them
   OK(frugal_step_begin(trainers_[0], 0, 20000));
   OK(frugal_step_end(trainers_[0], 0, 0));
-  for (const size_t stride : {size_t{1} << 63, ~size_t{3}, ~size_t{15}, size_t{1} << 62, size_t{1} << 61, (size_t{1} << 62) + 16,
+  for (const size_t stride : {size_t{1} << 63, ~size_t{3}, ~size_t{15}, size_t{1} << 62, size_t{1} << 56, (size_t{1} << 62) + 16,
                               kRowBytes - 4, kRowBytes + 2, size_t{4}, size_t{1}}) {
     for (frugal_table* table : {table_, hashed_}) {
       const auto what = {"row_stride", table == table_ ? "'rows'" : "'keys'"};
