@@ -144,8 +144,6 @@ def test_many_tables_in_one_call(engine: frugal.Engine) -> None:
     empty = trainer.prefetch(1, tables[0], KEYS[:0])
     assert len(empty) == 0 and empty
     trainer.prefetch_cancel(empty)
-    hashed = engine.create_table("h", rows=10, dim=1, hashed=True)
-    assert len(hashed) == 0 and hashed
     undeclared = trainer.lookup(tables[4], KEYS % 10)
     assert undeclared.shape == (3, 5) and (undeclared == 4).all()
     trainer.push_grad(tables[4], KEYS % 10, np.ones((3, 5), np.float32))
