@@ -60,6 +60,11 @@
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
  *   waited for. Not limited is the wait for what a GPU has been given already, where memory is to be
  *   used again (aborts, closing, calls that fail) or the call has to know its result.
+ * - A thread is not cancelled (pthread_cancel) in the middle of a call, though that waits: cancellation is
+ *   disabled meanwhile, and comes at the thread's next cancellation point after it.
+ * - Time-outs are by the steady clock: setting the system's changes none.
+ * - A message begins with the table that it is about (of several ops with the op, the first being op 0), and has the
+ *   value that was given and what would do.
  * - The library prints nothing, installs no signal handler, never exits, and refuses to work in
  *   a child made by fork() (FRUGAL_ERR_FORKED).
  *
@@ -277,28 +282,28 @@ typedef enum frugal_optimizer_kind {
 } frugal_optimizer_kind;
 
 /* Hyper-parameters. The kind is the table's and fixed; everything else may change for any step
- * that is not committed yet. */
+ * that is not committed yet. All are finite; bounds are of those that a kind looks at, others are INVALID_ARGUMENT. */
 typedef struct frugal_optimizer {
   size_t struct_size;
   int32_t kind;               /* frugal_optimizer_kind; default SGD */
-  float lr;                   /* learning rate; default 0.01 */
-  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp; default 1e-8 */
-  float momentum;             /* momentum: mu; default 0.9 */
-  float dampening;            /* momentum: default 0 */
-  float beta1;                /* Adam; default 0.9 */
-  float beta2;                /* Adam; default 0.999 */
-  float rho;                  /* RMSProp: alpha; default 0.99 */
-  float ftrl_lambda1;         /* FTRL: L1; default 0 */
-  float ftrl_lambda2;         /* FTRL: L2; default 0 */
-  float ftrl_beta;            /* FTRL: default 1 */
-  float initial_accumulator;  /* Adagrad, row-wise Adagrad, FTRL n: state of a new row; default 0;
+  float lr;                   /* learning rate, 0 or more, FTRL: above 0; default 0.01 */
+  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp, 0 or more; default 1e-8 */
+  float momentum;             /* momentum: mu, 0 or more; default 0.9 */
+  float dampening;            /* momentum: 0..1; default 0 */
+  float beta1;                /* Adam, [0, 1); default 0.9 */
+  float beta2;                /* Adam, [0, 1); default 0.999 */
+  float rho;                  /* RMSProp: alpha, 0..1; default 0.99 */
+  float ftrl_lambda1;         /* FTRL: L1, 0 or more; default 0 */
+  float ftrl_lambda2;         /* FTRL: L2, 0 or more; default 0 */
+  float ftrl_beta;            /* FTRL: 0 or more; default 1 */
+  float initial_accumulator;  /* Adagrad, row-wise Adagrad, FTRL n: state of a new row, 0 or more; default 0;
                                  fixed at table creation */
-  float weight_decay_l2;      /* adds l2 * w to the gradient; default 0 */
-  float weight_decay;         /* decoupled: w -= lr * weight_decay * w after the update; default 0 */
+  float weight_decay_l2;      /* adds l2 * w to the gradient; 0 or more; default 0 */
+  float weight_decay;         /* decoupled: w -= lr * weight_decay * w after the update; 0 or more; default 0 */
   float clip_value;           /* each element to [-c, c]; 0 (default): off */
   float clip_norm;            /* the row's gradient to L2 norm at most c; 0 (default): off */
   float weight_bound;         /* each weight to [-b, b] after the update; 0 (default): off */
-  float grad_scale;           /* multiplies the summed gradient; default 1 */
+  float grad_scale;           /* multiplies the summed gradient; any, default 1 */
   uint32_t flags;             /* FRUGAL_OPT_* */
 } frugal_optimizer;
 
@@ -325,11 +330,11 @@ typedef enum frugal_dtype { FRUGAL_F32 = 0 } frugal_dtype;
 
 typedef enum frugal_init_kind {
   FRUGAL_INIT_CONSTANT = 0,         /* a */
-  FRUGAL_INIT_UNIFORM = 1,          /* [a, b) */
-  FRUGAL_INIT_NORMAL = 2,           /* mean a, standard deviation b */
+  FRUGAL_INIT_UNIFORM = 1,          /* [a, b), a <= b */
+  FRUGAL_INIT_NORMAL = 2,           /* mean a, standard deviation b >= 0 */
   FRUGAL_INIT_TRUNCATED_NORMAL = 3, /* the same, within a +- 2 b */
-  FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), fan_in = b or,
-                                       if b is 0, `rows` */
+  FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), a >= 0, fan_in =
+                                       b >= 0 or, if b is 0, `rows` */
 } frugal_init_kind;
 
 typedef enum frugal_nan_policy {
@@ -409,8 +414,9 @@ FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count
 FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
                                      uint64_t *keys_out, size_t capacity, size_t *count_out);
 
-/* Sets the hyper-parameters from `first_step` on, until a later change. The kind and
- * initial_accumulator must be the table's. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
+/* Sets the hyper-parameters from `first_step` on, until the next first_step of another change, whichever call came
+ * first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9. Of two for the same first_step the later
+ * call counts. The kind and initial_accumulator must be the table's. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
  * STEP_RANGE (first_step is committed). Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
@@ -596,10 +602,10 @@ FRUGAL_API int32_t frugal_prefetch(frugal_trainer *trainer, uint64_t step, const
 FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch *batch);
 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
- * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
+ * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number up to 2^64 - 66, the
  * same on all ranks; then + 1. The first call names it, even one that answers TIMEOUT. A waiting
  * caller helps. Where a trainer process is lost, somebody who joins as its rank is waited for, too.
- * Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * Returns: FRUGAL_OK, STEP_ORDER, INVALID_ARGUMENT (a step beyond 2^64 - 66), TIMEOUT,
  * STEP_ABORTED (the last step was undone; the message names the step to begin), PEER_LOST (it was
  * undone because a trainer process is lost; the same), CLOSED,
  * UNHEALTHY. Threads: one at a time for a trainer. */
@@ -660,7 +666,8 @@ FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
  * the next step's gate, for the other ranks to end theirs and for operations outside steps; with
  * `trainer` NULL it is one itself. rows_out and found_out are undefined after an error. Returns:
  * FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
- * STRUCT_SIZE, INVALID_ARGUMENT. Threads: any (trainer: one at a time). */
+ * STRUCT_SIZE, INVALID_ARGUMENT, PEER_LOST (the controller has ended, and the trainer has begun a step that was not
+ * committed). In a mean a missing row counts, as a row of zeros. Threads: any (trainer: one at a time). */
 FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
                                const frugal_op *ops, size_t op_count, int64_t timeout_ms);
 
@@ -689,7 +696,8 @@ typedef struct frugal_stats {
   uint64_t dequeued;
   uint64_t back_pressure;        /* times that the budget forced writing */
   uint64_t ranks_apart;          /* step_begin calls while another rank was still in an earlier step */
-  uint64_t stale_reads;          /* rows read with a pending update (staleness > 0) */
+  uint64_t stale_reads;          /* rows read with a pending update (staleness > 0); of a trainer process those that had
+                                    one when the step began, or when undeclared keys were resolved */
   uint64_t cache_hits;           /* keys served from a trainer's cache */
   uint64_t cache_misses;
   uint64_t cache_admitted;
