@@ -968,7 +968,7 @@ TEST_F(Control, EachAllocationMayFail) {
     fake.joins = fake.leaves = 0;
     heap_test_fail_after(n);
     Client c;
-    OpenReply opened;
+    OpenReply opened, again;
     TableReply table;
     JoinReply joined;
     Status s = ControlClient::connect(address.c_str(), kMs, &c);
@@ -980,9 +980,9 @@ TEST_F(Control, EachAllocationMayFail) {
     if (s != FRUGAL_OK && c && !c->lost()) {
       EXPECT_EQ(fake.joins, fake.leaves) << n;
       EXPECT_EQ(c->ping(kMs), FRUGAL_OK) << n;
-      EXPECT_EQ(c->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK) << n;
+      EXPECT_EQ(c->open(FRUGAL_CONFIG_INIT, kMs, &again), FRUGAL_OK) << n;
     }
-    for (Vector<int>* fds : {&opened.descriptors, &table.descriptors, &joined.descriptors}) close_all(fds);
+    for (Vector<int>* fds : {&opened.descriptors, &again.descriptors, &table.descriptors, &joined.descriptors}) close_all(fds);
     if (left > 0) break;
   }
   EXPECT_GT(n, 15);
