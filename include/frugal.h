@@ -60,6 +60,11 @@
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
  *   waited for. Not limited is the wait for what a GPU has been given already, where memory is to be
  *   used again (aborts, closing, calls that fail) or the call has to know its result.
+ * - A thread is not cancelled (pthread_cancel) in the middle of a call, though that waits: cancellation is
+ *   disabled meanwhile, and comes at the thread's next cancellation point after it.
+ * - Time-outs are by the steady clock: setting the system's changes none.
+ * - A message begins with the table that it is about (of several ops with the op, the first being op 0), and has the
+ *   value that was given and what would do.
  * - The library prints nothing, installs no signal handler, never exits, and refuses to work in
  *   a child made by fork() (FRUGAL_ERR_FORKED).
  *
@@ -195,7 +200,8 @@ typedef struct frugal_config {
                                  earlier, from 4 MiB on, when a backlog of steps shows that flushing
                                  does not keep up. One step's updates may exceed it. 0 writes
                                  through; default 1 GiB */
-  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none */
+  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory that the engine
+                                 keeps for later counts, too, and gives way to tables */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
   uint32_t flags;             /* 0 or FRUGAL_OBSERVE */
@@ -234,12 +240,13 @@ FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engi
 /* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
  * read out all the same); trainers, tables and batches of the engine become closed handles; a step that some rank is
  * inside of is lost. NULL is accepted.
- * Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
+ * Needs no memory. Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_close(frugal_engine *engine);
 
 /* The sticky health of the engine: FRUGAL_OK, or the status of the first background failure,
- * which every later call reports as FRUGAL_ERR_UNHEALTHY. Threads: any. */
+ * which every later call reports as FRUGAL_ERR_UNHEALTHY. Memory of the host that runs out is none: what is to be
+ * done for a step is done when there is memory. Threads: any. */
 FRUGAL_API int32_t frugal_health(const frugal_engine *engine);
 
 /* Waits until every update of every committed step is in the host rows. Returns: FRUGAL_OK,
@@ -275,28 +282,28 @@ typedef enum frugal_optimizer_kind {
 } frugal_optimizer_kind;
 
 /* Hyper-parameters. The kind is the table's and fixed; everything else may change for any step
- * that is not committed yet. */
+ * that is not committed yet. All are finite; bounds are of those that a kind looks at, others are INVALID_ARGUMENT. */
 typedef struct frugal_optimizer {
   size_t struct_size;
   int32_t kind;               /* frugal_optimizer_kind; default SGD */
-  float lr;                   /* learning rate; default 0.01 */
-  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp; default 1e-8 */
-  float momentum;             /* momentum: mu; default 0.9 */
-  float dampening;            /* momentum: default 0 */
-  float beta1;                /* Adam; default 0.9 */
-  float beta2;                /* Adam; default 0.999 */
-  float rho;                  /* RMSProp: alpha; default 0.99 */
-  float ftrl_lambda1;         /* FTRL: L1; default 0 */
-  float ftrl_lambda2;         /* FTRL: L2; default 0 */
-  float ftrl_beta;            /* FTRL: default 1 */
-  float initial_accumulator;  /* Adagrad, row-wise Adagrad, FTRL n: state of a new row; default 0;
+  float lr;                   /* learning rate, 0 or more, FTRL: above 0; default 0.01 */
+  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp, 0 or more; default 1e-8 */
+  float momentum;             /* momentum: mu, 0 or more; default 0.9 */
+  float dampening;            /* momentum: 0..1; default 0 */
+  float beta1;                /* Adam, [0, 1); default 0.9 */
+  float beta2;                /* Adam, [0, 1); default 0.999 */
+  float rho;                  /* RMSProp: alpha, 0..1; default 0.99 */
+  float ftrl_lambda1;         /* FTRL: L1, 0 or more; default 0 */
+  float ftrl_lambda2;         /* FTRL: L2, 0 or more; default 0 */
+  float ftrl_beta;            /* FTRL: 0 or more; default 1 */
+  float initial_accumulator;  /* Adagrad, row-wise Adagrad, FTRL n: state of a new row, 0 or more; default 0;
                                  fixed at table creation */
-  float weight_decay_l2;      /* adds l2 * w to the gradient; default 0 */
-  float weight_decay;         /* decoupled: w -= lr * weight_decay * w after the update; default 0 */
+  float weight_decay_l2;      /* adds l2 * w to the gradient; 0 or more; default 0 */
+  float weight_decay;         /* decoupled: w -= lr * weight_decay * w after the update; 0 or more; default 0 */
   float clip_value;           /* each element to [-c, c]; 0 (default): off */
   float clip_norm;            /* the row's gradient to L2 norm at most c; 0 (default): off */
   float weight_bound;         /* each weight to [-b, b] after the update; 0 (default): off */
-  float grad_scale;           /* multiplies the summed gradient; default 1 */
+  float grad_scale;           /* multiplies the summed gradient; any, default 1 */
   uint32_t flags;             /* FRUGAL_OPT_* */
 } frugal_optimizer;
 
@@ -323,11 +330,11 @@ typedef enum frugal_dtype { FRUGAL_F32 = 0 } frugal_dtype;
 
 typedef enum frugal_init_kind {
   FRUGAL_INIT_CONSTANT = 0,         /* a */
-  FRUGAL_INIT_UNIFORM = 1,          /* [a, b) */
-  FRUGAL_INIT_NORMAL = 2,           /* mean a, standard deviation b */
+  FRUGAL_INIT_UNIFORM = 1,          /* [a, b), a <= b */
+  FRUGAL_INIT_NORMAL = 2,           /* mean a, standard deviation b >= 0 */
   FRUGAL_INIT_TRUNCATED_NORMAL = 3, /* the same, within a +- 2 b */
-  FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), fan_in = b or,
-                                       if b is 0, `rows` */
+  FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), a >= 0, fan_in =
+                                       b >= 0 or, if b is 0, `rows` */
 } frugal_init_kind;
 
 typedef enum frugal_nan_policy {
@@ -365,14 +372,15 @@ FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
  * and a dense table's rows are initialized in parallel. Where processes share the engine each
  * creates its tables: one that another process has created with the same configuration is meant.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (this process has created a table of that
- * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step). Ownership:
- * the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
+ * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step), with a service
+ * TIMEOUT: then call again, and the table that is there by now is meant. Ownership: the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
  * any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
                                        frugal_table **table_out);
 
 /* Drops a table and frees its memory; declared batches lose their part of it. NULL is accepted.
- * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, TIMEOUT (of writing what is pending). Threads: any. */
+ * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, OUT_OF_MEMORY, TIMEOUT (of writing what is pending, or of a
+ * service). After these two call again: done is done. Threads: any. */
 FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 
 /* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */
@@ -406,8 +414,9 @@ FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count
 FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
                                      uint64_t *keys_out, size_t capacity, size_t *count_out);
 
-/* Sets the hyper-parameters from `first_step` on, until a later change. The kind and
- * initial_accumulator must be the table's. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
+/* Sets the hyper-parameters from `first_step` on, until the next first_step of another change, whichever call came
+ * first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9. Of two for the same first_step the later
+ * call counts. The kind and initial_accumulator must be the table's. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
  * STEP_RANGE (first_step is committed). Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
@@ -505,14 +514,15 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          frugal_trainer **trainer_out);
 
 /* Leaves: from now on nobody waits for this rank. Its declarations are cancelled; a step that it
- * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED.
- * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
+ * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED; with a
+ * service also TIMEOUT and OUT_OF_MEMORY: call again, until then the handle stays. Threads: any one; a call of the trainer that
+ * waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
 
 /* Gives a trainer up, for a program that fails: as if its process had ended. With a service every
  * uncommitted step is undone, the other ranks' calls answer PEER_LOST, and somebody who joins as this rank
- * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns: FRUGAL_OK,
- * BAD_HANDLE, FORKED. Threads: as frugal_trainer_close. Since: 0.1. */
+ * is waited for; without one it is frugal_trainer_close. NULL is accepted. Returns and threads: as
+ * frugal_trainer_close. Since: 0.1. */
 FRUGAL_API int32_t frugal_trainer_abandon(frugal_trainer *trainer);
 
 /* Names the stream (a cudaStream_t) in which this trainer's calls do their work on the GPU from now on;
@@ -592,10 +602,10 @@ FRUGAL_API int32_t frugal_prefetch(frugal_trainer *trainer, uint64_t step, const
 FRUGAL_API int32_t frugal_prefetch_cancel(frugal_trainer *trainer, frugal_batch *batch);
 
 /* The gate: begins a step on this rank when every update of the steps before `step` - staleness
- * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number, the
+ * that a declared row needs is in place (FRUGAL section 3.3). The first step is any number up to 2^64 - 66, the
  * same on all ranks; then + 1. The first call names it, even one that answers TIMEOUT. A waiting
  * caller helps. Where a trainer process is lost, somebody who joins as its rank is waited for, too.
- * Returns: FRUGAL_OK, STEP_ORDER, TIMEOUT,
+ * Returns: FRUGAL_OK, STEP_ORDER, INVALID_ARGUMENT (a step beyond 2^64 - 66), TIMEOUT,
  * STEP_ABORTED (the last step was undone; the message names the step to begin), PEER_LOST (it was
  * undone because a trainer process is lost; the same), CLOSED,
  * UNHEALTHY. Threads: one at a time for a trainer. */
@@ -636,8 +646,8 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
  * another rank. On a GPU it waits for the stream if gradients were pushed to a table with
  * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does. Returns: FRUGAL_OK,
  * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
- * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (while frugal_health is
- * FRUGAL_OK the step goes on: call again), TIMEOUT (of the wait for the stream, after the engine's
+ * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (call again; what was pushed
+ * is not lost, and where it was the commit that lacked memory, calls that wait make it, too), TIMEOUT (of the wait for the stream, after the engine's
  * timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
@@ -656,7 +666,8 @@ FRUGAL_API int32_t frugal_step_abort(frugal_trainer *trainer);
  * the next step's gate, for the other ranks to end theirs and for operations outside steps; with
  * `trainer` NULL it is one itself. rows_out and found_out are undefined after an error. Returns:
  * FRUGAL_OK, KEY_OUT_OF_RANGE, BUSY, TIMEOUT, STEP_ABORTED,
- * STRUCT_SIZE, INVALID_ARGUMENT. Threads: any (trainer: one at a time). */
+ * STRUCT_SIZE, INVALID_ARGUMENT, PEER_LOST (the controller has ended, and the trainer has begun a step that was not
+ * committed). In a mean a missing row counts, as a row of zeros. Threads: any (trainer: one at a time). */
 FRUGAL_API int32_t frugal_read(const frugal_engine *engine, frugal_trainer *trainer,
                                const frugal_op *ops, size_t op_count, int64_t timeout_ms);
 
@@ -685,7 +696,8 @@ typedef struct frugal_stats {
   uint64_t dequeued;
   uint64_t back_pressure;        /* times that the budget forced writing */
   uint64_t ranks_apart;          /* step_begin calls while another rank was still in an earlier step */
-  uint64_t stale_reads;          /* rows read with a pending update (staleness > 0) */
+  uint64_t stale_reads;          /* rows read with a pending update (staleness > 0); of a trainer process those that had
+                                    one when the step began, or when undeclared keys were resolved */
   uint64_t cache_hits;           /* keys served from a trainer's cache */
   uint64_t cache_misses;
   uint64_t cache_admitted;

@@ -139,7 +139,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes exceeds the address space", bytes);
   size_t capacity;
   size_t c = class_of(bytes, &capacity);
-  if (c >= kClasses) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);
+  if (c >= kClasses) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a buffer of %zu bytes; free some and call again", bytes);
   char* data = nullptr;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -170,7 +170,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
       FRUGAL_TRY(cut(capacity, &data));
     } else {
       data = static_cast<char*>(heap_alloc_aligned(64, capacity));
-      if (!data) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes", bytes);
+      if (!data) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a buffer of %zu bytes; free some and call again", bytes);
     }
     held_.fetch_add(capacity, std::memory_order_relaxed);
   }

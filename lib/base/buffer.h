@@ -6,6 +6,7 @@
 // back to the system. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner
 // all of a pool's memory is pinned, until it goes back; with an Arena it is that's.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -34,6 +35,11 @@ struct MemoryBudget {
     return false;
   }
   bool take(uint64_t bytes);
+  String left_text() const {
+    if (limit == UINT64_MAX) return "all";
+    return text("%llu of %llu bytes", static_cast<unsigned long long>(limit - std::min(limit, used.load())),
+                static_cast<unsigned long long>(limit));
+  }
   void give(uint64_t bytes) { used.fetch_sub(bytes, std::memory_order_relaxed); }
 };
 

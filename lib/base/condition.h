@@ -1,8 +1,5 @@
-// Waiting for another thread, with a time-out. All of the library's timed waits are by the steady clock: one by the
-// system's clock takes as much longer as that is set back meanwhile.
-//
-// Of the standard library's own, std::condition_variable and std::timed_mutex wait by the system's clock where the C
-// library or the compiler's runtime has no better, and that is not told. These do as they say everywhere.
+// Waiting with a time-out by the steady clock: by the system's clock a wait takes as much longer as that is set back
+// meanwhile. (The standard library's waits use that one where the C library has no better, and do not tell.)
 #pragma once
 #include <pthread.h>
 #include <time.h>

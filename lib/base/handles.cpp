@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "base/heap.h"
+#include "base/status.h"
 
 namespace frugal {
 namespace {
@@ -60,7 +61,10 @@ uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
     index = r.free.back();
     r.free.pop_back();
   } else {
-    if (r.slots.size() == kIndexMask) return 0;
+    if (r.slots.size() == kIndexMask) {
+      fail(FRUGAL_ERR_OUT_OF_MEMORY, "a million handles are open: close some, or end steps that keep many batches");
+      return 0;
+    }
     index = static_cast<uint32_t>(r.slots.size());
     // Removing a handle must not want memory: what it names would stay, out of reach.
     if (r.free.capacity() <= index) r.free.reserve(std::max<size_t>(64, size_t{index} * 2));

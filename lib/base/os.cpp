@@ -78,7 +78,8 @@ Status make_memfd(size_t bytes, int* out) {
       fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
     const int code = errno;
     close(fd);
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "shared memory of %zu bytes", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                      "shared memory of %zu bytes cannot be had; free memory of the machine, or raise its limit", bytes);
   }
   *out = fd;
   return FRUGAL_OK;
@@ -121,9 +122,10 @@ Status map_fd(int fd, size_t bytes, bool writable, char** out) {
   if (p == MAP_FAILED) {
     const int code = errno;
     munmap(base, bytes);
-    const bool forbidden = code == EPERM || code == EACCES;
-    return fail_errno(forbidden ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY, code,
-                      "mapping %zu bytes of shared memory", bytes);
+    if (code == EPERM || code == EACCES)
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "%zu bytes of shared memory are not to be mapped so", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                      "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
   }
   advise(base, bytes);
   // Into a core dump it does not go: others have it as well, reading its holes would fill them, and the process is
@@ -257,7 +259,7 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space", bytes);
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   if (injected_failure())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "reserving %zu bytes failed", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?", bytes);
   if (!shared) {
     FRUGAL_TRY(reserve_aligned(bytes, PROT_READ | PROT_WRITE, &out->base));
     advise(out->base, bytes);
@@ -292,7 +294,7 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "descriptor %d is shared memory of %llu bytes, which is "
                 "no multiple of 2 MiB", fd, static_cast<unsigned long long>(bytes));
   if (injected_failure())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "mapping %llu bytes of shared memory",
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
                       static_cast<unsigned long long>(bytes));
   char* base = nullptr;
   FRUGAL_TRY(map_fd(fd, bytes, writable, &base));
@@ -307,9 +309,10 @@ Status os_make_read_only(const Mapping& m) {
 }
 
 Status os_check_available(uint64_t bytes) {
-  if (bytes <= available_bytes()) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu bytes are more than the memory available",
-              static_cast<unsigned long long>(bytes));
+  const uint64_t available = available_bytes();
+  if (bytes <= available) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu bytes are more than the memory available, which is %llu bytes: ask for less",
+              static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(available));
 }
 
 namespace {
@@ -330,7 +333,7 @@ void take_huge_pages(char* base, size_t bytes) {
 
 Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   if (injected_failure() || g_fail_after.load(std::memory_order_relaxed) < 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "committing %zu bytes failed", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%zu bytes of memory cannot be had; free memory of the machine or raise the container's limit", bytes);
   // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
   // slab is large enough: tables grow by them.
   if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));

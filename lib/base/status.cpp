@@ -131,7 +131,7 @@ void begin_call() { t_met.status = FRUGAL_OK; }
 Status end_call(Status status) {
   if (status == FRUGAL_OK) return status;
   // Background failures come without a message of this thread.
-  if (t_met.status != status) fail(status, "%s: it happened in the background", status_name(status));
+  if (t_met.status != status) fail(status, "%s: it happened in the background; close the engine and restore the tables", status_name(status));
   t_last = t_met;
   return status;
 }

@@ -147,7 +147,7 @@ Trace::~Trace() = default;
 
 Status Trace::start(size_t events) {
   if (events < 1 || events > kMostEvents)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events must be 1..%zu", kMostEvents);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %zu: it must be 1..%zu", events, kMostEvents);
   std::lock_guard<std::mutex> lock(mu_);
   if (kept_)
     return fail(FRUGAL_ERR_EXISTS, on() ? "a trace is being recorded already; stop it first"
@@ -190,7 +190,7 @@ void Trace::keep(const TraceEvent& event) noexcept {
 
 Status Trace::stop(const char* path) {
   std::lock_guard<std::mutex> lock(mu_);
-  if (!kept_) return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started");
+  if (!kept_) return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started: call frugal_trace_start first");
   on_.store(false);
   ring_.store(nullptr);
   // Whoever has seen the ring is in the middle of writing 64 bytes.

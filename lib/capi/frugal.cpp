@@ -23,7 +23,7 @@ Status guarded(F&& body) noexcept {
     return end_call(body());
   } catch (const std::bad_alloc&) {
     return end_call(
-        fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted"));
+        fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted; free some and call again"));
   } catch (const std::exception& e) {
     return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what()));
   } catch (...) {
@@ -107,8 +107,8 @@ Status having(const void* handle, F&& body) {
   if (auto object = handle_get(Here<T>::kind, number(handle))) return run(std::static_pointer_cast<T>(object));
   if (auto object = handle_get(Here<T>::remote, number(handle)))
     return run(std::static_pointer_cast<typename Here<T>::Remote>(object));
-  return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is %s", Here<T>::name,
-              handle ? "closed, or never was one" : "NULL");
+  if (!handle) return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is NULL: give an open one", Here<T>::name);
+  return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle %p is closed, or never was one: give an open one", Here<T>::name, handle);
 }
 
 template <class T, class F>
@@ -150,7 +150,7 @@ Status describe(Table& t, frugal_table_info* out) {
 Status describe(RemoteTable& t, frugal_table_info* out) { return t.engine->describe(t, out); }
 Status find(Engine& e, const char* name, TableRef* out) {
   *out = e.find_table(name);
-  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s': create it first", name);
 }
 Status find(Client& e, const char* name, RemoteTableRef* out) { return e.find_table(name, out); }
 
@@ -187,12 +187,12 @@ Status end_trainer(frugal_trainer* trainer, bool abandoned) {
 }
 
 Status null(const char* what) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL", what);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is NULL: it must be given", what);
 }
 
 Status check_timeout(int64_t ms) {
   if (ms >= FRUGAL_TIMEOUT_INFINITE) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "timeout_ms %lld: give milliseconds or FRUGAL_TIMEOUT_*",
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "timeout_ms %lld: give milliseconds (0 or more) or FRUGAL_TIMEOUT_*",
               static_cast<long long>(ms));
 }
 
@@ -265,7 +265,7 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
       const uint64_t remote = handle_add(HandleKind::kRemoteEngine, client);
       if (!remote) {
         client->shutdown();
-        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+        return FRUGAL_ERR_OUT_OF_MEMORY;
       }
       *engine_out = reinterpret_cast<frugal_engine*>(remote);
       return FRUGAL_OK;
@@ -275,7 +275,7 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
     uint64_t handle = handle_add(HandleKind::kEngine, engine);
     if (!handle) {
       engine->shutdown();
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+      return FRUGAL_ERR_OUT_OF_MEMORY;
     }
     *engine_out = reinterpret_cast<frugal_engine*>(handle);
     return FRUGAL_OK;
@@ -439,7 +439,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
     if (flags & ~FRUGAL_WITH_STATE)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE", flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows_out, "rows_out"}, {found_out, "found_out"}}));
     return t->engine->get(*t, keys, count, flags, rows_out, row_stride, found_out);
   });
@@ -452,7 +452,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
     if (flags & ~FRUGAL_WITH_STATE)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x", flags);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE", flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows, "rows"}}));
     return t->engine->put(*t, keys, count, flags, rows, row_stride);
   });
@@ -512,7 +512,7 @@ int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
     auto b = std::static_pointer_cast<typename Here::Batch::element_type>(handle_get(Here::batch, number(batch)));
     if (!b)
       return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is %s",
-                  batch ? "closed: its step has ended, or it was cancelled" : "NULL");
+                  batch ? "closed: its step has ended, or it was cancelled" : "NULL: give one of frugal_prefetch");
     return t->engine->cancel(*t, b);
   });
 }
@@ -567,7 +567,7 @@ int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const 
       if constexpr (std::is_same_v<std::decay_t<decltype(t->engine)>, std::decay_t<decltype(e)>>) {
         if (t->engine == e) return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
       }
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine");
+      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine: read with the one that it has joined");
     });
   });
 }
@@ -589,7 +589,8 @@ int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capac
     FRUGAL_TRY(metrics(*e, &text));
     *size_out = text.size() + 1;
     if (capacity < *size_out)
-      return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and the capacity is %zu", *size_out, capacity);
+      return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and capacity is %zu: give some more than it takes",
+                  *size_out, capacity);
     std::memcpy(text_out, text.c_str(), *size_out);
     return FRUGAL_OK;
   });

@@ -610,7 +610,7 @@ Status Engine::push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp
     // As in a lookup: rows were read if gradients of weights are wanted.
     if (status == FRUGAL_OK && t.abort_notice.load()) status = aborted(t);
   } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken: free some and call again");
   }
   if (status != FRUGAL_OK) {
     if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here

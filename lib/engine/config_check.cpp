@@ -13,11 +13,7 @@ namespace {
 
 // `value` of an option is not one of those that have a meaning.
 Status refused(const char* option, double value, const char* bounds) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.9g: it must be %s", option, value, bounds);
-}
-Status refused(const char* option, uint64_t value, const char* bounds) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %llu: it must be %s", option, static_cast<unsigned long long>(value),
-              bounds);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.10g: it must be %s", option, value, bounds);
 }
 Status one_of(const char* option, int32_t value, int32_t last, const char* which) {
   if (value >= 0 && value <= last) return FRUGAL_OK;
@@ -36,9 +32,9 @@ Status check_config(const frugal_config& c) {
   FRUGAL_TRY(known_flags("frugal_config.flags", c.flags, FRUGAL_OBSERVE));
   if (c.flags && !c.service)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL");
-  if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", uint64_t{c.world_size}, "1..4096");
-  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
-  if (c.flush_threads > 256) return refused("flush_threads", uint64_t{c.flush_threads}, "0..256");
+  if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", c.world_size, "1..4096");
+  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", c.lookahead, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
+  if (c.flush_threads > 256) return refused("flush_threads", c.flush_threads, "0..256");
   FRUGAL_TRY(one_of("flush_mode", c.flush_mode, FRUGAL_FLUSH_TREE_HEAP, "one of FRUGAL_FLUSH_*"));
   FRUGAL_TRY(one_of("backing", c.backing, FRUGAL_BACKING_SHM, "one of FRUGAL_BACKING_*"));
   if (c.timeout_ms < 0 && c.timeout_ms != FRUGAL_TIMEOUT_INFINITE)
@@ -50,65 +46,51 @@ Status check_optimizer(const frugal_optimizer& o) {
   FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
   FRUGAL_TRY(one_of("optimizer.kind", o.kind, FRUGAL_FTRL, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
   FRUGAL_TRY(known_flags("optimizer.flags", o.flags, FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS));
-  const bool adam = o.kind == FRUGAL_ADAM, ftrl = o.kind == FRUGAL_FTRL, momentum = o.kind == FRUGAL_MOMENTUM;
-  // Of every kind that they are finite, and of those that a kind looks at the bounds that keep its rows from being
-  // NaNs, and its steps from leading away from where gradients point.
+  // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps from leading away from
+  // where gradients point.
+  constexpr float kAny = -1, kMore = FLT_MAX, kBelow = 1 - FLT_EPSILON / 2;
+  auto of = [&](int32_t kind, float most) { return o.kind == kind ? most : kAny; };
   const struct {
     const char* name;
-    float value;
-    bool bounded;
-    double most;  // `below`: and less than that
-    bool below;
-    const char* bounds;
-  } all[] = {
-      {"optimizer.lr", o.lr, true, FLT_MAX, false, "0 or more (a grad_scale of -1 goes uphill)"},
-      {"optimizer.eps", o.eps, true, FLT_MAX, false, "0 or more"},
-      {"optimizer.momentum", o.momentum, momentum, FLT_MAX, false, "0 or more"},
-      {"optimizer.dampening", o.dampening, momentum, 1, false, "0..1"},
-      {"optimizer.beta1", o.beta1, adam, 1, true, "0 or more and less than 1"},
-      {"optimizer.beta2", o.beta2, adam, 1, true, "0 or more and less than 1"},
-      {"optimizer.rho", o.rho, o.kind == FRUGAL_RMSPROP, 1, false, "0..1"},
-      {"optimizer.ftrl_lambda1", o.ftrl_lambda1, ftrl, FLT_MAX, false, "0 or more"},
-      {"optimizer.ftrl_lambda2", o.ftrl_lambda2, ftrl, FLT_MAX, false, "0 or more"},
-      {"optimizer.ftrl_beta", o.ftrl_beta, ftrl, FLT_MAX, false, "0 or more"},
-      {"optimizer.initial_accumulator", o.initial_accumulator, true, FLT_MAX, false, "0 or more"},
-      {"optimizer.weight_decay_l2", o.weight_decay_l2, true, FLT_MAX, false, "0 or more"},
-      {"optimizer.weight_decay", o.weight_decay, true, FLT_MAX, false, "0 or more"},
-      {"optimizer.clip_value", o.clip_value, true, FLT_MAX, false, "0 (off) or more"},
-      {"optimizer.clip_norm", o.clip_norm, true, FLT_MAX, false, "0 (off) or more"},
-      {"optimizer.weight_bound", o.weight_bound, true, FLT_MAX, false, "0 (off) or more"},
-      {"optimizer.grad_scale", o.grad_scale, false, 0, false, ""},
-  };
+    float value, most;
+  } all[] = {{"lr", o.lr, kMore}, {"eps", o.eps, kMore}, {"grad_scale", o.grad_scale, kAny},
+             {"momentum", o.momentum, of(FRUGAL_MOMENTUM, kMore)}, {"dampening", o.dampening, of(FRUGAL_MOMENTUM, 1)},
+             {"beta1", o.beta1, of(FRUGAL_ADAM, kBelow)}, {"beta2", o.beta2, of(FRUGAL_ADAM, kBelow)},
+             {"rho", o.rho, of(FRUGAL_RMSPROP, 1)}, {"ftrl_lambda1", o.ftrl_lambda1, of(FRUGAL_FTRL, kMore)},
+             {"ftrl_lambda2", o.ftrl_lambda2, of(FRUGAL_FTRL, kMore)}, {"ftrl_beta", o.ftrl_beta, of(FRUGAL_FTRL, kMore)},
+             {"initial_accumulator", o.initial_accumulator, kMore}, {"weight_decay_l2", o.weight_decay_l2, kMore},
+             {"weight_decay", o.weight_decay, kMore}, {"clip_value", o.clip_value, kMore},
+             {"clip_norm", o.clip_norm, kMore}, {"weight_bound", o.weight_bound, kMore}};
   for (const auto& x : all) {
-    if (!std::isfinite(x.value)) return refused(x.name, double{x.value}, "finite");
-    if (x.bounded && (x.value < 0 || x.value > x.most || (x.below && x.value == x.most)))
-      return refused(x.name, double{x.value}, x.bounds);
+    const char* bounds = x.most == kMore ? "0 or more" : x.most == 1 ? "0..1" : "0 or more and less than 1";
+    if (!std::isfinite(x.value)) bounds = "finite";
+    else if (x.most < 0 || (x.value >= 0 && x.value <= x.most)) continue;
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", x.name, double{x.value}, bounds);
   }
-  if (ftrl && o.lr == 0) return refused("optimizer.lr", double{o.lr}, "above 0 for FTRL");
+  if (o.kind == FRUGAL_FTRL && o.lr == 0) return refused("optimizer.lr", 0, "above 0 for FTRL");
   return FRUGAL_OK;
 }
 
 Status check_table(const frugal_table_config& c, bool need_name) {
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
   if (need_name) {
-    if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is NULL: give it 1..255 bytes");
+    if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is NULL: it must have 1..255 bytes");
     size_t n = strnlen(c.name, kMostName + 1);
-    if (n == 0) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is empty: give it 1..255 bytes");
-    if (n > kMostName)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name has more than 255 bytes: %.64s...", c.name);
+    if (n == 0 || n > kMostName)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is '%.64s': it must have 1..255 bytes", c.name);
   }
   FRUGAL_TRY(one_of("table: key_space", c.key_space, FRUGAL_HASHED, "FRUGAL_DENSE or FRUGAL_HASHED"));
   FRUGAL_TRY(one_of("table: dtype", c.dtype, FRUGAL_F32, "FRUGAL_F32"));
-  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return refused("table: rows", c.rows, "1..2^32-2");
-  if (c.dim < 1 || c.dim > 65536) return refused("table: dim", uint64_t{c.dim}, "1..65536");
+  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return refused("table: rows", static_cast<double>(c.rows), "1..2^32-2");
+  if (c.dim < 1 || c.dim > 65536) return refused("table: dim", c.dim, "1..65536");
   FRUGAL_TRY(one_of("table: init", c.init, FRUGAL_INIT_XAVIER, "one of FRUGAL_INIT_*"));
-  if (!std::isfinite(c.init_a)) return refused("table: init_a", double{c.init_a}, "finite");
-  if (!std::isfinite(c.init_b)) return refused("table: init_b", double{c.init_b}, "finite");
+  if (!std::isfinite(c.init_a)) return refused("table: init_a", c.init_a, "finite");
+  if (!std::isfinite(c.init_b)) return refused("table: init_b", c.init_b, "finite");
   if (c.init == FRUGAL_INIT_UNIFORM && c.init_a > c.init_b)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: init_a is %.9g and init_b %.9g: of FRUGAL_INIT_UNIFORM init_a is "
                 "the lower bound, and must be at most init_b", double{c.init_a}, double{c.init_b});
   if (c.init == FRUGAL_INIT_XAVIER && c.init_a < 0)
-    return refused("table: init_a", double{c.init_a}, "0 or more for FRUGAL_INIT_XAVIER, whose gain it is");
+    return refused("table: init_a", c.init_a, "0 or more for FRUGAL_INIT_XAVIER, whose gain it is");
   if (c.init > FRUGAL_INIT_UNIFORM && c.init_b < 0)
     return refused("table: init_b", double{c.init_b},
                    c.init == FRUGAL_INIT_XAVIER ? "0 (rows) or more for FRUGAL_INIT_XAVIER, whose fan_in it is"

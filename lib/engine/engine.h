@@ -622,7 +622,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
-    return stale() && table.window.opened() ? table.window.count_pending(slots, n) : 0;
+    return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;
   }
   // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
   Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);

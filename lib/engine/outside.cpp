@@ -132,8 +132,12 @@ Status Engine::flush(Deadline deadline) {
   Status s = wait(deadline, nullptr, written, [&] {
     return run_jobs(true) || flush_rows(UINT64_MAX);
   });
-  if (s == FRUGAL_ERR_TIMEOUT) return fail(s, "flush: updates are still pending; call again");
-  return s;
+  if (s != FRUGAL_ERR_TIMEOUT) return s;
+  uint64_t rows = 0;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (const TableRef& t : tables_)
+    if (t->window.opened()) rows += t->window.pending_rows();
+  return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
 
 Status Engine::count(Table& table, uint64_t* out) {

@@ -301,7 +301,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     std::unique_lock<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     if (flags & ~FRUGAL_STEP_SKIP)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     FpEnvironment fp;
     {
       std::unique_lock<std::mutex> lock(mu_);

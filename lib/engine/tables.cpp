@@ -157,7 +157,7 @@ void Engine::shutdown() {
 }
 
 Status Engine::check() const {
-  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on");
   if (Status s = health())
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",
@@ -214,7 +214,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     std::lock_guard<std::mutex> lock(mu_);
     for (const TableRef& t : tables_)
       if (t->name == config.name)
-        return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);
+        return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: find it, or choose another name", config.name);
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
@@ -237,33 +237,36 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
   rows.pinner = pinner_;
-  FRUGAL_TRY(table->rows.open(rows, &budget_));
+  FRUGAL_TRY(in_op(table->rows.open(rows, &budget_), 0, 1, config.name));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
-    FRUGAL_TRY(os_check_available(config.rows * sizeof(float) *
-                                  (rows.layout.value_stride + rows.layout.state_stride)));
+    FRUGAL_TRY(in_op(os_check_available(config.rows * sizeof(float) *
+                                        (rows.layout.value_stride + rows.layout.state_stride)),
+                     0, 1, config.name));
     InitContext context{&table->rows, config.rows, {}};
     size_t chunk = table->rows.chunk_rows();
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
       return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %smemory or "
-                  "host_bytes is exhausted", config.name,
+                  "host_bytes is exhausted (%s are left of host_bytes, the machine has %llu bytes): drop a table, or "
+                  "create a smaller one", config.name,
                   static_cast<unsigned long long>(config.rows), config.dim,
-                  pinner_->any() ? "memory that can be pinned, or " : "");
+                  pinner_->any() ? "memory that can be pinned, or " : "", budget_.left_text().c_str(),
+                  static_cast<unsigned long long>(available_bytes()));
   }
   std::lock_guard<std::mutex> lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
   for (const TableRef& t : tables_)
     if (t->name == config.name)
-      return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already", config.name);
+      return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: find it, or choose another name", config.name);
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
   tables_.reserve(tables_.size() + 1);
   table->handle = handle_add(HandleKind::kTable, table);
-  if (!table->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  if (!table->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   if (ledger_) {
     if (Status s = ledger_->add_table(table->handle, table->rows, &table->ledger)) {
       handle_remove(HandleKind::kTable, table->handle);
@@ -287,7 +290,7 @@ Status Engine::drop_table(const TableRef& table) {
     std::unique_lock<std::mutex> lock(mu_);
     auto at = std::find(tables_.begin(), tables_.end(), table);
     if (at == tables_.end())
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the table was dropped already");
+      return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped already", table->name.c_str());
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     for (auto& [step, batches] : batches_)
@@ -336,18 +339,20 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
   FRUGAL_TRY(check());
   std::lock_guard<std::mutex> lock(mu_);
   if (committed_ != kNoStep && first_step <= committed_)
-    return fail(FRUGAL_ERR_STEP_RANGE, "step %llu is committed; the next is %llu",
+    return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed_ + 1));
   if ((committing_ || owed_.load()) && first_step <= to_commit())
-    return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has been ended by all ranks",
+    return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   const float accumulators[] = {of_its_kind(o).initial_accumulator,
                                 of_its_kind(table.config.optimizer).initial_accumulator};
   if (o.kind != table.config.optimizer.kind ||
       std::memcmp(&accumulators[0], &accumulators[1], sizeof(float)) != 0)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "the kind and initial_accumulator of a table's optimizer are fixed at creation");
+                "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are fixed at its "
+                "creation", o.kind, double{accumulators[0]}, table.name.c_str(), table.config.optimizer.kind,
+                double{accumulators[1]});
   // What held before the last committed step is of no use any more.
   if (committed_ != kNoStep) {
     auto now = table.schedule.upper_bound(committed_ + 1);

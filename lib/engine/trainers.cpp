@@ -54,7 +54,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->next_step = first_step_ == kNoStep ? kNoStep : to_commit();
   t->has_cache.store(cached);
   t->handle = handle_add(HandleKind::kTrainer, t);
-  if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
   lost_[config.rank] = 0;
@@ -232,7 +232,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       }
       if (most - least > lookahead)
         return fail(FRUGAL_ERR_STEP_RANGE,
-                    "steps %llu and %llu do not fit into one window of lookahead %u",
+                    "steps %llu and %llu do not fit into one window of lookahead %u: begin the first before",
                     static_cast<unsigned long long>(least),
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
@@ -249,7 +249,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (arrival) arrivals_.reserve(arrivals_.size() + 1);
     if (want_handle) {
       batch->handle = handle_add(HandleKind::kBatch, batch);
-      if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+      if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
       *batch_out = batch->handle;
     }
     declared.push_back(batch);
@@ -384,7 +384,7 @@ Status Engine::cancel(Trainer& t, const BatchRef& batch) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)
-      return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays",
+      return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays until it has ended",
                   static_cast<unsigned long long>(batch->step));
   }
   drop_batch(batch);

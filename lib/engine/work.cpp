@@ -217,7 +217,7 @@ bool Engine::run_jobs(bool apply_only) {
 // A chunk that fails does not stop the others; the status is that of the first to fail.
 Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) {
   auto told = [](Status s) {
-    return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken");
+    return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken: free some and call again");
   };
   // Nobody to share with: do it here.
   if (chunks < 2 || callers_work()) {

@@ -376,7 +376,7 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   if (taken()) return FRUGAL_OK;
   tables_.reserve(tables_.size() + 1);
   t->handle = handle_add(HandleKind::kRemoteTable, t);
-  if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+  if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   tables_.push_back(t);
   *out = std::move(t);
   return FRUGAL_OK;
@@ -395,7 +395,7 @@ Status Client::find_table(const char* name, RemoteTableRef* out) {
   FRUGAL_TRY(check());
   TableReply reply;
   // A message has a limit, and no table such a name.
-  if (std::strlen(name) > kMostName) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.64s...'", name);
+  if (std::strlen(name) > kMostName) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.64s...': names have at most 255 bytes", name);
   FRUGAL_TRY(of_controller(control_->find_table(name, config_.timeout_ms, &reply)));
   return take_table(reply, name, out);
 }
@@ -619,7 +619,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     std::erase_if(trainers_, [](auto& w) { return w.expired(); });
     trainers_.reserve(trainers_.size() + 1);
     t->handle = handle_add(HandleKind::kRemoteTrainer, t);
-    if (!t->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
     trainers_.push_back(t);
     return FRUGAL_OK;
   };

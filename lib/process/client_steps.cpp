@@ -259,7 +259,7 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
     if (head.place != kNoPlace) t.handed[head.place] = Buffer();
   if (want_handle) {
     batch->handle = handle_add(HandleKind::kRemoteBatch, batch);
-    if (!batch->handle) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "too many open handles");
+    if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   }
   t.batches[batch->id] = batch;
   // Inside of a step nothing is left to be wrong with it but the controller's memory.
@@ -829,7 +829,7 @@ Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const
     }
     if (status == FRUGAL_OK) status = use(t, accesses);
   } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken");
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken: free some and call again");
   }
   if (status != FRUGAL_OK) {
     if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
@@ -907,7 +907,7 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
                 static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
   if (flags & ~FRUGAL_STEP_SKIP)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end", flags);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
   if (!t.ending) {
     Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));

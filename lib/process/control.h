@@ -32,7 +32,7 @@ struct Peer {
 
 // Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and live as
 // long as `keep`; those that a client is given belong to its caller, who closes them. Of a handler's `read_only`
-// ones nothing can be written through what the client gets (it is of the same user, and could open it anew).
+// ones nothing can be written through what the client gets; that it opens it anew, a seal is against (base/os.h).
 struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;

@@ -4,7 +4,7 @@
 namespace frugal {
 namespace {
 
-Status none() { return fail(FRUGAL_ERR_UNSUPPORTED, "this build has no Cap'n Proto: no trainers as processes"); }
+Status none() { return fail(FRUGAL_ERR_UNSUPPORTED, "this build has no Cap'n Proto: no trainers as processes; build it with that, or open without a service"); }
 
 }  // namespace
 

@@ -113,7 +113,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     waits_ = false;
   }
   const Status s = loop.status.load();
-  return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken");
+  return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken: free some and call again");
 }
 
 }  // namespace frugal

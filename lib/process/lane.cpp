@@ -235,7 +235,7 @@ Status Lane::handle(const Header& request) {
     }
   }
   if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
-    return fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE");
+    return fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE, which only looks: open without it to change the engine");
   if (call == Call::kRead) return read(request);
   if (call == Call::kFlush) return engine_->flush(deadline_in(request.args[0]));
   if (call == Call::kMetrics) {

@@ -149,7 +149,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   // The same, of one that takes part.
   Status taking_part(const Peer& peer, std::shared_ptr<Attached>* out) {
     FRUGAL_TRY(attached(peer, out));
-    return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE") : FRUGAL_OK;
+    return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE, which only looks: open without it to change the engine") : FRUGAL_OK;
   }
 
   // The first to come says what it is to be, the others must mean the same.
@@ -320,7 +320,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
     TableRef table = engine_->find_table(name);
-    if (!table) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s'", name);
+    if (!table) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s': create it first", name);
     describe(table, reply);
     return FRUGAL_OK;
   }

@@ -111,8 +111,8 @@ Status KeyIndex::make_room(uint64_t n) {
     os_release(&bigger);
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
                 "the key index has to grow from %zu to %zu bytes, both at once for a moment, and the "
-                "engine's host_bytes (%llu) do not allow it; raise the limit",
-                mapping_.bytes, bytes, static_cast<unsigned long long>(budget_->limit));
+                "engine's host_bytes, of which %s are left, do not allow it; raise the limit",
+                mapping_.bytes, bytes, budget_->left_text().c_str());
   }
   if (Status s = os_commit(bigger, 0, bigger.bytes)) {
     if (budget_) budget_->give(bigger.bytes);

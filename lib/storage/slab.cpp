@@ -46,8 +46,8 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
     if (!(done_[i] & kTaken)) {
       if (budget_ && !budget_->take(slab_))
         return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                    "the engine's host_bytes (%llu) are used up; raise the limit or drop a table",
-                    static_cast<unsigned long long>(budget_->limit));
+                    "%zu bytes more for rows, and %s are left of the engine's host_bytes; raise the limit or drop a table",
+                    slab_, budget_->left_text().c_str());
       if (Status s = os_commit(mapping_, i * slab_, slab_)) {
         if (budget_) budget_->give(slab_);
         return s;

@@ -2,6 +2,7 @@
 // slab before a record is handed out. The one seam for huge pages, shared memory and pinning;
 // everything else sees base + index * stride.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>

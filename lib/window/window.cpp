@@ -744,25 +744,18 @@ void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, u
   }
 }
 
-template <class Each>
-void Window::each_pending(const uint32_t* slots, size_t n, Each each) {
-  if (!any_pending()) return;
+size_t Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
+  if (!any_pending()) return 0;
+  size_t found = 0;
   BothLocks lock(*this, Urgency::kUrgent);
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] >= kMissingSlot) continue;
     Node node = pending(aged(words_[slots[i]], base_), slots[i]);
-    if (node.update && node.update->committed) each(slots[i]);
+    if (!node.update || !node.update->committed) continue;
+    ++found;
+    if (out) out->push_back(slots[i]);
   }
-}
-
-void Window::collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
-  each_pending(slots, n, [&](uint32_t slot) { out->push_back(slot); });
-}
-
-size_t Window::count_pending(const uint32_t* slots, size_t n) {
-  size_t pending = 0;
-  each_pending(slots, n, [&](uint32_t) { ++pending; });
-  return pending;
+  return found;
 }
 
 WindowStats Window::stats() {

@@ -137,9 +137,8 @@ class Window : public HeapObject {
   // Next declared read > `after` by the owner of the row; UINT64_MAX if none. For cache policy.
   void next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next, Urgency urgency);
 
-  // Those of `slots` that have updates pending, in their order.
-  void collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
-  size_t count_pending(const uint32_t* slots, size_t n);
+  // Those of `slots` that have updates pending, in their order (null: their number alone).
+  size_t collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
   WindowStats stats();
   static uint32_t owner(uint32_t slot, uint32_t world_size);
 
@@ -181,8 +180,6 @@ class Window : public HeapObject {
   StepUpdate* find_update(uint32_t seq) const;
   Node find_node(StepUpdate& u, uint32_t slot);
   Node pending(Word aged, uint32_t slot);
-  template <class Each>
-  void each_pending(const uint32_t* slots, size_t n, Each each);
   void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
   void reprioritize(const Node& node, uint8_t prio) noexcept;
   void enqueue(uint32_t id, uint8_t prio) noexcept;

@@ -173,7 +173,7 @@ TEST_P(Calls, Strides) {
   float* rows = memory.data() + 24;  // 16 of them
   OK(frugal_step_begin(trainers_[0], 0, 20000));
   OK(frugal_step_end(trainers_[0], 0, 0));
-  for (const size_t stride : {size_t{1} << 63, ~size_t{3}, ~size_t{15}, size_t{1} << 62, size_t{1} << 61, (size_t{1} << 62) + 16,
+  for (const size_t stride : {size_t{1} << 63, ~size_t{3}, ~size_t{15}, size_t{1} << 62, size_t{1} << 56, (size_t{1} << 62) + 16,
                               kRowBytes - 4, kRowBytes + 2, size_t{4}, size_t{1}}) {
     for (frugal_table* table : {table_, hashed_}) {
       const auto what = {"row_stride", table == table_ ? "'rows'" : "'keys'"};
@@ -351,7 +351,7 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
     frugal_table_config wrong = c;
     wrong.optimizer.*o.field = o.value;
     char value[32];
-    std::snprintf(value, sizeof value, std::isfinite(o.value) ? "is %.9g" : "is ", double{o.value});
+    std::snprintf(value, sizeof value, std::isfinite(o.value) ? "is %.10g" : "is ", double{o.value});
     if (o.good) {
       OK(frugal_table_create(engine_, &wrong, &t));
       continue;
@@ -471,6 +471,29 @@ TEST_P(Calls, StaleReads) {
   OK(frugal_get_stats(engine_, &stats));
   // Each lookup but the first finds the update of the step before: nobody writes meanwhile.
   EXPECT_EQ(19u * 6, stats.stale_reads);
+}
+
+// A missing row is a term of zeros, and counts.
+TEST_P(Calls, MissingRowsInAPool) {
+  Open();
+  const float four[kDim] = {4, 4, 4, 4};
+  const uint64_t keys[4] = {1, 77, 1, 5}, offsets[2] = {0, 4};
+  OK(frugal_put(hashed_, keys, 1, 0, four, 0));
+  float out[kDim];
+  uint8_t found[4];
+  frugal_op op = Op(hashed_, keys, 4, out);
+  op.offsets = offsets;
+  op.bags = 1;
+  op.found_out = found;
+  op.padding_key = 5;
+  for (int32_t pooling : {FRUGAL_POOL_SUM, FRUGAL_POOL_MEAN})
+    for (uint32_t flags : {0u, FRUGAL_OP_PADDING}) {
+      op.pooling = pooling;
+      op.flags = flags;
+      OK(frugal_read(engine_, nullptr, &op, 1, 20000));
+      EXPECT_EQ(pooling == FRUGAL_POOL_SUM ? 8.0f : 8.0f / (flags ? 3 : 4), out[3]) << pooling << " " << flags;
+      EXPECT_EQ(0, found[1]);
+    }
 }
 
 // --- Threads that are cancelled ------------------------------------------------------------------

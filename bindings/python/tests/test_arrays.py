@@ -224,7 +224,7 @@ def test_int32_keys_alone_are_widened(session: Session, spy: Spy) -> None:
     for keys in (KEYS.astype(np.int32), array.array("i", KEYS.tolist()), OnlyDLPack(KEYS.astype(np.int32))):
         assert (session.trainer.lookup(table, keys) == session.expected).all()
         assert spy.last().ops[0].keys not in (0, address_of(keys))
-    with pytest.raises(frugal.KeyOutOfRange, match=str(2**64 - 1)):
+    with pytest.raises(frugal.KeyOutOfRange, match="id -1 .*" + str(2**64 - 1)):
         session.trainer.lookup(table, np.array([-1], np.int32))
     out = session.trainer.lookup(frugal.Op(table, KEYS, pooling="sum", offsets=np.array([0, 3], np.int32)))
     assert out.shape == (1, DIM)

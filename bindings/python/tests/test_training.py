@@ -141,6 +141,9 @@ def test_many_tables_in_one_call(engine: frugal.Engine) -> None:
         trainer.lookup(batch)
     with pytest.raises(ValueError, match="part is 3"):
         trainer.lookup(frugal.Op(tables[0], batch=batch, part=3))
+    empty = trainer.prefetch(1, tables[0], KEYS[:0])
+    assert len(empty) == 0 and empty
+    trainer.prefetch_cancel(empty)
     undeclared = trainer.lookup(tables[4], KEYS % 10)
     assert undeclared.shape == (3, 5) and (undeclared == 4).all()
     trainer.push_grad(tables[4], KEYS % 10, np.ones((3, 5), np.float32))

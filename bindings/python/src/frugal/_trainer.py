@@ -61,6 +61,9 @@ class Batch(Single):
     def __len__(self) -> int:
         return sum(self._counts)
 
+    def __bool__(self) -> bool:
+        return True  # also one without keys: it is there
+
     def _only(self) -> Tuple[Table, int]:
         if len(self._counts) != 1:
             raise ValueError(f"the batch has {len(self._counts)} parts: give an Op for each, with `batch` and `part`")

@@ -1,0 +1,554 @@
+// What the library says when it refuses: every status of the header is provoked, most of them in many ways, and each
+// message names what is wrong, the value that was given, and what would do.
+//
+// What: a table of calls with the status and the words that are to come, for an engine of this process and for one that
+// it attaches to. The statuses are read from include/frugal.h: one that nobody here provokes is a failure.
+// Callers: ctest.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <regex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/handles.h"
+#include "engine/engine.h"
+#include "frugal.h"
+#ifdef FRUGAL_CONTROLLER
+#include "controller.h"
+#endif
+
+// What no call of the interface does: an engine whose background has failed, and one that leaves its memory in disorder.
+namespace frugal {
+void FailBackground(Engine& engine, Status status);
+LedgerRoot*& RootOf(Ledger& ledger);
+template <void (Engine::*kMember)(Status)>
+struct BackgroundOf {
+  friend void FailBackground(Engine& engine, Status status) { (engine.*kMember)(status); }
+};
+template struct BackgroundOf<&Engine::fail_background>;
+template <LedgerRoot* Ledger::*kMember>
+struct LedgerOf {
+  friend LedgerRoot*& RootOf(Ledger& ledger) { return ledger.*kMember; }
+};
+template struct LedgerOf<&Ledger::root_>;
+}  // namespace frugal
+
+namespace {
+
+std::set<int32_t> g_provoked;
+
+frugal_error Last() {
+  frugal_error e;
+  frugal_last_error(&e);
+  return e;
+}
+std::string Error() { return Last().message; }
+#define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
+
+void Says(const char* call, int32_t answer, int32_t status, const std::vector<std::string>& words) {
+  const std::string said = answer ? Error() : "";
+  EXPECT_EQ(frugal_status_name(status), std::string(frugal_status_name(answer))) << call << ": " << said;
+  if (answer != status) return;
+  EXPECT_EQ(status, Last().status) << call;
+  g_provoked.insert(status);
+  for (const std::string& word : words) EXPECT_NE(said.find(word), std::string::npos) << call << ": no '" << word << "' in: " << said;
+  EXPECT_GT(said.size(), 15u) << call << ": " << said;
+  EXPECT_EQ(said.find("(null)"), std::string::npos) << call << ": " << said;
+}
+#define SAYS(call, status, ...) Says(#call, (call), FRUGAL_ERR_##status, {__VA_ARGS__})
+
+constexpr uint32_t kDim = 4;
+
+class Messages : public testing::TestWithParam<bool> {
+ protected:
+  bool attached() const { return GetParam(); }
+  void Open(uint32_t world, const std::function<void(frugal_config*)>& change = nullptr) {
+    frugal_config c = Config(world);
+    if (change) change(&c);
+    OK(frugal_open(&c, &engine));
+  }
+  frugal_config Config(uint32_t world) {
+    frugal_config c = FRUGAL_CONFIG_INIT;
+    c.world_size = world;
+    c.timeout_ms = 60000;
+#ifdef FRUGAL_CONTROLLER
+    address_ = folder_.address();
+    if (attached() && !controller_) {
+      controller_ = std::make_unique<ControllerProgram>(address_);
+      EXPECT_TRUE(controller_->serves());
+    }
+    if (attached()) c.service = address_.c_str();
+#endif
+    return c;
+  }
+  static frugal_table_config TableConfig(const char* name, int32_t key_space = FRUGAL_DENSE, uint64_t rows = 100) {
+    frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
+    c.name = name;
+    c.key_space = key_space;
+    c.rows = rows;
+    c.dim = kDim;
+    return c;
+  }
+  frugal_table* Table(const char* name, int32_t key_space = FRUGAL_DENSE, uint64_t rows = 100) {
+    const frugal_table_config c = TableConfig(name, key_space, rows);
+    frugal_table* t = nullptr;
+    EXPECT_EQ(FRUGAL_OK, frugal_table_create(engine, &c, &t)) << Error();
+    return t;
+  }
+  frugal_trainer* Join(uint32_t rank) {
+    frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
+    c.rank = rank;
+    frugal_trainer* t = nullptr;
+    EXPECT_EQ(FRUGAL_OK, frugal_trainer_create(engine, &c, &t)) << Error();
+    return t;
+  }
+  static frugal_op Op(frugal_table* table, const uint64_t* keys, size_t count, float* rows) {
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys;
+    op.count = count;
+    op.rows_out = rows;
+    op.grads = rows;
+    return op;
+  }
+  void TearDown() override {
+    if (!engine) return;
+    EXPECT_EQ(FRUGAL_OK, frugal_close(engine)) << Error();
+  }
+
+#ifdef FRUGAL_CONTROLLER
+  const Folder folder_;
+  std::unique_ptr<ControllerProgram> controller_;
+#endif
+  std::string address_;
+  frugal_engine* engine = nullptr;
+  float rows[64] = {};
+};
+
+#ifdef FRUGAL_CONTROLLER
+constexpr bool kKinds[] = {false, true};
+#else
+constexpr bool kKinds[] = {false};
+#endif
+INSTANTIATE_TEST_SUITE_P(Kinds, Messages, testing::ValuesIn(kKinds),
+                         [](const auto& info) { return info.param ? "Attached" : "Here"; });
+
+TEST_P(Messages, OfOpening) {
+  frugal_engine* e = nullptr;
+  auto open = [&](const std::function<void(frugal_config*)>& change) {
+    frugal_config c = Config(1);
+    change(&c);
+    return frugal_open(&c, &e);
+  };
+  SAYS(frugal_open(nullptr, nullptr), INVALID_ARGUMENT, "engine_out", "NULL");
+  SAYS(open([](auto* c) { c->struct_size = 8; }), STRUCT_SIZE, "frugal_config.struct_size is 8", "INIT");
+  SAYS(open([](auto* c) { c->world_size = 0; }), INVALID_ARGUMENT, "world_size is 0", "1..4096");
+  SAYS(open([](auto* c) { c->world_size = 5000; }), INVALID_ARGUMENT, "world_size is 5000", "1..4096");
+  SAYS(open([](auto* c) { c->lookahead = 41; }), INVALID_ARGUMENT, "lookahead is 41", "0..40");
+  SAYS(open([](auto* c) { c->flush_threads = 257; }), INVALID_ARGUMENT, "flush_threads is 257", "0..256");
+  SAYS(open([](auto* c) { c->flush_mode = 9; }), INVALID_ARGUMENT, "flush_mode is 9", "FRUGAL_FLUSH_");
+  SAYS(open([](auto* c) { c->flush_mode = -1; }), INVALID_ARGUMENT, "flush_mode is -1", "FRUGAL_FLUSH_");
+  SAYS(open([](auto* c) { c->backing = 2; }), INVALID_ARGUMENT, "backing is 2", "FRUGAL_BACKING_");
+  SAYS(open([](auto* c) { c->timeout_ms = -7; }), INVALID_ARGUMENT, "timeout_ms is -7", "0 or more");
+  SAYS(open([](auto* c) { c->flags = 6; }), INVALID_ARGUMENT, "flags 0x6", "frugal_config.flags");
+  if (attached()) {
+    SAYS(open([](auto* c) { c->flags = FRUGAL_OBSERVE; }), NOT_FOUND, "no engine");
+    Open(2);
+    SAYS(open([](auto* c) { c->world_size = 3; }), INVALID_ARGUMENT, "world_size 2", "asks for 3", "same");
+  } else {
+    SAYS(open([](auto* c) { c->flags = FRUGAL_OBSERVE; }), INVALID_ARGUMENT, "FRUGAL_OBSERVE", "service is NULL");
+  }
+}
+
+TEST_P(Messages, OfHandles) {
+  Open(1);
+  frugal_table* table = Table("t");
+  frugal_trainer* trainer = Join(0);
+  OK(frugal_table_drop(Table("dropped")));
+  auto* invented = reinterpret_cast<frugal_table*>(uintptr_t{0x123456});
+  uint64_t n = 0;
+  SAYS(frugal_table_count(nullptr, &n), BAD_HANDLE, "table", "NULL");
+  SAYS(frugal_table_count(invented, &n), BAD_HANDLE, "table", "0x123456", "closed, or never was one");
+  SAYS(frugal_flush(reinterpret_cast<frugal_engine*>(table), 0), BAD_HANDLE, "engine");
+  SAYS(frugal_step_begin(reinterpret_cast<frugal_trainer*>(engine), 0, 0), BAD_HANDLE, "trainer");
+  SAYS(frugal_prefetch_cancel(trainer, nullptr), BAD_HANDLE, "batch", "NULL");
+  const uint64_t key = 1;
+  frugal_op ops[2] = {Op(table, &key, 1, rows), Op(invented, &key, 1, rows)};
+  OK(frugal_step_begin(trainer, 0, 20000));
+  SAYS(frugal_lookup(trainer, ops, 2), BAD_HANDLE, "op 1 of 2", "frugal_op.table", "no open table");
+  ops[1] = Op(table, nullptr, 0, rows);
+  ops[1].batch = reinterpret_cast<frugal_batch*>(table);
+  SAYS(frugal_lookup(trainer, ops, 2), BAD_HANDLE, "op 1 of 2", "'t'", "frugal_op.batch");
+  SAYS(frugal_table_count(table, nullptr), INVALID_ARGUMENT, "count_out", "NULL");
+  SAYS(frugal_flush(engine, -7), INVALID_ARGUMENT, "timeout_ms -7", "FRUGAL_TIMEOUT_");
+  OK(frugal_step_end(trainer, 0, 0));
+}
+
+TEST_P(Messages, OfTables) {
+  Open(1);
+  frugal_table* table = Table("t");
+  frugal_table* t = nullptr;
+  auto create = [&](const std::function<void(frugal_table_config*)>& change) {
+    frugal_table_config c = TableConfig("other");
+    change(&c);
+    return frugal_table_create(engine, &c, &t);
+  };
+  const std::string longest(256, 'n');
+  SAYS(create([](auto* c) { c->struct_size = 4; }), STRUCT_SIZE, "frugal_table_config.struct_size is 4");
+  SAYS(create([](auto* c) { c->name = nullptr; }), INVALID_ARGUMENT, "name is NULL", "1..255");
+  SAYS(create([](auto* c) { c->name = ""; }), INVALID_ARGUMENT, "name is ''", "1..255");
+  SAYS(create([&](auto* c) { c->name = longest.c_str(); }), INVALID_ARGUMENT, "255 bytes", "nnnn");
+  SAYS(create([](auto* c) { c->name = "t"; }), EXISTS, "'t'", "another name");
+  SAYS(create([](auto* c) { c->rows = 0; }), INVALID_ARGUMENT, "rows is 0", "1..2^32-2");
+  SAYS(create([](auto* c) { c->rows = uint64_t{1} << 32; }), INVALID_ARGUMENT, "rows is 4294967296");
+  SAYS(create([](auto* c) { c->dim = 0; }), INVALID_ARGUMENT, "dim is 0", "1..65536");
+  SAYS(create([](auto* c) { c->key_space = 5; }), INVALID_ARGUMENT, "key_space is 5", "FRUGAL_HASHED");
+  SAYS(create([](auto* c) { c->dtype = 3; }), INVALID_ARGUMENT, "dtype is 3", "FRUGAL_F32");
+  SAYS(create([](auto* c) { c->init = 17; }), INVALID_ARGUMENT, "init is 17", "FRUGAL_INIT_");
+  SAYS(create([](auto* c) { c->nan_policy = 4; }), INVALID_ARGUMENT, "nan_policy is 4", "FRUGAL_NAN_");
+  SAYS(create([](auto* c) { c->flags = 2; }), INVALID_ARGUMENT, "flags 0x2");
+  SAYS(create([](auto* c) { c->key_space = FRUGAL_HASHED, c->flags = FRUGAL_TABLE_LAZY; }), INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY", "dense");
+  SAYS(create([](auto* c) { c->optimizer.kind = 7; }), INVALID_ARGUMENT, "optimizer.kind is 7");
+  SAYS(create([](auto* c) { c->optimizer.flags = 8; }), INVALID_ARGUMENT, "0x8", "optimizer.flags");
+  SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "optimizer.lr is -0.5", "0 or more");
+  SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "optimizer.eps is ", "finite");
+  SAYS(frugal_table_find(engine, "nowhere", &t), NOT_FOUND, "'nowhere'", "create");
+  SAYS(frugal_table_find(engine, nullptr, &t), INVALID_ARGUMENT, "name", "NULL");
+  frugal_table_info info;
+  info.struct_size = 3;
+  SAYS(frugal_table_describe(table, &info), STRUCT_SIZE, "frugal_table_info.struct_size is 3");
+
+  frugal_trainer* trainer = Join(0);
+  OK(frugal_step_begin(trainer, 5, 20000));
+  SAYS(create([](auto*) {}), BUSY, "rank 0", "step 5", "outside steps");
+  uint64_t n = 0;
+  SAYS(frugal_table_count(table, &n), BUSY, "rank 0", "step 5");
+  SAYS(frugal_table_drop(table), BUSY, "rank 0", "step 5");
+  OK(frugal_step_end(trainer, 5, 0));
+  frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+  SAYS(frugal_table_set_optimizer(table, 4, &o), STEP_RANGE, "first_step 4", "6");
+  o.kind = FRUGAL_ADAM;
+  SAYS(frugal_table_set_optimizer(table, 9, &o), INVALID_ARGUMENT, "optimizer.kind is 4", "'t'", "fixed");
+  o.struct_size = 1;
+  SAYS(frugal_table_set_optimizer(table, 9, &o), STRUCT_SIZE, "frugal_optimizer.struct_size is 1");
+
+  const uint64_t keys[2] = {3, ~uint64_t{0}};
+  SAYS(frugal_get(table, keys, 2, 0, rows, 0, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1", "0..99");
+  SAYS(frugal_put(table, keys, 2, 0, rows, 0), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1", "0..99");
+  SAYS(frugal_delete(table, keys, 2, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1", "0..99");
+  SAYS(frugal_get(table, keys, 1, 8, rows, 0, nullptr), INVALID_ARGUMENT, "flags 0x8", "FRUGAL_WITH_STATE");
+  SAYS(frugal_get(table, nullptr, 1, 0, rows, 0, nullptr), INVALID_ARGUMENT, "keys", "NULL");
+  SAYS(frugal_get(table, keys, 1, 0, rows, 8, nullptr), INVALID_ARGUMENT, "'t'", "row_stride 8", "16");
+  SAYS(frugal_put(table, keys, 1, 0, rows, 18), INVALID_ARGUMENT, "'t'", "row_stride 18", "multiple of 4");
+  SAYS(frugal_put(table, keys, 2, 0, rows, size_t{1} << 60), INVALID_ARGUMENT, "'t'", "row_stride", "2 rows", "address space");
+  SAYS(frugal_get(table, keys, ~size_t{0}, 0, rows, 0, nullptr), INVALID_ARGUMENT, "18446744073709551615 keys", "2^32 - 2");
+  frugal_table* small = Table("small", FRUGAL_HASHED, 2);
+  const uint64_t three[3] = {7, ~uint64_t{1}, 9};
+  SAYS(frugal_put(small, three, 3, 0, rows, 0), TABLE_FULL, "'small'", "key ", "2 rows", "more rows");
+}
+
+TEST_P(Messages, OfTrainers) {
+  Open(2);
+  frugal_trainer *first = Join(0), *t = nullptr;
+  auto join = [&](const std::function<void(frugal_trainer_config*)>& change) {
+    frugal_trainer_config c = FRUGAL_TRAINER_CONFIG_INIT;
+    c.rank = 1;
+    change(&c);
+    return frugal_trainer_create(engine, &c, &t);
+  };
+  SAYS(join([](auto* c) { c->struct_size = 1; }), STRUCT_SIZE, "frugal_trainer_config.struct_size is 1");
+  SAYS(join([](auto* c) { c->rank = 2; }), INVALID_ARGUMENT, "rank 2", "0..1");
+  SAYS(join([](auto* c) { c->rank = 0; }), EXISTS, "rank 0", "trainer");
+  SAYS(join([](auto* c) { c->cache_ratio = 1.5; }), INVALID_ARGUMENT, "cache_ratio is 1.5", "0..1");
+  SAYS(join([](auto* c) { c->cache_ratio = NAN; }), INVALID_ARGUMENT, "cache_ratio", "0..1");
+  SAYS(join([](auto* c) { c->flags = 4; }), INVALID_ARGUMENT, "flags 0x4");
+  SAYS(join([](auto* c) { c->device = "tpu:0"; }), INVALID_ARGUMENT, "'tpu:0'", "cuda:N");
+  SAYS(join([](auto* c) { c->device = "sim:777"; }), DEVICE, "sim:777");
+  if (!attached()) SAYS(join([](auto* c) { c->flags = FRUGAL_TRAINER_REPLACE; }), UNSUPPORTED, "FRUGAL_TRAINER_REPLACE", "service");
+  SAYS(frugal_set_stream(first, rows), UNSUPPORTED, "rank 0", "cpu", "no streams");
+  // Who comes back comes between steps.
+  OK(join([](auto*) {}));
+  OK(frugal_step_begin(first, 0, 20000));
+  OK(frugal_step_begin(t, 0, 20000));
+  OK(frugal_step_end(t, 0, 0));
+  OK(frugal_trainer_close(t));
+  SAYS(join([](auto*) {}), BUSY, "rank 1", "rank 0 is inside step 0", "between steps");
+}
+
+TEST_P(Messages, OfSteps) {
+  Open(2);
+  frugal_table* table = Table("t");
+  frugal_trainer *t = Join(0), *other = Join(1);
+  const uint64_t keys[4] = {0, 1, 2, 3}, wrong[2] = {3, ~uint64_t{4}};
+  frugal_op op = Op(table, keys, 4, rows);
+  SAYS(frugal_step_begin(t, ~uint64_t{0}, 0), INVALID_ARGUMENT, "step 18446744073709551615", "up to");
+  SAYS(frugal_lookup(t, &op, 1), NOT_IN_STEP, "rank 0", "step_begin");
+  SAYS(frugal_push_grad(t, &op, 1), NOT_IN_STEP, "rank 0", "step_begin");
+  SAYS(frugal_step_end(t, 0, 0), NOT_IN_STEP, "rank 0", "step_begin");
+  SAYS(frugal_step_abort(t), NOT_IN_STEP, "rank 0", "step_begin");
+  void* memory = nullptr;
+  SAYS(frugal_borrow(t, 64, &memory), NOT_IN_STEP, "rank 0", "step_begin");
+  frugal_batch *batch = nullptr, *later = nullptr;
+  OK(frugal_prefetch(t, 0, &op, 1, &batch));
+  OK(frugal_prefetch(t, 1, &op, 1, &later));
+  SAYS(frugal_prefetch(t, 100, &op, 1, nullptr), STEP_RANGE, "100", "lookahead 10");
+  SAYS(frugal_prefetch(t, 0, nullptr, 1, nullptr), INVALID_ARGUMENT, "ops", "NULL");
+  OK(frugal_step_begin(t, 0, 20000));
+  SAYS(frugal_step_begin(t, 1, 20000), STEP_ORDER, "rank 0", "inside step 0", "end or abort");
+  SAYS(frugal_step_end(t, 3, 0), STEP_ORDER, "rank 0", "step 0", "not 3");
+  SAYS(frugal_step_end(t, 0, 4), INVALID_ARGUMENT, "flags 0x4", "FRUGAL_STEP_SKIP");
+  SAYS(frugal_prefetch(t, 0, &op, 1, nullptr), STEP_RANGE, "rank 0", "step 0", "step 1 or later");
+  SAYS(frugal_prefetch(t, 11, &op, 1, nullptr), STEP_RANGE, "step 11", "is 10", "lookahead 10");
+  SAYS(frugal_prefetch_cancel(t, batch), STEP_RANGE, "step 0 has begun");
+  SAYS(frugal_prefetch_cancel(other, later), INVALID_ARGUMENT, "rank 1");
+
+  frugal_op ops[3] = {op, op, op};
+  auto changed = [&](const std::function<void(frugal_op*)>& change) {
+    ops[1] = op;
+    change(&ops[1]);
+    return frugal_lookup(t, ops, 3);
+  };
+  const uint64_t offsets[5] = {0, 1, 2, 3, 4}, down[5] = {0, 3, 2, 3, 4}, late[5] = {1, 1, 2, 3, 4}, few[5] = {0, 1, 2, 3, 3};
+  const char* at = "op 1 of 3";
+  SAYS(changed([](auto* o) { o->struct_size = 9; }), STRUCT_SIZE, at, "frugal_op.struct_size is 9", "INIT");
+  SAYS(changed([](auto* o) { o->flags = 4; }), INVALID_ARGUMENT, at, "'t'", "flags 0x4", "FRUGAL_OP_PADDING");
+  SAYS(changed([](auto* o) { o->reserved = 3; }), INVALID_ARGUMENT, at, "'t'", "reserved is 3");
+  SAYS(changed([](auto* o) { o->keys = nullptr; }), INVALID_ARGUMENT, at, "'t'", "keys is NULL", "count 4");
+  SAYS(changed([](auto* o) { o->count = ~size_t{0}; }), INVALID_ARGUMENT, at, "18446744073709551615 keys", "2^32 - 2");
+  SAYS(changed([](auto* o) { o->pooling = 8; }), INVALID_ARGUMENT, at, "'t'", "pooling 8", "FRUGAL_POOL_");
+  SAYS(changed([](auto* o) { o->pooling = 1; }), INVALID_ARGUMENT, at, "'t'", "offsets is NULL");
+  SAYS(changed([](auto* o) { o->rows_out = nullptr; }), INVALID_ARGUMENT, at, "'t'", "rows_out is NULL", "4 rows");
+  SAYS(changed([](auto* o) { o->row_stride = 8; }), INVALID_ARGUMENT, at, "'t'", "row_stride 8", "from 16");
+  SAYS(changed([](auto* o) { o->row_stride = size_t{1} << 62; }), INVALID_ARGUMENT, at, "'t'", "row_stride 4611686018427387904", "4 rows");
+  SAYS(changed([&](auto* o) { o->weights = rows; }), INVALID_ARGUMENT, at, "'t'", "weights", "FRUGAL_POOL_SUM");
+  SAYS(changed([&](auto* o) { o->weight_grads_out = rows; }), INVALID_ARGUMENT, at, "'t'", "weight_grads_out");
+  auto pooled = [&](const uint64_t* from) {
+    return changed([&](auto* o) { o->pooling = FRUGAL_POOL_SUM, o->bags = 4, o->offsets = from; });
+  };
+  OK(pooled(offsets));
+  SAYS(pooled(down), INVALID_ARGUMENT, at, "'t'", "offsets[2] is 2 after 3");
+  SAYS(pooled(late), INVALID_ARGUMENT, at, "'t'", "offsets[0] is 1", "0");
+  SAYS(pooled(few), INVALID_ARGUMENT, at, "'t'", "offsets is 3", "must be 4");
+  SAYS(changed([](auto* o) { o->pooling = 1, o->bags = ~size_t{0}, o->offsets = o->keys; }), INVALID_ARGUMENT, at, "18446744073709551615 bags");
+  SAYS(changed([&](auto* o) { o->keys = wrong, o->count = 2; }), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1", "0..99");
+  SAYS(changed([&](auto* o) { o->batch = later; }), INVALID_ARGUMENT, at, "'t'", "step 1", "step 0");
+  SAYS(changed([&](auto* o) { o->batch = batch, o->part = 7; }), INVALID_ARGUMENT, at, "'t'", "part 7", "1 parts");
+  SAYS(changed([&](auto* o) { o->batch = batch, o->keys = nullptr, o->flags = 1; }), INVALID_ARGUMENT, at, "padding key");
+  ops[1] = Op(table, wrong, 2, rows);
+  SAYS(frugal_prefetch(t, 2, ops, 3, nullptr), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1");
+  SAYS(frugal_read(engine, t, ops, 3, 20000), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1");
+  SAYS(frugal_push_grad(t, ops, 3), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1");
+  ops[1] = op;
+  ops[1].batch = batch;
+  SAYS(frugal_read(engine, t, ops, 3, 20000), INVALID_ARGUMENT, at, "'t'", "batch must be NULL");
+  ops[1] = op;
+  ops[1].grads = nullptr;
+  SAYS(frugal_push_grad(t, ops, 3), INVALID_ARGUMENT, at, "'t'", "grads is NULL", "4 rows");
+  float nan[16];
+  std::fill(std::begin(nan), std::end(nan), NAN);
+  ops[1].grads = nan;
+  SAYS(frugal_push_grad(t, ops, 3), NAN, at, "'t'", "NaN", "nan_policy");
+  frugal_table* small = nullptr;
+  OK(frugal_step_abort(t));
+  small = Table("small", FRUGAL_HASHED, 2);
+  SAYS(frugal_step_begin(other, 0, 0), STEP_ABORTED, "step 0", "begin");
+  OK(frugal_step_begin(t, 0, 20000));
+  const uint64_t three[3] = {1, ~uint64_t{1}, 3};
+  ops[1] = Op(small, three, 3, rows);
+  SAYS(frugal_lookup(t, ops, 3), TABLE_FULL, "'small'", "key ", "2 rows", "more rows");
+  OK(frugal_step_end(t, 0, 0));
+  SAYS(frugal_step_begin(t, 1, 30), TIMEOUT, "step 1", "rank 1", "call again");
+  SAYS(frugal_step_begin(t, 4, 30), STEP_ORDER, "rank 0", "step 1", "not 4");
+  SAYS(frugal_read(engine, t, &op, 1, 30), TIMEOUT, "step 0", "call again");
+  SAYS(frugal_step_begin(t, 1, -9), INVALID_ARGUMENT, "timeout_ms -9");
+  uint64_t n = 0;
+  SAYS(frugal_table_count(table, &n), BUSY, "step 0", "call when");
+}
+
+TEST_P(Messages, OfObservation) {
+  Open(1);
+  size_t size = 0;
+  char text[4];
+  SAYS(frugal_metrics(engine, text, sizeof text, &size), OVERFLOW, " bytes", "capacity is 4", "more");
+  SAYS(frugal_metrics(engine, nullptr, 4, &size), INVALID_ARGUMENT, "text_out", "NULL");
+  frugal_stats stats;
+  stats.struct_size = 7;
+  SAYS(frugal_get_stats(engine, &stats), STRUCT_SIZE, "frugal_stats.struct_size is 7");
+  SAYS(frugal_trace_stop(engine, nullptr), NOT_FOUND, "no trace", "frugal_trace_start");
+  SAYS(frugal_trace_start(engine, 0), INVALID_ARGUMENT, "events is 0", "1..");
+  OK(frugal_trace_start(engine, 16));
+  SAYS(frugal_trace_start(engine, 16), EXISTS, "trace", "stop it");
+  SAYS(frugal_trace_stop(engine, "/nowhere/at/all"), INVALID_ARGUMENT, "'/nowhere/at/all", "No such file");
+  OK(frugal_trace_stop(engine, nullptr));
+  if (attached()) {
+    SAYS(frugal_serve(engine, "x"), UNSUPPORTED, "another process");
+  } else {
+    SAYS(frugal_serve(engine, nullptr), INVALID_ARGUMENT, "address", "NULL");
+#ifdef FRUGAL_CONTROLLER
+    SAYS(frugal_serve(engine, "x"), INVALID_ARGUMENT, "FRUGAL_BACKING_SHM");
+#endif
+  }
+}
+
+TEST_P(Messages, OfMemory) {
+  Open(1, [](frugal_config* c) { c->host_bytes = uint64_t{24} << 20; });
+  frugal_table* t = nullptr;
+  frugal_table_config c = TableConfig("large", FRUGAL_DENSE, 10'000'000);
+  SAYS(frugal_table_create(engine, &c, &t), OUT_OF_MEMORY, "'large'", "10000000 rows of 4", "host_bytes", "25165824 bytes", "smaller");
+  c.rows = 0xfffffffe;
+  c.dim = 65536;
+  SAYS(frugal_table_create(engine, &c, &t), OUT_OF_MEMORY, "'large'", "bytes", "");
+  // One that grows: the call that is too much names its table.
+  frugal_table* hashed = Table("grows", FRUGAL_HASHED, 10'000'000);
+  std::vector<uint64_t> keys(2'000'000);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i * 77;
+  std::vector<float> values(keys.size() * kDim);
+  SAYS(frugal_put(hashed, keys.data(), keys.size(), 0, values.data(), 0), OUT_OF_MEMORY, "'grows'", "host_bytes", "of 25165824 bytes", "raise the limit");
+}
+
+TEST_P(Messages, OfAChildOfFork) {
+  Open(1);
+  const pid_t child = fork();
+  if (child == 0) {
+    SAYS(frugal_flush(engine, 0), FORKED, "process that opened it", "after fork()");
+    _exit(HasFailure() ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(child, waitpid(child, &status, 0));
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  g_provoked.insert(FRUGAL_ERR_FORKED);  // in the child
+}
+
+TEST_P(Messages, OfWhatIsClosed) {
+  Open(2);
+  frugal_trainer *t = Join(0), *other = Join(1);
+  for (frugal_trainer* each : {t, other}) OK(frugal_step_begin(each, 0, 20000));
+  OK(frugal_step_end(t, 0, 0));
+  frugal_stats stats;
+  stats.struct_size = sizeof stats;
+  OK(frugal_get_stats(engine, &stats));
+  const uint64_t before = stats.gate_waits;
+  std::thread waits([&] { SAYS(frugal_step_begin(t, 1, 60000), CLOSED, "closed"); });
+  do {
+    OK(frugal_get_stats(engine, &stats));
+  } while (stats.gate_waits == before);
+  OK(frugal_close(engine));
+  waits.join();
+  engine = nullptr;
+}
+
+TEST(Background, Failed) {
+  frugal_engine* e = nullptr;
+  OK(frugal_open(nullptr, &e));
+  auto engine = std::static_pointer_cast<frugal::Engine>(
+      frugal::handle_get(frugal::HandleKind::kEngine, reinterpret_cast<uint64_t>(e)));
+  FailBackground(*engine, FRUGAL_ERR_OUT_OF_MEMORY);
+  engine.reset();
+  SAYS(frugal_health(e), OUT_OF_MEMORY, "background", "close the engine");
+  SAYS(frugal_flush(e, 0), UNHEALTHY, "FRUGAL_ERR_OUT_OF_MEMORY", "close it", "restore");
+  OK(frugal_close(e));
+}
+
+#ifdef FRUGAL_CONTROLLER
+
+TEST(Peers, ThatAreNotThere) {
+  const Folder folder;
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  const std::string address = folder.address();
+  c.service = address.c_str();
+  c.timeout_ms = 20;
+  frugal_engine* e = nullptr;
+  SAYS(frugal_open(&c, &e), PEER_LOST, address, "20 ms");
+  const std::string far = "/" + std::string(200, 'x');
+  c.service = far.c_str();
+  SAYS(frugal_open(&c, &e), INVALID_ARGUMENT, "201 bytes", "107");
+}
+
+// A host that dies, whole or in disorder.
+TEST(Peers, ThatEnd) {
+  for (bool whole : {true, false}) {
+    const Folder folder;
+    const std::string address = folder.address();
+    int up[2], down[2];
+    ASSERT_EQ(0, pipe(up));
+    ASSERT_EQ(0, pipe(down));
+    const pid_t host = fork();
+    if (host == 0) {
+      close(up[1]);
+      frugal_config c = FRUGAL_CONFIG_INIT;
+      c.backing = FRUGAL_BACKING_SHM;
+      frugal_engine* e = nullptr;
+      if (frugal_open(&c, &e) || frugal_serve(e, address.c_str())) _exit(1);
+      char byte = 0;
+      if (write(down[1], &byte, 1) != 1) _exit(2);
+      if (read(up[0], &byte, 1) != 1) _exit(3);
+      auto engine = std::static_pointer_cast<frugal::Engine>(
+          frugal::handle_get(frugal::HandleKind::kEngine, reinterpret_cast<uint64_t>(e)));
+      if (!whole) RootOf(*engine->ledger())->magic = 0;
+      _exit(0);
+    }
+    close(up[0]);
+    close(down[1]);
+    char byte = 1;
+    ASSERT_EQ(1, read(down[0], &byte, 1));
+    frugal_config c = FRUGAL_CONFIG_INIT;
+    c.service = address.c_str();
+    frugal_engine* e = nullptr;
+    OK(frugal_open(&c, &e));
+    ASSERT_EQ(1, write(up[1], &byte, 1));
+    int status = 0;
+    ASSERT_EQ(host, waitpid(host, &status, 0));
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    uint64_t step = 0;
+    if (whole) {
+      OK(frugal_committed_step(e, &step));
+      SAYS(frugal_flush(e, 1000), PEER_LOST, "controller", "open the engine again");
+    } else {
+      SAYS(frugal_committed_step(e, &step), INTERNAL, "cannot be read out", "its ledger");
+    }
+    OK(frugal_close(e));
+    close(up[1]);
+    close(down[0]);
+  }
+}
+
+#endif
+
+// Of the header. Those that this program's build cannot meet are left out.
+int EachStatus() {
+  std::ifstream header(FRUGAL_HEADER);
+  const std::string text((std::istreambuf_iterator<char>(header)), std::istreambuf_iterator<char>());
+  const std::regex one("(FRUGAL_ERR_\\w+) = (-\\d+)");
+  int missing = 0, all = 0;
+  for (auto at = std::sregex_iterator(text.begin(), text.end(), one); at != std::sregex_iterator(); ++at) {
+    ++all;
+    const int32_t status = std::stoi((*at)[2]);
+    if (g_provoked.count(status)) continue;
+#ifndef FRUGAL_CONTROLLER
+    if (status == FRUGAL_ERR_PEER_LOST || status == FRUGAL_ERR_INTERNAL) continue;
+#endif
+    std::printf("%s is provoked by nobody\n", (*at)[1].str().c_str());
+    ++missing;
+  }
+  if (all < 20) std::printf("only %d statuses in %s\n", all, FRUGAL_HEADER);
+  return missing == 0 && all >= 20 ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  const bool whole = testing::GTEST_FLAG(filter) == "*";
+  const int failed = RUN_ALL_TESTS();
+  return failed ? failed : whole ? EachStatus() : 0;
+}
