@@ -120,7 +120,10 @@ struct Fake : ControlHandler {
     return note(peer);
   }
   Status find_table(Peer& peer, const char* n, TableReply* reply) override {
-    name = n;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      name = n;
+    }
     give(reply);
     return note(peer);
   }
