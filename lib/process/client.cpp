@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -586,7 +585,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   Status joins = join();
   // It may be this process's by an earlier call.
   if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load() &&
-      lose_rank(config.rank, kAnyJoin, config_.timeout_ms) == FRUGAL_OK)
+      lose_rank(config.rank, kAnyJoin) == FRUGAL_OK)
     joins = join();
   if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
   unsure_[config.rank].store(false);
@@ -596,7 +595,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     const uint32_t rank;
     const uint64_t joined;
     ~Joined() {
-      if (client) (void)client->lose_rank(rank, joined, client->config_.timeout_ms);
+      if (client) (void)client->lose_rank(rank, joined);
     }
   } joined{this, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
   Descriptors d{reply.descriptors};
@@ -631,11 +630,11 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
 }
 
 // Where that fails the rank stays taken until this process ends, or calls again.
-Status Client::lose_rank(uint32_t rank, uint64_t joined, int64_t timeout_ms) noexcept {
+Status Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
   unsure_[rank].store(true);
   Status s;
   try {
-    s = of_controller(control_->leave(rank, true, timeout_ms, joined));
+    s = of_controller(control_->leave(rank, true, config_.timeout_ms, joined));
   } catch (const std::bad_alloc&) {
     s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to leave rank %u, which this process may have joined; call again", rank);
   }
@@ -644,25 +643,15 @@ Status Client::lose_rank(uint32_t rank, uint64_t joined, int64_t timeout_ms) noe
   return FRUGAL_OK;
 }
 
-// A call to join has failed. The controller may have done its part of it: then it undoes that.
+// A call to join has failed. The controller may have done its part of it: then the connection gives the rank back when the
+// answer comes, and the next call here, if that is earlier.
 Status Client::give_up_join(uint32_t rank, Status why) {
-  frugal_error error;
-  end_call(why);
-  last_error(&error);
-  char text[512];
-  std::snprintf(text, sizeof text, "%s", error.message);
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    bool ours = !may_be_done(why);  // another trainer of this process has the rank
-    for (auto& weak : trainers_)
-      if (auto t = weak.lock()) ours |= t->rank == rank && !t->closing.load() && !t->channel->is_cut();
-    if (ours) return why;
-    unsure_[rank].store(true);  // whatever fails below
-  }
-  // A controller that has not answered in time is not waited for again.
-  (void)lose_rank(rank, kAnyJoin, why == FRUGAL_ERR_TIMEOUT ? 0 : config_.timeout_ms);
-  error.message = text;
-  return fail_as(error);
+  std::lock_guard<std::mutex> lock(mu_);
+  bool ours = !may_be_done(why);  // another trainer of this process has the rank
+  for (auto& weak : trainers_)
+    if (auto t = weak.lock()) ours |= t->rank == rank && !t->closing.load() && !t->channel->is_cut();
+  if (!ours) unsure_[rank].store(true);
+  return why;
 }
 
 Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {

@@ -257,7 +257,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Exchange& e);
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
-  Status lose_rank(uint32_t rank, uint64_t joined, int64_t timeout_ms) noexcept;
+  Status lose_rank(uint32_t rank, uint64_t joined) noexcept;
   Status give_up_join(uint32_t rank, Status why);
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);

@@ -30,7 +30,6 @@ constexpr uint32_t kStagingsOfRank = 4;
 constexpr uint32_t kMostStagings = 120;  // that go with an answer
 // Trainers that a process has lost, and not closed: each holds its channel.
 constexpr size_t kMostReplaced = 16;
-constexpr auto kComing = std::chrono::seconds(1);  // of a call that was sent before another
 
 }  // namespace
 
@@ -427,7 +426,6 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     JoinScope(Impl& impl, uint32_t rank, const Attached& process) : impl_(impl), joining_{rank, &process} {
       std::lock_guard<std::mutex> lock(impl_.mu_);
       impl_.joining_.push_back(&joining_);
-      impl_.left_.notify_all();
     }
     ~JoinScope() {
       std::lock_guard<std::mutex> lock(impl_.mu_);
@@ -483,15 +481,9 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane, replaced;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
-    // A join that its process has not had an answer to. It may be under way as yet, or come to that in a moment:
-    // another thread has it.
-    bool given_up = false;
-    auto find = [&] {
-      for (Joining* j : joining_)
-        if (j->rank == rank && j->process == process.get()) given_up = j->given_up = true;
-      return given_up || process->gone || lane_of(*process, rank);
-    };
-    if (joined == kAnyJoin) (void)left_.wait_for(lock, kComing, find);
+    bool given_up = false;  // a join that is under way as yet
+    for (Joining* j : joining_)
+      if (joined == kAnyJoin && j->rank == rank && j->process == process.get()) given_up = j->given_up = true;
     if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
     left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
