@@ -116,6 +116,26 @@ TEST(Buffers, CountAgainstABudget) {
   EXPECT_EQ(budget.used.load(), 0u);
 }
 
+// Processes that are attached look at it when the engine is gone.
+TEST(Buffers, WhatIsLeftStays) {
+  Arena arena;
+  ASSERT_EQ(arena.open(size_t{1} << 30), FRUGAL_OK);
+  const char* there;
+  {
+    BufferPool pool;
+    pool.cut_from(&arena);
+    Buffer b;
+    ASSERT_EQ(pool.get(8 * kMiB, &b), FRUGAL_OK);
+    std::memset(b.data(), 7, 8 * kMiB);
+    there = b.data();
+    pool.leave();
+    b.reset();
+    pool.keep(0);
+  }
+  EXPECT_EQ(there[0], 7);
+  EXPECT_EQ(there[8 * kMiB - 1], 7);
+}
+
 TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(testing::Message() << "seed " << seed);

@@ -340,7 +340,7 @@ TEST(Memory, ATrainingAtOnce) {
 }
 
 TEST(Memory, ATrainingWithCaches) {
-  EveryPlace(FRUGAL_FLUSH_DEFERRED, frugal::heap_test_fail_after, {0}, 0.2, 5);
+  EveryPlace(FRUGAL_FLUSH_DEFERRED, frugal::heap_test_fail_after, {0}, 0.2, 2);
 }
 
 // Memory runs out where the first step's keys are taken in, or where a rank leaves: it leaves.

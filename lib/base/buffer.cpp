@@ -59,6 +59,7 @@ void Buffer::reset() noexcept {
 }
 
 BufferPool::~BufferPool() {
+  leave();
   for (auto& list : free_)
     for (Free& f : list) {
       if (budget_ && counts(f.capacity)) budget_->give(f.capacity);
@@ -95,7 +96,10 @@ Status BufferPool::map(size_t bytes, char** out) {
 
 void BufferPool::unmap(char* data, size_t bytes) noexcept {
   if (pinner_) pinner_->unpin(data);
-  if (arena_) return arena_->put_back(data, bytes);
+  if (arena_) {
+    if (!left_.load()) arena_->put_back(data, bytes);
+    return;
+  }
   Mapping m{data, (bytes + kHugePage - 1) / kHugePage * kHugePage, -1};
   os_release(&m);
 }

@@ -113,6 +113,8 @@ class BufferPool {
   }
   // Gives back what is kept beyond `bytes`.
   void keep(size_t bytes) noexcept;
+  // From now on what lies in the arena stays there, for other processes that look at it when the pool has ended.
+  void leave() noexcept { left_.store(true); }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
   Status get(size_t bytes, Buffer* out);
@@ -151,6 +153,7 @@ class BufferPool {
   Vector<Free> free_[kClasses];
   std::atomic<size_t> held_{0}, kept_{0};  // all that there is; of it, free
   MemoryBudget* budget_ = nullptr;
+  std::atomic<bool> left_{false};
   // Bytes handed out so far. In a span of some times as much as there is, `peak_` was in use at most; and in the one
   // before `peak_before_`.
   uint64_t clock_ = 0, span_ = 0;

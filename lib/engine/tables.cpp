@@ -90,6 +90,7 @@ void Engine::shutdown() {
     sleep_slice(cv_progress_, lock, now_ns() + kEndingNs, [] { return false; });
   }
   // Processes that are attached read the tables out from when all of this is gone.
+  pool_.leave();
   struct End {
     Ledger* ledger;
     ~End() {
