@@ -240,8 +240,8 @@ end
 
 The gate: begins a step on this rank when every update that a declared row needs is in place.
 
-The first step is any number, the same on all ranks; then + 1. Returns `nothing`. Waits in slices, between which the
-collector, other tasks of this thread and Ctrl-C have their turn. Threads: one at a time for a trainer. Errors:
+The first step is any number up to 2^64 - 66, the same on all ranks; then + 1. Returns `nothing`. Waits in slices,
+between which the collector, other tasks of this thread and Ctrl-C have their turn. Threads: one at a time for a trainer. Errors:
 `FrugalError` with `ERR_STEP_ORDER`, `ERR_TIMEOUT` (the message names what it waited for; call again),
 `ERR_STEP_ABORTED` (the message names the step to begin), `ERR_CLOSED`, `ERR_UNHEALTHY`. Since 0.1.
 """

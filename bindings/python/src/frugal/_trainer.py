@@ -252,9 +252,9 @@ class Trainer(Single):
     def step_begin(self, step: int, timeout: Optional[float] = None) -> None:
         """The gate: begins a step when every update of earlier steps that a declared row needs is in place.
 
-        The first step is any number, the same on all ranks; then + 1. timeout: seconds, 0 polls, math.inf waits for
-        ever; the engine's if left out. Raises Timeout, StepOrder, StepAborted (the message names the step to begin).
-        Ctrl-C ends the wait; if it came too late for that, the step has begun, and step_abort() undoes it.
+        The first step is any number up to 2**64 - 66, the same on all ranks; then + 1. timeout: seconds, 0 polls,
+        math.inf waits for ever; the engine's if left out. Raises Timeout, StepOrder, StepAborted (the message names the
+        step to begin). Ctrl-C ends the wait; if it came too late for that, the step has begun, and step_abort() undoes it.
         """
         step = uint64(step, "step")
         limit = self._engine._timeout_ms if timeout is None else milliseconds(timeout)
