@@ -14,12 +14,15 @@ folder, so that a mutant costs the files that it touches and the one before has 
 
 A patch that does not apply or compile is an error, not a kill. The unchanged tree must pass all
 that the patches name, or a test that is always red would kill everything. Exit status: 0 if all
-mutants were killed.
+mutants were killed. The last line counts killed mutants as passed and the others as failed.
 
-    tests/mutants/run.py [--json FILE] [NAME ...]
+    tests/mutants/run.py [--json FILE] [--rotate N | NAME ...]
+
+--rotate N tries N of them, drawn by the commit that is checked out, so that each has its turn.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -32,7 +35,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 WORK = os.path.join(ROOT, 'build', 'mutants')
 SOURCE = os.path.join(WORK, 'src')
-BUILD = os.path.join(WORK, 'build')
+BUILD = os.path.join(SOURCE, 'build', 'release')  # as deep as the others: a compiler's cache knows its paths
 LOG = os.path.join(WORK, 'log')
 
 
@@ -84,6 +87,8 @@ def copy_tree():
   for folder, _, files in os.walk(SOURCE):
     for file in files:
       path = os.path.join(folder, file)
+      if path.startswith(BUILD + os.sep):
+        continue
       if os.path.relpath(path, SOURCE) not in wanted:
         os.unlink(path)
   for name in wanted:
@@ -171,12 +176,18 @@ def check_unchanged(mutants):
 def main():
   parser = argparse.ArgumentParser()
   parser.add_argument('--json')
+  parser.add_argument('--rotate', type=int)
   parser.add_argument('names', nargs='*')
   args = parser.parse_args()
   mutants = [Mutant(os.path.join(HERE, name)) for name in sorted(os.listdir(HERE))
              if name.endswith('.patch') and (not args.names or name[:-6] in args.names)]
   if not mutants or len(mutants) < len(set(args.names)):
     sys.exit('mutants: no such mutant')
+  if args.rotate:
+    commit = subprocess.run(['git', '-C', ROOT, 'rev-parse', 'HEAD'], capture_output=True, text=True).stdout.strip()
+    mutants.sort(key=lambda m: hashlib.sha256((commit + m.name).encode()).hexdigest())
+    mutants = mutants[:args.rotate]
+    print(f'of commit {commit}: {" ".join(m.name for m in mutants)}', flush=True)
   os.makedirs(SOURCE, exist_ok=True)
   open(LOG, 'w', encoding='utf-8').close()
   copy_tree()
@@ -200,8 +211,9 @@ def main():
     with open(args.json, 'w', encoding='utf-8') as f:
       json.dump(results, f, indent=1)
   alive = [r['name'] for r in results if not r['killed']]
-  print(f'{len(results) - len(alive)} of {len(results)} mutants killed'
-        f'{"; not: " + ", ".join(alive) if alive else ""}')
+  if alive:
+    print(f'not killed: {", ".join(alive)}')
+  print(f'{len(results) - len(alive)} passed, {len(alive)} failed, 0 skipped')
   return 1 if alive else 0
 
 

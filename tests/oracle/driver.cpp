@@ -132,7 +132,7 @@ class Run {
     if (meeting_.arrived < boundary.arrivals) return false;
     const std::lock_guard<std::mutex> lock(boundary_mutex_);
     if (meeting_.boundaries_open >= static_cast<int64_t>(index)) return true;
-    progress_->phase = "outside steps";
+    progress_->Enter("outside steps");
     const std::vector<OutsideAction>& actions = script_.boundaries.at(index);
     // Read once a turn: other processes count on, up to the last.
     for (uint64_t number; (number = meeting_.outside_done) < boundary.actions + actions.size() && !failed();) {
@@ -141,7 +141,7 @@ class Run {
       DoOutside(action, index);
       ++meeting_.outside_done;
     }
-    progress_->phase = "steps";
+    progress_->Enter("steps");
     meeting_.boundaries_open = static_cast<int64_t>(index);
     return true;
   }
@@ -988,7 +988,7 @@ void RankDriver::CheckRead(const OpSpec& spec, const Buffers& buffers) {
 // --- Run ---
 
 bool Run::Open() {
-  progress_->phase = "opening";
+  progress_->Enter("opening");
   frugal_config config = script_.config;
   std::string address = party_.address;
   const bool attach = !address.empty() && !party_.host;
@@ -1033,7 +1033,7 @@ frugal_trainer* Run::Join(uint32_t rank) {
 }
 
 void Run::Steps() {
-  progress_->phase = "steps";
+  progress_->Enter("steps");
   for (uint32_t r = 0; r < script_.ranks.size(); ++r) {
     ranks_.push_back(Mine(r) ? std::make_unique<RankDriver>(this, r) : nullptr);
     if (script_.join_at_once && ranks_.back()) ranks_.back()->Join();
@@ -1054,6 +1054,7 @@ void Run::Steps() {
         Moved result = Moved::kYes;
         while (turns > 0 && !failed() && result == Moved::kYes) {
           result = running[which]->Advance();
+          if (result != Moved::kWaiting) ++progress_->moves;
           moved = moved || result != Moved::kWaiting;
           --turns;
         }
@@ -1083,6 +1084,7 @@ void Run::Drive(RankDriver* driver) {
   Moved moved = Moved::kYes;
   while (moved != Moved::kDone && !failed()) {
     moved = driver->Advance();
+    if (moved != RankDriver::Moved::kWaiting) ++progress_->moves;
     // A look at the last commit is a message where the engine is another process's.
     if (moved == Moved::kWaiting) SleepMicroseconds(party_.processes == 1 ? 50 : 200);
   }
@@ -1212,7 +1214,7 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
 }
 
 void Run::CheckFinal() {
-  progress_->phase = "comparing the final tables";
+  progress_->Enter("comparing the final tables");
   Random random(script_.seed * 99 + party_.process);
   if (script_.close_trainers) {
     for (auto& rank : ranks_) {
@@ -1236,6 +1238,7 @@ void Run::CheckFinal() {
     }
   }
   for (size_t t = 0; t < script_.tables.size() && !failed(); ++t) {
+    ++progress_->moves;
     OutsideAction action;
     action.table = t;
     action.with_state = true;
@@ -1265,14 +1268,14 @@ void Run::Do() {
     Expect(frugal_get_stats(engine_, &meeting_.stats), FRUGAL_OK, "frugal_get_stats");
   }
   Meet(&meeting_.checked);
-  progress_->phase = "closing";
+  progress_->Enter("closing");
   if (party_.host) Await(meeting_.closed, party_.processes - 1);
   if (engine_ != nullptr) {
     Expect(frugal_close(engine_), FRUGAL_OK, "frugal_close");
     Expect(frugal_flush(engine_, 0), FRUGAL_ERR_BAD_HANDLE, "frugal_flush after frugal_close");
   }
   ++meeting_.closed;
-  progress_->phase = "idle";
+  progress_->Enter("idle");
 }
 
 }  // namespace

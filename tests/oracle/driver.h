@@ -14,7 +14,8 @@
 
 namespace frugal_oracle {
 
-// Where a run is, for a watchdog to print when it hangs.
+// Where a run is, for a watchdog to print when it hangs. A run hangs when nothing in it moves for many ticks of
+// the watchdog: a machine that is slow, or that stands still for a while, is no hang.
 struct Progress {
   static constexpr size_t kRanks = 8;
   struct Rank {
@@ -22,7 +23,29 @@ struct Progress {
     std::atomic<const char*> doing{"nothing yet"};
   };
   std::atomic<const char*> phase{"idle"};
+  std::atomic<uint64_t> moves{0};  // calls that have come back, and phases
   Rank ranks[kRanks];
+
+  void Enter(const char* next) {
+    phase = next;
+    ++moves;
+  }
+};
+
+// Counts the ticks of a watchdog since a run has moved.
+class Stillness {
+ public:
+  // One more tick. Returns how many there were without a move.
+  uint64_t Tick(const Progress& progress) {
+    const uint64_t moves = progress.moves;
+    ticks_ = moves == moves_ ? ticks_ + 1 : 0;
+    moves_ = moves;
+    return ticks_;
+  }
+
+ private:
+  uint64_t moves_ = 0;
+  uint64_t ticks_ = 0;
 };
 
 struct Outcome {

@@ -2,6 +2,7 @@
 //
 //     oracle --seeds 1000 --first 1 --require 1000
 //     oracle --seeds 100 --processes      with processes that attach, in the place of threads
+//     oracle --seeds 240 --draw           each seed draws which kind of run it is, too
 //
 // Each seed is one configuration. A seed that fails is printed with the command that repeats it.
 #include <unistd.h>
@@ -21,6 +22,7 @@
 
 #include "oracle/driver.h"
 #include "oracle/processes.h"
+#include "oracle/random.h"
 #include "oracle/replay.h"
 #include "oracle/script.h"
 #include "reference/reference.h"
@@ -38,6 +40,7 @@ struct Arguments {
   bool required = false;
   int hang_seconds = 60;
   bool processes = false;
+  bool draw = false;
   std::string controller;  // the program
   int lead = -1;           // this is a leader, and that is its descriptor
   Options options;
@@ -46,8 +49,9 @@ struct Arguments {
 // What one worker is at.
 struct Slot {
   std::atomic<uint64_t> seed{0};
-  std::atomic<int64_t> since_ms{-1};  // -1: nothing runs
+  std::atomic<bool> runs{false};  // here; a leader watches its run by itself
   Progress progress;
+  std::string repeat;  // the command; written while nothing runs
 };
 
 struct Totals {
@@ -56,6 +60,7 @@ struct Totals {
   std::atomic<uint64_t> failed{0};
   uint64_t stale_runs = 0;
   // With processes:
+  uint64_t attached = 0;  // runs
   uint64_t processes = 0;
   uint64_t programs = 0;  // runs of frugal-controller; in the others a process has the engine
   uint64_t shared = 0;    // runs where a process has several ranks
@@ -108,8 +113,34 @@ std::string RepeatCommand(const Arguments& arguments, uint64_t seed) {
   return command;
 }
 
+// --draw: which kind of run a seed is, too. Each kind finds faults that others hide: caches and staleness do
+// without what declarations learn from each other, and flush threads hide a wrong priority by writing early.
+Arguments Drawn(const Arguments& from, uint64_t seed) {
+  Arguments run = from;
+  const bool devices = !run.options.device.empty();
+  run.options.device.clear();
+  Random random(seed * 263);
+  const size_t kind = random.Weighted({40, 12, 16, 12, 15, 5});
+  if (kind == 1) run.options.tau_only = true;
+  if (kind == 2) {
+    run.options.flush_mode = FRUGAL_FLUSH_DEFERRED;
+    run.options.flush_threads = 0;
+    run.options.no_cache = run.options.exact_only = true;
+  }
+  if ((kind == 3 || kind == 5) && devices) {
+    run.options.device = from.options.device;
+    run.options.scale *= 0.3;
+  }
+  if (kind >= 4) {
+    run.processes = true;
+    run.options.scale *= kind == 5 ? 0.3 : 0.2;
+  }
+  return run;
+}
+
 void CountRun(const Layout& layout, Script* script, Totals* totals) {
   const std::lock_guard<std::mutex> lock(totals->mutex);
+  ++totals->attached;
   totals->processes += layout.processes;
   totals->programs += layout.program ? 1 : 0;
   std::vector<uint32_t> ranks(layout.processes, 0);
@@ -126,10 +157,10 @@ void CountRun(const Layout& layout, Script* script, Totals* totals) {
 }
 
 void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* totals) {
-  slot->seed = seed;
-  slot->progress.phase = "reference";
-  slot->since_ms = NowMs();
-  Script script = MakeScript(seed, arguments.options);
+  const Arguments run = arguments.draw ? Drawn(arguments, seed) : arguments;
+  const Options& options = run.options;
+  const bool processes = run.processes;
+  Script script = MakeScript(seed, options);
   if (arguments.verbose) {
     std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed),
                 script.Describe().c_str());
@@ -137,11 +168,10 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   }
   Outcome outcome;
   std::string described = script.Describe();
-  if (arguments.processes) {
+  if (processes) {
     const Layout layout = MakeLayout(script);
     described += "; " + layout.Describe();
-    slot->progress.phase = "a leader's run";
-    std::vector<std::string> list = OptionArguments(arguments.options);
+    std::vector<std::string> list = OptionArguments(options);
     for (const std::string& argument :
          {std::string("--first"), std::to_string(seed), std::string("--hang-seconds"),
           std::to_string(arguments.hang_seconds), std::string("--controller"), arguments.controller}) {
@@ -152,9 +182,13 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   } else {
     frugal_reference::Reference reference(script.config.seed, script.config.world_size);
     Replay(&script, &reference);
+    slot->seed = seed;
+    slot->repeat = RepeatCommand(run, seed);
+    slot->progress.Enter("opening");  // a move, before anybody looks for one
+    slot->runs = true;
     outcome = RunScript(script, reference, &slot->progress);
+    slot->runs = false;
   }
-  slot->since_ms = -1;
 
   const std::lock_guard<std::mutex> lock(totals->mutex);
   if (outcome.passed) {
@@ -182,7 +216,7 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   if (!outcome.passed) {
     std::printf("FAILED seed %llu: %s\n  run: %s\n  repeat: %s\n",
                 static_cast<unsigned long long>(seed), outcome.message.c_str(),
-                described.c_str(), RepeatCommand(arguments, seed).c_str());
+                described.c_str(), RepeatCommand(run, seed).c_str());
     std::fflush(stdout);
   }
 }
@@ -190,19 +224,19 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
 // A run that hangs cannot be ended from outside, so the whole process is.
 void Watch(const Arguments& arguments, const std::vector<std::unique_ptr<Slot>>& slots,
            const std::atomic<bool>& done) {
+  constexpr uint64_t kTicks = 5;  // a second
+  std::vector<Stillness> stillness(slots.size());
   while (!done) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    for (const auto& slot : slots) {
-      const int64_t since = slot->since_ms;
-      // A leader sees to its run by itself, and ends it.
-      const int64_t seconds = arguments.hang_seconds + (arguments.processes ? 120 : 0);
-      if (since < 0 || NowMs() - since < seconds * 1000) continue;
-      const uint64_t seed = slot->seed;
-      std::printf("HANGS seed %llu (%s): more than %d s\n  repeat: %s\n",
-                  static_cast<unsigned long long>(seed), slot->progress.phase.load(),
-                  arguments.hang_seconds, RepeatCommand(arguments, seed).c_str());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1000 / kTicks));
+    for (size_t i = 0; i < slots.size(); ++i) {
+      const Slot& slot = *slots[i];
+      const uint64_t still = stillness[i].Tick(slot.progress);
+      if (!slot.runs || still < static_cast<uint64_t>(arguments.hang_seconds) * kTicks) continue;
+      std::printf("HANGS seed %llu (%s): nothing moves for %d s\n  repeat: %s\n",
+                  static_cast<unsigned long long>(slot.seed.load()), slot.progress.phase.load(),
+                  arguments.hang_seconds, slot.repeat.c_str());
       for (size_t r = 0; r < Progress::kRanks; ++r) {
-        const Progress::Rank& rank = slot->progress.ranks[r];
+        const Progress::Rank& rank = slot.progress.ranks[r];
         std::printf("  rank %zu: step %llu, %s\n", r,
                     static_cast<unsigned long long>(rank.step.load()), rank.doing.load());
       }
@@ -213,11 +247,10 @@ void Watch(const Arguments& arguments, const std::vector<std::unique_ptr<Slot>>&
 }
 
 bool PrintProcesses(const Arguments& arguments, const Totals& totals) {
-  const uint64_t runs = totals.passed + totals.failed;
   const std::pair<const char*, uint64_t> lines[] = {
       {"processes", totals.processes},
       {"runs of the program", totals.programs},
-      {"runs of one of them", runs - totals.programs},
+      {"runs of one of them", totals.attached - totals.programs},
       {"runs with ranks together", totals.shared},
       {"ranks without a cache", totals.caches[0]},
       {"ranks with under half", totals.caches[1]},
@@ -280,7 +313,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
     std::printf("  no row was ever of an older step: the staleness bound is not used\n");
     enough = false;
   }
-  if (arguments.processes) enough = PrintProcesses(arguments, totals) && enough;
+  if (arguments.processes || arguments.draw) enough = PrintProcesses(arguments, totals) && enough;
   return enough;
 }
 
@@ -290,7 +323,8 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "              [--tau-only | --exact-only] [--mode FLUSH_MODE]\n"
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
                "              [--hang-seconds S] [--stop]\n"
-               "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n");
+               "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n"
+               "              [--draw]\n");
   std::exit(2);
 }
 
@@ -333,6 +367,8 @@ Arguments Parse(int argc, char** argv) {
     } else if (name == "--scale") {
       if (i + 1 >= argc) Usage();
       arguments.options.scale = std::strtod(argv[++i], nullptr);
+    } else if (name == "--draw") {
+      arguments.draw = true;
     } else if (name == "--processes") {
       arguments.processes = true;
     } else if (name == "--controller") {

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <new>
@@ -27,12 +26,6 @@ namespace frugal_oracle {
 namespace {
 
 constexpr int kMeeting = 9;  // the leader's descriptor of the meeting
-
-int64_t NowMs() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 // Runs a program whose descriptor `there` is our `here`. Returns its process, or -1.
 pid_t Spawn(const std::string& program, std::vector<std::string> arguments, int here, int there) {
@@ -139,8 +132,8 @@ class Leader {
   }
 
   void Wait(int hang_seconds) {
-    const int64_t start = NowMs();
-    int64_t failed_at = -1;
+    Stillness stillness;
+    uint64_t failed_for = 0;  // ticks, of a millisecond or more
     size_t left = processes_.size();
     bool killed = false;
     while (left > 0) {
@@ -154,12 +147,12 @@ class Leader {
         }
       }
       if (left == 0) break;
-      if (!meeting_.failed() && NowMs() - start > hang_seconds * int64_t{1000}) {
+      const uint64_t still = stillness.Tick(meeting_.progress);
+      if (!meeting_.failed() && still > static_cast<uint64_t>(hang_seconds) * 1000) {
         meeting_.Fail(WhereItHangs(hang_seconds));
       }
-      if (meeting_.failed() && failed_at < 0) failed_at = NowMs();
       // They end by themselves, or what failed is that they do not.
-      if (failed_at >= 0 && NowMs() - failed_at > 40'000 && !killed) {
+      if (meeting_.failed() && ++failed_for > 40'000 && !killed) {
         killed = true;
         for (pid_t process : processes_) {
           if (process > 0) kill(process, SIGKILL);
@@ -171,7 +164,7 @@ class Leader {
 
   std::string WhereItHangs(int hang_seconds) const {
     std::ostringstream out;
-    out << "HANGS (" << meeting_.progress.phase.load() << "): more than " << hang_seconds << " s";
+    out << "HANGS (" << meeting_.progress.phase.load() << "): nothing moves for " << hang_seconds << " s";
     for (size_t r = 0; r < script_.ranks.size(); ++r) {
       const Progress::Rank& rank = meeting_.progress.ranks[r];
       const char* const doing = rank.doing;

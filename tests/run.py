@@ -1,0 +1,292 @@
+"""Runs the suites of ./dev test, two processors' worth side by side, and tells the minutes that are left.
+
+    tests/run.py [--ci | --all] [--only SUITE]... [--no-skips] [--json FILE]
+
+./dev test is the entrance: it installs what the suites need first. Without a tier: the suites of `base`. Each suite is a
+build, a run of ctest, or a program whose last line is "N passed, N failed, N skipped". A suite begins when those that it
+stands on have ended and enough processors are free. The last line of the whole is that line, too.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LOGS = os.path.join(ROOT, 'build', 'logs')
+PROCESSORS = len(os.sched_getaffinity(0))
+TIERS = ['base', 'ci', 'all']
+COUNTS = re.compile(r'(\d+) passed, (\d+) failed, (\d+) skipped$')
+
+
+class Suite:
+  """What runs at a time. `seconds`: on two processors with nothing else running; for the minutes left alone."""
+
+  def __init__(self, name, tier, seconds, after=(), processors=2):
+    self.name, self.tier, self.seconds, self.after = name, tier, seconds, after
+    self.processors = min(processors, PROCESSORS)
+    self.log = os.path.join(LOGS, f'{name}.log')
+    self.done = 0.0  # the part of it that has run
+    self.note = ''   # what it is at
+    self.counts = None  # passed, failed, skipped
+
+  def call(self, command, **options):
+    """Runs the command into the suite's log; returns its exit status."""
+    with open(self.log, 'a', encoding='utf-8') as log:
+      log.write(f'$ {" ".join(command)}\n')
+      log.flush()
+      process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT, text=True, errors='replace', **options)
+      for line in process.stdout:
+        log.write(line)
+        log.flush()
+        self.read(line)
+      return process.wait()
+
+  def read(self, line):
+    """A line of the output, for progress and counts."""
+
+
+class Build(Suite):
+  """A preset of CMakePresets.json, configured and built. A build that fails is a failed test; one that does not is none."""
+
+  def __init__(self, preset, tier, seconds, after=(), options=(), targets=()):
+    super().__init__(f'build-{preset}', tier, seconds, after)
+    self.preset, self.options, self.targets = preset, options, targets
+
+  def read(self, line):
+    step = re.match(r'\[(\d+)/(\d+)\]', line)
+    if step:
+      self.done = int(step[1]) / int(step[2])
+      self.note = f'{step[1]} of {step[2]} steps'
+
+  def run(self):
+    build = ['cmake', '--build', os.path.join('build', self.preset)]
+    if self.targets:
+      build += ['--target', *self.targets]
+    good = self.call(['cmake', '--preset', self.preset, *self.options]) == 0 and self.call(build) == 0
+    return (0, 0, 0) if good else (0, 1, 0)
+
+
+class Tests(Suite):
+  """Tests of a preset by ctest."""
+
+  def __init__(self, name, preset, tier, seconds, chosen, after=()):
+    super().__init__(name, tier, seconds, after or [f'build-{preset}'])
+    self.preset, self.chosen = preset, chosen
+
+  def read(self, line):
+    test = re.match(r'\s*(\d+)/(\d+) Test', line)
+    if test:
+      self.done = int(test[1]) / int(test[2])
+      self.note = f'{test[1]} of {test[2]} tests'
+
+  def run(self):
+    junit = os.path.join(LOGS, f'{self.name}.xml')
+    if os.path.exists(junit):
+      os.unlink(junit)
+    jobs = str(PROCESSORS + 1)  # many tests wait for most of their time
+    status = self.call(['ctest', '--test-dir', os.path.join('build', self.preset), '-j', jobs, '--output-on-failure',
+                        '--no-tests=error', '--output-junit', junit, *self.chosen])
+    if not os.path.exists(junit):
+      return 0, 1, 0
+    suite = xml.etree.ElementTree.parse(junit).getroot()
+    total, bad, disabled, skipped = (int(suite.get(n, 0)) for n in ('tests', 'failures', 'disabled', 'skipped'))
+    if status != 0 and bad == 0:
+      # A test that could not be started counts as skipped in the file, but is not.
+      bad, skipped = 1, max(skipped - 1, 0)
+    return total - bad - disabled - skipped, bad, disabled + skipped
+
+
+class Program(Suite):
+  """A program whose last line tells its numbers; one that has no such line has failed."""
+
+  def __init__(self, name, tier, seconds, command, after=('build-release',), processors=1):
+    super().__init__(name, tier, seconds, after, processors)
+    self.command = command
+    self.last = ''
+
+  def read(self, line):
+    if line.strip():
+      self.last = line.strip()
+    self.note = self.last[:60]
+
+  def run(self):
+    status = self.call(self.command)
+    counts = COUNTS.match(self.last)
+    passed, failed, skipped = (int(n) for n in counts.groups()) if counts else (0, 1, 0)
+    return passed, failed or int(status != 0), skipped
+
+
+class Single(Program):
+  """A program that is one test, by its exit status."""
+
+  def run(self):
+    return (1, 0, 0) if self.call(self.command) == 0 else (0, 1, 0)
+
+
+def suites():
+  """All of them, in the order in which they begin if they can."""
+  release = os.path.join(ROOT, 'build', 'release')
+  python = os.path.join(ROOT, 'build', 'venv', 'bin', 'python')
+  nvcc = os.environ.get('FRUGAL_NVCC', '')
+  mutants = [sys.executable, 'tests/mutants/run.py']
+  only = '^({})$'.format
+  cuda = only('device_open_test|cuda_.*|symbols|readme|host_test|capi_test|gpu_test')
+  return [
+      Build('release', 'base', 180),
+      Tests('release', 'release', 'base', 200, ['-L', only('tier_base')]),
+      Program('smoke', 'base', 40, ['bindings/smoke', release]),
+      # The first build of a sanitizer is the longest of all, so bindings, which take one processor each, are last.
+      Tests('release-ci', 'release', 'ci', 180, ['-L', only('tier_ci')], after=['release', 'smoke']),
+      Build('tsan', 'ci', 210, after=['release-ci']),
+      Tests('tsan', 'tsan', 'ci', 240, ['-L', only('tier_base|tier_ci')]),
+      Build('asan', 'ci', 240, after=['tsan']),
+      Tests('asan', 'asan', 'ci', 240, ['-L', only('tier_base|tier_ci')]),
+      Build('gpu', 'ci', 100, after=['asan'], options=['-DFRUGAL_CUDA=ON', f'-DCMAKE_CUDA_COMPILER={nvcc}']),
+      Tests('gpu', 'gpu', 'ci', 60, ['-R', cuda]),
+      Build('nocuda', 'ci', 20, after=['gpu'], targets=['frugal', 'device_open_test', 'control_none_test']),
+      Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')]),
+      Program('mutants', 'ci', 150, [*mutants, '--rotate', '12'], after=['nocuda'], processors=2),
+      Program('python', 'ci', 240, ['bindings/python/check', release, python], after=['mutants']),
+      Program('julia', 'ci', 240, ['bindings/julia/check', release], after=['mutants']),
+      Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['mutants']),
+      Program('mixed', 'ci', 10, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
+      Tests('release-all', 'release', 'all', 1800, ['-L', only('tier_all')], after=['mixed']),
+      Build('clang', 'all', 200, after=['release-all']),
+      Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
+      Single('rehearsal', 'all', 120, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
+             after=['clang'], processors=2),
+      Program('mutants-all', 'all', 900, mutants, after=['rehearsal'], processors=2),
+  ]
+
+
+class Run:
+  """Begins suites as they can begin, and tells how it goes."""
+
+  def __init__(self, chosen):
+    self.waiting, self.running, self.ended = list(chosen), [], []
+    self.start = time.monotonic()
+    self.begun = {}
+    self.lock = threading.Condition()
+
+  def say(self, text):
+    elapsed = int(time.monotonic() - self.start)
+    print(f'== {elapsed // 60:02d}:{elapsed % 60:02d} {text}', flush=True)
+
+  def left(self):
+    """The minutes left, by what the suites are expected to take and how this machine has done so far."""
+    expected = sum(s.seconds * s.processors for s in self.ended)
+    expected += sum(s.seconds * s.processors * s.done for s in self.running)
+    rest = sum(s.seconds * s.processors for s in self.waiting)
+    rest += sum(s.seconds * s.processors * (1 - s.done) for s in self.running)
+    pace = (time.monotonic() - self.start) / expected if expected > 60 else 1 / PROCESSORS
+    minutes = rest * pace / 60
+    return 'less than a minute left' if minutes < 1 else f'about {minutes:.0f} min left'
+
+  def may_begin(self, suite):
+    names = {s.name for s in self.waiting + self.running}
+    free = PROCESSORS - sum(s.processors for s in self.running)
+    return suite.processors <= free and not names.intersection(suite.after)
+
+  def work(self, suite):
+    start = time.monotonic()
+    counts = 0, 1, 0
+    try:
+      failed = {s.name for s in self.ended if isinstance(s, Build) and s.counts[1]}
+      if failed.intersection(suite.after):
+        with open(suite.log, 'a', encoding='utf-8') as log:
+          log.write('not run: its build failed\n')
+      else:
+        counts = suite.run()
+    except OSError as error:
+      with open(suite.log, 'a', encoding='utf-8') as log:
+        log.write(f'{error}\n')
+    with self.lock:
+      suite.counts, suite.took = counts, time.monotonic() - start
+      self.running.remove(suite)
+      self.ended.append(suite)
+      told = 'built' if isinstance(suite, Build) else '{} passed, {} failed, {} skipped'.format(*counts)
+      if counts[1]:
+        self.tell_failure(suite)
+        told = told.replace('built', 'NOT built')
+      self.say(f'{suite.name}: {told} ({suite.took:.0f} s); {self.left()}')
+      self.lock.notify()
+
+  def tell_failure(self, suite):
+    with open(suite.log, encoding='utf-8', errors='replace') as log:
+      lines = log.read().splitlines()
+    # ctest tells the output of a red test where it ends, which may be far above.
+    red = [i for i, line in enumerate(lines) if re.search(r'\*\*\*(Failed|Timeout|Exception|Not Run)', line)]
+    shown = lines[-60:]
+    if red:
+      shown = [line for i in red[:5] for line in lines[i:i + 80]] + lines[-20:]
+    print('\n'.join(shown), flush=True)
+    self.say(f'{suite.name} is red; all of it: {os.path.relpath(suite.log, ROOT)}')
+
+  def go(self):
+    told = time.monotonic()
+    with self.lock:
+      while self.waiting or self.running:
+        for suite in [s for s in self.waiting if self.may_begin(s)]:
+          if not self.may_begin(suite):
+            continue  # one before it has taken the processors
+          self.waiting.remove(suite)
+          self.running.append(suite)
+          open(suite.log, 'w', encoding='utf-8').close()
+          self.say(f'{suite.name} begins; {self.left()}')
+          threading.Thread(target=self.work, args=[suite], daemon=True).start()
+        self.lock.wait(1)
+        if time.monotonic() - told > 60:
+          told = time.monotonic()
+          at = ', '.join(f'{s.name} ({s.note})' if s.note else s.name for s in self.running)
+          self.say(f'{at}; {self.left()}')
+
+
+def main():
+  parser = argparse.ArgumentParser()
+  parser.add_argument('--ci', action='store_true')
+  parser.add_argument('--all', action='store_true')
+  parser.add_argument('--only', action='append', default=[], metavar='SUITE')
+  parser.add_argument('--no-skips', action='store_true')
+  parser.add_argument('--json')
+  args = parser.parse_args()
+  every = suites()
+  if args.only:
+    names = set(args.only)
+    unknown = names - {s.name for s in every}
+    if unknown:
+      sys.exit(f'no suite {", ".join(sorted(unknown))}; there are {", ".join(s.name for s in every)}')
+    # With the builds that they stand on.
+    chosen = [s for s in every if s.name in names or
+              isinstance(s, Build) and any(s.name in o.after for o in every if o.name in names)]
+  else:
+    tier = 2 if args.all else 1 if args.ci else 0
+    chosen = [s for s in every if TIERS.index(s.tier) <= tier]
+  os.makedirs(LOGS, exist_ok=True)
+  run = Run(chosen)
+  run.go()
+  passed, failed, skipped = (sum(s.counts[i] for s in chosen) for i in range(3))
+  if args.json:
+    with open(args.json, 'w', encoding='utf-8') as out:
+      json.dump([{'suite': s.name, 'seconds': round(s.took, 1), 'counts': s.counts} for s in chosen], out, indent=1)
+  for suite in chosen:
+    print(f'   {suite.name:14s} {suite.took:6.0f} s   {suite.counts[0]:5d} {suite.counts[1]:3d} {suite.counts[2]:3d}')
+  run.say('that was all')
+  print(f'{passed} passed, {failed} failed, {skipped} skipped')
+  if failed:
+    return 1
+  if args.no_skips and skipped:
+    # Where everything can be installed, nothing is to be skipped.
+    print('skipped tests count as failures here')
+    return 1
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
