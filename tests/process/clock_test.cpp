@@ -246,7 +246,7 @@ TEST_F(Clock, ASilentRank) {
 }
 
 // Calls of the control plane, and of the rings, whose controller does not answer.
-TEST_F(Clock, DISABLED_AStoppedController) {
+TEST_F(Clock, AStoppedController) {
   const Folder folder;
   Host host(folder.address(), 20000);
   ASSERT_TRUE(host.serves());
