@@ -40,17 +40,20 @@ TEST(Buffers, OfSizesThatAreWantedOnceAFewStay) {
       }
       std::vector<size_t> sizes = Sizes();
       if (ascending) std::reverse(sizes.begin(), sizes.end());
-      size_t all = 0;
-      for (size_t bytes : sizes) {
-        Buffer b;
-        ASSERT_EQ(pool.get(bytes, &b), FRUGAL_OK);
-        std::memset(b.data(), 1, 1);
-        all += b.capacity();
-      }
-      EXPECT_GT(all, 330 * kMiB);
-      EXPECT_LE(pool.bytes_held(), 64 * kMiB + 2 * 64 * kMiB + 4 * kMiB);
-      if (shared) {
-        EXPECT_LE(Blocks(arena.mapping().fd), 64 * kMiB + 2 * 64 * kMiB + 8 * kMiB);
+      for (int round = 0; round < 12; ++round) {
+        size_t all = 0;
+        for (size_t bytes : sizes) {
+          Buffer b;
+          ASSERT_EQ(pool.get(bytes, &b), FRUGAL_OK);
+          std::memset(b.data(), 1, 1);
+          all += b.capacity();
+        }
+        EXPECT_GT(all, 330 * kMiB);
+        EXPECT_LE(pool.bytes_held(), 64 * kMiB + 2 * 64 * kMiB + 4 * kMiB);
+        // Shared memory does not go back to the system. Pieces of other sizes are cut from it, so it is bounded, too.
+        if (shared) {
+          EXPECT_LE(Blocks(arena.mapping().fd), 2 * (64 * kMiB + 2 * 64 * kMiB));
+        }
       }
       pool.keep(0);
       EXPECT_LE(pool.bytes_held(), shared ? 12 * kMiB : 0);
@@ -149,7 +152,6 @@ TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
   };
   std::vector<Piece> pieces;
   bool used[kPages] = {};
-  size_t in_use = 0;
   for (int i = 0; i < 3000; ++i) {
     if (random() % 2 == 0 || pieces.empty()) {
       const size_t pages = random() % 6 + 1;
@@ -162,7 +164,6 @@ TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
         used[p] = true;
         arena.mapping().base[p * kHugePage] = 1;
       }
-      in_use += pages;
       pieces.push_back({data, pages});
     } else {
       std::swap(pieces[random() % pieces.size()], pieces.back());
@@ -170,10 +171,6 @@ TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
       pieces.pop_back();
       arena.put_back(gone.data, gone.pages * kHugePage);
       for (size_t p = 0; p < gone.pages; ++p) used[arena.offset(gone.data) / kHugePage + p] = false;
-      in_use -= gone.pages;
-    }
-    if (i % 100 == 0) {
-      ASSERT_LE(Blocks(arena.mapping().fd), in_use * kHugePage);
     }
   }
   for (const Piece& p : pieces) arena.put_back(p.data, p.pages * kHugePage);

@@ -387,7 +387,7 @@ Status Client::create_table(const frugal_table_config& config, RemoteTableRef* o
   FRUGAL_TRY(of_controller(control_->create_table(config, config_.timeout_ms, &reply)));
   FRUGAL_TRY(take_table(reply, config.name, out));
   if (!(*out)->created.exchange(true)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: this process has created it", config.name);
+  return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: find it, or choose another name", config.name);
 }
 
 Status Client::find_table(const char* name, RemoteTableRef* out) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "../process/proc.h"
 #include "base/os.h"
 #include "process/channel.h"
 
@@ -47,8 +48,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!attack_controller)
     Check(Channel::attach(dup(controller->up_fd()), dup(controller->down_fd()), dup(controller->staging_fd()), &trainer) ==
           FRUGAL_OK);
+  // What the controller alone writes is sealed, so its own mapping is used.
   frugal::Mapping region;
-  Check(frugal::os_map_shared(fd, true, &region) == FRUGAL_OK);
+  if (attack_controller) {
+    Check(frugal::os_map_shared(fd, true, &region) == FRUGAL_OK);
+  } else {
+    region.base = writable_mapping_of(fd);
+    Check(region.base != nullptr && close(fd) == 0);
+  }
   Channel& side = attack_controller ? *controller : *trainer;
   // Behind what is read nothing may be changed.
   std::vector<char> out(3 * kRing);
@@ -127,6 +134,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       break;
     }
   }
-  frugal::os_release(&region);
+  if (attack_controller) frugal::os_release(&region);
   return received > 0 ? 0 : -1;  // -1: of no use for the corpus
 }
