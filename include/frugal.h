@@ -232,9 +232,9 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
  * stopped or has ended, PEER_LOST, but for those that read out the tables when it has ended. A call outside
  * of steps waits for those that other threads of the process have under way, whatever its own time-out.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build, or this
- * system, cannot attach), PEER_LOST (nobody serves that address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has
- * been opened there). Ownership: the caller closes *engine_out. Threads:
- * any. `config` NULL means all defaults. */
+ * system, cannot attach, or has no shared memory as the engine needs it), PEER_LOST (nobody serves that
+ * address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has been opened there).
+ * Ownership: the caller closes *engine_out. Threads: any. `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 
 /* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
@@ -372,9 +372,10 @@ FRUGAL_API void frugal_table_config_init(frugal_table_config *config);
  * and a dense table's rows are initialized in parallel. Where processes share the engine each
  * creates its tables: one that another process has created with the same configuration is meant.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (this process has created a table of that
- * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step), with a service
- * TIMEOUT: then call again, and the table that is there by now is meant. Ownership: the engine owns the table; the handle dies with frugal_table_drop or frugal_close. Threads:
- * any. */
+ * name, or another has with another configuration), OUT_OF_MEMORY, BUSY (a rank is inside a step),
+ * UNSUPPORTED (the system refuses shared memory as the engine needs it), with a service TIMEOUT: then call
+ * again, and the table that is there by now is meant. Ownership: the engine owns the table; the handle dies
+ * with frugal_table_drop or frugal_close. Threads: any. */
 FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table_config *config,
                                        frugal_table **table_out);
 

@@ -1,24 +1,26 @@
 // Buffers that are kept for later: what they are used again for, and how much of them stays.
-#include <sys/stat.h>
+#include "base/buffer.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "base/arena.h"
-#include "base/buffer.h"
 
 namespace frugal {
 namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-// Sizes of which each is wanted once: a few a power of two, as of reads of ever other numbers of rows.
+// Sizes of which each is wanted once: a few a power of two, as of reads of ever other numbers of
+// rows.
 std::vector<size_t> Sizes() {
   std::vector<size_t> sizes;
-  for (double bytes = 64.0 * kMiB; bytes > 1000; bytes *= 0.82) sizes.push_back(static_cast<size_t>(bytes));
+  for (double bytes = 64.0 * kMiB; bytes > 1000; bytes *= 0.82)
+    sizes.push_back(static_cast<size_t>(bytes));
   return sizes;
 }
 
@@ -50,7 +52,8 @@ TEST(Buffers, OfSizesThatAreWantedOnceAFewStay) {
         }
         EXPECT_GT(all, 330 * kMiB);
         EXPECT_LE(pool.bytes_held(), 64 * kMiB + 2 * 64 * kMiB + 4 * kMiB);
-        // Shared memory does not go back to the system. Pieces of other sizes are cut from it, so it is bounded, too.
+        // Shared memory does not go back to the system. Pieces of other sizes are cut from it, so
+        // it is bounded, too.
         if (shared) {
           EXPECT_LE(Blocks(arena.mapping().fd), 2 * (64 * kMiB + 2 * 64 * kMiB));
         }

@@ -89,7 +89,9 @@ Status make_memfd(size_t bytes, int* out) {
 Status seal(int fd, bool others_write) {
   if (!others_write && fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0) return FRUGAL_OK;
   if ((others_write || errno == EINVAL) && fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL) == 0) return FRUGAL_OK;
-  return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno, "shared memory cannot be sealed");
+  return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno,
+                    "shared memory cannot be sealed: a sandbox may forbid it; without processes "
+                    "FRUGAL_BACKING_PRIVATE needs none");
 }
 
 // Addresses of `bytes`, a multiple of 2 MiB, that begin at a multiple of 2 MiB.

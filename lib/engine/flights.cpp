@@ -155,7 +155,9 @@ bool Engine::land() {
 Status Engine::land_all(Deadline deadline) {
   auto landed = [&] { return flying_.load() == 0 && !owed_.load(); };
   if (landed()) return FRUGAL_OK;
-  Status s = wait(deadline, nullptr, landed, [] { return false; });
+  // Updates that are written make room for a commit that lacks memory.
+  Status s = wait(deadline, nullptr, landed,
+                  [&] { return owed_.load() && (run_jobs(true) || flush_rows(UINT64_MAX)); });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;

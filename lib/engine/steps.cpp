@@ -309,7 +309,10 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
         // What it has handed over is there, and others may have made the commit.
         lock.unlock();
         call.unlock();
-        return commit_owed();
+        FRUGAL_TRY(commit_owed());
+        lock.lock();
+        if (t.end_again == step) t.end_again = kNoStep;
+        return FRUGAL_OK;
       }
       if (!t.in_step) return not_inside(t);
       if (t.step != step)
@@ -440,12 +443,13 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
     if (!lock.owns_lock()) lock.lock();
-    owed_.store(true);
     committing_ = false;
     progress_.fetch_add(1);
     cv_progress_.notify_all();
-    work_.fetch_add(1);
-    cv_work_.notify_all();
+    if (!owed_.exchange(true)) {  // once: workers try again after a while
+      work_.fetch_add(1);
+      cv_work_.notify_all();
+    }
     return false;
   }
 }
@@ -467,21 +471,27 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     lock.lock();
     if (!helped) settle(lock, prepared);
   }
-  // Nothing may happen any more. Who waits for commits to end has no time-out.
-  if (health() != FRUGAL_OK) {
+  auto give_up = [&] {
     *status = health();
     committing_ = false;
+    // Who waits for commits to end has no time-out, and nothing else may happen any more.
     progress_.fetch_add(1);
     cv_progress_.notify_all();
-    return;
-  }
+  };
+  if (health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin_commit(record);
   lock.unlock();
   {
     std::lock_guard<std::mutex> boundary(cache_mu_);
     // First all that may want memory: after a failure it goes on from there.
-    for (Commit& c : record.commits)
-      if (prepare_commit(step, record, &c) != FRUGAL_OK) throw std::bad_alloc();
+    for (Commit& c : record.commits) {
+      const Status s = prepare_commit(step, record, &c);
+      if (s == FRUGAL_OK) continue;
+      if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
+      fail_background(s);
+      lock.lock();
+      return give_up();
+    }
     Vector<Unused> unused = unused_until(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
     if (ledger_) ledger_->commit(step);
@@ -616,8 +626,10 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
     if (!staged) update = std::move(made);
     commit->taken = true;
     if (update) {
-      update->step = step;
-      if (!staged) update->ranks = std::move(*ranks);
+      if (!staged) {
+        update->step = step;
+        update->ranks = std::move(*ranks);
+      }
       for (const Handover& of : update->ranks) update->bytes += of.bytes();
       committing_bytes_ += update->bytes;
       update->account(&pending_bytes_, &counters_.pending_bytes_peak);
@@ -937,6 +949,14 @@ Status Engine::undo(Trainer& by, Undo why) {
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
     settle(lock, [&] { return !committing_; });
+    // A step that all ranks have ended is not undone for want of memory.
+    Status lacking = FRUGAL_OK;
+    while (owed_.load() && commit_one(lock, &lacking)) settle(lock, [&] { return !committing_; });
+    if (owed_.load() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) {
+      lock.unlock();
+      fail_background(lacking);
+      lock.lock();
+    }
     ++aborting_;
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {

@@ -63,14 +63,24 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
     if (trainer && trainer->gpu) FRUGAL_TRY(trainer->gpu->sticky() ? trainer->gpu->ready() : FRUGAL_OK);
     // A job that has failed counts as done, too, after health has told.
     if (ready()) return healthy();
+    // What there is no memory for may become possible by the rest: updates that are written give theirs back.
+    bool did = false, lacking = false;
     try {
-      if (land() || help()) {
-        spun = 0;
-        continue;
-      }
+      did = land();
     } catch (const std::bad_alloc&) {
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for work of the engine that the call waits for; call again");
+      lacking = true;
     }
+    try {
+      did = did || help();
+    } catch (const std::bad_alloc&) {
+      lacking = true;
+    }
+    if (did) {
+      spun = 0;
+      continue;
+    }
+    if (lacking)
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for work of the engine that the call waits for; call again");
     if (deadline.passed()) return FRUGAL_ERR_TIMEOUT;
     // A short spin: what is waited for is often some microseconds away, a sleep costs more.
     const bool flying = in_flight();  // nobody tells when that has landed

@@ -116,16 +116,27 @@ Engine::Did Engine::background_work() {
   auto declared = [&](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
-  if (land() || run_jobs(false) || pin_one() || flush_rows(now) || declared(now + kSoon) || prepare_one() ||
+  // A commit that lacks memory holds up nothing: updates that are written give theirs back.
+  bool lacking = false;
+  auto landed = [&] {
+    try {
+      return land();
+    } catch (const std::bad_alloc&) {
+      lacking = true;
+      return false;
+    }
+  };
+  if (landed() || run_jobs(false) || pin_one() || flush_rows(now) || declared(now + kSoon) || prepare_one() ||
       plan_one())
     return Did::kWork;
-  if (deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&
+  if (!lacking && deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&
       calls_.load(std::memory_order_relaxed) * 2 >= cpus_)
     return Did::kHeld;
   if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
       declared(UINT64_MAX) || flush_rows(UINT64_MAX))
     return Did::kWork;
   // What GPUs have in flight is looked at from time to time.
+  if (lacking) return Did::kLater;
   Did did = warm_one();
   return did != Did::kWork && in_flight() ? Did::kHeld : did;
 }

@@ -1,6 +1,7 @@
-// A small job of one process, made to meet failures (tests/failing/failing.h): two ranks with caches, a dense and a hashed
-// table, declared and other keys, bags, several pushes, rows outside steps, an abort, a rank that leaves and comes
-// back, a table that comes and goes, a trace. All rows that it looks up and the final tables make up the digest.
+// A small job of one process, made to meet failures (tests/failing/failing.h): two ranks with
+// caches, a dense and a hashed table, declared and other keys, bags, several pushes, rows outside
+// steps, an abort, a rank that leaves and comes back, a table that comes and goes, a trace. All
+// rows that it looks up and the final tables make up the digest.
 //
 //   embedded_job [--at-once] [--threads N] [--tree-heap] [--staleness N] [--shm] [--write-through]
 #include <unistd.h>
@@ -14,11 +15,10 @@
 
 #include "failing.h"
 #include "frugal.h"
+#include "job.h"
 
 namespace {
 
-constexpr uint32_t kDim = 8, kRanks = 2;
-constexpr uint64_t kDense = 400, kHashed = 900;
 constexpr int kTries = 3, kMost = 8;
 
 struct Options {
@@ -28,14 +28,9 @@ struct Options {
   int32_t backing = FRUGAL_BACKING_PRIVATE;
 };
 
-uint64_t g_digest = 0xcbf29ce484222325u;
+Digest g_digest;
 uint64_t g_told = 0;
 frugal_engine* g_engine = nullptr;
-
-void digest(const void* data, size_t bytes) {
-  const auto* p = static_cast<const unsigned char*>(data);
-  for (size_t i = 0; i < bytes; ++i) g_digest = (g_digest ^ p[i]) * 0x100000001b3u;
-}
 
 [[noreturn]] void end(int status, const std::string& line) {
   std::printf("%s\n", line.c_str());
@@ -43,13 +38,8 @@ void digest(const void* data, size_t bytes) {
   _exit(status);
 }
 
-std::string said(const char* call, int32_t status) {
-  frugal_error error;
-  frugal_last_error(&error);
-  return std::string(call) + ": " + frugal_status_name(status) + ": " + error.message;
-}
-
-// Makes a call until it succeeds; one that may not fail has to do so at once. `named`: what it may answer beside OUT_OF_MEMORY where something fails.
+// Makes a call until it succeeds; one that may not fail has to do so at once. `named`: what it may
+// answer beside OUT_OF_MEMORY where something fails.
 void again(const char* call, const std::function<int32_t()>& make, bool may_fail = true,
            std::initializer_list<int32_t> named = {}) {
   for (int tries = 1;; ++tries) {
@@ -77,37 +67,9 @@ void again(const char* call, const std::function<int32_t()>& make, bool may_fail
     if (tries == kMost) end(1, "wrong: never succeeds: " + why);
   }
 }
-#define AGAIN(call, ...) again(#call, [&] { return call; }, ##__VA_ARGS__)
-
-struct Op {
-  Op(frugal_table* table, std::vector<uint64_t> keys_in, float salt, size_t bags = 0) : keys(std::move(keys_in)) {
-    const size_t out = bags ? bags : keys.size();
-    rows.resize(out * kDim);
-    grads.resize(out * kDim);
-    for (size_t i = 0; i < grads.size(); ++i) grads[i] = salt + static_cast<float>(i % 97) * 0.0078125f;
-    op = FRUGAL_OP_INIT;
-    op.table = table;
-    op.keys = keys.data();
-    op.count = keys.size();
-    op.rows_out = rows.data();
-    op.grads = grads.data();
-    if (!bags) return;
-    for (size_t b = 0; b <= bags; ++b) offsets.push_back(b * keys.size() / bags);
-    op.pooling = FRUGAL_POOL_MEAN;
-    op.offsets = offsets.data();
-    op.bags = bags;
-  }
-  Op(const Op&) = delete;
-  std::vector<uint64_t> keys, offsets;
-  std::vector<float> rows, grads;
-  frugal_op op;
-};
-
-std::vector<uint64_t> keys_of(uint64_t step, uint32_t rank, uint64_t most, size_t n) {
-  std::vector<uint64_t> keys(n);
-  for (size_t i = 0; i < n; ++i) keys[i] = (step * 31 + rank * 17 + i * (i + 3)) % most;
-  return keys;
-}
+#define AGAIN(call, ...) \
+  again(                 \
+      #call, [&] { return call; }, ##__VA_ARGS__)
 
 struct Job {
   Options options;
@@ -125,7 +87,7 @@ struct Job {
     config.init_b = 1;
     config.optimizer.kind = optimizer;
     frugal_table* made = nullptr;
-    AGAIN(frugal_table_create(g_engine, &config, &made));
+    AGAIN(frugal_table_create(g_engine, &config, &made), true, {FRUGAL_ERR_UNSUPPORTED});
     return made;
   }
   void join(uint32_t rank) {
@@ -136,7 +98,8 @@ struct Job {
   }
   void declare(uint64_t step) {
     for (uint32_t r = 0; r < kRanks; ++r) {
-      Op a(dense, keys_of(step, r, kDense, 120), 0), b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
+      Op a(dense, keys_of(step, r, kDense, 120), 0),
+          b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
       frugal_op ops[] = {a.op, b.op};
       frugal_batch* batch = nullptr;
       AGAIN(frugal_prefetch(trainers[r], step, ops, 2, &batch));
@@ -147,11 +110,14 @@ struct Job {
   }
   void use(uint64_t step, bool pushes) {
     for (uint32_t r = 0; r < kRanks; ++r) {
-      Op a(dense, keys_of(step, r, kDense, 120), 0.5f), b(hashed, keys_of(step + 1, r, kHashed, 120), 0.25f),
-          hot(dense, keys_of(0, 0, 3, 120), 0.125f), bags(hashed, keys_of(step, r, kHashed, 60), -0.5f, 12);
+      Op a(dense, keys_of(step, r, kDense, 120), 0.5f),
+          b(hashed, keys_of(step + 1, r, kHashed, 120), 0.25f),
+          hot(dense, keys_of(0, 0, 3, 120), 0.125f),
+          bags(hashed, keys_of(step, r, kHashed, 60), -0.5f, 12);
       frugal_op ops[] = {a.op, b.op, bags.op};
       AGAIN(frugal_lookup(trainers[r], ops, 3));
-      for (const Op* o : {&a, &b, &bags}) digest(o->rows.data(), o->rows.size() * sizeof(float));
+      for (const Op* o : {&a, &b, &bags})
+        g_digest.add(o->rows.data(), o->rows.size() * sizeof(float));
       if (!pushes) continue;
       AGAIN(frugal_push_grad(trainers[r], ops, 2));
       if (step % 2 == 0) AGAIN(frugal_push_grad(trainers[r], &hot.op, 1));
@@ -177,8 +143,8 @@ struct Job {
     std::vector<uint8_t> found(n);
     AGAIN(frugal_get(t, keys.data(), n, FRUGAL_WITH_STATE, rows.data(), 0, found.data()));
     for (uint64_t i = 0; i < n; ++i)
-      if (found[i]) digest(&rows[i * 2 * kDim], 2 * kDim * sizeof(float));
-    digest(found.data(), n);
+      if (found[i]) g_digest.add(&rows[i * 2 * kDim], 2 * kDim * sizeof(float));
+    g_digest.add(found.data(), n);
   }
 
   void run() {
@@ -189,7 +155,7 @@ struct Job {
     config.staleness = options.staleness;
     config.backing = options.backing;
     config.timeout_ms = 8000;
-    AGAIN(frugal_open(&config, &g_engine));
+    AGAIN(frugal_open(&config, &g_engine), true, {FRUGAL_ERR_UNSUPPORTED});
     AGAIN(frugal_trace_start(g_engine, 1000));
     dense = table("dense", FRUGAL_DENSE, kDense, FRUGAL_ADAGRAD);
     hashed = table("hashed", FRUGAL_HASHED, kHashed, FRUGAL_MOMENTUM);
@@ -206,7 +172,7 @@ struct Job {
       AGAIN(frugal_delete(dense, some.keys.data(), 5, nullptr));
       Op seen(dense, keys_of(9, 1, kDense, 50), 0);
       AGAIN(frugal_read(g_engine, nullptr, &seen.op, 1, FRUGAL_TIMEOUT_DEFAULT));
-      digest(seen.rows.data(), seen.rows.size() * sizeof(float));
+      g_digest.add(seen.rows.data(), seen.rows.size() * sizeof(float));
       frugal_optimizer slower{};
       slower = FRUGAL_OPTIMIZER_INIT;
       slower.kind = FRUGAL_ADAGRAD;
@@ -227,7 +193,9 @@ struct Job {
     AGAIN(frugal_step_abort(trainers[0]));
     again("frugal_step_begin, which tells of the abort", [&] {
       const int32_t told = frugal_step_begin(trainers[1], 5, FRUGAL_TIMEOUT_DEFAULT);
-      return told == FRUGAL_ERR_STEP_ABORTED ? FRUGAL_OK : told == FRUGAL_OK ? FRUGAL_ERR_INTERNAL : told;
+      return told == FRUGAL_ERR_STEP_ABORTED ? FRUGAL_OK
+             : told == FRUGAL_OK             ? FRUGAL_ERR_INTERNAL
+                                             : told;
     });
     train(5);
     // A rank leaves and comes back.
@@ -249,9 +217,10 @@ struct Job {
     frugal_stats stats;
     stats.struct_size = sizeof stats;
     AGAIN(frugal_get_stats(g_engine, &stats));
-    again("frugal_close", [] { return frugal_close(g_engine); }, false);
+    again(
+        "frugal_close", [] { return frugal_close(g_engine); }, false);
     char line[64];
-    std::snprintf(line, sizeof line, "ok %016llx", static_cast<unsigned long long>(g_digest));
+    std::snprintf(line, sizeof line, "ok %016llx", static_cast<unsigned long long>(g_digest.value));
     end(0, std::string(line) + " told " + std::to_string(g_told));
   }
 };
@@ -263,12 +232,18 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     const auto number = [&] { return i + 1 < argc ? std::strtoull(argv[++i], nullptr, 10) : 0; };
-    if (name == "--at-once") job.options.mode = FRUGAL_FLUSH_AT_ONCE;
-    else if (name == "--tree-heap") job.options.mode = FRUGAL_FLUSH_TREE_HEAP;
-    else if (name == "--threads") job.options.threads = static_cast<uint32_t>(number());
-    else if (name == "--staleness") job.options.staleness = number();
-    else if (name == "--shm") job.options.backing = FRUGAL_BACKING_SHM;
-    else return std::fprintf(stderr, "unknown option %s\n", name.c_str()), 2;
+    if (name == "--at-once")
+      job.options.mode = FRUGAL_FLUSH_AT_ONCE;
+    else if (name == "--tree-heap")
+      job.options.mode = FRUGAL_FLUSH_TREE_HEAP;
+    else if (name == "--threads")
+      job.options.threads = static_cast<uint32_t>(number());
+    else if (name == "--staleness")
+      job.options.staleness = number();
+    else if (name == "--shm")
+      job.options.backing = FRUGAL_BACKING_SHM;
+    else
+      return std::fprintf(stderr, "unknown option %s\n", name.c_str()), 2;
   }
   job.run();
 }

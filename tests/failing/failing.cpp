@@ -1,19 +1,25 @@
-// Makes the n-th call for something of the system fail, once or from then on for ever. Loaded before
-// everything else (LD_PRELOAD) into a program that uses the library; tests/failing/sweep.py drives it.
+// Makes the n-th call for something of the system fail, once or from then on for ever. Loaded
+// before everything else (LD_PRELOAD) into a program that uses the library; tests/failing/sweep.py
+// drives it.
 //
 //   FAILING_KIND     memory, map, descriptor, thread or io (see failing.h)
 //   FAILING_AT       the n-th call of the kind fails; 0, or none: calls are counted only
 //   FAILING_EVER     1: all calls of the kind from the n-th on fail
-//   FAILING_PROGRAM  only in processes of this name (at most its first 15 letters count), of all those that inherit
+//   FAILING_PROGRAM  only in processes of this name (at most its first 15 letters count), of all
+//   those that inherit
 //                    the variables; without: in each of them
-//   FAILING_WHOLE    1: calls of all threads of the process count, from its start on. Without: calls of threads that
-//                    are inside the library, that is, between failing_enter() and failing_leave(), and of threads
-//                    that such a one has started
-//   FAILING_REPORT   a file of sizeof(failing::Report) bytes at least, where the counts go (shared by all processes)
-//   FAILING_TRACE    1: the report tells the stack of the call that has failed
+//   FAILING_WHOLE    1: calls of all threads of the process count, from its start on. Without:
+//   calls of threads that
+//                    are inside the library, that is, between failing_enter() and failing_leave(),
+//                    and of threads that such a one has started
+//   FAILING_REPORT   a file of sizeof(failing::Report) bytes at least, where the counts go (shared
+//   by all processes) FAILING_TRACE    1: the report tells the stack of the call that has failed
 //
-// The engine's heap is mimalloc, found by name: it is not found here, so that the engine takes plain malloc, which
-// this can make fail. Nothing here allocates or locks, for it is called from wherever memory is asked for.
+// The engine's heap is mimalloc, found by name: it is not found here, so that the engine takes
+// plain malloc, which this can make fail. Nothing here allocates or locks, for it is called from
+// wherever memory is asked for.
+#include "failing.h"
+
 #include <dlfcn.h>
 #include <errno.h>
 #include <execinfo.h>
@@ -31,8 +37,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "failing.h"
-
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -40,14 +44,15 @@ namespace {
 using failing::Kind;
 using failing::Report;
 
-Report g_own;                  // where there is no file
+Report g_own;  // where there is no file
 Report* g_report = &g_own;
 std::atomic<bool> g_on{false};  // calls count
 Kind g_kind = failing::kMemory;
 uint64_t g_at = 0;
 bool g_ever = false, g_whole = false, g_trace = false;
 __thread int t_inside __attribute__((tls_model("initial-exec"))) = 0;
-__thread int t_busy __attribute__((tls_model("initial-exec"))) = 0;  // here: what this calls does not count
+__thread int t_busy __attribute__((tls_model("initial-exec"))) =
+    0;  // here: what this calls does not count
 
 const char* variable(const char* name) {
   const char* text = getenv(name);
@@ -70,9 +75,9 @@ void* next(std::atomic<void*>& slot, const char* name) {
   void* found = slot.load(std::memory_order_acquire);
   return found ? found : find(slot, name);
 }
-#define NEXT(name)                                             \
-  ([]() -> decltype(&name) {                                   \
-    static constinit std::atomic<void*> slot{nullptr};         \
+#define NEXT(name)                                               \
+  ([]() -> decltype(&name) {                                     \
+    static constinit std::atomic<void*> slot{nullptr};           \
     return reinterpret_cast<decltype(&name)>(next(slot, #name)); \
   }())
 
@@ -83,9 +88,10 @@ void tell_stack() {
   for (int i = 2; i < n; ++i) {
     Dl_info info;
     if (!dladdr(at[i], &info) || !info.dli_fname) continue;
-    const int written = snprintf(g_report->stack + used, sizeof g_report->stack - used, "%s %#lx\n", info.dli_fname,
-                                 static_cast<unsigned long>(static_cast<char*>(at[i]) -
-                                                            static_cast<char*>(info.dli_fbase) - 1));
+    const int written =
+        snprintf(g_report->stack + used, sizeof g_report->stack - used, "%s %#lx\n", info.dli_fname,
+                 static_cast<unsigned long>(static_cast<char*>(at[i]) -
+                                            static_cast<char*>(info.dli_fbase) - 1));
     if (written < 0 || used + static_cast<size_t>(written) >= sizeof g_report->stack) break;
     used += static_cast<size_t>(written);
   }
@@ -95,7 +101,8 @@ void tell_stack() {
 bool fails(Kind kind) {
   if (!g_on.load(std::memory_order_relaxed) || t_busy || !(g_whole || t_inside)) return false;
   const uint64_t n = g_report->points[kind].fetch_add(1) + 1;
-  if (kind != g_kind || g_at == 0 || n < g_at || (n > g_at && !g_ever) || g_report->over.load()) return false;
+  if (kind != g_kind || g_at == 0 || n < g_at || (n > g_at && !g_ever) || g_report->over.load())
+    return false;
   if (g_report->fired.fetch_add(1) == 0 && g_trace) {
     ++t_busy;
     tell_stack();
@@ -110,7 +117,8 @@ __attribute__((constructor)) void configure() {
   const bool here = !program || strncmp(program_invocation_short_name, program, 15) == 0;
   if (const char* path = variable("FAILING_REPORT")) {
     const int fd = open(path, O_RDWR | O_CLOEXEC);
-    void* p = fd < 0 ? MAP_FAILED : mmap(nullptr, sizeof(Report), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void* p = fd < 0 ? MAP_FAILED
+                     : mmap(nullptr, sizeof(Report), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (p == MAP_FAILED) abort();
     g_report = static_cast<Report*>(p);
     close(fd);
@@ -190,13 +198,14 @@ EXPORTED void* dlopen(const char* file, int mode) noexcept {
 
 // --- the others: the answer of a failed call is -1, or what is given ---
 
-#define FAILING(kind, code, failed, type, name, parameters, arguments)       \
-  EXPORTED type name parameters noexcept(noexcept(name arguments)) {         \
-    if (fails(failing::kind)) return errno = (code), failed;                 \
-    return NEXT(name) arguments;                                             \
+#define FAILING(kind, code, failed, type, name, parameters, arguments) \
+  EXPORTED type name parameters noexcept(noexcept(name arguments)) {   \
+    if (fails(failing::kind)) return errno = (code), failed;           \
+    return NEXT(name) arguments;                                       \
   }
 
-FAILING(kMap, ENOMEM, MAP_FAILED, void*, mmap, (void* at, size_t n, int p, int f, int fd, off_t o), (at, n, p, f, fd, o))
+FAILING(kMap, ENOMEM, MAP_FAILED, void*, mmap, (void* at, size_t n, int p, int f, int fd, off_t o),
+        (at, n, p, f, fd, o))
 FAILING(kMap, ENOMEM, -1, int, madvise, (void* at, size_t n, int what), (at, n, what))
 FAILING(kMap, ENOMEM, -1, int, mprotect, (void* at, size_t n, int what), (at, n, what))
 FAILING(kMap, ENOSPC, -1, int, fallocate, (int fd, int mode, off_t at, off_t n), (fd, mode, at, n))
@@ -204,16 +213,21 @@ EXPORTED int posix_fallocate(int fd, off_t at, off_t n) {
   return fails(failing::kMap) ? ENOSPC : NEXT(posix_fallocate)(fd, at, n);
 }
 
-FAILING(kDescriptor, EMFILE, -1, int, memfd_create, (const char* name, unsigned flags), (name, flags))
+FAILING(kDescriptor, EMFILE, -1, int, memfd_create, (const char* name, unsigned flags),
+        (name, flags))
 FAILING(kDescriptor, EFBIG, -1, int, ftruncate, (int fd, off_t n), (fd, n))
 FAILING(kDescriptor, EMFILE, -1, int, eventfd, (unsigned n, int flags), (n, flags))
 FAILING(kDescriptor, EMFILE, -1, int, epoll_create1, (int flags), (flags))
-FAILING(kDescriptor, ENOMEM, -1, int, epoll_ctl, (int e, int what, int fd, epoll_event* event), (e, what, fd, event))
-FAILING(kDescriptor, EMFILE, -1, int, socket, (int domain, int type, int protocol), (domain, type, protocol))
+FAILING(kDescriptor, ENOMEM, -1, int, epoll_ctl, (int e, int what, int fd, epoll_event* event),
+        (e, what, fd, event))
+FAILING(kDescriptor, EMFILE, -1, int, socket, (int domain, int type, int protocol),
+        (domain, type, protocol))
 FAILING(kDescriptor, ENOMEM, -1, int, bind, (int fd, const sockaddr* to, socklen_t n), (fd, to, n))
 FAILING(kDescriptor, EADDRINUSE, -1, int, listen, (int fd, int n), (fd, n))
-FAILING(kDescriptor, EAGAIN, -1, int, connect, (int fd, const sockaddr* to, socklen_t n), (fd, to, n))
-FAILING(kDescriptor, EMFILE, -1, int, accept4, (int fd, sockaddr* from, socklen_t* n, int flags), (fd, from, n, flags))
+FAILING(kDescriptor, EAGAIN, -1, int, connect, (int fd, const sockaddr* to, socklen_t n),
+        (fd, to, n))
+FAILING(kDescriptor, EMFILE, -1, int, accept4, (int fd, sockaddr* from, socklen_t* n, int flags),
+        (fd, from, n, flags))
 FAILING(kDescriptor, EMFILE, -1, int, dup, (int fd), (fd))
 FAILING(kDescriptor, EMFILE, -1, int, pipe2, (int* fds, int flags), (fds, flags))
 EXPORTED int fcntl(int fd, int what, ...) {
@@ -222,7 +236,8 @@ EXPORTED int fcntl(int fd, int what, ...) {
   void* argument = va_arg(args, void*);
   va_end(args);
   const bool new_one = what == F_DUPFD || what == F_DUPFD_CLOEXEC;
-  if ((new_one || what == F_ADD_SEALS) && fails(failing::kDescriptor)) return errno = new_one ? EMFILE : EPERM, -1;
+  if ((new_one || what == F_ADD_SEALS) && fails(failing::kDescriptor))
+    return errno = new_one ? EMFILE : EPERM, -1;
   return NEXT(fcntl)(fd, what, argument);
 }
 EXPORTED long syscall(long number, ...) noexcept {

@@ -1,15 +1,19 @@
-// What tests/failing/failing.cpp, which makes calls for memory and the like fail, and a program that it is loaded
-// into have in common.
+// What tests/failing/failing.cpp, which makes calls for memory and the like fail, and a program
+// that it is loaded into have in common.
 //
-// How to have a job swept (tests/failing/sweep.py; its own process, an attached trainer, a controller, a server):
+// How to have a job swept (tests/failing/sweep.py; its own process, an attached trainer, a
+// controller, a server):
 //
-// 1. Write the job as a program that makes its calls of the library within failing::Call (below), and makes those
-//    again that answer with a status that the header names. Where something fails for ever, it calls failing::over()
-//    after some tries: then nothing fails any more, and the job has to come to its end, right to the last bit. It
-//    prints one line in the end: "ok DIGEST" (exit status 0), "unhealthy WHY" (3), or "wrong WHY" (1).
-// 2. Run the sweep over it: sweep.py --preload libfrugal_failing.so -- PROGRAM ARGUMENTS. Where the job starts
-//    processes of its own (a controller), and these are what is to meet failures, give --program NAME, with --whole:
-//    that program makes no difference between the library's calls and its own.
+// 1. Write the job as a program that makes its calls of the library within failing::Call (below),
+// and makes those
+//    again that answer with a status that the header names. Where something fails for ever, it
+//    calls failing::over() after some tries: then nothing fails any more, and the job has to come
+//    to its end, right to the last bit. It prints one line in the end: "ok DIGEST" (exit status 0),
+//    "unhealthy WHY" (3), or "wrong WHY" (1).
+// 2. Run the sweep over it: sweep.py --preload libfrugal_failing.so -- PROGRAM ARGUMENTS. Where the
+// job starts
+//    processes of its own (a controller), and these are what is to meet failures, give --program
+//    NAME, with --whole: that program makes no difference between the library's calls and its own.
 #pragma once
 #include <dlfcn.h>
 
@@ -19,9 +23,11 @@
 namespace failing {
 
 enum Kind : uint32_t {
-  kMemory,      // malloc, calloc, realloc, aligned_alloc, memalign, posix_memalign; so operator new, too
-  kMap,         // mmap, madvise, mprotect, fallocate, posix_fallocate
-  kDescriptor,  // memfd_create, ftruncate, fcntl (seals, new descriptors), eventfd, epoll, sockets, pidfd_open ...
+  kMemory,  // malloc, calloc, realloc, aligned_alloc, memalign, posix_memalign; so operator new,
+            // too
+  kMap,     // mmap, madvise, mprotect, fallocate, posix_fallocate
+  kDescriptor,  // memfd_create, ftruncate, fcntl (seals, new descriptors), eventfd, epoll, sockets,
+                // pidfd_open ...
   kThread,      // pthread_create
   kIo,          // open, fopen, read, write, rename, sendmsg, recvmsg
   kKinds
@@ -33,7 +39,7 @@ struct Report {
   std::atomic<uint64_t> points[kKinds];  // calls so far
   std::atomic<uint64_t> fired;           // that have failed
   std::atomic<uint64_t> over;            // nothing fails any more
-  char stack[8192];                      // of the first that has failed: a line for each frame, file and offset
+  char stack[8192];  // of the first that has failed: a line for each frame, file and offset
 };
 
 template <class F>

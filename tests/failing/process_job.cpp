@@ -1,9 +1,10 @@
-// Small jobs of several processes, made to meet failures (tests/failing/failing.h). All rows that are looked up, by
-// step, and the final tables make up the digest.
+// Small jobs of several processes, made to meet failures (tests/failing/failing.h). All rows that
+// are looked up, by step, and the final tables make up the digest.
 //
-//   process_job CONTROLLER [OPTIONS]   starts the program CONTROLLER, attaches to it, and has both ranks
-//   process_job --serve [OPTIONS]      serves its own engine and has rank 0; a process of its own, "peer_job", has rank 1
-//   OPTIONS: --at-once, --threads N, --staleness N, --gpu (the device sim:0)
+//   process_job CONTROLLER [OPTIONS]   starts the program CONTROLLER, attaches to it, and has both
+//   ranks process_job --serve [OPTIONS]      serves its own engine and has rank 0; a process of its
+//   own, "peer_job", has rank 1 OPTIONS: --at-once, --threads N, --staleness N, --gpu (the device
+//   sim:0)
 //
 // What has lost its connection attaches again; what was undone is done again.
 #include <poll.h>
@@ -23,11 +24,11 @@
 
 #include "failing.h"
 #include "frugal.h"
+#include "job.h"
 
 namespace {
 
-constexpr uint32_t kDim = 8, kRanks = 2;
-constexpr uint64_t kDense = 400, kHashed = 900, kSteps = 8, kAborted = 4;
+constexpr uint64_t kSteps = 8, kAborted = 4;
 constexpr int kMost = 8;
 
 struct Options {
@@ -37,21 +38,13 @@ struct Options {
   const char* device = nullptr;
 };
 
-struct Digest {
-  uint64_t value = 0xcbf29ce484222325u;
-  void add(const void* data, size_t bytes) {
-    const auto* p = static_cast<const unsigned char*>(data);
-    for (size_t i = 0; i < bytes; ++i) value = (value ^ p[i]) * 0x100000001b3u;
-  }
-};
-
 struct Lost {};    // the connection
 struct Undone {};  // the step
 
 uint64_t g_told = 0;
 void look_after_other();
 frugal_engine* g_engine = nullptr;
-bool g_peer = false;  // in this process nothing fails by itself
+bool g_peer = false;   // in this process nothing fails by itself
 std::string g_folder;  // of the service
 
 [[noreturn]] void end(int status, const std::string& line) {
@@ -63,12 +56,6 @@ std::string g_folder;  // of the service
   _exit(status);
 }
 
-std::string said(const char* call, int32_t status) {
-  frugal_error error;
-  frugal_last_error(&error);
-  return std::string(call) + ": " + frugal_status_name(status) + ": " + error.message;
-}
-
 // What is told is counted; what goes on being told ends the failures, and then the job.
 void told(const std::string& why) {
   ++g_told;
@@ -78,8 +65,10 @@ void told(const std::string& why) {
   if (g_told == 40) end(1, "wrong: never succeeds: " + why);
 }
 
-// Makes a call until it succeeds. `named`: what it may answer beside OUT_OF_MEMORY where something fails.
-void again(const char* call, const std::function<int32_t()>& make, std::initializer_list<int32_t> named = {}) {
+// Makes a call until it succeeds. `named`: what it may answer beside OUT_OF_MEMORY where something
+// fails.
+void again(const char* call, const std::function<int32_t()>& make,
+           std::initializer_list<int32_t> named = {}) {
   for (int tries = 1;; ++tries) {
     int32_t status;
     {
@@ -104,46 +93,21 @@ void again(const char* call, const std::function<int32_t()>& make, std::initiali
         end(3, "unhealthy " + why);
       }
     }
-    bool known = status == FRUGAL_ERR_OUT_OF_MEMORY || status == FRUGAL_ERR_TIMEOUT || status == FRUGAL_ERR_UNSUPPORTED;
+    bool known = status == FRUGAL_ERR_OUT_OF_MEMORY || status == FRUGAL_ERR_TIMEOUT ||
+                 status == FRUGAL_ERR_UNSUPPORTED;
     for (int32_t n : named) known |= status == n;
     if (!known) end(1, "wrong status of " + why);
     if (why.size() < 20) end(1, "wrong: no message of " + why);
     if (status == FRUGAL_ERR_TIMEOUT) failing::over();
-    if (g_peer) usleep(100000);  // until nothing fails any more in the other process
-    else if (tries == kMost) end(1, "wrong: never succeeds: " + why);
+    if (g_peer)
+      usleep(100000);  // until nothing fails any more in the other process
+    else if (tries == kMost)
+      end(1, "wrong: never succeeds: " + why);
   }
 }
-#define AGAIN(call, ...) again(#call, [&] { return call; }, ##__VA_ARGS__)
-
-struct Op {
-  Op(frugal_table* table, std::vector<uint64_t> keys_in, float salt, size_t bags = 0) : keys(std::move(keys_in)) {
-    const size_t out = bags ? bags : keys.size();
-    rows.resize(out * kDim);
-    grads.resize(out * kDim);
-    for (size_t i = 0; i < grads.size(); ++i) grads[i] = salt + static_cast<float>(i % 97) * 0.0078125f;
-    op = FRUGAL_OP_INIT;
-    op.table = table;
-    op.keys = keys.data();
-    op.count = keys.size();
-    op.rows_out = rows.data();
-    op.grads = grads.data();
-    if (!bags) return;
-    for (size_t b = 0; b <= bags; ++b) offsets.push_back(b * keys.size() / bags);
-    op.pooling = FRUGAL_POOL_MEAN;
-    op.offsets = offsets.data();
-    op.bags = bags;
-  }
-  Op(const Op&) = delete;
-  std::vector<uint64_t> keys, offsets;
-  std::vector<float> rows, grads;
-  frugal_op op;
-};
-
-std::vector<uint64_t> keys_of(uint64_t step, uint32_t rank, uint64_t most, size_t n) {
-  std::vector<uint64_t> keys(n);
-  for (size_t i = 0; i < n; ++i) keys[i] = (step * 31 + rank * 17 + i * (i + 3)) % most;
-  return keys;
-}
+#define AGAIN(call, ...) \
+  again(                 \
+      #call, [&] { return call; }, ##__VA_ARGS__)
 
 // A program that the job has started, and the first line that it has said.
 class Program {
@@ -180,7 +144,8 @@ class Program {
   int ended(bool wait = false) {
     int status = 0;
     if (waitpid(pid_, &status, wait ? 0 : WNOHANG) != pid_) return -1;
-    if (!WIFEXITED(status)) end(1, std::string("wrong: a process was ended by ") + strsignal(WTERMSIG(status)));
+    if (!WIFEXITED(status))
+      end(1, std::string("wrong: a process was ended by ") + strsignal(WTERMSIG(status)));
     return WEXITSTATUS(status);
   }
   void stop() { kill(pid_, SIGTERM); }
@@ -241,7 +206,8 @@ struct Job {
   }
   void declare(uint64_t step) {
     for (uint32_t r : ranks) {
-      Op a(dense, keys_of(step, r, kDense, 120), 0), b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
+      Op a(dense, keys_of(step, r, kDense, 120), 0),
+          b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
       frugal_op ops[] = {a.op, b.op};
       frugal_batch* batch = nullptr;
       AGAIN(frugal_prefetch(trainers[r], step, ops, 2, &batch));
@@ -252,12 +218,15 @@ struct Job {
   }
   void use(uint64_t step) {
     for (uint32_t r : ranks) {
-      Op a(dense, keys_of(step, r, kDense, 120), 0.5f), b(hashed, keys_of(step + 1, r, kHashed, 120), 0.25f),
-          hot(dense, keys_of(0, 0, 3, 120), 0.125f), bags(hashed, keys_of(step, r, kHashed, 60), -0.5f, 12);
+      Op a(dense, keys_of(step, r, kDense, 120), 0.5f),
+          b(hashed, keys_of(step + 1, r, kHashed, 120), 0.25f),
+          hot(dense, keys_of(0, 0, 3, 120), 0.125f),
+          bags(hashed, keys_of(step, r, kHashed, 60), -0.5f, 12);
       frugal_op ops[] = {a.op, b.op, bags.op};
       AGAIN(frugal_lookup(trainers[r], ops, 3));
       Digest of_step;
-      for (const Op* o : {&a, &b, &bags}) of_step.add(o->rows.data(), o->rows.size() * sizeof(float));
+      for (const Op* o : {&a, &b, &bags})
+        of_step.add(o->rows.data(), o->rows.size() * sizeof(float));
       seen[step * kRanks + r] = of_step;
       AGAIN(frugal_push_grad(trainers[r], ops, 2));
       if (step % 2 == 0) AGAIN(frugal_push_grad(trainers[r], &hot.op, 1));
@@ -267,7 +236,9 @@ struct Job {
   void train(uint64_t step) {
     for (uint32_t r : ranks) {
       // A step that was undone is told to each rank once, by its next call.
-      const auto begin = [&] { AGAIN(frugal_step_begin(trainers[r], step, FRUGAL_TIMEOUT_DEFAULT)); };
+      const auto begin = [&] {
+        AGAIN(frugal_step_begin(trainers[r], step, FRUGAL_TIMEOUT_DEFAULT));
+      };
       try {
         begin();
       } catch (Undone) {
@@ -345,8 +316,10 @@ struct Job {
     config.staleness = options.staleness;
     config.timeout_ms = 4000;
     const bool serves = !peer.empty();
-    if (serves) config.backing = FRUGAL_BACKING_SHM;
-    else config.service = address.c_str();
+    if (serves)
+      config.backing = FRUGAL_BACKING_SHM;
+    else
+      config.service = address.c_str();
     AGAIN(frugal_open(&config, &g_engine));
     if (serves) {
       AGAIN(frugal_serve(g_engine, address.c_str()));
@@ -470,15 +443,24 @@ int main(int argc, char** argv) {
       return std::strtoull(argv[++i], nullptr, 10);
     };
     if (name[0] == '-' && name != "--serve" && name != "--peer") options.push_back(name);
-    if (name == "--serve") serves = true;
-    else if (name == "--peer") g_peer = true;
-    else if (name == "--at-once") job.options.mode = FRUGAL_FLUSH_AT_ONCE;
-    else if (name == "--threads") job.options.threads = static_cast<uint32_t>(number());
-    else if (name == "--staleness") job.options.staleness = number();
-    else if (name == "--gpu") job.options.device = "sim:0";
-    else if (name[0] == '/' && g_peer) job.address = name;
-    else if (name[0] == '/') job.controller = argv[i];
-    else return std::fprintf(stderr, "unknown option %s\n", name.c_str()), 2;
+    if (name == "--serve")
+      serves = true;
+    else if (name == "--peer")
+      g_peer = true;
+    else if (name == "--at-once")
+      job.options.mode = FRUGAL_FLUSH_AT_ONCE;
+    else if (name == "--threads")
+      job.options.threads = static_cast<uint32_t>(number());
+    else if (name == "--staleness")
+      job.options.staleness = number();
+    else if (name == "--gpu")
+      job.options.device = "sim:0";
+    else if (name[0] == '/' && g_peer)
+      job.address = name;
+    else if (name[0] == '/')
+      job.controller = argv[i];
+    else
+      return std::fprintf(stderr, "unknown option %s\n", name.c_str()), 2;
   }
   if (!g_peer) {
     char made[] = "/tmp/frugal-failing-XXXXXX";

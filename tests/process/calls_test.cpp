@@ -1,9 +1,9 @@
-// Calls that are wrong, or come at a bad moment, to engines of both kinds: one of this process, and one that another
-// process has and this one attaches to. Both give the same answers.
+// Calls that are wrong, or come at a bad moment, to engines of both kinds: one of this process, and
+// one that another process has and this one attaches to. Both give the same answers.
 //
-// What: ops whose pointers, counts and strides lead nowhere, options that only make NaNs, steps that have no number,
-// threads that are cancelled while they wait, a controller that dies while a step is open.
-// Random calls print their seed; FRUGAL_TEST_SEED in the environment replays one.
+// What: ops whose pointers, counts and strides lead nowhere, options that only make NaNs, steps
+// that have no number, threads that are cancelled while they wait, a controller that dies while a
+// step is open. Random calls print their seed; FRUGAL_TEST_SEED in the environment replays one.
 // Callers: ctest.
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -40,12 +40,15 @@ std::string Error() {
 #define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
 
 // Answers `status`, and its message has all of `words`.
-testing::AssertionResult Refused(int32_t answer, int32_t status, std::initializer_list<const char*> words = {}) {
+testing::AssertionResult Refused(int32_t answer, int32_t status,
+                                 std::initializer_list<const char*> words = {}) {
   if (answer != status)
-    return testing::AssertionFailure() << frugal_status_name(answer) << ", not " << frugal_status_name(status) << ": "
-                                       << (answer ? Error() : "");
+    return testing::AssertionFailure()
+           << frugal_status_name(answer) << ", not " << frugal_status_name(status) << ": "
+           << (answer ? Error() : "");
   for (const char* word : words)
-    if (Error().find(word) == std::string::npos) return testing::AssertionFailure() << "no '" << word << "' in: " << Error();
+    if (Error().find(word) == std::string::npos)
+      return testing::AssertionFailure() << "no '" << word << "' in: " << Error();
   return testing::AssertionSuccess();
 }
 
@@ -81,7 +84,8 @@ class Calls : public testing::TestWithParam<Kind> {
       OK(frugal_trainer_create(engine_, &t, &trainers_.back()));
     }
   }
-  frugal_table* Table(const char* name, int32_t key_space, const std::function<void(frugal_table_config*)>& change = nullptr) {
+  frugal_table* Table(const char* name, int32_t key_space,
+                      const std::function<void(frugal_table_config*)>& change = nullptr) {
     frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
     c.name = name;
     c.key_space = key_space;
@@ -125,17 +129,19 @@ constexpr Kind kKinds[] = {
     {"AttachedSim", true, "sim:0"},
 #endif
 };
-INSTANTIATE_TEST_SUITE_P(Kinds, Calls, testing::ValuesIn(kKinds), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Kinds, Calls, testing::ValuesIn(kKinds),
+                         [](const auto& info) { return info.param.name; });
 
 // --- Ops -----------------------------------------------------------------------------------------
 
-// No keys but a count, of as many as were declared: to find out whether they are those would be to look at them.
+// No keys but a count, of as many as were declared: to find out whether they are those would be to
+// look at them.
 TEST_P(Calls, NoKeysAndACount) {
   Open();
   const uint64_t keys[4] = {1, 2, 3, 4}, offsets[3] = {0, 2, 4};
   uint64_t step = 0;
   for (frugal_table* table : {table_, hashed_}) {
-        float rows[16] = {};
+    float rows[16] = {};
     frugal_op op = Op(table, keys, 4, rows);
     frugal_batch* batch = nullptr;
     OK(frugal_prefetch(trainers_[0], step, &op, 1, &batch));
@@ -147,15 +153,20 @@ TEST_P(Calls, NoKeysAndACount) {
         bad.offsets = offsets;
         bad.bags = 2;
       }
-      EXPECT_TRUE(Refused(frugal_lookup(trainers_[0], &bad, 1), FRUGAL_ERR_INVALID_ARGUMENT, {"keys is NULL", "count 4"}));
-      EXPECT_TRUE(Refused(frugal_push_grad(trainers_[0], &bad, 1), FRUGAL_ERR_INVALID_ARGUMENT, {"keys is NULL"}));
-      EXPECT_TRUE(Refused(frugal_read(engine_, trainers_[0], &bad, 1, 20000), FRUGAL_ERR_INVALID_ARGUMENT, {"keys is NULL"}));
-      EXPECT_TRUE(Refused(frugal_prefetch(trainers_[0], step + 1, &bad, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT,
+      EXPECT_TRUE(Refused(frugal_lookup(trainers_[0], &bad, 1), FRUGAL_ERR_INVALID_ARGUMENT,
+                          {"keys is NULL", "count 4"}));
+      EXPECT_TRUE(Refused(frugal_push_grad(trainers_[0], &bad, 1), FRUGAL_ERR_INVALID_ARGUMENT,
                           {"keys is NULL"}));
+      EXPECT_TRUE(Refused(frugal_read(engine_, trainers_[0], &bad, 1, 20000),
+                          FRUGAL_ERR_INVALID_ARGUMENT, {"keys is NULL"}));
+      EXPECT_TRUE(Refused(frugal_prefetch(trainers_[0], step + 1, &bad, 1, nullptr),
+                          FRUGAL_ERR_INVALID_ARGUMENT, {"keys is NULL"}));
       // In their place of several, with a good op before.
       const frugal_op both[2] = {op, bad};
-      EXPECT_TRUE(Refused(frugal_lookup(trainers_[0], both, 2), FRUGAL_ERR_INVALID_ARGUMENT, {"op 1 of 2", "keys is NULL"}));
-      EXPECT_TRUE(Refused(frugal_push_grad(trainers_[0], both, 2), FRUGAL_ERR_INVALID_ARGUMENT, {"op 1 of 2"}));
+      EXPECT_TRUE(Refused(frugal_lookup(trainers_[0], both, 2), FRUGAL_ERR_INVALID_ARGUMENT,
+                          {"op 1 of 2", "keys is NULL"}));
+      EXPECT_TRUE(Refused(frugal_push_grad(trainers_[0], both, 2), FRUGAL_ERR_INVALID_ARGUMENT,
+                          {"op 1 of 2"}));
     }
     op.batch = batch;
     op.keys = nullptr;
@@ -173,18 +184,27 @@ TEST_P(Calls, Strides) {
   float* rows = memory.data() + 24;  // 16 of them
   OK(frugal_step_begin(trainers_[0], 0, 20000));
   OK(frugal_step_end(trainers_[0], 0, 0));
-  for (const size_t stride : {size_t{1} << 63, ~size_t{3}, ~size_t{15}, size_t{1} << 62, size_t{1} << 56, (size_t{1} << 62) + 16,
-                              kRowBytes - 4, kRowBytes + 2, size_t{4}, size_t{1}}) {
+  for (const size_t stride :
+       {size_t{1} << 63, ~size_t{3}, ~size_t{15}, size_t{1} << 62, size_t{1} << 56,
+        (size_t{1} << 62) + 16, kRowBytes - 4, kRowBytes + 2, size_t{4}, size_t{1}}) {
     for (frugal_table* table : {table_, hashed_}) {
       const auto what = {"row_stride", table == table_ ? "'rows'" : "'keys'"};
       const size_t n = stride < 100 ? 1 : 4;
-      EXPECT_TRUE(Refused(frugal_get(table, keys, n, 0, rows, stride, nullptr), FRUGAL_ERR_INVALID_ARGUMENT, what)) << stride;
-      EXPECT_TRUE(Refused(frugal_put(table, keys, n, 0, rows, stride), FRUGAL_ERR_INVALID_ARGUMENT, what)) << stride;
+      EXPECT_TRUE(Refused(frugal_get(table, keys, n, 0, rows, stride, nullptr),
+                          FRUGAL_ERR_INVALID_ARGUMENT, what))
+          << stride;
+      EXPECT_TRUE(
+          Refused(frugal_put(table, keys, n, 0, rows, stride), FRUGAL_ERR_INVALID_ARGUMENT, what))
+          << stride;
       frugal_op op = Op(table, keys, n, rows);
       op.row_stride = stride;
       for (int pooled = 0; pooled < 2; ++pooled) {
-        EXPECT_TRUE(Refused(frugal_read(engine_, nullptr, &op, 1, 20000), FRUGAL_ERR_INVALID_ARGUMENT, what)) << stride;
-        EXPECT_TRUE(Refused(frugal_read(engine_, trainers_[0], &op, 1, 20000), FRUGAL_ERR_INVALID_ARGUMENT, what)) << stride;
+        EXPECT_TRUE(Refused(frugal_read(engine_, nullptr, &op, 1, 20000),
+                            FRUGAL_ERR_INVALID_ARGUMENT, what))
+            << stride;
+        EXPECT_TRUE(Refused(frugal_read(engine_, trainers_[0], &op, 1, 20000),
+                            FRUGAL_ERR_INVALID_ARGUMENT, what))
+            << stride;
         op.pooling = FRUGAL_POOL_SUM;
         op.offsets = offsets;
         op.bags = n;
@@ -195,8 +215,10 @@ TEST_P(Calls, Strides) {
   for (const size_t stride : {size_t{1} << 63, ~size_t{3}, size_t{1} << 62, kRowBytes - 4}) {
     frugal_op op = Op(hashed_, keys, 4, rows);
     op.row_stride = stride;
-    EXPECT_TRUE(Refused(frugal_lookup(trainers_[0], &op, 1), FRUGAL_ERR_INVALID_ARGUMENT, {"row_stride", "'keys'"}));
-    EXPECT_TRUE(Refused(frugal_push_grad(trainers_[0], &op, 1), FRUGAL_ERR_INVALID_ARGUMENT, {"row_stride", "'keys'"}));
+    EXPECT_TRUE(Refused(frugal_lookup(trainers_[0], &op, 1), FRUGAL_ERR_INVALID_ARGUMENT,
+                        {"row_stride", "'keys'"}));
+    EXPECT_TRUE(Refused(frugal_push_grad(trainers_[0], &op, 1), FRUGAL_ERR_INVALID_ARGUMENT,
+                        {"row_stride", "'keys'"}));
   }
   OK(frugal_step_end(trainers_[0], 1, 0));
   uint64_t count = 1;
@@ -227,7 +249,8 @@ TEST_P(Calls, RandomOps) {
   std::printf("FRUGAL_TEST_SEED=%llu\n", static_cast<unsigned long long>(seed));
   std::mt19937_64 random(seed);
   auto one_of = [&](auto... all) {
-    const std::common_type_t<decltype(all)...> choices[] = {static_cast<std::common_type_t<decltype(all)...>>(all)...};
+    const std::common_type_t<decltype(all)...> choices[] = {
+        static_cast<std::common_type_t<decltype(all)...>>(all)...};
     return choices[random() % sizeof...(all)];
   };
   uint64_t keys[2][16], offsets[2][17];
@@ -261,15 +284,22 @@ TEST_P(Calls, RandomOps) {
         op.part = one_of(0u, 0u, 1u, 1u, 2u, ~0u);
         op.pooling = one_of(0, 0, 0, 1, 1, 2, 3, -1);
         op.keys = one_of(keys[0], keys[0], keys[1], static_cast<uint64_t*>(nullptr));
-        op.count = one_of(size_t{0}, size_t{1}, size_t{4}, size_t{4}, size_t{16}, size_t{16}, kMost, kMany, kAll);
-        op.offsets = one_of(offsets[0], offsets[0], offsets[0], offsets[1], static_cast<uint64_t*>(nullptr));
-        op.bags = one_of(size_t{0}, size_t{1}, size_t{4}, size_t{4}, size_t{16}, size_t{16}, kMost, kAll);
-        op.weights = one_of(static_cast<float*>(nullptr), static_cast<float*>(nullptr), weights.data());
-        op.weight_grads_out = one_of(static_cast<float*>(nullptr), static_cast<float*>(nullptr), weight_grads.data());
-        op.rows_out = one_of(rows.data(), rows.data(), rows.data(), rows.data(), static_cast<float*>(nullptr));
+        op.count = one_of(size_t{0}, size_t{1}, size_t{4}, size_t{4}, size_t{16}, size_t{16}, kMost,
+                          kMany, kAll);
+        op.offsets =
+            one_of(offsets[0], offsets[0], offsets[0], offsets[1], static_cast<uint64_t*>(nullptr));
+        op.bags =
+            one_of(size_t{0}, size_t{1}, size_t{4}, size_t{4}, size_t{16}, size_t{16}, kMost, kAll);
+        op.weights =
+            one_of(static_cast<float*>(nullptr), static_cast<float*>(nullptr), weights.data());
+        op.weight_grads_out =
+            one_of(static_cast<float*>(nullptr), static_cast<float*>(nullptr), weight_grads.data());
+        op.rows_out = one_of(rows.data(), rows.data(), rows.data(), rows.data(),
+                             static_cast<float*>(nullptr));
         op.grads = op.rows_out;
-        op.row_stride = one_of(size_t{0}, size_t{0}, size_t{0}, kRowBytes, 2 * kRowBytes, kRowBytes + 1, size_t{4},
-                               size_t{1} << 63, size_t{1} << 60, kAll - 3);
+        op.row_stride =
+            one_of(size_t{0}, size_t{0}, size_t{0}, kRowBytes, 2 * kRowBytes, kRowBytes + 1,
+                   size_t{4}, size_t{1} << 63, size_t{1} << 60, kAll - 3);
         op.found_out = one_of(static_cast<uint8_t*>(nullptr), found.data());
         op.padding_key = one_of(0, 3, 99);
         op.flags = one_of(0u, 0u, 0u, 1u, 1u, 2u, ~0u);
@@ -277,14 +307,22 @@ TEST_P(Calls, RandomOps) {
       }
       int32_t s = 0;
       switch (random() % 4) {
-        case 0: s = frugal_lookup(trainers_[0], ops, n); break;
-        case 1: s = frugal_push_grad(trainers_[0], ops, n); break;
-        case 2: s = frugal_prefetch(trainers_[0], step + 1 + random() % 3, ops, n, nullptr); break;
-        default: s = frugal_read(engine_, trainers_[0], ops, n, 20000);
+        case 0:
+          s = frugal_lookup(trainers_[0], ops, n);
+          break;
+        case 1:
+          s = frugal_push_grad(trainers_[0], ops, n);
+          break;
+        case 2:
+          s = frugal_prefetch(trainers_[0], step + 1 + random() % 3, ops, n, nullptr);
+          break;
+        default:
+          s = frugal_read(engine_, trainers_[0], ops, n, 20000);
       }
       ++answers[static_cast<size_t>(-s)];
-      ASSERT_TRUE(s == FRUGAL_OK || s == FRUGAL_ERR_INVALID_ARGUMENT || s == FRUGAL_ERR_BAD_HANDLE ||
-                  s == FRUGAL_ERR_STRUCT_SIZE || s == FRUGAL_ERR_KEY_OUT_OF_RANGE || s == FRUGAL_ERR_NAN)
+      ASSERT_TRUE(s == FRUGAL_OK || s == FRUGAL_ERR_INVALID_ARGUMENT ||
+                  s == FRUGAL_ERR_BAD_HANDLE || s == FRUGAL_ERR_STRUCT_SIZE ||
+                  s == FRUGAL_ERR_KEY_OUT_OF_RANGE || s == FRUGAL_ERR_NAN)
           << frugal_status_name(s) << ": " << Error();
     }
     OK(frugal_step_end(trainers_[0], step, 0));
@@ -297,7 +335,8 @@ TEST_P(Calls, RandomOps) {
 
 TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
   Open();
-  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinite = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
+                  kInfinite = std::numeric_limits<float>::infinity();
   using O = frugal_optimizer;
   const struct {
     int32_t kind;
@@ -351,27 +390,35 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
     frugal_table_config wrong = c;
     wrong.optimizer.*o.field = o.value;
     char value[32];
-    std::snprintf(value, sizeof value, std::isfinite(o.value) ? "is %.10g" : "is ", double{o.value});
+    std::snprintf(value, sizeof value, std::isfinite(o.value) ? "is %.10g" : "is ",
+                  double{o.value});
     if (o.good) {
       OK(frugal_table_create(engine_, &wrong, &t));
       continue;
     }
-    EXPECT_TRUE(Refused(frugal_table_create(engine_, &wrong, &t), FRUGAL_ERR_INVALID_ARGUMENT, {o.name, value, "must be"}));
-    OK(frugal_table_create(engine_, &c, &t));
-    EXPECT_TRUE(Refused(frugal_table_set_optimizer(t, 5, &wrong.optimizer), FRUGAL_ERR_INVALID_ARGUMENT,
+    EXPECT_TRUE(Refused(frugal_table_create(engine_, &wrong, &t), FRUGAL_ERR_INVALID_ARGUMENT,
                         {o.name, value, "must be"}));
+    OK(frugal_table_create(engine_, &c, &t));
+    EXPECT_TRUE(Refused(frugal_table_set_optimizer(t, 5, &wrong.optimizer),
+                        FRUGAL_ERR_INVALID_ARGUMENT, {o.name, value, "must be"}));
   }
   const struct {
     int32_t init;
     float a, b;
     const char* word;  // null: it is meant
   } inits[] = {
-      {FRUGAL_INIT_UNIFORM, 1, -1, "init_a"},      {FRUGAL_INIT_UNIFORM, 1, 1, nullptr},
-      {FRUGAL_INIT_NORMAL, 0, -1, "init_b"},       {FRUGAL_INIT_NORMAL, -3, 0, nullptr},
-      {FRUGAL_INIT_TRUNCATED_NORMAL, 0, -1, "init_b"}, {FRUGAL_INIT_XAVIER, 1, -4, "init_b"},
-      {FRUGAL_INIT_XAVIER, 1, -10, "init_b"},      {FRUGAL_INIT_XAVIER, -1, 0, "init_a"},
-      {FRUGAL_INIT_XAVIER, 1, 0, nullptr},         {FRUGAL_INIT_CONSTANT, -1, -1, nullptr},
-      {FRUGAL_INIT_CONSTANT, kNan, 0, "init_a"},   {FRUGAL_INIT_CONSTANT, 0, kInfinite, "init_b"},
+      {FRUGAL_INIT_UNIFORM, 1, -1, "init_a"},
+      {FRUGAL_INIT_UNIFORM, 1, 1, nullptr},
+      {FRUGAL_INIT_NORMAL, 0, -1, "init_b"},
+      {FRUGAL_INIT_NORMAL, -3, 0, nullptr},
+      {FRUGAL_INIT_TRUNCATED_NORMAL, 0, -1, "init_b"},
+      {FRUGAL_INIT_XAVIER, 1, -4, "init_b"},
+      {FRUGAL_INIT_XAVIER, 1, -10, "init_b"},
+      {FRUGAL_INIT_XAVIER, -1, 0, "init_a"},
+      {FRUGAL_INIT_XAVIER, 1, 0, nullptr},
+      {FRUGAL_INIT_CONSTANT, -1, -1, nullptr},
+      {FRUGAL_INIT_CONSTANT, kNan, 0, "init_a"},
+      {FRUGAL_INIT_CONSTANT, 0, kInfinite, "init_b"},
   };
   for (const auto& i : inits) {
     const std::string name = "i" + std::to_string(number++);
@@ -384,7 +431,8 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
     c.init_a = i.a;
     c.init_b = i.b;
     if (i.word) {
-      EXPECT_TRUE(Refused(frugal_table_create(engine_, &c, &t), FRUGAL_ERR_INVALID_ARGUMENT, {i.word, "must be"}));
+      EXPECT_TRUE(Refused(frugal_table_create(engine_, &c, &t), FRUGAL_ERR_INVALID_ARGUMENT,
+                          {i.word, "must be"}));
     } else {
       OK(frugal_table_create(engine_, &c, &t));
     }
@@ -429,7 +477,8 @@ TEST_P(Calls, StepsWithoutANumber) {
   for (uint64_t step = kLast + 1; step != 0; ++step) {
     EXPECT_TRUE(Refused(frugal_step_begin(trainers_[0], step, 0), FRUGAL_ERR_INVALID_ARGUMENT,
                         {std::to_string(step).c_str(), "up to 18446744073709551550"}));
-    EXPECT_TRUE(Refused(frugal_prefetch(trainers_[0], step, &op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT,
+    EXPECT_TRUE(Refused(frugal_prefetch(trainers_[0], step, &op, 1, nullptr),
+                        FRUGAL_ERR_INVALID_ARGUMENT,
                         {std::to_string(step).c_str(), "up to 18446744073709551550"}));
   }
   OK(frugal_prefetch(trainers_[0], kLast, &op, 1, nullptr));
@@ -439,7 +488,8 @@ TEST_P(Calls, StepsWithoutANumber) {
     OK(frugal_push_grad(trainers_[0], &op, 1));
     OK(frugal_step_end(trainers_[0], step, 0));
   }
-  EXPECT_TRUE(Refused(frugal_step_begin(trainers_[0], kLast + 1, 0), FRUGAL_ERR_INVALID_ARGUMENT, {"up to"}));
+  EXPECT_TRUE(Refused(frugal_step_begin(trainers_[0], kLast + 1, 0), FRUGAL_ERR_INVALID_ARGUMENT,
+                      {"up to"}));
   uint64_t committed = 0;
   OK(frugal_committed_step(engine_, &committed));
   EXPECT_EQ(kLast, committed);
@@ -491,7 +541,8 @@ TEST_P(Calls, MissingRowsInAPool) {
       op.pooling = pooling;
       op.flags = flags;
       OK(frugal_read(engine_, nullptr, &op, 1, 20000));
-      EXPECT_EQ(pooling == FRUGAL_POOL_SUM ? 8.0f : 8.0f / (flags ? 3 : 4), out[3]) << pooling << " " << flags;
+      EXPECT_EQ(pooling == FRUGAL_POOL_SUM ? 8.0f : 8.0f / (flags ? 3 : 4), out[3])
+          << pooling << " " << flags;
       EXPECT_EQ(0, found[1]);
     }
 }
@@ -603,13 +654,15 @@ TEST(Attaching, CanceledThreads) {
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, open.answer.load());
 }
 
-// --- The end of a controller -----------------------------------------------------------------------
+// --- The end of a controller
+// -----------------------------------------------------------------------
 
 class Ends : public Calls {};
 INSTANTIATE_TEST_SUITE_P(Kinds, Ends, testing::ValuesIn(kKinds + 2, kKinds + 4),
                          [](const auto& info) { return info.param.name; });
 
-// What a trainer has done since the last committed step is gone with the controller: it is not told that it is there.
+// What a trainer has done since the last committed step is gone with the controller: it is not told
+// that it is there.
 TEST_P(Ends, ReadsOfATrainer) {
   for (const char* moment : {"before", "inside", "ended", "committed", "undone", "waiting"}) {
     SCOPED_TRACE(moment);
@@ -643,7 +696,8 @@ TEST_P(Ends, ReadsOfATrainer) {
       } else if (at == "waiting") {
         step(0, 8, true);
         step(1, 8, true);
-        for (size_t r = 0; r < 2; ++r) EXPECT_EQ(FRUGAL_OK, frugal_step_begin(trainers_[r], 9, 20000));
+        for (size_t r = 0; r < 2; ++r)
+          EXPECT_EQ(FRUGAL_OK, frugal_step_begin(trainers_[r], 9, 20000));
         OK(frugal_step_end(trainers_[0], 9, 0));
         EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(trainers_[0], 10, 0));
         lost = true;
@@ -654,7 +708,8 @@ TEST_P(Ends, ReadsOfATrainer) {
       const bool here = lost && (t == trainers_[0] || at == "inside" || at == "waiting");
       const int32_t s = frugal_read(engine_, t, &op, 1, 20000);
       if (here) {
-        EXPECT_TRUE(Refused(s, FRUGAL_ERR_PEER_LOST, {"was not committed", "read without a trainer"}));
+        EXPECT_TRUE(
+            Refused(s, FRUGAL_ERR_PEER_LOST, {"was not committed", "read without a trainer"}));
       } else {
         EXPECT_EQ(FRUGAL_OK, s) << Error();
       }

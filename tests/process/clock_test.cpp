@@ -1,10 +1,11 @@
-// Waits when the system's clock is set back by an hour in the middle of them: they end by their time-outs all the same.
+// Waits when the system's clock is set back by an hour in the middle of them: they end by their
+// time-outs all the same.
 //
-// What: this program's clock_gettime, gettimeofday and time take the place of the C library's, for the library, too. By
-// the system's clock it is an hour later than the kernel knows: a time on that clock that was worked out before is
-// reached an hour late, which is what setting it back does. A host of an engine, a fork of this process, is under it, too.
-// A wait that does not end is ended by an alarm, and with it the program.
-// Callers: ctest.
+// What: this program's clock_gettime, gettimeofday and time take the place of the C library's, for
+// the library, too. By the system's clock it is an hour later than the kernel knows: a time on that
+// clock that was worked out before is reached an hour late, which is what setting it back does. A
+// host of an engine, a fork of this process, is under it, too. A wait that does not end is ended by
+// an alarm, and with it the program. Callers: ctest.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -120,7 +121,8 @@ TEST_F(Clock, TheTestsOwn) {
   ASSERT_EQ(0, Real(CLOCK_REALTIME, &kernel));
   ASSERT_EQ(0, clock_gettime(CLOCK_REALTIME, &mine));
   EXPECT_GE(mine.tv_sec - kernel.tv_sec, 3600);
-  EXPECT_GE(std::chrono::system_clock::to_time_t(std::chrono::system_clock::now()) - kernel.tv_sec, 3600);
+  EXPECT_GE(std::chrono::system_clock::to_time_t(std::chrono::system_clock::now()) - kernel.tv_sec,
+            3600);
 }
 
 TEST_F(Clock, Conditions) {
@@ -146,7 +148,8 @@ TEST_F(Clock, InThisProcess) {
   frugal_engine* e = nullptr;
   OK(frugal_open(&c, &e));
   Waits(e);
-  // Threads of the engine that have nothing to do sleep, and are woken all the same when it is closed.
+  // Threads of the engine that have nothing to do sleep, and are woken all the same when it is
+  // closed.
   OK(frugal_close(e));
 }
 

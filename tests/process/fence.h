@@ -7,7 +7,8 @@
 
 #include <string>
 
-// All that a process may try on a file of which somebody gave it a descriptor. What it got done; empty: nothing.
+// All that a process may try on a file of which somebody gave it a descriptor. What it got done;
+// empty: nothing.
 inline std::string Attack(int fd) {
   std::string done;
   auto hit = [&](const char* what, bool success) {

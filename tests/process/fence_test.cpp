@@ -1,5 +1,8 @@
-// What an attached process can write of the memory that it is given: its own rings and staging memory, and nothing else,
-// however it opens or maps that. A trainer and an observer try, with each file of shared memory that they have open.
+// What an attached process can write of the memory that it is given: its own rings and staging
+// memory, and nothing else, however it opens or maps that. A trainer and an observer try, with each
+// file of shared memory that they have open.
+#include "fence.h"
+
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -9,7 +12,6 @@
 #include <vector>
 
 #include "controller.h"
-#include "fence.h"
 #include "frugal.h"
 
 namespace {
@@ -31,7 +33,8 @@ bool HasFutureWrite() {
   return has;
 }
 
-// Every memfd of this process. Those in `own` are its own to write, the others are not. `others`: how many there are.
+// Every memfd of this process. Those in `own` are its own to write, the others are not. `others`:
+// how many there are.
 void AttackAll(size_t own, size_t others) {
   size_t mine = 0, theirs = 0;
   for (const std::string& file : open_files_of(getpid())) {
@@ -55,7 +58,8 @@ void AttackMappings() {
   char line[512], mode[5];
   unsigned long from, to;
   while (std::fgets(line, sizeof line, maps))
-    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) == 3 && std::strstr(line, "memfd:frugal") && mode[1] != 'w')
+    if (std::sscanf(line, "%lx-%lx %4s", &from, &to, mode) == 3 &&
+        std::strstr(line, "memfd:frugal") && mode[1] != 'w')
       all.emplace_back(reinterpret_cast<char*>(from), to - from);
   std::fclose(maps);
   EXPECT_GE(all.size(), 6u);
@@ -119,8 +123,8 @@ TEST(Fence, TrainerAndObserver) {
   OK(frugal_flush(e, 20000));
   for (int i = 0; i < 3; ++i) Get(tables[i], &before[i]);
 
-  // values and state of three tables, keys of one, flags of two, the arena, and the down regions of the process and its
-  // trainer. Its own: two up regions, its staging memory.
+  // values and state of three tables, keys of one, flags of two, the arena, and the down regions of
+  // the process and its trainer. Its own: two up regions, its staging memory.
   AttackAll(3, 3 * 2 + 1 + 2 + 1 + 2);
   AttackMappings();
   // An observer: the same of its own attachment, beside the trainer's.
@@ -173,7 +177,8 @@ TEST(Fence, TablesComeAndGo) {
       EXPECT_GE(info.memory_bytes, grown);
       grown = info.memory_bytes;
     }
-    // Values and state, at least. What host_bytes allows is enough for one such table, and not for two.
+    // Values and state, at least. What host_bytes allows is enough for one such table, and not for
+    // two.
     EXPECT_GE(grown, 2 * 600000 * kDim * sizeof(float));
     EXPECT_LE(grown, c.host_bytes);
     OK(frugal_table_drop(table));

@@ -1,14 +1,16 @@
-// Hostile peers beside honest ones. Two ranks of this process train a small job of three; the third rank is an enemy's, or
-// is that of an honest process beside one. Each enemy is a process of its own, which speaks to the controller as the
-// library does, by its own classes, or with raw bytes:
+// Hostile peers beside honest ones. Two ranks of this process train a small job of three; the third
+// rank is an enemy's, or is that of an honest process beside one. Each enemy is a process of its
+// own, which speaks to the controller as the library does, by its own classes, or with raw bytes:
 //
 //   hostile_test [MODE ...]                  all, or these
 //   hostile_test --enemy MODE ADDRESS STEP   an enemy
-//   hostile_test --honest ADDRESS STEP       an honest process with the third rank, until STEP is committed
+//   hostile_test --honest ADDRESS STEP       an honest process with the third rank, until STEP is
+//   committed
 //
-// The controller's memory at most includes two processes that attach: the enemy, and the one that takes the rank.
-// Of each mode: it is found out, the honest ranks go on, another process takes the rank, and the controller's memory
-// stays what it was. In the end the tables are those of a run with threads, bit for bit. Printed is what each mode cost.
+// The controller's memory at most includes two processes that attach: the enemy, and the one that
+// takes the rank. Of each mode: it is found out, the honest ranks go on, another process takes the
+// rank, and the controller's memory stays what it was. In the end the tables are those of a run
+// with threads, bit for bit. Printed is what each mode cost.
 #include <capnp/serialize.h>
 #include <poll.h>
 #include <sys/prctl.h>
@@ -48,9 +50,9 @@ using frugal::Piece;
 constexpr uint32_t kWorld = 3, kRank = 2;  // the enemy's
 constexpr int64_t kSilenceMs = 2000;       // where it is found out by that
 constexpr int64_t kNeverMs = 600000;       // where it has to be found out by what it does
-constexpr int kBoundMs = 60000;            // of what is waited for: a machine that has other things to do
-constexpr uint64_t kSteps = 20;            // of the job with each mode
-constexpr long kMostKib = 64 << 10;        // that the controller may have more
+constexpr int kBoundMs = 60000;      // of what is waited for: a machine that has other things to do
+constexpr uint64_t kSteps = 20;      // of the job with each mode
+constexpr long kMostKib = 64 << 10;  // that the controller may have more
 constexpr size_t kKeys = 64, kDim = 8, kRows = 4096;
 
 [[noreturn]] void Die(const std::string& what) {
@@ -58,8 +60,8 @@ constexpr size_t kKeys = 64, kDim = 8, kRows = 4096;
   std::fflush(stdout);
   std::_Exit(1);
 }
-#define CHECK(what) \
-  do {              \
+#define CHECK(what)                                        \
+  do {                                                     \
     if (!(what)) Die(std::string(mode_name) + ": " #what); \
   } while (0)
 const char* mode_name = "start";
@@ -70,7 +72,8 @@ std::string Error() {
   return e.message;
 }
 void Ok(int status, const char* what) {
-  if (status != FRUGAL_OK) Die(std::string(mode_name) + ": " + what + ": " + frugal_status_name(status) + ": " + Error());
+  if (status != FRUGAL_OK)
+    Die(std::string(mode_name) + ": " + what + ": " + frugal_status_name(status) + ": " + Error());
 }
 #define OK(call) Ok((call), #call)
 
@@ -81,7 +84,8 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// --- The job ---------------------------------------------------------------------------------------
+// --- The job
+// ---------------------------------------------------------------------------------------
 
 frugal_config JobConfig() {
   frugal_config c = FRUGAL_CONFIG_INIT;
@@ -129,14 +133,16 @@ struct Rank {
     uint64_t keys[kKeys];
     float rows[kKeys * kDim], grads[kKeys * kDim];
     for (int i = 0; i < 2; ++i) {
-      for (size_t k = 0; k < kKeys; ++k) keys[k] = Mix(step * 1000 + rank * 100000007 + k + (i ? 77 : 0)) % kRows;
+      for (size_t k = 0; k < kKeys; ++k)
+        keys[k] = Mix(step * 1000 + rank * 100000007 + k + (i ? 77 : 0)) % kRows;
       frugal_op op = FRUGAL_OP_INIT;
       op.table = tables[i];
       op.keys = keys;
       op.count = kKeys;
       op.rows_out = rows;
       if (int s = frugal_lookup(trainer, &op, 1)) return s;
-      for (size_t k = 0; k < kKeys * kDim; ++k) grads[k] = rows[k] * 0.01f + static_cast<float>(rank + k % 7) * 0.125f;
+      for (size_t k = 0; k < kKeys * kDim; ++k)
+        grads[k] = rows[k] * 0.01f + static_cast<float>(rank + k % 7) * 0.125f;
       op.rows_out = nullptr;
       op.grads = grads;
       if (int s = frugal_push_grad(trainer, &op, 1)) return s;
@@ -168,7 +174,9 @@ struct Rank {
   }
 };
 
-bool Undone(int status) { return status == FRUGAL_ERR_PEER_LOST || status == FRUGAL_ERR_STEP_ABORTED; }
+bool Undone(int status) {
+  return status == FRUGAL_ERR_PEER_LOST || status == FRUGAL_ERR_STEP_ABORTED;
+}
 
 // An honest process.
 int Honest(const std::string& address, uint64_t until) {
@@ -179,9 +187,12 @@ int Honest(const std::string& address, uint64_t until) {
   for (uint64_t step = r.Next(); step < until;) {
     int s = r.Begin(step);
     if (s == FRUGAL_OK) s = r.Work(step);
-    if (s == FRUGAL_OK) ++step;
-    else if (Undone(s)) step = r.Next();
-    else if (s != FRUGAL_ERR_TIMEOUT) Ok(s, "a step of an honest process");
+    if (s == FRUGAL_OK)
+      ++step;
+    else if (Undone(s))
+      step = r.Next();
+    else if (s != FRUGAL_ERR_TIMEOUT)
+      Ok(s, "a step of an honest process");
   }
   while (r.Next() < until) usleep(1000);
   OK(frugal_trainer_close(r.trainer));
@@ -221,7 +232,8 @@ class Job {
   // Both have been told of the loss of the third rank. When the last was.
   uint64_t AwaitLoss(uint32_t before) {
     std::unique_lock<std::mutex> lock(mu_);
-    if (!cv_.wait_for(lock, std::chrono::milliseconds(kBoundMs), [&] { return losses_ >= before + 2; }))
+    if (!cv_.wait_for(lock, std::chrono::milliseconds(kBoundMs),
+                      [&] { return losses_ >= before + 2; }))
       Die(std::string(mode_name) + ": its rank was not lost");
     return lost_at_;
   }
@@ -271,7 +283,8 @@ class Job {
   bool over_ = false;
 };
 
-// --- Processes --------------------------------------------------------------------------------------
+// --- Processes
+// --------------------------------------------------------------------------------------
 
 // This program with other arguments. What it says comes line by line.
 class Process {
@@ -307,7 +320,8 @@ class Process {
     for (char c;;) {
       pollfd p{out_, POLLIN, 0};
       if (poll(&p, 1, kBoundMs) != 1) Die(std::string(mode_name) + ": a process says nothing");
-      if (read(out_, &c, 1) != 1) Die(std::string(mode_name) + ": a process has ended, and said '" + line + "'");
+      if (read(out_, &c, 1) != 1)
+        Die(std::string(mode_name) + ": a process has ended, and said '" + line + "'");
       if (c == '\n') return line;
       line += c;
     }
@@ -328,7 +342,8 @@ void Say(const char* what) {
   if (dprintf(1, "%s\n", what) < 0) _exit(1);
 }
 
-// --- Enemies ----------------------------------------------------------------------------------------
+// --- Enemies
+// ----------------------------------------------------------------------------------------
 
 enum class How {
   kAtOnce,  // it has the rank, and breaks a rule
@@ -359,10 +374,11 @@ struct Enemy {
     frugal_trainer_config as = FRUGAL_TRAINER_CONFIG_INIT;
     as.rank = kRank;
     OK(control->join(as, kBoundMs, &joined));
-    OK(Channel::attach(dup(joined.descriptors[0]), dup(joined.descriptors[1]), dup(joined.descriptors[2]), &trainer));
+    OK(Channel::attach(dup(joined.descriptors[0]), dup(joined.descriptors[1]),
+                       dup(joined.descriptors[2]), &trainer));
   }
-  frugal::Status Send(Channel& to, Call call, std::vector<uint64_t> args, const std::vector<char>& payload = {},
-                      int64_t ms = kBoundMs) {
+  frugal::Status Send(Channel& to, Call call, std::vector<uint64_t> args,
+                      const std::vector<char>& payload = {}, int64_t ms = kBoundMs) {
     Header h{};
     h.type = static_cast<uint32_t>(call);
     h.sequence = ++sequence;
@@ -370,7 +386,8 @@ struct Enemy {
     const Piece piece{payload.data(), payload.size()};
     return to.send(h, &piece, 1, now_ns() + static_cast<uint64_t>(ms) * 1000000);
   }
-  frugal::Status Ask(Channel& to, Call call, std::vector<uint64_t> args, const std::vector<char>& payload = {}) {
+  frugal::Status Ask(Channel& to, Call call, std::vector<uint64_t> args,
+                     const std::vector<char>& payload = {}) {
     if (frugal::Status s = Send(to, call, std::move(args), payload)) return s;
     Header answer;
     if (frugal::Status s = to.receive(&answer, now_ns() + uint64_t{kBoundMs} * 1000000)) return s;
@@ -388,7 +405,8 @@ struct Enemy {
     frugal::futex_wake(reinterpret_cast<const uint32_t*>(&word));
   }
   // The beginning of a message, of which the rest never comes.
-  void Begin(Call call, std::vector<uint64_t> args, uint64_t payload, const std::vector<char>& there = {}) {
+  void Begin(Call call, std::vector<uint64_t> args, uint64_t payload,
+             const std::vector<char>& there = {}) {
     Header h{};
     h.type = static_cast<uint32_t>(call);
     h.sequence = ++sequence;
@@ -435,7 +453,8 @@ std::vector<char> Request(const std::function<void(frugal::wire::Request::Builde
   return {bytes.begin(), bytes.end()};
 }
 void SendAll(int fd, const std::vector<char>& bytes, size_t n = SIZE_MAX) {
-  if (send(fd, bytes.data(), std::min(n, bytes.size()), MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
+  if (send(fd, bytes.data(), std::min(n, bytes.size()), MSG_NOSIGNAL) < 0 && errno != EPIPE &&
+      errno != ECONNRESET)
     Die("send");
 }
 std::vector<char> AttachRequest() {
@@ -467,13 +486,20 @@ const std::vector<Mode>& Modes() {
          OK(e.Ask(*e.trainer, Call::kHere, {}));
          e.Move(-uint64_t{64});
        }},
-      {"ahead", How::kAtOnce, "the count of its ring is further than the ring", [](Enemy& e) { e.Move((4 << 20) + 1); }},
+      {"ahead", How::kAtOnce, "the count of its ring is further than the ring",
+       [](Enemy& e) { e.Move((4 << 20) + 1); }},
       {"length", How::kAtOnce, "a list of 2^40 ops in a message of 2^60 bytes",
-       [](Enemy& e) { e.Begin(Call::kPrefetch, {e.step, uint64_t{1} << 40, 1}, uint64_t{1} << 60); }},
+       [](Enemy& e) {
+         e.Begin(Call::kPrefetch, {e.step, uint64_t{1} << 40, 1}, uint64_t{1} << 60);
+       }},
       {"short", How::kAtOnce, "a message that is shorter than it says",
-       [](Enemy& e) { (void)e.Send(*e.trainer, Call::kPrefetch, {e.step, 4, 1}, std::vector<char>(10)); }},
+       [](Enemy& e) {
+         (void)e.Send(*e.trainer, Call::kPrefetch, {e.step, 4, 1}, std::vector<char>(10));
+       }},
       {"parts", How::kAtOnce, "parts of a step that it has not",
-       [](Enemy& e) { (void)e.Send(*e.trainer, Call::kHere, {0, 0, 0, 0, 1000}, std::vector<char>(4000)); }},
+       [](Enemy& e) {
+         (void)e.Send(*e.trainer, Call::kHere, {0, 0, 0, 0, 1000}, std::vector<char>(4000));
+       }},
       {"place", How::kAtOnce, "keys outside of its memory",
        [](Enemy& e) {
          frugal::OpHead op{};
@@ -486,7 +512,8 @@ const std::vector<Mode>& Modes() {
       {"sums", How::kAtOnce, "the end of a step with sums outside of its memory",
        [](Enemy& e) {
          frugal::Status s;
-         while ((s = e.Ask(*e.trainer, Call::kStepBegin, {e.step, 100000000})) == FRUGAL_ERR_TIMEOUT) {
+         while ((s = e.Ask(*e.trainer, Call::kStepBegin, {e.step, 100000000})) ==
+                FRUGAL_ERR_TIMEOUT) {
          }
          OK(s);
          frugal::RemoteCounts counts{};
@@ -509,7 +536,9 @@ const std::vector<Mode>& Modes() {
          }
        }},
       {"half-a-message", How::kSilent, "stops in the middle of a message",
-       [](Enemy& e) { e.Begin(Call::kPrefetch, {e.step, 2, 1}, 1000, std::vector<char>(70)); }},
+       [](Enemy& e) {
+         e.Begin(Call::kPrefetch, {e.step, 2, 1}, 1000, std::vector<char>(70));
+       }},
       {"claims", How::kSilent, "says that 8 GiB of keys follow",
        [](Enemy& e) {
          frugal::ReadHead head{};
@@ -518,7 +547,9 @@ const std::vector<Mode>& Modes() {
          e.Begin(Call::kRead, {1, 1000000}, sizeof head + (uint64_t{8} << 30), Bytes(head));
        }},
       {"claims-ops", How::kSilent, "says that a million ops follow",
-       [](Enemy& e) { e.Begin(Call::kPrefetch, {e.step, 1 << 20, 1}, uint64_t{64} << 20); }},
+       [](Enemy& e) {
+         e.Begin(Call::kPrefetch, {e.step, 1 << 20, 1}, uint64_t{64} << 20);
+       }},
       {"no-reading", How::kSilent, "asks until the answers that it does not take fill the ring",
        [](Enemy& e) {
          while (e.Send(*e.trainer, Call::kHere, {}, {}, 500) == FRUGAL_OK) {
@@ -531,9 +562,11 @@ const std::vector<Mode>& Modes() {
        }},
       {"scribbles", How::kSilent, "writes anything into all that it can write",
        [](Enemy& e) {
-         for (int fd : {e.joined.descriptors[0], e.joined.descriptors[2], e.opened.descriptors[1]}) {
+         for (int fd :
+              {e.joined.descriptors[0], e.joined.descriptors[2], e.opened.descriptors[1]}) {
            auto* words = reinterpret_cast<std::atomic<uint64_t>*>(writable_mapping_of(fd));
-           for (uint64_t i = 0; words && i < 20000; ++i) words[Mix(i) % (i % 2 ? 512 : 1 << 16)].store(Mix(i + 1));
+           for (uint64_t i = 0; words && i < 20000; ++i)
+             words[Mix(i) % (i % 2 ? 512 : 1 << 16)].store(Mix(i + 1));
          }
        }},
       {"reopens", How::kSilent, "opens all that it has for writing",
@@ -570,7 +603,8 @@ const std::vector<Mode>& Modes() {
          for (uint64_t seed = 0; seed < 100; ++seed) {
            const int fd = Connect(e.address);
            std::vector<char> bytes(1 + Mix(seed) % 3000);
-           for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(Mix(seed * 10000 + i));
+           for (size_t i = 0; i < bytes.size(); ++i)
+             bytes[i] = static_cast<char>(Mix(seed * 10000 + i));
            SendAll(fd, bytes);
            AwaitEnd(fd);
            close(fd);
@@ -602,7 +636,9 @@ const std::vector<Mode>& Modes() {
        }},
       // What nobody waits for, or what is allowed.
       {"half-a-call", How::kBeside, "attaches, and stops in the middle of a call",
-       [](Enemy& e) { SendAll(ConnectAttached(e.address), Request([](auto r) { r.setPing(); }), 12); }},
+       [](Enemy& e) {
+         SendAll(ConnectAttached(e.address), Request([](auto r) { r.setPing(); }), 12);
+       }},
       {"unread-calls", How::kBeside, "200,000 calls whose answers it does not read",
        [](Enemy& e) {
          const int fd = ConnectAttached(e.address);
@@ -634,7 +670,8 @@ const std::vector<Mode>& Modes() {
          const std::vector<char> keys(1000 * sizeof(uint64_t));
          for (;;)
            for (Call call : {Call::kCount, Call::kDescribe, Call::kMetrics, Call::kGet})
-             (void)e.Ask(*e.process, call, {e.table, 1000, 0}, call == Call::kGet ? keys : std::vector<char>());
+             (void)e.Ask(*e.process, call, {e.table, 1000, 0},
+                         call == Call::kGet ? keys : std::vector<char>());
        }},
   };
   return modes;
@@ -657,7 +694,8 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
   return 1;
 }
 
-// --- What happens -----------------------------------------------------------------------------------
+// --- What happens
+// -----------------------------------------------------------------------------------
 
 // The most memory that the controller has had since the last call.
 long PeakKib(pid_t pid) {
@@ -676,12 +714,15 @@ long PeakKib(pid_t pid) {
   return kib;
 }
 
-double Seconds(uint64_t from, uint64_t to) { return to > from ? static_cast<double>(to - from) * 1e-9 : 0; }
+double Seconds(uint64_t from, uint64_t to) {
+  return to > from ? static_cast<double>(to - from) * 1e-9 : 0;
+}
 
 class World {
  public:
   // Of all modes that need this time-out.
-  World(int64_t timeout_ms, const std::vector<const Mode*>& modes) : controller_(folder_.address()) {
+  World(int64_t timeout_ms, const std::vector<const Mode*>& modes)
+      : controller_(folder_.address()) {
     if (!controller_.serves()) Die("there is no controller");
     Job job(folder_.address(), timeout_ms);
     // As long as steps take without an enemy; the first make what is made once.
@@ -689,7 +730,8 @@ class World {
     const uint64_t began = now_ns();
     HonestSteps(job);
     const double usual = Seconds(began, now_ns());
-    std::printf("without an enemy %llu steps take %.2f s\n", static_cast<unsigned long long>(kSteps), usual);
+    std::printf("without an enemy %llu steps take %.2f s\n",
+                static_cast<unsigned long long>(kSteps), usual);
     (void)PeakKib(controller_.pid());
     first_kib_ = resident_kib(controller_.pid());
     for (const Mode* mode : modes) Try(*mode, job, usual);
@@ -703,11 +745,14 @@ class World {
   void HonestSteps(Job& job) {
     steps_ += kSteps;
     Process honest({"--honest", folder_.address(), std::to_string(steps_)});
-    CHECK(honest.Line() == "in");  // the rank that was there before has left: nobody would wait for this one
+    CHECK(honest.Line() ==
+          "in");  // the rank that was there before has left: nobody would wait for this one
     job.Allow(steps_);
     if (honest.Wait() != 0) Die(std::string(mode_name) + ": an honest process has failed");
     job.AwaitSteps(steps_);
-    OK(frugal_flush(job.first().engine, kBoundMs));  // what it has handed over is in memory of its own until it is written
+    OK(frugal_flush(
+        job.first().engine,
+        kBoundMs));  // what it has handed over is in memory of its own until it is written
   }
 
   void Try(const Mode& mode, Job& job, double usual) {
@@ -737,9 +782,13 @@ class World {
       }
       if (!std::strcmp(mode.name, "reopens")) CHECK(enemy.Line() == "done");
     }
-    const long peak = PeakKib(controller_.pid()) - before, after = resident_kib(controller_.pid()) - first_kib_;
-    std::printf("%-14s %-60s found out %5.2f s, steps %+5.2f s, controller %+6.1f MiB at most, %+6.1f since the start\n",
-                mode.name, mode.what, found, on - usual, static_cast<double>(peak) / 1024, static_cast<double>(after) / 1024);
+    const long peak = PeakKib(controller_.pid()) - before,
+               after = resident_kib(controller_.pid()) - first_kib_;
+    std::printf(
+        "%-14s %-60s found out %5.2f s, steps %+5.2f s, controller %+6.1f MiB at most, %+6.1f "
+        "since the start\n",
+        mode.name, mode.what, found, on - usual, static_cast<double>(peak) / 1024,
+        static_cast<double>(after) / 1024);
     std::fflush(stdout);
 #ifndef FRUGAL_SANITIZED  // which keep what was freed
     CHECK(peak < kMostKib);
@@ -784,10 +833,13 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   if (arguments.size() == 4 && arguments[0] == "--enemy")
     return RunEnemy(arguments[1], arguments[2], std::stoull(arguments[3]));
-  if (arguments.size() == 3 && arguments[0] == "--honest") return Honest(arguments[1], std::stoull(arguments[2]));
+  if (arguments.size() == 3 && arguments[0] == "--honest")
+    return Honest(arguments[1], std::stoull(arguments[2]));
   std::vector<const Mode*> told, silent;
   for (const Mode& mode : Modes()) {
-    if (!arguments.empty() && std::find(arguments.begin(), arguments.end(), mode.name) == arguments.end()) continue;
+    if (!arguments.empty() &&
+        std::find(arguments.begin(), arguments.end(), mode.name) == arguments.end())
+      continue;
     (mode.how == How::kSilent ? silent : told).push_back(&mode);
   }
   if (!told.empty()) World(kNeverMs, told);

@@ -1,9 +1,9 @@
-// What the library says when it refuses: every status of the header is provoked, most of them in many ways, and each
-// message names what is wrong, the value that was given, and what would do.
+// What the library says when it refuses: every status of the header is provoked, most of them in
+// many ways, and each message names what is wrong, the value that was given, and what would do.
 //
-// What: a table of calls with the status and the words that are to come, for an engine of this process and for one that
-// it attaches to. The statuses are read from include/frugal.h: one that nobody here provokes is a failure.
-// Callers: ctest.
+// What: a table of calls with the status and the words that are to come, for an engine of this
+// process and for one that it attaches to. The statuses are read from include/frugal.h: one that
+// nobody here provokes is a failure. Callers: ctest.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -27,7 +27,8 @@
 #include "controller.h"
 #endif
 
-// What no call of the interface does: an engine whose background has failed, and one that leaves its memory in disorder.
+// What no call of the interface does: an engine whose background has failed, and one that leaves
+// its memory in disorder.
 namespace frugal {
 void FailBackground(Engine& engine, Status status);
 LedgerRoot*& RootOf(Ledger& ledger);
@@ -57,11 +58,13 @@ std::string Error() { return Last().message; }
 
 void Says(const char* call, int32_t answer, int32_t status, const std::vector<std::string>& words) {
   const std::string said = answer ? Error() : "";
-  EXPECT_EQ(frugal_status_name(status), std::string(frugal_status_name(answer))) << call << ": " << said;
+  EXPECT_EQ(frugal_status_name(status), std::string(frugal_status_name(answer)))
+      << call << ": " << said;
   if (answer != status) return;
   EXPECT_EQ(status, Last().status) << call;
   g_provoked.insert(status);
-  for (const std::string& word : words) EXPECT_NE(said.find(word), std::string::npos) << call << ": no '" << word << "' in: " << said;
+  for (const std::string& word : words)
+    EXPECT_NE(said.find(word), std::string::npos) << call << ": no '" << word << "' in: " << said;
   EXPECT_GT(said.size(), 15u) << call << ": " << said;
   EXPECT_EQ(said.find("(null)"), std::string::npos) << call << ": " << said;
 }
@@ -91,7 +94,8 @@ class Messages : public testing::TestWithParam<bool> {
 #endif
     return c;
   }
-  static frugal_table_config TableConfig(const char* name, int32_t key_space = FRUGAL_DENSE, uint64_t rows = 100) {
+  static frugal_table_config TableConfig(const char* name, int32_t key_space = FRUGAL_DENSE,
+                                         uint64_t rows = 100) {
     frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
     c.name = name;
     c.key_space = key_space;
@@ -151,22 +155,30 @@ TEST_P(Messages, OfOpening) {
     return frugal_open(&c, &e);
   };
   SAYS(frugal_open(nullptr, nullptr), INVALID_ARGUMENT, "engine_out", "NULL");
-  SAYS(open([](auto* c) { c->struct_size = 8; }), STRUCT_SIZE, "frugal_config.struct_size is 8", "INIT");
+  SAYS(open([](auto* c) { c->struct_size = 8; }), STRUCT_SIZE, "frugal_config.struct_size is 8",
+       "INIT");
   SAYS(open([](auto* c) { c->world_size = 0; }), INVALID_ARGUMENT, "world_size is 0", "1..4096");
-  SAYS(open([](auto* c) { c->world_size = 5000; }), INVALID_ARGUMENT, "world_size is 5000", "1..4096");
+  SAYS(open([](auto* c) { c->world_size = 5000; }), INVALID_ARGUMENT, "world_size is 5000",
+       "1..4096");
   SAYS(open([](auto* c) { c->lookahead = 41; }), INVALID_ARGUMENT, "lookahead is 41", "0..40");
-  SAYS(open([](auto* c) { c->flush_threads = 257; }), INVALID_ARGUMENT, "flush_threads is 257", "0..256");
-  SAYS(open([](auto* c) { c->flush_mode = 9; }), INVALID_ARGUMENT, "flush_mode is 9", "FRUGAL_FLUSH_");
-  SAYS(open([](auto* c) { c->flush_mode = -1; }), INVALID_ARGUMENT, "flush_mode is -1", "FRUGAL_FLUSH_");
+  SAYS(open([](auto* c) { c->flush_threads = 257; }), INVALID_ARGUMENT, "flush_threads is 257",
+       "0..256");
+  SAYS(open([](auto* c) { c->flush_mode = 9; }), INVALID_ARGUMENT, "flush_mode is 9",
+       "FRUGAL_FLUSH_");
+  SAYS(open([](auto* c) { c->flush_mode = -1; }), INVALID_ARGUMENT, "flush_mode is -1",
+       "FRUGAL_FLUSH_");
   SAYS(open([](auto* c) { c->backing = 2; }), INVALID_ARGUMENT, "backing is 2", "FRUGAL_BACKING_");
-  SAYS(open([](auto* c) { c->timeout_ms = -7; }), INVALID_ARGUMENT, "timeout_ms is -7", "0 or more");
+  SAYS(open([](auto* c) { c->timeout_ms = -7; }), INVALID_ARGUMENT, "timeout_ms is -7",
+       "0 or more");
   SAYS(open([](auto* c) { c->flags = 6; }), INVALID_ARGUMENT, "flags 0x6", "frugal_config.flags");
   if (attached()) {
     SAYS(open([](auto* c) { c->flags = FRUGAL_OBSERVE; }), NOT_FOUND, "no engine");
     Open(2);
-    SAYS(open([](auto* c) { c->world_size = 3; }), INVALID_ARGUMENT, "world_size 2", "asks for 3", "same");
+    SAYS(open([](auto* c) { c->world_size = 3; }), INVALID_ARGUMENT, "world_size 2", "asks for 3",
+         "same");
   } else {
-    SAYS(open([](auto* c) { c->flags = FRUGAL_OBSERVE; }), INVALID_ARGUMENT, "FRUGAL_OBSERVE", "service is NULL");
+    SAYS(open([](auto* c) { c->flags = FRUGAL_OBSERVE; }), INVALID_ARGUMENT, "FRUGAL_OBSERVE",
+         "service is NULL");
   }
 }
 
@@ -178,7 +190,8 @@ TEST_P(Messages, OfHandles) {
   auto* invented = reinterpret_cast<frugal_table*>(uintptr_t{0x123456});
   uint64_t n = 0;
   SAYS(frugal_table_count(nullptr, &n), BAD_HANDLE, "table", "NULL");
-  SAYS(frugal_table_count(invented, &n), BAD_HANDLE, "table", "0x123456", "closed, or never was one");
+  SAYS(frugal_table_count(invented, &n), BAD_HANDLE, "table", "0x123456",
+       "closed, or never was one");
   SAYS(frugal_flush(reinterpret_cast<frugal_engine*>(table), 0), BAD_HANDLE, "engine");
   SAYS(frugal_step_begin(reinterpret_cast<frugal_trainer*>(engine), 0, 0), BAD_HANDLE, "trainer");
   SAYS(frugal_prefetch_cancel(trainer, nullptr), BAD_HANDLE, "batch", "NULL");
@@ -204,24 +217,31 @@ TEST_P(Messages, OfTables) {
     return frugal_table_create(engine, &c, &t);
   };
   const std::string longest(256, 'n');
-  SAYS(create([](auto* c) { c->struct_size = 4; }), STRUCT_SIZE, "frugal_table_config.struct_size is 4");
+  SAYS(create([](auto* c) { c->struct_size = 4; }), STRUCT_SIZE,
+       "frugal_table_config.struct_size is 4");
   SAYS(create([](auto* c) { c->name = nullptr; }), INVALID_ARGUMENT, "name is NULL", "1..255");
   SAYS(create([](auto* c) { c->name = ""; }), INVALID_ARGUMENT, "name is ''", "1..255");
   SAYS(create([&](auto* c) { c->name = longest.c_str(); }), INVALID_ARGUMENT, "255 bytes", "nnnn");
   SAYS(create([](auto* c) { c->name = "t"; }), EXISTS, "'t'", "another name");
   SAYS(create([](auto* c) { c->rows = 0; }), INVALID_ARGUMENT, "rows is 0", "1..2^32-2");
-  SAYS(create([](auto* c) { c->rows = uint64_t{1} << 32; }), INVALID_ARGUMENT, "rows is 4294967296");
+  SAYS(create([](auto* c) { c->rows = uint64_t{1} << 32; }), INVALID_ARGUMENT,
+       "rows is 4294967296");
   SAYS(create([](auto* c) { c->dim = 0; }), INVALID_ARGUMENT, "dim is 0", "1..65536");
-  SAYS(create([](auto* c) { c->key_space = 5; }), INVALID_ARGUMENT, "key_space is 5", "FRUGAL_HASHED");
+  SAYS(create([](auto* c) { c->key_space = 5; }), INVALID_ARGUMENT, "key_space is 5",
+       "FRUGAL_HASHED");
   SAYS(create([](auto* c) { c->dtype = 3; }), INVALID_ARGUMENT, "dtype is 3", "FRUGAL_F32");
   SAYS(create([](auto* c) { c->init = 17; }), INVALID_ARGUMENT, "init is 17", "FRUGAL_INIT_");
-  SAYS(create([](auto* c) { c->nan_policy = 4; }), INVALID_ARGUMENT, "nan_policy is 4", "FRUGAL_NAN_");
+  SAYS(create([](auto* c) { c->nan_policy = 4; }), INVALID_ARGUMENT, "nan_policy is 4",
+       "FRUGAL_NAN_");
   SAYS(create([](auto* c) { c->flags = 2; }), INVALID_ARGUMENT, "flags 0x2");
-  SAYS(create([](auto* c) { c->key_space = FRUGAL_HASHED, c->flags = FRUGAL_TABLE_LAZY; }), INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY", "dense");
+  SAYS(create([](auto* c) { c->key_space = FRUGAL_HASHED, c->flags = FRUGAL_TABLE_LAZY; }),
+       INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY", "dense");
   SAYS(create([](auto* c) { c->optimizer.kind = 7; }), INVALID_ARGUMENT, "optimizer.kind is 7");
   SAYS(create([](auto* c) { c->optimizer.flags = 8; }), INVALID_ARGUMENT, "0x8", "optimizer.flags");
-  SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "optimizer.lr is -0.5", "0 or more");
-  SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "optimizer.eps is ", "finite");
+  SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "optimizer.lr is -0.5",
+       "0 or more");
+  SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "optimizer.eps is ",
+       "finite");
   SAYS(frugal_table_find(engine, "nowhere", &t), NOT_FOUND, "'nowhere'", "create");
   SAYS(frugal_table_find(engine, nullptr, &t), INVALID_ARGUMENT, "name", "NULL");
   frugal_table_info info;
@@ -238,23 +258,33 @@ TEST_P(Messages, OfTables) {
   frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
   SAYS(frugal_table_set_optimizer(table, 4, &o), STEP_RANGE, "first_step 4", "6");
   o.kind = FRUGAL_ADAM;
-  SAYS(frugal_table_set_optimizer(table, 9, &o), INVALID_ARGUMENT, "optimizer.kind is 4", "'t'", "fixed");
+  SAYS(frugal_table_set_optimizer(table, 9, &o), INVALID_ARGUMENT, "optimizer.kind is 4", "'t'",
+       "fixed");
   o.struct_size = 1;
   SAYS(frugal_table_set_optimizer(table, 9, &o), STRUCT_SIZE, "frugal_optimizer.struct_size is 1");
 
   const uint64_t keys[2] = {3, ~uint64_t{0}};
-  SAYS(frugal_get(table, keys, 2, 0, rows, 0, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1", "0..99");
-  SAYS(frugal_put(table, keys, 2, 0, rows, 0), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1", "0..99");
-  SAYS(frugal_delete(table, keys, 2, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1", "0..99");
-  SAYS(frugal_get(table, keys, 1, 8, rows, 0, nullptr), INVALID_ARGUMENT, "flags 0x8", "FRUGAL_WITH_STATE");
+  SAYS(frugal_get(table, keys, 2, 0, rows, 0, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1",
+       "position 1", "0..99");
+  SAYS(frugal_put(table, keys, 2, 0, rows, 0), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1",
+       "0..99");
+  SAYS(frugal_delete(table, keys, 2, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1",
+       "0..99");
+  SAYS(frugal_get(table, keys, 1, 8, rows, 0, nullptr), INVALID_ARGUMENT, "flags 0x8",
+       "FRUGAL_WITH_STATE");
   SAYS(frugal_get(table, nullptr, 1, 0, rows, 0, nullptr), INVALID_ARGUMENT, "keys", "NULL");
-  SAYS(frugal_get(table, keys, 1, 0, rows, 8, nullptr), INVALID_ARGUMENT, "'t'", "row_stride 8", "16");
-  SAYS(frugal_put(table, keys, 1, 0, rows, 18), INVALID_ARGUMENT, "'t'", "row_stride 18", "multiple of 4");
-  SAYS(frugal_put(table, keys, 2, 0, rows, size_t{1} << 60), INVALID_ARGUMENT, "'t'", "row_stride", "2 rows", "address space");
-  SAYS(frugal_get(table, keys, ~size_t{0}, 0, rows, 0, nullptr), INVALID_ARGUMENT, "18446744073709551615 keys", "2^32 - 2");
+  SAYS(frugal_get(table, keys, 1, 0, rows, 8, nullptr), INVALID_ARGUMENT, "'t'", "row_stride 8",
+       "16");
+  SAYS(frugal_put(table, keys, 1, 0, rows, 18), INVALID_ARGUMENT, "'t'", "row_stride 18",
+       "multiple of 4");
+  SAYS(frugal_put(table, keys, 2, 0, rows, size_t{1} << 60), INVALID_ARGUMENT, "'t'", "row_stride",
+       "2 rows", "address space");
+  SAYS(frugal_get(table, keys, ~size_t{0}, 0, rows, 0, nullptr), INVALID_ARGUMENT,
+       "18446744073709551615 keys", "2^32 - 2");
   frugal_table* small = Table("small", FRUGAL_HASHED, 2);
   const uint64_t three[3] = {7, ~uint64_t{1}, 9};
-  SAYS(frugal_put(small, three, 3, 0, rows, 0), TABLE_FULL, "'small'", "key ", "2 rows", "more rows");
+  SAYS(frugal_put(small, three, 3, 0, rows, 0), TABLE_FULL, "'small'", "key ", "2 rows",
+       "more rows");
 }
 
 TEST_P(Messages, OfTrainers) {
@@ -266,7 +296,8 @@ TEST_P(Messages, OfTrainers) {
     change(&c);
     return frugal_trainer_create(engine, &c, &t);
   };
-  SAYS(join([](auto* c) { c->struct_size = 1; }), STRUCT_SIZE, "frugal_trainer_config.struct_size is 1");
+  SAYS(join([](auto* c) { c->struct_size = 1; }), STRUCT_SIZE,
+       "frugal_trainer_config.struct_size is 1");
   SAYS(join([](auto* c) { c->rank = 2; }), INVALID_ARGUMENT, "rank 2", "0..1");
   SAYS(join([](auto* c) { c->rank = 0; }), EXISTS, "rank 0", "trainer");
   SAYS(join([](auto* c) { c->cache_ratio = 1.5; }), INVALID_ARGUMENT, "cache_ratio is 1.5", "0..1");
@@ -274,7 +305,9 @@ TEST_P(Messages, OfTrainers) {
   SAYS(join([](auto* c) { c->flags = 4; }), INVALID_ARGUMENT, "flags 0x4");
   SAYS(join([](auto* c) { c->device = "tpu:0"; }), INVALID_ARGUMENT, "'tpu:0'", "cuda:N");
   SAYS(join([](auto* c) { c->device = "sim:777"; }), DEVICE, "sim:777");
-  if (!attached()) SAYS(join([](auto* c) { c->flags = FRUGAL_TRAINER_REPLACE; }), UNSUPPORTED, "FRUGAL_TRAINER_REPLACE", "service");
+  if (!attached())
+    SAYS(join([](auto* c) { c->flags = FRUGAL_TRAINER_REPLACE; }), UNSUPPORTED,
+         "FRUGAL_TRAINER_REPLACE", "service");
   SAYS(frugal_set_stream(first, rows), UNSUPPORTED, "rank 0", "cpu", "no streams");
   // Who comes back comes between steps.
   OK(join([](auto*) {}));
@@ -291,7 +324,8 @@ TEST_P(Messages, OfSteps) {
   frugal_trainer *t = Join(0), *other = Join(1);
   const uint64_t keys[4] = {0, 1, 2, 3}, wrong[2] = {3, ~uint64_t{4}};
   frugal_op op = Op(table, keys, 4, rows);
-  SAYS(frugal_step_begin(t, ~uint64_t{0}, 0), INVALID_ARGUMENT, "step 18446744073709551615", "up to");
+  SAYS(frugal_step_begin(t, ~uint64_t{0}, 0), INVALID_ARGUMENT, "step 18446744073709551615",
+       "up to");
   SAYS(frugal_lookup(t, &op, 1), NOT_IN_STEP, "rank 0", "step_begin");
   SAYS(frugal_push_grad(t, &op, 1), NOT_IN_STEP, "rank 0", "step_begin");
   SAYS(frugal_step_end(t, 0, 0), NOT_IN_STEP, "rank 0", "step_begin");
@@ -318,20 +352,31 @@ TEST_P(Messages, OfSteps) {
     change(&ops[1]);
     return frugal_lookup(t, ops, 3);
   };
-  const uint64_t offsets[5] = {0, 1, 2, 3, 4}, down[5] = {0, 3, 2, 3, 4}, late[5] = {1, 1, 2, 3, 4}, few[5] = {0, 1, 2, 3, 3};
+  const uint64_t offsets[5] = {0, 1, 2, 3, 4}, down[5] = {0, 3, 2, 3, 4}, late[5] = {1, 1, 2, 3, 4},
+                 few[5] = {0, 1, 2, 3, 3};
   const char* at = "op 1 of 3";
-  SAYS(changed([](auto* o) { o->struct_size = 9; }), STRUCT_SIZE, at, "frugal_op.struct_size is 9", "INIT");
-  SAYS(changed([](auto* o) { o->flags = 4; }), INVALID_ARGUMENT, at, "'t'", "flags 0x4", "FRUGAL_OP_PADDING");
+  SAYS(changed([](auto* o) { o->struct_size = 9; }), STRUCT_SIZE, at, "frugal_op.struct_size is 9",
+       "INIT");
+  SAYS(changed([](auto* o) { o->flags = 4; }), INVALID_ARGUMENT, at, "'t'", "flags 0x4",
+       "FRUGAL_OP_PADDING");
   SAYS(changed([](auto* o) { o->reserved = 3; }), INVALID_ARGUMENT, at, "'t'", "reserved is 3");
-  SAYS(changed([](auto* o) { o->keys = nullptr; }), INVALID_ARGUMENT, at, "'t'", "keys is NULL", "count 4");
-  SAYS(changed([](auto* o) { o->count = ~size_t{0}; }), INVALID_ARGUMENT, at, "18446744073709551615 keys", "2^32 - 2");
-  SAYS(changed([](auto* o) { o->pooling = 8; }), INVALID_ARGUMENT, at, "'t'", "pooling 8", "FRUGAL_POOL_");
+  SAYS(changed([](auto* o) { o->keys = nullptr; }), INVALID_ARGUMENT, at, "'t'", "keys is NULL",
+       "count 4");
+  SAYS(changed([](auto* o) { o->count = ~size_t{0}; }), INVALID_ARGUMENT, at,
+       "18446744073709551615 keys", "2^32 - 2");
+  SAYS(changed([](auto* o) { o->pooling = 8; }), INVALID_ARGUMENT, at, "'t'", "pooling 8",
+       "FRUGAL_POOL_");
   SAYS(changed([](auto* o) { o->pooling = 1; }), INVALID_ARGUMENT, at, "'t'", "offsets is NULL");
-  SAYS(changed([](auto* o) { o->rows_out = nullptr; }), INVALID_ARGUMENT, at, "'t'", "rows_out is NULL", "4 rows");
-  SAYS(changed([](auto* o) { o->row_stride = 8; }), INVALID_ARGUMENT, at, "'t'", "row_stride 8", "from 16");
-  SAYS(changed([](auto* o) { o->row_stride = size_t{1} << 62; }), INVALID_ARGUMENT, at, "'t'", "row_stride 4611686018427387904", "4 rows");
-  SAYS(changed([&](auto* o) { o->weights = rows; }), INVALID_ARGUMENT, at, "'t'", "weights", "FRUGAL_POOL_SUM");
-  SAYS(changed([&](auto* o) { o->weight_grads_out = rows; }), INVALID_ARGUMENT, at, "'t'", "weight_grads_out");
+  SAYS(changed([](auto* o) { o->rows_out = nullptr; }), INVALID_ARGUMENT, at, "'t'",
+       "rows_out is NULL", "4 rows");
+  SAYS(changed([](auto* o) { o->row_stride = 8; }), INVALID_ARGUMENT, at, "'t'", "row_stride 8",
+       "from 16");
+  SAYS(changed([](auto* o) { o->row_stride = size_t{1} << 62; }), INVALID_ARGUMENT, at, "'t'",
+       "row_stride 4611686018427387904", "4 rows");
+  SAYS(changed([&](auto* o) { o->weights = rows; }), INVALID_ARGUMENT, at, "'t'", "weights",
+       "FRUGAL_POOL_SUM");
+  SAYS(changed([&](auto* o) { o->weight_grads_out = rows; }), INVALID_ARGUMENT, at, "'t'",
+       "weight_grads_out");
   auto pooled = [&](const uint64_t* from) {
     return changed([&](auto* o) { o->pooling = FRUGAL_POOL_SUM, o->bags = 4, o->offsets = from; });
   };
@@ -339,11 +384,16 @@ TEST_P(Messages, OfSteps) {
   SAYS(pooled(down), INVALID_ARGUMENT, at, "'t'", "offsets[2] is 2 after 3");
   SAYS(pooled(late), INVALID_ARGUMENT, at, "'t'", "offsets[0] is 1", "0");
   SAYS(pooled(few), INVALID_ARGUMENT, at, "'t'", "offsets is 3", "must be 4");
-  SAYS(changed([](auto* o) { o->pooling = 1, o->bags = ~size_t{0}, o->offsets = o->keys; }), INVALID_ARGUMENT, at, "18446744073709551615 bags");
-  SAYS(changed([&](auto* o) { o->keys = wrong, o->count = 2; }), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1", "0..99");
-  SAYS(changed([&](auto* o) { o->batch = later; }), INVALID_ARGUMENT, at, "'t'", "step 1", "step 0");
-  SAYS(changed([&](auto* o) { o->batch = batch, o->part = 7; }), INVALID_ARGUMENT, at, "'t'", "part 7", "1 parts");
-  SAYS(changed([&](auto* o) { o->batch = batch, o->keys = nullptr, o->flags = 1; }), INVALID_ARGUMENT, at, "padding key");
+  SAYS(changed([](auto* o) { o->pooling = 1, o->bags = ~size_t{0}, o->offsets = o->keys; }),
+       INVALID_ARGUMENT, at, "18446744073709551615 bags");
+  SAYS(changed([&](auto* o) { o->keys = wrong, o->count = 2; }), KEY_OUT_OF_RANGE, at, "'t'",
+       "id -5", "position 1", "0..99");
+  SAYS(changed([&](auto* o) { o->batch = later; }), INVALID_ARGUMENT, at, "'t'", "step 1",
+       "step 0");
+  SAYS(changed([&](auto* o) { o->batch = batch, o->part = 7; }), INVALID_ARGUMENT, at, "'t'",
+       "part 7", "1 parts");
+  SAYS(changed([&](auto* o) { o->batch = batch, o->keys = nullptr, o->flags = 1; }),
+       INVALID_ARGUMENT, at, "padding key");
   ops[1] = Op(table, wrong, 2, rows);
   SAYS(frugal_prefetch(t, 2, ops, 3, nullptr), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1");
   SAYS(frugal_read(engine, t, ops, 3, 20000), KEY_OUT_OF_RANGE, at, "'t'", "id -5", "position 1");
@@ -379,7 +429,8 @@ TEST_P(Messages, OfObservation) {
   Open(1);
   size_t size = 0;
   char text[4];
-  SAYS(frugal_metrics(engine, text, sizeof text, &size), OVERFLOW, " bytes", "capacity is 4", "more");
+  SAYS(frugal_metrics(engine, text, sizeof text, &size), OVERFLOW, " bytes", "capacity is 4",
+       "more");
   SAYS(frugal_metrics(engine, nullptr, 4, &size), INVALID_ARGUMENT, "text_out", "NULL");
   frugal_stats stats;
   stats.struct_size = 7;
@@ -388,7 +439,8 @@ TEST_P(Messages, OfObservation) {
   SAYS(frugal_trace_start(engine, 0), INVALID_ARGUMENT, "events is 0", "1..");
   OK(frugal_trace_start(engine, 16));
   SAYS(frugal_trace_start(engine, 16), EXISTS, "trace", "stop it");
-  SAYS(frugal_trace_stop(engine, "/nowhere/at/all"), INVALID_ARGUMENT, "'/nowhere/at/all", "No such file");
+  SAYS(frugal_trace_stop(engine, "/nowhere/at/all"), INVALID_ARGUMENT, "'/nowhere/at/all",
+       "No such file");
   OK(frugal_trace_stop(engine, nullptr));
   if (attached()) {
     SAYS(frugal_serve(engine, "x"), UNSUPPORTED, "another process");
@@ -404,7 +456,8 @@ TEST_P(Messages, OfMemory) {
   Open(1, [](frugal_config* c) { c->host_bytes = uint64_t{24} << 20; });
   frugal_table* t = nullptr;
   frugal_table_config c = TableConfig("large", FRUGAL_DENSE, 10'000'000);
-  SAYS(frugal_table_create(engine, &c, &t), OUT_OF_MEMORY, "'large'", "10000000 rows of 4", "host_bytes", "25165824 bytes", "smaller");
+  SAYS(frugal_table_create(engine, &c, &t), OUT_OF_MEMORY, "'large'", "10000000 rows of 4",
+       "host_bytes", "25165824 bytes", "smaller");
   c.rows = 0xfffffffe;
   c.dim = 65536;
   SAYS(frugal_table_create(engine, &c, &t), OUT_OF_MEMORY, "'large'", "bytes", "");
@@ -413,7 +466,8 @@ TEST_P(Messages, OfMemory) {
   std::vector<uint64_t> keys(2'000'000);
   for (size_t i = 0; i < keys.size(); ++i) keys[i] = i * 77;
   std::vector<float> values(keys.size() * kDim);
-  SAYS(frugal_put(hashed, keys.data(), keys.size(), 0, values.data(), 0), OUT_OF_MEMORY, "'grows'", "host_bytes", "of 25165824 bytes", "raise the limit");
+  SAYS(frugal_put(hashed, keys.data(), keys.size(), 0, values.data(), 0), OUT_OF_MEMORY, "'grows'",
+       "host_bytes", "of 25165824 bytes", "raise the limit");
 }
 
 TEST_P(Messages, OfAChildOfFork) {
@@ -527,10 +581,12 @@ TEST(Peers, ThatEnd) {
 // Of the header. Those that this program's build cannot meet are left out.
 int EachStatus() {
   std::ifstream header(FRUGAL_HEADER);
-  const std::string text((std::istreambuf_iterator<char>(header)), std::istreambuf_iterator<char>());
+  const std::string text((std::istreambuf_iterator<char>(header)),
+                         std::istreambuf_iterator<char>());
   const std::regex one("(FRUGAL_ERR_\\w+) = (-\\d+)");
   int missing = 0, all = 0;
-  for (auto at = std::sregex_iterator(text.begin(), text.end(), one); at != std::sregex_iterator(); ++at) {
+  for (auto at = std::sregex_iterator(text.begin(), text.end(), one); at != std::sregex_iterator();
+       ++at) {
     ++all;
     const int32_t status = std::stoi((*at)[2]);
     if (g_provoked.count(status)) continue;

@@ -1,9 +1,11 @@
-/* Runs a test and fails it if it, or a process that it started, has used more processor time than it may.
+/* Runs a test and fails it if it, or a process that it started, has used more processor time than
+ * it may.
  *
  *     budget SECONDS COMMAND...
  *
- * Processor time, since a test's label is to be true on a busy machine, too. Exit status: that of the command; 1 if
- * it took too long. Processes that outlive the command are waited for, so that their time counts. */
+ * Processor time, since a test's label is to be true on a busy machine, too. Exit status: that of
+ * the command; 1 if it took too long. Processes that outlive the command are waited for, so that
+ * their time counts. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +29,8 @@ int main(int argc, char** argv) {
     return 1;
   }
   if (command == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL); /* ctest kills this program alone when the test's time is up */
+    prctl(PR_SET_PDEATHSIG,
+          SIGKILL); /* ctest kills this program alone when the test's time is up */
     execvp(argv[2], argv + 2);
     perror(argv[2]);
     _exit(127);
