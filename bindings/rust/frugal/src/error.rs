@@ -89,7 +89,7 @@ kinds! {
 /// let engine = Engine::open()?;
 /// let error = engine.find_table("users").unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::NotFound);
-/// assert_eq!(error.to_string(), "FRUGAL_ERR_NOT_FOUND: no table is named 'users'");
+/// assert_eq!(error.to_string(), "FRUGAL_ERR_NOT_FOUND: no table is named 'users': create it first");
 /// # Ok(()) }
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]

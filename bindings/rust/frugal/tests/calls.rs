@@ -225,8 +225,8 @@ fn wrong_lengths() {
     invalid("rows has 6", trainer.lookup(op.sum(&[0, 2]), &mut rows[..6]));
     invalid("offsets[0]", trainer.lookup(op.sum(&[1, 2]), &mut rows[..3]));
     invalid("decrease", trainer.lookup(op.sum(&[0, 2, 1, 2]), &mut [0.0; 9]));
-    invalid("last offset", trainer.lookup(op.mean(&[0, 1]), &mut rows[..3]));
-    invalid("last offset", trainer.lookup(op.mean(&[0, u64::MAX]), &mut rows[..3]));
+    invalid("the last of 2 offsets", trainer.lookup(op.mean(&[0, 1]), &mut rows[..3]));
+    invalid("the last of 2 offsets", trainer.lookup(op.mean(&[0, u64::MAX]), &mut rows[..3]));
     invalid("weights has 1", trainer.lookup(op.weighted_sum(&[0, 2], &[1.0]), &mut rows[..3]));
     invalid(
         "weights has 3",
@@ -278,8 +278,8 @@ fn wrong_values() {
     invalid("1..255 bytes", create(TableOptions::new("", 1, 1)));
     invalid("1..255 bytes", create(TableOptions::new("n".repeat(256), 1, 1)));
     invalid("NUL", create(TableOptions::new("a\0b", 1, 1)));
-    invalid("rows must", create(TableOptions::new("t", 0, 1)));
-    invalid("dim must", create(TableOptions::new("t", 1, 0)));
+    invalid("rows is 0", create(TableOptions::new("t", 0, 1)));
+    invalid("dim is 0", create(TableOptions::new("t", 1, 0)));
     invalid("finite", create(TableOptions::new("t", 1, 1).init(Init::Constant(f32::NAN))));
     invalid("for dense tables", create(TableOptions::new("t", 1, 1).lazy(true).hashed()));
     invalid("beta", create(TableOptions::new("t", 1, 1).optimizer(Optimizer::adam(0.1).beta1(1.0))));
