@@ -157,7 +157,7 @@ def main():
   parser.add_argument('--point', help='one point: KIND:once|ever:N')
   parser.add_argument('--most-unhealthy', type=float, default=1.5, help='per cent, judged with --all')
   parser.add_argument('--least', type=int, default=0, help='points that there have to be')
-  parser.add_argument('--watchdog', type=float, default=30, help='seconds')
+  parser.add_argument('--watchdog', type=float, default=120, help='seconds; a job waits for some time-outs of 8 s')
   parser.add_argument('--jobs', type=int, default=len(os.sched_getaffinity(0)))
   parser.add_argument('--explain', action='store_true', help='unhealthy and red points again, with their stacks')
   parser.add_argument('--json', help='file for the outcomes')
