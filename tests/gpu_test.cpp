@@ -1571,7 +1571,11 @@ TEST(GpuFailures, ClosedWithAStepInFlight) {
     frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
     ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16), nullptr, false));
     if (!reset) device.sim->fail_after(4, ErrorKind::kFault, false);
-    ASSERT_OK(frugal_step_end(gpu, 0, 0));
+    const int32_t ended = frugal_step_end(gpu, 0, 0);
+    // An attached rank waits for its device here, and finds out if that takes it as many calls.
+    if (!Attached() || reset || ended != FRUGAL_ERR_DEVICE) {
+      ASSERT_EQ(ended, FRUGAL_OK) << LastMessage();
+    }
     if (reset) device.sim->reset_after(1);
     ASSERT_OK(frugal_trainer_close(gpu));
     for (uint64_t s = 0; s < 3; ++s) {
