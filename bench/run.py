@@ -1,5 +1,8 @@
 """Runs the benchmarks: ./dev bench gather|train|flush|queue|processes [--quick] [--json FILE] [--case TEXT].
 
+With --before FOLDER, a build folder of another revision, only the library is measured, against that
+revision's: three sides take turns, `now`, `before` and `before` a second time (class Before).
+
 Each side of a comparison is a worker process that holds its own tables and answers commands on
 stdin (bench/harness.h). Sides take turns (A B C A B C …), so that a bad minute of the machine
 hits all of them; medians are compared. Only the standard library is used here.
@@ -112,7 +115,9 @@ class Workers:
 
   def get(self, name):
     if name not in self.workers:
-      kind = name.split('-')[0]
+      bare, _, revision = name.partition('@')
+      build = ARGS.before if revision else ARGS.build
+      kind = bare.split('-')[0]
       env = dict(os.environ)
       if kind in ('torch', 'fbgemm'):
         if ARGS.peer_huge_pages:
@@ -121,7 +126,7 @@ class Workers:
       else:
         exe = {'copy': 'bench_loop', 'loop': 'bench_loop', 'stages': 'bench_loop',
                'queue': 'bench_queue', 'processes': 'bench_processes'}
-        command = [executable(exe.get(kind, 'bench_frugal'))]
+        command = [executable(exe.get(kind, 'bench_frugal'), build)]
       self.workers[name] = Worker(name, command, env)
     return self.workers[name]
 
@@ -148,8 +153,15 @@ class Entry:
     return statistics.median(self.samples[metric]) if self.samples.get(metric) else None
 
 
-def executable(name):
-  path = os.path.join(ARGS.build, 'bench', name)
+def executable(name, build=None):
+  path = os.path.join(build or ARGS.build, 'bench', name)
+  if not os.path.exists(path):
+    raise BenchError(f'{path} is not built')
+  return path
+
+
+def controller(build):
+  path = os.path.join(build, 'tools', 'controller', 'frugal-controller')
   if not os.path.exists(path):
     raise BenchError(f'{path} is not built')
   return path
@@ -213,8 +225,68 @@ class Report:
         f.write('\n')
 
 
+class Before:
+  """Compares the library with the one of --before, case by case.
+
+  The other revision runs twice in each turn. What it shows against itself is what the run can
+  resolve: a case is slower only if it is below 0.98 and below that.
+  """
+
+  # Sides that are not the library's.
+  OTHERS = {'loop', 'stages', 'torch', 'fbgemm'}
+
+  def __init__(self):
+    self.rows = []
+
+  def trio(self, entry):
+    """The entry, and the two of the other revision."""
+    params = ' '.join(f'controller={controller(ARGS.before)}' if p.startswith('controller=') else p
+                      for p in entry.params.split())
+    return [entry] + [Entry(entry.case, entry.side + side, entry.worker + side, params)
+                      for side in ('@before', '@again')]
+
+  def judge(self, entry, before, again):
+    for metric in ('throughput', 'stall'):
+      if metric not in entry.samples:
+        continue
+      if metric == 'stall' and min(before.samples[metric]) < 50:
+        continue  # of less than 50 us the clock decides
+
+      def ratio(side):
+        pairs_ = zip(side.samples[metric], before.samples[metric])
+        return statistics.median(x / y if metric == 'throughput' else y / max(x, 1.0) for x, y in pairs_)
+
+      now, itself = ratio(entry), ratio(again)
+      slower = now < 0.98 and now < min(itself, 1 / itself)
+      name = ' '.join(filter(None, (entry.case, entry.side, entry.label, metric)))
+      self.rows.append((name, now, itself, slower))
+      say(f'  {name}: now / before {now:.3f}, before / itself {itself:.3f}'
+          f'{"  SLOWER" if slower else ""}')
+
+  def finish(self):
+    slower = [row for row in self.rows if row[3]]
+    say(f'{len(self.rows)} cases compared with {ARGS.before}: {len(slower)} slower; median '
+        f'{statistics.median(row[1] for row in self.rows):.3f}, lowest '
+        f'{min(row[1] for row in self.rows):.3f}')
+    for name, now, itself, _ in slower:
+      say(f'  SLOWER {name}: {now:.3f} (before / itself {itself:.3f})')
+
+
 def alternate(workers, entries, reps, seconds):
   """Runs the entries in turn, `reps` times each."""
+  if not ARGS.before:
+    return take_turns(workers, entries, reps, seconds)
+  for e in entries:
+    trio = COMPARED.trio(e)
+    # Where a process's memory lies makes a difference that lasts as long as it: fresh ones each round.
+    for shift in range(ARGS.rounds):
+      take_turns(workers, trio[shift % 3:] + trio[:shift % 3], ARGS.reps or reps, seconds)
+      if ARGS.rounds > 1:
+        workers.close()
+    COMPARED.judge(*trio)
+
+
+def take_turns(workers, entries, reps, seconds):
   workers.free_but({e.worker for e in entries})
   fresh = {}
   for e in entries:  # the first of each worker, side by side: nothing is timed yet
@@ -225,8 +297,9 @@ def alternate(workers, entries, reps, seconds):
       fresh[e.worker] = worker
   for worker in fresh.values():
     worker.receive()
-  for _ in range(reps):
-    for e in entries:
+  for rep in range(reps):
+    for i in range(len(entries)):
+      e = entries[(rep + i) % len(entries)] if ARGS.before else entries[i]
       worker = workers.get(e.worker)
       if worker.prepared != e.params:
         worker.ask('prepare ' + e.params)
@@ -646,9 +719,6 @@ def bench_processes(workers, report):
   machine(workers, 'shared memory on both sides')
   reps, seconds = (3 if ARGS.brief else 7, 0.3) if ARGS.quick else (30, 0.4)
   rows, dim = 10_000_000, 32
-  controller = os.path.join(ARGS.build, 'tools', 'controller', 'frugal-controller')
-  if not os.path.exists(controller):
-    raise BenchError(f'{controller} is not built')
   sides = [side for side in ('frugal', 'threads') if side not in ARGS.without]
   names = {side: f'processes-{side}' for side in sides}
   checked = set()
@@ -663,7 +733,7 @@ def bench_processes(workers, report):
           if not wanted(case):
             continue
           base = {'opt': opt, 'dim': dim, 'ranks': ranks, 'window': WINDOW,
-                  'flush_threads': flush_threads, 'controller': controller}
+                  'flush_threads': flush_threads, 'controller': controller(ARGS.build)}
           if (opt, ranks, flush_threads) not in checked:
             same_processes(workers, names, base)
             checked.add((opt, ranks, flush_threads))
@@ -688,7 +758,7 @@ def bench_processes(workers, report):
             report.add(e)
   case = pairs(idle='yes', dim=dim, batch=65536, keys='dense', ranks=2)
   if 'frugal' in sides and wanted(case):
-    params = pairs(opt='rowwise_adagrad', dim=dim, ranks=2, window=WINDOW, controller=controller,
+    params = pairs(opt='rowwise_adagrad', dim=dim, ranks=2, window=WINDOW, controller=controller(ARGS.build),
                    rows=rows, batch=65536, keys_file=batch_file('uniform', rows, 65536))
     workers.free_but({names['frugal']})
     worker = workers.get(names['frugal'])
@@ -735,10 +805,18 @@ def main():
   parser.add_argument('--build', default=os.path.join(ROOT, 'build', 'release'))
   parser.add_argument('--python', default=sys.executable,
                       help='the interpreter that has torch and FBGEMM')
+  parser.add_argument('--before', metavar='FOLDER',
+                      help='compare the library with that of another build folder, and nothing else')
+  parser.add_argument('--reps', type=int, help='turns of each case')
+  parser.add_argument('--rounds', type=int, default=1, metavar='N',
+                      help='with --before: the turns of a case N times, each with new processes')
   args = parser.parse_args()
   # All five within the minute that each has alone.
   args.brief = args.quick and args.bench == 'all'
   args.without = set(filter(None, args.without.split(',')))
+  if args.before:
+    args.before = os.path.abspath(args.before)
+    args.without |= Before.OTHERS
   args.data = os.path.join(args.build, 'bench-data')
   os.makedirs(args.data, exist_ok=True)
   if args.json:
@@ -764,8 +842,11 @@ def run():
 
 if __name__ == '__main__':
   ARGS = main()
+  COMPARED = Before()
   try:
     run()
+    if ARGS.before:
+      COMPARED.finish()
   except BenchError as error:
     sys.exit(f'dev bench: {error}')
   except KeyboardInterrupt:
