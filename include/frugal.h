@@ -645,11 +645,13 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
 
 /* Ends the step on this rank. The step commits when the last rank has ended it. Never waits for
  * another rank. On a GPU it waits for the stream if gradients were pushed to a table with
- * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does. Returns: FRUGAL_OK,
+ * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does.
+ * A commit that lacks memory fails no step_end: a flush thread, or a call that waits, makes it later.
+ * Returns: FRUGAL_OK (the rank has ended the step),
  * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
- * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (call again; what was pushed
- * is not lost, and where it was the commit that lacked memory, calls that wait make it, too), TIMEOUT (of the wait for the stream, after the engine's
- * timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
+ * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (the rank is still inside
+ * the step, and what was pushed is not lost: call again), TIMEOUT (of the wait for the stream, after the
+ * engine's timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
 /* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows

@@ -304,16 +304,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     FpEnvironment fp;
     {
-      std::unique_lock<std::mutex> lock(mu_);
-      if (!t.in_step && t.end_again == step && t.next_step == step + 1) {
-        // What it has handed over is there, and others may have made the commit.
-        lock.unlock();
-        call.unlock();
-        FRUGAL_TRY(commit_owed());
-        lock.lock();
-        if (t.end_again == step) t.end_again = kNoStep;
-        return FRUGAL_OK;
-      }
+      std::lock_guard<std::mutex> lock(mu_);
       if (!t.in_step) return not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
@@ -386,12 +377,9 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     if (!taken) return aborted(t);
   }
   if (flying_.load()) wake_workers();  // one of them looks when it has landed
+  // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has memory, makes it.
   const Status s = commit_ready();
-  if (s == FRUGAL_ERR_OUT_OF_MEMORY) {
-    std::lock_guard<std::mutex> lock(mu_);
-    t.end_again = step;
-  }
-  return s;
+  return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
 }
 
 // --- Commit --------------------------------------------------------------------------------------
