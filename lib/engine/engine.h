@@ -371,6 +371,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   explicit Engine(const frugal_config& config);
   ~Engine();
   Status start();
+  void close_ranks();
   void shutdown();
 
   // --- tables.cpp

@@ -36,7 +36,9 @@ Status Engine::aborted(Trainer& t) {
     next = to_commit();
   }
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
-  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+  const uint32_t lost = t.lost_peer.load();
+  if (t.closing.load() && lost != t.rank) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
                 "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin step %llu again, which "
                 "waits until somebody has joined as that rank",

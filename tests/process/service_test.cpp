@@ -2334,6 +2334,65 @@ TEST_F(Service, CloseBesideRanks) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
+// The same of the process that serves the engine.
+TEST_F(Service, CloseOfTheEngineBesideItsRank) {
+  for (int round = 0; round < 20; ++round) {
+    const pid_t parent = getpid(), other = fork();
+    if (other == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+      frugal_engine* e = nullptr;
+      frugal_trainer* t = nullptr;
+      if (Open(address(), &e) != FRUGAL_OK || Join(e, 1, &t) != FRUGAL_OK) _exit(2);
+      int status = FRUGAL_OK;
+      for (uint64_t s = 0; status == FRUGAL_OK; ++s) {
+        status = frugal_step_begin(t, s, -1);
+        if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
+      }
+      _exit(status == FRUGAL_ERR_PEER_LOST ? 0 : 3);
+    }
+    frugal_config c = Config("");
+    c.backing = FRUGAL_BACKING_SHM;
+    frugal_engine* e = nullptr;
+    frugal_table* table = nullptr;
+    frugal_trainer* t = nullptr;
+    const frugal_table_config tc = TableConfig("t");
+    OK(frugal_open(&c, &e));
+    OK(frugal_table_create(e, &tc, &table));
+    OK(Join(e, 0, &t));
+    OK(frugal_serve(e, address().c_str()));
+    std::atomic<uint64_t> ended{0};
+    int status = FRUGAL_OK;
+    std::string why;
+    std::thread rank([&] {
+      const uint64_t key = 1;
+      float row[8], grads[8] = {};
+      frugal_op op = FRUGAL_OP_INIT;
+      op.table = table;
+      op.keys = &key;
+      op.count = 1;
+      op.rows_out = row;
+      op.grads = grads;
+      for (uint64_t s = 0; status == FRUGAL_OK; ++s) {
+        status = frugal_step_begin(t, s, -1);
+        if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
+        if (status == FRUGAL_OK) status = frugal_push_grad(t, &op, 1);
+        if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
+        ended.store(status == FRUGAL_OK ? s + 1 : UINT64_MAX);
+        ended.notify_one();
+      }
+      why = Error();
+    });
+    for (uint64_t n; (n = ended.load()) < 3 + static_cast<uint64_t>(round % 7);) ended.wait(n);
+    EXPECT_EQ(FRUGAL_OK, frugal_close(e)) << Error();
+    rank.join();
+    EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE) << round << ": " << why;
+    int others = 0;
+    ASSERT_EQ(other, waitpid(other, &others, 0));
+    EXPECT_TRUE(WIFEXITED(others) && WEXITSTATUS(others) == 0) << round << ": " << others;
+  }
+}
+
 // A call that has failed because the controller did not answer in time may have been done all the same: the same call
 // again is right, and does what the first was to do.
 TEST_F(Service, CallsAreMadeAgain) {
