@@ -498,7 +498,8 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
 
 /* Joins as a rank. Nobody's step commits until every rank has joined once. A rank that left may
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
- * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, DEVICE (no driver, no such GPU),
+ * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken, or another thread of this process is joining as
+ * it), BUSY, DEVICE (no driver, no such GPU),
  * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT, UNSUPPORTED (FRUGAL_TRAINER_REPLACE
  * without a service; with one a GPU that cannot pin memory mapped to be read).
  * Ownership: the caller closes *trainer_out. Threads: any.

@@ -129,6 +129,7 @@ Status Client::attach(const frugal_config& config) {
   config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
   unsure_ = Vector<std::atomic<bool>>(reply.config.world_size);
+  joins_ = Vector<std::atomic<bool>>(reply.config.world_size);
   // Where ranks share the processors out among themselves, more threads would only be in each other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
@@ -561,6 +562,13 @@ Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64
 
 Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
   FRUGAL_TRY(check());
+  // What another thread has just joined as would seem to be left from a call that has failed.
+  if (joins_[config.rank].exchange(true))
+    return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u", config.rank);
+  struct Joins {
+    std::atomic<bool>& now;
+    ~Joins() { now.store(false); }
+  } joins_now{joins_[config.rank]};
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
   t->engine = shared_from_this();
   t->rank = config.rank;

@@ -338,6 +338,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Vector<std::weak_ptr<RemoteTrainer>> trainers_;
   Vector<std::weak_ptr<RemoteTable>> tables_;
   Vector<std::atomic<bool>> unsure_;  // of each rank: a call to join has failed, and may have done it
+  Vector<std::atomic<bool>> joins_;   // of each rank: a thread is about to join as it
 };
 
 }  // namespace frugal

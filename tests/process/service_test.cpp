@@ -2461,6 +2461,54 @@ TEST_F(Service, CallsAreMadeAgain) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
+// Of threads of a process that join as the same rank at once one has it, also where a call before may have had it.
+TEST_F(Service, JoinsBesideEachOther) {
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  while (Open(address(), &e, 100, 1) == FRUGAL_ERR_TIMEOUT) {
+  }
+  ASSERT_NE(e, nullptr);
+  OK(Open(address(), &other, 20000, 1));
+  for (int round = 0; round < 60; ++round) {
+    SCOPED_TRACE(testing::Message() << "round " << round);
+    if (round % 2) {
+      frugal_trainer* nobody = nullptr;
+      controller.stop();
+      EXPECT_EQ(FRUGAL_ERR_TIMEOUT, Join(e, 0, &nobody));
+      kill(controller.pid(), SIGCONT);
+    }
+    frugal_trainer* trainers[4] = {};
+    int status[4];
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&, i] {
+        while ((status[i] = Join(e, 0, &trainers[i])) == FRUGAL_ERR_TIMEOUT) {
+        }
+      });
+    for (std::thread& t : threads) t.join();
+    int joined = 0;
+    for (int i = 0; i < 4; ++i) {
+      if (status[i] == FRUGAL_ERR_EXISTS) continue;
+      ASSERT_EQ(FRUGAL_OK, status[i]) << frugal_status_name(status[i]);
+      ++joined;
+      uint64_t step = 0;
+      OK(frugal_committed_step(other, &step));
+      step = step == FRUGAL_NO_STEP ? 0 : step + 1;
+      OK(frugal_step_begin(trainers[i], step, 20000));
+      OK(frugal_step_end(trainers[i], step, 0));
+      int left;
+      while ((left = frugal_trainer_close(trainers[i])) == FRUGAL_ERR_TIMEOUT) {
+      }
+      OK(left);
+    }
+    EXPECT_EQ(1, joined);
+    if (HasFailure()) return;
+  }
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
 // A join that its process does not wait for any more holds nothing, whenever it is done.
 TEST_F(Service, JoinsThatNobodyWaitsFor) {
   ControllerProgram controller(address());
