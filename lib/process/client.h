@@ -112,6 +112,7 @@ struct RemoteTrainer : HeapObject {
   Vector<Handover> sent;       // whose memory the places name
   bool failed = false;         // its GPU has, and the controller knows
   bool left_gpu = false;       // while it is closed
+  bool let_go = false;         // it has lost its rank, and the controller holds nothing of it any more
   // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants done to them.
   struct Lines {
     RemoteTableRef table;
@@ -258,6 +259,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
   Status lose_rank(uint32_t rank, uint64_t joined) noexcept;
+  bool let_go_of_lost();
   Status give_up_join(uint32_t rank, Status why);
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);

@@ -919,6 +919,31 @@ TEST_F(Service, ReplacedTrainersAreClosed) {
   OK(frugal_close(e));
 }
 
+// However many a process has that it does not close: they keep nobody out, and their end is not that of the last.
+TEST_F(Service, ReplacedTrainersAreLeftOpen) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 20000, 1));
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  std::vector<frugal_trainer*> all(50);
+  uint64_t step = 0;
+  for (frugal_trainer*& t : all) {
+    OK(frugal_trainer_create(e, &config, &t));
+    config.flags = FRUGAL_TRAINER_REPLACE;
+    OK(frugal_step_begin(t, step, 20000));
+    OK(frugal_step_end(t, step, 0));
+    ++step;
+    OK(frugal_step_begin(t, step, 20000));
+  }
+  for (size_t i = 0; i + 1 < all.size(); ++i) {
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_end(all[i], i + 1, 0)) << i;
+    OK(frugal_trainer_close(all[i]));
+  }
+  OK(frugal_step_end(all.back(), step, 0));
+  OK(frugal_close(e));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
 // Who replaces a trainer does not stand in the way of who closes it at the same time, nor the other way round.
 TEST_F(Service, ReplacedWhileClosed) {
   ControllerProgram controller(address());
