@@ -194,6 +194,13 @@ frugal_error failure(Call call, std::string* message) {
   return e;
 }
 
+int connect_to(int fd, const char* address) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::snprintf(name.sun_path, sizeof name.sun_path, "%s", address);
+  return connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
+}
+
 class Control : public testing::Test {
  protected:
   void SetUp() override {
@@ -230,12 +237,7 @@ class Control : public testing::Test {
     EXPECT_EQ(connect_raw(fd), 0);
     return fd;
   }
-  int connect_raw(int fd) {
-    sockaddr_un name{};
-    name.sun_family = AF_UNIX;
-    std::memcpy(name.sun_path, address.c_str(), address.size());
-    return connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
-  }
+  int connect_raw(int fd) const { return connect_to(fd, address.c_str()); }
   // This program as another process; it writes a line when it is ready.
   pid_t other(const char* what, std::string* line) {
     int ends[2];
@@ -927,6 +929,21 @@ TEST_F(Control, SilentConnectionsKeepNobodyOut) {
   for (int fd : fds) close(fd);
 }
 
+// Nor do those of another process push out one that was there before.
+TEST_F(Control, SilentConnectionsPushOutTheirOwn) {
+  serve();
+  const int fd = raw();
+  std::string line;
+  const pid_t silent = other("be-silent", &line);
+  const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+  send_all(fd, attach.data(), attach.size());
+  char byte;
+  EXPECT_EQ(recv(fd, &byte, 1, 0), 1);
+  EXPECT_EQ(connected()->ping(kMs), FRUGAL_OK);
+  end(silent);
+  close(fd);
+}
+
 TEST_F(Control, TheFirstRequestAttaches) {
   both();
   const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
@@ -1146,6 +1163,12 @@ int as_other(const std::string& what, const char* address) {
     fake.hold(true);
     Server server;
     if (ControlServer::start(address, &fake, &server) != FRUGAL_OK) return 1;
+    if (write(1, "\n", 1) != 1) return 1;
+    for (;;) pause();
+  }
+  if (what == "be-silent") {
+    for (int i = 0; i < 400; ++i)
+      if (connect_to(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), address) != 0) return 1;
     if (write(1, "\n", 1) != 1) return 1;
     for (;;) pause();
   }
