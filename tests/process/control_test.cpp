@@ -30,6 +30,7 @@
 #include <thread>
 
 #include "control.capnp.h"
+#include "descriptors.h"
 #include "proc.h"
 
 // Each attempt of this program to connect, the library's, too, is counted.
@@ -821,19 +822,7 @@ TEST_F(Control, DescriptorsThatAPeerSendsEndItsConnection) {
   for (int i = 0; i < 10; ++i) {
     int fd = raw();
     const uint32_t header[] = {0, 100};
-    iovec piece{const_cast<uint32_t*>(header), sizeof header};
-    alignas(cmsghdr) char room[CMSG_SPACE(sizeof(int))] = {};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = room;
-    message.msg_controllen = sizeof room;
-    cmsghdr* c = CMSG_FIRSTHDR(&message);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
-    ASSERT_EQ(sendmsg(fd, &message, 0), 8);
+    ASSERT_EQ(send_descriptors(fd, header, sizeof header, &fd, 1), 8);
     EXPECT_TRUE(ends(fd));  // though this side is open, and the message not whole
     fds.push_back(fd);
   }

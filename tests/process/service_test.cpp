@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <functional>
 #include <map>
 #include <random>
@@ -65,6 +66,35 @@ int Join(frugal_engine* e, uint32_t rank, frugal_trainer** t, uint32_t flags = 0
   c.rank = rank;
   c.flags = flags;
   return frugal_trainer_create(e, &c, t);
+}
+
+// A gradient of ones for a row of 8.
+int PushOnes(frugal_trainer* t, frugal_table* table, uint64_t key) {
+  const std::vector<float> grads(8, 1);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = &key;
+  op.count = 1;
+  op.grads = grads.data();
+  return frugal_push_grad(t, &op, 1);
+}
+// Steps until a call fails, whose status it answers; `ended` is called after each.
+int Train(frugal_trainer* t, frugal_table* table, uint64_t step, const std::function<void()>& ended) {
+  const uint64_t key = 1;
+  float row[8];
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = &key;
+  op.count = 1;
+  op.rows_out = row;
+  for (;; ++step) {
+    int status = frugal_step_begin(t, step, -1);
+    if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
+    if (status == FRUGAL_OK) status = PushOnes(t, table, key);
+    if (status == FRUGAL_OK) status = frugal_step_end(t, step, 0);
+    ended();
+    if (status != FRUGAL_OK) return status;
+  }
 }
 
 // The test's own process attaches, too; others are forked before it does.
@@ -1385,14 +1415,7 @@ struct Job {
     OK(Join(a, 0, &t0));
   }
   void Push(frugal_trainer* t, frugal_table* table) const {
-    const uint64_t key = step % 4;
-    const std::vector<float> grads(8, 1);
-    frugal_op op = FRUGAL_OP_INIT;
-    op.table = table;
-    op.keys = &key;
-    op.count = 1;
-    op.grads = grads.data();
-    OK(frugal_push_grad(t, &op, 1));
+    OK(PushOnes(t, table, step % 4));
   }
   void Step() {
     int status;
@@ -2333,22 +2356,7 @@ TEST_F(Service, CloseBesideRanks) {
     first = first == FRUGAL_NO_STEP ? 0 : first + 1;
     for (int r = 0; r < 2; ++r)
       ranks[r] = std::thread([&, t = trainers[r]] {
-        const uint64_t key = 1;
-        float row[8], grads[8] = {};
-        frugal_op op = FRUGAL_OP_INIT;
-        op.table = table;
-        op.keys = &key;
-        op.count = 1;
-        op.rows_out = row;
-        op.grads = grads;
-        int status = FRUGAL_OK;
-        for (uint64_t s = first; status == FRUGAL_OK; ++s) {
-          status = frugal_step_begin(t, s, -1);
-          if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
-          if (status == FRUGAL_OK) status = frugal_push_grad(t, &op, 1);
-          if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
-          ++going;
-        }
+        const int status = Train(t, table, first, [&] { ++going; });
         if (status != FRUGAL_ERR_CLOSED && status != FRUGAL_ERR_BAD_HANDLE) wrong.store(status);
       });
     while (going.load() < 4 + round % 7) std::this_thread::yield();
@@ -2386,29 +2394,15 @@ TEST_F(Service, CloseOfTheEngineBesideItsRank) {
     OK(frugal_table_create(e, &tc, &table));
     OK(Join(e, 0, &t));
     OK(frugal_serve(e, address().c_str()));
-    std::atomic<uint64_t> ended{0};
+    std::atomic<int> going{0};
     int status = FRUGAL_OK;
     std::string why;
     std::thread rank([&] {
-      const uint64_t key = 1;
-      float row[8], grads[8] = {};
-      frugal_op op = FRUGAL_OP_INIT;
-      op.table = table;
-      op.keys = &key;
-      op.count = 1;
-      op.rows_out = row;
-      op.grads = grads;
-      for (uint64_t s = 0; status == FRUGAL_OK; ++s) {
-        status = frugal_step_begin(t, s, -1);
-        if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
-        if (status == FRUGAL_OK) status = frugal_push_grad(t, &op, 1);
-        if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
-        ended.store(status == FRUGAL_OK ? s + 1 : UINT64_MAX);
-        ended.notify_one();
-      }
+      status = Train(t, table, 0, [&] { ++going; });
       why = Error();
+      going.store(INT_MAX);
     });
-    for (uint64_t n; (n = ended.load()) < 3 + static_cast<uint64_t>(round % 7);) ended.wait(n);
+    while (going.load() < 3 + round % 7) std::this_thread::yield();
     EXPECT_EQ(FRUGAL_OK, frugal_close(e)) << Error();
     rank.join();
     EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE) << round << ": " << why;
@@ -2455,14 +2449,7 @@ TEST_F(Service, CallsAreMadeAgain) {
       OK(frugal_committed_step(other, &step));
       step = step == FRUGAL_NO_STEP ? 0 : step + 1;
       OK(again([&] { return frugal_step_begin(t, step, 300); }));
-      const uint64_t key = 3;
-      const std::vector<float> grads(8, 1);
-      frugal_op op = FRUGAL_OP_INIT;
-      op.table = table;
-      op.keys = &key;
-      op.count = 1;
-      op.grads = grads.data();
-      OK(frugal_push_grad(t, &op, 1));
+      OK(PushOnes(t, table, 3));
       OK(frugal_step_end(t, step, 0));
       OK(failing([&] { return abandons ? frugal_trainer_abandon(t) : frugal_trainer_close(t); }));
       EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_trainer_close(t));
