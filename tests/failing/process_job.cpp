@@ -77,6 +77,9 @@ void again(const char* call, const std::function<int32_t()>& make,
     if (status == FRUGAL_ERR_STEP_ABORTED) throw Undone{};
     told(why);
     look_after_other();
+    // A controller that can accept nobody cannot say so. To wait in vain for a whole time-out once
+    // is enough.
+    if (!g_peer && why.find("has not answered") != std::string::npos) failing::over();
     if (status == FRUGAL_ERR_PEER_LOST) throw Lost{};
     if (status == FRUGAL_ERR_UNHEALTHY && g_peer) end(3, "unhealthy " + why);
     // (To ask an engine in another process for its health may fail like any other call.)
