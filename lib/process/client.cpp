@@ -611,10 +611,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   auto set_up = [&]() -> Status {
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
-    if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
+    if (reply.numbers.size() != 1 || (reply.numbers[0] & kJoinPlace) > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];
-    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + t->joined);
+    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + (t->joined & kJoinPlace));
     FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
     t->patience.emplace(config_.world_size, t->channel.get());
     t->channel->staging_arena(&t->staging);

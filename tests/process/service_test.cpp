@@ -2521,6 +2521,39 @@ TEST_F(Service, JoinsBesideEachOther) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
+// A trainer's end that is asked for again is not that of who has joined as its rank meanwhile.
+TEST_F(Service, ClosedAgainAfterAJoin) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  while (Open(address(), &e, 300, 1) == FRUGAL_ERR_TIMEOUT) {
+  }
+  ASSERT_NE(e, nullptr);
+  uint64_t step = 0;
+  for (int round = 0; round < 5; ++round) {
+    auto again = [](const std::function<int()>& call) {
+      int status;
+      while ((status = call()) == FRUGAL_ERR_TIMEOUT) {
+      }
+      return status;
+    };
+    frugal_trainer *before = nullptr, *now = nullptr;
+    OK(again([&] { return Join(e, 0, &before); }));
+    controller.stop();
+    EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_trainer_close(before)) << Error();
+    kill(controller.pid(), SIGCONT);
+    int status;
+    while ((status = again([&] { return Join(e, 0, &now); })) == FRUGAL_ERR_EXISTS) usleep(1000);
+    OK(status);
+    OK(again([&] { return frugal_trainer_close(before); }));
+    OK(frugal_step_begin(now, step, 20000));
+    OK(frugal_step_end(now, step, 0));
+    ++step;
+    OK(again([&] { return frugal_trainer_close(now); }));
+  }
+  OK(frugal_close(e));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
 // A join that its process does not wait for any more holds nothing, whenever it is done.
 TEST_F(Service, JoinsThatNobodyWaitsFor) {
   ControllerProgram controller(address());
