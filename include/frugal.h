@@ -201,7 +201,8 @@ typedef struct frugal_config {
                                  does not keep up. One step's updates may exceed it. 0 writes
                                  through; default 1 GiB */
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory that the engine
-                                 keeps for later counts, too, and gives way to tables */
+                                 keeps for later counts, too, and gives way to tables. (Shared memory that has
+                                 given way stays for buffers, uncounted.) */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
   uint32_t flags;             /* 0 or FRUGAL_OBSERVE */
@@ -498,7 +499,8 @@ FRUGAL_API void frugal_trainer_config_init(frugal_trainer_config *config);
 
 /* Joins as a rank. Nobody's step commits until every rank has joined once. A rank that left may
  * join again when no rank is inside a step and all have ended the same one. Returns: FRUGAL_OK,
- * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken), BUSY, DEVICE (no driver, no such GPU),
+ * INVALID_ARGUMENT, STRUCT_SIZE, EXISTS (the rank is taken, or another thread of this process is joining as
+ * it), BUSY, DEVICE (no driver, no such GPU),
  * OUT_OF_MEMORY (of memory that can be pinned, too), TIMEOUT, UNSUPPORTED (FRUGAL_TRAINER_REPLACE
  * without a service; with one a GPU that cannot pin memory mapped to be read).
  * Ownership: the caller closes *trainer_out. Threads: any.
@@ -645,11 +647,13 @@ FRUGAL_API int32_t frugal_borrow(frugal_trainer *trainer, size_t bytes, void **m
 
 /* Ends the step on this rank. The step commits when the last rank has ended it. Never waits for
  * another rank. On a GPU it waits for the stream if gradients were pushed to a table with
- * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does. Returns: FRUGAL_OK,
+ * FRUGAL_NAN_REJECT, or several times to one table, or with a service; else step_begin does.
+ * A commit that lacks memory fails no step_end: a flush thread, or a call that waits, makes it later.
+ * Returns: FRUGAL_OK (the rank has ended the step),
  * NOT_IN_STEP, STEP_ORDER (it is another step's turn), NAN (found on a GPU: the step is undone on
- * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (call again; what was pushed
- * is not lost, and where it was the commit that lacked memory, calls that wait make it, too), TIMEOUT (of the wait for the stream, after the engine's
- * timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
+ * all ranks), DEVICE (the GPU failed: the same), STEP_ABORTED, OUT_OF_MEMORY (the rank is still inside
+ * the step, and what was pushed is not lost: call again), TIMEOUT (of the wait for the stream, after the
+ * engine's timeout_ms: call again), INVALID_ARGUMENT. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_step_end(frugal_trainer *trainer, uint64_t step, uint32_t flags);
 
 /* Undoes every uncommitted step on all ranks: the tables stand at the last committed step, rows

@@ -142,6 +142,27 @@ TEST(Buffers, WhatIsLeftStays) {
   EXPECT_EQ(there[8 * kMiB - 1], 7);
 }
 
+// Nor is looked again whether the machine has as much to spare.
+TEST(Arenas, WhatHasMemoryWantsNoMore) {
+  Arena arena;
+  ASSERT_EQ(arena.open(128 * kMiB), FRUGAL_OK);
+  char *a = nullptr, *b = nullptr, *c = nullptr;
+  ASSERT_EQ(arena.take(16 * kMiB, &a), FRUGAL_OK);
+  ASSERT_EQ(arena.take(16 * kMiB, &b), FRUGAL_OK);
+  arena.put_back(a, 16 * kMiB);
+  os_test_fail_after(-1);  // no more can be had
+  EXPECT_EQ(arena.take(10 * kMiB, &a), FRUGAL_OK);
+  EXPECT_EQ(arena.take(6 * kMiB, &c), FRUGAL_OK);
+  arena.put_back(b, 16 * kMiB);  // the last one
+  EXPECT_EQ(arena.take(16 * kMiB, &b), FRUGAL_OK);
+  std::memset(b, 1, 16 * kMiB);
+  arena.put_back(b, 16 * kMiB);
+  EXPECT_EQ(arena.take(18 * kMiB, &b), FRUGAL_ERR_OUT_OF_MEMORY);
+  os_test_fail_after(0);
+  EXPECT_EQ(arena.take(18 * kMiB, &b), FRUGAL_OK);
+  std::memset(b, 1, 18 * kMiB);
+}
+
 TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(testing::Message() << "seed " << seed);

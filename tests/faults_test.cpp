@@ -69,6 +69,33 @@ struct Engine {
   frugal_engine* handle = nullptr;
 };
 
+// An engine that is served. Who attaches is in this process, too: the memory that fails may be either side's.
+struct Served {
+  explicit Served(const std::function<void(frugal_config*)>& change) {
+    char name[] = "/tmp/frugal-test-XXXXXX";
+    EXPECT_NE(mkdtemp(name), nullptr);
+    folder = name;
+    address = folder + "/service";
+    engine = std::make_unique<Engine>([&](frugal_config* c) {
+      change(c);
+      c->backing = FRUGAL_BACKING_SHM;
+    });
+    EXPECT_OK(frugal_serve(engine->handle, address.c_str()));
+  }
+  ~Served() {
+    engine.reset();
+    rmdir(folder.c_str());
+  }
+  std::string folder, address;
+  std::unique_ptr<Engine> engine;
+};
+
+// Whether this build has trainer processes.
+bool CanServe() {
+  Engine engine([](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
+  return frugal_serve(engine.handle, "/no/such/folder/service") != FRUGAL_ERR_UNSUPPORTED;
+}
+
 struct Op {
   Op(frugal_table* table, std::vector<uint64_t> keys_in, size_t dim, float salt)
       : keys(std::move(keys_in)), rows(keys.size() * dim), grads(keys.size() * dim) {
@@ -128,33 +155,19 @@ int Plain(const std::function<int32_t()>& call) {
 }
 
 // Two ranks; rank 0 pushes once to one table and several times to another; rank 1 ends the step. `attached`: all calls
-// are made through a controller, which is in this process, too: the memory that fails may be either side's.
+// are made through a controller.
 std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures, bool attached = false) {
   const uint32_t dim = 32;
   const uint64_t n = 20'000;  // sums of more than 2 MiB, which are mapped
-  std::string address;
-  struct Gone {
-    const std::string& address;
-    ~Gone() {
-      if (!address.empty()) rmdir(address.substr(0, address.rfind('/')).c_str());
-    }
-  } gone{address};
-  std::unique_ptr<Engine> controller;
-  if (attached) {
-    char folder[] = "/tmp/frugal-test-XXXXXX";
-    EXPECT_NE(mkdtemp(folder), nullptr);
-    address = std::string(folder) + "/service";
-    controller = std::make_unique<Engine>([&](frugal_config* c) {
-      c->world_size = 2;
-      c->flush_threads = threads;
-      c->backing = FRUGAL_BACKING_SHM;
-    });
-    EXPECT_OK(frugal_serve(controller->handle, address.c_str()));
-  }
-  Engine engine([&](frugal_config* c) {
+  const auto change = [&](frugal_config* c) {
     c->world_size = 2;
     c->flush_threads = threads;
-    if (attached) c->service = address.c_str();
+  };
+  std::unique_ptr<Served> controller;
+  if (attached) controller = std::make_unique<Served>(change);
+  Engine engine([&](frugal_config* c) {
+    change(c);
+    if (attached) c->service = controller->address.c_str();
   });
   frugal_table* tables[3];
   for (int t = 0; t < 3; ++t)
@@ -213,11 +226,7 @@ TEST(Memory, PushesAndStepEndCanBeRepeated) {
 }
 
 TEST(Memory, ThroughAController) {
-  {
-    Engine engine([](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
-    if (frugal_serve(engine.handle, "/no/such/folder/service") == FRUGAL_ERR_UNSUPPORTED)
-      GTEST_SKIP() << "a build without trainer processes";
-  }
+  if (!CanServe()) GTEST_SKIP() << "a build without trainer processes";
   int failures = 0;
   const std::vector<float> expected = SeveralPushes(0, nullptr, &failures);
   for (Arm arm : {frugal::heap_test_fail_after, frugal::os_test_fail_after}) {
@@ -227,6 +236,128 @@ TEST(Memory, ThroughAController) {
     EXPECT_GE(failures, 3) << "no request for memory";
     if (HasFailure()) return;
   }
+}
+
+// Steps whose end meets a failure each, later and later, or `steps` undisturbed ones.
+std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t* steps) {
+  const uint32_t dim = 8;
+  const uint64_t n = 3000;
+  const auto change = [&](frugal_config* c) {
+    c->flush_threads = 0;
+    c->flush_mode = mode;
+  };
+  std::unique_ptr<Served> controller;
+  if (attached) controller = std::make_unique<Served>(change);
+  Engine engine([&](frugal_config* c) {
+    change(c);
+    if (attached) c->service = controller->address.c_str();
+  });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, n, dim);
+  frugal_trainer* trainer = engine.Trainer(0);
+  Op op(table, Range(0, n), dim, 0.5f);
+  int told = 0, owed = 0, quiet = 0;
+  uint64_t step = 0;
+  for (; failing ? quiet < 3 && step < 300 : step < *steps; ++step) {
+    SCOPED_TRACE("step " + std::to_string(step));
+    EXPECT_OK(frugal_step_begin(trainer, step, kWait));
+    EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
+    frugal::heap_test_fail_after(failing ? static_cast<int64_t>(step) + 1 : 0);
+    const int32_t status = frugal_step_end(trainer, step, 0);
+    const bool fired = frugal::heap_test_fail_after(0) <= 0;
+    quiet = fired ? 0 : quiet + 1;
+    if (status != FRUGAL_OK) {
+      ++told;
+      EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
+      EXPECT_EQ(frugal_step_begin(trainer, step + 1, 0), FRUGAL_ERR_STEP_ORDER) << "it is still inside the step";
+      EXPECT_OK(frugal_step_end(trainer, step, 0));
+    } else {
+      owed += fired;
+    }
+    EXPECT_EQ(frugal_step_end(trainer, step, 0), FRUGAL_ERR_NOT_IN_STEP);
+    uint64_t committed = 0;
+    EXPECT_OK(frugal_committed_step(engine.handle, &committed));
+    EXPECT_EQ(committed, step);
+    if (testing::Test::HasFailure()) break;
+  }
+  if (failing) {
+    std::printf("mode %d%s: %d ends told, %d commits later\n", mode, attached ? ", attached" : "", told, owed);
+    EXPECT_GT(told, 0);
+    EXPECT_GT(owed, 0);
+    *steps = step;
+  }
+  return Rows(table, n, dim);
+}
+
+// Where the end of a step lacks memory the rank is inside the step as before. Where it is the commit that does, the end is
+// none the worse, and the commit comes later. Both sides of a controller tell the same.
+TEST(Memory, AStepEndsOrIsTold) {
+  for (const bool attached : {false, true})
+    for (int32_t mode : {FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED}) {
+      SCOPED_TRACE(testing::Message() << "mode " << mode << ", attached " << attached);
+      if (attached && !CanServe()) continue;
+      uint64_t steps = 0;
+      const std::vector<float> rows = EndSteps(mode, attached, true, &steps);
+      if (HasFailure()) return;
+      EXPECT_TRUE(SameBits(rows, EndSteps(mode, attached, false, &steps)));
+    }
+}
+
+// An abort does not undo a step that all ranks have ended, though the commit has lacked memory: it commits that first, and
+// where even that lacks memory the engine is unhealthy.
+TEST(Memory, AbortBesideAnOwedCommit) {
+  const uint32_t dim = 8;
+  const uint64_t n = 2000;
+  std::vector<float> expected;
+  int committed_first = 0, unhealthy = 0, quiet = 0;
+  for (int64_t request = 0; request < 300 && quiet < 3; ++request)
+    for (const bool lasting : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "request " << request << ", lasting " << lasting);
+      Engine engine([](frugal_config* c) {
+        c->world_size = 2;
+        c->flush_threads = 0;
+        c->flush_mode = FRUGAL_FLUSH_DEFERRED;
+        c->staleness = 1;  // a rank may be a step ahead
+      });
+      frugal_table* table = engine.Table("t", FRUGAL_DENSE, n, dim);
+      frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+      Op op(table, Range(0, n), dim, 0.5f);
+      for (frugal_trainer* t : trainers) {
+        ASSERT_OK(frugal_step_begin(t, 0, kWait));
+        ASSERT_OK(frugal_push_grad(t, &op.op, 1));
+      }
+      ASSERT_OK(frugal_step_end(trainers[0], 0, 0));
+      frugal::heap_test_fail_after(request);
+      const int32_t ended = frugal_step_end(trainers[1], 0, 0);
+      const bool fired = frugal::heap_test_fail_after(0) <= 0 && request > 0;
+      quiet = fired || request == 0 ? 0 : quiet + 1;
+      if (ended != FRUGAL_OK) continue;  // the rank is still inside
+      ASSERT_OK(frugal_step_begin(trainers[0], 1, kWait));
+      if (lasting) frugal::heap_test_fail_after(1);
+      EXPECT_OK(frugal_step_abort(trainers[0]));
+      const bool again = frugal::heap_test_fail_after(0) <= 0 && lasting;
+      const int32_t health = frugal_health(engine.handle);
+      if (health != FRUGAL_OK) {
+        EXPECT_EQ(health, FRUGAL_ERR_OUT_OF_MEMORY);
+        EXPECT_TRUE(fired && again);
+        EXPECT_EQ(frugal_step_begin(trainers[1], 1, kWait), FRUGAL_ERR_UNHEALTHY);
+        ++unhealthy;
+        continue;
+      }
+      committed_first += fired;
+      EXPECT_EQ(frugal_step_begin(trainers[1], 1, kWait), FRUGAL_ERR_STEP_ABORTED);
+      uint64_t committed = 0;
+      EXPECT_OK(frugal_committed_step(engine.handle, &committed));
+      EXPECT_EQ(committed, 0u);
+      const std::vector<float> rows = Rows(table, n, dim);
+      if (request == 0 && !lasting) expected = rows;
+      EXPECT_TRUE(SameBits(rows, expected));
+      for (frugal_trainer* t : trainers) EXPECT_OK(frugal_step_begin(t, 1, kWait));
+      for (frugal_trainer* t : trainers) EXPECT_OK(frugal_step_end(t, 1, 0));
+      if (HasFailure()) return;
+    }
+  std::printf("%d aborts commit first, %d leave the engine unhealthy\n", committed_first, unhealthy);
+  EXPECT_GT(committed_first, 0);
+  EXPECT_GT(unhealthy, 0);
 }
 
 // --- A whole training, with one request for memory failing anywhere ---

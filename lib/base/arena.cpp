@@ -17,7 +17,7 @@ Status Arena::open(size_t bytes) {
 
 void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
   mapping_ = mapping;
-  first_ = used_ = first;
+  first_ = used_ = committed_ = first;
   end_ = first + bytes;
 }
 
@@ -33,7 +33,11 @@ Status Arena::take(size_t bytes, char** out) {
   if (at == used_ && bytes > end_ - used_)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes more than the %zu bytes of shared memory for buffers",
                 bytes - (end_ - used_), end_ - first_);
-  FRUGAL_TRY(os_commit(mapping_, at, bytes));
+  if (at + bytes > committed_) {
+    const size_t from = std::max(at, committed_);
+    FRUGAL_TRY(os_commit(mapping_, from, at + bytes - from));
+    committed_ = at + bytes;
+  }
   if (at == used_)
     used_ += bytes;
   else if ((best->first += bytes) == best->end)

@@ -40,6 +40,7 @@ class Arena {
   Mapping mapping_;
   bool own_ = false;
   size_t first_ = 0, used_ = 0, end_ = 0;
+  size_t committed_ = 0;   // up to here there is memory: what was put back keeps its own
   struct Range {
     size_t first, end;
   };

@@ -290,7 +290,10 @@ int32_t frugal_close(frugal_engine* engine) {
       if (!handle_remove(here ? HandleKind::kEngine : HandleKind::kRemoteEngine, number(engine)))
         return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
       // Before, so that attached processes are told; and again, for who begins to serve it meanwhile.
-      if constexpr (here) stop_serving(*e);
+      if constexpr (here) {
+        e->close_ranks();
+        stop_serving(*e);
+      }
       e->shutdown();
       if constexpr (here) stop_serving(*e);
       return FRUGAL_OK;

@@ -211,8 +211,6 @@ struct Trainer : HeapObject {
   std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
-  uint64_t end_again = kNoStep;  // it was told that the end of this step is to be called again: there was no memory
-                                 // to commit it
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
   // Guarded by call_mu (`caches` also by `planning`, and outside steps):
@@ -373,6 +371,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   explicit Engine(const frugal_config& config);
   ~Engine();
   Status start();
+  void close_ranks();
   void shutdown();
 
   // --- tables.cpp

@@ -36,7 +36,9 @@ Status Engine::aborted(Trainer& t) {
     next = to_commit();
   }
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
-  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+  const uint32_t lost = t.lost_peer.load();
+  if (t.closing.load() && lost != t.rank) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
                 "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin step %llu again, which "
                 "waits until somebody has joined as that rank",
@@ -304,16 +306,7 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     FpEnvironment fp;
     {
-      std::unique_lock<std::mutex> lock(mu_);
-      if (!t.in_step && t.end_again == step && t.next_step == step + 1) {
-        // What it has handed over is there, and others may have made the commit.
-        lock.unlock();
-        call.unlock();
-        FRUGAL_TRY(commit_owed());
-        lock.lock();
-        if (t.end_again == step) t.end_again = kNoStep;
-        return FRUGAL_OK;
-      }
+      std::lock_guard<std::mutex> lock(mu_);
       if (!t.in_step) return not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
@@ -386,12 +379,9 @@ Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
     if (!taken) return aborted(t);
   }
   if (flying_.load()) wake_workers();  // one of them looks when it has landed
+  // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has memory, makes it.
   const Status s = commit_ready();
-  if (s == FRUGAL_ERR_OUT_OF_MEMORY) {
-    std::lock_guard<std::mutex> lock(mu_);
-    t.end_again = step;
-  }
-  return s;
+  return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
 }
 
 // --- Commit --------------------------------------------------------------------------------------

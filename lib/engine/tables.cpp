@@ -51,6 +51,17 @@ Status Engine::start() {
   return FRUGAL_OK;
 }
 
+// Before all else that closing does: calls of this process's ranks tell of that, and not of what the end of ranks in other
+// processes undoes.
+void Engine::close_ranks() {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TrainerRef& t : ranks_)
+      if (t && !t->told_elsewhere.load()) t->closing.store(true);
+  }
+  progress();
+}
+
 // Ends the threads and lets go of everything, and takes no memory for it. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {

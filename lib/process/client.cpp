@@ -129,6 +129,7 @@ Status Client::attach(const frugal_config& config) {
   config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
   unsure_ = Vector<std::atomic<bool>>(reply.config.world_size);
+  joins_ = Vector<std::atomic<bool>>(reply.config.world_size);
   // Where ranks share the processors out among themselves, more threads would only be in each other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
@@ -561,6 +562,13 @@ Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64
 
 Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
   FRUGAL_TRY(check());
+  // What another thread has just joined as would seem to be left from a call that has failed.
+  if (joins_[config.rank].exchange(true))
+    return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u", config.rank);
+  struct Joins {
+    std::atomic<bool>& now;
+    ~Joins() { now.store(false); }
+  } joins_now{joins_[config.rank]};
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
   t->engine = shared_from_this();
   t->rank = config.rank;
@@ -587,6 +595,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load() &&
       lose_rank(config.rank, kAnyJoin) == FRUGAL_OK)
     joins = join();
+  if (joins == FRUGAL_ERR_BUSY && let_go_of_lost()) joins = join();
   if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
   unsure_[config.rank].store(false);
   // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
@@ -602,10 +611,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
   auto set_up = [&]() -> Status {
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
-    if (reply.numbers.size() != 1 || reply.numbers[0] > arena_.bytes - 64)
+    if (reply.numbers.size() != 1 || (reply.numbers[0] & kJoinPlace) > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];
-    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + t->joined);
+    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + (t->joined & kJoinPlace));
     FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
     t->patience.emplace(config_.world_size, t->channel.get());
     t->channel->staging_arena(&t->staging);
@@ -643,6 +652,31 @@ Status Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
   return FRUGAL_OK;
 }
 
+// What the controller holds for trainers that have lost their ranks, of which it holds so many: they read none of it any
+// more. True: it may have less by now.
+bool Client::let_go_of_lost() {
+  bool any = false;
+  for (size_t i = 0;; ++i) {
+    RemoteTrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (i >= trainers_.size()) return any;
+      t = trainers_[i].lock();
+    }
+    if (!t || t->closing.load()) continue;
+    const std::unique_lock<std::mutex> call(t->call_mu, std::try_to_lock);
+    if (!call || t->let_go) continue;
+    {
+      const std::unique_lock<std::mutex> late(t->late.mu, std::try_to_lock);
+      if (!late || t->channel->look() == FRUGAL_OK) continue;
+    }
+    leave_step(*t);
+    const Status s = control_->leave(t->rank, true, config_.timeout_ms, t->joined);
+    t->let_go = s == FRUGAL_OK || s == FRUGAL_ERR_NOT_FOUND;
+    any |= t->let_go;
+  }
+}
+
 // A call to join has failed. The controller may have done its part of it: then the connection gives the rank back when the
 // answer comes, and the next call here, if that is earlier.
 Status Client::give_up_join(uint32_t rank, Status why) {
@@ -670,7 +704,8 @@ Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   std::lock_guard<std::mutex> call(t->call_mu);
   // Kernels may be writing its staging memory, which may be another's when it has left.
   if (t->gpu) t->gpu->take_flight();
-  Status s = lost_.load() ? FRUGAL_OK : control_->leave(t->rank, abandoned, config_.timeout_ms, t->joined);
+  Status s = lost_.load() || t->let_go ? FRUGAL_OK
+                                       : control_->leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   leave_step(*t);
   for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
   t->batches.clear();

@@ -112,6 +112,7 @@ struct RemoteTrainer : HeapObject {
   Vector<Handover> sent;       // whose memory the places name
   bool failed = false;         // its GPU has, and the controller knows
   bool left_gpu = false;       // while it is closed
+  bool let_go = false;         // it has lost its rank, and the controller holds nothing of it any more
   // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants done to them.
   struct Lines {
     RemoteTableRef table;
@@ -258,6 +259,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
 
   Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
   Status lose_rank(uint32_t rank, uint64_t joined) noexcept;
+  bool let_go_of_lost();
   Status give_up_join(uint32_t rank, Status why);
   Status enter(RemoteTrainer& t);
   Status inside(RemoteTrainer& t);
@@ -338,6 +340,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Vector<std::weak_ptr<RemoteTrainer>> trainers_;
   Vector<std::weak_ptr<RemoteTable>> tables_;
   Vector<std::atomic<bool>> unsure_;  // of each rank: a call to join has failed, and may have done it
+  Vector<std::atomic<bool>> joins_;   // of each rank: a thread is about to join as it
 };
 
 }  // namespace frugal

@@ -30,7 +30,7 @@ namespace {
 
 constexpr size_t kThreadsOfPeer = 8;  // calls of one connection that are made at once
 constexpr uint64_t kAttachNs = 3'000'000'000;
-constexpr size_t kNotAttached = 64;  // connections; of more the oldest is ended
+constexpr size_t kNotAttached = 64;  // connections; of more one is ended: the oldest of the process that has most
 
 Status stopping() { return fail(FRUGAL_ERR_CLOSED, "the controller is stopping"); }
 
@@ -142,6 +142,7 @@ class ControlServer::Impl::Connection : public HeapObject {
   // Its threads come to an end soon. What has been sent by then is still read, and answered as far as that goes.
   void end() noexcept { shutdown(socket_, SHUT_RDWR); }
   void read_no_more() noexcept { shutdown(socket_, SHUT_RD); }
+  pid_t pid() const { return peer_.pid; }
   bool attached() const { return attached_.load(); }
   void attach() { attached_.store(true); }
   bool ended() const { return ended_.load(); }
@@ -413,7 +414,17 @@ void ControlServer::Impl::add(int socket) noexcept {
       }
       return;
     }
-    const auto at = std::find_if(connections.begin(), connections.end(), waits);
+    auto at = connections.end();
+    long most = 0;
+    for (auto c = connections.begin(); c != connections.end(); ++c) {
+      if (!waits(*c)) continue;
+      const auto same = [&](const auto& other) { return waits(other) && other->pid() == (*c)->pid(); };
+      const auto n = std::count_if(connections.begin(), connections.end(), same);
+      if (n > most) {
+        most = n;
+        at = c;
+      }
+    }
     if (at == connections.end()) return;  // all places are taken
     oldest = std::move(*at);
     connections.erase(at);

@@ -533,9 +533,7 @@ Status Lane::step_end(const Header& request) {
     handed_over_ = step;
   }
   boundary_ = {};  // the trainer's device has done with it
-  const Status s = engine_->step_end(*trainer_, step, static_cast<uint32_t>(request.args[1]));
-  // What it has handed over is taken. A commit that there was no memory for is made by whoever waits for it.
-  return s == FRUGAL_ERR_OUT_OF_MEMORY && !engine_->is_inside(*trainer_, step) ? FRUGAL_OK : s;
+  return engine_->step_end(*trainer_, step, static_cast<uint32_t>(request.args[1]));
 }
 
 Status Lane::read(const Header& request) {

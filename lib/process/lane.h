@@ -54,8 +54,8 @@ class Lane final : public HeapObject, private UsedElsewhere {
   void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
   Channel& channel() { return *channel_; }
   const TrainerRef& trainer() const { return trainer_; }
-  // Where the trainer's aborts are counted, in the arena.
-  uint64_t notice_place() const { return engine_->place(notices_.data()); }
+  // What its trainer is known by, of all that had the rank, and where its aborts are counted.
+  uint64_t joined() const { return (engine_->place(notices_.data()) & kJoinPlace) | number_ << 48; }
 
  private:
   void loop();
@@ -95,6 +95,8 @@ class Lane final : public HeapObject, private UsedElsewhere {
   const bool observes_;          // changes nothing
   LaneOwner* const owner_;
   const uint64_t peer_;
+  static inline std::atomic<uint64_t> lanes_{0};
+  const uint64_t number_ = lanes_++;
   std::atomic<bool> cut_{false};  // by this side
   bool broken_ = false;          // its peer has broken the protocol
   Staging* staging_ = nullptr;

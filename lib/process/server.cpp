@@ -246,7 +246,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     reply->keep = shared;
     out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes, this, peer));
     FRUGAL_TRY((*out)->start());
-    reply->numbers.push_back((*out)->notice_place());
+    reply->numbers.push_back((*out)->joined());
     return FRUGAL_OK;
   }
 
@@ -488,12 +488,12 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     // The lane may be one that somebody is about to lose.
     left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
     for (auto& old : process->replaced)
-      if (joined != kAnyJoin && old->trainer()->rank == rank && old->notice_place() == joined) replaced = std::move(old);
+      if (joined != kAnyJoin && old->trainer()->rank == rank && old->joined() == joined) replaced = std::move(old);
     if (replaced) {  // nothing reads what it held any more
       std::erase(process->replaced, nullptr);
       return FRUGAL_OK;
     }
-    if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && (joined == kAnyJoin || (*its)->notice_place() == joined)) {
+    if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && (joined == kAnyJoin || (*its)->joined() == joined)) {
       lane = std::move(*its);
       std::erase(process->trainers, nullptr);
     }

@@ -43,7 +43,6 @@ struct Undone {};  // the step
 
 uint64_t g_told = 0;
 void look_after_other();
-frugal_engine* g_engine = nullptr;
 bool g_peer = false;   // in this process nothing fails by itself
 std::string g_folder;  // of the service
 
@@ -65,10 +64,8 @@ void told(const std::string& why) {
   if (g_told == 40) end(1, "wrong: never succeeds: " + why);
 }
 
-// Makes a call until it succeeds. `named`: what it may answer beside OUT_OF_MEMORY where something
-// fails.
 void again(const char* call, const std::function<int32_t()>& make,
-           std::initializer_list<int32_t> named = {}) {
+           std::initializer_list<int32_t> named) {
   for (int tries = 1;; ++tries) {
     int32_t status;
     {
@@ -80,6 +77,9 @@ void again(const char* call, const std::function<int32_t()>& make,
     if (status == FRUGAL_ERR_STEP_ABORTED) throw Undone{};
     told(why);
     look_after_other();
+    // A controller that can accept nobody cannot say so. To wait in vain for a whole time-out once
+    // is enough.
+    if (!g_peer && why.find("has not answered") != std::string::npos) failing::over();
     if (status == FRUGAL_ERR_PEER_LOST) throw Lost{};
     if (status == FRUGAL_ERR_UNHEALTHY && g_peer) end(3, "unhealthy " + why);
     // (To ask an engine in another process for its health may fail like any other call.)
@@ -105,9 +105,6 @@ void again(const char* call, const std::function<int32_t()>& make,
       end(1, "wrong: never succeeds: " + why);
   }
 }
-#define AGAIN(call, ...) \
-  again(                 \
-      #call, [&] { return call; }, ##__VA_ARGS__)
 
 // A program that the job has started, and the first line that it has said.
 class Program {
@@ -171,50 +168,17 @@ void look_after_other() {
   g_other = nullptr;
 }
 
-struct Job {
+struct Job : JobBase {
   Options options;
   std::string address;
   const char* controller = nullptr;  // null: it serves, or is the peer
   std::vector<std::string> peer;     // its arguments
   std::vector<uint32_t> ranks;
-  frugal_table *dense = nullptr, *hashed = nullptr;
-  frugal_trainer* trainers[kRanks] = {};
   std::map<uint64_t, Digest> seen;  // by step and rank
   bool wrote = false, aborted = false;
 
-  frugal_table* table(const char* name, int32_t key_space, uint64_t rows, int32_t optimizer) {
-    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
-    config.name = name;
-    config.key_space = key_space;
-    config.rows = rows;
-    config.dim = kDim;
-    config.init = FRUGAL_INIT_UNIFORM;
-    config.init_a = -1;
-    config.init_b = 1;
-    config.optimizer.kind = optimizer;
-    frugal_table* made = nullptr;
-    AGAIN(frugal_table_create(g_engine, &config, &made));
-    return made;
-  }
-  void join(uint32_t rank, uint32_t flags) {
-    frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
-    config.rank = rank;
-    config.device = options.device;
-    config.cache_ratio = 0.25;
-    config.flags = flags;
-    AGAIN(frugal_trainer_create(g_engine, &config, &trainers[rank]));
-  }
   void declare(uint64_t step) {
-    for (uint32_t r : ranks) {
-      Op a(dense, keys_of(step, r, kDense, 120), 0),
-          b(hashed, keys_of(step + 1, r, kHashed, 120), 0);
-      frugal_op ops[] = {a.op, b.op};
-      frugal_batch* batch = nullptr;
-      AGAIN(frugal_prefetch(trainers[r], step, ops, 2, &batch));
-      if (step % 4 != 3) continue;  // and taken back, and declared again
-      AGAIN(frugal_prefetch_cancel(trainers[r], batch));
-      AGAIN(frugal_prefetch(trainers[r], step, ops, 2, nullptr));
-    }
+    for (uint32_t r : ranks) JobBase::declare(step, r);
   }
   void use(uint64_t step) {
     for (uint32_t r : ranks) {
@@ -279,20 +243,9 @@ struct Job {
     AGAIN(frugal_table_describe(found, &info));
     // A rank leaves and comes back.
     AGAIN(frugal_trainer_close(trainers[1]));
-    join(1, 0);
+    join(1, 0, options.device);
     wrote = true;
   }
-  void look(frugal_table* t, uint64_t n, Digest* to) {
-    std::vector<uint64_t> keys(n);
-    for (uint64_t i = 0; i < n; ++i) keys[i] = i;
-    std::vector<float> rows(n * 2 * kDim, 0);
-    std::vector<uint8_t> found(n);
-    AGAIN(frugal_get(t, keys.data(), n, FRUGAL_WITH_STATE, rows.data(), 0, found.data()));
-    for (uint64_t i = 0; i < n; ++i)
-      if (found[i]) to->add(&rows[i * 2 * kDim], 2 * kDim * sizeof(float));
-    to->add(found.data(), n);
-  }
-
   void start_controller() {
     for (int tries = 0;; ++tries) {
       auto* started = new Program(controller, {controller, address});
@@ -327,7 +280,7 @@ struct Job {
     }
     dense = table("dense", FRUGAL_DENSE, kDense, FRUGAL_ADAGRAD);
     hashed = table("hashed", FRUGAL_HASHED, kHashed, FRUGAL_MOMENTUM);
-    for (uint32_t r : ranks) join(r, serves ? 0 : FRUGAL_TRAINER_REPLACE);
+    for (uint32_t r : ranks) join(r, serves ? 0 : FRUGAL_TRAINER_REPLACE, options.device);
   }
   uint64_t next_step() {
     uint64_t step = 0;

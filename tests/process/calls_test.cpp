@@ -23,21 +23,12 @@
 #include <vector>
 
 #include "frugal.h"
-#ifdef FRUGAL_CONTROLLER
-#include "controller.h"
-#endif
+#include "opened.h"
 
 namespace {
 
-constexpr uint32_t kDim = 4;
+constexpr uint32_t kDim = Opened::kDim;
 constexpr size_t kRowBytes = kDim * sizeof(float);
-
-std::string Error() {
-  frugal_error e;
-  frugal_last_error(&e);
-  return e.message;
-}
-#define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
 
 // Answers `status`, and its message has all of `words`.
 testing::AssertionResult Refused(int32_t answer, int32_t status,
@@ -58,21 +49,14 @@ struct Kind {
   const char* device;
 };
 
-class Calls : public testing::TestWithParam<Kind> {
+class Calls : public testing::TestWithParam<Kind>, protected Opened {
  protected:
   void Open(uint32_t world = 1, const std::function<void(frugal_config*)>& change = nullptr) {
-    frugal_config c = FRUGAL_CONFIG_INIT;
-    c.world_size = world;
-    c.timeout_ms = 60000;
-    if (change) change(&c);
 #ifdef FRUGAL_CONTROLLER
-    address_ = folder_.address();
-    if (GetParam().attached) {
-      controller_ = std::make_unique<ControllerProgram>(address_);
-      ASSERT_TRUE(controller_->serves());
-      c.service = address_.c_str();
-    }
+    controller_.reset();  // each engine has its own
 #endif
+    frugal_config c = Config(world, GetParam().attached);
+    if (change) change(&c);
     OK(frugal_open(&c, &engine_));
     table_ = Table("rows", FRUGAL_DENSE);
     hashed_ = Table("keys", FRUGAL_HASHED);
@@ -86,36 +70,18 @@ class Calls : public testing::TestWithParam<Kind> {
   }
   frugal_table* Table(const char* name, int32_t key_space,
                       const std::function<void(frugal_table_config*)>& change = nullptr) {
-    frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
-    c.name = name;
-    c.key_space = key_space;
-    c.rows = 100;
-    c.dim = kDim;
+    frugal_table_config c = TableConfig(name, key_space);
     c.optimizer.lr = 1;
     if (change) change(&c);
     frugal_table* t = nullptr;
     EXPECT_EQ(FRUGAL_OK, frugal_table_create(engine_, &c, &t)) << Error();
     return t;
   }
-  frugal_op Op(frugal_table* table, const uint64_t* keys, size_t count, float* rows) {
-    frugal_op op = FRUGAL_OP_INIT;
-    op.table = table;
-    op.keys = keys;
-    op.count = count;
-    op.rows_out = rows;
-    op.grads = rows;
-    return op;
-  }
   void TearDown() override {
     if (!engine_) return;
     EXPECT_EQ(FRUGAL_OK, frugal_close(engine_)) << Error();
   }
 
-#ifdef FRUGAL_CONTROLLER
-  const Folder folder_;
-  std::unique_ptr<ControllerProgram> controller_;
-#endif
-  std::string address_;
   frugal_engine* engine_ = nullptr;
   frugal_table *table_ = nullptr, *hashed_ = nullptr;
   std::vector<frugal_trainer*> trainers_;

@@ -17,7 +17,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -28,7 +30,19 @@
 #include <thread>
 
 #include "control.capnp.h"
+#include "descriptors.h"
 #include "proc.h"
+
+// Each attempt of this program to connect, the library's, too, is counted.
+static std::atomic<int> g_attempts{0};
+extern "C" int connect(int fd, const sockaddr* name, socklen_t length) {
+  const long answer = syscall(SYS_connect, fd, name, length);
+  const int code = errno;
+  ++g_attempts;
+  g_attempts.notify_all();
+  errno = code;
+  return static_cast<int>(answer);
+}
 
 namespace frugal {
 namespace {
@@ -194,6 +208,13 @@ frugal_error failure(Call call, std::string* message) {
   return e;
 }
 
+int connect_to(int fd, const char* address) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::snprintf(name.sun_path, sizeof name.sun_path, "%s", address);
+  return connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
+}
+
 class Control : public testing::Test {
  protected:
   void SetUp() override {
@@ -230,12 +251,7 @@ class Control : public testing::Test {
     EXPECT_EQ(connect_raw(fd), 0);
     return fd;
   }
-  int connect_raw(int fd) {
-    sockaddr_un name{};
-    name.sun_family = AF_UNIX;
-    std::memcpy(name.sun_path, address.c_str(), address.size());
-    return connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
-  }
+  int connect_raw(int fd) const { return connect_to(fd, address.c_str()); }
   // This program as another process; it writes a line when it is ready.
   pid_t other(const char* what, std::string* line) {
     int ends[2];
@@ -599,8 +615,9 @@ TEST_F(Control, ASecondControllerIsRefused) {
 }
 
 TEST_F(Control, ConnectWaitsForTheController) {
+  const int before = g_attempts.load();
   std::thread later([&] {
-    usleep(30000);
+    g_attempts.wait(before);  // nobody was there
     serve();
   });
   client = connected();
@@ -805,19 +822,7 @@ TEST_F(Control, DescriptorsThatAPeerSendsEndItsConnection) {
   for (int i = 0; i < 10; ++i) {
     int fd = raw();
     const uint32_t header[] = {0, 100};
-    iovec piece{const_cast<uint32_t*>(header), sizeof header};
-    alignas(cmsghdr) char room[CMSG_SPACE(sizeof(int))] = {};
-    msghdr message{};
-    message.msg_iov = &piece;
-    message.msg_iovlen = 1;
-    message.msg_control = room;
-    message.msg_controllen = sizeof room;
-    cmsghdr* c = CMSG_FIRSTHDR(&message);
-    c->cmsg_level = SOL_SOCKET;
-    c->cmsg_type = SCM_RIGHTS;
-    c->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
-    ASSERT_EQ(sendmsg(fd, &message, 0), 8);
+    ASSERT_EQ(send_descriptors(fd, header, sizeof header, &fd, 1), 8);
     EXPECT_TRUE(ends(fd));  // though this side is open, and the message not whole
     fds.push_back(fd);
   }
@@ -925,6 +930,21 @@ TEST_F(Control, SilentConnectionsKeepNobodyOut) {
   EXPECT_LE(server->connections(), 100u);
   for (auto& c : clients) EXPECT_EQ(c->leave(1, false, kMs), FRUGAL_OK);
   for (int fd : fds) close(fd);
+}
+
+// Nor do those of another process push out one that was there before.
+TEST_F(Control, SilentConnectionsPushOutTheirOwn) {
+  serve();
+  const int fd = raw();
+  std::string line;
+  const pid_t silent = other("be-silent", &line);
+  const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+  send_all(fd, attach.data(), attach.size());
+  char byte;
+  EXPECT_EQ(recv(fd, &byte, 1, 0), 1);
+  EXPECT_EQ(connected()->ping(kMs), FRUGAL_OK);
+  end(silent);
+  close(fd);
 }
 
 TEST_F(Control, TheFirstRequestAttaches) {
@@ -1146,6 +1166,12 @@ int as_other(const std::string& what, const char* address) {
     fake.hold(true);
     Server server;
     if (ControlServer::start(address, &fake, &server) != FRUGAL_OK) return 1;
+    if (write(1, "\n", 1) != 1) return 1;
+    for (;;) pause();
+  }
+  if (what == "be-silent") {
+    for (int i = 0; i < 400; ++i)
+      if (connect_to(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), address) != 0) return 1;
     if (write(1, "\n", 1) != 1) return 1;
     for (;;) pause();
   }

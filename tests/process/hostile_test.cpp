@@ -32,6 +32,7 @@
 #include "base/futex.h"
 #include "control.capnp.h"
 #include "controller.h"
+#include "descriptors.h"
 #include "fence.h"
 #include "frugal.h"
 #include "process/channel.h"
@@ -617,19 +618,7 @@ const std::vector<Mode>& Modes() {
            const std::vector<char> ping = Request([](auto r) { r.setPing(); });
            int sent[200];
            std::fill(std::begin(sent), std::end(sent), fd);
-           iovec piece{const_cast<char*>(ping.data()), ping.size()};
-           alignas(cmsghdr) char room[CMSG_SPACE(sizeof sent)] = {};
-           msghdr message{};
-           message.msg_iov = &piece;
-           message.msg_iovlen = 1;
-           message.msg_control = room;
-           message.msg_controllen = sizeof room;
-           cmsghdr* c = CMSG_FIRSTHDR(&message);
-           c->cmsg_level = SOL_SOCKET;
-           c->cmsg_type = SCM_RIGHTS;
-           c->cmsg_len = CMSG_LEN(sizeof sent);
-           std::memcpy(CMSG_DATA(c), sent, sizeof sent);
-           if (sendmsg(fd, &message, MSG_NOSIGNAL) < 0) Die("sendmsg");
+           if (send_descriptors(fd, ping.data(), ping.size(), sent, std::size(sent)) < 0) Die("sendmsg");
            AwaitEnd(fd);
            close(fd);
          }

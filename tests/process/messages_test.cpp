@@ -23,9 +23,7 @@
 #include "base/handles.h"
 #include "engine/engine.h"
 #include "frugal.h"
-#ifdef FRUGAL_CONTROLLER
-#include "controller.h"
-#endif
+#include "opened.h"
 
 // What no call of the interface does: an engine whose background has failed, and one that leaves
 // its memory in disorder.
@@ -53,8 +51,6 @@ frugal_error Last() {
   frugal_last_error(&e);
   return e;
 }
-std::string Error() { return Last().message; }
-#define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
 
 void Says(const char* call, int32_t answer, int32_t status, const std::vector<std::string>& words) {
   const std::string said = answer ? Error() : "";
@@ -70,9 +66,9 @@ void Says(const char* call, int32_t answer, int32_t status, const std::vector<st
 }
 #define SAYS(call, status, ...) Says(#call, (call), FRUGAL_ERR_##status, {__VA_ARGS__})
 
-constexpr uint32_t kDim = 4;
+constexpr uint32_t kDim = Opened::kDim;
 
-class Messages : public testing::TestWithParam<bool> {
+class Messages : public testing::TestWithParam<bool>, protected Opened {
  protected:
   bool attached() const { return GetParam(); }
   void Open(uint32_t world, const std::function<void(frugal_config*)>& change = nullptr) {
@@ -80,29 +76,7 @@ class Messages : public testing::TestWithParam<bool> {
     if (change) change(&c);
     OK(frugal_open(&c, &engine));
   }
-  frugal_config Config(uint32_t world) {
-    frugal_config c = FRUGAL_CONFIG_INIT;
-    c.world_size = world;
-    c.timeout_ms = 60000;
-#ifdef FRUGAL_CONTROLLER
-    address_ = folder_.address();
-    if (attached() && !controller_) {
-      controller_ = std::make_unique<ControllerProgram>(address_);
-      EXPECT_TRUE(controller_->serves());
-    }
-    if (attached()) c.service = address_.c_str();
-#endif
-    return c;
-  }
-  static frugal_table_config TableConfig(const char* name, int32_t key_space = FRUGAL_DENSE,
-                                         uint64_t rows = 100) {
-    frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
-    c.name = name;
-    c.key_space = key_space;
-    c.rows = rows;
-    c.dim = kDim;
-    return c;
-  }
+  frugal_config Config(uint32_t world) { return Opened::Config(world, attached()); }
   frugal_table* Table(const char* name, int32_t key_space = FRUGAL_DENSE, uint64_t rows = 100) {
     const frugal_table_config c = TableConfig(name, key_space, rows);
     frugal_table* t = nullptr;
@@ -116,25 +90,11 @@ class Messages : public testing::TestWithParam<bool> {
     EXPECT_EQ(FRUGAL_OK, frugal_trainer_create(engine, &c, &t)) << Error();
     return t;
   }
-  static frugal_op Op(frugal_table* table, const uint64_t* keys, size_t count, float* rows) {
-    frugal_op op = FRUGAL_OP_INIT;
-    op.table = table;
-    op.keys = keys;
-    op.count = count;
-    op.rows_out = rows;
-    op.grads = rows;
-    return op;
-  }
   void TearDown() override {
     if (!engine) return;
     EXPECT_EQ(FRUGAL_OK, frugal_close(engine)) << Error();
   }
 
-#ifdef FRUGAL_CONTROLLER
-  const Folder folder_;
-  std::unique_ptr<ControllerProgram> controller_;
-#endif
-  std::string address_;
   frugal_engine* engine = nullptr;
   float rows[64] = {};
 };

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <functional>
 #include <map>
 #include <random>
@@ -65,6 +66,35 @@ int Join(frugal_engine* e, uint32_t rank, frugal_trainer** t, uint32_t flags = 0
   c.rank = rank;
   c.flags = flags;
   return frugal_trainer_create(e, &c, t);
+}
+
+// A gradient of ones for a row of 8.
+int PushOnes(frugal_trainer* t, frugal_table* table, uint64_t key) {
+  const std::vector<float> grads(8, 1);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = &key;
+  op.count = 1;
+  op.grads = grads.data();
+  return frugal_push_grad(t, &op, 1);
+}
+// Steps until a call fails, whose status it answers; `ended` is called after each.
+int Train(frugal_trainer* t, frugal_table* table, uint64_t step, const std::function<void()>& ended) {
+  const uint64_t key = 1;
+  float row[8];
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = &key;
+  op.count = 1;
+  op.rows_out = row;
+  for (;; ++step) {
+    int status = frugal_step_begin(t, step, -1);
+    if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
+    if (status == FRUGAL_OK) status = PushOnes(t, table, key);
+    if (status == FRUGAL_OK) status = frugal_step_end(t, step, 0);
+    ended();
+    if (status != FRUGAL_OK) return status;
+  }
 }
 
 // The test's own process attaches, too; others are forked before it does.
@@ -919,6 +949,31 @@ TEST_F(Service, ReplacedTrainersAreClosed) {
   OK(frugal_close(e));
 }
 
+// However many a process has that it does not close: they keep nobody out, and their end is not that of the last.
+TEST_F(Service, ReplacedTrainersAreLeftOpen) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, 20000, 1));
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  std::vector<frugal_trainer*> all(50);
+  uint64_t step = 0;
+  for (frugal_trainer*& t : all) {
+    OK(frugal_trainer_create(e, &config, &t));
+    config.flags = FRUGAL_TRAINER_REPLACE;
+    OK(frugal_step_begin(t, step, 20000));
+    OK(frugal_step_end(t, step, 0));
+    ++step;
+    OK(frugal_step_begin(t, step, 20000));
+  }
+  for (size_t i = 0; i + 1 < all.size(); ++i) {
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_end(all[i], i + 1, 0)) << i;
+    OK(frugal_trainer_close(all[i]));
+  }
+  OK(frugal_step_end(all.back(), step, 0));
+  OK(frugal_close(e));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
 // Who replaces a trainer does not stand in the way of who closes it at the same time, nor the other way round.
 TEST_F(Service, ReplacedWhileClosed) {
   ControllerProgram controller(address());
@@ -1360,14 +1415,7 @@ struct Job {
     OK(Join(a, 0, &t0));
   }
   void Push(frugal_trainer* t, frugal_table* table) const {
-    const uint64_t key = step % 4;
-    const std::vector<float> grads(8, 1);
-    frugal_op op = FRUGAL_OP_INIT;
-    op.table = table;
-    op.keys = &key;
-    op.count = 1;
-    op.grads = grads.data();
-    OK(frugal_push_grad(t, &op, 1));
+    OK(PushOnes(t, table, step % 4));
   }
   void Step() {
     int status;
@@ -2308,22 +2356,7 @@ TEST_F(Service, CloseBesideRanks) {
     first = first == FRUGAL_NO_STEP ? 0 : first + 1;
     for (int r = 0; r < 2; ++r)
       ranks[r] = std::thread([&, t = trainers[r]] {
-        const uint64_t key = 1;
-        float row[8], grads[8] = {};
-        frugal_op op = FRUGAL_OP_INIT;
-        op.table = table;
-        op.keys = &key;
-        op.count = 1;
-        op.rows_out = row;
-        op.grads = grads;
-        int status = FRUGAL_OK;
-        for (uint64_t s = first; status == FRUGAL_OK; ++s) {
-          status = frugal_step_begin(t, s, -1);
-          if (status == FRUGAL_OK) status = frugal_lookup(t, &op, 1);
-          if (status == FRUGAL_OK) status = frugal_push_grad(t, &op, 1);
-          if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
-          ++going;
-        }
+        const int status = Train(t, table, first, [&] { ++going; });
         if (status != FRUGAL_ERR_CLOSED && status != FRUGAL_ERR_BAD_HANDLE) wrong.store(status);
       });
     while (going.load() < 4 + round % 7) std::this_thread::yield();
@@ -2332,6 +2365,51 @@ TEST_F(Service, CloseBesideRanks) {
     EXPECT_EQ(FRUGAL_OK, wrong.load()) << frugal_status_name(wrong.load()) << " in round " << round;
   }
   EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// The same of the process that serves the engine.
+TEST_F(Service, CloseOfTheEngineBesideItsRank) {
+  for (int round = 0; round < 20; ++round) {
+    const pid_t parent = getpid(), other = fork();
+    if (other == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      if (getppid() != parent) _exit(1);
+      frugal_engine* e = nullptr;
+      frugal_trainer* t = nullptr;
+      if (Open(address(), &e) != FRUGAL_OK || Join(e, 1, &t) != FRUGAL_OK) _exit(2);
+      int status = FRUGAL_OK;
+      for (uint64_t s = 0; status == FRUGAL_OK; ++s) {
+        status = frugal_step_begin(t, s, -1);
+        if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
+      }
+      _exit(status == FRUGAL_ERR_PEER_LOST ? 0 : 3);
+    }
+    frugal_config c = Config("");
+    c.backing = FRUGAL_BACKING_SHM;
+    frugal_engine* e = nullptr;
+    frugal_table* table = nullptr;
+    frugal_trainer* t = nullptr;
+    const frugal_table_config tc = TableConfig("t");
+    OK(frugal_open(&c, &e));
+    OK(frugal_table_create(e, &tc, &table));
+    OK(Join(e, 0, &t));
+    OK(frugal_serve(e, address().c_str()));
+    std::atomic<int> going{0};
+    int status = FRUGAL_OK;
+    std::string why;
+    std::thread rank([&] {
+      status = Train(t, table, 0, [&] { ++going; });
+      why = Error();
+      going.store(INT_MAX);
+    });
+    while (going.load() < 3 + round % 7) std::this_thread::yield();
+    EXPECT_EQ(FRUGAL_OK, frugal_close(e)) << Error();
+    rank.join();
+    EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE) << round << ": " << why;
+    int others = 0;
+    ASSERT_EQ(other, waitpid(other, &others, 0));
+    EXPECT_TRUE(WIFEXITED(others) && WEXITSTATUS(others) == 0) << round << ": " << others;
+  }
 }
 
 // A call that has failed because the controller did not answer in time may have been done all the same: the same call
@@ -2371,14 +2449,7 @@ TEST_F(Service, CallsAreMadeAgain) {
       OK(frugal_committed_step(other, &step));
       step = step == FRUGAL_NO_STEP ? 0 : step + 1;
       OK(again([&] { return frugal_step_begin(t, step, 300); }));
-      const uint64_t key = 3;
-      const std::vector<float> grads(8, 1);
-      frugal_op op = FRUGAL_OP_INIT;
-      op.table = table;
-      op.keys = &key;
-      op.count = 1;
-      op.grads = grads.data();
-      OK(frugal_push_grad(t, &op, 1));
+      OK(PushOnes(t, table, 3));
       OK(frugal_step_end(t, step, 0));
       OK(failing([&] { return abandons ? frugal_trainer_abandon(t) : frugal_trainer_close(t); }));
       EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_trainer_close(t));
@@ -2399,6 +2470,87 @@ TEST_F(Service, CallsAreMadeAgain) {
   }
   OK(frugal_close(e));
   OK(frugal_close(other));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// Of threads of a process that join as the same rank at once one has it, also where a call before may have had it.
+TEST_F(Service, JoinsBesideEachOther) {
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  while (Open(address(), &e, 100, 1) == FRUGAL_ERR_TIMEOUT) {
+  }
+  ASSERT_NE(e, nullptr);
+  OK(Open(address(), &other, 20000, 1));
+  for (int round = 0; round < 60; ++round) {
+    SCOPED_TRACE(testing::Message() << "round " << round);
+    if (round % 2) {
+      frugal_trainer* nobody = nullptr;
+      controller.stop();
+      EXPECT_EQ(FRUGAL_ERR_TIMEOUT, Join(e, 0, &nobody));
+      kill(controller.pid(), SIGCONT);
+    }
+    frugal_trainer* trainers[4] = {};
+    int status[4];
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 4; ++i)
+      threads.emplace_back([&, i] {
+        while ((status[i] = Join(e, 0, &trainers[i])) == FRUGAL_ERR_TIMEOUT) {
+        }
+      });
+    for (std::thread& t : threads) t.join();
+    int joined = 0;
+    for (int i = 0; i < 4; ++i) {
+      if (status[i] == FRUGAL_ERR_EXISTS) continue;
+      ASSERT_EQ(FRUGAL_OK, status[i]) << frugal_status_name(status[i]);
+      ++joined;
+      uint64_t step = 0;
+      OK(frugal_committed_step(other, &step));
+      step = step == FRUGAL_NO_STEP ? 0 : step + 1;
+      OK(frugal_step_begin(trainers[i], step, 20000));
+      OK(frugal_step_end(trainers[i], step, 0));
+      int left;
+      while ((left = frugal_trainer_close(trainers[i])) == FRUGAL_ERR_TIMEOUT) {
+      }
+      OK(left);
+    }
+    EXPECT_EQ(1, joined);
+    if (HasFailure()) return;
+  }
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// A trainer's end that is asked for again is not that of who has joined as its rank meanwhile.
+TEST_F(Service, ClosedAgainAfterAJoin) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  while (Open(address(), &e, 300, 1) == FRUGAL_ERR_TIMEOUT) {
+  }
+  ASSERT_NE(e, nullptr);
+  uint64_t step = 0;
+  for (int round = 0; round < 5; ++round) {
+    auto again = [](const std::function<int()>& call) {
+      int status;
+      while ((status = call()) == FRUGAL_ERR_TIMEOUT) {
+      }
+      return status;
+    };
+    frugal_trainer *before = nullptr, *now = nullptr;
+    OK(again([&] { return Join(e, 0, &before); }));
+    controller.stop();
+    EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_trainer_close(before)) << Error();
+    kill(controller.pid(), SIGCONT);
+    int status;
+    while ((status = again([&] { return Join(e, 0, &now); })) == FRUGAL_ERR_EXISTS) usleep(1000);
+    OK(status);
+    OK(again([&] { return frugal_trainer_close(before); }));
+    OK(frugal_step_begin(now, step, 20000));
+    OK(frugal_step_end(now, step, 0));
+    ++step;
+    OK(again([&] { return frugal_trainer_close(now); }));
+  }
+  OK(frugal_close(e));
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
