@@ -277,7 +277,7 @@ typedef enum frugal_optimizer_kind {
   FRUGAL_MOMENTUM = 1,        /* dim floats of state; momentum, dampening, nesterov */
   FRUGAL_ADAGRAD = 2,         /* dim floats */
   FRUGAL_ROWWISE_ADAGRAD = 3, /* 1 float */
-  FRUGAL_ADAM = 4,            /* lazy Adam, 2 x dim floats; bias correction by step number + 1 */
+  FRUGAL_ADAM = 4,            /* lazy Adam, 2 x dim floats; bias correction by step number + 1, or the caller's */
   FRUGAL_RMSPROP = 5,         /* dim floats */
   FRUGAL_FTRL = 6             /* 2 x dim floats: z and n */
 } frugal_optimizer_kind;
@@ -310,6 +310,8 @@ typedef struct frugal_optimizer {
 
 #define FRUGAL_OPT_NESTEROV 1u     /* momentum: Nesterov's form */
 #define FRUGAL_OPT_MEAN_RANKS 2u   /* the sum over ranks is divided by world_size */
+#define FRUGAL_OPT_NO_BIAS_CORRECTION 4u /* Adam: lr is the rate of the step as it is. The caller counts steps, and
+                                            has both corrections of its count in lr */
 
 #define FRUGAL_OPTIMIZER_INIT                                                                   \
   { sizeof(frugal_optimizer), FRUGAL_SGD, 0.01f, 1e-8f, 0.9f, 0.0f, 0.9f, 0.999f, 0.99f, 0.0f,   \

@@ -207,6 +207,9 @@ TEST(Optimizer, StepScalars) {
                          (1 - std::pow(static_cast<double>(o.beta1), t));
     EXPECT_NEAR(s.alpha, alpha, 1e-6 * alpha) << step;
     EXPECT_EQ(s.flags & kAroundOptimizer, 0u);
+    frugal_optimizer uncorrected = o;
+    uncorrected.flags = FRUGAL_OPT_NO_BIAS_CORRECTION;
+    EXPECT_EQ(step_scalars(uncorrected, step, 4, FRUGAL_NAN_REJECT, 8).alpha, o.lr);
   }
   o.flags = FRUGAL_OPT_MEAN_RANKS | FRUGAL_OPT_NESTEROV;
   o.grad_scale = 0.5f;

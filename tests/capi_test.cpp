@@ -645,7 +645,7 @@ TEST(Tables, RefusesBadConfigs) {
   refuses(invalid, [](frugal_table_config* c) { c->flags = 2; });
   refuses(invalid, [](frugal_table_config* c) { c->optimizer.kind = 7; });
   refuses(invalid, [](frugal_table_config* c) { c->optimizer.kind = -1; });
-  refuses(invalid, [](frugal_table_config* c) { c->optimizer.flags = 4; });
+  refuses(invalid, [](frugal_table_config* c) { c->optimizer.flags = 8; });
   EXPECT_REFUSED(frugal_table_find(engine, "t", &table), FRUGAL_ERR_NOT_FOUND);
   const std::string longest(255, 'n');
   EXPECT_NE(engine.Table(longest.c_str(), FRUGAL_HASHED, 1, 1), nullptr);
@@ -773,7 +773,7 @@ TEST(Tables, SetOptimizer) {
   refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size = 0; });
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->kind = FRUGAL_SGD; });
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->initial_accumulator = 0; });
-  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->flags = 4; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->flags = 8; });
   TrainStep(trainer, 7, table, {1});
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 7, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &good), FRUGAL_ERR_STEP_RANGE);

@@ -51,7 +51,7 @@ struct StepScalars {
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
-  float alpha;  // Adam's rate with both bias corrections of this step
+  float alpha;  // Adam's rate with both bias corrections of this step, or lr
   float rho;
   float one_minus_rho;
   float lambda1;
@@ -115,7 +115,8 @@ inline StepScalars step_scalars(const frugal_optimizer& o, uint64_t step, uint32
   s.one_minus_beta1 = 1.0f - o.beta1;
   s.beta2 = o.beta2;
   s.one_minus_beta2 = 1.0f - o.beta2;
-  if (o.kind == FRUGAL_ADAM) {
+  s.alpha = o.lr;
+  if (o.kind == FRUGAL_ADAM && !(o.flags & FRUGAL_OPT_NO_BIAS_CORRECTION)) {
     const uint64_t t = step + 1;
     const double correction2 = root_double(1.0 - power(static_cast<double>(o.beta2), t));
     const double correction1 = 1.0 - power(static_cast<double>(o.beta1), t);

@@ -45,7 +45,8 @@ Status check_config(const frugal_config& c) {
 Status check_optimizer(const frugal_optimizer& o) {
   FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
   FRUGAL_TRY(one_of("optimizer.kind", o.kind, FRUGAL_FTRL, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
-  FRUGAL_TRY(known_flags("optimizer.flags", o.flags, FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS));
+  FRUGAL_TRY(known_flags("optimizer.flags", o.flags,
+                         FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS | FRUGAL_OPT_NO_BIAS_CORRECTION));
   // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps from leading away from
   // where gradients point.
   constexpr float kAny = -1, kMore = FLT_MAX, kBelow = 1 - FLT_EPSILON / 2;
@@ -142,6 +143,7 @@ frugal_optimizer of_its_kind(const frugal_optimizer& o) {
       r.beta1 = o.beta1;
       r.beta2 = o.beta2;
       r.eps = o.eps;
+      r.flags |= o.flags & FRUGAL_OPT_NO_BIAS_CORRECTION;
       break;
     case FRUGAL_RMSPROP:
       r.rho = o.rho;

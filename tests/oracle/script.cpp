@@ -175,7 +175,8 @@ class ScriptMaker {
     if (random_.Chance(0.2)) o.clip_norm = random_.PowerOfTen(-2, 1);
     if (random_.Chance(0.2)) o.weight_bound = random_.PowerOfTen(-2, 1);
     if (random_.Chance(0.3)) o.grad_scale = random_.PowerOfTen(-3, 1);
-    if (random_.Chance(0.5)) o.flags |= FRUGAL_OPT_NESTEROV;
+    // Each is looked at by one kind.
+    if (random_.Chance(0.5)) o.flags |= FRUGAL_OPT_NESTEROV | FRUGAL_OPT_NO_BIAS_CORRECTION;
     if (random_.Chance(0.3)) o.flags |= FRUGAL_OPT_MEAN_RANKS;
     return o;
   }

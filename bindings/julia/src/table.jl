@@ -1,5 +1,5 @@
 """
-    Optimizer(kind; nesterov = false, mean_ranks = false, options...)
+    Optimizer(kind; nesterov = false, mean_ranks = false, bias_correction = true, options...)
     Optimizer(optimizer; options...)
 
 An optimizer's hyper-parameters; the second form is another with some of them changed.
@@ -8,7 +8,8 @@ Kinds: `:sgd`, `:momentum`, `:adagrad`, `:rowwise_adagrad`, `:adam`, `:rmsprop`,
 have the names and defaults of `frugal_optimizer` in `frugal.h`: `lr`, `eps`, `momentum`, `dampening`, `beta1`,
 `beta2`, `rho`, `ftrl_lambda1`, `ftrl_lambda2`, `ftrl_beta`, `initial_accumulator`, `weight_decay_l2`,
 `weight_decay`, `clip_value`, `clip_norm`, `weight_bound`, `grad_scale`. `nesterov` is Nesterov's form of momentum;
-with `mean_ranks` the sum of gradients over ranks is divided by `world_size`.
+with `mean_ranks` the sum of gradients over ranks is divided by `world_size`; without `bias_correction` Adam's `lr` is
+taken as it is, for who counts steps and has the corrections in `lr`.
 
 Returns a value without identity, which can be kept and shared. Threads: any. Errors: `ArgumentError` for an unknown
 kind or option; what the values may be is checked where they are used. Since 0.1.
@@ -17,10 +18,14 @@ function ABI.Optimizer(
     kind::Union{Symbol,Integer};
     nesterov::Bool = false,
     mean_ranks::Bool = false,
+    bias_correction::Bool = true,
     flags::Integer = 0,
     options...,
 )
-    flags |= (nesterov ? ABI.OPT_NESTEROV : 0) | (mean_ranks ? ABI.OPT_MEAN_RANKS : 0)
+    flags |=
+        (nesterov ? ABI.OPT_NESTEROV : 0) |
+        (mean_ranks ? ABI.OPT_MEAN_RANKS : 0) |
+        (bias_correction ? 0 : ABI.OPT_NO_BIAS_CORRECTION)
     return Optimizer(Optimizer(kind = code(ABI.OPTIMIZER_KIND, kind, "kind")); flags = flags, options...)
 end
 

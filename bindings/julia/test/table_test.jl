@@ -5,6 +5,7 @@
     @test (p.kind, p.lr, p.eps) == (2, 0.25f0, 1.0f-6)
     @test o.lr == 0.5f0
     @test Optimizer(:momentum; nesterov = true, mean_ranks = true).flags == 3
+    @test Optimizer(:adam; bias_correction = false).flags == 4
     @test Optimizer(4) == Optimizer(:adam)
     @test_throws ArgumentError Optimizer(:adamw)
     @test_throws ArgumentError Optimizer(:sgd; learning_rate = 1)

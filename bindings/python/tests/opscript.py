@@ -30,7 +30,7 @@ OPTIMIZERS: List[Any] = [
     frugal.FTRL,
 ]
 INITIALIZERS: List[Any] = [frugal.Constant, frugal.Uniform, frugal.Normal, frugal.TruncatedNormal, frugal.Xavier]
-NESTEROV, MEAN_RANKS, LAZY, WITH_STATE, SKIP = 1, 2, 1, 1, 1
+NESTEROV, MEAN_RANKS, NO_BIAS_CORRECTION, LAZY, WITH_STATE, SKIP = 1, 2, 4, 1, 1, 1
 
 
 class Fnv:
@@ -71,6 +71,8 @@ def optimizer_of(fields: Optional[Dict[str, Any]]) -> frugal.Optimizer:
     }
     if "nesterov" in kind.__dataclass_fields__:
         arguments["nesterov"] = bool(flags & NESTEROV)
+    if "bias_correction" in kind.__dataclass_fields__:
+        arguments["bias_correction"] = not flags & NO_BIAS_CORRECTION
     optimizer: frugal.Optimizer = kind(mean_ranks=bool(flags & MEAN_RANKS), **arguments)
     return optimizer
 

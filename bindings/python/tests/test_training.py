@@ -73,6 +73,7 @@ def test_every_optimizer_trains_and_its_state_travels(engine: frugal.Engine, opt
 def test_flags_and_hyper_parameters_reach_their_fields() -> None:
     struct = frugal.Momentum(lr=0.5, momentum=0.25, nesterov=True, mean_ranks=True)._struct()
     assert (struct.lr, struct.momentum, struct.flags) == (0.5, 0.25, 3)
+    assert (frugal.Adam()._struct().flags, frugal.Adam(bias_correction=False)._struct().flags) == (0, 4)
     with pytest.raises(TypeError, match="SGD"):
         frugal.Optimizer()._struct()
 

@@ -62,6 +62,8 @@ class Optimizer:
                 flags |= _abi.FRUGAL_OPT_MEAN_RANKS if value else 0
             elif field.name == "nesterov":
                 flags |= _abi.FRUGAL_OPT_NESTEROV if value else 0
+            elif field.name == "bias_correction":
+                flags |= 0 if value else _abi.FRUGAL_OPT_NO_BIAS_CORRECTION
             else:
                 setattr(struct, field.name, value)
         struct.flags = flags
@@ -110,11 +112,13 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Lazy Adam; 2 x dim floats of state. The bias correction is that of the step number + 1."""
+    """Lazy Adam; 2 x dim floats of state."""
 
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    bias_correction: bool = True
+    """By the step number + 1. Without it lr is the rate as it is, for who counts steps and corrects lr."""
 
     _kind: ClassVar[int] = _abi.FRUGAL_ADAM
 

@@ -431,6 +431,12 @@ impl Optimizer {
         self.flag(sys::FRUGAL_OPT_MEAN_RANKS, on)
     }
 
+    /// Adam: is the learning rate corrected for the bias of the moments, by the step number + 1? It is unless set. Not:
+    /// the caller counts steps, and has both corrections in the learning rate.
+    pub fn bias_correction(self, on: bool) -> Self {
+        self.flag(sys::FRUGAL_OPT_NO_BIAS_CORRECTION, !on)
+    }
+
     fn flag(mut self, flag: u32, on: bool) -> Self {
         if on {
             self.raw.flags |= flag;

@@ -91,10 +91,10 @@ fn optimizer(line: &Value) -> Result<Optimizer, Broken> {
         }
     }
     let flags = field(json, "flags", number)?.unwrap_or(0);
-    if flags > 3 {
+    if flags > 7 {
         return Err(format!("optimizer flags {flags}"));
     }
-    Ok(optimizer.nesterov(flags & 1 != 0).mean_ranks(flags & 2 != 0))
+    Ok(optimizer.nesterov(flags & 1 != 0).mean_ranks(flags & 2 != 0).bias_correction(flags & 4 == 0))
 }
 
 /// FNV-1a of 64 bits.
