@@ -282,8 +282,8 @@ typedef enum frugal_optimizer_kind {
   FRUGAL_FTRL = 6             /* 2 x dim floats: z and n */
 } frugal_optimizer_kind;
 
-/* Hyper-parameters. The kind is the table's and fixed; everything else may change for any step
- * that is not committed yet. All are finite; bounds are of those that a kind looks at, others are INVALID_ARGUMENT. */
+/* Hyper-parameters. The kind is the table's, and fixed by its first update; everything else may change for any
+ * step that is not committed yet. All are finite; bounds are of those that a kind looks at, others are INVALID_ARGUMENT. */
 typedef struct frugal_optimizer {
   size_t struct_size;
   int32_t kind;               /* frugal_optimizer_kind; default SGD */
@@ -298,7 +298,7 @@ typedef struct frugal_optimizer {
   float ftrl_lambda2;         /* FTRL: L2, 0 or more; default 0 */
   float ftrl_beta;            /* FTRL: 0 or more; default 1 */
   float initial_accumulator;  /* Adagrad, row-wise Adagrad, FTRL n: state of a new row, 0 or more; default 0;
-                                 fixed at table creation */
+                                 fixed as the kind is */
   float weight_decay_l2;      /* adds l2 * w to the gradient; 0 or more; default 0 */
   float weight_decay;         /* decoupled: w -= lr * weight_decay * w after the update; 0 or more; default 0 */
   float clip_value;           /* each element to [-c, c]; 0 (default): off */
@@ -420,8 +420,12 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
 
 /* Sets the hyper-parameters from `first_step` on, until the next first_step of another change, whichever call came
  * first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9. Of two for the same first_step the later
- * call counts. The kind and initial_accumulator must be the table's. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
- * STEP_RANGE (first_step is committed). Threads: any. */
+ * call counts. The kind and initial_accumulator are the table's, or others as long as no step that updates the table
+ * is committed, and no row was put with state. Others are taken between steps, as frugal_put: then rows keep their
+ * values, all get the state of new ones, and every step that is not committed has what is given, whatever was set before
+ * for some. state_floats changes with it. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
+ * STEP_RANGE (first_step is committed); with another kind or initial_accumulator BUSY, TIMEOUT, OUT_OF_MEMORY (the old
+ * ones hold) and UNSUPPORTED (the engine is served: give the optimizer when the table is created). Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
 

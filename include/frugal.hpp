@@ -179,16 +179,14 @@ class Table {
  public:
   Table() noexcept = default;
   explicit Table(frugal_table* handle) : handle_(handle) {
-    const frugal_table_info info = Describe();
-    dim_ = info.dim;
-    state_floats_ = static_cast<uint32_t>(info.state_floats);
+    dim_ = Describe().dim;
   }
 
   frugal_table* get() const noexcept { return handle_; }
   uint32_t dim() const noexcept { return dim_; }
   // Floats of a row: dim(), or with FRUGAL_WITH_STATE those of its optimizer state, too.
-  size_t RowFloats(uint32_t flags = 0) const noexcept {
-    return size_t{dim()} + (flags & FRUGAL_WITH_STATE ? size_t{state_floats_} : 0);
+  size_t RowFloats(uint32_t flags = 0) const {
+    return dim() + (flags & FRUGAL_WITH_STATE ? static_cast<size_t>(Describe().state_floats) : 0);
   }
 
   frugal_table_info Describe() const {
@@ -250,7 +248,7 @@ class Table {
 
  private:
   internal::Moved<frugal_table*> handle_;
-  internal::Moved<uint32_t> dim_, state_floats_;
+  internal::Moved<uint32_t> dim_;
 };
 
 // Keys declared for one step; the library forgets them when the step ends.

@@ -771,14 +771,180 @@ TEST(Tables, SetOptimizer) {
   };
   refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size += 8; });
   refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size = 0; });
-  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->kind = FRUGAL_SGD; });
-  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->initial_accumulator = 0; });
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->flags = 8; });
   TrainStep(trainer, 7, table, {1});
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->kind = FRUGAL_SGD; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->initial_accumulator = 0; });
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 7, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_OK(frugal_table_set_optimizer(table, 8, &good));
   EXPECT_OK(frugal_table_set_optimizer(table, UINT64_MAX - 1, &good));
+}
+
+// What three steps make of a table that is created with `kind`, or gets it behind lookups, puts, and a step that was
+// skipped.
+std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uint32_t flags, int32_t backing,
+                                uint32_t flush_threads, double cache_ratio, const char* device) {
+  constexpr uint64_t kRows = 40;
+  constexpr uint32_t kDim = 3;
+  Engine engine(1, [&](frugal_config* c) {
+    c->backing = backing;
+    c->flush_threads = flush_threads;
+    c->flush_mode = flush_threads ? FRUGAL_FLUSH_DEFERRED : FRUGAL_FLUSH_AT_ONCE;
+  });
+  frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  optimizer.kind = kind;
+  optimizer.lr = 0.25f;
+  optimizer.initial_accumulator = 0.5f;
+  frugal_table* table = engine.Table("t", key_space, kRows, kDim, [&](frugal_table_config* c) {
+    c->init = FRUGAL_INIT_UNIFORM;
+    c->init_b = 1;
+    c->flags = flags;
+    if (!later) c->optimizer = optimizer;
+  });
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.device = device;
+  config.cache_ratio = cache_ratio;
+  frugal_trainer* trainer = nullptr;
+  EXPECT_OK(frugal_trainer_create(engine, &config, &trainer));
+  RowOp some(table, {1, 2, 3, 30}, kDim), next(table, {2, 3, 5, 7}, kDim), put(table, {2, 9}, kDim);
+  const auto step = [&](uint64_t s, RowOp& op, uint32_t end) {
+    EXPECT_OK(frugal_step_begin(trainer, s, kWait));
+    EXPECT_OK(frugal_lookup(trainer, &op.op, 1));
+    EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
+    if (later && s == 0) {
+      frugal_optimizer same = FRUGAL_OPTIMIZER_INIT;
+      same.lr = 0.125f;
+      EXPECT_OK(frugal_table_set_optimizer(table, 0, &same));
+      if (kind != FRUGAL_SGD) {
+        EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &optimizer), FRUGAL_ERR_BUSY);
+      }
+    }
+    EXPECT_OK(frugal_step_end(trainer, s, end));
+  };
+  EXPECT_OK(frugal_prefetch(trainer, 0, &some.op, 1, nullptr));
+  EXPECT_OK(frugal_prefetch(trainer, 1, &next.op, 1, nullptr));
+  step(0, some, FRUGAL_STEP_SKIP);
+  std::fill(put.grads.begin(), put.grads.end(), 0.75f);
+  EXPECT_OK(frugal_put(table, put.keys.data(), put.keys.size(), 0, put.grads.data(), 0));
+  if (later) {
+    for (int32_t other : {int32_t{FRUGAL_FTRL}, kind}) {  // twice
+      optimizer.kind = other;
+      EXPECT_OK(frugal_table_set_optimizer(table, 1, &optimizer));
+    }
+  }
+  frugal_table_info info;
+  info.struct_size = sizeof(info);
+  EXPECT_OK(frugal_table_describe(table, &info));
+  EXPECT_EQ(info.optimizer, kind);
+  EXPECT_EQ(info.state_floats, frugal_reference::StateFloats(kind, kDim));
+  EXPECT_OK(frugal_prefetch(trainer, 2, &some.op, 1, nullptr));
+  step(1, next, 0);
+  step(2, some, 0);
+  step(3, next, 0);
+  EXPECT_OK(frugal_table_set_optimizer(table, 4, &optimizer));
+  optimizer.kind = (kind + 1) % 7;
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, 4, &optimizer), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("fixed"), std::string::npos) << LastMessage();
+  std::vector<uint64_t> keys(kRows);
+  for (uint64_t k = 0; k < kRows; ++k) keys[k] = k;
+  std::vector<float> rows(kRows * (kDim + info.state_floats), kUntouched);
+  EXPECT_OK(frugal_get(table, keys.data(), kRows, FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+  return rows;
+}
+
+TEST(Tables, TheKindMayComeUntilTheFirstUpdate) {
+  for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
+    for (uint32_t variant = 0; variant < 48; ++variant) {
+      SCOPED_TRACE("kind " + std::to_string(kind) + " variant " + std::to_string(variant));
+      const uint32_t space = variant % 3;  // dense, lazy, hashed
+      const auto trained = [&](bool later) {
+        return TrainedLater(later, kind, space == 2 ? FRUGAL_HASHED : FRUGAL_DENSE, space == 1 ? FRUGAL_TABLE_LAZY : 0,
+                            variant & 1 ? FRUGAL_BACKING_SHM : FRUGAL_BACKING_PRIVATE, variant / 6 % 2,
+                            variant / 12 % 2 * 0.5, variant < 24 ? "cpu" : "sim:0");
+      };
+      const std::vector<float> expected = trained(false), got = trained(true);
+      ASSERT_EQ(expected.size(), got.size());
+      ASSERT_EQ(0, std::memcmp(expected.data(), got.data(), got.size() * sizeof(float)));
+    }
+  }
+}
+
+// Places of rows that a declaration reserved and gave back have memory for the new state, too.
+TEST(Tables, AnotherKindForPlacesThatAreFree) {
+  constexpr uint32_t kDim = 65536;  // 32 rows are a slab of memory
+  Engine engine(1, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 80, kDim);
+  frugal_trainer* trainer = engine.Trainer(0);
+  std::vector<uint64_t> keys(40);
+  for (uint64_t k = 0; k < keys.size(); ++k) keys[k] = 1000 + k;
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = keys.data();
+  op.count = keys.size();
+  frugal_batch* batch = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 0, &op, 1, &batch));
+  ASSERT_OK(frugal_prefetch_cancel(trainer, batch));
+  frugal_optimizer momentum = FRUGAL_OPTIMIZER_INIT;
+  momentum.kind = FRUGAL_MOMENTUM;
+  ASSERT_OK(frugal_table_set_optimizer(table, 0, &momentum));
+  frugal_table_info before, after;
+  before.struct_size = after.struct_size = sizeof(before);
+  ASSERT_OK(frugal_table_describe(table, &before));
+  for (uint64_t key : keys) {
+    RowOp row(table, {key}, kDim);
+    ASSERT_OK(frugal_put(table, &key, 1, 0, row.grads.data(), 0));
+  }
+  ASSERT_OK(frugal_table_describe(table, &after));
+  EXPECT_EQ(before.memory_bytes, after.memory_bytes);
+  EXPECT_GE(after.memory_bytes, 2 * keys.size() * kDim * sizeof(float));
+}
+
+TEST(Tables, RowsWithStateFixTheKind) {
+  Engine engine;
+  frugal_optimizer adam = FRUGAL_OPTIMIZER_INIT, sgd = FRUGAL_OPTIMIZER_INIT;
+  adam.kind = FRUGAL_ADAM;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  const uint64_t key = 3;
+  const float row[3] = {1, 2, 3};
+  EXPECT_OK(frugal_put(table, &key, 1, FRUGAL_WITH_STATE, row, 0));  // SGD has none
+  EXPECT_OK(frugal_table_set_optimizer(table, 0, &adam));
+  EXPECT_OK(frugal_put(table, &key, 1, 0, row, 0));
+  EXPECT_OK(frugal_table_set_optimizer(table, 0, &sgd));
+  EXPECT_OK(frugal_table_set_optimizer(table, 0, &adam));
+  EXPECT_OK(frugal_put(table, &key, 1, FRUGAL_WITH_STATE, row, 0));
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &sgd), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(frugal_table_set_optimizer(table, 0, &adam));
+}
+
+TEST(Tables, NoRoomForAnotherKind) {
+  for (uint32_t flags : {0u, FRUGAL_TABLE_LAZY}) {
+    Engine engine(1, [](frugal_config* c) { c->host_bytes = 12 << 20; });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 1 << 16, 32, [&](frugal_table_config* c) {
+      c->flags = flags;
+      c->optimizer.kind = FRUGAL_ROWWISE_ADAGRAD;
+    });
+    frugal_trainer* trainer = engine.Trainer(0);
+    RowOp row(table, {1, 60'000}, 32);
+    ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+    ASSERT_OK(frugal_lookup(trainer, &row.op, 1));
+    ASSERT_OK(frugal_step_end(trainer, 0, 0));
+    frugal_optimizer adam = FRUGAL_OPTIMIZER_INIT;
+    adam.kind = FRUGAL_ADAM;
+    EXPECT_REFUSED(frugal_table_set_optimizer(table, 1, &adam), FRUGAL_ERR_OUT_OF_MEMORY);
+    frugal_table_info info;
+    info.struct_size = sizeof(info);
+    ASSERT_OK(frugal_table_describe(table, &info));
+    EXPECT_EQ(info.optimizer, FRUGAL_ROWWISE_ADAGRAD);
+    EXPECT_EQ(info.state_floats, 1u);
+    ASSERT_OK(frugal_step_begin(trainer, 1, kWait));
+    ASSERT_OK(frugal_push_grad(trainer, &row.op, 1));
+    ASSERT_OK(frugal_step_end(trainer, 1, 0));
+    float out[33] = {};
+    ASSERT_OK(frugal_get(table, row.keys.data(), 1, FRUGAL_WITH_STATE, out, 0, nullptr));
+    EXPECT_EQ(out[0], -1.0f);  // lr * 1 / sqrt(1)
+    EXPECT_EQ(out[32], 1.0f);
+  }
 }
 
 TEST(Tables, HyperParametersBelongToAStep) {

@@ -451,4 +451,15 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
     table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
 }
 
+// The same, for a whole table. A boundary that wants a cache makes it anew.
+void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
+  TrainerTable* of = cache_in(t, table);
+  if (!of) return;
+  forget_lines(*of);
+  cache_bytes(t).fetch_sub(of->bytes);
+  t.caches.erase(&table);
+  std::lock_guard<std::mutex> lock(mu_);
+  t.planned = kNoStep;
+}
+
 }  // namespace frugal

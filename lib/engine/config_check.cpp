@@ -186,11 +186,11 @@ void describe_table(Table& t, frugal_table_info* out) {
   i.rows = t.rows.count();
   i.capacity = t.rows.capacity();
   i.value_bytes = t.rows.layout().dim * sizeof(float);
-  i.state_floats = t.rows.layout().state_floats;
+  i.state_floats = t.rows.state_floats();
   i.memory_bytes = t.rows.memory_bytes();
   i.dim = t.rows.layout().dim;
   i.key_space = t.config.key_space;
-  i.optimizer = t.config.optimizer.kind;
+  i.optimizer = t.engine->kind_of(t);
   i.page_bytes = static_cast<uint32_t>(kHugePage);
   *out = i;
 }

@@ -50,7 +50,8 @@ struct Table : HeapObject {
   frugal_table_config config{};
   Rows rows;
   Window window;
-  Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters; engine's mu_
+  Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters, all of one kind; engine's mu_
+  std::atomic<bool> has_state{false};        // there is state that is not a new row's: the kind is fixed
   Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
   uint32_t accessing = 0;  // calls that may be about to use reserved rows; engine's mu_
   uint32_t tight = 0;      // calls that need every place: nothing is reserved ahead; engine's mu_
@@ -382,6 +383,10 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   Status drop_table(const TableRef& table);
   TableRef find_table(const char* name);
   Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);
+  int32_t kind_of(const Table& table) {
+    std::lock_guard<std::mutex> lock(mu_);
+    return table.schedule.begin()->second.kind;
+  }
   // --- outside.cpp: rows outside steps
   Status count(Table& table, uint64_t* out);
   Status keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n);
@@ -529,6 +534,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void forget_lines(TrainerTable& of) noexcept;
   void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
+  void drop_cache(Trainer& t, const Table& table) noexcept;
 
   // --- steps.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
@@ -580,6 +586,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // Nobody is woken for work of the engine: callers do it.
   bool callers_work() const { return config_.flush_threads == 0 || (workers_rest_.load() && !caches_exist()); }
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
+  Status first_step_allowed(uint64_t first_step) const;
+  Status change_kind(Table& table, const frugal_optimizer& optimizer);
   uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
   Status open_window(Table& table);
   void start_steps(uint64_t first);

@@ -164,6 +164,15 @@ void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
   if (state) rows.export_state(slot, out + l.dim);
 }
 
+// Checks the stride of rows as they travel; 0 becomes what they take. With state that is known between steps alone.
+Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
+  const RowLayout& l = t.rows.layout();
+  const size_t bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
+  FRUGAL_TRY(in_table(check_stride(*stride, bytes, n), t));
+  if (*stride == 0) *stride = bytes;
+  return FRUGAL_OK;
+}
+
 }  // namespace
 
 Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
@@ -171,13 +180,12 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   FRUGAL_TRY(check());
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
-  const RowLayout& l = t.rows.layout();
-  const size_t row_bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
-  FRUGAL_TRY(in_table(check_stride(stride, row_bytes, n), t));
-  if (stride == 0) stride = row_bytes;
+  size_t least = stride;
+  FRUGAL_TRY(fit_stride(t, false, n, &least));
   FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
+  FRUGAL_TRY(fit_stride(t, state, n, &stride));
   Buffer slots;
   FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
@@ -206,13 +214,13 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   FRUGAL_TRY(check());
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
-  const RowLayout& l = t.rows.layout();
-  const size_t row_bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
-  FRUGAL_TRY(in_table(check_stride(stride, row_bytes, n), t));
-  if (stride == 0) stride = row_bytes;
+  size_t least = stride;
+  FRUGAL_TRY(fit_stride(t, false, n, &least));
   FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
+  FRUGAL_TRY(fit_stride(t, state, n, &stride));
+  const RowLayout& l = t.rows.layout();
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Buffer slots, row;
   FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
@@ -255,6 +263,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
     // Before anything is written, for it may want memory. A cache can always do without its copy.
     drop_cached(t, s, n);
     created.reserve(t.rows.hashed() ? n : 0);
+    if (state && l.state_floats) t.has_state.store(true);
     write_outside(t, s, n, write);
     // New rows come into being with what they are to have.
     t.rows.create_reserved(s, n, &created);

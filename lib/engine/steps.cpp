@@ -626,6 +626,7 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
     }
   }
   if (!update) return FRUGAL_OK;
+  table->has_state.store(true);
   {
     std::lock_guard<std::mutex> lock(mu_);
     update->scalars = arith::step_scalars(optimizer_at(*table, step), step, config_.world_size,

@@ -1,6 +1,7 @@
 // Engine life, tables, hyper-parameters, statistics.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "base/fpenv.h"
 #include "base/handles.h"
@@ -207,13 +208,15 @@ namespace {
 struct InitContext {
   Rows* rows;
   uint64_t total;
+  Rows::State* state;  // to be filled; or null: the rows are
   std::atomic<Status> status{FRUGAL_OK};
 };
 
 void init_chunk(void* context, size_t chunk) {
   auto* c = static_cast<InitContext*>(context);
   uint64_t n = c->rows->chunk_rows(), from = chunk * n;
-  Status s = c->rows->initialize_range(from, std::min(n, c->total - from));
+  n = std::min(n, c->total - from);
+  Status s = c->state ? c->rows->fill_state(c->state, from, n) : c->rows->initialize_range(from, n);
   if (s != FRUGAL_OK) c->status.store(s);
 }
 
@@ -255,7 +258,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     FRUGAL_TRY(in_op(os_check_available(config.rows * sizeof(float) *
                                         (rows.layout.value_stride + rows.layout.state_stride)),
                      0, 1, config.name));
-    InitContext context{&table->rows, config.rows, {}};
+    InitContext context{&table->rows, config.rows, nullptr, {}};
     size_t chunk = table->rows.chunk_rows();
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
@@ -326,10 +329,7 @@ Status Engine::drop_table(const TableRef& table) {
     if (t) {
       // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
       // nobody uses a cache.
-      if (auto at = t->caches.find(table.get()); at != t->caches.end()) {
-        cache_bytes(*t).fetch_sub(at->second.bytes);
-        t->caches.erase(at);
-      }
+      drop_cache(*t, *table);
       std::lock_guard<std::mutex> lock(mu_);
       for (size_t i = t->backlog.size(); i-- > 0;)
         if (t->backlog_tables[i] == table) {
@@ -347,9 +347,7 @@ frugal_optimizer Engine::optimizer_at(const Table& table, uint64_t step) const {
   return std::prev(at)->second;
 }
 
-Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& o) {
-  FRUGAL_TRY(check());
-  std::lock_guard<std::mutex> lock(mu_);
+Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
   if (committed_ != kNoStep && first_step <= committed_)
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
@@ -357,21 +355,74 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
   if ((committing_ || owed_.load()) && first_step <= to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
-  const float accumulators[] = {of_its_kind(o).initial_accumulator,
-                                of_its_kind(table.config.optimizer).initial_accumulator};
-  if (o.kind != table.config.optimizer.kind ||
-      std::memcmp(&accumulators[0], &accumulators[1], sizeof(float)) != 0)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are fixed at its "
-                "creation", o.kind, double{accumulators[0]}, table.name.c_str(), table.config.optimizer.kind,
-                double{accumulators[1]});
-  // What held before the last committed step is of no use any more.
-  if (committed_ != kNoStep) {
-    auto now = table.schedule.upper_bound(committed_ + 1);
-    if (now != table.schedule.begin())
-      table.schedule.erase(table.schedule.begin(), std::prev(now));
+  return FRUGAL_OK;
+}
+
+Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& o) {
+  FRUGAL_TRY(check());
+  for (std::optional<OutsideScope> scope;;) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      FRUGAL_TRY(first_step_allowed(first_step));
+      const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
+      const float accumulator = of_its_kind(o).initial_accumulator;
+      if (o.kind == was.kind && std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0) {
+        // What held before the last committed step is of no use any more.
+        if (committed_ != kNoStep) {
+          auto now = table.schedule.upper_bound(committed_ + 1);
+          if (now != table.schedule.begin())
+            table.schedule.erase(table.schedule.begin(), std::prev(now));
+        }
+        table.schedule[first_step] = o;
+        return FRUGAL_OK;
+      }
+      if (table.has_state.load())
+        return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                    "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are fixed since "
+                    "its first update, or since rows were put with state", o.kind, double{accumulator},
+                    table.name.c_str(), was.kind, double{was.initial_accumulator});
+      if (ledger_)
+        return fail(FRUGAL_ERR_UNSUPPORTED, "optimizer.kind is %d, and that of table '%s' %d: other processes may have "
+                    "mapped its state; give the optimizer when the table is created", o.kind, table.name.c_str(), was.kind);
+    }
+    if (scope) return change_kind(table, o);
+    scope.emplace(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
+    FRUGAL_TRY(scope->status());
   }
-  table.schedule[first_step] = o;
+}
+
+// Outside of steps. Rows keep their values; their state becomes that of new ones.
+Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
+  FpEnvironment fp;
+  const frugal_table_config& c = table.config;
+  Rows& rows = table.rows;
+  Rows::State state;
+  state.layout = RowLayout::of(c.dim, o.kind);
+  state.init = arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, rows.init().table, o.kind, o.initial_accumulator);
+  Map<uint64_t, frugal_optimizer> schedule;
+  schedule[0] = o;
+  FRUGAL_TRY(in_table(rows.open_state(&state), table));
+  if (!rows.lazy()) {
+    FRUGAL_TRY(in_table(os_check_available(c.rows * sizeof(float) * state.layout.state_stride), table));
+    InitContext context{&rows, c.rows, &state, {}};
+    const size_t chunk = rows.chunk_rows();
+    const Status done = parallel((c.rows + chunk - 1) / chunk, init_chunk, &context);
+    if (Status s = done ? done : context.status.load())
+      return fail(s, "no memory for the state of optimizer.kind %d of table '%s': memory or host_bytes is exhausted "
+                  "(%s are left of host_bytes); its optimizer is what it was", o.kind, table.name.c_str(),
+                  budget_.left_text().c_str());
+  }
+  for (uint32_t r = 0; r < config_.world_size; ++r) {
+    TrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t = ranks_[r];
+    }
+    if (t) drop_cache(*t, table);
+  }
+  FRUGAL_TRY(in_table(rows.take_state(&state), table));
+  std::lock_guard<std::mutex> lock(mu_);
+  table.schedule.swap(schedule);
   return FRUGAL_OK;
 }
 

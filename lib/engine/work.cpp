@@ -642,15 +642,15 @@ Engine::Did Engine::warm_one() {
   TraceSpan span(trace_, SpanKind::kWarm);
   span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
-  const RowLayout& layout = table->rows.layout();
-  const size_t bytes = layout.value_stride * sizeof(float);
-  const size_t state_bytes = soon ? layout.state_stride * sizeof(float) : 0;
+  const device::RowsRef rows = table->rows.ref_now();
+  const size_t bytes = rows.value_stride * sizeof(float);
+  const size_t state_bytes = soon ? rows.state_stride * sizeof(float) : 0;
   // Who shares a job out meanwhile wants the thread at once.
   for (size_t i = from; i < end && job_count_.load(std::memory_order_relaxed) == 0; ++i) {
-    const char* row = reinterpret_cast<const char*>(table->rows.values(slots[i]));
+    const char* row = reinterpret_cast<const char*>(rows.values + slots[i] * rows.value_stride);
     for (size_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o, 0, 2);
     if (!state_bytes) continue;
-    const char* state = reinterpret_cast<const char*>(table->rows.state(slots[i]));
+    const char* state = reinterpret_cast<const char*>(rows.state + slots[i] * rows.state_stride);
     for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
   warm_ns_.fetch_add(now_ns() - begun, std::memory_order_relaxed);

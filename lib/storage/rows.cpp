@@ -59,6 +59,8 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   lazy_ = c.lazy || c.hashed;
   layout_ = c.layout;
   init_ = c.init;
+  budget_ = budget;
+  pinner_ = c.pinner;
   FRUGAL_TRY(values_.reserve(capacity_, layout_.value_stride * 4, c.shared, budget, c.pinner));
   FRUGAL_TRY(state_.reserve(capacity_, layout_.state_stride * 4, c.shared, budget, c.pinner));
   if (lazy_) {
@@ -102,6 +104,42 @@ Status Rows::initialize_range(uint64_t first, uint64_t n) {
   FRUGAL_TRY(ensure_memory(first, n));
   device::kernels().initialize(ref_, init_, nullptr, first, nullptr,
                                static_cast<uint32_t>(first), n);
+  return FRUGAL_OK;
+}
+
+Status Rows::open_state(State* s) const {
+  return s->array.reserve(capacity_, s->layout.state_stride * 4, values_.fd() >= 0, budget_, pinner_);
+}
+
+Status Rows::fill_state(State* s, uint64_t first, uint64_t n) const {
+  FRUGAL_TRY(s->array.ensure(first, n));
+  const device::RowsRef to = s->layout.at(nullptr, s->array.base());
+  for (uint64_t i = first; i < first + n; ++i)
+    for (uint32_t c = 0; c < s->init.state_columns; ++c)
+      std::fill_n(to.state + i * to.state_stride + c * to.state_second, s->init.column_floats, s->init.state[c]);
+  return FRUGAL_OK;
+}
+
+Status Rows::take_state(State* s) {
+  std::lock_guard<std::mutex> lock(mu_);  // no row is begun
+  if (hashed_) {
+    FRUGAL_TRY(fill_state(s, 0, next_slot_));  // free slots have memory, too
+  } else if (lazy_) {
+    for (uint64_t i = 0; i < capacity_; ++i)
+      if (!flags_.committed(i)) i |= SlabArray::kSlab - 1;  // a flag is a byte: the next slab
+      else if (flags()[i]) FRUGAL_TRY(fill_state(s, i, 1));
+  }
+  // Who joins on a GPU from here on finds it here.
+  for (bool any = true; any;) FRUGAL_TRY(s->array.pin_next(&any));
+  state_.swap(s->array);
+  init_ = s->init;
+  layout_.state_columns = s->layout.state_columns;
+  layout_.state_floats = s->layout.state_floats;
+  layout_.state_stride = s->layout.state_stride;
+  const device::RowsRef to = layout_.at(values_.base(), state_.base());
+  ref_.state = to.state;
+  ref_.state_stride = to.state_stride;
+  ref_.state_second = to.state_second;
   return FRUGAL_OK;
 }
 

@@ -67,6 +67,27 @@ class Rows : public HeapObject {
   Status initialize_range(uint64_t first, uint64_t n);
   uint64_t chunk_rows() const;
 
+  // Another optimizer's state, in which all rows are new. In turn: open_state; of eager dense tables fill_state of all
+  // rows, under the rules of initialize_range; take_state, beside which nobody reads or writes state. A failure
+  // changes nothing.
+  struct State {
+    RowLayout layout;
+    arith::InitSpec init;
+    SlabArray array;
+  };
+  Status open_state(State* state) const;
+  Status fill_state(State* state, uint64_t first, uint64_t n) const;
+  Status take_state(State* state);
+  // For who looks beside take_state.
+  device::RowsRef ref_now() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return ref_;
+  }
+  uint32_t state_floats() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return layout_.state_floats;
+  }
+
   // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then begin_rows. Hashed,
   // kLeave: kMissingSlot where missing. kReserve: missing rows are reserved. kCreate: all exist afterwards; newly
   // existing slots are appended to `created`. If the table is full, nothing exists that did not; rows that the call
@@ -140,6 +161,8 @@ class Rows : public HeapObject {
   arith::InitSpec init_;
   device::RowsRef ref_{};
   SlabArray values_, state_, keys_, flags_;
+  MemoryBudget* budget_ = nullptr;
+  std::shared_ptr<Pinner> pinner_;
   KeyIndex index_;
   Vector<uint32_t> free_, stranded_;
   uint64_t next_slot_ = 0;

@@ -63,6 +63,17 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
   return FRUGAL_OK;
 }
 
+void SlabArray::swap(SlabArray& other) noexcept {
+  std::swap(mapping_, other.mapping_);
+  std::swap(stride_, other.stride_);
+  std::swap(slab_, other.slab_);
+  std::swap(slabs_, other.slabs_);
+  std::swap(done_, other.done_);
+  pinner_.swap(other.pinner_);
+  std::swap(budget_, other.budget_);
+  other.committed_.store(committed_.exchange(other.committed_.load()));
+}
+
 Status SlabArray::pin_next(bool* any) {
   *any = false;
   for (uint64_t i = 0; pinner_ && done_ && i < slabs_; ++i) {

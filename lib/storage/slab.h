@@ -25,6 +25,8 @@ class SlabArray {
   // Commits the slabs under records [first, first + n). Idempotent; callers serialize calls that
   // may share a slab.
   Status ensure(uint64_t first, uint64_t n);
+  bool committed(uint64_t record) const { return done_ && (done_[record * stride_ / slab_] & kCommitted); }
+  void swap(SlabArray& other) noexcept;
   // Pins one more of the slabs that were committed while there was no device (*any: there was one); or
   // takes all pins back. Callers serialize these with ensure().
   Status pin_next(bool* any);

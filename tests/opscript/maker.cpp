@@ -738,7 +738,7 @@ class Maker {
   void SetOptimizer(size_t t, uint64_t first_step, int32_t status = FRUGAL_OK) {
     const frugal_optimizer& first = tables_[t].config.optimizer;
     frugal_optimizer o = DrawOptimizer(first.kind, first.initial_accumulator);
-    if (status == FRUGAL_ERR_INVALID_ARGUMENT) o.kind = (o.kind + 1) % 7;
+    if (status == FRUGAL_ERR_INVALID_ARGUMENT) o.lr = -o.lr;
     JsonObject line = Do("set_optimizer");
     line.Number("table", static_cast<int64_t>(t)).Big("first_step", first_step);
     line.Object("optimizer", OptimizerObject(o));

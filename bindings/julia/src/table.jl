@@ -57,12 +57,10 @@ struct Table
     handle::ABI.Handle
     engine::Engine
     dim::Int
-    state_floats::Int
 
     # Of a handle that the library gave.
     function Table(engine::Engine, handle::ABI.Handle)
-        info = describe_handle(handle)
-        return new(handle, engine, info.dim, info.state_floats)
+        return new(handle, engine, describe_handle(handle).dim)
     end
 end
 
@@ -233,8 +231,10 @@ end
 
 Sets the hyper-parameters from step `first_step` on, until a later change.
 
-The kind and `initial_accumulator` must be the table's. Returns `nothing`. Threads: any. Errors: `FrugalError` with
-`ERR_INVALID_ARGUMENT`, `ERR_STEP_RANGE` (`first_step` is committed). Since 0.1.
+The kind and `initial_accumulator` are the table's. Between steps they may be others until the table's first update, or
+until rows are put with state: then all rows have the state of new ones. Returns `nothing`. Threads: any. Errors:
+`FrugalError` with `ERR_INVALID_ARGUMENT`, `ERR_STEP_RANGE` (`first_step` is committed), `ERR_BUSY`, `ERR_TIMEOUT`,
+`ERR_OUT_OF_MEMORY`, `ERR_UNSUPPORTED` (another kind, and the engine is served). Since 0.1.
 """
 function set_optimizer(table::Table, first_step::Integer, optimizer::Optimizer)
     GC.@preserve table check(
@@ -278,6 +278,11 @@ end
 
 # Floats of a row with or without its optimizer state.
 height(table::Table, state::Bool) = state ? table.dim + table.state_floats : table.dim
+
+# Another optimizer has other state.
+Base.getproperty(table::Table, name::Symbol) =
+    name === :state_floats ? Int(describe_handle(getfield(table, :handle)).state_floats) : getfield(table, name)
+Base.propertynames(::Table) = (fieldnames(Table)..., :state_floats)
 
 """
     Frugal.get!(table, keys, rows, found = nothing; state = false)

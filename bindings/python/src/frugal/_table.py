@@ -145,17 +145,15 @@ class Table(Single):
     Threads: any.
     """
 
-    __slots__ = ("__weakref__", "_engine", "_handle", "_state_floats", "dim", "name")
+    __slots__ = ("__weakref__", "_engine", "_handle", "dim", "name")
 
     def __init__(self, engine: Engine, handle: int, name: str) -> None:
         self._engine = engine  # lives as long as its tables
         self._handle = handle
         self.name = name
         """The name."""
-        info = self.describe()
-        self.dim = info.dim
+        self.dim = self.describe().dim
         """Elements of a row."""
-        self._state_floats = info.state_floats
 
     @property
     def handle(self) -> int:
@@ -256,7 +254,11 @@ class Table(Single):
         return deleted.value
 
     def set_optimizer(self, first_step: int, optimizer: Optimizer) -> None:
-        """Sets the hyper-parameters from `first_step` on. The kind and initial_accumulator stay the table's."""
+        """Sets the hyper-parameters from `first_step` on.
+
+        The kind and initial_accumulator are the table's. Between steps they may be others until the table's first
+        update, or until rows are put with state: then all rows have the state of new ones.
+        """
         struct = _optimizer(optimizer)
         check(lib.frugal_table_set_optimizer(self._handle, uint64(first_step, "first_step"), addressof(struct)))
 
@@ -265,4 +267,4 @@ class Table(Single):
         check(lib.frugal_table_drop(self._handle))
 
     def _width(self, with_state: bool) -> int:
-        return self.dim + self._state_floats if with_state else self.dim
+        return self.dim + self.describe().state_floats if with_state else self.dim

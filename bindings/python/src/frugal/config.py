@@ -94,7 +94,7 @@ class Adagrad(Optimizer):
 
     eps: float = 1e-8
     initial_accumulator: float = 0.0
-    """State of a new row; fixed when the table is created."""
+    """State of a new row; fixed by the table's first update."""
 
     _kind: ClassVar[int] = _abi.FRUGAL_ADAGRAD
 
@@ -105,7 +105,7 @@ class RowWiseAdagrad(Optimizer):
 
     eps: float = 1e-8
     initial_accumulator: float = 0.0
-    """State of a new row; fixed when the table is created."""
+    """State of a new row; fixed by the table's first update."""
 
     _kind: ClassVar[int] = _abi.FRUGAL_ROWWISE_ADAGRAD
 
@@ -141,7 +141,7 @@ class FTRL(Optimizer):
     ftrl_lambda2: float = 0.0
     ftrl_beta: float = 1.0
     initial_accumulator: float = 0.0
-    """State n of a new row; fixed when the table is created."""
+    """State n of a new row; fixed by the table's first update."""
 
     _kind: ClassVar[int] = _abi.FRUGAL_FTRL
 

@@ -311,7 +311,7 @@ impl OptimizerKind {
     }
 }
 
-/// An optimizer: its kind, which is fixed for a table, and hyper-parameters, which may change for any step that is not
+/// An optimizer: its kind, which a table's first update fixes, and hyper-parameters, which may change for any step that is not
 /// committed yet ([`Table::set_optimizer`](crate::Table::set_optimizer)). What a kind does not use is ignored.
 ///
 /// ```
@@ -405,7 +405,7 @@ impl Optimizer {
         ftrl_lambda2,
         /// FTRL: beta; 1 unless set.
         ftrl_beta,
-        /// Adagrad, row-wise Adagrad, FTRL's n: state of a new row; fixed when the table is created. 0 unless set.
+        /// Adagrad, row-wise Adagrad, FTRL's n: state of a new row; fixed as the kind is. 0 unless set.
         initial_accumulator,
         /// Adds this times the weight to the gradient; 0 unless set.
         weight_decay_l2,

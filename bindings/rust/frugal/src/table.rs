@@ -32,7 +32,6 @@ use crate::rows::{Rows, RowsMut, check_count};
 pub struct Table {
     handle: *mut sys::frugal_table,
     dim: usize,
-    state: usize,
 }
 
 // SAFETY: frugal.h: every call that takes a table, const or not, may be made by any thread, any number at once. The
@@ -67,13 +66,8 @@ pub struct TableInfo {
 
 impl Table {
     pub(crate) fn of(handle: *mut sys::frugal_table) -> Result<Self> {
-        let info = describe(handle)?;
-        let too_large = |_| Error::invalid(format!("a row of {} floats of state", info.state_floats));
-        Ok(Self {
-            handle,
-            dim: info.dim as usize,
-            state: usize::try_from(info.state_floats).map_err(too_large)?,
-        })
+        let dim = describe(handle)?.dim as usize;
+        Ok(Self { handle, dim })
     }
 
     /// Elements of a row.
@@ -82,9 +76,9 @@ impl Table {
     }
 
     /// Elements of a row with optimizer state, as [`get_with_state`](Self::get_with_state) has them: first the row's,
-    /// then those of the state.
+    /// then those of the state. Of a table that is gone it is `dim`.
     pub fn dim_with_state(&self) -> usize {
-        self.dim + self.state
+        self.dim + describe(self.handle).map_or(0, |info| info.state_floats as usize)
     }
 
     /// What the table is and has now.
@@ -152,8 +146,10 @@ impl Table {
         Ok(count)
     }
 
-    /// Sets the hyper-parameters from `first_step` on, until a later change. Kind and `initial_accumulator` must be
-    /// the table's. Errors: `InvalidArgument`, `StepRange` (`first_step` is committed).
+    /// Sets the hyper-parameters from `first_step` on, until a later change. Kind and `initial_accumulator` are the
+    /// table's. Between steps they may be others until the table's first update, or until rows are put with state: then
+    /// all rows have the state of new ones. Errors: `InvalidArgument`, `StepRange` (`first_step` is committed), `Busy`,
+    /// `Timeout`, `OutOfMemory`, `Unsupported` (another kind, and the engine is served).
     pub fn set_optimizer(&self, first_step: u64, optimizer: &Optimizer) -> Result<()> {
         // SAFETY: the struct is complete.
         call(|| unsafe { sys::frugal_table_set_optimizer(self.handle, first_step, &optimizer.raw) })

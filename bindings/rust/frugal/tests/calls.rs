@@ -309,9 +309,15 @@ fn wrong_values() {
     refused(ErrorKind::Busy, "", table.get(&[1], &mut rows));
     refused(ErrorKind::Busy, "", table.drop_table());
     refused(ErrorKind::StepOrder, "", trainer.step_end(1));
+    refused(ErrorKind::Busy, "rank 0", table.set_optimizer(1, &Optimizer::adam(0.1)));
+    trainer.push_grad(table.op(&[1]), &[1.0]).unwrap();
     trainer.step_end(0).unwrap();
     refused(ErrorKind::StepRange, "", table.set_optimizer(0, &Optimizer::sgd(0.1)));
     invalid("kind", table.set_optimizer(1, &Optimizer::adam(0.1)));
+    let later = create(TableOptions::new("later", 10, 1)).unwrap();
+    assert_eq!(later.dim_with_state(), 1);
+    later.set_optimizer(1, &Optimizer::adam(0.1)).unwrap();
+    assert_eq!(later.dim_with_state(), 3);
 
     let full = create(TableOptions::new("full", 1, 1).hashed()).unwrap();
     full.put(&[5], &[1.0]).unwrap();
