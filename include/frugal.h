@@ -162,7 +162,8 @@ typedef struct frugal_batch frugal_batch;     /* keys declared for one step */
 
 /* How updates reach the host rows (contract: P2F; FRUGAL section 3.3). */
 typedef enum frugal_flush_mode {
-  FRUGAL_FLUSH_AUTO = 0,         /* the engine chooses between the next two by measured idle time */
+  FRUGAL_FLUSH_AUTO = 0,         /* the engine chooses between the next two by measured idle time; what little a
+                                    small step writes, below 256 KiB of rows, the step_end that commits it writes */
   FRUGAL_FLUSH_AT_ONCE = 1,      /* applied after the step's end by all threads, trainers included */
   FRUGAL_FLUSH_DEFERRED = 2,     /* priority-based proactive flushing, two-level queue */
   FRUGAL_FLUSH_WRITE_THROUGH = 3,/* baseline FRUGAL-SYNC: everything is written at step end, before the
@@ -595,7 +596,7 @@ FRUGAL_API void frugal_op_init(frugal_op *op);
 /* Declares keys of a step that this trainer has not begun (FRUGAL section 3.3, MLKV look-ahead):
  * of each op the fields table, keys, count, padding_key and flags are used. Several declarations
  * for one step add up; they may come late and in any order. Nothing waits: keys are copied and
- * resolved in the background (with 0 flush threads in this call; keys on a GPU are waited for with a service). Rows of a hashed table are
+ * resolved in the background (a few, or with 0 flush threads, in this call; keys on a GPU are waited for with a service). Rows of a hashed table are
  * reserved, not created; if the table has no room for them, the calls of the step that use them
  * say so. `*batch_out` (may be NULL) names the batch until its step ends. Returns: FRUGAL_OK,
  * KEY_OUT_OF_RANGE, STEP_RANGE, STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is

@@ -2763,6 +2763,35 @@ TEST(Read, BesideTheRestOfAnAbort) {
 
 // The window keeps the low bits of the step in which a row was touched last. Rows that are left
 // alone until those have wrapped around, with an update that nobody has written yet, are read right.
+// By the call that ends the step, without other threads; nor does AUTO defer them, however idle the processors are.
+TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
+  for (uint32_t world : {1u, 2u}) {
+    Engine engine(world, [](frugal_config* c) { c->flush_threads = 2; });
+    frugal_table* tables[] = {engine.Table("dense", FRUGAL_DENSE, 1000, 8), engine.Table("hashed", FRUGAL_HASHED, 1000, 8)};
+    std::vector<frugal_trainer*> trainers;
+    for (uint32_t r = 0; r < world; ++r) trainers.push_back(engine.Trainer(r));
+    uint64_t updates = 0;
+    for (uint64_t s = 0; s < 64; ++s) {
+      for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_begin(t, s, kWait));
+      for (frugal_trainer* t : trainers) {
+        for (frugal_table* table : tables) {
+          RowOp op(table, {s, s + 1, 7}, 8), next(table, {s + 1, s + 2, 7}, 8);
+          ASSERT_OK(frugal_prefetch(t, s + 1, &next.op, 1, nullptr));
+          ASSERT_OK(frugal_push_grad(t, &op.op, 1));
+        }
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      for (frugal_trainer* t : trainers) {
+        EXPECT_EQ(Stats(engine).rows_updated, updates);
+        ASSERT_OK(frugal_step_end(t, s, 0));
+      }
+      updates += 2 * std::set<uint64_t>{s, s + 1, 7}.size();
+      EXPECT_EQ(Stats(engine).rows_updated, updates);
+    }
+    EXPECT_EQ(Stats(engine).modes_deferred, 0u);
+  }
+}
+
 TEST(Window, ARowLeftAloneFor500Steps) {
   constexpr uint64_t kLookahead = 15;
   for (uint64_t gap = 490; gap <= 560; ++gap) {

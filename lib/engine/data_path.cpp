@@ -11,7 +11,6 @@ namespace {
 
 constexpr size_t kGatherRows = 4096;   // rows of a chunk
 constexpr size_t kReduceRows = 2048;
-constexpr size_t kParallelBytes = 256 << 10;  // below, sharing costs more than it saves
 // Outputs of this size live beyond the caches anyway: write them past.
 constexpr size_t kStreamBytes = size_t{24} << 20;
 

@@ -90,6 +90,9 @@ inline size_t stripe_of(uint64_t table, uint32_t slot) {
 
 constexpr uint32_t kNoRank = UINT32_MAX;
 
+// In mode AUTO a step whose rows have fewer bytes is written by the call that commits it. Tests change it.
+extern std::atomic<uint64_t> g_small_step;
+
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
   uint64_t batch = 0;   // handle of the declaration, if it was one
@@ -323,7 +326,8 @@ struct Commit {
 
 struct StepRecord {
   bool skip = false;
-  bool deferred = false;    // how it is committed
+  bool deferred = false;    // how it is committed;
+  bool small = false;       // or by the committing thread alone
   Vector<Commit> commits;   // once its commit has begun
   struct TableHandovers {
     TableRef table;
@@ -547,7 +551,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
                    Status* status);
   void begin_commit(StepRecord& record);
   Status prepare_commit(uint64_t step, StepRecord& record, Commit* commit);
-  void publish_commit(uint64_t step, Commit& commit);
+  void publish_commit(uint64_t step, const StepRecord& record, Commit& commit);
   Status commit_owed();
   void settle_young(uint64_t step, const StepRecord& record);
   struct Unused {
@@ -761,6 +765,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
   uint64_t mode_warm_ = 0;
   bool mode_paid_ = false;
+  uint64_t mode_most_ = 0;  // bytes of the rows of a step
 };
 
 // For the length of an operation outside steps: no step begins.

@@ -11,6 +11,8 @@
 
 namespace frugal {
 
+std::atomic<uint64_t> g_small_step{kParallelBytes};
+
 // --- Entering a call of a trainer ----------------------------------------------------------------
 
 // Called with call_mu held, first thing in every call of the step protocol.
@@ -470,6 +472,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   };
   if (health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin_commit(record);
+  const bool alone = record.small && !record.deferred;
   lock.unlock();
   {
     std::lock_guard<std::mutex> boundary(cache_mu_);
@@ -485,7 +488,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     Vector<Unused> unused = unused_until(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
     if (ledger_) ledger_->commit(step);
-    for (Commit& c : record.commits) publish_commit(step, c);
+    for (Commit& c : record.commits) publish_commit(step, record, c);
     settle_young(step, record);
     lock.lock();
     committed_ = step;
@@ -507,6 +510,8 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   committing_ = false;
   progress_.fetch_add(1);
   cv_progress_.notify_all();
+  // Behind a small step there is nothing for them, unless declarations can be linked now.
+  if (alone && !need_links()) return;
   work_.fetch_add(1);
   cv_work_.notify_all();
 }
@@ -569,6 +574,14 @@ void Engine::begin_commit(StepRecord& record) {
   record.commits = std::move(commits);
   // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
   record.deferred = deferred_now_.load() || any_pending;
+  uint64_t bytes = 0;
+  for (const auto& [raw, of] : record.handovers)
+    for (const Handover& h : of.ranks) {
+      const RowLayout& layout = of.table->rows.layout();
+      bytes += h.rows() * (layout.value_stride + layout.state_stride) * sizeof(float);
+    }
+  record.small = config_.flush_mode == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
+  mode_most_ = std::max(mode_most_, bytes);
   if (!deferred_now_.load() && any_pending) drain_.store(true);
   record.prepare_scheduled = false;
 }
@@ -683,7 +696,7 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
   return FRUGAL_OK;
 }
 
-void Engine::publish_commit(uint64_t step, Commit& commit) {
+void Engine::publish_commit(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
   if (commit.update && caches_exist()) {
     std::lock_guard<std::mutex> lock(mu_);
@@ -696,7 +709,11 @@ void Engine::publish_commit(uint64_t step, Commit& commit) {
   }
   Timed timed(counters_.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
-  if (!commit.job.empty()) publish(std::move(commit.job));
+  if (commit.job.empty()) return;
+  if (!record.small) return publish(std::move(commit.job));
+  apply_jobs_.fetch_add(1);
+  const JobRef job = commit.job.front();
+  for (size_t i = 0; i < job->chunks; ++i) run_job_chunk(job, i);
 }
 
 // What the step has created is there for good.
@@ -820,6 +837,7 @@ void Engine::choose_mode() {  // with mu_ held
       mode_cpu_ = cpu;
       mode_apply_ = apply;
       mode_warm_ = warm;
+      const uint64_t most = std::exchange(mode_most_, 0);
       if (first || config_.flush_threads == 0) break;
       // Only time that trainers spend outside the engine can be hidden behind.
       uint64_t calls = counters_.lookup_ns.load() + counters_.push_ns.load() +
@@ -830,7 +848,9 @@ void Engine::choose_mode() {  // with mu_ held
       uint64_t all = span * cpus_, outside = span > inside ? span - inside : 0;
       uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpus_);
       // Hysteresis: to defer, the idle time must hold the work with room to spare.
-      bool pays = deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10;
+      // And queueing a small step is more work than writing it.
+      bool pays = most >= g_small_step.load(std::memory_order_relaxed) &&
+                  (deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10);
       // One pause of the program says nothing: it has to pay twice in a row.
       deferred = deferred ? pays : pays && mode_paid_;
       mode_paid_ = pays;

@@ -9,6 +9,8 @@
 
 namespace frugal {
 
+constexpr uint64_t kFewKeys = 512;  // of a declaration
+
 Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere) {
   FRUGAL_TRY(check());
   auto t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
@@ -198,6 +200,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   }
   std::shared_ptr<Arrival> arrival;
   const size_t coming = arriving.size();
+  bool alone;
   if (coming) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -254,6 +257,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     }
     declared.push_back(batch);
     if (step == t.planned || (t.planning && step == t.next_step)) t.plan_more = true;
+    alone = unresolved_ == 0;
     unresolved_ += static_cast<uint32_t>(batch->parts.size() - coming);
     if (arrival) {
       arrivals_.push_back(std::move(arrival));
@@ -263,7 +267,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
-  if (!callers_work()) {
+  // A few keys are resolved sooner than somebody is woken, unless others wait, too.
+  if (!callers_work() && (!alone || need_links() || t.gpu || keys > kFewKeys)) {
     wake_workers();
   } else {
     try {

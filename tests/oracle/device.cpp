@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "device/runtime.h"
+#include "engine/engine.h"
 #include "oracle/random.h"
 
 namespace frugal_oracle {
@@ -145,5 +146,7 @@ std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed) {
   if (!frugal::device::open_runtime(name.c_str(), &runtime).ok()) return nullptr;
   return std::make_unique<RankDeviceOn>(std::move(runtime), seed);
 }
+
+void TakeStepsAsSmall(bool small) { frugal::g_small_step.store(small ? frugal::kParallelBytes : 0); }
 
 }  // namespace frugal_oracle

@@ -32,6 +32,10 @@ class RankDevice {
 // `name` as a trainer's device.
 std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed);
 
+// In mode AUTO: do steps of few bytes, as all here are, go the way of small ones, or that of large ones? Where only
+// the C ABI is seen they are small.
+void TakeStepsAsSmall(bool small);
+
 }  // namespace frugal_oracle
 
 #endif  // FRUGAL_TESTS_ORACLE_DEVICE_H_

@@ -989,6 +989,7 @@ void RankDriver::CheckRead(const OpSpec& spec, const Buffers& buffers) {
 
 bool Run::Open() {
   progress_->Enter("opening");
+  TakeStepsAsSmall(script_.seed % 2 == 0);
   frugal_config config = script_.config;
   std::string address = party_.address;
   const bool attach = !address.empty() && !party_.host;

@@ -4,5 +4,6 @@
 namespace frugal_oracle {
 
 std::unique_ptr<RankDevice> OpenDevice(const std::string&, uint64_t) { return nullptr; }
+void TakeStepsAsSmall(bool) {}
 
 }  // namespace frugal_oracle

@@ -1341,7 +1341,7 @@ TEST_F(Service, FlushThreadsRest) {
   OK(Join(e, 0, &t));
   EXPECT_EQ(1, Metric(e, "frugal_flush_threads"));
 
-  constexpr size_t kKeys = 4096;
+  constexpr size_t kKeys = 8192;  // 256 KiB of rows: no small step
   std::vector<uint64_t> keys(kKeys);
   std::vector<float> rows(kKeys * 8);
   const std::vector<float> grads(kKeys * 8, 1);
