@@ -70,6 +70,18 @@ def test_every_optimizer_trains_and_its_state_travels(engine: frugal.Engine, opt
         table.set_optimizer(10, dataclasses.replace(optimizer, lr=math.nan))
 
 
+def test_the_kind_may_come_until_the_first_update(engine: frugal.Engine) -> None:
+    table = engine.create_table("t", rows=10, dim=4, init=frugal.Uniform(1, 2))
+    keys, values = np.arange(10), table.get(np.arange(10))
+    table.set_optimizer(0, frugal.Adagrad(initial_accumulator=0.5))
+    assert table.describe().state_floats == 4
+    assert (table.get(keys, with_state=True) == np.hstack([values, np.full((10, 4), 0.5)])).all()
+    trainer = engine.create_trainer()
+    train(trainer, table, keys[:5], np.ones((5, 4), np.float32), 0)
+    with pytest.raises(frugal.InvalidArgument, match="first update"):
+        table.set_optimizer(1, frugal.SGD())
+
+
 def test_flags_and_hyper_parameters_reach_their_fields() -> None:
     struct = frugal.Momentum(lr=0.5, momentum=0.25, nesterov=True, mean_ranks=True)._struct()
     assert (struct.lr, struct.momentum, struct.flags) == (0.5, 0.25, 3)
