@@ -313,6 +313,7 @@ typedef struct frugal_optimizer {
 #define FRUGAL_OPT_MEAN_RANKS 2u   /* the sum over ranks is divided by world_size */
 #define FRUGAL_OPT_NO_BIAS_CORRECTION 4u /* Adam: lr is the rate of the step as it is. The caller counts steps, and
                                             has both corrections of its count in lr */
+#define FRUGAL_OPT_NEW_STATE 8u    /* frugal_table_set_optimizer: all rows get the state of new ones */
 
 #define FRUGAL_OPTIMIZER_INIT                                                                   \
   { sizeof(frugal_optimizer), FRUGAL_SGD, 0.01f, 1e-8f, 0.9f, 0.0f, 0.9f, 0.999f, 0.99f, 0.0f,   \
@@ -422,11 +423,13 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
 /* Sets the hyper-parameters from `first_step` on, until the next first_step of another change, whichever call came
  * first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9. Of two for the same first_step the later
  * call counts. The kind and initial_accumulator are the table's, or others as long as no step that updates the table
- * is committed, and no row was put with state. Others are taken between steps, as frugal_put: then rows keep their
- * values, all get the state of new ones, and every step that is not committed has what is given, whatever was set before
- * for some. state_floats changes with it. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
- * STEP_RANGE (first_step is committed); with another kind or initial_accumulator BUSY, TIMEOUT, OUT_OF_MEMORY (the old
- * ones hold) and UNSUPPORTED (the engine is served: give the optimizer when the table is created). Threads: any. */
+ * is committed, and no row was put with state; after that others need FRUGAL_OPT_NEW_STATE. Others, and that flag, are
+ * taken between steps, as frugal_put: pending updates are written first, rows keep their values, all get the state of
+ * new ones, and every step that is not committed has what is given, whatever was set before for some. state_floats
+ * changes with the kind. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
+ * STEP_RANGE (first_step is committed); with another kind or initial_accumulator, or the flag, BUSY, TIMEOUT,
+ * OUT_OF_MEMORY (the old ones hold) and UNSUPPORTED (the engine is served: give the optimizer when the table is
+ * created). Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
 

@@ -645,7 +645,7 @@ TEST(Tables, RefusesBadConfigs) {
   refuses(invalid, [](frugal_table_config* c) { c->flags = 2; });
   refuses(invalid, [](frugal_table_config* c) { c->optimizer.kind = 7; });
   refuses(invalid, [](frugal_table_config* c) { c->optimizer.kind = -1; });
-  refuses(invalid, [](frugal_table_config* c) { c->optimizer.flags = 8; });
+  refuses(invalid, [](frugal_table_config* c) { c->optimizer.flags = 16; });
   EXPECT_REFUSED(frugal_table_find(engine, "t", &table), FRUGAL_ERR_NOT_FOUND);
   const std::string longest(255, 'n');
   EXPECT_NE(engine.Table(longest.c_str(), FRUGAL_HASHED, 1, 1), nullptr);
@@ -771,7 +771,7 @@ TEST(Tables, SetOptimizer) {
   };
   refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size += 8; });
   refuses(FRUGAL_ERR_STRUCT_SIZE, [](frugal_optimizer* o) { o->struct_size = 0; });
-  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->flags = 8; });
+  refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->flags = 16; });
   TrainStep(trainer, 7, table, {1});
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->kind = FRUGAL_SGD; });
   refuses(FRUGAL_ERR_INVALID_ARGUMENT, [](frugal_optimizer* o) { o->initial_accumulator = 0; });
@@ -870,6 +870,86 @@ TEST(Tables, TheKindMayComeUntilTheFirstUpdate) {
   }
 }
 
+
+// Two steps of Adagrad and two of `kind`, with new state; or the same rows in a table that is made anew.
+std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint32_t flags, uint32_t flush_threads,
+                               double cache_ratio) {
+  constexpr uint64_t kRows = 40;
+  constexpr uint32_t kDim = 3;
+  Engine engine(1, [&](frugal_config* c) {
+    c->flush_threads = flush_threads;
+    c->flush_mode = flush_threads ? FRUGAL_FLUSH_DEFERRED : FRUGAL_FLUSH_AT_ONCE;
+  });
+  frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  optimizer.kind = FRUGAL_ADAGRAD;
+  optimizer.lr = 0.25f;
+  const auto make = [&] {
+    return engine.Table("t", key_space, kRows, kDim, [&](frugal_table_config* c) {
+      c->init = FRUGAL_INIT_UNIFORM;
+      c->init_b = 1;
+      c->flags = flags;
+      c->optimizer = optimizer;
+    });
+  };
+  frugal_table* table = make();
+  frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+  config.cache_ratio = cache_ratio;
+  frugal_trainer* trainer = nullptr;
+  EXPECT_OK(frugal_trainer_create(engine, &config, &trainer));
+  std::vector<uint64_t> keys(kRows);
+  for (uint64_t k = 0; k < kRows; ++k) keys[k] = k;
+  for (uint64_t s = 0; s < 4; ++s) {
+    if (s == 2) {
+      optimizer.kind = kind;
+      optimizer.lr = 0.125f;
+      optimizer.initial_accumulator = 0.5f;
+      if (kind != FRUGAL_ADAGRAD) {
+        EXPECT_REFUSED(frugal_table_set_optimizer(table, s, &optimizer), FRUGAL_ERR_INVALID_ARGUMENT);
+      }
+      if (anew) {
+        frugal_optimizer with_new_state = optimizer;
+        with_new_state.flags |= FRUGAL_OPT_NEW_STATE;
+        EXPECT_OK(frugal_table_set_optimizer(table, s, &with_new_state));
+      } else {
+        std::vector<float> rows(kRows * kDim);
+        uint8_t found[kRows] = {};
+        EXPECT_OK(frugal_get(table, keys.data(), kRows, 0, rows.data(), 0, found));
+        EXPECT_OK(frugal_table_drop(table));
+        table = make();
+        for (uint64_t k = 0; k < kRows; ++k) {
+          if (found[k]) {
+            EXPECT_OK(frugal_put(table, &keys[k], 1, 0, rows.data() + k * kDim, 0));
+          }
+        }
+      }
+    }
+    RowOp op(table, s % 2 ? std::vector<uint64_t>{1, 2, 3, 30} : std::vector<uint64_t>{2, 3, 5, 7}, kDim);
+    EXPECT_OK(frugal_step_begin(trainer, s, kWait));
+    EXPECT_OK(frugal_lookup(trainer, &op.op, 1));
+    EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
+    EXPECT_OK(frugal_step_end(trainer, s, 0));
+  }
+  std::vector<float> rows(kRows * (kDim + frugal_reference::StateFloats(kind, kDim)), kUntouched);
+  EXPECT_OK(frugal_get(table, keys.data(), kRows, FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+  return rows;
+}
+
+TEST(Tables, NewStateAtAnyTime) {
+  for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
+    for (uint32_t variant = 0; variant < 12; ++variant) {
+      SCOPED_TRACE("kind " + std::to_string(kind) + " variant " + std::to_string(variant));
+      const uint32_t space = variant % 3;  // dense, lazy, hashed
+      const auto trained = [&](bool anew) {
+        return TrainedAnew(anew, kind, space == 2 ? FRUGAL_HASHED : FRUGAL_DENSE, space == 1 ? FRUGAL_TABLE_LAZY : 0,
+                           variant / 3 % 2, variant / 6 * 0.5);
+      };
+      const std::vector<float> expected = trained(false), got = trained(true);
+      ASSERT_EQ(expected.size(), got.size());
+      ASSERT_EQ(0, std::memcmp(expected.data(), got.data(), got.size() * sizeof(float)));
+    }
+  }
+}
+
 // Places of rows that a declaration reserved and gave back have memory for the new state, too.
 TEST(Tables, AnotherKindForPlacesThatAreFree) {
   constexpr uint32_t kDim = 65536;  // 32 rows are a slab of memory
@@ -898,6 +978,7 @@ TEST(Tables, AnotherKindForPlacesThatAreFree) {
   ASSERT_OK(frugal_table_describe(table, &after));
   EXPECT_EQ(before.memory_bytes, after.memory_bytes);
   EXPECT_GE(after.memory_bytes, 2 * keys.size() * kDim * sizeof(float));
+
 }
 
 TEST(Tables, RowsWithStateFixTheKind) {

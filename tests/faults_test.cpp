@@ -238,6 +238,33 @@ TEST(Memory, ThroughAController) {
   }
 }
 
+TEST(Memory, AnotherKindIsTakenWholeOrNotAtAll) {
+  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED})
+    for (Arm arm : {frugal::os_test_fail_after, frugal::heap_test_fail_after}) {
+      const uint64_t n = 3000;
+      const uint32_t dim = 32;
+      std::vector<float> rows[2];
+      for (bool later : {false, true}) {
+        Engine engine([](frugal_config* c) { c->flush_threads = 0; });
+        frugal_table* table = engine.Table("t", key_space, n, dim, later ? FRUGAL_ROWWISE_ADAGRAD : FRUGAL_ADAGRAD);
+        frugal_trainer* trainer = engine.Trainer(0);
+        Op op(table, Range(0, n), dim, 0.5f);
+        EXPECT_OK(frugal_step_begin(trainer, 0, kWait));
+        EXPECT_OK(frugal_lookup(trainer, &op.op, 1));
+        EXPECT_OK(frugal_step_end(trainer, 0, 0));
+        frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+        optimizer.kind = FRUGAL_ADAGRAD;
+        const int failed = later ? Sweep(arm, [&] { return frugal_table_set_optimizer(table, 1, &optimizer); }) : 1;
+        EXPECT_GE(failed, 1) << "no request for memory";
+        EXPECT_OK(frugal_step_begin(trainer, 1, kWait));
+        EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
+        EXPECT_OK(frugal_step_end(trainer, 1, 0));
+        rows[later] = Rows(table, n, dim);
+      }
+      EXPECT_TRUE(SameBits(rows[0], rows[1]));
+    }
+}
+
 // Steps whose end meets a failure each, later and later, or `steps` undisturbed ones.
 std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t* steps) {
   const uint32_t dim = 8;
@@ -358,33 +385,6 @@ TEST(Memory, AbortBesideAnOwedCommit) {
   std::printf("%d aborts commit first, %d leave the engine unhealthy\n", committed_first, unhealthy);
   EXPECT_GT(committed_first, 0);
   EXPECT_GT(unhealthy, 0);
-}
-
-TEST(Memory, AnotherKindIsTakenWholeOrNotAtAll) {
-  for (int32_t key_space : {FRUGAL_DENSE, FRUGAL_HASHED})
-    for (Arm arm : {frugal::os_test_fail_after, frugal::heap_test_fail_after}) {
-      const uint64_t n = 3000;
-      const uint32_t dim = 32;
-      std::vector<float> rows[2];
-      for (bool later : {false, true}) {
-        Engine engine([](frugal_config* c) { c->flush_threads = 0; });
-        frugal_table* table = engine.Table("t", key_space, n, dim, later ? FRUGAL_ROWWISE_ADAGRAD : FRUGAL_ADAGRAD);
-        frugal_trainer* trainer = engine.Trainer(0);
-        Op op(table, Range(0, n), dim, 0.5f);
-        EXPECT_OK(frugal_step_begin(trainer, 0, kWait));
-        EXPECT_OK(frugal_lookup(trainer, &op.op, 1));
-        EXPECT_OK(frugal_step_end(trainer, 0, 0));
-        frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
-        optimizer.kind = FRUGAL_ADAGRAD;
-        const int failed = later ? Sweep(arm, [&] { return frugal_table_set_optimizer(table, 1, &optimizer); }) : 1;
-        EXPECT_GE(failed, 1) << "no request for memory";
-        EXPECT_OK(frugal_step_begin(trainer, 1, kWait));
-        EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
-        EXPECT_OK(frugal_step_end(trainer, 1, 0));
-        rows[later] = Rows(table, n, dim);
-      }
-      EXPECT_TRUE(SameBits(rows[0], rows[1]));
-    }
 }
 
 // --- A whole training, with one request for memory failing anywhere ---

@@ -46,7 +46,8 @@ Status check_optimizer(const frugal_optimizer& o) {
   FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
   FRUGAL_TRY(one_of("optimizer.kind", o.kind, FRUGAL_FTRL, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
   FRUGAL_TRY(known_flags("optimizer.flags", o.flags,
-                         FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS | FRUGAL_OPT_NO_BIAS_CORRECTION));
+                         FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS | FRUGAL_OPT_NO_BIAS_CORRECTION |
+                             FRUGAL_OPT_NEW_STATE));
   // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps from leading away from
   // where gradients point.
   constexpr float kAny = -1, kMore = FLT_MAX, kBelow = 1 - FLT_EPSILON / 2;

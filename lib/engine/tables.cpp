@@ -358,15 +358,19 @@ Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
   return FRUGAL_OK;
 }
 
-Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& o) {
+Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& wanted) {
   FRUGAL_TRY(check());
+  frugal_optimizer o = wanted;
+  const bool renew = o.flags & FRUGAL_OPT_NEW_STATE;
+  o.flags &= ~FRUGAL_OPT_NEW_STATE;
   for (std::optional<OutsideScope> scope;;) {
     {
       std::lock_guard<std::mutex> lock(mu_);
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
       const float accumulator = of_its_kind(o).initial_accumulator;
-      if (o.kind == was.kind && std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0) {
+      const bool same = o.kind == was.kind && std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
+      if (same && !renew) {
         // What held before the last committed step is of no use any more.
         if (committed_ != kNoStep) {
           auto now = table.schedule.upper_bound(committed_ + 1);
@@ -376,16 +380,18 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
         table.schedule[first_step] = o;
         return FRUGAL_OK;
       }
-      if (table.has_state.load())
+      if (table.has_state.load() && !renew)
         return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                     "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are fixed since "
-                    "its first update, or since rows were put with state", o.kind, double{accumulator},
-                    table.name.c_str(), was.kind, double{was.initial_accumulator});
+                    "its first update, or since rows were put with state; FRUGAL_OPT_NEW_STATE gives up that state",
+                    o.kind, double{accumulator}, table.name.c_str(), was.kind, double{was.initial_accumulator});
       if (ledger_)
         return fail(FRUGAL_ERR_UNSUPPORTED, "optimizer.kind is %d, and that of table '%s' %d: other processes may have "
                     "mapped its state; give the optimizer when the table is created", o.kind, table.name.c_str(), was.kind);
     }
-    if (scope) return change_kind(table, o);
+    if (scope && !(table.window.opened() && table.window.any_pending()) && !apply_jobs_.load()) return change_kind(table, o);
+    scope.reset();
+    if (table.has_state.load()) FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
     scope.emplace(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
     FRUGAL_TRY(scope->status());
   }
@@ -421,6 +427,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
     if (t) drop_cache(*t, table);
   }
   FRUGAL_TRY(in_table(rows.take_state(&state), table));
+  table.has_state.store(false);
   std::lock_guard<std::mutex> lock(mu_);
   table.schedule.swap(schedule);
   return FRUGAL_OK;

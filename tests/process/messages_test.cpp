@@ -197,7 +197,7 @@ TEST_P(Messages, OfTables) {
   SAYS(create([](auto* c) { c->key_space = FRUGAL_HASHED, c->flags = FRUGAL_TABLE_LAZY; }),
        INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY", "dense");
   SAYS(create([](auto* c) { c->optimizer.kind = 7; }), INVALID_ARGUMENT, "optimizer.kind is 7");
-  SAYS(create([](auto* c) { c->optimizer.flags = 8; }), INVALID_ARGUMENT, "0x8", "optimizer.flags");
+  SAYS(create([](auto* c) { c->optimizer.flags = 16; }), INVALID_ARGUMENT, "0x10", "optimizer.flags");
   SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "optimizer.lr is -0.5",
        "0 or more");
   SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "optimizer.eps is ",

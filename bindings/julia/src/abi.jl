@@ -210,6 +210,7 @@ const STATUS = (
 const OPT_NESTEROV = UInt32(1)
 const OPT_MEAN_RANKS = UInt32(2)
 const OPT_NO_BIAS_CORRECTION = UInt32(4)
+const OPT_NEW_STATE = UInt32(8)
 const TABLE_LAZY = UInt32(1)
 const WITH_STATE = UInt32(1)
 const TRAINER_REPLACE = UInt32(1)

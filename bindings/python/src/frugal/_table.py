@@ -253,13 +253,16 @@ class Table(Single):
             pins.clear()
         return deleted.value
 
-    def set_optimizer(self, first_step: int, optimizer: Optimizer) -> None:
+    def set_optimizer(self, first_step: int, optimizer: Optimizer, *, new_state: bool = False) -> None:
         """Sets the hyper-parameters from `first_step` on.
 
         The kind and initial_accumulator are the table's. Between steps they may be others until the table's first
-        update, or until rows are put with state: then all rows have the state of new ones.
+        update, or until rows are put with state: then all rows have the state of new ones. new_state: they may be others
+        at any time between steps, and all rows have the state of new ones in any case.
         """
         struct = _optimizer(optimizer)
+        if new_state:
+            struct.flags |= _abi.FRUGAL_OPT_NEW_STATE
         check(lib.frugal_table_set_optimizer(self._handle, uint64(first_step, "first_step"), addressof(struct)))
 
     def drop(self) -> None:

@@ -118,6 +118,7 @@ fn constants() -> Vec<(&'static str, i128)> {
         FRUGAL_OPT_NESTEROV,
         FRUGAL_OPT_MEAN_RANKS,
         FRUGAL_OPT_NO_BIAS_CORRECTION,
+        FRUGAL_OPT_NEW_STATE,
         FRUGAL_HASHED,
         FRUGAL_F32,
         FRUGAL_INIT_XAVIER,
