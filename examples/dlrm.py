@@ -5,8 +5,8 @@
     python dlrm.py --side both                  and the same model in PyTorch alone beside it
 
 Dense features go through an MLP, each categorical one is a row of a table, a second MLP works on the dot products of
-all of these and says the logit of a click. The tables are trained by frugal.torch with Adagrad, the MLPs by
-torch.optim.Adam. Reported are AUC and logloss on samples that were not trained on. Of the planted model the true
+all of these and says the logit of a click. The table is trained by torch.optim.Adagrad, the MLPs by torch.optim.Adam;
+between the sides the class of the table differs, and nothing else. Reported are AUC and logloss on samples that were not trained on. Of the planted model the true
 probability of each sample is known, and so is the best that any model can reach: it is printed, too.
 
 Criteo's format: a line is label (0 or 1), 13 integers, 26 categories of 8 hexadecimal digits, with tabs in between; a
@@ -19,12 +19,12 @@ field may be empty. Every tenth line is for testing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import sys
 import time
 from typing import (
     Any,
+    Callable,
     ContextManager,
     Dict,
     Iterable,
@@ -181,33 +181,15 @@ class DLRM(nn.Module):
         return cast(Tensor, self.top(torch.cat([bottom, dots], dim=1))).squeeze(1)
 
 
-class TorchRows(nn.Module):
-    """The rows in PyTorch alone."""
+class Rows(nn.Module):
+    """A table of all features' rows. `embedding` is torch.nn.Embedding, or frugal.torch's."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, embedding: Callable[..., nn.Module], weight: Tensor) -> None:
         super().__init__()
-        self.table = nn.Embedding(weight.shape[0], weight.shape[1], sparse=True, _weight=weight)
+        self.table = embedding(weight.shape[0], weight.shape[1], sparse=True, _weight=weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         return cast(Tensor, self.table(ids)).transpose(0, 1)
-
-
-class FrugalRows(nn.Module):
-    """The rows in an engine."""
-
-    def __init__(self, rows: int, dim: int, features: int, lr: float, trainer: Any) -> None:
-        super().__init__()
-        import frugal
-        import frugal.torch as ft
-
-        self.dim = dim
-        names = [f"c{i}" for i in range(features)]
-        optimizer, init = frugal.Adagrad(lr=lr), frugal.Uniform(-0.25, 0.25)
-        config = ft.TableConfig("categories", rows, dim, names, optimizer=optimizer, init=init)
-        self.table = ft.EmbeddingBagCollection([config], trainer=trainer)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return cast(Tensor, self.table(ids)).view(ids.shape[1], ids.shape[0], self.dim)
 
 
 # --- Measures ---
@@ -317,29 +299,20 @@ def run(args: argparse.Namespace, side: str) -> Dict[str, Tuple[float, float]]:
         training, batch_size=None, num_workers=args.workers, persistent_workers=args.workers > 0
     )
     steps = len(training) if isinstance(training, Planted) else None
-    with contextlib.ExitStack() as stack:
-        rows: nn.Module
-        if side == "frugal":
-            import frugal
-            import frugal.torch as ft
+    embedding: Callable[..., nn.Module] = nn.Embedding
+    if side == "frugal":
+        import frugal.torch
 
-            engine = stack.enter_context(frugal.Engine(lookahead=args.lookahead))
-            trainer = stack.enter_context(engine.create_trainer())
-            rows = FrugalRows(weight.shape[0], weight.shape[1], training.features, args.lr, trainer)
-            rows.table.load_state_dict({"embedding_bags.categories.weight": weight})
-        else:
-            rows = TorchRows(weight)
-        model = DLRM(rows, training.dense_features, training.features, args.dim)
-        dense = torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=args.dense_lr)
-        if side == "frugal":
-            tables: torch.optim.Optimizer = ft.Optimizer(model)
-            table = cast(FrugalRows, rows).table
-            loader = ft.Lookahead(loader, lambda batch: {table: batch.ids}, trainer=trainer)
-        else:
-            tables = torch.optim.Adagrad(rows.parameters(), lr=args.lr, eps=1e-8)
-        for epoch in range(args.epochs):
-            train(model, loader, [dense, tables], Progress(f"{side}, epoch {epoch + 1}", steps))
-        return test(model, testing)
+        embedding = frugal.torch.Embedding
+    rows = Rows(embedding, weight)
+    model = DLRM(rows, training.dense_features, training.features, args.dim)
+    dense = torch.optim.Adam([*model.bottom.parameters(), *model.top.parameters()], lr=args.dense_lr)
+    tables = torch.optim.Adagrad(rows.parameters(), lr=args.lr)
+    if side == "frugal":
+        loader = frugal.torch.Lookahead(loader, lambda batch: {rows.table: batch.ids}, depth=args.lookahead)
+    for epoch in range(args.epochs):
+        train(model, loader, [dense, tables], Progress(f"{side}, epoch {epoch + 1}", steps))
+    return test(model, testing)
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> Dict[str, Tuple[float, float]]:

@@ -5,8 +5,8 @@
     frugal-controller /tmp/tables &
     FRUGAL_SERVICE=/tmp/tables torchrun --nproc-per-node 2 --max-restarts 3 dlrm_ddp.py --resume FOLDER
 
-The tables are in the controller's shared memory; a rank reads their rows there, and hands over its gradients. They are
-no parameters: DistributedDataParallel neither sends nor sums them. Gradients of the dense layers are summed in the order
+The tables are in the controller's shared memory; a rank reads their rows there, and hands over its gradients, which
+DistributedDataParallel neither sends nor sums. Gradients of the dense layers are summed in the order
 of the ranks, whatever carries them, so that a run is the same, bit for bit, in processes and in threads; --hash prints
 what proves it.
 
@@ -20,6 +20,7 @@ With --resume the dense layers are saved in FOLDER in each step, and ranks that 
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -140,12 +141,15 @@ def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Op
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     with building:
-        torch.manual_seed(args.seed)  # all ranks begin with the same dense layers
-        shape = dlrm.Planted.features * args.rows, args.dim
-        rows = dlrm.FrugalRows(*shape, dlrm.Planted.features, args.lr, trainer)
+        torch.manual_seed(args.seed)  # all ranks begin with the same layers and rows
+        weight = (torch.rand(dlrm.Planted.features * args.rows, args.dim) - 0.5) * 0.5
+        # Other processes map the optimizer's state, so that its kind is said when the table is made.
+        embedding = functools.partial(ft.Embedding, trainer=trainer, name="rows", optimizer=frugal.Adagrad(lr=args.lr))
+        rows = dlrm.Rows(embedding, weight)
         model = dlrm.DLRM(rows, dlrm.Planted.dense_features, dlrm.Planted.features, args.dim)
-    dense = torch.optim.Adam(model.parameters(), lr=args.dense_lr)
-    tables = ft.Optimizer(model)
+    layers = [*model.bottom.parameters(), *model.top.parameters()]
+    dense = torch.optim.Adam(layers, lr=args.dense_lr)
+    tables = ft.Optimizer(rows)
     saved = None if args.resume is None else Saved(Path(args.resume), model, dense)
     committed = trainer.engine.committed_step()
     if committed is not None:
@@ -169,7 +173,7 @@ def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Op
         tables.zero_grad()
         loss.backward()
         if isinstance(ranks, Threads):
-            for parameter in model.parameters():
+            for parameter in layers:
                 parameter.grad = mean(ranks.gather(cast(Tensor, parameter.grad)))
         dense.step()
         if saved is not None and ranks.rank == 0:
@@ -192,11 +196,11 @@ def train(ranks: Ranks, trainer: frugal.Trainer, args: argparse.Namespace) -> Op
 building = threading.Lock()  # torch has one generator for all threads
 
 
-def hashes(model: nn.Module, tables: ft.Optimizer) -> Tuple[str, str]:
+def hashes(model: dlrm.DLRM, tables: ft.Optimizer) -> Tuple[str, str]:
     """Of the rows with their optimizer state, and of the dense layers."""
     rows = [value for name, value in model.state_dict().items() if name.startswith("rows.")]
     rows += [state["state"] for state in tables.state_dict()["state"].values()]
-    return digest(rows), digest(model.parameters())
+    return digest(rows), digest([*model.bottom.parameters(), *model.top.parameters()])
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -162,6 +162,8 @@ def suites():
       Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
       Single('rehearsal', 'all', 120, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
              after=['clang'], processors=2),
+      Program('frameworks', 'all', 300, ['bindings/python/check', release, python, '--frameworks'],
+              after=['rehearsal']),
       Program('mutants-all', 'all', 900, mutants, after=['rehearsal'], processors=2),
   ]
 

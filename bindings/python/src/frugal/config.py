@@ -1,4 +1,9 @@
-"""Optimizers and initial values of tables. Equations and sources: docs/arithmetic.md."""
+"""Optimizers and initial values of tables. Equations and sources: docs/arithmetic.md.
+
+Default hyper-parameters are those of torch.optim's optimizer of the same name, and Momentum's rate SGD's. Momentum's own
+default, RowWiseAdagrad's (Adagrad's), and FTRL's are this package's. frugal_optimizer_init of the C library has others:
+lr 0.01 and eps 1e-8 for all.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ __all__ = [
 class Optimizer:
     """Hyper-parameters that all optimizers have. Give them by name."""
 
-    lr: float = 0.01
+    lr: float = 1e-3
     weight_decay_l2: float = 0.0
     """Adds weight_decay_l2 * w to the gradient."""
     weight_decay: float = 0.0
@@ -92,7 +97,8 @@ class Momentum(Optimizer):
 class Adagrad(Optimizer):
     """Adagrad; dim floats of state."""
 
-    eps: float = 1e-8
+    lr: float = 1e-2
+    eps: float = 1e-10
     initial_accumulator: float = 0.0
     """State of a new row; fixed by the table's first update."""
 
@@ -103,7 +109,8 @@ class Adagrad(Optimizer):
 class RowWiseAdagrad(Optimizer):
     """Adagrad with one float of state a row."""
 
-    eps: float = 1e-8
+    lr: float = 1e-2
+    eps: float = 1e-10
     initial_accumulator: float = 0.0
     """State of a new row; fixed by the table's first update."""
 
@@ -127,6 +134,7 @@ class Adam(Optimizer):
 class RMSProp(Optimizer):
     """RMSProp; dim floats of state."""
 
+    lr: float = 1e-2
     rho: float = 0.99
     eps: float = 1e-8
 
@@ -137,6 +145,7 @@ class RMSProp(Optimizer):
 class FTRL(Optimizer):
     """FTRL-proximal; 2 x dim floats of state."""
 
+    lr: float = 1e-2
     ftrl_lambda1: float = 0.0
     ftrl_lambda2: float = 0.0
     ftrl_beta: float = 1.0

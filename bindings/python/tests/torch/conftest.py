@@ -10,6 +10,10 @@ import torch
 import frugal
 
 
+# Threads that wait for each other spin where the machine has other things to do.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(7)

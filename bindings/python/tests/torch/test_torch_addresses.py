@@ -1,4 +1,5 @@
-"""What reaches the ABI are the tensors' own addresses, in one call for each forward and each backward."""
+"""What reaches the ABI are the tensors' own addresses, in one call for each forward and one for all backwards of a
+step. Keys, offsets and factors that a backward keeps for the step are copies if the caller made them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ def test_a_bag_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any) -> Non
     bags = ft.EmbeddingBag(
         ROWS, DIM, mode="sum", include_last_offset=True, padding_idx=2, trainer=trainer, optimizer=sgd()
     )
+    tables = ft.Optimizer(bags)
     everything = torch.randint(0, ROWS, (40,))
     keys, offsets = everything[8:28], torch.tensor([0, 3, 3, 20])
     weights = torch.ones(20, requires_grad=True)
@@ -32,13 +34,21 @@ def test_a_bag_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any) -> Non
     grad = wide[:, DIM : 2 * DIM]  # rows that are contiguous and apart
     before = spy.calls()
     out.backward(grad)
-    assert spy.calls() - before == 1
+    assert spy.calls() - before == 1  # the rows, for the gradient of weights
+    note = spy.last()
+    assert (note.function, note.op_count) == (b"frugal_read", 1)
+    assert (note.ops[0].keys, note.ops[0].count) == (keys.data_ptr(), 20)
+    assert weights.grad is not None
+    before = spy.calls()
+    tables.step()
+    assert spy.calls() - before == 2  # and frugal_step_end
     note = spy.last()
     assert (note.function, note.op_count) == (b"frugal_push_grad", 1)
     op = note.ops[0]
-    assert op.keys == keys.data_ptr() and op.offsets == offsets.data_ptr() and op.weights == weights.data_ptr()
     assert op.grads == wide.data_ptr() + 4 * DIM and op.row_stride == 3 * DIM * 4
-    assert weights.grad is not None and op.weight_grads_out == weights.grad.data_ptr()
+    assert (op.count, op.bags, op.padding_key, op.flags) == (20, 3, 2, 1)
+    # The caller may write to its own memory between backward and step.
+    assert op.keys != keys.data_ptr() and op.offsets != offsets.data_ptr() and op.weights != weights.data_ptr()
     with torch.no_grad():
         before = spy.calls()
         out = bags(keys, offsets)
@@ -61,13 +71,17 @@ def test_a_collection_is_one_call(trainer: frugal.Trainer, spy: Any) -> None:
     for i, column in enumerate((0, 4, 8)):
         op = note.ops[i]
         assert op.keys == keys[i].data_ptr() and op.rows_out == out.data_ptr() + 4 * column and op.row_stride == 64
-    grad = integers(5, 16)
+    grads = [integers(5, 16), integers(5, 16)]
     before = spy.calls()
-    out.backward(grad)
-    assert spy.calls() - before == 1
+    out.backward(grads[0], retain_graph=True)
+    out.backward(grads[1])
+    assert spy.calls() == before
+    ft.Optimizer(both).step()
+    assert spy.calls() - before == 2  # and frugal_step_end
     note = spy.last()
-    assert (note.function, note.op_count) == (b"frugal_push_grad", 3)
-    assert [note.ops[i].grads - grad.data_ptr() for i in range(3)] == [0, 16, 32]
+    assert (note.function, note.op_count) == (b"frugal_push_grad", 6)
+    assert [note.ops[i].grads - grads[0].data_ptr() for i in range(3)] == [0, 16, 32]
+    assert [note.ops[i].grads - grads[1].data_ptr() for i in range(3, 6)] == [0, 16, 32]
 
 
 def test_an_embedding_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any) -> None:
@@ -78,9 +92,9 @@ def test_an_embedding_s_tensors_go_by_address(trainer: frugal.Trainer, spy: Any)
     assert op.keys == keys.data_ptr() and op.rows_out == out.data_ptr()
     grad = integers(4, 5, DIM)
     out.backward(grad)
-    op = spy.last().ops[0]
-    assert op.keys == keys.data_ptr() and op.grads == grad.data_ptr()
     ft.Optimizer(rows).step()
+    op = spy.last().ops[0]
+    assert op.grads == grad.data_ptr() and (op.count, op.row_stride) == (20, DIM * 4)
     lookahead = ft.Lookahead([keys], lambda batch: {rows: batch}, trainer=trainer)
     before = spy.calls()
     iteration = iter(lookahead)

@@ -27,4 +27,4 @@ def test_the_package_s_program_runs() -> None:
     assert frugal.torch.__doc__ is not None
     program = frugal.torch.__doc__.split("\n\n", 1)[1]
     loader = [(torch.arange(4), torch.tensor([0, 2]), torch.ones(2, 16)) for _ in range(3)]
-    exec(program, {"frugal": frugal, "loader": loader})
+    exec(program, {"frugal": frugal, "torch": torch, "loader": loader})

@@ -75,8 +75,8 @@ def test_bags_of_any_numbers_equal_torch_nearly(trainer: frugal.Trainer, mode: s
     ours, theirs = bag_pair(trainer, torch.randn(ROWS, DIM), mode=mode, optimizer=configs[kind])
     makers: Dict[str, Any] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
-        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, eps=1e-8),
-        "adam": lambda p: torch.optim.SparseAdam(p, lr=0.05, eps=1e-8),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+        "adam": lambda p: torch.optim.SparseAdam(p, lr=0.05),
     }
     tables, dense = ft.Optimizer(ours), makers[kind](list(theirs.parameters()))
     for _ in range(10):
@@ -266,9 +266,8 @@ def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
     for cls in (ft.Embedding, ft.EmbeddingBag):
         for arguments in (
             {"max_norm": 1.0},
-            {"norm_type": 1.0},
+            {"max_norm": 1.0, "norm_type": 1.0},
             {"scale_grad_by_freq": True},
-            {"dtype": torch.float64},
         ):
             with pytest.raises(NotImplementedError):
                 cls(ROWS, DIM, trainer=trainer, **arguments)
@@ -277,9 +276,13 @@ def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
         with pytest.raises(ValueError, match="trainer's device"):
             cls(ROWS, DIM, device="meta", trainer=trainer)
         with pytest.raises(TypeError, match="trainer"):
-            cls(ROWS, DIM, trainer=None)  # type: ignore[arg-type]
+            cls(ROWS, DIM, trainer=object())  # type: ignore[arg-type]
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(TypeError, match="floating-point"):
+                cls(ROWS, DIM, dtype=dtype, trainer=trainer)
+        assert cls(ROWS, DIM, norm_type=1.0, trainer=trainer).norm_type == 1.0  # nothing without max_norm
     with pytest.raises(NotImplementedError, match="max"):
-        ft.EmbeddingBag(ROWS, DIM, mode="max", trainer=trainer)
+        ft.EmbeddingBagCollection([ft.TableConfig("t", ROWS, DIM, ["x"], mode="max")], trainer=trainer)
     with pytest.raises(ValueError, match="mode"):
         ft.EmbeddingBag(ROWS, DIM, mode="median", trainer=trainer)
     bags = ft.EmbeddingBag(ROWS, DIM, mode="mean", trainer=trainer)
@@ -354,12 +357,19 @@ def test_modules_are_not_copied(trainer: frugal.Trainer) -> None:
         pickle.dumps(module)
 
 
-def test_modules_have_no_parameters(trainer: frugal.Trainer) -> None:
+def test_modules_have_one_parameter_for_each_table(trainer: frugal.Trainer) -> None:
     module = ft.Embedding(ROWS, DIM, trainer=trainer)
-    model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 1))
-    assert len(list(model.parameters())) == 2
+    tables = [ft.TableConfig("a", ROWS, 4, ["x", "y"]), ft.TableConfig("b", ROWS, 8, ["z"])]
+    model = torch.nn.Sequential(module, ft.EmbeddingBagCollection(tables, trainer=trainer), torch.nn.Linear(DIM, 1))
+    (anchor,) = module.parameters()
+    assert anchor.numel() == 1 and anchor.requires_grad and isinstance(anchor, torch.nn.Parameter)
+    assert len(list(model.parameters())) == 5 and len({id(p) for p in model.parameters()}) == 5
     assert list(module.buffers()) == []
-    assert "60, 8" in repr(model)
+    assert "60, 8" in repr(model) and "embedding_0" in repr(anchor)
+    # Modules of one table have one.
+    (other,) = ft.EmbeddingBag(ROWS, DIM, name=module.table.name, trainer=trainer).parameters()
+    assert other is anchor
+    assert not any("anchor" in name for name in model.state_dict())
 
 
 def bad(keys: Any, **more: Any) -> List[Any]:
@@ -377,8 +387,6 @@ def bad(keys: Any, **more: Any) -> List[Any]:
         bad(torch.zeros(2, 2, 2, dtype=torch.int64)) + [ValueError],
         bad(torch.zeros(4, 2, dtype=torch.int64), offsets=torch.tensor([0, 2])) + [ValueError],
         bad(torch.zeros(4, 2, dtype=torch.int64, device="meta")) + [ValueError],
-        bad(torch.zeros(2, 4, dtype=torch.int64).t()) + [ValueError],
-        bad(torch.zeros(8, dtype=torch.int64)[::2], offsets=torch.tensor([0])) + [ValueError],
         bad(torch.zeros(4, dtype=torch.int64), offsets=torch.tensor([0.0])) + [TypeError],
         bad(torch.zeros(4, dtype=torch.int64), offsets=torch.tensor([[0]])) + [ValueError],
         bad(torch.zeros(4, dtype=torch.int64), offsets=torch.tensor([0, 9])) + [frugal.InvalidArgument],
@@ -388,7 +396,6 @@ def bad(keys: Any, **more: Any) -> List[Any]:
         bad(torch.full((4, 2), -1)) + [frugal.KeyOutOfRange],
         bad(torch.zeros(4, 2, dtype=torch.int64), per_sample_weights=torch.ones(8)) + [ValueError],
         bad(torch.zeros(4, 2, dtype=torch.int64), per_sample_weights=torch.ones(4, 2).double()) + [TypeError],
-        bad(torch.zeros(4, 2, dtype=torch.int64), per_sample_weights=torch.ones(2, 4).t()) + [ValueError],
     ],
 )  # fmt: skip
 def test_bad_input_is_an_error(trainer: frugal.Trainer, keys: Any, more: Dict[str, Any], error: Any) -> None:
@@ -424,8 +431,7 @@ def test_a_closed_engine_is_an_error() -> None:
     optimizer = ft.Optimizer(module)
     out = module(torch.tensor([1]))
     engine.close()
-    with pytest.raises(frugal.Error):
-        out.sum().backward()
+    out.sum().backward()  # is kept for a step
     with pytest.raises(frugal.Error):
         optimizer.step()
     with pytest.raises(frugal.Error):
@@ -451,5 +457,4 @@ def test_negative_views_are_seen(trainer: frugal.Trainer) -> None:
     (torch.complex(ones, ours(keys)).conj() * torch.complex(ones, ones)).imag.sum().backward()
     optimizer.step()
     assert torch.equal(ours.weight, ones)
-    with pytest.raises(ValueError, match="negative view"):
-        ours(keys, None, torch.complex(ones, ones).conj().imag)
+    assert torch.equal(ours(keys, None, torch.complex(ones, ones).conj().imag), -ones)

@@ -15,7 +15,7 @@ from typing import Any, Callable, List
 import pytest
 import torch
 import torch.distributed as dist
-from torch_support import DIM, ROWS, integers, sgd
+from torch_support import DIM, ROWS, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
@@ -40,7 +40,8 @@ def run_ranks(world_size: int, work: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("mean", [True, False])
-def test_ranks_average_as_distributed_data_parallel_does(mean: bool) -> None:
+@pytest.mark.parametrize("whose", ["frugal", "torch"])
+def test_ranks_average_as_distributed_data_parallel_does(mean: bool, whose: str) -> None:
     world_size, steps = 4, 6
     weight = integers(ROWS, DIM)
     batches = [[torch.randint(0, ROWS, (5, 2)) for _ in range(steps)] for _ in range(world_size)]
@@ -54,7 +55,10 @@ def test_ranks_average_as_distributed_data_parallel_does(mean: bool) -> None:
             bags = ft.EmbeddingBag(
                 ROWS, DIM, mode="sum", _weight=weight, trainer=trainer, optimizer=sgd(0.5), mean_ranks=mean
             )
-            optimizer = ft.Optimizer(bags)
+            optimizer: torch.optim.Optimizer = ft.Optimizer(bags)
+            if whose == "torch":
+                del optimizer
+                optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
             made.wait(60)
             batched = list(zip(batches[rank], grads[rank]))
             for keys, grad in ft.Lookahead(batched, lambda batch: {bags: batch[0]}, trainer=trainer):
@@ -84,14 +88,122 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all() -> None:
     with frugal.Engine(world_size=2, timeout=60) as engine:
         trainers = [engine.create_trainer(rank) for rank in range(2)]
         bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd()) for t in trainers]
-        optimizers = [ft.Optimizer(bag, check_inf=True) for bag in bags]
-        before = bags[0].weight
+        optimizers = [ft.Optimizer(bag) for bag in bags]
+        scalers: List[Any] = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        before = snapshot(bags[0])
         for factor, changes in ((float("inf"), False), (1.0, True)):
             for bag, scale in zip(bags, (1.0, factor)):
                 (bag(torch.zeros(2, 2, dtype=torch.int64)) * scale).sum().backward()
+            for scaler, optimizer in zip(scalers, optimizers):
+                scaler.scale(torch.zeros(()))
+                scaler.step(optimizer)
+                scaler.update(4.0)
+                optimizer.zero_grad()
+            assert torch.equal(bags[1].weight, before) is not changes
+        assert engine.committed_step() == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_of_torch_s_optimizer_skips_the_step_of_all(fused: bool) -> None:
+    """One that calls step() all the same, as the fused do, skips for ranks that found nothing; one that does not is for
+    ranks that find the same."""
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t) for t in trainers]
+        optimizers = [torch.optim.SGD(bag.parameters(), lr=0.5, fused=fused) for bag in bags]
+        scalers: List[Any] = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        before = snapshot(bags[0])
+        for bad in (True, False):
+            for rank, (bag, scaler) in enumerate(zip(bags, scalers)):
+                loss = bag(torch.tensor([[1]])).sum()
+                scaler.scale(loss * float("inf") if bad and (rank == 1 or not fused) else loss).backward()
+            for scaler, optimizer in zip(scalers, optimizers):
+                scaler.step(optimizer)
+                scaler.update(4.0)
+                optimizer.zero_grad()
+            if fused or not bad:  # else the step goes on, and rows can be had at its end
+                assert torch.equal(bags[0].weight, before) is bad
+        torch.testing.assert_close(bags[0].weight[1], before[1] - 0.5)
+        assert engine.committed_step() == (1 if fused else 0)
+
+
+@pytest.mark.parametrize("whose", ["frugal", "torch"])
+def test_a_rank_without_a_gradient_takes_part(whose: str) -> None:
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd(0.5)) for t in trainers]
+        optimizers: List[Any] = [
+            ft.Optimizer(bag) if whose == "frugal" else torch.optim.SGD(bag.parameters(), lr=0.5) for bag in bags
+        ]
+        expected = snapshot(bags[0])
+        for step, rank in enumerate((0, 1)):
+            bags[rank](torch.tensor([[1]])).sum().backward()
+            for parameter in bags[rank].parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)  # of one rank alone
             for optimizer in optimizers:
                 optimizer.step()
-            assert torch.equal(bags[1].weight, before) is not changes
+                optimizer.zero_grad()
+            expected[1] -= 0.125
+            assert torch.equal(bags[1].weight, expected) and engine.committed_step() == step
+
+
+def test_what_ranks_cannot_know_is_refused() -> None:
+    """Before anything of it is done."""
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        adagrad = frugal.Adagrad(lr=0.5)
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=adagrad) for t in trainers]
+        optimizers = [torch.optim.Adagrad(bag.parameters(), lr=0.5) for bag in bags]
+        for _ in range(2):
+            before = snapshot(bags[0])
+            for bag in bags:
+                bag(torch.tensor([[1]])).sum().backward()
+            for foreach in (False, True):
+                with pytest.raises(NotImplementedError, match="2 ranks.*clip_norm"):
+                    torch.nn.utils.clip_grad_norm_(bags[0].parameters(), 1.0, foreach=foreach)
+                with pytest.raises(NotImplementedError, match="2 ranks.*clip_value"):
+                    torch.nn.utils.clip_grad_value_(bags[0].parameters(), 1.0, foreach=foreach)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert not torch.equal(bags[0].weight[1], before[1])
+        second = torch.optim.Adagrad(bags[0].parameters(), lr=0.5)
+        bags[0](torch.tensor([[1]])).sum().backward()
+        with pytest.raises(NotImplementedError, match="new state"):
+            second.step()
+
+
+def test_ranks_choose_a_kind_together() -> None:
+    """torch.optim.Adagrad for a table that was made with SGD: at the first step, whichever rank comes first."""
+    world_size, steps = 2, 4
+    weight = integers(ROWS, DIM)
+    batches = [[torch.randint(0, ROWS, (5, 2)) for _ in range(steps)] for _ in range(world_size)]
+    grads = [[integers(5, DIM) for _ in range(steps)] for _ in range(world_size)]
+    made = threading.Barrier(world_size)
+    with frugal.Engine(world_size=world_size, timeout=60) as engine:
+
+        def work(rank: int) -> None:
+            bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=engine.create_trainer(rank))
+            optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.5)
+            made.wait(60)
+            for keys, grad in zip(batches[rank], grads[rank]):
+                time.sleep(0.01 * rank)
+                optimizer.zero_grad()
+                bags(keys).backward(grad)
+                optimizer.step()
+
+        run_ranks(world_size, work)
+        got = torch.from_numpy(engine.find_table("embedding_bag_0").get(torch.arange(ROWS)))
+    parameter = torch.nn.Parameter(weight.clone())
+    reference = torch.optim.Adagrad([parameter], lr=0.5)
+    for step in range(steps):
+        reference.zero_grad()
+        for rank in range(world_size):
+            out = torch.nn.functional.embedding_bag(batches[rank][step], parameter, mode="sum")
+            out.backward(grads[rank][step] / world_size)
+        reference.step()
+    torch.testing.assert_close(got, parameter.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_ranks_say_the_same() -> None:
@@ -99,8 +211,8 @@ def test_ranks_say_the_same() -> None:
     with frugal.Engine(world_size=2, timeout=60) as engine:
         trainers = [engine.create_trainer(rank) for rank in range(2)]
         bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd(), name="t") for t in trainers]
-        optimizers = [ft.Optimizer(bag, check_inf=True) for bag in bags]
-        before = bags[0].weight
+        optimizers = [ft.Optimizer(bag) for bag in bags]
+        before = snapshot(bags[0])
         for bag in bags:
             bag(keys).sum().backward()
         optimizers[0].step()
@@ -123,9 +235,9 @@ def test_scales_of_ranks_are_the_same_or_an_error() -> None:
         bags = [
             ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd(1.0), mean_ranks=False) for t in trainers
         ]
-        optimizers = [ft.Optimizer(bag, check_inf=True) for bag in bags]
+        optimizers = [ft.Optimizer(bag) for bag in bags]
         scalers: List[Any] = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
-        before = bags[0].weight
+        before = snapshot(bags[0])
 
         def backward(factors: Any) -> None:
             for bag, scaler, factor in zip(bags, scalers, factors):
@@ -155,17 +267,20 @@ def test_scales_of_ranks_are_the_same_or_an_error() -> None:
 def test_what_takes_all_ranks_is_said() -> None:
     with frugal.Engine(world_size=2, timeout=60) as engine:
         trainers = [engine.create_trainer(rank) for rank in range(2)]
-        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer) for trainer in trainers]
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd()) for t in trainers]
         optimizers = [ft.Optimizer(bag) for bag in bags]
+        before = snapshot(bags[0])
         bags[0](torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
-        with pytest.raises(RuntimeError, match="several ranks"):
-            optimizers[0].zero_grad()
+        optimizers[0].zero_grad()  # the rank's own matter
+        bags[0](torch.tensor([[1]])).sum().backward()
         optimizers[0].step()
         with pytest.raises(frugal.Busy):
             bags[0].state_dict()
         optimizers[1].step()  # an empty step: the rank has no data
         assert engine.committed_step() == 0
-        bags[0].state_dict()
+        expected = before.clone()
+        expected[1] -= 0.25
+        assert torch.equal(bags[0].state_dict()["weight"], expected)
 
 
 def test_an_abort_of_one_rank_reaches_the_other() -> None:
@@ -173,7 +288,7 @@ def test_an_abort_of_one_rank_reaches_the_other() -> None:
         trainers = [engine.create_trainer(rank) for rank in range(2)]
         bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=sgd()) for t in trainers]
         optimizers = [ft.Optimizer(bag) for bag in bags]
-        before = bags[0].weight
+        before = snapshot(bags[0])
         keys = torch.zeros(1, 1, dtype=torch.int64)
         for bag in bags:
             bag(keys).sum().backward()
@@ -181,12 +296,15 @@ def test_an_abort_of_one_rank_reaches_the_other() -> None:
         for optimizer in optimizers:
             with pytest.raises(frugal.Error):
                 optimizer.step()
-        for attempt in range(2):  # both begin again
-            for bag in bags:
-                bag(keys).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        assert torch.equal(bags[0].weight[0], before[0] - 1.0) and engine.committed_step() == 1
+        for optimizer in optimizers:  # both begin again: the gradients are there
+            optimizer.step()
+        torch.testing.assert_close(bags[0].weight[0], before[0] - 0.5)
+        for bag in bags:
+            bag(keys).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(bags[0].weight[0], before[0] - 1.0)
+        assert engine.committed_step() == 1
 
 
 @pytest.fixture
@@ -211,7 +329,7 @@ def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer
     model = Model()
     head = torch.nn.Linear(DIM, 1)
     head.load_state_dict(model.head.state_dict())
-    bags = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=model.bags.weight, sparse=True)
+    bags = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=snapshot(model.bags), sparse=True)
     for find_unused in (False, True):
         parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
         optimizers: List[torch.optim.Optimizer] = [
@@ -274,7 +392,7 @@ def test_a_child_does_not_wait_for_a_lock_of_the_parent() -> None:
         if child == 0:
             signal.alarm(10)
             wrong = 0
-            for call in (lambda: bags[0](keys), optimizers[0].step, optimizers[0].zero_grad, bags[0].state_dict):
+            for call in (lambda: bags[0](keys), optimizers[0].step, bags[0].state_dict):
                 try:
                     call()
                     wrong += 1

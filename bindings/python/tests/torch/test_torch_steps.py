@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
-from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd
+from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
@@ -71,17 +71,20 @@ def test_zero_grad_may_stand_where_loops_have_it(engine: frugal.Engine, pair: An
 
 def test_zero_grad_after_backward_throws_gradients_away(engine: frugal.Engine, pair: Any) -> None:
     ours, theirs, tables, dense = pair
-    before = ours.weight
+    before = snapshot(ours)
     ours(keys()).sum().backward()
     tables.zero_grad()
     tables.step()
     assert torch.equal(ours.weight, before)
-    kept = ours(keys())
+    batch, grad = keys(), integers(6, DIM)
+    kept = ours(batch)
     ours(keys()).sum().backward()
     tables.zero_grad()
-    kept.sum().backward()  # its forward was in the step that was aborted, which has the same number now
+    kept.backward(grad)
+    theirs(batch).backward(grad)
     tables.step()
-    assert not torch.equal(ours.weight, before)
+    dense.step()
+    assert not torch.equal(ours.weight, before) and same(ours, theirs)
 
 
 def test_gradients_of_several_forwards_add_up(engine: frugal.Engine, pair: Any) -> None:
@@ -104,7 +107,7 @@ def test_gradients_of_several_forwards_add_up(engine: frugal.Engine, pair: Any) 
 
 def test_a_forward_without_backward_changes_nothing(engine: frugal.Engine, pair: Any) -> None:
     ours, theirs, tables, dense = pair
-    before = ours.weight
+    before = snapshot(ours)
     ours(keys())
     assert torch.equal(ours.weight, before)  # ends the step that holds nothing, for it
     ours(keys())
@@ -114,14 +117,34 @@ def test_a_forward_without_backward_changes_nothing(engine: frugal.Engine, pair:
     assert same(ours, theirs)
 
 
-def test_rows_cannot_be_had_while_gradients_wait(pair: Any) -> None:
-    ours, _, tables, _ = pair
-    ours(keys()).sum().backward()
-    for call in (ours.state_dict, tables.state_dict):
-        with pytest.raises(RuntimeError, match="step\\(\\) first"):
-            call()
+def test_rows_can_be_had_while_gradients_wait(engine: frugal.Engine, pair: Any) -> None:
+    ours, theirs, tables, dense = pair
+    for _ in range(3):
+        for _ in range(2):
+            batch, grad = keys(), integers(6, DIM)
+            ours(batch).backward(grad)
+            theirs(batch).backward(grad)
+            assert torch.equal(ours.state_dict()["weight"], theirs.weight.detach())
+            tables.state_dict()
+            assert same(ours, theirs)
+            with torch.no_grad():
+                assert torch.equal(ours(batch), theirs(batch))
+        tables.step()
+        dense.step()
+        dense.zero_grad()
+        assert same(ours, theirs)
+    assert committed(engine) == 3
+
+
+def test_rows_may_be_loaded_while_gradients_wait(pair: Any) -> None:
+    ours, theirs, tables, dense = pair
+    batch, grad, weight = keys(), integers(6, DIM), integers(ROWS, DIM)
+    for module in (ours, theirs):
+        module(batch).backward(grad)
+        module.load_state_dict({"weight": weight})
     tables.step()
-    ours.state_dict()
+    dense.step()
+    assert same(ours, theirs) and not torch.equal(ours.weight, weight)
 
 
 def test_a_backward_after_step_counts_for_the_next(engine: frugal.Engine, pair: Any) -> None:
@@ -139,14 +162,26 @@ def test_a_backward_after_step_counts_for_the_next(engine: frugal.Engine, pair: 
 
 
 def test_a_late_backward_has_no_gradient_of_weights(trainer: frugal.Trainer) -> None:
-    for frozen in (False, True):
-        bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
-        bags.train(not frozen)
-        tables = ft.Optimizer(bags)
+    """torch's: a variable needed for gradient computation has been modified."""
+    bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    tables = ft.Optimizer(bags)
+    before = snapshot(bags)
+    for training in (True, False):
+        bags.train(training)
         out = bags(keys(), per_sample_weights=torch.ones(6, 2, requires_grad=True))
         tables.step()
-        with pytest.raises(RuntimeError, match="before Optimizer.step"):
+        with pytest.raises(RuntimeError, match=r"before the optimizer's step\(\)"):
             out.sum().backward()
+        tables.step()
+        assert torch.equal(bags.weight, before)
+    bags.requires_grad_(False)  # nobody changes the rows
+    weights = torch.ones(6, 2, requires_grad=True)
+    batch = keys()
+    out = bags(batch, per_sample_weights=weights)
+    tables.step()
+    out.sum().backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, before[batch].sum(2))
 
 
 def test_a_retained_graph_is_pushed_again(pair: Any) -> None:
@@ -215,7 +250,7 @@ def test_several_modules_share_a_step(engine: frugal.Engine, trainer: frugal.Tra
     model = {name: ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd()) for name in "abc"}
     tables = ft.Optimizer(torch.nn.ModuleDict(model))
     assert [group["name"] for group in tables.param_groups] == [model[name].table.name for name in "abc"]
-    before = {name: model[name].weight for name in "abc"}
+    before = {name: snapshot(model[name]) for name in "abc"}
     ids = torch.tensor([1, 2])
     (model["a"](ids).sum() + 2 * model["b"](ids).sum()).backward()
     tables.step()
@@ -225,14 +260,14 @@ def test_several_modules_share_a_step(engine: frugal.Engine, trainer: frugal.Tra
 
 
 def test_step_without_a_forward_is_an_empty_step(engine: frugal.Engine, pair: Any) -> None:
-    before = pair[0].weight
+    before = snapshot(pair[0])
     pair[2].step()
     assert committed(engine) == 1 and torch.equal(pair[0].weight, before)
 
 
 def test_step_takes_a_closure(pair: Any) -> None:
     ours, _, tables, _ = pair
-    before = ours.weight
+    before = snapshot(ours)
 
     def closure() -> float:
         loss = ours(torch.tensor([[3]])).sum()
@@ -278,15 +313,15 @@ def inference(run: Callable[[], torch.Tensor], module: Any) -> torch.Tensor:
         return run()
 
 
-def evaluation(run: Callable[[], torch.Tensor], module: Any) -> torch.Tensor:
-    module.eval()
+def frozen(run: Callable[[], torch.Tensor], module: Any) -> torch.Tensor:
+    module.requires_grad_(False)
     try:
         return run()
     finally:
-        module.train()
+        module.requires_grad_(True)
 
 
-@pytest.mark.parametrize("way", [no_gradient, inference, evaluation])
+@pytest.mark.parametrize("way", [no_gradient, inference, frozen])
 def test_evaluation_reads_and_creates_nothing(engine: frugal.Engine, trainer: frugal.Trainer, way: Any) -> None:
     bags = ft.EmbeddingBag(1000, DIM, mode="sum", hashed=True, trainer=trainer, optimizer=sgd())
     tables = ft.Optimizer(bags)
@@ -304,6 +339,15 @@ def test_evaluation_reads_and_creates_nothing(engine: frugal.Engine, trainer: fr
         tables.step()
         assert torch.equal(way(lambda: bags(seen), bags), trained.detach() - 0.5)
     assert engine.stats()["rows_created"] == 2
+
+
+def test_eval_does_not_stop_training(engine: frugal.Engine, pair: Any) -> None:
+    ours, theirs, tables, dense = pair
+    before = snapshot(ours)
+    ours.eval()
+    theirs.eval()
+    train(pair, keys())
+    assert same(ours, theirs) and not torch.equal(ours.weight, before) and committed(engine) == 1
 
 
 def test_modules_may_be_made_and_kept_from_inference_mode(trainer: frugal.Trainer) -> None:
@@ -339,7 +383,7 @@ def test_groups_have_the_table_s_hyper_parameters(trainer: frugal.Trainer) -> No
     tables = ft.Optimizer(module)
     (group,) = tables.param_groups
     assert group["momentum"] == 0.0 and group["nesterov"] and group["name"] == module.table.name
-    before = module.weight
+    before = snapshot(module)
     group["clip_value"] = 0.25
     module(torch.tensor([0, 1])).sum().backward()
     tables.step()
@@ -399,21 +443,37 @@ def test_an_interrupt_after_the_gate_is_made_good(pair: Any, monkeypatch: pytest
     assert same(ours, theirs)
 
 
-def test_an_interrupt_of_a_push_leaves_gradients_to_throw_away(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_of_a_push_leaves_gradients(
+    engine: frugal.Engine, pair: Any, monkeypatch: pytest.MonkeyPatch, pushed: bool, again: bool
+) -> None:
+    """Of the step nothing is done: the gradient is there, for another step() or for zero_grad()."""
     ours, theirs, tables, dense = pair
-    out = ours(keys())
+    before, batch, grad = snapshot(ours), keys(), integers(6, DIM)
     native = type(tables._steps.native)
     push = native.push
 
     def interrupted(*arguments: Any) -> None:
-        push(*arguments)
+        if pushed:
+            push(*arguments)
         raise KeyboardInterrupt
 
+    ours(batch).backward(grad)
     with monkeypatch.context() as patch:
         patch.setattr(native, "push", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            out.sum().backward()
-    tables.zero_grad()
+            tables.step()
+    assert committed(engine) == 0
+    if again:
+        theirs(batch).backward(grad)
+        tables.step()
+        dense.step()
+        assert same(ours, theirs)
+    else:
+        tables.zero_grad()
+        tables.step()
+        assert torch.equal(ours.weight, before)
     train(pair, keys())
     assert same(ours, theirs)
 
@@ -445,14 +505,19 @@ def test_an_interrupt_of_a_step_s_end_ends_it(pair: Any, monkeypatch: pytest.Mon
     assert same(ours, theirs)
 
 
-def test_a_step_thrown_away_has_no_gradient_of_weights(trainer: frugal.Trainer) -> None:
-    bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
-    tables = ft.Optimizer(bags)
-    bags(keys()).sum().backward()
-    out = bags(keys(), per_sample_weights=torch.ones(6, 2, requires_grad=True))
-    tables.zero_grad()
-    with pytest.raises(RuntimeError, match="thrown away"):
-        out.sum().backward()
+def test_gradients_of_weights_do_not_mind_zero_grad(pair: Any) -> None:
+    ours, theirs, tables, dense = pair
+    batch, grad = keys(), integers(6, DIM)
+    weights = [integers(6, 2).requires_grad_() for _ in range(2)]
+    weights[1].data.copy_(weights[0].data)
+    for module, optimizer, mine in ((ours, tables, weights[0]), (theirs, dense, weights[1])):
+        module(keys()).sum().backward()
+        out = module(batch, per_sample_weights=mine)
+        optimizer.zero_grad()
+        out.backward(grad)
+        optimizer.step()
+    assert weights[0].grad is not None and weights[1].grad is not None
+    assert torch.equal(weights[0].grad, weights[1].grad) and same(ours, theirs)
 
 
 def test_a_group_cannot_be_added(pair: Any) -> None:
@@ -463,12 +528,23 @@ def test_a_group_cannot_be_added(pair: Any) -> None:
 
 def test_nan_gradients_are_refused_and_nothing_is_taken(pair: Any) -> None:
     ours, theirs, tables, _ = pair
-    before = ours.weight
-    out = ours(keys())
-    with pytest.raises(frugal.NanGradient):
-        out.backward(torch.full_like(out, float("nan")))
-    tables.step()
-    assert torch.equal(ours.weight, before)
+    other = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=ours.trainer, optimizer=sgd())
+    both = ft.Optimizer([other, ours])
+    before = snapshot(ours), snapshot(other)
+    for bad in (ours, other):
+        for module in (ours, other):
+            out = module(keys())
+            out.backward(torch.full_like(out, float("nan")) if module is bad else torch.ones_like(out))
+        for _ in range(2):  # the gradients are still there
+            with pytest.raises(frugal.NanGradient):
+                both.step()
+            assert torch.equal(ours.weight, before[0]) and torch.equal(other.weight, before[1])
+        both.zero_grad()
+        both.step()
+        assert torch.equal(ours.weight, before[0]) and torch.equal(other.weight, before[1])
+    ours(torch.tensor([[0]])).sum().backward()
+    both.step()
+    assert torch.equal(ours.weight[0], before[0][0] - 0.5) and torch.equal(ours.weight[1:], before[0][1:])
 
 
 # --- GradScaler ---
@@ -489,7 +565,7 @@ def scaled_step(pair: Any, scaler: Any, reference: Any, batch: torch.Tensor, gra
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler(engine: frugal.Engine, trainer: frugal.Trainer, unscale: bool) -> None:
     ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
-    pair = (ours, theirs, ft.Optimizer(ours, check_inf=True), torch.optim.SGD(theirs.parameters(), lr=0.5))
+    pair = (ours, theirs, ft.Optimizer(ours), torch.optim.SGD(theirs.parameters(), lr=0.5))
     scalers = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
     for step in range(8):
         grad = integers(6, DIM)
@@ -510,7 +586,7 @@ def test_grad_scaler_with_accumulation_and_a_dense_part(trainer: frugal.Trainer)
     for head in heads:
         with torch.no_grad():
             head.weight.copy_(torch.arange(DIM).float() - 3)
-    tables = ft.Optimizer(ours, check_inf=True)
+    tables = ft.Optimizer(ours)
     dense = [torch.optim.SGD(head.parameters(), lr=0.5) for head in heads]
     sparse = torch.optim.SGD(theirs.parameters(), lr=0.5)
     scalers = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
@@ -532,17 +608,9 @@ def test_grad_scaler_with_accumulation_and_a_dense_part(trainer: frugal.Trainer)
         assert torch.equal(heads[0].weight, heads[1].weight) and same(ours, theirs)
 
 
-def test_grad_scaler_needs_the_check(pair: Any) -> None:
-    ours, _, tables, _ = pair
-    scaler = torch.amp.grad_scaler.GradScaler("cpu")
-    scaler.scale(ours(keys()).sum()).backward()
-    with pytest.raises(RuntimeError, match="check_inf=True"):
-        scaler.step(tables)
-
-
 def test_weights_have_gradients_though_the_step_is_skipped(trainer: frugal.Trainer) -> None:
     ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
-    ft.Optimizer(ours, check_inf=True)
+    ft.Optimizer(ours)
     batch, grad = keys(), integers(6, DIM)
     grad[2, 1] = float("inf")
     weights = [torch.ones(6, 2, requires_grad=True) for _ in range(2)]

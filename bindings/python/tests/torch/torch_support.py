@@ -32,6 +32,11 @@ def bag_pair(
     return ours, theirs
 
 
+def snapshot(module: Any) -> torch.Tensor:
+    """The rows as they are now: `weight` itself shows those of later, as torch's does."""
+    return module.weight.detach().clone()  # type: ignore[no-any-return]
+
+
 def undeclared(engine: frugal.Engine) -> int:
     return int(engine.stats()["keys_undeclared"])
 

@@ -1,16 +1,22 @@
-"""Embedding modules for PyTorch whose rows live in a Frugal engine. docs/torch.md has the rules.
+"""Embedding modules for PyTorch whose rows live in a Frugal engine. docs/torch.md has what is the same and what differs.
 
-with frugal.Engine(lookahead=10) as engine, engine.create_trainer() as trainer:
-    bags = frugal.torch.EmbeddingBag(1000, 16, mode="sum", trainer=trainer)
-    tables = frugal.torch.Optimizer(bags)
-    for keys, offsets, grad in frugal.torch.Lookahead(loader, lambda batch: {bags: batch[0]}):
-        bags(keys, offsets).backward(grad)
-        tables.step()
+bags = frugal.torch.EmbeddingBag(1000, 16, mode="sum")                        # in the place of torch.nn.EmbeddingBag
+optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.1)
+for keys, offsets, grad in loader:
+    bags(keys, offsets).backward(grad)
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
+from . import _hook  # noqa: F401  # PyTorch's optimizers step tables from here on
+from ._convert import convert
+from ._default import trainer as default_trainer
 from ._lookahead import Lookahead
 from ._modules import Embedding, EmbeddingBag, EmbeddingBagCollection, TableConfig
 from ._optimizer import Optimizer
 from ._ranks import attach
 
-__all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig", "attach"]
+__all__ = ["Embedding", "EmbeddingBag", "EmbeddingBagCollection", "Lookahead", "Optimizer", "TableConfig",
+    "attach",
+    "convert",
+    "default_trainer"]

@@ -1,84 +1,257 @@
 """Checks of the tensors that callers give: what goes to the library by address is right, or an error says what would
 be.
 
-Nothing is copied here but 32-bit keys and offsets, which the ABI does not have, and offsets that lack their last
-element.
+Tensors go as they are where they can. Copied, by element, are keys, offsets and factors that are not contiguous or of
+another type than the ABI has, and offsets that lack their last element. Exceptions are instances of the class that
+torch.nn raises for the same input.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+import ctypes
+from typing import Callable, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 
-_WIDE = (torch.int64, torch.uint64)
+
+class InputError(ValueError, RuntimeError):
+    """A tensor of the wrong shape, place or value: torch.nn raises the one or the other."""
+
+
+class InputTypeError(TypeError, RuntimeError):
+    """A tensor of a type that cannot be taken: torch.nn raises RuntimeError."""
+
+
+class ArgumentError(ValueError, AssertionError):
+    """An argument of a constructor that contradicts another: torch.nn raises AssertionError."""
+
+
+# torch has no arithmetic of those: they stand for the 64 bits of a key.
+_UNSIGNED = torch.uint64
+# What torch.nn.EmbeddingBag takes beside offsets, and offsets beside keys, of 32 or 64 bits: their common type is one
+# of those.
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.bool)
 
 
 def _tensor(value: object, what: str, device: torch.device) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout != torch.strided:
-        raise TypeError(f"{what} must be a dense tensor, not one of layout {value.layout}")
+        raise InputTypeError(f"{what} must be a dense tensor, not one of layout {value.layout}")
     if value.device != device:
-        raise ValueError(f"{what} is on {value.device}, the trainer on {device}: move it with .to({str(device)!r})")
-    if value.is_neg():
-        raise ValueError(f"{what} is a negative view, whose memory has the other sign: call .resolve_neg()")
-    if not value.is_contiguous():
-        raise ValueError(
-            f"{what} has shape {tuple(value.shape)} and strides {value.stride()}: the library takes the"
-            " address of contiguous memory; call .contiguous()"
-        )
+        raise InputError(f"{what} is on {value.device}, the trainer on {device}: move it with .to({str(device)!r})")
     return value
 
 
-def _integers(value: object, what: str, device: torch.device) -> torch.Tensor:
+def _refuse_type(what: str, dtype: torch.dtype) -> NoReturn:
+    raise InputTypeError(f"{what} is of {dtype}: give torch.int64, torch.int32 or torch.uint64")
+
+
+def _integers(value: object, what: str, device: torch.device, narrow: bool = False) -> torch.Tensor:
     tensor = _tensor(value, what, device)
-    if tensor.dtype in _WIDE:
-        return tensor
-    if tensor.dtype == torch.int32:
-        return tensor.to(torch.int64)
-    raise TypeError(f"{what} is of {tensor.dtype}: give torch.int64, torch.uint64 or torch.int32")
+    dtype = tensor.dtype
+    if dtype == torch.int64 or dtype == _UNSIGNED:
+        return tensor.contiguous()
+    if dtype == torch.int32 or (narrow and dtype in _NARROW):
+        # The format is said, for .to() keeps strides.
+        return tensor.to(torch.int64, memory_format=torch.contiguous_format)
+    _refuse_type(what, dtype)
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
+    return tensor.view(torch.int64) if tensor.dtype == _UNSIGNED else tensor
 
 
 def keys(value: object, what: str, device: torch.device) -> torch.Tensor:
-    """Keys of 64 bits."""
+    """Keys of 64 bits, contiguous."""
     return _integers(value, what, device)
 
 
 def offsets(value: object, count: int, complete: bool, what: str, device: torch.device) -> torch.Tensor:
     """Offsets of bags with the last, which is the number of keys; `complete`: it is there already."""
-    tensor = _signed(_integers(value, what, device))
+    tensor = _signed(_integers(value, what, device, narrow=True))
     if tensor.dim() != 1:
-        raise ValueError(f"{what} has {tensor.dim()} dimensions and must have 1")
+        raise InputError(f"{what} has to be a 1D Tensor, and has {tensor.dim()} dimensions")
     if not complete:
         return torch.nn.functional.pad(tensor, (0, 1), value=count)
     if tensor.numel() == 0:
-        raise ValueError(f"{what} is empty: with include_last_offset it has a number for each bag and one more")
+        raise InputError(f"{what} is empty: with include_last_offset it has a number for each bag and one more")
     return tensor
 
 
 def offsets_of_lengths(value: object, what: str, device: torch.device) -> torch.Tensor:
     """Offsets, with the last, of bags of these lengths."""
-    lengths = _signed(_integers(value, what, device))
+    lengths = _signed(_integers(value, what, device, narrow=True))
     if lengths.dim() != 1:
-        raise ValueError(f"{what} has {lengths.dim()} dimensions and must have 1")
+        raise InputError(f"{what} has to be a 1D Tensor, and has {lengths.dim()} dimensions")
     out = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=out[1:])
     return out
 
 
-def weights(value: object, like: torch.Tensor, what: str, device: torch.device) -> torch.Tensor:
-    """A factor for each key."""
+def weights(
+    value: object, like: torch.Tensor, what: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A factor for each key, as float32. `dtype` is that of the module's rows as the caller sees them, which factors
+    must share."""
     tensor = _tensor(value, what, device)
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"{what} is of {tensor.dtype} and must be torch.float32")
     if tensor.shape != like.shape:
-        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, the keys have {tuple(like.shape)}")
-    return tensor
+        raise InputError(
+            f"{what} has shape {tuple(tensor.shape)}: it must have the same shape as the input, {tuple(like.shape)}"
+        )
+    if tensor.dtype != dtype:
+        raise InputTypeError(f"{what} is of {tensor.dtype}: it must have the same type as the rows, {dtype}")
+    # Each of these has a gradient, and returns what needs nothing as it is.
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if dtype != torch.float32:
+        tensor = tensor.to(torch.float32)
+    return tensor.contiguous()
+
+
+class Bags(NamedTuple):
+    """What a module of bags hands on."""
+
+    keys: torch.Tensor
+    ends: torch.Tensor
+    """Where each bag begins, and the number of keys."""
+    weights: Optional[torch.Tensor]
+    mine: int
+    """A bit for each tensor that was made here, whose memory the caller does not know."""
+
+
+def bags(
+    input: object,
+    offsets_: object,
+    weights_: object,
+    *,
+    mode: str,
+    complete: bool,
+    device: torch.device,
+    arange: "Arange",
+    dtype: torch.dtype = torch.float32,
+) -> Bags:
+    """The arguments of EmbeddingBag.forward. `complete`: include_last_offset."""
+    if (
+        type(input) is torch.Tensor
+        and type(offsets_) is torch.Tensor
+        and weights_ is None
+        and not complete
+        and input.dtype is torch.int64
+        and offsets_.dtype is torch.int64
+        and input.dim() == 1
+        and offsets_.dim() == 1
+        and offsets_.shape[0]
+        and input.is_contiguous()
+        and input.device == device
+        and offsets_.device == device
+    ):  # the usual case, without the calls below
+        return Bags(input, torch.cat((offsets_, arange.end(input.shape[0], device))), None, 2)
+    if isinstance(input, torch.Tensor) and input.is_nested and input.dim() == 2:
+        return _nested(input, weights_, mode, device, dtype)
+    tensor = _tensor(input, "input", device)
+    if tensor.dim() == 2:
+        keys_ = _integers(tensor, "input", device)
+    else:
+        keys_ = _integers(tensor, "input", device, narrow=True)
+        if tensor.dtype in _NARROW and getattr(offsets_, "dtype", None) in _NARROW:
+            _refuse_type("input", tensor.dtype)  # nor has their common type 32 bits
+    factors = None
+    if weights_ is not None:
+        factors = weights(weights_, keys_, "per_sample_weights", device, dtype)
+    if keys_.dim() == 2:
+        if offsets_ is not None:
+            raise InputError("if input is 2D, then offsets has to be None: each of its rows is a bag")
+        ends = arange.offsets(keys_.shape, device)
+    elif keys_.dim() == 1:
+        if offsets_ is None:
+            raise InputError("offsets has to be a 1D Tensor but got None: input is 1D")
+        ends = offsets(offsets_, keys_.numel(), complete, "offsets", device)
+        if ends.numel() == 1:  # no bags, whatever the keys
+            keys_, ends = keys_[:0], torch.zeros_like(ends)
+            factors = None if factors is None else factors[:0]
+        elif complete:
+            ends = _to_the_end(ends, keys_.numel())
+    else:
+        raise InputError(f"input has to be 1D or 2D Tensor, and has {keys_.dim()} dimensions")
+    _check_mode(mode, factors)
+    mine = _is_new(keys_, input) | _is_new(ends, offsets_) << 1 | _is_new(factors, weights_) << 2
+    return Bags(keys_, ends, factors, mine)
+
+
+def _is_new(tensor: Optional[torch.Tensor], given: object) -> bool:
+    """Whether it has memory of its own: not the caller's, and not as a view."""
+    return tensor is not None and not (isinstance(given, torch.Tensor) and tensor.data_ptr() == given.data_ptr())
+
+
+def _check_mode(mode: str, factors: Optional[torch.Tensor]) -> None:
+    if factors is not None and mode != "sum":
+        raise NotImplementedError(f"per_sample_weights is only supported for mode='sum', not {mode!r}")
+
+
+def _nested(input: torch.Tensor, weights_: object, mode: str, device: torch.device, dtype: torch.dtype) -> Bags:
+    """A nested tensor has a bag in each row, of any length."""
+    if input.layout != torch.jagged:
+        raise InputTypeError("a nested input must be of layout torch.jagged")
+    keys_ = _integers(input.values(), "input", device)
+    if keys_.dim() != 1:
+        raise InputError("a nested input must have one key an element")
+    factors = None
+    if weights_ is not None:
+        if not (isinstance(weights_, torch.Tensor) and weights_.is_nested and weights_.layout == torch.jagged):
+            raise InputError("if input is nested, then per_sample_weights must be nested")
+        if weights_.shape != input.shape:  # so they are of other lengths, also where the sum is the same
+            raise InputError("per_sample_weights must have the same shape as the input: make them of its offsets()")
+        factors = weights(weights_.values(), keys_, "per_sample_weights", device, dtype)
+    _check_mode(mode, factors)
+    ends: Callable[[], torch.Tensor] = getattr(input, "offsets")  # not among the types of a Tensor
+    return Bags(keys_, offsets(ends(), keys_.numel(), True, "offsets", device), factors, 0)
+
+
+def _to_the_end(ends: torch.Tensor, count: int) -> torch.Tensor:
+    """The last bag takes what keys there are beyond the last offset, as torch.nn's does."""
+    if ends.device.type != "cpu":
+        return torch.nn.functional.pad(ends[:-1], (0, 1), value=count)  # a look at the value would wait for the device
+    last = ctypes.c_int64.from_address(ends.data_ptr() + 8 * (ends.numel() - 1)).value
+    return ends if last >= count else torch.nn.functional.pad(ends[:-1], (0, 1), value=count)
+
+
+def padding_idx(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:
+    """The padding key."""
+    if index is None:
+        return None
+    if hashed:
+        return index & 0xFFFFFFFFFFFFFFFF  # keys are the 64 bits of an int64
+    if not -rows <= index < rows:
+        raise ArgumentError(f"padding_idx must be within num_embeddings: {index} is not within the {rows} rows")
+    return index % rows
+
+
+def size(rows: int, dim: int) -> None:
+    """Checks what torch takes as the shape of a weight."""
+    if rows < 0 or dim < 0:
+        raise InputError(f"num_embeddings {rows} and embedding_dim {dim}: neither can be negative")
+    if rows == 0 or dim == 0:
+        raise NotImplementedError(
+            f"num_embeddings {rows} and embedding_dim {dim}: a table has a row of a column at least"
+        )
+
+
+def shape(embeddings: object) -> Tuple[int, int]:
+    """That of rows that a module is to begin with."""
+    if not isinstance(embeddings, torch.Tensor):
+        raise TypeError(f"embeddings must be a torch.Tensor, not {type(embeddings).__name__}")
+    if embeddings.dim() != 2:
+        raise ArgumentError(f"embeddings has {embeddings.dim()} dimensions and must have 2")
+    return int(embeddings.shape[0]), int(embeddings.shape[1])
+
+
+def weight(value: Optional[torch.Tensor], rows: int, dim: int) -> None:
+    """Checks the rows that a module is to begin with, if there are any."""
+    if value is not None and shape(value) != (rows, dim):
+        raise ArgumentError(
+            f"Shape of weight does not match num_embeddings and embedding_dim: {tuple(value.shape)} and {(rows, dim)}"
+        )
 
 
 def gradient(grad: torch.Tensor) -> torch.Tensor:
@@ -102,8 +275,18 @@ class Arange:
     """The offsets of 2-D inputs: remembers the last."""
 
     def __init__(self) -> None:
+        self._end: Optional[torch.Tensor] = None
+        self._count = -1
         self._last: Optional[torch.Tensor] = None
-        self._shape = (-1, -1)
+        self._shape: Tuple[int, int] = (-1, -1)
+
+    def end(self, count: int, device: torch.device) -> torch.Tensor:
+        """The last offset, of one element."""
+        end = self._end
+        if end is None or self._count != count or end.device != device:
+            end = torch.tensor([count], dtype=torch.int64, device=device)
+            self._end, self._count = end, count
+        return end
 
     def offsets(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         bags, length = int(shape[0]), int(shape[1])
@@ -112,7 +295,7 @@ class Arange:
             # Not an inference tensor, which a backward could not keep.
             with torch.inference_mode(False):
                 if length:
-                    last = torch.arange(0, bags * length + 1, length, device=device)
+                    last = torch.arange(0, bags * length + 1, length, dtype=torch.int64, device=device)
                 else:
                     last = torch.zeros(bags + 1, dtype=torch.int64, device=device)
             self._last, self._shape = last, (bags, length)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from typing import (
     Any,
     Callable,
     Dict,
     List,
+    Literal,
     Mapping,
     NamedTuple,
     NoReturn,
@@ -20,17 +23,31 @@ from typing import (
 )
 
 import torch
+from torch.compiler import is_compiling
 
 import frugal
 
-from . import _inputs, _native, _state, _steps
+from . import _default, _inputs, _native, _state, _steps
+from ._anchor import Anchor
 from ._lookup import Feature, Lookup, ReadingLookup, TrainingLookup
+from ._weight import Weight, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
+_MAX = "max"  # of torch.nn.EmbeddingBag alone
 
 # Without types in torch.
-_training_lookup: Callable[..., Any] = TrainingLookup.apply
+def _training_lookup(*args: Any) -> Any:
+    # A frame of ours whose graph would be empty is run as it stands, and torch.compile looks at this one.
+    if torch._C._are_functorch_transforms_active() or is_compiling():
+        return TrainingLookup.apply(*args)  # type: ignore[no-untyped-call]
+    # What Function.apply does where there are no transforms, without a look at each argument.
+    return super(torch.autograd.Function, TrainingLookup).apply(*args)  # type: ignore[no-untyped-call]
+
+
 _reading_lookup: Callable[..., Any] = ReadingLookup.apply
+_get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+
+NanPolicy = Literal["reject", "skip", "accept"]
 
 Self = TypeVar("Self", bound="_Module")
 
@@ -38,49 +55,65 @@ Self = TypeVar("Self", bound="_Module")
 FeatureInput = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 
 
-_Forward = TypeVar("_Forward", bound=Callable[..., torch.Tensor])
+def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
+    """A module is gone, and with it its own table. Where that cannot be, the engine's end takes the table."""
+    alive = trainer()
+    if alive is None:
+        return
+    try:
+        steps = _steps.of(alive)
+        if steps.lock.try_acquire():
+            try:
+                steps.outside()
+                steps.tables.pop(table.name, None)
+                table.drop()
+            finally:
+                steps.lock.__exit__()
+    except frugal.Error:
+        pass
 
 
-def _uncompiled(forward: _Forward) -> _Forward:
-    """torch.compile breaks the graph here: it cannot see what the library does."""
-    return cast(_Forward, torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
+def _run_uncompiled(
+    module: "_Module", rows: int, tensors: List[Optional[torch.Tensor]], mine: int
+) -> torch.Tensor:
+    return module._run_now(rows, tensors, mine)
 
 
-def _refuse(
-    max_norm: Optional[float], norm_type: float, scale_grad_by_freq: bool, dtype: Optional[torch.dtype]
-) -> None:
-    if max_norm is not None or norm_type != 2.0:
+# torch.compile breaks the graph here: it cannot see what the library does.
+_run_uncompiled = torch.compiler.disable(_run_uncompiled)  # type: ignore[no-untyped-call]
+
+
+def _refuse(max_norm: Optional[float], scale_grad_by_freq: bool) -> None:
+    if max_norm is not None:
         raise NotImplementedError(
-            "max_norm: a lookup does not change rows; weight_bound of the table's optimizer bounds each weight,"
-            " clip_norm the gradient of a row"
+            "max_norm: a lookup does not change rows; weight_bound of a frugal optimizer bounds each weight, clip_norm the"
+            " gradient of a row"
         )
     if scale_grad_by_freq:
         raise NotImplementedError("scale_grad_by_freq: gradients of a row are summed over its occurrences")
-    if dtype not in (None, torch.float32):
-        raise NotImplementedError(f"dtype {dtype}: rows are torch.float32")
 
 
-def _padding(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:
-    if index is None:
-        return None
-    if hashed:
-        return index & 0xFFFFFFFFFFFFFFFF  # keys are the 64 bits of an int64
-    if not -rows <= index < rows:
-        raise ValueError(f"padding_idx {index} is not within the {rows} rows")
-    return index % rows
+def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor]) -> torch.dtype:
+    """Of outputs. Rows are float32."""
+    if dtype is None:
+        dtype = weight.dtype if weight is not None else torch.get_default_dtype()
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype {dtype}: outputs are floating-point numbers")
+    return dtype
 
 
 class _Module(torch.nn.Module):
-    """What is common: tables, and no parameters."""
+    """What is common: tables, and for each a parameter of one element (see _anchor)."""
 
-    def __init__(self, trainer: frugal.Trainer, device: object, freeze: bool) -> None:
+    _lookup: Lookup
+    _anchors: Tuple[Anchor, ...]
+
+    def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
         super().__init__()
-        self._steps = _steps.of(trainer)
-        self._trainer = trainer
-        self._frozen = freeze
+        self._trainer = _default.trainer() if trainer is None else trainer
+        self._steps = _steps.of(self._trainer)
         if device is not None and torch.device(device) != self._steps.device:  # type: ignore[call-overload]
             raise ValueError(f"device {device}: the rows come to the trainer's device, {self._steps.device}")
-        self._lookup: Lookup
 
     @property
     def trainer(self) -> frugal.Trainer:
@@ -89,12 +122,25 @@ class _Module(torch.nn.Module):
 
     @property
     def frozen(self) -> bool:
-        """Whether forwards read only."""
-        return self._frozen
+        """Whether forwards read only: no parameter requires a gradient."""
+        return not any(anchor.requires_grad for anchor in self._anchors)
 
-    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
-        """Freezes the rows (False) or lets them train (True). A call on a module above does not come here."""
-        self._frozen = not requires_grad
+    def _hold_anchors(self, dtype: torch.dtype, freeze: bool) -> None:
+        """Makes the tables' anchors parameters of the module."""
+        anchors = tuple(table.make_anchor(dtype, not freeze) for table in self._lookup.tables)
+        for i, anchor in enumerate(anchors):
+            self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
+        self._anchors = anchors
+
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # half(), double(), to(): outputs change their dtype, rows stay where they are.
+        old = [anchor.data for anchor in self._anchors]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for anchor, data in zip(self._anchors, old):
+            if anchor.device != data.device:
+                where = anchor.device
+                anchor.data = data
+                raise ValueError(f"a {type(self).__name__} cannot be moved to {where}: its rows are where the trainer is")
         return self
 
     def _tables(self) -> Dict[str, _steps.Table]:
@@ -111,21 +157,49 @@ class _Module(torch.nn.Module):
         init: Optional[frugal.Initializer],
         hashed: bool,
         mean_ranks: bool,
+        nan_policy: Any,
+        lazy: bool,
     ) -> _steps.Table:
         """Creates a table, or finds the one that another rank or module has made."""
         optimizer = dataclasses.replace(optimizer or frugal.SGD(), mean_ranks=mean_ranks)
         init = init or frugal.Normal(0.0, 1.0)
-        return self._steps.table(name or self._steps.name(kind), rows, dim, optimizer, init, hashed)
+        table = self._steps.table(
+            name or self._steps.name(kind), rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed
+        )
+        if name is None and table.created and self._steps.world_size == 1:
+            weakref.finalize(self, _drop, weakref.ref(self._trainer), table.table)
+        return table
 
-    def _run(self, rows: int, tensors: List[Optional[torch.Tensor]]) -> torch.Tensor:
+    def _run(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int = 0) -> torch.Tensor:
+        if is_compiling():
+            return _run_uncompiled(self, rows, tensors, mine)
+        return self._run_now(rows, tensors, mine)
+
+    def _run_now(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int) -> torch.Tensor:
+        if _get_tracing_state() is not None:
+            self._refuse_tracing()
+        anchors = self._anchors
+        dtype = anchors[0].dtype
         if not torch.is_grad_enabled():
-            return self._lookup.read(rows, tensors)[0]
-        if self.training and not self._frozen:
-            anchor = self._lookup.features[0].table.anchor
-            return cast(torch.Tensor, _training_lookup(anchor, self._lookup, rows, *tensors))
-        if any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
-            return cast(torch.Tensor, _reading_lookup(self._lookup, rows, self._frozen, *tensors))
-        return self._lookup.read(rows, tensors)[0]
+            out = self._lookup.read(rows, tensors)[0]
+        elif any([anchor.requires_grad for anchor in anchors]):
+            out = cast(torch.Tensor, _training_lookup(self._lookup, rows, mine, *anchors, *tensors))
+        elif any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
+            out = cast(torch.Tensor, _reading_lookup(self._lookup, rows, *tensors))
+        else:
+            out = self._lookup.read(rows, tensors)[0]
+        return out if dtype is torch.float32 else out.to(dtype)
+
+    def _refuse_exporting(self) -> None:
+        if torch.compiler.is_exporting():
+            self._refuse_tracing()
+
+    def _refuse_tracing(self) -> NoReturn:
+        raise RuntimeError(
+            f"a {type(self).__name__} cannot be traced or exported: its rows are not in the program. Serve with"
+            " frugal_read of the engine, or put torch.nn.Embedding.from_pretrained(module.weight.clone()) in its"
+            " place"
+        )
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
         """The keys of an input that a forward will get."""
@@ -169,38 +243,72 @@ class _Module(torch.nn.Module):
         raise TypeError(f"a {type(self).__name__} cannot be pickled: the engine owns its rows; save its state_dict")
 
 
+class Options(NamedTuple):
+    """What torch.nn's modules have no arguments for."""
+
+    trainer: Optional[frugal.Trainer]
+    name: Optional[str]
+    optimizer: Optional[frugal.Optimizer]
+    init: Optional[frugal.Initializer]
+    hashed: bool
+    mean_ranks: bool
+    nan_policy: NanPolicy
+    lazy: bool
+
+
 class _Single(_Module):
     """One table."""
 
     _kind = ""
+    num_embeddings: int
+    embedding_dim: int
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: Optional[int],
+        max_norm: Optional[float],
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
         pooling: int,
         weight: Optional[torch.Tensor],
         freeze: bool,
         device: object,
-        trainer: frugal.Trainer,
-        name: Optional[str],
-        optimizer: Optional[frugal.Optimizer],
-        init: Optional[frugal.Initializer],
-        hashed: bool,
-        mean_ranks: bool,
+        dtype: Optional[torch.dtype],
+        table: Options,
     ) -> None:
-        super().__init__(trainer, device, freeze)
+        _refuse(max_norm, scale_grad_by_freq)
+        _inputs.size(num_embeddings, embedding_dim)
+        _inputs.weight(weight, num_embeddings, embedding_dim)
+        dtype = _dtype(dtype, weight)
+        super().__init__(table.trainer, device)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = _padding(padding_idx, num_embeddings, hashed)
-        self._table = self._open(self._kind, name, num_embeddings, embedding_dim, optimizer, init, hashed, mean_ranks)
+        self.padding_idx = _inputs.padding_idx(padding_idx, num_embeddings, table.hashed)
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self._table = self._open(
+            self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
+            table.mean_ranks, table.nan_policy, table.lazy,
+        )  # fmt: skip
         self._lookup = Lookup(self._steps, [Feature(self._table, pooling, self.padding_idx, 0)], embedding_dim)
+        self._hold_anchors(dtype, freeze)
         if self._table.created:
             if weight is not None:
                 _state.load_rows(self._steps, self._table, weight, None)
-            elif self.padding_idx is not None and not hashed:
-                _state.put(self._steps, self._table, torch.tensor([self.padding_idx]), torch.zeros(1, embedding_dim))
+            elif self.padding_idx is not None and not table.hashed:
+                zeros = torch.zeros(1, embedding_dim, dtype=torch.float32, device="cpu")
+                _state.put(self._steps, self._table, _one_key(self.padding_idx), zeros)
+        elif self._steps.next > 0 or (weight is not None and self._steps.world_size == 1):
+            warnings.warn(
+                f"table {self._table.name!r} exists, {'trained' if self._steps.next else 'not trained'}: the module goes on"
+                " with its rows" + ("" if weight is None else ", and does not take the weight that it was given"),
+                stacklevel=3,
+            )
 
     @property
     def table(self) -> frugal.Table:
@@ -208,9 +316,33 @@ class _Single(_Module):
         return self._table.table
 
     @property
-    def weight(self) -> torch.Tensor:
-        """A copy of all rows, of a hashed table in the order of `table.keys()`."""
-        return _state.rows(self._steps, self._table)["weight"]
+    def weight(self) -> Weight:
+        """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
+        by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
+        return Weight(self._table, self._lookup.features[0], self.sparse)
+
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
+        write(self._table, value)
+        if value.dtype.is_floating_point and value.dtype != self._anchors[0].dtype:
+            self._anchors[0].data = self._anchors[0].data.to(value.dtype)
+        if isinstance(value, torch.nn.Parameter):
+            self._anchors[0].requires_grad_(value.requires_grad)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":  # a parameter would be registered
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def reset_parameters(self) -> None:
+        """Rows of a standard normal distribution, zeros at `padding_idx`."""
+        torch.nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx] = 0.0
 
     def _tables(self) -> Dict[str, _steps.Table]:
         return {"": self._table}
@@ -222,7 +354,7 @@ class _Single(_Module):
         text = f"{self.num_embeddings}, {self.embedding_dim}, table={self._table.name!r}"
         if self.padding_idx is not None:
             text += f", padding_idx={self.padding_idx}"
-        return text + (", frozen" if self._frozen else "")
+        return text + (", frozen" if self.frozen else "")
 
 
 class Embedding(_Single):
@@ -250,24 +382,28 @@ class Embedding(_Single):
         device: object = None,
         dtype: Optional[torch.dtype] = None,
         *,
-        trainer: frugal.Trainer,
+        trainer: Optional[frugal.Trainer] = None,
         name: Optional[str] = None,
         optimizer: Optional[frugal.Optimizer] = None,
         init: Optional[frugal.Initializer] = None,
         hashed: bool = False,
         mean_ranks: bool = True,
+        nan_policy: NanPolicy = "reject",
+        lazy: bool = False,
     ) -> None:
-        _refuse(max_norm, norm_type, scale_grad_by_freq, dtype)
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, _native.POOL_NONE, _weight, _freeze, device, trainer, name,
-            optimizer, init, hashed, mean_ranks,
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
+            _native.POOL_NONE, _weight, _freeze, device, dtype,
+            Options(trainer, name, optimizer, init, hashed, mean_ranks, nan_policy, lazy),
         )  # fmt: skip
 
-    @_uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the keys `input`, of any shape."""
+        if is_compiling():
+            self._refuse_exporting()
         keys = _inputs.keys(input, "input", self._steps.device)
-        return self._run(keys.numel(), [keys, None, None]).view(*input.shape, self.embedding_dim)
+        mine = int(keys.data_ptr() != input.data_ptr())
+        return self._run(keys.numel(), [keys, None, None], mine).view(*input.shape, self.embedding_dim)
 
     @classmethod
     def from_pretrained(
@@ -282,7 +418,7 @@ class Embedding(_Single):
         **keywords: Any,
     ) -> "Embedding":
         """A module whose rows begin as the 2-D tensor `embeddings`. Keywords are the constructor's."""
-        rows, dim = _shape(embeddings)
+        rows, dim = _inputs.shape(embeddings)
         return cls(
             rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze, **keywords
         )
@@ -311,24 +447,26 @@ class EmbeddingBag(_Single):
         device: object = None,
         dtype: Optional[torch.dtype] = None,
         *,
-        trainer: frugal.Trainer,
+        trainer: Optional[frugal.Trainer] = None,
         name: Optional[str] = None,
         optimizer: Optional[frugal.Optimizer] = None,
         init: Optional[frugal.Initializer] = None,
         hashed: bool = False,
         mean_ranks: bool = True,
+        nan_policy: NanPolicy = "reject",
+        lazy: bool = False,
         freeze: bool = False,
     ) -> None:
-        _refuse(max_norm, norm_type, scale_grad_by_freq, dtype)
         super().__init__(
-            num_embeddings, embedding_dim, padding_idx, _pooling(mode), _weight, freeze, device, trainer, name,
-            optimizer, init, hashed, mean_ranks,
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
+            _native.POOL_NONE if mode == _MAX else _pooling(mode),
+            _weight, freeze, device, dtype,
+            Options(trainer, name, optimizer, init, hashed, mean_ranks, nan_policy, lazy),
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset
         self._arange = _inputs.Arange()
 
-    @_uncompiled
     def forward(
         self,
         input: torch.Tensor,
@@ -336,24 +474,28 @@ class EmbeddingBag(_Single):
         per_sample_weights: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Bags of the keys `input`: 2-D, a bag in each row, or 1-D with `offsets`. Returns (bags, embedding_dim)."""
-        device = self._steps.device
-        keys = _inputs.keys(input, "input", device)
-        if keys.dim() == 2:
-            if offsets is not None:
-                raise ValueError("offsets must be None if input is 2-D: each of its rows is a bag")
-            ends = self._arange.offsets(keys.shape, device)
-        elif keys.dim() == 1:
-            if offsets is None:
-                raise ValueError("offsets must be given if input is 1-D")
-            ends = _inputs.offsets(offsets, keys.numel(), self.include_last_offset, "offsets", device)
-        else:
-            raise ValueError(f"input has {keys.dim()} dimensions and must have 1 or 2")
-        weights = None
-        if per_sample_weights is not None:
-            if self.mode != "sum":
-                raise NotImplementedError(f"per_sample_weights need mode 'sum', not {self.mode!r}")
-            weights = _inputs.weights(per_sample_weights, keys, "per_sample_weights", device)
-        return self._run(ends.numel() - 1, [keys, ends, weights])
+        if is_compiling():
+            self._refuse_exporting()
+        keys, ends, weights, mine = _inputs.bags(
+            input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
+            device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
+        )  # fmt: skip
+        if self.mode == _MAX:
+            return self._max(keys, ends)
+        return self._run(ends.shape[0] - 1, [keys, ends, weights], mine)
+
+    def _max(self, keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own maximum of the rows of each key, which are looked up for it."""
+        keys = keys.reshape(-1)
+        rows = self._run(keys.numel(), [keys, None, None])
+        places, padding = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device), None
+        if self.padding_idx is not None:
+            padding = rows.shape[0]
+            rows = torch.cat((rows, rows.new_zeros(1, self.embedding_dim)))
+            places.masked_fill_(keys == self.padding_idx, padding)
+        return torch.nn.functional.embedding_bag(
+            places, rows, ends, mode="max", include_last_offset=True, padding_idx=padding
+        )
 
     @classmethod
     def from_pretrained(
@@ -370,7 +512,7 @@ class EmbeddingBag(_Single):
         **keywords: Any,
     ) -> "EmbeddingBag":
         """A module whose rows begin as the 2-D tensor `embeddings`. Keywords are the constructor's."""
-        rows, dim = _shape(embeddings)
+        rows, dim = _inputs.shape(embeddings)
         return cls(
             rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings, include_last_offset,
             padding_idx, freeze=freeze, **keywords,
@@ -392,6 +534,7 @@ class TableConfig(NamedTuple):
     optimizer: Optional[frugal.Optimizer] = None
     init: Optional[frugal.Initializer] = None
     hashed: bool = False
+    lazy: bool = False
 
 
 class EmbeddingBagCollection(_Module):
@@ -406,12 +549,13 @@ class EmbeddingBagCollection(_Module):
         self,
         tables: Sequence[TableConfig],
         *,
-        trainer: frugal.Trainer,
+        trainer: Optional[frugal.Trainer] = None,
         mean_ranks: bool = True,
         freeze: bool = False,
         device: object = None,
+        nan_policy: NanPolicy = "reject",
     ) -> None:
-        super().__init__(trainer, device, freeze)
+        super().__init__(trainer, device)
         self.embedding_bag_configs = tuple(tables)
         features: List[Feature] = []
         names: List[str] = []
@@ -420,12 +564,13 @@ class EmbeddingBagCollection(_Module):
         for config in self.embedding_bag_configs:
             table = self._open(
                 "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
-                config.hashed, mean_ranks,
+                config.hashed, mean_ranks, nan_policy, config.lazy,
             )  # fmt: skip
             self._by_name[config.name] = table
-            padding = _padding(config.padding_idx, config.num_embeddings, config.hashed)
+            padding = _inputs.padding_idx(config.padding_idx, config.num_embeddings, config.hashed)
             if table.created and padding is not None and not config.hashed:
-                _state.put(self._steps, table, torch.tensor([padding]), torch.zeros(1, config.embedding_dim))
+                zeros = torch.zeros(1, config.embedding_dim, dtype=torch.float32, device="cpu")
+                _state.put(self._steps, table, _one_key(padding), zeros)
             for feature in config.features:
                 features.append(Feature(table, _pooling(config.mode), padding, width))
                 names.append(feature)
@@ -438,6 +583,7 @@ class EmbeddingBagCollection(_Module):
             )
         self.feature_names = tuple(names)
         self._lookup = Lookup(self._steps, features, width)
+        self._hold_anchors(torch.get_default_dtype(), freeze)
         self._arange = _inputs.Arange()
 
     @property
@@ -445,7 +591,6 @@ class EmbeddingBagCollection(_Module):
         """Of each feature, in the order of `feature_names`."""
         return tuple(feature.table.dim for feature in self._lookup.features)
 
-    @_uncompiled
     def forward(
         self,
         features: Union[torch.Tensor, Mapping[str, FeatureInput]],
@@ -459,8 +604,11 @@ class EmbeddingBagCollection(_Module):
         of batch + 1 numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the
         keys.
         """
+        if is_compiling():
+            self._refuse_exporting()
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []
+        mine = 0  # which of them are nobody else's
         batch = -1
         for what, given in (("lengths", lengths), ("per_sample_weights", per_sample_weights)):
             unknown = [] if given is None else [name for name in given if name not in self.feature_names]
@@ -472,12 +620,19 @@ class EmbeddingBagCollection(_Module):
             if per_sample_weights is not None and name in per_sample_weights:
                 if feature.pooling != _native.POOL_SUM:
                     raise NotImplementedError(f"per_sample_weights of {name!r} need mode 'sum'")
-                weights = _inputs.weights(per_sample_weights[name], keys, f"per_sample_weights of {name!r}", device)
+                weights = _inputs.weights(
+                    per_sample_weights[name], keys, f"per_sample_weights of {name!r}", device, self._anchors[0].dtype
+                )
             if batch not in (-1, ends.numel() - 1):
                 raise ValueError(f"feature {name!r} has {ends.numel() - 1} bags, those before it {batch}")
             batch = ends.numel() - 1
+            if isinstance(value, tuple):
+                ours = (keys is not value[0]) | (ends.data_ptr() != value[1].data_ptr()) << 1
+            else:
+                ours = (keys is not value) | 2
+            mine |= ours << len(tensors)
             tensors += [keys, ends, weights]
-        return self._run(batch, tensors)
+        return self._run(batch, tensors, mine)
 
     def split(self, output: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Views of an output, by feature."""
@@ -544,18 +699,16 @@ class EmbeddingBagCollection(_Module):
             f"{config.name}: {config.num_embeddings} x {config.embedding_dim} {config.mode} of {list(config.features)}"
             for config in self.embedding_bag_configs
         )
-        return tables + (", frozen" if self._frozen else "")
+        return tables + (", frozen" if self.frozen else "")
+
+
+def _one_key(key: int) -> torch.Tensor:
+    return torch.tensor([key], dtype=torch.int64, device="cpu")
 
 
 def _pooling(mode: str) -> int:
-    if mode == "max":
-        raise NotImplementedError("mode 'max': bags are summed or averaged")
+    if mode == _MAX:
+        raise NotImplementedError("mode 'max': bags of a collection are summed or averaged")
     if mode not in _POOLING:
-        raise ValueError(f"mode is {mode!r} and must be 'sum' or 'mean'")
+        raise ValueError(f"mode is {mode!r} and must be 'sum', 'mean' or 'max'")
     return _POOLING[mode]
-
-
-def _shape(embeddings: torch.Tensor) -> Tuple[int, int]:
-    if embeddings.dim() != 2:
-        raise ValueError(f"embeddings has {embeddings.dim()} dimensions and must have 2")
-    return int(embeddings.shape[0]), int(embeddings.shape[1])

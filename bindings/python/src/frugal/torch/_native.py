@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -19,6 +19,17 @@ POOL_NONE, POOL_SUM, POOL_MEAN = _abi.FRUGAL_POOL_NONE, _abi.FRUGAL_POOL_SUM, _a
 
 _SIZE = _abi.OP.size
 _pack_into = _abi.OP.pack_into
+
+
+class InvalidArgument(frugal.InvalidArgument, RuntimeError):
+    """Of bad offsets, for which torch.nn raises RuntimeError."""
+
+
+class KeyOutOfRange(frugal.KeyOutOfRange, RuntimeError):
+    """Of bad keys, for which torch.nn.Embedding raises IndexError, torch.nn.EmbeddingBag RuntimeError."""
+
+
+_CLASSES = {frugal.InvalidArgument: InvalidArgument, frugal.KeyOutOfRange: KeyOutOfRange}
 
 
 class Ops:
@@ -87,18 +98,22 @@ class Trainer:
         self._engine = trainer.engine
         gpu = trainer._place.gpu
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        self._on_gpu = gpu is not None
         self._stream = 0
 
     def lookup(self, ops: Ops) -> None:
-        self._use_stream()
-        self._call(lambda: lib.frugal_lookup(self._handle, addressof(ops.memory), ops.count))
+        if self._on_gpu:
+            self._use_stream()
+        self._call(lib.frugal_lookup, self._handle, addressof(ops.memory), ops.count)
 
     def push(self, ops: Ops) -> None:
-        self._use_stream()
-        self._call(lambda: lib.frugal_push_grad(self._handle, addressof(ops.memory), ops.count))
+        if self._on_gpu:
+            self._use_stream()
+        self._call(lib.frugal_push_grad, self._handle, addressof(ops.memory), ops.count)
 
     def read(self, ops: Ops) -> None:
-        self._use_stream()
+        if self._on_gpu:
+            self._use_stream()
         engine, memory = self._engine, addressof(ops.memory)
 
         def call() -> int:
@@ -109,57 +124,84 @@ class Trainer:
 
     def prefetch(self, step: int, ops: Ops) -> Batch:
         handle = c_void_p()
-        self._call(lambda: lib.frugal_prefetch(self._handle, step, addressof(ops.memory), ops.count, byref(handle)))
+        self._call(lib.frugal_prefetch, self._handle, step, addressof(ops.memory), ops.count, byref(handle))
         return Batch(handle.value or 0, step)
 
     def cancel(self, batch: Batch) -> None:
-        self._call(lambda: lib.frugal_prefetch_cancel(self._handle, batch.handle))
+        self._call(lib.frugal_prefetch_cancel, self._handle, batch.handle)
 
     def _use_stream(self) -> None:
-        if self.device.type == "cuda":
-            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
-            if stream != self._stream:
-                self._trainer().set_stream(stream)
-                self._stream = stream
+        stream = int(torch.cuda.current_stream(self.device).cuda_stream)
+        if stream != self._stream:
+            self._trainer().set_stream(stream)
+            self._stream = stream
 
     def _trainer(self) -> frugal.Trainer:
         trainer = self._weak()
         assert trainer is not None, "whoever makes calls holds the trainer"
         return trainer
 
-    def _call(self, call: Callable[[], int]) -> None:
+    def _call(self, call: Callable[..., int], *args: Any) -> None:
         # The trainer's own calls take turns in this way.
         try:
             del self._turn[0]
         except IndexError:
             raise self._trainer()._refusal() from None
         try:
-            status = call()
+            status = call(*args)
+            if status:
+                check(status)
+        except (frugal.InvalidArgument, frugal.KeyOutOfRange) as error:
+            raise _CLASSES[type(error)](error.message, error.status, error.system_code, error.device_code) from None
         finally:
             self._turn.append(None)
-        check(status)
+
+
+def _host(tensor: torch.Tensor, what: str, dtype: torch.dtype, shape: Tuple[int, ...]) -> int:
+    """The address of a tensor that the library can take as it is."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{what} is of {tensor.dtype} and must be {dtype}")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ValueError(f"{what} is on {tensor.device}, of layout {tensor.layout}: it must be dense, on the CPU")
+    if tensor.shape != shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)} and must have {shape}")
+    if not tensor.is_contiguous() or tensor.is_neg():
+        raise ValueError(f"{what} has strides {tensor.stride()} or is a negative view: .resolve_neg().contiguous()")
+    return tensor.data_ptr()
+
+
+def _keys(keys: torch.Tensor) -> Tuple[int, int]:
+    count = keys.numel() if isinstance(keys, torch.Tensor) else 0
+    return _host(keys, "keys", torch.int64, (count,)), count
 
 
 def get(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
-    """Reads rows into `rows`, contiguous. Returns which were found."""
-    found = torch.zeros(keys.numel(), dtype=torch.bool)
-    check(lib.frugal_get(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0, found.data_ptr()))
+    """Reads rows into `rows`. Returns which were found."""
+    address, count = _keys(keys)
+    out = _host(rows, "rows", torch.float32, (count, table._width(with_state)))
+    found = torch.zeros(count, dtype=torch.bool, device="cpu")
+    check(lib.frugal_get(table.handle, address, count, with_state, out, 0, found.data_ptr()))
     return found
 
 
 def put(table: frugal.Table, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
-    """Writes rows, contiguous."""
-    check(lib.frugal_put(table.handle, keys.data_ptr(), keys.numel(), with_state, rows.data_ptr(), 0))
+    """Writes rows."""
+    address, count = _keys(keys)
+    values = _host(rows, "rows", torch.float32, (count, table._width(with_state)))
+    check(lib.frugal_put(table.handle, address, count, with_state, values, 0))
 
 
 def delete(table: frugal.Table, keys: torch.Tensor) -> None:
     """Deletes rows."""
-    check(lib.frugal_delete(table.handle, keys.data_ptr(), keys.numel(), None))
+    address, count = _keys(keys)
+    check(lib.frugal_delete(table.handle, address, count, None))
 
 
 def table_keys(table: frugal.Table) -> torch.Tensor:
     """All keys, as int64."""
-    keys = torch.empty(table.count(), dtype=torch.int64)
+    keys = torch.empty(table.count(), dtype=torch.int64, device="cpu")
     cursor, got, done = c_uint64(0), c_size_t(1), 0
     while done < keys.numel() and got.value:
         address = keys.data_ptr() + 8 * done

@@ -23,15 +23,15 @@ def attach(
     are those of frugal.Engine, alike on all ranks. Rank and number of ranks are RANK and WORLD_SIZE of the environment.
     After torchrun has restarted the ranks, a trainer takes the place of the one that had its rank before.
     """
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-    if _number("LOCAL_WORLD_SIZE", world_size) != world_size:
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
+    if number("LOCAL_WORLD_SIZE", world_size) != world_size:
         raise RuntimeError(f"{world_size} ranks on several machines: those of one machine can share an engine")
     if world_size > 1 and not (os.environ.get(SERVICE) if service is None else service):
         raise RuntimeError(
             f"no address of a controller, which {world_size} ranks in processes need: start frugal-controller ADDRESS,"
             f" and give the address as `service` or in {SERVICE}"
         )
-    again = _number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    again = number("TORCHELASTIC_RESTART_COUNT", 0) > 0
     with frugal.Engine(world_size=world_size, service=service, **options) as engine:
         with engine.create_trainer(
             rank, cache_bytes=cache_bytes, cache_ratio=cache_ratio, replace=again and bool(engine.service)
@@ -39,7 +39,7 @@ def attach(
             yield trainer
 
 
-def _number(name: str, otherwise: Optional[int] = None) -> int:
+def number(name: str, otherwise: Optional[int] = None) -> int:
     text = os.environ.get(name)
     if text is None:
         if otherwise is None:

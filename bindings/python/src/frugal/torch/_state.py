@@ -12,10 +12,15 @@ from ._steps import Steps, Table
 _CHUNK = 65536  # rows that are held twice while state is put in or out
 
 
+def _empty(rows: int, columns: int) -> torch.Tensor:
+    """Memory that the library writes: not as the program's default dtype and device would have it."""
+    return torch.empty((rows, columns), dtype=torch.float32, device="cpu")
+
+
 def keys(table: Table) -> torch.Tensor:
     """All keys, as int64; of a dense table in ascending order."""
     if not table.hashed:
-        return torch.arange(table.capacity)
+        return torch.arange(table.capacity, dtype=torch.int64, device="cpu")
     return _native.table_keys(table.table)
 
 
@@ -23,13 +28,14 @@ def rows(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
     """`weight`, and of a hashed table the `keys` of its rows."""
     steps.outside()
     all_keys = keys(table)
-    weight = torch.empty(all_keys.numel(), table.dim)
+    weight = _empty(all_keys.numel(), table.dim)
     _native.get(table.table, all_keys, weight, with_state=False)
     return {"weight": weight, "keys": all_keys} if table.hashed else {"weight": weight}
 
 
 def put(steps: Steps, table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
     """Writes rows; their optimizer state is a new row's."""
+    at, weight = _integers(at, "keys"), _floats(weight, "weight")
     steps.outside()
     _native.put(table.table, at, weight, with_state=False)
 
@@ -42,11 +48,12 @@ def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[tor
     if tuple(weight.shape) != (at.numel(), table.dim):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, the table {(at.numel(), table.dim)}")
     steps.outside()
+    table.written = True
     if table.hashed:
         _delete_others(table, at)
     for begin, some in _chunks(at):
         part = weight[begin : begin + some.numel()]
-        both = torch.empty(some.numel(), table.dim + table.state_floats)
+        both = _empty(some.numel(), table.dim + table.state_floats)
         found = _native.get(table.table, some, both, with_state=True)
         if table.state_floats == 0 or not bool(found.all()):
             # Rows that come into being have a new row's state; the others get theirs back.
@@ -63,10 +70,10 @@ def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
     """`state` of each row, (rows, state floats), and of a hashed table the `keys`."""
     steps.outside()
     all_keys = keys(table)
-    state = torch.empty(all_keys.numel(), table.state_floats)
+    state = _empty(all_keys.numel(), table.state_floats)
     if table.state_floats:
         for begin, some in _chunks(all_keys):
-            both = torch.empty(some.numel(), table.dim + table.state_floats)
+            both = _empty(some.numel(), table.dim + table.state_floats)
             _native.get(table.table, some, both, with_state=True)
             state[begin : begin + some.numel()] = both[:, table.dim :]
     return {"state": state, "keys": all_keys} if table.hashed else {"state": state}
@@ -92,7 +99,7 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
                 " model's state first"
             )
     for begin, some in _chunks(at):
-        both = torch.empty(some.numel(), table.dim + table.state_floats)
+        both = _empty(some.numel(), table.dim + table.state_floats)
         found = _native.get(table.table, some, both, with_state=True)
         both[:, table.dim :] = state[begin : begin + some.numel()]
         if bool(found.all()):
@@ -101,10 +108,32 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
             _native.put(table.table, some[found], both[found], with_state=True)
 
 
-def _floats(value: object, what: str) -> torch.Tensor:
+def _here(value: object, what: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(value).__name__}")
-    return value.detach().to(device="cpu", dtype=torch.float32).resolve_neg().contiguous()
+    if value.is_meta:
+        raise ValueError(f"{what} is on the meta device, so that it has no values")
+    if value.layout != torch.strided:
+        raise TypeError(f"{what} must be a dense tensor, not one of layout {value.layout}")
+    return value.detach()
+
+
+def _floats(value: object, what: str) -> torch.Tensor:
+    tensor = _here(value, what)
+    if tensor.is_complex():
+        raise TypeError(f"{what} is of {tensor.dtype}, and rows are torch.float32")
+    if tensor.dim() != 2:
+        raise ValueError(f"{what} has {tensor.dim()} dimensions and must have 2")
+    return tensor.to(device="cpu", dtype=torch.float32).resolve_neg().contiguous()
+
+
+def _integers(value: object, what: str) -> torch.Tensor:
+    tensor = _here(value, what)
+    if tensor.is_complex() or tensor.is_floating_point():
+        raise TypeError(f"{what} is of {tensor.dtype}: give torch.int64, torch.uint64 or torch.int32")
+    if tensor.dtype == torch.uint64:
+        tensor = tensor.view(torch.int64)
+    return tensor.to(device="cpu", dtype=torch.int64).contiguous()
 
 
 def _chunks(at: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
@@ -118,12 +147,12 @@ def _keys_of_load(table: Table, at: Optional[torch.Tensor], count: int) -> torch
             raise ValueError(
                 f"table {table.name!r} is hashed: its rows are loaded with their keys, which are not there"
             )
-        return at.detach().to(device="cpu", dtype=torch.int64).contiguous()
+        return _integers(at, "keys")
     if at is not None:
         raise ValueError(f"table {table.name!r} is dense: rows with keys are a hashed table's")
     if count != table.capacity:
         raise ValueError(f"table {table.name!r} has {table.capacity} rows, the saved one {count}")
-    return torch.arange(table.capacity)
+    return torch.arange(table.capacity, dtype=torch.int64, device="cpu")
 
 
 def _delete_others(table: Table, at: torch.Tensor) -> None:

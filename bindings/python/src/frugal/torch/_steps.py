@@ -6,10 +6,15 @@ takes the trainer is made under the lock. Which call begins and ends a step is s
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import os
 import threading
+import time
+import warnings
 import weakref
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -18,40 +23,113 @@ import frugal
 from frugal.errors import FORKED
 
 from . import _native
+from ._anchor import Anchor, Gradient, Part
 from ._native import Ops
+
+_generation = 0  # forks between the program's first process and this one
+_PAUSE = 0.001  # seconds between two tries to call what has to wait for other ranks
 
 
 class Table:
     """A table as the modules of one trainer share it."""
 
-    def __init__(self, table: frugal.Table, created: bool, optimizer: frugal.Optimizer) -> None:
+    def __init__(self, steps: "Steps", table: frugal.Table, created: bool, optimizer: frugal.Optimizer) -> None:
+        self.steps = steps
         self.table = table
         self.handle = table.handle
         self.name = table.name
         self.created = created
-        self.optimizer = optimizer
         info = table.describe()
         self.capacity: int = info.capacity
         self.dim: int = info.dim
-        self.state_floats: int = info.state_floats
         self.hashed: bool = info.key_space == _native.HASHED
-        # Outputs depend on it, so that autograd runs although no input requires a gradient. Its gradient is the factor
-        # that the pushed gradients of the step are to be multiplied with: 1, unless a GradScaler unscales it; infinite,
-        # if gradients were. It is no Parameter: other optimizers, clipping and DistributedDataParallel would take it
-        # for one.
-        with torch.inference_mode(False):
-            self.anchor = torch.zeros((), requires_grad=True)
+        self.optimizer = optimizer  # what the engine has been told
+        self.said = optimizer  # what the module was made with
+        self.written = False  # rows, by the caller
+        self.state_floats: int = info.state_floats
+        self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
+        self.keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
+        self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
+        self._warned = False
+
+    @property
+    def anchor(self) -> Anchor:
+        anchor = None if self._anchor is None else self._anchor()
+        assert anchor is not None, "the modules of a table hold its anchor"
+        return anchor
+
+    def make_anchor(self, dtype: torch.dtype, requires_grad: bool) -> Anchor:
+        """The anchor, for a module to hold. The first module says its dtype."""
+        anchor = None if self._anchor is None else self._anchor()
+        if anchor is None:
+            anchor = Anchor(self, dtype, requires_grad)
+            self._anchor = weakref.ref(anchor)
+        return anchor
+
+    def trains(self) -> bool:
+        anchor = None if self._anchor is None else self._anchor()
+        return anchor is not None and anchor.requires_grad
+
+    def warn_if_nobody_steps(self) -> None:
+        """One warning for a table whose gradients nobody uses."""
+        if self.owner is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its rows"
+                " are not trained. Give model.parameters() to a torch optimizer, or the module to"
+                " frugal.torch.Optimizer, and call step(); or freeze the module",
+                stacklevel=2,
+            )
+
+    def renew(self, optimizer: frugal.Optimizer) -> None:
+        """Gives the table an optimizer, and the state of new rows to all of its rows."""
+        self.steps.between(lambda: self.table.set_optimizer(self.steps.next, optimizer, new_state=True))
+        self.optimizer = optimizer
+        self.state_floats = self.table.describe().state_floats
+
+    def change(self, optimizer: frugal.Optimizer, step: int) -> None:
+        """Sets the optimizer from this step on."""
+        if optimizer is not self.optimizer and optimizer != self.optimizer:
+            self.table.set_optimizer(step, optimizer)
+            self.optimizer = optimizer
+
+    def is_of(self, optimizer: frugal.Optimizer) -> bool:
+        """Whether its state is one of this kind of optimizer."""
+        return optimizer is self.optimizer or _fixed(optimizer) == _fixed(self.optimizer)
+
+    def choose(self, optimizer: frugal.Optimizer) -> None:
+        """Gives the table another kind of optimizer, with the state of new rows."""
+        if self.is_of(optimizer):
+            return
+
+        def set_it() -> None:
+            self.table.set_optimizer(self.steps.next, optimizer)
+
+        if self.steps.world_size == 1:
+            self.steps.between(set_it)
+        else:
+            try:
+                set_it()
+            except frugal.Busy:  # no other rank has given it this kind yet
+                self.steps.between(set_it)
+        self.optimizer = optimizer
+        self.state_floats = self.table.describe().state_floats
+
+
+def _fixed(optimizer: frugal.Optimizer) -> Tuple[Any, ...]:
+    """What a table's optimizer has for good."""
+    return optimizer._kind, getattr(optimizer, "initial_accumulator", 0.0)
 
 
 class _Lock:
     """An RLock that a forked child does not wait for: whoever held it at the fork is not there."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._generation = _generation
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        if os.getpid() != self._pid:
+        if self._generation != _generation:
             raise frugal.Forked("the trainer is the parent's; open an engine after fork()", FORKED)
         self._lock.acquire()
 
@@ -59,7 +137,7 @@ class _Lock:
         self._lock.release()
 
     def try_acquire(self) -> bool:
-        return os.getpid() == self._pid and self._lock.acquire(blocking=False)
+        return self._generation == _generation and self._lock.acquire(blocking=False)
 
 
 class Shared:
@@ -119,10 +197,9 @@ class Steps:
         committed = trainer.engine.committed_step()
         self.next = 0 if committed is None else committed + 1  # the step that is open, or that comes next
         self.open = False
-        self.pushed = False  # gradients, into the open step
-        self.check_inf = False
+        self.world_size: int = trainer.engine.world_size
         self.tables: Dict[str, Table] = {}
-        self.optimizer: Optional[Callable[[], Any]] = None  # a weak reference to the newest
+        self._backwards = itertools.count()
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self._interrupted = False
         self._cancelled: List[_native.Batch] = []
@@ -146,7 +223,15 @@ class Steps:
         return f"{kind}_{number}"
 
     def table(
-        self, name: str, rows: int, dim: int, optimizer: frugal.Optimizer, init: frugal.Initializer, hashed: bool
+        self,
+        name: str,
+        rows: int,
+        dim: int,
+        optimizer: frugal.Optimizer,
+        init: frugal.Initializer,
+        hashed: bool,
+        nan_policy: Any,
+        lazy: bool,
     ) -> Table:
         """Creates a table, or finds the one of that name."""
         known = self.tables.get(name)
@@ -157,11 +242,13 @@ class Steps:
             # To create a table that another process has created is no error there: whose rows are new has to be asked.
             there = _exists(engine, name)
             try:
-                made = engine.create_table(name, rows, dim, hashed=hashed, init=init, optimizer=optimizer)
+                made = engine.create_table(
+                    name, rows, dim, hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy, lazy=lazy
+                )
                 created = not there
-                known = Table(made, created, optimizer)
+                known = Table(self, made, created, optimizer)
             except frugal.Exists:
-                known = Table(engine.find_table(name), False, optimizer)
+                known = Table(self, engine.find_table(name), False, optimizer)
                 if engine.service and not self.shared.knows(name):
                     raise ValueError(
                         f"table {name!r} exists, and another process or create_table() has made it, not with rows={rows},"
@@ -197,7 +284,7 @@ class Steps:
             except frugal.StepOrder:
                 if not self._interrupted:
                     raise
-            self._interrupted = self.pushed = False
+            self._interrupted = False
             self.open = True
 
     def end(self, skip: bool) -> None:
@@ -210,46 +297,61 @@ class Steps:
                     self.trainer.step_end(self.next, skip=skip)
                 except (frugal.NotInStep, frugal.StepOrder, KeyboardInterrupt):
                     pass
-                self.open = self.pushed = False
+                self.open = False
                 self.next += 1
                 raise
-            self.open = self.pushed = False
+            self.open = False
             self.next += 1
 
     def lookup(self, ops: Ops) -> int:
         """Reads rows in the step. Returns the step."""
         with self.lock:
-            self.begin()
-            self._tried(lambda: self.native.lookup(ops))
+            if not self.open:
+                self.begin()
+            self._tried(self.native.lookup, ops)
             return self.next
 
-    def push(self, ops: Ops, step: Optional[int]) -> None:
-        """Hands gradients over; `step`: the one that it must be, since values of then are asked for."""
+    def count_backward(self) -> int:
+        """Numbers a backward: gradients are pushed in this order."""
+        return next(self._backwards)
+
+    def apply(self, updates: Sequence[Update], skip: bool = False) -> None:
+        """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing."""
         with self.lock:
-            if step is not None and (step != self.next or not self.open):
-                if step == self.next:
-                    raise RuntimeError(
-                        f"the forward was in step {step}, which was thrown away since (by zero_grad() after another"
-                        " backward, by state_dict() or the like, or by an abort): the gradient of per_sample_weights"
-                        " needs its rows; run the forward again"
-                    )
-                raise RuntimeError(
-                    f"the forward was in step {step}, which has ended: the gradient of per_sample_weights needs its"
-                    " rows; call backward() before Optimizer.step()"
-                )
-            self.begin()
-            before, self.pushed = self.pushed, True  # first: after Ctrl-C it may have been
+            for update in updates:
+                update.table.choose(update.optimizer)
+            if not self.open:
+                self.begin()
+            pushing = False
             try:
-                self._tried(lambda: self.native.push(ops))
-            except Exception:
-                if self.open:
-                    self.pushed = before
+                # A rank without a gradient has no say: what PyTorch did to gradients is in grad_scale.
+                some = [update for update in updates if update.gradient is not None]
+                if some and not skip:
+                    if self.world_size > 1:
+                        said = {u.table.name: _numbers(u.optimizer) for u in some}
+                        self.shared.say(self.next, self.rank, said)
+                    ops, alive = _pushes(some)
+                    for update in some:
+                        update.table.change(update.optimizer, self.next)
+                    pushing = True
+                    self._tried(self.native.push, ops)
+                    del alive
+                self.end(skip)
+            except frugal.Error:
+                # What a push refuses is not taken. In a world of one nothing of the step is left.
+                if self.open and pushing and self.world_size == 1:
+                    self._abort()
+                raise
+            except BaseException:
+                # An interrupt: what was pushed must not stay for another step.
+                if self.open and pushing:
+                    self._abort()
                 raise
 
     def read(self, ops: Ops) -> int:
         """Reads rows and changes nothing. Returns the number of the step that they are from."""
         with self.lock:
-            self._tried(lambda: self.native.read(ops))
+            self._tried(self.native.read, ops)
             return self.next
 
     def declare(self, step: int, ops: Ops) -> Optional[_native.Batch]:
@@ -291,43 +393,44 @@ class Steps:
                         pass  # it went with its trainer or engine
                 self._cancelled.remove(batch)
 
-    def discard(self) -> None:
-        """Throws away what was pushed in the open step."""
+    def outside(self) -> None:
+        """Comes before calls on rows outside steps: a step is open only for what forwards read, and begins again."""
         with self.lock:
-            if self.open and self.pushed:
-                if self.trainer.engine.world_size > 1:
-                    raise RuntimeError(
-                        "zero_grad() after backward() would throw away gradients that the engine has: with several"
-                        " ranks that takes all of them; call step() after backward(), or zero_grad() before it"
-                    )
+            if self.open and self.world_size == 1:
                 self._abort()
 
-    def outside(self) -> None:
-        """Comes before calls on rows outside steps: a step that holds nothing is no hindrance."""
+    def between(self, call: Callable[[], None]) -> None:
+        """Makes a call between steps that all ranks make: a rank inside a step ends it, empty, and waits for the others
+        to do so."""
         with self.lock:
-            if not self.open:
-                return
-            if self.pushed:
-                raise RuntimeError("gradients of a step are waiting: call Optimizer.step() first, or zero_grad()")
-            if self.trainer.engine.world_size == 1:
-                self._abort()
+            self.outside()
+            if self.open:
+                self.end(False)
+            limit = time.monotonic() + self.trainer.engine._timeout_ms / 1000
+            while True:
+                try:
+                    return call()
+                except frugal.Busy:
+                    if self.world_size == 1 or time.monotonic() > limit:
+                        raise
+                time.sleep(_PAUSE)
 
     def _abort(self) -> None:
         self._tried(self.trainer.step_abort)
         self.shared.forget(self.next, self.rank)
-        self.open = self.pushed = False
+        self.open = False
 
-    def _tried(self, call: Callable[[], None]) -> None:
+    def _tried(self, call: Callable[..., None], *args: Any) -> None:
         if self._untold is not None:
             error, self._untold = self._untold, None
             raise error
         try:
-            call()
+            call(*args)
         except (frugal.StepAborted, frugal.NotInStep, frugal.PeerLost):
             # Undone, by another rank, with a process that was lost, or by a call past this object: the step after the
             # last committed one is begun again.
             self.shared.forget(self.next, self.rank)
-            self.open = self.pushed = False
+            self.open = False
             try:
                 committed = self.trainer.engine.committed_step()
             except frugal.PeerLost:
@@ -335,6 +438,47 @@ class Steps:
             if committed is not None:
                 self.next = committed + 1
             raise
+
+
+class Update(NamedTuple):
+    """What a step does to a table."""
+
+    table: Table
+    gradient: Optional[Gradient]
+    optimizer: frugal.Optimizer  # of this step; without the gradient's factor
+
+
+def _pushes(updates: Sequence[Update]) -> Tuple[Ops, List[torch.Tensor]]:
+    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed. The factor
+    that a table's gradients share is its optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
+    parts: List[Tuple[int, Part, float]] = []
+    count = 0
+    for update in updates:
+        if update.gradient is not None:
+            common = update.gradient.common()
+            for part in update.gradient.parts:
+                parts.append((part.held.number, part, 1.0 if part.factor == common else part.factor / common))
+                count += len(part.features)
+    if len(parts) > 1:
+        parts.sort(key=_first)
+    ops = Ops(count)
+    return ops, [part.held.lookup.add_pushes(ops, part.held, part.features, factor) for _, part, factor in parts]
+
+
+def _first(item: Tuple[int, Part, float]) -> int:
+    return item[0]
+
+
+def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
+    """The optimizer with what PyTorch has done to the gradient."""
+    if gradient is None or not (gradient.touched and (gradient.common() != 1.0 or gradient.clip_limit)):
+        return optimizer
+    clip = gradient.clip_limit if not optimizer.clip_value else min(gradient.clip_limit or math.inf, optimizer.clip_value)
+    return dataclasses.replace(optimizer, grad_scale=optimizer.grad_scale * gradient.common(), clip_value=clip)
+
+
+def _numbers(optimizer: frugal.Optimizer) -> Dict[str, float]:
+    return {name: float(value) for name, value in dataclasses.asdict(optimizer).items()}
 
 
 def _exists(engine: frugal.Engine, name: str) -> bool:
@@ -351,8 +495,9 @@ _steps_lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    global _steps_lock
+    global _steps_lock, _generation
     _steps_lock = threading.RLock()
+    _generation += 1
 
 
 os.register_at_fork(after_in_child=_after_fork)

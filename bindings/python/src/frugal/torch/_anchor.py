@@ -1,0 +1,432 @@
+"""What a table shows to PyTorch: a parameter of one element, and its gradient, which stands for the table's.
+
+Optimizers, GradScaler, clip_grad_norm_, zero_grad, requires_grad_ and DistributedDataParallel know parameters and their
+gradients. A table has no tensor of its rows, so it gives them an `Anchor`. The anchor's gradient is a `Gradient`: it
+holds what backwards delivered, it scales that when it is multiplied, and it computes a norm when somebody asks for one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, cast
+
+import torch
+
+from . import _native
+
+if TYPE_CHECKING:
+    from ._lookup import Lookup
+    from ._steps import Table
+
+_aten = torch.ops.aten
+
+# Backwards that are held one by one; more of them are summed into one, so that memory is bounded by the table's rows.
+_MOST_HELD = 64
+_CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
+
+
+class Held:
+    """What one backward of a module delivered: the gradient of its output, and the keys of the forward."""
+
+    __slots__ = ("lookup", "tensors", "grad", "number", "version")
+
+    def __init__(
+        self, lookup: "Lookup", tensors: Sequence[Optional[torch.Tensor]], grad: torch.Tensor, number: int
+    ) -> None:
+        self.lookup = lookup
+        self.tensors = tensors
+        self.grad = grad
+        self.number = number  # backwards are pushed in their order
+        self.version = grad._version
+
+    def check(self) -> None:
+        """An error, if somebody has written to the gradient since."""
+        if self.grad._version != self.version:
+            raise RuntimeError(
+                "a gradient that a backward delivered was changed in place before the optimizer's step: give backward()"
+                " a copy"
+            )
+
+
+class Anchor(torch.nn.Parameter):
+    """The one element by which PyTorch knows a table. Its value means nothing; its dtype is that of outputs."""
+
+    table: "Table"
+    last: Optional["Gradient"]  # where DistributedDataParallel puts a tensor of its own in the gradient's place
+
+    def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
+        with torch.inference_mode(False):
+            data = torch.zeros(1, dtype=dtype, device=table.steps.device)
+            return super().__new__(cls, data, requires_grad)
+
+    def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
+        self.table = table
+        self.last = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Anchor of the table {self.table.name!r} ({self.table.capacity} x {self.table.dim})"
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(f"the table {self.table.name!r} cannot be copied: the engine owns its rows")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(f"the table {self.table.name!r} cannot be pickled: the engine owns its rows; save state_dict()")
+
+    def hold(self, held: Held, features: Tuple[int, ...]) -> None:
+        """Adds a backward's gradient, of these features of its module, to the anchor's."""
+        grad = self.grad
+        if not isinstance(grad, Gradient):
+            left = None if grad is None else _replaced(self, grad)
+            grad = left or Gradient(self)
+            self.grad = grad
+            if self.table.steps.world_size > 1:
+                self.last = grad
+        grad.hold(held, features)
+
+    def gradient(self) -> Optional["Gradient"]:
+        """What there is to train the table with, or None."""
+        grad = self.grad
+        if grad is None:
+            return None
+        if not isinstance(grad, Gradient):
+            found = _replaced(self, grad)
+            if found is None:
+                return None
+            grad = found
+        return grad if grad.parts else None
+
+
+def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional["Gradient"]:
+    """The gradient that a plain tensor took the place of; the tensor's element is its factor."""
+    grad, factor = anchor.last, float(value)
+    if grad is None or factor == 0.0:
+        return None
+    grad.rescale(factor)
+    return grad
+
+
+class Part:
+    """Of one backward: which features of its module are the table's, and the factor of their gradients."""
+
+    __slots__ = ("held", "features", "factor")
+
+    def __init__(self, held: Held, features: Tuple[int, ...], factor: float) -> None:
+        self.held = held
+        self.features = features
+        self.factor = factor
+
+
+class Gradient(torch.Tensor):
+    """A table's gradient since the last zero_grad(), as a tensor of one element in the anchor's place.
+
+    To multiply it multiplies the rows' gradients. Its norm is that of the table's gradient. What it has no answer for is
+    an error that says so.
+    """
+
+    parts: List[Part]
+    table: "Table"
+    clip_limit: float  # of each element, 0: off; after the factors
+    touched: bool
+
+    @staticmethod
+    def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
+        return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=dtype or anchor.dtype, device=anchor.device)
+
+    def __init__(self, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> None:
+        self.table = anchor.table
+        self.parts = []
+        self.clip_limit = 0.0
+        self.touched = False  # scaled or clipped
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Gradient of the table {self.table.name!r}, of {len(self.parts)} backwards"
+
+    def hold(self, held: Held, features: Tuple[int, ...]) -> None:
+        if self.clip_limit:
+            raise NotImplementedError(f"table {self.table.name!r}: a backward after clip_grad_value_() and before a step")
+        self.parts.append(Part(held, features, 1.0))
+        if len(self.parts) > _MOST_HELD:
+            self.fold()
+
+    def fold(self) -> None:
+        """Sums what is held into one gradient for each row."""
+        self.table.warn_if_nobody_steps()
+        keys, rows = self.summed()
+        from ._lookup import Feature, Lookup
+
+        feature = Feature(self.table, _native.POOL_NONE, None, 0)
+        lookup = Lookup(self.table.steps, [feature], self.table.dim)
+        number = self.parts[-1].held.number
+        self.parts = [Part(Held(lookup, (keys, None, None), rows, number), (0,), 1.0)]
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients of all backwards so far."""
+        if factor == 1.0:
+            return
+        self.touched = True
+        if self.clip_limit:
+            raise NotImplementedError(f"table {self.table.name!r}: a gradient is scaled after clip_grad_value_()")
+        for part in self.parts:
+            part.factor *= factor
+
+    def common(self) -> float:
+        """The factor of the newest backward, and as a rule of all."""
+        return self.parts[-1].factor if self.parts else 1.0
+
+    def scales(self) -> bool:
+        """Whether its factors are finite: a GradScaler's are not where gradients were not."""
+        return all(math.isfinite(part.factor) for part in self.parts)
+
+    def finite(self) -> bool:
+        """Whether there is no infinity and no NaN."""
+        return all(_finite(part.held.grad) and math.isfinite(part.factor) for part in self.parts)
+
+    def per_key(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """All keys, and the gradient of each, not summed: a sparse gradient's indices and values."""
+        keys, rows = [], []
+        for part in self.parts:
+            part.held.check()
+            for feature in part.features:
+                for some_keys, some_rows in part.held.lookup.spread(feature, part.held, _CHUNK):
+                    keys.append(some_keys)
+                    rows.append(some_rows * part.factor if part.factor != 1.0 else some_rows)
+        if not keys:
+            device = self.device
+            return (
+                torch.empty(0, dtype=torch.int64, device=device),
+                torch.empty((0, self.table.dim), dtype=torch.float32, device=device),
+            )
+        at, values = torch.cat(keys), torch.cat(rows)
+        if self.clip_limit:
+            at, values = _sum(at, values)
+            values.clamp_(-self.clip_limit, self.clip_limit)
+        return at, values
+
+    def summed(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Distinct keys, and the sum of the gradients of each."""
+        return _sum(*self.per_key())
+
+    def norm_of(self, order: float) -> torch.Tensor:
+        if self.table.steps.world_size > 1:
+            raise NotImplementedError(
+                f"table {self.table.name!r}: the norm of a gradient that {self.table.steps.world_size} ranks share is"
+                " not known before the step ends; clip the parameters of the dense layers, and tables by clip_norm of"
+                " a frugal optimizer"
+            )
+        if not order > 0.0:
+            raise NotImplementedError(f"table {self.table.name!r}: a norm of order {order} of a gradient")
+        _, rows = self.summed()
+        if not rows.numel():
+            return torch.zeros((), dtype=torch.float32, device=self.device)
+        norm: torch.Tensor = torch.linalg.vector_norm(rows, order)
+        return norm
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        answer = _ANSWERS.get(func.overloadpacket)
+        if answer is None:
+            grad = next(a for a in _tensors(args, kwargs) if isinstance(a, Gradient))
+            raise NotImplementedError(
+                f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms and"
+                " clipping are possible, and module.weight.grad gives the gradient of the rows"
+            )
+        return answer(func, *args, **(kwargs or {}))
+
+
+def _tensors(args: Sequence[Any], kwargs: Optional[Dict[str, Any]]) -> List[Any]:
+    found: List[Any] = []
+    for arg in (*args, *(kwargs or {}).values()):
+        found += arg if isinstance(arg, (list, tuple)) else [arg]
+    return found
+
+
+def _sum(keys: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    distinct, at = torch.unique(keys, return_inverse=True)
+    out = torch.zeros(distinct.numel(), rows.shape[1], dtype=torch.float32, device=rows.device)
+    return distinct, out.index_add_(0, at, rows)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # One pass without a copy; a NaN comes through.
+    if not tensor.numel():
+        return True
+    least, most = torch.aminmax(tensor)
+    return math.isfinite(least.item()) and math.isfinite(most.item())
+
+
+# Answers to PyTorch's calls, by operator.
+
+
+def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
+    return grad
+
+
+def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
+    copy = Gradient.__new__(Gradient, grad, kwargs.get("dtype"))  # type: ignore[arg-type]
+    copy.table, copy.clip_limit, copy.touched = grad.table, grad.clip_limit, grad.touched
+    copy.parts = [Part(part.held, part.features, part.factor) for part in grad.parts]
+    return copy
+
+
+def _zero(func: Any, grad: Gradient) -> Gradient:
+    grad.parts = []
+    grad.clip_limit = 0.0
+    return grad
+
+
+def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
+    for grad in grads:
+        grad.zero_()
+
+
+def _factor_of(func: Any, by: Any) -> float:
+    value = float(by)
+    return 1.0 / value if func.overloadpacket in (_aten.div_, _aten._foreach_div_) else value
+
+
+def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
+    if not isinstance(grad, Gradient):
+        raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
+    grad.rescale(_factor_of(func, by))
+    return grad
+
+
+def _scale_all(func: Any, grads: List[torch.Tensor], by: Any) -> None:
+    each = by if isinstance(by, (list, tuple)) else [by] * len(grads)
+    for grad, factor in zip(grads, each):
+        if isinstance(grad, Gradient):
+            grad.rescale(_factor_of(func, factor))
+        elif func.overloadpacket is _aten._foreach_div_:
+            grad.div_(factor)
+        else:
+            grad.mul_(factor)
+
+
+def _unscale_all(func: Any, grads: List[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
+    others = [grad for grad in grads if not isinstance(grad, Gradient)]
+    if others:
+        func(others, found, inverse)
+    for grad in grads:
+        if isinstance(grad, Gradient):
+            if not grad.finite():
+                found.fill_(1.0)
+            grad.rescale(float(inverse))
+
+
+def _norm(func: Any, grad: Gradient, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return grad.norm_of(2.0 if order is None else float(order)).to(grad.dtype)
+
+
+def _norms(func: Any, grads: List[torch.Tensor], order: Any = 2, dtype: Any = None) -> List[torch.Tensor]:
+    return [
+        grad.norm_of(float(order)).to(grad.dtype)
+        if isinstance(grad, Gradient)
+        else torch.linalg.vector_norm(grad, order, dtype=dtype)
+        for grad in grads
+    ]
+
+
+def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs: Any) -> Gradient:
+    low, high = kwargs.get("min", low), kwargs.get("max", high)
+    if low is None or high is None or float(low) != -float(high):
+        raise NotImplementedError(f"table {grad.table.name!r}: gradients are clipped to [-c, c]")
+    return _clip_to(grad, float(high))
+
+
+def _clip_to(grad: Gradient, limit: float) -> Gradient:
+    if grad.table.steps.world_size > 1:
+        raise NotImplementedError(
+            f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known before"
+            " the step ends; tables are clipped by clip_value of a frugal optimizer"
+        )
+    grad.touched = True
+    grad.clip_limit = min(limit, grad.clip_limit) if grad.clip_limit else limit
+    return grad
+
+
+def _clip_all(func: Any, grads: List[torch.Tensor], limit: Any) -> None:
+    # clip_grad_value_ calls this twice, with -c for the least and c for the most.
+    for grad in grads:
+        if isinstance(grad, Gradient):
+            _clip_to(grad, abs(float(limit)))
+        elif func.overloadpacket is _aten._foreach_clamp_min_:
+            grad.clamp_(min=limit)
+        else:
+            grad.clamp_(max=limit)
+
+
+def _is(func: Any, grad: Gradient) -> torch.Tensor:
+    if func.overloadpacket is _aten.isfinite:
+        return torch.full((1,), grad.finite(), dtype=torch.bool, device=grad.device)
+    found = any(bool(func(part.held.grad).any()) for part in grad.parts)
+    return torch.full((1,), found, dtype=torch.bool, device=grad.device)
+
+
+def _for_a_reducer(grad: Gradient) -> float:
+    """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
+    1, or an infinity, which all ranks see then."""
+    if not (grad.table.steps.world_size > 1 or torch.distributed.is_initialized()):
+        raise NotImplementedError(
+            f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
+            " the rows"
+        )
+    return 1.0 if grad.finite() else math.inf
+
+
+def _share(func: Any, grad: Any, by: Any, *, out: torch.Tensor) -> torch.Tensor:
+    if not isinstance(grad, Gradient):
+        raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
+    return out.fill_(_for_a_reducer(grad) * float(by))
+
+
+def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
+    if isinstance(to, Gradient):
+        if isinstance(source, Gradient):
+            raise NotImplementedError("the gradient of a table cannot be copied into another")
+        to.rescale(float(source))  # the reducer's answer: 1, or an infinity of some rank
+        return to
+    return to.fill_(_for_a_reducer(cast(Gradient, source)))
+
+
+def _value(func: Any, grad: Gradient) -> Any:
+    return float(grad.norm_of(2.0))
+
+
+def _squared(func: Any, grad: Gradient, exponent: Any) -> torch.Tensor:
+    if float(exponent) != 2.0:
+        raise NotImplementedError(f"table {grad.table.name!r}: powers of its gradient but the square")
+    return (grad.norm_of(2.0) ** 2).to(grad.dtype).reshape(1)
+
+
+_ANSWERS: Dict[Any, Callable[..., Any]] = {
+    _aten.detach: _itself,
+    _aten.alias: _itself,
+    _aten.clone: _copy_of,
+    _aten._to_copy: _copy_of,
+    _aten.zero_: _zero,
+    _aten._foreach_zero_: _zero_all,
+    _aten.mul_: _scale,
+    _aten.div_: _scale,
+    _aten._foreach_mul_: _scale_all,
+    _aten._foreach_div_: _scale_all,
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
+    _aten.linalg_vector_norm: _norm,
+    _aten.norm: _norm,
+    _aten._foreach_norm: _norms,
+    _aten.clamp_: _clip,
+    _aten._foreach_clamp_min_: _clip_all,
+    _aten._foreach_clamp_max_: _clip_all,
+    _aten.isnan: _is,
+    _aten.isinf: _is,
+    _aten.isfinite: _is,
+    _aten.mul: _share,
+    _aten.copy_: _copy,
+    _aten._local_scalar_dense: _value,
+    _aten.pow: _squared,
+}

@@ -1,0 +1,67 @@
+"""The engine of the process, for modules that are not given a trainer."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import Optional
+
+import torch
+
+import frugal
+from frugal._engine import SERVICE
+
+from ._ranks import number
+
+_lock = threading.Lock()
+_trainer: Optional[frugal.Trainer] = None
+_pid = 0
+
+
+def trainer() -> frugal.Trainer:
+    """The trainer of the process's own engine, which opens with the first module and closes at exit.
+
+    With FRUGAL_SERVICE in the environment the engine is the controller's there; RANK and WORLD_SIZE say which rank of how
+    many this process is. Initial rows follow torch.manual_seed, as it was when the engine was opened.
+    """
+    global _trainer, _pid
+    with _lock:
+        if _trainer is None or _pid != os.getpid():
+            _trainer, _pid = _open(), os.getpid()
+        return _trainer
+
+
+def _open() -> frugal.Trainer:
+    world_size, rank = number("WORLD_SIZE", 1), number("RANK", 0)
+    if world_size > 1 and not os.environ.get(SERVICE):
+        raise RuntimeError(
+            f"WORLD_SIZE is {world_size}, and each process would train tables of its own: start frugal-controller"
+            f" ADDRESS, and give the address to all ranks in {SERVICE}"
+        )
+    again = number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    # Not the seed itself: ranks of a script that seeds them apart share the tables.
+    seed = torch.initial_seed() % 2**64 if world_size == 1 else 0
+    engine = frugal.Engine(world_size=world_size, seed=seed)
+    trainer = engine.create_trainer(rank, replace=again and bool(engine.service))
+    atexit.register(_close, engine, trainer, os.getpid())
+    return trainer
+
+
+def _close(engine: frugal.Engine, trainer: frugal.Trainer, pid: int) -> None:
+    global _trainer
+    if pid == os.getpid():
+        _trainer = None
+        try:
+            trainer.close()
+        except frugal.Error:
+            pass  # it was lost, and so the engine ends
+        engine.close()
+
+
+def _forked() -> None:
+    global _lock, _trainer
+    _lock, _trainer = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forked)

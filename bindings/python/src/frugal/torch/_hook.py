@@ -1,0 +1,363 @@
+"""The steps of torch's optimizers, for the tables that they have.
+
+A hook that PyTorch calls before each optimizer's step looks for anchors among its parameters. It takes the optimizer's
+hyper-parameters, steps the tables, and hides the anchors' gradients from the optimizer, which leaves a parameter without
+a gradient alone. A hook after the step gives them back, so that zero_grad() means what it means elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import inspect
+import math
+import warnings
+import weakref
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import frugal
+
+from . import _state
+from ._anchor import Anchor, Gradient
+from ._steps import Steps, Table, Update, scaled
+from ._weight import Weight
+
+_STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
+
+
+class _Entry:
+    """An anchor of an optimizer, in one of its groups."""
+
+    __slots__ = ("group", "anchor", "table", "values", "made")
+
+    def __init__(self, group: int, anchor: Anchor) -> None:
+        self.group = group
+        self.anchor = anchor
+        self.table = anchor.table
+        self.values: List[Any] = []  # what `made` was made from
+        self.made: Optional[frugal.Optimizer] = None
+
+    def optimizer(self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any], step: int) -> frugal.Optimizer:
+        """The engine's optimizer for the `step`-th step of the table, from 1."""
+        translator = _translator(kind)
+        # A rate that is a tensor is changed in place.
+        values = [float(v) if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"]
+        if translator in _BY_STEP:
+            values.append(step)
+        if self.made is None or values != self.values:
+            made = translator(_Hyper(group, step, kind.__name__))
+            self.made = dataclasses.replace(made, mean_ranks=self.table.said.mean_ranks)
+            self.values = values
+        return self.made
+
+
+class _Known:
+    """What the hooks remember of an optimizer."""
+
+    def __init__(self) -> None:
+        self.parameters = -1  # counted when `entries` were looked for
+        self.entries: List[_Entry] = []
+        self.hidden: List[Tuple[Anchor, torch.Tensor]] = []
+        self.saves = False
+
+    def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
+        groups = optimizer.param_groups
+        count = 0
+        for group in groups:
+            count += len(group["params"])
+        if count != self.parameters:
+            self.parameters = count
+            for group in groups:  # an optimizer that was given module.weight
+                group["params"] = [p.parameter() if isinstance(p, Weight) else p for p in group["params"]]
+            self.entries = [
+                _Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)
+            ]
+            if self.entries and not self.saves:
+                self.saves = True
+                optimizer.register_state_dict_post_hook(_save)
+        return self.entries
+
+
+_known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    known = _known.get(optimizer)
+    if known is None:
+        known = _known[optimizer] = _Known()
+    if not known.look(optimizer) or getattr(optimizer, "_frugal", False):
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _step(optimizer, known)
+        return None
+
+    def closed() -> Any:
+        loss = closure()
+        _step(optimizer, known)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closed}
+    return (args[0], closed, *args[2:]), kwargs
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    known = _known.get(optimizer)
+    if known is not None and known.hidden:
+        for anchor, grad in known.hidden:
+            if anchor.grad is None:
+                anchor.grad = grad
+        known.hidden = []
+
+
+register_optimizer_step_pre_hook(_before)
+register_optimizer_step_post_hook(_after)
+
+
+def own(table: Table, optimizer: torch.optim.Optimizer) -> None:
+    """A frugal.torch.Optimizer makes the table's steps from now on."""
+    table.keeper = weakref.ref(optimizer)
+    table.owner = table.keeper
+
+
+def owner(table: Table) -> Any:
+    """The frugal.torch.Optimizer that makes the table's steps, or None."""
+    return None if table.keeper is None else table.keeper()
+
+
+def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
+    """One step of the engine for each trainer whose tables the optimizer has."""
+    by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient]]]] = {}
+    for entry in known.entries:
+        gradient = entry.anchor.gradient()
+        steps = entry.table.steps
+        if (gradient is None and steps.world_size == 1) or owner(entry.table) is not None:
+            continue  # as PyTorch leaves a parameter without a gradient alone
+        by_steps.setdefault(steps, []).append((entry, gradient))
+    if by_steps:
+        factor, skip = scaling(optimizer)
+        for steps, items in by_steps.items():
+            steps.apply([_update(optimizer, *item, factor) for item in items], skip)
+            for entry, gradient in items:
+                if gradient is not None and not skip:
+                    optimizer.state[entry.anchor][_STEP] = _steps_of(optimizer, entry) + 1
+    known.hidden = []
+    for entry in known.entries:
+        grad = entry.anchor.grad
+        if grad is not None:
+            known.hidden.append((entry.anchor, grad))
+            entry.anchor.grad = None
+
+
+def _update(
+    optimizer: torch.optim.Optimizer, entry: _Entry, gradient: Optional[Gradient], factor: float
+) -> Update:
+    table, count = entry.table, _steps_of(optimizer, entry)
+    made = entry.optimizer(type(optimizer), optimizer.param_groups[entry.group], count + 1)
+    state = optimizer.state[entry.anchor]
+    if table.owner is None or table.owner() is not optimizer:
+        _take_over(table, optimizer, count > 0, _STATE in state, made)
+    if _STATE in state:
+        table.choose(made)
+        _load(table, state)
+    if gradient is not None and factor != 1.0:
+        gradient.rescale(factor)
+    return Update(table, gradient, scaled(made, gradient))
+
+
+def _take_over(table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, loaded: bool, made: frugal.Optimizer) -> None:
+    """An optimizer steps a table that another has stepped. One that has no state of it begins with new state, as PyTorch's
+    do."""
+    if table.owner is not None and not loaded and (table.state_floats or not table.is_of(made)):
+        if goes_on:
+            raise RuntimeError(
+                f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
+                " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
+            )
+        if table.steps.world_size > 1:
+            raise NotImplementedError(
+                f"table {table.name!r}: a second optimizer would begin with new state, which ranks cannot do together:"
+                " keep the first, or load the state_dict of one into it"
+            )
+        table.renew(made)
+    table.owner = weakref.ref(optimizer)
+
+
+def _steps_of(optimizer: torch.optim.Optimizer, entry: _Entry) -> int:
+    return int(optimizer.state[entry.anchor].get(_STEP, 0))
+
+
+def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:
+    """What a GradScaler tells an optimizer that scales by itself, as the fused ones do."""
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found is not None and float(found) != 0.0:
+        return 1.0, True
+    return (1.0 if scale is None else 1.0 / float(scale)), False
+
+
+# Optimizer state in state_dict(), by the anchor's number; as floats, for load_state_dict() makes what it finds floats.
+
+
+def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    numbers: Dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(numbers))
+    known = _known.get(optimizer)
+    for anchor in [entry.anchor for entry in known.entries] if known is not None else []:
+        own = optimizer.state.get(anchor)
+        if not own or _STATE in own:
+            continue  # never stepped, or loaded and not taken in yet
+        table = anchor.table
+        saved = _state.optimizer_state(table.steps, table)
+        entry = {_STEP: own[_STEP], _STATE: saved["state"]}
+        if "keys" in saved:
+            entry[_KEYS] = saved["keys"].view(torch.float32)
+        state_dict["state"][numbers[id(anchor)]] = entry
+    return None
+
+
+def _load(table: Table, state: Dict[str, Any]) -> None:
+    saved = {"state": state.pop(_STATE)}
+    keys = state.pop(_KEYS, None)
+    if keys is not None:
+        saved["keys"] = keys.view(torch.int64)
+    _state.load_optimizer_state(table.steps, table, saved)
+
+
+# Hyper-parameters
+
+
+class _Hyper(NamedTuple):
+    group: Dict[str, Any]
+    step: int  # of the table under this optimizer, from 1
+    name: str
+
+    def number(self, key: str) -> float:
+        return float(self.group[key])
+
+    def refuse(self, *names: str) -> None:
+        for name in names:
+            if self.group.get(name):
+                raise NotImplementedError(f"{self.name}({name}={self.group[name]}): tables train without")
+
+    def common(self) -> Dict[str, Any]:
+        return {"grad_scale": -1.0 if self.group.get("maximize") else 1.0}
+
+
+def _sgd(h: _Hyper) -> frugal.Optimizer:
+    lr, l2 = h.number("lr"), h.number("weight_decay")
+    if not h.number("momentum"):
+        return frugal.SGD(lr=lr, weight_decay_l2=l2, **h.common())
+    h.refuse("dampening")
+    _warn_lazy(h, "momentum")
+    return frugal.Momentum(
+        lr=lr, weight_decay_l2=l2, momentum=h.number("momentum"), nesterov=bool(h.group["nesterov"]), **h.common()
+    )
+
+
+def _adagrad(h: _Hyper) -> frugal.Optimizer:
+    return frugal.Adagrad(
+        lr=h.number("lr") / (1.0 + (h.step - 1) * h.number("lr_decay")),
+        weight_decay_l2=h.number("weight_decay"),
+        eps=h.number("eps"),
+        initial_accumulator=h.number("initial_accumulator_value"),
+        **h.common(),
+    )
+
+
+def _adam(h: _Hyper) -> frugal.Optimizer:
+    h.refuse("amsgrad")
+    beta1, beta2 = (_float32(float(beta)) for beta in h.group["betas"])
+    root = math.sqrt(1.0 - beta2**h.step)
+    rate = h.number("lr") * root / (1.0 - beta1**h.step)
+    sparse = "weight_decay" not in h.group  # SparseAdam: eps is added before the bias correction
+    eps, decay, l2 = h.number("eps") if sparse else h.number("eps") * root, 0.0, 0.0
+    if not sparse:
+        _warn_lazy(h, "moments")
+        if h.group.get("decoupled_weight_decay"):
+            # PyTorch decays before the update, the engine behind it.
+            share = h.number("lr") * h.number("weight_decay")
+            if share:
+                if share >= 1.0:
+                    raise NotImplementedError(f"{h.name}: lr x weight_decay is {share} and must be below 1")
+                rate /= 1.0 - share
+                decay = share / rate
+        else:
+            l2 = h.number("weight_decay")
+    return frugal.Adam(
+        lr=rate, eps=eps, beta1=beta1, beta2=beta2, weight_decay=decay, weight_decay_l2=l2, bias_correction=False,
+        **h.common(),
+    )  # fmt: skip
+
+
+def _float32(value: float) -> float:
+    """As the engine has it: its moments and their bias correction must mean the same number."""
+    return ctypes.c_float(value).value
+
+
+def adam_at(optimizer: frugal.Adam, step: int) -> frugal.Adam:
+    """The same with its bias correction of this step, from 1, in the learning rate."""
+    beta1, beta2 = _float32(optimizer.beta1), _float32(optimizer.beta2)
+    rate = _float32(optimizer.lr) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+    decay = optimizer.weight_decay * optimizer.lr / rate if rate else 0.0
+    return dataclasses.replace(optimizer, lr=rate, weight_decay=decay, bias_correction=False)
+
+
+def _rmsprop(h: _Hyper) -> frugal.Optimizer:
+    h.refuse("momentum", "centered")
+    _warn_lazy(h, "the mean square")
+    return frugal.RMSProp(
+        lr=h.number("lr"),
+        rho=h.number("alpha"),
+        eps=h.number("eps"),
+        weight_decay_l2=h.number("weight_decay"),
+        **h.common(),
+    )
+
+
+_HAVE: Dict[Type[torch.optim.Optimizer], Callable[[_Hyper], frugal.Optimizer]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SparseAdam: _adam,
+    torch.optim.RMSprop: _rmsprop,
+}
+# Their hyper-parameters are others in each step.
+_BY_STEP = (_adagrad, _adam)
+_translators: "weakref.WeakKeyDictionary[type, Callable[[_Hyper], frugal.Optimizer]]" = weakref.WeakKeyDictionary()
+
+
+def _translator(kind: Type[torch.optim.Optimizer]) -> Callable[[_Hyper], frugal.Optimizer]:
+    """By the step that runs: a class that inherits one of these steps is one of these."""
+    found = _translators.get(kind)
+    if found is None:
+        step = inspect.unwrap(kind.step)
+        for known, translator in _HAVE.items():
+            if issubclass(kind, known) and inspect.unwrap(known.step) is step:
+                found = translator
+        if found is None:
+            raise NotImplementedError(
+                f"{kind.__name__} cannot step a frugal table: those of {', '.join(k.__name__ for k in _HAVE)} can, and"
+                " frugal.torch.Optimizer. Give the module's parameters to one of them"
+            )
+        _translators[kind] = found
+    return found
+
+
+_warned: Set[Tuple[str, str]] = set()
+
+
+def _warn_lazy(h: _Hyper, what: str) -> None:
+    if (h.name, what) not in _warned:
+        _warned.add((h.name, what))
+        warnings.warn(
+            f"{h.name}: {what} of a frugal table's row change in the steps that have a gradient of it, as with"
+            " torch.optim.SparseAdam, and not in every step",
+            stacklevel=2,
+        )

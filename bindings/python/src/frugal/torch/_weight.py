@@ -1,0 +1,510 @@
+"""`module.weight`: a table's rows as a tensor that has no memory of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import _native, _state
+from ._steps import Table
+
+if TYPE_CHECKING:
+    from ._lookup import Feature
+
+_CHUNK = 65536  # rows that are held at once where a table is written
+
+_HOW = (
+    "use assignments (weight[ids] = rows), weight.copy_(), functions of torch.nn.init, or load_state_dict() to write"
+    " rows, and the module's forward to train them"
+)
+
+
+def write(table: Table, source: torch.Tensor) -> None:
+    """Makes `source` the table's rows, whose optimizer state stays."""
+    if tuple(source.shape) != _shape(table):
+        raise ValueError(f"weight has shape {tuple(source.shape)}, the table {table.name!r} {_shape(table)}")
+    if isinstance(source, Weight):
+        source = source.read()
+    _state.load_rows(table.steps, table, source, _state.keys(table) if table.hashed else None)
+
+
+def _shape(table: Table) -> Tuple[int, int]:
+    if table.hashed:
+        table.steps.outside()
+    return (table.table.count() if table.hashed else table.capacity, table.dim)
+
+
+class _Read(torch.autograd.Function):
+    """What a computation of `weight` begins with: the rows, without a way back."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
+        raise NotImplementedError(
+            f"table {ctx.name!r}: a gradient of weight itself, which has as many rows as the table: only the module's"
+            " forward trains rows. Take weight.detach(), or a torch.nn.Linear for a decoder of its own"
+        )
+
+
+_rows_of: Callable[..., Any] = _Read.apply  # without types in torch
+
+
+class Weight(torch.Tensor):
+    """A table's rows. Nothing is read before something is computed; then what was asked for is copied."""
+
+    _table: Table
+    _feature: "Feature"
+    _sparse: bool
+    _at: Optional[torch.Tensor]  # which rows, None: all
+    _own: Optional[bool]  # requires_grad, None: the module's
+
+    @staticmethod
+    def __new__(
+        cls, table: Table, feature: "Feature", sparse: bool, at: Optional[torch.Tensor] = None, detached: bool = False
+    ) -> "Weight":
+        shape = _shape(table) if at is None else (at.numel(), table.dim)
+        anchor = table.anchor
+        requires_grad = anchor.requires_grad and not detached
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=anchor.dtype, device=table.steps.device, requires_grad=requires_grad
+        )
+
+    def __init__(
+        self, table: Table, feature: "Feature", sparse: bool, at: Optional[torch.Tensor] = None, detached: bool = False
+    ) -> None:
+        self._table = table
+        self._feature = feature
+        self._sparse = sparse
+        self._at = at
+        self._own = False if detached else None
+        self._is_param = at is None and not detached  # isinstance(weight, torch.nn.Parameter)
+
+    def parameter(self) -> torch.Tensor:
+        """What optimizers know the table by."""
+        if self._at is not None or self._own is not None:
+            raise ValueError(f"table {self._table.name!r}: an optimizer takes all of weight, not a part or a detached one")
+        return self._table.anchor
+
+    def read(self, at: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """A copy of the rows, or of those at these places."""
+        table = self._table
+        if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+            raise RuntimeError(
+                f"table {table.name!r}: weight cannot be traced or exported, since its rows are not in the program: make"
+                " the module that is served of weight.clone()"
+            )
+        keys = self._keys()
+        if at is not None:
+            keys = keys[at] if keys is not None else at
+        if keys is None:
+            keys = _state.keys(table)
+        keys = keys.reshape(-1).contiguous()
+        table.steps.outside()
+        rows = torch.empty(keys.numel(), table.dim, dtype=torch.float32, device="cpu")
+        _native.get(table.table, keys, rows, with_state=False)
+        return rows.to(device=table.steps.device, dtype=table.anchor.dtype)
+
+    def _keys(self) -> Optional[torch.Tensor]:
+        self._table.steps.outside()
+        keys = _state.keys(self._table) if self._table.hashed else None
+        if self._at is None:
+            return keys
+        return self._at if keys is None else keys[self._at]
+
+    def _chunks(self) -> Iterator[torch.Tensor]:
+        keys = self._keys()
+        count = self._table.capacity if keys is None else keys.numel()
+        for begin in range(0, count, _CHUNK):
+            end = min(begin + _CHUNK, count)
+            yield torch.arange(begin, end, dtype=torch.int64, device="cpu") if keys is None else keys[begin:end]
+
+    def change(self, function: Callable[[torch.Tensor, slice], Any]) -> None:
+        """Rows are what the function makes of them, some at a time."""
+        table = self._table
+        begin = 0
+        for keys in self._chunks():
+            part = slice(begin, begin + keys.numel())
+            begin = part.stop
+            _change_rows(table, keys, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
+
+    # What a tensor has that must not be looked for in memory that is not there.
+
+    @property
+    def data(self) -> "Weight":
+        return Weight(self._table, self._feature, self._sparse, self._at, True)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self._at is not None:
+            self.copy_(value)
+        else:
+            write(self._table, value)
+
+    @property
+    def grad(self) -> Optional[torch.Tensor]:
+        """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
+        sparse=True, or else one of the table's shape, which is made when it is asked for."""
+        gradient = self._table.anchor.gradient()
+        if gradient is None:
+            return None
+        keys, rows = gradient.per_key()
+        if self._table.hashed:
+            raise NotImplementedError(f"table {self._table.name!r} is hashed: the gradient of its rows has no shape")
+        rows = rows.to(self._table.anchor.dtype)
+        if not self._sparse:
+            dense = torch.zeros(_shape(self._table), dtype=rows.dtype, device=rows.device).index_add_(0, keys, rows)
+            return _copy_of(dense if self._at is None else dense[self._at])
+        return _copy_of(torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False))
+
+    @grad.setter
+    def grad(self, value: Optional[torch.Tensor]) -> None:
+        if value is not None:
+            raise NotImplementedError(f"table {self._table.name!r}: weight.grad is given by backwards; None drops it")
+        self._table.anchor.grad = None
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._table.anchor.requires_grad if self._own is None else self._own
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if self._own is None:
+            self._table.anchor.requires_grad_(value)
+        else:
+            self._own = bool(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        if self._own is not None:
+            return self.read().requires_grad_(requires_grad)  # a leaf of its own
+        self.requires_grad = requires_grad
+        return self
+
+    def detach(self) -> "Weight":
+        return self.data
+
+    def data_ptr(self) -> NoReturn:
+        raise RuntimeError(f"table {self._table.name!r}: weight has no memory of its own; weight.clone() has")
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found = self._places(index)
+        if found is None:
+            rows = self._value()
+            return cast(torch.Tensor, _shared(rows[index], [(self, ..., rows)]))
+        at, rest, view = found
+        values = self.read(at).view(*at.shape, self._table.dim)
+        if torch.is_grad_enabled() and self.requires_grad:
+            values = cast(torch.Tensor, _rows_of(self._table.anchor, values, self._table.name))
+        out = values[(slice(None),) * at.dim() + rest] if rest else values
+        if view:
+            out = _shared(out, [(self, index[0] if rest else index, values)])
+        return out
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._check_written()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to(device="cpu", dtype=torch.float32)
+        found = self._places(index)
+        with torch.no_grad():
+            if found is None:
+                rows = self.read().to(device="cpu", dtype=torch.float32)
+                rows[index] = value
+                self.change(lambda some, where: some.copy_(rows[where]))
+                return
+            at, rest, _ = found
+            part = Weight(self._table, self._feature, self._sparse, at.reshape(-1), True)
+            if self._at is not None:
+                part._at = self._at[at.reshape(-1)]
+            new = part.read().to(device="cpu", dtype=torch.float32).view(*at.shape, self._table.dim)
+            new[(slice(None),) * at.dim() + rest if rest else ...] = value
+            flat = new.reshape(-1, self._table.dim)
+            part.change(lambda some, where: some.copy_(flat[where]))
+
+    def _places(self, index: Any) -> Optional[Tuple[torch.Tensor, Tuple[Any, ...], bool]]:
+        """The rows of an index, what is left of it for their columns, and whether the result is a view; or None, where
+        all rows have to be read to say."""
+        rows, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if isinstance(rows, (bool, tuple, type(None), type(...))) or not all(_is_basic(part) for part in rest):
+            return None
+        count = int(self.shape[0])
+        if isinstance(rows, slice):
+            begin, end, by = rows.indices(count)
+            if by < 1:
+                raise ValueError("step must be greater than zero")
+            return torch.arange(begin, max(begin, end), by, dtype=torch.int64, device="cpu"), rest, True
+        if isinstance(rows, list) and not all(isinstance(row, (bool, int)) for row in rows):
+            return None
+        try:
+            at = torch.as_tensor(rows, device="cpu") if rows != [] else torch.zeros(0, dtype=torch.int64, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        if at.dtype == torch.bool and at.shape == (count,):
+            at = at.nonzero()[:, 0]
+        elif at.dtype not in (torch.int64, torch.int32):
+            return None
+        return _wrapped(at.to(torch.int64), count), rest, at.dim() == 0
+
+    def _value(self) -> torch.Tensor:
+        rows = self.read()
+        if torch.is_grad_enabled() and self.requires_grad:
+            return cast(torch.Tensor, _rows_of(self._table.anchor, rows, self._table.name))
+        return rows
+
+    def _check_written(self) -> None:
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation: rows are"
+                               " written under torch.no_grad(), or to weight.data")
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.read()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return f"weight of the table {self._table.name!r}, {shape}: print weight.clone() or weight[ids] for its rows"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        target = args[0] if args else None
+        init = kwargs.get("tensor")
+        if isinstance(init, Weight):  # torch.nn.init's
+            return init._init(func, {key: value for key, value in kwargs.items() if key != "tensor"})
+        if isinstance(target, (list, tuple)) and _in_place(name) and any(isinstance(w, Weight) for w in target):
+            raise NotImplementedError(f"weight cannot be written by {name}: {_HOW}")
+        if isinstance(target, Weight):
+            if name == "copy_":
+                return target._copy(args[1])
+            if name.endswith("_") and not name.endswith("__"):
+                return target._change_by(func, name, args[1:], kwargs)
+            if name == "__set__":
+                raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
+        if isinstance(kwargs.get("out"), Weight):
+            raise NotImplementedError(f"weight cannot be `out` of {name}: {_HOW}")
+        read: List[_Source] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            values = _read_all(args, read)
+            out = func(*values, **{key: _read_all((value,), read)[0] for key, value in kwargs.items()})
+        return _read_only(out) if name in ("numpy", "__array__") else _shared(out, read)
+
+    def _copy(self, source: Any) -> "Weight":
+        self._check_written()
+        source = torch.as_tensor(source.read() if isinstance(source, Weight) else source).detach()
+        source = source.to("cpu").expand(self.shape)
+        self.change(lambda rows, part: rows.copy_(source[part]))
+        return self
+
+    def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
+        """Functions of torch.nn.init."""
+        with torch.no_grad():
+            if func in (torch.nn.init.normal_, torch.nn.init.uniform_, torch.nn.init.constant_):
+                self.change(lambda rows, part: func(rows, **kwargs))
+            else:  # they look at the shape
+                rows = torch.empty(tuple(self.shape), dtype=torch.float32, device="cpu")
+                func(rows, **kwargs)
+                self.change(lambda some, part: some.copy_(rows[part]))
+        return self
+
+    def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
+        """normal_(), fill_(), mul_() and what else makes each element by itself."""
+        self._check_written()
+        if name not in _ELEMENTWISE or any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in (*args, *kwargs.values())):
+            raise NotImplementedError(f"table {self._table.name!r}: {name} of weight is not possible: {_HOW}")
+        self.change(lambda rows, part: func(rows, *args, **kwargs))
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable and any(isinstance(value, Weight) for value in _flat(args[:1])):
+            raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
+        return func(*_read_all(args), **{key: _read_all((value,))[0] for key, value in (kwargs or {}).items()})
+
+
+class _Copy(torch.Tensor):
+    """What `weight.grad` gives: to write to it would change nothing."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if _in_place(name) and any(isinstance(a, _Copy) for a in _flat(args[:1])):
+            raise NotImplementedError(
+                f"weight.grad is a copy, and {name} would be lost: clip and scale the gradients of module.parameters()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_INPLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__"}
+_NO_VALUES = {"requires_grad_", "rename_", "share_memory_"}
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, torch.Tensor._make_subclass(_Copy, tensor))
+
+
+def _in_place(name: str) -> bool:
+    return name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
+    """Rows are what the function makes of them; their optimizer state stays."""
+    table.steps.outside()
+    table.written = True
+    both = torch.empty(keys.numel(), table.dim + table.state_floats, dtype=torch.float32, device="cpu")
+    _native.get(table.table, keys, both, with_state=True)
+    rows = both[:, : table.dim].contiguous()
+    function(rows)
+    if table.state_floats:
+        both[:, : table.dim] = rows
+        rows = both
+    _native.put(table.table, keys, rows, with_state=table.state_floats > 0)
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether it is an index of columns that makes a view."""
+    return isinstance(index, (slice, type(None), type(...))) or (isinstance(index, int) and not isinstance(index, bool))
+
+
+def _wrapped(at: torch.Tensor, count: int) -> torch.Tensor:
+    if at.numel() and (int(at.min()) < -count or int(at.max()) >= count):
+        raise IndexError(f"index out of range: weight has {count} rows")
+    return torch.where(at < 0, at + count, at)
+
+
+# A weight, an index of it, and the rows that were read of them.
+_Source = Tuple[Weight, Any, torch.Tensor]
+
+
+def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
+    """The values with rows in the place of weights, which are noted in `read`."""
+    out = []
+    for value in values:
+        if isinstance(value, Weight):
+            rows = value._value()
+            if read is not None:
+                read.append((value, ..., rows))
+            value = rows
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, Weight) for v in value):
+            value = type(value)(_read_all(value, read))
+        out.append(value)
+    return tuple(out)
+
+
+class _Part(torch.Tensor):
+    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(): who writes to it writes to the table."""
+
+    _source: _Source
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
+        targets = _flat([kwargs.get("out"), first if _in_place(name) else None])
+        written = [part for part in targets if isinstance(part, _Part)]
+        for part in written:
+            part._source[0]._check_written()
+        parts = [part for part in _flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+            for part in written:
+                weight, index, rows = part._source
+                weight[index] = rows.as_subclass(torch.Tensor)
+        return _read_only(out) if name in ("numpy", "__array__") else _shared(out, [part._source for part in parts])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _shared(out: Any, sources: Sequence[_Source]) -> Any:
+    """The result of a function, as a _Part where it is a view of rows that were read."""
+    if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
+        return type(out)(_shared(part, sources) for part in out)
+    if isinstance(out, torch.Tensor) and not isinstance(out, Weight) and out.layout == torch.strided and out.numel():
+        with torch._C.DisableTorchFunctionSubclass():
+            address = out.untyped_storage().data_ptr()
+            for source in sources:
+                if source[2].untyped_storage().data_ptr() == address:
+                    part = out.as_subclass(_Part)
+                    part._source = source
+                    return part
+            return out.as_subclass(torch.Tensor) if isinstance(out, _Part) else out
+    return out
+
+
+def _read_only(array: Any) -> Any:
+    """NumPy's view of rows that were read: who wrote to it would write to nothing."""
+    flags = getattr(array, "flags", None)
+    if flags is not None:
+        flags.writeable = False
+    return array
+
+
+# Elementwise, so that rows can be changed some at a time.
+_ELEMENTWISE = {
+    "abs_", "add_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "erfinv_", "exponential_", "fill_",
+    "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_",
+}  # fmt: skip
+
+# Of these nothing is read.
+_tensor: Any = torch.Tensor  # whose properties have types of their values
+_PLAIN = {
+    _tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.layout.__get__,
+    _tensor.requires_grad.__get__, _tensor.ndim.__get__, _tensor.is_cuda.__get__,
+    _tensor.is_sparse.__get__, _tensor.is_meta.__get__, _tensor.is_quantized.__get__,
+    _tensor.grad_fn.__get__, _tensor.names.__get__,
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
+    torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__,
+    torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
+    torch.Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel,
+}  # fmt: skip

@@ -1,0 +1,1287 @@
+"""Tables under PyTorch's own optimizers, clipping, GradScaler and accumulation, each beside torch.nn's modules."""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import pytest
+import torch
+from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapshot
+
+import frugal
+import frugal.torch as ft
+from frugal.torch import _anchor, _hook
+
+Maker = Callable[[Any], torch.optim.Optimizer]
+
+
+class Model(torch.nn.Module):
+    """Two tables and a dense layer."""
+
+    def __init__(self, first: torch.nn.Module, second: torch.nn.Module, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.first, self.second, self.head = first, second, head
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(batch) + self.second(batch))  # type: ignore[no-any-return]
+
+
+def pair(trainer: frugal.Trainer, rows: int = ROWS, sparse: bool = False) -> Tuple[Model, Model]:
+    """The same model in both worlds; small integers."""
+    weights = [integers(rows, DIM) for _ in range(2)]
+    heads = [torch.nn.Linear(DIM, 2) for _ in range(2)]
+    with torch.no_grad():
+        heads[0].weight.copy_(integers(2, DIM))
+        heads[0].bias.zero_()
+    heads[1].load_state_dict(heads[0].state_dict())
+    ours = [ft.EmbeddingBag(rows, DIM, mode="sum", _weight=weight, trainer=trainer) for weight in weights]
+    theirs = [
+        torch.nn.EmbeddingBag(rows, DIM, mode="sum", _weight=weight.clone(), sparse=sparse) for weight in weights
+    ]
+    return Model(ours[0], ours[1], heads[0]), Model(theirs[0], theirs[1], heads[1])
+
+
+def keys(*shape: int) -> torch.Tensor:
+    return torch.randint(0, ROWS, shape or (6, 2))
+
+
+def all_keys(rows: int) -> torch.Tensor:
+    """Each row at least once: then a table's state moves in every row, as that of a dense gradient does."""
+    return torch.cat([torch.randperm(rows), torch.randint(0, rows, (rows,))]).view(rows, 2)
+
+
+def rows_of(model: Model) -> List[torch.Tensor]:
+    weights = [model.first.weight, model.second.weight, model.head.weight, model.head.bias]
+    return [weight.detach().clone() for weight in weights]  # type: ignore[operator]
+
+
+def assert_same(ours: Model, theirs: Model, rtol: float = 0.0, atol: float = 0.0) -> None:
+    for mine, expected in zip(rows_of(ours), rows_of(theirs)):
+        if rtol or atol:
+            torch.testing.assert_close(mine, expected, rtol=rtol, atol=atol)
+        else:
+            assert torch.equal(mine, expected)
+
+
+def backward(models: Any, batch: torch.Tensor, grad: torch.Tensor) -> None:
+    for model in models:
+        model(batch).backward(grad)
+
+
+def steps(optimizers: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- Each optimizer, with and without tables ---
+
+SAME: Dict[str, Tuple[str, Dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.5}),
+    "sgd decay": ("SGD", {"lr": 0.5, "weight_decay": 0.25}),
+    "sgd maximize": ("SGD", {"lr": 0.5, "maximize": True}),
+    "sgd foreach": ("SGD", {"lr": 0.5, "foreach": True}),
+    "sgd fused": ("SGD", {"lr": 0.5, "fused": True}),
+    "sgd tensor": ("SGD", {"lr": torch.tensor(0.5)}),
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    "momentum decay": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+    "nesterov": ("SGD", {"lr": 0.1, "momentum": 0.5, "nesterov": True, "foreach": True}),
+    "adagrad": ("Adagrad", {"lr": 0.1}),
+    "adagrad decay": (
+        "Adagrad",
+        {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1, "initial_accumulator_value": 0.3, "eps": 1e-3},
+    ),
+    "adagrad maximize": ("Adagrad", {"lr": 0.1, "maximize": True, "foreach": True}),
+    "adagrad fused": ("Adagrad", {"lr": 0.1, "fused": True}),
+    "adam": ("Adam", {"lr": 0.1}),
+    "adam betas": ("Adam", {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    "adam foreach": ("Adam", {"lr": 0.1, "foreach": True}),
+    "adam fused": ("Adam", {"lr": 0.1, "fused": True}),
+    "adamw": ("AdamW", {"lr": 0.1, "weight_decay": 0.5}),
+    "adamw fused": ("AdamW", {"lr": 0.1, "weight_decay": 0.5, "fused": True, "eps": 1e-2}),
+    "adam decoupled": ("Adam", {"lr": 0.1, "weight_decay": 0.5, "decoupled_weight_decay": True}),
+    "rmsprop": ("RMSprop", {"lr": 0.05}),
+    "rmsprop decay": ("RMSprop", {"lr": 0.05, "alpha": 0.5, "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
+    "rmsprop foreach": ("RMSprop", {"lr": 0.05, "foreach": True}),
+}
+
+
+def maker(case: str) -> Maker:
+    name, arguments = SAME[case]
+    return lambda parameters: getattr(torch.optim, name)(parameters, **copy.deepcopy(arguments))
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("case", list(SAME))
+def test_optimizers_are_torch_s(engine: frugal.Engine, trainer: frugal.Trainer, case: str) -> None:
+    rows = 12
+    models = pair(trainer, rows)
+    optimizers = [maker(case)(model.parameters()) for model in models]
+    for _ in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(models, all_keys(rows), torch.randn(rows, 2))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(*models, rtol=2e-5, atol=2e-6)
+    assert committed(engine) == 6
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+def test_sparse_forms_are_torch_s(trainer: frugal.Trainer, kind: str) -> None:
+    """Rows that have no gradient stay as they are, and so does their state."""
+    ours, theirs = bag_pair(trainer, torch.randn(ROWS, DIM), mode="mean")
+    optimizers: List[Any] = [getattr(torch.optim, kind)(list(m.parameters()), lr=0.1) for m in (ours, theirs)]
+    for _ in range(8):
+        batch, grad = keys(5, 3), torch.randn(5, DIM)
+        for module in (ours, theirs):
+            module(batch).backward(grad)
+        steps(optimizers)
+        torch.testing.assert_close(snapshot(ours), theirs.weight.detach(), rtol=2e-6, atol=1e-6)
+
+
+def test_whole_numbers_are_exact(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for step in range(4):
+        backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        assert_same(*models)
+        assert committed(engine) == step + 1
+
+
+def test_groups_have_rates_of_their_own(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = []
+    for model in models:
+        groups: List[Any] = [
+            {"params": model.first.parameters(), "lr": 0.5},
+            {"params": model.second.parameters(), "lr": 2.0, "maximize": True},
+            {"params": model.head.parameters()},
+        ]
+        optimizers.append(torch.optim.SGD(groups, lr=1.0))
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.param_groups[1]["lr"] = 2.0 / 2**step
+        backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        assert_same(*models)
+
+
+def test_a_group_may_come_later(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.first.parameters(), lr=0.5) for model in models]
+    for step in range(3):
+        if step == 1:
+            for model, optimizer in zip(models, optimizers):
+                optimizer.add_param_group({"params": model.second.parameters(), "lr": 0.25})
+        backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        for model in models:
+            if step < 1:
+                model.zero_grad()
+        assert_same(*models)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_schedulers_change_the_rate(trainer: frugal.Trainer, kind: str, tensor: bool) -> None:
+    models = pair(trainer)
+    optimizers: List[Any] = []
+    for model in models:
+        rate = torch.tensor(0.5) if tensor else 0.5
+        optimizers.append(getattr(torch.optim, kind)(model.parameters(), lr=rate))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    for _ in range(4):
+        backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert_same(*models, rtol=1e-5, atol=1e-5)
+
+
+def test_two_optimizers_step_at_different_times(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    """SGD for one table in each iteration; the other and the dense layer gather gradients over three."""
+    models = pair(trainer)
+    often = [torch.optim.SGD(model.first.parameters(), lr=0.5) for model in models]
+    seldom = [
+        torch.optim.SGD([*model.second.parameters(), *model.head.parameters()], lr=0.25) for model in models
+    ]
+    for i in range(9):
+        backward(models, keys(), integers(6, 2))
+        steps(often)
+        if i % 3 == 2:
+            steps(seldom)
+        assert_same(*models)
+    assert committed(engine) == 9 + 3
+
+
+def test_two_optimizers_have_one_table_in_turns(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    first = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    second = [torch.optim.SGD(model.parameters(), lr=0.25, maximize=True) for model in models]
+    for i in range(4):
+        backward(models, keys(), integers(6, 2))
+        steps(first if i % 2 else second)
+        assert_same(*models)
+
+
+def test_two_optimizers_with_state_do_not_share_a_table(trainer: frugal.Trainer) -> None:
+    """A table has one state of each row. torch keeps one for each optimizer."""
+    model, _ = pair(trainer)
+    first, second = (torch.optim.Adagrad(model.parameters(), lr=0.5) for _ in range(2))
+    for optimizer in (first, second):
+        model(keys()).sum().backward()
+        steps([optimizer])
+    before = rows_of(model)
+    model(keys()).sum().backward()
+    with pytest.raises(RuntimeError, match="embedding_bag_0.*another optimizer"):
+        first.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "SGD"])
+def test_a_new_optimizer_begins_with_new_state(trainer: frugal.Trainer, kind: str) -> None:
+    models = pair(trainer)
+    for times in range(3):
+        optimizers: List[Any] = [
+            getattr(torch.optim, kind)(model.parameters(), lr=0.5 / (times + 1)) for model in models
+        ]
+        for _ in range(2):
+            backward(models, keys(), integers(6, 2))
+            steps(optimizers)
+        assert_same(*models, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_of_two_modules_is_trained_by_both(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    weight = integers(ROWS, DIM)
+    bags, theirs = bag_pair(trainer, weight, mode="sum", name="t")
+    one = ft.Embedding(ROWS, DIM, name="t", trainer=trainer, optimizer=sgd())
+    parameters = list(torch.nn.ModuleList([bags, one]).parameters())
+    assert len(parameters) == 1
+    optimizers = [torch.optim.SGD(parameters, lr=0.5), torch.optim.SGD(theirs.parameters(), lr=0.5)]
+    for _ in range(3):
+        batch, grad = keys(), integers(6, DIM)
+        (bags(batch) * grad).sum().backward()
+        (one(batch[:, 0]) * grad).sum().backward()
+        (theirs(batch) * grad).sum().backward()
+        (theirs(batch[:, :1]) * grad).sum().backward()
+        steps(optimizers)
+        assert torch.equal(bags.weight, theirs.weight.detach())
+    assert committed(engine) == 3
+
+
+def test_tables_of_a_collection_are_parameters(trainer: frugal.Trainer) -> None:
+    tables = [ft.TableConfig("a", ROWS, 4, ["x", "y"]), ft.TableConfig("b", ROWS, 4, ["z"])]
+    ours = ft.EmbeddingBagCollection(tables, trainer=trainer)
+    weights = {f"embedding_bags.{name}.weight": integers(ROWS, 4) for name in "ab"}
+    ours.load_state_dict(weights)
+    theirs = [torch.nn.EmbeddingBag(ROWS, 4, mode="sum", _weight=w.clone()) for w in weights.values()]
+    anchors = list(ours.parameters())
+    groups: List[Any] = [{"params": anchors[:1]}, {"params": anchors[1:], "lr": 0.25}]
+    pairs: List[Any] = [{"params": theirs[0].parameters()}, {"params": theirs[1].parameters(), "lr": 0.25}]
+    optimizers = [torch.optim.SGD(groups, lr=0.5), torch.optim.SGD(pairs, lr=0.5)]
+    for frozen in (False, True, False):
+        anchors[0].requires_grad_(not frozen)
+        theirs[0].weight.requires_grad_(not frozen)
+        batch, grad = torch.randint(0, ROWS, (3, 5, 2)), integers(5, 12)
+        ours(batch).backward(grad)
+        torch.cat([theirs[0](batch[0]), theirs[0](batch[1]), theirs[1](batch[2])], 1).backward(grad)
+        steps(optimizers)
+        saved = ours.state_dict()
+        for name, module in zip("ab", theirs):
+            assert torch.equal(saved[f"embedding_bags.{name}.weight"], module.weight.detach())
+
+
+def test_an_optimizer_steps_tables_of_two_engines(trainer: frugal.Trainer) -> None:
+    with frugal.Engine() as other, other.create_trainer() as stranger:
+        pairs = [bag_pair(t, integers(ROWS, DIM), mode="sum") for t in (trainer, stranger)]
+        sides = list(zip(*pairs))
+        optimizers = [torch.optim.SGD(torch.nn.ModuleList(side).parameters(), lr=0.5) for side in sides]
+        for _ in range(3):
+            batch, grad = keys(), integers(6, DIM)
+            for side in sides:
+                (side[0](batch) + side[1](batch)).backward(grad)
+            steps(optimizers)
+        for ours, theirs in pairs:
+            assert torch.equal(ours.weight, theirs.weight.detach())
+        for ours, _ in pairs:
+            list(ours.parameters())[0].grad = None
+
+
+def test_a_frugal_optimizer_keeps_its_tables(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    tables = ft.Optimizer(models[0].first)
+    group = tables.param_groups[0]
+    group["lr"] = 0.125
+    dense = torch.optim.SGD(models[0].parameters(), lr=0.5)
+    groups: List[Any] = [
+        {"params": models[1].first.parameters(), "lr": 0.125},
+        {"params": [*models[1].second.parameters(), *models[1].head.parameters()]},
+    ]
+    reference = torch.optim.SGD(groups, lr=0.5)
+    for order in ((tables, dense), (dense, tables)):
+        backward(models, keys(), integers(6, 2))
+        for optimizer in (*order, reference):
+            optimizer.step()
+        for optimizer in (*order, reference):
+            optimizer.zero_grad()
+        assert_same(*models)
+    del tables, order, optimizer
+    gc.collect()  # then the others have the table
+    for group in reference.param_groups:
+        group["lr"] = 0.5
+    backward(models, keys(), integers(6, 2))
+    steps([dense, reference])
+    assert_same(*models)
+
+
+def test_a_module_s_optimizer_is_for_the_frugal_one_alone(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum", optimizer=frugal.SGD(lr=8.0))
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    batch = keys()
+    for module in (ours, theirs):
+        module(batch).sum().backward()
+    steps(optimizers)
+    assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+# --- What is refused ---
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("form", ["weight", "foreach"])
+def test_an_optimizer_may_be_given_the_weight(trainer: frugal.Trainer, form: str) -> None:
+    models = pair(trainer)
+    optimizers = []
+    for model in models:
+        parameters: List[Any] = [model.first.weight, model.second.weight, *model.head.parameters()]
+        optimizers.append(torch.optim.SGD(parameters, lr=0.5, foreach=form == "foreach"))
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(models, keys(), integers(6, 2))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(*models)
+
+
+REFUSED: Dict[str, Tuple[Maker, str]] = {
+    "adadelta": (lambda p: torch.optim.Adadelta(p), "Adadelta"),
+    "lbfgs": (lambda p: torch.optim.LBFGS(p), "LBFGS"),
+    "rprop": (lambda p: torch.optim.Rprop(p), "Rprop"),
+    "nadam": (lambda p: torch.optim.NAdam(p), "NAdam"),
+    "own step": (lambda p: OwnStep(p, lr=0.5), "OwnStep"),
+    "dampening": (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5, dampening=0.5), r"SGD\(dampening=0.5\)"),
+    "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), r"Adam\(amsgrad=True\)"),
+    "centered": (lambda p: torch.optim.RMSprop(p, centered=True), r"RMSprop\(centered=True\)"),
+    "rmsprop momentum": (lambda p: torch.optim.RMSprop(p, momentum=0.5), r"RMSprop\(momentum=0.5\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_has_no_counterpart_is_refused_by_name(engine: frugal.Engine, trainer: frugal.Trainer, case: str) -> None:
+    make, name = REFUSED[case]
+    models = pair(trainer)
+    optimizer = make(models[0].parameters())
+    before = rows_of(models[0])
+    batch, grad = keys(), integers(6, 2)
+    backward(models, batch, grad)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=name):
+            optimizer.step(*([lambda: 0.0] if case == "lbfgs" else []))
+        assert all(torch.equal(a, b) for a, b in zip(before, rows_of(models[0])))  # dense layers too
+    assert committed(engine) == 0
+    # The gradient is there for one that can.
+    steps([torch.optim.SGD(model.parameters(), lr=0.5) for model in models])
+    assert_same(*models)
+
+
+def test_a_refused_group_stops_all(trainer: frugal.Trainer) -> None:
+    """Also where it comes after one that could be trained."""
+    model, _ = pair(trainer)
+    groups: List[Any] = [
+        {"params": model.first.parameters()},
+        {"params": model.second.parameters(), "momentum": 0.5, "dampening": 0.5},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    before = rows_of(model)
+    model(keys()).sum().backward()
+    with pytest.raises(NotImplementedError, match="dampening"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
+
+
+def test_what_has_no_gradient_is_not_refused(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    model.first.requires_grad_(False)
+    model.second.requires_grad_(False)
+    optimizer = torch.optim.Adadelta(model.parameters())
+    before = rows_of(model)
+    model(keys()).sum().backward()
+    optimizer.step()
+    after = rows_of(model)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
+    assert not torch.equal(after[2], before[2])
+
+
+# --- Closures ---
+
+
+@pytest.mark.parametrize("form", ["positional", "keyword"])
+def test_closures(trainer: frugal.Trainer, form: str) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for _ in range(3):
+        batch, grad = keys(), integers(6, 2)
+        losses = []
+        for model, optimizer in zip(models, optimizers):
+            calls: List[int] = []
+
+            def closure(model: Model = model, optimizer: Any = optimizer, calls: List[int] = calls) -> Any:
+                calls.append(1)
+                optimizer.zero_grad()
+                loss = (model(batch) * grad).sum()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure) if form == "positional" else optimizer.step(closure=closure))
+            assert len(calls) == 1
+        assert torch.equal(losses[0], losses[1])
+        assert_same(*models)
+
+
+# --- Gradients: norms, clipping, scaling ---
+
+
+def norms(models: Any, order: float, limit: float, foreach: Optional[bool]) -> List[torch.Tensor]:
+    return [
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type=order, foreach=foreach) for model in models
+    ]
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_clip_grad_norm(trainer: frugal.Trainer, order: float, foreach: Optional[bool], limit: float) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for _ in range(3):
+        for _ in range(2):
+            backward(models, keys(), integers(6, 2))
+        mine, expected = norms(models, order, limit, foreach)
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
+        steps(optimizers)
+        assert_same(*models, rtol=1e-6, atol=1e-6)
+
+
+def test_the_norm_is_of_sums_over_a_row_s_keys(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="mean", padding_idx=1)
+    batch = torch.tensor([[0, 0, 1, 2], [0, 1, 1, 2]])
+    for module in (ours, theirs):
+        module(batch).backward(torch.ones(2, DIM))
+    assert theirs.weight.grad is not None
+    expected = theirs.weight.grad.to_dense().norm()
+    (anchor,) = ours.parameters()
+    assert anchor.grad is not None
+    for mine in (
+        anchor.grad.norm(),
+        torch.linalg.vector_norm(anchor.grad),
+        torch.nn.utils.get_total_norm([anchor.grad]),
+        torch.norm(anchor.grad, 2),
+    ):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_other_orders_are_refused(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    model(keys()).sum().backward()
+    for order in (0.0, -1.0, float("-inf")):
+        with pytest.raises(NotImplementedError, match="norm of order"):
+            torch.nn.utils.clip_grad_norm_(model.first.parameters(), 1.0, norm_type=order)
+
+
+def test_clip_of_what_is_not_finite(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    backward(models, keys(), torch.full((6, 2), float("inf")))
+    for model in models:
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_clip_grad_value(trainer: frugal.Trainer, foreach: Optional[bool], maximize: bool) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5, maximize=maximize) for model in models]
+    for step in range(3):
+        batch = keys()
+        backward(models, batch, integers(6, 2))
+        backward(models, batch, integers(6, 2))
+        for model in models:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 2.0 if step else 4.0, foreach=foreach)
+            if step == 2:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
+        steps(optimizers)
+        assert_same(*models)
+
+
+@pytest.mark.parametrize("form", ["mul_", "div_", "imul", "data", "foreach"])
+def test_a_gradient_is_multiplied(trainer: frugal.Trainer, form: str) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for _ in range(2):
+        backward(models, keys(), integers(6, 2))
+        for model in models:
+            grads: List[Any] = [parameter.grad for parameter in model.parameters()]
+            if form == "foreach":
+                torch._foreach_mul_(grads, 4.0)
+            for grad in grads:
+                if form == "mul_":
+                    grad.mul_(torch.tensor(4.0))
+                elif form == "div_":
+                    grad.div_(0.25)
+                elif form == "imul":
+                    grad *= 4
+                elif form == "data":
+                    grad.data.mul_(4)
+        # And what comes after is not.
+        backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        assert_same(*models)
+
+
+def test_what_a_gradient_cannot_do_is_said(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    module(keys()).sum().backward()
+    (anchor,) = module.parameters()
+    grad = anchor.grad
+    assert grad is not None
+    before = snapshot(module)
+    for call in (
+        lambda: grad.add_(torch.randn(1)),
+        lambda: grad + 1,
+        lambda: grad.sum(),
+        lambda: torch.stack([grad]),
+        lambda: grad.fill_(0.5),
+        lambda: torch.zeros(1).add_(grad),
+    ):
+        with pytest.raises(NotImplementedError, match="embedding_bag_0"):
+            call()
+    with pytest.raises(RuntimeError):
+        grad.numpy()
+    assert "embedding_bag_0" in repr(grad) and torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler(
+    engine: frugal.Engine, trainer: frugal.Trainer, unscale: bool, foreach: bool, fused: bool
+) -> None:
+    models = pair(trainer)
+    form = {"fused": True} if fused else {"foreach": foreach}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5, **form) for model in models]
+    scalers = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    scales = []
+    for step in range(8):
+        batch, grad = keys(), integers(6, 2)
+        if step in (2, 5):
+            grad[3, 1] = float("inf")
+        if step == 4:
+            grad[0, 0] = float("nan")
+        before = rows_of(models[0])
+        for model, optimizer, scaler in zip(models, optimizers, scalers):
+            optimizer.zero_grad()
+            scaler.scale((model(batch) * grad).sum()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_value_(model.parameters(), 3.0)
+            scaler.step(optimizer)
+            scaler.update()
+        skipped = step in (2, 4, 5)
+        assert torch.equal(rows_of(models[0])[0], before[0]) is skipped
+        assert_same(*models)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        scales.append(scalers[0].get_scale())
+    assert scales[2] < scales[1] and scales[7] > scales[5]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_unscale_and_clip_the_norm(trainer: frugal.Trainer, foreach: bool) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    scalers = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
+    for step in range(5):
+        batch, grad = keys(), integers(6, 2)
+        if step == 2:
+            grad[1, 1] = float("inf")
+        totals = []
+        for model, optimizer, scaler in zip(models, optimizers, scalers):
+            optimizer.zero_grad()
+            for _ in range(2):
+                scaler.scale((model(batch) * grad).sum()).backward()
+            scaler.unscale_(optimizer)
+            totals.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach))
+            scaler.step(optimizer)
+            scaler.update()
+        torch.testing.assert_close(totals[0], totals[1], rtol=1e-6, atol=0, equal_nan=True)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same(*models, rtol=1e-6, atol=1e-6)
+
+
+def test_a_table_s_infinity_skips_the_dense_layers_and_the_other_way(trainer: frugal.Trainer) -> None:
+    for where in ("table", "head"):
+        models = pair(trainer)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+        scalers = [torch.amp.grad_scaler.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        before = rows_of(models[0])
+        for model, optimizer, scaler in zip(models, optimizers, scalers):
+            out = model.first(keys()) if where == "table" else model.head(torch.full((1, DIM), float("inf")))
+            scaler.scale(model(keys()).sum() + (out * (float("inf") if where == "table" else 1.0)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0
+        assert all(torch.equal(a, b) for a, b in zip(before, rows_of(models[0])))
+
+
+# --- Accumulation, zero_grad, graphs ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_accumulation(engine: frugal.Engine, trainer: frugal.Trainer, count: int) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for step in range(3):
+        for _ in range(count):
+            backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        assert_same(*models)
+        assert committed(engine) == step + 1
+
+
+@pytest.mark.parametrize("to_none", [None, False, True])
+@pytest.mark.parametrize("whose", ["optimizer", "foreach", "module", "model", "parameter"])
+def test_zero_grad(trainer: frugal.Trainer, whose: str, to_none: Optional[bool]) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, foreach=whose == "foreach") for m in models]
+    arguments = {} if to_none is None else {"set_to_none": to_none}
+    before = rows_of(models[0])
+    for model, optimizer in zip(models, optimizers):
+        model(keys()).sum().backward()
+        if whose in ("optimizer", "foreach"):
+            optimizer.zero_grad(**arguments)
+        elif whose == "module":
+            for child in model.children():
+                child.zero_grad(**arguments)
+        elif whose == "model":
+            model.zero_grad(**arguments)
+        else:
+            for parameter in model.parameters():
+                if to_none is False:
+                    assert parameter.grad is not None
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(models[0])))
+    backward(models, keys(), integers(6, 2))
+    steps(optimizers)
+    assert_same(*models)
+
+
+def test_a_retained_graph_counts_twice(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    batch, grad = keys(), integers(6, 2)
+    for model in models:
+        out = model(batch)
+        out.backward(grad, retain_graph=True)
+        out.backward(grad)
+    steps(optimizers)
+    assert_same(*models)
+
+
+def test_a_graph_may_outlive_a_step(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    batch, grad = keys(), integers(6, DIM)
+    outs = ours(batch), theirs(batch)
+    for _ in range(3):
+        for out in outs:
+            out.backward(grad, retain_graph=True)
+        steps(optimizers)
+        assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+def test_step_without_a_backward_takes_the_gradient_again(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    backward(models, keys(), integers(6, 2))
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(*models)
+        assert committed(engine) == step + 1
+    backward(models, keys(), integers(6, 2))  # and adds to it
+    steps(optimizers)
+    assert_same(*models)
+    for optimizer in optimizers:
+        optimizer.step()  # nothing
+    assert_same(*models)
+    assert committed(engine) == 4
+
+
+def test_grad_of_something_else_holds_nothing(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    batch, grad = keys(), integers(6, DIM)
+    (anchor,) = ours.parameters()
+    for way in ("grad", "inputs"):
+        got = []
+        for module in (ours, theirs):
+            weights = (torch.arange(12).view(6, 2) % 3).float().requires_grad_()
+            factor = torch.full((1,), 2.0, requires_grad=True)
+            out = module(batch, per_sample_weights=weights) * factor
+            if way == "grad":
+                got.append(torch.autograd.grad(out, [weights, factor], grad))
+            else:
+                torch.autograd.backward([out], [grad], inputs=[weights, factor])
+                got.append((weights.grad, factor.grad))  # type: ignore[arg-type]
+        for mine, expected in zip(*got):
+            assert torch.equal(mine, expected)
+        assert anchor.grad is None
+        steps(optimizers)
+        assert torch.equal(ours.weight, theirs.weight.detach())
+    out = ours(batch)
+    (out * 1).backward(grad, inputs=[anchor])  # the table by name
+    theirs(batch).backward(grad)
+    steps(optimizers)
+    assert torch.equal(ours.weight, theirs.weight.detach())
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        # The gradient of a table is not a tensor that a call can return.
+        assert torch.autograd.grad(ours(batch).sum(), [anchor])[0] is not None
+    assert anchor.grad is None
+
+
+def test_gradients_of_weights_are_torch_s_under_accumulation(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum", padding_idx=None)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    weights = [torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
+    for _ in range(2):
+        for _ in range(3):
+            batch, grad = keys(), integers(6, DIM)
+            for module, mine in zip((ours, theirs), weights):
+                module(batch, per_sample_weights=mine).backward(grad)
+        assert weights[0].grad is not None and weights[1].grad is not None
+        assert torch.equal(weights[0].grad, weights[1].grad)
+        steps(optimizers)
+        for mine in weights:
+            with torch.no_grad():
+                mine.sub_(mine.grad)  # type: ignore[arg-type]
+            mine.grad = None
+        assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+# --- Freezing, dtypes ---
+
+
+def by_module(model: torch.nn.Module, on: bool) -> None:
+    model.requires_grad_(on)
+
+
+def by_parameters(model: torch.nn.Module, on: bool) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad = on
+
+
+def by_weight(model: torch.nn.Module, on: bool) -> None:
+    for module in model.children():
+        module.weight.requires_grad_(on)
+        if isinstance(module, torch.nn.Linear):
+            module.bias.requires_grad_(on)
+
+
+@pytest.mark.parametrize("way", [by_module, by_parameters, by_weight])
+def test_freezing_from_above(engine: frugal.Engine, trainer: frugal.Trainer, way: Any) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for frozen in (True, False, True, False):
+        for model in models:
+            way(model, not frozen)
+            assert models[0](keys()).requires_grad is not frozen
+        first: Any = models[0].first
+        assert first.frozen is frozen and first.weight.requires_grad is not frozen
+        before = rows_of(models[0])
+        if frozen:
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                models[0](keys()).sum().backward()
+        else:
+            backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        assert_same(*models)
+        assert torch.equal(rows_of(models[0])[0], before[0]) is frozen
+
+
+def test_one_table_of_two_is_frozen(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for model in models:
+        model.first.requires_grad_(False)
+    for _ in range(2):
+        backward(models, keys(), integers(6, 2))
+        steps(optimizers)
+        assert_same(*models)
+
+
+def test_frozen_after_the_backward_is_stepped_as_torch_does(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    backward(models, keys(), integers(6, 2))
+    for model in models:
+        model.requires_grad_(False)
+    steps(optimizers)
+    assert_same(*models)
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("when", ["made", "moved", "after a backward"])
+def test_outputs_have_the_module_s_dtype(trainer: frugal.Trainer, dtype: torch.dtype, when: str) -> None:
+    """Small integers are exact in all of them; rows stay float32."""
+    weight = integers(ROWS, DIM)
+    made = dtype if when == "made" else None
+    ours = ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=trainer, dtype=made)
+    theirs = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight.clone())
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    if when == "after a backward":
+        batch, grad = keys(), integers(6, DIM)
+        for module in (ours, theirs):
+            module(batch).backward(grad)
+    if when != "made":
+        ours.to(dtype)
+    for _ in range(2):
+        batch, grad = keys(), integers(6, DIM)
+        out = ours(batch)
+        assert out.dtype == dtype and ours.weight.dtype == dtype
+        assert torch.equal(out.float(), theirs(batch))
+        with torch.no_grad():
+            assert ours(batch).dtype == dtype
+        out.backward(grad.to(dtype))
+        theirs(batch).backward(grad)
+        (anchor,) = ours.parameters()
+        assert anchor.grad is not None and anchor.grad.dtype == dtype
+        torch.testing.assert_close(
+            torch.nn.utils.clip_grad_norm_([anchor], 1e6).float(),
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1e6),
+            rtol=1e-2,
+            atol=0,
+        )
+        steps(optimizers)
+        assert torch.equal(snapshot(ours).float(), theirs.weight.detach())
+    assert ours.state_dict()["weight"].dtype == torch.float32
+    ours.float()
+    assert ours(keys()).dtype == torch.float32 and torch.equal(ours.weight, theirs.weight.detach())
+
+
+def test_half_of_a_model(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    model.to(torch.bfloat16)
+    assert model(keys()).dtype == torch.bfloat16
+    model.double()
+    model(keys()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+# --- A step that nobody makes ---
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(1 for o in gc.get_objects() if type(o) is torch.Tensor)
+
+
+def test_a_forgotten_step_is_bounded_and_warned_of_once(trainer: frugal.Trainer) -> None:
+    rows, batch = 50, 400
+    ours, theirs = bag_pair(trainer, torch.zeros(rows, DIM), mode="sum")
+    (anchor,) = ours.parameters()
+    most_parts = most_bytes = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(1000):
+            ids, grad = torch.randint(0, rows, (batch, 1)), integers(batch, DIM)
+            ours(ids).backward(grad)
+            theirs(ids).backward(grad)
+            grad_now = anchor.grad
+            assert isinstance(grad_now, _anchor.Gradient)
+            held = [part.held for part in grad_now.parts]
+            most_parts = max(most_parts, len(held))
+            most_bytes = max(
+                most_bytes,
+                sum(t.nbytes for h in held for t in [h.grad, *(x for x in h.tensors if x is not None)]),
+            )
+    found = [str(w.message) for w in caught if "embedding_bag_0" in str(w.message)]
+    assert len(found) == 1 and "optimizer" in found[0]
+    assert most_parts <= _anchor._MOST_HELD
+    one = batch * (DIM * 4 + 8) + (batch + 1) * 8
+    assert most_bytes <= _anchor._MOST_HELD * one + rows * (DIM * 4 + 8)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    steps(optimizers)
+    assert torch.equal(ours.weight, theirs.weight.detach())
+    assert anchor.grad is None
+
+
+def test_sums_of_what_is_held_are_scaled_and_clipped_alike(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    (anchor,) = ours.parameters()
+    steps(optimizers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(_anchor._MOST_HELD * 2 + 3):
+            batch, grad = keys(), integers(6, DIM)
+            for module in (ours, theirs):
+                module(batch).backward(grad)
+            if i == 50:
+                for parameter in (anchor, theirs.weight):
+                    parameter.grad.mul_(2.0)  # type: ignore[union-attr]
+    totals = [torch.nn.utils.clip_grad_norm_(anchor, 1e9)]
+    assert theirs.weight.grad is not None
+    totals.append(theirs.weight.grad.to_dense().norm())
+    torch.testing.assert_close(totals[0], totals[1], rtol=1e-6, atol=0)
+    steps(optimizers)
+    assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+def test_many_steps_hold_nothing(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(keys()).sum().backward()
+            optimizer.step()
+
+    train(5)
+    before = tensors()
+    train(50)
+    assert tensors() <= before
+
+
+def test_modules_and_optimizers_go(trainer: frugal.Trainer) -> None:
+    """Nothing of ours holds what the program has dropped."""
+    model, _ = pair(trainer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(keys()).sum().backward()
+    optimizer.step()
+    refs: List[Any] = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(list(model.first.parameters())[0])]
+    del model, optimizer, _
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+
+
+# --- Memory that the caller uses again ---
+
+
+@pytest.mark.parametrize("form", ["2d", "offsets", "last", "uint64", "int32", "weights", "nested", "collection"])
+def test_the_memory_of_inputs_may_be_used_again_before_the_step(trainer: frugal.Trainer, form: str) -> None:
+    weight = integers(ROWS, DIM)
+    last = form in ("last", "uint64", "weights")
+    ours: Any = ft.EmbeddingBag(
+        ROWS, DIM, mode="sum", _weight=weight, trainer=trainer, include_last_offset=last, optimizer=sgd()
+    )
+    if form == "collection":
+        ours = ft.EmbeddingBagCollection([ft.TableConfig("t", ROWS, DIM, ["x"], optimizer=sgd())], trainer=trainer)
+        ours.load_state_dict({"embedding_bags.t.weight": weight})
+    theirs = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight.clone(), include_last_offset=last)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    ids, offsets, factors = keys(12), torch.tensor([0, 3, 4, 9, 12]), integers(12)
+    grad = integers(4, DIM)
+    if form == "2d":
+        inputs: List[Any] = [ids.view(4, 3)]
+    elif form == "offsets":
+        inputs = [ids, offsets[:-1]]
+    elif form == "last":
+        inputs = [ids, offsets]
+    elif form == "uint64":
+        inputs = [ids.view(torch.uint64), offsets.view(torch.uint64)]
+    elif form == "int32":
+        inputs = [ids.int(), offsets[:-1].int()]
+    elif form == "weights":
+        inputs = [ids, offsets, factors]
+    elif form == "nested":
+        inputs = [torch.nested.nested_tensor_from_jagged(ids, offsets)]
+    else:
+        inputs = [{"x": (ids, offsets)}]
+    expected = [ids.view(4, 3)] if form == "2d" else [ids, offsets if last else offsets[:-1]]
+    if form == "weights":
+        expected.append(factors)
+    theirs(*(tensor.clone() for tensor in expected)).backward(grad)
+    ours(*inputs).backward(grad)
+    for tensor in [ids, offsets, factors, *(t for t in inputs if isinstance(t, torch.Tensor) and not t.is_nested)]:
+        tensor.zero_()  # uint64 and int32 too
+    steps(optimizers)
+    got = ours.state_dict()
+    assert torch.equal(got[next(iter(got))], theirs.weight.detach())
+
+
+def test_a_gradient_changed_before_the_step_is_an_error(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    module = models[0].first
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.5)
+    before = rows_of(models[0])
+    grad = integers(6, DIM)
+    module(keys()).backward(grad)
+    grad.mul_(2)
+    for call in (
+        optimizer.step,
+        lambda: module.weight.grad,
+        lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            call()
+    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(models[0]))) and committed(engine) == 0
+    optimizer.zero_grad()
+    backward(models, keys(), integers(6, 2))
+    steps([optimizer, torch.optim.SGD(models[1].parameters(), lr=0.5)])
+    assert_same(*models)
+
+
+# --- Copies, files, traces ---
+
+
+def test_copies_and_pickles_say_what_to_do(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    (anchor,) = model.first.parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for what in (model, model.first, anchor, optimizer):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copy.deepcopy(what)
+        with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
+            pickle.dumps(what)
+    tables = ft.Optimizer(model)
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            call(tables)
+
+
+def test_traces_say_what_to_do(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+    for frozen in (False, True):
+        module.requires_grad_(not frozen)
+        with pytest.raises(RuntimeError, match="cannot be traced or exported.*from_pretrained"):
+            torch.jit.trace(module, (keys(),))
+        with pytest.raises(Exception, match="cannot be traced or exported.*from_pretrained"):
+            torch.export.export(module, (keys(),))
+    model = torch.nn.Sequential(module, torch.nn.Linear(DIM, 1))
+    with pytest.raises(Exception, match="cannot be traced or exported"):
+        torch.export.export(model, (keys(),), strict=True)
+    batch = keys()
+    decoder = torch.nn.Linear(DIM, ROWS, bias=False)
+    decoder.weight = module.weight
+    with pytest.raises(RuntimeError, match=r"cannot be traced.*weight.clone\(\)"):
+        torch.jit.trace(decoder, (torch.ones(1, DIM),))
+    served = torch.nn.EmbeddingBag.from_pretrained(module.weight.clone(), mode="sum")
+    traced = torch.jit.trace(served, (batch,))
+    assert torch.equal(traced(batch), module(batch))
+    assert module.frozen is True  # as it was
+    torch.export.export(served, (batch,))
+
+
+def test_a_frozen_copy_of_a_weight_freezes_nothing(trainer: frugal.Trainer) -> None:
+    ours, _ = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    served = torch.nn.EmbeddingBag.from_pretrained(ours.weight.clone(), mode="sum")
+    with pytest.raises(RuntimeError, match="Weight"):  # two parameters would be one
+        torch.nn.EmbeddingBag.from_pretrained(ours.weight, mode="sum")
+    ours.weight.detach().requires_grad_(False)
+    ours.weight.data.requires_grad = False
+    assert not served.weight.requires_grad and ours.weight.requires_grad and not ours.frozen
+    before = snapshot(ours)
+    batch = keys()
+    ours(batch).sum().backward()
+    torch.optim.SGD(ours.parameters(), lr=0.5).step()
+    assert not torch.equal(before, ours.weight)
+
+
+# --- States of optimizers ---
+
+STATES: Dict[str, Maker] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.05),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", list(STATES))
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("into", ["same optimizer", "new optimizer", "new engine"])
+def test_states_come_back(
+    engine: frugal.Engine, trainer: frugal.Trainer, kind: str, hashed: bool, into: str, tmp_path: Any
+) -> None:
+    """With its own count of steps, for the bias of Adam and the decaying rate of Adagrad."""
+    rows = 8
+
+    def made(trainer: frugal.Trainer, name: str) -> Any:
+        module = ft.Embedding(rows, DIM, hashed=hashed, name=name, trainer=trainer)
+        return module, STATES[kind](module.parameters())
+
+    def train(module: Any, optimizer: Any, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            optimizer.zero_grad()
+            module(torch.randperm(rows, generator=generator)).backward(torch.randn(rows, DIM, generator=generator))
+            optimizer.step()
+
+    def rows_by_key(module: Any) -> torch.Tensor:
+        saved = module.state_dict()
+        return saved["weight"][saved["keys"].argsort()] if hashed else saved["weight"]  # type: ignore[no-any-return]
+
+    module, optimizer = made(trainer, "t")
+    train(module, optimizer, 3, 1)
+    file = tmp_path / "saved"
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(module, optimizer, 4, 2)
+    expected = rows_by_key(module)
+    saved = torch.load(file, weights_only=True)
+    for _ in range(2):
+        other = None
+        if into == "new engine":
+            other = frugal.Engine()
+            module, optimizer = made(other.create_trainer(), "t")
+        elif into == "new optimizer":
+            optimizer = STATES[kind](module.parameters())
+        module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        again = optimizer.state_dict()  # nothing is lost before the first step
+        assert again["state"].keys() == saved["optimizer"]["state"].keys()
+        assert all(torch.equal(again["state"][0][n], v) for n, v in saved["optimizer"]["state"][0].items() if n != "step")
+        train(module, optimizer, 4, 2)
+        assert torch.equal(rows_by_key(module), expected)
+        if other is not None:
+            other.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+def test_a_state_s_step_is_torch_s(trainer: frugal.Trainer) -> None:
+    models = pair(trainer, 4)
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    for _ in range(3):
+        backward(models, all_keys(4), integers(4, 2))
+        steps(optimizers)
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert states[0].keys() == states[1].keys()
+    for place in (0, 1):
+        assert float(states[0][place]["step"]) == float(states[1][place]["step"]) == 3
+    for place in (2, 3):
+        assert torch.equal(states[0][place]["exp_avg_sq"], states[1][place]["exp_avg_sq"])
+
+
+# --- What wraps an optimizer ---
+
+
+class Wrapper:
+    """What LightningOptimizer does: an object of a class made on the spot, with the other's attributes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+        self.__class__ = type("Lightning" + type(optimizer).__name__, (Wrapper, type(optimizer)), {})
+        self._optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure=closure)
+
+
+@pytest.mark.parametrize("whose", ["torch", "frugal"])
+def test_an_optimizer_is_wrapped_by_a_dynamic_subclass(trainer: frugal.Trainer, whose: str) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    inner: Any = ft.Optimizer(ours) if whose == "frugal" else torch.optim.SGD(ours.parameters(), lr=0.5)
+    wrapped: Any = Wrapper(inner)
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    for _ in range(3):
+        batch, grad = keys(), integers(6, DIM)
+
+        def closure() -> Any:
+            wrapped.zero_grad()
+            loss = (ours(batch) * grad).sum()
+            loss.backward()
+            return loss
+
+        wrapped.step(closure)
+        reference.zero_grad()
+        theirs(batch).backward(grad)
+        reference.step()
+        assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+def test_a_subclass_with_the_same_step_is_the_same(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+
+    class Named(torch.optim.SGD):
+        pass
+
+    first: Any = Named(ours.parameters(), lr=0.5)
+    first.__class__ = type("Again", (type(first),), {})
+    optimizers = [first, torch.optim.SGD(theirs.parameters(), lr=0.5)]
+    batch, grad = keys(), integers(6, DIM)
+    for module in (ours, theirs):
+        module(batch).backward(grad)
+    steps(optimizers)
+    assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+def test_hooks_of_the_caller_are_called(trainer: frugal.Trainer) -> None:
+    """And see the gradients before a step and after it."""
+    ours, _ = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
+    (anchor,) = ours.parameters()
+    seen: List[str] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    ours(keys()).sum().backward()
+    optimizer.step()
+    assert seen == ["pre", "post"] and anchor.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "SGD momentum"])
+def test_a_warning_says_what_dense_gradients_would_do(trainer: frugal.Trainer, kind: str) -> None:
+    """Once, where torch's dense form would move every row."""
+    _hook._warned.clear()
+    models = pair(trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer: Any = (
+            torch.optim.Adagrad(models[0].parameters())
+            if kind == "Adagrad"
+            else torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
+        )
+        for _ in range(3):
+            models[0](keys()).sum().backward()
+            steps([optimizer])
+    found = [str(w.message) for w in caught if "frugal table" in str(w.message)]
+    assert len(found) == (0 if kind == "Adagrad" else 1), found
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden() -> Iterator[None]:
+    """After each test no gradient is with a hook."""
+    yield
+    assert not any(known.hidden for known in _hook._known.values())
