@@ -539,13 +539,17 @@ def test_clip_grad_value(trainer: frugal.Trainer, foreach: Optional[bool], maxim
         assert_same(*models)
 
 
-@pytest.mark.parametrize("form", ["mul_", "div_", "imul", "data", "foreach"])
+@pytest.mark.parametrize("form", ["mul_", "div_", "imul", "data", "foreach", "set mul", "set rmul", "set div"])
 def test_a_gradient_is_multiplied(trainer: frugal.Trainer, form: str) -> None:
     models = pair(trainer)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     for _ in range(2):
         backward(models, keys(), integers(6, 2))
         for model in models:
+            for parameter in model.parameters():
+                if form.startswith("set"):
+                    old: Any = parameter.grad
+                    parameter.grad = old / 0.25 if form == "set div" else old * 4 if form == "set mul" else 4.0 * old
             grads: List[Any] = [parameter.grad for parameter in model.parameters()]
             if form == "foreach":
                 torch._foreach_mul_(grads, 4.0)
@@ -564,6 +568,23 @@ def test_a_gradient_is_multiplied(trainer: frugal.Trainer, form: str) -> None:
         assert_same(*models)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_penalty_of_parameters_is_refused(trainer: frugal.Trainer, first: bool) -> None:
+    """Never left out silently."""
+    model, _ = pair(trainer)
+    before = rows_of(model)
+    penalty = sum(parameter.pow(2).sum() for parameter in model.parameters())
+    assert isinstance(penalty, torch.Tensor)
+    if first:
+        penalty.backward()
+        with pytest.raises(NotImplementedError, match="penalty"):
+            model(keys()).sum().backward()
+    else:
+        with pytest.raises(NotImplementedError, match="embedding_bag_"):
+            (model(keys()).sum() + penalty).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, rows_of(model)))
+
+
 def test_what_a_gradient_cannot_do_is_said(trainer: frugal.Trainer) -> None:
     module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
     module(keys()).sum().backward()
@@ -577,6 +598,8 @@ def test_what_a_gradient_cannot_do_is_said(trainer: frugal.Trainer) -> None:
         lambda: grad.sum(),
         lambda: torch.stack([grad]),
         lambda: grad.fill_(0.5),
+        lambda: anchor.register_hook(lambda g: g),
+        lambda: anchor.register_post_accumulate_grad_hook(lambda p: None),
         lambda: torch.zeros(1).add_(grad),
     ):
         with pytest.raises(NotImplementedError, match="embedding_bag_0"):
@@ -897,6 +920,33 @@ def test_outputs_have_the_module_s_dtype(trainer: frugal.Trainer, dtype: torch.d
     assert ours.state_dict()["weight"].dtype == torch.float32
     ours.float()
     assert ours(keys()).dtype == torch.float32 and torch.equal(ours.weight, theirs.weight.detach())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_moves_keep_the_parameter(trainer: frugal.Trainer, overwrite: bool) -> None:
+    """PyTorch may make another one, which no table would know."""
+    model, _ = pair(trainer)
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.5)
+    (anchor,) = model.first.parameters()
+    torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
+    try:
+        for move in (torch.nn.Module.half, torch.nn.Module.float):
+            move(model.first)
+            assert list(model.first.parameters()) == [anchor]
+            before = snapshot(model.first)
+            optimizer.zero_grad()
+            model.first(torch.tensor([[1]])).sum().backward()
+            optimizer.step()
+            assert torch.equal(snapshot(model.first)[1], before[1] - 0.5)
+        with pytest.raises(ValueError, match="cannot be moved to meta"):
+            model.first.to("meta")
+        assert list(model.first.parameters()) == [anchor] and anchor.device.type == "cpu"
+        assert not model.first(torch.tensor([[1]])).is_meta
+        model.first.to_empty(device="cpu")
+        model.first.cpu()
+        assert list(model.first.parameters()) == [anchor]
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 def test_half_of_a_model(trainer: frugal.Trainer) -> None:

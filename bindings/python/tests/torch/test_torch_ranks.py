@@ -330,8 +330,10 @@ def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer
     head = torch.nn.Linear(DIM, 1)
     head.load_state_dict(model.head.state_dict())
     bags = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=snapshot(model.bags), sparse=True)
-    for find_unused in (False, True):
-        parallel = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
+    for find_unused, as_view in ((False, False), (True, False), (False, True)):
+        parallel = torch.nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=find_unused, gradient_as_bucket_view=as_view
+        )
         optimizers: List[torch.optim.Optimizer] = [
             ft.Optimizer(parallel),
             torch.optim.SGD(parallel.parameters(), lr=0.1),

@@ -66,6 +66,15 @@ class Anchor(torch.nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Anchor of the table {self.table.name!r} ({self.table.capacity} x {self.table.dim})"
 
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        raise NotImplementedError(f"table {self.table.name!r}: a hook would see no gradient: the engine holds it")
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        raise NotImplementedError(
+            f"table {self.table.name!r}: a hook would not be called: its gradient is not one of autograd. Step the table"
+            " after backward()"
+        )
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(f"the table {self.table.name!r} cannot be copied: the engine owns its rows")
 
@@ -77,9 +86,16 @@ class Anchor(torch.nn.Parameter):
         grad = self.grad
         if not isinstance(grad, Gradient):
             left = None if grad is None else _replaced(self, grad)
+            if grad is not None and left is None and self.last is None:
+                raise NotImplementedError(
+                    f"table {self.table.name!r}: a gradient of the parameter that stands for it, as of a penalty: rows have"
+                    " none of it. Leave frugal's modules out of the penalty"
+                )
             grad = left or Gradient(self)
             self.grad = grad
-            if self.table.steps.world_size > 1:
+            if self.table.steps.world_size > 1 or (
+                torch.distributed.is_available() and torch.distributed.is_initialized()
+            ):
                 self.last = grad
         grad.hold(held, features)
 
@@ -287,7 +303,7 @@ def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
 
 def _factor_of(func: Any, by: Any) -> float:
     value = float(by)
-    return 1.0 / value if func.overloadpacket in (_aten.div_, _aten._foreach_div_) else value
+    return 1.0 / value if func.overloadpacket in (_aten.div, _aten.div_, _aten._foreach_div_) else value
 
 
 def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
@@ -379,7 +395,12 @@ def _for_a_reducer(grad: Gradient) -> float:
     return 1.0 if grad.finite() else math.inf
 
 
-def _share(func: Any, grad: Any, by: Any, *, out: torch.Tensor) -> torch.Tensor:
+def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
+    if out is None:  # grad * 0.5, which may become the anchor's
+        grad, by = (grad, by) if isinstance(grad, Gradient) else (by, grad)
+        copy = _copy_of(func, grad)
+        copy.rescale(_factor_of(func, by))
+        return copy
     if not isinstance(grad, Gradient):
         raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
     return out.fill_(_for_a_reducer(grad) * float(by))
@@ -392,6 +413,12 @@ def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
         to.rescale(float(source))  # the reducer's answer: 1, or an infinity of some rank
         return to
     return to.fill_(_for_a_reducer(cast(Gradient, source)))
+
+
+def _scaled(func: Any, grad: Any, by: Any, **kwargs: Any) -> torch.Tensor:
+    if not isinstance(grad, Gradient) or kwargs:
+        raise NotImplementedError("a tensor cannot be divided by the gradient of a table")
+    return _share(func, grad, by)
 
 
 def _value(func: Any, grad: Gradient) -> Any:
@@ -425,6 +452,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.isnan: _is,
     _aten.isinf: _is,
     _aten.isfinite: _is,
+    _aten.div: _scaled,
     _aten.mul: _share,
     _aten.copy_: _copy,
     _aten._local_scalar_dense: _value,

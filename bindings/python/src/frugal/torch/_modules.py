@@ -134,13 +134,25 @@ class _Module(torch.nn.Module):
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # half(), double(), to(): outputs change their dtype, rows stay where they are.
-        old = [anchor.data for anchor in self._anchors]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for anchor, data in zip(self._anchors, old):
-            if anchor.device != data.device:
-                where = anchor.device
-                anchor.data = data
-                raise ValueError(f"a {type(self).__name__} cannot be moved to {where}: its rows are where the trainer is")
+        old = [(name, anchor, anchor.data, anchor.grad) for name, anchor in self._parameters.items() if anchor is not None]
+        where = None
+        for name, anchor, data, _ in old:
+            self._parameters[name] = torch.nn.Parameter(data, anchor.requires_grad)  # PyTorch may replace it
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            for name, anchor, data, grad in old:
+                new = self._parameters[name]
+                assert new is not None
+                anchor.grad = None
+                if new.device == data.device:
+                    anchor.data = new.data
+                else:
+                    anchor.data, where = data, new.device
+                anchor.grad = grad if grad is None or grad.dtype == anchor.dtype else grad.to(anchor.dtype)
+                self._parameters[name] = anchor
+        if where is not None:
+            raise ValueError(f"a {type(self).__name__} cannot be moved to {where}: its rows are where the trainer is")
         return self
 
     def _tables(self) -> Dict[str, _steps.Table]:
