@@ -423,10 +423,7 @@ Status Engine::push_one(Trainer& t, const frugal_op& op, const Access& a, PushSt
     }
   }
   const bool reject = a.table->config.nan_policy == FRUGAL_NAN_REJECT;
-  auto nan_found = [&] {
-    return fail(FRUGAL_ERR_NAN,
-                "a gradient has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)");
-  };
+  auto nan_found = [&] { return nan_refused(op, layout.dim, t.step); };
   if (state->table) {
     FRUGAL_TRY(sum_lent(state));
     bool nan = false;

@@ -1,5 +1,8 @@
 #include "engine/op_check.h"
 
+#include <cmath>
+#include <cstdio>
+
 #include "device/pointers.h"
 
 namespace frugal {
@@ -96,6 +99,29 @@ Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool of
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.%s is NULL: give memory for %zu rows",
                 use == Use::kPush ? "grads" : "rows_out", rows);
   return FRUGAL_OK;
+}
+
+Status nan_refused(const frugal_op& op, uint32_t dim, uint64_t step) {
+  const bool pooled = op.pooling != FRUGAL_POOL_NONE;
+  const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
+  const bool here = host_memory(op.grads, "grads") == FRUGAL_OK;
+  const size_t rows = !here ? 0 : pooled ? op.bags : op.keys ? op.count : 0;
+  char where[96] = "";
+  for (size_t r = 0; r < rows && !*where; ++r) {
+    const float* row = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + r * stride);
+    for (uint32_t c = 0; c < dim && !*where; ++c) {
+      if (!std::isnan(row[c])) continue;
+      const size_t at = pooled ? op.offsets[r] : r;
+      if (op.keys && !(pooled && op.offsets[r + 1] == at))
+        std::snprintf(where, sizeof where, " in row %zu, column %u, of the key %lld%s", r, c,
+                      static_cast<long long>(op.keys[at]), pooled && op.offsets[r + 1] - at > 1 ? " and others" : "");
+      else
+        std::snprintf(where, sizeof where, " in row %zu, column %u", r, c);
+    }
+  }
+  return fail(FRUGAL_ERR_NAN,
+              "a gradient of step %llu has a NaN%s; nothing of the call was taken (nan_policy skip or accept would take it)",
+              static_cast<unsigned long long>(step), where);
 }
 
 }  // namespace frugal

@@ -23,6 +23,9 @@ Status check_form(const frugal_op& op, Use use);
 // look at them.
 Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool offsets_elsewhere = false);
 
+// A push of step `step` is refused: gradients of the op have a NaN, of rows of `dim`. Looks for the first one, to name it.
+Status nan_refused(const frugal_op& op, uint32_t dim, uint64_t step);
+
 // What op `i` of a call's `n` has met: the message begins with the op, if there are several, and its table.
 Status in_op(Status status, size_t i, size_t n, const char* table);
 template <class TableRef>

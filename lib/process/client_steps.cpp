@@ -515,11 +515,6 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
 
 namespace {
 
-Status nan_refused() {
-  return fail(FRUGAL_ERR_NAN,
-              "a gradient has a NaN; nothing of the call was taken (nan_policy skip or accept would take it)");
-}
-
 // Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names without keys.
 bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
   const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
@@ -571,7 +566,8 @@ Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use
     const Access& a = (*out)[i];
     if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
     const Part* declared = a.declared == SIZE_MAX ? nullptr : t.parts[a.declared].part.get();
-    if (has_nan_term(ops[i], a.table->info.dim, declared)) return in_op(nan_refused(), i, n, a.table);
+    if (has_nan_term(ops[i], a.table->info.dim, declared))
+      return in_op(nan_refused(ops[i], a.table->info.dim, t.step), i, n, a.table);
   }
   return ask_for(t, ops, *out);
 }
@@ -782,7 +778,7 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
     FRUGAL_TRY(sum_first(sums, dim, pushed.grads, t.sums, false, &nan));
     if (!(reject && nan)) sums->table = a.table;
   }
-  return reject && nan ? nan_refused() : FRUGAL_OK;
+  return reject && nan ? nan_refused(op, dim, t.step) : FRUGAL_OK;
 }
 
 Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {

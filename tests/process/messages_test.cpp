@@ -375,7 +375,7 @@ TEST_P(Messages, OfSteps) {
   float nan[16];
   std::fill(std::begin(nan), std::end(nan), NAN);
   ops[1].grads = nan;
-  SAYS(frugal_push_grad(t, ops, 3), NAN, at, "'t'", "NaN", "nan_policy");
+  SAYS(frugal_push_grad(t, ops, 3), NAN, at, "'t'", "NaN", "nan_policy", "step 0", "row 0, column 0");
   frugal_table* small = nullptr;
   OK(frugal_step_abort(t));
   small = Table("small", FRUGAL_HASHED, 2);

@@ -12,8 +12,15 @@ from torch_support import DIM, ROWS, committed, sgd, undeclared
 
 import frugal
 import frugal.torch as ft
+from frugal.torch import _lookahead
 
 SAMPLES, BATCH = 96, 8
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops declare all of their batches, but where a test says otherwise."""
+    monkeypatch.setattr(_lookahead._Trial, "TURNS", 0)
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -413,3 +420,71 @@ def test_after_the_engine_is_closed_nothing_is_taken_back() -> None:
     engine.close()
     del iteration
     gc.collect()
+
+
+class Clock:
+    """A batch costs what the test says, with declarations and without."""
+
+    def __init__(self, with_: float, without: float) -> None:
+        self.now = 0.0
+        self.costs = {True: with_, False: without}
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+    clock = Clock(1.0, 2.0 if pays else 0.9)
+    monkeypatch.setattr(_lookahead, "_clock", clock)
+    monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
+    engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd(), init=frugal.Constant())
+    tables = ft.Optimizer(bag)
+    loader = [torch.randint(0, ROWS, (5,)) for _ in range(400)]
+    declared, last, rows = [], 0, bag.weight.clone()
+    for keys in ft.Lookahead(loader, lambda keys: {bag: keys}, depth=4):
+        now = engine.stats()["keys_declared"]
+        declared.append(now > last)
+        clock.now += clock.costs[now > last]
+        last = now
+        bag(keys).sum().backward()
+        tables.step()
+        rows.index_add_(0, keys, torch.ones(5, DIM), alpha=-0.5)
+    turn = 4 + 2 + 32
+    assert all(declared[8 : turn - 8]) and not any(declared[turn + 8 : 2 * turn - 8])
+    assert all(declared[2 * turn + 8 : 3 * turn - 8]) and not any(declared[3 * turn + 8 : 4 * turn - 8])
+    assert declared[4 * turn + 8 : -8] == [pays] * len(declared[4 * turn + 8 : -8])
+    assert torch.equal(bag.weight.clone(), rows)
+
+
+def test_it_does_not_measure_if_it_is_told_so(trainer: frugal.Trainer) -> None:
+    engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    tables = ft.Optimizer(bag)
+    loader = [torch.randint(0, ROWS, (5,)) for _ in range(200)]
+    for keys in ft.Lookahead(loader, lambda keys: {bag: keys}, measure=False):
+        bag(keys).sum().backward()
+        tables.step()
+    assert engine.stats()["keys_declared"] == 1000
+
+
+def test_keys_that_nobody_looks_up_are_warned_of_once(trainer: frugal.Trainer) -> None:
+    bag = ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    tables = ft.Optimizer(bag)
+    loader = [torch.randint(0, ROWS // 2, (5,)) for _ in range(120)]
+    with pytest.warns(UserWarning, match="were not declared") as told:
+        for keys in ft.Lookahead(loader, lambda keys: {bag: keys + ROWS // 2}, measure=False):
+            bag(keys).sum().backward()
+            tables.step()
+    assert len(told) == 1
+
+
+def test_right_keys_are_not_warned_of(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
+    bag = ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    tables = ft.Optimizer(bag)
+    for keys in ft.Lookahead([torch.randint(0, ROWS, (5,)) for _ in range(300)], lambda keys: {bag: keys}):
+        bag(keys).sum().backward()
+        tables.step()
+    assert not recwarn.list

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+import warnings
 import weakref
 from collections import deque
 from typing import (
@@ -29,8 +32,59 @@ from ._steps import Steps, of
 
 T = TypeVar("T")
 
+_LOOK = 16  # batches between two looks at the engine's counters
+
 # What forwards will get: a mapping, or pairs if a module gets several inputs.
 Inputs = Union[Mapping[Any, Any], Iterable[Tuple[Any, Any]]]
+
+
+_clock = time.perf_counter
+
+
+class _Trial:
+    """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
+
+    What follows a turn's beginning is left out until nothing of the turn before is ahead any more. Long afterwards the
+    trial is made again, since loops change.
+    """
+
+    TURNS = 4  # with, without, with, without
+    COUNT = 32  # batches that are timed in a turn
+    AGAIN = 8192  # batches between trials
+
+    def __init__(self, depth: int) -> None:
+        self._skip = depth + 2
+        self.on = True  # declare now
+        self._begin()
+
+    def _begin(self) -> None:
+        self._turn = 0
+        self._batches = 0
+        self._times: Tuple[List[float], List[float]] = ([], [])
+        self._last: Optional[float] = None
+
+    def batch(self) -> None:
+        """The loop asks for a batch."""
+        now = _clock()
+        last, self._last = self._last, now
+        self._batches += 1
+        if self._turn == self.TURNS:
+            if self._batches > self.AGAIN:
+                self._begin()
+                self.on = True
+            return
+        if last is not None and self._batches > self._skip:
+            self._times[self._turn % 2].append(now - last)
+        if self._batches < self._skip + self.COUNT:
+            return
+        self._turn += 1
+        self._batches = 0
+        self._last = None
+        if self._turn < self.TURNS:
+            self.on = self._turn % 2 == 0
+        else:
+            with_, without = (statistics.median(times) for times in self._times)
+            self.on = with_ <= without
 
 
 class _Ahead(Generic[T]):
@@ -50,7 +104,8 @@ class Lookahead(Generic[T]):
     whose steps (default: that of the modules which the first batch names); `depth`: default the engine's lookahead,
     which is also the most; `batches_per_step`: batches between two calls of Optimizer.step(). One iteration of a
     trainer's declares at a time, the newest: an older one takes back what it has declared and goes on without
-    declaring, until the newer one is over.
+    declaring, until the newer one is over. `measure`: it times some batches with and some without declarations, and goes
+    on with what is faster.
     """
 
     def __init__(
@@ -61,6 +116,7 @@ class Lookahead(Generic[T]):
         trainer: Optional[frugal.Trainer] = None,
         depth: Optional[int] = None,
         batches_per_step: int = 1,
+        measure: bool = True,
     ) -> None:
         if depth is not None and depth < 0:
             raise ValueError(f"depth is {depth} and must be at least 0")
@@ -69,8 +125,10 @@ class Lookahead(Generic[T]):
         self.loader = loader
         self.depth = depth
         self.batches_per_step = batches_per_step
+        self.measure = measure
         self._keys = keys
         self._trainer: Optional[frugal.Trainer] = None
+        self.warned = False
         if trainer is not None:
             self._belong_to(trainer)
 
@@ -122,6 +180,9 @@ class _Iteration(Iterator[T]):
         self._per_step = lookahead.batches_per_step
         self._fetched = 0  # since the batch that was for step _base
         self._base = 0
+        self._trial: Optional[_Trial] = None
+        self._told: Optional[Tuple[int, int]] = None  # keys looked up, and of these undeclared, when last asked
+        self._asked = 0  # batches since then
         self._batches: Optional[Iterator[T]] = iter(lookahead.loader)
 
     def belong_to(self, trainer: frugal.Trainer) -> None:
@@ -130,6 +191,8 @@ class _Iteration(Iterator[T]):
         assert self._lookahead.depth is not None
         self._depth = self._lookahead.depth
         self._trainer = trainer
+        if self._lookahead.measure and self._depth:
+            self._trial = _Trial(self._depth)
         with steps.lock:
             before = _running(steps)
             if before is not None:
@@ -142,7 +205,11 @@ class _Iteration(Iterator[T]):
             if self._steps is None:
                 self._first()
             else:
-                self._fill(self._steps, self._follow(self._steps))
+                if self._trial is not None:
+                    self._trial.batch()
+                self._look(self._steps)
+                declare = self._follow(self._steps) and (self._trial is None or self._trial.on)
+                self._fill(self._steps, declare)
         except BaseException:
             self.close()
             raise
@@ -187,6 +254,29 @@ class _Iteration(Iterator[T]):
                 ahead.declared = None
         self._given = []
         return taken
+
+    def _look(self, steps: Steps) -> None:
+        """One warning where forwards look up other keys than `keys` says."""
+        if self._trial is not None and not self._trial.on:
+            self._asked, self._told = 0, None
+            return
+        self._asked += 1
+        if self._asked < _LOOK or self._lookahead.warned:
+            return
+        self._asked = 0
+        stats = steps.trainer.engine.stats()
+        now = stats["keys_looked_up"], stats["keys_undeclared"]
+        before, self._told = self._told, now
+        if before is None or steps.world_size > 1 or not self._depth:
+            return
+        looked_up, undeclared = now[0] - before[0], now[1] - before[1]
+        if undeclared > looked_up // 2:
+            self._lookahead.warned = True
+            warnings.warn(
+                f"Lookahead: {undeclared} of {looked_up} keys that forwards looked up were not declared: does keys(batch)"
+                " say of each module what its forward gets?",
+                stacklevel=3,
+            )
 
     def _first(self) -> None:
         """Finds the trainer by the first batch."""
