@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import copy
 import pickle
 from typing import Any, Dict, List, Optional
@@ -458,3 +459,34 @@ def test_negative_views_are_seen(trainer: frugal.Trainer) -> None:
     optimizer.step()
     assert torch.equal(ours.weight, ones)
     assert torch.equal(ours(keys, None, torch.complex(ones, ones).conj().imag), -ones)
+
+
+def test_a_module_s_own_table_goes_with_it(trainer: frugal.Trainer) -> None:
+    engine = trainer.engine
+    kept = ft.Embedding(ROWS, DIM, trainer=trainer)
+    named = ft.Embedding(ROWS, DIM, trainer=trainer, name="named")
+    tables = ft.Optimizer(kept)
+    for inside in (False, True):
+        module = ft.Embedding(ROWS, DIM, trainer=trainer)
+        name = module.table.name
+        steps = module._steps
+        kept(torch.tensor([1])).sum().backward()  # a step is open
+        before = kept.weight.clone()
+        kept(torch.tensor([2]))
+        if inside:
+            with steps.lock:  # as where the collector comes in the middle of a call
+                del module
+                gc.collect()
+                assert engine.find_table(name).dim == DIM
+        else:
+            del module
+            gc.collect()
+        tables.step()
+        assert not torch.equal(kept.weight.clone(), before)
+        kept(torch.tensor([1]))
+        with pytest.raises(frugal.NotFound):
+            engine.find_table(name)
+    name = named.table.name
+    del named
+    gc.collect()
+    assert engine.find_table(name).dim == DIM

@@ -58,19 +58,8 @@ FeatureInput = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
     """A module is gone, and with it its own table. Where that cannot be, the engine's end takes the table."""
     alive = trainer()
-    if alive is None:
-        return
-    try:
-        steps = _steps.of(alive)
-        if steps.lock.try_acquire():
-            try:
-                steps.outside()
-                steps.tables.pop(table.name, None)
-                table.drop()
-            finally:
-                steps.lock.__exit__()
-    except frugal.Error:
-        pass
+    if alive is not None:
+        _steps.of(alive).drop_later(table)
 
 
 def _run_uncompiled(

@@ -136,6 +136,11 @@ class _Lock:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return owned
+
     def try_acquire(self) -> bool:
         return self._generation == _generation and self._lock.acquire(blocking=False)
 
@@ -203,6 +208,7 @@ class Steps:
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self._interrupted = False
         self._cancelled: List[_native.Batch] = []
+        self._dropped: List[frugal.Table] = []
         self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
         self._names: Dict[str, int] = {}
 
@@ -276,6 +282,7 @@ class Steps:
             if self.open:
                 return
             self.cancel()
+            self._drop()
             try:
                 self._tried(lambda: self.trainer.step_begin(self.next))
             except KeyboardInterrupt:
@@ -378,6 +385,28 @@ class Steps:
                 self._untold = error
             finally:
                 self.lock.__exit__()
+
+    def drop_later(self, table: frugal.Table) -> None:
+        """Drops a table, at once if nobody is using the trainer, or else before the next step begins. The collector calls
+        this, in any thread and in the middle of anything."""
+        self._dropped.append(table)
+        if not self.lock.is_mine() and self.lock.try_acquire():
+            try:
+                self.outside()
+                self._drop()
+            except frugal.Error:
+                pass  # it went with its engine
+            finally:
+                self.lock.__exit__()
+
+    def _drop(self) -> None:
+        while self._dropped:
+            table = self._dropped.pop()
+            self.tables.pop(table.name, None)
+            try:
+                table.drop()
+            except frugal.Error:
+                pass  # it went with its engine
 
     def cancel(self) -> None:
         """Takes back what cancel_later has not."""
