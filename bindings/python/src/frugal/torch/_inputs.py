@@ -257,6 +257,8 @@ def weight(value: Optional[torch.Tensor], rows: int, dim: int) -> None:
 def gradient(grad: torch.Tensor) -> torch.Tensor:
     """A gradient of (rows, columns) whose rows are contiguous and apart. What autograd delivers otherwise, expanded or
     transposed, is copied, as torch's own backward of an embedding does."""
+    if grad.dtype is torch.float32 and grad.is_contiguous() and not grad.is_neg():
+        return grad
     if grad.is_neg():  # the library sees the memory, which has the other sign
         grad = grad.resolve_neg()
     if grad.dtype == torch.float32 and grad.layout == torch.strided:

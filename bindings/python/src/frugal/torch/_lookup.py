@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -149,21 +149,31 @@ class TrainingLookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        lookup: Lookup = ctx.lookup
-        tensors = ctx.saved_tensors
-        count = len(lookup.tables)
-        grad = _inputs.gradient(grad)
-        wanted = ctx.needs_input_grad[3 + count + 2 :: 3]
-        weight_grads = _weight_grads(ctx, lookup, grad, tensors, wanted)
-        train = [ctx.needs_input_grad[3 + i] and _executes(ctx.next_functions[i][0]) for i in range(count)]
-        if any(train):
-            held = Held(lookup, _kept(tensors, ctx.mine), grad, lookup.steps.count_backward())
-            for table, features, wants in zip(lookup.tables, lookup.places, train):
-                if wants:
-                    table.anchor.hold(held, features)
-        return (None,) * (3 + count) + _of_each(weight_grads)
+        # What the decorator does is wanted for create_graph=True alone, and takes its time.
+        return _held_once(ctx, grad) if torch.is_grad_enabled() else _held(ctx, grad)
+
+
+def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+    lookup: Lookup = ctx.lookup
+    tensors = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    count = len(lookup.tables)
+    grad = _inputs.gradient(grad)
+    wanted = needed[3 + count + 2 :: 3]
+    weight_grads = _weight_grads(ctx, lookup, grad, tensors, wanted) if True in wanted else None
+    held = None
+    for i, table in enumerate(lookup.tables):
+        if needed[3 + i] and _executes(ctx.next_functions[i][0]):
+            if held is None:
+                held = Held(lookup, _kept(tensors, ctx.mine), grad, lookup.steps.count_backward())
+            table.anchor.hold(held, lookup.places[i])
+    if weight_grads is None:
+        return (None,) * len(needed)
+    return (None,) * (3 + count) + _of_each(weight_grads)
+
+
+_held_once: Callable[..., Any] = once_differentiable(_held)
 
 
 class ReadingLookup(torch.autograd.Function):
