@@ -477,7 +477,7 @@ TEST_F(Service, SmallDevShm) {
     GTEST_SKIP() << "this process may not mount a /dev/shm";
   }
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, 5000, 1));
+  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_table* table = nullptr;
   frugal_table_config tc = TableConfig("t", kRows);
   tc.optimizer.lr = 1;
@@ -493,7 +493,7 @@ TEST_F(Service, SmallDevShm) {
   op.keys = keys;
   op.count = 3;
   op.grads = rows.data();
-  OK(frugal_step_begin(t, 0, 5000));
+  OK(frugal_step_begin(t, 0, FRUGAL_TIMEOUT_INFINITE));
   OK(frugal_push_grad(t, &op, 1));
   OK(frugal_step_end(t, 0, 0));
   OK(frugal_get(table, keys, 3, 0, rows.data(), 0, nullptr));
@@ -931,7 +931,7 @@ TEST_F(Service, SilentTrainerInOneCall) {
 TEST_F(Service, ReplacedTrainersAreClosed) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, 5000, 1));
+  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   frugal_trainer *now = nullptr, *next = nullptr;
   OK(frugal_trainer_create(e, &config, &now));
@@ -941,7 +941,7 @@ TEST_F(Service, ReplacedTrainersAreClosed) {
     OK(frugal_trainer_create(e, &config, &next));
     OK(frugal_trainer_close(now));
     now = next;
-    OK(frugal_step_begin(now, 0, 5000));
+    OK(frugal_step_begin(now, 0, FRUGAL_TIMEOUT_INFINITE));
   }
   // A thread that has said its last word ends a moment later.
   for (int i = 0; i < 1000 && threads_of(controller.pid()) > before + 1; ++i) usleep(10000);
@@ -1029,7 +1029,7 @@ TEST_F(Service, OneHandleOfATable) {
 TEST_F(Service, ReplacedBySelf) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, 5000, 1));
+  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_table* table = nullptr;
   const frugal_table_config tc = TableConfig("t", 100);
   OK(frugal_table_create(e, &tc, &table));
@@ -1282,7 +1282,7 @@ TEST_F(Service, Idleness) {
 #endif
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, 5000, 1));
+  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_trainer* t = nullptr;
   OK(Join(e, 0, &t));
   for (uint64_t s = 0; s < 100; ++s) {
@@ -2159,7 +2159,7 @@ TEST_F(Service, Observers) {
 TEST_F(Service, RefusedPush) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, 5000, 1));
+  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_table *dense = nullptr, *hashed = nullptr;
   frugal_table_config tc = TableConfig("dense");
   OK(frugal_table_create(e, &tc, &dense));

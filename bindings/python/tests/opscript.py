@@ -29,6 +29,8 @@ OPTIMIZERS: List[Any] = [
     frugal.RMSProp,
     frugal.FTRL,
 ]
+# The bits of what frugal_optimizer_init sets and frugal.config has otherwise.
+DEFAULTS = {"lr": 0x3C23D70A, "eps": 0x322BCC77}
 INITIALIZERS: List[Any] = [frugal.Constant, frugal.Uniform, frugal.Normal, frugal.TruncatedNormal, frugal.Xavier]
 NESTEROV, MEAN_RANKS, NO_BIAS_CORRECTION, LAZY, WITH_STATE, SKIP = 1, 2, 4, 1, 1, 1
 
@@ -65,7 +67,9 @@ def optimizer_of(fields: Optional[Dict[str, Any]]) -> frugal.Optimizer:
     fields = fields or {}
     flags = fields.get("flags", 0)
     kind = OPTIMIZERS[fields.get("kind", 0)]
-    # A class has the fields that its optimizer looks at; the others change nothing.
+    # A class has the fields that its optimizer looks at; the others change nothing. What a script leaves out is the
+    # header's default, which is not Python's.
+    fields = {**DEFAULTS, **fields}
     arguments: Dict[str, Any] = {
         name: one_float(bits) for name, bits in fields.items() if name in kind.__dataclass_fields__
     }
