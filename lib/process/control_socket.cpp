@@ -39,6 +39,12 @@ int new_socket() {
       [] { return socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
 }
 
+// The status where the system refuses what a controller cannot do without.
+Status refused(int code) {
+  const bool short_of = code == ENOMEM || code == ENOBUFS || code == EMFILE || code == ENFILE || code == ENOLCK;
+  return short_of ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED;
+}
+
 // The status of a file that cannot be made at a path.
 Status path_status(int code) {
   switch (code) {
@@ -57,7 +63,7 @@ Status path_status(int code) {
     case ENOSPC:
       return FRUGAL_ERR_OUT_OF_MEMORY;
     default:
-      return FRUGAL_ERR_INTERNAL;
+      return refused(code);
   }
 }
 
@@ -130,8 +136,8 @@ Status ControlPlace::lock() {
       if (code == EWOULDBLOCK)
         return fail(FRUGAL_ERR_EXISTS, "a controller lives at %s (%s is locked); stop it or choose another address",
                     address_.c_str(), lock_path_.c_str());
-      return fail_errno(FRUGAL_ERR_INTERNAL, code, "the controller's lock %s cannot be taken",
-                        lock_path_.c_str());
+      return fail_errno(refused(code), code, "the controller's lock %s cannot be taken: choose an address on another "
+                        "file system", lock_path_.c_str());
     }
     // Who stops removes the file before the lock is let go: this one may be of no name any more.
     struct stat mine, there;
@@ -161,7 +167,7 @@ Status ControlPlace::bind() {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "the controller's socket cannot be made");
   // The file gets the mode of the socket, less what the umask takes: it is never wider than this.
   if (fchmod(listener_, 0600) != 0)
-    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "the mode of the controller's socket cannot be set");
+    return fail_errno(refused(errno), errno, "the mode of the controller's socket cannot be set");
   if (::bind(listener_, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
     const int code = errno;
     return fail_errno(code == EADDRINUSE ? FRUGAL_ERR_EXISTS : path_status(code), code,
@@ -177,9 +183,11 @@ Status ControlPlace::bind() {
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "this system makes sockets that other users can open; %s is not served", address_.c_str());
   if (chmod(address_.c_str(), 0600) != 0)  // the umask may have taken from the owner, too
-    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "the mode of %s cannot be set", address_.c_str());
+    return fail_errno(refused(errno), errno, "the mode of %s cannot be set: choose an address on another file system",
+                      address_.c_str());
   if (listen(listener_, 128) != 0)
-    return fail_errno(FRUGAL_ERR_INTERNAL, errno, "the controller's socket cannot listen");
+    return fail_errno(refused(errno), errno, "the controller's socket at %s cannot listen: choose an address on another "
+                      "file system", address_.c_str());
   return FRUGAL_OK;
 }
 
