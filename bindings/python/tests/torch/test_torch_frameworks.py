@@ -224,6 +224,15 @@ def scaled_and_clipped(model: Any, make: Make) -> None:
         scaler.update()
 
 
+def scheduled(model: Any, optimizer: Any, schedule: Any) -> None:
+    for _ in range(2):
+        for batch in loader():
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+            schedule.step()
+
+
 def schedules(model: Any, make: Make) -> None:
     optimizer = make(model.parameters())
     schedule = torch.optim.lr_scheduler.SequentialLR(
@@ -234,24 +243,14 @@ def schedules(model: Any, make: Make) -> None:
         ],
         [3],
     )
-    for _ in range(2):
-        for batch in loader():
-            optimizer.zero_grad()
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            schedule.step()
+    scheduled(model, optimizer, schedule)
 
 
 def schedules_of_momentum(model: Any, make: Make) -> None:
     optimizer = make(model.parameters())
     with_momentum = any(optimizer.param_groups[0].get(name) for name in ("momentum", "betas"))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=12, cycle_momentum=with_momentum)
-    for _ in range(2):
-        for batch in loader():
-            optimizer.zero_grad()
-            model(**batch)["loss"].backward()
-            optimizer.step()
-            schedule.step()
+    scheduled(model, optimizer, schedule)
 
 
 def schedules_by_loss(model: Any, make: Make) -> None:

@@ -142,7 +142,6 @@ class Gradient(torch.Tensor):
     parts: List[Part]
     table: "Table"
     clip_limit: float  # of each element, 0: off; after the factors
-    touched: bool
 
     @staticmethod
     def __new__(cls, anchor: Anchor, dtype: Optional[torch.dtype] = None) -> "Gradient":
@@ -152,7 +151,6 @@ class Gradient(torch.Tensor):
         self.table = anchor.table
         self.parts = []
         self.clip_limit = 0.0
-        self.touched = False  # scaled or clipped
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gradient of the table {self.table.name!r}, of {len(self.parts)} backwards"
@@ -179,7 +177,6 @@ class Gradient(torch.Tensor):
         """Multiplies the gradients of all backwards so far."""
         if factor == 1.0:
             return
-        self.touched = True
         if self.clip_limit:
             raise NotImplementedError(f"table {self.table.name!r}: a gradient is scaled after clip_grad_value_()")
         for part in self.parts:
@@ -285,7 +282,7 @@ def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
 
 def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
     copy = Gradient.__new__(Gradient, grad, kwargs.get("dtype"))  # type: ignore[arg-type]
-    copy.table, copy.clip_limit, copy.touched = grad.table, grad.clip_limit, grad.touched
+    copy.table, copy.clip_limit = grad.table, grad.clip_limit
     copy.parts = [Part(part.held, part.features, part.factor) for part in grad.parts]
     return copy
 
@@ -361,7 +358,6 @@ def _clip_to(grad: Gradient, limit: float) -> Gradient:
             f"table {grad.table.name!r}: the gradient that {grad.table.steps.world_size} ranks share is not known before"
             " the step ends; tables are clipped by clip_value of a frugal optimizer"
         )
-    grad.touched = True
     grad.clip_limit = min(limit, grad.clip_limit) if grad.clip_limit else limit
     return grad
 

@@ -10,9 +10,8 @@ from typing import Optional
 import torch
 
 import frugal
-from frugal._engine import SERVICE
 
-from ._ranks import number
+from ._ranks import world
 
 _lock = threading.Lock()
 _trainer: Optional[frugal.Trainer] = None
@@ -33,17 +32,11 @@ def trainer() -> frugal.Trainer:
 
 
 def _open() -> frugal.Trainer:
-    world_size, rank = number("WORLD_SIZE", 1), number("RANK", 0)
-    if world_size > 1 and not os.environ.get(SERVICE):
-        raise RuntimeError(
-            f"WORLD_SIZE is {world_size}, and each process would train tables of its own: start frugal-controller"
-            f" ADDRESS, and give the address to all ranks in {SERVICE}"
-        )
-    again = number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    place = world(alone=True)
     # Not the seed itself: ranks of a script that seeds them apart share the tables.
-    seed = torch.initial_seed() % 2**64 if world_size == 1 else 0
-    engine = frugal.Engine(world_size=world_size, seed=seed)
-    trainer = engine.create_trainer(rank, replace=again and bool(engine.service))
+    seed = torch.initial_seed() % 2**64 if place.size == 1 else 0
+    engine = frugal.Engine(world_size=place.size, seed=seed)
+    trainer = engine.create_trainer(place.rank, replace=place.again and bool(engine.service))
     atexit.register(_close, engine, trainer, os.getpid())
     return trainer
 

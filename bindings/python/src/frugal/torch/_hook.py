@@ -118,24 +118,13 @@ register_optimizer_step_pre_hook(_before)
 register_optimizer_step_post_hook(_after)
 
 
-def own(table: Table, optimizer: torch.optim.Optimizer) -> None:
-    """A frugal.torch.Optimizer makes the table's steps from now on."""
-    table.keeper = weakref.ref(optimizer)
-    table.owner = table.keeper
-
-
-def owner(table: Table) -> Any:
-    """The frugal.torch.Optimizer that makes the table's steps, or None."""
-    return None if table.keeper is None else table.keeper()
-
-
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
     """One step of the engine for each trainer whose tables the optimizer has."""
     by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient]]]] = {}
     for entry in known.entries:
         gradient = entry.anchor.gradient()
         steps = entry.table.steps
-        if (gradient is None and steps.world_size == 1) or owner(entry.table) is not None:
+        if (gradient is None and steps.world_size == 1) or entry.table.kept_by() is not None:
             continue  # as PyTorch leaves a parameter without a gradient alone
         by_steps.setdefault(steps, []).append((entry, gradient))
     if by_steps:

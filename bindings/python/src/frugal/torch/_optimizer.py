@@ -58,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
         self._complete = True
         self._shift = 0
         for table in self._tables:
-            _hook.own(table, self)
+            table.keep(self)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """An error: the groups are the tables, and other parameters are for another optimizer."""
@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_owner(self) -> None:
         for table in self._tables:
-            if _hook.owner(table) is not self:
+            if table.kept_by() is not self:
                 raise RuntimeError(f"a newer Optimizer has taken this one's place as that of table {table.name!r}")
 
 

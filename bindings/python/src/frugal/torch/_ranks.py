@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Iterator, Optional
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional
 
 import frugal
 from frugal._engine import SERVICE
@@ -23,23 +23,36 @@ def attach(
     are those of frugal.Engine, alike on all ranks. Rank and number of ranks are RANK and WORLD_SIZE of the environment.
     After torchrun has restarted the ranks, a trainer takes the place of the one that had its rank before.
     """
-    rank, world_size = number("RANK"), number("WORLD_SIZE")
-    if number("LOCAL_WORLD_SIZE", world_size) != world_size:
-        raise RuntimeError(f"{world_size} ranks on several machines: those of one machine can share an engine")
-    if world_size > 1 and not (os.environ.get(SERVICE) if service is None else service):
-        raise RuntimeError(
-            f"no address of a controller, which {world_size} ranks in processes need: start frugal-controller ADDRESS,"
-            f" and give the address as `service` or in {SERVICE}"
-        )
-    again = number("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    with frugal.Engine(world_size=world_size, service=service, **options) as engine:
+    place = world(service)
+    with frugal.Engine(world_size=place.size, service=service, **options) as engine:
         with engine.create_trainer(
-            rank, cache_bytes=cache_bytes, cache_ratio=cache_ratio, replace=again and bool(engine.service)
+            place.rank, cache_bytes=cache_bytes, cache_ratio=cache_ratio, replace=place.again and bool(engine.service)
         ) as trainer:
             yield trainer
 
 
-def number(name: str, otherwise: Optional[int] = None) -> int:
+class World(NamedTuple):
+    """Which rank of how many this process is, and whether torchrun has started the ranks anew."""
+
+    rank: int
+    size: int
+    again: bool
+
+
+def world(service: Optional[Path] = None, *, alone: bool = False) -> World:
+    """What the environment says. `alone`: without torchrun this process is the only rank, and not an error."""
+    rank, size = _number("RANK", 0 if alone else None), _number("WORLD_SIZE", 1 if alone else None)
+    if _number("LOCAL_WORLD_SIZE", size) != size:
+        raise RuntimeError(f"{size} ranks on several machines: those of one machine can share an engine")
+    if size > 1 and not (os.environ.get(SERVICE) if service is None else service):
+        raise RuntimeError(
+            f"no address of a controller, which {size} ranks in processes need: start frugal-controller ADDRESS,"
+            f" and give the address as `service` or in {SERVICE}"
+        )
+    return World(rank, size, _number("TORCHELASTIC_RESTART_COUNT", 0) > 0)
+
+
+def _number(name: str, otherwise: Optional[int] = None) -> int:
     text = os.environ.get(name)
     if text is None:
         if otherwise is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import os
 import threading
 import time
@@ -48,7 +49,7 @@ class Table:
         self.written = False  # rows, by the caller
         self.state_floats: int = info.state_floats
         self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
-        self.keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
+        self._keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
         self._warned = False
 
@@ -80,6 +81,14 @@ class Table:
                 " frugal.torch.Optimizer, and call step(); or freeze the module",
                 stacklevel=2,
             )
+
+    def keep(self, optimizer: Any) -> None:
+        """A frugal.torch.Optimizer makes the table's steps from now on."""
+        self._keeper = self.owner = weakref.ref(optimizer)
+
+    def kept_by(self) -> Any:
+        """The frugal.torch.Optimizer that makes the table's steps, or None."""
+        return None if self._keeper is None else self._keeper()
 
     def renew(self, optimizer: frugal.Optimizer) -> None:
         """Gives the table an optimizer, and the state of new rows to all of its rows."""
@@ -489,18 +498,14 @@ def _pushes(updates: Sequence[Update]) -> Tuple[Ops, List[torch.Tensor]]:
                 parts.append((part.held.number, part, 1.0 if part.factor == common else part.factor / common))
                 count += len(part.features)
     if len(parts) > 1:
-        parts.sort(key=_first)
+        parts.sort(key=operator.itemgetter(0))
     ops = Ops(count)
     return ops, [part.held.lookup.add_pushes(ops, part.held, part.features, factor) for _, part, factor in parts]
 
 
-def _first(item: Tuple[int, Part, float]) -> int:
-    return item[0]
-
-
 def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
     """The optimizer with what PyTorch has done to the gradient."""
-    if gradient is None or not (gradient.touched and (gradient.common() != 1.0 or gradient.clip_limit)):
+    if gradient is None or (gradient.common() == 1.0 and not gradient.clip_limit):
         return optimizer
     clip = gradient.clip_limit if not optimizer.clip_value else min(gradient.clip_limit or math.inf, optimizer.clip_value)
     return dataclasses.replace(optimizer, grad_scale=optimizer.grad_scale * gradient.common(), clip_value=clip)
