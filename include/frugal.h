@@ -202,8 +202,8 @@ typedef struct frugal_config {
                                  does not keep up. One step's updates may exceed it. 0 writes
                                  through; default 1 GiB */
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory that the engine
-                                 keeps for later counts, too, and gives way to tables. (Shared memory that has
-                                 given way stays for buffers, uncounted.) */
+                                 keeps for later counts, too, and gives way to tables. Shared memory that has
+                                 given way stays for buffers. It is not counted. */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
   uint32_t flags;             /* 0 or FRUGAL_OBSERVE */
@@ -283,8 +283,9 @@ typedef enum frugal_optimizer_kind {
   FRUGAL_FTRL = 6             /* 2 x dim floats: z and n */
 } frugal_optimizer_kind;
 
-/* Hyper-parameters. The kind is the table's, and fixed by its first update; everything else may change for any
- * step that is not committed yet. All are finite; bounds are of those that a kind looks at, others are INVALID_ARGUMENT. */
+/* Hyper-parameters. The kind is the table's, and fixed by its first update. Everything else may change
+ * for any step that is not committed yet. All are finite. Bounds are of those that a kind looks at;
+ * others are INVALID_ARGUMENT. */
 typedef struct frugal_optimizer {
   size_t struct_size;
   int32_t kind;               /* frugal_optimizer_kind; default SGD */
@@ -311,9 +312,11 @@ typedef struct frugal_optimizer {
 
 #define FRUGAL_OPT_NESTEROV 1u     /* momentum: Nesterov's form */
 #define FRUGAL_OPT_MEAN_RANKS 2u   /* the sum over ranks is divided by world_size */
-#define FRUGAL_OPT_NO_BIAS_CORRECTION 4u /* Adam: lr is the rate of the step as it is. The caller counts steps, and
-                                            has both corrections of its count in lr */
-#define FRUGAL_OPT_NEW_STATE 8u    /* frugal_table_set_optimizer: all rows get the state of new ones */
+/* Adam: lr is the rate of the step as it is. The caller counts steps, and has both corrections of its
+ * count in lr. */
+#define FRUGAL_OPT_NO_BIAS_CORRECTION 4u
+/* frugal_table_set_optimizer: all rows get the state of new ones. */
+#define FRUGAL_OPT_NEW_STATE 8u
 
 #define FRUGAL_OPTIMIZER_INIT                                                                   \
   { sizeof(frugal_optimizer), FRUGAL_SGD, 0.01f, 1e-8f, 0.9f, 0.0f, 0.9f, 0.999f, 0.99f, 0.0f,   \
@@ -422,14 +425,14 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
 
 /* Sets the hyper-parameters from `first_step` on, until the next first_step of another change, whichever call came
  * first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9. Of two for the same first_step the later
- * call counts. The kind and initial_accumulator are the table's, or others as long as no step that updates the table
- * is committed, and no row was put with state; after that others need FRUGAL_OPT_NEW_STATE. Others, and that flag, are
- * taken between steps, as frugal_put: pending updates are written first, rows keep their values, all get the state of
- * new ones, and every step that is not committed has what is given, whatever was set before for some. state_floats
- * changes with the kind. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE,
- * STEP_RANGE (first_step is committed); with another kind or initial_accumulator, or the flag, BUSY, TIMEOUT,
- * OUT_OF_MEMORY (the old ones hold) and UNSUPPORTED (the engine is served: give the optimizer when the table is
- * created). Threads: any. */
+ * call counts. The kind and initial_accumulator are the table's. Others are taken as long as no step that
+ * updates the table is committed, and no row was put with state. After that others need
+ * FRUGAL_OPT_NEW_STATE. Others, and that flag, are taken between steps, as frugal_put is made: pending
+ * updates are written first. Then rows keep their values, and all get the state of new ones. Every step
+ * that is not committed has what is given, whatever was set before for some. state_floats changes with the
+ * kind. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, STEP_RANGE (first_step is committed); with
+ * another kind or initial_accumulator, or the flag, BUSY, TIMEOUT, OUT_OF_MEMORY (the old ones hold) and
+ * UNSUPPORTED (the engine is served: give the optimizer when the table is created). Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
 
@@ -599,7 +602,8 @@ FRUGAL_API void frugal_op_init(frugal_op *op);
 /* Declares keys of a step that this trainer has not begun (FRUGAL section 3.3, MLKV look-ahead):
  * of each op the fields table, keys, count, padding_key and flags are used. Several declarations
  * for one step add up; they may come late and in any order. Nothing waits: keys are copied and
- * resolved in the background (a few, or with 0 flush threads, in this call; keys on a GPU are waited for with a service). Rows of a hashed table are
+ * resolved in the background, or, if they are few or there are no flush threads, in this call. With a
+ * service keys on a GPU are waited for. Rows of a hashed table are
  * reserved, not created; if the table has no room for them, the calls of the step that use them
  * say so. `*batch_out` (may be NULL) names the batch until its step ends. Returns: FRUGAL_OK,
  * KEY_OUT_OF_RANGE, STEP_RANGE, STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is

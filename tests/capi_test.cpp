@@ -853,23 +853,29 @@ std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uin
   return rows;
 }
 
-TEST(Tables, TheKindMayComeUntilTheFirstUpdate) {
+// Two ways to train a table come to the same bits: for each kind and variant, dense, lazy and hashed in turn.
+template <class Train>
+void SameBothWays(uint32_t variants, Train train) {
   for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
-    for (uint32_t variant = 0; variant < 48; ++variant) {
+    for (uint32_t variant = 0; variant < variants; ++variant) {
       SCOPED_TRACE("kind " + std::to_string(kind) + " variant " + std::to_string(variant));
-      const uint32_t space = variant % 3;  // dense, lazy, hashed
-      const auto trained = [&](bool later) {
-        return TrainedLater(later, kind, space == 2 ? FRUGAL_HASHED : FRUGAL_DENSE, space == 1 ? FRUGAL_TABLE_LAZY : 0,
-                            variant & 1 ? FRUGAL_BACKING_SHM : FRUGAL_BACKING_PRIVATE, variant / 6 % 2,
-                            variant / 12 % 2 * 0.5, variant < 24 ? "cpu" : "sim:0");
-      };
-      const std::vector<float> expected = trained(false), got = trained(true);
+      const int32_t space = variant % 3 == 2 ? FRUGAL_HASHED : FRUGAL_DENSE;
+      const uint32_t flags = variant % 3 == 1 ? FRUGAL_TABLE_LAZY : 0;
+      const std::vector<float> expected = train(false, kind, space, flags, variant);
+      const std::vector<float> got = train(true, kind, space, flags, variant);
       ASSERT_EQ(expected.size(), got.size());
       ASSERT_EQ(0, std::memcmp(expected.data(), got.data(), got.size() * sizeof(float)));
     }
   }
 }
 
+TEST(Tables, TheKindMayComeUntilTheFirstUpdate) {
+  SameBothWays(48, [](bool later, int32_t kind, int32_t space, uint32_t flags, uint32_t variant) {
+    return TrainedLater(later, kind, space, flags,
+                        variant & 1 ? FRUGAL_BACKING_SHM : FRUGAL_BACKING_PRIVATE, variant / 6 % 2,
+                        variant / 12 % 2 * 0.5, variant < 24 ? "cpu" : "sim:0");
+  });
+}
 
 // Two steps of Adagrad and two of `kind`, with new state; or the same rows in a table that is made anew.
 std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint32_t flags, uint32_t flush_threads,
@@ -935,19 +941,9 @@ std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint3
 }
 
 TEST(Tables, NewStateAtAnyTime) {
-  for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
-    for (uint32_t variant = 0; variant < 12; ++variant) {
-      SCOPED_TRACE("kind " + std::to_string(kind) + " variant " + std::to_string(variant));
-      const uint32_t space = variant % 3;  // dense, lazy, hashed
-      const auto trained = [&](bool anew) {
-        return TrainedAnew(anew, kind, space == 2 ? FRUGAL_HASHED : FRUGAL_DENSE, space == 1 ? FRUGAL_TABLE_LAZY : 0,
-                           variant / 3 % 2, variant / 6 * 0.5);
-      };
-      const std::vector<float> expected = trained(false), got = trained(true);
-      ASSERT_EQ(expected.size(), got.size());
-      ASSERT_EQ(0, std::memcmp(expected.data(), got.data(), got.size() * sizeof(float)));
-    }
-  }
+  SameBothWays(12, [](bool anew, int32_t kind, int32_t space, uint32_t flags, uint32_t variant) {
+    return TrainedAnew(anew, kind, space, flags, variant / 3 % 2, variant / 6 * 0.5);
+  });
 }
 
 // Places of rows that a declaration reserved and gave back have memory for the new state, too.

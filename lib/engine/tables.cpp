@@ -52,8 +52,8 @@ Status Engine::start() {
   return FRUGAL_OK;
 }
 
-// Before all else that closing does: calls of this process's ranks tell of that, and not of what the end of ranks in other
-// processes undoes.
+// Before all else that closing does: calls of this process's ranks tell of that, and not of what the
+// end of ranks in other processes undoes.
 void Engine::close_ranks() {
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -369,7 +369,8 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
       const float accumulator = of_its_kind(o).initial_accumulator;
-      const bool same = o.kind == was.kind && std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
+      const bool same = o.kind == was.kind &&
+                        std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
       if (same && !renew) {
         // What held before the last committed step is of no use any more.
         if (committed_ != kNoStep) {
@@ -382,14 +383,19 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
       }
       if (table.has_state.load() && !renew)
         return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                    "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are fixed since "
-                    "its first update, or since rows were put with state; FRUGAL_OPT_NEW_STATE gives up that state",
-                    o.kind, double{accumulator}, table.name.c_str(), was.kind, double{was.initial_accumulator});
+                    "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are "
+                    "fixed since its first update, or since rows were put with state; FRUGAL_OPT_NEW_STATE "
+                    "gives up that state",
+                    o.kind, double{accumulator}, table.name.c_str(), was.kind,
+                    double{was.initial_accumulator});
       if (ledger_)
-        return fail(FRUGAL_ERR_UNSUPPORTED, "optimizer.kind is %d, and that of table '%s' %d: other processes may have "
-                    "mapped its state; give the optimizer when the table is created", o.kind, table.name.c_str(), was.kind);
+        return fail(FRUGAL_ERR_UNSUPPORTED,
+                    "optimizer.kind is %d, and that of table '%s' %d: other processes may have mapped its "
+                    "state; give the optimizer when the table is created",
+                    o.kind, table.name.c_str(), was.kind);
     }
-    if (scope && !(table.window.opened() && table.window.any_pending()) && !apply_jobs_.load()) return change_kind(table, o);
+    const bool pending = apply_jobs_.load() || (table.window.opened() && table.window.any_pending());
+    if (scope && !pending) return change_kind(table, o);
     scope.reset();
     if (table.has_state.load()) FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
     scope.emplace(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
@@ -404,19 +410,22 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   Rows& rows = table.rows;
   Rows::State state;
   state.layout = RowLayout::of(c.dim, o.kind);
-  state.init = arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, rows.init().table, o.kind, o.initial_accumulator);
+  state.init = arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, rows.init().table, o.kind,
+                                o.initial_accumulator);
   Map<uint64_t, frugal_optimizer> schedule;
   schedule[0] = o;
   FRUGAL_TRY(in_table(rows.open_state(&state), table));
   if (!rows.lazy()) {
-    FRUGAL_TRY(in_table(os_check_available(c.rows * sizeof(float) * state.layout.state_stride), table));
+    const size_t bytes = c.rows * sizeof(float) * state.layout.state_stride;
+    FRUGAL_TRY(in_table(os_check_available(bytes), table));
     InitContext context{&rows, c.rows, &state, {}};
     const size_t chunk = rows.chunk_rows();
     const Status done = parallel((c.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
-      return fail(s, "no memory for the state of optimizer.kind %d of table '%s': memory or host_bytes is exhausted "
-                  "(%s are left of host_bytes); its optimizer is what it was", o.kind, table.name.c_str(),
-                  budget_.left_text().c_str());
+      return fail(s,
+                  "no memory for the state of optimizer.kind %d of table '%s': memory or host_bytes is "
+                  "exhausted (%s are left of host_bytes); its optimizer is what it was",
+                  o.kind, table.name.c_str(), budget_.left_text().c_str());
   }
   for (uint32_t r = 0; r < config_.world_size; ++r) {
     TrainerRef t;

@@ -41,8 +41,8 @@ int new_socket() {
 
 // The status where the system refuses what a controller cannot do without.
 Status refused(int code) {
-  const bool short_of = code == ENOMEM || code == ENOBUFS || code == EMFILE || code == ENFILE || code == ENOLCK;
-  return short_of ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED;
+  const bool lacks = code == ENOMEM || code == ENOBUFS || code == EMFILE || code == ENFILE || code == ENOLCK;
+  return lacks ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED;
 }
 
 // The status of a file that cannot be made at a path.
@@ -57,9 +57,6 @@ Status path_status(int code) {
     case ELOOP:
     case ENAMETOOLONG:
       return FRUGAL_ERR_INVALID_ARGUMENT;
-    case EMFILE:
-    case ENFILE:
-    case ENOMEM:
     case ENOSPC:
       return FRUGAL_ERR_OUT_OF_MEMORY;
     default:
@@ -136,8 +133,9 @@ Status ControlPlace::lock() {
       if (code == EWOULDBLOCK)
         return fail(FRUGAL_ERR_EXISTS, "a controller lives at %s (%s is locked); stop it or choose another address",
                     address_.c_str(), lock_path_.c_str());
-      return fail_errno(refused(code), code, "the controller's lock %s cannot be taken: choose an address on another "
-                        "file system", lock_path_.c_str());
+      return fail_errno(refused(code), code,
+                        "the controller's lock %s cannot be taken: choose an address on another file system",
+                        lock_path_.c_str());
     }
     // Who stops removes the file before the lock is let go: this one may be of no name any more.
     struct stat mine, there;
@@ -183,11 +181,12 @@ Status ControlPlace::bind() {
     return fail(FRUGAL_ERR_UNSUPPORTED,
                 "this system makes sockets that other users can open; %s is not served", address_.c_str());
   if (chmod(address_.c_str(), 0600) != 0)  // the umask may have taken from the owner, too
-    return fail_errno(refused(errno), errno, "the mode of %s cannot be set: choose an address on another file system",
-                      address_.c_str());
+    return fail_errno(refused(errno), errno,
+                      "the mode of %s cannot be set: choose an address on another file system", address_.c_str());
   if (listen(listener_, 128) != 0)
-    return fail_errno(refused(errno), errno, "the controller's socket at %s cannot listen: choose an address on another "
-                      "file system", address_.c_str());
+    return fail_errno(refused(errno), errno,
+                      "the controller's socket at %s cannot listen: choose an address on another file system",
+                      address_.c_str());
   return FRUGAL_OK;
 }
 
