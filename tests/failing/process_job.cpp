@@ -75,6 +75,12 @@ void again(const char* call, const std::function<int32_t()>& make,
     if (status == FRUGAL_OK) return;
     const std::string why = said(call, status);
     if (status == FRUGAL_ERR_STEP_ABORTED) throw Undone{};
+    if (status == FRUGAL_ERR_TIMEOUT && !g_peer && !failing::fired()) {
+      // On a busy machine the other process is late; whether it comes at all is the watchdog's to say.
+      look_after_other();
+      --tries;
+      continue;
+    }
     told(why);
     look_after_other();
     // A controller that can accept nobody cannot say so. To wait in vain for a whole time-out once

@@ -93,9 +93,7 @@ class Anchor(torch.nn.Parameter):
                 )
             grad = left or Gradient(self)
             self.grad = grad
-            if self.table.steps.world_size > 1 or (
-                torch.distributed.is_available() and torch.distributed.is_initialized()
-            ):
+            if self.table.steps.world_size > 1 or _is_distributed():
                 self.last = grad
         grad.hold(held, features)
 
@@ -119,6 +117,14 @@ def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional["Gradient"]:
         return None
     grad.rescale(factor)
     return grad
+
+
+def _is_distributed() -> bool:
+    return False
+
+
+if torch.distributed.is_available():
+    _is_distributed = torch.distributed.is_initialized
 
 
 class Part:
@@ -383,7 +389,7 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
 def _for_a_reducer(grad: Gradient) -> float:
     """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
     1, or an infinity, which all ranks see then."""
-    if not (grad.table.steps.world_size > 1 or torch.distributed.is_initialized()):
+    if not (grad.table.steps.world_size > 1 or _is_distributed()):
         raise NotImplementedError(
             f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
             " the rows"

@@ -40,13 +40,13 @@ class _Entry:
         self.values: List[Any] = []  # what `made` was made from
         self.made: Optional[frugal.Optimizer] = None
 
-    def optimizer(self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any], step: int) -> frugal.Optimizer:
-        """The engine's optimizer for the `step`-th step of the table, from 1."""
+    def optimizer(
+        self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any], values: List[Any], step: int
+    ) -> frugal.Optimizer:
+        """The engine's optimizer for the `step`-th step of the table, from 1. `values` are the group's."""
         translator = _translator(kind)
-        # A rate that is a tensor is changed in place.
-        values = [float(v) if isinstance(v, torch.Tensor) else v for name, v in group.items() if name != "params"]
         if translator in _BY_STEP:
-            values.append(step)
+            values = [*values, step]
         if self.made is None or values != self.values:
             made = translator(_Hyper(group, step, kind.__name__))
             self.made = dataclasses.replace(made, mean_ranks=self.table.said.mean_ranks)
@@ -129,11 +129,18 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
         by_steps.setdefault(steps, []).append((entry, gradient))
     if by_steps:
         factor, skip = scaling(optimizer)
+        values = [_values(group) for group in optimizer.param_groups]
         for steps, items in by_steps.items():
-            steps.apply([_update(optimizer, *item, factor) for item in items], skip)
-            for entry, gradient in items:
-                if gradient is not None and not skip:
-                    optimizer.state[entry.anchor][_STEP] = _steps_of(optimizer, entry) + 1
+            states = [optimizer.state[entry.anchor] for entry, _ in items]
+            updates = [
+                _update(optimizer, entry, gradient, state, values[entry.group], factor)
+                for (entry, gradient), state in zip(items, states)
+            ]
+            steps.apply(updates, skip)
+            if not skip:
+                for (_, gradient), state in zip(items, states):
+                    if gradient is not None:
+                        state[_STEP] = _steps_of(state) + 1
     known.hidden = []
     for entry in known.entries:
         grad = entry.anchor.grad
@@ -142,12 +149,21 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
             entry.anchor.grad = None
 
 
+def _values(group: Dict[str, Any]) -> List[Any]:
+    """Hyper-parameters as they are now: a rate that is a tensor is changed in place."""
+    return [float(v) if type(v) is torch.Tensor else v for name, v in group.items() if name != "params"]
+
+
 def _update(
-    optimizer: torch.optim.Optimizer, entry: _Entry, gradient: Optional[Gradient], factor: float
+    optimizer: torch.optim.Optimizer,
+    entry: _Entry,
+    gradient: Optional[Gradient],
+    state: Dict[str, Any],
+    values: List[Any],
+    factor: float,
 ) -> Update:
-    table, count = entry.table, _steps_of(optimizer, entry)
-    made = entry.optimizer(type(optimizer), optimizer.param_groups[entry.group], count + 1)
-    state = optimizer.state[entry.anchor]
+    table, count = entry.table, _steps_of(state)
+    made = entry.optimizer(type(optimizer), optimizer.param_groups[entry.group], values, count + 1)
     if table.owner is None or table.owner() is not optimizer:
         _take_over(table, optimizer, count > 0, _STATE in state, made)
     if _STATE in state:
@@ -176,8 +192,8 @@ def _take_over(table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, lo
     table.owner = weakref.ref(optimizer)
 
 
-def _steps_of(optimizer: torch.optim.Optimizer, entry: _Entry) -> int:
-    return int(optimizer.state[entry.anchor].get(_STEP, 0))
+def _steps_of(state: Dict[str, Any]) -> int:
+    return int(state.get(_STEP, 0))
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:

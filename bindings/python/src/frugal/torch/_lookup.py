@@ -162,11 +162,11 @@ def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
     grad = _inputs.gradient(grad)
     wanted = needed[3 + count + 2 :: 3]
     weight_grads = _weight_grads(ctx, lookup, grad, tensors, wanted) if True in wanted else None
-    held = None
+    held, nodes = None, ctx.next_functions
     for i, table in enumerate(lookup.tables):
-        if needed[3 + i] and _executes(ctx.next_functions[i][0]):
+        if needed[3 + i] and _executes(nodes[i][0]):
             if held is None:
-                held = Held(lookup, _kept(tensors, ctx.mine), grad, lookup.steps.count_backward())
+                held = Held(lookup, _kept(tensors, ctx.mine), grad, next(lookup.steps.backwards))
             table.anchor.hold(held, lookup.places[i])
     if weight_grads is None:
         return (None,) * len(needed)

@@ -19,7 +19,6 @@ from typing import (
     Tuple,
     TypeVar,
     Union,
-    cast,
 )
 
 import torch
@@ -60,16 +59,6 @@ def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
     alive = trainer()
     if alive is not None:
         _steps.of(alive).drop_later(table)
-
-
-def _run_uncompiled(
-    module: "_Module", rows: int, tensors: List[Optional[torch.Tensor]], mine: int
-) -> torch.Tensor:
-    return module._run_now(rows, tensors, mine)
-
-
-# torch.compile breaks the graph here: it cannot see what the library does.
-_run_uncompiled = torch.compiler.disable(_run_uncompiled)  # type: ignore[no-untyped-call]
 
 
 def _refuse(max_norm: Optional[float], scale_grad_by_freq: bool) -> None:
@@ -171,29 +160,33 @@ class _Module(torch.nn.Module):
             weakref.finalize(self, _drop, weakref.ref(self._trainer), table.table)
         return table
 
-    def _run(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int = 0) -> torch.Tensor:
-        if is_compiling():
-            return _run_uncompiled(self, rows, tensors, mine)
-        return self._run_now(rows, tensors, mine)
-
-    def _run_now(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int) -> torch.Tensor:
+    def _run(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int = 0) -> Any:
         if _get_tracing_state() is not None:
             self._refuse_tracing()
         anchors = self._anchors
         dtype = anchors[0].dtype
         if not torch.is_grad_enabled():
             out = self._lookup.read(rows, tensors)[0]
-        elif any([anchor.requires_grad for anchor in anchors]):
-            out = cast(torch.Tensor, _training_lookup(self._lookup, rows, mine, *anchors, *tensors))
+        elif (anchors[0].requires_grad if len(anchors) == 1 else any([anchor.requires_grad for anchor in anchors])):
+            out = _training_lookup(self._lookup, rows, mine, *anchors, *tensors)
         elif any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
-            out = cast(torch.Tensor, _reading_lookup(self._lookup, rows, *tensors))
+            out = _reading_lookup(self._lookup, rows, *tensors)
         else:
             out = self._lookup.read(rows, tensors)[0]
         return out if dtype is torch.float32 else out.to(dtype)
 
-    def _refuse_exporting(self) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_uncompiled(self, *args: Any) -> torch.Tensor:
+        """torch.compile breaks the graph here: it cannot see what the library does."""
+        out: torch.Tensor = self._run(*args)
+        return out
+
+    def _runner(self) -> Callable[..., torch.Tensor]:
+        """How a forward that is being compiled runs."""
         if torch.compiler.is_exporting():
             self._refuse_tracing()
+        runner: Callable[..., torch.Tensor] = self._run_uncompiled
+        return runner
 
     def _refuse_tracing(self) -> NoReturn:
         raise RuntimeError(
@@ -400,11 +393,10 @@ class Embedding(_Single):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the keys `input`, of any shape."""
-        if is_compiling():
-            self._refuse_exporting()
+        run = self._runner() if is_compiling() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
-        return self._run(keys.numel(), [keys, None, None], mine).view(*input.shape, self.embedding_dim)
+        return run(keys.numel(), [keys, None, None], mine).view(*input.shape, self.embedding_dim)
 
     @classmethod
     def from_pretrained(
@@ -475,20 +467,19 @@ class EmbeddingBag(_Single):
         per_sample_weights: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Bags of the keys `input`: 2-D, a bag in each row, or 1-D with `offsets`. Returns (bags, embedding_dim)."""
-        if is_compiling():
-            self._refuse_exporting()
+        run = self._runner() if is_compiling() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
             device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
         )  # fmt: skip
         if self.mode == _MAX:
-            return self._max(keys, ends)
-        return self._run(ends.shape[0] - 1, [keys, ends, weights], mine)
+            return self._max(run, keys, ends)
+        return run(ends.shape[0] - 1, [keys, ends, weights], mine)
 
-    def _max(self, keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def _max(self, run: Callable[..., torch.Tensor], keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """PyTorch's own maximum of the rows of each key, which are looked up for it."""
         keys = keys.reshape(-1)
-        rows = self._run(keys.numel(), [keys, None, None])
+        rows = run(keys.numel(), [keys, None, None])
         places, padding = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device), None
         if self.padding_idx is not None:
             padding = rows.shape[0]
@@ -605,8 +596,7 @@ class EmbeddingBagCollection(_Module):
         of batch + 1 numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the
         keys.
         """
-        if is_compiling():
-            self._refuse_exporting()
+        run = self._runner() if is_compiling() else self._run
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []
         mine = 0  # which of them are nobody else's
@@ -633,7 +623,7 @@ class EmbeddingBagCollection(_Module):
                 ours = (keys is not value) | 2
             mine |= ours << len(tensors)
             tensors += [keys, ends, weights]
-        return self._run(batch, tensors, mine)
+        return run(batch, tensors, mine)
 
     def split(self, output: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Views of an output, by feature."""

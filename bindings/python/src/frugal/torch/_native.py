@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer
-from typing import Any, Callable, NamedTuple, Optional, Tuple
+from ctypes import Array, addressof, byref, c_char, c_size_t, c_uint64, c_void_p
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Type
 
 import torch
 
@@ -32,13 +32,19 @@ class KeyOutOfRange(frugal.KeyOutOfRange, RuntimeError):
 _CLASSES = {frugal.InvalidArgument: InvalidArgument, frugal.KeyOutOfRange: KeyOutOfRange}
 
 
+_memories: Dict[int, Type[Array[c_char]]] = {}  # of so many ops
+
+
 class Ops:
     """The ops of a call, in the memory that goes to the library."""
 
     __slots__ = ("count", "memory")
 
     def __init__(self, most: int) -> None:
-        self.memory = create_string_buffer(max(most, 1) * _SIZE)
+        kind = _memories.get(most)
+        if kind is None:
+            kind = _memories[most] = c_char * (max(most, 1) * _SIZE)
+        self.memory = kind()
         self.count = 0
 
     def add(

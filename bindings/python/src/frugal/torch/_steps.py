@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 
@@ -27,7 +27,6 @@ from . import _native
 from ._anchor import Anchor, Gradient, Part
 from ._native import Ops
 
-_generation = 0  # forks between the program's first process and this one
 _PAUSE = 0.001  # seconds between two tries to call what has to wait for other ranks
 
 
@@ -130,35 +129,27 @@ def _fixed(optimizer: frugal.Optimizer) -> Tuple[Any, ...]:
     return optimizer._kind, getattr(optimizer, "initial_accumulator", 0.0)
 
 
-class _Lock:
-    """An RLock that a forked child does not wait for: whoever held it at the fork is not there."""
+class _ParentsLock:
+    """What a forked child has in a lock's place: whoever held the lock at the fork is not there."""
 
-    def __init__(self) -> None:
-        self._generation = _generation
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        if self._generation != _generation:
-            raise frugal.Forked("the trainer is the parent's; open an engine after fork()", FORKED)
-        self._lock.acquire()
+    def __enter__(self) -> NoReturn:
+        raise frugal.Forked("the trainer is the parent's; open an engine after fork()", FORKED)
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        pass
 
-    def is_mine(self) -> bool:
-        """Whether this thread holds it."""
-        owned: bool = self._lock._is_owned()  # type: ignore[attr-defined]
-        return owned
+    def acquire(self, blocking: bool = True) -> bool:
+        return False
 
-    def try_acquire(self) -> bool:
-        return self._generation == _generation and self._lock.acquire(blocking=False)
+    def _is_owned(self) -> bool:
+        return False
 
 
 class Shared:
     """What the ranks of an engine that are in this process must say alike."""
 
     def __init__(self) -> None:
-        self._lock = _Lock()
+        self._lock: Any = threading.RLock()
         self._optimizers: Dict[str, frugal.Optimizer] = {}
         self._said: Dict[int, Dict[int, Dict[str, Dict[str, float]]]] = {}  # by step, rank, table
 
@@ -205,7 +196,8 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
-        self.lock = _Lock()
+        self.device = self.native.device
+        self.lock: Any = threading.RLock()
         self.rank: int = trainer.rank
         self.shared = _shared_of(trainer.engine)
         committed = trainer.engine.committed_step()
@@ -213,7 +205,7 @@ class Steps:
         self.open = False
         self.world_size: int = trainer.engine.world_size
         self.tables: Dict[str, Table] = {}
-        self._backwards = itertools.count()
+        self.backwards = itertools.count()  # their numbers: gradients are pushed in this order
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
         self._interrupted = False
         self._cancelled: List[_native.Batch] = []
@@ -226,10 +218,6 @@ class Steps:
         trainer = self._trainer()
         assert trainer is not None, "whoever uses the steps holds the trainer"
         return trainer
-
-    @property
-    def device(self) -> torch.device:
-        return self.native.device
 
     def name(self, kind: str) -> str:
         """A name for a table without one: the same on all ranks that make their modules in the same order."""
@@ -327,10 +315,6 @@ class Steps:
             self._tried(self.native.lookup, ops)
             return self.next
 
-    def count_backward(self) -> int:
-        """Numbers a backward: gradients are pushed in this order."""
-        return next(self._backwards)
-
     def apply(self, updates: Sequence[Update], skip: bool = False) -> None:
         """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing."""
         with self.lock:
@@ -387,26 +371,26 @@ class Steps:
     def cancel_later(self, batches: List[_native.Batch]) -> None:
         """Takes declarations back, at once if nobody is using the trainer, or else before the next step begins."""
         self._cancelled += batches
-        if self._cancelled and self.lock.try_acquire():
+        if self._cancelled and self.lock.acquire(blocking=False):
             try:
                 self.cancel()
             except frugal.StepAborted as error:
                 self._untold = error
             finally:
-                self.lock.__exit__()
+                self.lock.release()
 
     def drop_later(self, table: frugal.Table) -> None:
         """Drops a table, at once if nobody is using the trainer, or else before the next step begins. The collector calls
         this, in any thread and in the middle of anything."""
         self._dropped.append(table)
-        if not self.lock.is_mine() and self.lock.try_acquire():
+        if not self.lock._is_owned() and self.lock.acquire(blocking=False):
             try:
                 self.outside()
                 self._drop()
             except frugal.Error:
                 pass  # it went with its engine
             finally:
-                self.lock.__exit__()
+                self.lock.release()
 
     def _drop(self) -> None:
         while self._dropped:
@@ -529,9 +513,12 @@ _steps_lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    global _steps_lock, _generation
+    global _steps_lock
     _steps_lock = threading.RLock()
-    _generation += 1
+    for steps in _steps.values():
+        steps.lock = _ParentsLock()
+    for shared in _shared.values():
+        shared._lock = _ParentsLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,140 @@
+"""Training loops with torch.nn.EmbeddingBag, and the same loops with the class replaced: how much faster they are.
+
+    python torch_loops.py [--only small] [--turns N] [--json FILE]
+
+A loop is what a user's is: zero_grad, forward, loss, backward, step of a torch optimizer, and a dense layer on top of
+the bags. Sides: `torch`, with sparse=True; `frugal`, the class replaced and no more; `lookahead`, with the batches in
+frugal.torch.Lookahead as well. Sides take turns of some steps in one process, so that a bad minute of the machine hits
+all; what is told is the median over turns of the ratio of two sides' turns. Engines are flushed within each turn. Before,
+all sides must agree on the loss of the last step.
+
+small: 3 tables of 1,000 x 16, batches of 128 with 4 keys a bag, SGD. large: 4 M x 32, 2,048 bags of 20 keys. tables:
+26 tables of 100,000 x 32, batches of 2,048, one key a bag. The last two with Adagrad.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import torch
+
+import frugal.torch as ft
+
+Batch = List[Tuple[torch.Tensor, torch.Tensor]]  # of each table: keys, offsets
+
+
+class Shape(NamedTuple):
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+    bag: int
+    optimizer: str
+    steps: int  # of a turn
+    aims: Dict[Tuple[str, str], float]
+
+
+SHAPES = {
+    "loop": Shape(3, 1_000, 16, 128, 1, "SGD", 200, {("frugal", "torch"): 1.2}),
+    "small": Shape(3, 1_000, 16, 128, 4, "SGD", 200, {("lookahead", "frugal"): 0.98, ("frugal", "torch"): 1.0}),
+    "large": Shape(1, 4_000_000, 32, 2_048, 20, "Adagrad", 20, {("lookahead", "frugal"): 1.1, ("frugal", "torch"): 5.0}),
+    "tables": Shape(26, 100_000, 32, 2_048, 1, "Adagrad", 20, {("frugal", "torch"): 2.0}),
+}
+
+
+class Side:
+    def __init__(self, name: str, shape: Shape) -> None:
+        torch.manual_seed(1)
+        self.shape = shape
+        self.ahead = name == "lookahead"
+        bags: List[Any] = []
+        for _ in range(shape.tables):
+            weight = torch.full((shape.rows, shape.dim), 0.01)
+            if name == "torch":
+                bags.append(torch.nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight))
+            else:
+                bags.append(ft.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight))
+        self.bags = bags
+        self.top = torch.nn.Linear(shape.tables * shape.dim, 1)
+        parameters = [p for module in (*bags, self.top) for p in module.parameters()]
+        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, shape.optimizer)(parameters, lr=0.01)
+
+    def keys(self, batch: Batch) -> Dict[Any, torch.Tensor]:
+        return {bags: keys for bags, (keys, _) in zip(self.bags, batch)}
+
+    def turn(self, batches: List[Batch]) -> float:
+        """Seconds a step; the loss is kept."""
+        begin = time.perf_counter()
+        for batch in ft.Lookahead(batches, self.keys) if self.ahead else batches:
+            self.optimizer.zero_grad()
+            rows = [bags(*inputs) for bags, inputs in zip(self.bags, batch)]
+            loss = self.top(torch.cat(rows, 1)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+        if not isinstance(self.bags[0], torch.nn.EmbeddingBag):
+            ft.default_trainer().engine.flush()
+        self.loss = float(loss)
+        return (time.perf_counter() - begin) / len(batches)
+
+
+def batches_of(shape: Shape, count: int, generator: torch.Generator) -> List[Batch]:
+    offsets = torch.arange(0, shape.batch * shape.bag, shape.bag)
+    return [
+        [
+            (torch.randint(0, shape.rows, (shape.batch * shape.bag,), generator=generator), offsets)
+            for _ in range(shape.tables)
+        ]
+        for _ in range(count)
+    ]
+
+
+def measure(name: str, shape: Shape, turns: int) -> Dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    names = ["torch", "frugal", "lookahead"]
+    sides = {side: Side(side, shape) for side in names}
+    batches = batches_of(shape, shape.steps, generator)
+    for side in names:
+        for _ in range(4):  # a Lookahead looks at what it is worth for some batches
+            sides[side].turn(batches)
+    seconds: Dict[str, List[float]] = {side: [] for side in names}
+    for turn in range(turns):
+        batches = batches_of(shape, shape.steps, generator)
+        for side in names[turn % 3 :] + names[: turn % 3]:
+            seconds[side].append(sides[side].turn(batches))
+    losses = [sides[side].loss for side in names]
+    if max(losses) - min(losses) > 1e-4 * max(losses):
+        raise RuntimeError(f"{name}: the sides' losses differ: {dict(zip(names, losses))}")
+    found: Dict[str, Any] = {"shape": name, "us": {s: 1e6 * statistics.median(t) for s, t in seconds.items()}}
+    print(f"{name}: " + ", ".join(f"{side} {us:.0f} us" for side, us in found["us"].items()))
+    for fast, slow in [("frugal", "torch"), ("lookahead", "torch"), ("lookahead", "frugal")]:
+        ratio = statistics.median(b / a for a, b in zip(seconds[fast], seconds[slow]))
+        found[f"{fast} / {slow}"] = ratio
+        aim = shape.aims.get((fast, slow))
+        says = "" if aim is None else f" (aim {aim}: {'met' if ratio >= aim else 'NOT met'})"
+        print(f"  {fast} / {slow}: {ratio:.2f} x the speed{says}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SHAPES, action="append")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found = [measure(name, SHAPES[name], options.turns) for name in options.only or SHAPES]
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
