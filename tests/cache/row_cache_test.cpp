@@ -1,5 +1,6 @@
-// A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that lines have the bits of
-// the host rows. Random boundaries beside a model that knows all declared reads and looks for the best row to evict.
+// A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that
+// lines have the bits of the host rows. Random boundaries beside a model that knows all declared
+// reads and looks for the best row to evict.
 #include "cache/row_cache.h"
 
 #include <algorithm>
@@ -30,7 +31,8 @@ struct RowCacheTest : testing::Test {
     ASSERT_OK(cache.open(host, lines, &pool));
   }
   // A boundary. Rows come with their next reads.
-  void turn(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads, bool more = false) {
+  void turn(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
+            bool more = false) {
     Slots slots;
     std::vector<uint64_t> next;
     for (auto& [slot, n] : reads) {
@@ -40,8 +42,8 @@ struct RowCacheTest : testing::Test {
     }
     for (Vector<uint32_t>* v : {&admitted, &lines, &evicted}) v->clear();
     cache.turn_over(
-        more, step, slots.data(), next.data(), slots.size(), [&](uint32_t slot) { return known[slot]; }, &admitted, &lines,
-        &evicted);
+        more, step, slots.data(), next.data(), slots.size(),
+        [&](uint32_t slot) { return known[slot]; }, &admitted, &lines, &evicted);
   }
   Slots cached() const {
     Slots all;
@@ -80,7 +82,8 @@ TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
   EXPECT_EQ(cached(), (Slots{5, 7}));
 }
 
-// The row that is read last goes, first those of which nobody knows a read, of these the one that has been so for longest.
+// The row that is read last goes, first those of which nobody knows a read, of these the one that
+// has been so for longest.
 TEST_F(RowCacheTest, WhoGoes) {
   open(3);
   turn(1, {{1, 20}});
@@ -145,7 +148,8 @@ TEST_F(RowCacheTest, DroppedRows) {
   EXPECT_EQ(admitted, Vector<uint32_t>{5}) << "its line is free";
   uint32_t line = 0, slots[3];
   Slots gone;
-  while (const size_t n = cache.drop_some(&line, slots, 3)) gone.insert(gone.end(), slots, slots + n);
+  while (const size_t n = cache.drop_some(&line, slots, 3))
+    gone.insert(gone.end(), slots, slots + n);
   std::sort(gone.begin(), gone.end());
   EXPECT_EQ(gone, (Slots{1, 3, 4, 5}));
   EXPECT_EQ(cache.size(), 0u);
@@ -160,14 +164,16 @@ TEST_F(RowCacheTest, Bytes) {
     EXPECT_EQ(RowCache::bytes_for(layout, 0), 0u);
     for (uint64_t n = 1; n < 3000; n += 1 + n / 3) {
       const uint64_t values = n * layout.value_stride * 4, state = n * layout.state_stride * 4;
-      const uint64_t rounding = BufferPool::capacity_for(values) - values + BufferPool::capacity_for(state) - state;
+      const uint64_t rounding =
+          BufferPool::capacity_for(values) - values + BufferPool::capacity_for(state) - state;
       EXPECT_LE(RowCache::bytes_for(layout, n), n * RowCache::line_bytes(layout) + rounding) << n;
       EXPECT_GT(RowCache::bytes_for(layout, n), values + state);
     }
   }
 }
 
-// Lines in the memory of a device: who calls moves the bytes. A table without state has none to copy.
+// Lines in the memory of a device: who calls moves the bytes. A table without state has none to
+// copy.
 TEST_F(RowCacheTest, LinesElsewhere) {
   open(2, FRUGAL_SGD);
   RowCache elsewhere;
@@ -203,8 +209,8 @@ TEST_F(RowCacheTest, WithoutMemoryForLines) {
 
 // --- Walks ---------------------------------------------------------------------------------------
 
-// Boundaries of many steps. Reads are known some steps ahead; some are declared late; rows are put and deleted; memory
-// fails. Ranks push what they like.
+// Boundaries of many steps. Reads are known some steps ahead; some are declared late; rows are put
+// and deleted; memory fails. Ranks push what they like.
 class Walk {
  public:
   explicit Walk(uint64_t seed) : random_(seed) {
@@ -212,7 +218,8 @@ class Walk {
     lines_ = choices[random_.below(6)];
     optimizer_ = random_.one_in(2) ? FRUGAL_ADAM : FRUGAL_ROWWISE_ADAGRAD;
     hot_ = random_.one_in(2);
-    // Where boundaries are added to, or memory fails, lines may be in no list, and the choice may be another one.
+    // Where boundaries are added to, or memory fails, lines may be in no list, and the choice may
+    // be another one.
     added_to_ = random_.one_in(2);
     memory_fails_ = random_.one_in(4);
     Rows::Config c;
@@ -239,7 +246,10 @@ class Walk {
  private:
   static constexpr uint64_t kAhead = 6;
 
-  uint32_t some_row() { return static_cast<uint32_t>(hot_ && !random_.one_in(3) ? random_.below(9) : random_.below(kRows)); }
+  uint32_t some_row() {
+    return static_cast<uint32_t>(hot_ && !random_.one_in(3) ? random_.below(9)
+                                                            : random_.below(kRows));
+  }
   uint64_t next_read(uint32_t slot) const {
     for (auto at = reads_.upper_bound(step_); at != reads_.end(); ++at)
       if (at->second.count(slot)) return at->first;
@@ -265,7 +275,8 @@ class Walk {
 
     fresh_.clear();
     Slots slots(reads_[step_].begin(), reads_[step_].end());
-    const bool late = added_to_ && random_.one_in(3) && slots.size() > 2;  // some of it is declared when the boundary is planned
+    const bool late = added_to_ && random_.one_in(3) &&
+                      slots.size() > 2;  // some of it is declared when the boundary is planned
     Slots rest;
     if (late)
       for (size_t n = 1 + random_.below(slots.size() - 1); n > 0; --n) {
@@ -287,8 +298,9 @@ class Walk {
     terms.reserve(kRows, ranks);
     if (update->n) {
       update->merge_range(0, UINT64_MAX, &terms, [&] {
-        device::kernels().apply_terms(host_.ref(), update->scalars, terms.slots.data(), terms.slots.size(),
-                                      terms.terms.data(), terms.start.data(), nullptr);
+        device::kernels().apply_terms(host_.ref(), update->scalars, terms.slots.data(),
+                                      terms.slots.size(), terms.terms.data(), terms.start.data(),
+                                      nullptr);
       });
     }
     cache_.apply(touched, *update, &terms);
@@ -296,10 +308,12 @@ class Walk {
     const RowLayout& l = host_.layout();
     // (State is not to be seen. It shows in what the next update makes of the row.)
     for (auto& [slot, line] : model_) {
-      ASSERT_EQ(std::memcmp(cache_.values(line), host_.values(slot), l.dim * 4), 0) << "row " << slot;
+      ASSERT_EQ(std::memcmp(cache_.values(line), host_.values(slot), l.dim * 4), 0)
+          << "row " << slot;
     }
     if (random_.one_in(4) && !model_.empty()) {
-      const uint32_t slot = std::next(model_.begin(), static_cast<ptrdiff_t>(random_.below(model_.size())))->first;
+      const uint32_t slot =
+          std::next(model_.begin(), static_cast<ptrdiff_t>(random_.below(model_.size())))->first;
       cache_.drop(slot);
       model_.erase(slot);
     }
@@ -322,8 +336,8 @@ class Walk {
     Vector<uint32_t> admitted, lines, evicted;
     const auto call = [&] {
       cache_.turn_over(
-          more, step_, slots.data(), next.data(), slots.size(), [&](uint32_t s) { return next_read(s); }, &admitted, &lines,
-          &evicted);
+          more, step_, slots.data(), next.data(), slots.size(),
+          [&](uint32_t s) { return next_read(s); }, &admitted, &lines, &evicted);
     };
     bool again = true;
     if (memory_fails_ && random_.one_in(4)) {
@@ -363,10 +377,11 @@ class Walk {
     to_.insert(to_.end(), lines.begin(), lines.end());
   }
 
-  // Of what was there and is not read by the step, the farthest goes for each that comes, if it is farther. Which of
-  // several with the same next read is left open.
-  void check_choice(const std::map<uint32_t, uint32_t>& before, const Slots& slots, const std::vector<uint64_t>& next,
-                    const Vector<uint32_t>& admitted, const Vector<uint32_t>& evicted) {
+  // Of what was there and is not read by the step, the farthest goes for each that comes, if it is
+  // farther. Which of several with the same next read is left open.
+  void check_choice(const std::map<uint32_t, uint32_t>& before, const Slots& slots,
+                    const std::vector<uint64_t>& next, const Vector<uint32_t>& admitted,
+                    const Vector<uint32_t>& evicted) {
     std::multiset<uint64_t> may_go, gone, wanted_gone;
     for (auto& [slot, line] : before)
       if (!read_.count(slot)) may_go.insert(next_read(slot));
@@ -397,7 +412,8 @@ class Walk {
     }
   }
 
-  // Lines that were there and are updated: those first that the step reads, each with its terms by rank.
+  // Lines that were there and are updated: those first that the step reads, each with its terms by
+  // rank.
   void check_touched(const StepUpdate& update, const LineUpdate& touched) {
     std::vector<uint32_t> wanted;
     size_t urgent = 0;
@@ -405,7 +421,8 @@ class Walk {
       for (auto& [slot, line] : model_) {
         bool updated = false;
         for (const Handover& h : update.ranks) updated |= h.part->contains(slot);
-        if (updated && !fresh_.count(slot) && (read_.count(slot) != 0) == reads) wanted.push_back(line);
+        if (updated && !fresh_.count(slot) && (read_.count(slot) != 0) == reads)
+          wanted.push_back(line);
       }
       if (reads) urgent = wanted.size();
     }

@@ -1,5 +1,5 @@
-// The two-level queue and the tree heap, by their one interface: random operations beside a map, and what a map does
-// not show: memory, memory that fails, places that have gone stale.
+// The two-level queue and the tree heap, by their one interface: random operations beside a map,
+// and what a map does not show: memory, memory that fails, places that have gone stale.
 #include "flush/queue.h"
 
 #include <algorithm>
@@ -18,7 +18,9 @@ namespace {
 using Ids = std::vector<uint32_t>;
 
 struct QueueTest : testing::TestWithParam<bool> {
-  QueueTest() : queue(GetParam() ? make_tree_heap() : make_two_level_queue()) { queue->reserve_ids(kIds); }
+  QueueTest() : queue(GetParam() ? make_tree_heap() : make_two_level_queue()) {
+    queue->reserve_ids(kIds);
+  }
   static constexpr uint32_t kIds = 20000;
 
   Ids pop(uint64_t base, uint32_t limit_rank, size_t max) {
@@ -88,7 +90,8 @@ TEST_P(QueueTest, NothingAboveTheLimit) {
 TEST_P(QueueTest, AnAdjustedEntryIsThereOnce) {
   queue->push(1, 20);
   queue->push(2, 30);
-  for (const uint8_t prio : {uint8_t{40}, uint8_t{5}, uint8_t{5}, kInfinity, uint8_t{20}, uint8_t{35}})
+  for (const uint8_t prio :
+       {uint8_t{40}, uint8_t{5}, uint8_t{5}, kInfinity, uint8_t{20}, uint8_t{35}})
     queue->adjust(1, prio);
   EXPECT_EQ(pop(0, kRing, 8), (Ids{2, 1}));
   // Its former places do not bring it back, nor do they count for it when it is queued again.
@@ -139,7 +142,7 @@ TEST_P(QueueTest, ManyOfOnePriority) {
   for (uint32_t id = 4000; id < 5000; ++id) queue->stage(id, 7);
   queue->commit_stage();
   Ids got;
-  for (size_t n = 1; got.size() < all.size(); n = n % 700 + 13) {
+  for (size_t n = 1; got.size() < all.size() && !HasFatalFailure(); n = n % 700 + 13) {
     const Ids some = pop(0, kRing, n);
     ASSERT_FALSE(some.empty());
     got.insert(got.end(), some.begin(), some.end());
@@ -156,7 +159,8 @@ TEST_P(QueueTest, IdsGrow) {
   EXPECT_EQ(pop(0, kRing, 8), (Ids{3 * kIds - 1, kIds - 1}));
 }
 
-// Beside a map from entry to priority. The base moves on as it does in a window: no step is passed that has entries.
+// Beside a map from entry to priority. The base moves on as it does in a window: no step is passed
+// that has entries.
 TEST_P(QueueTest, RandomOperations) {
   for (int round = 0; round < 6; ++round) {
     Random random(test_seed() + static_cast<uint64_t>(round));
@@ -174,7 +178,8 @@ TEST_P(QueueTest, RandomOperations) {
       Ids some;
       for (size_t tries = 0; some.size() < n && tries < 4 * n; ++tries) {
         const auto id = static_cast<uint32_t>(random.below(ids));
-        if (!queued.count(id) && !staged.count(id) && std::find(some.begin(), some.end(), id) == some.end())
+        if (!queued.count(id) && !staged.count(id) &&
+            std::find(some.begin(), some.end(), id) == some.end())
           some.push_back(id);
       }
       return some;
@@ -253,7 +258,9 @@ TEST_P(QueueTest, RandomOperations) {
         default: {
           // Entries of the base step go, those that are staged for it become less urgent.
           const uint8_t passed = static_cast<uint8_t>(base % kRing);
-          while (std::any_of(queued.begin(), queued.end(), [&](auto& e) { return e.second == passed; })) take(0, 64);
+          const auto is_passed = [&](auto& e) { return e.second == passed; };
+          while (std::any_of(queued.begin(), queued.end(), is_passed) && !HasFatalFailure())
+            take(0, 64);
           for (auto& [id, p] : staged)
             if (p == passed) queue->adjust_staged(id, p = kInfinity);
           queue->set_base(++base);
@@ -270,15 +277,17 @@ TEST_P(QueueTest, RandomOperations) {
 
 // Its owner serializes calls, from many threads: each entry is taken by one of them.
 TEST_P(QueueTest, ManyThreads) {
+  if (testing::UnitTest::GetInstance()->failed_test_count() != 0)
+    GTEST_SKIP() << "threads may wait for ever where entries are lost";
   constexpr uint32_t kThreads = 4, kEach = 2000;
   std::mutex mu;
   std::vector<std::atomic<int>> taken(kThreads * kEach);
-  std::atomic<uint32_t> left{kThreads * kEach};
+  std::atomic<int64_t> left{kThreads * kEach};
   std::vector<std::thread> threads;
   for (uint32_t t = 0; t < kThreads; ++t)
     threads.emplace_back([&, t] {
       uint32_t ids[32];
-      for (uint32_t next = t * kEach, end = next + kEach; left.load() != 0;) {
+      for (uint32_t next = t * kEach, end = next + kEach; left.load() > 0;) {
         if (next < end) {
           std::lock_guard<std::mutex> lock(mu);
           queue->push(next, static_cast<uint8_t>(next % kRing));
@@ -292,7 +301,7 @@ TEST_P(QueueTest, ManyThreads) {
           n = queue->pop(0, kRing, ids, 32);
         }
         for (size_t i = 0; i < n; ++i) taken[ids[i]].fetch_add(1);
-        left.fetch_sub(static_cast<uint32_t>(n));
+        left.fetch_sub(static_cast<int64_t>(n));
         if (n == 0) std::this_thread::yield();
       }
     });
@@ -300,7 +309,8 @@ TEST_P(QueueTest, ManyThreads) {
   for (auto& n : taken) ASSERT_EQ(n.load(), 1);
 }
 
-// Entries that change their priority for ever leave stale places behind, and memory stays that of the entries.
+// Entries that change their priority for ever leave stale places behind, and memory stays that of
+// the entries.
 TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   const Ids all = range(0, 3000);
   queue->push(all.data(), all.size(), 1);
@@ -309,17 +319,21 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   HeapCount count;
   for (int i = 0; i < 200000; ++i) {
     const uint32_t id = static_cast<uint32_t>(random.below(all.size()));
-    queue->adjust(id, prio[id] = random.one_in(3) ? kInfinity : static_cast<uint8_t>(random.below(kRing)));
+    queue->adjust(
+        id, prio[id] = random.one_in(3) ? kInfinity : static_cast<uint8_t>(random.below(kRing)));
   }
-  // 200,000 places are 393 blocks. Half of those that stay may be stale, and each of 65 bags has one begun.
+  // 200,000 places are 393 blocks. Half of those that stay may be stale, and each of 65 bags has
+  // one begun.
   EXPECT_LE(count.so_far(), 150);
   const Ids got = pop(0, kRing, all.size() + 1);
-  for (size_t i = 1; i < got.size(); ++i) ASSERT_LE(prio_rank(prio[got[i - 1]], 0), prio_rank(prio[got[i]], 0));
+  for (size_t i = 1; i < got.size(); ++i)
+    ASSERT_LE(prio_rank(prio[got[i - 1]], 0), prio_rank(prio[got[i]], 0));
   EXPECT_EQ(sorted(got), all);
   EXPECT_EQ(pop(0, kRing, 1), Ids());
 }
 
-// An entry that was taken and staged again for a priority of old stands at its old place; its owner puts it back.
+// An entry that was taken and staged again for a priority of old stands at its old place; its owner
+// puts it back.
 TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(1, 5);
   queue->push(2, 5);

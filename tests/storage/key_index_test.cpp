@@ -1,4 +1,5 @@
-// The key index beside a map: keys that meet in a bucket, the table's end, growth, deletion, and memory that is refused.
+// The key index beside a map: keys that meet in a bucket, the table's end, growth, deletion, and
+// memory that is refused.
 #include "storage/key_index.h"
 
 #include <algorithm>
@@ -12,9 +13,11 @@ namespace {
 
 using Keys = std::vector<uint64_t>;
 
-constexpr uint64_t kAtFirst = (uint64_t{2} << 20) / 64 * 4;  // keys that a new index of any larger capacity holds
+constexpr uint64_t kAtFirst =
+    (uint64_t{2} << 20) / 64 * 4;  // keys that a new index of any larger capacity holds
 
-// The key whose hash is `hash`: the steps of KeyIndex::hash, backwards. Buckets are in the order of hashes.
+// The key whose hash is `hash`: the steps of KeyIndex::hash, backwards. Buckets are in the order of
+// hashes.
 uint64_t key_of_hash(uint64_t hash) {
   const auto inverse = [](uint64_t odd) {
     uint64_t x = odd;
@@ -47,7 +50,8 @@ struct KeyIndexTest : testing::Test {
     index.find(keys.data(), keys.size(), slots.data());
     for (size_t i = 0; i < keys.size(); ++i) {
       auto at = model.find(keys[i]);
-      ASSERT_EQ(slots[i], at == model.end() ? KeyIndex::kNone : at->second) << "key " << keys[i] << " of many";
+      ASSERT_EQ(slots[i], at == model.end() ? KeyIndex::kNone : at->second)
+          << "key " << keys[i] << " of many";
       if (i % 7 == 0) {
         ASSERT_EQ(index.find(keys[i]), slots[i]) << "key " << keys[i];
       }
@@ -76,7 +80,8 @@ TEST_F(KeyIndexTest, AnyKeyIsAKey) {
   index.find(nullptr, 0, nullptr);
 }
 
-// Keys of one home: five have places there, the others pass on, and what is erased between them cuts nobody off.
+// Keys of one home: five have places there, the others pass on, and what is erased between them
+// cuts nobody off.
 TEST_F(KeyIndexTest, KeysOfOneBucket) {
   ASSERT_OK(index.open(100000, &budget));
   const uint64_t last = ~uint64_t{0};
@@ -133,7 +138,8 @@ TEST_F(KeyIndexTest, GrowsWithinItsBytes) {
         ASSERT_OK(full.make_room(1));
         full.insert(i * 0x9e3779b97f4a7c15ull, static_cast<uint32_t>(i));
       }
-      for (uint64_t i = 0; i < capacity; i += 97) ASSERT_EQ(full.find(i * 0x9e3779b97f4a7c15ull), i);
+      for (uint64_t i = 0; i < capacity; i += 97)
+        ASSERT_EQ(full.find(i * 0x9e3779b97f4a7c15ull), i);
       EXPECT_EQ(full.size(), capacity);
       EXPECT_EQ(limit.used.load(), full.memory_bytes());
     }

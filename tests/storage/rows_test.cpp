@@ -1,4 +1,5 @@
-// The host rows of a table: which row is whose, what a new row begins with, and what is left when something fails.
+// The host rows of a table: which row is whose, what a new row begins with, and what is left when
+// something fails.
 #include "storage/rows.h"
 
 #include <algorithm>
@@ -19,7 +20,8 @@ using Slots = std::vector<uint32_t>;
 
 constexpr uint64_t kPadding = 999;
 
-Rows::Config config(uint64_t capacity, bool hashed, bool lazy = false, int32_t optimizer = FRUGAL_ADAM, uint32_t dim = 5) {
+Rows::Config config(uint64_t capacity, bool hashed, bool lazy = false,
+                    int32_t optimizer = FRUGAL_ADAM, uint32_t dim = 5) {
   Rows::Config c;
   c.capacity = capacity;
   c.hashed = hashed;
@@ -30,7 +32,8 @@ Rows::Config config(uint64_t capacity, bool hashed, bool lazy = false, int32_t o
 }
 
 struct RowsTest : testing::Test {
-  Status resolve(const Keys& keys, Missing missing, Slots* slots, Vector<uint32_t>* created = nullptr) {
+  Status resolve(const Keys& keys, Missing missing, Slots* slots,
+                 Vector<uint32_t>* created = nullptr) {
     slots->assign(keys.size(), 12345);
     return rows.resolve(keys.data(), keys.size(), &kPadding, missing, slots->data(), created);
   }
@@ -50,7 +53,8 @@ struct RowsTest : testing::Test {
     std::vector<float> state(of.layout().state_floats + 1);
     of.export_state(slot, state.data());
     for (uint32_t c = 0; c < spec.state_columns; ++c)
-      for (uint32_t i = 0; i < spec.column_floats; ++i) right &= state[c * spec.column_floats + i] == spec.state[c];
+      for (uint32_t i = 0; i < spec.column_floats; ++i)
+        right &= state[c * spec.column_floats + i] == spec.state[c];
     return right;
   }
   static void spoil(const Rows& of, uint32_t slot) {
@@ -71,10 +75,13 @@ TEST(RowLayouts, Strides) {
   struct {
     uint32_t dim;
     size_t value_bytes;
-  } const sizes[] = {{1, 16}, {4, 16}, {5, 32}, {8, 32}, {9, 64}, {17, 128}, {32, 128}, {33, 192}, {48, 192}, {49, 256}};
+  } const sizes[] = {{1, 16},   {4, 16},   {5, 32},   {8, 32},   {9, 64},
+                     {17, 128}, {32, 128}, {33, 192}, {48, 192}, {49, 256}};
   for (auto [dim, bytes] : sizes) {
-    const RowLayout none = RowLayout::of(dim, FRUGAL_SGD), one = RowLayout::of(dim, FRUGAL_MOMENTUM),
-                    two = RowLayout::of(dim, FRUGAL_FTRL), row = RowLayout::of(dim, FRUGAL_ROWWISE_ADAGRAD);
+    const RowLayout none = RowLayout::of(dim, FRUGAL_SGD),
+                    one = RowLayout::of(dim, FRUGAL_MOMENTUM),
+                    two = RowLayout::of(dim, FRUGAL_FTRL),
+                    row = RowLayout::of(dim, FRUGAL_ROWWISE_ADAGRAD);
     EXPECT_EQ(none.value_stride * 4, bytes) << dim;
     EXPECT_EQ(none.state_stride, 0u);
     EXPECT_EQ(none.state_floats, 0u);
@@ -85,7 +92,8 @@ TEST(RowLayouts, Strides) {
     EXPECT_EQ(row.state_stride, 1u);
     EXPECT_EQ(row.state_floats, 1u);
     float memory[4];
-    const device::RowsRef ref = two.at(reinterpret_cast<char*>(memory), reinterpret_cast<char*>(memory + 1));
+    const device::RowsRef ref =
+        two.at(reinterpret_cast<char*>(memory), reinterpret_cast<char*>(memory + 1));
     EXPECT_EQ(ref.values, memory);
     EXPECT_EQ(ref.state, memory + 1);
     EXPECT_EQ(ref.state_second, two.value_stride);
@@ -96,7 +104,8 @@ TEST(RowLayouts, Strides) {
 
 // State goes out and in as columns of dim floats, whatever lies between them.
 TEST_F(RowsTest, ExportedState) {
-  for (const int32_t optimizer : {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
+  for (const int32_t optimizer :
+       {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
     Rows some;
     ASSERT_OK(some.open(config(3, false, false, optimizer), &budget));
     ASSERT_OK(some.initialize_range(0, 3));
@@ -154,14 +163,16 @@ TEST_F(RowsTest, LazyRowsBeginWhenTheyAreUsed) {
   const uint64_t capacity = uint64_t{3} << 20;
   ASSERT_OK(rows.open(config(capacity, false, true), &budget));
   EXPECT_EQ(rows.memory_bytes(), 0u);
-  EXPECT_EQ(slots_of({5, kPadding, capacity - 1}, Missing::kReserve), (Slots{5, kNoSlot, static_cast<uint32_t>(capacity - 1)}));
+  EXPECT_EQ(slots_of({5, kPadding, capacity - 1}, Missing::kReserve),
+            (Slots{5, kNoSlot, static_cast<uint32_t>(capacity - 1)}));
   EXPECT_TRUE(is_new(rows, 5, 5));
   EXPECT_TRUE(is_new(rows, static_cast<uint32_t>(capacity - 1), capacity - 1));
   spoil(rows, 5);
   EXPECT_EQ(slots_of({5, 6}, Missing::kCreate), (Slots{5, 6}));
   EXPECT_FALSE(is_new(rows, 5, 5)) << "it has begun before";
   EXPECT_TRUE(is_new(rows, 6, 6));
-  // Values of 32 bytes and state of 64: two slabs, and four; the flags are fewer than a slab's bytes.
+  // Values of 32 bytes and state of 64: two slabs, and four; the flags are fewer than a slab's
+  // bytes.
   EXPECT_EQ(rows.memory_bytes(), 4 * SlabArray::kSlab + (capacity + 4095) / 4096 * 4096);
   // Memory that fails: the row has not begun.
   SystemFails fails(-1);
@@ -175,7 +186,8 @@ TEST_F(RowsTest, LazyRowsBeginWhenTheyAreUsed) {
 TEST_F(RowsTest, KeysThatAreMissing) {
   ASSERT_OK(rows.open(config(100, true), &budget));
   const Keys keys = {7, kPadding, UINT64_MAX, 7};
-  EXPECT_EQ(slots_of(keys, Missing::kLeave), (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
+  EXPECT_EQ(slots_of(keys, Missing::kLeave),
+            (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
   EXPECT_FALSE(rows.has_reserved());
   const Slots slots = slots_of(keys, Missing::kReserve);
   EXPECT_EQ(slots[0], slots[3]) << "a key has one row";
@@ -184,7 +196,8 @@ TEST_F(RowsTest, KeysThatAreMissing) {
   EXPECT_TRUE(is_new(rows, slots[0], 7));
   EXPECT_TRUE(rows.has_reserved());
   // Reserved rows exist for nobody.
-  EXPECT_EQ(slots_of(keys, Missing::kLeave), (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
+  EXPECT_EQ(slots_of(keys, Missing::kLeave),
+            (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
   EXPECT_EQ(rows.count(), 0u);
   EXPECT_FALSE(rows.exists(slots[0]));
   EXPECT_TRUE(all_keys().empty());
@@ -199,7 +212,8 @@ TEST_F(RowsTest, KeysThatAreMissing) {
   EXPECT_EQ(created, Vector<uint32_t>{slots[2]}) << "once";
   EXPECT_EQ(rows.count(), 1u);
   EXPECT_EQ(all_keys(), Keys{UINT64_MAX});
-  EXPECT_EQ(slots_of(keys, Missing::kLeave), (Slots{kMissingSlot, kNoSlot, slots[2], kMissingSlot}));
+  EXPECT_EQ(slots_of(keys, Missing::kLeave),
+            (Slots{kMissingSlot, kNoSlot, slots[2], kMissingSlot}));
   created.clear();
   ASSERT_OK(resolve(keys, Missing::kCreate, &again, &created));
   EXPECT_EQ(created, Vector<uint32_t>{slots[0]});
@@ -228,7 +242,8 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   Vector<int> descriptors;
   rows.create_reserved(slots.data(), 1, nullptr);
   EXPECT_EQ(all_keys(), Keys{12});
-  EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL) << "it was released twice, and is free once";
+  EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL)
+      << "it was released twice, and is free once";
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
 }
 
@@ -240,10 +255,12 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
   for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(is_new(rows, slots[i], 10 + i));
   EXPECT_EQ(rows.count(), 0u);
-  EXPECT_EQ(slots_of({10, 11}, Missing::kCreate), slots) << "declarations that name the places stay right";
+  EXPECT_EQ(slots_of({10, 11}, Missing::kCreate), slots)
+      << "declarations that name the places stay right";
 }
 
-// For who reads the flags of shared memory: existing rows, and those that an uncommitted step has created.
+// For who reads the flags of shared memory: existing rows, and those that an uncommitted step has
+// created.
 TEST_F(RowsTest, MarkedRows) {
   Rows::Config c = config(100, true);
   c.shared = true;
@@ -290,7 +307,8 @@ TEST_F(RowsTest, MarkedRows) {
   EXPECT_EQ(sgd.mappings(&descriptors), 13u);
 }
 
-// A table that is full fails the whole call; what the call had reserved is told, for others may have found it.
+// A table that is full fails the whole call; what the call had reserved is told, for others may
+// have found it.
 TEST_F(RowsTest, AFullTable) {
   ASSERT_OK(rows.open(config(50, true), &budget));
   slots_of({0, 1}, Missing::kCreate);
@@ -312,7 +330,8 @@ TEST_F(RowsTest, AFullTable) {
   EXPECT_EQ(resolve({UINT64_MAX - 4}, Missing::kReserve, &slots), FRUGAL_OK);
   for (uint64_t k = 2; k < 49; ++k) slots_of({k}, Missing::kReserve);
   EXPECT_EQ(resolve({UINT64_MAX - 5}, Missing::kReserve, &slots), FRUGAL_ERR_TABLE_FULL);
-  EXPECT_NE(LastMessage().find("-6 (unsigned 18446744073709551610)"), std::string::npos) << LastMessage();
+  EXPECT_NE(LastMessage().find("-6 (unsigned 18446744073709551610)"), std::string::npos)
+      << LastMessage();
 }
 
 // Whatever fails, no row exists that did not, and what is reserved is told or can be named again.
@@ -333,7 +352,8 @@ TEST_F(RowsTest, WithoutMemoryNothingExists) {
         SystemFails os(system ? n : 0);
         HeapFails heap(system ? 0 : n);
         try {
-          s = some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(), &created);
+          s = some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(),
+                           &created);
         } catch (const std::bad_alloc&) {
           s = FRUGAL_ERR_OUT_OF_MEMORY;
         }
@@ -346,7 +366,8 @@ TEST_F(RowsTest, WithoutMemoryNothingExists) {
       ASSERT_EQ(s, FRUGAL_ERR_OUT_OF_MEMORY);
       ASSERT_EQ(some.count(), 0u);
       ASSERT_TRUE(created.empty());
-      ASSERT_OK(some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(), &created));
+      ASSERT_OK(some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(),
+                             &created));
       ASSERT_EQ(some.count(), 4500u);
       for (size_t i = 0; i < keys.size(); i += 500) {
         ASSERT_EQ(some.key_of(slots[i]), keys[i]);
@@ -412,7 +433,8 @@ TEST_F(RowsTest, RandomOperations) {
         }
         ASSERT_OK(s);
         if (at == model.end()) {
-          for (auto& [other, row] : model) ASSERT_NE(row.slot, slot[0]) << "the place of key " << other;
+          for (auto& [other, row] : model)
+            ASSERT_NE(row.slot, slot[0]) << "the place of key " << other;
           ASSERT_TRUE(is_new(rows, slot[0], key)) << "key " << key;
           at = model.emplace(key, Row{slot[0], false, false}).first;
         }
@@ -458,11 +480,13 @@ TEST_F(RowsTest, RandomOperations) {
 TEST_F(RowsTest, AnotherOptimizersState) {
   enum { kEager, kLazy, kHashed };
   for (const int kind : {kEager, kLazy, kHashed})
-    for (const int32_t optimizer : {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
+    for (const int32_t optimizer :
+         {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
       SCOPED_TRACE(testing::Message() << "kind " << kind << ", optimizer " << optimizer);
       MemoryBudget own;
       Rows some;
-      const uint64_t capacity = kind == kLazy ? uint64_t{20} << 20 : 1000;  // flags of several slabs
+      const uint64_t capacity =
+          kind == kLazy ? uint64_t{20} << 20 : 1000;  // flags of several slabs
       ASSERT_OK(some.open(config(capacity, kind == kHashed, kind == kLazy, FRUGAL_MOMENTUM), &own));
       if (kind == kEager) {
         ASSERT_OK(some.initialize_range(0, capacity));
@@ -470,7 +494,8 @@ TEST_F(RowsTest, AnotherOptimizersState) {
       Keys keys = {0, 3, 999};
       if (kind == kLazy) keys.push_back(capacity - 1);
       Slots slots(keys.size());
-      ASSERT_OK(some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(), nullptr));
+      ASSERT_OK(
+          some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(), nullptr));
       for (uint32_t s : slots) spoil(some, s);
       Rows::State state;
       state.layout = RowLayout::of(5, optimizer);
@@ -483,7 +508,8 @@ TEST_F(RowsTest, AnotherOptimizersState) {
       ASSERT_OK(some.take_state(&state));
       EXPECT_EQ(some.state_floats(), state.layout.state_floats);
       EXPECT_EQ(some.ref_now().state_stride, state.layout.state_stride);
-      EXPECT_EQ(some.ref_now().state_second, state.layout.state_columns == 2 ? state.layout.value_stride : 0);
+      EXPECT_EQ(some.ref_now().state_second,
+                state.layout.state_columns == 2 ? state.layout.value_stride : 0);
       for (uint32_t s : slots) {
         EXPECT_EQ(some.values(s)[0], 77.0f);
         std::vector<float> out(state.layout.state_floats + 1);
@@ -564,7 +590,8 @@ TEST_F(RowsTest, PinnedRows) {
 }
 
 TEST_F(RowsTest, MoreThanTheBudget) {
-  for (uint64_t limit : {uint64_t{0}, uint64_t{4096}, uint64_t{2} << 20, (uint64_t{2} << 20) + 4096}) {
+  for (uint64_t limit :
+       {uint64_t{0}, uint64_t{4096}, uint64_t{2} << 20, (uint64_t{2} << 20) + 4096}) {
     MemoryBudget own;
     own.limit = limit;
     Rows some;
@@ -573,7 +600,8 @@ TEST_F(RowsTest, MoreThanTheBudget) {
     if (s != FRUGAL_OK) continue;
     const uint64_t key = 1;
     uint32_t slot;
-    EXPECT_EQ(some.resolve(&key, 1, nullptr, Missing::kReserve, &slot, nullptr), FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_EQ(some.resolve(&key, 1, nullptr, Missing::kReserve, &slot, nullptr),
+              FRUGAL_ERR_OUT_OF_MEMORY);
     EXPECT_FALSE(some.has_reserved());
     own.limit = UINT64_MAX;
     EXPECT_OK(some.resolve(&key, 1, nullptr, Missing::kReserve, &slot, nullptr));

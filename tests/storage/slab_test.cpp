@@ -1,4 +1,5 @@
-// Memory of rows: slabs that are committed once, what they count for, and how they become visible to devices.
+// Memory of rows: slabs that are committed once, what they count for, and how they become visible
+// to devices.
 #include "storage/slab.h"
 
 #include <cstring>
@@ -20,7 +21,9 @@ struct FakePinner : Pinner {
     EXPECT_TRUE(pinned_now.emplace(p, bytes).second) << "pinned twice";
     return FRUGAL_OK;
   }
-  void unpin(void* p) noexcept override { EXPECT_EQ(pinned_now.erase(p), 1u) << "it was not pinned"; }
+  void unpin(void* p) noexcept override {
+    EXPECT_EQ(pinned_now.erase(p), 1u) << "it was not pinned";
+  }
   bool there = true;
   int room = 1000;
   std::map<void*, size_t> pinned_now;

@@ -27,7 +27,8 @@ inline uint64_t test_seed() {
   return seed;
 }
 
-// How often a random test runs, each time with the next seed. FRUGAL_TEST_ROUNDS in the environment is a factor.
+// How often a random test runs, each time with the next seed. FRUGAL_TEST_ROUNDS in the environment
+// is a factor.
 inline uint64_t test_rounds(uint64_t usual) {
   const char* given = std::getenv("FRUGAL_TEST_ROUNDS");
   return usual * (given ? std::strtoull(given, nullptr, 10) : 1);

@@ -1,5 +1,5 @@
-// Calls that have to succeed. What the library says of one that does not is LastMessage(): of the C ABI, here, or of
-// a part of the library (inside.h).
+// Calls that have to succeed. What the library says of one that does not is LastMessage(): of the C
+// ABI, here, or of a part of the library (inside.h).
 #pragma once
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// The keys of a declaration: ids become slots, those of another process are looked at when they are copied, and slots
-// become sorted pairs and distinct rows.
+// The keys of a declaration: ids become slots, those of another process are looked at when they are
+// copied, and slots become sorted pairs and distinct rows.
 #include "window/part.h"
 
 #include <algorithm>
@@ -53,11 +53,13 @@ TEST_F(PartTest, SlotsOfIds) {
       if (n == 0) continue;
       const size_t at = random() % n;
       const uint64_t kept = ids[at];
-      for (const uint64_t bad : {capacity, capacity + 1, (uint64_t{1} << 32) + kept, uint64_t{1} << 63,
-                                 (uint64_t{1} << 63) - 1, (uint64_t{1} << 63) + kept, UINT64_MAX}) {
+      for (const uint64_t bad :
+           {capacity, capacity + 1, (uint64_t{1} << 32) + kept, uint64_t{1} << 63,
+            (uint64_t{1} << 63) - 1, (uint64_t{1} << 63) + kept, UINT64_MAX}) {
         ids[at] = bad;
         begin_call();
-        ASSERT_EQ(end_call(dense_slots(ids.data(), n, nullptr, capacity, slots.data())), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+        ASSERT_EQ(end_call(dense_slots(ids.data(), n, nullptr, capacity, slots.data())),
+                  FRUGAL_ERR_KEY_OUT_OF_RANGE);
         frugal_error error;
         last_error(&error);
         ASSERT_EQ(check_dense_ids(ids.data(), n, nullptr, capacity), FRUGAL_ERR_KEY_OUT_OF_RANGE);
@@ -69,7 +71,8 @@ TEST_F(PartTest, SlotsOfIds) {
         for (size_t i = 0; i < n; ++i) ASSERT_EQ(slots[i], ids[i] == bad ? kNoSlot : ids[i]);
         const uint64_t another = bad - 1;
         if (another >= capacity) {
-          ASSERT_EQ(dense_slots(ids.data(), n, &another, capacity, slots.data()), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+          ASSERT_EQ(dense_slots(ids.data(), n, &another, capacity, slots.data()),
+                    FRUGAL_ERR_KEY_OUT_OF_RANGE);
         }
       }
     }
@@ -79,7 +82,8 @@ TEST_F(PartTest, SlotsOfIds) {
 TEST_F(PartTest, SlotsOfAnotherProcess) {
   const auto adopt = [&](std::vector<uint32_t> slots, bool padded) -> Status {
     Buffer copy;
-    if (pool.get(slots.size() * sizeof(uint32_t), &copy) != FRUGAL_OK) return FRUGAL_ERR_OUT_OF_MEMORY;
+    if (pool.get(slots.size() * sizeof(uint32_t), &copy) != FRUGAL_OK)
+      return FRUGAL_ERR_OUT_OF_MEMORY;
     std::memcpy(copy.data(), slots.data(), slots.size() * sizeof(uint32_t));
     PartRef part = make_part();
     const Status s = part->adopt_keys(dense, std::move(copy), slots.size(), padded, 3);
@@ -102,7 +106,8 @@ TEST_F(PartTest, LentSlotsAreLookedAtWhenTheyAreCopied) {
   PartRef part = make_part();
   ASSERT_OK(part->adopt_keys(dense, Buffer::lent(theirs, sizeof theirs, &lender), 4, false, 0));
   theirs[3] = kCapacity;  // after the declaration
-  EXPECT_EQ(part->resolve(pool, dense, Rows::Missing::kReserve, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_EQ(part->resolve(pool, dense, Rows::Missing::kReserve, nullptr),
+            FRUGAL_ERR_KEY_OUT_OF_RANGE);
   EXPECT_FALSE(part->slots);
   EXPECT_FALSE(part->resolved());
   EXPECT_EQ(lender.given_back, 0);
@@ -137,18 +142,21 @@ TEST_F(PartTest, LentKeysAreCopiedOnce) {
   // Who never resolves gives back, too.
   {
     PartRef dropped = make_part();
-    ASSERT_OK(dropped->adopt_keys(hashed, Buffer::lent(theirs, sizeof theirs, &lender), 3, false, 0));
+    ASSERT_OK(
+        dropped->adopt_keys(hashed, Buffer::lent(theirs, sizeof theirs, &lender), 3, false, 0));
   }
   EXPECT_EQ(lender.given_back, 2);
 }
 
-// The pairs of a part are its positions, each row's ascending, the rows ascending; padding is no row.
+// The pairs of a part are its positions, each row's ascending, the rows ascending; padding is no
+// row.
 TEST_F(PartTest, PairsAndRows) {
   Random random(test_seed());
   for (const size_t n : {size_t{0}, size_t{1}, size_t{3}, size_t{64}, size_t{700}, size_t{5000}})
     for (const bool by_key : {false, true})
       for (const bool padded : {false, true}) {
-        SCOPED_TRACE(testing::Message() << n << " keys, by_key " << by_key << ", padded " << padded);
+        SCOPED_TRACE(testing::Message()
+                     << n << " keys, by_key " << by_key << ", padded " << padded);
         const uint64_t padding = by_key ? UINT64_MAX : 7, few = n % 2 ? kCapacity : 50;
         std::vector<uint64_t> ids(n);
         for (uint64_t& id : ids) id = random.one_in(10) ? padding : random.below(few);
@@ -175,12 +183,15 @@ TEST_F(PartTest, PairsAndRows) {
         for (auto& [slot, positions] : rows) {
           ASSERT_EQ(part->row_slots()[row], slot);
           ASSERT_EQ(part->row_start()[row++], at);
-          for (uint32_t p : positions) ASSERT_EQ(part->pairs.as<uint64_t>()[at++], uint64_t{slot} << 32 | p);
+          for (uint32_t p : positions)
+            ASSERT_EQ(part->pairs.as<uint64_t>()[at++], uint64_t{slot} << 32 | p);
         }
         ASSERT_EQ(part->occurrences, at);
         ASSERT_EQ(part->row_start()[row], at);
-        for (uint32_t i = 0; i < RowFinder::kPadding; ++i) ASSERT_EQ(part->row_slots()[row + i], UINT32_MAX);
-        for (uint32_t slot = 0; slot < kCapacity + 5; ++slot) ASSERT_EQ(part->contains(slot), rows.count(slot) == 1);
+        for (uint32_t i = 0; i < RowFinder::kPadding; ++i)
+          ASSERT_EQ(part->row_slots()[row + i], UINT32_MAX);
+        for (uint32_t slot = 0; slot < kCapacity + 5; ++slot)
+          ASSERT_EQ(part->contains(slot), rows.count(slot) == 1);
         // Ids are their slots: nobody keeps them twice.
         EXPECT_EQ(static_cast<bool>(part->keys), by_key && n != 0);
         EXPECT_TRUE(part->same_keys(ids.data(), n));
@@ -225,7 +236,8 @@ TEST_F(PartTest, KeysThatArriveLater) {
   ASSERT_OK(part->expect_keys(2, false, 0));
   EXPECT_EQ(part->state.load(), Part::kArriving);
   EXPECT_EQ(part->expect_keys(UINT32_MAX, false, 0), FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(part->take_keys(pool, dense, nullptr, size_t{1} << 32, false, 0), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(part->take_keys(pool, dense, nullptr, size_t{1} << 32, false, 0),
+            FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(part->adopt_keys(dense, Buffer(), UINT32_MAX, false, 0), FRUGAL_ERR_INVALID_ARGUMENT);
   // Ids that come from a device are looked at when they are there.
   PartRef ids = make_part();
@@ -233,7 +245,8 @@ TEST_F(PartTest, KeysThatArriveLater) {
   ASSERT_OK(pool.get(2 * sizeof(uint64_t), &ids->keys));
   ids->keys.as<uint64_t>()[0] = 1;
   ids->keys.as<uint64_t>()[1] = kCapacity;
-  EXPECT_EQ(ids->resolve(pool, dense, Rows::Missing::kReserve, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_EQ(ids->resolve(pool, dense, Rows::Missing::kReserve, nullptr),
+            FRUGAL_ERR_KEY_OUT_OF_RANGE);
   EXPECT_FALSE(ids->resolved());
   ids->slots.reset();
   ids->keys.as<uint64_t>()[1] = 0;
@@ -291,7 +304,8 @@ TEST_F(PartTest, WithoutMemoryNothingIsResolved) {
 // Each row of a list is found, and no other.
 TEST_F(PartTest, RowsAreFound) {
   Random random(test_seed());
-  for (const size_t n : {size_t{0}, size_t{1}, size_t{2}, size_t{15}, size_t{16}, size_t{17}, size_t{100}, size_t{3000}})
+  for (const size_t n : {size_t{0}, size_t{1}, size_t{2}, size_t{15}, size_t{16}, size_t{17},
+                         size_t{100}, size_t{3000}})
     for (const uint64_t most : {uint64_t{n + 1}, uint64_t{100000}, uint64_t{UINT32_MAX} - 2}) {
       SCOPED_TRACE(testing::Message() << n << " rows below " << most);
       if (most <= n) continue;
@@ -307,13 +321,15 @@ TEST_F(PartTest, RowsAreFound) {
       ASSERT_EQ(finder.built(), n != 0);
       if (n == 0) continue;
       uint32_t row = 0;
-      for (uint32_t slot : chosen) ASSERT_EQ(RowFinder::find(part->row_slots(), finder.near(slot), slot), row++);
+      for (uint32_t slot : chosen)
+        ASSERT_EQ(RowFinder::find(part->row_slots(), finder.near(slot), slot), row++);
       for (int i = 0; i < 1000; ++i) {
         const auto slot = static_cast<uint32_t>(random.below(most));
         if (chosen.count(slot)) continue;
         ASSERT_EQ(RowFinder::find(part->row_slots(), finder.near(slot), slot), UINT32_MAX) << slot;
       }
-      ASSERT_EQ(RowFinder::find(part->row_slots(), finder.near(UINT32_MAX - 1), UINT32_MAX - 1), UINT32_MAX);
+      ASSERT_EQ(RowFinder::find(part->row_slots(), finder.near(UINT32_MAX - 1), UINT32_MAX - 1),
+                UINT32_MAX);
     }
 }
 

@@ -1,5 +1,5 @@
-// A step's update of a table: the ranks' lists as one, terms in ascending rank order, pieces of it, and the bytes that
-// it counts for.
+// A step's update of a table: the ranks' lists as one, terms in ascending rank order, pieces of it,
+// and the bytes that it counts for.
 #include "window/step_update.h"
 
 #include <map>
@@ -23,7 +23,8 @@ struct StepUpdateTest : testing::Test {
     return make_update(pool, 5, parts, 4);
   }
   // By row: the sums in the order in which they are to be added.
-  static std::map<uint32_t, std::vector<const float*>> expected(const StepUpdate& u, uint64_t low = 0,
+  static std::map<uint32_t, std::vector<const float*>> expected(const StepUpdate& u,
+                                                                uint64_t low = 0,
                                                                 uint64_t high = UINT64_MAX) {
     std::map<uint32_t, std::vector<const float*>> rows;
     for (const Handover& h : u.ranks)
@@ -40,7 +41,8 @@ struct StepUpdateTest : testing::Test {
     for (size_t i = 0; i < list.slots.size(); ++i, ++*at) {
       ASSERT_NE(*at, rows.end());
       ASSERT_EQ(list.slots[i], (*at)->first);
-      const std::vector<const float*> terms(list.terms.begin() + list.start[i], list.terms.begin() + list.start[i + 1]);
+      const std::vector<const float*> terms(list.terms.begin() + list.start[i],
+                                            list.terms.begin() + list.start[i + 1]);
       ASSERT_EQ(terms, (*at)->second) << "row " << list.slots[i];
     }
   }
@@ -103,8 +105,10 @@ TEST_F(StepUpdateTest, Ranges) {
 // The ends of what slots there are.
 TEST_F(StepUpdateTest, TheLastSlots) {
   const uint32_t last = UINT32_MAX - 2;
-  const UpdateRef u = make_update(
-      pool, 0, {resolved_part(pool, 0, 0, {0, 7, last}), resolved_part(pool, 0, 1, {}), resolved_part(pool, 0, 2, {last})});
+  const UpdateRef u =
+      make_update(pool, 0,
+                  {resolved_part(pool, 0, 0, {0, 7, last}), resolved_part(pool, 0, 1, {}),
+                   resolved_part(pool, 0, 2, {last})});
   TermList list;
   list.reserve(8, 3);
   Slots got;
@@ -122,7 +126,8 @@ TEST_F(StepUpdateTest, TheLastSlots) {
 TEST_F(StepUpdateTest, Cuts) {
   Slots slots;
   for (uint32_t i = 0; i < 100; ++i) slots.push_back(10 * i);
-  const UpdateRef u = make_update(pool, 0, {resolved_part(pool, 0, 0, {5}), resolved_part(pool, 0, 1, slots)});
+  const UpdateRef u =
+      make_update(pool, 0, {resolved_part(pool, 0, 0, {5}), resolved_part(pool, 0, 1, slots)});
   Vector<uint64_t> bounds;
   u->cut(40, &bounds);
   EXPECT_EQ(bounds, (Vector<uint64_t>{0, 400, 800, UINT64_MAX}));
@@ -133,7 +138,8 @@ TEST_F(StepUpdateTest, Cuts) {
   EXPECT_EQ(bounds, (Vector<uint64_t>{0, UINT64_MAX}));
 }
 
-// Run sums pairwise: ((a + b) + (c + d)) + e. The numbers are such that no other order gives the same.
+// Run sums pairwise: ((a + b) + (c + d)) + e. The numbers are such that no other order gives the
+// same.
 TEST_F(StepUpdateTest, RunsArePairs) {
   const auto tree = [](auto self, const std::vector<float>& level) -> float {
     if (level.size() == 1) return level[0];
@@ -145,7 +151,8 @@ TEST_F(StepUpdateTest, RunsArePairs) {
   for (size_t n = 1; n < 40; ++n)
     for (const uint32_t dim : {1u, 3u, 8u}) {
       std::vector<float> runs(n * dim);
-      for (float& x : runs) x = static_cast<float>(static_cast<double>(random.below(1u << 24)) * 1e-3 - 7e3);
+      for (float& x : runs)
+        x = static_cast<float>(static_cast<double>(random.below(1u << 24)) * 1e-3 - 7e3);
       std::vector<float> wanted;
       for (uint32_t d = 0; d < dim; ++d) {
         std::vector<float> column;
@@ -153,7 +160,8 @@ TEST_F(StepUpdateTest, RunsArePairs) {
         wanted.push_back(tree(tree, column));
       }
       combine_runs(runs.data(), n, dim);
-      ASSERT_EQ(std::vector<float>(runs.begin(), runs.begin() + dim), wanted) << n << " runs of " << dim;
+      ASSERT_EQ(std::vector<float>(runs.begin(), runs.begin() + dim), wanted)
+          << n << " runs of " << dim;
     }
 }
 
@@ -169,11 +177,14 @@ TEST_F(StepUpdateTest, BytesCountUntilAllIsWritten) {
   ASSERT_GE(u->ranks[0].bytes(), 2 * 8 * sizeof(float));
   u->bytes = 50;
   u->record = std::make_shared<Record>(&gone);
+  std::fill_n(u->ranks[0].sums.as<float>(), 2 * 8, 3.0f);
   u->account(&total, &peak);
   EXPECT_EQ(total.load(), 150u);
   EXPECT_EQ(peak.load(), 150u);
   u->written();
   EXPECT_TRUE(gone);
+  // A cache may still have to apply it.
+  for (int i = 0; i < 2 * 8; ++i) EXPECT_EQ(u->ranks[0].sums.as<float>()[i], 3.0f);
   EXPECT_EQ(total.load(), 100u);
   u->written();
   EXPECT_EQ(total.load(), 100u);

@@ -1,8 +1,10 @@
-// The window: who reads a row next, which updates are unwritten, what a gate waits for, and who may write what when.
+// The window: who reads a row next, which updates are unwritten, what a gate waits for, and who may
+// write what when.
 //
-// First each rule by itself. Then random walks beside a model that knows nothing of words, nodes and queues: declared
-// rows by step, unwritten updates by row. A walk takes the window's calls in any order that the engine may, one piece at
-// a time: claims are held while rows are linked, staged and committed, as they are between threads. At last threads.
+// First each rule by itself. Then random walks beside a model that knows nothing of words, nodes
+// and queues: declared rows by step, unwritten updates by row. A walk takes the window's calls in
+// any order that the engine may, one piece at a time: claims are held while rows are linked, staged
+// and committed, as they are between threads. At last threads.
 #include "window/window.h"
 
 #include <algorithm>
@@ -24,7 +26,9 @@ constexpr auto kUrgent = Window::Urgency::kUrgent;
 constexpr auto kBackground = Window::Urgency::kBackground;
 
 struct WindowTest : testing::Test {
-  void open(const Window::Config& config, uint64_t base = 100) { ASSERT_OK(window.open(config, base)); }
+  void open(const Window::Config& config, uint64_t base = 100) {
+    ASSERT_OK(window.open(config, base));
+  }
   void open(uint64_t staleness = 0, bool tree_heap = false) {
     open({.rows = 10000, .staleness = staleness, .world_size = 2, .tree_heap = tree_heap});
   }
@@ -54,7 +58,8 @@ struct WindowTest : testing::Test {
   static Slots slots_of(const Claim& claim) {
     Slots slots;
     for (const Claim::Run& run : claim.runs)
-      for (uint32_t i = run.begin; i < run.end; ++i) slots.push_back(run.update->slots[claim.rows[i]]);
+      for (uint32_t i = run.begin; i < run.end; ++i)
+        slots.push_back(run.update->slots[claim.rows[i]]);
     return slots;
   }
   Slots claim(uint64_t step, size_t max, Claim* claim) {
@@ -150,7 +155,8 @@ TEST_F(WindowTest, AnEmptyPart) {
 
 TEST_F(WindowTest, CancelledDeclarations) {
   open();
-  const PartRef a = link(100, {7, 8}), b = link(103, {7, 8}), c = link(103, {8}, 1), d = link(106, {7});
+  const PartRef a = link(100, {7, 8}), b = link(103, {7, 8}), c = link(103, {8}, 1),
+                d = link(106, {7});
   commit(100, {a}, true);
   EXPECT_EQ(first_gate(), 103u);
   const PartRef e = link(102, {7});
@@ -280,7 +286,8 @@ TEST_F(WindowTest, ALateDeclaration) {
 // Updates of a row are written in the order of their steps, one after the other.
 TEST_F(WindowTest, YoungerUpdatesWaitForOlder) {
   open();
-  const UpdateRef a = commit(100, Slots{1, 2}), b = commit(101, Slots{1, 3}), c = commit(102, Slots{1});
+  const UpdateRef a = commit(100, Slots{1, 2}), b = commit(101, Slots{1, 3}),
+                  c = commit(102, Slots{1});
   link(105, {1});
   EXPECT_EQ(window.pending_rows(), 3u);
   for (const UpdateRef& wanted : {a, b, c}) {
@@ -334,9 +341,11 @@ TEST_F(WindowTest, AncientUpdates) {
   EXPECT_EQ(window.pending_rows(), 1u);
 }
 
-// A stamp is 9 bits. Of a word that nobody has touched for long the reads seem to be near: too urgent, never too late.
+// A stamp is 9 bits. Of a word that nobody has touched for long the reads seem to be near: too
+// urgent, never too late.
 TEST_F(WindowTest, WordsThatNobodyHasTouchedForLong) {
-  for (const uint64_t passed : {uint64_t{70}, uint64_t{500}, uint64_t{511}, uint64_t{512}, uint64_t{600}, uint64_t{1030}}) {
+  for (const uint64_t passed :
+       {uint64_t{70}, uint64_t{500}, uint64_t{511}, uint64_t{512}, uint64_t{600}, uint64_t{1030}}) {
     SCOPED_TRACE(passed);
     Window fresh;
     ASSERT_OK(fresh.open({.rows = 100}, 100));
@@ -395,7 +404,8 @@ TEST_F(WindowTest, StagedRowsAreNotForced) {
   EXPECT_EQ(window.collect_pending(&slot, 1, nullptr), 0u);
 }
 
-// Whoever forced rows may give up on them. When the base moves on, they wait for whom they waited before.
+// Whoever forced rows may give up on them. When the base moves on, they wait for whom they waited
+// before.
 TEST_F(WindowTest, ForcedRowsThatNobodyWaitsForAnyMore) {
   open();
   const PartRef a = link(100, {1, 2});
@@ -445,7 +455,8 @@ TEST_F(WindowTest, Staleness) {
 TEST_F(WindowTest, CachedRows) {
   open();
   Slots mine, theirs;  // rows of rank 0 and of rank 1
-  for (uint32_t s = 0; mine.size() < 3 || theirs.empty(); ++s) (Window::owner(s, 2) == 0 ? mine : theirs).push_back(s);
+  for (uint32_t s = 0; mine.size() < 3 || theirs.empty(); ++s)
+    (Window::owner(s, 2) == 0 ? mine : theirs).push_back(s);
   const PartRef a = link(100, {mine[0], mine[1], mine[2], theirs[0]}, 0, true);
   link(101, {mine[0], theirs[0]}, 0, true);
   link(103, {mine[0], mine[1]}, 1, true);
@@ -507,7 +518,8 @@ TEST_F(WindowTest, Crowded) {
 
 // --- Memory that fails ---------------------------------------------------------------------------
 
-// Whatever allocation fails, the row is neither lost nor late: its gate waits, and a claim gives it once.
+// Whatever allocation fails, the row is neither lost nor late: its gate waits, and a claim gives it
+// once.
 TEST_F(WindowTest, ADeclarationWithoutMemory) {
   for (const bool committed : {true, false}) {
     int64_t failed = 0;
@@ -515,7 +527,8 @@ TEST_F(WindowTest, ADeclarationWithoutMemory) {
       SCOPED_TRACE(testing::Message() << "committed " << committed << ", allocation " << n);
       Window fresh;
       ASSERT_OK(fresh.open({.rows = 10000}, 100));
-      const PartRef a = resolved_part(pool, 100, 0, {1, 2, 5}), b = resolved_part(pool, 105, 0, {1});
+      const PartRef a = resolved_part(pool, 100, 0, {1, 2, 5}),
+                    b = resolved_part(pool, 105, 0, {1});
       ASSERT_TRUE(fresh.link(a, 0, 3, false, kUrgent));
       UpdateRef u = make_update(pool, 100, {a});
       u->make_list();
@@ -677,7 +690,8 @@ class Walk {
     config_.staleness = choices[random_.below(7)];
     config_.world_size = 1 + static_cast<uint32_t>(random_.below(4));
     config_.tree_heap = random_.one_in(4);
-    // Most walks meet the same few rows again and again. Some have updates of several pages, and few steps.
+    // Most walks meet the same few rows again and again. Some have updates of several pages, and
+    // few steps.
     large_ = random_.one_in(15);
     config_.rows = large_ ? 6000 : 3 + random_.below(60);
     most_ = large_ ? 2500 : 1 + random_.below(20);
@@ -752,7 +766,8 @@ class Walk {
         return ask();
       case 15:
       case 16:
-        if (claims_.size() < 4) claim(random_.one_in(2) ? kNever : base_ + random_.below(6), 1 + random_.below(12));
+        if (claims_.size() < 4)
+          claim(random_.one_in(2) ? kNever : base_ + random_.below(6), 1 + random_.below(12));
         return;
       default:
         return finish(random_.below(4));
@@ -766,7 +781,8 @@ class Walk {
     if (large_) {
       // Neighbours, as of a table whose rows are nearly all used.
       const uint64_t from = random_.below(config_.rows);
-      for (uint32_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<uint32_t>((from + i) % config_.rows);
+      for (uint32_t i = 0; i < slots.size(); ++i)
+        slots[i] = static_cast<uint32_t>((from + i) % config_.rows);
     } else {
       for (uint32_t& s : slots) s = static_cast<uint32_t>(random_.below(config_.rows));
     }
@@ -787,7 +803,8 @@ class Walk {
   }
 
   void link_piece(Link& link) {
-    const size_t n = random_.one_in(2) ? link.part->distinct : 1 + random_.below(link.part->distinct);
+    const size_t n =
+        random_.one_in(2) ? link.part->distinct : 1 + random_.below(link.part->distinct);
     EXPECT_TRUE(window_.link(link.part, link.linked, n, link.owned, urgency()));
     link.linked = std::min(link.part->distinct, link.linked + n);
     words_only_ |= link.owned;
@@ -805,8 +822,9 @@ class Walk {
   void cancel() {
     if (links_.empty()) return;
     const size_t at = random_.below(links_.size());
-    // (Nobody cancels a declaration that is being linked, nor one of a step whose update is taken in. While another is
-    // half linked the rest of it seems to be linked, too, when one of its step is cancelled: that is not told here.)
+    // (Nobody cancels a declaration that is being linked, nor one of a step whose update is taken
+    // in. While another is half linked the rest of it seems to be linked, too, when one of its step
+    // is cancelled: that is not told here.)
     for (const Link& link : links_)
       if (!link.whole()) return;
     if (staged_ && links_[at].part->step == base_) return;
@@ -843,7 +861,8 @@ class Walk {
       for (auto& [rank, part] : declared) parts.push_back(part);
     } else {
       for (uint32_t r = 0; r < config_.world_size; ++r)
-        if (parts.empty() || random_.one_in(2)) parts.push_back(resolved_part(pool_, base_, r, some_slots()));
+        if (parts.empty() || random_.one_in(2))
+          parts.push_back(resolved_part(pool_, base_, r, some_slots()));
     }
     staged_ = make_update(pool_, base_, parts);
     staged_->make_list();
@@ -854,7 +873,8 @@ class Walk {
 
   void stage_piece() {
     const size_t before = staged_->staged_rows;
-    const bool all = window_.stage(*staged_, as_declared_, random_.one_in(2) ? 1 : SIZE_MAX, urgency());
+    const bool all =
+        window_.stage(*staged_, as_declared_, random_.one_in(2) ? 1 : SIZE_MAX, urgency());
     ASSERT_EQ(all, staged_->staged_rows == staged_->n);
     ASSERT_GT(staged_->staged_rows, before);
     const bool by_words = !as_declared_ || words_only_ || config_.staleness != 0;
@@ -904,7 +924,8 @@ class Walk {
         const uint32_t slot = run.update->slots[c.rows[at]];
         auto of = pending_.find(slot);
         ASSERT_NE(of, pending_.end()) << "row " << slot << " is not pending";
-        ASSERT_EQ(of->second.front().update.get(), run.update) << "row " << slot << " has an older update";
+        ASSERT_EQ(of->second.front().update.get(), run.update)
+            << "row " << slot << " has an older update";
         ASSERT_FALSE(of->second.front().claimed) << "row " << slot << " is being written";
         of->second.front().claimed = true;
         const uint64_t low = bounds(slot, run.update->step).first;
@@ -954,11 +975,13 @@ class Walk {
   void fresh() {
     while (!claims_.empty()) finish(0);
     const Slots slots = some_slots();
-    const uint64_t before = random_.one_in(2) ? kNever : base_ - std::min<uint64_t>(base_, random_.below(5));
+    const uint64_t before =
+        random_.one_in(2) ? kNever : base_ - std::min<uint64_t>(base_, random_.below(5));
     for (int round = 0; round < 1000; ++round) {
       bool any = false;
       for (uint32_t slot : slots)
-        if (auto of = pending_.find(slot); of != pending_.end()) any |= of->second.front().update->step < before;
+        if (auto of = pending_.find(slot); of != pending_.end())
+          any |= of->second.front().update->step < before;
       ASSERT_EQ(window_.force(slots.data(), slots.size(), before), any);
       if (!any) return;
       forcing_ = true;
@@ -975,7 +998,8 @@ class Walk {
   void cache() {
     Slots slots;
     for (uint32_t s : some_slots()) {
-      if (has_cache_[Window::owner(s, config_.world_size)] && std::find(slots.begin(), slots.end(), s) == slots.end())
+      if (has_cache_[Window::owner(s, config_.world_size)] &&
+          std::find(slots.begin(), slots.end(), s) == slots.end())
         slots.push_back(s);
     }
     if (slots.empty()) return;
@@ -1021,15 +1045,16 @@ class Walk {
     return link.owned && Window::owner(slot, config_.world_size) == link.part->rank;
   }
 
-  // By when an update of `step` to the row has to be written: between these. A step that was taken in by words seems to
-  // read its rows until it is committed; a row that is forced seems to be read now.
+  // By when an update of `step` to the row has to be written: between these. A step that was taken
+  // in by words seems to read its rows until it is committed; a row that is forced seems to be read
+  // now.
   Bounds bounds(uint32_t slot, uint64_t step) const {
     // (Without a bound on staleness a row waits for 64 steps at most.)
     const uint64_t first = std::max(base_, step + 1 + std::min<uint64_t>(config_.staleness, kRing));
     uint64_t high = kNever;
     for (const Link& link : links_)
-      if (link.part->step >= first && link.part->step < high && !(apart(link, slot) && cached_.count(slot)) &&
-          link.reads(slot))
+      if (link.part->step >= first && link.part->step < high &&
+          !(apart(link, slot) && cached_.count(slot)) && link.reads(slot))
         high = link.part->step;
     uint64_t low = high;
     if (touched_.count(slot) && first <= base_) low = base_;
@@ -1037,7 +1062,8 @@ class Walk {
   }
 
   void check() {
-    uint64_t low = kNever, high = kNever, low_flying = kNever, high_flying = kNever;  // of the most urgent row
+    uint64_t low = kNever, high = kNever, low_flying = kNever,
+             high_flying = kNever;  // of the most urgent row
     bool flying = false;
     for (auto& [slot, updates] : pending_) {
       const Bounds b = bounds(slot, updates.front().update->step);
@@ -1075,7 +1101,8 @@ class Walk {
       for (size_t i = 0; i < link.linked; ++i) {
         uint64_t next = kNever;
         for (const Link& other : links_)
-          if (other.part->step > link.part->step && other.part->step < next && other.reads(link.part->row_slots()[i]))
+          if (other.part->step > link.part->step && other.part->step < next &&
+              other.reads(link.part->row_slots()[i]))
             next = other.part->step;
         ASSERT_EQ(link.part->next.as<uint8_t>()[i], next == kNever ? kInfinity : next % kRing)
             << "row " << link.part->row_slots()[i] << " of step " << link.part->step;
@@ -1113,12 +1140,14 @@ TEST(WindowWalks, AsTheModelSays) {
 
 // --- Threads -------------------------------------------------------------------------------------
 
-// One thread takes steps, one links and cancels declarations ahead of it, others write. At a gate all rows that the step
-// reads have all their updates; no row is written by two at once, none twice, none before its older update.
+// One thread takes steps, one links and cancels declarations ahead of it, others write. At a gate
+// all rows that the step reads have all their updates; no row is written by two at once, none
+// twice, none before its older update.
 class Threads {
  public:
   Threads(uint64_t seed, bool tree_heap, bool owned) : seed_(seed), owned_(owned) {
-    EXPECT_EQ(window_.open({.rows = kRows, .world_size = kRanks, .tree_heap = tree_heap}, 0), FRUGAL_OK);
+    EXPECT_EQ(window_.open({.rows = kRows, .world_size = kRanks, .tree_heap = tree_heap}, 0),
+              FRUGAL_OK);
     for (uint64_t s = 0; s < kSteps; ++s)
       for (uint32_t r = 0; r < kRanks; ++r) {
         Random random(seed_ + s * kRanks + r);
@@ -1132,11 +1161,13 @@ class Threads {
     threads.emplace_back([&] { link_all(); });
     for (int i = 0; i < 2; ++i) threads.emplace_back([&] { write_all(); });
     for (uint64_t s = 0; s < kSteps && ok_.load(); ++s) step(s);
-    while (window_.any_pending() && ok_.load())
-      if (!write(UINT64_MAX, 64)) std::this_thread::yield();
     over_.store(true);
     for (std::thread& t : threads) t.join();
-    for (uint32_t slot = 0; slot < kRows && ok_.load(); ++slot) ASSERT_EQ(written_[slot], wanted_[slot]) << slot;
+    while (write(UINT64_MAX, 64)) {
+    }
+    ASSERT_EQ(window_.pending_rows(), 0u);
+    for (uint32_t slot = 0; slot < kRows && ok_.load(); ++slot)
+      ASSERT_EQ(written_[slot], wanted_[slot]) << slot;
     ASSERT_TRUE(ok_.load()) << "a row was written by two, twice or too early";
   }
 
@@ -1210,17 +1241,20 @@ class Threads {
   Window window_;
   std::atomic<uint64_t> linked_{0}, committed_{0};
   std::atomic<bool> over_{false}, ok_{true};
-  std::vector<int64_t> written_ = std::vector<int64_t>(kRows, -1), wanted_ = written_;  // by row, its last step
+  std::vector<int64_t> written_ = std::vector<int64_t>(kRows, -1),
+                       wanted_ = written_;  // by row, its last step
   std::vector<std::atomic<bool>> writing_ = std::vector<std::atomic<bool>>(kRows);
 };
 
 TEST(WindowThreads, EachUpdateOnceAndInTime) {
+  if (testing::UnitTest::GetInstance()->failed_test_count() != 0)
+    GTEST_SKIP() << "threads may wait for ever where a rule is broken";
   const uint64_t rounds = test_rounds(1);
   for (uint64_t i = 0; i < rounds && !testing::Test::HasFailure(); ++i)
     for (const bool tree_heap : {false, true})
       for (const bool owned : {false, true}) {
-        SCOPED_TRACE(testing::Message() << "FRUGAL_TEST_SEED=" << test_seed() + i << ", tree_heap " << tree_heap
-                                        << ", owned " << owned);
+        SCOPED_TRACE(testing::Message() << "FRUGAL_TEST_SEED=" << test_seed() + i << ", tree_heap "
+                                        << tree_heap << ", owned " << owned);
         Threads(test_seed() + i, tree_heap, owned).run();
       }
 }
