@@ -187,8 +187,8 @@ TEST_F(RowCacheTest, LinesElsewhere) {
 TEST_F(RowCacheTest, WithoutMemoryForLines) {
   open(2);
   for (int64_t n = 1; n < 40; ++n) {
-    RowCache other;
     BufferPool own;
+    RowCache other;
     Status s;
     {
       HeapFails fails(n);
