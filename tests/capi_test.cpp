@@ -23,6 +23,7 @@
 #include "frugal.h"
 #include "process/proc.h"
 #include "reference/reference.h"
+#include "support/ok.h"
 
 namespace {
 
@@ -36,12 +37,6 @@ uint32_t Bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   return bits;
-}
-
-std::string LastMessage() {
-  frugal_error error;
-  frugal_last_error(&error);
-  return error.message == nullptr ? std::string() : error.message;
 }
 
 // The call is refused with one of `statuses`, and the thread's last error tells so in words.
@@ -64,10 +59,6 @@ testing::AssertionResult Refused(int32_t status, std::initializer_list<int32_t> 
 }
 
 #define EXPECT_REFUSED(call, ...) EXPECT_TRUE(Refused((call), {__VA_ARGS__})) << #call
-#define ASSERT_OK(call) \
-  ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
-#define EXPECT_OK(call) \
-  EXPECT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
 // What a NULL handle is, the header leaves open: an argument that is null, or no handle.
 #define EXPECT_NULL_REFUSED(call) \
   EXPECT_REFUSED(call, FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_BAD_HANDLE)

@@ -22,6 +22,7 @@
 #include "oracle/device.h"
 #define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")
 #include "process/controller.h"
+#include "support/ok.h"
 
 namespace {
 
@@ -31,15 +32,6 @@ using frugal::device::sim::Sim;
 using frugal_oracle::RankDevice;
 
 constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
-
-std::string LastMessage() {
-  frugal_error error;
-  frugal_last_error(&error);
-  return error.message;
-}
-
-#define ASSERT_OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
-#define EXPECT_OK(call) EXPECT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
 
 // The simulated device, kept open so that its settings last.
 struct Device {

@@ -24,25 +24,17 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "frugal.h"
+#include "support/ok.h"
 
 namespace {
 
 constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
-
-std::string LastMessage() {
-  frugal_error error;
-  frugal_last_error(&error);
-  return error.message;
-}
 
 int32_t SystemCode() {
   frugal_error error;
   frugal_last_error(&error);
   return error.system_code;
 }
-
-#define ASSERT_OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
-#define EXPECT_OK(call) EXPECT_EQ(FRUGAL_OK, (call)) << #call << ": " << LastMessage()
 
 // --- JSON, as strict as its definition ---
 

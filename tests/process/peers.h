@@ -14,12 +14,15 @@
 
 #include "base/os.h"
 #include "base/status.h"
+#include "../support/ok.h"
 
 namespace frugal {
 
 constexpr uint64_t kNever = UINT64_MAX;
 inline uint64_t After(uint64_t ms) { return now_ns() + ms * 1000000; }
 
+// What the last failure in this thread has said.
+inline std::string LastMessage() { return met_message(); }
 // The message of a status that was just answered.
 inline std::string Message(Status status) {
   frugal_error error;
@@ -27,9 +30,6 @@ inline std::string Message(Status status) {
   last_error(&error);
   return error.message;
 }
-
-#define ASSERT_OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call
-#define EXPECT_OK(call) EXPECT_EQ(FRUGAL_OK, (call)) << #call
 
 inline uint64_t Mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15;

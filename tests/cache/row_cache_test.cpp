@@ -1,0 +1,471 @@
+// A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that
+// lines have the bits of the host rows. Random boundaries beside a model that knows all declared
+// reads and looks for the best row to evict.
+#include "cache/row_cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "base/fpenv.h"
+#include "support/inside.h"
+#include "support/parts.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kNever = UINT64_MAX;
+constexpr uint32_t kNone = RowCache::kNone;
+constexpr uint32_t kRows = 90;
+
+struct RowCacheTest : testing::Test {
+  void open(uint64_t lines, int32_t optimizer = FRUGAL_ADAM) {
+    Rows::Config c;
+    c.capacity = kRows;
+    c.layout = RowLayout::of(6, optimizer);
+    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, 6, 3, optimizer, 0.5f);
+    ASSERT_OK(host.open(c, nullptr));
+    ASSERT_OK(host.initialize_range(0, kRows));
+    ASSERT_OK(cache.open(host, lines, &pool));
+  }
+  // A boundary. Rows come with their next reads.
+  void turn(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
+            bool more = false) {
+    Slots slots;
+    std::vector<uint64_t> next;
+    for (auto& [slot, n] : reads) {
+      slots.push_back(slot);
+      next.push_back(n);
+      known[slot] = n;
+    }
+    for (Vector<uint32_t>* v : {&admitted, &lines, &evicted}) v->clear();
+    cache.turn_over(
+        more, step, slots.data(), next.data(), slots.size(),
+        [&](uint32_t slot) { return known[slot]; }, &admitted, &lines, &evicted);
+  }
+  Slots cached() const {
+    Slots all;
+    for (uint32_t s = 0; s < kRows; ++s)
+      if (cache.find(s) != kNone) all.push_back(s);
+    return all;
+  }
+  bool same_bits(uint32_t slot, uint32_t line) const {
+    const RowLayout& l = host.layout();
+    return std::memcmp(cache.values(line), host.values(slot), l.dim * sizeof(float)) == 0;
+  }
+  BufferPool pool;
+  Rows host;
+  RowCache cache;
+  std::map<uint32_t, uint64_t> known;  // next reads, as a window would tell
+  Vector<uint32_t> admitted, lines, evicted;
+};
+
+TEST_F(RowCacheTest, RowsComeWhileLinesAreFree) {
+  open(3);
+  EXPECT_EQ(cache.lines(), 3u);
+  turn(1, {{5, kNever}, {7, 4}});
+  EXPECT_EQ(admitted, (Vector<uint32_t>{5, 7}));
+  EXPECT_TRUE(evicted.empty());
+  EXPECT_EQ(cache.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) EXPECT_EQ(cache.find(admitted[i]), lines[i]);
+  const uint32_t asked[] = {7, 6, 5};
+  uint32_t found[3];
+  cache.find(asked, 3, found);
+  EXPECT_EQ(found[0], lines[1]);
+  EXPECT_EQ(found[1], kNone);
+  EXPECT_EQ(found[2], lines[0]);
+  turn(2, {{5, kNever}});
+  EXPECT_TRUE(admitted.empty()) << "it is there";
+  turn(3, {});
+  EXPECT_EQ(cached(), (Slots{5, 7}));
+}
+
+// The row that is read last goes, first those of which nobody knows a read, of these the one that
+// has been so for longest.
+TEST_F(RowCacheTest, WhoGoes) {
+  open(3);
+  turn(1, {{1, 20}});
+  turn(2, {{2, kNever}});
+  turn(3, {{3, kNever}});
+  turn(4, {{4, 6}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{2});
+  turn(5, {{5, 30}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{3});
+  turn(6, {{4, 10}, {6, 19}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{5}) << "30 is farther than 20";
+  EXPECT_EQ(cached(), (Slots{1, 4, 6}));
+}
+
+TEST_F(RowCacheTest, WhoStaysOut) {
+  open(2);
+  turn(1, {{1, 10}, {2, 12}});
+  turn(2, {{3, 12}, {4, 13}, {5, kNever}});
+  EXPECT_TRUE(admitted.empty()) << "they are read no sooner than those that would go";
+  turn(3, {{3, 11}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{2});
+}
+
+// No row goes that the step reads, whatever comes: updates of its host row count on it.
+TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
+  open(2);
+  turn(1, {{1, kNever}, {2, kNever}});
+  turn(2, {{1, kNever}, {2, kNever}, {3, 3}});
+  EXPECT_TRUE(evicted.empty());
+  turn(3, {{1, kNever}, {3, 4}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{2});
+  // Nor at what is added to the boundary. Who is read already is not read again.
+  turn(3, {{1, kNever}, {4, 4}}, true);
+  EXPECT_TRUE(evicted.empty());
+  EXPECT_TRUE(admitted.empty());
+  turn(4, {{3, kNever}});
+  turn(4, {{5, 5}}, true);
+  EXPECT_EQ(evicted, Vector<uint32_t>{1});
+}
+
+// Declarations come and go: what is known of a line is asked again before it goes.
+TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
+  open(2);
+  turn(1, {{1, kNever}, {2, 9}});
+  known[1] = 5;  // declared meanwhile
+  turn(2, {{3, 6}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{2});
+  known[1] = kNever;  // and cancelled
+  turn(5, {});        // the step for which it was listed: nobody reads it
+  turn(6, {{4, 8}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{1});
+}
+
+TEST_F(RowCacheTest, DroppedRows) {
+  open(4);
+  turn(1, {{1, 5}, {2, 5}, {3, 5}, {4, 5}});
+  cache.drop(2);
+  cache.drop(2);
+  cache.drop(77);
+  EXPECT_EQ(cached(), (Slots{1, 3, 4}));
+  turn(2, {{5, kNever}});
+  EXPECT_EQ(admitted, Vector<uint32_t>{5}) << "its line is free";
+  uint32_t line = 0, slots[3];
+  Slots gone;
+  while (const size_t n = cache.drop_some(&line, slots, 3))
+    gone.insert(gone.end(), slots, slots + n);
+  std::sort(gone.begin(), gone.end());
+  EXPECT_EQ(gone, (Slots{1, 3, 4, 5}));
+  EXPECT_EQ(cache.size(), 0u);
+  EXPECT_TRUE(cached().empty());
+  turn(3, {{9, 4}, {1, 4}, {2, 4}, {3, kNever}, {4, 6}});
+  EXPECT_EQ(cache.size(), 4u);
+}
+
+TEST_F(RowCacheTest, Bytes) {
+  for (const int32_t optimizer : {FRUGAL_SGD, FRUGAL_ADAM}) {
+    const RowLayout layout = RowLayout::of(6, optimizer);
+    EXPECT_EQ(RowCache::bytes_for(layout, 0), 0u);
+    for (uint64_t n = 1; n < 3000; n += 1 + n / 3) {
+      const uint64_t values = n * layout.value_stride * 4, state = n * layout.state_stride * 4;
+      const uint64_t rounding =
+          BufferPool::capacity_for(values) - values + BufferPool::capacity_for(state) - state;
+      EXPECT_LE(RowCache::bytes_for(layout, n), n * RowCache::line_bytes(layout) + rounding) << n;
+      EXPECT_GT(RowCache::bytes_for(layout, n), values + state);
+    }
+  }
+}
+
+// Lines in the memory of a device: who calls moves the bytes. A table without state has none to
+// copy.
+TEST_F(RowCacheTest, LinesElsewhere) {
+  open(2, FRUGAL_SGD);
+  RowCache elsewhere;
+  ASSERT_OK(elsewhere.open(host, 5, nullptr));
+  EXPECT_EQ(elsewhere.values(0), nullptr);
+  turn(1, {{8, 2}});
+  cache.fill(host, admitted, lines);
+  EXPECT_TRUE(same_bits(8, lines[0]));
+}
+
+TEST_F(RowCacheTest, WithoutMemoryForLines) {
+  open(2);
+  for (int64_t n = 1; n < 40; ++n) {
+    BufferPool own;
+    RowCache other;
+    Status s;
+    {
+      HeapFails fails(n);
+      try {
+        s = other.open(host, 50, &own);
+      } catch (const std::bad_alloc&) {
+        s = FRUGAL_ERR_OUT_OF_MEMORY;
+      }
+    }
+    if (s == FRUGAL_OK) {
+      EXPECT_GT(n, 4);
+      return;
+    }
+    ASSERT_EQ(s, FRUGAL_ERR_OUT_OF_MEMORY);
+  }
+  FAIL();
+}
+
+// --- Walks ---------------------------------------------------------------------------------------
+
+// Boundaries of many steps. Reads are known some steps ahead; some are declared late; rows are put
+// and deleted; memory fails. Ranks push what they like.
+class Walk {
+ public:
+  explicit Walk(uint64_t seed) : random_(seed) {
+    const uint64_t choices[] = {1, 2, 5, 12, 40, kRows};
+    lines_ = choices[random_.below(6)];
+    optimizer_ = random_.one_in(2) ? FRUGAL_ADAM : FRUGAL_ROWWISE_ADAGRAD;
+    hot_ = random_.one_in(2);
+    // Where boundaries are added to, or memory fails, lines may be in no list, and the choice may
+    // be another one.
+    added_to_ = random_.one_in(2);
+    memory_fails_ = random_.one_in(4);
+    Rows::Config c;
+    c.capacity = kRows;
+    c.layout = RowLayout::of(6, optimizer_);
+    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, 6, 3, optimizer_, 0.5f);
+    EXPECT_EQ(host_.open(c, nullptr), FRUGAL_OK);
+    EXPECT_EQ(host_.initialize_range(0, kRows), FRUGAL_OK);
+    EXPECT_EQ(cache_.open(host_, lines_, &pool_), FRUGAL_OK);
+  }
+
+  void run() {
+    for (step_ = 1; step_ < 120 && !testing::Test::HasFailure(); ++step_) {
+      SCOPED_TRACE(testing::Message() << "step " << step_ << ", " << lines_ << " lines");
+      while (declared_ < step_ + kAhead) {
+        ++declared_;
+        for (uint64_t n = random_.below(12); n > 0; --n) reads_[declared_].insert(some_row());
+      }
+      if (random_.one_in(3)) reads_[step_ + 1 + random_.below(kAhead - 1)].insert(some_row());
+      boundary();
+    }
+  }
+
+ private:
+  static constexpr uint64_t kAhead = 6;
+
+  uint32_t some_row() {
+    return static_cast<uint32_t>(hot_ && !random_.one_in(3) ? random_.below(9)
+                                                            : random_.below(kRows));
+  }
+  uint64_t next_read(uint32_t slot) const {
+    for (auto at = reads_.upper_bound(step_); at != reads_.end(); ++at)
+      if (at->second.count(slot)) return at->first;
+    return kNever;
+  }
+
+  void boundary() {
+    // The step before has pushed.
+    std::vector<PartRef> pushed;
+    const uint64_t ranks = 1 + random_.below(3);
+    for (uint32_t r = 0; r < ranks; ++r) {
+      Slots slots(random_.below(25));
+      for (uint32_t& s : slots) s = some_row();
+      pushed.push_back(resolved_part(pool_, step_ - 1, r, slots));
+    }
+    const UpdateRef update = make_update(pool_, step_ - 1, pushed, host_.layout().value_stride);
+    for (Handover& h : update->ranks)
+      for (size_t i = 0; i < h.rows() * h.stride; ++i)
+        h.sums.as<float>()[i] = static_cast<float>(random_.below(1000)) * 1e-3f;
+    frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+    o.kind = optimizer_;
+    update->scalars = arith::step_scalars(o, step_ - 1, static_cast<uint32_t>(ranks), 0, 6);
+
+    fresh_.clear();
+    Slots slots(reads_[step_].begin(), reads_[step_].end());
+    const bool late = added_to_ && random_.one_in(3) &&
+                      slots.size() > 2;  // some of it is declared when the boundary is planned
+    Slots rest;
+    if (late)
+      for (size_t n = 1 + random_.below(slots.size() - 1); n > 0; --n) {
+        rest.push_back(slots.back());
+        slots.pop_back();
+      }
+    std::sort(rest.begin(), rest.end());
+    read_.clear();
+    turn(false, slots);
+    if (late) turn(true, rest);
+    if (testing::Test::HasFailure()) return;
+    Vector<PartRef> parts(pushed.begin(), pushed.end());
+    LineUpdate touched;
+    cache_.touched(parts, &touched);
+    check_touched(*update, touched);
+    // The host rows, and the lines that were there.
+    update->make_list();
+    TermList terms;
+    terms.reserve(kRows, ranks);
+    if (update->n) {
+      update->merge_range(0, UINT64_MAX, &terms, [&] {
+        device::kernels().apply_terms(host_.ref(), update->scalars, terms.slots.data(),
+                                      terms.slots.size(), terms.terms.data(), terms.start.data(),
+                                      nullptr);
+      });
+    }
+    cache_.apply(touched, *update, &terms);
+    cache_.fill(host_, admitted_, to_);
+    const RowLayout& l = host_.layout();
+    // (State is not to be seen. It shows in what the next update makes of the row.)
+    for (auto& [slot, line] : model_) {
+      ASSERT_EQ(std::memcmp(cache_.values(line), host_.values(slot), l.dim * 4), 0)
+          << "row " << slot;
+    }
+    if (random_.one_in(4) && !model_.empty()) {
+      const uint32_t slot =
+          std::next(model_.begin(), static_cast<ptrdiff_t>(random_.below(model_.size())))->first;
+      cache_.drop(slot);
+      model_.erase(slot);
+    }
+    if (random_.one_in(40)) {
+      uint32_t line = 0, some[5];
+      while (const size_t n = cache_.drop_some(&line, some, 5))
+        for (size_t i = 0; i < n; ++i) ASSERT_EQ(model_.erase(some[i]), 1u);
+      ASSERT_TRUE(model_.empty());
+    }
+    check_places();
+  }
+
+  void turn(bool more, const Slots& slots) {
+    std::vector<uint64_t> next;
+    for (uint32_t s : slots) {
+      next.push_back(next_read(s));
+      read_.insert(s);
+    }
+    const auto before = model_;
+    Vector<uint32_t> admitted, lines, evicted;
+    const auto call = [&] {
+      cache_.turn_over(
+          more, step_, slots.data(), next.data(), slots.size(),
+          [&](uint32_t s) { return next_read(s); }, &admitted, &lines, &evicted);
+    };
+    bool again = true;
+    if (memory_fails_ && random_.one_in(4)) {
+      again = false;
+      {
+        HeapFails fails(1 + static_cast<int64_t>(random_.below(8)));
+        try {
+          call();
+        } catch (const std::bad_alloc&) {
+          again = true;
+        }
+      }
+      if (again) {
+        check_places();
+        ASSERT_TRUE(admitted.empty() && evicted.empty());
+      }
+    }
+    if (again) call();
+    ASSERT_EQ(admitted.size(), lines.size());
+    for (uint32_t s : evicted) {
+      ASSERT_EQ(model_.erase(s), 1u) << "row " << s << " was not there";
+      ASSERT_FALSE(read_.count(s)) << "row " << s << " is read by the step";
+    }
+    std::set<uint32_t> used;
+    for (auto& [slot, line] : model_) used.insert(line);
+    for (size_t i = 0; i < admitted.size(); ++i) {
+      ASSERT_TRUE(std::binary_search(slots.begin(), slots.end(), admitted[i]));
+      ASSERT_LT(lines[i], lines_);
+      ASSERT_TRUE(used.insert(lines[i]).second) << "line " << lines[i] << " has another row";
+      ASSERT_TRUE(model_.emplace(admitted[i], lines[i]).second);
+      fresh_.insert(admitted[i]);
+    }
+    check_places();
+    if (!memory_fails_ && !added_to_) check_choice(before, slots, next, admitted, evicted);
+    if (!more) admitted_.clear(), to_.clear();
+    admitted_.insert(admitted_.end(), admitted.begin(), admitted.end());
+    to_.insert(to_.end(), lines.begin(), lines.end());
+  }
+
+  // Of what was there and is not read by the step, the farthest goes for each that comes, if it is
+  // farther. Which of several with the same next read is left open.
+  void check_choice(const std::map<uint32_t, uint32_t>& before, const Slots& slots,
+                    const std::vector<uint64_t>& next, const Vector<uint32_t>& admitted,
+                    const Vector<uint32_t>& evicted) {
+    std::multiset<uint64_t> may_go, gone, wanted_gone;
+    for (auto& [slot, line] : before)
+      if (!read_.count(slot)) may_go.insert(next_read(slot));
+    size_t free = lines_ - before.size();
+    Vector<uint32_t> wanted;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      if (before.count(slots[i])) continue;
+      if (free > 0) {
+        --free;
+      } else if (!may_go.empty() && *may_go.rbegin() > next[i]) {
+        wanted_gone.insert(*may_go.rbegin());
+        may_go.erase(std::prev(may_go.end()));
+      } else {
+        continue;
+      }
+      wanted.push_back(slots[i]);
+    }
+    for (uint32_t s : evicted) gone.insert(next_read(s));
+    ASSERT_EQ(admitted, wanted);
+    ASSERT_EQ(gone, wanted_gone);
+  }
+
+  void check_places() {
+    ASSERT_EQ(cache_.size(), model_.size());
+    for (uint32_t s = 0; s < kRows; ++s) {
+      auto at = model_.find(s);
+      ASSERT_EQ(cache_.find(s), at == model_.end() ? kNone : at->second) << "row " << s;
+    }
+  }
+
+  // Lines that were there and are updated: those first that the step reads, each with its terms by
+  // rank.
+  void check_touched(const StepUpdate& update, const LineUpdate& touched) {
+    std::vector<uint32_t> wanted;
+    size_t urgent = 0;
+    for (const bool reads : {true, false}) {
+      for (auto& [slot, line] : model_) {
+        bool updated = false;
+        for (const Handover& h : update.ranks) updated |= h.part->contains(slot);
+        if (updated && !fresh_.count(slot) && (read_.count(slot) != 0) == reads)
+          wanted.push_back(line);
+      }
+      if (reads) urgent = wanted.size();
+    }
+    ASSERT_EQ(std::vector<uint32_t>(touched.lines.begin(), touched.lines.end()), wanted);
+    ASSERT_EQ(touched.urgent, urgent);
+    ASSERT_EQ(touched.start.size(), wanted.size() + 1);
+    ASSERT_EQ(touched.start.back(), touched.terms.size());
+    std::map<uint32_t, uint32_t> row_of;
+    for (auto& [slot, line] : model_) row_of[line] = slot;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      uint32_t at = touched.start[i];
+      for (uint32_t r = 0; r < update.ranks.size(); ++r) {
+        const Handover& h = update.ranks[r];
+        if (!h.part->contains(row_of[wanted[i]])) continue;
+        ASSERT_LT(at, touched.start[i + 1]);
+        ASSERT_EQ(touched.terms[at].rank, r);
+        ASSERT_EQ(h.slots()[touched.terms[at++].row], row_of[wanted[i]]);
+      }
+      ASSERT_EQ(at, touched.start[i + 1]);
+    }
+  }
+
+  Random random_;
+  BufferPool pool_;
+  Rows host_;
+  RowCache cache_;
+  uint64_t lines_, step_ = 0, declared_ = 0;
+  int32_t optimizer_;
+  bool hot_, added_to_, memory_fails_;
+  std::map<uint64_t, std::set<uint32_t>> reads_;  // by step
+  std::map<uint32_t, uint32_t> model_;            // row to line
+  std::set<uint32_t> read_, fresh_;               // by the step; came in at its boundary
+  Vector<uint32_t> admitted_, to_;
+};
+
+TEST(RowCacheWalks, AsTheModelSays) {
+  FpEnvironment environment;
+  const uint64_t rounds = test_rounds(24);
+  for (uint64_t i = 0; i < rounds && !testing::Test::HasFailure(); ++i) {
+    SCOPED_TRACE(testing::Message() << "FRUGAL_TEST_SEED=" << test_seed() + i);
+    Walk(test_seed() + i).run();
+  }
+}
+
+}  // namespace
+}  // namespace frugal

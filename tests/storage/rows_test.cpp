@@ -1,0 +1,612 @@
+// The host rows of a table: which row is whose, what a new row begins with, and what is left when
+// something fails.
+#include "storage/rows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "support/inside.h"
+
+namespace frugal {
+namespace {
+
+using Missing = Rows::Missing;
+using Keys = std::vector<uint64_t>;
+using Slots = std::vector<uint32_t>;
+
+constexpr uint64_t kPadding = 999;
+
+Rows::Config config(uint64_t capacity, bool hashed, bool lazy = false,
+                    int32_t optimizer = FRUGAL_ADAM, uint32_t dim = 5) {
+  Rows::Config c;
+  c.capacity = capacity;
+  c.hashed = hashed;
+  c.lazy = lazy;
+  c.layout = RowLayout::of(dim, optimizer);
+  c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, capacity, dim, 42, optimizer, 0.5f);
+  return c;
+}
+
+struct RowsTest : testing::Test {
+  Status resolve(const Keys& keys, Missing missing, Slots* slots,
+                 Vector<uint32_t>* created = nullptr) {
+    slots->assign(keys.size(), 12345);
+    return rows.resolve(keys.data(), keys.size(), &kPadding, missing, slots->data(), created);
+  }
+  Slots slots_of(const Keys& keys, Missing missing) {
+    Slots slots;
+    Vector<uint32_t> created;
+    EXPECT_OK(resolve(keys, missing, &slots, &created));
+    return slots;
+  }
+  // Is it as a row of the key is before anybody has trained it?
+  static bool is_new(const Rows& of, uint32_t slot, uint64_t key) {
+    const arith::InitSpec& spec = of.init();
+    bool right = true;
+    for (uint32_t c = 0; c < spec.dim; ++c)
+      right &= of.values(slot)[c] ==
+               arith::initial_value(spec, arith::column_bits(arith::row_hash(spec.table, key), c));
+    std::vector<float> state(of.layout().state_floats + 1);
+    of.export_state(slot, state.data());
+    for (uint32_t c = 0; c < spec.state_columns; ++c)
+      for (uint32_t i = 0; i < spec.column_floats; ++i)
+        right &= state[c * spec.column_floats + i] == spec.state[c];
+    return right;
+  }
+  static void spoil(const Rows& of, uint32_t slot) {
+    std::fill_n(of.values(slot), of.layout().value_stride, 77.0f);
+    std::fill_n(of.state(slot), of.layout().state_stride, 78.0f);
+  }
+  Keys all_keys() {
+    Keys keys(100000);
+    uint64_t cursor = 0;
+    keys.resize(rows.enumerate(&cursor, keys.data(), keys.size()));
+    return keys;
+  }
+  MemoryBudget budget;
+  Rows rows;
+};
+
+TEST(RowLayouts, Strides) {
+  struct {
+    uint32_t dim;
+    size_t value_bytes;
+  } const sizes[] = {{1, 16},   {4, 16},   {5, 32},   {8, 32},   {9, 64},
+                     {17, 128}, {32, 128}, {33, 192}, {48, 192}, {49, 256}};
+  for (auto [dim, bytes] : sizes) {
+    const RowLayout none = RowLayout::of(dim, FRUGAL_SGD),
+                    one = RowLayout::of(dim, FRUGAL_MOMENTUM),
+                    two = RowLayout::of(dim, FRUGAL_FTRL),
+                    row = RowLayout::of(dim, FRUGAL_ROWWISE_ADAGRAD);
+    EXPECT_EQ(none.value_stride * 4, bytes) << dim;
+    EXPECT_EQ(none.state_stride, 0u);
+    EXPECT_EQ(none.state_floats, 0u);
+    EXPECT_EQ(one.state_stride, one.value_stride);
+    EXPECT_EQ(one.state_floats, dim);
+    EXPECT_EQ(two.state_stride, 2 * two.value_stride);
+    EXPECT_EQ(two.state_floats, 2 * dim);
+    EXPECT_EQ(row.state_stride, 1u);
+    EXPECT_EQ(row.state_floats, 1u);
+    float memory[4];
+    const device::RowsRef ref =
+        two.at(reinterpret_cast<char*>(memory), reinterpret_cast<char*>(memory + 1));
+    EXPECT_EQ(ref.values, memory);
+    EXPECT_EQ(ref.state, memory + 1);
+    EXPECT_EQ(ref.state_second, two.value_stride);
+    EXPECT_EQ(one.at(nullptr, nullptr).state_second, 0u);
+    EXPECT_EQ(ref.dim, dim);
+  }
+}
+
+// State goes out and in as columns of dim floats, whatever lies between them.
+TEST_F(RowsTest, ExportedState) {
+  for (const int32_t optimizer :
+       {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
+    Rows some;
+    ASSERT_OK(some.open(config(3, false, false, optimizer), &budget));
+    ASSERT_OK(some.initialize_range(0, 3));
+    const uint32_t n = some.state_floats();
+    std::vector<float> in(n + 1), out(n + 1, -1), before(n + 1, -1);
+    for (uint32_t i = 0; i < n; ++i) in[i] = static_cast<float>(i + 1);
+    in[n] = -1;
+    some.export_state(0, before.data());
+    some.import_state(1, in.data());
+    some.export_state(1, out.data());
+    EXPECT_EQ(out, in);
+    some.export_state(0, out.data());
+    EXPECT_EQ(out, before) << "of the row before";
+    some.reset_state(1);
+    EXPECT_TRUE(is_new(some, 1, 1));
+  }
+}
+
+TEST_F(RowsTest, DenseRows) {
+  ASSERT_OK(rows.open(config(1000, false), &budget));
+  ASSERT_OK(rows.initialize_range(0, 400));
+  ASSERT_OK(rows.initialize_range(400, 600));
+  EXPECT_EQ(slots_of({5, 999, 0, 5}, Missing::kCreate), (Slots{5, kNoSlot, 0, 5}));
+  Slots slots;
+  EXPECT_EQ(resolve({5, 1000}, Missing::kLeave, &slots), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  EXPECT_EQ(rows.check_ids(Keys{1000}.data(), 1, nullptr), FRUGAL_ERR_KEY_OUT_OF_RANGE);
+  for (uint32_t s : {0u, 399u, 400u, 998u}) EXPECT_TRUE(is_new(rows, s, s));
+  EXPECT_EQ(rows.count(), 1000u);
+  EXPECT_TRUE(rows.exists(7));
+  EXPECT_EQ(rows.key_of(7), 7u);
+  EXPECT_FALSE(rows.lazy());
+  // What is of hashed tables alone does nothing.
+  Vector<uint32_t> list;
+  const uint32_t seven = 7;
+  rows.create_reserved(&seven, 1, &list, 1);
+  rows.mark(&seven, 1, 1);
+  rows.collect_reserved(&seven, 1, &list);
+  rows.take_stranded(&list);
+  EXPECT_TRUE(list.empty());
+  // Deleting makes a row new.
+  spoil(rows, 7);
+  EXPECT_EQ(rows.uncreate(&seven, 1, false), 1u);
+  EXPECT_FALSE(is_new(rows, 7, 7));
+  EXPECT_EQ(rows.uncreate(&seven, 1, true), 1u);
+  EXPECT_TRUE(is_new(rows, 7, 7));
+  Keys some(3);
+  uint64_t cursor = 0;
+  EXPECT_EQ(rows.enumerate(&cursor, some.data(), 3), 3u);
+  EXPECT_EQ(some, (Keys{0, 1, 2}));
+  cursor = 998;
+  EXPECT_EQ(rows.enumerate(&cursor, some.data(), 3), 2u);
+}
+
+TEST_F(RowsTest, LazyRowsBeginWhenTheyAreUsed) {
+  const uint64_t capacity = uint64_t{3} << 20;
+  ASSERT_OK(rows.open(config(capacity, false, true), &budget));
+  EXPECT_EQ(rows.memory_bytes(), 0u);
+  EXPECT_EQ(slots_of({5, kPadding, capacity - 1}, Missing::kReserve),
+            (Slots{5, kNoSlot, static_cast<uint32_t>(capacity - 1)}));
+  EXPECT_TRUE(is_new(rows, 5, 5));
+  EXPECT_TRUE(is_new(rows, static_cast<uint32_t>(capacity - 1), capacity - 1));
+  spoil(rows, 5);
+  EXPECT_EQ(slots_of({5, 6}, Missing::kCreate), (Slots{5, 6}));
+  EXPECT_FALSE(is_new(rows, 5, 5)) << "it has begun before";
+  EXPECT_TRUE(is_new(rows, 6, 6));
+  // Values of 32 bytes and state of 64: two slabs, and four; the flags are fewer than a slab's
+  // bytes.
+  EXPECT_EQ(rows.memory_bytes(), 4 * SlabArray::kSlab + (capacity + 4095) / 4096 * 4096);
+  // Memory that fails: the row has not begun.
+  SystemFails fails(-1);
+  const uint32_t far = 1u << 20;
+  EXPECT_EQ(rows.begin_rows(&far, 1), FRUGAL_ERR_OUT_OF_MEMORY);
+  os_test_fail_after(0);
+  ASSERT_OK(rows.begin_rows(&far, 1));
+  EXPECT_TRUE(is_new(rows, far, far));
+}
+
+TEST_F(RowsTest, KeysThatAreMissing) {
+  ASSERT_OK(rows.open(config(100, true), &budget));
+  const Keys keys = {7, kPadding, UINT64_MAX, 7};
+  EXPECT_EQ(slots_of(keys, Missing::kLeave),
+            (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
+  EXPECT_FALSE(rows.has_reserved());
+  const Slots slots = slots_of(keys, Missing::kReserve);
+  EXPECT_EQ(slots[0], slots[3]) << "a key has one row";
+  EXPECT_NE(slots[0], slots[2]);
+  EXPECT_EQ(slots[1], kNoSlot);
+  EXPECT_TRUE(is_new(rows, slots[0], 7));
+  EXPECT_TRUE(rows.has_reserved());
+  // Reserved rows exist for nobody.
+  EXPECT_EQ(slots_of(keys, Missing::kLeave),
+            (Slots{kMissingSlot, kNoSlot, kMissingSlot, kMissingSlot}));
+  EXPECT_EQ(rows.count(), 0u);
+  EXPECT_FALSE(rows.exists(slots[0]));
+  EXPECT_TRUE(all_keys().empty());
+  Vector<uint32_t> list;
+  const uint32_t asked[] = {slots[0], kNoSlot, kMissingSlot, slots[2]};
+  rows.collect_reserved(asked, 4, &list);
+  EXPECT_EQ(list, (Vector<uint32_t>{slots[0], slots[2]}));
+  Slots again;
+  Vector<uint32_t> created;
+  ASSERT_OK(resolve({kPadding, UINT64_MAX, UINT64_MAX}, Missing::kCreate, &again, &created));
+  EXPECT_EQ(again, (Slots{kNoSlot, slots[2], slots[2]}));
+  EXPECT_EQ(created, Vector<uint32_t>{slots[2]}) << "once";
+  EXPECT_EQ(rows.count(), 1u);
+  EXPECT_EQ(all_keys(), Keys{UINT64_MAX});
+  EXPECT_EQ(slots_of(keys, Missing::kLeave),
+            (Slots{kMissingSlot, kNoSlot, slots[2], kMissingSlot}));
+  created.clear();
+  ASSERT_OK(resolve(keys, Missing::kCreate, &again, &created));
+  EXPECT_EQ(created, Vector<uint32_t>{slots[0]});
+  EXPECT_FALSE(rows.has_reserved());
+}
+
+// A place that becomes another row's begins clean.
+TEST_F(RowsTest, APlaceBecomesAnotherRows) {
+  ASSERT_OK(rows.open(config(2, true), &budget));
+  const Slots slots = slots_of({10, 11}, Missing::kReserve);
+  rows.create_reserved(slots.data(), 1, nullptr, 5);
+  spoil(rows, slots[0]);
+  rows.release_reserved(slots[0]);
+  EXPECT_TRUE(rows.exists(slots[0])) << "what exists is not released";
+  EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 1u);
+  EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 0u) << "it does not exist any more";
+  Slots none;
+  EXPECT_EQ(resolve({12}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
+  rows.release_reserved(slots[0]);
+  rows.release_reserved(slots[0]);
+  EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
+  EXPECT_EQ(slots_of({12}, Missing::kReserve), Slots{slots[0]});
+  EXPECT_EQ(rows.key_of(slots[0]), 12u);
+  EXPECT_TRUE(is_new(rows, slots[0], 12));
+  EXPECT_FALSE(rows.exists(slots[0]));
+  Vector<int> descriptors;
+  rows.create_reserved(slots.data(), 1, nullptr);
+  EXPECT_EQ(all_keys(), Keys{12});
+  EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL)
+      << "it was released twice, and is free once";
+  EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
+}
+
+// A deleted row is reserved, and new.
+TEST_F(RowsTest, DeletedRows) {
+  ASSERT_OK(rows.open(config(10, true), &budget));
+  const Slots slots = slots_of({10, 11}, Missing::kCreate);
+  for (uint32_t s : slots) spoil(rows, s);
+  EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
+  for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(is_new(rows, slots[i], 10 + i));
+  EXPECT_EQ(rows.count(), 0u);
+  EXPECT_EQ(slots_of({10, 11}, Missing::kCreate), slots)
+      << "declarations that name the places stay right";
+}
+
+// For who reads the flags of shared memory: existing rows, and those that an uncommitted step has
+// created.
+TEST_F(RowsTest, MarkedRows) {
+  Rows::Config c = config(100, true);
+  c.shared = true;
+  ASSERT_OK(rows.open(c, &budget));
+  const Slots slots = slots_of({1, 2, 3}, Missing::kReserve);
+  Vector<int> descriptors;
+  EXPECT_EQ(rows.mappings(&descriptors), 15u);
+  ASSERT_EQ(descriptors.size(), 4u);
+  Mapping mapping;
+  ASSERT_OK(os_map_shared(dup(descriptors[Rows::kFlags]), false, &mapping));
+  const auto* flags = reinterpret_cast<const uint8_t*>(mapping.base);
+  for (const uint32_t mark : {1u, Rows::kMarks}) {
+    rows.create_reserved(slots.data(), 2, nullptr, static_cast<uint8_t>(mark));
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(Rows::flag_exists(flags[slots[i]]));
+      EXPECT_EQ(Rows::flag_mark(flags[slots[i]]), mark);
+    }
+    EXPECT_FALSE(Rows::flag_exists(flags[slots[2]]));
+    rows.mark(slots.data(), 3, 0);
+    EXPECT_EQ(Rows::flag_mark(flags[slots[0]]), 0u);
+    EXPECT_TRUE(Rows::flag_exists(flags[slots[0]]));
+    EXPECT_FALSE(Rows::flag_exists(flags[slots[2]])) << "a mark creates no row";
+    rows.mark(slots.data(), 1, static_cast<uint8_t>(mark));
+    rows.uncreate(slots.data(), 2, false);
+    EXPECT_FALSE(Rows::flag_exists(flags[slots[0]]));
+    EXPECT_EQ(Rows::flag_mark(flags[slots[0]]), 0u) << "the mark of the step that was undone";
+  }
+  os_release(&mapping);
+  std::atomic<uint64_t> told{0};
+  rows.tell_slots(&told);
+  EXPECT_EQ(told.load(), 3u);
+  slots_of({4, 5}, Missing::kReserve);
+  EXPECT_EQ(told.load(), 5u);
+  rows.tell_slots(nullptr);
+  slots_of({6}, Missing::kReserve);
+  EXPECT_EQ(told.load(), 5u);
+  // Of a table in private memory there is none; without state there are three.
+  Rows own, sgd;
+  ASSERT_OK(own.open(config(10, true), &budget));
+  EXPECT_EQ(own.mappings(&descriptors), 0u);
+  c = config(100, true, false, FRUGAL_SGD);
+  c.shared = true;
+  ASSERT_OK(sgd.open(c, &budget));
+  EXPECT_EQ(sgd.mappings(&descriptors), 13u);
+}
+
+// A table that is full fails the whole call; what the call had reserved is told, for others may
+// have found it.
+TEST_F(RowsTest, AFullTable) {
+  ASSERT_OK(rows.open(config(50, true), &budget));
+  slots_of({0, 1}, Missing::kCreate);
+  Keys many;
+  for (uint64_t k = 0; k < 51; ++k) many.push_back(k);
+  Slots slots;
+  Vector<uint32_t> created, stranded;
+  EXPECT_EQ(resolve(many, Missing::kCreate, &slots, &created), FRUGAL_ERR_TABLE_FULL);
+  EXPECT_NE(LastMessage().find("key 50"), std::string::npos) << LastMessage();
+  EXPECT_TRUE(created.empty());
+  EXPECT_EQ(rows.count(), 2u);
+  rows.take_stranded(&stranded);
+  EXPECT_EQ(std::set<uint32_t>(stranded.begin(), stranded.end()).size(), 48u);
+  for (uint32_t s : stranded) rows.release_reserved(s);
+  EXPECT_FALSE(rows.has_reserved());
+  stranded.clear();
+  rows.take_stranded(&stranded);
+  EXPECT_TRUE(stranded.empty());
+  EXPECT_EQ(resolve({UINT64_MAX - 4}, Missing::kReserve, &slots), FRUGAL_OK);
+  for (uint64_t k = 2; k < 49; ++k) slots_of({k}, Missing::kReserve);
+  EXPECT_EQ(resolve({UINT64_MAX - 5}, Missing::kReserve, &slots), FRUGAL_ERR_TABLE_FULL);
+  EXPECT_NE(LastMessage().find("-6 (unsigned 18446744073709551610)"), std::string::npos)
+      << LastMessage();
+}
+
+// Whatever fails, no row exists that did not, and what is reserved is told or can be named again.
+TEST_F(RowsTest, WithoutMemoryNothingExists) {
+  int64_t failures = 0;
+  for (const bool system : {false, true})
+    for (int64_t n = 1;; ++n) {
+      ASSERT_LT(n, 500);
+      MemoryBudget own;
+      Rows some;
+      ASSERT_OK(some.open(config(uint64_t{1} << 20, true), &own));
+      Slots slots(9000);
+      Keys keys(9000);
+      for (size_t i = 0; i < keys.size(); ++i) keys[i] = i / 2;
+      Vector<uint32_t> created;
+      Status s;
+      {
+        SystemFails os(system ? n : 0);
+        HeapFails heap(system ? 0 : n);
+        try {
+          s = some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(),
+                           &created);
+        } catch (const std::bad_alloc&) {
+          s = FRUGAL_ERR_OUT_OF_MEMORY;
+        }
+      }
+      if (s == FRUGAL_OK) {
+        EXPECT_EQ(created.size(), 4500u);
+        break;
+      }
+      ++failures;
+      ASSERT_EQ(s, FRUGAL_ERR_OUT_OF_MEMORY);
+      ASSERT_EQ(some.count(), 0u);
+      ASSERT_TRUE(created.empty());
+      ASSERT_OK(some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(),
+                             &created));
+      ASSERT_EQ(some.count(), 4500u);
+      for (size_t i = 0; i < keys.size(); i += 500) {
+        ASSERT_EQ(some.key_of(slots[i]), keys[i]);
+        ASSERT_TRUE(is_new(some, slots[i], keys[i]));
+      }
+    }
+  EXPECT_GT(failures, 5);
+  // A place that cannot be listed as free stays reserved.
+  ASSERT_OK(rows.open(config(10, true), &budget));
+  const Slots slots = slots_of({1}, Missing::kReserve);
+  {
+    HeapFails fails(1);
+    rows.release_reserved(slots[0]);
+  }
+  EXPECT_EQ(slots_of({1}, Missing::kReserve), slots);
+  rows.release_reserved(slots[0]);
+  EXPECT_FALSE(rows.has_reserved());
+}
+
+// A stranded row that could not be listed stays reserved, until somebody names it.
+TEST_F(RowsTest, StrandedWithoutMemory) {
+  ASSERT_OK(rows.open(config(3, true), &budget));
+  Keys keys = {1, 2, 3, 4};
+  for (int64_t n = 1; n < 8; ++n) {
+    Slots slots(4);
+    Status s;
+    {
+      HeapFails fails(n);
+      s = rows.resolve(keys.data(), 4, nullptr, Missing::kCreate, slots.data(), nullptr);
+    }
+    ASSERT_TRUE(s == FRUGAL_ERR_TABLE_FULL || s == FRUGAL_ERR_OUT_OF_MEMORY) << s;
+    ASSERT_EQ(rows.count(), 0u);
+    Vector<uint32_t> stranded;
+    rows.take_stranded(&stranded);
+    ASSERT_OK(rows.resolve(keys.data(), 3, nullptr, Missing::kReserve, slots.data(), nullptr));
+    for (int i = 0; i < 3; ++i) rows.release_reserved(slots[i]);
+    ASSERT_FALSE(rows.has_reserved());
+  }
+}
+
+// Any order of reserving, creating, deleting and releasing beside a map.
+TEST_F(RowsTest, RandomOperations) {
+  Random random(test_seed());
+  constexpr uint64_t kCapacity = 60;
+  ASSERT_OK(rows.open(config(kCapacity, true, false, FRUGAL_ADAGRAD, 3), &budget));
+  struct Row {
+    uint32_t slot;
+    bool exists, spoilt;
+  };
+  std::map<uint64_t, Row> model;
+  for (int i = 0; i < 4000; ++i) {
+    const uint64_t key = random.below(100);
+    auto at = model.find(key);
+    Slots slot;
+    switch (random.below(5)) {
+      case 0:
+      case 1: {
+        const bool create = random.one_in(2);
+        const Status s = resolve({key}, create ? Missing::kCreate : Missing::kReserve, &slot);
+        if (at == model.end() && model.size() == kCapacity) {
+          ASSERT_EQ(s, FRUGAL_ERR_TABLE_FULL);
+          break;
+        }
+        ASSERT_OK(s);
+        if (at == model.end()) {
+          for (auto& [other, row] : model)
+            ASSERT_NE(row.slot, slot[0]) << "the place of key " << other;
+          ASSERT_TRUE(is_new(rows, slot[0], key)) << "key " << key;
+          at = model.emplace(key, Row{slot[0], false, false}).first;
+        }
+        ASSERT_EQ(slot[0], at->second.slot);
+        at->second.exists |= create;
+        break;
+      }
+      case 2: {
+        if (at == model.end()) break;
+        const bool again = random.one_in(2);
+        ASSERT_EQ(rows.uncreate(&at->second.slot, 1, again), at->second.exists);
+        if (again && at->second.exists) at->second.spoilt = false;
+        at->second.exists = false;
+        break;
+      }
+      case 3:
+        if (at == model.end()) break;
+        rows.release_reserved(at->second.slot);
+        if (!at->second.exists) model.erase(at);
+        break;
+      default:
+        if (at == model.end()) break;
+        spoil(rows, at->second.slot);
+        at->second.spoilt = true;
+    }
+    ASSERT_EQ(slots_of({key}, Missing::kLeave)[0],
+              model.count(key) && model[key].exists ? model[key].slot : kMissingSlot);
+    if (i % 50) continue;
+    std::set<uint64_t> existing;
+    for (auto& [k, row] : model) {
+      if (row.exists) existing.insert(k);
+      ASSERT_EQ(rows.key_of(row.slot), k);
+      ASSERT_EQ(is_new(rows, row.slot, k), !row.spoilt);
+    }
+    const Keys keys = all_keys();
+    ASSERT_EQ(std::set<uint64_t>(keys.begin(), keys.end()), existing);
+    ASSERT_EQ(keys.size(), rows.count());
+    ASSERT_EQ(rows.has_reserved(), existing.size() != model.size());
+  }
+}
+
+// Another optimizer: state that is new, of whatever kind the table is, and values as they were.
+TEST_F(RowsTest, AnotherOptimizersState) {
+  enum { kEager, kLazy, kHashed };
+  for (const int kind : {kEager, kLazy, kHashed})
+    for (const int32_t optimizer :
+         {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
+      SCOPED_TRACE(testing::Message() << "kind " << kind << ", optimizer " << optimizer);
+      MemoryBudget own;
+      Rows some;
+      const uint64_t capacity =
+          kind == kLazy ? uint64_t{20} << 20 : 1000;  // flags of several slabs
+      ASSERT_OK(some.open(config(capacity, kind == kHashed, kind == kLazy, FRUGAL_MOMENTUM), &own));
+      if (kind == kEager) {
+        ASSERT_OK(some.initialize_range(0, capacity));
+      }
+      Keys keys = {0, 3, 999};
+      if (kind == kLazy) keys.push_back(capacity - 1);
+      Slots slots(keys.size());
+      ASSERT_OK(
+          some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(), nullptr));
+      for (uint32_t s : slots) spoil(some, s);
+      Rows::State state;
+      state.layout = RowLayout::of(5, optimizer);
+      state.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, capacity, 5, 42, optimizer, 0.25f);
+      ASSERT_OK(some.open_state(&state));
+      if (kind == kEager) {
+        ASSERT_OK(some.fill_state(&state, 0, 500));
+        ASSERT_OK(some.fill_state(&state, 500, 500));
+      }
+      ASSERT_OK(some.take_state(&state));
+      EXPECT_EQ(some.state_floats(), state.layout.state_floats);
+      EXPECT_EQ(some.ref_now().state_stride, state.layout.state_stride);
+      EXPECT_EQ(some.ref_now().state_second,
+                state.layout.state_columns == 2 ? state.layout.value_stride : 0);
+      for (uint32_t s : slots) {
+        EXPECT_EQ(some.values(s)[0], 77.0f);
+        std::vector<float> out(state.layout.state_floats + 1);
+        some.export_state(s, out.data());
+        for (uint32_t c = 0; c < state.init.state_columns; ++c)
+          for (uint32_t i = 0; i < state.init.column_floats; ++i)
+            ASSERT_EQ(out[c * state.init.column_floats + i], state.init.state[c]) << "row " << s;
+      }
+      // Rows that come later have it, too.
+      const uint64_t later = 500;
+      uint32_t slot;
+      ASSERT_OK(some.resolve(&later, 1, nullptr, Missing::kCreate, &slot, nullptr));
+      EXPECT_TRUE(is_new(some, slot, later));
+    }
+}
+
+// Without memory for the new state the old one stays.
+TEST_F(RowsTest, AnotherOptimizerWithoutMemory) {
+  ASSERT_OK(rows.open(config(1000, true, false, FRUGAL_MOMENTUM), &budget));
+  const Slots slots = slots_of({1, 2}, Missing::kCreate);
+  Rows::State state;
+  state.layout = RowLayout::of(5, FRUGAL_ADAM);
+  state.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, 1000, 5, 42, FRUGAL_ADAM, 0);
+  {
+    SystemFails fails(1);
+    EXPECT_EQ(rows.open_state(&state), FRUGAL_ERR_OUT_OF_MEMORY);
+  }
+  ASSERT_OK(rows.open_state(&state));
+  {
+    SystemFails fails(1);
+    EXPECT_EQ(rows.take_state(&state), FRUGAL_ERR_OUT_OF_MEMORY);
+  }
+  EXPECT_EQ(rows.state_floats(), 5u);
+  EXPECT_TRUE(is_new(rows, slots[0], 1));
+  ASSERT_OK(rows.take_state(&state));
+  EXPECT_EQ(rows.state_floats(), 10u);
+}
+
+struct CountingPinner : Pinner {
+  Status pin(void*, size_t, bool* pinned) override {
+    *pinned = there;
+    now += there;
+    return FRUGAL_OK;
+  }
+  void unpin(void*) noexcept override { --now; }
+  bool there = false;
+  int now = 0;
+};
+
+// Values and state are pinned, which devices read; keys and flags are not.
+TEST_F(RowsTest, PinnedRows) {
+  auto pinner = std::make_shared<CountingPinner>();
+  Rows::Config c = config(100, true);
+  c.pinner = pinner;
+  ASSERT_OK(rows.open(c, &budget));
+  slots_of({1}, Missing::kCreate);
+  EXPECT_EQ(pinner->now, 0);
+  pinner->there = true;
+  bool any = false;
+  for (const int wanted : {1, 2, 2}) {
+    const int before = pinner->now;
+    ASSERT_OK(rows.pin_next(&any));
+    EXPECT_EQ(pinner->now, wanted);
+    EXPECT_EQ(any, wanted != before);
+  }
+  // The state of another optimizer is pinned before anybody finds it.
+  Rows::State state;
+  state.layout = RowLayout::of(5, FRUGAL_ADAGRAD);
+  state.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, 100, 5, 42, FRUGAL_ADAGRAD, 0);
+  pinner->there = false;
+  ASSERT_OK(rows.open_state(&state));
+  ASSERT_OK(rows.fill_state(&state, 0, 1));
+  pinner->there = true;
+  ASSERT_OK(rows.take_state(&state));
+  EXPECT_EQ(pinner->now, 3);  // the old one is the caller's now
+  rows.unpin();
+  EXPECT_EQ(pinner->now, 1);
+}
+
+TEST_F(RowsTest, MoreThanTheBudget) {
+  for (uint64_t limit :
+       {uint64_t{0}, uint64_t{4096}, uint64_t{2} << 20, (uint64_t{2} << 20) + 4096}) {
+    MemoryBudget own;
+    own.limit = limit;
+    Rows some;
+    const Status s = some.open(config(50, true), &own);
+    ASSERT_EQ(s == FRUGAL_OK, limit >= uint64_t{2} << 20) << limit;
+    if (s != FRUGAL_OK) continue;
+    const uint64_t key = 1;
+    uint32_t slot;
+    EXPECT_EQ(some.resolve(&key, 1, nullptr, Missing::kReserve, &slot, nullptr),
+              FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_FALSE(some.has_reserved());
+    own.limit = UINT64_MAX;
+    EXPECT_OK(some.resolve(&key, 1, nullptr, Missing::kReserve, &slot, nullptr));
+  }
+}
+
+}  // namespace
+}  // namespace frugal
