@@ -8,6 +8,7 @@ stands on have ended and enough processors are free. The last line of the whole 
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -220,6 +221,17 @@ class Run:
       self.say(f'{suite.name}: {told} ({suite.took:.0f} s); {self.left()}')
       self.lock.notify()
 
+  @staticmethod
+  def said_of(lines):
+    """What a red test has said, which `lines` begin with; of much its end, and what looks like a failure."""
+    others = re.compile(r' *(Start +\d+:|\d+/\d+ Test +#)')
+    said = lines[:1] + list(itertools.takewhile(lambda line: not others.match(line), lines[1:]))
+    if len(said) <= 80:
+      return said
+    wrong = [i for i, line in enumerate(said[:-30]) if re.search(r'Failure|FAILED|Error|ERROR|rror:', line)]
+    shown = sorted({j for i in wrong[:20] for j in range(i, min(i + 8, len(said) - 30))})
+    return said[:1] + [said[j] for j in shown] + ['...'] + said[-30:]
+
   def tell_failure(self, suite):
     with open(suite.log, encoding='utf-8', errors='replace') as log:
       lines = log.read().splitlines()
@@ -227,7 +239,7 @@ class Run:
     red = [i for i, line in enumerate(lines) if re.search(r'\*\*\*(Failed|Timeout|Exception|Not Run)', line)]
     shown = lines[-60:]
     if red:
-      shown = [line for i in red[:5] for line in lines[i:i + 80]] + lines[-20:]
+      shown = [line for i in red[:5] for line in self.said_of(lines[i:])] + lines[-20:]
     print('\n'.join(shown), flush=True)
     self.say(f'{suite.name} is red; all of it: {os.path.relpath(suite.log, ROOT)}')
 
