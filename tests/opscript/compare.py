@@ -75,10 +75,9 @@ def replay(command, script, expected, environment=None):
 
 
 @contextlib.contextmanager
-def controller(build, folder):
+def controller(program, folder):
     """The environment of processes that attach to a controller of their own."""
     address = os.path.join(folder, "service")
-    program = os.path.join(build, "tools", "controller", "frugal-controller")
     process = subprocess.Popen([program, address], stdout=subprocess.PIPE, text=True)
     try:
         if not process.stdout.readline():
@@ -123,9 +122,9 @@ class Turns:
         return f"exit status {self.process.returncode}: {error}" if self.process.returncode else None
 
 
-def replay_dealt(commands, build, script):
+def replay_dealt(commands, program, script):
     """Returns what is wrong with each process, or None, and what it printed."""
-    with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
+    with tempfile.TemporaryDirectory() as folder, controller(program, folder) as environment:
         runners = [Turns(command, environment, folder, i) for i, command in enumerate(commands)]
         late = threading.Timer(TIMEOUT, lambda: [runner.process.kill() for runner in runners])
         late.start()
@@ -149,12 +148,12 @@ def tables_of(lines):
     return [line.rsplit(" ", 1)[-1] for line in lines]
 
 
-def processes(build, maker, runners, seed, steps, prefix):
+def processes(program, maker, runners, seed, steps, prefix):
     """Returns how many have failed, and the (call, status) that the dealt script has."""
     wrongs = []
     make(maker, seed, steps, prefix)
     for name, command in runners.items():
-        with tempfile.TemporaryDirectory() as folder, controller(build, folder) as environment:
+        with tempfile.TemporaryDirectory() as folder, controller(program, folder) as environment:
             wrong, _ = replay(command, prefix + ".jsonl", read_lines(prefix + ".expected"), environment)
         wrongs.append((f"{name} over a controller", wrong))
 
@@ -164,7 +163,7 @@ def processes(build, maker, runners, seed, steps, prefix):
     script = prefix + ".dealt"
     seen = make(maker, seed, steps, script, ranks, count)
     names = [list(runners)[(seed + i) % len(runners)] for i in range(count)]
-    ended, printed = replay_dealt([runners[name] for name in names], build, script + ".jsonl")
+    ended, printed = replay_dealt([runners[name] for name in names], program, script + ".jsonl")
     # One that has gone wrong may take others with it: all are told.
     for i, (name, wrong, lines) in enumerate(zip(names, ended, printed)):
         expected = read_lines(script + ".expected" + (str(i) if count > 1 else ""))
@@ -198,6 +197,7 @@ def main():
     arguments = parser.parse_args()
     folder = os.path.join(os.path.abspath(arguments.build), "tests", "opscript")
     maker = os.path.join(folder, "opscript_maker")
+    program = os.path.join(arguments.build, "tools", "controller", "frugal-controller")
     if not os.path.exists(maker):
         sys.exit(f"{maker} is not there: build the target opscript_maker")
     runners = {}
@@ -214,7 +214,7 @@ def main():
             steps = LONG if i + 1 == arguments.seeds and not arguments.processes else SHORT
             prefix = os.path.join(work, "script")
             if arguments.processes:
-                wrong, calls = processes(arguments.build, maker, runners, seed, steps, prefix)
+                wrong, calls = processes(program, maker, runners, seed, steps, prefix)
                 failures += wrong
                 seen |= calls
                 continue

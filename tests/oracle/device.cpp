@@ -141,6 +141,8 @@ class RankDeviceOn : public RankDevice {
 
 }  // namespace
 
+const bool kDeviceMemory = true;
+
 std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed) {
   std::shared_ptr<Runtime> runtime;
   if (!frugal::device::open_runtime(name.c_str(), &runtime).ok()) return nullptr;

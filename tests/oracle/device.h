@@ -29,6 +29,9 @@ class RankDevice {
   virtual void Forgive() = 0;  // forgets it
 };
 
+// Whether OpenDevice() has any. Else ranks on devices have all memory of their ops on the host.
+extern const bool kDeviceMemory;
+
 // `name` as a trainer's device.
 std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed);
 

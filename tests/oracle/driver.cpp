@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "oracle/device.h"
+#include "oracle/digest.h"
 #include "oracle/meeting.h"
 #include "oracle/random.h"
 #include "oracle/replay.h"
@@ -106,6 +107,7 @@ class Run {
   frugal_table* table(size_t t) const { return tables_[t]; }
   Progress* progress() { return progress_; }
   bool exact() const { return script_.config.staleness == 0; }
+  bool recording() const { return meeting_.recording; }
 
   Meeting& meeting() { return meeting_; }
   void Fail(const std::string& message) { meeting_.Fail(message); }
@@ -138,7 +140,10 @@ class Run {
     for (uint64_t number; (number = meeting_.outside_done) < boundary.actions + actions.size() && !failed();) {
       const OutsideAction& action = actions[number - boundary.actions];
       if (WhoDoes(action, number) != party_.process) return false;
-      DoOutside(action, index);
+      Digest digest;
+      digest.Add(number);
+      DoOutside(action, index, &digest);
+      meeting_.outside += digest.value();
       ++meeting_.outside_done;
     }
     progress_->Enter("steps");
@@ -169,9 +174,10 @@ class Run {
     ++*come;
     return Await(*come, party_.processes);
   }
-  void DoOutside(const OutsideAction& action, size_t index);
+  // What comes back is compared, or with recording() added to `digest`.
+  void DoOutside(const OutsideAction& action, size_t index, Digest* digest);
   void CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
-                   const std::vector<uint8_t>& found, float missing, const char* call);
+                   const std::vector<uint8_t>& found, float missing, const char* call, Digest* digest);
   std::vector<uint64_t> Enumerate(size_t table);
   void CheckFinal();
   bool Expect(int32_t status, int32_t expected, const char* call) {
@@ -218,7 +224,7 @@ class RankDriver {
     trainer_ = run_.Join(rank_);
     if (!spec_.device.empty() && device_ == nullptr) {
       device_ = OpenDevice(spec_.device, script_.seed * 57 + rank_);
-      if (device_ == nullptr) run_.Fail("no device " + spec_.device);
+      if (device_ == nullptr && kDeviceMemory) run_.Fail("no device " + spec_.device);
     }
     aborts_told_ = run_.meeting().aborts;
   }
@@ -292,8 +298,10 @@ class RankDriver {
   void SendOps(const Action& action, Use use, std::vector<frugal_op>* ops);
   void FetchOps(const Action& action, Use use);
   void FillGrads(const Action& action, bool poison);
-  void CheckLookup(const OpSpec& spec, const Buffers& buffers);
-  void CheckRead(const OpSpec& spec, const Buffers& buffers);
+  void CheckLookup(size_t op, const OpSpec& spec, const Buffers& buffers);
+  void CheckRead(size_t op, const OpSpec& spec, const Buffers& buffers);
+  // Adds what op number `op` of the call gave, `count` rows.
+  void Record(size_t op, const float* rows, size_t count, size_t dim, size_t stride);
   void CheckGaps(const OpSpec& spec, const Buffers& buffers, const char* call);
   // Whether `row` is one of the versions of a row that may be seen at this step.
   bool Matches(const OpSpec& spec, uint64_t key, const float* row);
@@ -446,6 +454,11 @@ RankDriver::Moved RankDriver::Begin() {
 
 RankDriver::Moved RankDriver::Finish() {
   const Attempt& now = attempt();
+  if (now.finish == Finish::kStay) {
+    index_ = script_.steps;
+    phase_ = Phase::kBoundary;
+    return Moved::kYes;
+  }
   if (now.finish == Finish::kEnd) {
     progress_.doing = "step_end";
     const int32_t status = frugal_step_end(trainer_, step_number(), now.end_flags);
@@ -707,7 +720,7 @@ void RankDriver::DoLookup(const Action& action) {
   FetchOps(action, Use::kLookup);
   if (Check(status, FRUGAL_OK, "lookup") != Result::kOk) return;
   for (size_t i = 0; i < ops.size() && !run_.failed(); ++i) {
-    CheckLookup(action.ops[i], buffers_[i]);
+    CheckLookup(i, action.ops[i], buffers_[i]);
   }
   for (Buffers& buffers : buffers_) buffers.Spoil();
 }
@@ -761,6 +774,11 @@ void RankDriver::DoPush(const Action& action) {
   for (size_t i = 0; i < ops.size(); ++i) {
     const OpSpec& spec = action.ops[i];
     if (buffers_[i].weight_grads.empty()) continue;
+    if (run_.recording()) {
+      for (float& x : buffers_[i].weight_grads) x = Canonical(x);
+      Record(i, buffers_[i].weight_grads.data(), spec.keys.size(), 1, 1);
+      continue;
+    }
     const std::vector<float> grads = MakeGrads(spec, run_.reference().dim(spec.table));
     std::vector<float> expected(spec.keys.size());
     run_.reference().WeightGrads(step_number(), ReferenceOp(spec, grads), expected.data());
@@ -782,7 +800,7 @@ void RankDriver::DoRead(const Action& action) {
   FetchOps(action, Use::kRead);
   if (Check(status, FRUGAL_OK, "read") != Result::kOk) return;
   for (size_t i = 0; i < ops.size() && !run_.failed(); ++i) {
-    CheckRead(action.ops[i], buffers_[i]);
+    CheckRead(i, action.ops[i], buffers_[i]);
   }
 }
 
@@ -927,12 +945,24 @@ bool RankDriver::Matches(const OpSpec& spec, uint64_t key, const float* row) {
   return false;
 }
 
-void RankDriver::CheckLookup(const OpSpec& spec, const Buffers& buffers) {
+void RankDriver::Record(size_t op, const float* rows, size_t count, size_t dim, size_t stride) {
+  // How far an attempt comes that is undone depends on timing, and so does what staleness lets a lookup see.
+  if (!run_.exact() || !IsLastAttempt() || !step().in_final) return;
+  Digest digest;
+  digest.Add(rank_);
+  for (const uint64_t place : {index_, action_, op}) digest.Add(place);
+  digest.Add(phase_);
+  for (size_t row = 0; row < count; ++row) digest.Add(rows + row * stride, dim * sizeof(float));
+  run_.meeting().lookups += digest.value();
+}
+
+void RankDriver::CheckLookup(size_t op, const OpSpec& spec, const Buffers& buffers) {
   const size_t dim = run_.reference().dim(spec.table);
-  std::vector<float> expected(spec.rows() * dim);
-  run_.reference().Lookup(step_number(), ReferenceOp(spec, {}), expected.data());
   CheckGaps(spec, buffers, "lookup");
   run_.meeting().rows_checked += spec.rows();
+  if (run_.recording()) return Record(op, buffers.rows.data(), spec.rows(), dim, buffers.stride);
+  std::vector<float> expected(spec.rows() * dim);
+  run_.reference().Lookup(step_number(), ReferenceOp(spec, {}), expected.data());
   for (size_t row = 0; row < spec.rows(); ++row) {
     const float* got = buffers.rows.data() + row * buffers.stride;
     if (SameBits(got, expected.data() + row * dim, dim)) continue;
@@ -944,11 +974,17 @@ void RankDriver::CheckLookup(const OpSpec& spec, const Buffers& buffers) {
   }
 }
 
-void RankDriver::CheckRead(const OpSpec& spec, const Buffers& buffers) {
+void RankDriver::CheckRead(size_t op, const OpSpec& spec, const Buffers& buffers) {
   using Existence = Reference::Existence;
   const size_t dim = run_.reference().dim(spec.table);
   const std::vector<float> zeros(dim, 0.0f);
   CheckGaps(spec, buffers, "read");
+  if (run_.recording()) {
+    // Whether a row of a hashed table is there may depend on timing.
+    const bool hashed = script_.tables[spec.table].config.key_space == FRUGAL_HASHED;
+    if (!hashed) Record(op, buffers.rows.data(), spec.rows(), dim, buffers.stride);
+    return;
+  }
   if (spec.pooling != FRUGAL_POOL_NONE) {  // dense and exact
     std::vector<float> expected(spec.rows() * dim);
     run_.reference().Lookup(step_number(), ReferenceOp(spec, {}), expected.data());
@@ -1098,8 +1134,14 @@ void Run::Drive(RankDriver* driver) {
 }
 
 void Run::CompareRows(const OutsideAction& action, const std::vector<float>& rows, size_t floats,
-                      const std::vector<uint8_t>& found, float missing, const char* call) {
+                      const std::vector<uint8_t>& found, float missing, const char* call, Digest* digest) {
   const size_t stride = floats + action.gap_floats;
+  if (recording()) {
+    digest->Add(action.keys);
+    digest->Add(found);
+    digest->Add(rows);
+    return;
+  }
   for (size_t i = 0; i < action.keys.size(); ++i) {
     const std::vector<float>& expected = action.expected_rows[i];
     const float* got = rows.data() + i * stride;
@@ -1137,7 +1179,7 @@ std::vector<uint64_t> Run::Enumerate(size_t t) {
   return keys;
 }
 
-void Run::DoOutside(const OutsideAction& action, size_t index) {
+void Run::DoOutside(const OutsideAction& action, size_t index, Digest* digest) {
   const size_t dim = reference_.dim(action.table);
   const size_t floats = dim + (action.with_state ? reference_.state_floats(action.table) : 0);
   const size_t stride = floats + action.gap_floats;
@@ -1155,7 +1197,7 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
                   FRUGAL_OK, "frugal_get")) {
         return;
       }
-      CompareRows(action, rows, floats, found, Garbage(), (before + "get").c_str());
+      CompareRows(action, rows, floats, found, Garbage(), (before + "get").c_str(), digest);
       break;
     }
     case Outside::kRead: {
@@ -1172,7 +1214,7 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
                   "frugal_read")) {
         return;
       }
-      CompareRows(action, rows, dim, found, 0.0f, (before + "read").c_str());
+      CompareRows(action, rows, dim, found, 0.0f, (before + "read").c_str(), digest);
       break;
     }
     case Outside::kPut: {
@@ -1189,26 +1231,31 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
       uint64_t deleted = 0;
       if (Expect(frugal_delete(table, keys.data(), keys.size(), &deleted), FRUGAL_OK,
                  "frugal_delete") &&
-          deleted != action.expected_count) {
+          !recording() && deleted != action.expected_count) {
         Fail(before + "delete counted " + std::to_string(deleted) + " and not " +
              std::to_string(action.expected_count));
       }
+      digest->Add(deleted);
       break;
     }
     case Outside::kCount: {
       uint64_t count = 0;
       if (Expect(frugal_table_count(table, &count), FRUGAL_OK, "frugal_table_count") &&
-          count != action.expected_count) {
+          !recording() && count != action.expected_count) {
         Fail(before + "count is " + std::to_string(count) + " and not " +
              std::to_string(action.expected_count));
       }
+      digest->Add(count);
       break;
     }
-    case Outside::kKeys:
-      if (Enumerate(action.table) != action.expected_keys && !failed()) {
+    case Outside::kKeys: {
+      const std::vector<uint64_t> there = Enumerate(action.table);
+      digest->Add(there);
+      if (!recording() && there != action.expected_keys && !failed()) {
         Fail(before + "enumeration gives other keys");
       }
       break;
+    }
     case Outside::kFlush:
       Expect(frugal_flush(engine_, FRUGAL_TIMEOUT_DEFAULT), FRUGAL_OK, "frugal_flush");
       break;
@@ -1222,15 +1269,21 @@ void Run::DoOutside(const OutsideAction& action, size_t index) {
 void Run::CheckFinal() {
   progress_->Enter("comparing the final tables");
   Random random(script_.seed * 99 + party_.process);
-  if (script_.close_trainers) {
+  if (script_.close_trainers && !script_.killed) {
     for (auto& rank : ranks_) {
       if (rank) rank->Close();
     }
   }
   if (!Meet(&meeting_.ended)) return;
+  if (script_.killed) {
+    ++meeting_.waiting_for_death;
+    while (!meeting_.controller_dead && !failed()) SleepMicroseconds(200);
+    if (failed()) return;
+    if (NextIndex() != script_.steps - 1) Fail("what is read out is step " + std::to_string(NextIndex()));
+  }
   // One at least looks at all tables; which one depends on the seed.
   if (script_.seed % party_.processes != party_.process && random.Chance(0.5)) return;
-  if (random.Chance(0.5)) {
+  if (random.Chance(0.5) && !script_.killed) {
     Expect(frugal_flush(engine_, FRUGAL_TIMEOUT_DEFAULT), FRUGAL_OK, "frugal_flush");
     frugal_stats stats = {};
     stats.struct_size = sizeof(stats);
@@ -1243,6 +1296,7 @@ void Run::CheckFinal() {
       Fail("steps_committed is " + std::to_string(stats.steps_committed));
     }
   }
+  Digest digest;
   for (size_t t = 0; t < script_.tables.size() && !failed(); ++t) {
     ++progress_->moves;
     OutsideAction action;
@@ -1252,24 +1306,30 @@ void Run::CheckFinal() {
     action.keys.push_back(script_.tables[t].config.key_space == FRUGAL_DENSE ? 0 : 0x1234567);
     for (uint64_t key : action.keys) {
       std::vector<float> row;
+      if (recording()) break;
       if (!reference_.Get(t, key, &row)) row.clear();
       action.expected_rows.push_back(std::move(row));
     }
-    DoOutside(action, script_.steps);
-    action.expected_keys = reference_.Keys(t);
+    DoOutside(action, script_.steps, &digest);
+    if (!recording()) action.expected_keys = reference_.Keys(t);
     action.expected_count = action.expected_keys.size();
     action.what = Outside::kCount;
-    if (!failed()) DoOutside(action, script_.steps);
+    if (!failed()) DoOutside(action, script_.steps, &digest);
     action.what = Outside::kKeys;
-    if (!failed()) DoOutside(action, script_.steps);
+    if (!failed()) DoOutside(action, script_.steps, &digest);
+  }
+  // Several processes may have looked.
+  uint64_t before = 0;
+  if (recording() && !meeting_.tables.compare_exchange_strong(before, digest.value()) && before != digest.value()) {
+    Fail("processes see different tables");
   }
 }
 
 void Run::Do() {
   if (Open()) Steps();
   if (!failed()) CheckFinal();
-  if (!failed()) Expect(frugal_health(engine_), FRUGAL_OK, "frugal_health");
-  if (!failed() && script_.seed % party_.processes == party_.process) {
+  if (!failed() && !script_.killed) Expect(frugal_health(engine_), FRUGAL_OK, "frugal_health");
+  if (!failed() && !script_.killed && script_.seed % party_.processes == party_.process) {
     meeting_.stats.struct_size = sizeof(meeting_.stats);
     Expect(frugal_get_stats(engine_, &meeting_.stats), FRUGAL_OK, "frugal_get_stats");
   }
@@ -1286,20 +1346,28 @@ void Run::Do() {
 
 }  // namespace
 
-Outcome RunScript(const Script& script, const Reference& reference, Progress* progress) {
+Outcome OutcomeOf(const Meeting& meeting) {
+  Outcome outcome;
+  outcome.passed = !meeting.failed();
+  outcome.message = meeting.message;
+  outcome.stats = meeting.stats;
+  outcome.rows_checked = meeting.rows_checked;
+  outcome.older_rows = meeting.older_rows;
+  outcome.lookups = meeting.lookups;
+  outcome.outside = meeting.outside;
+  outcome.tables = meeting.tables;
+  return outcome;
+}
+
+Outcome RunScript(const Script& script, const Reference& reference, bool recorded, Progress* progress) {
   for (Progress::Rank& rank : progress->ranks) {
     rank.step = 0;
     rank.doing = "nothing yet";
   }
   const auto meeting = std::make_unique<Meeting>();
+  meeting->recording = recorded;
   Run(script, reference, Party(), meeting.get(), progress).Do();
-  Outcome outcome;
-  outcome.passed = !meeting->failed();
-  outcome.message = meeting->message;
-  outcome.stats = meeting->stats;
-  outcome.rows_checked = meeting->rows_checked;
-  outcome.older_rows = meeting->older_rows;
-  return outcome;
+  return OutcomeOf(*meeting);
 }
 
 void RunParty(const Script& script, const Reference& reference, const Party& party,

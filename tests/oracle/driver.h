@@ -54,13 +54,19 @@ struct Outcome {
   frugal_stats stats = {};
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;  // rows that were of an earlier step than the one that read them
+  // Digests, if the run was recorded: what lookups (with staleness 0) and calls outside steps gave, and what the
+  // tables were at last.
+  uint64_t lookups = 0, outside = 0, tables = 0;
 };
 
-// Runs `script` after Replay() has seen it.
-Outcome RunScript(const Script& script, const frugal_reference::Reference& reference,
+// Runs `script` after Replay() has seen it. If it is `recorded`, the reference has to know the tables alone.
+Outcome RunScript(const Script& script, const frugal_reference::Reference& reference, bool recorded,
                   Progress* progress);
 
 struct Meeting;
+
+// What `meeting` has when all have ended.
+Outcome OutcomeOf(const Meeting& meeting);
 
 // Which processes have which ranks, and which of them one is.
 struct Party {

@@ -33,6 +33,16 @@ struct Meeting {
   std::atomic<uint32_t> checked{0};
   std::atomic<uint32_t> closed{0};
 
+  // With Script::killed: processes that have done their last call to the controller, and whether it is dead.
+  std::atomic<uint32_t> waiting_for_death{0};
+  std::atomic<bool> controller_dead{false};
+
+  // A run that is recorded: nothing is compared. Of results whose order depends on timing the digests are added up.
+  bool recording = false;
+  std::atomic<uint64_t> lookups{0};  // with staleness 0
+  std::atomic<uint64_t> outside{0};
+  std::atomic<uint64_t> tables{0};
+
   frugal_stats stats = {};  // at the end, by one of them
   std::atomic<uint32_t> failures{0};
   std::atomic<bool> told{false};

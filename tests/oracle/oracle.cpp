@@ -3,6 +3,8 @@
 //     oracle --seeds 1000 --first 1 --require 1000
 //     oracle --seeds 100 --processes      with processes that attach, in the place of threads
 //     oracle --seeds 240 --draw           each seed draws which kind of run it is, too
+//     oracle --processes --killed         the controller is killed at last, and its tables are read out
+//     oracle --draw --record              without the reference: a line with hashes for each seed (tests/record)
 //
 // Each seed is one configuration. A seed that fails is printed with the command that repeats it.
 #include <unistd.h>
@@ -103,6 +105,8 @@ std::vector<std::string> OptionArguments(const Options& options) {
   if (options.no_cache) add("--no-cache", "");
   if (!options.device.empty()) add("--device", options.device);
   if (options.scale != 1) add("--scale", std::to_string(options.scale));
+  if (options.killed) add("--killed", "");
+  if (options.record) add("--record", "");
   return list;
 }
 
@@ -134,6 +138,7 @@ Arguments Drawn(const Arguments& from, uint64_t seed) {
   if (kind >= 4) {
     run.processes = true;
     run.options.scale *= kind == 5 ? 0.3 : 0.2;
+    run.options.killed = run.options.record && Random(seed * 269).Chance(0.4);
   }
   return run;
 }
@@ -156,6 +161,33 @@ void CountRun(const Layout& layout, Script* script, Totals* totals) {
   }
 }
 
+// The record of a run: its seed, hashes of what it drew, of its tables at last, of calls outside steps and of lookups,
+// and what there was in it.
+void PrintRecord(uint64_t seed, const Script& script, const Layout* layout, const Outcome& outcome) {
+  std::map<Outside, int> outside;
+  for (const auto& [index, actions] : script.boundaries) {
+    for (const OutsideAction& action : actions) ++outside[action.what];
+  }
+  uint64_t cached = 0, devices = 0;
+  for (const RankSpec& rank : script.ranks) {
+    cached += rank.cache_bytes > 0 || rank.cache_ratio > 0 ? 1 : 0;
+    devices += rank.device.empty() ? 0 : 1;
+  }
+  char lookups[17] = "-";
+  if (script.config.staleness == 0) {
+    std::snprintf(lookups, sizeof(lookups), "%016llx", static_cast<unsigned long long>(outcome.lookups));
+  }
+  std::printf("config %llu %016llx %016llx %016llx %s ranks=%zu steps=%zu processes=%u killed=%d stale=%d aborts=%llu "
+              "put=%d delete=%d sim=%llu cached=%llu\n",
+              static_cast<unsigned long long>(seed), static_cast<unsigned long long>(script.Fingerprint()),
+              static_cast<unsigned long long>(outcome.tables), static_cast<unsigned long long>(outcome.outside), lookups,
+              script.ranks.size(), script.steps, layout != nullptr ? layout->processes : 0, script.killed ? 1 : 0,
+              script.config.staleness != 0 ? 1 : 0, static_cast<unsigned long long>(script.aborts),
+              outside[Outside::kPut], outside[Outside::kDelete], static_cast<unsigned long long>(devices),
+              static_cast<unsigned long long>(cached));
+  std::fflush(stdout);
+}
+
 void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* totals) {
   const Arguments run = arguments.draw ? Drawn(arguments, seed) : arguments;
   const Options& options = run.options;
@@ -168,8 +200,9 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   }
   Outcome outcome;
   std::string described = script.Describe();
+  Layout layout;
   if (processes) {
-    const Layout layout = MakeLayout(script);
+    layout = MakeLayout(script);
     described += "; " + layout.Describe();
     std::vector<std::string> list = OptionArguments(options);
     for (const std::string& argument :
@@ -181,12 +214,16 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
     CountRun(layout, &script, totals);
   } else {
     frugal_reference::Reference reference(script.config.seed, script.config.world_size);
-    Replay(&script, &reference);
+    if (options.record) {
+      AddTables(script, &reference);
+    } else {
+      Replay(&script, &reference);
+    }
     slot->seed = seed;
     slot->repeat = RepeatCommand(run, seed);
     slot->progress.Enter("opening");  // a move, before anybody looks for one
     slot->runs = true;
-    outcome = RunScript(script, reference, &slot->progress);
+    outcome = RunScript(script, reference, options.record, &slot->progress);
     slot->runs = false;
   }
 
@@ -200,6 +237,7 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   totals->rows_checked += outcome.rows_checked;
   totals->older_rows += outcome.older_rows;
   AddStats(outcome.stats, &totals->stats);
+  if (options.record && outcome.passed) PrintRecord(seed, script, processes ? &layout : nullptr, outcome);
   if (arguments.verbose) {
     const frugal_stats& stats = outcome.stats;
     std::printf("seed %llu: waits %llu, rises %llu, falls %llu, in flight %llu, dirty evictions "
@@ -324,7 +362,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
                "              [--hang-seconds S] [--stop]\n"
                "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n"
-               "              [--draw]\n");
+               "              [--draw] [--killed] [--record]\n");
   std::exit(2);
 }
 
@@ -374,6 +412,10 @@ Arguments Parse(int argc, char** argv) {
     } else if (name == "--controller") {
       if (i + 1 >= argc) Usage();
       arguments.controller = argv[++i];
+    } else if (name == "--killed") {
+      arguments.options.killed = true;
+    } else if (name == "--record") {
+      arguments.options.record = true;
     } else if (name == "--lead") {
       arguments.lead = static_cast<int>(number());
     } else if (name == "--hang-seconds") {
@@ -382,6 +424,7 @@ Arguments Parse(int argc, char** argv) {
       Usage();
     }
   }
+  if (arguments.options.killed && !arguments.processes && arguments.lead < 0) Usage();
   if (arguments.controller.empty()) {  // as the build has them
     char self[4096];
     const ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);
@@ -418,7 +461,7 @@ int Main(int argc, char** argv) {
   for (std::thread& worker : workers) worker.join();
   done = true;
   watchdog.join();
-  const bool enough = PrintTotals(arguments, totals);
+  const bool enough = arguments.options.record || PrintTotals(arguments, totals);
   std::printf("  %-24s %10.1f s\n", "time", static_cast<double>(NowMs() - start) / 1000);
   std::printf("oracle: %llu passed, %llu failed\n",
               static_cast<unsigned long long>(totals.passed),

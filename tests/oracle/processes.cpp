@@ -68,6 +68,10 @@ class Controller {
     close(ends[0]);
     return c == '\n' ? "" : program + " does not serve";
   }
+  void Kill() {
+    kill(process_, SIGKILL);
+    WaitFor(std::exchange(process_, -1));
+  }
   std::string Stop() {
     if (process_ <= 0) return "";
     kill(process_, SIGTERM);
@@ -101,7 +105,7 @@ class Leader {
     }
     std::fflush(stdout);
     for (uint32_t p = 0; p < layout_.processes && !meeting_.failed(); ++p) Fork(address, p);
-    Wait(hang_seconds);
+    Wait(hang_seconds, &program);
     const std::string wrong = program.Stop();
     if (!wrong.empty()) meeting_.Fail(wrong);
     unlink(address.c_str());
@@ -131,7 +135,7 @@ class Leader {
     std::exit(0);  // and sanitizers have their say
   }
 
-  void Wait(int hang_seconds) {
+  void Wait(int hang_seconds, Controller* program) {
     Stillness stillness;
     uint64_t failed_for = 0;  // ticks, of a millisecond or more
     size_t left = processes_.size();
@@ -147,6 +151,10 @@ class Leader {
         }
       }
       if (left == 0) break;
+      if (meeting_.waiting_for_death == layout_.processes && !meeting_.controller_dead) {
+        program->Kill();
+        meeting_.controller_dead = true;
+      }
       const uint64_t still = stillness.Tick(meeting_.progress);
       if (!meeting_.failed() && still > static_cast<uint64_t>(hang_seconds) * 1000) {
         meeting_.Fail(WhereItHangs(hang_seconds));
@@ -199,7 +207,7 @@ Layout MakeLayout(const Script& script) {
   Random random(script.seed * 173);
   Layout layout;
   const uint32_t ranks = static_cast<uint32_t>(script.ranks.size());
-  layout.program = random.Chance(0.5);
+  layout.program = random.Chance(0.5) || script.killed;
   layout.processes = ranks;
   const bool own = random.Chance(0.65);
   if (!own) layout.processes = static_cast<uint32_t>(random.Between(1, ranks));
@@ -228,7 +236,12 @@ int Lead(uint64_t seed, const Options& options, const std::string& controller, i
   const Layout layout = MakeLayout(script);
   ForProcesses(&script);
   frugal_reference::Reference reference(script.config.seed, script.config.world_size);
-  Replay(&script, &reference);
+  meeting->recording = options.record;
+  if (options.record) {
+    AddTables(script, &reference);
+  } else {
+    Replay(&script, &reference);
+  }
   return Leader(script, reference, layout, meeting).Run(controller, hang_seconds);
 }
 
@@ -247,11 +260,7 @@ Outcome RunLeader(const std::vector<std::string>& arguments) {
   close(descriptor);
   const int status = leader > 0 ? WaitFor(leader) : 1;
   if (status != 0) meeting->Fail("the run's leader " + HowItEnded(status));
-  outcome.passed = !meeting->failed();
-  outcome.message = meeting->message;
-  outcome.stats = meeting->stats;
-  outcome.rows_checked = meeting->rows_checked;
-  outcome.older_rows = meeting->older_rows;
+  outcome = OutcomeOf(*meeting);
   meeting->~Meeting();
   munmap(meeting, sizeof(Meeting));
   return outcome;

@@ -79,12 +79,16 @@ void ReplayOutside(OutsideAction* action, uint64_t step, Reference* reference) {
 
 }  // namespace
 
-void Replay(Script* script, Reference* reference) {
-  for (const TableSpec& table : script->tables) {
+void AddTables(const Script& script, Reference* reference) {
+  for (const TableSpec& table : script.tables) {
     frugal_table_config config = table.config;
     config.name = table.name.c_str();
     reference->AddTable(config);
   }
+}
+
+void Replay(Script* script, Reference* reference) {
+  AddTables(*script, reference);
   for (const OptimizerChange& change : script->changes) {
     reference->SetOptimizer(change.table, change.first_step, change.optimizer);
   }
@@ -102,6 +106,7 @@ void Replay(Script* script, Reference* reference) {
       }
     }
     reference->Abort();
+    if (script->killed && i + 1 == script->steps) break;
     for (uint32_t r = 0; r < script->ranks.size(); ++r) {
       const RankStep& rank_step = script->ranks[r].steps[i];
       if (rank_step.in_final) {

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <utility>
 
+#include "oracle/digest.h"
 #include "oracle/random.h"
 
 namespace frugal_oracle {
@@ -36,6 +37,7 @@ class ScriptMaker {
     MakeChanges();
     MakeBoundaryActions();
     FinishAttempts();
+    if (options_.killed) LeaveUncommitted();
     return std::move(script_);
   }
 
@@ -703,22 +705,6 @@ class ScriptMaker {
     }
   }
 
-  static size_t RowFloats(const TableSpec& table, bool with_state) {
-    const size_t dim = table.config.dim;
-    if (!with_state) return dim;
-    switch (table.config.optimizer.kind) {
-      case FRUGAL_SGD:
-        return dim;
-      case FRUGAL_ROWWISE_ADAGRAD:
-        return dim + 1;
-      case FRUGAL_ADAM:
-      case FRUGAL_FTRL:
-        return 3 * dim;
-      default:
-        return 2 * dim;
-    }
-  }
-
   void FinishAttempts() {
     for (RankSpec& rank : script_.ranks) {
       for (RankStep& step : rank.steps) {
@@ -745,6 +731,52 @@ class ScriptMaker {
         told = true;
       }
       script_.skip[i] = told;
+    }
+  }
+
+  static size_t RowFloats(const TableSpec& table, bool with_state) {
+    const size_t dim = table.config.dim;
+    if (!with_state) return dim;
+    switch (table.config.optimizer.kind) {
+      case FRUGAL_SGD:
+        return dim;
+      case FRUGAL_ROWWISE_ADAGRAD:
+        return dim + 1;
+      case FRUGAL_ADAM:
+      case FRUGAL_FTRL:
+        return 3 * dim;
+      default:
+        return 2 * dim;
+    }
+  }
+
+  // The last step ends with the controller: some ranks have ended it by then, others are inside it.
+  void LeaveUncommitted() {
+    Random random(script_.seed * 139);  // another sequence, as for devices
+    script_.killed = true;
+    // In most of them nobody writes what no gate has asked for: it is read out as it waits.
+    if (random.Chance(0.7)) {
+      script_.config.flush_mode = FRUGAL_FLUSH_DEFERRED;
+      script_.config.flush_threads = 0;
+      script_.config.pending_bytes = uint64_t{1} << 30;
+    }
+    script_.boundaries.erase(script_.steps);
+    // Who has done its last call is told of no abort. With staleness one may come late, so nothing is aborted there.
+    if (!exact()) script_.boundaries[script_.steps - 1];
+    std::vector<Attempt*> last;
+    for (RankSpec& rank : script_.ranks) {
+      RankStep& step = rank.steps.back();
+      step.leave_after = false;
+      if (!exact()) {
+        const size_t kept = step.in_final ? 1 : 0;
+        script_.aborts -= step.attempts.size() - kept;
+        step.attempts.erase(step.attempts.begin(), step.attempts.end() - static_cast<ptrdiff_t>(kept));
+      }
+      if (step.in_final) last.push_back(&step.attempts.back());
+    }
+    const size_t one = random.Below(last.size());
+    for (size_t i = 0; i < last.size(); ++i) {
+      if (i == one || random.Chance(0.5)) last[i]->finish = Finish::kStay;
     }
   }
 
@@ -806,7 +838,8 @@ std::string Script::Describe() const {
   out << ", " << ModeName(config.flush_mode) << ", " << config.flush_threads
       << " flush threads, lookahead " << config.lookahead << ", pending " << config.pending_bytes
       << " B, " << (config.backing == FRUGAL_BACKING_SHM ? "shm" : "private") << ", " << aborts
-      << " aborts, " << boundaries.size() << " boundaries; windows and caches";
+      << " aborts, " << boundaries.size() << " boundaries" << (killed ? ", the controller is killed" : "")
+      << "; windows and caches";
   for (const RankSpec& rank : ranks) {
     out << ' ' << rank.window << '/';
     if (!rank.device.empty()) out << rank.device << ' ';
@@ -823,6 +856,82 @@ std::string Script::Describe() const {
         << table.config.nan_policy;
   }
   return out.str();
+}
+
+uint64_t Script::Fingerprint() const {
+  Digest digest;
+  auto add_optimizer = [&](const frugal_optimizer& o) {
+    // From the kind to the flags there is no padding.
+    static_assert(offsetof(frugal_optimizer, flags) - offsetof(frugal_optimizer, kind) == 18 * sizeof(float));
+    digest.Add(&o.kind, offsetof(frugal_optimizer, flags) - offsetof(frugal_optimizer, kind));
+    digest.Add(o.flags);
+  };
+  auto add_actions = [&](const std::vector<Action>& actions) {
+    for (const Action& action : actions) {
+      digest.Add(action.call);
+      digest.Add(action.declaration);
+      digest.Add(uint64_t{action.target});
+      digest.Add(action.borrow);
+      digest.Add(action.poison_op);
+      digest.Add(uint64_t{action.table});
+      digest.Add(action.first_step);
+      digest.Add(action.variant);
+      if (action.call == Call::kSetOptimizer) add_optimizer(action.optimizer);
+      for (const OpSpec& op : action.ops) {
+        digest.Add(uint64_t{op.table});
+        digest.Add(op.keys);
+        digest.Add(op.declaration);
+        digest.Add(op.part);
+        digest.Add(op.keys_null);
+        digest.Add(op.pooling);
+        digest.Add(op.offsets);
+        digest.Add(op.weights);
+        digest.Add(op.want_weight_grads);
+        digest.Add(op.padded);
+        digest.Add(op.padding_key);
+        if (action.call == Call::kPush) digest.Add(MakeGrads(op, 1));
+      }
+    }
+  };
+  digest.Add(Describe());
+  digest.Add(config.seed);
+  digest.Add(one_thread);
+  digest.Add(join_at_once);
+  digest.Add(close_trainers);
+  digest.Add(killed);
+  for (const TableSpec& table : tables) {
+    digest.Add(table.name);
+    digest.Add(table.universe);
+    digest.Add(table.config.init);
+    digest.Add(table.config.init_a);
+    digest.Add(table.config.init_b);
+    digest.Add(table.config.flags);
+    add_optimizer(table.config.optimizer);
+  }
+  for (const RankSpec& rank : ranks) {
+    for (const RankStep& step : rank.steps) {
+      digest.Add(step.in_final);
+      digest.Add(step.leave_after);
+      for (const Attempt& attempt : step.attempts) {
+        add_actions(attempt.before);
+        add_actions(attempt.inside);
+        digest.Add(attempt.finish);
+        digest.Add(attempt.end_flags);
+      }
+    }
+  }
+  for (const auto& [index, actions] : boundaries) {
+    digest.Add(uint64_t{index});
+    for (const OutsideAction& action : actions) {
+      digest.Add(action.what);
+      digest.Add(uint64_t{action.table});
+      digest.Add(action.rank);
+      digest.Add(action.keys);
+      digest.Add(action.with_state);
+      digest.Add(action.rows);
+    }
+  }
+  return digest.value();
 }
 
 Script MakeScript(uint64_t seed, const Options& options) {

@@ -27,6 +27,8 @@ struct Options {
   bool no_cache = false;
   std::string device;      // some ranks run on one of these: "sim:0,sim:1"; "" for none
   double scale = 1;  // of the amount of work in a run
+  bool killed = false;  // Script::killed
+  bool record = false;  // nothing is compared: what comes back is hashed
 };
 
 enum class GradKind { kUniform, kWide, kTiny, kSparse };
@@ -82,7 +84,7 @@ struct Action {
   int variant = 0;          // of a bad or busy call
 };
 
-enum class Finish { kEnd, kAbort, kClose };
+enum class Finish { kEnd, kAbort, kClose, kStay };  // kStay: the controller is killed meanwhile
 
 struct Attempt {
   std::vector<Action> before;  // between the step before and step_begin
@@ -144,6 +146,9 @@ struct Script {
   bool one_thread = false;
   bool join_at_once = true;  // else each trainer joins when its thread comes to it
   bool close_trainers = true;
+  // The controller is killed when all ranks have done their last calls. The last step is not committed then: a rank
+  // at least is inside it.
+  bool killed = false;
   uint64_t aborts = 0;
   std::vector<TableSpec> tables;
   std::vector<RankSpec> ranks;
@@ -159,6 +164,8 @@ struct Script {
   }
   uint64_t StepNumber(size_t index) const { return first_step + index; }
   std::string Describe() const;
+  // A hash of all that was drawn.
+  uint64_t Fingerprint() const;
 };
 
 Script MakeScript(uint64_t seed, const Options& options);
