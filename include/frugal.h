@@ -27,7 +27,7 @@
  *   A function names the statuses that are its own. Beside them each may answer BAD_HANDLE, FORKED,
  *   INVALID_ARGUMENT (a null pointer, a bad time-out), OUT_OF_MEMORY and INTERNAL; one that works
  *   on an open engine CLOSED and UNHEALTHY, but for those that only tell (frugal_health,
- *   frugal_committed_step, frugal_table_find, frugal_table_describe, frugal_get_stats,
+ *   frugal_committed_step, frugal_table_find, frugal_table_next, frugal_table_describe, frugal_get_stats,
  *   frugal_metrics, frugal_trace_start, frugal_trace_stop). A call of a trainer on a GPU may also
  *   answer DEVICE (the GPU has failed: close the trainer, the others go on) and UNSUPPORTED (its
  *   stream is being captured). With a service every call may answer PEER_LOST, and one outside of steps BUSY
@@ -395,6 +395,15 @@ FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 /* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */
 FRUGAL_API int32_t frugal_table_find(const frugal_engine *engine, const char *name,
                                      frugal_table **table_out);
+
+/* Enumerates tables, those of other processes and languages, too: writes the name of the next one from `*cursor`
+ * on (start with 0) and moves the cursor. frugal_table_find gives its handle. The order is that of creation. Tables
+ * that are created or dropped meanwhile do not disturb it. `*size_out` is the size of the name with the 0 that ends
+ * it; 0 means the end. Names fit in 256 bytes. OVERFLOW tells the size, too: capacity was less, and nothing was
+ * written or moved. name_out may be NULL if capacity is 0. Returns: FRUGAL_OK, BAD_HANDLE, OVERFLOW. Threads: any.
+ * Since: 0.1. */
+FRUGAL_API int32_t frugal_table_next(const frugal_engine *engine, uint64_t *cursor, char *name_out,
+                                     size_t capacity, size_t *size_out);
 
 typedef struct frugal_table_info {
   size_t struct_size;      /* set by the caller */

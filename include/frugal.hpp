@@ -449,6 +449,19 @@ class Engine {
     return Table(table);
   }
 
+  // Of all tables, in the order of their creation.
+  std::vector<std::string> TableNames() const {
+    std::vector<std::string> names;
+    char name[256];
+    uint64_t cursor = 0;
+    for (;;) {
+      size_t size = 0;
+      Check(frugal_table_next(get(), &cursor, name, sizeof(name), &size));
+      if (size == 0) return names;
+      names.emplace_back(name, size - 1);
+    }
+  }
+
   Trainer CreateTrainer(const frugal_trainer_config& config = TrainerConfig()) {
     frugal_trainer* trainer = nullptr;
     Check(frugal_trainer_create(get(), &config, &trainer));

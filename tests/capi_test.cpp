@@ -405,6 +405,7 @@ TEST(Handles, ClosedOnesAreRefusedEverywhere) {
   EXPECT_REFUSED(frugal_serve(engine, "/tmp/none"), bad);
   EXPECT_REFUSED(frugal_table_create(engine, &table_config, &table_out), bad);
   EXPECT_REFUSED(frugal_table_find(engine, "t", &table_out), bad);
+  EXPECT_REFUSED(frugal_table_next(engine, &number, nullptr, 0, &size), bad);
   EXPECT_REFUSED(frugal_trainer_create(engine, &trainer_config, &trainer_out), bad);
   EXPECT_REFUSED(frugal_read(engine, nullptr, &row.op, 1, 0), bad);
   EXPECT_REFUSED(frugal_table_drop(table), bad);
@@ -459,6 +460,7 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   EXPECT_NULL_REFUSED(frugal_serve(nullptr, "/tmp/none"));
   EXPECT_NULL_REFUSED(frugal_table_create(nullptr, &table_config, &table_out));
   EXPECT_NULL_REFUSED(frugal_table_find(nullptr, "t", &table_out));
+  EXPECT_NULL_REFUSED(frugal_table_next(nullptr, &number, nullptr, 0, &size));
   EXPECT_NULL_REFUSED(frugal_trainer_create(nullptr, &trainer_config, &trainer_out));
   EXPECT_NULL_REFUSED(frugal_read(nullptr, nullptr, &row.op, 1, 0));
   EXPECT_NULL_REFUSED(frugal_table_describe(nullptr, &info));
@@ -489,6 +491,9 @@ TEST(Handles, NullOnesAreRefusedEverywhere) {
   EXPECT_REFUSED(frugal_table_create(engine, &table_config, nullptr), invalid);
   EXPECT_REFUSED(frugal_table_find(engine, nullptr, &table_out), invalid);
   EXPECT_REFUSED(frugal_table_find(engine, "t", nullptr), invalid);
+  EXPECT_REFUSED(frugal_table_next(engine, nullptr, nullptr, 0, &size), invalid);
+  EXPECT_REFUSED(frugal_table_next(engine, &number, nullptr, 1, &size), invalid);
+  EXPECT_REFUSED(frugal_table_next(engine, &number, nullptr, 0, nullptr), invalid);
   EXPECT_REFUSED(frugal_trainer_create(engine, nullptr, &trainer_out), invalid);
   EXPECT_REFUSED(frugal_trainer_create(engine, &trainer_config, nullptr), invalid);
   EXPECT_REFUSED(frugal_table_describe(table, nullptr), invalid);
@@ -693,6 +698,57 @@ TEST(Tables, FindDescribeCountAndKeys) {
   info.struct_size = sizeof(info);
   EXPECT_OK(frugal_table_describe(hashed, &info));
   EXPECT_EQ(info.rows, 5u);
+}
+
+// The next table's name, or "" at the end. `capacity`: of what is offered first.
+std::string Next(frugal_engine* engine, uint64_t* cursor, size_t capacity = 256) {
+  std::vector<char> name(300, '?');
+  size_t size = 999;
+  const uint64_t before = *cursor;
+  int32_t status = frugal_table_next(engine, cursor, capacity ? name.data() : nullptr, capacity, &size);
+  if (status == FRUGAL_ERR_OVERFLOW) {
+    EXPECT_GT(size, capacity);
+    EXPECT_EQ(before, *cursor);
+    EXPECT_EQ(std::string(300, '?'), std::string(name.data(), 300));
+    status = frugal_table_next(engine, cursor, name.data(), size, &size);
+  }
+  EXPECT_OK(status);
+  EXPECT_EQ(size == 0, *cursor == before);
+  if (size == 0) return "";
+  EXPECT_EQ('\0', name[size - 1]);
+  EXPECT_EQ('?', name[size]);
+  return std::string(name.data(), size - 1);
+}
+
+TEST(Tables, AllByName) {
+  Engine engine;
+  uint64_t cursor = 0;
+  EXPECT_EQ("", Next(engine, &cursor));
+  const std::string longest(255, 'n');
+  frugal_table* a = engine.Table("a", FRUGAL_DENSE, 1, 1);
+  frugal_table* long_one = engine.Table(longest.c_str(), FRUGAL_HASHED, 1, 1);
+  engine.Table("c", FRUGAL_DENSE, 1, 1);
+  for (const size_t capacity : {0, 1, 2, 255, 256}) {
+    cursor = 0;
+    EXPECT_EQ("a", Next(engine, &cursor, capacity));
+    EXPECT_EQ(longest, Next(engine, &cursor, capacity));
+    EXPECT_EQ("c", Next(engine, &cursor, capacity));
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ("", Next(engine, &cursor, capacity));
+    }
+  }
+  // What comes and goes meanwhile disturbs nobody: here the table that the cursor has passed, and the next one.
+  cursor = 0;
+  EXPECT_EQ("a", Next(engine, &cursor));
+  ASSERT_OK(frugal_table_drop(a));
+  ASSERT_OK(frugal_table_drop(long_one));
+  engine.Table("a", FRUGAL_DENSE, 1, 1);
+  EXPECT_EQ("c", Next(engine, &cursor));
+  EXPECT_EQ("a", Next(engine, &cursor));
+  EXPECT_EQ("", Next(engine, &cursor));
+  for (cursor = uint64_t{1} << 32; cursor; cursor <<= 1) {  // numbers that no table has
+    EXPECT_EQ("", Next(engine, &cursor));
+  }
 }
 
 TEST(Tables, DropAndCreateAgain) {
@@ -3016,6 +3072,7 @@ TEST(Fork, TheChildIsRefusedAndTheParentGoesOn) {
     check(frugal_get_stats(engine, &stats));
     check(frugal_table_create(engine, &table_config, &table_out));
     check(frugal_table_find(engine, "t", &table_out));
+    check(frugal_table_next(engine, &number, nullptr, 0, &count));
     check(frugal_trainer_create(engine, &trainer_config, &trainer_out));
     check(frugal_read(engine, nullptr, &op, 1, 0));
     check(frugal_table_describe(table, &info));

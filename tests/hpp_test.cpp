@@ -88,7 +88,10 @@ TEST(Hpp, RowsOutsideSteps) {
   EXPECT_EQ(rows, (std::vector<float>{1, 2, 3, 4, -1, -1}));
   EXPECT_EQ(found, (std::vector<uint8_t>{1, 1, 0}));
   EXPECT_EQ(engine.FindTable("h").get(), table.get());
+  engine.CreateTable(frugal::TableConfig("other", 1, 1));
+  EXPECT_EQ(engine.TableNames(), (std::vector<std::string>{"h", "other"}));
   table.Drop();
+  EXPECT_EQ(engine.TableNames(), std::vector<std::string>{"other"});
   EXPECT_EQ(StatusOf([&] { engine.FindTable("h"); }), FRUGAL_ERR_NOT_FOUND);
 }
 

@@ -907,6 +907,15 @@ void Scene::Caller::OutsideCall() {
       Doing("frugal_table_find");
       EngineCall("frugal_table_find", frugal_table_find(engine, use.spec->name.c_str(), &found),
                  {FRUGAL_ERR_NOT_FOUND});
+      uint64_t cursor = 0;
+      char name[256];
+      for (size_t size = 1; size > 0;) {
+        Doing("frugal_table_next");
+        const int32_t status = frugal_table_next(engine, &cursor, name, sizeof name, &size);
+        EngineCall("frugal_table_next", status, {});
+        if (status != FRUGAL_OK) break;
+        if (size > 0 && std::strlen(name) + 1 != size) Fault("frugal_table_next", status, "the size is not that of the name");
+      }
       frugal_table_info info;
       std::memset(&info, 0, sizeof info);
       info.struct_size = sizeof info;

@@ -105,6 +105,9 @@ FORWARD(int32_t, frugal_table_create,
 FORWARD(int32_t, frugal_table_drop, (frugal_table * table), (table))
 FORWARD(int32_t, frugal_table_find, (const frugal_engine *engine, const char *name, frugal_table **out),
         (engine, name, out))
+FORWARD(int32_t, frugal_table_next,
+        (const frugal_engine *engine, uint64_t *cursor, char *name, size_t capacity, size_t *size),
+        (engine, cursor, name, capacity, size))
 FORWARD(int32_t, frugal_table_describe, (const frugal_table *table, frugal_table_info *out), (table, out))
 FORWARD(int32_t, frugal_table_count, (const frugal_table *table, uint64_t *out), (table, out))
 FORWARD(int32_t, frugal_table_set_optimizer,

@@ -363,6 +363,26 @@ int32_t frugal_table_find(const frugal_engine* engine, const char* name,
   });
 }
 
+int32_t frugal_table_next(const frugal_engine* engine, uint64_t* cursor, char* name_out,
+                          size_t capacity, size_t* size_out) {
+  return with<Engine>(engine, [&](auto& e) -> Status {
+    if (!cursor) return null("cursor");
+    if (!size_out) return null("size_out");
+    if (!name_out && capacity) return null("name_out");
+    uint64_t next = *cursor;
+    String name;
+    FRUGAL_TRY(e->next_table(&next, &name));
+    const size_t size = name.empty() ? 0 : name.size() + 1;  // no table is without a name
+    *size_out = size;
+    if (capacity < size)
+      return fail(FRUGAL_ERR_OVERFLOW, "table '%s': its name takes %zu bytes, and capacity is %zu: 256 are enough for any",
+                  name.c_str(), size, capacity);
+    if (size) std::memcpy(name_out, name.c_str(), size);
+    *cursor = next;
+    return FRUGAL_OK;
+  });
+}
+
 int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info_out) {
   return with<Table>(table, [&](auto& t) -> Status {
     if (!info_out) return null("info_out");

@@ -386,6 +386,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   static Status check_step(uint64_t step);
   Status drop_table(const TableRef& table);
   TableRef find_table(const char* name);
+  Status next_table(uint64_t* cursor, String* name);  // without a name: there are no more
   Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);
   int32_t kind_of(const Table& table) {
     std::lock_guard<std::mutex> lock(mu_);

@@ -203,6 +203,17 @@ TableRef Engine::find_table(const char* name) {
   return nullptr;
 }
 
+Status Engine::next_table(uint64_t* cursor, String* name) {
+  std::lock_guard<std::mutex> lock(mu_);
+  // They come to the list with ascending numbers.
+  const auto at = std::lower_bound(tables_.begin(), tables_.end(), *cursor,
+                                   [](const TableRef& t, uint64_t number) { return t->number < number; });
+  if (at == tables_.end()) return FRUGAL_OK;
+  *name = (*at)->name;
+  *cursor = uint64_t{(*at)->number} + 1;
+  return FRUGAL_OK;
+}
+
 namespace {
 
 struct InitContext {

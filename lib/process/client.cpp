@@ -400,6 +400,17 @@ Status Client::find_table(const char* name, RemoteTableRef* out) {
   return take_table(reply, name, out);
 }
 
+Status Client::next_table(uint64_t* cursor, String* name) {
+  Exchange e{Call::kNextTable, {*cursor}, {}};
+  FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
+    if (bytes > kMostName) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a longer name than a table has");
+    name->resize(bytes);
+    return c.read(name->data(), bytes, until);
+  }));
+  *cursor = e.args[0];
+  return FRUGAL_OK;
+}
+
 Status Client::drop_table(const RemoteTableRef& table) {
   FRUGAL_TRY(check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);

@@ -164,6 +164,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
 
   Status create_table(const frugal_table_config& config, RemoteTableRef* out);
   Status find_table(const char* name, RemoteTableRef* out);
+  Status next_table(uint64_t* cursor, String* name);
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   Status drop_table(const RemoteTableRef& table);
   Status describe(RemoteTable& table, frugal_table_info* out);

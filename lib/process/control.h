@@ -16,7 +16,7 @@
 namespace frugal {
 
 constexpr uint64_t kAnyJoin = UINT64_MAX;
-constexpr uint32_t kControlVersion = 5;  // of the protocol; both sides must have the same
+constexpr uint32_t kControlVersion = 6;  // of the protocol; both sides must have the same
 constexpr size_t kControlConnections = 1024;
 
 // What an answer may carry.

@@ -251,6 +251,13 @@ Status Lane::handle(const Header& request) {
     FRUGAL_TRY(take(text_.data(), bytes));
     return engine_->stop_trace(request.args[0] ? text_.c_str() : nullptr);
   }
+  if (call == Call::kNextTable) {
+    text_.clear();
+    args_[0] = request.args[0];
+    FRUGAL_TRY(engine_->next_table(&args_[0], &text_));
+    add(text_.data(), text_.size());
+    return FRUGAL_OK;
+  }
   if (call < Call::kCount || call > Call::kDescribe) return broken("there is no such call");
   return rows_call(call, request);
 }

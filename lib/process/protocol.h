@@ -44,6 +44,7 @@ enum class Call : uint32_t {
   kMetrics,       // Answer: the text
   kTraceStart,    // args: events
   kTraceStop,     // args: whether a path follows. The path
+  kNextTable,     // args: cursor. Answer's args: cursor; the table's name, or nothing
 };
 
 struct Failure {

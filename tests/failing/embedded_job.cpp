@@ -134,6 +134,9 @@ struct Job : JobBase {
       uint64_t cursor = 0, keys[100];
       size_t n = 0;
       AGAIN(frugal_table_keys(other, &cursor, keys, 100, &n));
+      char name[256];
+      n = 1;
+      for (uint64_t from = 0; n > 0;) AGAIN(frugal_table_next(g_engine, &from, name, sizeof name, &n));
       AGAIN(frugal_table_drop(other));
     }
     train(3);

@@ -244,6 +244,9 @@ struct Job : JobBase {
     AGAIN(frugal_table_drop(more));
     frugal_table* found = nullptr;
     AGAIN(frugal_table_find(g_engine, "dense", &found));
+    char name[256];
+    n = 1;
+    for (uint64_t from = 0; n > 0;) AGAIN(frugal_table_next(g_engine, &from, name, sizeof name, &n));
     frugal_table_info info;
     info.struct_size = sizeof info;
     AGAIN(frugal_table_describe(found, &info));

@@ -138,8 +138,8 @@ class Enemy {
                                  Call::kInside, Call::kCancel, Call::kRead, Call::kStepBegin, Call::kPrefetch,
                                  Call::kAccess, Call::kStepEnd};
     static const Call others[] = {Call::kCount, Call::kKeys, Call::kGet, Call::kDescribe, Call::kFlush,
-                                  Call::kMetrics, Call::kRead, Call::kSetOptimizer};
-    const Call call = trainer_ ? calls[what % 12] : others[what % 8];
+                                  Call::kMetrics, Call::kRead, Call::kSetOptimizer, Call::kNextTable};
+    const Call call = trainer_ ? calls[what % 12] : others[what % 9];
     h.type = what >= 250 ? static_cast<uint32_t>(Value()) : static_cast<uint32_t>(call);
     h.sequence = ++sequence_;
     const uint64_t used = trainer_ && in_.Number(1) % 4 == 0 ? in_.Number(1) % 4 : 0;

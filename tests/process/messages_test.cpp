@@ -204,6 +204,9 @@ TEST_P(Messages, OfTables) {
        "finite");
   SAYS(frugal_table_find(engine, "nowhere", &t), NOT_FOUND, "'nowhere'", "create");
   SAYS(frugal_table_find(engine, nullptr, &t), INVALID_ARGUMENT, "name", "NULL");
+  uint64_t cursor = 0;
+  size_t size = 0;
+  SAYS(frugal_table_next(engine, &cursor, nullptr, 0, &size), OVERFLOW, "table '", "capacity is 0", "256");
   frugal_table_info info;
   info.struct_size = 3;
   SAYS(frugal_table_describe(table, &info), STRUCT_SIZE, "frugal_table_info.struct_size is 3");

@@ -54,6 +54,17 @@ int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = 200
   c.world_size = world;
   return frugal_open(&c, e);
 }
+std::vector<std::string> Names(frugal_engine* e) {
+  std::vector<std::string> names;
+  uint64_t cursor = 0;
+  char name[256];
+  for (size_t size = 1; size > 0;) {
+    EXPECT_EQ(FRUGAL_OK, frugal_table_next(e, &cursor, name, sizeof name, &size)) << Error();
+    if (size > 0) names.emplace_back(name, size - 1);
+  }
+  return names;
+}
+
 frugal_table_config TableConfig(const char* name, uint64_t rows = 1000) {
   frugal_table_config c = FRUGAL_TABLE_CONFIG_INIT;
   c.name = name;
@@ -392,7 +403,13 @@ TEST_F(Service, Tables) {
   OK(frugal_table_create(b, &c, &tb));
   c.optimizer.lr = 0.5f;
   EXPECT_EQ(FRUGAL_ERR_EXISTS, frugal_table_create(b, &c, &tb));
+  const std::string longest(255, 'x');
+  const frugal_table_config of_b = TableConfig(longest.c_str());
+  frugal_table* last = nullptr;
+  OK(frugal_table_create(b, &of_b, &last));
+  for (frugal_engine* e : {a, b}) EXPECT_EQ((std::vector<std::string>{"t", longest}), Names(e));
   OK(frugal_table_drop(ta));
+  EXPECT_EQ(std::vector<std::string>{longest}, Names(a));
   uint64_t n = 0;
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_table_count(tb, &n));
   EXPECT_EQ(FRUGAL_ERR_NOT_FOUND, frugal_table_find(b, "t", &tb));
@@ -2116,6 +2133,7 @@ TEST_F(Service, Observers) {
   OK(frugal_health(observer));
   EXPECT_EQ(2 * kSteps * 3, Metric(observer, "frugal_keys_pushed_total"));
   EXPECT_EQ(FRUGAL_ERR_NOT_FOUND, frugal_table_find(observer, "v", &none));
+  EXPECT_EQ((std::vector<std::string>{"t", "u"}), Names(observer));
 
   OK(frugal_step_begin(t0, kSteps, -1));  // the other is between two steps
 #ifdef FRUGAL_TOP

@@ -56,7 +56,7 @@ using .ABI:
 export Batch, Engine, FrugalError, Op, Optimizer, Table, Trainer
 export abandon, cancel, committed_step, describe, drop, health, lookup, lookup!, memory_needed, prefetch
 export metrics, push_borrowed, push_grad, serve, set_optimizer, set_stream, stats, step_abort, step_begin, step_end
-export table_find, trace, trace_start, trace_stop
+export table_find, table_names, trace, trace_start, trace_stop
 
 include("errors.jl")
 include("arrays.jl")

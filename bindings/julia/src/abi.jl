@@ -238,6 +238,7 @@ const SYMBOLS = (
     :frugal_table_create,
     :frugal_table_drop,
     :frugal_table_find,
+    :frugal_table_next,
     :frugal_table_describe,
     :frugal_table_count,
     :frugal_table_keys,

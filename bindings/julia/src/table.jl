@@ -153,6 +153,35 @@ function table_find(engine::Engine, name::AbstractString)
 end
 
 """
+    table_names(engine)
+
+The names of all tables, those of other processes and languages, too, in the order of their creation
+(`frugal_table_next`).
+
+Returns a `Vector{String}`. Threads: any. Since 0.1.
+"""
+function table_names(engine::Engine)
+    names, name = String[], Vector{UInt8}(undef, 256)
+    cursor, size = Ref(UInt64(0)), Ref{Csize_t}(0)
+    while true
+        GC.@preserve engine check(
+            ccall(
+                ABI.frugal_table_next[],
+                Int32,
+                (ABI.Handle, Ref{UInt64}, Ptr{UInt8}, Csize_t, Ref{Csize_t}),
+                engine.handle,
+                cursor,
+                name,
+                length(name),
+                size,
+            ),
+        )
+        size[] == 0 && return names
+        push!(names, String(name[1:size[]-1]))
+    end
+end
+
+"""
     drop(table)
 
 Drops a table and frees its memory; declared batches lose their part of it.

@@ -46,6 +46,7 @@ end
         () -> step_end(other, 0),
         () -> Table(engine, "u"; rows = 1, dim = 1),
         () -> table_find(engine, "t"),
+        () -> table_names(engine),
         () -> Trainer(engine),
         () -> flush(engine),
         () -> committed_step(engine),

@@ -35,6 +35,7 @@ end
         @test_throws UndefKeywordError Table(engine, "x"; rows = 10)
         @test_throws InexactError Table(engine, "x"; rows = -1, dim = 1)
         @test Table(engine, SubString("a name with ü", 3); rows = 1, dim = 1) isa Table
+        @test table_names(engine) == ["dense", "name with ü"]
 
         # With and without optimizer state.
         Frugal.put(table, [4], Float32[1; 2; 3; 4; 5; 6; 7; 8; 9][:, :]; state = true)

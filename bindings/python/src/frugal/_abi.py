@@ -323,6 +323,7 @@ FUNCTIONS: Dict[str, Tuple[Any, List[Any]]] = {
     "frugal_table_create": (c_int32, [_P, _P, _P]),
     "frugal_table_drop": (c_int32, [_P]),
     "frugal_table_find": (c_int32, [_P, c_char_p, _P]),
+    "frugal_table_next": (c_int32, [_P, _P, _P, c_size_t, _P]),
     "frugal_table_describe": (c_int32, [_P, _P]),
     "frugal_table_count": (c_int32, [_P, _P]),
     "frugal_table_keys": (c_int32, [_P, _P, _P, c_size_t, _P]),

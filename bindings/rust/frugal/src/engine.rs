@@ -132,6 +132,32 @@ impl Engine {
         Table::of(table)
     }
 
+    /// The names of all tables, those of other processes and languages, too, in the order of their creation.
+    ///
+    /// ```
+    /// use frugal::{Engine, TableOptions};
+    ///
+    /// # fn main() -> frugal::Result<()> {
+    /// let engine = Engine::open()?;
+    /// engine.create_table(&TableOptions::new("users", 10, 2))?;
+    /// engine.create_table(&TableOptions::new("items", 10, 2))?;
+    /// assert_eq!(engine.table_names()?, ["users", "items"]);
+    /// # Ok(()) }
+    /// ```
+    pub fn table_names(&self) -> Result<Vec<String>> {
+        let mut names = Vec::new();
+        let (mut cursor, mut name) = (0, [0u8; 256]);
+        loop {
+            let (mut size, at) = (0, name.as_mut_ptr().cast());
+            // SAFETY: the memory has that many bytes.
+            call(|| unsafe { sys::frugal_table_next(self.handle, &mut cursor, at, name.len(), &mut size) })?;
+            if size == 0 {
+                return Ok(names);
+            }
+            names.push(String::from_utf8_lossy(&name[..size - 1]).into_owned());
+        }
+    }
+
     /// Joins as a rank, which leaves when the trainer is dropped. Errors: `InvalidArgument`, `Exists` (the rank is
     /// taken), `Busy`, `Device`, `OutOfMemory`, `Timeout`.
     pub fn create_trainer(&self, options: &TrainerOptions) -> Result<Trainer> {

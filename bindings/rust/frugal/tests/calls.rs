@@ -141,7 +141,10 @@ fn rows_outside_steps() {
     let info = engine.find_table("t").unwrap().describe().unwrap();
     assert_eq!((info.rows, info.capacity, info.dim, info.state_floats), (2, 10, 2, 2));
     assert_eq!((info.key_space, info.optimizer), (KeySpace::Hashed, OptimizerKind::Adagrad));
+    engine.create_table(&TableOptions::new("ü".repeat(127), 1, 1)).unwrap();
+    assert_eq!(engine.table_names().unwrap(), ["t".to_string(), "ü".repeat(127)]);
     table.drop_table().unwrap();
+    assert_eq!(engine.table_names().unwrap(), ["ü".repeat(127)]);
     refused(ErrorKind::NotFound, "'t'", engine.find_table("t"));
     refused(ErrorKind::BadHandle, "table", table.count());
 }
