@@ -574,6 +574,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   static bool late(const Trainer& t, uint64_t step) {  // with mu_ held
     return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
   }
+  String late_ranks(uint64_t step) const;
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);

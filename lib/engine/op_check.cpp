@@ -119,6 +119,9 @@ Status nan_refused(const frugal_op& op, uint32_t dim, uint64_t step) {
         std::snprintf(where, sizeof where, " in row %zu, column %u", r, c);
     }
   }
+  for (size_t i = 0; op.weights && op.keys && i < (here && pooled ? op.count : 0) && !*where; ++i)
+    if (std::isnan(op.weights[i]))
+      std::snprintf(where, sizeof where, " in the weight %zu, of the key %lld", i, static_cast<long long>(op.keys[i]));
   return fail(FRUGAL_ERR_NAN,
               "a gradient of step %llu has a NaN%s; nothing of the call was taken (nan_policy skip or accept would take it)",
               static_cast<unsigned long long>(step), where);

@@ -96,10 +96,16 @@ bool Engine::ranks_inside(String* why) {
 
 bool Engine::outside_allowed(String* why) {  // with mu_ held
   uint64_t next = first_step_ == kNoStep ? kNoStep : to_commit();
+  const auto some_ended = [&](uint64_t step) {
+    const String late = late_ranks(step);
+    return late.empty() ? text("step %llu is not committed yet", static_cast<unsigned long long>(step))
+                        : text("step %llu is ended by some ranks, and not by rank %s",
+                               static_cast<unsigned long long>(step), late.c_str());
+  };
   // What a rank has ended counts after it has left, too.
   for (const auto& [step, record] : records_)
     if (!record.handovers.empty() || !record.created.empty() || record.skip) {
-      *why = text("step %llu is ended by some ranks only", static_cast<unsigned long long>(step));
+      *why = some_ended(step);
       return false;
     }
   for (const TrainerRef& t : ranks_) {
@@ -109,8 +115,7 @@ bool Engine::outside_allowed(String* why) {  // with mu_ held
       return false;
     }
     if (t->next_step != kNoStep && next != kNoStep && t->next_step != next) {
-      *why = text("rank %u has ended step %llu, others have not", t->rank,
-                  static_cast<unsigned long long>(t->next_step - 1));
+      *why = some_ended(t->next_step - 1);
       return false;
     }
   }

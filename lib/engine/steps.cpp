@@ -52,6 +52,22 @@ Status Engine::aborted(Trainer& t) {
 
 // --- The gate ------------------------------------------------------------------------------------
 
+// Who has not ended a step: with mu_ held.
+String Engine::late_ranks(uint64_t step) const {
+  String who;
+  uint32_t more = 0;
+  for (uint32_t r = 0; r < ranks_.size(); ++r) {
+    const TrainerRef& t = ranks_[r];
+    if (!(t ? late(*t, step) : !joined_[r])) continue;
+    if (who.size() > 80)
+      ++more;
+    else
+      who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
+  }
+  if (more) who += text(" and %u more", more);
+  return who;
+}
+
 // Contract, point 6: (a) every rank's steps < step - staleness are ended and taken in, (b) every
 // declaration for a step <= `step` is resolved, (c) no update that `step` must see is queued,
 // claimed but unwritten, or in a job.
@@ -78,13 +94,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       waits(WaitedFor::kRanks);
       note_awaited(needed);
       if (why) {
-        String who;
-        for (uint32_t r = 0; r < ranks_.size(); ++r) {
-          const TrainerRef& t = ranks_[r];
-          if (!(t ? late(*t, needed) : !joined_[r]) || who.size() > 80) continue;
-          who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
-        }
-        *why = text("rank %s to end step %llu", who.c_str(),
+        *why = text("rank %s to end step %llu", late_ranks(needed).c_str(),
                     static_cast<unsigned long long>(needed));
       }
       return false;
