@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import copy
 import pickle
+import warnings
 from typing import Any, Dict, List, Optional
 
 import pytest
@@ -459,6 +460,28 @@ def test_negative_views_are_seen(trainer: frugal.Trainer) -> None:
     optimizer.step()
     assert torch.equal(ours.weight, ones)
     assert torch.equal(ours(keys, None, torch.complex(ones, ones).conj().imag), -ones)
+
+
+def test_rows_that_are_found_by_their_name_are_told_of(trainer: frugal.Trainer) -> None:
+    def make(weight: Optional[torch.Tensor] = None) -> Any:
+        return ft.EmbeddingBag(ROWS, DIM, trainer=trainer, name="t", _weight=weight)
+
+    def collect() -> Any:
+        return ft.EmbeddingBagCollection([ft.TableConfig("t", ROWS, DIM, ["x"])], trainer=trainer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = make()
+        for again in (make, collect):
+            assert torch.equal(again().state_dict().popitem()[1], first.weight)  # nothing is trained
+    with pytest.warns(UserWarning, match="'t' exists, not trained: .* does not take the weight"):
+        make(torch.zeros(ROWS, DIM))
+    first(torch.tensor([[1]])).sum().backward()
+    torch.optim.SGD(first.parameters(), lr=0.5).step()
+    for again in (make, collect):
+        with pytest.warns(UserWarning, match="'t' exists, trained: the module goes on with its rows$") as told:
+            again()
+        assert [warning.filename for warning in told] == [__file__]
 
 
 def test_a_module_s_own_table_goes_with_it(trainer: frugal.Trainer) -> None:

@@ -160,6 +160,15 @@ class _Module(torch.nn.Module):
             weakref.finalize(self, _drop, weakref.ref(self._trainer), table.table)
         return table
 
+    def _warn_of_found(self, table: _steps.Table, has_weight: bool, stacklevel: int) -> None:
+        """Of rows that are not new."""
+        if not table.created and (self._steps.next > 0 or (has_weight and self._steps.world_size == 1)):
+            warnings.warn(
+                f"table {table.name!r} exists, {'trained' if self._steps.next else 'not trained'}: the module goes on with its"
+                " rows" + (", and does not take the weight that it was given" if has_weight else ""),
+                stacklevel=stacklevel,
+            )
+
     def _run(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int = 0) -> Any:
         if _get_tracing_state() is not None:
             self._refuse_tracing()
@@ -297,12 +306,7 @@ class _Single(_Module):
             elif self.padding_idx is not None and not table.hashed:
                 zeros = torch.zeros(1, embedding_dim, dtype=torch.float32, device="cpu")
                 _state.put(self._steps, self._table, _one_key(self.padding_idx), zeros)
-        elif self._steps.next > 0 or (weight is not None and self._steps.world_size == 1):
-            warnings.warn(
-                f"table {self._table.name!r} exists, {'trained' if self._steps.next else 'not trained'}: the module goes on"
-                " with its rows" + ("" if weight is None else ", and does not take the weight that it was given"),
-                stacklevel=3,
-            )
+        self._warn_of_found(self._table, weight is not None, 4)
 
     @property
     def table(self) -> frugal.Table:
@@ -559,6 +563,7 @@ class EmbeddingBagCollection(_Module):
                 config.hashed, mean_ranks, nan_policy, config.lazy,
             )  # fmt: skip
             self._by_name[config.name] = table
+            self._warn_of_found(table, False, 3)
             padding = _inputs.padding_idx(config.padding_idx, config.num_embeddings, config.hashed)
             if table.created and padding is not None and not config.hashed:
                 zeros = torch.zeros(1, config.embedding_dim, dtype=torch.float32, device="cpu")
