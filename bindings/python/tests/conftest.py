@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
 import pytest
 
 import frugal
-from frugal import _abi, _engine, _lib, _table, _trainer
+from frugal import _abi, _engine, _lib, _table, _trainer, _wait
 from spying import Spy
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -28,6 +29,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def engine() -> Iterator[frugal.Engine]:
     with frugal.Engine(timeout=30) as engine:
         yield engine
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A wait counts as long after its first look, and what it warns of ends it."""
+    monkeypatch.setattr(_wait, "SLICE_MS", 1)
+    monkeypatch.setattr(_wait, "WORD_MS", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def test_closed_objects_are_errors() -> None:
         lambda: table.delete(KEYS),
         lambda: table.count(),
         lambda: table.keys(),
+        lambda: next(table.key_chunks()),
         lambda: table.describe(),
         lambda: table.set_optimizer(5, frugal.SGD()),
         lambda: table.drop(),
@@ -60,6 +61,7 @@ def test_closed_objects_are_errors() -> None:
         lambda: engine.create_trainer(),
         lambda: engine.create_table("u", rows=1, dim=1),
         lambda: engine.find_table("t"),
+        lambda: engine.tables(),
     ]
     for call in calls:
         with pytest.raises(frugal.BadHandle):

@@ -9,7 +9,7 @@ import re
 import stat
 import threading
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 import numpy as np
 import pytest
@@ -128,3 +128,85 @@ def test_metrics_that_are_longer_than_a_first_guess(engine: frugal.Engine) -> No
 def test_peer_lost_is_a_connection_error() -> None:
     assert issubclass(frugal.PeerLost, ConnectionError)
     assert frugal.PeerLost("gone", -23).status_name == "FRUGAL_ERR_PEER_LOST"
+
+
+def test_objects_tell_what_they_are() -> None:
+    engine = frugal.Engine(world_size=2, lookahead=3)
+    dense = engine.create_table("a'b", rows=50, dim=8, optimizer=frugal.Adam())
+    hashed = engine.create_table("h", rows=7, dim=1, hashed=True)
+    trainer, other = engine.create_trainer(1), engine.create_trainer(0)
+    assert repr(engine) == "<frugal.Engine, world_size 2, lookahead 3>"
+    assert repr(dense) == """<frugal.Table "a'b", 50 rows x 8, dense, Adam>"""
+    assert repr(hashed) == "<frugal.Table 'h', at most 7 rows x 1, hashed, SGD>"
+    assert repr(engine.tables()) == f"""{{"a'b": {dense!r}, 'h': {hashed!r}}}"""
+    assert repr(trainer) == "<frugal.Trainer of rank 1, world_size 2, on cpu>"
+    hashed.set_optimizer(0, frugal.FTRL())
+    assert "hashed, FTRL" in repr(hashed)
+    hashed.drop()
+    assert repr(hashed).endswith(", hashed, FTRL, dropped>")
+    trainer.close()
+    assert repr(trainer) == "<frugal.Trainer of rank 1, closed>"
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, "\n".join(map(repr, (engine, dense, other))).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    told = os.read(read, 1000).decode().split("\n")
+    os.close(read)
+    os.close(write)
+    assert told == [f"{of!r}"[:-1] + end for of, end in ((engine, ", of the parent process>"), (dense, ">"), (other, ", of the parent process>"))]
+    engine.close()
+    assert repr(engine) == "<frugal.Engine, closed>" and repr(other) == "<frugal.Trainer of rank 0, closed>"
+    assert repr(dense).endswith(", dense, Adam, closed>")
+    # What has not come to be, as a debugger may show it.
+    for kind in (frugal.Engine, frugal.Table):
+        assert repr(kind.__new__(kind)).startswith(f"<frugal.{kind.__name__}")
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_rank_that_waits_for_nobody_says_so(block: bool, impatient: None) -> None:
+    with frugal.Engine(world_size=4, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in (0, 2)]
+
+        def begin(step: int, timeout: Optional[float] = None) -> None:
+            if block:
+                trainers[0].step(step, timeout).__enter__()
+            else:
+                trainers[0].step_begin(step, timeout)
+
+        begin(0)
+        trainers[0].step_end(0)
+        with pytest.raises(UserWarning, match="rank 0 waits for ranks 1, 3, and nobody .* world_size is 4.* torchrun"):
+            begin(1)
+        with pytest.raises(frugal.Timeout):  # once
+            begin(1, timeout=0.01)
+        trainers += [engine.create_trainer(rank) for rank in (1, 3)]
+        for trainer in trainers[1:]:
+            trainer.step_begin(0)
+            trainer.step_end(0)
+        begin(1)
+        # A rank that is there and slow is nothing to warn of.
+        trainers[0].step_end(1)
+        with pytest.raises(frugal.Timeout):
+            begin(2, timeout=0.01)
+        trainers[1].step_begin(1)
+        trainers[1].step_end(1)
+        with pytest.raises(frugal.Timeout):
+            trainers[1].step_begin(2, timeout=0.01)
+
+
+def test_all_who_are_late_are_counted() -> None:
+    with frugal.Engine(world_size=1000) as engine:
+        trainer = engine.create_trainer(5)
+        trainer.step_begin(0)
+        trainer.step_end(0)
+        with pytest.raises(frugal.Timeout) as raised:
+            trainer.step_begin(1, timeout=0)
+        named = re.findall(r"(\d+) \(not joined\)", raised.value.message)
+        more = re.search(r" and (\d+) more to end step 0", raised.value.message)
+        assert named[:6] == ["0", "1", "2", "3", "4", "6"] and more and len(named) + int(more[1]) == 999
+        with pytest.raises(frugal.Busy, match=r"step 0 is ended by some ranks, and not by rank 0 \(not joined\), 1"):
+            engine.create_table("t", rows=1, dim=1).keys()

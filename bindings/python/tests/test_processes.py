@@ -178,6 +178,22 @@ def test_a_trainer_can_host_the_controller(controller_program: Path, peer: Start
         assert same(table.get(np.arange(50), with_state=True), alone(3))
 
 
+def test_tables_of_all_processes(world: World, peer: Start) -> None:
+    other = peer(RANK, world.service, "1")
+    assert other.says() == "joined"
+    with frugal.Engine(world_size=WORLD, lookahead=4, service=world.service) as engine:
+        mine = engine.create_table("mine", 10, 3, hashed=True)
+        assert repr(engine) == f"<frugal.Engine, world_size 2, lookahead 4, service {world.service!r}>"
+        for each in (world.engine, engine):
+            tables = each.tables()
+            assert [(name, t.name, t.dim) for name, t in tables.items()] == [("t", "t", 4), ("mine", "mine", 3)]
+            assert repr(tables["mine"]) == repr(mine) == "<frugal.Table 'mine', at most 10 rows x 3, hashed, SGD>"
+        tables["mine"].put(np.arange(5), np.ones((5, 3), np.float32))
+        assert sorted(k for chunk in world.engine.tables()["mine"].key_chunks(2) for k in chunk) == list(range(5))
+    world.engine.tables()["mine"].drop()
+    assert list(world.engine.tables()) == ["t"]
+
+
 # --- Death ---
 
 
@@ -332,6 +348,19 @@ def test_a_rank_that_ends_leaves(world: World, peer: Start, how: str) -> None:
 
 
 # --- Waiting ---
+
+
+def test_who_waits_for_what_never_comes_says_so(world: World, impatient: None, tmp_path: Path) -> None:
+    world.trainer.step_begin(0)
+    world.trainer.step_end(0)
+    with pytest.raises(UserWarning, match="rank 0 waits for rank 1, and nobody has joined"):
+        world.trainer.step_begin(1)
+    with frugal.Engine(world_size=WORLD, lookahead=4, service=world.service) as engine:
+        with engine.create_trainer(1) as other, other.step(0):
+            pass
+        world.trainer.step_begin(1)
+    with pytest.raises(UserWarning, match="nobody serves .*nobody .*frugal-controller"):
+        frugal.Engine(service=tmp_path / "nobody")
 
 
 def test_ctrl_c_while_nobody_serves(tmp_path: Path) -> None:

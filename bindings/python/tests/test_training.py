@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import pickle
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 import frugal
-from frugal import _abi, errors
+from frugal import _abi, _table, errors
+from frugal._lib import lib
+from frugal.errors import check
 
 KEYS = np.array([7, 42, 7])
 
@@ -177,6 +180,7 @@ def test_hashed_tables_create_rows_and_tell_what_is_missing(engine: frugal.Engin
     assert engine.read(table, asked, found=truth).tolist() == [[3, 3], [0, 0], [3, 3]]
     assert truth.tolist() == [True, False, True]
     assert table.delete(asked[:2]) == 1 and table.count() == 1
+    assert [k.tolist() for k in table.key_chunks(1)] == [[2**64 - 1]] == [k.tolist() for k in table.key_chunks()]
     with pytest.raises(frugal.TableFull):
         table.put(np.arange(10), np.zeros((10, 2), np.float32))
 
@@ -242,9 +246,44 @@ def test_a_skipped_step_and_a_cancelled_declaration(engine: frugal.Engine) -> No
         trainer.prefetch_cancel(batch)
 
 
+def test_keys_come_in_chunks(engine: frugal.Engine) -> None:
+    table = engine.create_table("t", rows=1000, dim=1, hashed=True)
+    assert list(table.key_chunks()) == []
+    keys = np.arange(1000, dtype=np.uint64) * np.uint64(2**53 + 1)
+    table.put(keys, np.zeros((1000, 1), np.float32))
+    for most in (1, 7, 999, 1000, 5000):
+        chunks = list(table.key_chunks(most))
+        assert max(map(len, chunks)) <= most and all(c.base is None or len(c.base) == most for c in chunks)
+        assert np.concatenate(chunks).tolist() == table.keys().tolist()
+    # Rows change between two chunks: what was there, and stays, comes all the same.
+    seen = []
+    for chunk in table.key_chunks(100):
+        seen += chunk.tolist()
+        table.put(chunk, np.ones((len(chunk), 1), np.float32))
+    assert sorted(seen) == sorted(keys.tolist()) and (table.get(keys) == 1).all()
+    for most in (0, -1):
+        with pytest.raises(ValueError, match="most"):
+            table.key_chunks(most)
+    with pytest.raises(TypeError):
+        table.key_chunks(1.5)  # type: ignore[arg-type]
+
+
 def test_names_and_memory(engine: frugal.Engine) -> None:
+    assert engine.tables() == {}
     table = engine.create_table("tâble", rows=50, dim=8, lazy=True)
-    assert engine.find_table("tâble").dim == 8 and "tâble" in repr(table)
+    assert engine.find_table("tâble").dim == 8
+    name = "ü" * 127
+    handle = engine.create_table(name, rows=1, dim=1).handle
+    assert [(n, t.name, t.dim) for n, t in engine.tables().items()] == [("tâble", "tâble", 8), (name, name, 1)]
+    assert engine.tables()[name].handle == handle
+    config = _table.table_config(1, 3, False, False, frugal.Constant(), frugal.SGD(), "reject")
+    config.name = b"\xff"  # as another language may
+    made = ctypes.c_void_p()
+    check(lib.frugal_table_create(engine.handle, ctypes.addressof(config), ctypes.byref(made)))
+    *_, (name, other) = engine.tables().items()
+    assert other.handle == made.value and engine.find_table(name).dim == 3 and other.get(np.array([0])).shape == (1, 3)
+    other.drop()
+    assert len(engine.tables()) == 2
     with pytest.raises(frugal.Exists):
         engine.create_table("tâble", rows=50, dim=8)
     with pytest.raises(frugal.NotFound) as raised:
@@ -407,6 +446,11 @@ def test_errors_say_what_was_wrong(engine: frugal.Engine) -> None:
     trainer.step_begin(0)
     with pytest.raises(frugal.NanGradient):
         trainer.push_grad(table, KEYS % 10, np.full((3, 1), np.nan, np.float32))
+    weights = np.array([1, np.nan, 1], np.float32)
+    bag = frugal.Op(table, KEYS % 10, pooling="sum", offsets=np.array([0, 3]), weights=weights)
+    bag.grads = np.ones((1, 1), np.float32)
+    with pytest.raises(frugal.NanGradient, match="table 't'.* step 0 has a NaN in the weight 1, of the key 2;"):
+        trainer.push_grad(bag)
     with pytest.raises(frugal.StepOrder):
         trainer.step_end(1)
     with pytest.raises(frugal.StepRange):

@@ -11,13 +11,14 @@ import errno
 import math
 import os
 import time
+import warnings
 import weakref
 from contextlib import contextmanager
 from ctypes import addressof, byref, c_size_t, c_uint64, c_void_p, create_string_buffer, sizeof
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, Type, Union, overload
 
-from . import _abi
+from . import _abi, _wait
 from ._buffers import HOST, AnyArray, Array, Pins, Place
 from ._lib import lib
 from ._ops import READ, Op, choose, pack, uint32, uint64
@@ -26,7 +27,7 @@ from ._table import FLUSH_MODES, Table, table_config
 from ._trainer import Trainer, as_ops, failed, watch_exit
 from ._wait import milliseconds, wait
 from .config import SGD, Constant, Initializer, Optimizer
-from .errors import Error, PeerLost, check, last_error
+from .errors import Error, NotFound, PeerLost, check, last_error
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -40,6 +41,8 @@ STALENESS_ASYNC = _abi.FRUGAL_STALENESS_ASYNC
 """Staleness without bound."""
 
 SERVICE = "FRUGAL_SERVICE"  # variable of the environment
+
+_NAMES = "surrogateescape"  # of tables that another language has created: any bytes
 
 _BACKINGS: Dict[str, int] = {"private": _abi.FRUGAL_BACKING_PRIVATE, "shm": _abi.FRUGAL_BACKING_SHM}
 _STATS = [field[0] for field in _abi.frugal_stats._fields_[1:]]
@@ -67,7 +70,7 @@ def _await_controller(config: Any, limit_ms: float) -> None:
     probe.flags = _abi.FRUGAL_OBSERVE
     probe.timeout_ms = 0
     handle = c_void_p()
-    end, pause = time.monotonic() + limit_ms / 1000, 0.001
+    begin, pause, told = time.monotonic(), 0.001, False
     while True:
         status = lib.frugal_open(addressof(probe), byref(handle))
         if status == 0:
@@ -75,10 +78,14 @@ def _await_controller(config: Any, limit_ms: float) -> None:
         error = last_error(status) if status == _abi.FRUGAL_ERR_PEER_LOST else None
         if error is None or error.system_code not in _NOBODY:
             return  # there is one, or what else is wrong is told by the call that is meant
-        left = end - time.monotonic()
+        waited = time.monotonic() - begin
+        left = limit_ms / 1000 - waited
+        where, why = os.fsdecode(config.service), os.strerror(error.system_code)
         if left <= 0:
-            where, why = os.fsdecode(config.service), os.strerror(error.system_code)
             raise PeerLost(f"no controller at {where} within {limit_ms:.0f} ms ({why})", status, error.system_code)
+        if waited * 1000 >= _wait.WORD_MS and not told:
+            told = True
+            warnings.warn(f"nobody serves {where} ({why}): start frugal-controller there", stacklevel=3)
         time.sleep(min(pause, left))
         pause = min(pause * 2, 0.05)
 
@@ -161,6 +168,14 @@ class Engine(Single):
         """The handle of the ABI."""
         return self._handle
 
+    def __repr__(self) -> str:
+        handle = getattr(self, "_finalizer", None)  # not there where it could not be opened
+        if handle is None or not handle.alive:
+            return "<frugal.Engine, closed>"
+        service = f", service {self.service!r}" if self.service else ""
+        parent = "" if os.getpid() == self._pid else ", of the parent process"
+        return f"<frugal.Engine, world_size {self.world_size}, lookahead {self.lookahead}{service}{parent}>"
+
     def close(self) -> None:
         """Stops the threads, writes what is pending, and frees everything; closing twice is no error.
 
@@ -210,6 +225,20 @@ class Engine(Single):
         handle = c_void_p()
         check(lib.frugal_table_find(self._handle, _c_string(name, "name"), byref(handle)))
         return Table(self, handle.value or 0, name)
+
+    def tables(self) -> Dict[str, Table]:
+        """All tables by name, in the order of their creation: also those of other processes and languages."""
+        tables: Dict[str, Table] = {}
+        memory, cursor, size = create_string_buffer(256), c_uint64(0), c_size_t()
+        while True:
+            check(lib.frugal_table_next(self._handle, byref(cursor), memory, len(memory), byref(size)))
+            if not size.value:
+                return tables
+            name = memory.value.decode(errors=_NAMES)
+            try:
+                tables[name] = self.find_table(name)
+            except NotFound:
+                pass  # dropped since
 
     def create_trainer(
         self,
@@ -398,7 +427,7 @@ def _c_string(text: str, what: str) -> bytes:
         raise TypeError(f"{what} must be a str, not {type(text).__name__}")
     if "\0" in text:
         raise ValueError(f"{what} has a NUL in it")
-    return text.encode()
+    return text.encode(errors=_NAMES)
 
 
 def _path(path: Path, what: str) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from ctypes import addressof, byref, c_size_t, c_uint64, sizeof
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional, overload
+from typing import TYPE_CHECKING, Any, Dict, Iterator, NamedTuple, Optional, overload
 
 from . import _abi
 from ._buffers import HOST, AnyArray, Array, Pins, find_numpy, found_flags, integers, new_rows
@@ -12,7 +13,7 @@ from ._buffers import rows as _rows
 from ._lib import lib
 from ._ops import choose, uint32, uint64
 from ._single import Single
-from .config import SGD, Constant, Initializer, Optimizer
+from .config import KINDS, SGD, Constant, Initializer, Optimizer
 from .errors import check
 
 if TYPE_CHECKING:
@@ -91,6 +92,13 @@ def _optimizer(optimizer: Optimizer) -> _abi.frugal_optimizer:
     return optimizer._struct()
 
 
+def _numpy() -> Any:
+    numpy = find_numpy()
+    if numpy is None:
+        raise TypeError("NumPy is not installed, and keys come as a NumPy array")
+    return numpy
+
+
 def table_config(
     rows: int, dim: int, hashed: bool, lazy: bool, init: Initializer, optimizer: Optimizer, nan_policy: str
 ) -> _abi.frugal_table_config:
@@ -145,14 +153,16 @@ class Table(Single):
     Threads: any.
     """
 
-    __slots__ = ("__weakref__", "_engine", "_handle", "dim", "name")
+    __slots__ = ("__weakref__", "_dropped", "_engine", "_handle", "_info", "dim", "name")
 
     def __init__(self, engine: Engine, handle: int, name: str) -> None:
         self._engine = engine  # lives as long as its tables
         self._handle = handle
         self.name = name
         """The name."""
-        self.dim = self.describe().dim
+        self._dropped = False
+        self._info = self.describe()
+        self.dim = self._info.dim
         """Elements of a row."""
 
     @property
@@ -160,8 +170,17 @@ class Table(Single):
         """The handle of the ABI."""
         return self._handle
 
+    # Of what is known here: a call may wait for a controller, or not be allowed where somebody looks at an object.
     def __repr__(self) -> str:
-        return f"<frugal.Table {self.name!r}, dim {self.dim}>"
+        info: Optional[TableInfo] = getattr(self, "_info", None)
+        if info is None:  # it could not be found
+            return "<frugal.Table>"
+        hashed = info.key_space == _abi.FRUGAL_HASHED
+        rows = f"at most {info.capacity}" if hashed else f"{info.capacity}"
+        optimizer = KINDS.get(info.optimizer, f"optimizer {info.optimizer}")
+        end = ", dropped" if self._dropped else "" if self._engine._finalizer.alive else ", closed"
+        space = "hashed" if hashed else "dense"
+        return f"<frugal.Table {self.name!r}, {rows} rows x {self.dim}, {space}, {optimizer}{end}>"
 
     def describe(self) -> TableInfo:
         """What the table is and how large."""
@@ -184,17 +203,37 @@ class Table(Single):
 
     def keys(self) -> KeyArray:
         """All keys of existing rows as a new NumPy array of uint64, in the rows' internal order."""
-        numpy = find_numpy()
-        if numpy is None:
-            raise TypeError("NumPy is not installed, and keys come as a NumPy array")
-        keys = numpy.empty(self.count(), numpy.uint64)
-        cursor, got, done = c_uint64(0), c_size_t(1), 0
-        while done < len(keys) and got.value:
-            address = keys[done:].ctypes.data
-            check(lib.frugal_table_keys(self._handle, byref(cursor), address, len(keys) - done, byref(got)))
-            done += got.value
-        result: KeyArray = keys[:done]
-        return result
+        keys: KeyArray = _numpy().empty(self.count(), "uint64")
+        cursor, done, got = c_uint64(0), 0, 1
+        while done < len(keys) and got:
+            got = self._keys(cursor, keys[done:])
+            done += got
+        return keys[:done]
+
+    def key_chunks(self, most: int = 1 << 16) -> Iterator[KeyArray]:
+        """The same in arrays of at most `most` keys, each of them new: for a table whose keys fill the memory.
+
+        Between two of them anything may be done. Where rows are created or deleted meanwhile, keys may be missing
+        or come twice.
+        """
+        most = operator.index(most)
+        if most < 1:
+            raise ValueError(f"most is {most}, and must be 1 or more")
+        return self._key_chunks(_numpy(), most)
+
+    def _key_chunks(self, numpy: Any, most: int) -> Iterator[KeyArray]:
+        cursor = c_uint64(0)
+        while True:
+            keys: KeyArray = numpy.empty(most, "uint64")
+            got = self._keys(cursor, keys)
+            if not got:
+                return
+            yield keys[:got]
+
+    def _keys(self, cursor: c_uint64, keys: KeyArray) -> int:
+        got = c_size_t()
+        check(lib.frugal_table_keys(self._handle, byref(cursor), keys.ctypes.data, len(keys), byref(got)))
+        return got.value
 
     @overload
     def get(
@@ -264,10 +303,12 @@ class Table(Single):
         if new_state:
             struct.flags |= _abi.FRUGAL_OPT_NEW_STATE
         check(lib.frugal_table_set_optimizer(self._handle, uint64(first_step, "first_step"), addressof(struct)))
+        self._info = self._info._replace(optimizer=struct.kind)
 
     def drop(self) -> None:
         """Drops the table and frees its memory; declared batches lose their part of it."""
         check(lib.frugal_table_drop(self._handle))
+        self._dropped = True
 
     def _width(self, with_state: bool) -> int:
         return self.dim + self.describe().state_floats if with_state else self.dim

@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import sys
+import warnings
 import weakref
 from ctypes import addressof, byref, c_void_p, create_string_buffer
 from types import TracebackType
@@ -108,7 +109,19 @@ class Trainer(Single):
     Threads: one at a time; a call while another thread is in one raises RuntimeError. close() is for any thread.
     """
 
-    __slots__ = ("__weakref__", "_address", "_engine", "_finalizer", "_handle", "_memory", "_place", "_turn", "rank")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_device",
+        "_engine",
+        "_finalizer",
+        "_handle",
+        "_memory",
+        "_place",
+        "_told",
+        "_turn",
+        "rank",
+    )
 
     def __init__(self, engine: Engine, handle: int, rank: int, device: str) -> None:
         self._engine = engine  # lives as long as its trainers
@@ -116,6 +129,8 @@ class Trainer(Single):
         self._finalizer = weakref.finalize(self, _close, handle, os.getpid(), engine._finalizer)
         self.rank = rank
         """The rank."""
+        self._device = device
+        self._told = engine.world_size == 1  # of ranks that nobody has joined as
         gpu = re.fullmatch(r"cuda:(\d+)", device)
         self._place = Place(int(gpu[1]) if gpu else None)
         # The ops of a call, written anew by each.
@@ -134,6 +149,27 @@ class Trainer(Single):
     def engine(self) -> Engine:
         """The engine."""
         return self._engine
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        if not (self._finalizer.alive and engine._finalizer.alive):
+            return f"<frugal.Trainer of rank {self.rank}, closed>"
+        parent = "" if os.getpid() == engine._pid else ", of the parent process"
+        return f"<frugal.Trainer of rank {self.rank}, world_size {engine.world_size}, on {self._device}{parent}>"
+
+    def _tell(self, message: str) -> bool:
+        """Warns, once, of ranks that a long wait is for and that nobody has joined as. Returns whether there are some."""
+        missing = re.findall(r"(\d+) \(not joined\)", message)
+        if missing and not self._told:
+            self._told = True
+            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+            warnings.warn(
+                f"rank {self.rank} waits for {ranks}, and nobody has joined as such: world_size is"
+                f" {self._engine.world_size}. Start these ranks, each with its create_trainer(rank) or under torchrun,"
+                " or open the engine with the world_size that there is",
+                stacklevel=4,
+            )
+        return bool(missing)
 
     def _refusal(self) -> Exception:
         if os.getpid() != self._engine._pid:
@@ -264,7 +300,7 @@ class Trainer(Single):
             raise self._refusal() from None
         try:
             handle = self._handle
-            wait(lambda ms: _step_begin(handle, step, ms), limit)
+            wait(lambda ms: _step_begin(handle, step, ms), limit, None if self._told else self._tell)
         finally:
             self._turn.append(None)
 
@@ -413,7 +449,7 @@ class _Step:
             try:
                 called = True
                 handle = trainer._handle
-                wait(lambda ms: _step_begin(handle, step, ms), limit)
+                wait(lambda ms: _step_begin(handle, step, ms), limit, None if trainer._told else trainer._tell)
             finally:
                 trainer._turn.append(None)
         except Error:

@@ -155,6 +155,9 @@ class FTRL(Optimizer):
     _kind: ClassVar[int] = _abi.FRUGAL_FTRL
 
 
+KINDS = {kind._kind: kind.__name__ for kind in (SGD, Momentum, Adagrad, RowWiseAdagrad, Adam, RMSProp, FTRL)}
+
+
 class Initializer:
     """Initial values of rows: Constant, Uniform, Normal, TruncatedNormal or Xavier."""
 

@@ -283,6 +283,21 @@ def test_what_takes_all_ranks_is_said() -> None:
         assert torch.equal(bags[0].state_dict()["weight"], expected)
 
 
+@pytest.mark.parametrize("chooses", [False, True])
+def test_a_rank_that_waits_for_nobody_says_so(chooses: bool, impatient: None) -> None:
+    """In the second step, or where the first one gives the table its kind of optimizer."""
+    with frugal.Engine(world_size=3, timeout=60) as engine:
+        trainer, _ = engine.create_trainer(0), engine.create_trainer(2)
+        bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer, optimizer=sgd())
+        kind = torch.optim.Adagrad if chooses else torch.optim.SGD
+        optimizer = kind(bags.parameters(), lr=0.5)
+        with pytest.raises(UserWarning, match="rank 0 waits for rank 1, and nobody has joined"):
+            for _ in range(2):
+                bags(torch.tensor([[1]])).sum().backward()
+                optimizer.step()
+        assert engine.committed_step() is None
+
+
 def test_an_abort_of_one_rank_reaches_the_other() -> None:
     with frugal.Engine(world_size=2, timeout=60) as engine:
         trainers = [engine.create_trainer(rank) for rank in range(2)]

@@ -21,6 +21,7 @@ import torch
 
 import frugal
 
+from frugal import _wait
 from frugal.errors import FORKED
 
 from . import _native
@@ -428,13 +429,16 @@ class Steps:
             self.outside()
             if self.open:
                 self.end(False)
-            limit = time.monotonic() + self.trainer.engine._timeout_ms / 1000
+            begin = time.monotonic()
             while True:
                 try:
                     return call()
-                except frugal.Busy:
-                    if self.world_size == 1 or time.monotonic() > limit:
+                except frugal.Busy as error:
+                    waited_ms = (time.monotonic() - begin) * 1000
+                    if self.world_size == 1 or waited_ms > self.trainer.engine._timeout_ms:
                         raise
+                    if waited_ms >= _wait.WORD_MS:
+                        self.trainer._tell(error.message)
                 time.sleep(_PAUSE)
 
     def _abort(self) -> None:
