@@ -163,7 +163,7 @@ def suites():
       Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
       Single('rehearsal', 'all', 120, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
              after=['clang'], processors=2),
-      Program('python-asan', 'all', 900, ['bindings/python/check', os.path.join(ROOT, 'build', 'asan'), python, '--asan'],
+      Program('python-asan', 'all', 600, ['bindings/python/check', os.path.join(ROOT, 'build', 'asan'), python, '--asan'],
               after=['build-asan', 'rehearsal']),
       Program('frameworks', 'all', 300, ['bindings/python/check', release, python, '--frameworks'],
               after=['rehearsal']),
