@@ -13,6 +13,8 @@ from typing import Callable, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 
+from . import _native
+
 
 class InputError(ValueError, RuntimeError):
     """A tensor of the wrong shape, place or value: torch.nn raises the one or the other."""
@@ -214,6 +216,14 @@ def _to_the_end(ends: torch.Tensor, count: int) -> torch.Tensor:
         return torch.nn.functional.pad(ends[:-1], (0, 1), value=count)  # a look at the value would wait for the device
     last = ctypes.c_int64.from_address(ends.data_ptr() + 8 * (ends.numel() - 1)).value
     return ends if last >= count else torch.nn.functional.pad(ends[:-1], (0, 1), value=count)
+
+
+def check_ends(ends: torch.Tensor, count: int) -> None:
+    """Checks offsets that are not for the library: PyTorch looks at some of them only, and would read beyond the keys."""
+    if int(ends[0]) != 0 or int(ends[-1]) != count or bool((ends.diff() < 0).any()):
+        raise _native.InvalidArgument(
+            f"offsets must begin with 0, not decrease, and not be greater than the {count} keys", _native.INVALID_ARGUMENT
+        )
 
 
 def padding_idx(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:

@@ -479,6 +479,7 @@ class EmbeddingBag(_Single):
     def _max(self, run: Callable[..., torch.Tensor], keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """PyTorch's own maximum of the rows of each key, which are looked up for it."""
         keys = keys.reshape(-1)
+        _inputs.check_ends(ends, keys.numel())
         rows = run(keys.numel(), [keys, None, None])
         places, padding = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device), None
         if self.padding_idx is not None:
