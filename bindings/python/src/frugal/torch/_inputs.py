@@ -237,13 +237,14 @@ def padding_idx(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:
     return index % rows
 
 
-def size(rows: int, dim: int) -> None:
-    """Checks what torch takes as the shape of a weight."""
+def size(rows: int, dim: int, *, empty: bool) -> None:
+    """Checks what torch takes as the shape of a weight. `empty`: it may be without elements."""
     if rows < 0 or dim < 0:
         raise InputError(f"num_embeddings {rows} and embedding_dim {dim}: neither can be negative")
-    if rows == 0 or dim == 0:
-        raise NotImplementedError(
-            f"num_embeddings {rows} and embedding_dim {dim}: a table has a row of a column at least"
+    if not empty and (rows == 0 or dim == 0):
+        raise InputError(
+            f"num_embeddings {rows} and embedding_dim {dim}: a hashed table and one of a collection have a row of a column"
+            " at least"
         )
 
 
@@ -262,6 +263,12 @@ def weight(value: Optional[torch.Tensor], rows: int, dim: int) -> None:
         raise ArgumentError(
             f"Shape of weight does not match num_embeddings and embedding_dim: {tuple(value.shape)} and {(rows, dim)}"
         )
+
+
+def exact(weight: torch.Tensor) -> None:
+    """Checks that integers are what they are as float32, the type of rows."""
+    if weight.dtype.itemsize > 2 and not torch.equal(weight.to(torch.float32).to(weight.dtype), weight):
+        raise ArgumentError(f"weight is of {weight.dtype} and has numbers that float32, the type of rows, does not have")
 
 
 def gradient(grad: torch.Tensor) -> torch.Tensor:
