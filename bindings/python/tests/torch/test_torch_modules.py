@@ -650,6 +650,46 @@ def test_a_hashed_table_of_nothing_is_refused(trainer: frugal.Trainer) -> None:
         ft.Embedding(1, 3, name="none", trainer=trainer)
 
 
+# --- Arguments ---
+
+
+def test_arguments_are_read_in_each_forward(trainer: frugal.Trainer) -> None:
+    """As torch.nn's modules read theirs."""
+    keys, offsets = torch.randint(0, 9, (12,)), torch.tensor([0, 3, 4, 9, 12])
+    modules = modules_of(trainer, "sum", integers(ROWS, DIM), sparse=False)
+    changes: List[Dict[str, Any]] = [
+        {"mode": "mean"}, {"padding_idx": 3}, {"mode": "max"}, {"padding_idx": ROWS - 1}, {"include_last_offset": True},
+        {"mode": "sum", "sparse": True}, {"padding_idx": None}, {"scale_grad_by_freq": True, "mode": "mean", "sparse": False},
+    ]  # fmt: skip
+    for change in changes:
+        outs = []
+        for module in modules:
+            for name, value in change.items():
+                setattr(module, name, value)
+            module.zero_grad()
+            outs.append(module(keys, offsets))
+            outs[-1].sum().backward()
+        torch.testing.assert_close(outs[0], outs[1], rtol=1e-6, atol=1e-6)
+        if not modules[0].scale_grad_by_freq:
+            mine, expected = (module.weight.grad for module in modules)
+            assert mine.layout == expected.layout
+            mine, expected = (grad.to_dense() for grad in (mine, expected))
+            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+    one = modules_of(trainer, "embedding", integers(ROWS, DIM), sparse=False)
+    for padding in (None, 4, -2):
+        for module in one:
+            module.padding_idx = padding
+            module.zero_grad()
+            module(torch.arange(ROWS)).sum().backward()
+        assert torch.equal(one[0](torch.arange(ROWS)), one[1](torch.arange(ROWS)))
+        assert torch.equal(one[0].weight.grad, one[1].weight.grad)
+    for name, value in (("mode", "median"), ("padding_idx", ROWS)):
+        before = getattr(modules[0], name)
+        with pytest.raises(ValueError, match=name):
+            setattr(modules[0], name, value)
+        assert getattr(modules[0], name) == before
+
+
 # --- convert ---
 
 

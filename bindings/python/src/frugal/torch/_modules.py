@@ -28,7 +28,7 @@ import frugal
 
 from . import _default, _inputs, _native, _renorm, _state, _steps
 from ._anchor import Anchor
-from ._lookup import EmptyLookup, Feature, Lookup, ReadingLookup, TrainingLookup
+from ._lookup import EmptyLookup, Feature, Lookup, ReadingLookup, TrainingLookup, int64_of
 from ._weight import Weight, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
@@ -301,9 +301,7 @@ class _Single(_Module):
             self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
             table.mean_ranks, table.nan_policy, table.lazy,
         )  # fmt: skip
-        kind = EmptyLookup if self._table.empty else Lookup
-        self._lookup = kind(self._steps, [Feature(self._table, pooling, self.padding_idx, 0)], embedding_dim)
-        self._by_frequency = self._lookup.by_frequency()
+        self._make_lookup(pooling)
         self._hold_anchors(dtype, freeze)
         if self._table.created:
             if weight is not None:
@@ -328,7 +326,7 @@ class _Single(_Module):
         """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
         by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
         shown = self._shown
-        if shown is None or not shown.is_as_now():
+        if shown is None or not shown.is_as_now(self.sparse):
             shown = Weight(self._table, self._lookup.features[0], self.sparse)
             object.__setattr__(self, "_shown", shown)  # a parameter would be registered
         return shown
@@ -352,8 +350,26 @@ class _Single(_Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered
             object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        before: Any = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if name in ("mode", "padding_idx") and value != before and "_lookup" in self.__dict__:
+            try:
+                self._make_lookup(self._pooling())
+            except Exception:
+                super().__setattr__(name, before)
+                raise
+            if name == "padding_idx":
+                self._table.written = True  # the row is what it is
+
+    def _make_lookup(self, pooling: int) -> None:
+        padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
+        kind = EmptyLookup if self._table.empty else Lookup
+        self._lookup = kind(self._steps, [Feature(self._table, pooling, padding, 0)], self.embedding_dim)
+        self._by_frequency = self._lookup.by_frequency()
+
+    def _pooling(self) -> int:
+        return _native.POOL_NONE
 
     def reset_parameters(self) -> None:
         """Rows of a standard normal distribution, zeros at `padding_idx`."""
@@ -483,13 +499,15 @@ class EmbeddingBag(_Single):
     ) -> None:
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
-            _native.POOL_NONE if mode == _MAX else _pooling(mode),
-            _weight, freeze, device, dtype,
+            _native.POOL_NONE if mode == _MAX else _pooling(mode), _weight, freeze, device, dtype,
             Options(trainer, name, optimizer, init, hashed, mean_ranks, nan_policy, lazy),
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset
         self._arange = _inputs.Arange()
+
+    def _pooling(self) -> int:
+        return _native.POOL_NONE if self.mode == _MAX else _pooling(self.mode)
 
     def forward(
         self,
@@ -515,10 +533,11 @@ class EmbeddingBag(_Single):
         _inputs.check_ends(ends, keys.numel())
         rows = run(keys.numel(), [keys, None, None])
         places, padding = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device), None
-        if self.padding_idx is not None:
+        padded = self._lookup.features[0].padding
+        if padded is not None:
             padding = rows.shape[0]
             rows = torch.cat((rows, rows.new_zeros(1, self.embedding_dim)))
-            places.masked_fill_(keys == self.padding_idx, padding)
+            places.masked_fill_(keys.view(torch.int64) == int64_of(padded), padding)
         return torch.nn.functional.embedding_bag(
             places, rows, ends, mode="max", include_last_offset=True, padding_idx=padding
         )

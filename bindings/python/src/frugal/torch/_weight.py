@@ -95,10 +95,10 @@ class Weight(torch.Tensor):
         self._made = (table.anchor.dtype, table.anchor.requires_grad)
         self._is_param = at is None and not detached  # isinstance(weight, torch.nn.Parameter)
 
-    def is_as_now(self) -> bool:
+    def is_as_now(self, sparse: bool) -> bool:
         """Whether a new one would be alike."""
         table = self._table
-        return self._made == (table.anchor.dtype, table.anchor.requires_grad) and tuple(self.shape) == _shape(table)
+        return self._sparse == sparse and self._made == (table.anchor.dtype, table.anchor.requires_grad) and tuple(self.shape) == _shape(table)
 
     def parameter(self) -> torch.Tensor:
         """What optimizers know the table by."""
