@@ -661,6 +661,23 @@ def test_a_parameter_s_value_can_be_read(trainer: frugal.Trainer) -> None:
     assert "0." in repr(anchor.data) and torch.nn.Parameter(anchor.data).requires_grad
 
 
+def test_functional_call_with_other_parameters_is_refused(trainer: frugal.Trainer) -> None:
+    """They would have no part in the output, and no gradient."""
+    model, _ = pair(trainer)
+    batch = keys()
+    own: Dict[str, torch.Tensor] = dict(model.named_parameters())
+    call = torch.func.functional_call
+    assert torch.equal(call(model, own, (batch,)), model(batch))
+    dense = {name: 2 * parameter.detach() for name, parameter in own.items() if name.startswith("head")}
+    assert torch.equal(call(model, dense, (batch,)), 2 * model(batch))
+    others = {name: parameter.detach() for name, parameter in own.items()}
+    with pytest.raises(NotImplementedError, match="embedding_bag_0.*functional_call"):
+        call(model, others, (batch,))
+    with pytest.raises(NotImplementedError, match="embedding_bag_0.*functional_call"):
+        torch.func.grad(lambda given: call(model, given, (batch,)).sum())(others)
+    assert torch.equal(call(model, {}, (batch,)), model(batch))
+
+
 def test_autograd_grad_of_parameters(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
     """What torch.autograd.grad() returns of a table can be measured, scaled, and made the table's gradient."""
     models = pair(trainer)

@@ -81,6 +81,7 @@ class _Module(torch.nn.Module):
     _lookup: Lookup
     _by_frequency: Lookup
     _anchors: Tuple[Anchor, ...]
+    _first: str  # the name of the first of them
     # As torch.nn's modules, these are read in each forward.
     max_norm: Optional[float] = None
     norm_type: float = 2.0
@@ -109,6 +110,7 @@ class _Module(torch.nn.Module):
         for i, anchor in enumerate(anchors):
             self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
         self._anchors = anchors
+        self._first = next(iter(self._parameters))
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # half(), double(), to(): outputs change their dtype, rows stay where they are.
@@ -164,6 +166,12 @@ class _Module(torch.nn.Module):
         if _get_tracing_state() is not None:
             self._refuse_tracing()
         anchors = self._anchors
+        if self._parameters[self._first] is not anchors[0]:
+            raise NotImplementedError(
+                f"table {anchors[0].table.name!r}: another tensor in the place of its parameter, as of"
+                " torch.func.functional_call: it would have no part in the output. Leave frugal's parameters out of those"
+                " that are given"
+            )
         dtype = anchors[0].dtype
         graph = torch.is_grad_enabled()
         training = graph and (
