@@ -177,6 +177,10 @@ LAST: Dict[str, Callable[[], Tuple[Any, ...]]] = {
 }
 
 MEAN: Dict[str, Callable[[], Tuple[Any, ...]]] = {"factors": lambda: (EIGHT(), ints(0, 2), torch.ones(8))}
+ALL = {
+    "embedding": EMBEDDING, "bags": BAGS, "last": LAST, "mean": MEAN,
+    "max": {name: case for name, case in BAGS.items() if "factors" not in name},
+}  # fmt: skip
 
 
 def modules(kind: str, trainer: frugal.Trainer) -> Tuple[Any, Any]:
@@ -186,19 +190,18 @@ def modules(kind: str, trainer: frugal.Trainer) -> Tuple[Any, Any]:
             ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer, optimizer=sgd()),
             torch.nn.Embedding(ROWS, DIM, _weight=weight.clone()),
         )
-    mode = "mean" if kind == "mean" else "sum"
-    return bag_pair(trainer, weight, mode=mode, include_last_offset=kind == "last")
+    mode = kind if kind in ("mean", "max") else "sum"
+    return bag_pair(trainer, weight, mode=mode, include_last_offset=kind == "last", sparse=kind != "max")
 
 
 def cases() -> List[Any]:
-    kinds = {"embedding": EMBEDDING, "bags": BAGS, "last": LAST, "mean": MEAN}
-    return [pytest.param(kind, name, id=f"{kind}: {name}") for kind, names in kinds.items() for name in names]
+    return [pytest.param(kind, name, id=f"{kind}: {name}") for kind, names in ALL.items() for name in names]
 
 
 @pytest.mark.parametrize("kind, name", cases())
 def test_bad_inputs_raise_torch_s_classes(trainer: frugal.Trainer, kind: str, name: str) -> None:
     ours, theirs = modules(kind, trainer)
-    arguments = {"embedding": EMBEDDING, "bags": BAGS, "last": LAST, "mean": MEAN}[kind][name]
+    arguments = ALL[kind][name]
     expected = raised(lambda: theirs(*arguments()))
     assert expected is not None
     before = ours.state_dict()["weight"]
@@ -212,9 +215,11 @@ def test_bad_inputs_raise_torch_s_classes(trainer: frugal.Trainer, kind: str, na
 def test_what_torch_notices_by_chance(trainer: frugal.Trainer) -> None:
     """torch may read beyond the keys here, or says AttributeError where a list is given."""
     bags = bag_pair(trainer, integers(ROWS, DIM), mode="sum")[0]
-    for offsets in (ints(0, 3, 1), ints(0, -1)):
-        with pytest.raises(RuntimeError, match="offsets must not decrease"):
-            bags(EIGHT(), offsets)
+    most = ft.EmbeddingBag(ROWS, DIM, mode="max", trainer=trainer)
+    for offsets in (ints(0, 3, 1), ints(0, -1), ints(0, 100, 3)):
+        for each in (bags, most):
+            with pytest.raises(RuntimeError, match="offsets must .*not decrease|offsets must not be larger"):
+                each(EIGHT(), offsets)
     for arguments in (([1, 2], ints(0)), (EIGHT(), [0]), (EIGHT(), ints(0), [1.0] * 8)):
         with pytest.raises(TypeError, match="must be a torch.Tensor, not list"):
             bags(*arguments)
@@ -487,8 +492,8 @@ def test_shapes_that_cannot_be(trainer: frugal.Trainer, kind: Type[Any]) -> None
     error = raised(lambda: kind.from_pretrained(torch.zeros(3), trainer=trainer))
     assert expected is not None and isinstance(error, type(expected))
     for rows, dim in ((0, 3), (3, 0), (0, 0)):
-        with pytest.raises(NotImplementedError, match=f"num_embeddings {rows} and embedding_dim {dim}"):
-            kind(rows, dim, trainer=trainer)
+        with pytest.raises(ValueError, match=f"num_embeddings {rows} and embedding_dim {dim}"):
+            kind(rows, dim, hashed=True, trainer=trainer)
 
 
 def test_no_bags_take_no_keys(trainer: frugal.Trainer) -> None:

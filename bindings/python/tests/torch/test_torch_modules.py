@@ -266,13 +266,6 @@ def test_from_pretrained_is_frozen_unless_told(engine: frugal.Engine, trainer: f
 
 def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
     for cls in (ft.Embedding, ft.EmbeddingBag):
-        for arguments in (
-            {"max_norm": 1.0},
-            {"max_norm": 1.0, "norm_type": 1.0},
-            {"scale_grad_by_freq": True},
-        ):
-            with pytest.raises(NotImplementedError):
-                cls(ROWS, DIM, trainer=trainer, **arguments)
         with pytest.raises(ValueError, match="padding_idx"):
             cls(ROWS, DIM, padding_idx=ROWS, trainer=trainer)
         with pytest.raises(ValueError, match="trainer's device"):
@@ -290,6 +283,472 @@ def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
     bags = ft.EmbeddingBag(ROWS, DIM, mode="mean", trainer=trainer)
     with pytest.raises(NotImplementedError, match="per_sample_weights"):
         bags(torch.zeros(2, 2, dtype=torch.int64), per_sample_weights=torch.ones(2, 2))
+
+
+# --- max_norm ---
+
+KINDS = ["embedding", "sum", "mean", "max"]
+
+
+def modules_of(
+    trainer: frugal.Trainer, kind: str, weight: torch.Tensor, sparse: bool = True, **arguments: Any
+) -> List[Any]:
+    """The same module in both worlds."""
+    rows, dim = weight.shape
+    table: Dict[str, Any] = {key: arguments.pop(key) for key in ("optimizer",) if key in arguments}
+    mine, theirs = weight.clone(), weight.clone()
+    if kind == "embedding":
+        return [
+            ft.Embedding(rows, dim, _weight=mine, trainer=trainer, **table, **arguments),
+            torch.nn.Embedding(rows, dim, _weight=theirs, sparse=sparse, **arguments),
+        ]
+    return [
+        ft.EmbeddingBag(rows, dim, mode=kind, _weight=mine, trainer=trainer, **table, **arguments),
+        torch.nn.EmbeddingBag(rows, dim, mode=kind, _weight=theirs, sparse=sparse and kind != "max", **arguments),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, float("inf")])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_max_norm_renormalizes_as_torch_does(
+    trainer: frugal.Trainer, kind: str, norm_type: float, padding: Optional[int]
+) -> None:
+    """The same bits, of the rows of the batch alone, whether they are trained or not."""
+    weight = torch.randn(ROWS, DIM)
+    weight[10:20] *= 1e-3  # which are within it
+    limit = float(torch.linalg.vector_norm(weight[5], norm_type))  # and this one is exactly at it
+    modules = modules_of(trainer, kind, weight, max_norm=limit, norm_type=norm_type, padding_idx=padding)
+    ours, theirs = modules
+    for way in ("trained", "no_grad", "frozen", "eval"):
+        for module in modules:
+            module.requires_grad_(way != "frozen").train(way != "eval")
+        keys = torch.randint(0, ROWS, (4, 3))
+        keys[0] = torch.tensor([3, 5, 5])
+        with torch.set_grad_enabled(way != "no_grad"):
+            out, expected = ours(keys), theirs(keys)
+        assert torch.equal(ours.weight, theirs.weight.detach())
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        if kind != "max":
+            keys[0] = 3 if padding is not None else 4
+            torch.testing.assert_close(ours(keys), theirs(keys), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(theirs.weight.detach(), weight) and torch.equal(theirs.weight[5].detach(), weight[5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_max_norm_trains_as_torch_does(trainer: frugal.Trainer, kind: str, optimizer: str) -> None:
+    """Rows keep the optimizer's state, and what backwards have delivered before is there for the step."""
+    modules = modules_of(trainer, kind, torch.randn(ROWS, DIM), max_norm=1.5)
+    if kind == "max":
+        modules[1].sparse = False
+    optimizers = [getattr(torch.optim, optimizer)(list(module.parameters()), lr=0.5) for module in modules]
+    for step in range(5):
+        for _ in range(2):
+            keys = torch.randint(0, 12, (4, 3))
+            grad = torch.randn(*modules[1](keys).shape)
+            for module in modules:
+                module(keys).backward(grad)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_max_norm_writes_the_rows_that_change(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.full((ROWS, DIM), 0.01)
+    weight[7] = 3.0
+    module = ft.Embedding(ROWS, DIM, _weight=weight, max_norm=1.0, trainer=trainer)
+    written: List[List[int]] = []
+    put = frugal.torch._native.put
+
+    def spy(table: Any, keys: torch.Tensor, *arguments: Any, **more: Any) -> None:
+        written.append(keys.tolist())
+        put(table, keys, *arguments, **more)
+
+    monkeypatch.setattr(frugal.torch._native, "put", spy)
+    for _ in range(2):
+        module(torch.tensor([7, 1, 7, 2]))
+    assert written == [[7]]
+    plain = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
+    written.clear()
+    plain(torch.tensor([7]))
+    assert written == []
+
+
+def test_max_norm_is_read_in_each_forward(trainer: frugal.Trainer) -> None:
+    modules = modules_of(trainer, "embedding", torch.ones(ROWS, DIM))
+    keys = torch.tensor([[1, 2], [2, 3]])
+    for value, order in ((None, 2.0), (2.0, 2.0), (1.0, 1.0), (0, 2.0)):
+        for module in modules:
+            module.max_norm, module.norm_type = value, order
+        assert torch.equal(modules[0](keys), modules[1](keys))
+        assert torch.equal(modules[0].weight, modules[1].weight.detach())
+    assert "max_norm=0" in repr(modules[0])
+
+
+@pytest.mark.parametrize("padding", [None, -7])
+def test_max_norm_of_hashed_tables(padding: Optional[int]) -> None:
+    """Rows are as they would be created, and a forward that reads creates none."""
+    keys = torch.tensor([5, -7, 2**60, 5])
+    rows = []
+    for limit in (None, 1.0):
+        with frugal.Engine(seed=3) as engine, engine.create_trainer() as trainer:
+            module = ft.Embedding(
+                9, DIM, padding, limit, hashed=True, trainer=trainer, name="t", optimizer=frugal.Adagrad(lr=0.5)
+            )
+            with torch.no_grad():
+                assert not module(keys).any() and module.table.count() == 0
+            out = module(keys)
+            rows.append(out.detach().clone())
+            if limit is not None:
+                expected = torch.embedding_renorm_(rows[0].clone(), torch.arange(4), limit, 2.0)
+                assert torch.equal(rows[1], expected) and not torch.equal(rows[0], rows[1])
+                with torch.no_grad():
+                    assert torch.equal(module(keys), expected)
+                optimizer = torch.optim.Adagrad(module.parameters(), lr=0.5)
+                for _ in range(2):
+                    out.backward(torch.ones_like(out))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    out = module(keys)
+                state = optimizer.state_dict()["state"][0]["frugal_state"]
+                assert state.shape[0] == (2 if padding else 3) and bool((state > 0).all())
+
+
+def test_max_norm_with_declared_keys(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
+    modules = modules_of(trainer, "sum", torch.randn(ROWS, DIM), max_norm=1.5, optimizer=sgd())
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in modules]
+    batches = [torch.randint(0, 20, (4, 3)) for _ in range(8)]
+    for keys in ft.Lookahead(batches, lambda batch: {modules[0]: batch}, depth=3, measure=False):
+        grad = integers(4, DIM)
+        for module in modules:
+            module(keys).backward(grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach(), rtol=1e-5, atol=1e-6)
+    assert engine.stats()["keys_undeclared"] == 0 and engine.stats()["steps_committed"] == len(batches)
+
+
+def test_max_norm_of_several_ranks_is_refused() -> None:
+    with frugal.Engine(world_size=2) as engine, engine.create_trainer(0) as trainer:
+        with pytest.raises(NotImplementedError, match="max_norm.*2 ranks"):
+            ft.Embedding(ROWS, DIM, max_norm=1.0, trainer=trainer)
+        module = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
+        module.max_norm = 1.0
+        with pytest.raises(NotImplementedError, match="max_norm.*2 ranks"):
+            module(torch.tensor([[1]]))
+
+
+@pytest.mark.parametrize("how", ["max_norm", "assignment"])
+def test_rows_written_before_the_gradient_of_weights_are_noticed(trainer: frugal.Trainer, how: str) -> None:
+    modules = modules_of(trainer, "sum", torch.ones(ROWS, DIM), sparse=False, max_norm=5.0)
+    other = ft.Embedding(ROWS, DIM, trainer=trainer)
+    keys = torch.tensor([[1, 2]])
+    for module in modules:
+        weights = torch.ones(1, 2, requires_grad=True)
+        out = module(keys, per_sample_weights=weights)
+        with torch.no_grad():
+            other.weight[1] = 9.0  # another table's
+        out.sum().backward(retain_graph=True)
+        if how == "assignment":
+            with torch.no_grad():
+                module.weight[1] = 1.0
+        else:
+            module.max_norm = 1.0
+            module(keys)
+        with pytest.raises(RuntimeError, match="rows have been written|modified by an inplace operation"):
+            out.sum().backward()
+
+
+# --- scale_grad_by_freq ---
+
+
+def by_hand(theirs: torch.nn.Embedding, mode: str, padding: Optional[int], inputs: Dict[str, Any]) -> torch.Tensor:
+    """A bag of torch.nn.Embedding's rows: torch 2.11's own bags take other keys' counts."""
+    keys, offsets = inputs["input"].reshape(-1), inputs.get("offsets")
+    if offsets is None:
+        offsets = torch.arange(0, keys.numel(), inputs["input"].shape[1])
+    rows = theirs(keys)
+    if inputs.get("per_sample_weights") is not None:
+        rows = rows * inputs["per_sample_weights"].reshape(-1)[:, None]
+    out = []
+    for begin, end in zip(offsets.tolist(), offsets.tolist()[1:] + [keys.numel()]):
+        kept = [i for i in range(begin, end) if int(keys[i]) != padding]
+        total = rows[kept].sum(0)
+        out.append(total / max(len(kept), 1) if mode == "mean" else total)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("form", ["2d", "offsets"])
+@pytest.mark.parametrize("kind", ["sum", "mean", "weights"])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_scale_grad_by_freq_of_bags(trainer: frugal.Trainer, kind: str, form: str, padding: Optional[int]) -> None:
+    weight = integers(ROWS, DIM)
+    if padding is not None:
+        weight[padding] = 0
+    mode = "mean" if kind == "mean" else "sum"
+    ours = ft.EmbeddingBag(
+        ROWS, DIM, scale_grad_by_freq=True, mode=mode, _weight=weight, padding_idx=padding, trainer=trainer
+    )
+    theirs = torch.nn.Embedding(ROWS, DIM, padding, scale_grad_by_freq=True, _weight=weight.clone())
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    for step in range(3):
+        for _ in range(2):
+            inputs: Dict[str, Any] = bag_inputs(form, padding)
+            inputs["input"] = inputs["input"] % 7  # so that most come often
+            factors = [integers(*inputs["input"].shape).requires_grad_() for _ in range(2)]
+            if kind == "weights":
+                factors[1].data.copy_(factors[0].detach())
+                outs = ours(**inputs, per_sample_weights=factors[0]), by_hand(
+                    theirs, mode, padding, {**inputs, "per_sample_weights": factors[1]}
+                )
+            else:
+                outs = ours(**inputs), by_hand(theirs, mode, padding, inputs)
+            torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+            grad = integers(*outs[0].shape)
+            for out in outs:
+                out.backward(grad, retain_graph=True)
+            if kind == "weights":
+                assert factors[0].grad is not None and factors[1].grad is not None
+                torch.testing.assert_close(factors[0].grad, factors[1].grad)
+        mine, expected = ours.weight.grad, theirs.weight.grad
+        assert mine is not None and expected is not None
+        torch.testing.assert_close(mine.as_subclass(torch.Tensor), expected, rtol=1e-6, atol=1e-6)
+        totals = [torch.nn.utils.clip_grad_norm_(module.parameters(), 5.0) for module in (ours, theirs)]
+        torch.testing.assert_close(totals[0], totals[1], rtol=1e-6, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(ours.weight.detach().clone(), theirs.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("shape", [(40,), (5, 8), (), (0,)])
+def test_scale_grad_by_freq_of_embeddings(trainer: frugal.Trainer, padding: Optional[int], shape: Any) -> None:
+    modules = modules_of(
+        trainer, "embedding", integers(ROWS, DIM), sparse=False, scale_grad_by_freq=True, padding_idx=padding
+    )
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in modules]
+    for step in range(4):
+        keys = torch.randint(0, 7, shape)
+        grad = integers(*shape, DIM)
+        for module in modules:
+            module.scale_grad_by_freq = step != 3  # read in each forward
+            module(keys).backward(grad)
+        if step != 1:  # of two backwards each is divided by its own counts
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach(), rtol=1e-6, atol=1e-6)
+    assert "scale_grad_by_freq" not in repr(modules[0])
+
+
+def test_scale_grad_by_freq_of_a_maximum_is_refused_as_by_torch(trainer: frugal.Trainer) -> None:
+    for module in modules_of(trainer, "max", integers(ROWS, DIM), sparse=False, scale_grad_by_freq=True):
+        with pytest.raises(ValueError, match="max mode does not support scaling the gradient by the frequency"):
+            module(torch.tensor([[1, 2]]))
+
+
+# --- Integers, and nothing ---
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool])
+def test_rows_of_integers_are_read_as_torch_s(trainer: frugal.Trainer, dtype: torch.dtype) -> None:
+    weight = torch.randint(0, 100, (ROWS, DIM)).to(dtype)
+    ours = ft.Embedding.from_pretrained(weight, trainer=trainer)
+    theirs = torch.nn.Embedding.from_pretrained(weight.clone())
+    keys = torch.randint(0, ROWS, (3, 4))
+    out, expected = ours(keys), theirs(keys)
+    assert out.dtype == expected.dtype == dtype and torch.equal(out, expected)
+    assert ours.weight.dtype == dtype and torch.equal(ours.weight, weight)
+    assert ours.frozen and not ours.weight.requires_grad
+    for module in (ours.half(), theirs.half()):
+        assert module(keys).dtype == dtype
+    for make in (ft.Embedding.from_pretrained, torch.nn.Embedding.from_pretrained):
+        with pytest.raises(RuntimeError, match="floating.point.* can require gradients"):
+            make(weight, freeze=False)
+    for module in (ours, theirs):
+        with pytest.raises(RuntimeError, match="floating.point.* can require gradients"):
+            module.requires_grad_(True)
+        module.weight = torch.nn.Parameter(torch.ones(ROWS, DIM))
+        assert module(keys).dtype == torch.float32 and module.weight.requires_grad
+        module.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        assert module(keys).dtype == dtype and not module.weight.requires_grad
+    assert torch.equal(ours.weight, weight)
+
+
+def test_integers_that_rows_cannot_have_are_refused(trainer: frugal.Trainer) -> None:
+    weight = torch.zeros(ROWS, DIM, dtype=torch.int64)
+    for value in (2**24, 2**40, -(2**63)):
+        weight[3, 2] = value
+        assert int(ft.Embedding.from_pretrained(weight, trainer=trainer)(torch.tensor(3))[2]) == value
+    for value in (2**24 + 1, 2**63 - 1):
+        weight[3, 2] = value
+        with pytest.raises(ValueError, match="float32, the type of rows, does not have"):
+            ft.Embedding.from_pretrained(weight, trainer=trainer)
+    with pytest.raises(TypeError, match="outputs are floating-point"):  # torch's bags of integers fail in the forward
+        ft.EmbeddingBag.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.int32), trainer=trainer)
+    with pytest.raises(TypeError, match="outputs are floating-point"):
+        ft.Embedding.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.complex64), trainer=trainer)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (10, 0), (0, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_table_of_nothing_is_torch_s(
+    engine: frugal.Engine, trainer: frugal.Trainer, shape: Any, kind: str, optimizer: str
+) -> None:
+    modules = modules_of(trainer, kind, torch.zeros(shape), sparse=False, max_norm=1.0)
+    model = torch.nn.Linear(2, 1)
+    optimizers = [
+        getattr(torch.optim, optimizer)([*module.parameters(), *model.parameters()], lr=0.5) for module in modules
+    ]
+    keys = torch.zeros(0, dtype=torch.int64)
+    inputs = [keys] if kind == "embedding" else [keys, torch.tensor([0, 0, 0])]
+    for _ in range(3):
+        if shape[0]:
+            keys = torch.randint(0, shape[0], (3, 4))
+            inputs = [keys]
+        outs = [module(*inputs) for module in modules]
+        assert torch.equal(outs[0], outs[1]) and outs[0].dtype == outs[1].dtype
+        for out, module, each in zip(outs, modules, optimizers):
+            (out.sum() + model(torch.ones(2)).sum()).backward()
+            assert module.weight.grad.shape == module.weight.shape == shape
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            each.step()
+            each.zero_grad()
+    for bad in (shape[0], -1):
+        for module in modules:
+            with pytest.raises((IndexError, RuntimeError)):
+                module(torch.full((3, 4), bad))
+    state = [module.state_dict() for module in modules]
+    assert state[0]["weight"].shape == state[1]["weight"].shape
+    modules[0].load_state_dict(state[1])
+    optimizers[0].load_state_dict(optimizers[0].state_dict())
+    with torch.no_grad():
+        modules[0].weight.fill_(2.0)
+        torch.nn.init.normal_(modules[0].weight)
+    assert torch.equal(modules[0].weight, modules[1].weight.detach())
+    for _ in ft.Lookahead([keys], lambda batch: {modules[0]: batch}, measure=False):
+        modules[0](*inputs)
+    for _ in range(70):  # more than are held one by one
+        modules[0](*inputs).sum().backward()
+    optimizers[0].step()
+    assert tuple(repr(modules[0]).split("(")[1].split(",")[:2]) == (str(shape[0]), f" {shape[1]}")
+
+
+def test_a_hashed_table_of_nothing_is_refused(trainer: frugal.Trainer) -> None:
+    for rows, dim in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match="at least"):
+            ft.Embedding(rows, dim, hashed=True, trainer=trainer)
+        with pytest.raises(ValueError, match="at least"):
+            ft.EmbeddingBagCollection([ft.TableConfig("t", rows, dim, ["x"])], trainer=trainer)
+    ft.Embedding(0, 3, name="none", trainer=trainer)
+    with pytest.raises(ValueError, match="'none' exists"):
+        ft.Embedding(1, 3, name="none", trainer=trainer)
+
+
+# --- Arguments ---
+
+
+def test_arguments_are_read_in_each_forward(trainer: frugal.Trainer) -> None:
+    """As torch.nn's modules read theirs."""
+    keys, offsets = torch.randint(0, 9, (12,)), torch.tensor([0, 3, 4, 9, 12])
+    modules = modules_of(trainer, "sum", integers(ROWS, DIM), sparse=False)
+    changes: List[Dict[str, Any]] = [
+        {"mode": "mean"}, {"padding_idx": 3}, {"mode": "max"}, {"padding_idx": ROWS - 1}, {"include_last_offset": True},
+        {"mode": "sum", "sparse": True}, {"padding_idx": None}, {"scale_grad_by_freq": True, "mode": "mean", "sparse": False},
+    ]  # fmt: skip
+    for change in changes:
+        outs = []
+        for module in modules:
+            for name, value in change.items():
+                setattr(module, name, value)
+            module.zero_grad()
+            outs.append(module(keys, offsets))
+            outs[-1].sum().backward()
+        torch.testing.assert_close(outs[0], outs[1], rtol=1e-6, atol=1e-6)
+        if not modules[0].scale_grad_by_freq:
+            mine, expected = (module.weight.grad for module in modules)
+            assert mine.layout == expected.layout
+            mine, expected = (grad.to_dense() for grad in (mine, expected))
+            torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+    one = modules_of(trainer, "embedding", integers(ROWS, DIM), sparse=False)
+    for padding in (None, 4, -2):
+        for module in one:
+            module.padding_idx = padding
+            module.zero_grad()
+            module(torch.arange(ROWS)).sum().backward()
+        assert torch.equal(one[0](torch.arange(ROWS)), one[1](torch.arange(ROWS)))
+        assert torch.equal(one[0].weight.grad, one[1].weight.grad)
+    for name, value in (("mode", "median"), ("padding_idx", ROWS)):
+        before = getattr(modules[0], name)
+        with pytest.raises(ValueError, match=name):
+            setattr(modules[0], name, value)
+        assert getattr(modules[0], name) == before
+
+
+# --- convert ---
+
+
+def test_convert_keeps_what_modules_are(trainer: frugal.Trainer) -> None:
+    shared = torch.nn.Embedding(ROWS, DIM, padding_idx=1, max_norm=1.0, norm_type=1.0, scale_grad_by_freq=True)
+    model = torch.nn.ModuleDict(
+        {
+            "one": shared,
+            "again": shared,
+            "bags": torch.nn.EmbeddingBag(
+                ROWS, DIM, max_norm=2.0, mode="sum", include_last_offset=True, padding_idx=2, scale_grad_by_freq=True
+            ),
+            "most": torch.nn.EmbeddingBag(ROWS, DIM, mode="max", dtype=torch.float64),
+            "whole": torch.nn.Embedding.from_pretrained(torch.randint(0, 99, (ROWS, DIM))),
+            "none": torch.nn.Embedding(ROWS, 0),
+            "few": torch.nn.Embedding(2, DIM),
+            "deep": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Embedding(ROWS, DIM)),
+        }
+    ).eval()
+    model["deep"][1].weight.requires_grad_(False)  # type: ignore[index]
+    before = copy.deepcopy(model)
+    assert ft.convert(model, trainer=trainer, min_rows=3) is model
+    assert model["one"] is model["again"] and type(model["few"]) is torch.nn.Embedding
+    keys = torch.randint(0, ROWS, (5, 4))
+    for name in ("one", "bags", "most", "whole", "none", "deep"):
+        both: List[Any] = [model[name], before[name]]
+        mine, theirs = [module[1] for module in both] if name == "deep" else both
+        assert isinstance(mine, ft.EmbeddingBag if "mode" in vars(theirs) else ft.Embedding) and not mine.training
+        # Doubles are rounded to rows.
+        torch.testing.assert_close(mine.weight.detach(), theirs.weight.detach(), rtol=1e-7, atol=0)
+        assert mine.weight.requires_grad == theirs.weight.requires_grad
+        inputs: List[Any] = [keys.view(-1), torch.tensor([0, 4, 20])] if name == "bags" else [keys]
+        out, expected = (module(*inputs) for module in (mine, theirs))
+        assert out.dtype == expected.dtype
+        torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+        for what in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"):
+            assert getattr(mine, what, None) == getattr(theirs, what, None)
+    alone: torch.nn.Module = ft.convert(torch.nn.Embedding(ROWS, DIM), trainer=trainer)
+    assert isinstance(alone, ft.Embedding)
+
+
+class Subclass(torch.nn.Embedding):
+    pass
+
+
+@pytest.mark.parametrize("case", ["subclass", "shared weight", "complex"])
+def test_convert_refuses_all_or_nothing(trainer: frugal.Trainer, case: str) -> None:
+    first, second = torch.nn.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM)
+    if case == "subclass":
+        second = Subclass(ROWS, DIM)
+    elif case == "shared weight":
+        second.weight = first.weight
+    else:
+        second = torch.nn.Embedding.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.complex64))
+    model = torch.nn.Sequential(first, second)
+    with pytest.raises((NotImplementedError, TypeError), match="subclass|share a weight|complex64"):
+        ft.convert(model, trainer=trainer)
+    assert model[0] is first and model[1] is second
 
 
 def test_a_name_is_one_table(engine: frugal.Engine, trainer: frugal.Trainer) -> None:

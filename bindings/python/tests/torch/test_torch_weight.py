@@ -540,6 +540,95 @@ def test_training_through_weight_is_refused_in_the_backward(pair: Pair, use: Cal
     assert not use(ours.weight).requires_grad
 
 
+USES: Dict[str, Callable[[Any], Any]] = {
+    "embedding": lambda w: torch.nn.functional.embedding(torch.tensor([[1, 2], [2, 2]]), w),
+    "linear": lambda w: torch.nn.functional.linear(torch.ones(2, DIM), w),
+    "norm": lambda w: w.norm(),
+    "rows": lambda w: w[[3, 3, -1]].pow(2),
+    "row": lambda w: w[4] * w[4, 2:3],
+    "slice": lambda w: w[2:9:2, 1:3].exp(),
+    "mask": lambda w: w[mask()] * 2,
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_autograd_grad_of_weight_is_torch_s(pair: Pair, use: str) -> None:
+    """Who asks for the gradient of all rows gets it; it trains nothing."""
+    for module in pair:
+        torch.nn.init.normal_(module.weight, std=0.25)
+    pair[1].weight.data.copy_(pair[0].weight)
+    for same_object in (True, False):
+        got = []
+        for module in pair:
+            weight = module.weight
+            out = USES[use](weight)
+            asked = [weight if same_object else module.weight]
+            grads = torch.autograd.grad(out.sum(), asked, create_graph=True)
+            got.append((grads[0].detach(), torch.autograd.grad(grads[0].sum(), asked, allow_unused=True)[0] if
+                        grads[0].requires_grad else None))
+        for mine, expected in zip(*got):
+            assert (mine is None) == (expected is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, expected)
+        assert pair[0].weight.grad is None and list(pair[0].parameters())[0].grad is None
+    assert pair[0].weight is pair[0].weight and same(pair)
+
+
+def test_gradcheck_through_weight(pair: Pair) -> None:
+    """Rows are float32, so that its steps are larger than for doubles."""
+    torch.nn.init.uniform_(pair[0].weight, -0.5, 0.5)
+    ids = torch.tensor([[0, 1, 1], [3, 5, 7]])
+    for fast in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda w: torch.nn.functional.embedding(ids, w), (pair[0].weight,), eps=1e-2, atol=1e-3, fast_mode=fast
+        )
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_autograd_grad_of_weight_has_what_forwards_leave(trainer: frugal.Trainer, sparse: bool) -> None:
+    weight = integers(ROWS, DIM)
+    modules: List[Any] = [
+        ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer, sparse=sparse),
+        torch.nn.Embedding(ROWS, DIM, _weight=weight.clone(), sparse=sparse),
+    ]
+    batch, grad = torch.tensor([1, 5, 1]), integers(3, DIM)
+    for tied in (False, True):
+        got = []
+        for module in modules:
+            other = torch.ones(1, requires_grad=True)
+            loss = (module(batch) * grad).sum() * other + (module.weight.pow(2).sum() if tied and not sparse else 0)
+            mine, factor = torch.autograd.grad(loss, [module.weight, other], retain_graph=True)
+            assert mine.is_sparse is sparse
+            got.append((mine.to_dense() if sparse else mine, factor))
+            with pytest.raises(RuntimeError, match="not have been used"):
+                torch.autograd.grad(loss, [module.weight, torch.ones(1, requires_grad=True)], retain_graph=True)
+            with pytest.raises(RuntimeError, match="not have been used"):
+                torch.autograd.grad(other.sum(), [module.weight])
+            (nothing,) = torch.autograd.grad(other.sum(), module.weight, allow_unused=True)
+            assert nothing is None
+            (zeros,) = torch.autograd.grad(other.sum(), [module.weight], materialize_grads=True)
+            assert zeros.shape == (ROWS, DIM) and not zeros.any()
+        assert all(torch.equal(a, b) for a, b in zip(*got))
+    assert modules[0].weight.grad is None and same(modules)
+
+
+def test_backward_to_a_named_weight(pair: Pair) -> None:
+    """What forwards of the module leave, and no more, is trained."""
+    batch, grad = torch.tensor([1, 5, 1]), integers(3, DIM)
+    for module in pair:
+        other = torch.ones(1, requires_grad=True)
+        torch.autograd.backward([(module(batch) * grad * other).sum()], inputs=[module.weight])
+        assert other.grad is None and module.weight.grad is not None
+        (module(batch) * grad).sum().backward(inputs=module.weight)
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+        module.zero_grad()
+    assert same(pair)
+    weight = pair[0].weight
+    with pytest.raises(NotImplementedError, match="only the module's forward trains"):
+        weight.sum().backward(inputs=[weight])
+    assert weight.grad is None
+
+
 def test_a_module_of_torch_that_shares_the_weight_is_refused_in_the_backward(pair: Pair) -> None:
     ours, theirs = pair
     decoder = torch.nn.Linear(DIM, ROWS, bias=False)
@@ -589,6 +678,16 @@ def test_grad_is_torch_s(trainer: frugal.Trainer, sparse: bool) -> None:
     before = snapshot(modules[0])
     torch.optim.SGD(modules[0].parameters(), lr=0.5).step()
     assert torch.equal(modules[0].weight, before)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_grad_of_many_keys_is_summed_before_it_is_rounded(trainer: frugal.Trainer, sparse: bool) -> None:
+    """A sum in bfloat16 stands still at 256."""
+    module = ft.Embedding(3, DIM, dtype=torch.bfloat16, sparse=sparse, trainer=trainer)
+    module(torch.ones(1024, dtype=torch.int64)).sum().backward()
+    grad = module.weight.grad
+    assert grad is not None and grad.dtype == torch.bfloat16 and grad.is_sparse is sparse
+    assert bool((grad.to_dense() if sparse else grad)[1].eq(1024).all())
 
 
 def test_grad_is_scaled_and_clipped(pair: Pair) -> None:

@@ -28,7 +28,7 @@ def bag_pair(
     table: Dict[str, Any] = {key: arguments.pop(key) for key in ("optimizer", "name", "hashed") if key in arguments}
     rows, dim = weight.shape
     ours = ft.EmbeddingBag(rows, dim, _weight=weight, trainer=trainer, **{"optimizer": sgd(), **table}, **arguments)
-    theirs = torch.nn.EmbeddingBag(rows, dim, _weight=weight.clone(), sparse=True, **arguments)
+    theirs = torch.nn.EmbeddingBag(rows, dim, _weight=weight.clone(), **{"sparse": True, **arguments})
     return ours, theirs
 
 

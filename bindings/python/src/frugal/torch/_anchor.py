@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional,
 
 import torch
 
-from . import _native
-
 if TYPE_CHECKING:
     from ._lookup import Lookup
     from ._steps import Table
@@ -23,6 +21,32 @@ _aten = torch.ops.aten
 # Backwards that are held one by one; more of them are summed into one, so that memory is bounded by the table's rows.
 _MOST_HELD = 64
 _CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
+
+_INPLACE = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+_NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
+
+
+def in_place(name: str) -> bool:
+    """Whether a function of tensors with this name writes to its first argument."""
+    return name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
+
+
+# What a backward that runs has for an input.
+NOT_ASKED, ACCUMULATED, RETURNED = 0, 1, 2
+
+
+def use_of(node: Any) -> int:
+    """What the backward that runs does with the gradient of a leaf: nothing, adds it to the leaf's, or returns it, as
+    torch.autograd.grad() does."""
+    if node is None:
+        return NOT_ASKED
+    try:
+        return ACCUMULATED if torch._C._will_engine_execute_node(node) else NOT_ASKED
+    except RuntimeError as error:
+        return RETURNED if "leaf node" in str(error) else NOT_ASKED
 
 
 class Held:
@@ -49,9 +73,11 @@ class Held:
 
 
 class Anchor(torch.nn.Parameter):
-    """The one element by which PyTorch knows a table. Its value means nothing; its dtype is that of outputs."""
+    """The one element by which PyTorch knows a table. Its value means nothing, so that to write it is an error; its dtype is
+    that of outputs."""
 
     table: "Table"
+    seen: int  # the value's version that is known to be ours
     last: Optional["Gradient"]  # where DistributedDataParallel puts a tensor of its own in the gradient's place
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
@@ -62,9 +88,46 @@ class Anchor(torch.nn.Parameter):
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
         self.table = table
         self.last = None
+        self.seen = self._version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Anchor of the table {self.table.name!r} ({self.table.capacity} x {self.table.dim})"
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The element, for who changes its dtype."""
+        return cast(torch.Tensor, _data.__get__(self))
+
+    @value.setter
+    def value(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        self.seen = self._version
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The element, for who reads it."""
+        return _value_of(self.value, self.table.name)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise _not_written(self.table.name, "an assignment to data")
+
+    def check(self) -> None:
+        """An error, if somebody has written the element: rows are as before."""
+        self.seen = self._version
+        if _is_distributed() and not bool(self.value.any()):
+            return  # DistributedDataParallel sends it from rank to rank
+        with torch.no_grad():
+            torch.Tensor.zero_(self)
+        self.seen = self._version
+        raise _not_written(self.table.name, "an operation in place")
+
+    def penalty(self) -> NotImplementedError:
+        """For who has made a gradient of the element."""
+        return NotImplementedError(
+            f"table {self.table.name!r}: a gradient of the parameter that stands for it, as of a penalty: rows have none of"
+            " it. Leave frugal's modules out of the penalty, and give their parameters a weight_decay of the optimizer"
+        )
 
     def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
         raise NotImplementedError(f"table {self.table.name!r}: a hook would see no gradient: the engine holds it")
@@ -87,10 +150,7 @@ class Anchor(torch.nn.Parameter):
         if not isinstance(grad, Gradient):
             left = None if grad is None else _replaced(self, grad)
             if grad is not None and left is None and self.last is None:
-                raise NotImplementedError(
-                    f"table {self.table.name!r}: a gradient of the parameter that stands for it, as of a penalty: rows have"
-                    " none of it. Leave frugal's modules out of the penalty"
-                )
+                raise self.penalty()
             grad = left or Gradient(self)
             self.grad = grad
             if self.table.steps.world_size > 1 or _is_distributed():
@@ -99,15 +159,74 @@ class Anchor(torch.nn.Parameter):
 
     def gradient(self) -> Optional["Gradient"]:
         """What there is to train the table with, or None."""
+        if self._version != self.seen:
+            self.check()
         grad = self.grad
         if grad is None:
             return None
         if not isinstance(grad, Gradient):
             found = _replaced(self, grad)
             if found is None:
+                if self.last is None and not _is_distributed():
+                    raise self.penalty()
                 return None
             grad = found
         return grad if grad.parts else None
+
+
+_data: Any = torch.Tensor.data  # which Anchor has its own of
+
+
+def _not_written(table: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"table {table!r}: {what} of the parameter that stands for it would change no row: write rows by module.weight"
+        " (weight[ids] = rows, weight.data.clamp_(), functions of torch.nn.init), and train them by an optimizer of"
+        " torch.optim"
+    )
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Anchor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _not_written(self.table.name, name)
+
+    return method
+
+
+for _name in dir(torch.Tensor):
+    if in_place(_name):
+        setattr(Anchor, _name, _refused(_name))
+
+
+class _Value(torch.Tensor):
+    """What an anchor's `data` is, and views of it: can be read."""
+
+    _table: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        parts = [a for a in _tensors(args, kwargs) if isinstance(a, _Value)]
+        if in_place(name) and any(isinstance(a, _Value) for a in _tensors(args[:1], None)):
+            raise _not_written(parts[0]._table, name)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            if parts and isinstance(out, torch.Tensor) and out.layout == torch.strided:
+                if out.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr():
+                    return _value_of(out, parts[0]._table)
+                return out.as_subclass(torch.Tensor) if isinstance(out, _Value) else out
+        return out
+
+
+def _value_of(tensor: torch.Tensor, table: str) -> torch.Tensor:
+    value = tensor.as_subclass(_Value)
+    value._table = table
+    return value
 
 
 def _replaced(anchor: Anchor, value: torch.Tensor) -> Optional["Gradient"]:
@@ -158,6 +277,13 @@ class Gradient(torch.Tensor):
         self.parts = []
         self.clip_limit = 0.0
 
+    @classmethod
+    def of(cls, anchor: Anchor, held: Held, features: Tuple[int, ...]) -> "Gradient":
+        """That of one backward."""
+        grad = cls(anchor)
+        grad.parts.append(Part(held, features, 1.0))
+        return grad
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gradient of the table {self.table.name!r}, of {len(self.parts)} backwards"
 
@@ -172,12 +298,8 @@ class Gradient(torch.Tensor):
         """Sums what is held into one gradient for each row."""
         self.table.warn_if_nobody_steps()
         keys, rows = self.summed()
-        from ._lookup import Feature, Lookup
-
-        feature = Feature(self.table, _native.POOL_NONE, None, 0)
-        lookup = Lookup(self.table.steps, [feature], self.table.dim)
-        number = self.parts[-1].held.number
-        self.parts = [Part(Held(lookup, (keys, None, None), rows, number), (0,), 1.0)]
+        last = self.parts[-1].held
+        self.parts = [Part(Held(last.lookup.rows_of(self.table), (keys, None, None), rows, last.number), (0,), 1.0)]
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients of all backwards so far."""
@@ -226,19 +348,23 @@ class Gradient(torch.Tensor):
         return _sum(*self.per_key())
 
     def norm_of(self, order: float) -> torch.Tensor:
-        if self.table.steps.world_size > 1:
-            raise NotImplementedError(
-                f"table {self.table.name!r}: the norm of a gradient that {self.table.steps.world_size} ranks share is"
-                " not known before the step ends; clip the parameters of the dense layers, and tables by clip_norm of"
-                " a frugal optimizer"
-            )
         if not order > 0.0:
             raise NotImplementedError(f"table {self.table.name!r}: a norm of order {order} of a gradient")
-        _, rows = self.summed()
+        rows = self.sums("the norm")
         if not rows.numel():
             return torch.zeros((), dtype=torch.float32, device=self.device)
         norm: torch.Tensor = torch.linalg.vector_norm(rows, order)
         return norm
+
+    def sums(self, what: str) -> torch.Tensor:
+        """The sum of the gradients of each distinct key, for who makes `what` of it."""
+        if self.table.steps.world_size > 1:
+            raise NotImplementedError(
+                f"table {self.table.name!r}: {what} of a gradient that {self.table.steps.world_size} ranks share is"
+                " not known before the step ends; clip the parameters of the dense layers, and tables by clip_norm of"
+                " a frugal optimizer"
+            )
+        return self.summed()[1]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -251,11 +377,15 @@ class Gradient(torch.Tensor):
         answer = _ANSWERS.get(func.overloadpacket)
         if answer is None:
             grad = next(a for a in _tensors(args, kwargs) if isinstance(a, Gradient))
-            raise NotImplementedError(
-                f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms and"
-                " clipping are possible, and module.weight.grad gives the gradient of the rows"
-            )
+            raise _no_answer(func, grad)
         return answer(func, *args, **(kwargs or {}))
+
+
+def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
+    return NotImplementedError(
+        f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms and clipping are"
+        " possible, and module.weight.grad gives the gradient of the rows"
+    )
 
 
 def _tensors(args: Sequence[Any], kwargs: Optional[Dict[str, Any]]) -> List[Any]:
@@ -291,6 +421,22 @@ def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
     copy.table, copy.clip_limit = grad.table, grad.clip_limit
     copy.parts = [Part(part.held, part.features, part.factor) for part in grad.parts]
     return copy
+
+
+def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
+    """As autograd does where a table's gradient comes from two forwards, or has come already."""
+    if not isinstance(grad, Gradient) or not isinstance(other, Gradient):
+        mine = grad if isinstance(grad, Gradient) else other
+        raise mine.table.anchor.penalty() if isinstance(other, torch.Tensor) else _no_answer(func, mine)
+    if grad.table is not other.table or grad.clip_limit or other.clip_limit or alpha != 1:
+        raise NotImplementedError(f"table {grad.table.name!r}: {func} of its gradient and another")
+    total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)
+    total.parts += [Part(part.held, part.features, part.factor) for part in other.parts]
+    return total
+
+
+def _total(func: Any, grad: Gradient, *, dtype: Any = None) -> torch.Tensor:
+    return grad.sums("the sum").sum().to(dtype or grad.dtype)
 
 
 def _zero(func: Any, grad: Gradient) -> Gradient:
@@ -436,6 +582,9 @@ def _squared(func: Any, grad: Gradient, exponent: Any) -> torch.Tensor:
 _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.detach: _itself,
     _aten.alias: _itself,
+    _aten.add: _add,
+    _aten.add_: _add,
+    _aten.sum: _total,
     _aten.clone: _copy_of,
     _aten._to_copy: _copy_of,
     _aten.zero_: _zero,

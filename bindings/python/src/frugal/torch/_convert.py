@@ -16,10 +16,10 @@ T = TypeVar("T", bound=torch.nn.Module)
 def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int = 0) -> T:
     """Replaces each torch.nn.Embedding and torch.nn.EmbeddingBag of at least `min_rows` rows in `model`, in place.
 
-    Rows, padding_idx, mode, dtype and requires_grad are kept; a module that stands in several places stays one. Make
-    optimizers afterwards, since parameters are others, and convert before DistributedDataParallel. A module that has a
-    counterpart in neither class (max_norm, scale_grad_by_freq, mode "max", or a subclass) raises NotImplementedError, and
-    nothing is replaced. Returns the model, or, if it is such a module itself, what replaces it.
+    Rows, arguments, dtype and requires_grad are kept; a module that stands in several places stays one. Make optimizers
+    afterwards, since parameters are others, and convert before DistributedDataParallel. A subclass, and a weight that two
+    modules share, raise NotImplementedError, and nothing is replaced. Returns the model, or, if it is such a module itself,
+    what replaces it.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -32,9 +32,10 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
         if found[first] is not module:
             raise NotImplementedError(f"{first} and {name} share a weight, which two modules with tables cannot")
     made: "dict[int, torch.nn.Module]" = {}
-    for name, module in found.items():
+    for module in found.values():  # all, before one is replaced: any of them may be refused
         if id(module) not in made:
             made[id(module)] = _made(module, trainer)
+    for name, module in found.items():
         if not name:
             return made[id(module)]  # type: ignore[return-value]
         parent, _, child = name.rpartition(".")
@@ -46,11 +47,6 @@ def _check(name: str, module: torch.nn.Module) -> None:
     kind = type(module)
     if kind not in (torch.nn.Embedding, torch.nn.EmbeddingBag):
         raise NotImplementedError(f"{name}: {kind.__name__} is a subclass, whose forward would be lost")
-    for what in ("max_norm", "scale_grad_by_freq"):
-        if getattr(module, what):
-            raise NotImplementedError(f"{name}: {what}={getattr(module, what)} has no counterpart")
-    if getattr(module, "mode", None) == "max":
-        raise NotImplementedError(f"{name}: mode 'max' has no counterpart")
 
 
 def _made(module: Any, trainer: Optional[frugal.Trainer]) -> torch.nn.Module:
@@ -58,14 +54,14 @@ def _made(module: Any, trainer: Optional[frugal.Trainer]) -> torch.nn.Module:
     new: torch.nn.Module
     if isinstance(module, torch.nn.Embedding):
         new = Embedding(
-            module.num_embeddings, module.embedding_dim, module.padding_idx, sparse=module.sparse,
-            _weight=weight.detach(), _freeze=not weight.requires_grad, dtype=weight.dtype,
-            trainer=trainer,
+            module.num_embeddings, module.embedding_dim, module.padding_idx, module.max_norm, module.norm_type,
+            module.scale_grad_by_freq, module.sparse, weight.detach(), _freeze=not weight.requires_grad,
+            dtype=weight.dtype, trainer=trainer,
         )  # fmt: skip
     else:
         new = EmbeddingBag(
-            module.num_embeddings, module.embedding_dim, mode=module.mode, sparse=module.sparse,
-            _weight=weight.detach(), include_last_offset=module.include_last_offset, padding_idx=module.padding_idx,
+            module.num_embeddings, module.embedding_dim, module.max_norm, module.norm_type, module.scale_grad_by_freq,
+            module.mode, module.sparse, weight.detach(), module.include_last_offset, module.padding_idx,
             freeze=not weight.requires_grad, dtype=weight.dtype, trainer=trainer,
         )  # fmt: skip
     return new.train(module.training)

@@ -13,6 +13,8 @@ from typing import Callable, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 
+from . import _native
+
 
 class InputError(ValueError, RuntimeError):
     """A tensor of the wrong shape, place or value: torch.nn raises the one or the other."""
@@ -216,6 +218,14 @@ def _to_the_end(ends: torch.Tensor, count: int) -> torch.Tensor:
     return ends if last >= count else torch.nn.functional.pad(ends[:-1], (0, 1), value=count)
 
 
+def check_ends(ends: torch.Tensor, count: int) -> None:
+    """Checks offsets that are not for the library: PyTorch looks at some of them only, and would read beyond the keys."""
+    if int(ends[0]) != 0 or int(ends[-1]) != count or bool((ends.diff() < 0).any()):
+        raise _native.InvalidArgument(
+            f"offsets must begin with 0, not decrease, and not be greater than the {count} keys", _native.INVALID_ARGUMENT
+        )
+
+
 def padding_idx(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:
     """The padding key."""
     if index is None:
@@ -227,13 +237,14 @@ def padding_idx(index: Optional[int], rows: int, hashed: bool) -> Optional[int]:
     return index % rows
 
 
-def size(rows: int, dim: int) -> None:
-    """Checks what torch takes as the shape of a weight."""
+def size(rows: int, dim: int, *, empty: bool) -> None:
+    """Checks what torch takes as the shape of a weight. `empty`: it may be without elements."""
     if rows < 0 or dim < 0:
         raise InputError(f"num_embeddings {rows} and embedding_dim {dim}: neither can be negative")
-    if rows == 0 or dim == 0:
-        raise NotImplementedError(
-            f"num_embeddings {rows} and embedding_dim {dim}: a table has a row of a column at least"
+    if not empty and (rows == 0 or dim == 0):
+        raise InputError(
+            f"num_embeddings {rows} and embedding_dim {dim}: a hashed table and one of a collection have a row of a column"
+            " at least"
         )
 
 
@@ -252,6 +263,12 @@ def weight(value: Optional[torch.Tensor], rows: int, dim: int) -> None:
         raise ArgumentError(
             f"Shape of weight does not match num_embeddings and embedding_dim: {tuple(value.shape)} and {(rows, dim)}"
         )
+
+
+def exact(weight: torch.Tensor) -> None:
+    """Checks that integers are what they are as float32, the type of rows."""
+    if weight.dtype.itemsize > 2 and not torch.equal(weight.to(torch.float32).to(weight.dtype), weight):
+        raise ArgumentError(f"weight is of {weight.dtype} and has numbers that float32, the type of rows, does not have")
 
 
 def gradient(grad: torch.Tensor) -> torch.Tensor:

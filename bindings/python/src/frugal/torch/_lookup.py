@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from . import _inputs, _native
-from ._anchor import Held
-from ._steps import Steps, Table
+from ._anchor import ACCUMULATED, Gradient, Held, use_of
+from ._steps import Moment, Steps, Table
 
 _CHUNK = 16384  # keys whose rows are held at once where gradients of weights are computed here
 
@@ -44,6 +44,19 @@ class Lookup:
         self.places = [
             tuple(i for i, feature in enumerate(features) if feature.table is table) for table in self.tables
         ]
+        # What gradients go through whose keys have a factor each.
+        self.weighted: Optional[Lookup] = None
+
+    def by_frequency(self) -> "Lookup":
+        """The same, but the gradient of a key is divided by how often the key is in the input."""
+        same = type(self)(self.steps, self.features, self.width)
+        pooled = [feature._replace(pooling=_native.POOL_SUM) for feature in self.features]
+        same.weighted = type(self)(self.steps, pooled, self.width)
+        return same
+
+    def rows_of(self, table: Table) -> "Lookup":
+        """Rows of a table, one for each key, and no key is padding."""
+        return type(self)(self.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
 
     def _output(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, _native.Ops]:
         """A new tensor, and ops that write it."""
@@ -60,13 +73,13 @@ class Lookup:
             )  # fmt: skip
         return out, ops
 
-    def lookup(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, int]:
-        """Rows in a step, and the number of the step."""
+    def lookup(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+        """Rows in a step, and when they were read."""
         out, ops = self._output(rows, tensors)
         return out, self.steps.lookup(ops)
 
-    def read(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, int]:
-        """Rows as they are, creating none, and the number of the step that they are from."""
+    def read(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+        """Rows as they are, creating none, and when they were read."""
         out, ops = self._output(rows, tensors)
         return out, self.steps.read(ops)
 
@@ -84,6 +97,26 @@ class Lookup:
             )
         return grad
 
+    def factors(self, tensors: Tensors) -> Tensors:
+        """What `weighted` takes for these tensors: in the place of pooling and counts a factor for each key. None of it is
+        the caller's memory."""
+        out: List[Optional[torch.Tensor]] = []
+        for i, feature in enumerate(self.features):
+            keys, offsets, weights = tensors[3 * i : 3 * i + 3]
+            assert keys is not None
+            keys = keys.reshape(-1).view(torch.int64)
+            _, at, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+            scale = counts[at].to(torch.float64).reciprocal_()  # as PyTorch computes it
+            if offsets is None:
+                offsets = torch.arange(keys.numel() + 1, dtype=torch.int64, device=keys.device)
+            elif feature.pooling == _native.POOL_MEAN:
+                bags = _bags(offsets)
+                scale.div_(_sizes(feature, keys, offsets, bags).clamp_(min=1)[bags])
+            if weights is not None:
+                scale.mul_(weights.reshape(-1))
+            out += [keys.clone(), offsets.clone(), scale.to(torch.float32)]
+        return out
+
     def spread(self, i: int, held: Held, chunk: int) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
         """Keys of a feature, without padding, and the gradient of each, `chunk` keys at a time."""
         feature = self.features[i]
@@ -91,15 +124,12 @@ class Lookup:
         assert keys is not None
         grad = held.grad[:, feature.column : feature.column + feature.table.dim]
         keys = keys.reshape(-1).view(torch.int64)
-        keep = None if feature.padding is None else keys != _int64(feature.padding)
+        keep = _counted(feature, keys)
         bags = counts = None
         if offsets is not None:
-            lengths = offsets.diff()
-            bags = torch.repeat_interleave(torch.arange(lengths.numel(), device=keys.device), lengths)
+            bags = _bags(offsets)
             if feature.pooling == _native.POOL_MEAN:
-                counts = lengths
-                if keep is not None:
-                    counts = torch.zeros_like(lengths).index_add_(0, bags, keep.to(torch.int64))
+                counts = _sizes(feature, keys, offsets, bags)
         for begin in range(0, keys.numel(), chunk):
             part = slice(begin, begin + chunk)
             rows = grad[part] if bags is None else grad[bags[part]]
@@ -123,7 +153,7 @@ class Lookup:
         keys, offsets, weights = tensors[3 * i : 3 * i + 3]
         assert keys is not None and offsets is not None and weights is not None
         grad = grad[:, feature.column : feature.column + feature.table.dim]
-        one = Lookup(self.steps, [feature._replace(pooling=_native.POOL_NONE, column=0)], feature.table.dim)
+        one = type(self)(self.steps, [feature._replace(pooling=_native.POOL_NONE, column=0)], feature.table.dim)
         out = torch.empty_like(weights)
         flat_keys, flat_out = keys.view(-1), out.view(-1)
         for begin in range(0, flat_keys.numel(), _CHUNK):
@@ -135,6 +165,29 @@ class Lookup:
         return out
 
 
+class EmptyLookup(Lookup):
+    """Of a table without rows, or of rows without columns: the engine is asked for nothing."""
+
+    def lookup(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+        return self.read(rows, tensors)
+
+    def read(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+        (table,) = self.tables
+        keys = tensors[0]
+        assert keys is not None
+        keys = keys.view(torch.int64)
+        bad = keys[(keys < 0) | (keys >= table.capacity)]
+        if bad.numel():
+            raise _native.KeyOutOfRange(
+                f"key {int(bad[0])} of the table {table.name!r}, which has {table.capacity} rows", _native.KEY_OUT_OF_RANGE
+            )
+        out = torch.zeros((rows, self.width), dtype=torch.float32, device=self.steps.device)
+        return out, (self.steps.next, self.steps.writes)
+
+    def add_pushes(self, ops: _native.Ops, held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
+        return held.grad
+
+
 class TrainingLookup(torch.autograd.Function):
     """Rows in a step. Its backward holds the gradient for the step of an optimizer that has the anchors."""
 
@@ -143,7 +196,7 @@ class TrainingLookup(torch.autograd.Function):
         # `inputs`: the anchors of lookup.tables, which make autograd run, and the tensors; `mine`: see _kept.
         tensors = inputs[len(lookup.tables) :]
         ctx.mine = mine
-        out, ctx.step = lookup.lookup(rows, tensors)
+        out, ctx.moment = lookup.lookup(rows, tensors)
         ctx.lookup = lookup
         ctx.save_for_backward(*tensors)
         return out
@@ -151,7 +204,10 @@ class TrainingLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         # What the decorator does is wanted for create_graph=True alone, and takes its time.
-        return _held_once(ctx, grad) if torch.is_grad_enabled() else _held(ctx, grad)
+        if not torch.is_grad_enabled():
+            return _held(ctx, grad)
+        ctx.graph = True
+        return cast(Tuple[Optional[torch.Tensor], ...], _held_once(ctx, grad))
 
 
 def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
@@ -163,14 +219,29 @@ def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
     wanted = needed[3 + count + 2 :: 3]
     weight_grads = _weight_grads(ctx, lookup, grad, tensors, wanted) if True in wanted else None
     held, nodes = None, ctx.next_functions
+    returned: List[Optional[torch.Tensor]] = []
     for i, table in enumerate(lookup.tables):
-        if needed[3 + i] and _executes(nodes[i][0]):
-            if held is None:
-                held = Held(lookup, _kept(tensors, ctx.mine), grad, next(lookup.steps.backwards))
+        use = needed[3 + i] and use_of(nodes[i][0])
+        if not use:
+            continue
+        if held is None:
+            number = next(lookup.steps.backwards)
+            if lookup.weighted is None:
+                held = Held(lookup, _kept(tensors, ctx.mine), grad, number)
+            else:
+                held = Held(lookup.weighted, lookup.factors(tensors), grad, number)
+        if use == ACCUMULATED:
             table.anchor.hold(held, lookup.places[i])
-    if weight_grads is None:
+        else:
+            if getattr(ctx, "graph", False):
+                raise NotImplementedError(
+                    f"table {table.name!r}: create_graph=True of its gradient: a backward of a backward is not possible"
+                )
+            returned += [None] * (i - len(returned)) + [Gradient.of(table.anchor, held, lookup.places[i])]
+    if weight_grads is None and not returned:
         return (None,) * len(needed)
-    return (None,) * (3 + count) + _of_each(weight_grads)
+    returned += [None] * (count - len(returned))
+    return (None, None, None, *returned, *_of_each(weight_grads or [None] * len(lookup.features)))
 
 
 _held_once: Callable[..., Any] = once_differentiable(_held)
@@ -183,7 +254,7 @@ class ReadingLookup(torch.autograd.Function):
     def forward(
         ctx: Any, lookup: Lookup, rows: int, *tensors: Optional[torch.Tensor]
     ) -> torch.Tensor:
-        out, ctx.step = lookup.read(rows, tensors)
+        out, ctx.moment = lookup.read(rows, tensors)
         ctx.lookup = lookup
         ctx.save_for_backward(*tensors)
         return out
@@ -201,10 +272,16 @@ def _weight_grads(
 ) -> List[Optional[torch.Tensor]]:
     if not any(wanted):
         return [None] * len(lookup.features)
-    if lookup.steps.next != ctx.step and any(table.trains() for table in lookup.tables):
+    step, writes = ctx.moment
+    if lookup.steps.next != step and any(table.trains() for table in lookup.tables):
         raise RuntimeError(
-            f"the forward was in step {ctx.step}, which has ended, and rows have changed since: the gradient of"
+            f"the forward was in step {step}, which has ended, and rows have changed since: the gradient of"
             " per_sample_weights needs them; call backward() before the optimizer's step()"
+        )
+    if lookup.steps.writes != writes and any(table.written_at > writes for table in lookup.tables):
+        raise RuntimeError(
+            "rows have been written since the forward (by an assignment, or by max_norm in another forward): the gradient"
+            " of per_sample_weights needs them as they were; call backward() before"
         )
     return lookup.weight_grads(grad, tensors, wanted)
 
@@ -217,15 +294,21 @@ def _kept(tensors: Tensors, mine: int) -> Tensors:
     ]
 
 
-def _executes(node: Any) -> bool:
-    """Whether this backward is to give the anchor a gradient. One of torch.autograd.grad() is not, and one that names
-    other inputs."""
-    if node is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return False
+def _counted(feature: Feature, keys: torch.Tensor) -> Optional[torch.Tensor]:
+    """Which keys are not padding, None: all."""
+    return None if feature.padding is None else keys != int64_of(feature.padding)
+
+
+def _bags(offsets: torch.Tensor) -> torch.Tensor:
+    """The bag of each key."""
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
+
+
+def _sizes(feature: Feature, keys: torch.Tensor, offsets: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:
+    """How many keys each bag has, without padding."""
+    lengths, keep = offsets.diff(), _counted(feature, keys)
+    return lengths if keep is None else torch.zeros_like(lengths).index_add_(0, bags, keep.to(torch.int64))
 
 
 def _of_each(grads: List[Optional[torch.Tensor]]) -> Tuple[Optional[torch.Tensor], ...]:
@@ -235,6 +318,6 @@ def _of_each(grads: List[Optional[torch.Tensor]]) -> Tuple[Optional[torch.Tensor
     return tuple(out)
 
 
-def _int64(key: int) -> int:
+def int64_of(key: int) -> int:
     """The 64 bits of a key as PyTorch's integers have them."""
     return key - (1 << 64) if key >> 63 else key

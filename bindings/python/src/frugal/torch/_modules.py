@@ -26,9 +26,9 @@ from torch.compiler import is_compiling
 
 import frugal
 
-from . import _default, _inputs, _native, _state, _steps
+from . import _default, _inputs, _native, _renorm, _state, _steps
 from ._anchor import Anchor
-from ._lookup import Feature, Lookup, ReadingLookup, TrainingLookup
+from ._lookup import EmptyLookup, Feature, Lookup, ReadingLookup, TrainingLookup, int64_of
 from ._weight import Weight, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
@@ -61,22 +61,17 @@ def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
         _steps.of(alive).drop_later(table)
 
 
-def _refuse(max_norm: Optional[float], scale_grad_by_freq: bool) -> None:
-    if max_norm is not None:
-        raise NotImplementedError(
-            "max_norm: a lookup does not change rows; weight_bound of a frugal optimizer bounds each weight, clip_norm the"
-            " gradient of a row"
-        )
-    if scale_grad_by_freq:
-        raise NotImplementedError("scale_grad_by_freq: gradients of a row are summed over its occurrences")
-
-
-def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor]) -> torch.dtype:
+def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor], freeze: bool, bags: bool) -> torch.dtype:
     """Of outputs. Rows are float32."""
     if dtype is None:
         dtype = weight.dtype if weight is not None else torch.get_default_dtype()
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype {dtype}: outputs are floating-point numbers")
+    if dtype.is_floating_point:
+        return dtype
+    if bags or dtype.is_complex or weight is None or weight.dtype.is_floating_point:
+        raise _inputs.InputTypeError(f"dtype {dtype}: outputs are floating-point numbers, or rows of a weight of integers")
+    if not freeze:
+        raise _inputs.InputTypeError(f"dtype {dtype}: only rows of a floating-point dtype can require gradients; freeze them")
+    _inputs.exact(weight)
     return dtype
 
 
@@ -84,7 +79,13 @@ class _Module(torch.nn.Module):
     """What is common: tables, and for each a parameter of one element (see _anchor)."""
 
     _lookup: Lookup
+    _by_frequency: Lookup
     _anchors: Tuple[Anchor, ...]
+    _first: str  # the name of the first of them
+    # As torch.nn's modules, these are read in each forward.
+    max_norm: Optional[float] = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
 
     def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
         super().__init__()
@@ -109,10 +110,11 @@ class _Module(torch.nn.Module):
         for i, anchor in enumerate(anchors):
             self.register_parameter("anchor" if len(anchors) == 1 else f"anchor_{i}", anchor)
         self._anchors = anchors
+        self._first = next(iter(self._parameters))
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # half(), double(), to(): outputs change their dtype, rows stay where they are.
-        old = [(name, anchor, anchor.data, anchor.grad) for name, anchor in self._parameters.items() if anchor is not None]
+        old = [(name, a, a.value, a.grad) for name, a in self._parameters.items() if isinstance(a, Anchor)]
         where = None
         for name, anchor, data, _ in old:
             self._parameters[name] = torch.nn.Parameter(data, anchor.requires_grad)  # PyTorch may replace it
@@ -124,9 +126,9 @@ class _Module(torch.nn.Module):
                 assert new is not None
                 anchor.grad = None
                 if new.device == data.device:
-                    anchor.data = new.data
+                    anchor.value = new.data
                 else:
-                    anchor.data, where = data, new.device
+                    anchor.value, where = data, new.device
                 anchor.grad = grad if grad is None or grad.dtype == anchor.dtype else grad.to(anchor.dtype)
                 self._parameters[name] = anchor
         if where is not None:
@@ -173,15 +175,30 @@ class _Module(torch.nn.Module):
         if _get_tracing_state() is not None:
             self._refuse_tracing()
         anchors = self._anchors
+        if self._parameters[self._first] is not anchors[0]:
+            raise NotImplementedError(
+                f"table {anchors[0].table.name!r}: another tensor in the place of its parameter, as of"
+                " torch.func.functional_call: it would have no part in the output. Leave frugal's parameters out of those"
+                " that are given"
+            )
         dtype = anchors[0].dtype
-        if not torch.is_grad_enabled():
-            out = self._lookup.read(rows, tensors)[0]
-        elif (anchors[0].requires_grad if len(anchors) == 1 else any([anchor.requires_grad for anchor in anchors])):
-            out = _training_lookup(self._lookup, rows, mine, *anchors, *tensors)
-        elif any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
-            out = _reading_lookup(self._lookup, rows, *tensors)
+        graph = torch.is_grad_enabled()
+        training = graph and (
+            anchors[0].requires_grad if len(anchors) == 1 else any([anchor.requires_grad for anchor in anchors])
+        )
+        if self.max_norm is not None:
+            _renorm.renorm(self._lookup, tensors[0], self.max_norm, self.norm_type, training)
+        if training:
+            lookup = self._by_frequency if self.scale_grad_by_freq else self._lookup
+            out = _training_lookup(lookup, rows, mine, *anchors, *tensors)
         else:
-            out = self._lookup.read(rows, tensors)[0]
+            for anchor in anchors:
+                if anchor._version != anchor.seen:
+                    anchor.check()
+            if graph and any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
+                out = _reading_lookup(self._lookup, rows, *tensors)
+            else:
+                out = self._lookup.read(rows, tensors)[0]
         return out if dtype is torch.float32 else out.to(dtype)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -263,6 +280,8 @@ class _Single(_Module):
     """One table."""
 
     _kind = ""
+    _pools = False
+    _shown: Optional[Weight] = None
     num_embeddings: int
     embedding_dim: int
 
@@ -282,11 +301,12 @@ class _Single(_Module):
         dtype: Optional[torch.dtype],
         table: Options,
     ) -> None:
-        _refuse(max_norm, scale_grad_by_freq)
-        _inputs.size(num_embeddings, embedding_dim)
+        _inputs.size(num_embeddings, embedding_dim, empty=not table.hashed)
         _inputs.weight(weight, num_embeddings, embedding_dim)
-        dtype = _dtype(dtype, weight)
+        dtype = _dtype(dtype, weight, freeze, self._pools)
         super().__init__(table.trainer, device)
+        if max_norm is not None:
+            _renorm.check(self._steps)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = _inputs.padding_idx(padding_idx, num_embeddings, table.hashed)
@@ -298,7 +318,7 @@ class _Single(_Module):
             self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
             table.mean_ranks, table.nan_policy, table.lazy,
         )  # fmt: skip
-        self._lookup = Lookup(self._steps, [Feature(self._table, pooling, self.padding_idx, 0)], embedding_dim)
+        self._make_lookup(pooling)
         self._hold_anchors(dtype, freeze)
         if self._table.created:
             if weight is not None:
@@ -317,23 +337,51 @@ class _Single(_Module):
     def weight(self) -> Weight:
         """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
         by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
-        return Weight(self._table, self._lookup.features[0], self.sparse)
+        shown = self._shown
+        if shown is None or not shown.is_as_now(self.sparse):
+            shown = Weight(self._table, self._lookup.features[0], self.sparse)
+            object.__setattr__(self, "_shown", shown)  # a parameter would be registered
+        return shown
 
     @weight.setter
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
-        write(self._table, value)
-        if value.dtype.is_floating_point and value.dtype != self._anchors[0].dtype:
-            self._anchors[0].data = self._anchors[0].data.to(value.dtype)
+        anchor, requires_grad = self._anchors[0], self._anchors[0].requires_grad
         if isinstance(value, torch.nn.Parameter):
-            self._anchors[0].requires_grad_(value.requires_grad)
+            requires_grad = value.requires_grad
+        dtype = anchor.dtype
+        if value.dtype.is_floating_point or not requires_grad:
+            dtype = _dtype(None, value, not requires_grad, self._pools)
+        write(self._table, value)
+        if dtype != anchor.dtype:
+            anchor.requires_grad_(False)  # which integers cannot
+            anchor.value = anchor.value.to(dtype)
+        anchor.requires_grad_(requires_grad)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered
             object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
+            return
+        before: Any = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if name in ("mode", "padding_idx") and value != before and "_lookup" in self.__dict__:
+            try:
+                self._make_lookup(self._pooling())
+            except Exception:
+                super().__setattr__(name, before)
+                raise
+            if name == "padding_idx":
+                self._table.written = True  # the row is what it is
+
+    def _make_lookup(self, pooling: int) -> None:
+        padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
+        kind = EmptyLookup if self._table.empty else Lookup
+        self._lookup = kind(self._steps, [Feature(self._table, pooling, padding, 0)], self.embedding_dim)
+        self._by_frequency = self._lookup.by_frequency()
+
+    def _pooling(self) -> int:
+        return _native.POOL_NONE
 
     def reset_parameters(self) -> None:
         """Rows of a standard normal distribution, zeros at `padding_idx`."""
@@ -346,12 +394,18 @@ class _Single(_Module):
         return {"": self._table}
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
+        if self._table.empty:
+            return []
         return [(self._lookup.features[0], _inputs.keys(value, "keys", self._steps.device))]
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}, table={self._table.name!r}"
         if self.padding_idx is not None:
             text += f", padding_idx={self.padding_idx}"
+        if self.max_norm is not None:
+            text += f", max_norm={self.max_norm}" + ("" if self.norm_type == 2 else f", norm_type={self.norm_type}")
+        if self.scale_grad_by_freq:
+            text += ", scale_grad_by_freq=True"
         return text + (", frozen" if self.frozen else "")
 
 
@@ -428,6 +482,7 @@ class EmbeddingBag(_Single):
     """
 
     _kind = "embedding_bag"
+    _pools = True
 
     def __init__(
         self,
@@ -456,13 +511,15 @@ class EmbeddingBag(_Single):
     ) -> None:
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse,
-            _native.POOL_NONE if mode == _MAX else _pooling(mode),
-            _weight, freeze, device, dtype,
+            _native.POOL_NONE if mode == _MAX else _pooling(mode), _weight, freeze, device, dtype,
             Options(trainer, name, optimizer, init, hashed, mean_ranks, nan_policy, lazy),
         )  # fmt: skip
         self.mode = mode
         self.include_last_offset = include_last_offset
         self._arange = _inputs.Arange()
+
+    def _pooling(self) -> int:
+        return _native.POOL_NONE if self.mode == _MAX else _pooling(self.mode)
 
     def forward(
         self,
@@ -477,18 +534,22 @@ class EmbeddingBag(_Single):
             device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
         )  # fmt: skip
         if self.mode == _MAX:
+            if self.scale_grad_by_freq:
+                raise ValueError("max mode does not support scaling the gradient by the frequency")
             return self._max(run, keys, ends)
         return run(ends.shape[0] - 1, [keys, ends, weights], mine)
 
     def _max(self, run: Callable[..., torch.Tensor], keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """PyTorch's own maximum of the rows of each key, which are looked up for it."""
         keys = keys.reshape(-1)
+        _inputs.check_ends(ends, keys.numel())
         rows = run(keys.numel(), [keys, None, None])
         places, padding = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device), None
-        if self.padding_idx is not None:
+        padded = self._lookup.features[0].padding
+        if padded is not None:
             padding = rows.shape[0]
             rows = torch.cat((rows, rows.new_zeros(1, self.embedding_dim)))
-            places.masked_fill_(keys == self.padding_idx, padding)
+            places.masked_fill_(keys.view(torch.int64) == int64_of(padded), padding)
         return torch.nn.functional.embedding_bag(
             places, rows, ends, mode="max", include_last_offset=True, padding_idx=padding
         )
@@ -558,6 +619,7 @@ class EmbeddingBagCollection(_Module):
         self._by_name: Dict[str, _steps.Table] = {}
         width = 0
         for config in self.embedding_bag_configs:
+            _inputs.size(config.num_embeddings, config.embedding_dim, empty=False)
             table = self._open(
                 "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
                 config.hashed, mean_ranks, nan_policy, config.lazy,

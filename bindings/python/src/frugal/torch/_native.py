@@ -15,6 +15,8 @@ from frugal._wait import wait
 from frugal.errors import check
 
 HASHED = _abi.FRUGAL_HASHED
+INVALID_ARGUMENT = _abi.STATUS["FRUGAL_ERR_INVALID_ARGUMENT"]
+KEY_OUT_OF_RANGE = _abi.STATUS["FRUGAL_ERR_KEY_OUT_OF_RANGE"]
 POOL_NONE, POOL_SUM, POOL_MEAN = _abi.FRUGAL_POOL_NONE, _abi.FRUGAL_POOL_SUM, _abi.FRUGAL_POOL_MEAN
 
 _SIZE = _abi.OP.size

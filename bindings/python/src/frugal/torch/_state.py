@@ -29,7 +29,7 @@ def rows(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
     steps.outside()
     all_keys = keys(table)
     weight = _empty(all_keys.numel(), table.dim)
-    _native.get(table.table, all_keys, weight, with_state=False)
+    table.get(all_keys, weight, with_state=False)
     return {"weight": weight, "keys": all_keys} if table.hashed else {"weight": weight}
 
 
@@ -37,7 +37,7 @@ def put(steps: Steps, table: Table, at: torch.Tensor, weight: torch.Tensor) -> N
     """Writes rows; their optimizer state is a new row's."""
     at, weight = _integers(at, "keys"), _floats(weight, "weight")
     steps.outside()
-    _native.put(table.table, at, weight, with_state=False)
+    table.put(at, weight, with_state=False)
 
 
 def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[torch.Tensor]) -> None:
@@ -51,19 +51,27 @@ def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[tor
     table.written = True
     if table.hashed:
         _delete_others(table, at)
+    overwrite(table, at, weight)
+
+
+def overwrite(table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
+    """Gives rows these weights. They keep their optimizer state; rows that come into being have a new row's."""
     for begin, some in _chunks(at):
         part = weight[begin : begin + some.numel()]
+        if not table.state_floats:
+            table.put(some, part, with_state=False)
+            continue
         both = _empty(some.numel(), table.dim + table.state_floats)
-        found = _native.get(table.table, some, both, with_state=True)
-        if table.state_floats == 0 or not bool(found.all()):
+        found = table.get(some, both, with_state=True)
+        if not bool(found.all()):
             # Rows that come into being have a new row's state; the others get theirs back.
-            _native.put(table.table, some, part, with_state=False)
-        if table.state_floats and bool(found.any()):
+            table.put(some, part, with_state=False)
+        if bool(found.any()):
             both[:, : table.dim] = part
             if bool(found.all()):
-                _native.put(table.table, some, both, with_state=True)
+                table.put(some, both, with_state=True)
             else:
-                _native.put(table.table, some[found], both[found], with_state=True)
+                table.put(some[found], both[found], with_state=True)
 
 
 def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
@@ -74,7 +82,7 @@ def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
     if table.state_floats:
         for begin, some in _chunks(all_keys):
             both = _empty(some.numel(), table.dim + table.state_floats)
-            _native.get(table.table, some, both, with_state=True)
+            table.get(some, both, with_state=True)
             state[begin : begin + some.numel()] = both[:, table.dim :]
     return {"state": state, "keys": all_keys} if table.hashed else {"state": state}
 
@@ -100,12 +108,12 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
             )
     for begin, some in _chunks(at):
         both = _empty(some.numel(), table.dim + table.state_floats)
-        found = _native.get(table.table, some, both, with_state=True)
+        found = table.get(some, both, with_state=True)
         both[:, table.dim :] = state[begin : begin + some.numel()]
         if bool(found.all()):
-            _native.put(table.table, some, both, with_state=True)
+            table.put(some, both, with_state=True)
         elif bool(found.any()):
-            _native.put(table.table, some[found], both[found], with_state=True)
+            table.put(some[found], both[found], with_state=True)
 
 
 def _here(value: object, what: str) -> torch.Tensor:

@@ -28,26 +28,39 @@ from . import _native
 from ._anchor import Anchor, Gradient, Part
 from ._native import Ops
 
+# When rows were read: the step, and how often rows had been written outside steps.
+Moment = Tuple[int, int]
+
 _PAUSE = 0.001  # seconds between two tries to call what has to wait for other ranks
 
 
 class Table:
     """A table as the modules of one trainer share it."""
 
-    def __init__(self, steps: "Steps", table: frugal.Table, created: bool, optimizer: frugal.Optimizer) -> None:
+    def __init__(
+        self,
+        steps: "Steps",
+        table: frugal.Table,
+        created: bool,
+        optimizer: frugal.Optimizer,
+        shape: Tuple[int, int],
+    ) -> None:
         self.steps = steps
         self.table = table
         self.handle = table.handle
         self.name = table.name
         self.created = created
         info = table.describe()
-        self.capacity: int = info.capacity
-        self.dim: int = info.dim
+        # Who wants no rows, or rows of no columns, has an engine's table of one, which is never read or written.
+        there = info.capacity, info.dim
+        self.capacity, self.dim = shape if _physical(shape) == there else there
+        self.empty = (self.capacity, self.dim) != there
         self.hashed: bool = info.key_space == _native.HASHED
         self.optimizer = optimizer  # what the engine has been told
         self.said = optimizer  # what the module was made with
         self.written = False  # rows, by the caller
-        self.state_floats: int = info.state_floats
+        self.written_at = 0  # the steps' count of writes, when rows were written last
+        self.state_floats = 0 if self.empty else info.state_floats
         self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
         self._keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
@@ -71,6 +84,19 @@ class Table:
         anchor = None if self._anchor is None else self._anchor()
         return anchor is not None and anchor.requires_grad
 
+    def get(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
+        """Reads rows outside steps into `rows`. Returns which were found."""
+        if self.empty:
+            return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
+        return _native.get(self.table, keys, rows, with_state)
+
+    def put(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
+        """Writes rows outside steps."""
+        self.steps.writes += 1
+        self.written_at = self.steps.writes
+        if not self.empty:
+            _native.put(self.table, keys, rows, with_state)
+
     def warn_if_nobody_steps(self) -> None:
         """One warning for a table whose gradients nobody uses."""
         if self.owner is None and not self._warned:
@@ -93,8 +119,7 @@ class Table:
     def renew(self, optimizer: frugal.Optimizer) -> None:
         """Gives the table an optimizer, and the state of new rows to all of its rows."""
         self.steps.between(lambda: self.table.set_optimizer(self.steps.next, optimizer, new_state=True))
-        self.optimizer = optimizer
-        self.state_floats = self.table.describe().state_floats
+        self._has(optimizer)
 
     def change(self, optimizer: frugal.Optimizer, step: int) -> None:
         """Sets the optimizer from this step on."""
@@ -121,8 +146,16 @@ class Table:
                 set_it()
             except frugal.Busy:  # no other rank has given it this kind yet
                 self.steps.between(set_it)
+        self._has(optimizer)
+
+    def _has(self, optimizer: frugal.Optimizer) -> None:
         self.optimizer = optimizer
-        self.state_floats = self.table.describe().state_floats
+        self.state_floats = 0 if self.empty else self.table.describe().state_floats
+
+
+def _physical(shape: Tuple[int, int]) -> Tuple[int, int]:
+    """The rows and columns of the engine's table for a table of this shape."""
+    return max(shape[0], 1), max(shape[1], 1)
 
 
 def _fixed(optimizer: frugal.Optimizer) -> Tuple[Any, ...]:
@@ -204,6 +237,7 @@ class Steps:
         committed = trainer.engine.committed_step()
         self.next = 0 if committed is None else committed + 1  # the step that is open, or that comes next
         self.open = False
+        self.writes = 0  # of rows outside steps, by this package
         self.world_size: int = trainer.engine.world_size
         self.tables: Dict[str, Table] = {}
         self.backwards = itertools.count()  # their numbers: gradients are pushed in this order
@@ -245,14 +279,16 @@ class Steps:
             engine = self.trainer.engine
             # To create a table that another process has created is no error there: whose rows are new has to be asked.
             there = _exists(engine, name)
+            shape = rows, dim
             try:
                 made = engine.create_table(
-                    name, rows, dim, hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy, lazy=lazy
-                )
+                    name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy,
+                    lazy=lazy,
+                )  # fmt: skip
                 created = not there
-                known = Table(self, made, created, optimizer)
+                known = Table(self, made, created, optimizer, shape)
             except frugal.Exists:
-                known = Table(self, engine.find_table(name), False, optimizer)
+                known = Table(self, engine.find_table(name), False, optimizer, shape)
                 if engine.service and not self.shared.knows(name):
                     raise ValueError(
                         f"table {name!r} exists, and another process or create_table() has made it, not with rows={rows},"
@@ -261,7 +297,7 @@ class Steps:
         else:
             known.created = False
         info = known.table.describe()
-        have = (info.capacity, info.dim, info.key_space == _native.HASHED, info.optimizer)
+        have = (known.capacity, known.dim, info.key_space == _native.HASHED, info.optimizer)
         want = (rows, dim, hashed, optimizer._kind)
         if have != want:
             raise ValueError(
@@ -308,13 +344,13 @@ class Steps:
             self.open = False
             self.next += 1
 
-    def lookup(self, ops: Ops) -> int:
-        """Reads rows in the step. Returns the step."""
+    def lookup(self, ops: Ops) -> Moment:
+        """Reads rows in the step. Returns when."""
         with self.lock:
             if not self.open:
                 self.begin()
             self._tried(self.native.lookup, ops)
-            return self.next
+            return self.next, self.writes
 
     def apply(self, updates: Sequence[Update], skip: bool = False) -> None:
         """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing."""
@@ -349,11 +385,11 @@ class Steps:
                     self._abort()
                 raise
 
-    def read(self, ops: Ops) -> int:
-        """Reads rows and changes nothing. Returns the number of the step that they are from."""
+    def read(self, ops: Ops) -> Moment:
+        """Reads rows and changes nothing. Returns when."""
         with self.lock:
             self._tried(self.native.read, ops)
-            return self.next
+            return self.next, self.writes
 
     def declare(self, step: int, ops: Ops) -> Optional[_native.Batch]:
         """Declares keys; nothing for a step that has begun."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from . import _native, _state
+from . import _state
+from ._anchor import ACCUMULATED, RETURNED, Gradient, in_place, use_of
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -37,23 +37,31 @@ def _shape(table: Table) -> Tuple[int, int]:
 
 
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: the rows, without a way back."""
+    """What a computation of `weight` begins with: rows of it, at these places. A gradient comes back for who asks for that
+    of this weight, by torch.autograd.grad()."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
+    def forward(
+        ctx: Any, anchor: torch.Tensor, weight: "Weight", rows: torch.Tensor, at: Optional[torch.Tensor], name: str
+    ) -> torch.Tensor:
+        ctx.at, ctx.shape, ctx.name = at, tuple(weight.shape), name
         return rows.view_as(rows)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
+    def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        anchor, weight = (use_of(function) for function, _ in ctx.next_functions[:2])
+        if anchor != ACCUMULATED and weight == RETURNED:
+            if ctx.at is not None:
+                rows = grad.reshape(-1, ctx.shape[1])
+                grad = grad.new_zeros(ctx.shape).index_add(0, ctx.at.reshape(-1).to(grad.device), rows)
+            return None, grad, None, None, None
         raise NotImplementedError(
             f"table {ctx.name!r}: a gradient of weight itself, which has as many rows as the table: only the module's"
             " forward trains rows. Take weight.detach(), or a torch.nn.Linear for a decoder of its own"
         )
 
 
-_rows_of: Callable[..., Any] = _Read.apply  # without types in torch
+_read: Callable[..., Any] = _Read.apply  # without types in torch
 
 
 class Weight(torch.Tensor):
@@ -84,7 +92,13 @@ class Weight(torch.Tensor):
         self._sparse = sparse
         self._at = at
         self._own = False if detached else None
+        self._made = (table.anchor.dtype, table.anchor.requires_grad)
         self._is_param = at is None and not detached  # isinstance(weight, torch.nn.Parameter)
+
+    def is_as_now(self, sparse: bool) -> bool:
+        """Whether a new one would be alike."""
+        table = self._table
+        return self._sparse == sparse and self._made == (table.anchor.dtype, table.anchor.requires_grad) and tuple(self.shape) == _shape(table)
 
     def parameter(self) -> torch.Tensor:
         """What optimizers know the table by."""
@@ -108,7 +122,7 @@ class Weight(torch.Tensor):
         keys = keys.reshape(-1).contiguous()
         table.steps.outside()
         rows = torch.empty(keys.numel(), table.dim, dtype=torch.float32, device="cpu")
-        _native.get(table.table, keys, rows, with_state=False)
+        table.get(keys, rows, with_state=False)
         return rows.to(device=table.steps.device, dtype=table.anchor.dtype)
 
     def _keys(self) -> Optional[torch.Tensor]:
@@ -147,21 +161,25 @@ class Weight(torch.Tensor):
         else:
             write(self._table, value)
 
+    def _rows_of(self, gradient: Gradient) -> torch.Tensor:
+        """A table's gradient as one of rows."""
+        dtype = self._table.anchor.dtype
+        # Sums are float32, for those of bfloat16 stand still soon.
+        keys, rows = gradient.per_key() if dtype.itemsize >= 4 else gradient.summed()
+        if self._table.hashed:
+            raise NotImplementedError(f"table {self._table.name!r} is hashed: the gradient of its rows has no shape")
+        rows = rows.to(dtype)
+        if not self._sparse:
+            dense = torch.zeros(_shape(self._table), dtype=dtype, device=rows.device).index_add_(0, keys, rows)
+            return dense if self._at is None else dense[self._at]
+        return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
+
     @property
     def grad(self) -> Optional[torch.Tensor]:
         """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
         sparse=True, or else one of the table's shape, which is made when it is asked for."""
         gradient = self._table.anchor.gradient()
-        if gradient is None:
-            return None
-        keys, rows = gradient.per_key()
-        if self._table.hashed:
-            raise NotImplementedError(f"table {self._table.name!r} is hashed: the gradient of its rows has no shape")
-        rows = rows.to(self._table.anchor.dtype)
-        if not self._sparse:
-            dense = torch.zeros(_shape(self._table), dtype=rows.dtype, device=rows.device).index_add_(0, keys, rows)
-            return _copy_of(dense if self._at is None else dense[self._at])
-        return _copy_of(torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False))
+        return None if gradient is None else _copy_of(self._rows_of(gradient))
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
@@ -204,7 +222,7 @@ class Weight(torch.Tensor):
         at, rest, view = found
         values = self.read(at).view(*at.shape, self._table.dim)
         if torch.is_grad_enabled() and self.requires_grad:
-            values = cast(torch.Tensor, _rows_of(self._table.anchor, values, self._table.name))
+            values = cast(torch.Tensor, _read(self._table.anchor, self, values, at, self._table.name))
         out = values[(slice(None),) * at.dim() + rest] if rest else values
         if view:
             out = _shared(out, [(self, index[0] if rest else index, values)])
@@ -257,7 +275,7 @@ class Weight(torch.Tensor):
     def _value(self) -> torch.Tensor:
         rows = self.read()
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(torch.Tensor, _rows_of(self._table.anchor, rows, self._table.name))
+            return cast(torch.Tensor, _read(self._table.anchor, self, rows, None, self._table.name))
         return rows
 
     def _check_written(self) -> None:
@@ -287,12 +305,17 @@ class Weight(torch.Tensor):
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _grads(*args, **kwargs)
+        if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
+            inputs = [value.parameter() if isinstance(value, Weight) else value for value in _flat([kwargs["inputs"]])]
+            return func(*args, **{**kwargs, "inputs": inputs})
         name = getattr(func, "__name__", "")
         target = args[0] if args else None
         init = kwargs.get("tensor")
         if isinstance(init, Weight):  # torch.nn.init's
             return init._init(func, {key: value for key, value in kwargs.items() if key != "tensor"})
-        if isinstance(target, (list, tuple)) and _in_place(name) and any(isinstance(w, Weight) for w in target):
+        if isinstance(target, (list, tuple)) and in_place(name) and any(isinstance(w, Weight) for w in target):
             raise NotImplementedError(f"weight cannot be written by {name}: {_HOW}")
         if isinstance(target, Weight):
             if name == "copy_":
@@ -356,7 +379,7 @@ class _Copy(torch.Tensor):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if _in_place(name) and any(isinstance(a, _Copy) for a in _flat(args[:1])):
+        if in_place(name) and any(isinstance(a, _Copy) for a in _flat(args[:1])):
             raise NotImplementedError(
                 f"weight.grad is a copy, and {name} would be lost: clip and scale the gradients of module.parameters()"
             )
@@ -364,16 +387,8 @@ class _Copy(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-_INPLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__"}
-_NO_VALUES = {"requires_grad_", "rename_", "share_memory_"}
-
-
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, torch.Tensor._make_subclass(_Copy, tensor))
-
-
-def _in_place(name: str) -> bool:
-    return name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
 
 
 def _flat(values: Sequence[Any]) -> Iterator[Any]:
@@ -384,18 +399,48 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
+def _grads(
+    outputs: Any,
+    inputs: Any,
+    *,
+    allow_unused: Optional[bool] = None,
+    materialize_grads: bool = False,
+    **more: Any,
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """torch.autograd.grad() where weights are among the inputs: what computations of a weight leave, and forwards of its
+    module."""
+    inputs = tuple(_flat([inputs]))
+    weights = [i for i, value in enumerate(inputs) if isinstance(value, Weight)]
+    anchors = [cast(Weight, inputs[i]).parameter() for i in weights]
+    with torch._C.DisableTorchFunctionSubclass():
+        found = list(torch.autograd.grad(outputs, (*inputs, *anchors), allow_unused=True, **more))
+        for i, gradient in zip(weights, found[len(inputs) :]):
+            if isinstance(gradient, Gradient):
+                rows = cast(Weight, inputs[i])._rows_of(gradient)
+                found[i] = rows if found[i] is None else found[i] + rows
+    for i, value in enumerate(inputs):
+        if found[i] is None and materialize_grads:
+            found[i] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device)
+        if found[i] is None and not allow_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this"
+                " is the desired behavior."
+            )
+    return tuple(found[: len(inputs)])
+
+
 def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
     table.steps.outside()
     table.written = True
     both = torch.empty(keys.numel(), table.dim + table.state_floats, dtype=torch.float32, device="cpu")
-    _native.get(table.table, keys, both, with_state=True)
+    table.get(keys, both, with_state=True)
     rows = both[:, : table.dim].contiguous()
     function(rows)
     if table.state_floats:
         both[:, : table.dim] = rows
         rows = both
-    _native.put(table.table, keys, rows, with_state=table.state_floats > 0)
+    table.put(keys, rows, with_state=table.state_floats > 0)
 
 
 def _is_basic(index: Any) -> bool:
@@ -444,7 +489,7 @@ class _Part(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
-        targets = _flat([kwargs.get("out"), first if _in_place(name) else None])
+        targets = _flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part for part in targets if isinstance(part, _Part)]
         for part in written:
             part._source[0]._check_written()
