@@ -1444,6 +1444,36 @@ def test_hooks_of_the_caller_are_called(trainer: frugal.Trainer) -> None:
     assert seen == ["pre", "post"] and anchor.grad is not None
 
 
+@pytest.mark.parametrize("change", ["reversed", "taken out", "another table"])
+def test_groups_may_be_changed_by_hand(trainer: frugal.Trainer, change: str) -> None:
+    """With as many parameters as before."""
+    models = pair(trainer)
+    made = []
+    for model in models:
+        groups = [
+            {"params": list(part.parameters()), "lr": lr} for part, lr in ((model.first, 0.5), (model.second, 0.25))
+        ]
+        made.append(torch.optim.SGD(groups))
+    for turn in range(2):
+        for optimizer in made:
+            optimizer.zero_grad()
+        for model in models:
+            model.zero_grad()
+        backward(models, keys(), integers(6, 2))
+        if turn == 1:
+            for model, optimizer in zip(models, made):
+                if change == "reversed":
+                    optimizer.param_groups.reverse()
+                    optimizer.param_groups[0]["lr"] = 1.0
+                elif change == "taken out":
+                    optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.zeros(1))]
+                else:
+                    first, second = optimizer.param_groups
+                    first["params"], second["params"] = second["params"], first["params"]
+        steps(made)
+        assert_same(*models)
+
+
 @pytest.mark.parametrize("kind", ["Adagrad", "SGD momentum"])
 def test_a_warning_says_what_dense_gradients_would_do(trainer: frugal.Trainer, kind: str) -> None:
     """Once, where torch's dense form would move every row."""

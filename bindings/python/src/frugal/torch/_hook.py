@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import inspect
 import math
+import operator
 import warnings
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type
@@ -58,20 +59,17 @@ class _Known:
     """What the hooks remember of an optimizer."""
 
     def __init__(self) -> None:
-        self.parameters = -1  # counted when `entries` were looked for
+        self.parameters: List[List[Any]] = []  # of each group, when `entries` were looked for
         self.entries: List[_Entry] = []
         self.hidden: List[Tuple[Anchor, torch.Tensor]] = []
         self.saves = False
 
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
-        count = 0
-        for group in groups:
-            count += len(group["params"])
-        if count != self.parameters:
-            self.parameters = count
+        if len(groups) != len(self.parameters) or not all(map(_same, groups, self.parameters)):
             for group in groups:  # an optimizer that was given module.weight
                 group["params"] = [p.parameter() if isinstance(p, Weight) else p for p in group["params"]]
+            self.parameters = [list(group["params"]) for group in groups]
             self.entries = [
                 _Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)
             ]
@@ -79,6 +77,12 @@ class _Known:
                 self.saves = True
                 optimizer.register_state_dict_post_hook(_save)
         return self.entries
+
+
+def _same(group: Dict[str, Any], parameters: List[Any]) -> bool:
+    """Whether a group has these parameters, and no others: by identity, for == of tensors is another thing."""
+    now = group["params"]
+    return len(now) == len(parameters) and all(map(operator.is_, now, parameters))
 
 
 _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
@@ -213,7 +217,7 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
         for parameter in group["params"]:
             numbers.setdefault(id(parameter), len(numbers))
     known = _known.get(optimizer)
-    for anchor in [entry.anchor for entry in known.entries] if known is not None else []:
+    for anchor in [entry.anchor for entry in known.look(optimizer)] if known is not None else []:
         own = optimizer.state.get(anchor)
         if not own or _STATE in own:
             continue  # never stepped, or loaded and not taken in yet
