@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import pickle
@@ -1376,6 +1377,66 @@ def test_a_state_s_step_is_torch_s(trainer: frugal.Trainer) -> None:
         assert float(states[0][place]["step"]) == float(states[1][place]["step"]) == 3
     for place in (2, 3):
         assert torch.equal(states[0][place]["exp_avg_sq"], states[1][place]["exp_avg_sq"])
+
+
+STATEFUL = {**{kind: STATES[kind] for kind in STATES if kind != "sgd"}, "sparse adam": torch.optim.SparseAdam}
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", list(STATEFUL))
+def test_a_state_dict_of_torch_s_run_goes_on(trainer: frugal.Trainer, kind: str) -> None:
+    """Moments and all, saved again before the first step or not."""
+    models = pair(trainer, 4, sparse=kind == "sparse adam")
+    made = [STATEFUL[kind]([*model.first.parameters(), *model.second.parameters()]) for model in models]
+    for _ in range(3):
+        backward(models[1:], all_keys(4), integers(4, 2))
+        steps(made[1:])
+    with torch.no_grad():
+        for mine, weight in ((models[0].first, models[1].first), (models[0].second, models[1].second)):
+            mine.load_state_dict(weight.state_dict())
+    made[0].step()  # with no gradient yet
+    made[0].load_state_dict(made[1].state_dict())
+    made[0].load_state_dict(copy.deepcopy(made[0].state_dict()))
+    for _ in range(2):
+        backward(models, all_keys(4), integers(4, 2))
+        steps(made)
+        assert_same(*models, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["shape", "hashed", "amsgrad", "another optimizer"])
+def test_a_state_dict_that_a_table_cannot_take_is_refused(trainer: frugal.Trainer, case: str) -> None:
+    theirs = torch.nn.Embedding(5 if case == "shape" else 4, DIM)
+    other: Any = torch.optim.Adagrad if case == "another optimizer" else torch.optim.Adam
+    saved = other(theirs.parameters(), **({"amsgrad": True} if case == "amsgrad" else {}))
+    theirs(torch.arange(4)).sum().backward()
+    saved.step()
+    ours = ft.Embedding(4, DIM, hashed=case == "hashed", trainer=trainer)
+    optimizer = torch.optim.Adam(ours.parameters())
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved.state_dict()["state"]})
+    before = snapshot(ours) if case != "hashed" else None
+    for _ in range(2):  # nothing of it is lost
+        ours(torch.arange(4)).sum().backward()
+        with pytest.raises(ValueError, match="embedding_0.*state that Adam has loaded"):
+            optimizer.step()
+    assert before is None or torch.equal(ours.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", ["momentum", "adam", "rmsprop"])
+@pytest.mark.parametrize("way", ["clear", "another dict"])
+def test_an_optimizer_s_state_may_be_emptied(trainer: frugal.Trainer, kind: str, way: str) -> None:
+    models = pair(trainer, 4)
+    made = [STATES[kind]([*model.first.parameters(), *model.second.parameters()]) for model in models]
+    for turn in range(5):
+        if turn == 3:
+            for optimizer in made:
+                if way == "clear":
+                    optimizer.state.clear()
+                else:
+                    optimizer.state = collections.defaultdict(dict)
+        backward(models, all_keys(4), integers(4, 2))
+        steps(made)
+        assert_same(*models, rtol=1e-5, atol=1e-5)
 
 
 # --- What wraps an optimizer ---

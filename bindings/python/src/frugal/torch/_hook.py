@@ -28,6 +28,14 @@ from ._weight import Weight
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
 
+# What torch's optimizers call the state of a row, in the order in which a table has it.
+_THEIR_STATE: Dict[type, Tuple[str, ...]] = {
+    frugal.Momentum: ("momentum_buffer",),
+    frugal.Adagrad: ("sum",),
+    frugal.Adam: ("exp_avg", "exp_avg_sq"),
+    frugal.RMSProp: ("square_avg",),
+}
+
 
 class _Entry:
     """An anchor of an optimizer, in one of its groups."""
@@ -168,8 +176,13 @@ def _update(
 ) -> Update:
     table, count = entry.table, _steps_of(state)
     made = entry.optimizer(type(optimizer), optimizer.param_groups[entry.group], values, count + 1)
+    if not (_STEP in state and len(state) == 1):
+        _translate(optimizer, table, state, made)
     if table.owner is None or table.owner() is not optimizer:
         _take_over(table, optimizer, count > 0, _STATE in state, made)
+    elif _STEP not in state and _STATE not in state and table.state_floats:
+        _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state
+    state.setdefault(_STEP, 0)
     if _STATE in state:
         table.choose(made)
         _load(table, state)
@@ -187,13 +200,45 @@ def _take_over(table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, lo
                 f"table {table.name!r}: another optimizer has stepped it since this {type(optimizer).__name__} did, and"
                 " the table has one state of each row: load this optimizer's state_dict, or keep to one optimizer"
             )
-        if table.steps.world_size > 1:
-            raise NotImplementedError(
-                f"table {table.name!r}: a second optimizer would begin with new state, which ranks cannot do together:"
-                " keep the first, or load the state_dict of one into it"
-            )
-        table.renew(made)
+        _begin_anew(optimizer, table, made)
     table.owner = weakref.ref(optimizer)
+
+
+def _begin_anew(optimizer: torch.optim.Optimizer, table: Table, made: frugal.Optimizer) -> None:
+    if table.steps.world_size > 1:
+        raise NotImplementedError(
+            f"table {table.name!r}: this {type(optimizer).__name__} has no state of it and would begin with new state, which"
+            " ranks cannot do together: keep one optimizer and its state, or load a state_dict into it"
+        )
+    table.renew(made)
+
+
+def _translate(
+    optimizer: torch.optim.Optimizer, table: Table, state: Dict[str, Any], made: frugal.Optimizer
+) -> None:
+    """The state that torch's optimizer of a dense weight has saved, as the table's."""
+    theirs = {}
+    for name in [name for name in state if name not in (_STEP, _STATE, _KEYS)]:
+        value = state[name]
+        # Adagrad makes state of the anchor itself, of its shape, when it is made; SGD without momentum saves None.
+        if value is None or (isinstance(value, torch.Tensor) and value.shape == (1,)):
+            del state[name]
+        else:
+            theirs[name] = value
+    if not theirs:
+        return
+    names = _THEIR_STATE.get(type(made), ())
+    shape = (table.capacity, table.dim)
+    if table.hashed or set(theirs) != set(names) or any(getattr(theirs[n], "shape", None) != shape for n in names):
+        found = ", ".join(f"{n} {tuple(getattr(v, 'shape', ()))}" for n, v in theirs.items())
+        raise ValueError(
+            f"table {table.name!r}: the state that {type(optimizer).__name__} has loaded is {found}, and the"
+            f" {'hashed' if table.hashed else 'dense'} table of {shape} takes {' and '.join(names) or 'none'} of a dense"
+            " table's shape: load a state_dict of the same optimizer and table"
+        )
+    for name in names:
+        del state[name]
+    state[_STATE] = torch.cat([theirs[name].to(device="cpu", dtype=torch.float32) for name in names], dim=1)
 
 
 def _steps_of(state: Dict[str, Any]) -> int:
@@ -219,7 +264,7 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
     known = _known.get(optimizer)
     for anchor in [entry.anchor for entry in known.look(optimizer)] if known is not None else []:
         own = optimizer.state.get(anchor)
-        if not own or _STATE in own:
+        if not own or own.keys() != {_STEP}:
             continue  # never stepped, or loaded and not taken in yet
         table = anchor.table
         saved = _state.optimizer_state(table.steps, table)
