@@ -4,13 +4,16 @@
 #
 #   clocks.sh ROOT
 cd "$1" || exit 2
-sources="--include=*.cpp --include=*.h --include=*.c --include=*.rs"
+sources="--include=*.cpp --include=*.h --include=*.c --include=*.rs --include=*.py --include=*.jl"
 
 # What stands in files of the folders given. A Condition's wait_until is known by its name, which no variable of the standard
 # library's has; wait_for is always the standard library's.
 waits() {
-  grep -rnE 'system_clock|high_resolution_clock|CLOCK_REALTIME|timed_mutex|try_lock_for|(cond|mutex|sem|rwlock)_timed|SystemTime' \
+  grep -rnE 'system_clock|high_resolution_clock|CLOCK_REALTIME|timed_mutex|try_lock_for|(cond|mutex|sem|rwlock)_timed|SystemTime|gettimeofday|timespec_get' \
     $sources "$@"
+  # Python's and Julia's. (datetime tells dates, by which nobody waits.)
+  grep -rnE '\btime\.time(_ns)?\(|from time import.*\btime(_ns)?\b' --include=*.py "$@"
+  grep -rnE '(^|[^.A-Za-z_0-9!@])(time|now)\(\)' --include=*.jl "$@"
   named() { grep -rhoE "$1&? +[a-z_]+(, [a-z_]+)*[;),]" $sources lib | sed -E "s/$1&? +//; s/[,;)]/ /g" | tr -s ' ' '\n'; }
   ours=$(named '\bCondition' | sort -u)
   theirs=$(named 'std::condition_variable(_any)?' | sort -u)
@@ -34,9 +37,19 @@ cat > "$seen/waits.cpp" <<'END'
   all[i].wait_until(l, at);
   future().wait_for(at);
   cv_progress_.wait_for(lock, at, done);
+  gettimeofday(&now, nullptr);
 END
-if [ "$(waits "$seen" | wc -l)" -ne 5 ]; then
-  echo "of five waits only these are found:"
+cat > "$seen/waits.py" <<'END'
+end = time.time() + 1
+from time import sleep, time
+begin = time.monotonic()
+END
+cat > "$seen/waits.jl" <<'END'
+    start, pause = time(), 0.001
+    start = time_ns()
+END
+if [ "$(waits "$seen" | wc -l)" -ne 9 ]; then
+  echo "of nine waits these are found:"
   waits "$seen"
   exit 1
 fi

@@ -2,7 +2,11 @@
 // loaded, and not before it has.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <thread>
 #include <vector>
 
 #include "device/pointers.h"
@@ -11,6 +15,32 @@
 namespace {
 
 const void* at(uint64_t address) { return reinterpret_cast<const void*>(address); }
+
+// The loader's lock, which a look takes, is not given back in a child whose fork came in the middle of a look of
+// another thread. (Before a driver is found: then nobody looks any more.)
+TEST(Pointers, ForksBesideLooks) {
+  std::atomic<bool> stop{false};
+  std::atomic<int> looking{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i)
+    threads.emplace_back([&] {
+      for (++looking; !stop;) frugal::device::look_for_devices();
+    });
+  while (looking < 3) std::this_thread::yield();
+  bool failed = false;
+  for (int fork_number = 0; fork_number < 200 && !failed; ++fork_number) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);  // ends a child that hangs, so that the test fails
+      _exit(dlopen(FAKE_LIBCUDA, RTLD_NOW) ? 0 : 1);
+    }
+    int status = -1;
+    if (child < 0 || waitpid(child, &status, 0) != child || status != 0) failed = true;
+    EXPECT_EQ(status, 0) << "fork " << fork_number;
+  }
+  stop = true;
+  for (std::thread& t : threads) t.join();
+}
 
 TEST(Pointers, OfADriverThatComesLate) {
   using frugal::device::look_for_devices;

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <new>
 
 #include "base/heap.h"
 #include "base/status.h"
@@ -32,14 +34,16 @@ std::atomic<uint32_t> g_generation{1};
 // Never destroyed: handles may be used, wrongly but safely, while the process exits.
 Registry& registry() {
   static Registry* r = [] {
-    auto* made = new Registry;
-    // The child gets an unlocked registry and a generation of its own.
-    pthread_atfork([] { registry().mu.lock(); }, [] { registry().mu.unlock(); },
-                   [] {
-                     registry().mu.unlock();
-                     g_generation.fetch_add(1);
-                   });
-    return made;
+    auto made = std::make_unique<Registry>();
+    // The child gets an unlocked registry and a generation of its own. Without that it would take its parent's
+    // handles for its own.
+    if (pthread_atfork([] { registry().mu.lock(); }, [] { registry().mu.unlock(); },
+                       [] {
+                         registry().mu.unlock();
+                         g_generation.fetch_add(1);
+                       }) != 0)
+      throw std::bad_alloc();
+    return made.release();
   }();
   return *r;
 }

@@ -2,9 +2,12 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <pthread.h>
 #include <stdint.h>
 
 #include <atomic>
+#include <mutex>
+#include <new>
 
 #include "device/sim/memory.h"
 
@@ -20,9 +23,22 @@ constexpr uint32_t kTypeDevice = 2;             // CU_MEMORYTYPE_DEVICE
 std::atomic<PointerGetAttribute> g_attribute{nullptr};
 std::atomic<uint64_t> g_loads{0};  // libraries that the process had ever loaded at the last look
 
+// dl_iterate_phdr takes a lock of the loader's, which glibc does not give back in a child whose fork came in the
+// middle: the child's next dlopen, or look, would wait for ever. So no fork comes in the middle.
+std::mutex& asking() {
+  static std::mutex& mutex = []() -> std::mutex& {
+    static constinit std::mutex made;
+    if (pthread_atfork([] { asking().lock(); }, [] { asking().unlock(); }, [] { asking().unlock(); }) != 0)
+      throw std::bad_alloc();
+    return made;
+  }();
+  return mutex;
+}
+
 // To ask for one that is not there takes 50 us; to ask whether anything has come since, a tenth of one.
 uint64_t loads() {
   uint64_t adds = 0;
+  std::lock_guard<std::mutex> lock(asking());
   dl_iterate_phdr(
       [](dl_phdr_info* info, size_t, void* out) {
         *static_cast<uint64_t*>(out) = info->dlpi_adds;

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
+#include <new>
 
 #include "base/heap.h"
 
@@ -18,14 +20,15 @@ struct Known : HeapObject {
 // Never destroyed: servers may be stopped, and forks made, while the process exits.
 Known& known() {
   static Known* all = [] {
-    auto* made = new Known;
-    pthread_atfork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
-                   [] {
-                     for (int fd : known().descriptors) ::close(fd);
-                     known().descriptors.clear();
-                     known().mutex.unlock();
-                   });
-    return made;
+    auto made = std::make_unique<Known>();
+    if (pthread_atfork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
+                       [] {
+                         for (int fd : known().descriptors) ::close(fd);
+                         known().descriptors.clear();
+                         known().mutex.unlock();
+                       }) != 0)
+      throw std::bad_alloc();
+    return made.release();
   }();
   return *all;
 }
