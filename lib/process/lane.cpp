@@ -622,7 +622,8 @@ Status Lane::rows_call(Call call, const Header& request) {
       return engine_->count(*table, &args_[0]);
     case Call::kKeys: {
       args_[0] = request.args[1];
-      const size_t capacity = std::min<uint64_t>(request.args[2], table->rows.capacity());
+      // Room for the rows that exist: a request names any number. One more key than none, since a row may come now.
+      const size_t capacity = std::min(request.args[2], std::max<uint64_t>(1, table->rows.count()));
       FRUGAL_TRY(room(capacity * sizeof(uint64_t), &out));
       size_t found = 0;
       FRUGAL_TRY(engine_->keys(*table, &args_[0], reinterpret_cast<uint64_t*>(out), capacity, &found));

@@ -653,6 +653,19 @@ const std::vector<Mode>& Modes() {
            });
          for (auto& t : threads) t.join();
        }},
+      {"keys", How::kBeside, "asks for 2^26 keys of a large table without rows",
+       [](Enemy& e) {
+         e.Attach(false);
+         frugal_table_config large = FRUGAL_TABLE_CONFIG_INIT;
+         large.name = "large";
+         large.rows = uint64_t{1} << 26;
+         large.dim = kDim;
+         large.key_space = FRUGAL_HASHED;
+         frugal::TableReply made;
+         OK(e.control->create_table(large, kBoundMs, &made));
+         OK(e.Ask(*e.process, Call::kKeys, {made.id, 0, large.rows}));
+         OK(e.control->drop_table(made.id, kBoundMs));
+       }},
       {"requests", How::kBeside, "requests over the ring, all the time",
        [](Enemy& e) {
          e.Attach(false, FRUGAL_OBSERVE);
@@ -769,7 +782,8 @@ class World {
         CHECK(enemy.Line() == "done");
         found = Seconds(acts, now_ns());
       }
-      if (!std::strcmp(mode.name, "reopens")) CHECK(enemy.Line() == "done");
+      if (!std::strcmp(mode.name, "reopens") || !std::strcmp(mode.name, "keys"))
+        CHECK(enemy.Line() == "done");
     }
     const long peak = PeakKib(controller_.pid()) - before,
                after = resident_kib(controller_.pid()) - first_kib_;
