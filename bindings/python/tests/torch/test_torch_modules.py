@@ -736,17 +736,20 @@ class Subclass(torch.nn.Embedding):
     pass
 
 
-@pytest.mark.parametrize("case", ["subclass", "shared weight", "complex"])
+@pytest.mark.parametrize("case", ["subclass", "shared weight", "tied decoder", "complex"])
 def test_convert_refuses_all_or_nothing(trainer: frugal.Trainer, case: str) -> None:
     first, second = torch.nn.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM)
     if case == "subclass":
         second = Subclass(ROWS, DIM)
     elif case == "shared weight":
         second.weight = first.weight
+    elif case == "tied decoder":
+        second = torch.nn.Linear(DIM, ROWS, bias=False)  # type: ignore[assignment]
+        second.weight = first.weight
     else:
         second = torch.nn.Embedding.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.complex64))
     model = torch.nn.Sequential(first, second)
-    with pytest.raises((NotImplementedError, TypeError), match="subclass|share a weight|complex64"):
+    with pytest.raises((NotImplementedError, TypeError), match="subclass|share a weight|1.weight is the weight of 0|complex64"):
         ft.convert(model, trainer=trainer)
     assert model[0] is first and model[1] is second
 
