@@ -736,19 +736,61 @@ class Subclass(torch.nn.Embedding):
     pass
 
 
-@pytest.mark.parametrize("case", ["subclass", "shared weight", "complex"])
+@pytest.mark.parametrize("case", ["subclass", "shared weight", "tied decoder", "complex"])
 def test_convert_refuses_all_or_nothing(trainer: frugal.Trainer, case: str) -> None:
     first, second = torch.nn.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM)
     if case == "subclass":
         second = Subclass(ROWS, DIM)
     elif case == "shared weight":
         second.weight = first.weight
+    elif case == "tied decoder":
+        second = torch.nn.Linear(DIM, ROWS, bias=False)  # type: ignore[assignment]
+        second.weight = first.weight
     else:
         second = torch.nn.Embedding.from_pretrained(torch.ones(ROWS, DIM, dtype=torch.complex64))
     model = torch.nn.Sequential(first, second)
-    with pytest.raises((NotImplementedError, TypeError), match="subclass|share a weight|complex64"):
+    with pytest.raises((NotImplementedError, TypeError), match="subclass|share a weight|1.weight is the weight of 0|complex64"):
         ft.convert(model, trainer=trainer)
     assert model[0] is first and model[1] is second
+
+
+@pytest.mark.parametrize("kind", [ft.Embedding, ft.EmbeddingBag])
+def test_a_subclass_saves_what_it_has_of_its_own(trainer: frugal.Trainer, kind: Any) -> None:
+    class Own(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(ROWS, DIM, trainer=trainer)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.register_buffer("shift", torch.zeros(1))
+            self.inner = torch.nn.Linear(DIM, DIM)
+            self.extra = 0
+
+        def get_extra_state(self) -> int:
+            return self.extra
+
+        def set_extra_state(self, state: int) -> None:
+            self.extra = state
+
+    first, second = Own(), Own()
+    with torch.no_grad():
+        first.scale.fill_(3.0)
+        first.shift.fill_(5.0)
+    first.extra = 7
+    saved = first.state_dict()
+    assert set(saved) == {"weight", "scale", "shift", "inner.weight", "inner.bias", "_extra_state"}
+    second.load_state_dict(saved)
+    assert (second.scale.item(), second.shift.item(), second.extra) == (3.0, 5.0, 7)
+    assert torch.equal(second.weight, first.weight) and torch.equal(second.inner.weight, first.inner.weight)
+    for key in ("weight", "scale", "shift"):
+        with pytest.raises(RuntimeError, match=f'Missing key.*"{key}"'):
+            second.load_state_dict({name: value for name, value in saved.items() if name != key})
+    for key in ("other", "anchor"):
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{key}"'):
+            second.load_state_dict({**saved, key: torch.ones(1)})
+    renamed = {"old" if name == "weight" else name: value for name, value in saved.items()}
+    second.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *_: state.__setitem__(prefix + "weight", state.pop(prefix + "old"))
+    )
+    second.load_state_dict(renamed)
 
 
 def test_a_name_is_one_table(engine: frugal.Engine, trainer: frugal.Trainer) -> None:

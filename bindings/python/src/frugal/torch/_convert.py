@@ -18,8 +18,8 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
 
     Rows, arguments, dtype and requires_grad are kept; a module that stands in several places stays one. Make optimizers
     afterwards, since parameters are others, and convert before DistributedDataParallel. A subclass, and a weight that two
-    modules share, raise NotImplementedError, and nothing is replaced. Returns the model, or, if it is such a module itself,
-    what replaces it.
+    modules share (as of a decoder that is tied to the embedding), raise NotImplementedError, and nothing is replaced. Returns
+    the model, or, if it is such a module itself, what replaces it.
     """
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -31,6 +31,14 @@ def convert(model: T, *, trainer: Optional[frugal.Trainer] = None, min_rows: int
         first = weights.setdefault(id(module.weight), name)
         if found[first] is not module:
             raise NotImplementedError(f"{first} and {name} share a weight, which two modules with tables cannot")
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            first = weights.get(id(parameter), name)
+            if first != name and found[first] is not module:
+                raise NotImplementedError(
+                    f"{name}.{own} is the weight of {first}, which would not be tied to it any more: untie them, or leave"
+                    f" {first} out"
+                )
     made: "dict[int, torch.nn.Module]" = {}
     for module in found.values():  # all, before one is replaced: any of them may be refused
         if id(module) not in made:

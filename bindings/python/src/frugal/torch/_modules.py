@@ -229,6 +229,12 @@ class _Module(torch.nn.Module):
         for name, table in self._tables().items():
             for key, value in _state.rows(self._steps, table).items():
                 destination[f"{prefix}{name}{key}"] = value
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # what a subclass has
+        for key in self._anchor_keys(prefix):
+            del destination[key]
+
+    def _anchor_keys(self, prefix: str) -> List[str]:
+        return [prefix + name for name, parameter in self._parameters.items() if isinstance(parameter, Anchor)]
 
     def _load_from_state_dict(
         self,
@@ -241,6 +247,17 @@ class _Module(torch.nn.Module):
         error_msgs: List[str],
     ) -> None:
         known = set()
+        anchors = self._anchor_keys(prefix)
+        if any(key in state_dict for key in anchors):
+            if strict:
+                unexpected_keys += [key for key in anchors if key in state_dict]
+            state_dict = {key: value for key, value in state_dict.items() if key not in anchors}
+        missing: List[str] = []
+        unexpected: List[str] = []
+        # What a subclass has; and hooks, which may rename what is looked for below.
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs
+        )
         for name, table in self._tables().items():
             begin = prefix + name
             known |= {begin + "weight", begin + "keys"}
@@ -251,8 +268,8 @@ class _Module(torch.nn.Module):
                 _state.load_rows(self._steps, table, state_dict[begin + "weight"], state_dict.get(begin + "keys"))
             except (ValueError, TypeError, RuntimeError, frugal.Error) as error:
                 error_msgs.append(f"{begin}weight: {error}")
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        missing_keys += [key for key in missing if key not in anchors]
+        unexpected_keys += [key for key in unexpected if key not in known]
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
