@@ -53,8 +53,7 @@
  * - Ownership: the caller's buffers are read or written during the call only (those on a GPU: in the
  *   trainer's stream, behind the call); the library keeps no pointer into them. Memory that the
  *   library lends says so.
- * - A call takes at most 2^32 - 2 ops (with a service 2^20 that were not declared), an op (or a call on rows
- *   outside steps) as many keys.
+ * - A call takes at most 2^20 ops. An op, and a call on rows outside steps, takes at most 2^32 - 2 keys.
  * - Every wait has a time-out in milliseconds: FRUGAL_TIMEOUT_DEFAULT takes the engine's (30
  *   minutes unless configured), 0 polls, FRUGAL_TIMEOUT_INFINITE waits for ever. A call that
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
@@ -389,7 +388,8 @@ FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table
 
 /* Drops a table and frees its memory; declared batches lose their part of it. NULL is accepted.
  * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, OUT_OF_MEMORY, TIMEOUT (of writing what is pending, or of a
- * service). After these two call again: done is done. Threads: any. */
+ * service). After these two call again: done is done. A table that another process has dropped is let go of
+ * here, too: FRUGAL_OK. Threads: any. */
 FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 
 /* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */

@@ -7,6 +7,9 @@
 
 namespace frugal {
 
+// In a call, and so in a request to a controller: far more than any program needs.
+constexpr uint64_t kMostOps = 1u << 20;
+
 enum class Use { kLookup, kPush, kRead, kDeclare };
 
 // Is it memory of the host? `what` names it where it is not.

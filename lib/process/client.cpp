@@ -414,12 +414,9 @@ Status Client::next_table(uint64_t* cursor, String* name) {
 Status Client::drop_table(const RemoteTableRef& table) {
   FRUGAL_TRY(check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  const bool again = table->dropping.exchange(true);
   const Status s = of_controller(control_->drop_table(table->id, config_.timeout_ms));
-  if (s != FRUGAL_OK && !(again && s == FRUGAL_ERR_BAD_HANDLE)) {  // it has been done meanwhile
-    if (!again && !may_be_done(s)) table->dropping.store(false);
-    return s;
-  }
+  // The controller does not know it any more: an earlier call of this process has dropped it, or another process has.
+  if (s != FRUGAL_OK && s != FRUGAL_ERR_BAD_HANDLE) return s;
   table->dropped.store(true);
   handle_remove(HandleKind::kRemoteTable, table->handle);
   return FRUGAL_OK;

@@ -44,7 +44,6 @@ struct RemoteTable : HeapObject {
   std::unique_ptr<TableReadout> readout;  // when the controller is dead and somebody has asked
   std::atomic<bool> dropped{false};
   std::atomic<bool> created{false};   // by this process
-  std::atomic<bool> dropping{false};  // a call to drop it has failed, and may have done it
   ~RemoteTable();
 };
 using RemoteTableRef = std::shared_ptr<RemoteTable>;

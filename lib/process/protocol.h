@@ -110,7 +110,6 @@ struct SumsPlace {
   uint64_t region, lent, place, bytes;
 };
 
-constexpr uint64_t kMostOps = 1u << 20;   // in a request: far more than any program needs
 constexpr uint64_t kMostPath = 4096;      // bytes of the path of a file
 constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
 // Of the first parts of a step: in the up region's counters there is a bit for each that was looked up or

@@ -167,6 +167,25 @@ TEST_P(Messages, OfHandles) {
   OK(frugal_step_end(trainer, 0, 0));
 }
 
+// The same in both kinds of engines, and no reason for a controller to end the channel.
+TEST_P(Messages, OfTooManyOps) {
+  Open(1);
+  frugal_trainer* t = Join(0);
+  const uint64_t key = 1;
+  const std::vector<frugal_op> ops((size_t{1} << 20) + 1, Op(Table("t"), &key, 1, rows));
+  const size_t n = ops.size();
+  const std::vector<std::string> words = {"1048577 ops", "at most 2^20"};
+  auto refused = [&](const char* call, int32_t s) { Says(call, s, FRUGAL_ERR_INVALID_ARGUMENT, words); };
+  refused("prefetch", frugal_prefetch(t, 0, ops.data(), n, nullptr));
+  refused("read", frugal_read(engine, nullptr, ops.data(), n, -1));
+  OK(frugal_step_begin(t, 0, 20000));
+  refused("lookup", frugal_lookup(t, ops.data(), n));
+  refused("push_grad", frugal_push_grad(t, ops.data(), n));
+  refused("read of a trainer", frugal_read(engine, t, ops.data(), n, -1));
+  OK(frugal_lookup(t, ops.data(), 1));
+  OK(frugal_step_end(t, 0, 0));
+}
+
 TEST_P(Messages, OfTables) {
   Open(1);
   frugal_table* table = Table("t");

@@ -523,6 +523,18 @@ def test_clip_of_what_is_not_finite(trainer: frugal.Trainer) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
+def test_a_norm_that_is_no_number_goes_into_the_rows(trainer: frugal.Trainer) -> None:
+    model, _ = pair(trainer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = [table.weight.detach().clone() for table in (model.first, model.second)]
+    backward((model,), keys(), torch.full((6, 2), float("nan")))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(frugal.NanGradient, match="table 'embedding_bag_.'.*NaN in row 0"):
+        optimizer.step()
+    for table, rows in zip((model.first, model.second), before):
+        assert torch.equal(table.weight, rows)
+
+
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_clip_grad_value(trainer: frugal.Trainer, foreach: Optional[bool], maximize: bool) -> None:

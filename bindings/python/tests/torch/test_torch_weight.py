@@ -735,3 +735,15 @@ def test_hashed_tables(trainer: frugal.Trainer) -> None:
     assert torch.equal(optimizer.state_dict()["state"][0]["frugal_state"], state) and bool((state > 0).all())
     with pytest.raises(IndexError):
         module.weight[3]
+
+
+def test_the_weight_of_another_module_is_not_tied(trainer: frugal.Trainer) -> None:
+    one, other = (ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd()) for _ in range(2))
+    before = snapshot(other)
+    with pytest.raises(NotImplementedError, match=f"{other.table.name}.*{one.table.name}.*use one module"):
+        other.weight = one.weight
+    assert torch.equal(snapshot(other), before)
+    other.weight.data.copy_(one.weight)
+    assert torch.equal(snapshot(other), snapshot(one))
+    one.weight = one.weight  # what swaps and gives back does
+    assert torch.equal(snapshot(other), snapshot(one))

@@ -364,6 +364,11 @@ class _Single(_Module):
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
+        if type(value) is Weight and value.is_whole() and value._table is not self._table:
+            raise NotImplementedError(
+                f"the weight of table {self._table.name!r} cannot be that of table {value._table.name!r} from now on: use one"
+                " module in both places, or copy the rows once with weight.data.copy_()"
+            )
         anchor, requires_grad = self._anchors[0], self._anchors[0].requires_grad
         if isinstance(value, torch.nn.Parameter):
             requires_grad = value.requires_grad

@@ -100,9 +100,13 @@ class Weight(torch.Tensor):
         table = self._table
         return self._sparse == sparse and self._made == (table.anchor.dtype, table.anchor.requires_grad) and tuple(self.shape) == _shape(table)
 
+    def is_whole(self) -> bool:
+        """Whether it is what a module's `weight` is: all rows, not detached."""
+        return self._at is None and self._own is None
+
     def parameter(self) -> torch.Tensor:
         """What optimizers know the table by."""
-        if self._at is not None or self._own is not None:
+        if not self.is_whole():
             raise ValueError(f"table {self._table.name!r}: an optimizer takes all of weight, not a part or a detached one")
         return self._table.anchor
 
