@@ -526,12 +526,13 @@ def test_clip_of_what_is_not_finite(trainer: frugal.Trainer) -> None:
 def test_a_norm_that_is_no_number_goes_into_the_rows(trainer: frugal.Trainer) -> None:
     model, _ = pair(trainer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = [table.weight.detach().clone() for table in (model.first, model.second)]
+    tables: List[Any] = [model.first, model.second]
+    before = [table.weight.detach().clone() for table in tables]
     backward((model,), keys(), torch.full((6, 2), float("nan")))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(frugal.NanGradient, match="table 'embedding_bag_.'.*NaN in row 0"):
         optimizer.step()
-    for table, rows in zip((model.first, model.second), before):
+    for table, rows in zip(tables, before):
         assert torch.equal(table.weight, rows)
 
 
