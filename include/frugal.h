@@ -282,9 +282,9 @@ typedef enum frugal_optimizer_kind {
   FRUGAL_FTRL = 6             /* 2 x dim floats: z and n */
 } frugal_optimizer_kind;
 
-/* Hyper-parameters. The kind is the table's, and fixed by its first update. Everything else may change
- * for any step that is not committed yet. All are finite. Bounds are of those that a kind looks at;
- * others are INVALID_ARGUMENT. */
+/* Hyper-parameters. The kind is the table's, and fixed by its first update. Everything else may
+ * change for any step that is not committed yet. All are finite. Bounds are of those that a kind
+ * looks at; others are INVALID_ARGUMENT. */
 typedef struct frugal_optimizer {
   size_t struct_size;
   int32_t kind;               /* frugal_optimizer_kind; default SGD */
@@ -311,8 +311,8 @@ typedef struct frugal_optimizer {
 
 #define FRUGAL_OPT_NESTEROV 1u     /* momentum: Nesterov's form */
 #define FRUGAL_OPT_MEAN_RANKS 2u   /* the sum over ranks is divided by world_size */
-/* Adam: lr is the rate of the step as it is. The caller counts steps, and has both corrections of its
- * count in lr. */
+/* Adam: lr is the rate of the step as it is. The caller counts steps, and has both corrections of
+ * its count in lr. */
 #define FRUGAL_OPT_NO_BIAS_CORRECTION 4u
 /* frugal_table_set_optimizer: all rows get the state of new ones. */
 #define FRUGAL_OPT_NEW_STATE 8u
@@ -388,19 +388,20 @@ FRUGAL_API int32_t frugal_table_create(frugal_engine *engine, const frugal_table
 
 /* Drops a table and frees its memory; declared batches lose their part of it. NULL is accepted.
  * Returns: FRUGAL_OK, BAD_HANDLE, BUSY, OUT_OF_MEMORY, TIMEOUT (of writing what is pending, or of a
- * service). After these two call again: done is done. A table that another process has dropped is let go of
- * here, too: FRUGAL_OK. Threads: any. */
+ * service). After these two call again: done is done. A table that another process has dropped is
+ * let go of here, too: FRUGAL_OK. Threads: any. */
 FRUGAL_API int32_t frugal_table_drop(frugal_table *table);
 
 /* Finds a table by name. Returns: FRUGAL_OK, NOT_FOUND, BAD_HANDLE. Threads: any. */
 FRUGAL_API int32_t frugal_table_find(const frugal_engine *engine, const char *name,
                                      frugal_table **table_out);
 
-/* Enumerates tables, those of other processes and languages, too: writes the name of the next one from `*cursor`
- * on (start with 0) and moves the cursor. frugal_table_find gives its handle. The order is that of creation. Tables
- * that are created or dropped meanwhile do not disturb it. `*size_out` is the size of the name with the 0 that ends
- * it; 0 means the end. Names fit in 256 bytes. OVERFLOW tells the size, too: capacity was less, and nothing was
- * written or moved. name_out may be NULL if capacity is 0. Returns: FRUGAL_OK, BAD_HANDLE, OVERFLOW. Threads: any.
+/* Enumerates tables, those of other processes and languages, too: writes the name of the next one
+ * from `*cursor` on (start with 0) and moves the cursor. frugal_table_find gives its handle. The
+ * order is that of creation. Tables that are created or dropped meanwhile do not disturb it.
+ * `*size_out` is the size of the name with the 0 that ends it; 0 means the end. Names fit in 256
+ * bytes. OVERFLOW tells the size, too: capacity was less, and nothing was written or moved.
+ * name_out may be NULL if capacity is 0. Returns: FRUGAL_OK, BAD_HANDLE, OVERFLOW. Threads: any.
  * Since: 0.1. */
 FRUGAL_API int32_t frugal_table_next(const frugal_engine *engine, uint64_t *cursor, char *name_out,
                                      size_t capacity, size_t *size_out);
@@ -432,16 +433,18 @@ FRUGAL_API int32_t frugal_table_count(const frugal_table *table, uint64_t *count
 FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor,
                                      uint64_t *keys_out, size_t capacity, size_t *count_out);
 
-/* Sets the hyper-parameters from `first_step` on, until the next first_step of another change, whichever call came
- * first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9. Of two for the same first_step the later
- * call counts. The kind and initial_accumulator are the table's. Others are taken as long as no step that
- * updates the table is committed, and no row was put with state. After that others need
- * FRUGAL_OPT_NEW_STATE. Others, and that flag, are taken between steps, as frugal_put is made: pending
- * updates are written first. Then rows keep their values, and all get the state of new ones. Every step
- * that is not committed has what is given, whatever was set before for some. state_floats changes with the
- * kind. Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, STEP_RANGE (first_step is committed); with
- * another kind or initial_accumulator, or the flag, BUSY, TIMEOUT, OUT_OF_MEMORY (the old ones hold) and
- * UNSUPPORTED (the engine is served: give the optimizer when the table is created). Threads: any. */
+/* Sets the hyper-parameters from `first_step` on, until the next first_step of another change,
+ * whichever call came first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9.
+ * Of two for the same first_step the later call counts. The kind and initial_accumulator are the
+ * table's. Others are taken as long as no step that updates the table is committed, and no row was
+ * put with state. After that others need FRUGAL_OPT_NEW_STATE. Others, and that flag, are taken
+ * between steps, as frugal_put is made: pending updates are written first. Then rows keep their
+ * values, and all get the state of new ones. Every step that is not committed has what is given,
+ * whatever was set before for some. state_floats changes with the kind. Returns: FRUGAL_OK,
+ * INVALID_ARGUMENT, STRUCT_SIZE, STEP_RANGE (first_step is committed); with another kind or
+ * initial_accumulator, or the flag, BUSY, TIMEOUT, OUT_OF_MEMORY (the old ones hold) and
+ * UNSUPPORTED (the engine is served: give the optimizer when the table is created).
+ * Threads: any. */
 FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t first_step,
                                               const frugal_optimizer *optimizer);
 
@@ -608,17 +611,17 @@ typedef struct frugal_op {
 /* Sets every default. Returns: nothing. Threads: any. */
 FRUGAL_API void frugal_op_init(frugal_op *op);
 
-/* Declares keys of a step that this trainer has not begun (FRUGAL section 3.3, MLKV look-ahead):
- * of each op the fields table, keys, count, padding_key and flags are used. Several declarations
- * for one step add up; they may come late and in any order. Nothing waits: keys are copied and
- * resolved in the background, or, if they are few or there are no flush threads, in this call. With a
- * service keys on a GPU are waited for. Rows of a hashed table are
- * reserved, not created; if the table has no room for them, the calls of the step that use them
- * say so. `*batch_out` (may be NULL) names the batch until its step ends. Returns: FRUGAL_OK,
- * KEY_OUT_OF_RANGE, STEP_RANGE, STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is
- * declared. With a service the controller is not waited for inside a step: if it has no memory for the declaration,
- * or another process has dropped a table of it, ops that name the batch without keys get OUT_OF_MEMORY
- * or BAD_HANDLE, and give the keys instead. Threads: one at a time for a trainer. */
+/* Declares keys of a step that this trainer has not begun (FRUGAL section 3.3, MLKV look-ahead): of
+ * each op the fields table, keys, count, padding_key and flags are used. Several declarations for
+ * one step add up; they may come late and in any order. Nothing waits: keys are copied and resolved
+ * in the background, or, if they are few or there are no flush threads, in this call. With a
+ * service keys on a GPU are waited for. Rows of a hashed table are reserved, not created; if the
+ * table has no room for them, the calls of the step that use them say so. `*batch_out` (may be
+ * NULL) names the batch until its step ends. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, STEP_RANGE,
+ * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is declared. With a service the
+ * controller is not waited for inside a step: if it has no memory for the declaration, or another
+ * process has dropped a table of it, ops that name the batch without keys get OUT_OF_MEMORY or
+ * BAD_HANDLE, and give the keys instead. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_prefetch(frugal_trainer *trainer, uint64_t step, const frugal_op *ops,
                                    size_t op_count, frugal_batch **batch_out);
 

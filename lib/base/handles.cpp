@@ -1,14 +1,13 @@
 #include "base/handles.h"
 
-#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <new>
 
 #include "base/heap.h"
+#include "base/os.h"
 #include "base/status.h"
 
 namespace frugal {
@@ -37,12 +36,11 @@ Registry& registry() {
     auto made = std::make_unique<Registry>();
     // The child gets an unlocked registry and a generation of its own. Without that it would take its parent's
     // handles for its own.
-    if (pthread_atfork([] { registry().mu.lock(); }, [] { registry().mu.unlock(); },
-                       [] {
-                         registry().mu.unlock();
-                         g_generation.fetch_add(1);
-                       }) != 0)
-      throw std::bad_alloc();
+    os_at_fork([] { registry().mu.lock(); }, [] { registry().mu.unlock(); },
+               [] {
+                 registry().mu.unlock();
+                 g_generation.fetch_add(1);
+               });
     return made.release();
   }();
   return *r;

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE 1
 #endif
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -17,6 +18,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -174,6 +176,10 @@ void os_brief_thread() {
 }
 
 int os_processor() { return sched_getcpu(); }
+
+void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) {
+  if (pthread_atfork(before, in_parent, in_child) != 0) throw std::bad_alloc();
+}
 
 Processors Processors::mine() {
   Processors p;

@@ -19,6 +19,8 @@ void os_batch_thread();
 // The calling thread runs briefly and is waited for: it may push others off their processors (Linux 6.12 and later).
 void os_brief_thread();
 int os_processor();  // that the calling thread is on; or -1
+// Calls these around each fork() from now on. Throws std::bad_alloc where there is no memory for that.
+void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)());
 
 // Processors that a thread may run on.
 struct Processors {

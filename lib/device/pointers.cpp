@@ -2,13 +2,12 @@
 
 #include <dlfcn.h>
 #include <link.h>
-#include <pthread.h>
 #include <stdint.h>
 
 #include <atomic>
 #include <mutex>
-#include <new>
 
+#include "base/os.h"
 #include "device/sim/memory.h"
 
 namespace frugal::device {
@@ -28,8 +27,7 @@ std::atomic<uint64_t> g_loads{0};  // libraries that the process had ever loaded
 std::mutex& asking() {
   static std::mutex& mutex = []() -> std::mutex& {
     static constinit std::mutex made;
-    if (pthread_atfork([] { asking().lock(); }, [] { asking().unlock(); }, [] { asking().unlock(); }) != 0)
-      throw std::bad_alloc();
+    os_at_fork([] { asking().lock(); }, [] { asking().unlock(); }, [] { asking().unlock(); });
     return made;
   }();
   return mutex;

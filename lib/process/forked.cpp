@@ -1,13 +1,12 @@
 #include "process/forked.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <memory>
-#include <new>
 
 #include "base/heap.h"
+#include "base/os.h"
 
 namespace frugal {
 namespace {
@@ -21,13 +20,12 @@ struct Known : HeapObject {
 Known& known() {
   static Known* all = [] {
     auto made = std::make_unique<Known>();
-    if (pthread_atfork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
-                       [] {
-                         for (int fd : known().descriptors) ::close(fd);
-                         known().descriptors.clear();
-                         known().mutex.unlock();
-                       }) != 0)
-      throw std::bad_alloc();
+    os_at_fork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
+               [] {
+                 for (int fd : known().descriptors) ::close(fd);
+                 known().descriptors.clear();
+                 known().mutex.unlock();
+               });
     return made.release();
   }();
   return *all;
