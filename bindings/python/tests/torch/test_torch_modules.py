@@ -335,6 +335,14 @@ def test_max_norm_renormalizes_as_torch_does(
     assert not torch.equal(theirs.weight.detach(), weight) and torch.equal(theirs.weight[5].detach(), weight[5])
 
 
+def step_alike(modules: Any, optimizers: List[Any]) -> None:
+    """A step of both, after which their rows are the same."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_max_norm_trains_as_torch_does(trainer: frugal.Trainer, kind: str, optimizer: str) -> None:
@@ -349,10 +357,7 @@ def test_max_norm_trains_as_torch_does(trainer: frugal.Trainer, kind: str, optim
             grad = torch.randn(*modules[1](keys).shape)
             for module in modules:
                 module(keys).backward(grad)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-        torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach(), rtol=1e-5, atol=1e-6)
+        step_alike(modules, optimizers)
 
 
 def test_max_norm_writes_the_rows_that_change(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,10 +429,7 @@ def test_max_norm_with_declared_keys(engine: frugal.Engine, trainer: frugal.Trai
         grad = integers(4, DIM)
         for module in modules:
             module(keys).backward(grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.testing.assert_close(modules[0].weight.detach().clone(), modules[1].weight.detach(), rtol=1e-5, atol=1e-6)
+        step_alike(modules, optimizers)
     assert engine.stats()["keys_undeclared"] == 0 and engine.stats()["steps_committed"] == len(batches)
 
 

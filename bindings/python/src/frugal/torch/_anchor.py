@@ -8,7 +8,7 @@ holds what backwards delivered, it scales that when it is multiplied, and it com
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
@@ -32,6 +32,15 @@ _NO_VALUES = {"requires_grad_", "rename_", "share_memory_", "detach_"}
 def in_place(name: str) -> bool:
     """Whether a function of tensors with this name writes to its first argument."""
     return name in _INPLACE or (name.endswith("_") and not name.endswith("__") and name not in _NO_VALUES)
+
+
+def flat(values: Sequence[Any]) -> Iterator[Any]:
+    """The arguments of a function of tensors, and in the place of a list what is in it."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
 
 
 # What a backward that runs has for an input.
@@ -211,8 +220,8 @@ class _Value(torch.Tensor):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        parts = [a for a in _tensors(args, kwargs) if isinstance(a, _Value)]
-        if in_place(name) and any(isinstance(a, _Value) for a in _tensors(args[:1], None)):
+        parts = [a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, _Value)]
+        if in_place(name) and any(isinstance(a, _Value) for a in flat(args[:1])):
             raise _not_written(parts[0]._table, name)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -378,7 +387,7 @@ class Gradient(torch.Tensor):
     ) -> Any:
         answer = _ANSWERS.get(func.overloadpacket)
         if answer is None:
-            grad = next(a for a in _tensors(args, kwargs) if isinstance(a, Gradient))
+            grad = next(a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, Gradient))
             raise _no_answer(func, grad)
         return answer(func, *args, **(kwargs or {}))
 
@@ -388,13 +397,6 @@ def _no_answer(func: Any, grad: Gradient) -> NotImplementedError:
         f"table {grad.table.name!r}: {func} of its gradient, which the engine holds; scaling, norms and clipping are"
         " possible, and module.weight.grad gives the gradient of the rows"
     )
-
-
-def _tensors(args: Sequence[Any], kwargs: Optional[Dict[str, Any]]) -> List[Any]:
-    found: List[Any] = []
-    for arg in (*args, *(kwargs or {}).values()):
-        found += arg if isinstance(arg, (list, tuple)) else [arg]
-    return found
 
 
 def _sum(keys: torch.Tensor, rows: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:

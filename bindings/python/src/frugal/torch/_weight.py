@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn,
 import torch
 
 from . import _state
-from ._anchor import ACCUMULATED, RETURNED, Gradient, in_place, use_of
+from ._anchor import ACCUMULATED, RETURNED, Gradient, flat, in_place, use_of
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class Weight(torch.Tensor):
     def is_as_now(self, sparse: bool) -> bool:
         """Whether a new one would be alike."""
         table = self._table
-        return self._sparse == sparse and self._made == (table.anchor.dtype, table.anchor.requires_grad) and tuple(self.shape) == _shape(table)
+        made = table.anchor.dtype, table.anchor.requires_grad
+        return self._sparse == sparse and self._made == made and tuple(self.shape) == _shape(table)
 
     def is_whole(self) -> bool:
         """Whether it is what a module's `weight` is: all rows, not detached."""
@@ -312,7 +313,7 @@ class Weight(torch.Tensor):
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
-            inputs = [value.parameter() if isinstance(value, Weight) else value for value in _flat([kwargs["inputs"]])]
+            inputs = [value.parameter() if isinstance(value, Weight) else value for value in flat([kwargs["inputs"]])]
             return func(*args, **{**kwargs, "inputs": inputs})
         name = getattr(func, "__name__", "")
         target = args[0] if args else None
@@ -366,7 +367,7 @@ class Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable and any(isinstance(value, Weight) for value in _flat(args[:1])):
+        if func._schema.is_mutable and any(isinstance(value, Weight) for value in flat(args[:1])):
             raise NotImplementedError(f"weight cannot be written by {func}: {_HOW}")
         return func(*_read_all(args), **{key: _read_all((value,))[0] for key, value in (kwargs or {}).items()})
 
@@ -383,7 +384,7 @@ class _Copy(torch.Tensor):
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if in_place(name) and any(isinstance(a, _Copy) for a in _flat(args[:1])):
+        if in_place(name) and any(isinstance(a, _Copy) for a in flat(args[:1])):
             raise NotImplementedError(
                 f"weight.grad is a copy, and {name} would be lost: clip and scale the gradients of module.parameters()"
             )
@@ -393,14 +394,6 @@ class _Copy(torch.Tensor):
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, torch.Tensor._make_subclass(_Copy, tensor))
-
-
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 def _grads(
@@ -413,7 +406,7 @@ def _grads(
 ) -> Tuple[Optional[torch.Tensor], ...]:
     """torch.autograd.grad() where weights are among the inputs: what computations of a weight leave, and forwards of its
     module."""
-    inputs = tuple(_flat([inputs]))
+    inputs = tuple(flat([inputs]))
     weights = [i for i, value in enumerate(inputs) if isinstance(value, Weight)]
     anchors = [cast(Weight, inputs[i]).parameter() for i in weights]
     with torch._C.DisableTorchFunctionSubclass():
@@ -493,11 +486,11 @@ class _Part(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
-        targets = _flat([kwargs.get("out"), first if in_place(name) else None])
+        targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part for part in targets if isinstance(part, _Part)]
         for part in written:
             part._source[0]._check_written()
-        parts = [part for part in _flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
+        parts = [part for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
             for part in written:
