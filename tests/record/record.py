@@ -45,7 +45,7 @@ class Side:
   """A library and its controller."""
 
   def __init__(self, folder):
-    self.library = self.find(folder, ['libfrugal.so.0', 'lib/libfrugal.so.0', 'lib/*/libfrugal.so.0'])
+    self.shared = self.find(folder, ['libfrugal.so.0', 'lib/libfrugal.so.0', 'lib/*/libfrugal.so.0'])
     self.controller = self.find(folder, ['tools/controller/frugal-controller', 'bin/frugal-controller'])
 
   @staticmethod
@@ -60,13 +60,13 @@ class Side:
     """Inside, `programs` load this library."""
     before = os.environ.get('LD_LIBRARY_PATH')
     with tempfile.TemporaryDirectory() as folder:
-      os.symlink(self.library, os.path.join(folder, 'libfrugal.so.0'))
+      os.symlink(self.shared, os.path.join(folder, 'libfrugal.so.0'))
       os.environ['LD_LIBRARY_PATH'] = folder
       for program in programs:
         traced = subprocess.run([program], env={**os.environ, 'LD_TRACE_LOADED_OBJECTS': '1'}, check=True,
                                 capture_output=True, text=True).stdout
         if f'{folder}/libfrugal.so.0 ' not in traced:
-          sys.exit(f'{program} does not load {self.library}:\n{traced}')
+          sys.exit(f'{program} does not load {self.shared}:\n{traced}')
       yield
     del os.environ['LD_LIBRARY_PATH']
     if before is not None:
