@@ -1392,7 +1392,8 @@ def test_a_state_s_step_is_torch_s(trainer: frugal.Trainer) -> None:
         assert torch.equal(states[0][place]["exp_avg_sq"], states[1][place]["exp_avg_sq"])
 
 
-STATEFUL = {**{kind: STATES[kind] for kind in STATES if kind != "sgd"}, "sparse adam": torch.optim.SparseAdam}
+STATEFUL: Dict[str, Maker] = {kind: STATES[kind] for kind in STATES if kind != "sgd"}
+STATEFUL["sparse adam"] = torch.optim.SparseAdam
 
 
 @pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
