@@ -116,6 +116,14 @@ Status with(const void* handle, F&& body) {
   return guard([&] { return having<T>(handle, body); });
 }
 
+Status in_table(Status status, const char* name) { return fail_in(status, "table '%s'", name); }
+
+// Of calls on a table the messages begin with its name.
+template <class F>
+Status with_table(const void* handle, F&& body) {
+  return with<Table>(handle, [&](auto& t) -> Status { return in_table(body(t), t->name.c_str()); });
+}
+
 // Memory of calls outside steps, which is the host's.
 Status on_host(std::initializer_list<std::pair<const void*, const char*>> all) {
   device::look_for_devices();
@@ -337,9 +345,10 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
   return with<Engine>(engine, [&](auto& e) -> Status {
     if (!config) return null("config");
     if (!table_out) return null("table_out");
-    FRUGAL_TRY(check_table(*config, true));
+    FRUGAL_TRY(check_name(*config));
+    FRUGAL_TRY(in_table(check_table(*config), config->name));
     typename OfEngine<decltype(e)>::Table table;
-    FRUGAL_TRY(create(e, *config, &table));
+    FRUGAL_TRY(in_table(create(e, *config, &table), config->name));
     *table_out = reinterpret_cast<frugal_table*>(table->handle);
     return FRUGAL_OK;
   });
@@ -348,7 +357,7 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
 int32_t frugal_table_drop(frugal_table* table) {
   return guard([&]() -> Status {
     if (!table) return FRUGAL_OK;
-    return having<Table>(table, [&](auto& t) -> Status { return t->engine->drop_table(t); });
+    return having<Table>(table, [&](auto& t) -> Status { return in_table(t->engine->drop_table(t), t->name.c_str()); });
   });
 }
 
@@ -385,7 +394,7 @@ int32_t frugal_table_next(const frugal_engine* engine, uint64_t* cursor, char* n
 }
 
 int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info_out) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!info_out) return null("info_out");
     FRUGAL_TRY(check_size(info_out, "frugal_table_info"));
     return describe(*t, info_out);
@@ -393,7 +402,7 @@ int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info
 }
 
 int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!count_out) return null("count_out");
     return t->engine->count(*t, count_out);
   });
@@ -401,7 +410,7 @@ int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
 
 int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t* keys_out,
                           size_t capacity, size_t* count_out) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!cursor) return null("cursor");
     if (!count_out) return null("count_out");
     if (!keys_out && capacity) return null("keys_out");
@@ -412,7 +421,7 @@ int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t*
 
 int32_t frugal_table_set_optimizer(frugal_table* table, uint64_t first_step,
                                    const frugal_optimizer* optimizer) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!optimizer) return null("optimizer");
     FRUGAL_TRY(check_optimizer(*optimizer));
     return t->engine->set_optimizer(*t, first_step, *optimizer);
@@ -431,7 +440,8 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
       c = *engine_config;
     }
     FRUGAL_TRY(check_config(c));
-    FRUGAL_TRY(check_table(*table_config, false));
+    if (Status s = check_table(*table_config); s != FRUGAL_OK)
+      return s != FRUGAL_ERR_STRUCT_SIZE && table_config->name ? in_table(s, table_config->name) : s;
     RowLayout l = RowLayout::of(table_config->dim, table_config->optimizer.kind);
     auto slabs = [&](size_t stride) {
       uint64_t slab = SlabArray::slab_bytes(table_config->rows, stride);
@@ -458,7 +468,7 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
 
 int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    float* rows_out, size_t row_stride, uint8_t* found_out) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
@@ -471,7 +481,7 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
 
 int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    const float* rows, size_t row_stride) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
@@ -484,7 +494,7 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
 
 int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
                       uint64_t* deleted_out) {
-  return with<Table>(table, [&](auto& t) -> Status {
+  return with_table(table, [&](auto& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     FRUGAL_TRY(on_host({{keys, "keys"}}));

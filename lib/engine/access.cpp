@@ -15,10 +15,18 @@ namespace frugal {
 Status Engine::op_table(const frugal_op& op, TableRef* out) const {
   auto table = std::static_pointer_cast<Table>(
       handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(op.table)));
-  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table: it was dropped, or never was one");
+  if (!table) return no_open_table(op);
   if (table->engine.get() != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine",
                 table->name.c_str());
+  *out = std::move(table);
+  return FRUGAL_OK;
+}
+
+Status Engine::table_of(uint64_t handle, TableRef* out) const {
+  auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, handle));
+  if (!table || table->engine.get() != this)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "another process of the job has dropped the table: drop this handle of it, too");
   *out = std::move(table);
   return FRUGAL_OK;
 }

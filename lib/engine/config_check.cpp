@@ -15,6 +15,10 @@ namespace {
 Status refused(const char* option, double value, const char* bounds) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.10g: it must be %s", option, value, bounds);
 }
+Status refused(const char* option, uint64_t value, const char* bounds) {
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %llu: it must be %s", option, static_cast<unsigned long long>(value),
+              bounds);
+}
 Status one_of(const char* option, int32_t value, int32_t last, const char* which) {
   if (value >= 0 && value <= last) return FRUGAL_OK;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %d, which is unknown: it must be %s", option, value, which);
@@ -32,13 +36,14 @@ Status check_config(const frugal_config& c) {
   FRUGAL_TRY(known_flags("frugal_config.flags", c.flags, FRUGAL_OBSERVE));
   if (c.flags && !c.service)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL");
-  if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", c.world_size, "1..4096");
-  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", c.lookahead, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
-  if (c.flush_threads > 256) return refused("flush_threads", c.flush_threads, "0..256");
+  if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", uint64_t{c.world_size}, "1..4096");
+  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
+  if (c.flush_threads > 256) return refused("flush_threads", uint64_t{c.flush_threads}, "0..256");
   FRUGAL_TRY(one_of("flush_mode", c.flush_mode, FRUGAL_FLUSH_TREE_HEAP, "one of FRUGAL_FLUSH_*"));
   FRUGAL_TRY(one_of("backing", c.backing, FRUGAL_BACKING_SHM, "one of FRUGAL_BACKING_*"));
   if (c.timeout_ms < 0 && c.timeout_ms != FRUGAL_TIMEOUT_INFINITE)
-    return refused("timeout_ms", static_cast<double>(c.timeout_ms), "0 or more, or FRUGAL_TIMEOUT_INFINITE");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "timeout_ms is %lld: it must be 0 or more, or FRUGAL_TIMEOUT_INFINITE",
+                static_cast<long long>(c.timeout_ms));
   return FRUGAL_OK;
 }
 
@@ -69,38 +74,41 @@ Status check_optimizer(const frugal_optimizer& o) {
     else if (x.most < 0 || (x.value >= 0 && x.value <= x.most)) continue;
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", x.name, double{x.value}, bounds);
   }
-  if (o.kind == FRUGAL_FTRL && o.lr == 0) return refused("optimizer.lr", 0, "above 0 for FTRL");
+  if (o.kind == FRUGAL_FTRL && o.lr == 0) return refused("optimizer.lr", 0.0, "above 0 for FTRL");
   return FRUGAL_OK;
 }
 
-Status check_table(const frugal_table_config& c, bool need_name) {
+Status check_name(const frugal_table_config& c) {
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
-  if (need_name) {
-    if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is NULL: it must have 1..255 bytes");
-    size_t n = strnlen(c.name, kMostName + 1);
-    if (n == 0 || n > kMostName)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: name is '%.64s': it must have 1..255 bytes", c.name);
-  }
-  FRUGAL_TRY(one_of("table: key_space", c.key_space, FRUGAL_HASHED, "FRUGAL_DENSE or FRUGAL_HASHED"));
-  FRUGAL_TRY(one_of("table: dtype", c.dtype, FRUGAL_F32, "FRUGAL_F32"));
-  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return refused("table: rows", static_cast<double>(c.rows), "1..2^32-2");
-  if (c.dim < 1 || c.dim > 65536) return refused("table: dim", c.dim, "1..65536");
-  FRUGAL_TRY(one_of("table: init", c.init, FRUGAL_INIT_XAVIER, "one of FRUGAL_INIT_*"));
-  if (!std::isfinite(c.init_a)) return refused("table: init_a", c.init_a, "finite");
-  if (!std::isfinite(c.init_b)) return refused("table: init_b", c.init_b, "finite");
+  if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is NULL: a table's name must have 1..255 bytes");
+  const size_t n = strnlen(c.name, kMostName + 1);
+  if (n > 0 && n <= kMostName) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is '%.64s', of %s bytes: a table's name must have 1..255", c.name,
+              n == 0 ? "0" : "more than 255");
+}
+
+Status check_table(const frugal_table_config& c) {
+  FRUGAL_TRY(check_size(&c, "frugal_table_config"));
+  FRUGAL_TRY(one_of("key_space", c.key_space, FRUGAL_HASHED, "FRUGAL_DENSE or FRUGAL_HASHED"));
+  FRUGAL_TRY(one_of("dtype", c.dtype, FRUGAL_F32, "FRUGAL_F32"));
+  if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return refused("rows", c.rows, "1..2^32-2");
+  if (c.dim < 1 || c.dim > 65536) return refused("dim", uint64_t{c.dim}, "1..65536");
+  FRUGAL_TRY(one_of("init", c.init, FRUGAL_INIT_XAVIER, "one of FRUGAL_INIT_*"));
+  if (!std::isfinite(c.init_a)) return refused("init_a", c.init_a, "finite");
+  if (!std::isfinite(c.init_b)) return refused("init_b", c.init_b, "finite");
   if (c.init == FRUGAL_INIT_UNIFORM && c.init_a > c.init_b)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: init_a is %.9g and init_b %.9g: of FRUGAL_INIT_UNIFORM init_a is "
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "init_a is %.9g and init_b %.9g: of FRUGAL_INIT_UNIFORM init_a is "
                 "the lower bound, and must be at most init_b", double{c.init_a}, double{c.init_b});
   if (c.init == FRUGAL_INIT_XAVIER && c.init_a < 0)
-    return refused("table: init_a", c.init_a, "0 or more for FRUGAL_INIT_XAVIER, whose gain it is");
+    return refused("init_a", c.init_a, "0 or more for FRUGAL_INIT_XAVIER, whose gain it is");
   if (c.init > FRUGAL_INIT_UNIFORM && c.init_b < 0)
-    return refused("table: init_b", double{c.init_b},
+    return refused("init_b", double{c.init_b},
                    c.init == FRUGAL_INIT_XAVIER ? "0 (rows) or more for FRUGAL_INIT_XAVIER, whose fan_in it is"
                                                 : "0 or more: it is a standard deviation");
-  FRUGAL_TRY(one_of("table: nan_policy", c.nan_policy, FRUGAL_NAN_ACCEPT, "one of FRUGAL_NAN_*"));
+  FRUGAL_TRY(one_of("nan_policy", c.nan_policy, FRUGAL_NAN_ACCEPT, "one of FRUGAL_NAN_*"));
   FRUGAL_TRY(known_flags("frugal_table_config.flags", c.flags, FRUGAL_TABLE_LAZY));
   if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "table: FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
   return check_optimizer(c.optimizer);
 }
 
@@ -176,8 +184,7 @@ bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
 Status meant_table(const Table& there, const frugal_table_config& config) {
   if (same_table(there.config, config)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_EXISTS,
-              "a table named '%s' exists already, with another configuration: all processes must ask for the same",
-              there.name.c_str());
+              "a table of this name exists already, with another configuration: all processes must ask for the same");
 }
 
 void describe_table(Table& t, frugal_table_info* out) {

@@ -383,6 +383,8 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // `here`: by this process, which may do so once; else for another.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here = true);
   Status op_table(const frugal_op& op, TableRef* out) const;
+  // The table that another process knows by this handle.
+  Status table_of(uint64_t handle, TableRef* out) const;
   static Status check_step(uint64_t step);
   Status drop_table(const TableRef& table);
   TableRef find_table(const char* name);

@@ -29,6 +29,7 @@ Status device_status(const Result& r, const char* what) {
   Status status = r.kind == ErrorKind::kOutOfMemory ? FRUGAL_ERR_OUT_OF_MEMORY
                   : r.kind == ErrorKind::kMisuse    ? FRUGAL_ERR_INVALID_ARGUMENT
                                                     : FRUGAL_ERR_DEVICE;
+  if (r.code == 0) return fail(status, "%s: %s: %s", what, r.call, r.text);  // the device was not asked
   return fail_device(status, r.code, "%s: %s: %s (error %d)", what, r.call, r.text, r.code);
 }
 

@@ -46,6 +46,12 @@ Status in_op(Status status, size_t i, size_t n, const char* table) {
   return table ? fail_in(status, "table '%s'", table) : status;
 }
 
+Status no_open_table(const frugal_op& op) {
+  if (!op.table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is NULL: give an open table");
+  return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table %p is no open table: it was dropped, or never was one",
+              static_cast<const void*>(op.table));
+}
+
 Status check_form(const frugal_op& op, Use use) {
   auto bad = [](const char* what) { return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s", what); };
   if (op.struct_size != sizeof(frugal_op))

@@ -35,10 +35,8 @@ template <class TableRef>
 Status in_op(Status status, size_t i, size_t n, const TableRef& table) {
   return status == FRUGAL_OK ? status : in_op(status, i, n, table ? table->name.c_str() : nullptr);
 }
-template <class Table>
-Status in_table(Status status, const Table& table) {
-  return status == FRUGAL_OK ? status : in_op(status, 0, 1, table.name.c_str());
-}
+// frugal_op.table is not the handle of one.
+Status no_open_table(const frugal_op& op);
 
 // The first thing that every call does with its ops, in both kinds of engines.
 template <class TableRef, class Engine>

@@ -173,7 +173,7 @@ void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
 Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
   const RowLayout& l = t.rows.layout();
   const size_t bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
-  FRUGAL_TRY(in_table(check_stride(*stride, bytes, n), t));
+  FRUGAL_TRY(check_stride(*stride, bytes, n));
   if (*stride == 0) *stride = bytes;
   return FRUGAL_OK;
 }
@@ -187,7 +187,7 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   bool state = flags & FRUGAL_WITH_STATE;
   size_t least = stride;
   FRUGAL_TRY(fit_stride(t, false, n, &least));
-  FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
+  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(fit_stride(t, state, n, &stride));
@@ -195,7 +195,7 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
-  FRUGAL_TRY(in_table(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)), t));
+  FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
   for (size_t i = 0; i < n; ++i) {
     bool there = s[i] < kMissingSlot;
     if (found) found[i] = there;
@@ -221,7 +221,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   bool state = flags & FRUGAL_WITH_STATE;
   size_t least = stride;
   FRUGAL_TRY(fit_stride(t, false, n, &least));
-  FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
+  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(fit_stride(t, state, n, &stride));
@@ -264,7 +264,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   op.table = reinterpret_cast<frugal_table*>(t.handle);
   FRUGAL_TRY(with_room(&op, 1, [&] {
     Accessing accessing(*this, t);
-    FRUGAL_TRY(in_table(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr), t));
+    FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
     // Before anything is written, for it may want memory. A cache can always do without its copy.
     drop_cached(t, s, n);
     created.reserve(t.rows.hashed() ? n : 0);
@@ -281,7 +281,7 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
 Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
   FRUGAL_TRY(check());
   FpEnvironment fp;
-  FRUGAL_TRY(in_table(t.rows.check_ids(keys, n, nullptr), t));
+  FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));

@@ -240,7 +240,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     std::lock_guard<std::mutex> lock(mu_);
     for (const TableRef& t : tables_)
       if (t->name == config.name)
-        return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: find it, or choose another name", config.name);
+        return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
@@ -263,20 +263,19 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
   rows.pinner = pinner_;
-  FRUGAL_TRY(in_op(table->rows.open(rows, &budget_), 0, 1, config.name));
+  FRUGAL_TRY(table->rows.open(rows, &budget_));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
-    FRUGAL_TRY(in_op(os_check_available(config.rows * sizeof(float) *
-                                        (rows.layout.value_stride + rows.layout.state_stride)),
-                     0, 1, config.name));
+    FRUGAL_TRY(os_check_available(config.rows * sizeof(float) *
+                                  (rows.layout.value_stride + rows.layout.state_stride)));
     InitContext context{&table->rows, config.rows, nullptr, {}};
     size_t chunk = table->rows.chunk_rows();
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
-      return fail(s, "the memory of table '%s' (%llu rows of %u) cannot be had: %smemory or "
+      return fail(s, "the memory of %llu rows of %u cannot be had: %smemory or "
                   "host_bytes is exhausted (%s are left of host_bytes, the machine has %llu bytes): drop a table, or "
-                  "create a smaller one", config.name,
+                  "create a smaller one",
                   static_cast<unsigned long long>(config.rows), config.dim,
                   pinner_->any() ? "memory that can be pinned, or " : "", budget_.left_text().c_str(),
                   static_cast<unsigned long long>(available_bytes()));
@@ -286,7 +285,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   FRUGAL_TRY(check());
   for (const TableRef& t : tables_)
     if (t->name == config.name)
-      return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: find it, or choose another name", config.name);
+      return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
@@ -316,7 +315,7 @@ Status Engine::drop_table(const TableRef& table) {
     std::unique_lock<std::mutex> lock(mu_);
     auto at = std::find(tables_.begin(), tables_.end(), table);
     if (at == tables_.end())
-      return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped already", table->name.c_str());
+      return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already");
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     for (auto& [step, batches] : batches_)
@@ -394,16 +393,16 @@ Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_opt
       }
       if (table.has_state.load() && !renew)
         return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                    "optimizer.kind is %d and initial_accumulator %.9g: those of table '%s', %d and %.9g, are "
+                    "optimizer.kind is %d and initial_accumulator %.9g: the table's, %d and %.9g, are "
                     "fixed since its first update, or since rows were put with state; FRUGAL_OPT_NEW_STATE "
                     "gives up that state",
-                    o.kind, double{accumulator}, table.name.c_str(), was.kind,
+                    o.kind, double{accumulator}, was.kind,
                     double{was.initial_accumulator});
       if (ledger_)
         return fail(FRUGAL_ERR_UNSUPPORTED,
-                    "optimizer.kind is %d, and that of table '%s' %d: other processes may have mapped its "
+                    "optimizer.kind is %d, and the table's %d: other processes may have mapped its "
                     "state; give the optimizer when the table is created",
-                    o.kind, table.name.c_str(), was.kind);
+                    o.kind, was.kind);
     }
     const bool pending = apply_jobs_.load() || (table.window.opened() && table.window.any_pending());
     if (scope && !pending) return change_kind(table, o);
@@ -425,18 +424,18 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                                 o.initial_accumulator);
   Map<uint64_t, frugal_optimizer> schedule;
   schedule[0] = o;
-  FRUGAL_TRY(in_table(rows.open_state(&state), table));
+  FRUGAL_TRY(rows.open_state(&state));
   if (!rows.lazy()) {
     const size_t bytes = c.rows * sizeof(float) * state.layout.state_stride;
-    FRUGAL_TRY(in_table(os_check_available(bytes), table));
+    FRUGAL_TRY(os_check_available(bytes));
     InitContext context{&rows, c.rows, &state, {}};
     const size_t chunk = rows.chunk_rows();
     const Status done = parallel((c.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       return fail(s,
-                  "no memory for the state of optimizer.kind %d of table '%s': memory or host_bytes is "
+                  "no memory for the state of optimizer.kind %d: memory or host_bytes is "
                   "exhausted (%s are left of host_bytes); its optimizer is what it was",
-                  o.kind, table.name.c_str(), budget_.left_text().c_str());
+                  o.kind, budget_.left_text().c_str());
   }
   for (uint32_t r = 0; r < config_.world_size; ++r) {
     TrainerRef t;
@@ -446,7 +445,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
     }
     if (t) drop_cache(*t, table);
   }
-  FRUGAL_TRY(in_table(rows.take_state(&state), table));
+  FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
   std::lock_guard<std::mutex> lock(mu_);
   table.schedule.swap(schedule);

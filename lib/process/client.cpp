@@ -388,7 +388,7 @@ Status Client::create_table(const frugal_table_config& config, RemoteTableRef* o
   FRUGAL_TRY(of_controller(control_->create_table(config, config_.timeout_ms, &reply)));
   FRUGAL_TRY(take_table(reply, config.name, out));
   if (!(*out)->created.exchange(true)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_EXISTS, "a table named '%s' exists already: find it, or choose another name", config.name);
+  return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
 }
 
 Status Client::find_table(const char* name, RemoteTableRef* out) {
@@ -505,13 +505,13 @@ static size_t row_bytes(const RemoteTable& t, uint32_t flags) {
 Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
                    uint8_t* found) {
   const size_t bytes = row_bytes(table, flags);
-  FRUGAL_TRY(in_table(check_stride(stride, bytes, n), table));
+  FRUGAL_TRY(check_stride(stride, bytes, n));
   if (stride == 0) stride = bytes;
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       TableReadout* t;
       FRUGAL_TRY(remains_of(table, &t));
-      if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(in_table(check_dense_ids(keys, n, nullptr, table.info.capacity), table));
+      if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
       Vector<uint32_t> slots(n);
       Vector<float> scratch(t->row_floats());
       t->find(keys, n, nullptr, slots.data());
@@ -546,7 +546,7 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
 
 Status Client::put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride) {
   const size_t bytes = row_bytes(table, flags);
-  FRUGAL_TRY(in_table(check_stride(stride, bytes, n), table));
+  FRUGAL_TRY(check_stride(stride, bytes, n));
   if (stride == 0) stride = bytes;
   Exchange e{Call::kPut, {table.id, n, flags}, {}};
   e.add(keys, n * sizeof(uint64_t));

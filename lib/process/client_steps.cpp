@@ -175,7 +175,7 @@ void Client::take_releases(RemoteTrainer& t) {
 Status Client::op_table(const frugal_op& op, RemoteTableRef* out) const {
   auto table = std::static_pointer_cast<RemoteTable>(
       handle_get(HandleKind::kRemoteTable, reinterpret_cast<uint64_t>(op.table)));
-  if (!table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is no open table of the engine: it was dropped, or never was one");
+  if (!table) return no_open_table(op);
   if (table->engine.get() != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine", table->name.c_str());
   *out = std::move(table);

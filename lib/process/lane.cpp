@@ -188,13 +188,6 @@ Status Lane::take_list(uint64_t count, Vector<T>* out) {
   return FRUGAL_OK;
 }
 
-Status Lane::table_of(uint64_t handle, TableRef* out) {
-  auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, handle));
-  if (!table || table->engine != engine_) return fail(FRUGAL_ERR_BAD_HANDLE, "the table is no open one");
-  *out = std::move(table);
-  return FRUGAL_OK;
-}
-
 Deadline Lane::deadline_in(uint64_t ns) const {
   const uint64_t now = now_ns();
   return {ns >= UINT64_MAX - now ? UINT64_MAX : now + ns};
@@ -314,7 +307,7 @@ Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
     op.rows_out = &nowhere;
     if (!head.given) continue;
     TableRef table;
-    if (declared) FRUGAL_TRY(table_of(head.table, &table));
+    if (declared) FRUGAL_TRY(in_op(engine_->table_of(head.table, &table), i, count, table));
     const size_t element = table && !table->rows.hashed() ? sizeof(uint32_t) : sizeof(uint64_t);
     if (declared && head.place != kNoPlace) {
       if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
@@ -517,7 +510,7 @@ Status Lane::step_end(const Header& request) {
     sums.reserve(pushes);
     for (const PushPlace& place : places) {
       RemotePush p;
-      FRUGAL_TRY(table_of(place.table, &p.table));
+      FRUGAL_TRY(engine_->table_of(place.table, &p.table));
       for (const RemotePush& other : sums)
         if (other.table == p.table) return broken("two sums for a table");
       if (place.part == kJoined) {
@@ -563,7 +556,7 @@ Status Lane::read(const Header& request) {
     frugal_op& op = ops[i];
     op = FRUGAL_OP_INIT;
     TableRef table;
-    FRUGAL_TRY(table_of(head.op.table, &table));
+    FRUGAL_TRY(in_op(engine_->table_of(head.op.table, &table), i, count, table));
     op.table = reinterpret_cast<frugal_table*>(head.op.table);
     op.flags = head.op.flags;
     op.padding_key = head.op.padding_key;
@@ -595,7 +588,7 @@ Status Lane::read(const Header& request) {
 // Rows outside steps.
 Status Lane::rows_call(Call call, const Header& request) {
   TableRef table;
-  FRUGAL_TRY(table_of(request.args[0], &table));
+  FRUGAL_TRY(engine_->table_of(request.args[0], &table));
   const uint64_t n = request.args[1];
   const uint32_t flags = static_cast<uint32_t>(request.args[2]);
   const RowLayout& layout = table->rows.layout();

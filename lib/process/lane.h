@@ -66,7 +66,6 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Status take_buffer(uint64_t count, size_t element, Buffer* out);
   template <class T>
   Status take_list(uint64_t count, Vector<T>* out);
-  Status table_of(uint64_t handle, TableRef* out);
   Status take_used(uint64_t count);
   void tell() override;
   struct Ops {

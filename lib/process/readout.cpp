@@ -38,10 +38,10 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   const LedgerTable* record = remains.at<LedgerTable>(source.record);
   if (!record) return damaged("a table's record");
   if (record->handle.load() != source.handle)
-    return fail(FRUGAL_ERR_NOT_FOUND, "table '%s' had been dropped when the controller died", source.name);
+    return fail(FRUGAL_ERR_NOT_FOUND, "it had been dropped when the controller died: drop its handle");
   if (const uint64_t lost = record->lost.load(); lost != kNoStep)
     return fail(FRUGAL_ERR_PEER_LOST,
-                "table '%s' cannot be read out: updates of step %llu were lost in a failure of the controller", source.name,
+                "it cannot be read out: updates of step %llu were lost in a failure of the controller",
                 static_cast<unsigned long long>(lost));
   t->name_ = source.name;
   t->layout_ = source.layout;
@@ -149,8 +149,8 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     }
     if (!seen && !u->rows.empty())
       return fail(FRUGAL_ERR_PEER_LOST,
-                  "table '%s' cannot be read out: gradients of step %llu, which is committed, lie in memory that this "
-                  "process has not mapped", name_.c_str(), static_cast<unsigned long long>(from->step));
+                  "it cannot be read out: gradients of step %llu, which is committed, lie in memory that this "
+                  "process has not mapped", static_cast<unsigned long long>(from->step));
     for (uint32_t i : u->rows) changed_.push_back(u->update.slots[i]);
     place = from->next.load();
     updates.push_back(std::move(u));

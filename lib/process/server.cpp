@@ -304,7 +304,8 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status create_table(Peer& peer, const frugal_table_config& config, TableReply* reply) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(taking_part(peer, &process));
-    FRUGAL_TRY(check_table(config, true));
+    FRUGAL_TRY(check_name(config));
+    FRUGAL_TRY(check_table(config));
     TableRef table;
     Status s = engine_->create_table(config, &table, false);
     // Each rank of a job creates its tables: those of the others are meant, if they are the same, and its own where
@@ -327,8 +328,8 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status drop_table(Peer& peer, uint64_t id) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(taking_part(peer, &process));
-    auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, id));
-    if (!table || table->engine != engine_) return fail(FRUGAL_ERR_BAD_HANDLE, "the table is no open one");
+    TableRef table;
+    FRUGAL_TRY(engine_->table_of(id, &table));
     return engine_->drop_table(table);
   }
 

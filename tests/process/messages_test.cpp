@@ -159,12 +159,46 @@ TEST_P(Messages, OfHandles) {
   frugal_op ops[2] = {Op(table, &key, 1, rows), Op(invented, &key, 1, rows)};
   OK(frugal_step_begin(trainer, 0, 20000));
   SAYS(frugal_lookup(trainer, ops, 2), BAD_HANDLE, "op 1 of 2", "frugal_op.table", "no open table");
+  ops[1] = Op(nullptr, &key, 1, rows);
+  SAYS(frugal_lookup(trainer, ops, 2), BAD_HANDLE, "op 1 of 2", "frugal_op.table is NULL");
   ops[1] = Op(table, nullptr, 0, rows);
   ops[1].batch = reinterpret_cast<frugal_batch*>(table);
   SAYS(frugal_lookup(trainer, ops, 2), BAD_HANDLE, "op 1 of 2", "'t'", "frugal_op.batch");
-  SAYS(frugal_table_count(table, nullptr), INVALID_ARGUMENT, "count_out", "NULL");
+  SAYS(frugal_table_count(table, nullptr), INVALID_ARGUMENT, "'t'", "count_out", "NULL");
   SAYS(frugal_flush(engine, -7), INVALID_ARGUMENT, "timeout_ms -7", "FRUGAL_TIMEOUT_");
   OK(frugal_step_end(trainer, 0, 0));
+}
+
+// One that another process of the job has dropped.
+TEST_P(Messages, OfADroppedTable) {
+  if (!attached()) return;
+  Open(1);
+  frugal_table* table = Table("t");
+  frugal_table* dropped = Table("dropped");
+  frugal_trainer* trainer = Join(0);
+  frugal_config c = Config(1);
+  frugal_engine* other = nullptr;
+  OK(frugal_open(&c, &other));
+  frugal_table* there = nullptr;
+  OK(frugal_table_find(other, "dropped", &there));
+  OK(frugal_table_drop(there));
+  OK(frugal_close(other));
+
+  const std::vector<std::string> words = {"'dropped'", "another process", "drop this handle"};
+  auto gone = [&](const char* call, int32_t s) { Says(call, s, FRUGAL_ERR_BAD_HANDLE, words); };
+  const uint64_t key = 1;
+  uint64_t n = 0;
+  frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+  gone("count", frugal_table_count(dropped, &n));
+  gone("get", frugal_get(dropped, &key, 1, 0, rows, 0, nullptr));
+  gone("put", frugal_put(dropped, &key, 1, 0, rows, 0));
+  gone("delete", frugal_delete(dropped, &key, 1, nullptr));
+  gone("set_optimizer", frugal_table_set_optimizer(dropped, 0, &o));
+  const frugal_op ops[3] = {Op(table, &key, 1, rows), Op(table, &key, 1, rows),
+                            Op(dropped, &key, 1, rows)};
+  SAYS(frugal_prefetch(trainer, 0, ops, 3, nullptr), BAD_HANDLE, "op 2 of 3", "another process");
+  SAYS(frugal_read(engine, nullptr, ops, 3, 20000), BAD_HANDLE, "op 2 of 3", "another process");
+  OK(frugal_table_drop(dropped));
 }
 
 // The same in both kinds of engines, and no reason for a controller to end the channel.
@@ -203,55 +237,67 @@ TEST_P(Messages, OfTables) {
   SAYS(create([&](auto* c) { c->name = longest.c_str(); }), INVALID_ARGUMENT, "255 bytes", "nnnn");
   SAYS(create([](auto* c) { c->name = "t"; }), EXISTS, "'t'", "another name");
   SAYS(create([](auto* c) { c->rows = 0; }), INVALID_ARGUMENT, "rows is 0", "1..2^32-2");
-  SAYS(create([](auto* c) { c->rows = uint64_t{1} << 32; }), INVALID_ARGUMENT,
+  SAYS(create([](auto* c) { c->rows = uint64_t{1} << 32; }), INVALID_ARGUMENT, "'other'",
        "rows is 4294967296");
-  SAYS(create([](auto* c) { c->dim = 0; }), INVALID_ARGUMENT, "dim is 0", "1..65536");
-  SAYS(create([](auto* c) { c->key_space = 5; }), INVALID_ARGUMENT, "key_space is 5",
+  SAYS(create([](auto* c) { c->rows = ~uint64_t{0}; }), INVALID_ARGUMENT, "'other'",
+       "rows is 18446744073709551615");
+  SAYS(create([](auto* c) { c->dim = 0; }), INVALID_ARGUMENT, "'other'", "dim is 0", "1..65536");
+  SAYS(create([](auto* c) { c->key_space = 5; }), INVALID_ARGUMENT, "'other'", "key_space is 5",
        "FRUGAL_HASHED");
-  SAYS(create([](auto* c) { c->dtype = 3; }), INVALID_ARGUMENT, "dtype is 3", "FRUGAL_F32");
-  SAYS(create([](auto* c) { c->init = 17; }), INVALID_ARGUMENT, "init is 17", "FRUGAL_INIT_");
-  SAYS(create([](auto* c) { c->nan_policy = 4; }), INVALID_ARGUMENT, "nan_policy is 4",
+  SAYS(create([](auto* c) { c->dtype = 3; }), INVALID_ARGUMENT, "'other'", "dtype is 3",
+       "FRUGAL_F32");
+  SAYS(create([](auto* c) { c->init = 17; }), INVALID_ARGUMENT, "'other'", "init is 17",
+       "FRUGAL_INIT_");
+  SAYS(create([](auto* c) { c->nan_policy = 4; }), INVALID_ARGUMENT, "'other'", "nan_policy is 4",
        "FRUGAL_NAN_");
-  SAYS(create([](auto* c) { c->flags = 2; }), INVALID_ARGUMENT, "flags 0x2");
+  SAYS(create([](auto* c) { c->flags = 2; }), INVALID_ARGUMENT, "'other'", "flags 0x2");
   SAYS(create([](auto* c) { c->key_space = FRUGAL_HASHED, c->flags = FRUGAL_TABLE_LAZY; }),
-       INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY", "dense");
-  SAYS(create([](auto* c) { c->optimizer.kind = 7; }), INVALID_ARGUMENT, "optimizer.kind is 7");
-  SAYS(create([](auto* c) { c->optimizer.flags = 16; }), INVALID_ARGUMENT, "0x10", "optimizer.flags");
-  SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "optimizer.lr is -0.5",
+       INVALID_ARGUMENT, "'other'", "FRUGAL_TABLE_LAZY", "dense");
+  SAYS(create([](auto* c) { c->optimizer.kind = 7; }), INVALID_ARGUMENT, "'other'",
+       "optimizer.kind is 7");
+  SAYS(create([](auto* c) { c->optimizer.flags = 16; }), INVALID_ARGUMENT, "'other'", "0x10",
+       "optimizer.flags");
+  SAYS(create([](auto* c) { c->optimizer.lr = -0.5f; }), INVALID_ARGUMENT, "'other'",
+       "optimizer.lr is -0.5",
        "0 or more");
-  SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "optimizer.eps is ",
+  SAYS(create([](auto* c) { c->optimizer.eps = NAN; }), INVALID_ARGUMENT, "'other'",
+       "optimizer.eps is ",
        "finite");
   SAYS(frugal_table_find(engine, "nowhere", &t), NOT_FOUND, "'nowhere'", "create");
   SAYS(frugal_table_find(engine, nullptr, &t), INVALID_ARGUMENT, "name", "NULL");
   uint64_t cursor = 0;
   size_t size = 0;
-  SAYS(frugal_table_next(engine, &cursor, nullptr, 0, &size), OVERFLOW, "table '", "capacity is 0", "256");
+  SAYS(frugal_table_next(engine, &cursor, nullptr, 0, &size), OVERFLOW, "table '", "capacity is 0",
+       "256");
   frugal_table_info info;
   info.struct_size = 3;
-  SAYS(frugal_table_describe(table, &info), STRUCT_SIZE, "frugal_table_info.struct_size is 3");
+  SAYS(frugal_table_describe(table, &info), STRUCT_SIZE, "'t'",
+       "frugal_table_info.struct_size is 3");
 
   frugal_trainer* trainer = Join(0);
   OK(frugal_step_begin(trainer, 5, 20000));
-  SAYS(create([](auto*) {}), BUSY, "rank 0", "step 5", "outside steps");
+  SAYS(create([](auto*) {}), BUSY, "'other'", "rank 0", "step 5", "outside steps");
   uint64_t n = 0;
-  SAYS(frugal_table_count(table, &n), BUSY, "rank 0", "step 5");
-  SAYS(frugal_table_drop(table), BUSY, "rank 0", "step 5");
+  SAYS(frugal_table_count(table, &n), BUSY, "'t'", "rank 0", "step 5");
+  SAYS(frugal_table_drop(table), BUSY, "'t'", "rank 0", "step 5");
   frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
   o.kind = FRUGAL_ADAM;
   if (attached()) {
-    SAYS(frugal_table_set_optimizer(table, 9, &o), UNSUPPORTED, "optimizer.kind is 4", "'t'", "created");
+    SAYS(frugal_table_set_optimizer(table, 9, &o), UNSUPPORTED, "optimizer.kind is 4", "'t'",
+         "created");
   } else {
-    SAYS(frugal_table_set_optimizer(table, 9, &o), BUSY, "rank 0", "step 5");
+    SAYS(frugal_table_set_optimizer(table, 9, &o), BUSY, "'t'", "rank 0", "step 5");
   }
   const uint64_t key = 1;
   const frugal_op op = Op(table, &key, 1, rows);
   OK(frugal_push_grad(trainer, &op, 1));
   OK(frugal_step_end(trainer, 5, 0));
-  SAYS(frugal_table_set_optimizer(table, 4, &o), STEP_RANGE, "first_step 4", "6");
+  SAYS(frugal_table_set_optimizer(table, 4, &o), STEP_RANGE, "'t'", "first_step 4", "6");
   SAYS(frugal_table_set_optimizer(table, 9, &o), INVALID_ARGUMENT, "optimizer.kind is 4", "'t'",
        "fixed");
   o.struct_size = 1;
-  SAYS(frugal_table_set_optimizer(table, 9, &o), STRUCT_SIZE, "frugal_optimizer.struct_size is 1");
+  SAYS(frugal_table_set_optimizer(table, 9, &o), STRUCT_SIZE, "'t'",
+       "frugal_optimizer.struct_size is 1");
 
   const uint64_t keys[2] = {3, ~uint64_t{0}};
   SAYS(frugal_get(table, keys, 2, 0, rows, 0, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1",
@@ -260,16 +306,16 @@ TEST_P(Messages, OfTables) {
        "0..99");
   SAYS(frugal_delete(table, keys, 2, nullptr), KEY_OUT_OF_RANGE, "'t'", "id -1", "position 1",
        "0..99");
-  SAYS(frugal_get(table, keys, 1, 8, rows, 0, nullptr), INVALID_ARGUMENT, "flags 0x8",
+  SAYS(frugal_get(table, keys, 1, 8, rows, 0, nullptr), INVALID_ARGUMENT, "'t'", "flags 0x8",
        "FRUGAL_WITH_STATE");
-  SAYS(frugal_get(table, nullptr, 1, 0, rows, 0, nullptr), INVALID_ARGUMENT, "keys", "NULL");
+  SAYS(frugal_get(table, nullptr, 1, 0, rows, 0, nullptr), INVALID_ARGUMENT, "'t'", "keys", "NULL");
   SAYS(frugal_get(table, keys, 1, 0, rows, 8, nullptr), INVALID_ARGUMENT, "'t'", "row_stride 8",
        "16");
   SAYS(frugal_put(table, keys, 1, 0, rows, 18), INVALID_ARGUMENT, "'t'", "row_stride 18",
        "multiple of 4");
   SAYS(frugal_put(table, keys, 2, 0, rows, size_t{1} << 60), INVALID_ARGUMENT, "'t'", "row_stride",
        "2 rows", "address space");
-  SAYS(frugal_get(table, keys, ~size_t{0}, 0, rows, 0, nullptr), INVALID_ARGUMENT,
+  SAYS(frugal_get(table, keys, ~size_t{0}, 0, rows, 0, nullptr), INVALID_ARGUMENT, "'t'",
        "18446744073709551615 keys", "2^32 - 2");
   frugal_table* small = Table("small", FRUGAL_HASHED, 2);
   const uint64_t three[3] = {7, ~uint64_t{1}, 9};
@@ -397,7 +443,8 @@ TEST_P(Messages, OfSteps) {
   float nan[16];
   std::fill(std::begin(nan), std::end(nan), NAN);
   ops[1].grads = nan;
-  SAYS(frugal_push_grad(t, ops, 3), NAN, at, "'t'", "NaN", "nan_policy", "step 0", "row 0, column 0");
+  SAYS(frugal_push_grad(t, ops, 3), NAN, at, "'t'", "NaN", "nan_policy", "step 0",
+       "row 0, column 0");
   frugal_table* small = nullptr;
   OK(frugal_step_abort(t));
   small = Table("small", FRUGAL_HASHED, 2);
@@ -412,7 +459,7 @@ TEST_P(Messages, OfSteps) {
   SAYS(frugal_read(engine, t, &op, 1, 30), TIMEOUT, "step 0", "call again");
   SAYS(frugal_step_begin(t, 1, -9), INVALID_ARGUMENT, "timeout_ms -9");
   uint64_t n = 0;
-  SAYS(frugal_table_count(table, &n), BUSY, "step 0", "call when");
+  SAYS(frugal_table_count(table, &n), BUSY, "'t'", "step 0", "call when");
 }
 
 TEST_P(Messages, OfObservation) {

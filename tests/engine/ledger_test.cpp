@@ -1,0 +1,286 @@
+// The ledger: what it tells of updates and rows at each moment of a write.
+#include "engine/ledger.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/arena.h"
+#include "support/inside.h"
+#include "support/parts.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint32_t kDim = 5;
+constexpr uint64_t kRows = 300, kStep = 7;
+
+struct LedgerTest : testing::Test {
+  void SetUp() override {
+    ASSERT_OK(arena.open(64 << 20));
+    pool.cut_from(&arena);
+    ASSERT_OK(Ledger::open(pool, arena, kStep - 1, &ledger));
+    Rows::Config c;
+    c.capacity = kRows;
+    c.layout = RowLayout::of(kDim, FRUGAL_ADAGRAD);
+    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, FRUGAL_ADAGRAD, 0.5f);
+    ASSERT_OK(rows.open(c, &budget));
+    ASSERT_OK(ledger->add_table(1, rows, &table));
+    // Of two ranks, whose rows overlap.
+    Slots one, two;
+    for (uint32_t slot = 0; slot < kRows; ++slot) {
+      if (random.below(3)) one.push_back(slot);
+      if (random.below(3)) two.push_back(slot);
+    }
+    parts = {resolved_part(pool, kStep, 0, one), resolved_part(pool, kStep, 1, two)};
+    update = make_update(pool, kStep, parts, kDim);
+    for (Handover& h : update->ranks) std::fill_n(h.sums.as<float>(), h.rows() * h.stride, 0.25f);
+    frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+    o.kind = FRUGAL_ADAGRAD;
+    update->scalars = arith::step_scalars(o, kStep, 2, FRUGAL_NAN_REJECT, kDim);
+    update->cut(40, &bounds);
+    ASSERT_GT(bounds.size(), 4u);
+  }
+  void TearDown() override {
+    update.reset();
+    table.reset();
+    ledger.reset();
+  }
+  // As another process sees it.
+  const LedgerTable& seen() const {
+    return *reinterpret_cast<const LedgerTable*>(arena.mapping().base + table->place());
+  }
+  const LedgerUpdate* first() const {
+    const uint64_t place = seen().first.load();
+    if (place == kNoPlace) return nullptr;
+    return reinterpret_cast<const LedgerUpdate*>(arena.mapping().base + place);
+  }
+  uint64_t progress(size_t chunk) const {
+    const char* at = arena.mapping().base + first()->progress;
+    return reinterpret_cast<const uint64_t*>(at)[LedgerUpdate::kApart * chunk];
+  }
+  uint8_t mark(size_t row) const {
+    return static_cast<uint8_t>(arena.mapping().base[first()->marks + row]);
+  }
+  // Images that name an update, or a write outside of steps.
+  std::vector<const LedgerImage*> images() const {
+    std::vector<const LedgerImage*> all;
+    for (uint64_t i = 0; i < seen().image_count; ++i) {
+      const char* at = arena.mapping().base + seen().images + i * seen().image_bytes;
+      const auto* image = reinterpret_cast<const LedgerImage*>(at);
+      if (image->update.load() != kNoPlace) all.push_back(image);
+    }
+    return all;
+  }
+  static std::vector<uint32_t> slots_of(const LedgerImage& image) {
+    const auto* slots = reinterpret_cast<const uint32_t*>(&image + 1);
+    return {slots, slots + image.rows};
+  }
+  std::vector<float> values_of(const LedgerImage& image, size_t i) const {
+    const char* at = reinterpret_cast<const char*>(&image) +
+                     LedgerImage::values_at(seen().image_rows);
+    const float* v = reinterpret_cast<const float*>(at) + i * rows.ref().value_stride;
+    return {v, v + kDim};
+  }
+  std::vector<float> row(uint32_t slot) const {
+    return {rows.values(slot), rows.values(slot) + kDim};
+  }
+  void add(bool in_chunks) {
+    if (!in_chunks) update->make_list();
+    ASSERT_OK(table->add(*update, in_chunks ? &bounds : nullptr, &update->record));
+    ledger->commit(kStep);
+  }
+  // At most `most` rows of a chunk, all by default. Returns the last one that was written.
+  uint32_t write(size_t chunk, const TableLedger::Writing& writing, size_t most = SIZE_MAX) {
+    TermList terms;
+    terms.reserve(kRows, 2);
+    uint32_t last = 0;
+    update->merge_range(bounds[chunk], bounds[chunk + 1], &terms, [&] {
+      const size_t n = std::min(most, terms.slots.size());
+      if (n == 0) return;
+      device::kernels().apply_terms(rows.ref(), update->scalars, terms.slots.data(), n,
+                                    terms.terms.data(), terms.start.data(), writing.undo());
+      last = terms.slots[n - 1];
+    });
+    return last;
+  }
+  void write_chunk(size_t chunk) {
+    TableLedger::Writing writing(table.get(), update->record.get(), chunk);
+    write(chunk, writing);
+    writing.chunk_done();
+  }
+
+  Arena arena;
+  BufferPool pool;
+  MemoryBudget budget;
+  Rows rows;
+  std::shared_ptr<Ledger> ledger;
+  std::shared_ptr<TableLedger> table;
+  std::vector<PartRef> parts;
+  UpdateRef update;
+  Vector<uint64_t> bounds;
+  Random random{test_seed()};
+};
+
+TEST_F(LedgerTest, AnUpdateInChunks) {
+  add(true);
+  ASSERT_NE(first(), nullptr);
+  EXPECT_EQ(first()->step, kStep);
+  ASSERT_EQ(first()->chunks, bounds.size() - 1);
+  EXPECT_EQ(first()->ranks, 2u);
+  for (size_t c = 0; c < first()->chunks; ++c) EXPECT_EQ(progress(c), bounds[c]);
+  for (size_t c = bounds.size() - 1; c-- > 0;) {
+    write_chunk(c);
+    EXPECT_EQ(progress(c), bounds[c + 1]);
+    if (c > 0) {
+      EXPECT_EQ(progress(c - 1), bounds[c - 1]);
+    }
+  }
+  update->record.reset();
+  EXPECT_EQ(first(), nullptr);
+  EXPECT_EQ(seen().lost.load(), kNoStep);
+}
+
+// Its rows are told one by one, and the chunk never as whole.
+TEST_F(LedgerTest, AChunkThatIsLeftInTheMiddle) {
+  add(true);
+  const size_t left = random.below(bounds.size() - 1), rows_written = random.below(5);
+  for (size_t c = 0; c + 1 < bounds.size(); ++c) {
+    if (c != left) {
+      write_chunk(c);
+      continue;
+    }
+    uint32_t last;
+    {
+      TableLedger::Writing writing(table.get(), update->record.get(), c);
+      last = write(c, writing, rows_written);
+    }
+    EXPECT_EQ(progress(c), rows_written ? last + 1 : bounds[c]);
+    EXPECT_LT(progress(c), bounds[c + 1]);
+  }
+  EXPECT_TRUE(images().empty());
+  update->record.reset();
+  EXPECT_EQ(first(), nullptr);
+  EXPECT_EQ(seen().lost.load(), kStep);
+}
+
+// Likewise of a step that was never committed: nobody misses it.
+TEST_F(LedgerTest, AnUpdateThatWasNotCommitted) {
+  ASSERT_OK(table->add(*update, &bounds, &update->record));
+  update->record.reset();
+  EXPECT_EQ(first(), nullptr);
+  EXPECT_EQ(seen().lost.load(), kNoStep);
+}
+
+TEST_F(LedgerTest, AnUpdateRowByRow) {
+  add(false);
+  ASSERT_EQ(first()->rows, update->n);
+  std::vector<uint32_t> order(update->n);
+  for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random.engine);
+  const bool all = random.one_in(2);
+  if (!all) order.pop_back();
+  for (const uint32_t i : order) {
+    EXPECT_EQ(mark(i), 0);
+    TableLedger::Writing writing(table.get(), update->record.get(), &i);
+    TermList terms;
+    terms.reserve(1, 2);
+    update->add_terms(i, &terms);
+    terms.close();
+    device::kernels().apply_terms(rows.ref(), update->scalars, terms.slots.data(), 1,
+                                  terms.terms.data(), terms.start.data(), writing.undo());
+    EXPECT_EQ(mark(i), 1);
+  }
+  update->record.reset();
+  EXPECT_EQ(first(), nullptr);
+  EXPECT_EQ(seen().lost.load(), all ? kNoStep : kStep);
+}
+
+// The row that is being written is found as it was.
+TEST_F(LedgerTest, TheImageOfARow) {
+  add(true);
+  const uint64_t place = seen().first.load();
+  std::optional<TableLedger::Writing> writing;
+  writing.emplace(table.get(), update->record.get(), 0);
+  ASSERT_EQ(images().size(), 1u);
+  EXPECT_EQ(images()[0]->update.load(), place);
+  EXPECT_EQ(slots_of(*images()[0]), Slots{LedgerImage::kNoRow});
+  std::vector<std::vector<float>> before(kRows);
+  for (uint32_t slot = 0; slot < kRows; ++slot) before[slot] = row(slot);
+  const uint32_t last = write(0, *writing, 3);
+  EXPECT_EQ(slots_of(*images()[0]), Slots{last});
+  EXPECT_EQ(values_of(*images()[0], 0), before[last]);
+  EXPECT_NE(row(last), before[last]);
+  // A thread that writes beside it has an image of its own.
+  {
+    TableLedger::Writing other(table.get(), update->record.get(), 1);
+    EXPECT_EQ(images().size(), 2u);
+  }
+  EXPECT_EQ(images().size(), 1u);
+  writing.reset();
+  EXPECT_TRUE(images().empty());
+}
+
+TEST_F(LedgerTest, RowsOutsideOfSteps) {
+  const uint32_t most = static_cast<uint32_t>(seen().image_rows);
+  Slots slots(2 * most + 1);
+  for (uint32_t i = 0; i < slots.size(); ++i) slots[i] = (i * 2) % kRows;
+  size_t written = 0;
+  table->write_outside(rows, slots.data(), slots.size(), [&](size_t from, size_t to) {
+    EXPECT_EQ(from, written);
+    ASSERT_EQ(images().size(), 1u);
+    const LedgerImage& image = *images()[0];
+    EXPECT_EQ(image.update.load(), LedgerImage::kOutside);
+    EXPECT_EQ(slots_of(image), Slots(slots.begin() + static_cast<ptrdiff_t>(from),
+                                     slots.begin() + static_cast<ptrdiff_t>(to)));
+    for (size_t i = from; i < to; ++i) EXPECT_EQ(values_of(image, i - from), row(slots[i]));
+    written = to;
+  });
+  EXPECT_EQ(written, slots.size());
+  EXPECT_TRUE(images().empty());
+}
+
+TEST_F(LedgerTest, UpdatesInTheOrderOfTheirSteps) {
+  add(true);
+  UpdateRef next = make_update(pool, kStep + 1, parts, kDim);
+  next->scalars = update->scalars;
+  ASSERT_OK(table->add(*next, &bounds, &next->record));
+  const uint64_t place = first()->next.load();
+  ASSERT_NE(place, kNoPlace);
+  EXPECT_EQ(reinterpret_cast<const LedgerUpdate*>(arena.mapping().base + place)->step, kStep + 1);
+  for (size_t c = 0; c + 1 < bounds.size(); ++c) write_chunk(c);
+  update->record.reset();
+  ASSERT_NE(first(), nullptr);
+  EXPECT_EQ(first()->step, kStep + 1);
+  next->record.reset();  // it was not committed
+  EXPECT_EQ(first(), nullptr);
+  EXPECT_EQ(seen().lost.load(), kNoStep);
+}
+
+// What lies in the engine's own memory, or in none that others see.
+TEST_F(LedgerTest, WhereSumsLie) {
+  alignas(64) static char region[256];
+  ledger->add_region(region, sizeof region, 3);
+  uint32_t number;
+  uint64_t place, lent;
+  ledger->find(region + 40, &number, &place, &lent);
+  EXPECT_EQ(number, 3u);
+  EXPECT_EQ(place, 40u);
+  EXPECT_EQ(lent, 0u);
+  ledger->lent_again(3);
+  ledger->find(region, &number, &place, &lent);
+  EXPECT_EQ(lent, 1u);
+  ledger->find(region + sizeof region, &number, &place);
+  EXPECT_EQ(number, kNoRegion);
+  EXPECT_EQ(place, kNoPlace);
+  ledger->find(update->ranks[0].sums.data(), &number, &place);
+  EXPECT_EQ(number, LedgerTerms::kArena);
+  EXPECT_EQ(arena.mapping().base + place, update->ranks[0].sums.data());
+  ledger->forget_regions();
+  ledger->find(region, &number, &place);
+  EXPECT_EQ(number, kNoRegion);
+}
+
+}  // namespace
+}  // namespace frugal
