@@ -118,6 +118,7 @@ void RowCache::list_line(uint32_t line, uint64_t next_read) noexcept {
 }
 
 void RowCache::remove(uint32_t line) {
+  FRUGAL_ASSERT(line_[line].slot != kNone && find(line_[line].slot) == line);
   index_erase(line_[line].slot);
   line_[line].slot = kNone;
   line_[line].marks = 0;

@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "base/assert.h"
 #include "base/buffer.h"
 #include "storage/rows.h"
 #include "window/step_update.h"
@@ -175,6 +176,7 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     if (found_[i] != kNone) continue;
     const uint32_t line = take_line(step, next[i], next_of, evicted);
     if (line == kNone) continue;
+    FRUGAL_ASSERT(line_[line].slot == kNone && find(slots[i]) == kNone);
     line_[line].slot = slots[i];
     line_[line].marks = kRead | kNew;
     index_insert(slots[i], line);
@@ -184,6 +186,7 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     pinned_.push_back({line, next[i]});
   }
   for (size_t i = pinned_before; i < pinned_.size(); ++i) list_line(pinned_[i].line, pinned_[i].next_read);
+  FRUGAL_ASSERT(pinned_.size() <= lines_ && size_ + free_.size() == lines_);
 }
 
 // A free line, or that of a row whose next read is later than `next_read`: first rows that nobody

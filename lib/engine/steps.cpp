@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "arith/fold.h"
+#include "base/assert.h"
 #include "base/fpenv.h"
 #include "base/handles.h"
 #include "device/pointers.h"
@@ -501,6 +502,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     for (Commit& c : record.commits) publish_commit(step, record, c);
     settle_young(step, record);
     lock.lock();
+    FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
     committed_ = step;
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
     for (const TableRef& table : tables_)

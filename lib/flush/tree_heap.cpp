@@ -7,6 +7,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "base/assert.h"
 #include "flush/queue.h"
 
 namespace frugal {
@@ -48,6 +49,7 @@ class TreeHeap final : public Queue {
   void set_base(uint64_t base) override { base_ = base; }
 
   void push(uint32_t id, uint8_t prio) override {
+    FRUGAL_ASSERT(prio <= kInfinity && size_ < order_.size());
     prio_[id] = prio;
     order_[id] = key(prio);
     size_t at;
@@ -63,6 +65,7 @@ class TreeHeap final : public Queue {
   }
 
   void adjust(uint32_t id, uint8_t prio) override {
+    FRUGAL_ASSERT(place_[id] >= 1 && place_[id] <= size_ && node_[place_[id]] == id);
     if (prio_[id] == prio) return;
     uint64_t before = order_[id];
     prio_[id] = prio;

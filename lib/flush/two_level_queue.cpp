@@ -11,6 +11,7 @@
 #include <bit>
 #include <cstring>
 
+#include "base/assert.h"
 #include "flush/queue.h"
 
 namespace frugal {
@@ -44,9 +45,8 @@ class TwoLevelQueue final : public Queue {
   }
 
   void push(uint32_t id, uint8_t prio) override {
-    append(bags_[prio], id);  // or nothing has changed
-    prio_[id] = prio;
-    mark(prio);
+    FRUGAL_ASSERT(prio <= kInfinity && prio_[id] == kAbsent);
+    put(id, prio);
   }
 
   void push(const uint32_t* ids, size_t n, uint8_t prio) override {
@@ -55,9 +55,9 @@ class TwoLevelQueue final : public Queue {
   }
 
   void adjust(uint32_t id, uint8_t prio) override {
-    uint8_t old = prio_[id];
-    if (old == prio) return;
-    push(id, prio);
+    FRUGAL_ASSERT(prio <= kInfinity && prio_[id] != kAbsent);
+    if (prio_[id] == prio) return;
+    put(id, prio);
     // Amortized: a rewrite of n places is paid for by the n/2 adjustments that made it worth it.
     ++stale_;
     if (stale_ > 4096 && stale_ > places() / 2) compact();
@@ -73,6 +73,7 @@ class TwoLevelQueue final : public Queue {
   }
 
   void adjust_staged(uint32_t id, uint8_t prio) override {
+    FRUGAL_ASSERT(prio_[id] != kAbsent);
     if (prio_[id] != prio) stage(id, prio);
   }
 
@@ -120,6 +121,12 @@ class TwoLevelQueue final : public Queue {
   }
 
  private:
+  void put(uint32_t id, uint8_t prio) {
+    append(bags_[prio], id);  // or nothing has changed
+    prio_[id] = prio;
+    mark(prio);
+  }
+
   void mark(uint8_t prio) {
     if (prio != kInfinity) live_ |= uint64_t{1} << prio;
   }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/assert.h"
+
 namespace frugal {
 
 namespace {
@@ -229,6 +231,7 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
     free_.pop_back();
   else
     ++next_slot_;
+  FRUGAL_ASSERT(flags()[s] == 0);  // nobody's
   index_.insert(key, s);
   reinterpret_cast<uint64_t*>(keys_.base())[s] = key;
   initialize_slot(s, key);
@@ -310,6 +313,7 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
+    FRUGAL_ASSERT(flags()[s] == kReserved && mark <= kMarks);
     flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
     ++existing_;
     reserved_.fetch_sub(1, std::memory_order_relaxed);
@@ -361,6 +365,7 @@ void Rows::release_reserved(uint32_t slot) {
   } catch (const std::bad_alloc&) {
     return;  // it stays reserved
   }
+  FRUGAL_ASSERT(index_.find(key_of(slot)) == slot);
   index_.erase(key_of(slot));
   flags()[slot] = 0;
   reserved_.fetch_sub(1, std::memory_order_relaxed);

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
+#include "base/assert.h"
 #include "base/os.h"
 
 namespace frugal {
@@ -170,6 +172,7 @@ void Window::learn_next(uint64_t step, uint32_t slot, uint8_t prio) {
 
 void Window::reprioritize(const Node& node, uint8_t prio) noexcept {
   uint8_t state = state_[node.id], old = state & ~kClaimed;
+  FRUGAL_ASSERT(old <= kInfinity);
   if (old == prio) return;
   // The queue first: it may want memory. Where there is none the row stays where it is.
   try {
@@ -198,6 +201,7 @@ void Window::reprioritize(const Node& node, uint8_t prio) noexcept {
 
 // A row that waited for nothing but its turn becomes pending.
 void Window::enqueue(uint32_t id, uint8_t prio) noexcept {
+  FRUGAL_ASSERT(state_[id] == kBlocked);
   state_[id] = prio;
   ++count_[prio];
   ++queued_[prio];
@@ -326,6 +330,8 @@ void Window::unlink(const PartRef& part) {
 
 void Window::add(const UpdateRef& update) {
   BothLocks lock(*this, Urgency::kUrgent);
+  FRUGAL_ASSERT(update->pages.empty() && update->staged_rows == 0);
+  FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
   // First all that may want memory.
   const size_t wanted = (update->n + kPage - 1) / kPage;
   while (free_pages_.size() < wanted) {
@@ -420,6 +426,7 @@ bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
 
 void Window::release(StepUpdate& u) {
   for (uint32_t page : u.pages) {
+    FRUGAL_ASSERT(pages_[page].update == &u);
     pages_[page] = {};
     free_pages_.push_back(page);
   }
@@ -467,6 +474,8 @@ void Window::make_room(const StepUpdate& update) {
 void Window::commit(StepUpdate* u, uint64_t step) {
   Vector<PartRef> served;
   BothLocks lock(*this, Urgency::kUrgent);
+  FRUGAL_ASSERT(step >= base_);
+  FRUGAL_ASSERT(!u || (u->step == step && !u->committed && u->staged_rows == u->n));
   uint8_t passed = static_cast<uint8_t>(step & (kRing - 1));
   served.swap(parts_[passed]);
   base_ = step + 1;
@@ -591,6 +600,7 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
     uint8_t prio = state_[id];
     if (!u || id / kPage != first_id / kPage) {
       const Page& page = pages_[id / kPage];
+      FRUGAL_ASSERT(page.update);
       if (!page.update->committed) {
         queue_->restore_staged(id, prio);
         continue;
@@ -603,7 +613,9 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
         c->runs.push_back({u, kept, kept, nullptr});
       }
     }
+    FRUGAL_ASSERT(prio <= kInfinity);
     if (prio != last) {
+      FRUGAL_ASSERT(queued_[last] >= same);
       queued_[last] -= same;
       last = prio;
       same = 0;
@@ -613,6 +625,7 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
     c->ids[kept] = id;
     c->rows[kept++] = first_row + (id - first_id);
   }
+  FRUGAL_ASSERT(queued_[last] >= same);
   queued_[last] -= same;
   if (!c->runs.empty()) c->runs.back().end = kept;
   c->ids.resize(kept);
@@ -672,7 +685,10 @@ void Window::finish(Claim& c) {
 }
 
 void Window::wrote(uint64_t rows) {
+  FRUGAL_ASSERT(pending_total_.load() >= rows);
   if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
+  // Each pending row counts under one priority.
+  FRUGAL_ASSERT(std::accumulate(count_, count_ + kRing + 1, uint64_t{0}) == pending_total_.load());
 }
 
 // The nodes of a run are done.
@@ -681,8 +697,10 @@ void Window::written(const Claim& c, const Claim::Run& run) {
   uint8_t last = 0;
   for (uint32_t i = run.begin; i < run.end; ++i) {
     uint8_t& state = state_[c.ids[i]];
+    FRUGAL_ASSERT(state & kClaimed);
     uint8_t prio = state & static_cast<uint8_t>(~kClaimed);
     if (prio != last) {
+      FRUGAL_ASSERT(count_[last] >= same);
       count_[last] -= same;
       last = prio;
       same = 0;
@@ -690,11 +708,13 @@ void Window::written(const Claim& c, const Claim::Run& run) {
     ++same;
     state = kDone;
   }
+  FRUGAL_ASSERT(count_[last] >= same);
   count_[last] -= same;
 }
 
 void Window::settle(Claim::Run& run) {
   StepUpdate* u = run.update;
+  FRUGAL_ASSERT(u->committed && u->remaining >= run.end - run.begin);
   if ((u->remaining -= run.end - run.begin) != 0) return;
   u->written();
   for (const UpdateRef& ref : updates_)
