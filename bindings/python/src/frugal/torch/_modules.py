@@ -29,7 +29,7 @@ import frugal
 from . import _default, _inputs, _native, _renorm, _state, _steps
 from ._anchor import Anchor
 from ._lookup import EmptyLookup, Feature, Lookup, ReadingLookup, TrainingLookup, int64_of
-from ._weight import Weight, write
+from ._weight import Weight, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone
@@ -227,7 +227,7 @@ class _Module(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, table in self._tables().items():
-            for key, value in _state.rows(self._steps, table).items():
+            for key, value in saved(table).items():
                 destination[f"{prefix}{name}{key}"] = value
         super()._save_to_state_dict(destination, prefix, keep_vars)  # what a subclass has
         for key in self._anchor_keys(prefix):
