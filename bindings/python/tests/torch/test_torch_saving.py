@@ -132,6 +132,24 @@ def test_writing_to_a_state_dict_writes_rows_as_in_torch(trainer: frugal.Trainer
     assert torch.equal(ours.weight, theirs.weight.detach())
 
 
+@pytest.mark.parametrize("how", ["from_pretrained", "assign"])
+def test_a_module_of_torch_may_have_a_state_dict_s_tensor(trainer: frugal.Trainer, how: str) -> None:
+    """As its weight, which it then shares with the table, and which can be exported."""
+    ours = ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    saved, theirs = ours.state_dict(), torch.nn.Embedding(ROWS, DIM)
+    if how == "assign":
+        theirs.load_state_dict(saved, assign=True)
+    else:
+        theirs = torch.nn.Embedding.from_pretrained(saved["weight"])
+    ids = torch.arange(ROWS)
+    assert torch.equal(theirs(ids), ours(ids))
+    with torch._subclasses.FakeTensorMode() as fakes:
+        assert fakes.from_tensor(theirs.weight).shape == (ROWS, DIM)
+    with torch.no_grad():
+        theirs.weight[3] = 7.0
+    assert torch.equal(theirs(ids), ours(ids)) and ours.weight[3].eq(7.0).all()
+
+
 def test_a_state_dict_of_a_table_s_keys_is_written_by_key(trainer: frugal.Trainer) -> None:
     module = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer, optimizer=sgd())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)

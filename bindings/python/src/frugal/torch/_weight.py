@@ -529,9 +529,11 @@ class _Part(torch.Tensor):
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
         written = [part._source for part in targets if isinstance(part, _Part)]
         sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
-        if func not in _PLAIN:
-            for source in sources:
-                source.before(source in written)
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for source in sources:
+            source.before(source in written)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
             for source in written:
@@ -606,7 +608,7 @@ _PLAIN = {
     _tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.layout.__get__,
     _tensor.requires_grad.__get__, _tensor.ndim.__get__, _tensor.is_cuda.__get__,
     _tensor.is_sparse.__get__, _tensor.is_meta.__get__, _tensor.is_quantized.__get__,
-    _tensor.grad_fn.__get__, _tensor.names.__get__,
+    _tensor.grad_fn.__get__, _tensor.names.__get__, _tensor._base.__get__,
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
     torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__,
     torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
