@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch_support import DIM, ROWS, bag_pair, committed, integers, sgd, snapshot
 
 import frugal
@@ -379,6 +380,53 @@ def test_an_optimizer_may_be_given_the_weight(trainer: frugal.Trainer, form: str
         assert_same(*models)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("case", ["sgd decay", "adagrad decay", "adam"])
+@pytest.mark.parametrize("form", ["weight", "parameter", "both"])
+def test_a_table_that_a_group_has_twice_is_stepped_twice(trainer: frugal.Trainer, case: str, form: str) -> None:
+    """As torch does, which warns of it; where it cannot see that, this package does."""
+    weight = integers(ROWS, DIM)
+    modules: List[Any] = [
+        ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer),
+        torch.nn.Embedding(ROWS, DIM, _weight=weight.clone()),
+    ]
+    optimizers = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for module in modules:
+            first, second = next(module.parameters()), module.weight
+            given = {"weight": [second, second], "parameter": [first, first], "both": [first, second]}[form]
+            optimizers.append(maker(case)(given))
+        for _ in range(3):
+            grad = integers(ROWS, DIM)
+            for module, optimizer in zip(modules, optimizers):
+                optimizer.zero_grad()
+                module(torch.arange(ROWS)).backward(grad)
+                optimizer.step()
+            torch.testing.assert_close(snapshot(modules[0]), snapshot(modules[1]), rtol=2e-5, atol=2e-6)
+    assert sum("duplicate parameters" in str(w.message) for w in caught) == 2
+
+
+def test_a_table_that_two_groups_have_is_an_error(trainer: frugal.Trainer) -> None:
+    """At construction where torch sees it, or else in the step, before anything changes."""
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    (anchor,) = module.parameters()
+    message = "some parameters appear in more than one parameter group"
+    parameters: List[torch.Tensor] = [module.weight, anchor]
+    for given in parameters:
+        with pytest.raises(ValueError, match=message):
+            torch.optim.SGD([{"params": [given]}, {"params": [given]}], lr=0.5)
+    groups: List[Dict[str, Any]] = [{"params": [anchor]}, {"params": [module.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    before = snapshot(module)
+    module(keys()).sum().backward()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{message}.*embedding_0"):
+            optimizer.step()
+    assert torch.equal(module.weight, before)
+
+
 REFUSED: Dict[str, Tuple[Maker, str]] = {
     "adadelta": (lambda p: torch.optim.Adadelta(p), "Adadelta"),
     "lbfgs": (lambda p: torch.optim.LBFGS(p), "LBFGS"),
@@ -692,6 +740,39 @@ def test_functional_call_with_other_parameters_is_refused(trainer: frugal.Traine
     assert torch.equal(call(model, {}, (batch,)), model(batch))
 
 
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_functional_call_with_another_weight(trainer: frugal.Trainer, kind: str) -> None:
+    """It is for the call alone, and has a gradient."""
+    weight, other, batch = integers(ROWS, DIM), integers(ROWS, DIM), keys()
+    results: List[List[torch.Tensor]] = []
+    for made in (
+        getattr(ft, kind)(ROWS, DIM, padding_idx=3, _weight=weight, trainer=trainer),
+        getattr(torch.nn, kind)(ROWS, DIM, padding_idx=3, _weight=weight.clone()),
+    ):
+        model = torch.nn.Sequential(made)
+
+        def run(given: Dict[str, torch.Tensor], model: torch.nn.Module = model) -> torch.Tensor:
+            return torch.func.functional_call(model, given, (batch,))  # type: ignore[no-any-return]
+
+        def nested(given: Dict[str, torch.Tensor], model: torch.nn.Module = model) -> torch.Tensor:
+            with torch.nn.utils.stateless._reparametrize_module(model, {"0.weight": 2 * other}):
+                inner = run(given)
+                return torch.cat((inner, model(batch)))
+
+        with torch.no_grad():
+            outs = [run({"0.weight": other}), nested({"0.weight": other}), run({"0.weight": made.weight}), run({})]
+            outs.append(run(model.state_dict()))
+        grads = torch.func.grad(lambda given: run(given).pow(2).sum())({"0.weight": other})
+        with pytest.raises(IndexError if kind == "Embedding" else RuntimeError):
+            run({"0.weight": other[:4]})
+        results.append([*outs, grads["0.weight"], snapshot(made), model(batch)])
+    for mine, expected in zip(*results):
+        assert torch.equal(mine, expected)
+    hashed = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer)
+    with pytest.raises(NotImplementedError, match="embedding_.*functional_call"):
+        torch.func.functional_call(hashed, {"weight": other}, (batch,))
+
+
 def test_autograd_grad_of_parameters(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
     """What torch.autograd.grad() returns of a table can be measured, scaled, and made the table's gradient."""
     models = pair(trainer)
@@ -734,6 +815,53 @@ def test_autograd_grad_with_a_graph_of_its_own(trainer: frugal.Trainer) -> None:
                 torch.autograd.grad((ours(batch) * factor).sum(), asked, create_graph=True)
 
 
+PENALTIES: Dict[str, Callable[[torch.Tensor], Any]] = {
+    "square": lambda g: g**2,
+    "pow": lambda g: g.pow(2).sum(),
+    "product": lambda g: (g * g).sum(),
+    "norm": lambda g: g.norm(),
+    "vector norm": lambda g: torch.linalg.vector_norm(g),
+    "scaled norm": lambda g: (0.5 * g).norm(),
+    "clone": lambda g: g.clone().norm(),
+    "sum": lambda g: g.sum(),
+    "foreach": lambda g: torch._foreach_norm([g])[0],
+    "abs": lambda g: g.abs().sum(),
+}
+
+
+@pytest.mark.parametrize("form", list(PENALTIES))
+def test_a_penalty_of_gradients(trainer: frugal.Trainer, form: str) -> None:
+    """Those of other layers are differentiated through a table's rows, too; a table's own are refused."""
+    models = pair(trainer)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    batch, grad = keys(), integers(6, 2)
+    for turn in range(2):
+        for model in models:
+            (model(batch).pow(2) * grad).sum().backward(create_graph=turn == 0)
+        if turn == 0:
+            (anchor,) = models[0].first.parameters()
+            assert anchor.grad is not None
+            with pytest.raises(NotImplementedError, match="embedding_bag_0"):
+                PENALTIES[form](anchor.grad)
+            with torch.no_grad():
+                torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1e30)
+        for model in models:
+            weight, bias = model.head.weight.grad, model.head.bias.grad
+            assert weight is not None and bias is not None
+            if turn == 0:
+                penalty = weight.pow(2).sum() / 64 + bias.pow(2).sum()
+                model.zero_grad()
+                penalty.backward()
+        if turn == 1 and form != "abs":
+            assert anchor.grad is not None
+            assert bool(torch.as_tensor(PENALTIES[form](anchor.grad)).isfinite())
+        for mine, expected in zip(models[0].parameters(), models[1].parameters()):
+            assert mine.grad is not None and expected.grad is not None
+            torch.testing.assert_close(float(mine.grad.norm()), float(expected.grad.norm()), rtol=1e-5, atol=0)
+        steps(optimizers)
+        assert_same(*models, rtol=1e-5, atol=1e-3)
+
+
 def test_what_a_gradient_cannot_do_is_said(trainer: frugal.Trainer) -> None:
     module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
     module(keys()).sum().backward()
@@ -746,6 +874,8 @@ def test_what_a_gradient_cannot_do_is_said(trainer: frugal.Trainer) -> None:
         lambda: grad + 1,
         lambda: grad.max(),
         lambda: torch.stack([grad]),
+        lambda: grad * grad.clone(),
+        lambda: grad.mul_(grad),
         lambda: grad.fill_(0.5),
         lambda: anchor.register_hook(lambda g: g),
         lambda: anchor.register_post_accumulate_grad_hook(lambda p: None),
@@ -1143,6 +1273,24 @@ def test_a_forgotten_step_is_bounded_and_warned_of_once(trainer: frugal.Trainer)
     assert anchor.grad is None
 
 
+@pytest.mark.parametrize("who", ["nobody", "another's", "its own, later", "no step"])
+def test_a_table_that_no_optimizer_has_is_warned_of_once(trainer: frugal.Trainer, who: str) -> None:
+    """Also where its gradients are dropped before each step, as by model.zero_grad()."""
+    model, _ = pair(trainer)
+    optimizers = [torch.optim.SGD(model.head.parameters(), lr=0.5), torch.optim.SGD(model.first.parameters(), lr=0.5)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for turn in range(30):
+            model.zero_grad()
+            model(keys()).sum().backward()
+            if who != "no step":
+                optimizers[0].step()
+            if who == "another's" or (who == "its own, later" and turn == 15):
+                optimizers[1].step()
+    found = sorted(str(w.message).split("'")[1] for w in caught if "many backwards" in str(w.message))
+    assert found == {"nobody": ["embedding_bag_0", "embedding_bag_1"], "no step": []}.get(who, ["embedding_bag_1"])
+
+
 def test_sums_of_what_is_held_are_scaled_and_clipped_alike(trainer: frugal.Trainer) -> None:
     ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
@@ -1517,6 +1665,47 @@ def test_hooks_of_the_caller_are_called(trainer: frugal.Trainer) -> None:
     ours(keys()).sum().backward()
     optimizer.step()
     assert seen == ["pre", "post"] and anchor.grad is not None
+
+
+@pytest.mark.parametrize("whose", ["optimizer", "global"])
+def test_hooks_of_the_caller_are_for_the_step_that_comes(trainer: frugal.Trainer, whose: str) -> None:
+    """Whenever they are registered: they clip gradients and say rates."""
+    models = pair(trainer)
+    made = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    handles: List[Any] = []
+    try:
+        for turn in range(4):
+            if turn in (0, 2):
+                if whose == "global":
+                    handles.append(register_optimizer_step_pre_hook(hook))
+                else:
+                    handles += [optimizer.register_step_pre_hook(hook) for optimizer in made]
+            backward(models, keys(), integers(6, 2))
+            steps(made)
+            assert_same(*models)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_hook_after_the_step_may_drop_gradients(trainer: frugal.Trainer) -> None:
+    models = pair(trainer)
+    made = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for optimizer in made:
+        optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    for _ in range(3):
+        backward(models, keys(), integers(6, 2))
+        for optimizer in made:
+            optimizer.step()
+        assert_same(*models)
 
 
 @pytest.mark.parametrize("change", ["reversed", "taken out", "another table"])

@@ -17,6 +17,7 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd
 
 import frugal
 import frugal.torch as ft
+from frugal.torch import _default, _steps
 
 
 def other_keys(*shape: int, but: Optional[int]) -> torch.Tensor:
@@ -817,6 +818,26 @@ def test_rows_begin_as_torch_s(trainer: frugal.Trainer) -> None:
     assert torch.equal(weight[7], torch.zeros(16))
     constant = ft.Embedding(10, 4, init=frugal.Constant(0.25), trainer=trainer)
     assert torch.equal(constant.weight, torch.full((10, 4), 0.25))
+
+
+@pytest.mark.parametrize("rows", ["initial", "of before", "given", "drawn"])
+def test_a_seed_that_is_set_later_is_told_of(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
+    """Once, and where initial rows are trained that do not follow it."""
+    monkeypatch.setattr(_steps, "_told_of_seeds", False)
+    ft.default_trainer()
+    assert _default._seed is not None
+    torch.manual_seed(_default._seed + (rows != "of before"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            module = ft.Embedding(ROWS, DIM, padding_idx=3)
+            if rows == "given":
+                module.load_state_dict({"weight": torch.zeros(ROWS, DIM)})
+            elif rows == "drawn":
+                module.reset_parameters()
+            for _ in range(2):
+                module(torch.tensor([1])).sum().backward()
+    assert sum("torch.manual_seed" in str(w.message) for w in caught) == (rows == "initial")
 
 
 def test_hashed_tables_take_any_key(engine: frugal.Engine, trainer: frugal.Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any, Dict
 
@@ -99,6 +100,67 @@ def test_state_dicts_of_torch_and_ours_are_each_other_s(trainer: frugal.Trainer)
         half = {"weight": theirs.weight.detach().half()}
         ours.load_state_dict(half)
         assert torch.equal(ours.weight, half["weight"].float())
+
+
+def test_writing_to_a_state_dict_writes_rows_as_in_torch(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), optimizer=sgd(), sparse=False)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (ours, theirs)]
+    kept = [module.state_dict() for module in (ours, theirs)]
+    average = [copy.deepcopy(module.state_dict()) for module in (ours, theirs)]
+    for _ in range(3):
+        batch, grad = torch.randint(0, ROWS, (6, 2)), integers(6, DIM)
+        for module, optimizer in zip((ours, theirs), optimizers):
+            optimizer.zero_grad()
+            module(batch).backward(grad)
+            optimizer.step()
+        for states in (kept, [module.state_dict() for module in (ours, theirs)]):
+            for state in states:
+                state["weight"].mul_(0.5)
+                state["weight"][3:5] += 1.0
+                with torch.no_grad():
+                    torch.nn.init.constant_(state["weight"][7], 0.25)
+            assert torch.equal(ours.weight, theirs.weight.detach())
+            assert torch.equal(states[0]["weight"], states[1]["weight"])
+        for state, module in zip(average, (ours, theirs)):
+            for name, value in module.state_dict().items():
+                state[name].mul_(0.5).add_(value, alpha=0.5)  # a copy's are its own
+        assert torch.equal(average[0]["weight"], average[1]["weight"])
+        assert torch.equal(ours.weight, theirs.weight.detach())
+    for copied in (copy.deepcopy(kept[0]), through_a_file(kept[0]), {"weight": kept[0]["weight"].clone()}):
+        assert type(copied["weight"]) is torch.Tensor
+        copied["weight"].zero_()
+    assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "assign"])
+def test_a_module_of_torch_may_have_a_state_dict_s_tensor(trainer: frugal.Trainer, how: str) -> None:
+    """As its weight, which it then shares with the table, and which can be exported."""
+    ours = ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    saved, theirs = ours.state_dict(), torch.nn.Embedding(ROWS, DIM)
+    if how == "assign":
+        theirs.load_state_dict(saved, assign=True)
+    else:
+        theirs = torch.nn.Embedding.from_pretrained(saved["weight"])  # type: ignore[no-untyped-call]
+    ids = torch.arange(ROWS)
+    assert torch.equal(theirs(ids), ours(ids))
+    with torch._subclasses.FakeTensorMode() as fakes:
+        assert fakes.from_tensor(theirs.weight).shape == (ROWS, DIM)
+    with torch.no_grad():
+        theirs.weight[3] = 7.0
+    assert torch.equal(theirs(ids), ours(ids)) and ours.weight[3].eq(7.0).all()
+
+
+def test_a_state_dict_of_a_table_s_keys_is_written_by_key(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer, optimizer=sgd())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for ids in ([4, -9], list(range(30))):
+        module(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+        if len(ids) == 2:
+            saved = module.state_dict()
+    saved["weight"].fill_(3.0)
+    now = module.state_dict()
+    assert sorted(now["keys"][now["weight"].eq(3.0).all(1)].tolist()) == [-9, 4]
 
 
 def test_loading_a_model_keeps_the_optimizer_s_state(trainer: frugal.Trainer) -> None:

@@ -186,6 +186,83 @@ def test_views_are_written_through(pair: Pair, view: str, change: str) -> None:
     assert same(pair)
 
 
+@pytest.mark.parametrize("view", [*VIEWS, "all"])
+def test_a_kept_view_is_of_the_rows_as_they_are(pair: Pair, view: str) -> None:
+    """What is trained and written meanwhile is seen, and stays where it is not written."""
+    take: Callable[[Any], Any] = VIEWS.get(view, lambda w: w[:])
+    with torch.no_grad():
+        kept = [[take(module.weight), take(module.weight.data)] for module in pair]
+    optimizers = [torch.optim.Adagrad(module.parameters(), lr=0.5) for module in pair]
+
+    def alike() -> bool:
+        return all(torch.equal(mine, theirs) for mine, theirs in zip(*kept)) and torch.allclose(
+            pair[0].weight, pair[1].weight.detach(), rtol=1e-6, atol=1e-6
+        )
+
+    for turn in range(2):
+        for module, made in zip(pair, optimizers):
+            made.zero_grad()
+            (module(torch.arange(ROWS)) * integers(1, DIM)).sum().backward()
+            made.step()
+        with torch.no_grad():  # the two worlds' rows, exactly
+            pair[1].weight.copy_(snapshot(pair[0]))
+        assert alike()
+        for change in ("mul", "setitem", "out"):
+            with torch.no_grad():
+                for views in kept:
+                    CHANGES[change](views[turn])
+            assert alike() and same(pair)
+        for module in pair:
+            module.weight.data[3] = 9.0
+        assert alike() and same(pair)
+
+
+@pytest.mark.parametrize("use", [lambda v: 2 * v, lambda v: v * v])
+def test_a_kept_view_in_a_graph_is_of_the_rows_as_they_are(pair: Pair, use: Callable[[Any], Any]) -> None:
+    """What PyTorch has kept of it for a gradient is as it was, or an error."""
+    found: List[List[Any]] = []
+    for module in pair:
+        weight = module.weight
+        row, part = weight[3], weight[2:8].t()
+        before, other = use(part).sum(), use(row).sum()
+        module(torch.arange(ROWS)).sum().backward()
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+        found.append([before, other, row.clone(), part.sum(), torch.autograd.grad(use(row + part[:, 1]).sum(), weight)[0]])
+        for loss in (before, other):
+            try:
+                found[-1].append(torch.autograd.grad(loss, weight)[0])
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                found[-1].append(torch.empty(0))
+        with torch.no_grad():
+            row.mul_(3.0)
+        found[-1].append(part.clone())
+    for mine, expected in zip(*found):
+        assert torch.equal(mine, expected)
+    assert same(pair)
+
+
+def test_a_kept_view_of_a_hashed_table_is_of_its_keys(trainer: frugal.Trainer) -> None:
+    """Wherever rows that come later stand in weight."""
+    module = ft.Embedding(ROWS, DIM, hashed=True, trainer=trainer, optimizer=sgd())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+
+    def train(*ids: int) -> None:
+        module(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(5, -7)
+    row, key = module.weight.data[1], int(module.state_dict()["keys"][1])
+    module.load_state_dict({"weight": torch.ones(1, DIM), "keys": torch.tensor([key])})
+    train(*range(20, 40))
+    row.mul_(3.0)
+    saved = module.state_dict()
+    here = saved["keys"] == key
+    assert torch.equal(saved["weight"][here], torch.full((1, DIM), 3.0)) and torch.equal(row, saved["weight"][here][0])
+    assert len(saved["keys"]) == 21 and not saved["weight"][~here].eq(3.0).any()
+
+
 @pytest.mark.parametrize("view", ["row", "slice", "transposed", "flat", "unbind"])
 def test_views_are_not_written_while_gradients_are_computed(pair: Pair, view: str) -> None:
     before = snapshot(pair[0])

@@ -61,7 +61,7 @@ def use_of(node: Any) -> int:
 class Held:
     """What one backward of a module delivered: the gradient of its output, and the keys of the forward."""
 
-    __slots__ = ("lookup", "tensors", "grad", "number", "version")
+    __slots__ = ("lookup", "tensors", "grad", "number", "version", "graph")
 
     def __init__(
         self, lookup: "Lookup", tensors: Sequence[Optional[torch.Tensor]], grad: torch.Tensor, number: int
@@ -71,6 +71,7 @@ class Held:
         self.grad = grad
         self.number = number  # backwards are pushed in their order
         self.version = grad._version
+        self.graph = False  # whether PyTorch's gradients of this backward have one (create_graph=True)
 
     def check(self) -> None:
         """An error, if somebody has written to the gradient since."""
@@ -155,6 +156,7 @@ class Anchor(torch.nn.Parameter):
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         """Adds a backward's gradient, of these features of its module, to the anchor's."""
+        self.table.count_backward()
         grad = self.grad
         if not isinstance(grad, Gradient):
             left = None if grad is None else _replaced(self, grad)
@@ -308,7 +310,9 @@ class Gradient(torch.Tensor):
         self.table.warn_if_nobody_steps()
         keys, rows = self.summed()
         last = self.parts[-1].held
-        self.parts = [Part(Held(last.lookup.rows_of(self.table), (keys, None, None), rows, last.number), (0,), 1.0)]
+        held = Held(last.lookup.rows_of(self.table), (keys, None, None), rows, last.number)
+        held.graph = any(part.held.graph for part in self.parts)
+        self.parts = [Part(held, (0,), 1.0)]
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients of all backwards so far."""
@@ -358,6 +362,14 @@ class Gradient(torch.Tensor):
         """Distinct keys, and the sum of the gradients of each."""
         return _sum(*self.per_key())
 
+    def check_graph(self, func: Any) -> None:
+        """An error, if a computation of it would be differentiated."""
+        if any(part.held.graph for part in self.parts):
+            raise NotImplementedError(
+                f"table {self.table.name!r}: {func} of a gradient of a backward with create_graph=True: a gradient of it is not"
+                " possible. Leave frugal's parameters out of the penalty, or compute under torch.no_grad()"
+            )
+
     def norm_of(self, order: float) -> torch.Tensor:
         if not order > 0.0:
             raise NotImplementedError(f"table {self.table.name!r}: a norm of order {order} of a gradient")
@@ -389,6 +401,10 @@ class Gradient(torch.Tensor):
         if answer is None:
             grad = next(a for a in flat([*args, *(kwargs or {}).values()]) if isinstance(a, Gradient))
             raise _no_answer(func, grad)
+        if func.overloadpacket in _VALUES and torch.is_grad_enabled():
+            for grad in flat(args):
+                if isinstance(grad, Gradient):
+                    grad.check_graph(func)
         return answer(func, *args, **(kwargs or {}))
 
 
@@ -460,6 +476,8 @@ def _factor_of(func: Any, by: Any) -> float:
 
 
 def _scale(func: Any, grad: Any, by: Any, **kwargs: Any) -> Any:
+    if isinstance(by, Gradient) and isinstance(grad, Gradient):
+        raise _no_answer(func, grad)
     if not isinstance(grad, Gradient):
         raise NotImplementedError("a tensor cannot be scaled by the gradient of a table")
     grad.rescale(_factor_of(func, by))
@@ -548,6 +566,12 @@ def _for_a_reducer(grad: Gradient) -> float:
 
 
 def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
+    if isinstance(grad, Gradient) and isinstance(by, Gradient):
+        if grad is not by or func.overloadpacket is not _aten.mul or out is not None:
+            raise _no_answer(func, grad)
+        if torch.is_grad_enabled():
+            grad.check_graph(func)
+        return _squared(func, grad, 2)
     if out is None:  # grad * 0.5, which may become the anchor's
         grad, by = (grad, by) if isinstance(grad, Gradient) else (by, grad)
         copy = _copy_of(func, grad)
@@ -613,3 +637,5 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense: _value,
     _aten.pow: _squared,
 }
+# Of these a computation can go on that PyTorch would differentiate.
+_VALUES = {_aten.sum, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, _aten.pow}

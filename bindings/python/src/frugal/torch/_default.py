@@ -16,6 +16,7 @@ from ._ranks import world
 _lock = threading.Lock()
 _trainer: Optional[frugal.Trainer] = None
 _pid = 0
+_seed: Optional[int] = None  # of torch, that initial rows follow; None: they follow none
 
 
 def trainer() -> frugal.Trainer:
@@ -32,13 +33,19 @@ def trainer() -> frugal.Trainer:
 
 
 def _open() -> frugal.Trainer:
+    global _seed
     place = world(alone=True)
-    # Not the seed itself: ranks of a script that seeds them apart share the tables.
-    seed = torch.initial_seed() % 2**64 if place.size == 1 else 0
-    engine = frugal.Engine(world_size=place.size, seed=seed)
+    # Ranks of a script that seeds them apart share the tables.
+    _seed = torch.initial_seed() % 2**64 if place.size == 1 else None
+    engine = frugal.Engine(world_size=place.size, seed=_seed or 0)
     trainer = engine.create_trainer(place.rank, replace=place.again and bool(engine.service))
     atexit.register(_close, engine, trainer, os.getpid())
     return trainer
+
+
+def seeded_since(trainer: frugal.Trainer) -> bool:
+    """Whether initial rows of this trainer's tables follow another torch.manual_seed() than the last one."""
+    return trainer is _trainer and _seed is not None and torch.initial_seed() % 2**64 != _seed
 
 
 def _close(engine: frugal.Engine, trainer: frugal.Trainer, pid: int) -> None:

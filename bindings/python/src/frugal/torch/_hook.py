@@ -1,8 +1,9 @@
 """The steps of torch's optimizers, for the tables that they have.
 
-A hook that PyTorch calls before each optimizer's step looks for anchors among its parameters. It takes the optimizer's
-hyper-parameters, steps the tables, and hides the anchors' gradients from the optimizer, which leaves a parameter without
-a gradient alone. A hook after the step gives them back, so that zero_grad() means what it means elsewhere.
+A hook that PyTorch calls before each optimizer's step looks for anchors among its parameters, and gives the optimizer
+two hooks of its own. The last before the step takes the optimizer's hyper-parameters, steps the tables, and hides the
+anchors' gradients from the optimizer, which leaves a parameter without a gradient alone. The first after the step gives
+them back, so that zero_grad() means what it means elsewhere.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import math
 import operator
 import warnings
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type
+from collections import OrderedDict
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, cast
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import frugal
 
 from . import _state
 from ._anchor import Anchor, Gradient
-from ._steps import Steps, Table, Update, scaled
+from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
 
 _STATE, _KEYS, _STEP = "frugal_state", "frugal_keys", "step"
@@ -69,22 +71,51 @@ class _Known:
     def __init__(self) -> None:
         self.parameters: List[List[Any]] = []  # of each group, when `entries` were looked for
         self.entries: List[_Entry] = []
+        self.rounds: List[List[_Entry]] = []  # the same, none twice in one; as a rule there is one
         self.hidden: List[Tuple[Anchor, torch.Tensor]] = []
         self.saves = False
 
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
         if len(groups) != len(self.parameters) or not all(map(_same, groups, self.parameters)):
-            for group in groups:  # an optimizer that was given module.weight
-                group["params"] = [p.parameter() if isinstance(p, Weight) else p for p in group["params"]]
+            for group in groups:
+                group["params"] = _without_weights(group["params"])
+            entries = [_Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)]
+            self.rounds = _rounds(entries)
             self.parameters = [list(group["params"]) for group in groups]
-            self.entries = [
-                _Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)
-            ]
+            self.entries = entries
             if self.entries and not self.saves:
                 self.saves = True
                 optimizer.register_state_dict_post_hook(_save)
         return self.entries
+
+
+def _without_weights(parameters: List[Any]) -> List[Any]:
+    """The parameters of a group that was given module.weight."""
+    found = [p.parameter() if isinstance(p, Weight) else p for p in parameters]
+    if len(set(map(id, found))) < len(set(map(id, parameters))):  # which PyTorch has not seen
+        warnings.warn(
+            "optimizer contains a parameter group with duplicate parameters: a module's weight and its parameter",
+            stacklevel=2,
+        )
+    return found
+
+
+def _rounds(entries: List[_Entry]) -> List[List[_Entry]]:
+    """A table that a group has twice is stepped twice, as PyTorch does. Two groups cannot have it."""
+    rounds: List[List[_Entry]] = []
+    seen: Dict[Anchor, List[_Entry]] = {}
+    for entry in entries:
+        before = seen.setdefault(entry.anchor, [])
+        if before and before[0].group != entry.group:
+            raise ValueError(
+                f"some parameters appear in more than one parameter group: those of table {entry.table.name!r}"
+            )
+        if len(before) == len(rounds):
+            rounds.append([])
+        rounds[len(before)].append(entry)
+        before.append(entry)
+    return rounds
 
 
 def _same(group: Dict[str, Any], parameters: List[Any]) -> bool:
@@ -96,11 +127,31 @@ def _same(group: Dict[str, Any], parameters: List[Any]) -> bool:
 _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
 
 
-def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+_OURS = -1  # the name of our hooks among an optimizer's own, which PyTorch counts from 0
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and those
+    after it see the gradients."""
+    count_optimizer_step()
     known = _known.get(optimizer)
     if known is None:
         known = _known[optimizer] = _Known()
     if not known.look(optimizer) or getattr(optimizer, "_frugal", False):
+        return
+    before = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+    after = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
+    if next(reversed(before), None) != _OURS:
+        before[_OURS] = _step_tables
+        before.move_to_end(_OURS)
+    if next(iter(after), None) != _OURS:
+        after[_OURS] = _give_back
+        after.move_to_end(_OURS, last=False)
+
+
+def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    known = _known[optimizer]
+    if not known.look(optimizer):
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -117,23 +168,35 @@ def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dic
     return (args[0], closed, *args[2:]), kwargs
 
 
-def _after(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-    known = _known.get(optimizer)
-    if known is not None and known.hidden:
-        for anchor, grad in known.hidden:
-            if anchor.grad is None:
-                anchor.grad = grad
-        known.hidden = []
+def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    known = _known[optimizer]
+    for anchor, grad in known.hidden:
+        if anchor.grad is None:
+            anchor.grad = grad
+    known.hidden = []
 
 
 register_optimizer_step_pre_hook(_before)
-register_optimizer_step_post_hook(_after)
 
 
 def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
+    for entry in known.rounds[1] if len(known.rounds) > 1 else ():
+        if optimizer.param_groups[entry.group].get("momentum"):
+            raise NotImplementedError(f"table {entry.table.name!r}: a group with momentum has its parameter twice")
+    for again, entries in enumerate(known.rounds):
+        _step_once(optimizer, entries, again > 0)
+    known.hidden = []
+    for entry in known.entries:
+        grad = entry.anchor.grad
+        if grad is not None:
+            known.hidden.append((entry.anchor, grad))
+            entry.anchor.grad = None
+
+
+def _step_once(optimizer: torch.optim.Optimizer, entries: List[_Entry], again: bool) -> None:
     """One step of the engine for each trainer whose tables the optimizer has."""
     by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient]]]] = {}
-    for entry in known.entries:
+    for entry in entries:
         gradient = entry.anchor.gradient()
         steps = entry.table.steps
         if (gradient is None and steps.world_size == 1) or entry.table.kept_by() is not None:
@@ -141,6 +204,8 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
         by_steps.setdefault(steps, []).append((entry, gradient))
     if by_steps:
         factor, skip = scaling(optimizer)
+        if again:
+            factor = 1.0  # the gradient has it
         values = [_values(group) for group in optimizer.param_groups]
         for steps, items in by_steps.items():
             states = [optimizer.state[entry.anchor] for entry, _ in items]
@@ -153,12 +218,6 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
                 for (_, gradient), state in zip(items, states):
                     if gradient is not None:
                         state[_STEP] = _steps_of(state) + 1
-    known.hidden = []
-    for entry in known.entries:
-        grad = entry.anchor.grad
-        if grad is not None:
-            known.hidden.append((entry.anchor, grad))
-            entry.anchor.grad = None
 
 
 def _values(group: Dict[str, Any]) -> List[Any]:

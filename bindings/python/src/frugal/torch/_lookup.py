@@ -207,7 +207,10 @@ class TrainingLookup(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return _held(ctx, grad)
         ctx.graph = True
-        return cast(Tuple[Optional[torch.Tensor], ...], _held_once(ctx, grad))
+        try:
+            return cast(Tuple[Optional[torch.Tensor], ...], _held_once(ctx, grad))
+        finally:
+            ctx.graph = False  # the next backward of this graph may be another
 
 
 def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
@@ -230,6 +233,7 @@ def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
                 held = Held(lookup, _kept(tensors, ctx.mine), grad, number)
             else:
                 held = Held(lookup.weighted, lookup.factors(tensors), grad, number)
+            held.graph = getattr(ctx, "graph", False)
         if use == ACCUMULATED:
             table.anchor.hold(held, lookup.places[i])
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from typing import (
@@ -29,7 +30,7 @@ import frugal
 from . import _default, _inputs, _native, _renorm, _state, _steps
 from ._anchor import Anchor
 from ._lookup import EmptyLookup, Feature, Lookup, ReadingLookup, TrainingLookup, int64_of
-from ._weight import Weight, write
+from ._weight import Weight, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone
@@ -59,6 +60,14 @@ def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
     alive = trainer()
     if alive is not None:
         _steps.of(alive).drop_later(table)
+
+
+def _is_for_a_call() -> bool:
+    """Whether torch.func.functional_call sets a module's attribute, for the time of the call, or back."""
+    frame = sys._getframe(2)  # of who sets it, or of __setattr__
+    while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.nn.utils._named_member_accessor"
 
 
 def _dtype(dtype: Optional[torch.dtype], weight: Optional[torch.Tensor], freeze: bool, bags: bool) -> torch.dtype:
@@ -158,6 +167,7 @@ class _Module(torch.nn.Module):
         table = self._steps.table(
             name or self._steps.name(kind), rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed
         )
+        table.seeded_since = table.created and _default.seeded_since(self._trainer)
         if name is None and table.created and self._steps.world_size == 1:
             weakref.finalize(self, _drop, weakref.ref(self._trainer), table.table)
         return table
@@ -227,7 +237,7 @@ class _Module(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, table in self._tables().items():
-            for key, value in _state.rows(self._steps, table).items():
+            for key, value in saved(table).items():
                 destination[f"{prefix}{name}{key}"] = value
         super()._save_to_state_dict(destination, prefix, keep_vars)  # what a subclass has
         for key in self._anchor_keys(prefix):
@@ -299,6 +309,7 @@ class _Single(_Module):
     _kind = ""
     _pools = False
     _shown: Optional[Weight] = None
+    _instead: Optional[torch.Tensor] = None  # of the rows, while torch.func.functional_call runs
     num_embeddings: int
     embedding_dim: int
 
@@ -351,9 +362,11 @@ class _Single(_Module):
         return self._table.table
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> torch.Tensor:
         """The rows, of a hashed table in the order of `table.keys()`: read when something is computed of them, written
         by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
+        if self._instead is not None:
+            return self._instead
         shown = self._shown
         if shown is None or not shown.is_as_now(self.sparse):
             shown = Weight(self._table, self._lookup.features[0], self.sparse)
@@ -364,6 +377,14 @@ class _Single(_Module):
     def weight(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"weight must be a torch.Tensor, not {type(value).__name__}")
+        if _is_for_a_call():
+            if self._table.hashed:
+                raise NotImplementedError(
+                    f"table {self._table.name!r} is hashed: the rows that torch.func.functional_call has for it lack keys"
+                )
+            mine = type(value) is Weight and value.is_whole() and value._table is self._table
+            object.__setattr__(self, "_instead", None if mine else value)
+            return
         if type(value) is Weight and value.is_whole() and value._table is not self._table:
             raise NotImplementedError(
                 f"the weight of table {self._table.name!r} cannot be that of table {value._table.name!r} from now on: use one"
@@ -473,6 +494,10 @@ class Embedding(_Single):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the keys `input`, of any shape."""
+        if self._instead is not None:
+            return torch.nn.functional.embedding(
+                input, self._instead, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+            )
         run = self._runner() if is_compiling() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
@@ -550,6 +575,11 @@ class EmbeddingBag(_Single):
         per_sample_weights: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Bags of the keys `input`: 2-D, a bag in each row, or 1-D with `offsets`. Returns (bags, embedding_dim)."""
+        if self._instead is not None:
+            return torch.nn.functional.embedding_bag(
+                input, self._instead, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
+                per_sample_weights, self.include_last_offset, self.padding_idx,
+            )  # fmt: skip
         run = self._runner() if is_compiling() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,

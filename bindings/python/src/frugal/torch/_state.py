@@ -132,7 +132,8 @@ def _floats(value: object, what: str) -> torch.Tensor:
         raise TypeError(f"{what} is of {tensor.dtype}, and rows are torch.float32")
     if tensor.dim() != 2:
         raise ValueError(f"{what} has {tensor.dim()} dimensions and must have 2")
-    return tensor.to(device="cpu", dtype=torch.float32).resolve_neg().contiguous()
+    # Without the class that writes through: it is read.
+    return tensor.to(device="cpu", dtype=torch.float32).resolve_neg().contiguous().as_subclass(torch.Tensor)
 
 
 def _integers(value: object, what: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
@@ -45,7 +45,8 @@ class _Read(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, weight: "Weight", rows: torch.Tensor, at: Optional[torch.Tensor], name: str
     ) -> torch.Tensor:
         ctx.at, ctx.shape, ctx.name = at, tuple(weight.shape), name
-        return rows.view_as(rows)
+        # The same memory, but no view, which PyTorch would not let be written.
+        return rows.new_empty(0).set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
@@ -113,45 +114,29 @@ class Weight(torch.Tensor):
 
     def read(self, at: Optional[torch.Tensor] = None) -> torch.Tensor:
         """A copy of the rows, or of those at these places."""
+        return self._rows(self._keys(at))
+
+    def _rows(self, keys: Optional[torch.Tensor]) -> torch.Tensor:
         table = self._table
         if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
             raise RuntimeError(
                 f"table {table.name!r}: weight cannot be traced or exported, since its rows are not in the program: make"
                 " the module that is served of weight.clone()"
             )
-        keys = self._keys()
-        if at is not None:
-            keys = keys[at] if keys is not None else at
-        if keys is None:
-            keys = _state.keys(table)
-        keys = keys.reshape(-1).contiguous()
-        table.steps.outside()
-        rows = torch.empty(keys.numel(), table.dim, dtype=torch.float32, device="cpu")
-        table.get(keys, rows, with_state=False)
-        return rows.to(device=table.steps.device, dtype=table.anchor.dtype)
+        return _rows_of(table, keys).to(device=table.steps.device, dtype=table.anchor.dtype)
 
-    def _keys(self) -> Optional[torch.Tensor]:
+    def _keys(self, at: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
+        """The keys of the rows, or of those at these places; None: all of a dense table."""
         self._table.steps.outside()
         keys = _state.keys(self._table) if self._table.hashed else None
-        if self._at is None:
-            return keys
-        return self._at if keys is None else keys[self._at]
-
-    def _chunks(self) -> Iterator[torch.Tensor]:
-        keys = self._keys()
-        count = self._table.capacity if keys is None else keys.numel()
-        for begin in range(0, count, _CHUNK):
-            end = min(begin + _CHUNK, count)
-            yield torch.arange(begin, end, dtype=torch.int64, device="cpu") if keys is None else keys[begin:end]
+        for places in (self._at, at):
+            if places is not None:
+                keys = places if keys is None else keys[places]
+        return None if keys is None else keys.reshape(-1).contiguous()
 
     def change(self, function: Callable[[torch.Tensor, slice], Any]) -> None:
         """Rows are what the function makes of them, some at a time."""
-        table = self._table
-        begin = 0
-        for keys in self._chunks():
-            part = slice(begin, begin + keys.numel())
-            begin = part.stop
-            _change_rows(table, keys, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
+        _change(self._table, self._keys(), function)
 
     # What a tensor has that must not be looked for in memory that is not there.
 
@@ -222,15 +207,16 @@ class Weight(torch.Tensor):
     def __getitem__(self, index: Any) -> torch.Tensor:
         found = self._places(index)
         if found is None:
-            rows = self._value()
-            return cast(torch.Tensor, _shared(rows[index], [(self, ..., rows)]))
+            source = self.source()
+            return cast(torch.Tensor, _shared(source.rows[index], [source]))
         at, rest, view = found
-        values = self.read(at).view(*at.shape, self._table.dim)
+        keys = self._keys(at)
+        values = self._rows(keys).view(*at.shape, self._table.dim)
         if torch.is_grad_enabled() and self.requires_grad:
             values = cast(torch.Tensor, _read(self._table.anchor, self, values, at, self._table.name))
         out = values[(slice(None),) * at.dim() + rest] if rest else values
         if view:
-            out = _shared(out, [(self, index[0] if rest else index, values)])
+            out = _shared(out, [_Source(self._table, keys, values, self)])
         return out
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -277,11 +263,13 @@ class Weight(torch.Tensor):
             return None
         return _wrapped(at.to(torch.int64), count), rest, at.dim() == 0
 
-    def _value(self) -> torch.Tensor:
-        rows = self.read()
+    def source(self) -> "_Source":
+        """All rows, for views of them."""
+        keys = self._keys()
+        rows = self._rows(keys)
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(torch.Tensor, _read(self._table.anchor, self, rows, None, self._table.name))
-        return rows
+            rows = _read(self._table.anchor, self, rows, None, self._table.name)
+        return _Source(self._table, keys, rows, self)
 
     def _check_written(self) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
@@ -339,8 +327,9 @@ class Weight(torch.Tensor):
 
     def _copy(self, source: Any) -> "Weight":
         self._check_written()
-        source = torch.as_tensor(source.read() if isinstance(source, Weight) else source).detach()
-        source = source.to("cpu").expand(self.shape)
+        if isinstance(source, (Weight, _Part)):
+            source = source.read() if isinstance(source, Weight) else source.plain()
+        source = torch.as_tensor(source).detach().to("cpu").expand(self.shape)
         self.change(lambda rows, part: rows.copy_(source[part]))
         return self
 
@@ -426,6 +415,26 @@ def _grads(
     return tuple(found[: len(inputs)])
 
 
+def _rows_of(table: Table, keys: Optional[torch.Tensor]) -> torch.Tensor:
+    """A copy of the rows of these keys, None: of all."""
+    table.steps.outside()
+    if keys is None:
+        keys = _state.keys(table)
+    rows = torch.empty(keys.numel(), table.dim, dtype=torch.float32, device="cpu")
+    table.get(keys, rows, with_state=False)
+    return rows
+
+
+def _change(table: Table, keys: Optional[torch.Tensor], function: Callable[[torch.Tensor, slice], Any]) -> None:
+    """Rows of these keys, None: of all, are what the function makes of them, some at a time. Their optimizer state
+    stays."""
+    count = table.capacity if keys is None else keys.numel()
+    for begin in range(0, count, _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, count))
+        some = torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu") if keys is None else keys[part]
+        _change_rows(table, some, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
+
+
 def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
     table.steps.outside()
@@ -451,8 +460,38 @@ def _wrapped(at: torch.Tensor, count: int) -> torch.Tensor:
     return torch.where(at < 0, at + count, at)
 
 
-# A weight, an index of it, and the rows that were read of them.
-_Source = Tuple[Weight, Any, torch.Tensor]
+class _Source:
+    """Rows that were read of a table, for views of them."""
+
+    __slots__ = ("table", "keys", "rows", "_weight", "_read_at")
+
+    def __init__(
+        self, table: Table, keys: Optional[torch.Tensor], rows: torch.Tensor, weight: Optional[Weight] = None
+    ) -> None:
+        self.table = table
+        self.keys = keys  # None: all of a dense table
+        self.rows = rows
+        self._weight = weight  # of which they are a part, None: they are a copy
+        self._read_at = self._now()
+
+    def _now(self) -> Tuple[int, int]:
+        return self.table.steps.next, self.table.written_at
+
+    def before(self, writes: bool) -> None:
+        """Comes before a use: a view of a weight shows rows as they are now, and what is written is made of these."""
+        if writes and self._weight is not None:
+            self._weight._check_written()
+        if (writes or self._weight is not None) and (self._read_at != self._now() or self.table.steps.world_size > 1):
+            now = _rows_of(self.table, self.keys)
+            with torch.no_grad():
+                self.rows.detach().copy_(now.view(self.rows.shape))
+            self._read_at = self._now()
+
+    def after_write(self) -> None:
+        """The table's rows are what has become of these."""
+        rows = self.rows.detach().to(device="cpu", dtype=torch.float32).view(-1, self.table.dim)
+        _change(self.table, self.keys, lambda some, where: some.copy_(rows[where]))
+        self._read_at = self._now()
 
 
 def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tuple[Any, ...]:
@@ -460,10 +499,10 @@ def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tu
     out = []
     for value in values:
         if isinstance(value, Weight):
-            rows = value._value()
+            source = value.source()
             if read is not None:
-                read.append((value, ..., rows))
-            value = rows
+                read.append(source)
+            value = source.rows
         elif isinstance(value, (list, tuple)) and any(isinstance(v, Weight) for v in value):
             value = type(value)(_read_all(value, read))
         out.append(value)
@@ -471,7 +510,8 @@ def _read_all(values: Sequence[Any], read: Optional[List[_Source]] = None) -> Tu
 
 
 class _Part(torch.Tensor):
-    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(): who writes to it writes to the table."""
+    """A view of rows that were read, as weight[3], weight.t() or weight.flatten(), or a copy in a state_dict: who writes to
+    it writes to the table."""
 
     _source: _Source
 
@@ -487,25 +527,35 @@ class _Part(torch.Tensor):
         name = getattr(func, "__name__", "")
         first = args[0] if args else kwargs.get("tensor")  # the latter of torch.nn.init's functions
         targets = flat([kwargs.get("out"), first if in_place(name) else None])
-        written = [part for part in targets if isinstance(part, _Part)]
-        for part in written:
-            part._source[0]._check_written()
-        parts = [part for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
+        written = [part._source for part in targets if isinstance(part, _Part)]
+        sources = [part._source for part in flat([*args, *kwargs.values()]) if isinstance(part, _Part)]
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for source in sources:
+            source.before(source in written)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-            for part in written:
-                weight, index, rows = part._source
-                weight[index] = rows.as_subclass(torch.Tensor)
-        return _read_only(out) if name in ("numpy", "__array__") else _shared(out, [part._source for part in parts])
+            for source in written:
+                source.after_write()
+        return _read_only(out) if name in ("numpy", "__array__") else _shared(out, sources)
+
+    def plain(self) -> torch.Tensor:
+        """The same memory, which is the table's no more."""
+        self._source.before(False)
+        return self.as_subclass(torch.Tensor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.as_subclass(torch.Tensor))
+        return repr(self.plain())
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor).detach().clone()
+        return self.plain().detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        rows = self.plain().detach()
+        if rows.nbytes != rows.untyped_storage().nbytes():
+            rows = rows.clone()  # what is pickled is all of a storage
+        return rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _shared(out: Any, sources: Sequence[_Source]) -> Any:
@@ -516,12 +566,26 @@ def _shared(out: Any, sources: Sequence[_Source]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             address = out.untyped_storage().data_ptr()
             for source in sources:
-                if source[2].untyped_storage().data_ptr() == address:
-                    part = out.as_subclass(_Part)
-                    part._source = source
-                    return part
+                if source.rows.untyped_storage().data_ptr() == address:
+                    return _part(out, source)
             return out.as_subclass(torch.Tensor) if isinstance(out, _Part) else out
     return out
+
+
+def _part(tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+    part = tensor.as_subclass(_Part)
+    part._source = source
+    return part
+
+
+def saved(table: Table) -> Dict[str, torch.Tensor]:
+    """What a state_dict has of a table. Its `weight` is a copy of the rows as they are, and who writes to it writes to the
+    table, as with a state_dict of torch's modules."""
+    found = _state.rows(table.steps, table)
+    rows = found["weight"]
+    if not table.empty and rows.numel():
+        found["weight"] = _part(rows, _Source(table, found.get("keys"), rows))
+    return found
 
 
 def _read_only(array: Any) -> Any:
@@ -544,7 +608,7 @@ _PLAIN = {
     _tensor.shape.__get__, _tensor.dtype.__get__, _tensor.device.__get__, _tensor.layout.__get__,
     _tensor.requires_grad.__get__, _tensor.ndim.__get__, _tensor.is_cuda.__get__,
     _tensor.is_sparse.__get__, _tensor.is_meta.__get__, _tensor.is_quantized.__get__,
-    _tensor.grad_fn.__get__, _tensor.names.__get__,
+    _tensor.grad_fn.__get__, _tensor.names.__get__, _tensor._base.__get__,
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
     torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__,
     torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.get_device,
