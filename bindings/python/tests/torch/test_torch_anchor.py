@@ -361,7 +361,9 @@ def test_a_module_s_optimizer_is_for_the_frugal_one_alone(trainer: frugal.Traine
 
 class OwnStep(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-0.5)
 
 
 @pytest.mark.parametrize("form", ["weight", "foreach"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, List
 
@@ -86,10 +87,15 @@ def test_ranks_of_several_engines_share_tables(controller: Any) -> None:
     with torch.no_grad():  # an evaluation between steps
         assert torch.equal(first(keys), second(keys))
         assert torch.equal(first(keys)[0], saved["weight"][1] * 2 + saved["weight"][2] * 2)
+    with warnings.catch_warnings():  # Tables of now are new on the rank that comes second, too.
+        warnings.simplefilter("error")
+        for trainer, _, _ in ranks:
+            ft.Embedding(20, 4, trainer=trainer, name="later", _weight=torch.ones(20, 4))
     for trainer, _, _ in ranks:
         trainer.close()
     # Who comes back finds the table, and does not begin it again; nor may it mean another one.
-    _, third, _ = attached(controller.address, 0, weight=5.0)
+    with pytest.warns(UserWarning, match="'t' exists, trained: the module goes on with its rows"):
+        _, third, _ = attached(controller.address, 0, weight=5.0)
     assert torch.equal(third.weight, saved["weight"] * 2)
     with pytest.raises(ValueError, match="all must say the same"):
         attached(controller.address, 1, lr=0.25)

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Callable, List
 
@@ -204,6 +205,36 @@ def test_ranks_choose_a_kind_together() -> None:
             out.backward(grads[rank][step] / world_size)
         reference.step()
     torch.testing.assert_close(got, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_model_is_new_on_all_ranks() -> None:
+    """Also where one rank has made it, and has chosen its optimizer, before another makes it."""
+    weight = integers(ROWS, DIM)
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+
+        def train(models: List[Any]) -> None:
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+            for model in models:
+                model(torch.tensor([1])).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                train([ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer) for trainer in trainers])
+            first = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainers[0])
+            first._table.choose(frugal.Adagrad())
+            second = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainers[1])
+            assert torch.equal(snapshot(second), weight)
+            for module in (first, second):
+                module(torch.tensor([1])).sum().backward()
+            for optimizer in [torch.optim.Adagrad(module.parameters(), lr=0.5) for module in (first, second)]:
+                optimizer.step()
+        torch.testing.assert_close(snapshot(second)[1], weight[1] - 0.5)
+        with pytest.warns(UserWarning, match="exists, trained: the module goes on with its rows"):
+            ft.Embedding(ROWS, DIM, trainer=trainers[1], name=first.table.name)
 
 
 def test_ranks_say_the_same() -> None:

@@ -746,10 +746,6 @@ def test_grad_is_torch_s(trainer: frugal.Trainer, sparse: bool) -> None:
         torch.testing.assert_close(mine.norm(), expected.norm())
     with torch.no_grad():
         modules[0].weight.grad.sum()
-    changes: List[Any] = [lambda g: g.mul_(2), lambda g: g.zero_(), lambda g: torch._foreach_mul_([g], 2.0)]
-    for change in changes:
-        with pytest.raises(NotImplementedError, match="is a copy.*parameters"):
-            change(modules[0].weight.grad)
     modules[0].weight.grad = None
     assert modules[0].weight.grad is None
     before = snapshot(modules[0])

@@ -7,6 +7,7 @@ holds what backwards delivered, it scales that when it is multiplied, and it com
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
@@ -20,6 +21,7 @@ _aten = torch.ops.aten
 
 # Backwards that are held one by one; more of them are summed into one, so that memory is bounded by the table's rows.
 _MOST_HELD = 64
+_SMALL = 16384  # elements of a table that is small
 _CHUNK = 65536  # keys whose gradients are spread from bags to keys at once
 
 _INPLACE = {
@@ -82,6 +84,10 @@ class Held:
             )
 
 
+_grad: Any = torch.Tensor.grad
+set_grad: Callable[["Anchor", Optional[torch.Tensor]], None] = _grad.__set__  # for what is no caller's tensor
+
+
 class Anchor(torch.nn.Parameter):
     """The one element by which PyTorch knows a table. Its value means nothing, so that to write it is an error; its dtype is
     that of outputs."""
@@ -97,6 +103,7 @@ class Anchor(torch.nn.Parameter):
 
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
         self.table = table
+        self.trainer = table.steps.trainer  # lives as long
         self.last = None
         self.seen = self._version
 
@@ -121,6 +128,21 @@ class Anchor(torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise _not_written(self.table.name, "an assignment to data")
+
+    def _take_grad(self, value: Optional[torch.Tensor]) -> None:
+        # A caller's zeros are a gradient to which backwards add. Zeros of autograd's own, as of a penalty, do not come here.
+        if value is not None and not isinstance(value, Gradient) and value.shape == (1,) and float(value) == 0.0:
+            value = self._new_gradient()
+        set_grad(self, value)
+
+    # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
+    grad = property(_grad.__get__, _take_grad, lambda self: set_grad(self, None))
+
+    def _new_gradient(self) -> "Gradient":
+        grad = Gradient(self)
+        if self.table.steps.world_size > 1 or _is_distributed():
+            self.last = grad
+        return grad
 
     def check(self) -> None:
         """An error, if somebody has written the element: rows are as before."""
@@ -162,10 +184,12 @@ class Anchor(torch.nn.Parameter):
             left = None if grad is None else _replaced(self, grad)
             if grad is not None and left is None and self.last is None:
                 raise self.penalty()
-            grad = left or Gradient(self)
-            self.grad = grad
-            if self.table.steps.world_size > 1 or _is_distributed():
-                self.last = grad
+            if left is None:
+                left = self._new_gradient()
+            elif self.table.steps.world_size > 1 or _is_distributed():
+                self.last = left
+            grad = left
+            set_grad(self, grad)
         grad.hold(held, features)
 
     def gradient(self) -> Optional["Gradient"]:
@@ -305,6 +329,11 @@ class Gradient(torch.Tensor):
         if len(self.parts) > _MOST_HELD:
             self.fold()
 
+    def become(self, other: "Gradient") -> None:
+        """Becomes as the other is."""
+        self.clip_limit = other.clip_limit
+        self.parts = [Part(part.held, part.features, part.factor) for part in other.parts]
+
     def fold(self) -> None:
         """Sums what is held into one gradient for each row."""
         self.table.warn_if_nobody_steps()
@@ -352,7 +381,7 @@ class Gradient(torch.Tensor):
                 torch.empty(0, dtype=torch.int64, device=device),
                 torch.empty((0, self.table.dim), dtype=torch.float32, device=device),
             )
-        at, values = torch.cat(keys), torch.cat(rows)
+        at, values = (keys[0], rows[0]) if len(keys) == 1 else (torch.cat(keys), torch.cat(rows))
         if self.clip_limit:
             at, values = _sum(at, values)
             values.clamp_(-self.clip_limit, self.clip_limit)
@@ -387,7 +416,28 @@ class Gradient(torch.Tensor):
                 " not known before the step ends; clip the parameters of the dense layers, and tables by clip_norm of"
                 " a frugal optimizer"
             )
-        return self.summed()[1]
+        keys, rows = self.per_key()
+        table = self.table
+        if not table.hashed and table.capacity * table.dim <= max(_SMALL, 4 * rows.numel()):
+            # Rows of zeros add nothing, and to sort the keys would take longer.
+            all_rows = torch.zeros(table.capacity, table.dim, dtype=torch.float32, device=rows.device)
+            return all_rows.index_add_(0, keys, rows)
+        return _sum(keys, rows)[1]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Tuple[Any, ...] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
+    ) -> Any:
+        if not kwargs:
+            answer = _DIRECT.get(func)
+            if answer is not None and isinstance(args[0], Gradient):
+                return answer(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -438,8 +488,8 @@ def _itself(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
 
 def _copy_of(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
     copy = Gradient.__new__(Gradient, grad, kwargs.get("dtype"))  # type: ignore[arg-type]
-    copy.table, copy.clip_limit = grad.table, grad.clip_limit
-    copy.parts = [Part(part.held, part.features, part.factor) for part in grad.parts]
+    copy.table = grad.table
+    copy.become(grad)
     return copy
 
 
@@ -463,6 +513,12 @@ def _zero(func: Any, grad: Gradient) -> Gradient:
     grad.parts = []
     grad.clip_limit = 0.0
     return grad
+
+
+def _fill(func: Any, grad: Gradient, value: Any) -> Gradient:
+    if float(value) != 0.0:
+        raise _no_answer(func, grad)
+    return _zero(func, grad)
 
 
 def _zero_all(func: Any, grads: List[torch.Tensor]) -> None:
@@ -582,10 +638,19 @@ def _share(func: Any, grad: Any, by: Any, *, out: Optional[torch.Tensor] = None)
     return out.fill_(_for_a_reducer(grad) * float(by))
 
 
+def _negative(func: Any, grad: Gradient) -> Gradient:
+    out = grad if func.overloadpacket is _aten.neg_ else _copy_of(func, grad)
+    out.rescale(-1.0)
+    return out
+
+
 def _copy(func: Any, to: Any, source: torch.Tensor, *args: Any) -> Any:
     if isinstance(to, Gradient):
         if isinstance(source, Gradient):
-            raise NotImplementedError("the gradient of a table cannot be copied into another")
+            if source.table is not to.table:
+                raise NotImplementedError("the gradient of a table cannot be copied into that of another")
+            to.become(source)
+            return to
         to.rescale(float(source))  # the reducer's answer: 1, or an infinity of some rank
         return to
     return to.fill_(_for_a_reducer(cast(Gradient, source)))
@@ -609,6 +674,7 @@ def _squared(func: Any, grad: Gradient, exponent: Any) -> torch.Tensor:
 
 _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.detach: _itself,
+    _aten.detach_: _itself,
     _aten.alias: _itself,
     _aten.add: _add,
     _aten.add_: _add,
@@ -616,6 +682,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.clone: _copy_of,
     _aten._to_copy: _copy_of,
     _aten.zero_: _zero,
+    _aten.fill_: _fill,
     _aten._foreach_zero_: _zero_all,
     _aten.mul_: _scale,
     _aten.div_: _scale,
@@ -633,9 +700,28 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.isfinite: _is,
     _aten.div: _scaled,
     _aten.mul: _share,
+    _aten.neg: _negative,
+    _aten.neg_: _negative,
     _aten.copy_: _copy,
     _aten._local_scalar_dense: _value,
     _aten.pow: _squared,
 }
+
 # Of these a computation can go on that PyTorch would differentiate.
 _VALUES = {_aten.sum, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, _aten.pow}
+
+
+def _norm_of(grad: Gradient, *args: Any) -> torch.Tensor:
+    if torch.is_grad_enabled():
+        grad.check_graph(_aten.linalg_vector_norm)
+    return _norm(_aten.linalg_vector_norm, grad, *args)
+
+
+# What clipping asks of each gradient, without the way through PyTorch's dispatcher; and what is made of operators that want
+# values.
+_DIRECT: Dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _norm_of,
+    torch.Tensor.mul_: functools.partial(_scale, _aten.mul_.Tensor),
+    torch.isfinite: functools.partial(_is, _aten.isfinite.default),
+    torch.Tensor.isfinite: functools.partial(_is, _aten.isfinite.default),
+}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import inspect
 import math
 import operator
@@ -19,12 +20,13 @@ from collections import OrderedDict
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, cast
 
 import torch
+from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import frugal
 
 from . import _state
-from ._anchor import Anchor, Gradient
+from ._anchor import Anchor, Gradient, set_grad
 from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
 
@@ -39,30 +41,71 @@ _THEIR_STATE: Dict[type, Tuple[str, ...]] = {
 }
 
 
+class _Count(int):
+    """Steps of a table under an optimizer. torch.compile asks where the number is, which PyTorch has in a tensor."""
+
+    is_cpu = False
+
+
+_MOST_MADE = 64  # optimizers of the engine that are remembered of a group
+
+
 class _Entry:
     """An anchor of an optimizer, in one of its groups."""
 
-    __slots__ = ("group", "anchor", "table", "values", "made")
+    __slots__ = ("group", "anchor", "table")
 
     def __init__(self, group: int, anchor: Anchor) -> None:
         self.group = group
         self.anchor = anchor
         self.table = anchor.table
-        self.values: List[Any] = []  # what `made` was made from
-        self.made: Optional[frugal.Optimizer] = None
 
-    def optimizer(
-        self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any], values: List[Any], step: int
-    ) -> frugal.Optimizer:
-        """The engine's optimizer for the `step`-th step of the table, from 1. `values` are the group's."""
-        translator = _translator(kind)
-        if translator in _BY_STEP:
-            values = [*values, step]
-        if self.made is None or values != self.values:
-            made = translator(_Hyper(group, step, kind.__name__))
-            self.made = dataclasses.replace(made, mean_ranks=self.table.said.mean_ranks)
-            self.values = values
-        return self.made
+
+class _Group:
+    """What the engine's optimizers of a group's tables are: tables that are at the same step share one."""
+
+    kind: Type[torch.optim.Optimizer]
+    group: Dict[str, Any]
+
+    def __init__(self) -> None:
+        self.values: List[Any] = []  # what they were made from
+        self.translator: Optional[Callable[[_Hyper], frugal.Optimizer]] = None
+        self.made: Dict[Tuple[int, bool], frugal.Optimizer] = {}
+        self.scaled: Dict[Tuple[int, float, float], Tuple[frugal.Optimizer, frugal.Optimizer]] = {}
+
+    def look(self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any]) -> None:
+        """Comes before a step: hyper-parameters are as they are now."""
+        values = [kind, *_values(group)]
+        if values != self.values or len(self.made) > _MOST_MADE:
+            self.kind, self.values, self.translator = kind, values, None
+            self.made.clear()
+            self.scaled.clear()
+        elif len(self.scaled) > _MOST_MADE:
+            self.scaled.clear()
+        self.group = group
+
+    def optimizer(self, step: int, mean_ranks: bool) -> frugal.Optimizer:
+        """That of the `step`-th step of a table, from 1."""
+        translator = self.translator
+        if translator is None:
+            translator = self.translator = _translator(self.kind)
+        if translator is not _adam and not (translator is _adagrad and self.group["lr_decay"]):
+            step = 1
+        made = self.made.get((step, mean_ranks))
+        if made is None:
+            made = translator(_Hyper(self.group, step, self.kind.__name__))
+            made = self.made[step, mean_ranks] = dataclasses.replace(made, mean_ranks=mean_ranks)
+        return made
+
+    def with_scale(self, made: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
+        """The same with what PyTorch has done to the gradient."""
+        if gradient is None or (gradient.common() == 1.0 and not gradient.clip_limit):
+            return made
+        key = id(made), gradient.common(), gradient.clip_limit
+        found = self.scaled.get(key)
+        if found is None:
+            found = self.scaled[key] = made, scaled(made, gradient)
+        return found[1]
 
 
 class _Known:
@@ -71,9 +114,14 @@ class _Known:
     def __init__(self) -> None:
         self.parameters: List[List[Any]] = []  # of each group, when `entries` were looked for
         self.entries: List[_Entry] = []
+        self.groups: List[_Group] = []
         self.rounds: List[List[_Entry]] = []  # the same, none twice in one; as a rule there is one
         self.hidden: List[Tuple[Anchor, torch.Tensor]] = []
         self.saves = False
+        self.inside = False  # a step that a subclass has called
+        self.kind: Optional[type] = None
+        self.delegates = False  # as _delegates says of the kind
+        self.waited = 0  # steps whose class is to call another
 
     def look(self, optimizer: torch.optim.Optimizer) -> List[_Entry]:
         groups = optimizer.param_groups
@@ -83,6 +131,7 @@ class _Known:
             entries = [_Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)]
             self.rounds = _rounds(entries)
             self.parameters = [list(group["params"]) for group in groups]
+            self.groups = [_Group() for _ in groups]
             self.entries = entries
             if self.entries and not self.saves:
                 self.saves = True
@@ -124,6 +173,9 @@ def _same(group: Dict[str, Any], parameters: List[Any]) -> bool:
     return len(now) == len(parameters) and all(map(operator.is_, now, parameters))
 
 
+# Steps of an optimizer that left a table to others, after which one that nobody steps is told of.
+_PATIENCE = 64
+
 _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
 
 
@@ -133,6 +185,9 @@ _OURS = -1  # the name of our hooks among an optimizer's own, which PyTorch coun
 def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
     """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and those
     after it see the gradients."""
+    if is_compiling():
+        _uncompiled_before(optimizer, args, kwargs)
+        return
     count_optimizer_step()
     known = _known.get(optimizer)
     if known is None:
@@ -150,9 +205,43 @@ def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dic
 
 
 def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    if is_compiling():
+        return _uncompiled_step_tables(optimizer, args, kwargs)
     known = _known[optimizer]
     if not known.look(optimizer):
         return None
+    kind = type(optimizer)
+    if kind is not known.kind:
+        known.kind, known.delegates = kind, _delegates(kind)
+    if known.delegates:
+        known.waited += 1
+        if known.waited == _PATIENCE:
+            for entry in known.entries:
+                entry.table.warn_if_nobody_steps()
+        return None
+    return _begin(optimizer, known, args, kwargs)
+
+
+# A compiled step breaks its graph at these, and leaves alone what has no gradient then.
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_before(*args: Any) -> None:
+    _before(*args)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_step_tables(*args: Any) -> Any:
+    return _step_tables(*args)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_give_back(*args: Any) -> None:
+    _give_back(*args)
+
+
+def _begin(optimizer: torch.optim.Optimizer, known: _Known, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    """Steps the tables, now or after the closure, for which other arguments are returned."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         _step(optimizer, known)
@@ -169,10 +258,16 @@ def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs
 
 
 def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-    known = _known[optimizer]
+    if is_compiling():
+        _uncompiled_give_back(optimizer, args, kwargs)
+        return
+    _show(_known[optimizer])
+
+
+def _show(known: _Known) -> None:
     for anchor, grad in known.hidden:
         if anchor.grad is None:
-            anchor.grad = grad
+            set_grad(anchor, grad)
     known.hidden = []
 
 
@@ -184,16 +279,16 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
         if optimizer.param_groups[entry.group].get("momentum"):
             raise NotImplementedError(f"table {entry.table.name!r}: a group with momentum has its parameter twice")
     for again, entries in enumerate(known.rounds):
-        _step_once(optimizer, entries, again > 0)
+        _step_once(optimizer, known, entries, again > 0)
     known.hidden = []
     for entry in known.entries:
         grad = entry.anchor.grad
         if grad is not None:
             known.hidden.append((entry.anchor, grad))
-            entry.anchor.grad = None
+            set_grad(entry.anchor, None)
 
 
-def _step_once(optimizer: torch.optim.Optimizer, entries: List[_Entry], again: bool) -> None:
+def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_Entry], again: bool) -> None:
     """One step of the engine for each trainer whose tables the optimizer has."""
     by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient]]]] = {}
     for entry in entries:
@@ -204,20 +299,21 @@ def _step_once(optimizer: torch.optim.Optimizer, entries: List[_Entry], again: b
         by_steps.setdefault(steps, []).append((entry, gradient))
     if by_steps:
         factor, skip = scaling(optimizer)
+        for own, group in zip(known.groups, optimizer.param_groups):
+            own.look(type(optimizer), group)
         if again:
             factor = 1.0  # the gradient has it
-        values = [_values(group) for group in optimizer.param_groups]
         for steps, items in by_steps.items():
             states = [optimizer.state[entry.anchor] for entry, _ in items]
             updates = [
-                _update(optimizer, entry, gradient, state, values[entry.group], factor)
+                _update(optimizer, entry, gradient, state, known.groups[entry.group], factor)
                 for (entry, gradient), state in zip(items, states)
             ]
             steps.apply(updates, skip)
             if not skip:
                 for (_, gradient), state in zip(items, states):
                     if gradient is not None:
-                        state[_STEP] = _steps_of(state) + 1
+                        state[_STEP] = _Count(state[_STEP] + 1)
 
 
 def _values(group: Dict[str, Any]) -> List[Any]:
@@ -230,24 +326,25 @@ def _update(
     entry: _Entry,
     gradient: Optional[Gradient],
     state: Dict[str, Any],
-    values: List[Any],
+    group: _Group,
     factor: float,
 ) -> Update:
     table, count = entry.table, _steps_of(state)
-    made = entry.optimizer(type(optimizer), optimizer.param_groups[entry.group], values, count + 1)
+    made = group.optimizer(count + 1, table.said.mean_ranks)
     if not (_STEP in state and len(state) == 1):
         _translate(optimizer, table, state, made)
     if table.owner is None or table.owner() is not optimizer:
         _take_over(table, optimizer, count > 0, _STATE in state, made)
     elif _STEP not in state and _STATE not in state and table.state_floats:
         _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state
-    state.setdefault(_STEP, 0)
+    if type(state.get(_STEP)) is not _Count:
+        state[_STEP] = _Count(count)
     if _STATE in state:
         table.choose(made)
         _load(table, state)
     if gradient is not None and factor != 1.0:
         gradient.rescale(factor)
-    return Update(table, gradient, scaled(made, gradient))
+    return Update(table, gradient, group.with_scale(made, gradient))
 
 
 def _take_over(table: Table, optimizer: torch.optim.Optimizer, goes_on: bool, loaded: bool, made: frugal.Optimizer) -> None:
@@ -327,7 +424,7 @@ def _save(optimizer: torch.optim.Optimizer, state_dict: Dict[str, Any]) -> Optio
             continue  # never stepped, or loaded and not taken in yet
         table = anchor.table
         saved = _state.optimizer_state(table.steps, table)
-        entry = {_STEP: own[_STEP], _STATE: saved["state"]}
+        entry = {_STEP: int(own[_STEP]), _STATE: saved["state"]}
         if "keys" in saved:
             entry[_KEYS] = saved["keys"].view(torch.float32)
         state_dict["state"][numbers[id(anchor)]] = entry
@@ -441,19 +538,19 @@ _HAVE: Dict[Type[torch.optim.Optimizer], Callable[[_Hyper], frugal.Optimizer]] =
     torch.optim.SparseAdam: _adam,
     torch.optim.RMSprop: _rmsprop,
 }
-# Their hyper-parameters are others in each step.
-_BY_STEP = (_adagrad, _adam)
 _translators: "weakref.WeakKeyDictionary[type, Callable[[_Hyper], frugal.Optimizer]]" = weakref.WeakKeyDictionary()
 
 
 def _translator(kind: Type[torch.optim.Optimizer]) -> Callable[[_Hyper], frugal.Optimizer]:
-    """By the step that runs: a class that inherits one of these steps is one of these."""
+    """By the step that runs: a class that inherits one of these steps, or whose step calls it, is one of these."""
     found = _translators.get(kind)
     if found is None:
         step = inspect.unwrap(kind.step)
         for known, translator in _HAVE.items():
             if issubclass(kind, known) and inspect.unwrap(known.step) is step:
                 found = translator
+        if found is None and _delegates(kind):
+            found = next((_HAVE[base] for base in kind.__mro__ if base in _HAVE), None)
         if found is None:
             raise NotImplementedError(
                 f"{kind.__name__} cannot step a frugal table: those of {', '.join(k.__name__ for k in _HAVE)} can, and"
@@ -461,6 +558,54 @@ def _translator(kind: Type[torch.optim.Optimizer]) -> Callable[[_Hyper], frugal.
             )
         _translators[kind] = found
     return found
+
+
+_delegating: "weakref.WeakKeyDictionary[type, bool]" = weakref.WeakKeyDictionary()
+
+
+def _delegates(kind: Type[torch.optim.Optimizer]) -> bool:
+    """Whether the class's step is its own, and calls another: that of the class that it inherits from, or of an optimizer
+    that it has. The other one then steps the tables, as often as it is called."""
+    found = _delegating.get(kind)
+    if found is None:
+        step = inspect.unwrap(kind.step)
+        own = not any(issubclass(kind, known) and inspect.unwrap(known.step) is step for known in _HAVE)
+        found = _delegating[kind] = own and _calls_a_step(getattr(step, "__code__", None))
+        if found:
+            for base in kind.__mro__:
+                if base in _HAVE and base not in _reached:
+                    _reached.add(base)
+                    setattr(base, "step", _inherited(base.step))
+    return found
+
+
+def _calls_a_step(code: Any) -> bool:
+    inner = [const for const in getattr(code, "co_consts", ()) if inspect.iscode(const)]
+    return "step" in getattr(code, "co_names", ()) or any(map(_calls_a_step, inner))
+
+
+# Those of torch's classes whose steps are told of calls by subclasses: PyTorch's hooks are for a class's own step.
+_reached: Set[type] = set()
+
+
+def _inherited(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        known = _known.get(optimizer)
+        if known is None or known.inside or not known.entries or not _delegates(type(optimizer)):
+            return function(optimizer, *args, **kwargs)
+        known.inside = True
+        try:
+            changed = _begin(optimizer, known, (optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed
+            out = function(optimizer, *args, **kwargs)
+            _show(known)
+            return out
+        finally:
+            known.inside = False
+
+    return step
 
 
 _warned: Set[Tuple[str, str]] = set()

@@ -11,6 +11,8 @@ from . import _inputs, _native
 from ._anchor import ACCUMULATED, Gradient, Held, use_of
 from ._steps import Moment, Steps, Table
 
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _CHUNK = 16384  # keys whose rows are held at once where gradients of weights are computed here
 
 # Of each feature: keys, offsets (pooled), factors of keys.
@@ -122,9 +124,14 @@ class Lookup:
         feature = self.features[i]
         keys, offsets, weights = held.tensors[3 * i : 3 * i + 3]
         assert keys is not None
-        grad = held.grad[:, feature.column : feature.column + feature.table.dim]
+        grad, dim = held.grad, feature.table.dim
+        if grad.shape[1] != dim:
+            grad = grad[:, feature.column : feature.column + dim]
         keys = keys.reshape(-1).view(torch.int64)
         keep = _counted(feature, keys)
+        if offsets is None and weights is None and keep is None and keys.numel() <= chunk:
+            yield keys, grad
+            return
         bags = counts = None
         if offsets is not None:
             bags = _bags(offsets)
@@ -203,6 +210,10 @@ class TrainingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+        if _is_batched(grad) or _is_wrapped(grad):
+            raise NotImplementedError(
+                "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each gradient"
+            )
         # What the decorator does is wanted for create_graph=True alone, and takes its time.
         if not torch.is_grad_enabled():
             return _held(ctx, grad)

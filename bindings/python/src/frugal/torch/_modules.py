@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-import weakref
 from typing import (
     Any,
     Callable,
@@ -45,6 +44,7 @@ def _training_lookup(*args: Any) -> Any:
 
 
 _reading_lookup: Callable[..., Any] = ReadingLookup.apply
+_in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 NanPolicy = Literal["reject", "skip", "accept"]
@@ -53,13 +53,6 @@ Self = TypeVar("Self", bound="_Module")
 
 # The rows of a feature's keys: keys of a row each, bags of equal length, or keys with the offsets of their bags.
 FeatureInput = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
-
-
-def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
-    """A module is gone, and with it its own table. Where that cannot be, the engine's end takes the table."""
-    alive = trainer()
-    if alive is not None:
-        _steps.of(alive).drop_later(table)
 
 
 def _is_for_a_call() -> bool:
@@ -168,15 +161,17 @@ class _Module(torch.nn.Module):
             name or self._steps.name(kind), rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed
         )
         table.seeded_since = table.created and _default.seeded_since(self._trainer)
-        if name is None and table.created and self._steps.world_size == 1:
-            weakref.finalize(self, _drop, weakref.ref(self._trainer), table.table)
+        table.goes |= name is None and table.created and self._steps.world_size == 1
         return table
 
     def _warn_of_found(self, table: _steps.Table, has_weight: bool, stacklevel: int) -> None:
         """Of rows that are not new."""
-        if not table.created and (self._steps.next > 0 or (has_weight and self._steps.world_size == 1)):
+        if table.created:
+            return
+        trained = self._steps.trained(table)
+        if trained or (has_weight and self._steps.world_size == 1):
             warnings.warn(
-                f"table {table.name!r} exists, {'trained' if self._steps.next else 'not trained'}: the module goes on with its"
+                f"table {table.name!r} exists, {'trained' if trained else 'not trained'}: the module goes on with its"
                 " rows" + (", and does not take the weight that it was given" if has_weight else ""),
                 stacklevel=stacklevel,
             )
@@ -218,7 +213,14 @@ class _Module(torch.nn.Module):
         return out
 
     def _runner(self) -> Callable[..., torch.Tensor]:
-        """How a forward that is being compiled runs."""
+        """How a forward runs that is being compiled, or in a transform of torch.func."""
+        if not is_compiling():
+            if self._parameters[self._first] is not self._anchors[0]:
+                return self._run  # which says what is wrong
+            raise NotImplementedError(
+                f"a {type(self).__name__} in a transform of torch.func, as grad() and vmap(): the engine, which has its rows,"
+                " sees none of it. Look rows up before the transform, or take torch.autograd.grad()"
+            )
         if torch.compiler.is_exporting():
             self._refuse_tracing()
         runner: Callable[..., torch.Tensor] = self._run_uncompiled
@@ -396,7 +398,8 @@ class _Single(_Module):
         dtype = anchor.dtype
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
-        write(self._table, value)
+        if not (isinstance(value, Weight) and value._table is self._table and value._at is None):  # as by weight *= 2
+            write(self._table, value)
         if dtype != anchor.dtype:
             anchor.requires_grad_(False)  # which integers cannot
             anchor.value = anchor.value.to(dtype)
@@ -498,7 +501,7 @@ class Embedding(_Single):
             return torch.nn.functional.embedding(
                 input, self._instead, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
             )
-        run = self._runner() if is_compiling() else self._run
+        run = self._runner() if is_compiling() or _in_transform() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
         return run(keys.numel(), [keys, None, None], mine).view(*input.shape, self.embedding_dim)
@@ -580,7 +583,7 @@ class EmbeddingBag(_Single):
                 input, self._instead, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.mode, self.sparse,
                 per_sample_weights, self.include_last_offset, self.padding_idx,
             )  # fmt: skip
-        run = self._runner() if is_compiling() else self._run
+        run = self._runner() if is_compiling() or _in_transform() else self._run
         keys, ends, weights, mine = _inputs.bags(
             input, offsets, per_sample_weights, mode=self.mode, complete=self.include_last_offset,
             device=self._steps.device, arange=self._arange, dtype=self._anchors[0].dtype,
@@ -715,7 +718,7 @@ class EmbeddingBagCollection(_Module):
         of batch + 1 numbers, or, with its name in `lengths`, keys alone. `per_sample_weights`: by name, shaped as the
         keys.
         """
-        run = self._runner() if is_compiling() else self._run
+        run = self._runner() if is_compiling() or _in_transform() else self._run
         device = self._steps.device
         tensors: List[Optional[torch.Tensor]] = []
         mine = 0  # which of them are nobody else's

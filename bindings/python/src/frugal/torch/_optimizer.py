@@ -99,12 +99,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> Dict[str, Any]:
         """Optimizer state of each table, the groups, and the number of the next step. Between steps."""
-        state = {i: _state.optimizer_state(self._steps, table) for i, table in enumerate(self._tables)}
+        with self._steps.still():
+            state = {i: _state.optimizer_state(self._steps, table) for i, table in enumerate(self._tables)}
+            step = self._steps.next + self._shift
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": [i]}
             for i, group in enumerate(self.param_groups)
         ]
-        return {"state": state, "param_groups": groups, "step": self._steps.next + self._shift}
+        return {"state": state, "param_groups": groups, "step": step}
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Takes what `state_dict` returned, of tables of the same names in the same order."""
@@ -112,13 +114,13 @@ class Optimizer(torch.optim.Optimizer):
         names = [group.get("name") for group in groups]
         if names != [table.name for table in self._tables]:
             raise ValueError(f"the saved tables are {names}, these are {[table.name for table in self._tables]}")
-        self._steps.outside()
         step = int(state_dict["step"])
-        for i, table in enumerate(self._tables):
-            _state.load_optimizer_state(self._steps, table, state_dict["state"][i])
-        if self._steps.trainer.engine.committed_step() is None:
-            self._steps.next = step
-        self._shift = step - self._steps.next  # an engine's steps go on, wherever the optimizer goes back to
+        with self._steps.still():
+            for i, table in enumerate(self._tables):
+                _state.load_optimizer_state(self._steps, table, state_dict["state"][i])
+            if self._steps.trainer.engine.committed_step() is None:
+                self._steps.next = step
+            self._shift = step - self._steps.next  # an engine's steps go on, wherever the optimizer goes back to
         for group, saved in zip(self.param_groups, groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
 

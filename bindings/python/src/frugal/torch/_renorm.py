@@ -41,5 +41,4 @@ def renorm(lookup: Lookup, keys: Optional[torch.Tensor], max_norm: float, norm_t
         if bool(above.any()):
             scale = (max_norm / (norms[above] + 1e-7)).to(torch.float32)
             rows = rows[above].mul_(scale[:, None])
-            steps.outside()
             _state.overwrite(table, keys[above].cpu(), rows.cpu())

@@ -21,23 +21,22 @@ def keys(table: Table) -> torch.Tensor:
     """All keys, as int64; of a dense table in ascending order."""
     if not table.hashed:
         return torch.arange(table.capacity, dtype=torch.int64, device="cpu")
-    return _native.table_keys(table.table)
+    with table.steps.still():
+        return _native.table_keys(table.table)
 
 
 def rows(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
     """`weight`, and of a hashed table the `keys` of its rows."""
-    steps.outside()
-    all_keys = keys(table)
-    weight = _empty(all_keys.numel(), table.dim)
-    table.get(all_keys, weight, with_state=False)
+    with steps.still():
+        all_keys = keys(table)
+        weight = _empty(all_keys.numel(), table.dim)
+        table.get(all_keys, weight, with_state=False)
     return {"weight": weight, "keys": all_keys} if table.hashed else {"weight": weight}
 
 
 def put(steps: Steps, table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
     """Writes rows; their optimizer state is a new row's."""
-    at, weight = _integers(at, "keys"), _floats(weight, "weight")
-    steps.outside()
-    table.put(at, weight, with_state=False)
+    table.put(_integers(at, "keys"), _floats(weight, "weight"), with_state=False)
 
 
 def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[torch.Tensor]) -> None:
@@ -47,43 +46,46 @@ def load_rows(steps: Steps, table: Table, weight: torch.Tensor, at: Optional[tor
     at = _keys_of_load(table, at, weight.shape[0])
     if tuple(weight.shape) != (at.numel(), table.dim):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, the table {(at.numel(), table.dim)}")
-    steps.outside()
-    table.written = True
-    if table.hashed:
-        _delete_others(table, at)
-    overwrite(table, at, weight)
+    with steps.still():
+        table.written = True
+        if table.hashed:
+            _delete_others(table, at)
+        overwrite(table, at, weight)
 
 
 def overwrite(table: Table, at: torch.Tensor, weight: torch.Tensor) -> None:
     """Gives rows these weights. They keep their optimizer state; rows that come into being have a new row's."""
+    room = _empty(min(at.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
     for begin, some in _chunks(at):
         part = weight[begin : begin + some.numel()]
-        if not table.state_floats:
-            table.put(some, part, with_state=False)
-            continue
-        both = _empty(some.numel(), table.dim + table.state_floats)
-        found = table.get(some, both, with_state=True)
-        if not bool(found.all()):
-            # Rows that come into being have a new row's state; the others get theirs back.
-            table.put(some, part, with_state=False)
-        if bool(found.any()):
-            both[:, : table.dim] = part
-            if bool(found.all()):
-                table.put(some, both, with_state=True)
-            else:
-                table.put(some[found], both[found], with_state=True)
+        with table.steps.still():
+            if not table.state_floats:
+                table.put(some, part, with_state=False)
+                continue
+            both = room[: some.numel()]
+            found = table.get(some, both, with_state=True)
+            if not bool(found.all()):
+                # Rows that come into being have a new row's state; the others get theirs back.
+                table.put(some, part, with_state=False)
+            if bool(found.any()):
+                both[:, : table.dim] = part
+                if bool(found.all()):
+                    table.put(some, both, with_state=True)
+                else:
+                    table.put(some[found], both[found], with_state=True)
 
 
 def optimizer_state(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
     """`state` of each row, (rows, state floats), and of a hashed table the `keys`."""
-    steps.outside()
-    all_keys = keys(table)
-    state = _empty(all_keys.numel(), table.state_floats)
-    if table.state_floats:
-        for begin, some in _chunks(all_keys):
-            both = _empty(some.numel(), table.dim + table.state_floats)
-            table.get(some, both, with_state=True)
-            state[begin : begin + some.numel()] = both[:, table.dim :]
+    with steps.still():
+        all_keys = keys(table)
+        state = _empty(all_keys.numel(), table.state_floats)
+        if table.state_floats:
+            room = _empty(min(all_keys.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
+            for begin, some in _chunks(all_keys):
+                both = room[: some.numel()]
+                table.get(some, both, with_state=True)
+                state[begin : begin + some.numel()] = both[:, table.dim :]
     return {"state": state, "keys": all_keys} if table.hashed else {"state": state}
 
 
@@ -98,22 +100,23 @@ def load_optimizer_state(steps: Steps, table: Table, saved: Dict[str, torch.Tens
         )
     if not table.state_floats:
         return
-    steps.outside()
-    if table.hashed:
-        missing = at.numel() - int(torch.isin(at, keys(table)).sum())
-        if missing:
-            raise ValueError(
-                f"table {table.name!r} lacks {missing} of the {at.numel()} rows that the saved state is of: load the"
-                " model's state first"
-            )
-    for begin, some in _chunks(at):
-        both = _empty(some.numel(), table.dim + table.state_floats)
-        found = table.get(some, both, with_state=True)
-        both[:, table.dim :] = state[begin : begin + some.numel()]
-        if bool(found.all()):
-            table.put(some, both, with_state=True)
-        elif bool(found.any()):
-            table.put(some[found], both[found], with_state=True)
+    with steps.still():
+        if table.hashed:
+            missing = at.numel() - int(torch.isin(at, keys(table)).sum())
+            if missing:
+                raise ValueError(
+                    f"table {table.name!r} lacks {missing} of the {at.numel()} rows that the saved state is of: load the"
+                    " model's state first"
+                )
+        room = _empty(min(at.numel(), _CHUNK), table.dim + table.state_floats)  # once: fresh memory is slow
+        for begin, some in _chunks(at):
+            both = room[: some.numel()]
+            found = table.get(some, both, with_state=True)
+            both[:, table.dim :] = state[begin : begin + some.numel()]
+            if bool(found.all()):
+                table.put(some, both, with_state=True)
+            elif bool(found.any()):
+                table.put(some[found], both[found], with_state=True)
 
 
 def _here(value: object, what: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ takes the trainer is made under the lock. Which call begins and ends a step is s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 
@@ -61,7 +62,7 @@ class Table:
         self.handle = table.handle
         self.name = table.name
         self.created = created
-        info = table.describe()
+        self.info = info = table.describe()  # of then
         # Who wants no rows, or rows of no columns, has an engine's table of one, which is never read or written.
         there = info.capacity, info.dim
         self.capacity, self.dim = shape if _physical(shape) == there else there
@@ -77,13 +78,14 @@ class Table:
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
         self.seeded_since = False  # torch's generator, and initial rows follow the seed of before
         self._warned = False
+        self.goes = False  # with its anchor: the last of its modules, of what has their weight, and of optimizers
         self._without = 0  # steps of optimizers that had no part in this table
         self._seen = optimizer_steps  # of them all, by the last backward
 
     @property
     def anchor(self) -> Anchor:
         anchor = None if self._anchor is None else self._anchor()
-        assert anchor is not None, "the modules of a table hold its anchor"
+        assert anchor is not None, "the modules of a table and their weights hold its anchor"
         return anchor
 
     def make_anchor(self, dtype: torch.dtype, requires_grad: bool) -> Anchor:
@@ -92,6 +94,8 @@ class Table:
         if anchor is None:
             anchor = Anchor(self, dtype, requires_grad)
             self._anchor = weakref.ref(anchor)
+            if self.goes:
+                weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)
         return anchor
 
     def trains(self) -> bool:
@@ -102,14 +106,16 @@ class Table:
         """Reads rows outside steps into `rows`. Returns which were found."""
         if self.empty:
             return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
-        return _native.get(self.table, keys, rows, with_state)
+        with self.steps.still():
+            return _native.get(self.table, keys, rows, with_state)
 
     def put(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
         """Writes rows outside steps."""
-        self.steps.writes += 1
-        self.written_at = self.steps.writes
-        if not self.empty:
-            _native.put(self.table, keys, rows, with_state)
+        with self.steps.still():
+            self.steps.writes += 1
+            self.written_at = self.steps.writes
+            if not self.empty:
+                _native.put(self.table, keys, rows, with_state)
 
     def count_backward(self) -> None:
         """Warns of a table whose gradients nobody uses, though they may be dropped before each of the others' steps."""
@@ -192,6 +198,13 @@ class Table:
         self.state_floats = 0 if self.empty else self.table.describe().state_floats
 
 
+def _drop(trainer: "weakref.ref[frugal.Trainer]", table: frugal.Table) -> None:
+    """Nobody has the table any more. Where it cannot be dropped, the engine's end takes it."""
+    alive = trainer()
+    if alive is not None:
+        of(alive).drop_later(table)
+
+
 def _physical(shape: Tuple[int, int]) -> Tuple[int, int]:
     """The rows and columns of the engine's table for a table of this shape."""
     return max(shape[0], 1), max(shape[1], 1)
@@ -224,6 +237,7 @@ class Shared:
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()
         self._optimizers: Dict[str, frugal.Optimizer] = {}
+        self._made: Dict[str, Optional[int]] = {}  # tables of modules here, and the step that was committed last then
         self._said: Dict[int, Dict[int, Dict[str, Dict[str, float]]]] = {}  # by step, rank, table
 
     def knows(self, name: str) -> bool:
@@ -231,13 +245,25 @@ class Shared:
         with self._lock:
             return name in self._optimizers
 
-    def made(self, name: str, optimizer: frugal.Optimizer, new: bool) -> None:
+    def made(self, name: str, optimizer: frugal.Optimizer, new: bool, committed: Optional[int]) -> None:
         """A module of some rank has a table with this optimizer."""
         with self._lock:
+            if new:
+                self._made[name] = committed
             known = optimizer if new else self._optimizers.setdefault(name, optimizer)
             self._optimizers[name] = known
             if known != optimizer:
                 raise ValueError(f"table {name!r} exists with the optimizer {known}, wanted is {optimizer}")
+
+    def has_made(self, name: str) -> bool:
+        """Whether a module here has created the table."""
+        with self._lock:
+            return name in self._made
+
+    def made_after(self, name: str) -> Optional[int]:
+        """The step that was committed last when it did."""
+        with self._lock:
+            return self._made[name]
 
     def say(self, step: int, rank: int, tables: Dict[str, Dict[str, float]]) -> None:
         """Hyper-parameters that a rank wants for a step: those of the other ranks."""
@@ -278,6 +304,8 @@ class Steps:
         self.open = False
         self.writes = 0  # of rows outside steps, by this package
         self.world_size: int = trainer.engine.world_size
+        # Tables that may be trained: others that another process has made come with the modules of its rank.
+        self.found = frozenset(trainer.engine.tables() if self.next else ())
         self.tables: Dict[str, Table] = {}
         self.backwards = itertools.count()  # their numbers: gradients are pushed in this order
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
@@ -295,8 +323,9 @@ class Steps:
 
     def name(self, kind: str) -> str:
         """A name for a table without one: the same on all ranks that make their modules in the same order."""
-        number = self._names.get(kind, 0)
-        self._names[kind] = number + 1
+        with self.lock:
+            number = self._names.get(kind, 0)
+            self._names[kind] = number + 1
         return f"{kind}_{number}"
 
     def table(
@@ -311,40 +340,55 @@ class Steps:
         lazy: bool,
     ) -> Table:
         """Creates a table, or finds the one of that name."""
-        known = self.tables.get(name)
-        created = False
-        if known is None:
-            self.outside()
-            engine = self.trainer.engine
-            # To create a table that another process has created is no error there: whose rows are new has to be asked.
-            there = _exists(engine, name)
-            shape = rows, dim
-            try:
-                made = engine.create_table(
-                    name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy,
-                    lazy=lazy,
-                )  # fmt: skip
-                created = not there
-                known = Table(self, made, created, optimizer, shape)
-            except frugal.Exists:
-                known = Table(self, engine.find_table(name), False, optimizer, shape)
-                if engine.service and not self.shared.knows(name):
-                    raise ValueError(
-                        f"table {name!r} exists, and another process or create_table() has made it, not with rows={rows},"
-                        f" dim={dim}, hashed={hashed}, {init}, {optimizer}: all must say the same, in modules"
-                    ) from None
-        else:
-            known.created = False
-        info = known.table.describe()
-        have = (known.capacity, known.dim, info.key_space == _native.HASHED, info.optimizer)
-        want = (rows, dim, hashed, optimizer._kind)
-        if have != want:
-            raise ValueError(
-                f"table {name!r} exists with (rows, dim, hashed, optimizer kind) {have}, wanted are {want}"
-            )
-        self.shared.made(name, optimizer, created)
-        self.tables[name] = known
-        return known
+        with self.lock:
+            known = self.tables.get(name)
+            created = False
+            if known is None:
+                self.outside()
+                engine = self.trainer.engine
+                # To create a table that another process has created is no error there: whose rows are new has to be asked.
+                there = bool(engine.service) and _exists(engine, name)
+                shape = rows, dim
+                try:
+                    made = engine.create_table(
+                        name, *_physical(shape), hashed=hashed, init=init, optimizer=optimizer, nan_policy=nan_policy,
+                        lazy=lazy,
+                    )  # fmt: skip
+                    created = not there
+                    known = Table(self, made, created, optimizer, shape)
+                except frugal.Exists:
+                    known = Table(self, engine.find_table(name), False, optimizer, shape)
+                    if engine.service and not self.shared.knows(name):
+                        raise ValueError(
+                            f"table {name!r} exists, and another process or create_table() has made it, not with"
+                            f" rows={rows}, dim={dim}, hashed={hashed}, {init}, {optimizer}: all must say the same, in"
+                            " modules"
+                        ) from None
+            else:
+                known.created = False
+            info = known.info if created else known.table.describe()
+            have = (known.capacity, known.dim, info.key_space == _native.HASHED)
+            want = (rows, dim, hashed)
+            if have != want:
+                raise ValueError(f"table {name!r} exists with (rows, dim, hashed) {have}, wanted are {want}")
+            # A table that modules have made has the optimizer that they say, or one that a step has chosen since.
+            if not self.shared.knows(name) and info.optimizer != optimizer._kind:
+                raise ValueError(
+                    f"table {name!r} exists with an optimizer of kind {info.optimizer}, wanted is {optimizer._kind}"
+                )
+            self.shared.made(name, optimizer, created, self.trainer.engine.committed_step() if created else None)
+            self.tables[name] = known
+            return known
+
+    def trained(self, table: Table) -> bool:
+        """Whether a table that a module finds may have trained rows."""
+        engine = self.trainer.engine
+        committed = engine.committed_step()
+        if committed is None:
+            return False
+        if self.shared.has_made(table.name):
+            return committed != self.shared.made_after(table.name)
+        return not engine.service or table.name in self.found
 
     def undeclared(self) -> int:
         """The first step that keys can be declared for: it has not begun."""
@@ -490,6 +534,13 @@ class Steps:
                     except frugal.Error:
                         pass  # it went with its trainer or engine
                 self._cancelled.remove(batch)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """For calls on rows outside steps: what other threads do in the trainer's steps waits for the end of the block."""
+        with self.lock:
+            self.outside()
+            yield
 
     def outside(self) -> None:
         """Comes before calls on rows outside steps: a step is open only for what forwards read, and begins again."""

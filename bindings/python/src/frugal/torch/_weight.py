@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
 
-from . import _state
-from ._anchor import ACCUMULATED, RETURNED, Gradient, flat, in_place, use_of
+from . import _native, _state
+from ._anchor import ACCUMULATED, RETURNED, Gradient, Held, flat, in_place, use_of
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ def write(table: Table, source: torch.Tensor) -> None:
 
 
 def _shape(table: Table) -> Tuple[int, int]:
-    if table.hashed:
-        table.steps.outside()
-    return (table.table.count() if table.hashed else table.capacity, table.dim)
+    if not table.hashed:
+        return table.capacity, table.dim
+    with table.steps.still():
+        return table.table.count(), table.dim
 
 
 class _Read(torch.autograd.Function):
@@ -89,6 +91,7 @@ class Weight(torch.Tensor):
         self, table: Table, feature: "Feature", sparse: bool, at: Optional[torch.Tensor] = None, detached: bool = False
     ) -> None:
         self._table = table
+        self._anchor = table.anchor  # the table lives as long
         self._feature = feature
         self._sparse = sparse
         self._at = at
@@ -114,7 +117,8 @@ class Weight(torch.Tensor):
 
     def read(self, at: Optional[torch.Tensor] = None) -> torch.Tensor:
         """A copy of the rows, or of those at these places."""
-        return self._rows(self._keys(at))
+        with self._table.steps.still():
+            return self._rows(self._keys(at))
 
     def _rows(self, keys: Optional[torch.Tensor]) -> torch.Tensor:
         table = self._table
@@ -127,7 +131,6 @@ class Weight(torch.Tensor):
 
     def _keys(self, at: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
         """The keys of the rows, or of those at these places; None: all of a dense table."""
-        self._table.steps.outside()
         keys = _state.keys(self._table) if self._table.hashed else None
         for places in (self._at, at):
             if places is not None:
@@ -136,7 +139,8 @@ class Weight(torch.Tensor):
 
     def change(self, function: Callable[[torch.Tensor, slice], Any]) -> None:
         """Rows are what the function makes of them, some at a time."""
-        _change(self._table, self._keys(), function)
+        with self._table.steps.still():
+            _change(self._table, self._keys(), function)
 
     # What a tensor has that must not be looked for in memory that is not there.
 
@@ -146,6 +150,8 @@ class Weight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, Weight) and value._table is self._table and value._at is self._at:
+            return  # weight.data *= 2 has written already
         if self._at is not None:
             self.copy_(value)
         else:
@@ -162,6 +168,7 @@ class Weight(torch.Tensor):
         if not self._sparse:
             dense = torch.zeros(_shape(self._table), dtype=dtype, device=rows.device).index_add_(0, keys, rows)
             return dense if self._at is None else dense[self._at]
+        rows = rows.clone() if rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
 
     @property
@@ -169,13 +176,55 @@ class Weight(torch.Tensor):
         """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
         sparse=True, or else one of the table's shape, which is made when it is asked for."""
         gradient = self._table.anchor.gradient()
-        return None if gradient is None else _copy_of(self._rows_of(gradient))
+        if gradient is None:
+            return None
+        rows = self._rows_of(gradient)
+        return _copy_of(rows, (self, rows))
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
-        if value is not None:
-            raise NotImplementedError(f"table {self._table.name!r}: weight.grad is given by backwards; None drops it")
-        self._table.anchor.grad = None
+        if value is None:
+            self._table.anchor.grad = None
+            return
+        if tuple(value.shape) != tuple(self.shape):
+            raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {tuple(self.shape)}")
+        self._check_grad_written("an assignment")
+        self._take_grad(value)
+
+    def _check_grad_written(self, how: str) -> None:
+        """Whether weight.grad can be written. Ranks must scale it alike, which GradScaler does."""
+        ranks = self._table.steps.world_size
+        if ranks > 1 and how != "_amp_foreach_non_finite_check_and_unscale_":
+            raise NotImplementedError(
+                f"table {self._table.name!r}: {how} of weight.grad, of which {ranks} ranks have a part each: scale the"
+                " gradients of module.parameters()"
+            )
+        if self._table.hashed or self._at is not None:
+            raise NotImplementedError(f"table {self._table.name!r}: {how} of the gradient of some rows")
+
+    def _take_grad(self, rows: torch.Tensor) -> None:
+        """Makes these the table's gradient: of the rows that are not zero, and of those that had one."""
+        from ._lookup import Lookup
+
+        table, anchor = self._table, self._table.anchor
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            before = anchor.gradient()
+            if rows.is_sparse:
+                keys, values = rows._indices()[0], rows._values()
+            else:
+                there = (rows != 0).any(dim=1)
+                if before is not None:
+                    there[before.per_key()[0]] = True
+                keys = there.nonzero()[:, 0]
+                values = rows[keys]
+            if before is None:
+                before = anchor._new_gradient()
+                anchor.grad = before
+            number = next(table.steps.backwards)
+            feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
+            lookup = Lookup(table.steps, [feature], table.dim)
+            held = Held(lookup, (keys.clone(), None, None), values.detach().to(torch.float32).clone(), number)
+            before.become(Gradient.of(anchor, held, (0,)))
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -210,8 +259,9 @@ class Weight(torch.Tensor):
             source = self.source()
             return cast(torch.Tensor, _shared(source.rows[index], [source]))
         at, rest, view = found
-        keys = self._keys(at)
-        values = self._rows(keys).view(*at.shape, self._table.dim)
+        with self._table.steps.still():
+            keys = self._keys(at)
+            values = self._rows(keys).view(*at.shape, self._table.dim)
         if torch.is_grad_enabled() and self.requires_grad:
             values = cast(torch.Tensor, _read(self._table.anchor, self, values, at, self._table.name))
         out = values[(slice(None),) * at.dim() + rest] if rest else values
@@ -223,8 +273,8 @@ class Weight(torch.Tensor):
         self._check_written()
         if isinstance(value, torch.Tensor):
             value = value.detach().to(device="cpu", dtype=torch.float32)
-        found = self._places(index)
-        with torch.no_grad():
+        with self._table.steps.still(), torch.no_grad():
+            found = self._places(index)
             if found is None:
                 rows = self.read().to(device="cpu", dtype=torch.float32)
                 rows[index] = value
@@ -265,8 +315,9 @@ class Weight(torch.Tensor):
 
     def source(self) -> "_Source":
         """All rows, for views of them."""
-        keys = self._keys()
-        rows = self._rows(keys)
+        with self._table.steps.still():
+            keys = self._keys()
+            rows = self._rows(keys)
         if torch.is_grad_enabled() and self.requires_grad:
             rows = _read(self._table.anchor, self, rows, None, self._table.name)
         return _Source(self._table, keys, rows, self)
@@ -309,11 +360,11 @@ class Weight(torch.Tensor):
         if isinstance(init, Weight):  # torch.nn.init's
             return init._init(func, {key: value for key, value in kwargs.items() if key != "tensor"})
         if isinstance(target, (list, tuple)) and in_place(name) and any(isinstance(w, Weight) for w in target):
-            raise NotImplementedError(f"weight cannot be written by {name}: {_HOW}")
+            return _change_whole(func, name, args, kwargs)
         if isinstance(target, Weight):
             if name == "copy_":
                 return target._copy(args[1])
-            if name.endswith("_") and not name.endswith("__"):
+            if in_place(name) or (name.endswith("_") and not name.endswith("__")):
                 return target._change_by(func, name, args[1:], kwargs)
             if name == "__set__":
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
@@ -345,11 +396,14 @@ class Weight(torch.Tensor):
         return self
 
     def _change_by(self, func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
-        """normal_(), fill_(), mul_() and what else makes each element by itself."""
+        """Functions that write. What normal_(), mul_() and others do to an element by itself is done to some rows at a time."""
         self._check_written()
-        if name not in _ELEMENTWISE or any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in (*args, *kwargs.values())):
+        if not in_place(name):
             raise NotImplementedError(f"table {self._table.name!r}: {name} of weight is not possible: {_HOW}")
-        self.change(lambda rows, part: func(rows, *args, **kwargs))
+        if name not in _ELEMENTWISE or any(isinstance(a, torch.Tensor) and a.numel() > 1 for a in (*args, *kwargs.values())):
+            _change_whole(func, name, (self, *args), kwargs)
+        else:
+            self.change(lambda rows, part: func(rows, *args, **kwargs))
         return self
 
     @classmethod
@@ -362,7 +416,9 @@ class Weight(torch.Tensor):
 
 
 class _Copy(torch.Tensor):
-    """What `weight.grad` gives: to write to it would change nothing."""
+    """What `weight.grad` gives, and views of it: who writes to it writes to the table's gradient."""
+
+    _source: Tuple[Weight, torch.Tensor]  # and all of the gradient, whose memory this has
 
     @classmethod
     def __torch_function__(
@@ -372,17 +428,44 @@ class _Copy(torch.Tensor):
         args: Tuple[Any, ...] = (),
         kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if in_place(name) and any(isinstance(a, _Copy) for a in flat(args[:1])):
-            raise NotImplementedError(
-                f"weight.grad is a copy, and {name} would be lost: clip and scale the gradients of module.parameters()"
-            )
+        targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
+        written = [copy._source for copy in targets if isinstance(copy, _Copy)]
+        for weight, _ in written:
+            weight._check_grad_written(name)
+        sources = [copy._source for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+        for weight, whole in written:
+            weight._take_grad(whole)
+        return _read_only(out) if name in ("numpy", "__array__") else _views_of(out, sources)
 
 
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, torch.Tensor._make_subclass(_Copy, tensor))
+def _copy_of(tensor: torch.Tensor, source: Tuple[Weight, torch.Tensor]) -> torch.Tensor:
+    copy = torch.Tensor._make_subclass(_Copy, tensor)
+    copy._source = source
+    return copy
+
+
+def _views_of(out: Any, sources: Sequence[Tuple[Weight, torch.Tensor]]) -> Any:
+    """The result of a function, as a _Copy where it has the memory of one."""
+    if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
+        return type(out)(_views_of(part, sources) for part in out)
+    if not isinstance(out, torch.Tensor):
+        return out
+    with torch._C.DisableTorchFunctionSubclass():
+        for source in sources:
+            if _address(out) == _address(source[1]) != 0:
+                return _copy_of(out, source)
+        return out.as_subclass(torch.Tensor) if isinstance(out, _Copy) else out
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of the memory of its values; 0: it has none."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _grads(
@@ -417,7 +500,6 @@ def _grads(
 
 def _rows_of(table: Table, keys: Optional[torch.Tensor]) -> torch.Tensor:
     """A copy of the rows of these keys, None: of all."""
-    table.steps.outside()
     if keys is None:
         keys = _state.keys(table)
     rows = torch.empty(keys.numel(), table.dim, dtype=torch.float32, device="cpu")
@@ -432,12 +514,12 @@ def _change(table: Table, keys: Optional[torch.Tensor], function: Callable[[torc
     for begin in range(0, count, _CHUNK):
         part = slice(begin, min(begin + _CHUNK, count))
         some = torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu") if keys is None else keys[part]
-        _change_rows(table, some, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
+        with table.steps.still():
+            _change_rows(table, some, lambda rows, part=part: function(rows, part))  # type: ignore[misc]
 
 
 def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> None:
     """Rows are what the function makes of them; their optimizer state stays."""
-    table.steps.outside()
     table.written = True
     both = torch.empty(keys.numel(), table.dim + table.state_floats, dtype=torch.float32, device="cpu")
     table.get(keys, both, with_state=True)
@@ -447,6 +529,34 @@ def _change_rows(table: Table, keys: torch.Tensor, function: Callable[[torch.Ten
         both[:, : table.dim] = rows
         rows = both
     table.put(keys, rows, with_state=table.state_floats > 0)
+
+
+def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    """A function writes to its first argument, a weight or a list in which some are: all rows at once."""
+    weights = [weight for weight in flat(args[:1]) if isinstance(weight, Weight)]
+    for weight in weights:
+        weight._check_written()
+    with weights[0]._table.steps.still(), torch.no_grad():
+        rows = {id(weight): weight.read().to(device="cpu", dtype=torch.float32) for weight in weights}
+        targets = [rows.get(id(value), value) for value in flat(args[:1])]
+        first = targets if isinstance(args[0], (list, tuple)) else targets[0]
+        out = func(first, *_here(args[1:]), **dict(zip(kwargs, _here(tuple(kwargs.values())))))
+        for weight in weights:
+            changed = rows[id(weight)]
+            if tuple(changed.shape) != tuple(weight.shape):
+                raise NotImplementedError(f"table {weight._table.name!r}: {name} of weight, which has its shape: {_HOW}")
+            weight.change(lambda some, part, changed=changed: some.copy_(changed[part]))  # type: ignore[misc]
+    return out
+
+
+def _here(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """The values with what tensors and weights are among them where rows are changed."""
+    out = []
+    for value in _read_all(values):
+        if isinstance(value, (list, tuple)):
+            value = type(value)(_here(tuple(value)))
+        out.append(value.to("cpu") if isinstance(value, torch.Tensor) else value)
+    return tuple(out)
 
 
 def _is_basic(index: Any) -> bool:
@@ -532,12 +642,15 @@ class _Part(torch.Tensor):
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for source in sources:
-            source.before(source in written)
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **kwargs)
-            for source in written:
-                source.after_write()
+        with contextlib.ExitStack() as stack:
+            for source in written:  # what is read, changed and written is one thing for other threads
+                stack.enter_context(source.table.steps.still())
+            for source in sources:
+                source.before(source in written)
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **kwargs)
+                for source in written:
+                    source.after_write()
         return _read_only(out) if name in ("numpy", "__array__") else _shared(out, sources)
 
     def plain(self) -> torch.Tensor:
@@ -599,7 +712,8 @@ def _read_only(array: Any) -> Any:
 # Elementwise, so that rows can be changed some at a time.
 _ELEMENTWISE = {
     "abs_", "add_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "erfinv_", "exponential_", "fill_",
-    "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_",
+    "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_", "__iadd__",
+    "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
 
 # Of these nothing is read.

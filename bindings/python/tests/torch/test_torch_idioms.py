@@ -1,0 +1,477 @@
+"""What training scripts do beside the plain loop: with gradients, weights, subclasses of optimizers and transforms."""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward and of the functions of torch.nn.init.
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any, Callable, Dict, List, Tuple
+
+import pytest
+import torch
+from torch_support import DIM, ROWS, integers, snapshot
+
+import frugal
+import frugal.torch as ft
+from frugal.torch import _hook
+
+Pair = Tuple[Any, Any]
+
+
+@pytest.fixture
+def pair(trainer: frugal.Trainer) -> Pair:
+    weight = integers(ROWS, DIM)
+    return (
+        ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer),
+        torch.nn.Embedding(ROWS, DIM, _weight=weight.clone()),
+    )
+
+
+def backward(module: Any, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randint(0, ROWS, (12,), generator=generator)
+    module(keys).backward(torch.randint(-3, 4, (12, DIM), generator=generator).float())
+
+
+def assert_same(pair: Pair, exact: bool = False) -> None:
+    ours, theirs = pair
+    tolerance = 0.0 if exact else 1e-5
+    torch.testing.assert_close(snapshot(ours), theirs.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
+# --- Gradients of parameters ---
+
+
+def zeros_before(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    backward(module)
+
+
+def zeros_twice(module: Any) -> None:
+    zeros_before(module)
+    zeros_before(module)
+
+
+def old_zero_grad(module: Any) -> None:
+    backward(module, 1)
+    for parameter in module.parameters():
+        parameter.grad.detach_()
+        parameter.grad.zero_()
+    backward(module)
+
+
+def data_zero(module: Any) -> None:
+    backward(module, 1)
+    for parameter in module.parameters():
+        parameter.grad.data.zero_()
+    backward(module)
+
+
+def filled(module: Any) -> None:
+    backward(module, 1)
+    for parameter in module.parameters():
+        parameter.grad.fill_(0)
+    backward(module)
+
+
+def saved_and_restored(module: Any) -> None:
+    backward(module)
+    saved = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    backward(module, 1)
+    for parameter, grad in zip(module.parameters(), saved):
+        parameter.grad.copy_(grad)
+
+
+def skipped_if_not_finite(module: Any) -> None:
+    backward(module)
+    assert all(bool(torch.isfinite(parameter.grad).all()) for parameter in module.parameters())
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in module.parameters())
+
+
+def negated(module: Any) -> None:
+    backward(module)
+    for parameter in module.parameters():
+        parameter.grad = -parameter.grad
+        parameter.grad.neg_()
+        parameter.grad = -parameter.grad
+    backward(module, 1)
+
+
+def deleted(module: Any) -> None:
+    backward(module, 1)
+    for parameter in module.parameters():
+        del parameter.grad
+    backward(module)
+
+
+GRADIENTS: List[Callable[[Any], None]] = [
+    zeros_before, zeros_twice, old_zero_grad, data_zero, filled, saved_and_restored, skipped_if_not_finite, negated,
+    deleted,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", GRADIENTS, ids=lambda use: use.__name__)
+def test_gradients_of_parameters(pair: Pair, use: Callable[[Any], None]) -> None:
+    for module in pair:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        use(module)
+        optimizer.step()
+    assert_same(pair, exact=True)
+
+
+def test_a_gradient_that_is_not_finite_is_seen(pair: Pair) -> None:
+    for module in pair:
+        module(torch.tensor([1])).backward(torch.full((1, DIM), math.nan))
+        (parameter,) = module.parameters()
+        assert not torch.isfinite(parameter.grad).all()
+
+
+def test_zeros_for_a_gradient_train_nothing(pair: Pair) -> None:
+    ours, _ = pair
+    before = snapshot(ours)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
+    (parameter,) = ours.parameters()
+    parameter.grad = torch.zeros_like(parameter)
+    assert parameter.grad is not None
+    optimizer.step()
+    assert torch.equal(snapshot(ours), before)
+
+
+# --- Gradients of weights ---
+
+
+def clip_norm(module: Any) -> None:
+    backward(module)
+    torch.nn.utils.clip_grad_norm_([module.weight], 1.0)
+
+
+def clip_value(module: Any) -> None:
+    backward(module)
+    torch.nn.utils.clip_grad_value_([module.weight], 1.0)
+
+
+def scaled_in_place(module: Any) -> None:
+    backward(module)
+    module.weight.grad.mul_(0.5)
+    module.weight.grad.data.div_(2)
+    module.weight.grad *= 2
+
+
+def a_row_is_left_out(module: Any) -> None:
+    backward(module)
+    module.weight.grad[3] = 0.0
+    module.weight.grad.view(-1)[: 2 * DIM].fill_(1.0)
+
+
+def zeroed(module: Any) -> None:
+    backward(module, 1)
+    module.weight.grad.zero_()
+    backward(module)
+
+
+def assigned(module: Any) -> None:
+    module.weight.grad = torch.arange(ROWS * DIM).view(ROWS, DIM).float()
+    backward(module)
+
+
+WEIGHTS: List[Callable[[Any], None]] = [clip_norm, clip_value, scaled_in_place, a_row_is_left_out, zeroed, assigned]
+
+
+@pytest.mark.parametrize("use", WEIGHTS, ids=lambda use: use.__name__)
+def test_gradients_of_weights(pair: Pair, use: Callable[[Any], None]) -> None:
+    for module in pair:
+        optimizer = torch.optim.SGD([module.weight], lr=0.5)
+        use(module)
+        mine = module.weight.grad
+        assert mine is not None
+        optimizer.step()
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_scaler_before_the_first_step_of_a_weight_s_optimizer(trainer: frugal.Trainer, sparse: bool) -> None:
+    weight = integers(ROWS, DIM)
+    pair = (
+        ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer, sparse=sparse),
+        torch.nn.Embedding(ROWS, DIM, _weight=weight.clone(), sparse=sparse),
+    )
+    for module in pair:
+        optimizer = torch.optim.SGD([module.weight], lr=0.5)
+        scaler: Any = torch.amp.grad_scaler.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for factor in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((module(torch.tensor([1, 2, 1])) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+    assert_same(pair, exact=True)
+
+
+# --- Weights in place ---
+
+OTHER = torch.arange(ROWS * DIM).view(ROWS, DIM) % 7 + 1.0
+
+IN_PLACE: Dict[str, Callable[[Any], Any]] = {
+    "number": lambda w: w.mul_(0.9),
+    "clamp": lambda w: w.clamp_(-1, 1),
+    "matrix": lambda w: w.mul_(OTHER),
+    "column": lambda w: w.div_(OTHER[:, :1]),
+    "norms": lambda w: w.div_(w.norm(dim=1, keepdim=True) + 1),
+    "itself": lambda w: w.add_(w),
+    "alpha": lambda w: w.add_(OTHER, alpha=-0.5),
+    "lerp": lambda w: w.lerp_(OTHER, 0.25),
+    "addcmul": lambda w: w.addcmul_(OTHER, OTHER, value=0.5),
+    "mask": lambda w: w.masked_fill_(OTHER > 4, 0.0),
+    "renorm": lambda w: w.renorm_(2, 0, 1.0),
+    "sqrt": lambda w: w.abs_().sqrt_(),
+    "index_fill": lambda w: w.index_fill_(0, torch.tensor([1, 2]), 5.0),
+    "index_add": lambda w: w.index_add_(0, torch.tensor([1, 1]), OTHER[:2]),
+    "foreach": lambda w: torch._foreach_mul_([w, torch.ones(1)], 0.5),
+    "foreach of tensors": lambda w: torch._foreach_add_([w], [OTHER], alpha=2.0),
+    "operator": lambda w: w.__imul__(0.5),
+    "tensor operator": lambda w: w.__isub__(OTHER),
+}
+
+
+@pytest.mark.parametrize("case", list(IN_PLACE))
+@pytest.mark.parametrize("data", [False, True])
+def test_functions_in_place_write_rows(pair: Pair, case: str, data: bool) -> None:
+    for module in pair:
+        with torch.no_grad():
+            IN_PLACE[case](module.weight.data if data else module.weight)
+    assert_same(pair)
+
+
+def test_assignments_with_an_operator_write_rows(pair: Pair) -> None:
+    for module in pair:
+        with torch.no_grad():
+            module.weight *= 0.5
+            module.weight -= OTHER
+        module.weight.data /= 4
+        weight = module.weight.data
+        weight += 1
+    assert_same(pair)
+    assert isinstance(pair[0].weight, type(ft.Embedding(1, 1, trainer=pair[0].trainer).weight))
+
+
+def test_a_shape_cannot_be_changed(pair: Pair) -> None:
+    ours, _ = pair
+    before = snapshot(ours)
+    for call in (lambda w: w.t_(), lambda w: w.unsqueeze_(0), lambda w: w.resize_(3, DIM)):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="embedding_0.*shape"):
+            call(ours.weight)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        ours.weight.mul_(OTHER)
+    assert torch.equal(snapshot(ours), before)
+
+
+# --- Optimizers ---
+
+
+def halves(kind: Any) -> Any:
+    """A subclass whose step does something beside."""
+
+    class Halves(kind):  # type: ignore[misc]
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            for group in self.param_groups:
+                group["lr"] *= 0.5
+            return super().step(closure)
+
+    return Halves
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "AdamW"])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_subclass_may_call_the_step_that_it_inherits(pair: Pair, kind: str, closure: bool, levels: int) -> None:
+    base = getattr(torch.optim, kind)
+    for _ in range(levels):
+        base = halves(base)
+    if levels == 1 and kind == "SGD":  # of which there are others
+        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0).step()
+    for module in pair:
+        # Of all rows, so that Adam's are torch's.
+        optimizer = base(module.parameters(), lr=0.5)
+        for step in range(3):
+
+            def work(module: Any = module, optimizer: Any = optimizer, step: int = step) -> Any:
+                optimizer.zero_grad()
+                loss = (module(torch.arange(ROWS)) * (step + 1)).pow(2).sum()
+                loss.backward()
+                return loss
+
+            if closure:
+                optimizer.step(work)
+            else:
+                work()
+                optimizer.step()
+        assert optimizer.calls == 3 * levels and next(iter(module.parameters())).grad is not None
+    assert_same(pair)
+
+
+def test_a_step_may_be_called_several_times(pair: Pair) -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            return super().step()
+
+    class Outer(torch.optim.Optimizer):
+        """Has the parameters, and another optimizer that steps them."""
+
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+            self.count = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.count += 1
+            if self.count != 2:
+                for _ in range(3):
+                    self.inner.step()
+
+    for module in pair:
+        optimizers = [Twice(module.parameters(), lr=0.5), Outer(torch.optim.SGD(module.parameters(), lr=0.25))]
+        for step in range(4):
+            module.zero_grad()
+            backward(module, step)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_same(pair, exact=True)
+
+
+def test_an_optimizer_that_calls_nobody_s_step_in_the_end_is_told_of(pair: Pair) -> None:
+    class Never(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure) if closure is not None else None
+
+    ours, _ = pair
+    optimizer = Never(ours.parameters(), lr=0.5)
+    with pytest.warns(UserWarning, match="embedding_0.*no optimizer that has its parameter has made a step"):
+        for _ in range(_hook._PATIENCE):
+            optimizer.zero_grad()
+            backward(ours)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_step_may_be_compiled(pair: Pair, kind: str) -> None:
+    for module in pair:
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.5)
+        step = torch.compile(optimizer.step, backend="eager") if module is pair[0] else optimizer.step
+        for seed in range(3):
+            optimizer.zero_grad()
+            backward(module, seed)
+            step()
+    assert_same(pair)
+
+
+def test_none_of_torch_s_own_steps_is_taken_for_one_that_calls_another() -> None:
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and "step" in vars(kind)]
+    assert len(kinds) > 10
+    assert not [kind for kind in kinds if kind is not torch.optim.Optimizer and _hook._delegates(kind)]
+
+
+@pytest.mark.parametrize("rows", [ROWS, 5000])
+def test_norms_of_small_and_large_tables(trainer: frugal.Trainer, rows: int) -> None:
+    pair = ft.Embedding(rows, DIM, trainer=trainer), torch.nn.Embedding(rows, DIM)
+    keys, grad = torch.tensor([1, 5, 1, 7]), integers(4, DIM)
+    norms = []
+    for module in pair:
+        module(keys).backward(grad)
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+    assert norms[1] > 1.0
+    torch.testing.assert_close(*norms)
+    mine, expected = (module.weight.grad for module in pair)
+    torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+def test_tables_of_a_group_have_steps_of_their_own(trainer: frugal.Trainer) -> None:
+    """Adam's bias correction is that of the table's own step, and its rate is the group's of now."""
+    weights = [integers(ROWS, DIM) for _ in range(2)]
+    ours = [ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer) for weight in weights]
+    theirs = [torch.nn.Embedding(ROWS, DIM, _weight=weight.clone()) for weight in weights]
+    every = torch.arange(ROWS)
+    for modules in (ours, theirs):
+        optimizer = torch.optim.Adam([next(iter(module.parameters())) for module in modules], lr=0.5)
+        for step, trained in enumerate(([0], [0, 1], [1], [0, 1])):
+            optimizer.zero_grad()
+            for number in trained:
+                modules[number](every).pow(2).sum().backward()
+            optimizer.param_groups[0]["lr"] = 0.5 / (step + 1)
+            optimizer.step()
+    for pair in zip(ours, theirs):
+        assert_same(pair)
+
+
+# --- Transforms ---
+
+
+def test_transforms_of_torch_func_are_refused_by_name(pair: Pair) -> None:
+    ours, theirs = pair
+    keys, factor = torch.tensor([1, 2]), torch.ones(2, DIM)
+    calls: Dict[str, Callable[[Any], Any]] = {
+        "grad": lambda m: torch.func.grad(lambda f: (m(keys) * f).sum())(factor),
+        "vmap": lambda m: torch.func.vmap(m)(keys),
+        "vjp": lambda m: torch.func.vjp(lambda f: m(keys) * f, factor),
+        "batched": lambda m: torch.autograd.grad(
+            m(keys), list(m.parameters()), grad_outputs=torch.ones(2, 2, DIM), is_grads_batched=True
+        ),
+    }
+    for call in calls.values():
+        call(theirs)
+        with pytest.raises(NotImplementedError, match="transform"):
+            call(ours)
+
+
+# --- Lifetimes ---
+
+
+def test_a_weight_outlives_its_module(trainer: frugal.Trainer) -> None:
+    engine = trainer.engine
+    rows = integers(ROWS, DIM)
+    module = ft.Embedding(ROWS, DIM, _weight=rows, trainer=trainer)
+    weight, name = module.weight, module.table.name
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    module(torch.tensor([1])).sum().backward()
+    del module
+    gc.collect()
+    assert torch.equal(weight.clone(), rows) and weight.grad is not None
+    optimizer.step()
+    rows[1] -= 0.5
+    assert torch.equal(weight.clone(), rows) and engine.find_table(name).dim == DIM
+    part = weight.data[2:4]
+    del weight, optimizer
+    gc.collect()
+    assert torch.equal(part.clone(), rows[2:4])
+    del part
+    gc.collect()
+    with pytest.raises(frugal.NotFound):
+        engine.find_table(name)
+
+
+def test_a_table_stays_while_another_module_has_it(trainer: frugal.Trainer) -> None:
+    first = ft.Embedding(ROWS, DIM, trainer=trainer)
+    rows = snapshot(first)
+    second = ft.Embedding(ROWS, DIM, trainer=trainer, name=first.table.name)
+    del first
+    gc.collect()
+    assert torch.equal(snapshot(second), rows)
+
+
+# --- convert ---
+
+
+def test_bags_of_maxima_are_converted(trainer: frugal.Trainer) -> None:
+    theirs = torch.nn.EmbeddingBag(ROWS, DIM, mode="max")
+    keys = torch.tensor([[1, 2], [3, 1]])
+    expected = theirs(keys)
+    ours: Any = ft.convert(theirs, trainer=trainer)
+    assert isinstance(ours, ft.EmbeddingBag) and torch.equal(ours(keys), expected)

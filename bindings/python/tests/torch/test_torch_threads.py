@@ -1,0 +1,130 @@
+"""A trainer's modules in several threads: evaluation, saving and construction beside a training loop."""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Callable, Dict, List
+
+import pytest
+import torch
+from torch_support import DIM, ROWS, integers, snapshot
+
+import frugal
+import frugal.torch as ft
+from frugal.torch import _native, _state
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """What it returns, or raises, in another thread."""
+    results: List[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((work(), None))
+        except BaseException as error:  # noqa: B036
+            results.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    result, error = results[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def optimizer_of(model: Any) -> Any:
+    return torch.optim.Adagrad(model.parameters(), lr=0.5)
+
+
+def overwrite(weight: Any, rows: Any) -> None:
+    with torch.no_grad():
+        weight[:] = rows
+
+
+USES: Dict[str, Callable[[Any, Any], Any]] = {
+    "state_dict": lambda module, optimizer: module.state_dict(),
+    "load_state_dict": lambda module, optimizer: module.load_state_dict(module.state_dict()),
+    "optimizer's": lambda module, optimizer: optimizer.state_dict(),
+    "load the optimizer's": lambda module, optimizer: _state.load_optimizer_state(
+        module._steps, module._table, _state.optimizer_state(module._steps, module._table)
+    ),
+    "read": lambda module, optimizer: module.weight.clone(),
+    "some": lambda module, optimizer: module.weight[torch.tensor([0])],
+    "write": lambda module, optimizer: overwrite(module.weight, module.weight * 2),
+    "init": lambda module, optimizer: torch.nn.init.normal_(module.weight),
+    "in place": lambda module, optimizer: module.weight.data.mul_(0.5),
+    "a view": lambda module, optimizer: module.weight.data[:2].mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("use", list(USES))
+def test_nobody_begins_a_step_while_rows_are_read_or_written(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, use: str, hashed: bool
+) -> None:
+    module = ft.Embedding(ROWS, DIM, hashed=hashed, trainer=trainer)
+    optimizer = optimizer_of(module)
+    module(torch.tensor([0, 1])).sum().backward()
+    optimizer.step()
+    module(torch.tensor([1, 2]))  # a step is open
+    lock = module._steps.lock
+    calls: List[bool] = []
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(in_a_thread(lambda: lock.acquire(blocking=False) and not lock.release()))
+            return function(*args)
+
+        return call
+
+    for name in ("get", "put", "delete", "table_keys"):
+        monkeypatch.setattr(_native, name, watched(getattr(_native, name)))
+    USES[use](module, optimizer)
+    assert calls and not any(calls)
+
+
+def test_a_thread_evaluates_saves_and_builds_while_another_trains(trainer: frugal.Trainer) -> None:
+    weight = integers(ROWS, DIM)
+    ours = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
+    theirs = torch.nn.Embedding(ROWS, DIM, _weight=weight.clone())
+    optimizers = [optimizer_of(module) for module in (ours, theirs)]
+    batches = [torch.randint(0, ROWS, (16,)) for _ in range(40)]
+    over, begun = threading.Event(), threading.Event()
+    failures: List[BaseException] = []
+    names: List[str] = []
+
+    def look() -> None:
+        try:
+            while not (over.is_set() and begun.is_set()):
+                with torch.no_grad():
+                    assert ours(torch.arange(ROWS)).shape == (ROWS, DIM)
+                ours.state_dict()
+                optimizers[0].state_dict()
+                ours.weight[torch.tensor([1, 2])]
+                names.append(ft.Embedding(4, 2, trainer=trainer).table.name)
+                begun.set()
+        except BaseException as error:  # noqa: B036
+            failures.append(error)
+            begun.set()
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        begun.wait()
+        for batch in batches:
+            for module, optimizer in zip((ours, theirs), optimizers):
+                optimizer.zero_grad()
+                module(batch).pow(2).sum().backward()
+                optimizer.step()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert len(set(names)) == len(names)
+    torch.testing.assert_close(snapshot(ours), theirs.weight.detach(), rtol=1e-5, atol=1e-5)
