@@ -1297,6 +1297,16 @@ TEST(Tables, SparseLazyBillionRows) {
   EXPECT_LT(resident() - before, uint64_t{1} << 30);
 }
 
+// Many tables of a few rows take small pages: a huge one for each array would be 400 MiB here.
+TEST(Tables, SmallOnesTakeLittleMemory) {
+  Engine engine(1);
+  const long before = resident_kib(getpid());
+  for (int i = 0; i < 100; ++i)
+    engine.Table(("t" + std::to_string(i)).c_str(), FRUGAL_DENSE, 100, 8,
+                 [](frugal_table_config* c) { c->optimizer.kind = FRUGAL_ADAGRAD; });
+  EXPECT_LT(resident_kib(getpid()) - before, 40 << 10);
+}
+
 // --- Trainers ---
 
 TEST(Trainers, RefusesBadConfigs) {

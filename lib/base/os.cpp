@@ -113,12 +113,13 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
   return FRUGAL_OK;
 }
 
-void advise(char* base, size_t bytes) {
-  madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
+// `used`: of the bytes, from the first on. What is small does without huge pages: its first touch would fill one.
+void advise(char* base, size_t bytes, size_t used) {
+  if (used >= kHugePage) madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
   madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
 }
 
-Status map_fd(int fd, size_t bytes, bool writable, char** out) {
+Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
   char* base = nullptr;
   FRUGAL_TRY(reserve_aligned(bytes, PROT_NONE, &base));
   void* p = mmap(base, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ,
@@ -131,7 +132,7 @@ Status map_fd(int fd, size_t bytes, bool writable, char** out) {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
                       "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
   }
-  advise(base, bytes);
+  advise(base, bytes, used);
   // Into a core dump it does not go: others have it as well, reading its holes would fill them, and the process is
   // not seen as dead until all is written.
   madvise(base, bytes, MADV_DONTDUMP);
@@ -265,19 +266,20 @@ uint64_t available_bytes() {
 Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
   if (bytes > SIZE_MAX / 2)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space", bytes);
+  const size_t used = bytes;
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   if (injected_failure())
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?", bytes);
   if (!shared) {
     FRUGAL_TRY(reserve_aligned(bytes, PROT_READ | PROT_WRITE, &out->base));
-    advise(out->base, bytes);
+    advise(out->base, bytes, used);
     *out = {out->base, bytes, -1};
     return FRUGAL_OK;
   }
   int fd = -1;
   char* base = nullptr;
   FRUGAL_TRY(make_memfd(bytes, &fd));
-  Status s = map_fd(fd, bytes, true, &base);
+  Status s = map_fd(fd, bytes, used, true, &base);
   Mapping made{base, bytes, fd};
   if (s == FRUGAL_OK) s = seal(fd, others_write);
   if (s == FRUGAL_OK) *out = made;
@@ -305,7 +307,7 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
                       static_cast<unsigned long long>(bytes));
   char* base = nullptr;
-  FRUGAL_TRY(map_fd(fd, bytes, writable, &base));
+  FRUGAL_TRY(map_fd(fd, bytes, bytes, writable, &base));
   *out = {base, static_cast<size_t>(bytes), fd};
   return FRUGAL_OK;
 }
