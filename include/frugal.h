@@ -342,7 +342,7 @@ typedef enum frugal_init_kind {
   FRUGAL_INIT_TRUNCATED_NORMAL = 3, /* the same, within a +- 2 b */
   FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), a >= 0, fan_in =
                                        b >= 0 or, if b is 0, `rows` */
-} frugal_init_kind;
+} frugal_init_kind; /* a and b of which some row could get a value that is not finite are refused */
 
 typedef enum frugal_nan_policy {
   FRUGAL_NAN_REJECT = 0, /* the push answers FRUGAL_ERR_NAN and nothing is taken; of gradients on a GPU
