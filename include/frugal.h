@@ -241,7 +241,8 @@ FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engi
 /* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
  * read out all the same); trainers, tables and batches of the engine become closed handles; a step that some rank is
  * inside of is lost. NULL is accepted.
- * Needs no memory. Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
+ * Needs no memory, but for the first call of a thread (OUT_OF_MEMORY: nothing has happened, call
+ * again). Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_close(frugal_engine *engine);
 
@@ -342,7 +343,7 @@ typedef enum frugal_init_kind {
   FRUGAL_INIT_TRUNCATED_NORMAL = 3, /* the same, within a +- 2 b */
   FRUGAL_INIT_XAVIER = 4            /* uniform in +- a * sqrt(6 / (fan_in + dim)), a >= 0, fan_in =
                                        b >= 0 or, if b is 0, `rows` */
-} frugal_init_kind;
+} frugal_init_kind; /* a and b of which some row could get a value that is not finite are refused */
 
 typedef enum frugal_nan_policy {
   FRUGAL_NAN_REJECT = 0, /* the push answers FRUGAL_ERR_NAN and nothing is taken; of gradients on a GPU

@@ -1,7 +1,9 @@
 #!/bin/sh
-# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It wants no static
-# thread-local storage, of which little is left where a program, as Python with PyTorch, loads it late. And no
-# thread-local object of it has a destructor: the C library ends the program where there is no memory to register one.
+# The library exports exactly the functions of frugal.h, and tests/symbols.txt lists them. It has no thread-local
+# objects: where a program, as Python with PyTorch, loads it late, little is left of static storage for them, and
+# the loader ends the program where there is no memory for others, or to register a destructor. The CUDA run-time
+# library brings one of its own, which its first call in a thread uses. And what is kept of threads needs the library until they
+# end, so it is not unloaded.
 #   tests/symbols.sh LIBRARY          compares all three
 #   tests/symbols.sh --update         writes tests/symbols.txt from frugal.h
 set -eu
@@ -28,6 +30,20 @@ fi
 if [ "$exported" != "$(cat "$here/symbols.txt")" ]; then
   echo "the library's exports (>) are not those of tests/symbols.txt (<)" >&2
   echo "$exported" | diff "$here/symbols.txt" - >&2 || true
+  exit 1
+fi
+objects=$(readelf -sW "$1" | awk '$4 == "TLS" { print $8 }')
+if own=$(echo "$objects" | grep -v '^libcudart' | grep .); then
+  echo "the library has thread-local objects (lib/base/this_thread.h has room for what threads need):" >&2
+  echo "$own" | c++filt >&2
+  exit 1
+fi
+if [ -z "$objects" ] && readelf -lW "$1" | grep -q '^ *TLS '; then
+  echo "the library has thread-local storage, and no names of what lies there" >&2
+  exit 1
+fi
+if ! readelf -dW "$1" | grep -q NODELETE; then
+  echo "the library may be unloaded (not NODELETE) before the threads end that it keeps something of" >&2
   exit 1
 fi
 if readelf -dW "$1" | grep -q STATIC_TLS; then

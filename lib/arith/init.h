@@ -199,6 +199,23 @@ inline InitSpec init_spec(int32_t init_kind, float a, float b, uint64_t rows, ui
   return s;
 }
 
+// What no element of a new row exceeds, of either sign.
+inline double initial_bound(const InitSpec& s) {
+  const auto size = [](double x) { return x < 0.0 ? -x : x; };
+  switch (s.kind) {
+    case FRUGAL_INIT_UNIFORM: {
+      const double low = size(s.origin), high = size(s.origin + s.spread);
+      return low > high ? low : high;
+    }
+    case FRUGAL_INIT_NORMAL:
+      return size(s.origin) + s.spread * -normal_quantile(open_unit_value(0));
+    case FRUGAL_INIT_TRUNCATED_NORMAL:
+      return size(s.origin) + s.spread * 2.0;
+    default:
+      return size(static_cast<double>(s.constant));
+  }
+}
+
 // The initial value of one element; `bits` is column_bits().
 FRUGAL_HD float initial_value(const InitSpec& s, uint64_t bits) {
   double value;

@@ -4,32 +4,29 @@
 #include <cstdio>
 #include <cstring>
 
+#include "base/this_thread.h"
+
 namespace frugal {
 namespace {
 
-struct LastError {
-  Status status = FRUGAL_OK;
-  int system_code = 0;
-  int device_code = 0;
-  char message[512] = "";
-};
-// What a call under way has met. It may end well all the same (a full table makes room, a cache is
-// done without), and then the last call that failed is still another.
-thread_local LastError t_met;
-thread_local LastError t_last;
+// Of a thread for which there is no memory.
+constexpr const char* kNoMemory =
+    "memory for what the library keeps of a thread is exhausted; free some and call again";
 
-Status record(Status status, int code, const char* format, va_list args) {
-  t_met.status = status;
-  t_met.system_code = code;
-  t_met.device_code = 0;
-  int n = std::vsnprintf(t_met.message, sizeof t_met.message, format, args);
-  if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof t_met.message) {
+void record(Status status, int code, int device_code, const char* format, va_list args) {
+  ThisThread* t = this_thread();
+  if (!t) return;
+  CallError& met = t->met;
+  met.status = status;
+  met.system_code = code;
+  met.device_code = device_code;
+  int n = std::vsnprintf(met.message, sizeof met.message, format, args);
+  if (code != 0 && n >= 0 && static_cast<size_t>(n) < sizeof met.message) {
     char text[96] = "";
     // The GNU strerror_r may return a string of its own.
     const char* s = strerror_r(code, text, sizeof text);
-    std::snprintf(t_met.message + n, sizeof t_met.message - static_cast<size_t>(n), " (%s)", s);
+    std::snprintf(met.message + n, sizeof met.message - static_cast<size_t>(n), " (%s)", s);
   }
-  return status;
 }
 
 }  // namespace
@@ -37,7 +34,7 @@ Status record(Status status, int code, const char* format, va_list args) {
 Status fail(Status status, const char* format, ...) {
   va_list args;
   va_start(args, format);
-  record(status, 0, format, args);
+  record(status, 0, 0, format, args);
   va_end(args);
   return status;
 }
@@ -45,7 +42,7 @@ Status fail(Status status, const char* format, ...) {
 Status fail_errno(Status status, int code, const char* format, ...) {
   va_list args;
   va_start(args, format);
-  record(status, code, format, args);
+  record(status, code, 0, format, args);
   va_end(args);
   return status;
 }
@@ -53,30 +50,32 @@ Status fail_errno(Status status, int code, const char* format, ...) {
 Status fail_device(Status status, int code, const char* format, ...) {
   va_list args;
   va_start(args, format);
-  record(status, 0, format, args);
+  record(status, 0, code, format, args);
   va_end(args);
-  t_met.device_code = code;
   return status;
 }
 
 Status fail_in(Status status, const char* where, ...) {
-  if (status == FRUGAL_OK || t_met.status != status) return status;
-  char message[sizeof t_met.message], at[384];
+  ThisThread* t = status == FRUGAL_OK ? nullptr : this_thread();
+  if (!t || t->met.status != status) return status;
+  char message[sizeof t->met.message], at[384];
   va_list args;
   va_start(args, where);
   std::vsnprintf(at, sizeof at, where, args);
   va_end(args);
-  std::memcpy(message, t_met.message, sizeof message);
-  std::snprintf(t_met.message, sizeof t_met.message, "%s: %.*s", at,
+  std::memcpy(message, t->met.message, sizeof message);
+  std::snprintf(t->met.message, sizeof t->met.message, "%s: %.*s", at,
                 static_cast<int>(sizeof message - 3 - std::strlen(at)), message);
   return status;
 }
 
 Status fail_as(const frugal_error& error) {
-  t_met.status = error.status;
-  t_met.system_code = error.system_code;
-  t_met.device_code = error.device_code;
-  std::snprintf(t_met.message, sizeof t_met.message, "%s", error.message ? error.message : "");
+  ThisThread* t = this_thread();
+  if (!t) return error.status;
+  t->met.status = error.status;
+  t->met.system_code = error.system_code;
+  t->met.device_code = error.device_code;
+  std::snprintf(t->met.message, sizeof t->met.message, "%s", error.message ? error.message : "");
   return error.status;
 }
 
@@ -124,21 +123,36 @@ const char* status_name(Status status) {
   }
 }
 
-const char* met_message() { return t_met.message; }
+const char* met_message() {
+  const ThisThread* t = this_thread();
+  return t ? t->met.message : kNoMemory;
+}
 
-void begin_call() { t_met.status = FRUGAL_OK; }
+bool begin_call() {
+  ThisThread* t = this_thread();
+  if (t) t->met.status = FRUGAL_OK;
+  return t != nullptr;
+}
 
 Status end_call(Status status) {
   if (status == FRUGAL_OK) return status;
   // Background failures come without a message of this thread.
-  if (t_met.status != status) fail(status, "%s: it happened in the background; close the engine and restore the tables", status_name(status));
-  t_last = t_met;
+  ThisThread* t = this_thread();
+  if (!t) return status;
+  if (t->met.status != status)
+    fail(status, "%s: it happened in the background; close the engine and restore the tables",
+         status_name(status));
+  t->last = t->met;
   return status;
 }
 
 void last_error(frugal_error* out) {
   if (!out) return;
-  *out = {t_last.status, t_last.system_code, t_last.device_code, 0, t_last.message};
+  bool tried = false;
+  if (const ThisThread* t = this_thread_if_any(&tried))
+    *out = {t->last.status, t->last.system_code, t->last.device_code, 0, t->last.message};
+  else
+    *out = {tried ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_OK, 0, 0, 0, tried ? kNoMemory : ""};
 }
 
 }  // namespace frugal

@@ -28,8 +28,9 @@ Status fail_as(const frugal_error& error);
 [[gnu::format(printf, 1, 2)]] String text(const char* format, ...);
 
 const char* status_name(Status status);
-// Around each call through the C boundary; end_call returns its status.
-void begin_call();
+// Around each call through the C boundary; end_call returns its status. False: there is no memory
+// for the thread (base/this_thread.h), in which nothing may be done that can throw.
+bool begin_call();
 Status end_call(Status status);
 void last_error(frugal_error* out);
 // What the last fail() of this thread has recorded, before any end_call.

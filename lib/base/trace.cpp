@@ -12,32 +12,12 @@
 #include <thread>
 
 #include "base/handles.h"
+#include "base/this_thread.h"
 
 namespace frugal {
 namespace {
 
 constexpr size_t kMostNames = 4096;
-
-// The thread's number, which a child made by fork() does not inherit.
-struct ThisThread {
-  uint32_t generation = 0;
-  uint32_t number = 0;
-  uint16_t worker = 0;
-};
-thread_local ThisThread t_this;
-
-}  // namespace
-
-uint32_t trace_thread_number() {
-  const uint32_t generation = process_generation();
-  if (t_this.generation != generation) {
-    t_this.number = static_cast<uint32_t>(syscall(SYS_gettid));
-    t_this.generation = generation;
-  }
-  return t_this.number;
-}
-
-namespace {
 
 constexpr const char* kSpanNames[] = {
 #define X(name, text, count) text,
@@ -141,7 +121,21 @@ void append_escaped(const char* text, size_t bytes, bool json, String* out) {
   }
 }
 
-void trace_thread(uint32_t worker) { t_this.worker = static_cast<uint16_t>(worker + 1); }
+void trace_thread(uint32_t worker) {
+  if (ThisThread* t = this_thread()) t->trace_worker = static_cast<uint16_t>(worker + 1);
+}
+
+uint32_t trace_thread_number() {
+  const uint32_t generation = process_generation();
+  ThisThread* t = this_thread();
+  if (t && t->trace_generation == generation) return t->trace_number;
+  const auto number = static_cast<uint32_t>(syscall(SYS_gettid));
+  if (t) {
+    t->trace_number = number;
+    t->trace_generation = generation;
+  }
+  return number;
+}
 
 Trace::~Trace() = default;
 
@@ -169,7 +163,8 @@ Status Trace::start(size_t events) {
 void Trace::record(TraceEvent event) noexcept {
   event.end = now_ns();
   event.thread = trace_thread_number();
-  event.worker = t_this.worker;
+  const ThisThread* t = this_thread();
+  event.worker = t ? t->trace_worker : 0;
   keep(event);
 }
 

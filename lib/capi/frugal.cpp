@@ -18,7 +18,7 @@ namespace {
 
 template <class F>
 Status guarded(F&& body) noexcept {
-  begin_call();
+  if (!begin_call()) return FRUGAL_ERR_OUT_OF_MEMORY;
   try {
     return end_call(body());
   } catch (const std::bad_alloc&) {

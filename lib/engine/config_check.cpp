@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "arith/init.h"
 #include "engine/engine.h"
 
 namespace frugal {
@@ -105,6 +106,13 @@ Status check_table(const frugal_table_config& c) {
     return refused("init_b", double{c.init_b},
                    c.init == FRUGAL_INIT_XAVIER ? "0 (rows) or more for FRUGAL_INIT_XAVIER, whose fan_in it is"
                                                 : "0 or more: it is a standard deviation");
+  const double most = arith::initial_bound(
+      arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, 0, FRUGAL_SGD, 0));
+  if (!(most <= FLT_MAX))
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "init_a is %.9g and init_b is %.9g: initial values would reach %.9g, and must be "
+                "at most %.9g",
+                double{c.init_a}, double{c.init_b}, most, double{FLT_MAX});
   FRUGAL_TRY(one_of("nan_policy", c.nan_policy, FRUGAL_NAN_ACCEPT, "one of FRUGAL_NAN_*"));
   FRUGAL_TRY(known_flags("frugal_table_config.flags", c.flags, FRUGAL_TABLE_LAZY));
   if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)

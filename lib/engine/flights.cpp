@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/fpenv.h"
+#include "base/thread.h"
 #include "engine/wait.h"
 
 namespace frugal {
@@ -215,14 +216,14 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     if (t->reaped.exchange(true)) return;
     leave_gpu(*t);
     reapers_.reserve(reapers_.size() + 1);
-    reapers_.emplace_back([this, t] {
+    reapers_.push_back(quiet_thread([this, t] {
       FpEnvironment fp;
       try {
         (void)undo(*t, Undo::kFailed);
       } catch (const std::bad_alloc&) {
         fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
       }
-    });
+    }));
     return;
   } catch (...) {  // no memory for a thread
   }

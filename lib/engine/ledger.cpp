@@ -8,6 +8,7 @@
 #include <new>
 #include <thread>
 
+#include "base/this_thread.h"
 namespace frugal {
 namespace {
 
@@ -201,7 +202,9 @@ TableLedger::Writing::~Writing() {
 
 // An image for the calling thread: as a rule the one that it had before, which is in its caches.
 uint32_t TableLedger::take() {
-  static thread_local uint32_t last = 0;
+  ThisThread* t = this_thread();
+  uint32_t any = 0;
+  uint32_t& last = t ? t->ledger_image : any;
   for (uint32_t tries = 0;; ++tries, ++last) {
     const uint32_t i = last % count_;
     if (!busy_[i].load(std::memory_order_relaxed) && !busy_[i].exchange(true, std::memory_order_acquire)) return i;

@@ -38,6 +38,7 @@ Status Engine::aborted(Trainer& t) {
     t.abort_notice.fetch_sub(1);
     next = to_commit();
   }
+  if (t.heard.load()) t.heard.store(now_ns());  // it has the whole time-out to begin the step again
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
   const uint32_t lost = t.lost_peer.load();
   if (t.closing.load() && lost != t.rank) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");

@@ -5,6 +5,7 @@
 
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "base/thread.h"
 #include "engine/config_check.h"
 #include "engine/wait.h"
 
@@ -42,8 +43,9 @@ Status Engine::start() {
     }
   }
   try {
+    workers_.reserve(config_.flush_threads);
     for (uint32_t i = 0; i < config_.flush_threads; ++i)
-      workers_.emplace_back([this, i] { worker_main(i); });
+      workers_.push_back(quiet_thread([this, i] { worker_main(i); }));
   } catch (...) {
     shutdown();
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u flush threads cannot be started; use fewer",

@@ -1,18 +1,30 @@
 #include "process/control_message.h"
 
 #include <fcntl.h>
+#include <kj/exception.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <new>
 
+#include "base/this_thread.h"
 #include "process/control_socket.h"
 
 namespace frugal {
 namespace {
 
 constexpr size_t kHead = sizeof(capnp::word);  // the number of segments less one, and of the first one's words
+
+bool touch_kj() noexcept {
+  try {
+    (void)kj::getExceptionCallback();  // the first one of the process wants memory of its own
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
 
 bool later(int code) { return code == EAGAIN || code == EWOULDBLOCK; }
 
@@ -102,6 +114,9 @@ Progress Incoming::pull(int socket) {
 }
 
 void Incoming::open() {
+  // Of bytes that are no message libkj tells by exceptions. Without memory for what it keeps of
+  // the thread a good message is read all the same.
+  if (!can_throw_) can_throw_ = touch_thread_locals(touch_kj);
   capnp::ReaderOptions options;
   options.traversalLimitInWords = 4 * most_;
   options.nestingLimit = 8;

@@ -70,6 +70,7 @@ class Incoming {
   void open();
   void drop();
   const bool takes_descriptors_;
+  bool can_throw_ = false;  // what libkj keeps of the thread is there
   size_t bytes_ = 0;   // there
   size_t wanted_ = 8;  // of all, as far as is known
   size_t count_ = 0;

@@ -3,8 +3,6 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
 #endif
-#include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -27,19 +25,14 @@ Status Watch::open(std::unique_ptr<Watch>* out) {
   if (w->poll_ < 0 || w->stop_ < 0 || epoll_ctl(w->poll_, EPOLL_CTL_ADD, w->stop_, &event) != 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
                       "watching processes needs two file descriptors");
-  // Signals are the program's, not this thread's.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, &before);
   int code = 0;
   try {
-    w->thread_ = std::thread([watch = w.get()] { watch->loop(); });
+    w->thread_ = quiet_thread([watch = w.get()] { watch->loop(); });
   } catch (const std::system_error& e) {
     code = e.code().value();
   } catch (...) {
     code = ENOMEM;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (code != 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "the thread that watches processes");
   *out = std::move(w);

@@ -11,12 +11,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -383,6 +385,18 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
       {FRUGAL_INIT_XAVIER, -1, 0, "init_a"},
       {FRUGAL_INIT_XAVIER, 1, 0, nullptr},
       {FRUGAL_INIT_CONSTANT, -1, -1, nullptr},
+      // Rows that would not be finite.
+      {FRUGAL_INIT_UNIFORM, -FLT_MAX, FLT_MAX, nullptr},
+      {FRUGAL_INIT_UNIFORM, -FLT_MAX, kInfinite, "init_b"},
+      {FRUGAL_INIT_NORMAL, 0, FLT_MAX, "init_b is 3.40282347e+38"},
+      {FRUGAL_INIT_NORMAL, FLT_MAX, 1e37f, "init_a is 3.40282347e+38"},
+      {FRUGAL_INIT_NORMAL, 0, kNan, "init_b"},
+      {FRUGAL_INIT_NORMAL, 0, FLT_MAX / 10, nullptr},
+      {FRUGAL_INIT_TRUNCATED_NORMAL, -FLT_MAX / 2, FLT_MAX / 2, "at most 3.40282347e+38"},
+      {FRUGAL_INIT_TRUNCATED_NORMAL, -FLT_MAX / 2, FLT_MAX / 4, nullptr},
+      {FRUGAL_INIT_XAVIER, FLT_MAX, 0.5f, "at most 3.40282347e+38"},
+      {FRUGAL_INIT_XAVIER, FLT_MAX, 6, nullptr},
+      {FRUGAL_INIT_CONSTANT, -FLT_MAX, 0, nullptr},
       {FRUGAL_INIT_CONSTANT, kNan, 0, "init_a"},
       {FRUGAL_INIT_CONSTANT, 0, kInfinite, "init_b"},
   };
@@ -398,10 +412,15 @@ TEST_P(Calls, OptionsThatOnlyMakeNonsense) {
     c.init_b = i.b;
     if (i.word) {
       EXPECT_TRUE(Refused(frugal_table_create(engine_, &c, &t), FRUGAL_ERR_INVALID_ARGUMENT,
-                          {i.word, "must be"}));
-    } else {
-      OK(frugal_table_create(engine_, &c, &t));
+                          {("table '" + name + "': init_").c_str(), i.word, "must be"}));
+      continue;
     }
+    OK(frugal_table_create(engine_, &c, &t));
+    uint64_t ids[10];
+    float rows[10 * kDim];
+    std::iota(std::begin(ids), std::end(ids), 0);
+    OK(frugal_get(t, ids, 10, 0, rows, 0, nullptr));
+    for (const float value : rows) ASSERT_TRUE(std::isfinite(value)) << name;
   }
 }
 

@@ -922,6 +922,38 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_close(b));
 }
 
+// So is one whose calls all fail: it does not begin the step that was undone.
+TEST_F(Service, TrainerWhoseCallsFail) {
+  ControllerProgram controller(address());
+  frugal_engine* engines[3];
+  frugal_trainer* ranks[3];
+  frugal_table* table = nullptr;
+  for (uint32_t r = 0; r < 3; ++r) {
+    OK(Open(address(), &engines[r], kSilenceMs, 3));
+    OK(Join(engines[r], r, &ranks[r]));
+  }
+  const frugal_table_config config = TableConfig("t", 100);
+  OK(frugal_table_create(engines[1], &config, &table));
+  for (frugal_trainer* t : ranks) OK(frugal_step_begin(t, 0, -1));
+  OK(frugal_trainer_abandon(ranks[2]));
+  OK(Join(engines[2], 2, &ranks[2]));
+  for (const uint32_t r : {0, 2}) {
+    int status = FRUGAL_ERR_PEER_LOST;
+    for (int tries = 0; tries < 100 && status == FRUGAL_ERR_PEER_LOST; ++tries)
+      status = frugal_step_begin(ranks[r], 0, -1);
+    ASSERT_EQ(FRUGAL_OK, status) << Error();
+    OK(frugal_step_end(ranks[r], 0, 0));
+  }
+  int status = FRUGAL_ERR_TIMEOUT;
+  for (int slices = 0; status == FRUGAL_ERR_TIMEOUT && slices < 400; ++slices) {
+    EXPECT_EQ(FRUGAL_ERR_PEER_LOST, PushOnes(ranks[1], table, 1)) << Error();
+    status = frugal_step_begin(ranks[0], 1, 50);
+  }
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status) << Error();
+  EXPECT_TRUE(Says("rank 1")) << Error();
+  for (frugal_engine* e : engines) OK(frugal_close(e));
+}
+
 // One call with the engine's time-out is enough to learn of it, whatever it waits in.
 TEST_F(Service, SilentTrainerInOneCall) {
   for (const bool reads : {false, true}) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/this_thread.h"
 #include "device/sim/order.h"
 
 namespace frugal::device::sim {
@@ -43,11 +44,11 @@ constexpr uint32_t kHalves = 1;
 constexpr size_t kCanary = 64;
 constexpr uint64_t kCanaryWord = 0xa5a5a5a5a5a5a5a5u;
 
-// A fiber stays on its thread, so this may be cached across switches. (Of no model that wants static storage: a library
-// with that cannot always be loaded late, as Python does.)
-thread_local BlockRunner::Thread* t_running = nullptr;
-
-FRUGAL_UNSEEN BlockRunner::Thread* running() { return t_running; }
+// A fiber stays on its thread.
+FRUGAL_UNSEEN BlockRunner::Thread* running() {
+  return static_cast<BlockRunner::Thread*>(this_thread()->simulated);
+}
+FRUGAL_UNSEEN void set_running(BlockRunner::Thread* thread) { this_thread()->simulated = thread; }
 
 const char* doing(uint32_t state) {
   switch (state) {
@@ -107,7 +108,7 @@ bool BlockRunner::run(const KernelEntry& kernel, const Shape& shape, const void*
                       Random* random, char* fault) {
   {
     Unseen unseen;
-    if (!grow(shape)) {
+    if (!this_thread() || !grow(shape)) {
       snprintf(fault, kFaultText, "%s: no memory for the stacks of its threads", kernel.name);
       return false;
     }
@@ -171,9 +172,9 @@ FRUGAL_UNSEEN void BlockRunner::run_block(uint32_t block) {
   fill_bytes(shared_, shape_.shared_bytes, random_->next());
   fill_bytes(shared_ + shape_.shared_bytes, kCanary, kCanaryWord);
   section_.begin();
-  t_running = pick();
-  switch_fiber(&main_, t_running->fiber);
-  t_running = nullptr;
+  set_running(pick());
+  switch_fiber(&main_, running()->fiber);
+  set_running(nullptr);
   section_.end();
   for (uint32_t i = 0; i < kCanary && !doomed_; ++i) {
     if (shared_[shape_.shared_bytes + i] == static_cast<char>(kCanaryWord)) continue;
@@ -198,7 +199,7 @@ FRUGAL_UNSEEN BlockRunner::Thread* BlockRunner::pick() {
 
 // What a fiber runs. It does not return, so ThreadSanitizer must not count its call.
 FRUGAL_UNSEEN void BlockRunner::enter() {
-  Thread* thread = t_running;
+  Thread* thread = running();
   entered_fiber(&thread->runner->main_);
   thread->runner->body();
   thread->runner->leave(thread);
@@ -224,7 +225,7 @@ FRUGAL_UNSEEN void BlockRunner::leave(Thread* thread) {
     diverged();
     next = pick();
   }
-  t_running = next;
+  set_running(next);
   leave_fiber(thread->fiber, next ? next->fiber : &main_);
   __builtin_unreachable();
 }
@@ -237,7 +238,7 @@ FRUGAL_UNSEEN void BlockRunner::wait(Thread* thread) {
     next = pick();
   }
   if (next == thread) return;
-  t_running = next;
+  set_running(next);
   switch_fiber(thread->fiber, next->fiber);
 }
 

@@ -2,7 +2,6 @@
 
 #include <fenv.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -10,6 +9,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/thread.h"
 #include "device/sim/order.h"
 
 namespace frugal::device::sim {
@@ -57,17 +57,7 @@ StreamThread::~StreamThread() {
 }
 
 void StreamThread::start() {
-  // Signals are the program's, not this thread's.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, &before);
-  try {
-    thread_ = std::thread([this] { loop(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = quiet_thread([this] { loop(); });
 }
 
 void StreamThread::close() {
