@@ -21,6 +21,9 @@ namespace {
 
 // Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
+// Of a process, for calls outside steps, and of one that observes: a process may have many of them, and all of a ring
+// is committed.
+constexpr size_t kCallsBytes = size_t{512} << 10, kObserverBytes = size_t{64} << 10;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 constexpr size_t kAllStagingBytes = size_t{16} << 40;
@@ -237,7 +240,8 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     std::shared_ptr<StagingMemory> staging;
     if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
     std::unique_ptr<Channel> c;
-    FRUGAL_TRY(Channel::create(kRingBytes, std::move(staging), &c));
+    const size_t ring = trainer ? kRingBytes : observes ? kObserverBytes : kCallsBytes;
+    FRUGAL_TRY(Channel::create(ring, std::move(staging), &c));
     std::shared_ptr<Channel> shared(std::move(c));
     reply->descriptors.push_back(shared->up_fd());
     reply->descriptors.push_back(shared->down_fd());
@@ -271,7 +275,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       process->pidfd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
       watched.fd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
       if (process->pidfd < 0 || watched.fd < 0)
-        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for another process");
+        return os_no_descriptor(errno, "the controller's watch of this process");
     }
     std::lock_guard<std::mutex> lock(mu_);
     if (!processes_.emplace(peer.id, process).second)
