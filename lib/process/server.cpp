@@ -23,7 +23,7 @@ namespace {
 constexpr size_t kRingBytes = size_t{4} << 20;
 // All of a ring is committed, and a process may have many engines open. Calls outside steps have such rings where it
 // observes, or has so many with rings like a trainer's.
-constexpr size_t kSmallRingBytes = size_t{256} << 10;
+constexpr size_t kSmallRingBytes = size_t{128} << 10;
 constexpr ptrdiff_t kLargeRings = 2;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
