@@ -108,7 +108,8 @@ typedef enum frugal_status {
   FRUGAL_ERR_STEP_RANGE = -9,       /* a declared step has begun, or lies beyond the ring */
   FRUGAL_ERR_NOT_IN_STEP = -10,     /* the call belongs between step_begin and step_end */
   FRUGAL_ERR_STEP_ABORTED = -11,    /* the step was aborted by another rank; begin it again */
-  FRUGAL_ERR_BUSY = -12,            /* a rank is inside a step, or ranks have ended different ones */
+  FRUGAL_ERR_BUSY = -12,            /* a rank is inside a step, or ranks have ended different ones; or a process
+                                       has more open than it may */
   FRUGAL_ERR_TIMEOUT = -13,         /* the message names what was waited for; call again */
   FRUGAL_ERR_NAN = -14,             /* a gradient has a NaN and the table rejects them */
   FRUGAL_ERR_FORKED = -15,          /* the engine belongs to the parent of this process */
@@ -234,7 +235,8 @@ FRUGAL_API void frugal_config_init(frugal_config *config);
  * of steps waits for those that other threads of the process have under way, whatever its own time-out.
  * Returns: FRUGAL_OK, INVALID_ARGUMENT, STRUCT_SIZE, OUT_OF_MEMORY, UNSUPPORTED (this build, or this
  * system, cannot attach, or has no shared memory as the engine needs it), PEER_LOST (nobody serves that
- * address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has been opened there).
+ * address, or who does is stopping), NOT_FOUND (FRUGAL_OBSERVE, and no engine has been opened there), BUSY (this
+ * process has 32 engines of that controller open).
  * Ownership: the caller closes *engine_out. Threads: any. `config` NULL means all defaults. */
 FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engine_out);
 

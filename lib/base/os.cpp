@@ -59,10 +59,7 @@ Status make_memfd(size_t bytes, int* out) {
   if (fd < 0 && errno == EINVAL) fd = memfd_create("frugal", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) {
     const int code = errno;
-    if (code == EMFILE || code == ENFILE)
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                        "shared memory needs a file descriptor and none is left; raise the limit "
-                        "(ulimit -n)");
+    if (code == EMFILE || code == ENFILE) return os_no_descriptor(code, "shared memory");
     return fail_errno(code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED, code,
                       "shared memory cannot be created");
   }
@@ -316,6 +313,21 @@ Status os_make_read_only(const Mapping& m) {
   if (mprotect(m.base, m.bytes, PROT_READ) != 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "protecting %zu bytes", m.bytes);
   return FRUGAL_OK;
+}
+
+Status os_no_descriptor(int code, const char* what) {
+  rlimit limit{};
+  if (code == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                      "no file descriptor is left for %s: process %d may have %llu; close some, or raise the limit "
+                      "(ulimit -n)",
+                      what, static_cast<int>(getpid()), static_cast<unsigned long long>(limit.rlim_cur));
+  if (code == ENFILE)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                      "no file descriptor is left for %s: the machine has no more; end programs that have many, or "
+                      "raise its limit (fs.file-max)",
+                      what);
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no file descriptor can be had for %s", what);
 }
 
 Status os_check_available(uint64_t bytes) {

@@ -35,6 +35,8 @@ struct Processors {
 };
 uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
+// A file descriptor for `what` could not be had, for that errno. OUT_OF_MEMORY, with the limit and what helps.
+Status os_no_descriptor(int code, const char* what);
 Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less
 
 // For loops that look again soon.

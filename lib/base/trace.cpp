@@ -139,7 +139,7 @@ uint32_t trace_thread_number() {
 
 Trace::~Trace() = default;
 
-Status Trace::start(size_t events) {
+Status Trace::start(size_t events, uint64_t* id) {
   if (events < 1 || events > kMostEvents)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %zu: it must be 1..%zu", events, kMostEvents);
   std::lock_guard<std::mutex> lock(mu_);
@@ -154,6 +154,8 @@ Status Trace::start(size_t events) {
   ring->slots = new (ring->memory.base) Slot[events];
   ring->size = events;
   ring->begun = now_ns();
+  ring->id = ++last_id_;
+  if (id) *id = ring->id;
   kept_ = std::move(ring);
   ring_.store(kept_.get());
   on_.store(true);
@@ -183,9 +185,8 @@ void Trace::keep(const TraceEvent& event) noexcept {
   users_.fetch_sub(1);
 }
 
-Status Trace::stop(const char* path) {
-  std::lock_guard<std::mutex> lock(mu_);
-  if (!kept_) return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started: call frugal_trace_start first");
+// Nobody records any more. With mu_ held, as the next.
+void Trace::end() noexcept {
   on_.store(false);
   ring_.store(nullptr);
   // Whoever has seen the ring is in the middle of writing 64 bytes.
@@ -195,6 +196,25 @@ Status Trace::stop(const char* path) {
     else
       std::this_thread::yield();
   }
+}
+
+void Trace::clear() noexcept {
+  kept_.reset();
+  std::lock_guard<std::mutex> clearing(names_mu_);
+  names_.clear();
+}
+
+void Trace::forget(uint64_t id) noexcept {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!kept_ || kept_->id != id) return;
+  end();
+  clear();
+}
+
+Status Trace::stop(const char* path) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (!kept_) return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started: call frugal_trace_start first");
+  end();
   Map<uint32_t, String> names;
   if (path) {
     {
@@ -203,9 +223,7 @@ Status Trace::stop(const char* path) {
     }
     FRUGAL_TRY(write(*kept_, names, path));
   }
-  kept_.reset();
-  std::lock_guard<std::mutex> clearing(names_mu_);
-  names_.clear();
+  clear();
   return FRUGAL_OK;
 }
 

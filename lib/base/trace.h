@@ -82,11 +82,13 @@ class Trace {
   void record(TraceEvent event) noexcept;  // that ends now, in this thread
   void keep(const TraceEvent& event) noexcept;  // that is whole: of another process
 
-  // EXISTS: there is one already. Tables are told by name_table.
-  Status start(size_t events);
+  // EXISTS: there is one already. Tables are told by name_table. `id`: of this recording.
+  Status start(size_t events, uint64_t* id = nullptr);
   // Ends the recording, and writes it to a file; null: forgets it. What could not be written is kept for
   // another try. NOT_FOUND: nothing was started.
   Status stop(const char* path);
+  // Ends the recording with that id, if it is there yet, and forgets it.
+  void forget(uint64_t id) noexcept;
   // The name by which a span's table is written. Without memory for it, or of too many: its number.
   void name_table(uint32_t table, const String& name) noexcept;
 
@@ -101,10 +103,12 @@ class Trace {
     Mapping memory;
     Slot* slots = nullptr;
     size_t size = 0;
-    uint64_t begun = 0;
+    uint64_t begun = 0, id = 0;
     std::atomic<uint64_t> next{0};
     ~Ring() { os_release(&memory); }
   };
+  void end() noexcept;
+  void clear() noexcept;
   static Status write(const Ring& ring, const Map<uint32_t, String>& names, const char* path);
 
   std::atomic<bool> on_{false};
@@ -112,6 +116,7 @@ class Trace {
   std::atomic<uint32_t> users_{0};
   std::mutex mu_;                     // one start or stop at a time, with the writing of the file
   std::unique_ptr<Ring> kept_;        // the ring, recording or not
+  uint64_t last_id_ = 0;
   std::mutex names_mu_;               // held for a moment only: who creates a table takes it
   Map<uint32_t, String> names_;
 };

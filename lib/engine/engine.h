@@ -468,12 +468,16 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   void stats(frugal_stats* out);
   // --- metrics.cpp
   String metrics();
-  Status start_trace(size_t events);
+  // `id`: of this recording.
+  Status start_trace(size_t events, uint64_t* id = nullptr);
+  void forget_trace(uint64_t id) { trace_.forget(id); }
   Status stop_trace(const char* path) { return trace_.stop(path); }
   uint64_t committed();
   Deadline deadline(int64_t timeout_ms) const;
   uint32_t generation() const { return generation_; }
   BufferPool& pool() { return pool_; }
+  // For what no other process reads in place: it gives its memory back, which the arena never does.
+  BufferPool& own_pool() { return arena_.opened() ? own_ : pool_; }
   Counters& counters() { return counters_; }
   const frugal_config& config() const { return config_; }
 
@@ -666,6 +670,7 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   MemoryBudget budget_;
   Arena arena_;                      // with shared memory: what `pool_` has
   BufferPool pool_;
+  BufferPool own_;                   // with shared memory: what is nobody else's to read
   BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
   // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();

@@ -139,8 +139,8 @@ String Engine::metrics() {
   return out;
 }
 
-Status Engine::start_trace(size_t events) {
-  FRUGAL_TRY(trace_.start(events));
+Status Engine::start_trace(size_t events, uint64_t* id) {
+  FRUGAL_TRY(trace_.start(events, id));
   std::lock_guard<std::mutex> lock(mu_);
   for (const TableRef& t : tables_) trace_.name_table(t->number, t->name);
   return FRUGAL_OK;

@@ -192,7 +192,7 @@ Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, flo
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(fit_stride(t, state, n, &stride));
   Buffer slots;
-  FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
+  FRUGAL_TRY(own_pool().get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
   FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
@@ -228,8 +228,8 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   const RowLayout& l = t.rows.layout();
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Buffer slots, row;
-  FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &slots));
-  FRUGAL_TRY(pool_.get((l.dim + l.state_floats) * sizeof(float), &row));
+  FRUGAL_TRY(own_pool().get(n * sizeof(uint32_t), &slots));
+  FRUGAL_TRY(own_pool().get((l.dim + l.state_floats) * sizeof(float), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
   // Reserved rows are not given to others while some of them are about to be these.
@@ -394,7 +394,7 @@ Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline d
     FRUGAL_TRY(op_table(op, &table));
     const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
     Buffer slots;
-    FRUGAL_TRY(pool_.get(op.count * sizeof(uint32_t), &slots));
+    FRUGAL_TRY(own_pool().get(op.count * sizeof(uint32_t), &slots));
     uint32_t* s = slots.as<uint32_t>();
     FRUGAL_TRY(in_op(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr), i, n, table));
     FRUGAL_TRY(in_op(fresh(trainer, *table, s, op.count, step, deadline), i, n, table));

@@ -68,8 +68,11 @@ Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging
   std::unique_ptr<Channel> c(new Channel(true));
   FRUGAL_TRY(os_reserve(layout.up_bytes, true, &c->up_, true));
   FRUGAL_TRY(os_reserve(layout.down_bytes, true, &c->down_));
-  FRUGAL_TRY(os_commit(c->up_, 0, layout.up_bytes));
-  FRUGAL_TRY(os_commit(c->down_, 0, layout.down_bytes));
+  FRUGAL_TRY(os_commit(c->up_, 0, kPage + ring_bytes));
+  // Nothing is released where there is no staging memory.
+  if (!staging) FRUGAL_TRY(os_commit(c->down_, 0, kPage));
+  const size_t from = staging ? 0 : layout.down_ring;
+  FRUGAL_TRY(os_commit(c->down_, from, layout.down_ring + ring_bytes - from));
   Up* up = new (c->up_.base) Up{};
   Down* down = new (c->down_.base) Down{};
   for (RingEnd* end : {&up->requests, &up->answers, &down->requests, &down->answers})

@@ -135,7 +135,7 @@ Status Client::attach(const frugal_config& config) {
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
   if (control_->controller_pidfd() >= 0) {
     const int fd = fcntl(control_->controller_pidfd(), F_DUPFD_CLOEXEC, 3);
-    if (fd < 0) return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for the controller's process");
+    if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's process");
     uint64_t id;
     Status s = watch_->add(fd, [this] { peer_ended(); }, &id);
     if (s != FRUGAL_OK) {

@@ -17,7 +17,14 @@ namespace frugal {
 
 constexpr uint64_t kAnyJoin = UINT64_MAX;
 constexpr uint32_t kControlVersion = 6;  // of the protocol; both sides must have the same
-constexpr size_t kControlConnections = 1024;
+
+// What a server takes.
+struct ControlLimits {
+  size_t connections = 1024;
+  size_t of_process = 32;  // of them that have attached: each has threads, and a ring in either direction
+  // Since it was taken a connection has to have attached, and to have opened the engine. Or it is ended.
+  uint64_t attach_ns = 3'000'000'000, open_ns = 5'000'000'000;
+};
 
 // What an answer may carry.
 constexpr size_t kMostDescriptors = 128;
@@ -83,7 +90,7 @@ class ControlServer : public HeapObject {
   // `handler` must outlive the server. Without an address there are only adopted connections.
   static Status start(const char* address, ControlHandler* handler,
                       std::unique_ptr<ControlServer>* out,
-                      size_t connections = kControlConnections);
+                      const ControlLimits& limits = {});
   // Takes nobody more, answers calls that have not begun with FRUGAL_ERR_CLOSED, waits for those under
   // way, tells the handler of each peer that it is gone, and closes all. Not to be called by a handler.
   void stop();

@@ -89,9 +89,7 @@ uint64_t first_number(wire::Answer::Reader answer) {
 template <class Reply>
 Status take_given(wire::Answer::Reader answer, Incoming& in, Reply* reply) {
   if (in.descriptors() != answer.getDescriptors())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, EMFILE,
-                      "a descriptor that the controller has sent has not arrived: this process has too "
-                      "many open; raise its limit (ulimit -n)");
+    return os_no_descriptor(EMFILE, "what the controller has sent");
   try {
     Vector<uint64_t> numbers;
     for (uint64_t n : answer.getNumbers()) numbers.push_back(n);

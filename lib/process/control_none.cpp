@@ -8,7 +8,7 @@ Status none() { return fail(FRUGAL_ERR_UNSUPPORTED, "this build has no Cap'n Pro
 
 }  // namespace
 
-Status ControlServer::start(const char*, ControlHandler*, std::unique_ptr<ControlServer>* out, size_t) {
+Status ControlServer::start(const char*, ControlHandler*, std::unique_ptr<ControlServer>* out, const ControlLimits&) {
   out->reset();
   return none();
 }

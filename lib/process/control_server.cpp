@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <mutex>
 
+#include "base/condition.h"
 #include "base/handles.h"
 #include "base/os.h"
 #include "process/control_message.h"
@@ -29,7 +30,7 @@ namespace frugal {
 namespace {
 
 constexpr size_t kThreadsOfPeer = 8;  // calls of one connection that are made at once
-constexpr uint64_t kAttachNs = 3'000'000'000;
+constexpr int kLookMs = 1000;  // for the end of an open that takes longer than the time to open
 constexpr size_t kNotAttached = 64;  // connections; of more one is ended: the oldest of the process that has most
 
 Status stopping() { return fail(FRUGAL_ERR_CLOSED, "the controller is stopping"); }
@@ -72,8 +73,8 @@ struct Given {
       if (std::find(reply.read_only.begin(), reply.read_only.end(), fd) == reply.read_only.end()) continue;
       fd = read_only(fd);
       if (fd < 0)
-        return fail_errno(errno == EBADF ? FRUGAL_ERR_INTERNAL : FRUGAL_ERR_OUT_OF_MEMORY, errno,
-                          "the controller cannot duplicate a descriptor");
+        return errno == EBADF ? fail_errno(FRUGAL_ERR_INTERNAL, errno, "an answer's descriptor is closed")
+                              : os_no_descriptor(errno, "an answer of the controller");
       opened.push_back(fd);
     }
     keep = std::move(reply.keep);
@@ -90,7 +91,7 @@ struct ControlServer::Impl final : HeapObject {
   class Connection;
 
   ControlHandler* handler = nullptr;
-  size_t most_connections = 0;
+  ControlLimits limits;
   const uint32_t generation = process_generation();
   ControlPlace place;
   int spare = -1;  // given up for a moment when there are no descriptors to accept with
@@ -103,6 +104,7 @@ struct ControlServer::Impl final : HeapObject {
   std::atomic<uint64_t> next_id{1};
   std::mutex mutex;
   Vector<std::unique_ptr<Connection>> connections;  // with the mutex; the oldest first
+  Condition fewer;  // one has ended, or is to
 
   ~Impl() {
     for (int fd : {spare, bell, end})
@@ -114,6 +116,7 @@ struct ControlServer::Impl final : HeapObject {
   void add(int socket) noexcept;
   void reap() noexcept;
   Status attach(Connection& connection, uint32_t version);
+  size_t attached_of(pid_t pid, bool* leaving) const;
 };
 
 class ControlServer::Impl::Connection : public HeapObject {
@@ -146,6 +149,12 @@ class ControlServer::Impl::Connection : public HeapObject {
   bool attached() const { return attached_.load(); }
   void attach() { attached_.store(true); }
   bool ended() const { return ended_.load(); }
+  uint64_t attach_by() const { return taken_ + server_.limits.attach_ns; }
+  // The peer has closed it.
+  bool hung_up() const {
+    pollfd p{socket_, POLLRDHUP, 0};
+    return poll(&p, 1, 0) == 1;
+  }
   bool given_up = false;  // with the server's mutex
 
  private:
@@ -166,7 +175,7 @@ class ControlServer::Impl::Connection : public HeapObject {
   bool next(Incoming& in) noexcept {
     std::lock_guard<std::mutex> lock(reading_);
     Progress p = Progress::kNothing;
-    while (!over_.load() && (p = in.pull(socket_)) == Progress::kNothing)
+    while (!over_.load() && !late() && (p = in.pull(socket_)) == Progress::kNothing)
       if (!wait(POLLIN)) break;
     if (p != Progress::kWhole) {
       over_.store(true);
@@ -177,19 +186,35 @@ class ControlServer::Impl::Connection : public HeapObject {
     return true;
   }
 
+  struct Opening {
+    explicit Opening(std::atomic<size_t>& n) : n_(n) { ++n_; }
+    ~Opening() { --n_; }
+    std::atomic<size_t>& n_;
+  };
+  // When it has to have attached, or opened the engine.
+  uint64_t due() const {
+    if (!attached()) return attach_by();
+    return opened_.load() ? UINT64_MAX : taken_ + server_.limits.open_ns;
+  }
+  // It has had its time to do so, and is not about it.
+  bool late() const {
+    const bool opens = opening_.load() > 0;  // before the look at what that may change
+    const uint64_t by = due();
+    return by != UINT64_MAX && now_ns() >= by && !opens;
+  }
+
   // Until there may be progress. False: there is nothing to wait for.
   bool wait(short events) noexcept {
     pollfd all[] = {{socket_, events, 0}, {peer_.pidfd, POLLIN, 0}, {server_.end, POLLIN, 0}};
+    if (late()) return false;
     int ms = -1;
-    if (!attached()) {
-      const uint64_t now = now_ns();
-      ms = now < attach_by_ ? static_cast<int>((attach_by_ - now) / 1000000 + 1) : 0;
-    }
+    if (const uint64_t by = due(), now = now_ns(); by != UINT64_MAX)
+      ms = now < by ? static_cast<int>(std::min<uint64_t>((by - now) / 1000000 + 1, 3600000)) : kLookMs;
     const int n = poll(all, 3, ms);
     if (n < 0) return errno == EINTR;
     // The process is dead, whoever else may hold the socket: what it has sent is still read.
     if (all[1].revents) end();
-    return n > 0 && (all[0].revents || all[1].revents || !all[2].revents);
+    return all[0].revents || all[1].revents || !all[2].revents;
   }
 
   // False: the connection is to end.
@@ -241,9 +266,12 @@ class ControlServer::Impl::Connection : public HeapObject {
         take(request.getOpen(), &config);
         OpenReply reply;
         frugal_config_init(&reply.config);
+        const Opening opening(opening_);
         FRUGAL_TRY(handler.open(peer_, config, &reply));
         put(reply.config, answer.initConfig());
-        return given.take(reply, answer);
+        FRUGAL_TRY(given.take(reply, answer));
+        opened_.store(true);
+        return FRUGAL_OK;
       }
       case wire::Request::CREATE_TABLE: {
         frugal_table_config config;
@@ -330,21 +358,25 @@ class ControlServer::Impl::Connection : public HeapObject {
     }
     end();
     if (attached()) insist([&] { server_.handler->gone(peer_); });
-    ended_.store(true);
+    {
+      std::lock_guard<std::mutex> lock(server_.mutex);
+      ended_.store(true);
+      server_.fewer.notify_all();
+    }
     eventfd_write(server_.bell, 1);
   }
 
   Impl& server_;
   const int socket_;
   Peer peer_;
-  const uint64_t attach_by_ = now_ns() + kAttachNs;
-  std::atomic<bool> attached_{false}, over_{false}, ended_{false};
+  const uint64_t taken_ = now_ns();
+  std::atomic<bool> attached_{false}, opened_{false}, over_{false}, ended_{false};
   std::mutex reading_, writing_;
   std::mutex mutex_;  // what follows
   std::thread threads_[kThreadsOfPeer];
   std::atomic<size_t> started_{0};
   size_t left_ = 0;
-  std::atomic<size_t> busy_{0};
+  std::atomic<size_t> busy_{0}, opening_{0};
 };
 
 void ControlServer::Impl::run() noexcept {
@@ -406,7 +438,7 @@ void ControlServer::Impl::add(int socket) noexcept {
     if (stopping.load()) return;
     const auto waits = [](const auto& c) { return !c->attached(); };
     const auto waiting = std::count_if(connections.begin(), connections.end(), waits);
-    if (connections.size() < most_connections && static_cast<size_t>(waiting) < kNotAttached) {
+    if (connections.size() < limits.connections && static_cast<size_t>(waiting) < kNotAttached) {
       try {
         connections.push_back(std::move(made));
         if (!connections.back()->hire()) connections.pop_back();
@@ -429,6 +461,7 @@ void ControlServer::Impl::add(int socket) noexcept {
     oldest = std::move(*at);
     connections.erase(at);
     oldest->given_up = true;
+    fewer.notify_all();
     oldest->end();
   }
 }
@@ -450,24 +483,49 @@ Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
                 "this process speaks version %u of the control protocol, the controller version %u; "
                 "both must be of the same build",
                 version, kControlVersion);
-  std::lock_guard<std::mutex> lock(mutex);
+  // Without this bound one process takes all places. (Of one in another PID namespace the system tells no number.)
+  std::unique_lock<std::mutex> lock(mutex);
+  size_t there = 0;
+  const auto decided = [&] {
+    bool leaving = false;
+    there = attached_of(connection.pid(), &leaving);
+    return stopping.load() || connection.given_up || there < limits.of_process || !leaving;
+  };
+  // What the process has closed a moment ago does not count.
+  if (connection.pid() != 0) (void)fewer.wait_until(lock, connection.attach_by(), decided);
   if (stopping.load() || connection.given_up) return frugal::stopping();
+  if (there >= limits.of_process)
+    return fail(FRUGAL_ERR_BUSY,
+                "process %d has %zu engines of this controller open, and the controller takes no more of one: close "
+                "those that are not used",
+                static_cast<int>(connection.pid()), there);
   connection.attach();
   return FRUGAL_OK;
 }
 
+// Connections of the process that have attached. `leaving`: it has closed some of them.
+size_t ControlServer::Impl::attached_of(pid_t pid, bool* leaving) const {
+  size_t n = 0;
+  for (const auto& c : connections) {
+    if (c->pid() != pid || !c->attached() || c->ended()) continue;
+    ++n;
+    *leaving |= c->hung_up();
+  }
+  return n;
+}
+
 Status ControlServer::start(const char* address, ControlHandler* handler,
-                            std::unique_ptr<ControlServer>* out, size_t connections) {
+                            std::unique_ptr<ControlServer>* out, const ControlLimits& limits) {
   out->reset();
   try {
     std::unique_ptr<Impl> impl(new Impl);
     std::unique_ptr<ControlServer> server(new ControlServer(nullptr));
     impl->handler = handler;
-    impl->most_connections = connections;
+    impl->limits = limits;
     impl->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     impl->end = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (impl->bell < 0 || impl->end < 0)
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for the control server");
+      return os_no_descriptor(errno, "the controller's events");
     if (address) FRUGAL_TRY(impl->place.take(address));
     impl->spare = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     impl->thread = quiet_thread([its = impl.get()] { its->run(); });
@@ -487,6 +545,7 @@ void ControlServer::stop() {
   {
     std::lock_guard<std::mutex> nobody_comes(impl_->mutex);
     impl_->stopping.store(true);
+    impl_->fewer.notify_all();
   }
   eventfd_write(impl_->end, 1);
   impl_->thread.join();

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/os.h"
 #include "process/forked.h"
 
 #ifndef SO_PEERPIDFD
@@ -114,6 +115,7 @@ Status ControlPlace::take(const char* address) {
 }
 
 Status ControlPlace::no_lock(int code) const {
+  if (code == EMFILE || code == ENFILE) return os_no_descriptor(code, "the controller's lock");
   return fail_errno(path_status(code), code, "the controller's lock %s cannot be made%s",
                     lock_path_.c_str(), code == ENOENT ? ": is its folder there?" : "");
 }
@@ -162,7 +164,7 @@ Status ControlPlace::bind() {
   }
   listener_ = new_socket();
   if (listener_ < 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "the controller's socket cannot be made");
+    return os_no_descriptor(errno, "the controller's socket");
   // The file gets the mode of the socket, less what the umask takes: it is never wider than this.
   if (fchmod(listener_, 0600) != 0)
     return fail_errno(refused(errno), errno, "the mode of the controller's socket cannot be set");
@@ -217,7 +219,7 @@ Attempt connect_once(const char* address) {
   if (out.status != FRUGAL_OK) return out;
   const int made = new_socket();
   if (made < 0) {
-    out.status = fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "a socket cannot be made");
+    out.status = os_no_descriptor(errno, "a socket to the controller");
     return out;
   }
   if (connect(made, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {

@@ -22,6 +22,10 @@ constexpr size_t kListPiece = 1024, kFirstBytes = size_t{4} << 20;
 // succeeds. (It is told once that a step was undone; Engine::aborted takes that for a sign.)
 bool heard_of(Status s) { return s == FRUGAL_OK || s == FRUGAL_ERR_TIMEOUT; }
 
+// Of memory for requests and answers so much is kept when a lane has had nothing to do for so long.
+constexpr size_t kIdleBytes = size_t{32} << 20;
+constexpr uint64_t kIdleNs = 20'000'000;
+
 // Pieces of an answer that tells of a failure.
 constexpr size_t kFailurePieces = 2;
 
@@ -73,6 +77,7 @@ Status Lane::start() {
 Lane::~Lane() {
   cut();
   if (thread_.joinable()) thread_.join();
+  if (trace_) engine_->forget_trace(trace_);
   if (trainer_) {
     trainer_->told_elsewhere.store(nullptr);
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
@@ -88,8 +93,20 @@ void Lane::loop() {
     ~Closing() { channel.close(); }
   } closing{*channel_};
   serve();
+  kept_.clear();
+  engine_->own_pool().keep(kIdleBytes);
   // Nobody else would: its rank would stay taken until its process ends.
   if (owner_ && !cut_.load()) owner_->broken(peer_, trainer_);
+}
+
+Status Lane::receive(Header* request) {
+  BufferPool& own = engine_->own_pool();
+  if (own.bytes_kept() > kIdleBytes) {
+    const Status s = channel_->receive(request, now_ns() + kIdleNs);
+    if (s != FRUGAL_ERR_TIMEOUT) return s;
+    own.keep(kIdleBytes);
+  }
+  return channel_->receive(request, UINT64_MAX);
 }
 
 void Lane::serve() {
@@ -99,7 +116,7 @@ void Lane::serve() {
   bool between = false;
   Call last = Call::kInside;
   patience.set(last, kLookNs);
-  while (channel_->receive(&request, UINT64_MAX) == FRUGAL_OK) {
+  while (receive(&request) == FRUGAL_OK) {
     patience.waited(last);
     if (trainer_) patience.follow(request.status);
     std::fill(std::begin(args_), std::end(args_), 0);
@@ -159,7 +176,7 @@ Status Lane::take(void* out, uint64_t bytes) {
   return channel_->read(out, bytes, UINT64_MAX);
 }
 
-Status Lane::take_buffer(uint64_t count, size_t element, Buffer* out) {
+Status Lane::take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out) {
   // The pool looks at what is available before it takes more of that.
   if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
@@ -168,7 +185,7 @@ Status Lane::take_buffer(uint64_t count, size_t element, Buffer* out) {
   for (uint64_t have = 0; have < bytes;) {
     Buffer more;
     const uint64_t room = std::min(bytes, std::max<uint64_t>(kFirstBytes, 4 * have));
-    FRUGAL_TRY(engine_->pool().get(room, &more));
+    FRUGAL_TRY(pool.get(room, &more));
     if (have) std::memcpy(more.data(), out->data(), have);
     FRUGAL_TRY(take(more.data() + have, room - have));
     *out = std::move(more);
@@ -236,7 +253,7 @@ Status Lane::handle(const Header& request) {
     add(text_.data(), text_.size());
     return FRUGAL_OK;
   }
-  if (call == Call::kTraceStart) return engine_->start_trace(request.args[0]);
+  if (call == Call::kTraceStart) return engine_->start_trace(request.args[0], &trace_);
   if (call == Call::kTraceStop) {
     const uint64_t bytes = channel_->payload_left();
     if (bytes > kMostPath) return broken("a path of more than 4096 bytes");
@@ -313,7 +330,7 @@ Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
       if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
       if (!out->keys[i]) return broken("keys lie outside of its memory");
     } else {
-      FRUGAL_TRY(take_buffer(head.keys, element, &out->keys[i]));
+      FRUGAL_TRY(take_buffer(engine_->pool(), head.keys, element, &out->keys[i]));
     }
     op.count = head.keys;
     static const uint64_t none = 0;
@@ -546,7 +563,7 @@ Status Lane::read(const Header& request) {
   auto array = [&](uint64_t n, size_t element, auto** out) -> Status {
     static const uint64_t none[2] = {};
     Buffer b;
-    FRUGAL_TRY(take_buffer(n, element, &b));
+    FRUGAL_TRY(take_buffer(engine_->own_pool(), n, element, &b));
     *out = reinterpret_cast<std::remove_reference_t<decltype(*out)>>(n ? b.data() : reinterpret_cast<const char*>(none));
     kept_.push_back(std::move(b));
     return FRUGAL_OK;
@@ -570,11 +587,11 @@ Status Lane::read(const Header& request) {
       FRUGAL_TRY(array(head.bags + 1, sizeof(uint64_t), &op.offsets));
       if (head.has & kHasWeights) FRUGAL_TRY(array(head.op.keys, sizeof(float), &op.weights));
     }
-    FRUGAL_TRY(engine_->pool().get(outputs * table->rows.layout().dim * sizeof(float) + 64, &rows[i]));
+    FRUGAL_TRY(engine_->own_pool().get(outputs * table->rows.layout().dim * sizeof(float) + 64, &rows[i]));
     op.rows_out = rows[i].as<float>();
     add(op.rows_out, outputs * table->rows.layout().dim * sizeof(float));
     if (head.has & kHasFound) {
-      FRUGAL_TRY(engine_->pool().get(head.op.keys + 1, &found[i]));
+      FRUGAL_TRY(engine_->own_pool().get(head.op.keys + 1, &found[i]));
       op.found_out = found[i].as<uint8_t>();
       add(op.found_out, head.op.keys);
     }
@@ -596,14 +613,14 @@ Status Lane::rows_call(Call call, const Header& request) {
   kept_.reserve(3);
   auto keys = [&](const uint64_t** out) -> Status {
     Buffer b;
-    FRUGAL_TRY(take_buffer(n, sizeof(uint64_t), &b));
+    FRUGAL_TRY(take_buffer(engine_->own_pool(), n, sizeof(uint64_t), &b));
     *out = b.as<uint64_t>();
     kept_.push_back(std::move(b));
     return FRUGAL_OK;
   };
   auto room = [&](size_t bytes, char** out) -> Status {
     Buffer b;
-    FRUGAL_TRY(engine_->pool().get(bytes, &b));
+    FRUGAL_TRY(engine_->own_pool().get(bytes, &b));
     *out = b.data();
     kept_.push_back(std::move(b));
     return FRUGAL_OK;
@@ -644,7 +661,7 @@ Status Lane::rows_call(Call call, const Header& request) {
     case Call::kPut: {
       FRUGAL_TRY(keys(&given));
       Buffer rows;
-      FRUGAL_TRY(take_buffer(n, row_bytes, &rows));
+      FRUGAL_TRY(take_buffer(engine_->own_pool(), n, row_bytes, &rows));
       const float* from = rows.as<float>();
       kept_.push_back(std::move(rows));
       return engine_->put(*table, given, n, flags, from, row_bytes);

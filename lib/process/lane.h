@@ -60,10 +60,11 @@ class Lane final : public HeapObject, private UsedElsewhere {
  private:
   void loop();
   void serve();
+  Status receive(Header* request);
   Status handle(const Header& request);
   Status broken(const char* what);
   Status take(void* out, uint64_t bytes);
-  Status take_buffer(uint64_t count, size_t element, Buffer* out);
+  Status take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out);
   template <class T>
   Status take_list(uint64_t count, Vector<T>* out);
   Status take_used(uint64_t count);
@@ -104,6 +105,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
   RemoteBoundary boundary_;     // of the last step: what it reads stays until the next one's is there
+  uint64_t trace_ = 0;          // that its process has begun; 0: none
   uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   uint64_t args_[5] = {};

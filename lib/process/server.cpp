@@ -21,6 +21,10 @@ namespace {
 
 // Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
+// All of a ring is committed, and a process may have many engines open. Calls outside steps have such rings where it
+// observes, or has so many with rings like a trainer's.
+constexpr size_t kSmallRingBytes = size_t{128} << 10;
+constexpr ptrdiff_t kLargeRings = 2;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 constexpr size_t kAllStagingBytes = size_t{16} << 40;
@@ -31,12 +35,35 @@ constexpr uint32_t kMostStagings = 120;  // that go with an answer
 // Trainers that a process has lost, and not closed: each holds its channel.
 constexpr size_t kMostReplaced = 16;
 
+// Who has large rings for calls outside steps.
+class LargeRings {
+ public:
+  bool take(pid_t pid) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (std::count(taken_.begin(), taken_.end(), pid) >= kLargeRings) return false;
+    taken_.push_back(pid);
+    return true;
+  }
+  void give(pid_t pid) noexcept {
+    std::lock_guard<std::mutex> lock(mu_);
+    taken_.erase(std::find(taken_.begin(), taken_.end(), pid));
+  }
+
+ private:
+  std::mutex mu_;
+  Vector<pid_t> taken_;
+};
+
 }  // namespace
 
 // A process that has attached, and what it has here.
 struct Attached : HeapObject {  // with the server's mu_
+  Attached(LargeRings& rings, pid_t of, bool looks)
+      : rings_(rings), pid_(of), observes(looks), large(!looks && rings.take(of)) {}
   uint64_t watched = 0;              // in the watch; 0: not there
-  bool observes = false;
+  LargeRings& rings_;
+  const pid_t pid_;
+  const bool observes, large;        // large: so are its rings
   bool gone = false;                 // it has ended, or its connection has
   std::unique_ptr<Lane> calls;       // for calls outside steps
   Vector<std::unique_ptr<Lane>> trainers;
@@ -44,6 +71,8 @@ struct Attached : HeapObject {  // with the server's mu_
   Vector<std::unique_ptr<Lane>> replaced;
   int pidfd = -1;
   ~Attached() {
+    calls.reset();
+    if (large) rings_.give(pid_);
     if (pidfd >= 0) close(pidfd);
   }
 };
@@ -53,6 +82,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
   uint64_t engine_handle_ = 0;
   bool own_engine_ = false;
+  LargeRings large_rings_;
   Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
   Vector<uint32_t> leaving_;         // by rank: lanes that are being lost
   struct Joining {
@@ -233,18 +263,19 @@ struct Server::Impl final : ControlHandler, LaneOwner {
 
   // The reply keeps what the descriptors are of. The process may end, and its lanes with it, before they are sent.
   template <class Reply>
-  Status channel(TrainerRef trainer, uint64_t peer, bool observes, std::unique_ptr<Lane>* out, Reply* reply) {
+  Status channel(TrainerRef trainer, uint64_t peer, const Attached& process, std::unique_ptr<Lane>* out, Reply* reply) {
     std::shared_ptr<StagingMemory> staging;
     if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
     std::unique_ptr<Channel> c;
-    FRUGAL_TRY(Channel::create(kRingBytes, std::move(staging), &c));
+    const size_t ring = trainer || process.large ? kRingBytes : kSmallRingBytes;
+    FRUGAL_TRY(Channel::create(ring, std::move(staging), &c));
     std::shared_ptr<Channel> shared(std::move(c));
     reply->descriptors.push_back(shared->up_fd());
     reply->descriptors.push_back(shared->down_fd());
     reply->read_only.push_back(shared->down_fd());
     if (trainer) reply->descriptors.push_back(shared->staging_fd());
     reply->keep = shared;
-    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), observes, this, peer));
+    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), process.observes, this, peer));
     FRUGAL_TRY((*out)->start());
     reply->numbers.push_back((*out)->joined());
     return FRUGAL_OK;
@@ -253,10 +284,10 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status open(Peer& peer, const frugal_config& config, OpenReply* reply) override {
     if (process_of(peer)) return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
     FRUGAL_TRY(open_engine(config));
-    auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>());
-    process->observes = config.flags & FRUGAL_OBSERVE;
+    auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>(), large_rings_, peer.pid,
+                                                  (config.flags & FRUGAL_OBSERVE) != 0);
     give_to_read(reply, engine_->arena().mapping().fd);
-    FRUGAL_TRY(channel(nullptr, peer.id, process->observes, &process->calls, reply));
+    FRUGAL_TRY(channel(nullptr, peer.id, *process, &process->calls, reply));
     reply->numbers.push_back(engine_->versions_place());
     reply->numbers.push_back(engine_->ledger()->place());
     for (const StagingRegion& r : stagings_) give_to_read(reply, r.memory->mapping.fd);
@@ -271,7 +302,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       process->pidfd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
       watched.fd = fcntl(peer.pidfd, F_DUPFD_CLOEXEC, 3);
       if (process->pidfd < 0 || watched.fd < 0)
-        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "no descriptor for another process");
+        return os_no_descriptor(errno, "the controller's watch of this process");
     }
     std::lock_guard<std::mutex> lock(mu_);
     if (!processes_.emplace(peer.id, process).second)
@@ -363,7 +394,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     } joined{*this, peer.id, nullptr};
     TrainerRef& trainer = joined.trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
-    FRUGAL_TRY(channel(trainer, peer.id, false, &lane, reply));
+    FRUGAL_TRY(channel(trainer, peer.id, *process, &lane, reply));
     std::lock_guard<std::mutex> lock(mu_);
     if (process->gone || joins.given_up()) return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more");
     process->trainers.push_back(std::move(lane));

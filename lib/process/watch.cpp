@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/os.h"
 #include "process/thread.h"
 
 namespace frugal {
@@ -23,8 +24,7 @@ Status Watch::open(std::unique_ptr<Watch>* out) {
   event.events = EPOLLIN;
   event.data.u64 = 0;
   if (w->poll_ < 0 || w->stop_ < 0 || epoll_ctl(w->poll_, EPOLL_CTL_ADD, w->stop_, &event) != 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
-                      "watching processes needs two file descriptors");
+    return os_no_descriptor(errno, "the watch of other processes");
   int code = 0;
   try {
     w->thread_ = quiet_thread([watch = w.get()] { watch->loop(); });

@@ -3,12 +3,14 @@
 //
 // What: this program's clock_gettime, gettimeofday and time take the place of the C library's, for
 // the library, too. By the system's clock it is an hour later than the kernel knows: a time on that
-// clock that was worked out before is reached an hour late, which is what setting it back does. A
-// host of an engine, a fork of this process, is under it, too. A wait that does not end is ended by
-// an alarm, and with it the program. Callers: ctest.
+// clock that was worked out before is reached an hour late, which is what setting it back does. The
+// steady clock can be slowed down, so that what comes then is known to wait for no time. A host of
+// an engine, a fork of this process, is under both, too. A wait that does not end is ended by an
+// alarm, and with it the program. Callers: ctest.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -20,6 +22,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -33,6 +36,12 @@ namespace {
 
 std::atomic<long> g_ahead{0};  // seconds
 
+// The steady clock of this program and its forks: it can be made 1000 times slower, and be set forward.
+struct Steady {
+  std::atomic<int64_t> slow_since{0}, jumped{0};  // ns; 0: it is the kernel's
+};
+Steady* g_steady = nullptr;  // shared; null before main()
+
 int Real(clockid_t id, timespec* t) { return static_cast<int>(syscall(SYS_clock_gettime, id, t)); }
 
 }  // namespace
@@ -41,6 +50,13 @@ extern "C" {
 int clock_gettime(clockid_t id, timespec* t) noexcept {
   const int r = Real(id, t);
   if (r == 0 && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) t->tv_sec += g_ahead.load();
+  if (r == 0 && id == CLOCK_MONOTONIC && g_steady) {
+    if (const int64_t since = g_steady->slow_since.load()) {
+      const int64_t real = t->tv_sec * 1'000'000'000 + t->tv_nsec;
+      const int64_t ns = since + (real - since) / 1000 + g_steady->jumped.load();
+      *t = {ns / 1'000'000'000, ns % 1'000'000'000};
+    }
+  }
   return r;
 }
 int gettimeofday(timeval* t, void*) noexcept {
@@ -75,6 +91,7 @@ class Clock : public testing::Test {
   }
   ~Clock() override {
     g_ahead = 0;
+    g_steady->slow_since = g_steady->jumped = 0;
     alarm(0);
   }
 };
@@ -248,6 +265,52 @@ TEST_F(Clock, ASilentRank) {
   OK(frugal_close(e));
 }
 
+// A silent rank is lost when the engine's time-out has passed by its own clock, not before. From
+// then on another can take the rank, and all go on: the clock stands almost still meanwhile, so
+// that whatever waited for a time would wait for ever.
+TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
+  const Folder folder;
+  Host host(folder.address(), 2000);
+  ASSERT_TRUE(host.serves());
+  const pid_t silent = fork();
+  if (silent == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    frugal_engine* e = nullptr;
+    if (Attach(folder.address(), 20000, &e)) _exit(1);
+    frugal_trainer* t = Join(e, 1);
+    if (!t || frugal_step_begin(t, 0, 20000)) _exit(2);
+    raise(SIGSTOP);
+    _exit(3);
+  }
+  int status = 0;
+  ASSERT_EQ(silent, waitpid(silent, &status, WUNTRACED));
+  ASSERT_TRUE(WIFSTOPPED(status)) << status;
+  frugal_engine *e = nullptr, *other = nullptr;
+  OK(Attach(folder.address(), 20000, &e));
+  frugal_trainer* ranks[2] = {Join(e, 0)};
+  OK(frugal_step_begin(ranks[0], 0, 20000));
+  OK(frugal_step_end(ranks[0], 0, 0));
+  g_steady->slow_since = static_cast<int64_t>(frugal::now_ns());
+  EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(ranks[0], 1, 1));  // it is waited for from now on
+  g_steady->jumped += 1'800'000'000;
+  EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(ranks[0], 1, 1));
+  g_steady->jumped += 200'000'000;
+  const uint64_t due = frugal::now_ns();
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(ranks[0], 1, 20));
+  EXPECT_NE(Error().find("rank 1"), std::string::npos) << Error();
+  OK(Attach(folder.address(), 20000, &other));
+  ranks[1] = Join(other, 1);
+  for (uint64_t step = 0; step < 10; ++step) {
+    for (frugal_trainer* t : ranks) OK(frugal_step_begin(t, step, 20));
+    for (frugal_trainer* t : ranks) OK(frugal_step_end(t, step, 0));
+  }
+  EXPECT_LT(frugal::now_ns() - due, 2'000'000'000u);
+  kill(silent, SIGKILL);
+  waitpid(silent, &status, 0);
+  OK(frugal_close(other));
+  OK(frugal_close(e));
+}
+
 // Calls of the control plane, and of the rings, whose controller does not answer.
 TEST_F(Clock, AStoppedController) {
   const Folder folder;
@@ -276,6 +339,9 @@ TEST_F(Clock, AStoppedController) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  void* shared = mmap(nullptr, sizeof(Steady), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (shared == MAP_FAILED) return 1;
+  g_steady = new (shared) Steady;
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -232,8 +232,9 @@ class Control : public testing::Test {
     EXPECT_FALSE(std::filesystem::exists(address + ".lock"));
     std::filesystem::remove_all(folder);
   }
-  void serve(size_t connections = kControlConnections) {
-    ASSERT_EQ(ControlServer::start(address.c_str(), &fake, &server, connections), FRUGAL_OK);
+  // Most tests open nothing.
+  void serve(ControlLimits limits = {.open_ns = UINT64_MAX / 2}) {
+    ASSERT_EQ(ControlServer::start(address.c_str(), &fake, &server, limits), FRUGAL_OK);
   }
   Client connected() {
     Client out;
@@ -298,6 +299,15 @@ void send_all(int fd, const void* bytes, size_t size) {
     p += n;
     size -= static_cast<size_t>(n);
   }
+}
+
+// A request as a client sends it.
+std::vector<char> request(const std::function<void(wire::Request::Builder)>& fill) {
+  capnp::MallocMessageBuilder message;
+  fill(message.initRoot<wire::Request>());
+  const auto words = capnp::messageToFlatArray(message);
+  const auto bytes = words.asChars();
+  return {bytes.begin(), bytes.end()};
 }
 
 TEST_F(Control, RoundTrips) {
@@ -834,15 +844,6 @@ TEST_F(Control, DescriptorsThatAPeerSendsEndItsConnection) {
   for (int fd : fds) close(fd);
 }
 
-// A request as a client sends it.
-std::vector<char> request(const std::function<void(wire::Request::Builder)>& fill) {
-  capnp::MallocMessageBuilder message;
-  fill(message.initRoot<wire::Request>());
-  const auto words = capnp::messageToFlatArray(message);
-  const auto bytes = words.asChars();
-  return {bytes.begin(), bytes.end()};
-}
-
 // Sends the bytes `times` times, without taking an answer, as far as the other side takes them.
 size_t flood(int fd, const std::vector<char>& bytes, size_t times) {
   for (size_t i = 0; i < times; ++i) {
@@ -904,7 +905,10 @@ TEST_F(Control, CallsThatAreNotFinishedAreBounded) {
 }
 
 TEST_F(Control, WhoDoesNotAttachIsEnded) {
-  both();
+  serve({.attach_ns = 500'000'000});
+  client = connected();
+  OpenReply opened;
+  ASSERT_EQ(client->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK);
   const int fd = raw(), slow = raw();
   const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
   send_all(slow, attach.data(), attach.size() - 1);
@@ -915,8 +919,66 @@ TEST_F(Control, WhoDoesNotAttachIsEnded) {
   close(slow);
 }
 
+// Nor whoever attaches, and opens nothing. An open that takes its time counts from its beginning.
+TEST_F(Control, WhoDoesNotOpenIsEnded) {
+  serve({.open_ns = 3'000'000'000});
+  const auto attach = request([](auto r) { r.setAttach(kControlVersion); });
+  const auto ping = request([](auto r) { r.setPing(); });
+  client = connected();
+  std::atomic<bool> ended{false};
+  fake.on_open = [&](OpenReply*) { ended.wait(false); };
+  Status opens = 1;
+  std::thread opener([&] {
+    OpenReply opened;
+    opens = client->open(FRUGAL_CONFIG_INIT, kMs, &opened);
+  });
+  // Taken later than that: where their time is up, that one's is.
+  const int fd = raw(), busy = raw();
+  for (int it : {fd, busy}) send_all(it, attach.data(), attach.size());
+  std::thread pings([&] {
+    // Nor does it help to say something.
+    char bytes[4096];
+    while (send(busy, ping.data(), ping.size(), MSG_NOSIGNAL) > 0 && recv(busy, bytes, sizeof bytes, 0) > 0) {
+    }
+  });
+  EXPECT_TRUE(ends(fd));
+  pings.join();
+  ended = true;
+  ended.notify_all();
+  opener.join();
+  EXPECT_EQ(opens, FRUGAL_OK);
+  EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
+  close(fd);
+  close(busy);
+}
+
+TEST_F(Control, OneProcessHasSoManyConnections) {
+  serve({.of_process = 3, .open_ns = UINT64_MAX / 2});
+  std::vector<Client> mine;
+  for (int i = 0; i < 3; ++i) mine.push_back(connected());
+  std::string message, line;
+  Client one_more;
+  const auto connect = [&] { return ControlClient::connect(address.c_str(), kMs, &one_more); };
+  EXPECT_EQ(failure(connect, &message).status, FRUGAL_ERR_BUSY);
+  EXPECT_NE(message.find("process " + std::to_string(getpid()) + " has 3 "), std::string::npos) << message;
+  EXPECT_NE(message.find("close"), std::string::npos) << message;
+  const pid_t another = other("attach", &line);
+  EXPECT_EQ(line, "0");
+  // A place is free at once, however long the controller is about the one that was closed.
+  fake.hold(true);
+  std::thread caller([&] { (void)mine[0]->drop_table(1, kMs); });
+  fake.wait_for([&] { return fake.holding == 1; });
+  mine[0]->disconnect();
+  caller.join();
+  std::thread later([&] { fake.hold(false); });
+  EXPECT_EQ(connect(), FRUGAL_OK);
+  later.join();
+  for (size_t i = 1; i < 3; ++i) EXPECT_EQ(mine[i]->ping(kMs), FRUGAL_OK);
+  end(another);
+}
+
 TEST_F(Control, SilentConnectionsKeepNobodyOut) {
-  serve(100);
+  serve({.connections = 100, .of_process = 100, .open_ns = UINT64_MAX / 2});
   std::vector<int> fds;
   for (int i = 0; i < 300; ++i) fds.push_back(raw());
   std::vector<Client> clients;
@@ -1035,7 +1097,8 @@ TEST_F(Control, TextsThatAreTooLong) {
 }
 
 TEST_F(Control, TwoHundredConnections) {
-  both();
+  serve({.of_process = 201, .open_ns = UINT64_MAX / 2});
+  client = connected();
   std::vector<Client> clients;
   for (int i = 0; i < 200; ++i) {
     clients.push_back(connected());
@@ -1049,7 +1112,7 @@ TEST_F(Control, TwoHundredConnections) {
 }
 
 TEST_F(Control, NoMoreConnectionsThanTheLimit) {
-  serve(3);
+  serve({.connections = 3, .open_ns = UINT64_MAX / 2});
   Client a = connected(), b = connected(), c = connected(), d;
   std::string message;
   frugal_error e = failure([&] { return ControlClient::connect(address.c_str(), 50, &d); }, &message);
@@ -1084,7 +1147,16 @@ TEST_F(Control, WithoutDescriptorsConnectionsAreEnded) {
   // An answer's descriptors cannot be had either.
   fake.descriptors = {0};
   OpenReply opened;
-  EXPECT_EQ(client->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_ERR_OUT_OF_MEMORY);
+  std::string message;
+  const auto opens = [&] { return client->open(FRUGAL_CONFIG_INIT, kMs, &opened); };
+  EXPECT_EQ(failure(opens, &message).status, FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_NE(message.find(" " + std::to_string(none.rlim_cur) + ";"), std::string::npos) << message;
+  EXPECT_NE(message.find("ulimit -n"), std::string::npos) << message;
+  // Nor can a socket.
+  Client late;
+  const auto connects = [&] { return ControlClient::connect(address.c_str(), kMs, &late); };
+  EXPECT_EQ(failure(connects, &message).status, FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_NE(message.find("ulimit -n"), std::string::npos) << message;
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
   EXPECT_EQ(client->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK);
   close_all(&opened.descriptors);

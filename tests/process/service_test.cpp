@@ -568,6 +568,29 @@ TEST_F(Service, TraceOfTrainers) {
   OK(frugal_close(e));
 }
 
+// A trace ends with the process that has begun it, and nobody else's with that.
+TEST_F(Service, ATraceEndsWithItsProcess) {
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  OK(Open(address(), &e));
+  const long before = descriptors_of(controller.pid());
+  OK(Open(address(), &other));
+  OK(frugal_trace_start(other, 1000));
+  EXPECT_EQ(FRUGAL_ERR_EXISTS, frugal_trace_start(e, 1000));
+  OK(frugal_close(other));
+  while (descriptors_of(controller.pid()) > before) usleep(1000);
+  OK(frugal_trace_start(e, 1000));
+  OK(frugal_trace_stop(e, nullptr));
+  OK(Open(address(), &other));
+  OK(frugal_trace_start(other, 1000));
+  OK(frugal_trace_stop(e, nullptr));
+  OK(frugal_trace_start(e, 1000));
+  OK(frugal_close(other));
+  while (descriptors_of(controller.pid()) > before) usleep(1000);
+  OK(frugal_trace_stop(e, nullptr));
+  OK(frugal_close(e));
+}
+
 // What the gate has let through needs nobody's help, new rows of a hashed table and cached ones neither; and who
 // never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {

@@ -1,4 +1,5 @@
 // The end of processes.
+#include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include <atomic>
@@ -120,6 +121,19 @@ TEST(Watch, NoProcess) {
   ASSERT_OK(Watch::open(&watch));
   uint64_t id = 0;
   EXPECT_EQ(watch->add(-1, [] {}, &id), FRUGAL_ERR_INVALID_ARGUMENT);
+}
+
+// Where no descriptor is left the limit is told, and what helps.
+TEST(Watch, WithoutDescriptors) {
+  EXPECT_EQ(0, Child([] {
+              const rlimit limit{0, 0};
+              setrlimit(RLIMIT_NOFILE, &limit);
+              std::unique_ptr<Watch> watch;
+              if (Watch::open(&watch) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
+              const std::string said = LastMessage();
+              const bool whole = said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
+              return whole ? 0 : 2;
+            }).Wait());
 }
 
 }  // namespace
