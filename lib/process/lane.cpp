@@ -102,6 +102,8 @@ void Lane::loop() {
 Status Lane::receive(Header* request) {
   BufferPool& own = engine_->own_pool();
   if (own.bytes_kept() > kIdleBytes) {
+    // What is left of a request that has failed comes in its own time: that is not idleness.
+    FRUGAL_TRY(channel_->skip(channel_->payload_left(), UINT64_MAX));
     const Status s = channel_->receive(request, now_ns() + kIdleNs);
     if (s != FRUGAL_ERR_TIMEOUT) return s;
     own.keep(kIdleBytes);

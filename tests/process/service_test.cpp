@@ -591,6 +591,39 @@ TEST_F(Service, ATraceEndsWithItsProcess) {
   OK(frugal_close(e));
 }
 
+// A call that fails before its rows have come lets them go by, however long they take, though the controller is about
+// to give back what an answer before has left it.
+TEST_F(Service, ALargeCallFails) {
+  constexpr uint32_t kDim = 65536;
+  constexpr size_t kGot = 200, kPut = 4096;  // 50 MiB; 1 GiB of pages that nobody has written
+  ControllerProgram controller(address());
+  frugal_engine *e = nullptr, *other = nullptr;
+  OK(Open(address(), &e));
+  OK(Open(address(), &other));
+  frugal_table_config c = TableConfig("got", 1);
+  c.dim = kDim;
+  frugal_table *got = nullptr, *dropped = nullptr, *same = nullptr;
+  OK(frugal_table_create(e, &c, &got));
+  c.name = "dropped";
+  OK(frugal_table_create(e, &c, &dropped));
+  OK(frugal_table_find(other, "dropped", &same));
+  OK(frugal_table_drop(same));
+  frugal_trainer* trainer = nullptr;
+  OK(Join(e, 0, &trainer));
+  const std::vector<uint64_t> keys(kPut, 0);
+  std::vector<float> rows(kGot * kDim);
+  const size_t bytes = kPut * kDim * sizeof(float);
+  void* nothing = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ASSERT_NE(nothing, MAP_FAILED);
+  OK(frugal_get(got, keys.data(), kGot, 0, rows.data(), 0, nullptr));
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_put(dropped, keys.data(), kPut, 0, static_cast<float*>(nothing), 0)) << Error();
+  OK(frugal_step_begin(trainer, 0, -1));
+  OK(frugal_step_end(trainer, 0, 0));
+  munmap(nothing, bytes);
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+}
+
 // What the gate has let through needs nobody's help, new rows of a hashed table and cached ones neither; and who
 // never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {
