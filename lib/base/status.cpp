@@ -9,10 +9,6 @@
 namespace frugal {
 namespace {
 
-// Of a thread for which there is no memory.
-constexpr const char* kNoMemory =
-    "memory for what the library keeps of a thread is exhausted; free some and call again";
-
 void record(Status status, int code, int device_code, const char* format, va_list args) {
   ThisThread* t = this_thread();
   if (!t) return;
@@ -125,7 +121,7 @@ const char* status_name(Status status) {
 
 const char* met_message() {
   const ThisThread* t = this_thread();
-  return t ? t->met.message : kNoMemory;
+  return t ? t->met.message : no_thread();
 }
 
 bool begin_call() {
@@ -152,7 +148,7 @@ void last_error(frugal_error* out) {
   if (const ThisThread* t = this_thread_if_any(&tried))
     *out = {t->last.status, t->last.system_code, t->last.device_code, 0, t->last.message};
   else
-    *out = {tried ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_OK, 0, 0, 0, tried ? kNoMemory : ""};
+    *out = {tried ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_OK, 0, 0, 0, tried ? no_thread() : ""};
 }
 
 }  // namespace frugal

@@ -26,13 +26,14 @@ constinit std::atomic<pthread_key_t> g_key{kNoKey};
 pthread_key_t key() { return g_key.load(std::memory_order_relaxed); }
 
 // When the library is loaded, before objects of it could be made. The first 32 keys of a program
-// take no memory.
+// take no memory. Where no key is left then, each thread's first call looks for one again.
 [[gnu::constructor(101)]] void make_key() {
-  pthread_key_t made;
+  pthread_key_t made, none = kNoKey;
   const auto free = [](void* p) {
     if (p != &g_none) std::free(p);
   };
-  if (pthread_key_create(&made, free) == 0) g_key.store(made);
+  if (pthread_key_create(&made, free) != 0) return;
+  if (!g_key.compare_exchange_strong(none, made)) pthread_key_delete(made);
 }
 
 void* found() { return key() == kNoKey ? nullptr : pthread_getspecific(key()); }
@@ -43,6 +44,7 @@ void* found() { return key() == kNoKey ? nullptr : pthread_getspecific(key()); }
     asm volatile("" : : "r"(std::uncaught_exceptions()));
     return true;
   };
+  if (key() == kNoKey) make_key();
   if (key() == kNoKey) return nullptr;
   void* memory = touch_thread_locals(touch) ? std::malloc(sizeof(ThisThread)) : nullptr;
   if (memory && pthread_setspecific(key(), memory) == 0) return new (memory) ThisThread;
@@ -60,8 +62,15 @@ ThisThread* this_thread() noexcept {
 
 const ThisThread* this_thread_if_any(bool* tried) noexcept {
   void* p = found();
-  *tried = p == &g_none;
+  *tried = p == &g_none || key() == kNoKey;
   return *tried ? nullptr : static_cast<const ThisThread*>(p);
+}
+
+const char* no_thread() noexcept {
+  if (key() == kNoKey)
+    return "no pthread key is left for what the library keeps of a thread: the process may have 1024, "
+           "of all its libraries; delete one, or load this library earlier, and call again";
+  return "memory for what the library keeps of a thread is exhausted; free some and call again";
 }
 
 // A block that a thread has just freed is what malloc gives the same thread next.

@@ -30,11 +30,13 @@ struct ThisThread {
 };
 
 // Of the calling thread; it is made by the first call, and goes with the thread. Null: there is no
-// memory for it, or for what the C++ run-time library keeps of a thread that throws. From an answer
-// on the thread can throw.
+// pthread key or no memory for it, or none for what the C++ run-time library keeps of a thread that
+// throws. From an answer on the thread can throw.
 ThisThread* this_thread() noexcept;
-// The same, but it is not made. Null, with *tried: the last this_thread() answered null.
+// The same, but it is not made. Null, with *tried: this_thread() has answered null, or would.
 const ThisThread* this_thread_if_any(bool* tried) noexcept;
+// What to say of a call whose thread has none.
+const char* no_thread() noexcept;
 
 // Makes the calling thread's part of another library's thread_local objects by `touch`, which uses
 // them, and answers false if it could not. False: it did, or there is no memory to call it.

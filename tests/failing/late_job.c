@@ -3,11 +3,13 @@
  * only asks, one that gives a wrong handle, one that trains, closes the engine, lets go of the
  * library, and ends after that.
  *
- *   late_job LIBRARY [--served]   the engine is served, too, and a thread attaches to it and looks
+ *   late_job LIBRARY [--served]   the engine is served, too, and a thread attaches to it and looks;
+ *                                 when the library is loaded no pthread key is left for a while
  */
 #define _GNU_SOURCE 1
 #include <dlfcn.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -212,7 +214,21 @@ static void in_a_thread(void* (*run)(void*), void* argument) {
   pthread_join(thread, NULL);
 }
 
+/* A thread that has no key is told so, and needs not load the library again. */
+static void* has_no_key(void* unused) {
+  uint64_t step;
+  frugal_error error;
+  if (lib.frugal_committed_step(NULL, &step) != FRUGAL_ERR_OUT_OF_MEMORY)
+    end(1, "wrong status", "frugal_committed_step", "no key is left");
+  lib.frugal_last_error(&error);
+  if (error.status != FRUGAL_ERR_OUT_OF_MEMORY || !strstr(error.message, "no pthread key"))
+    end(1, "wrong message where no key is left", "frugal_committed_step", error.message);
+  return unused;
+}
+
 int main(int argc, char** argv) {
+  static pthread_key_t keys[PTHREAD_KEYS_MAX];
+  size_t taken = 0;
   uint64_t digest = UINT64_C(0xcbf29ce484222325);
   *(void**)&enter = dlsym(RTLD_DEFAULT, "failing_enter");
   *(void**)&leave = dlsym(RTLD_DEFAULT, "failing_leave");
@@ -224,10 +240,13 @@ int main(int argc, char** argv) {
     end(2, "usage:", "late_job LIBRARY [--served]", "by sweep.py");
   if (dlopen("libstdc++.so.6", RTLD_NOW | RTLD_NOLOAD))
     end(1, "wrong:", "libstdc++", "it is loaded already");
+  while (*address && pthread_key_create(&keys[taken], NULL) == 0) ++taken;
   library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
   if (!library) end(1, "wrong:", "dlopen", dlerror());
 #define FIND(name) *(void**)&lib.name = dlsym(library, #name);
   CALLS(FIND)
+  if (*address) in_a_thread(has_no_key, NULL);
+  while (taken > 0) pthread_key_delete(keys[--taken]);
   in_a_thread(trains, &digest);
   in_a_thread(asks, NULL);
   in_a_thread(errs, NULL);
