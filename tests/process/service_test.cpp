@@ -595,7 +595,7 @@ TEST_F(Service, ATraceEndsWithItsProcess) {
 // to give back what an answer before has left it.
 TEST_F(Service, ALargeCallFails) {
   constexpr uint32_t kDim = 65536;
-  constexpr size_t kGot = 200, kPut = 4096;  // 50 MiB; 1 GiB of pages that nobody has written
+  constexpr size_t kGot = 200, kPut = 2048;  // 50 MiB; 512 MiB of pages that nobody has written
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
   OK(Open(address(), &e));
