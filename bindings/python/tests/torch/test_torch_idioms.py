@@ -475,3 +475,94 @@ def test_bags_of_maxima_are_converted(trainer: frugal.Trainer) -> None:
     expected = theirs(keys)
     ours: Any = ft.convert(theirs, trainer=trainer)
     assert isinstance(ours, ft.EmbeddingBag) and torch.equal(ours(keys), expected)
+
+
+# --- A weight in the hands of functions, modules and optimizers ---
+
+
+@pytest.mark.parametrize("form", ["weight", "data", "state_dict"])
+@pytest.mark.parametrize("bags", [False, True])
+def test_functions_that_write_to_a_later_argument_write_rows(pair: Pair, form: str, bags: bool) -> None:
+    ids = torch.tensor([3, 7, 3])
+    out = []
+    for module in pair:
+        weight = {"weight": module.weight, "data": module.weight.data, "state_dict": module.state_dict()["weight"]}[form]
+        with torch.no_grad():
+            if bags:
+                offsets = torch.tensor([0, 1])
+                out.append(torch.nn.functional.embedding_bag(ids, weight, offsets, max_norm=0.5, mode="sum"))
+            else:
+                out.append(torch.nn.functional.embedding(ids, weight, max_norm=0.5))
+    torch.testing.assert_close(*out)
+    assert_same(pair)
+    assert float(snapshot(pair[0])[3].norm()) < 0.6
+    with torch.inference_mode():
+        assert torch.equal(torch.relu(pair[0].weight), torch.relu(snapshot(pair[0])))
+
+
+def test_hooks_of_a_weight_are_refused(pair: Pair) -> None:
+    weight = pair[0].weight
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        with pytest.raises(NotImplementedError, match="would not be called"):
+            register(lambda grad: None)
+    for module in pair:
+        module.weight.retain_grad()  # of a leaf
+        backward(module)
+        del module.weight.grad
+        assert module.weight.grad is None
+        module.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="doesn't require gradient"):
+            module.weight.register_hook(lambda grad: grad)
+
+
+class Alias(torch.nn.Module):
+    """Has the weight of a module of its own a second time."""
+
+    def __init__(self, module: Any, listed: bool) -> None:
+        super().__init__()
+        self.module = module
+        if listed:
+            self.all = torch.nn.ParameterList([module.weight])
+        else:
+            self.shared = module.weight
+
+
+@pytest.mark.filterwarnings("error:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_weight_that_is_a_parameter_of_two_modules_is_one(pair: Pair, kind: str, listed: bool) -> None:
+    for module in pair:
+        model = Alias(module, listed)
+        assert len(list(model.parameters())) == 1
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)
+        for seed in range(3):
+            optimizer.zero_grad()
+            backward(module, seed)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": module.parameters()})
+    assert_same(pair)
+    assert pair[0].weight in dict.fromkeys(pair[0].parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "RMSprop", "SGD"])
+def test_the_state_of_an_optimizer_of_weights_is_kept(trainer: frugal.Trainer, pair: Pair, kind: str) -> None:
+    """Also what is loaded before its first step."""
+    more = {"momentum": 0.5} if kind == "SGD" else {}
+    saved: Dict[str, Any] = {}
+    for module in pair:
+        for resumed in range(2):
+            optimizer = getattr(torch.optim, kind)([module.weight], lr=0.1, **more)
+            if resumed:
+                optimizer.load_state_dict(saved)
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(torch.arange(ROWS)).pow(2).sum().backward()
+                optimizer.step()
+            assert optimizer.state[module.weight]
+            saved = optimizer.state_dict()
+            assert list(saved["state"]) == [0]
+    assert_same(pair)

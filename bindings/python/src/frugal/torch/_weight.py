@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional,
 import torch
 
 from . import _native, _state
-from ._anchor import ACCUMULATED, RETURNED, Gradient, Held, flat, in_place, use_of
+from ._anchor import ACCUMULATED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -191,6 +191,10 @@ class Weight(torch.Tensor):
         self._check_grad_written("an assignment")
         self._take_grad(value)
 
+    @grad.deleter
+    def grad(self) -> None:
+        self._table.anchor.grad = None
+
     def _check_grad_written(self, how: str) -> None:
         """Whether weight.grad can be written. Ranks must scale it alike, which GradScaler does."""
         ranks = self._table.steps.world_size
@@ -249,6 +253,29 @@ class Weight(torch.Tensor):
 
     def detach(self) -> "Weight":
         return self.data
+
+    def retain_grad(self) -> None:
+        """Does nothing, as for every leaf."""
+        if not self.requires_grad:
+            raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
+
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        self._refuse_hook()
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        self._refuse_hook()
+
+    def _refuse_hook(self) -> NoReturn:
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        raise NotImplementedError(
+            f"table {self._table.name!r}: a hook on weight would not be called: its gradient is not one of autograd. Change"
+            " weight.grad after backward()"
+        )
+
+    def __hash__(self) -> int:
+        # A weight and the parameter are one key: modules, optimizers and sets that have both have a table once.
+        return id(self._anchor) if self.is_whole() else id(self)
 
     def data_ptr(self) -> NoReturn:
         raise RuntimeError(f"table {self._table.name!r}: weight has no memory of its own; weight.clone() has")
@@ -351,6 +378,9 @@ class Weight(torch.Tensor):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
+        if func in _EQUAL and len(args) == 2 and _are_keys(*args):
+            weight, anchor = args if isinstance(args[0], Weight) else reversed(args)
+            return weight._anchor is anchor
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
             inputs = [value.parameter() if isinstance(value, Weight) else value for value in flat([kwargs["inputs"]])]
             return func(*args, **{**kwargs, "inputs": inputs})
@@ -373,7 +403,12 @@ class Weight(torch.Tensor):
         read: List[_Source] = []
         with torch._C.DisableTorchFunctionSubclass():
             values = _read_all(args, read)
-            out = func(*values, **{key: _read_all((value,), read)[0] for key, value in kwargs.items()})
+            named = {key: _read_all((value,), read)[0] for key, value in kwargs.items()}
+            before = [source.version for source in read]
+            out = func(*values, **named)
+            for source, version in zip(read, before):
+                if source.version != version:  # as by the max_norm of torch.nn.functional.embedding
+                    source.after_write()
         return _read_only(out) if name in ("numpy", "__array__") else _shared(out, read)
 
     def _copy(self, source: Any) -> "Weight":
@@ -549,6 +584,12 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
     return out
 
 
+def _are_keys(one: Any, other: Any) -> bool:
+    """Whether these are a weight and a parameter, of the same table or not: they are compared as keys of a set."""
+    weight, anchor = (one, other) if isinstance(one, Weight) else (other, one)
+    return isinstance(weight, Weight) and weight.is_whole() and isinstance(anchor, Anchor)
+
+
 def _here(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """The values with what tensors and weights are among them where rows are changed."""
     out = []
@@ -586,6 +627,11 @@ class _Source:
 
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
+
+    @property
+    def version(self) -> int:
+        """How often the rows have been written."""
+        return 0 if self.rows.is_inference() else self.rows._version
 
     def before(self, writes: bool) -> None:
         """Comes before a use: a view of a weight shows rows as they are now, and what is written is made of these."""
@@ -648,9 +694,11 @@ class _Part(torch.Tensor):
             for source in sources:
                 source.before(source in written)
             with torch._C.DisableTorchFunctionSubclass():
+                before = [source.version for source in sources]
                 out = func(*args, **kwargs)
-                for source in written:
-                    source.after_write()
+                for source, version in zip(sources, before):
+                    if source in written or source.version != version:
+                        source.after_write()
         return _read_only(out) if name in ("numpy", "__array__") else _shared(out, sources)
 
     def plain(self) -> torch.Tensor:
@@ -715,6 +763,8 @@ _ELEMENTWISE = {
     "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_", "__iadd__",
     "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
+
+_EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left and from the right
 
 # Of these nothing is read.
 _tensor: Any = torch.Tensor  # whose properties have types of their values
