@@ -566,3 +566,85 @@ def test_the_state_of_an_optimizer_of_weights_is_kept(trainer: frugal.Trainer, p
             saved = optimizer.state_dict()
             assert list(saved["state"]) == [0]
     assert_same(pair)
+
+
+def kept(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    backward(module, 1)
+    grad.mul_(0.5)
+    return grad
+
+
+def seen(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    backward(module, 1)
+    return grad
+
+
+def clipped(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.25)
+    return grad.mul_(2)
+
+
+def zeroed(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    return grad
+
+
+def left_behind(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    optimizer.zero_grad()
+    backward(module, 1)
+    return grad.zero_()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("use", [kept, seen, clipped, zeroed, left_behind])
+def test_a_gradient_that_is_kept_is_the_weight_s(
+    trainer: frugal.Trainer, use: Callable[[Any, Any], torch.Tensor], sparse: bool
+) -> None:
+    """Until zero_grad() makes it nobody's."""
+    weight = integers(ROWS, DIM)
+    pair = (
+        ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer, sparse=sparse),
+        torch.nn.Embedding(ROWS, DIM, _weight=weight.clone(), sparse=sparse),
+    )
+    grads = []
+    for module in pair:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        grads.append(use(module, optimizer).to_dense().clone())
+        optimizer.step()
+    torch.testing.assert_close(*grads)
+    assert_same(pair)
+
+
+def test_values_of_a_sparse_gradient_that_has_changed_are_not_written(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer, sparse=True)
+    backward(module)
+    values = module.weight.grad._values()
+    values.mul_(0.5)
+    backward(module)
+    with pytest.raises(NotImplementedError, match="take them anew"):
+        values.mul_(0.5)
+
+
+def test_functions_write_to_a_weight_that_is_their_output(pair: Pair) -> None:
+    for module in pair:
+        with pytest.raises(RuntimeError):
+            torch.mul(module.weight, 2.0, out=module.weight)
+        with torch.no_grad():
+            torch.mul(module.weight, 2.0, out=module.weight)
+            torch.nn.functional.normalize(module.weight.data, dim=1, out=module.weight.data)
+        torch.nn.init.constant_(module.weight[3], 2.0)
+    assert_same(pair)
+    for module in pair:
+        torch.nn.init.eye_(module.weight)
+    assert_same(pair)

@@ -439,6 +439,11 @@ class _Single(_Module):
     def _tables(self) -> Dict[str, _steps.Table]:
         return {"": self._table}
 
+    def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars:
+            destination[prefix + "weight"] = self.weight
+
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
         if self._table.empty:
             return []

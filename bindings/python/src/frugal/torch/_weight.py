@@ -168,7 +168,7 @@ class Weight(torch.Tensor):
         if not self._sparse:
             dense = torch.zeros(_shape(self._table), dtype=dtype, device=rows.device).index_add_(0, keys, rows)
             return dense if self._at is None else dense[self._at]
-        rows = rows.clone() if rows is gradient.parts[0].held.grad else rows
+        rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
 
     @property
@@ -178,8 +178,7 @@ class Weight(torch.Tensor):
         gradient = self._table.anchor.gradient()
         if gradient is None:
             return None
-        rows = self._rows_of(gradient)
-        return _copy_of(rows, (self, rows))
+        return _copy_of(*_GradSource(self, gradient).both())
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
@@ -399,7 +398,7 @@ class Weight(torch.Tensor):
             if name == "__set__":
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
         if isinstance(kwargs.get("out"), Weight):
-            raise NotImplementedError(f"weight cannot be `out` of {name}: {_HOW}")
+            return kwargs["out"]._become(func, args, {key: value for key, value in kwargs.items() if key != "out"})
         read: List[_Source] = []
         with torch._C.DisableTorchFunctionSubclass():
             values = _read_all(args, read)
@@ -417,6 +416,17 @@ class Weight(torch.Tensor):
             source = source.read() if isinstance(source, Weight) else source.plain()
         source = torch.as_tensor(source).detach().to("cpu").expand(self.shape)
         self.change(lambda rows, part: rows.copy_(source[part]))
+        return self
+
+    def _become(self, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
+        """Functions with the weight as `out`."""
+        self._check_written()
+        with self._table.steps.still(), torch.no_grad():
+            rows = self.read().to(device="cpu", dtype=torch.float32)
+            func(*_here(args), out=rows, **dict(zip(kwargs, _here(tuple(kwargs.values())))))
+            if tuple(rows.shape) != tuple(self.shape):
+                raise NotImplementedError(f"table {self._table.name!r}: {func.__name__} of weight, which has its shape: {_HOW}")
+            self.change(lambda some, part: some.copy_(rows[part]))
         return self
 
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
@@ -453,7 +463,7 @@ class Weight(torch.Tensor):
 class _Copy(torch.Tensor):
     """What `weight.grad` gives, and views of it: who writes to it writes to the table's gradient."""
 
-    _source: Tuple[Weight, torch.Tensor]  # and all of the gradient, whose memory this has
+    _source: "_GradSource"  # of all of the gradient, whose memory this has
 
     @classmethod
     def __torch_function__(
@@ -466,32 +476,86 @@ class _Copy(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
-        written = [copy._source for copy in targets if isinstance(copy, _Copy)]
-        for weight, _ in written:
-            weight._check_grad_written(name)
-        sources = [copy._source for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
+        written = [copy for copy in targets if isinstance(copy, _Copy)]
+        copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
         with torch._C.DisableTorchFunctionSubclass():
+            for copy in copies:
+                copy._source.before(copy, name if any(copy is one for one in written) else None)
             out = func(*args, **kwargs)
-        for weight, whole in written:
-            weight._take_grad(whole)
+            for copy in written:
+                copy._source.after_write(copy)
+        sources = [copy._source for copy in copies]
         return _read_only(out) if name in ("numpy", "__array__") else _views_of(out, sources)
 
 
-def _copy_of(tensor: torch.Tensor, source: Tuple[Weight, torch.Tensor]) -> torch.Tensor:
+class _GradSource:
+    """A weight's gradient as a tensor, for views of it."""
+
+    __slots__ = ("weight", "gradient", "whole", "_read_at")
+
+    def __init__(self, weight: Weight, gradient: Gradient) -> None:
+        self.weight = weight
+        self.gradient = gradient
+        self.whole = weight._rows_of(gradient)
+        self._read_at = self._now()
+
+    def both(self) -> Tuple[torch.Tensor, "_GradSource"]:
+        return self.whole, self
+
+    def _now(self) -> Tuple[Any, ...]:
+        gradient = self.gradient
+        return gradient.clip_limit, *[(part.held.number, part.factor) for part in gradient.parts]
+
+    def _is_the_table_s(self) -> bool:
+        """As until zero_grad(); then whoever has this has a tensor of his own."""
+        return self.weight._table.anchor.grad is self.gradient
+
+    def _whole(self, copy: torch.Tensor) -> torch.Tensor:
+        return copy if copy.is_sparse else self.whole  # a sparse tensor's memory is another one's when it is written
+
+    def before(self, copy: torch.Tensor, writes: Optional[str]) -> None:
+        """Comes before a use: the tensor has what has been added since."""
+        if not self._is_the_table_s():
+            return
+        if writes is not None:
+            self.weight._check_grad_written(writes)
+        now = self._now()
+        if now == self._read_at:
+            return
+        whole = self._whole(copy)
+        if whole is not copy and whole.is_sparse:
+            if writes is not None:
+                raise NotImplementedError(
+                    f"table {self.weight._table.name!r}: {writes} of values of weight.grad, which has changed since: take"
+                    " them anew"
+                )
+            return
+        with torch.no_grad():
+            whole.copy_(self.weight._rows_of(self.gradient))
+        self._read_at = now
+
+    def after_write(self, copy: torch.Tensor) -> None:
+        """The table's gradient is what has become of the tensor."""
+        if self._is_the_table_s():
+            self.weight._take_grad(self._whole(copy))
+            self._read_at = self._now()
+
+
+def _copy_of(tensor: torch.Tensor, source: _GradSource) -> torch.Tensor:
     copy = torch.Tensor._make_subclass(_Copy, tensor)
     copy._source = source
     return copy
 
 
-def _views_of(out: Any, sources: Sequence[Tuple[Weight, torch.Tensor]]) -> Any:
+def _views_of(out: Any, sources: Sequence[_GradSource]) -> Any:
     """The result of a function, as a _Copy where it has the memory of one."""
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
         return type(out)(_views_of(part, sources) for part in out)
-    if not isinstance(out, torch.Tensor):
+    if not isinstance(out, torch.Tensor) or hasattr(out, "_source"):  # what was written
         return out
     with torch._C.DisableTorchFunctionSubclass():
         for source in sources:
-            if _address(out) == _address(source[1]) != 0:
+            if _address(out) == _address(source.whole) != 0:
                 return _copy_of(out, source)
         return out.as_subclass(torch.Tensor) if isinstance(out, _Copy) else out
 
@@ -689,6 +753,8 @@ class _Part(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with contextlib.ExitStack() as stack:
+            if getattr(func, "__module__", "") == "torch.nn.init":
+                stack.enter_context(torch.no_grad())
             for source in written:  # what is read, changed and written is one thing for other threads
                 stack.enter_context(source.table.steps.still())
             for source in sources:
