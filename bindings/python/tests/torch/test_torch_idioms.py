@@ -591,7 +591,7 @@ def clipped(module: Any, optimizer: Any) -> torch.Tensor:
     return grad.mul_(2)
 
 
-def zeroed(module: Any, optimizer: Any) -> torch.Tensor:
+def kept_and_zeroed(module: Any, optimizer: Any) -> torch.Tensor:
     backward(module)
     grad: torch.Tensor = module.weight.grad
     optimizer.zero_grad(set_to_none=False)
@@ -607,7 +607,7 @@ def left_behind(module: Any, optimizer: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("use", [kept, seen, clipped, zeroed, left_behind])
+@pytest.mark.parametrize("use", [kept, seen, clipped, kept_and_zeroed, left_behind])
 def test_a_gradient_that_is_kept_is_the_weight_s(
     trainer: frugal.Trainer, use: Callable[[Any, Any], torch.Tensor], sparse: bool
 ) -> None:
@@ -629,7 +629,9 @@ def test_a_gradient_that_is_kept_is_the_weight_s(
 def test_values_of_a_sparse_gradient_that_has_changed_are_not_written(trainer: frugal.Trainer) -> None:
     module = ft.Embedding(ROWS, DIM, trainer=trainer, sparse=True)
     backward(module)
-    values = module.weight.grad._values()
+    grad = module.weight.grad
+    assert grad is not None
+    values = grad._values()
     values.mul_(0.5)
     backward(module)
     with pytest.raises(NotImplementedError, match="take them anew"):
@@ -648,3 +650,23 @@ def test_functions_write_to_a_weight_that_is_their_output(pair: Pair) -> None:
     for module in pair:
         torch.nn.init.eye_(module.weight)
     assert_same(pair)
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_a_subclass_s_rows_are_those_of_its_reset_parameters(trainer: frugal.Trainer, bags: bool) -> None:
+    weights = []
+    for library, also in ((ft, {"trainer": trainer}), (torch.nn, {})):
+        base: Any = getattr(library, "EmbeddingBag" if bags else "Embedding")
+
+        class Small(base):  # type: ignore[misc]
+            def reset_parameters(self) -> None:
+                torch.manual_seed(3)
+                torch.nn.init.uniform_(self.weight, -0.1, 0.1)
+                self._fill_padding_idx_with_zero()
+
+        module = Small(ROWS, DIM, padding_idx=2, **also)
+        weights.append(snapshot(module))
+        given = Small(ROWS, DIM, _weight=torch.ones(ROWS, DIM), **also)  # whose rows are not reset
+        assert torch.equal(given.weight, torch.ones(ROWS, DIM))
+    torch.testing.assert_close(*weights)
+    assert float(weights[0].abs().max()) <= 0.1 and not weights[0][2].any()
