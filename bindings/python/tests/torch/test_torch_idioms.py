@@ -598,6 +598,28 @@ def kept_and_zeroed(module: Any, optimizer: Any) -> torch.Tensor:
     return grad
 
 
+def zeroed_and_left_behind(module: Any, optimizer: Any) -> torch.Tensor:
+    grad = kept_and_zeroed(module, optimizer)
+    optimizer.zero_grad()
+    backward(module, 1)
+    return grad
+
+
+def replaced(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    module.weight.grad = grad * 2
+    module.weight.grad *= 3
+    return grad.mul_(5)
+
+
+def written_after_zero_grad(module: Any, optimizer: Any) -> torch.Tensor:
+    grad = kept_and_zeroed(module, optimizer)
+    more = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, DIM), (ROWS, DIM))
+    module.weight.grad.add_(more if grad.is_sparse else more.to_dense())
+    return grad
+
+
 def left_behind(module: Any, optimizer: Any) -> torch.Tensor:
     backward(module)
     grad: torch.Tensor = module.weight.grad
@@ -607,7 +629,10 @@ def left_behind(module: Any, optimizer: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("use", [kept, seen, clipped, kept_and_zeroed, left_behind])
+@pytest.mark.parametrize(
+    "use",
+    [kept, seen, clipped, kept_and_zeroed, zeroed_and_left_behind, replaced, written_after_zero_grad, left_behind],
+)
 def test_a_gradient_that_is_kept_is_the_weight_s(
     trainer: frugal.Trainer, use: Callable[[Any, Any], torch.Tensor], sparse: bool
 ) -> None:
@@ -670,3 +695,17 @@ def test_a_subclass_s_rows_are_those_of_its_reset_parameters(trainer: frugal.Tra
         assert torch.equal(given.weight, torch.ones(ROWS, DIM))
     torch.testing.assert_close(*weights)
     assert float(weights[0].abs().max()) <= 0.1 and not weights[0][2].any()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_frozen_after_the_forward_takes_no_gradient(pair: Pair, before: bool) -> None:
+    for module in pair:
+        out = module(torch.tensor([1, 2, 2]))
+        if before:
+            backward(module)
+        module.requires_grad_(False)
+        out.sum().backward()
+        module.requires_grad_(True)
+        assert (module.weight.grad is not None) == before
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert_same(pair)

@@ -175,10 +175,15 @@ class Weight(torch.Tensor):
     def grad(self) -> Optional[torch.Tensor]:
         """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
         sparse=True, or else one of the table's shape, which is made when it is asked for."""
-        gradient = self._table.anchor.gradient()
+        gradient = self._gradient()
         if gradient is None:
             return None
         return _copy_of(*_GradSource(self, gradient).both())
+
+    def _gradient(self) -> Optional[Gradient]:
+        """The table's gradient; one of zeros after zero_grad(set_to_none=False)."""
+        gradient, left = self._table.anchor.gradient(), self._table.anchor.grad
+        return left if gradient is None and isinstance(left, Gradient) else gradient
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
@@ -187,8 +192,10 @@ class Weight(torch.Tensor):
             return
         if tuple(value.shape) != tuple(self.shape):
             raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {tuple(self.shape)}")
+        if isinstance(value, _Copy) and value._source.is_all(value):
+            return  # weight.grad *= 2 has written already
         self._check_grad_written("an assignment")
-        self._take_grad(value)
+        self._take_grad(value, True)
 
     @grad.deleter
     def grad(self) -> None:
@@ -205,13 +212,14 @@ class Weight(torch.Tensor):
         if self._table.hashed or self._at is not None:
             raise NotImplementedError(f"table {self._table.name!r}: {how} of the gradient of some rows")
 
-    def _take_grad(self, rows: torch.Tensor) -> None:
-        """Makes these the table's gradient: of the rows that are not zero, and of those that had one."""
+    def _take_grad(self, rows: torch.Tensor, anew: bool = False) -> None:
+        """Makes these the table's gradient: of the rows that are not zero, and of those that had one. `anew`: who has kept
+        the gradient keeps it as it was."""
         from ._lookup import Lookup
 
         table, anchor = self._table, self._table.anchor
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            before = anchor.gradient()
+            before = self._gradient()
             if rows.is_sparse:
                 keys, values = rows._indices()[0], rows._values()
             else:
@@ -220,7 +228,7 @@ class Weight(torch.Tensor):
                     there[before.per_key()[0]] = True
                 keys = there.nonzero()[:, 0]
                 values = rows[keys]
-            if before is None:
+            if before is None or anew:
                 before = anchor._new_gradient()
                 anchor.grad = before
             number = next(table.steps.backwards)
@@ -510,14 +518,18 @@ class _GradSource:
         """As until zero_grad(); then whoever has this has a tensor of his own."""
         return self.weight._table.anchor.grad is self.gradient
 
+    def is_all(self, copy: torch.Tensor) -> bool:
+        """Whether the tensor is the table's gradient as it is, and no view of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            same = copy.is_sparse or (copy.shape == self.whole.shape and copy.stride() == self.whole.stride())
+        return same and self._is_the_table_s()
+
     def _whole(self, copy: torch.Tensor) -> torch.Tensor:
         return copy if copy.is_sparse else self.whole  # a sparse tensor's memory is another one's when it is written
 
     def before(self, copy: torch.Tensor, writes: Optional[str]) -> None:
         """Comes before a use: the tensor has what has been added since."""
-        if not self._is_the_table_s():
-            return
-        if writes is not None:
+        if writes is not None and self._is_the_table_s():
             self.weight._check_grad_written(writes)
         now = self._now()
         if now == self._read_at:
