@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from typing import Any, Callable, Dict, List, Tuple
@@ -708,4 +709,21 @@ def test_what_is_frozen_after_the_forward_takes_no_gradient(pair: Pair, before: 
         module.requires_grad_(True)
         assert (module.weight.grad is not None) == before
         torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert_same(pair)
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("of_weight", [False, True])
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam"])
+def test_a_state_of_before_the_first_step_begins_anew(pair: Pair, kind: str, of_weight: bool) -> None:
+    """As for each fold of a cross-validation."""
+    for module in pair:
+        optimizer = getattr(torch.optim, kind)([module.weight] if of_weight else module.parameters(), lr=0.1)
+        first = copy.deepcopy(optimizer.state_dict())
+        for _ in range(2):
+            for seed in range(3):
+                optimizer.zero_grad()
+                module(torch.arange(ROWS)).pow(2).sum().backward()
+                optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(first))
     assert_same(pair)

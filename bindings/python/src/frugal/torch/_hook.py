@@ -334,8 +334,8 @@ def _update(
         _translate(optimizer, table, state, made)
     if table.owner is None or table.owner() is not optimizer:
         _take_over(table, optimizer, count > 0, _STATE in state, made)
-    elif _STEP not in state and _STATE not in state and table.state_floats:
-        _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state
+    elif type(state.get(_STEP)) is not _Count and _STATE not in state and table.state_floats:
+        _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
     if type(state.get(_STEP)) is not _Count:
         state[_STEP] = _Count(count)
     if _STATE in state:

@@ -171,6 +171,11 @@ class Weight(torch.Tensor):
         rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
 
+    def _gradient(self) -> Optional[Gradient]:
+        """The table's gradient; one of zeros after zero_grad(set_to_none=False)."""
+        gradient, left = self._table.anchor.gradient(), self._table.anchor.grad
+        return left if gradient is None and isinstance(left, Gradient) else gradient
+
     @property
     def grad(self) -> Optional[torch.Tensor]:
         """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
@@ -179,11 +184,6 @@ class Weight(torch.Tensor):
         if gradient is None:
             return None
         return _copy_of(*_GradSource(self, gradient).both())
-
-    def _gradient(self) -> Optional[Gradient]:
-        """The table's gradient; one of zeros after zero_grad(set_to_none=False)."""
-        gradient, left = self._table.anchor.gradient(), self._table.anchor.grad
-        return left if gradient is None and isinstance(left, Gradient) else gradient
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
