@@ -387,7 +387,7 @@ def test_an_optimizer_may_be_given_the_weight(trainer: frugal.Trainer, form: str
 @pytest.mark.parametrize("case", ["sgd decay", "adagrad decay", "adam"])
 @pytest.mark.parametrize("form", ["weight", "parameter", "both"])
 def test_a_table_that_a_group_has_twice_is_stepped_twice(trainer: frugal.Trainer, case: str, form: str) -> None:
-    """As torch does, which warns of it; where it cannot see that, this package does."""
+    """As torch does, which warns of it."""
     weight = integers(ROWS, DIM)
     modules: List[Any] = [
         ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer),
@@ -416,11 +416,13 @@ def test_a_table_that_two_groups_have_is_an_error(trainer: frugal.Trainer) -> No
     (anchor,) = module.parameters()
     message = "some parameters appear in more than one parameter group"
     parameters: List[torch.Tensor] = [module.weight, anchor]
-    for given in parameters:
-        with pytest.raises(ValueError, match=message):
-            torch.optim.SGD([{"params": [given]}, {"params": [given]}], lr=0.5)
-    groups: List[Dict[str, Any]] = [{"params": [anchor]}, {"params": [module.weight]}]
+    for one in parameters:
+        for other in parameters:
+            with pytest.raises(ValueError, match=message):
+                torch.optim.SGD([{"params": [one]}, {"params": [other]}], lr=0.5)
+    groups: List[Dict[str, Any]] = [{"params": [anchor]}, {"params": [torch.nn.Parameter(torch.zeros(1))]}]
     optimizer = torch.optim.SGD(groups, lr=0.5)
+    optimizer.param_groups[1]["params"].append(module.weight)
     before = snapshot(module)
     module(keys()).sum().backward()
     for _ in range(2):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from typing import Any, Callable, Dict, List, Tuple
@@ -475,3 +476,254 @@ def test_bags_of_maxima_are_converted(trainer: frugal.Trainer) -> None:
     expected = theirs(keys)
     ours: Any = ft.convert(theirs, trainer=trainer)
     assert isinstance(ours, ft.EmbeddingBag) and torch.equal(ours(keys), expected)
+
+
+# --- A weight in the hands of functions, modules and optimizers ---
+
+
+@pytest.mark.parametrize("form", ["weight", "data", "state_dict"])
+@pytest.mark.parametrize("bags", [False, True])
+def test_functions_that_write_to_a_later_argument_write_rows(pair: Pair, form: str, bags: bool) -> None:
+    ids = torch.tensor([3, 7, 3])
+    out = []
+    for module in pair:
+        weight = {"weight": module.weight, "data": module.weight.data, "state_dict": module.state_dict()["weight"]}[form]
+        with torch.no_grad():
+            if bags:
+                offsets = torch.tensor([0, 1])
+                out.append(torch.nn.functional.embedding_bag(ids, weight, offsets, max_norm=0.5, mode="sum"))
+            else:
+                out.append(torch.nn.functional.embedding(ids, weight, max_norm=0.5))
+    torch.testing.assert_close(*out)
+    assert_same(pair)
+    assert float(snapshot(pair[0])[3].norm()) < 0.6
+    with torch.inference_mode():
+        assert torch.equal(torch.relu(pair[0].weight), torch.relu(snapshot(pair[0])))
+
+
+def test_hooks_of_a_weight_are_refused(pair: Pair) -> None:
+    weight = pair[0].weight
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        with pytest.raises(NotImplementedError, match="would not be called"):
+            register(lambda grad: None)
+    for module in pair:
+        module.weight.retain_grad()  # of a leaf
+        backward(module)
+        del module.weight.grad
+        assert module.weight.grad is None
+        module.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="doesn't require gradient"):
+            module.weight.register_hook(lambda grad: grad)
+
+
+class Alias(torch.nn.Module):
+    """Has the weight of a module of its own a second time."""
+
+    def __init__(self, module: Any, listed: bool) -> None:
+        super().__init__()
+        self.module = module
+        if listed:
+            self.all = torch.nn.ParameterList([module.weight])
+        else:
+            self.shared = module.weight
+
+
+@pytest.mark.filterwarnings("error:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+def test_a_weight_that_is_a_parameter_of_two_modules_is_one(pair: Pair, kind: str, listed: bool) -> None:
+    for module in pair:
+        model = Alias(module, listed)
+        assert len(list(model.parameters())) == 1
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.5)
+        for seed in range(3):
+            optimizer.zero_grad()
+            backward(module, seed)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": module.parameters()})
+    assert_same(pair)
+    assert pair[0].weight in dict.fromkeys(pair[0].parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "RMSprop", "SGD"])
+def test_the_state_of_an_optimizer_of_weights_is_kept(trainer: frugal.Trainer, pair: Pair, kind: str) -> None:
+    """Also what is loaded before its first step."""
+    more = {"momentum": 0.5} if kind == "SGD" else {}
+    saved: Dict[str, Any] = {}
+    for module in pair:
+        for resumed in range(2):
+            optimizer = getattr(torch.optim, kind)([module.weight], lr=0.1, **more)
+            if resumed:
+                optimizer.load_state_dict(saved)
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(torch.arange(ROWS)).pow(2).sum().backward()
+                optimizer.step()
+            assert optimizer.state[module.weight]
+            saved = optimizer.state_dict()
+            assert list(saved["state"]) == [0]
+    assert_same(pair)
+
+
+def kept(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    backward(module, 1)
+    grad.mul_(0.5)
+    return grad
+
+
+def seen(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    backward(module, 1)
+    return grad
+
+
+def clipped(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    for parameter in module.parameters():
+        parameter.grad.mul_(0.25)
+    return grad.mul_(2)
+
+
+def kept_and_zeroed(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    return grad
+
+
+def zeroed_and_left_behind(module: Any, optimizer: Any) -> torch.Tensor:
+    grad = kept_and_zeroed(module, optimizer)
+    optimizer.zero_grad()
+    backward(module, 1)
+    return grad
+
+
+def replaced(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    module.weight.grad = grad * 2
+    module.weight.grad *= 3
+    return grad.mul_(5)
+
+
+def written_after_zero_grad(module: Any, optimizer: Any) -> torch.Tensor:
+    grad = kept_and_zeroed(module, optimizer)
+    more = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, DIM), (ROWS, DIM))
+    module.weight.grad.add_(more if grad.is_sparse else more.to_dense())
+    return grad
+
+
+def left_behind(module: Any, optimizer: Any) -> torch.Tensor:
+    backward(module)
+    grad: torch.Tensor = module.weight.grad
+    optimizer.zero_grad()
+    backward(module, 1)
+    return grad.zero_()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [kept, seen, clipped, kept_and_zeroed, zeroed_and_left_behind, replaced, written_after_zero_grad, left_behind],
+)
+def test_a_gradient_that_is_kept_is_the_weight_s(
+    trainer: frugal.Trainer, use: Callable[[Any, Any], torch.Tensor], sparse: bool
+) -> None:
+    """Until zero_grad() makes it nobody's."""
+    weight = integers(ROWS, DIM)
+    pair = (
+        ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer, sparse=sparse),
+        torch.nn.Embedding(ROWS, DIM, _weight=weight.clone(), sparse=sparse),
+    )
+    grads = []
+    for module in pair:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        grads.append(use(module, optimizer).to_dense().clone())
+        optimizer.step()
+    torch.testing.assert_close(*grads)
+    assert_same(pair)
+
+
+def test_values_of_a_sparse_gradient_that_has_changed_are_not_written(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(ROWS, DIM, trainer=trainer, sparse=True)
+    backward(module)
+    grad = module.weight.grad
+    assert grad is not None
+    values = grad._values()
+    values.mul_(0.5)
+    backward(module)
+    with pytest.raises(NotImplementedError, match="take them anew"):
+        values.mul_(0.5)
+
+
+def test_functions_write_to_a_weight_that_is_their_output(pair: Pair) -> None:
+    for module in pair:
+        with pytest.raises(RuntimeError):
+            torch.mul(module.weight, 2.0, out=module.weight)
+        with torch.no_grad():
+            torch.mul(module.weight, 2.0, out=module.weight)
+            torch.nn.functional.normalize(module.weight.data, dim=1, out=module.weight.data)
+        torch.nn.init.constant_(module.weight[3], 2.0)
+    assert_same(pair)
+    for module in pair:
+        torch.nn.init.eye_(module.weight)
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_a_subclass_s_rows_are_those_of_its_reset_parameters(trainer: frugal.Trainer, bags: bool) -> None:
+    weights = []
+    for library, also in ((ft, {"trainer": trainer}), (torch.nn, {})):
+        base: Any = getattr(library, "EmbeddingBag" if bags else "Embedding")
+
+        class Small(base):  # type: ignore[misc]
+            def reset_parameters(self) -> None:
+                torch.manual_seed(3)
+                torch.nn.init.uniform_(self.weight, -0.1, 0.1)
+                self._fill_padding_idx_with_zero()
+
+        module = Small(ROWS, DIM, padding_idx=2, **also)
+        weights.append(snapshot(module))
+        given = Small(ROWS, DIM, _weight=torch.ones(ROWS, DIM), **also)  # whose rows are not reset
+        assert torch.equal(given.weight, torch.ones(ROWS, DIM))
+    torch.testing.assert_close(*weights)
+    assert float(weights[0].abs().max()) <= 0.1 and not weights[0][2].any()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_frozen_after_the_forward_takes_no_gradient(pair: Pair, before: bool) -> None:
+    for module in pair:
+        out = module(torch.tensor([1, 2, 2]))
+        if before:
+            backward(module)
+        module.requires_grad_(False)
+        out.sum().backward()
+        module.requires_grad_(True)
+        assert (module.weight.grad is not None) == before
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert_same(pair)
+
+
+@pytest.mark.filterwarnings("ignore:.*of a frugal table's row")
+@pytest.mark.parametrize("of_weight", [False, True])
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam"])
+def test_a_state_of_before_the_first_step_begins_anew(pair: Pair, kind: str, of_weight: bool) -> None:
+    """As for each fold of a cross-validation."""
+    for module in pair:
+        optimizer = getattr(torch.optim, kind)([module.weight] if of_weight else module.parameters(), lr=0.1)
+        first = copy.deepcopy(optimizer.state_dict())
+        for _ in range(2):
+            for seed in range(3):
+                optimizer.zero_grad()
+                module(torch.arange(ROWS)).pow(2).sum().backward()
+                optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(first))
+    assert_same(pair)

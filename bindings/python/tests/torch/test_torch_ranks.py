@@ -20,6 +20,7 @@ from torch_support import DIM, ROWS, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
+from frugal.torch import _ranks
 
 
 def run_ranks(world_size: int, work: Callable[[int], None]) -> None:
@@ -397,6 +398,30 @@ def test_distributed_data_parallel_does_not_touch_tables(trainer: frugal.Trainer
         torch.testing.assert_close(model.bags.weight, bags.weight.detach())
         torch.testing.assert_close(model.head.weight, head.weight)
     assert list(parallel.state_dict()) == ["module.bags.weight", "module.head.weight", "module.head.bias"]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+def test_ranks_with_an_engine_each_are_refused(
+    trainer: frugal.Trainer, process_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a script says rank and number of ranks to torch.distributed alone: at the latest in a backward."""
+    for name in ("RANK", "WORLD_SIZE", "FRUGAL_SERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    bags = ft.EmbeddingBag(ROWS, DIM, trainer=trainer)
+    parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(bags, torch.nn.Linear(DIM, 1)))
+    assert (_ranks.world(alone=True).rank, _ranks.world().size) == (0, 1)
+    before = snapshot(bags)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="one rank and torch.distributed 2.*FRUGAL_SERVICE"):
+        parallel(torch.tensor([[1, 2]])).sum().backward()
+    assert torch.equal(bags.weight, before)
+    with pytest.raises(RuntimeError, match="no address of a controller, which 2 ranks"):
+        _ranks.world(alone=True)
+    found = _ranks.world("somewhere")
+    assert (found.rank, found.size) == (1, 2)
+    monkeypatch.setenv("RANK", "0")  # torchrun's, which comes first
+    assert _ranks.world("somewhere").rank == 0
 
 
 def test_a_forked_child_cannot_train_and_does_no_harm(engine: frugal.Engine, trainer: frugal.Trainer) -> None:

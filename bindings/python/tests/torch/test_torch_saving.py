@@ -132,6 +132,17 @@ def test_writing_to_a_state_dict_writes_rows_as_in_torch(trainer: frugal.Trainer
     assert torch.equal(ours.weight, theirs.weight.detach())
 
 
+def test_a_state_dict_may_keep_the_weight_itself(trainer: frugal.Trainer) -> None:
+    module = ft.Embedding(6, 2, trainer=trainer)
+    kept = module.state_dict(keep_vars=True)["weight"]
+    assert kept is module.weight and kept.requires_grad
+    torch.func.functional_call(module, {"weight": kept}, torch.tensor([1])).sum().backward()
+    before = kept.detach().clone()
+    torch.optim.SGD([kept], lr=0.5).step()
+    assert torch.equal(kept, before.index_add(0, torch.tensor([1]), torch.ones(1, 2), alpha=-0.5))
+    assert not module.state_dict()["weight"].requires_grad
+
+
 @pytest.mark.parametrize("how", ["from_pretrained", "assign"])
 def test_a_module_of_torch_may_have_a_state_dict_s_tensor(trainer: frugal.Trainer, how: str) -> None:
     """As its weight, which it then shares with the table, and which can be exported."""

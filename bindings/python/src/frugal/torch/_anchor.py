@@ -618,6 +618,12 @@ def _for_a_reducer(grad: Gradient) -> float:
             f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
             " the rows"
         )
+    if grad.table.steps.world_size == 1 and torch.distributed.get_world_size() > 1:
+        raise RuntimeError(
+            f"table {grad.table.name!r}: its engine has one rank and torch.distributed"
+            f" {torch.distributed.get_world_size()}, so that its gradients would not be averaged: start frugal-controller"
+            " ADDRESS, give the address in FRUGAL_SERVICE, and make modules after torch.distributed.init_process_group()"
+        )
     return 1.0 if grad.finite() else math.inf
 
 

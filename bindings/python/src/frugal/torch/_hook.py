@@ -127,7 +127,8 @@ class _Known:
         groups = optimizer.param_groups
         if len(groups) != len(self.parameters) or not all(map(_same, groups, self.parameters)):
             for group in groups:
-                group["params"] = _without_weights(group["params"])
+                group["params"] = [p.parameter() if isinstance(p, Weight) else p for p in group["params"]]
+            _without_weights(optimizer.state)
             entries = [_Entry(i, p) for i, group in enumerate(groups) for p in group["params"] if isinstance(p, Anchor)]
             self.rounds = _rounds(entries)
             self.parameters = [list(group["params"]) for group in groups]
@@ -135,19 +136,17 @@ class _Known:
             self.entries = entries
             if self.entries and not self.saves:
                 self.saves = True
+                optimizer.register_state_dict_pre_hook(lambda optimizer: _without_weights(optimizer.state))
                 optimizer.register_state_dict_post_hook(_save)
         return self.entries
 
 
-def _without_weights(parameters: List[Any]) -> List[Any]:
-    """The parameters of a group that was given module.weight."""
-    found = [p.parameter() if isinstance(p, Weight) else p for p in parameters]
-    if len(set(map(id, found))) < len(set(map(id, parameters))):  # which PyTorch has not seen
-        warnings.warn(
-            "optimizer contains a parameter group with duplicate parameters: a module's weight and its parameter",
-            stacklevel=2,
-        )
-    return found
+def _without_weights(states: Dict[Any, Dict[str, Any]]) -> None:
+    """State of module.weight, which load_state_dict() and some constructors have made, is the table's."""
+    for weight in [key for key in states if isinstance(key, Weight)]:
+        state = states.pop(weight)
+        if state.get(_STEP, 1):  # Adagrad makes some of a weight that has not been stepped
+            states[weight.parameter()] = state
 
 
 def _rounds(entries: List[_Entry]) -> List[List[_Entry]]:
@@ -335,8 +334,8 @@ def _update(
         _translate(optimizer, table, state, made)
     if table.owner is None or table.owner() is not optimizer:
         _take_over(table, optimizer, count > 0, _STATE in state, made)
-    elif _STEP not in state and _STATE not in state and table.state_floats:
-        _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state
+    elif type(state.get(_STEP)) is not _Count and _STATE not in state and table.state_floats:
+        _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
     if type(state.get(_STEP)) is not _Count:
         state[_STEP] = _Count(count)
     if _STATE in state:

@@ -236,8 +236,8 @@ def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
     returned: List[Optional[torch.Tensor]] = []
     for i, table in enumerate(lookup.tables):
         use = needed[3 + i] and use_of(nodes[i][0])
-        if not use:
-            continue
+        if not use or (use == ACCUMULATED and not table.anchor.requires_grad):
+            continue  # a leaf that has been frozen since the forward takes no gradient
         if held is None:
             number = next(lookup.steps.backwards)
             if lookup.weighted is None:

@@ -353,6 +353,8 @@ class _Single(_Module):
         if self._table.created:
             if weight is not None:
                 _state.load_rows(self._steps, self._table, weight, None)
+            elif type(self).reset_parameters is not _Single.reset_parameters and not table.hashed:
+                self.reset_parameters()  # a subclass's own
             elif self.padding_idx is not None and not table.hashed:
                 zeros = torch.zeros(1, embedding_dim, dtype=torch.float32, device="cpu")
                 _state.put(self._steps, self._table, _one_key(self.padding_idx), zeros)
@@ -432,12 +434,21 @@ class _Single(_Module):
     def reset_parameters(self) -> None:
         """Rows of a standard normal distribution, zeros at `padding_idx`."""
         torch.nn.init.normal_(self.weight)
+        self._fill_padding_idx_with_zero()
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        # With the name that torch.nn's has, for subclasses call it.
         if self.padding_idx is not None:
             with torch.no_grad():
                 self.weight[self.padding_idx] = 0.0
 
     def _tables(self) -> Dict[str, _steps.Table]:
         return {"": self._table}
+
+    def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if keep_vars:
+            destination[prefix + "weight"] = self.weight
 
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
         if self._table.empty:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Tuple
+
+import torch
 
 import frugal
 from frugal._engine import SERVICE
@@ -40,8 +42,10 @@ class World(NamedTuple):
 
 
 def world(service: Optional[Path] = None, *, alone: bool = False) -> World:
-    """What the environment says. `alone`: without torchrun this process is the only rank, and not an error."""
-    rank, size = _number("RANK", 0 if alone else None), _number("WORLD_SIZE", 1 if alone else None)
+    """What the environment says, or torch.distributed. `alone`: without both this process is the only rank, and not an
+    error."""
+    known: Tuple[Optional[int], Optional[int]] = _group() or ((0, 1) if alone else (None, None))
+    rank, size = _number("RANK", known[0]), _number("WORLD_SIZE", known[1])
     if _number("LOCAL_WORLD_SIZE", size) != size:
         raise RuntimeError(f"{size} ranks on several machines: those of one machine can share an engine")
     if size > 1 and not (os.environ.get(SERVICE) if service is None else service):
@@ -50,6 +54,13 @@ def world(service: Optional[Path] = None, *, alone: bool = False) -> World:
             f" and give the address as `service` or in {SERVICE}"
         )
     return World(rank, size, _number("TORCHELASTIC_RESTART_COUNT", 0) > 0)
+
+
+def _group() -> Optional[Tuple[int, int]]:
+    """Rank and number of ranks that a script has told torch.distributed, as one without torchrun does."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _number(name: str, otherwise: Optional[int] = None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional,
 import torch
 
 from . import _native, _state
-from ._anchor import ACCUMULATED, RETURNED, Gradient, Held, flat, in_place, use_of
+from ._anchor import ACCUMULATED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -168,18 +168,22 @@ class Weight(torch.Tensor):
         if not self._sparse:
             dense = torch.zeros(_shape(self._table), dtype=dtype, device=rows.device).index_add_(0, keys, rows)
             return dense if self._at is None else dense[self._at]
-        rows = rows.clone() if rows is gradient.parts[0].held.grad else rows
+        rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
+
+    def _gradient(self) -> Optional[Gradient]:
+        """The table's gradient; one of zeros after zero_grad(set_to_none=False)."""
+        gradient, left = self._table.anchor.gradient(), self._table.anchor.grad
+        return left if gradient is None and isinstance(left, Gradient) else gradient
 
     @property
     def grad(self) -> Optional[torch.Tensor]:
         """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
         sparse=True, or else one of the table's shape, which is made when it is asked for."""
-        gradient = self._table.anchor.gradient()
+        gradient = self._gradient()
         if gradient is None:
             return None
-        rows = self._rows_of(gradient)
-        return _copy_of(rows, (self, rows))
+        return _copy_of(*_GradSource(self, gradient).both())
 
     @grad.setter
     def grad(self, value: Optional[torch.Tensor]) -> None:
@@ -188,8 +192,14 @@ class Weight(torch.Tensor):
             return
         if tuple(value.shape) != tuple(self.shape):
             raise RuntimeError(f"assigned grad has data of a different size: {tuple(value.shape)}, not {tuple(self.shape)}")
+        if isinstance(value, _Copy) and value._source.is_all(value):
+            return  # weight.grad *= 2 has written already
         self._check_grad_written("an assignment")
-        self._take_grad(value)
+        self._take_grad(value, True)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._table.anchor.grad = None
 
     def _check_grad_written(self, how: str) -> None:
         """Whether weight.grad can be written. Ranks must scale it alike, which GradScaler does."""
@@ -202,13 +212,14 @@ class Weight(torch.Tensor):
         if self._table.hashed or self._at is not None:
             raise NotImplementedError(f"table {self._table.name!r}: {how} of the gradient of some rows")
 
-    def _take_grad(self, rows: torch.Tensor) -> None:
-        """Makes these the table's gradient: of the rows that are not zero, and of those that had one."""
+    def _take_grad(self, rows: torch.Tensor, anew: bool = False) -> None:
+        """Makes these the table's gradient: of the rows that are not zero, and of those that had one. `anew`: who has kept
+        the gradient keeps it as it was."""
         from ._lookup import Lookup
 
         table, anchor = self._table, self._table.anchor
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            before = anchor.gradient()
+            before = self._gradient()
             if rows.is_sparse:
                 keys, values = rows._indices()[0], rows._values()
             else:
@@ -217,7 +228,7 @@ class Weight(torch.Tensor):
                     there[before.per_key()[0]] = True
                 keys = there.nonzero()[:, 0]
                 values = rows[keys]
-            if before is None:
+            if before is None or anew:
                 before = anchor._new_gradient()
                 anchor.grad = before
             number = next(table.steps.backwards)
@@ -249,6 +260,29 @@ class Weight(torch.Tensor):
 
     def detach(self) -> "Weight":
         return self.data
+
+    def retain_grad(self) -> None:
+        """Does nothing, as for every leaf."""
+        if not self.requires_grad:
+            raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
+
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        self._refuse_hook()
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        self._refuse_hook()
+
+    def _refuse_hook(self) -> NoReturn:
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        raise NotImplementedError(
+            f"table {self._table.name!r}: a hook on weight would not be called: its gradient is not one of autograd. Change"
+            " weight.grad after backward()"
+        )
+
+    def __hash__(self) -> int:
+        # A weight and the parameter are one key: modules, optimizers and sets that have both have a table once.
+        return id(self._anchor) if self.is_whole() else id(self)
 
     def data_ptr(self) -> NoReturn:
         raise RuntimeError(f"table {self._table.name!r}: weight has no memory of its own; weight.clone() has")
@@ -351,6 +385,9 @@ class Weight(torch.Tensor):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _grads(*args, **kwargs)
+        if func in _EQUAL and len(args) == 2 and _are_keys(*args):
+            weight, anchor = args if isinstance(args[0], Weight) else reversed(args)
+            return weight._anchor is anchor
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
             inputs = [value.parameter() if isinstance(value, Weight) else value for value in flat([kwargs["inputs"]])]
             return func(*args, **{**kwargs, "inputs": inputs})
@@ -369,11 +406,16 @@ class Weight(torch.Tensor):
             if name == "__set__":
                 raise NotImplementedError(f"table {target._table.name!r}: weight cannot be set to that; {_HOW}")
         if isinstance(kwargs.get("out"), Weight):
-            raise NotImplementedError(f"weight cannot be `out` of {name}: {_HOW}")
+            return kwargs["out"]._become(func, args, {key: value for key, value in kwargs.items() if key != "out"})
         read: List[_Source] = []
         with torch._C.DisableTorchFunctionSubclass():
             values = _read_all(args, read)
-            out = func(*values, **{key: _read_all((value,), read)[0] for key, value in kwargs.items()})
+            named = {key: _read_all((value,), read)[0] for key, value in kwargs.items()}
+            before = [source.version for source in read]
+            out = func(*values, **named)
+            for source, version in zip(read, before):
+                if source.version != version:  # as by the max_norm of torch.nn.functional.embedding
+                    source.after_write()
         return _read_only(out) if name in ("numpy", "__array__") else _shared(out, read)
 
     def _copy(self, source: Any) -> "Weight":
@@ -382,6 +424,17 @@ class Weight(torch.Tensor):
             source = source.read() if isinstance(source, Weight) else source.plain()
         source = torch.as_tensor(source).detach().to("cpu").expand(self.shape)
         self.change(lambda rows, part: rows.copy_(source[part]))
+        return self
+
+    def _become(self, func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> "Weight":
+        """Functions with the weight as `out`."""
+        self._check_written()
+        with self._table.steps.still(), torch.no_grad():
+            rows = self.read().to(device="cpu", dtype=torch.float32)
+            func(*_here(args), out=rows, **dict(zip(kwargs, _here(tuple(kwargs.values())))))
+            if tuple(rows.shape) != tuple(self.shape):
+                raise NotImplementedError(f"table {self._table.name!r}: {func.__name__} of weight, which has its shape: {_HOW}")
+            self.change(lambda some, part: some.copy_(rows[part]))
         return self
 
     def _init(self, func: Callable[..., Any], kwargs: Dict[str, Any]) -> "Weight":
@@ -418,7 +471,7 @@ class Weight(torch.Tensor):
 class _Copy(torch.Tensor):
     """What `weight.grad` gives, and views of it: who writes to it writes to the table's gradient."""
 
-    _source: Tuple[Weight, torch.Tensor]  # and all of the gradient, whose memory this has
+    _source: "_GradSource"  # of all of the gradient, whose memory this has
 
     @classmethod
     def __torch_function__(
@@ -431,32 +484,90 @@ class _Copy(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         targets = flat([kwargs.get("out"), *(args[:1] if in_place(name) else ())])
-        written = [copy._source for copy in targets if isinstance(copy, _Copy)]
-        for weight, _ in written:
-            weight._check_grad_written(name)
-        sources = [copy._source for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
+        written = [copy for copy in targets if isinstance(copy, _Copy)]
+        copies = [copy for copy in flat([*args, *kwargs.values()]) if isinstance(copy, _Copy)]
         with torch._C.DisableTorchFunctionSubclass():
+            for copy in copies:
+                copy._source.before(copy, name if any(copy is one for one in written) else None)
             out = func(*args, **kwargs)
-        for weight, whole in written:
-            weight._take_grad(whole)
+            for copy in written:
+                copy._source.after_write(copy)
+        sources = [copy._source for copy in copies]
         return _read_only(out) if name in ("numpy", "__array__") else _views_of(out, sources)
 
 
-def _copy_of(tensor: torch.Tensor, source: Tuple[Weight, torch.Tensor]) -> torch.Tensor:
+class _GradSource:
+    """A weight's gradient as a tensor, for views of it."""
+
+    __slots__ = ("weight", "gradient", "whole", "_read_at")
+
+    def __init__(self, weight: Weight, gradient: Gradient) -> None:
+        self.weight = weight
+        self.gradient = gradient
+        self.whole = weight._rows_of(gradient)
+        self._read_at = self._now()
+
+    def both(self) -> Tuple[torch.Tensor, "_GradSource"]:
+        return self.whole, self
+
+    def _now(self) -> Tuple[Any, ...]:
+        gradient = self.gradient
+        return gradient.clip_limit, *[(part.held.number, part.factor) for part in gradient.parts]
+
+    def _is_the_table_s(self) -> bool:
+        """As until zero_grad(); then whoever has this has a tensor of his own."""
+        return self.weight._table.anchor.grad is self.gradient
+
+    def is_all(self, copy: torch.Tensor) -> bool:
+        """Whether the tensor is the table's gradient as it is, and no view of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            same = copy.is_sparse or (copy.shape == self.whole.shape and copy.stride() == self.whole.stride())
+        return same and self._is_the_table_s()
+
+    def _whole(self, copy: torch.Tensor) -> torch.Tensor:
+        return copy if copy.is_sparse else self.whole  # a sparse tensor's memory is another one's when it is written
+
+    def before(self, copy: torch.Tensor, writes: Optional[str]) -> None:
+        """Comes before a use: the tensor has what has been added since."""
+        if writes is not None and self._is_the_table_s():
+            self.weight._check_grad_written(writes)
+        now = self._now()
+        if now == self._read_at:
+            return
+        whole = self._whole(copy)
+        if whole is not copy and whole.is_sparse:
+            if writes is not None:
+                raise NotImplementedError(
+                    f"table {self.weight._table.name!r}: {writes} of values of weight.grad, which has changed since: take"
+                    " them anew"
+                )
+            return
+        with torch.no_grad():
+            whole.copy_(self.weight._rows_of(self.gradient))
+        self._read_at = now
+
+    def after_write(self, copy: torch.Tensor) -> None:
+        """The table's gradient is what has become of the tensor."""
+        if self._is_the_table_s():
+            self.weight._take_grad(self._whole(copy))
+            self._read_at = self._now()
+
+
+def _copy_of(tensor: torch.Tensor, source: _GradSource) -> torch.Tensor:
     copy = torch.Tensor._make_subclass(_Copy, tensor)
     copy._source = source
     return copy
 
 
-def _views_of(out: Any, sources: Sequence[Tuple[Weight, torch.Tensor]]) -> Any:
+def _views_of(out: Any, sources: Sequence[_GradSource]) -> Any:
     """The result of a function, as a _Copy where it has the memory of one."""
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
         return type(out)(_views_of(part, sources) for part in out)
-    if not isinstance(out, torch.Tensor):
+    if not isinstance(out, torch.Tensor) or hasattr(out, "_source"):  # what was written
         return out
     with torch._C.DisableTorchFunctionSubclass():
         for source in sources:
-            if _address(out) == _address(source[1]) != 0:
+            if _address(out) == _address(source.whole) != 0:
                 return _copy_of(out, source)
         return out.as_subclass(torch.Tensor) if isinstance(out, _Copy) else out
 
@@ -549,6 +660,12 @@ def _change_whole(func: Callable[..., Any], name: str, args: Tuple[Any, ...], kw
     return out
 
 
+def _are_keys(one: Any, other: Any) -> bool:
+    """Whether these are a weight and a parameter, of the same table or not: they are compared as keys of a set."""
+    weight, anchor = (one, other) if isinstance(one, Weight) else (other, one)
+    return isinstance(weight, Weight) and weight.is_whole() and isinstance(anchor, Anchor)
+
+
 def _here(values: Tuple[Any, ...]) -> Tuple[Any, ...]:
     """The values with what tensors and weights are among them where rows are changed."""
     out = []
@@ -586,6 +703,11 @@ class _Source:
 
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
+
+    @property
+    def version(self) -> int:
+        """How often the rows have been written."""
+        return 0 if self.rows.is_inference() else self.rows._version
 
     def before(self, writes: bool) -> None:
         """Comes before a use: a view of a weight shows rows as they are now, and what is written is made of these."""
@@ -643,14 +765,18 @@ class _Part(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with contextlib.ExitStack() as stack:
+            if getattr(func, "__module__", "") == "torch.nn.init":
+                stack.enter_context(torch.no_grad())
             for source in written:  # what is read, changed and written is one thing for other threads
                 stack.enter_context(source.table.steps.still())
             for source in sources:
                 source.before(source in written)
             with torch._C.DisableTorchFunctionSubclass():
+                before = [source.version for source in sources]
                 out = func(*args, **kwargs)
-                for source in written:
-                    source.after_write()
+                for source, version in zip(sources, before):
+                    if source in written or source.version != version:
+                        source.after_write()
         return _read_only(out) if name in ("numpy", "__array__") else _shared(out, sources)
 
     def plain(self) -> torch.Tensor:
@@ -715,6 +841,8 @@ _ELEMENTWISE = {
     "floor_", "mul_", "nan_to_num_", "neg_", "normal_", "random_", "round_", "sub_", "uniform_", "zero_", "__iadd__",
     "__imul__", "__isub__", "__itruediv__",
 }  # fmt: skip
+
+_EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left and from the right
 
 # Of these nothing is read.
 _tensor: Any = torch.Tensor  # whose properties have types of their values
