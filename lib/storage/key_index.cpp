@@ -20,8 +20,8 @@ uint64_t KeyIndex::hash(uint64_t x) {
 uint64_t KeyIndex::buckets_for(uint64_t keys) { return keys / 4 + 8; }  // filled to 4 of 5 at most
 
 uint64_t KeyIndex::bytes_for(uint64_t keys) {
-  uint64_t bytes = buckets_for(keys) * sizeof(Bucket);
-  return (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  const uint64_t bytes = buckets_for(keys) * sizeof(Bucket), page = bytes < kHugePage ? 4096 : kHugePage;
+  return (bytes + page - 1) / page * page;
 }
 
 uint64_t KeyIndex::peak_bytes(uint64_t capacity) {
@@ -35,7 +35,7 @@ uint64_t KeyIndex::peak_bytes(uint64_t capacity) {
 }
 
 KeyIndex::~KeyIndex() {
-  if (budget_ && mapping_.base) budget_->give(mapping_.bytes);
+  if (budget_ && mapping_.base) budget_->give(memory_bytes());
   os_release(&mapping_);
 }
 
@@ -103,26 +103,26 @@ void KeyIndex::find(const uint64_t* keys, size_t n, uint32_t* slots) const {
 Status KeyIndex::make_room(uint64_t n) {
   if (mapping_.base && size_ + n <= limit_) return FRUGAL_OK;
   uint64_t want = std::max<uint64_t>(size_ + n, std::min(limit_ * 2, capacity_));
-  uint64_t buckets = buckets_for(want);
+  const uint64_t bytes = bytes_for(want), old_bytes = memory_bytes();
   Mapping bigger;
-  FRUGAL_TRY(os_reserve(buckets * sizeof(Bucket), false, &bigger));
-  if (budget_ && !budget_->take(bigger.bytes)) {
-    size_t bytes = bigger.bytes;
+  FRUGAL_TRY(os_reserve(bytes, false, &bigger));
+  if (budget_ && !budget_->take(bytes)) {
     os_release(&bigger);
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "the key index has to grow from %zu to %zu bytes, both at once for a moment, and the "
+                "the key index has to grow from %llu to %llu bytes, both at once for a moment, and the "
                 "engine's host_bytes, of which %s are left, do not allow it; raise the limit",
-                mapping_.bytes, bytes, budget_->left_text().c_str());
+                static_cast<unsigned long long>(old_bytes), static_cast<unsigned long long>(bytes),
+                budget_->left_text().c_str());
   }
-  if (Status s = os_commit(bigger, 0, bigger.bytes)) {
-    if (budget_) budget_->give(bigger.bytes);
+  if (Status s = os_commit(bigger, 0, bytes)) {
+    if (budget_) budget_->give(bytes);
     os_release(&bigger);
     return s;
   }
   Mapping old = mapping_;
   uint64_t old_buckets = buckets_;
   mapping_ = bigger;
-  buckets_ = bigger.bytes / sizeof(Bucket);
+  buckets_ = bytes / sizeof(Bucket);
   limit_ = buckets_ * 4;
   size_ = 0;
   const Bucket* from = reinterpret_cast<const Bucket*>(old.base);
@@ -130,7 +130,7 @@ Status KeyIndex::make_room(uint64_t n) {
     for (int w = 0; w < kWays; ++w)
       if (from[b].slot[w]) insert(from[b].key[w], from[b].slot[w] - 1);
   if (old.base) {
-    if (budget_) budget_->give(old.bytes);
+    if (budget_) budget_->give(old_bytes);
     os_release(&old);
   }
   return FRUGAL_OK;

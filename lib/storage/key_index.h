@@ -31,7 +31,7 @@ class KeyIndex {
   void insert(uint64_t key, uint32_t slot);  // the key must be missing
   void erase(uint64_t key);                  // the key must be there
   uint64_t size() const { return size_; }
-  uint64_t memory_bytes() const { return mapping_.bytes; }
+  uint64_t memory_bytes() const { return buckets_ * sizeof(Bucket); }
   // The most that an index of so many keys takes at any time: as a rule while it grows.
   static uint64_t peak_bytes(uint64_t capacity);
 

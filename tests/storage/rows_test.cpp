@@ -590,13 +590,13 @@ TEST_F(RowsTest, PinnedRows) {
 }
 
 TEST_F(RowsTest, MoreThanTheBudget) {
-  for (uint64_t limit :
-       {uint64_t{0}, uint64_t{4096}, uint64_t{2} << 20, (uint64_t{2} << 20) + 4096}) {
+  // A page for the index, and one for each of values, state, keys and flags.
+  for (const uint64_t limit : {0, 4095, 4096, 2 * 4096, 4 * 4096}) {
     MemoryBudget own;
     own.limit = limit;
     Rows some;
     const Status s = some.open(config(50, true), &own);
-    ASSERT_EQ(s == FRUGAL_OK, limit >= uint64_t{2} << 20) << limit;
+    ASSERT_EQ(s == FRUGAL_OK, limit >= 4096) << limit;
     if (s != FRUGAL_OK) continue;
     const uint64_t key = 1;
     uint32_t slot;
