@@ -574,7 +574,7 @@ def _delegates(kind: Type[torch.optim.Optimizer]) -> bool:
             for base in kind.__mro__:
                 if base in _HAVE and base not in _reached:
                     _reached.add(base)
-                    setattr(base, "step", _inherited(base.step))
+                    setattr(base, "step", _inherited(getattr(base, "step")))
     return found
 
 
