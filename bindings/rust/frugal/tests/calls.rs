@@ -278,8 +278,8 @@ fn wrong_values() {
     invalid("flush_threads", EngineOptions::new().flush_threads(257).open());
     let engine = Engine::open().unwrap();
     let create = |options: TableOptions| engine.create_table(&options);
-    invalid("1..255 bytes", create(TableOptions::new("", 1, 1)));
-    invalid("1..255 bytes", create(TableOptions::new("n".repeat(256), 1, 1)));
+    invalid("1..255", create(TableOptions::new("", 1, 1)));
+    invalid("1..255", create(TableOptions::new("n".repeat(256), 1, 1)));
     invalid("NUL", create(TableOptions::new("a\0b", 1, 1)));
     invalid("rows is 0", create(TableOptions::new("t", 0, 1)));
     invalid("dim is 0", create(TableOptions::new("t", 1, 0)));
