@@ -1,6 +1,5 @@
 #include "base/handles.h"
 
-
 #include <algorithm>
 #include <atomic>
 #include <memory>

@@ -125,9 +125,10 @@ void trace_thread(uint32_t worker) {
   if (ThisThread* t = this_thread()) t->trace_worker = static_cast<uint16_t>(worker + 1);
 }
 
-uint32_t trace_thread_number() {
+namespace {
+
+uint32_t number_of(ThisThread* t) {
   const uint32_t generation = process_generation();
-  ThisThread* t = this_thread();
   if (t && t->trace_generation == generation) return t->trace_number;
   const auto number = static_cast<uint32_t>(syscall(SYS_gettid));
   if (t) {
@@ -136,6 +137,10 @@ uint32_t trace_thread_number() {
   }
   return number;
 }
+
+}  // namespace
+
+uint32_t trace_thread_number() { return number_of(this_thread()); }
 
 Trace::~Trace() = default;
 
@@ -164,8 +169,8 @@ Status Trace::start(size_t events, uint64_t* id) {
 
 void Trace::record(TraceEvent event) noexcept {
   event.end = now_ns();
-  event.thread = trace_thread_number();
-  const ThisThread* t = this_thread();
+  ThisThread* t = this_thread();
+  event.thread = number_of(t);
   event.worker = t ? t->trace_worker : 0;
   keep(event);
 }

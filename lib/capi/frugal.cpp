@@ -116,7 +116,7 @@ Status with(const void* handle, F&& body) {
   return guard([&] { return having<T>(handle, body); });
 }
 
-Status in_table(Status status, const char* name) { return fail_in(status, "table '%s'", name); }
+Status in_table(Status status, const char* name) { return name ? fail_in(status, "table '%s'", name) : status; }
 
 // Of calls on a table the messages begin with its name.
 template <class F>
@@ -440,8 +440,8 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
       c = *engine_config;
     }
     FRUGAL_TRY(check_config(c));
-    if (Status s = check_table(*table_config); s != FRUGAL_OK)
-      return s != FRUGAL_ERR_STRUCT_SIZE && table_config->name ? in_table(s, table_config->name) : s;
+    FRUGAL_TRY(check_size(table_config, "frugal_table_config"));
+    FRUGAL_TRY(in_table(check_table(*table_config), table_config->name));
     RowLayout l = RowLayout::of(table_config->dim, table_config->optimizer.kind);
     auto slabs = [&](size_t stride) {
       uint64_t slab = SlabArray::slab_bytes(table_config->rows, stride);

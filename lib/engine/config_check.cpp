@@ -89,7 +89,6 @@ Status check_name(const frugal_table_config& c) {
 }
 
 Status check_table(const frugal_table_config& c) {
-  FRUGAL_TRY(check_size(&c, "frugal_table_config"));
   FRUGAL_TRY(one_of("key_space", c.key_space, FRUGAL_HASHED, "FRUGAL_DENSE or FRUGAL_HASHED"));
   FRUGAL_TRY(one_of("dtype", c.dtype, FRUGAL_F32, "FRUGAL_F32"));
   if (c.rows < 1 || c.rows > UINT64_C(0xfffffffe)) return refused("rows", c.rows, "1..2^32-2");

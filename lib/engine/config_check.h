@@ -20,8 +20,9 @@ Status check_size(const T* config, const char* name) {
 
 Status check_config(const frugal_config& config);
 Status check_optimizer(const frugal_optimizer& optimizer);
-// Who calls this names the table.
+// Of the size, and the name of a table that is to be created.
 Status check_name(const frugal_table_config& config);
+// Of the rest, when the size is right. Who calls this names the table.
 Status check_table(const frugal_table_config& config);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
 // An optimizer with the hyper-parameters that its kind looks at; the others have their defaults.

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/this_thread.h"
+
 namespace frugal {
 namespace {
 

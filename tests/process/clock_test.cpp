@@ -236,24 +236,30 @@ TEST_F(Clock, Attached) {
   OK(frugal_close(e));
 }
 
-// A rank that says nothing is lost after the engine's time-out.
-TEST_F(Clock, ASilentRank) {
-  const Folder folder;
-  Host host(folder.address(), 2000);
-  ASSERT_TRUE(host.serves());
-  const pid_t silent = fork();
-  if (silent == 0) {
+// A process that joins as rank 1, begins step 0, and is stopped.
+void SilentRank(const std::string& address, pid_t* silent) {
+  *silent = fork();
+  if (*silent == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     frugal_engine* e = nullptr;
-    if (Attach(folder.address(), 20000, &e)) _exit(1);
+    if (Attach(address, 20000, &e)) _exit(1);
     frugal_trainer* t = Join(e, 1);
     if (!t || frugal_step_begin(t, 0, 20000)) _exit(2);
     raise(SIGSTOP);
     _exit(3);
   }
   int status = 0;
-  ASSERT_EQ(silent, waitpid(silent, &status, WUNTRACED));
+  ASSERT_EQ(*silent, waitpid(*silent, &status, WUNTRACED));
   ASSERT_TRUE(WIFSTOPPED(status)) << status;
+}
+
+// A rank that says nothing is lost after the engine's time-out.
+TEST_F(Clock, ASilentRank) {
+  const Folder folder;
+  Host host(folder.address(), 2000);
+  ASSERT_TRUE(host.serves());
+  pid_t silent;
+  ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &silent));
   frugal_engine* e = nullptr;
   OK(Attach(folder.address(), 20000, &e));
   frugal_trainer* t = Join(e, 0);
@@ -261,7 +267,7 @@ TEST_F(Clock, ASilentRank) {
   OK(frugal_step_end(t, 0, 0));
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, FRUGAL_TIMEOUT_INFINITE));
   kill(silent, SIGKILL);
-  waitpid(silent, &status, 0);
+  waitpid(silent, nullptr, 0);
   OK(frugal_close(e));
 }
 
@@ -272,19 +278,8 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   const Folder folder;
   Host host(folder.address(), 2000);
   ASSERT_TRUE(host.serves());
-  const pid_t silent = fork();
-  if (silent == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    frugal_engine* e = nullptr;
-    if (Attach(folder.address(), 20000, &e)) _exit(1);
-    frugal_trainer* t = Join(e, 1);
-    if (!t || frugal_step_begin(t, 0, 20000)) _exit(2);
-    raise(SIGSTOP);
-    _exit(3);
-  }
-  int status = 0;
-  ASSERT_EQ(silent, waitpid(silent, &status, WUNTRACED));
-  ASSERT_TRUE(WIFSTOPPED(status)) << status;
+  pid_t silent;
+  ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &silent));
   frugal_engine *e = nullptr, *other = nullptr;
   OK(Attach(folder.address(), 20000, &e));
   frugal_trainer* ranks[2] = {Join(e, 0)};
@@ -306,7 +301,7 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   }
   EXPECT_LT(frugal::now_ns() - due, 2'000'000'000u);
   kill(silent, SIGKILL);
-  waitpid(silent, &status, 0);
+  waitpid(silent, nullptr, 0);
   OK(frugal_close(other));
   OK(frugal_close(e));
 }

@@ -497,6 +497,17 @@ void OpenAll(Enemy& e, uint32_t flags) {
   }
   if (all.size() != 32) Die("it has " + std::to_string(all.size()) + " engines open");
 }
+// The number by which the controller knows it.
+uint64_t LargeTable(Enemy& e, int32_t key_space, uint64_t rows, uint32_t dim) {
+  frugal_table_config large = FRUGAL_TABLE_CONFIG_INIT;
+  large.name = "large";
+  large.rows = rows;
+  large.dim = dim;
+  large.key_space = key_space;
+  frugal::TableReply made;
+  OK(e.control->create_table(large, kBoundMs, &made));
+  return made.id;
+}
 constexpr size_t kManyKeys = size_t{1} << 22;
 // Lets the answers go that it does not want to see.
 void AskForMuch(Enemy& e, Call call, const std::vector<uint64_t>& args, const std::vector<char>& payload) {
@@ -693,15 +704,9 @@ const std::vector<Mode>& Modes() {
       {"keys", How::kBeside, "asks for 2^26 keys of a large table without rows",
        [](Enemy& e) {
          e.Attach(false);
-         frugal_table_config large = FRUGAL_TABLE_CONFIG_INIT;
-         large.name = "large";
-         large.rows = uint64_t{1} << 26;
-         large.dim = kDim;
-         large.key_space = FRUGAL_HASHED;
-         frugal::TableReply made;
-         OK(e.control->create_table(large, kBoundMs, &made));
-         OK(e.Ask(*e.process, Call::kKeys, {made.id, 0, large.rows}));
-         OK(e.control->drop_table(made.id, kBoundMs));
+         const uint64_t rows = uint64_t{1} << 26, large = LargeTable(e, FRUGAL_HASHED, rows, kDim);
+         OK(e.Ask(*e.process, Call::kKeys, {large, 0, rows}));
+         OK(e.control->drop_table(large, kBoundMs));
        },
        true},
       {"engines", How::kBeside, "opens the engine until it is refused", [](Enemy& e) { OpenAll(e, 0); }, true},
@@ -730,15 +735,9 @@ const std::vector<Mode>& Modes() {
       {"dense-keys", How::kBeside, "asks for the 12,582,912 keys of a dense table, twice",
        [](Enemy& e) {
          e.Attach(false);
-         frugal_table_config large = FRUGAL_TABLE_CONFIG_INIT;
-         large.name = "large";
-         large.rows = uint64_t{3} << 22;
-         large.dim = 1;
-         large.optimizer.kind = FRUGAL_SGD;
-         frugal::TableReply made;
-         OK(e.control->create_table(large, kBoundMs, &made));
-         AskForMuch(e, Call::kKeys, {made.id, 0, large.rows}, {});
-         OK(e.control->drop_table(made.id, kBoundMs));
+         const uint64_t rows = uint64_t{3} << 22, large = LargeTable(e, FRUGAL_DENSE, rows, 1);
+         AskForMuch(e, Call::kKeys, {large, 0, rows}, {});
+         OK(e.control->drop_table(large, kBoundMs));
        },
        true, 256},
       {"trace", How::kBeside, "begins a trace of 2^22 events, and does not end it",

@@ -132,15 +132,16 @@ class Anchor(torch.nn.Parameter):
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
         # A caller's zeros are a gradient to which backwards add. Zeros of autograd's own, as of a penalty, do not come here.
         if value is not None and not isinstance(value, Gradient) and value.shape == (1,) and float(value) == 0.0:
-            value = self._new_gradient()
+            value = self.begin()
         set_grad(self, value)
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
     grad = property(_grad.__get__, _take_grad, lambda self: set_grad(self, None))
 
-    def _new_gradient(self) -> "Gradient":
-        grad = Gradient(self)
-        if self.table.steps.world_size > 1 or _is_distributed():
+    def begin(self, left: Optional["Gradient"] = None) -> "Gradient":
+        """The gradient that backwards add to: what is left of another, or one of nothing."""
+        grad = Gradient(self) if left is None else left
+        if _is_shared(self.table):
             self.last = grad
         return grad
 
@@ -184,11 +185,7 @@ class Anchor(torch.nn.Parameter):
             left = None if grad is None else _replaced(self, grad)
             if grad is not None and left is None and self.last is None:
                 raise self.penalty()
-            if left is None:
-                left = self._new_gradient()
-            elif self.table.steps.world_size > 1 or _is_distributed():
-                self.last = left
-            grad = left
+            grad = self.begin(left)
             set_grad(self, grad)
         grad.hold(held, features)
 
@@ -279,6 +276,11 @@ def _is_distributed() -> bool:
 
 if torch.distributed.is_available():
     _is_distributed = torch.distributed.is_initialized
+
+
+def _is_shared(table: "Table") -> bool:
+    """Whether ranks share the table's gradient, or may do so by a reducer."""
+    return table.steps.world_size > 1 or _is_distributed()
 
 
 class Part:
@@ -613,7 +615,7 @@ def _is(func: Any, grad: Gradient) -> torch.Tensor:
 def _for_a_reducer(grad: Gradient) -> float:
     """What DistributedDataParallel sums over ranks. The engine sums the rows' gradients by itself, so that each rank gives
     1, or an infinity, which all ranks see then."""
-    if not (grad.table.steps.world_size > 1 or _is_distributed()):
+    if not _is_shared(grad.table):
         raise NotImplementedError(
             f"table {grad.table.name!r}: its gradient has no value to be copied; module.weight.grad gives the gradient of"
             " the rows"

@@ -229,7 +229,7 @@ class Weight(torch.Tensor):
                 keys = there.nonzero()[:, 0]
                 values = rows[keys]
             if before is None or anew:
-                before = anchor._new_gradient()
+                before = anchor.begin()
                 anchor.grad = before
             number = next(table.steps.backwards)
             feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
