@@ -23,7 +23,7 @@ void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
 
 Status Arena::take(size_t bytes, char** out) {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   // Room for what putting back may want.
   if (free_.capacity() < taken_ + 2) free_.reserve(2 * taken_ + 2);
   auto best = free_.end();
@@ -50,7 +50,7 @@ Status Arena::take(size_t bytes, char** out) {
 void Arena::put_back(char* taken, size_t bytes) noexcept {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   const size_t first = offset(taken);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   // Whoever takes it next has its memory, which does not go back to the system: others have it mapped and sealed.
   --taken_;
   auto next = std::find_if(free_.begin(), free_.end(), [&](const Range& r) { return r.first > first; });

@@ -4,11 +4,10 @@
 // mapping may be the arena's own (shared memory, of which addresses are reserved in plenty), or a part of
 // somebody else's. Thread-safe.
 #pragma once
-#include <mutex>
-
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
+#include "base/sync.h"
 
 namespace frugal {
 
@@ -36,7 +35,7 @@ class Arena {
   }
 
  private:
-  std::mutex mu_;
+  Mutex mu_;
   Mapping mapping_;
   bool own_ = false;
   size_t first_ = 0, used_ = 0, end_ = 0;
@@ -44,8 +43,8 @@ class Arena {
   struct Range {
     size_t first, end;
   };
-  Vector<Range> free_;     // below used_, ascending, none next to another
-  size_t taken_ = 0;       // pieces: there can be as many ranges between them
+  Vector<Range> free_ GUARDED_BY(mu_);     // below used_, ascending, none next to another
+  size_t taken_ GUARDED_BY(mu_) = 0;       // pieces: there can be as many ranges between them
 };
 
 }  // namespace frugal

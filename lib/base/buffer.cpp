@@ -116,7 +116,7 @@ void BufferPool::release(char* data, size_t capacity) noexcept {
 
 // A part of a piece.
 Status BufferPool::cut(size_t bytes, char** out) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (piece_used_ + bytes > kPiece) {
     pieces_.reserve(pieces_.size() + 1);
     char* piece;
@@ -146,7 +146,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
   if (c >= kClasses) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a buffer of %zu bytes; free some and call again", bytes);
   char* data = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     if (!free_[c].empty()) {
       const auto taken = kOldestFirst ? free_[c].begin() : free_[c].end() - 1;
       data = taken->data;
@@ -163,7 +163,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
     size_t capacity;
     ~Unused() {
       if (!pool) return;
-      std::lock_guard<std::mutex> lock(pool->mu_);
+      Lock lock(pool->mu_);
       pool->used_ -= capacity;
     }
   } unused{this, capacity};
@@ -199,7 +199,7 @@ void BufferPool::put(char* data, size_t capacity) noexcept {
   size_t c = class_of(capacity, &rounded);
   bool kept = true;
   {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     used_ -= capacity;
     if (clock_ - span_ > kSpan * held_.load(std::memory_order_relaxed)) {
       span_ = clock_;
@@ -227,7 +227,7 @@ void BufferPool::keep(size_t bytes) noexcept {
   for (;;) {
     Free oldest{nullptr, 0, UINT64_MAX};
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      Lock lock(mu_);
       if (kept_.load(std::memory_order_relaxed) <= bytes) return;
       // Lists are in the order of time.
       Vector<Free>* of = nullptr;

@@ -10,13 +10,13 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 
 #include "base/arena.h"
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/pin.h"
 #include "base/status.h"
+#include "base/sync.h"
 
 namespace frugal {
 
@@ -140,24 +140,24 @@ class BufferPool {
   void release(char* data, size_t capacity) noexcept;
   bool counts(size_t capacity) const { return capacity >= kHugePage || !cuts(); }
   void take_out(size_t capacity);
-  size_t bound() const;
+  size_t bound() const REQUIRES(mu_);
   Status cut(size_t bytes, char** out);
 
   bool cuts() const { return pinner_ || arena_; }
 
   std::shared_ptr<Pinner> pinner_;
   Arena* arena_ = nullptr;
-  std::mutex mu_;
-  Vector<char*> pieces_;
-  size_t piece_used_ = kPiece;  // of the last one
-  Vector<Free> free_[kClasses];
+  Mutex mu_;
+  Vector<char*> pieces_ GUARDED_BY(mu_);
+  size_t piece_used_ GUARDED_BY(mu_) = kPiece;  // of the last one
+  Vector<Free> free_[kClasses] GUARDED_BY(mu_);
   std::atomic<size_t> held_{0}, kept_{0};  // all that there is; of it, free
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
   // Bytes handed out so far. In a span of some times as much as there is, `peak_` was in use at most; and in the one
   // before `peak_before_`.
-  uint64_t clock_ = 0, span_ = 0;
-  size_t used_ = 0, peak_ = 0, peak_before_ = 0;
+  uint64_t clock_ GUARDED_BY(mu_) = 0, span_ GUARDED_BY(mu_) = 0;
+  size_t used_ GUARDED_BY(mu_) = 0, peak_ GUARDED_BY(mu_) = 0, peak_before_ GUARDED_BY(mu_) = 0;
 };
 
 inline bool MemoryBudget::take(uint64_t bytes) {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/os.h"
+#include "base/sync.h"
 
 namespace frugal {
 
@@ -23,17 +24,19 @@ class Condition {
   ~Condition() { pthread_cond_destroy(&cond_); }
   Condition(const Condition&) = delete;
 
-  void notify_one() { pthread_cond_signal(&cond_); }
-  void notify_all() { pthread_cond_broadcast(&cond_); }
-  template <class Done>
-  void wait(std::unique_lock<std::mutex>& lock, Done done) {
-    while (!done()) pthread_cond_wait(&cond_, lock.mutex()->native_handle());
+  void notify_one() { notify(false); }
+  void notify_all() { notify(true); }
+  // `lock` is a UniqueLock, or a std::unique_lock.
+  template <class AnyLock, class Done>
+  void wait(AnyLock& lock, Done done) NO_THREAD_SAFETY_ANALYSIS {
+    while (!done()) sleep(*lock.mutex());
   }
   // Until it is done, or now_ns() is `at`. Returns whether it is done.
-  template <class Done>
-  bool wait_until(std::unique_lock<std::mutex>& lock, uint64_t at, Done done) {
+  template <class AnyLock, class Done>
+  bool wait_until(AnyLock& lock, uint64_t at, Done done) NO_THREAD_SAFETY_ANALYSIS {
     while (!done()) {
       if (now_ns() >= at) return false;
+      if (scheduled(*lock.mutex(), at)) continue;
       // (A time beyond what the system can wait for is far enough away.)
       const uint64_t ns = at < uint64_t{1} << 62 ? at : uint64_t{1} << 62;
       const timespec until{static_cast<time_t>(ns / 1000000000u), static_cast<long>(ns % 1000000000u)};
@@ -43,30 +46,55 @@ class Condition {
   }
 
  private:
+  template <class AnyMutex>
+  void sleep(AnyMutex& mu) {
+    if (!scheduled(mu, UINT64_MAX)) pthread_cond_wait(&cond_, mu.native_handle());
+  }
+  void notify(bool all) {
+#ifdef FRUGAL_SCHEDULES
+    if (Scheduler* s = this_scheduler) s->notify(this, all);
+#endif
+    all ? pthread_cond_broadcast(&cond_) : pthread_cond_signal(&cond_);
+  }
+  // Whether a test's scheduler has let the thread wait.
+  bool scheduled(Mutex& mu, uint64_t until) NO_THREAD_SAFETY_ANALYSIS {
+#ifdef FRUGAL_SCHEDULES
+    if (Scheduler* s = this_scheduler) {
+      mu.mu_.unlock();
+      s->wait(this, &mu, until);
+      mu.mu_.lock();
+      return true;
+    }
+#endif
+    (void)mu, (void)until;
+    return false;
+  }
+  bool scheduled(std::mutex&, uint64_t) { return false; }
+
   pthread_cond_t cond_;
 };
 
 // For std::unique_lock.
-class TimedMutex {
+class CAPABILITY("mutex") TimedMutex {
  public:
-  bool try_lock() {
-    std::lock_guard<std::mutex> lock(mu_);
+  bool try_lock() TRY_ACQUIRE(true) {
+    Lock lock(mu_);
     return !std::exchange(held_, true);
   }
-  bool try_lock_until(uint64_t at) {
-    std::unique_lock<std::mutex> lock(mu_);
-    return free_.wait_until(lock, at, [&] { return !held_; }) && (held_ = true);
+  bool try_lock_until(uint64_t at) TRY_ACQUIRE(true) {
+    UniqueLock lock(mu_);
+    return free_.wait_until(lock, at, [&]() REQUIRES(mu_) { return !held_; }) && (held_ = true);
   }
-  void unlock() {
-    std::lock_guard<std::mutex> lock(mu_);
+  void unlock() RELEASE() {
+    Lock lock(mu_);
     held_ = false;
     free_.notify_one();
   }
 
  private:
-  std::mutex mu_;
+  Mutex mu_;
   Condition free_;
-  bool held_ = false;
+  bool held_ GUARDED_BY(mu_) = false;
 };
 
 }  // namespace frugal

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <mutex>
 
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
+#include "base/sync.h"
 
 namespace frugal {
 namespace {
@@ -22,9 +22,9 @@ struct Slot {
 };
 
 struct Registry : HeapObject {
-  std::mutex mu;
-  Vector<Slot> slots;
-  Vector<uint32_t> free;
+  Mutex mu;
+  Vector<Slot> slots GUARDED_BY(mu);
+  Vector<uint32_t> free GUARDED_BY(mu);
 };
 
 std::atomic<uint32_t> g_generation{1};
@@ -35,8 +35,9 @@ Registry& registry() {
     auto made = std::make_unique<Registry>();
     // The child gets an unlocked registry and a generation of its own. Without that it would take its parent's
     // handles for its own.
-    os_at_fork([] { registry().mu.lock(); }, [] { registry().mu.unlock(); },
-               [] {
+    os_at_fork([]() NO_THREAD_SAFETY_ANALYSIS { registry().mu.lock(); },
+               []() NO_THREAD_SAFETY_ANALYSIS { registry().mu.unlock(); },
+               []() NO_THREAD_SAFETY_ANALYSIS {
                  registry().mu.unlock();
                  g_generation.fetch_add(1);
                });
@@ -45,7 +46,7 @@ Registry& registry() {
   return *r;
 }
 
-Slot* locate(Registry& r, HandleKind kind, uint64_t handle) {
+Slot* locate(Registry& r, HandleKind kind, uint64_t handle) REQUIRES(r.mu) {
   uint64_t index = handle & kIndexMask;
   if (index == 0 || index > r.slots.size()) return nullptr;
   Slot& s = r.slots[index - 1];
@@ -56,7 +57,7 @@ Slot* locate(Registry& r, HandleKind kind, uint64_t handle) {
 
 uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
   Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mu);
+  Lock lock(r.mu);
   uint32_t index;
   if (!r.free.empty()) {
     index = r.free.back();
@@ -79,14 +80,14 @@ uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
 
 std::shared_ptr<void> handle_get(HandleKind kind, uint64_t handle) {
   Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mu);
+  Lock lock(r.mu);
   Slot* s = locate(r, kind, handle);
   return s ? s->object : nullptr;
 }
 
 std::shared_ptr<void> handle_remove(HandleKind kind, uint64_t handle) {
   Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mu);
+  Lock lock(r.mu);
   Slot* s = locate(r, kind, handle);
   if (!s) return nullptr;
   s->kind = HandleKind::kFree;

@@ -139,7 +139,12 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
 
 }  // namespace
 
-uint64_t now_ns() { return clock_ns(CLOCK_MONOTONIC); }
+uint64_t now_ns() {
+#ifdef FRUGAL_SCHEDULES
+  if (Scheduler* s = this_scheduler) return s->now();
+#endif
+  return clock_ns(CLOCK_MONOTONIC);
+}
 uint64_t process_cpu_ns() { return clock_ns(CLOCK_PROCESS_CPUTIME_ID); }
 
 uint32_t cpu_count() {

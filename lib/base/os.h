@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <thread>
 
+#include "base/scheduler.h"
 #include "base/status.h"
 
 namespace frugal {
@@ -41,6 +42,9 @@ Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less
 
 // For loops that look again soon.
 inline void cpu_relax() {
+#ifdef FRUGAL_SCHEDULES
+  if (Scheduler* s = this_scheduler) return s->pause();
+#endif
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)

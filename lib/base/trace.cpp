@@ -9,7 +9,6 @@
 #include <cstring>
 #include <iterator>
 #include <new>
-#include <thread>
 
 #include "base/handles.h"
 #include "base/this_thread.h"
@@ -147,7 +146,7 @@ Trace::~Trace() = default;
 Status Trace::start(size_t events, uint64_t* id) {
   if (events < 1 || events > kMostEvents)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %zu: it must be 1..%zu", events, kMostEvents);
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (kept_)
     return fail(FRUGAL_ERR_EXISTS, on() ? "a trace is being recorded already; stop it first"
                                         : "a trace that could not be written is kept; stop it with "
@@ -199,31 +198,31 @@ void Trace::end() noexcept {
     if (spin < 1000)
       cpu_relax();
     else
-      std::this_thread::yield();
+      yield_thread();
   }
 }
 
 void Trace::clear() noexcept {
   kept_.reset();
-  std::lock_guard<std::mutex> clearing(names_mu_);
+  Lock clearing(names_mu_);
   names_.clear();
 }
 
 void Trace::forget(uint64_t id) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (!kept_ || kept_->id != id) return;
   end();
   clear();
 }
 
 Status Trace::stop(const char* path) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (!kept_) return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started: call frugal_trace_start first");
   end();
   Map<uint32_t, String> names;
   if (path) {
     {
-      std::lock_guard<std::mutex> copying(names_mu_);
+      Lock copying(names_mu_);
       names = names_;
     }
     FRUGAL_TRY(write(*kept_, names, path));
@@ -233,7 +232,7 @@ Status Trace::stop(const char* path) {
 }
 
 void Trace::name_table(uint32_t table, const String& name) noexcept {
-  std::lock_guard<std::mutex> lock(names_mu_);
+  Lock lock(names_mu_);
   if (!on() || names_.size() >= kMostNames) return;
   try {
     String escaped;

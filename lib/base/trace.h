@@ -13,11 +13,11 @@
 #pragma once
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <new>
 
 #include "base/os.h"
 #include "base/status.h"
+#include "base/sync.h"
 
 namespace frugal {
 
@@ -107,18 +107,18 @@ class Trace {
     std::atomic<uint64_t> next{0};
     ~Ring() { os_release(&memory); }
   };
-  void end() noexcept;
-  void clear() noexcept;
+  void end() noexcept REQUIRES(mu_);
+  void clear() noexcept REQUIRES(mu_);
   static Status write(const Ring& ring, const Map<uint32_t, String>& names, const char* path);
 
   std::atomic<bool> on_{false};
   std::atomic<Ring*> ring_{nullptr};  // while recording
   std::atomic<uint32_t> users_{0};
-  std::mutex mu_;                     // one start or stop at a time, with the writing of the file
-  std::unique_ptr<Ring> kept_;        // the ring, recording or not
-  uint64_t last_id_ = 0;
-  std::mutex names_mu_;               // held for a moment only: who creates a table takes it
-  Map<uint32_t, String> names_;
+  Mutex mu_;                          // one start or stop at a time, with the writing of the file
+  std::unique_ptr<Ring> kept_ GUARDED_BY(mu_);  // the ring, recording or not
+  uint64_t last_id_ GUARDED_BY(mu_) = 0;
+  Mutex names_mu_;                    // held for a moment only: who creates a table takes it
+  Map<uint32_t, String> names_ GUARDED_BY(names_mu_);
 };
 
 // A span from here to the end of the scope, if something is recorded when it begins.

@@ -70,6 +70,7 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   }
   if (hashed_) {
     FRUGAL_TRY(keys_.reserve(capacity_, 8, c.shared, budget));
+    Lock lock(mu_);
     FRUGAL_TRY(index_.open(capacity_, budget));
   }
   ref_ = layout_.at(values_.base(), state_.base());
@@ -77,13 +78,13 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
 }
 
 Status Rows::pin_next(bool* any) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   FRUGAL_TRY(values_.pin_next(any));
   return *any ? FRUGAL_OK : state_.pin_next(any);
 }
 
 void Rows::unpin() {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   values_.unpin();
   state_.unpin();
 }
@@ -123,7 +124,7 @@ Status Rows::fill_state(State* s, uint64_t first, uint64_t n) const {
 }
 
 Status Rows::take_state(State* s) {
-  std::lock_guard<std::mutex> lock(mu_);  // no row is begun
+  Lock lock(mu_);  // no row is begun
   if (hashed_) {
     FRUGAL_TRY(fill_state(s, 0, next_slot_));  // free slots have memory, too
   } else if (lazy_) {
@@ -201,7 +202,7 @@ Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint
 
 Status Rows::begin_rows(const uint32_t* slots, size_t n) {
   if (hashed_ || !lazy_) return FRUGAL_OK;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s == kNoSlot) continue;
@@ -252,7 +253,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {
     size_t m = std::min(kChunk, n - at);
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     index_.find(keys + at, m, slots + at);
     for (size_t i = at; i < at + m; ++i) {
       if (padding && keys[i] == *padding) {
@@ -282,7 +283,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
   }
   if (status != FRUGAL_OK) {
     // Others may have found these rows meanwhile: whether anybody wants them is seen later.
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     try {
       stranded_.insert(stranded_.end(), added.begin(), added.end());
     } catch (const std::bad_alloc&) {
@@ -296,14 +297,14 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
 
 void Rows::take_stranded(Vector<uint32_t>* out) {
   if (!hashed_) return;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   out->insert(out->end(), stranded_.begin(), stranded_.end());
   stranded_.clear();
 }
 
 void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark) {
   if (!hashed_) return;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (created) {
     // Room for the list first: no row exists that is not in it.
     size_t most = 0;
@@ -323,19 +324,19 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
 
 void Rows::mark(const uint32_t* slots, size_t n, uint8_t mark) {
   if (!hashed_) return;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   for (size_t i = 0; i < n; ++i)
     if (flags()[slots[i]] & kExists) flags()[slots[i]] = static_cast<uint8_t>(kExists | mark << kMarkAt);
 }
 
 void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   slots_told_ = elsewhere;
   if (elsewhere) elsewhere->store(next_slot_);
 }
 
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   uint64_t were = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
@@ -353,12 +354,12 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
 
 bool Rows::exists(uint32_t slot) {
   if (!hashed_) return true;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   return flags()[slot] & kExists;
 }
 
 void Rows::release_reserved(uint32_t slot) {
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   if (!(flags()[slot] & kReserved)) return;
   try {
     free_.push_back(slot);
@@ -374,7 +375,7 @@ void Rows::release_reserved(uint32_t slot) {
 void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
   if (!hashed_) return;
   for (size_t at = 0; at < n; at += kChunk) {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i)
       if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
   }
@@ -388,13 +389,13 @@ void Rows::reset_state(uint32_t slot) {
 
 uint64_t Rows::count() {
   if (!hashed_) return capacity_;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   return existing_;
 }
 
 size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   size_t n = 0;
-  std::lock_guard<std::mutex> lock(mu_);
+  Lock lock(mu_);
   uint64_t end = hashed_ ? next_slot_ : capacity_;
   while (n < capacity && *cursor < end) {
     uint32_t s = static_cast<uint32_t>((*cursor)++);
@@ -435,7 +436,8 @@ uint32_t Rows::mappings(Vector<int>* descriptors) const {
   return there;
 }
 
-uint64_t Rows::memory_bytes() const {
+uint64_t Rows::memory_bytes() {
+  Lock lock(mu_);
   return values_.committed_bytes() + state_.committed_bytes() + keys_.committed_bytes() +
          flags_.committed_bytes() + index_.memory_bytes();
 }

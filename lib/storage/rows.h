@@ -11,10 +11,10 @@
 // by this class's own mutex.
 #pragma once
 #include <cstdint>
-#include <mutex>
 
 #include "arith/init.h"
 #include "base/heap.h"
+#include "base/sync.h"
 #include "device/kernels.h"
 #include "storage/key_index.h"
 #include "storage/slab.h"
@@ -80,11 +80,11 @@ class Rows : public HeapObject {
   Status take_state(State* state);
   // For who looks beside take_state.
   device::RowsRef ref_now() {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return ref_;
   }
   uint32_t state_floats() {
-    std::lock_guard<std::mutex> lock(mu_);
+    Lock lock(mu_);
     return layout_.state_floats;
   }
 
@@ -139,7 +139,7 @@ class Rows : public HeapObject {
   const arith::InitSpec& init() const { return init_; }
   // Where else it is told how many slots have been handed out, of a hashed table; or null.
   void tell_slots(std::atomic<uint64_t>* elsewhere);
-  uint64_t memory_bytes() const;
+  uint64_t memory_bytes();
   // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared memory. Returns a
   // bit for each.
   enum Arrays { kValues, kState, kKeys, kFlags, kArrays };
@@ -147,14 +147,14 @@ class Rows : public HeapObject {
 
  private:
   Status ensure_memory(uint64_t first, uint64_t n);
-  void initialize_slot(uint32_t slot, uint64_t key);
-  Status add_key(uint64_t key, uint32_t* slot);
+  void initialize_slot(uint32_t slot, uint64_t key) REQUIRES(mu_);
+  Status add_key(uint64_t key, uint32_t* slot) REQUIRES(mu_);
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
   static constexpr uint8_t kExists = 1, kReserved = 2;
   static constexpr int kMarkAt = 2;
 
-  std::mutex mu_;  // index, flags, free list
+  Mutex mu_;  // index, flags, free list
   uint64_t capacity_ = 0;
   bool hashed_ = false, lazy_ = false;
   RowLayout layout_;
@@ -163,11 +163,11 @@ class Rows : public HeapObject {
   SlabArray values_, state_, keys_, flags_;
   MemoryBudget* budget_ = nullptr;
   std::shared_ptr<Pinner> pinner_;
-  KeyIndex index_;
-  Vector<uint32_t> free_, stranded_;
-  uint64_t next_slot_ = 0;
-  std::atomic<uint64_t>* slots_told_ = nullptr;
-  uint64_t existing_ = 0;
+  KeyIndex index_ GUARDED_BY(mu_);
+  Vector<uint32_t> free_ GUARDED_BY(mu_), stranded_ GUARDED_BY(mu_);
+  uint64_t next_slot_ GUARDED_BY(mu_) = 0;
+  std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu_) = nullptr;
+  uint64_t existing_ GUARDED_BY(mu_) = 0;
   std::atomic<uint64_t> reserved_{0};
 };
 

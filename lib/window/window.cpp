@@ -12,9 +12,9 @@ namespace frugal {
 // A lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
 // would let the pass take it again and again. Locks are held for tens of microseconds, a chunk of
 // rows; to sleep and to be woken costs as much, so threads look again for a while first.
-class Window::Lock {
+class SCOPED_CAPABILITY Window::Lock {
  public:
-  Lock(std::mutex& mu, std::atomic<int>& urgent, Urgency urgency) : mu_(mu) {
+  Lock(Mutex& mu, std::atomic<int>& urgent, Urgency urgency) ACQUIRE(mu) NO_THREAD_SAFETY_ANALYSIS : mu_(mu) {
     if (urgency == Urgency::kUrgent) {
       if (mu_.try_lock()) return;
       urgent.fetch_add(1, std::memory_order_relaxed);
@@ -26,26 +26,18 @@ class Window::Lock {
       spin([&] { return urgent.load(std::memory_order_relaxed) == 0; });
     if (!spin([&] { return mu_.try_lock(); })) mu_.lock();
   }
-  Lock(Window& w, Urgency urgency) : Lock(w.mu_, w.urgent_, urgency) {}
-  ~Lock() { mu_.unlock(); }
+  Lock(Window& w, Urgency urgency) ACQUIRE(w.mu_) : Lock(w.mu_, w.urgent_, urgency) {}
+  ~Lock() RELEASE() NO_THREAD_SAFETY_ANALYSIS { mu_.unlock(); }
 
  private:
-  template <class Done>
-  static bool spin(Done done) {
-    for (int round = 0; round < 64; ++round) {
-      if (done()) return true;
-      for (int i = 0; i < 16; ++i) cpu_relax();
-    }
-    return done();
-  }
-
-  std::mutex& mu_;
+  Mutex& mu_;
 };
 
-class Window::BothLocks {
+class SCOPED_CAPABILITY Window::BothLocks {
  public:
-  BothLocks(Window& w, Urgency urgency)
+  BothLocks(Window& w, Urgency urgency) ACQUIRE(w.links_mu_, w.mu_)
       : links_(w.links_mu_, w.links_urgent_, urgency), nodes_(w, urgency) {}
+  ~BothLocks() RELEASE() {}
 
  private:
   Lock links_, nodes_;
@@ -300,7 +292,7 @@ void Window::unlink(const PartRef& part) {
   Vector<PartRef>& here = parts_[part->step & (kRing - 1)];
   here.erase(std::remove(here.begin(), here.end(), part), here.end());
   const uint64_t own = part->step - base_, bit = uint64_t{1} << own;
-  auto set = [&](const Part& p, bool on) {
+  auto set = [&](const Part& p, bool on) REQUIRES(links_mu_) {
     for (size_t i = 0; i < p.distinct; ++i) {
       uint32_t slot = p.row_slots()[i];
       Word& w = words_[slot];
@@ -524,6 +516,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
   }
   u->late.clear();
   stats_.enqueued += u->n;
+  schedule_point();
   pending_total_.fetch_add(pending_rows, std::memory_order_acq_rel);
 }
 
@@ -686,6 +679,7 @@ void Window::finish(Claim& c) {
 
 void Window::wrote(uint64_t rows) {
   FRUGAL_ASSERT(pending_total_.load() >= rows);
+  schedule_point();
   if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
   // Each pending row counts under one priority.
   FRUGAL_ASSERT(std::accumulate(count_, count_ + kRing + 1, uint64_t{0}) == pending_total_.load());

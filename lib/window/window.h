@@ -37,8 +37,8 @@
 #pragma once
 #include <atomic>
 #include <memory>
-#include <mutex>
 
+#include "base/sync.h"
 #include "flush/queue.h"
 #include "window/step_update.h"
 
@@ -122,8 +122,11 @@ class Window : public HeapObject {
   // For the priority's sake: is an update of a step <= `step` - staleness that a declared step <=
   // `step` reads (or a forced one) not written yet?
   bool pending_until(uint64_t step);
-  bool any_pending() const { return pending_total_.load(std::memory_order_acquire) != 0; }
-  uint64_t pending_rows() const { return pending_total_.load(std::memory_order_acquire); }
+  bool any_pending() const { return pending_rows() != 0; }
+  uint64_t pending_rows() const {
+    schedule_point();
+    return pending_total_.load(std::memory_order_acquire);
+  }
   // Rows that are claimed but unwritten, of priorities up to `step`.
   bool in_flight_until(uint64_t step);
 
@@ -176,45 +179,45 @@ class Window : public HeapObject {
   static Word aged(Word w, uint64_t base);
   static uint64_t effective_reads(Word aged);
   uint8_t deadline(Word aged, uint64_t step) const;
-  uint64_t written_mask(bool* ancient) const;
-  StepUpdate* find_update(uint32_t seq) const;
-  Node find_node(StepUpdate& u, uint32_t slot);
-  Node pending(Word aged, uint32_t slot);
-  void learn_next(uint64_t step, uint32_t slot, uint8_t prio);
-  void reprioritize(const Node& node, uint8_t prio) noexcept;
-  void enqueue(uint32_t id, uint8_t prio) noexcept;
-  void release(StepUpdate& u);
-  size_t pop(uint64_t step, size_t max, Claim* c);
-  size_t search(uint32_t* ids, size_t max);
-  void written(const Claim& c, const Claim::Run& run);
-  void settle(Claim::Run& run);
-  void wrote(uint64_t rows);
+  uint64_t written_mask(bool* ancient) const REQUIRES(mu_);
+  StepUpdate* find_update(uint32_t seq) const REQUIRES(mu_);
+  Node find_node(StepUpdate& u, uint32_t slot) REQUIRES(mu_);
+  Node pending(Word aged, uint32_t slot) REQUIRES(mu_);
+  void learn_next(uint64_t step, uint32_t slot, uint8_t prio) REQUIRES(links_mu_);
+  void reprioritize(const Node& node, uint8_t prio) noexcept REQUIRES(mu_);
+  void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu_);
+  void release(StepUpdate& u) REQUIRES(mu_);
+  size_t pop(uint64_t step, size_t max, Claim* c) REQUIRES(mu_);
+  size_t search(uint32_t* ids, size_t max) REQUIRES(mu_);
+  void written(const Claim& c, const Claim::Run& run) REQUIRES(mu_);
+  void settle(Claim::Run& run) REQUIRES(mu_);
+  void wrote(uint64_t rows) REQUIRES(mu_);
   uint32_t node_id(const StepUpdate& u, uint32_t row) const {
     return u.pages[row / kPage] * kPage + row % kPage;
   }
-  uint32_t limit_rank(uint64_t step) const;
+  uint32_t limit_rank(uint64_t step) const REQUIRES(mu_);
 
   Config config_;
-  std::mutex links_mu_, mu_;
+  Mutex links_mu_ ACQUIRED_BEFORE(mu_), mu_;
   std::atomic<int> links_urgent_{0}, urgent_{0};
   std::atomic<bool> opened_{false};
   std::atomic<uint64_t> pending_total_{0};
   std::atomic<uint32_t> live_{0};   // updates_.size()
-  uint64_t base_ = 0;
+  uint64_t base_ = 0;               // set with both locks held, and read with either
   Mapping word_map_;
-  Word* words_ = nullptr;           // by slot
-  Vector<uint8_t> state_;           // by node
-  Vector<Page> pages_;
-  Vector<uint32_t> free_pages_;
-  std::unique_ptr<Queue> queue_;
-  uint64_t count_[kRing + 1] = {};  // pending rows by priority, claimed ones included
-  uint64_t queued_[kRing + 1] = {}; // of these, not claimed
-  Vector<UpdateRef> updates_;       // unwritten ones, and the staged one; ascending steps
-  uint32_t next_seq_ = 0;
-  Vector<PartRef> parts_[kRing];    // linked, by step mod kRing
-  bool astray_ = false;             // a place in the queue is missing, or wrong
-  bool words_only_ = false;         // staleness or a cache: Part::next does not tell everything
-  WindowStats stats_;
+  Word* words_ PT_GUARDED_BY(links_mu_) = nullptr;  // by slot
+  Vector<uint8_t> state_ GUARDED_BY(mu_);           // by node
+  Vector<Page> pages_ GUARDED_BY(mu_);
+  Vector<uint32_t> free_pages_ GUARDED_BY(mu_);
+  std::unique_ptr<Queue> queue_ GUARDED_BY(mu_);
+  uint64_t count_[kRing + 1] GUARDED_BY(mu_) = {};  // pending rows by priority, claimed ones included
+  uint64_t queued_[kRing + 1] GUARDED_BY(mu_) = {}; // of these, not claimed
+  Vector<UpdateRef> updates_ GUARDED_BY(mu_);       // unwritten ones, and the staged one; ascending steps
+  uint32_t next_seq_ GUARDED_BY(mu_) = 0;
+  Vector<PartRef> parts_[kRing] GUARDED_BY(links_mu_);  // linked, by step mod kRing
+  bool astray_ GUARDED_BY(mu_) = false;             // a place in the queue is missing, or wrong
+  bool words_only_ GUARDED_BY(links_mu_) = false;   // staleness or a cache: Part::next does not tell everything
+  WindowStats stats_ GUARDED_BY(mu_);
 };
 
 }  // namespace frugal

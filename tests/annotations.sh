@@ -1,0 +1,53 @@
+#!/bin/sh
+# What locks guard (lib/base/annotations.h) is touched with them held: clang says so of each source in which a lock of
+# lib/base/sync.h is named, with its header.
+#
+#   annotations.sh ROOT CLANG++ [OPTIONS...]
+root=$1 clang=$2
+shift 2
+check() {
+  "$clang" -std=c++20 -fsyntax-only -Wthread-safety -Wthread-safety-beta -Werror -DFRUGAL_ASSERTS=1 \
+    -I"$root/lib" -I"$root/include" "$@"
+}
+
+# It finds what it is to find.
+seen=$(mktemp -d) || exit 2
+trap 'rm -rf "$seen"' EXIT
+cat > "$seen/unguarded.cpp" <<'END'
+#include "base/condition.h"
+namespace frugal {
+struct Counter {
+  Mutex first ACQUIRED_BEFORE(second), second;
+  Condition changed;
+  int n GUARDED_BY(first) = 0;
+  int read() REQUIRES(first) { return n; }
+  void right() { Lock a(first); Lock b(second); ++n; read(); }
+  void waits() { UniqueLock l(first); changed.wait(l, [&]() REQUIRES(first) { return n > 0; }); ++n; }
+  void without() { ++n; }
+  void other() { Lock l(second); ++n; }
+  void called() { read(); }
+  void behind() { UniqueLock l(first); l.unlock(); ++n; }
+  void kept() { first.lock(); }
+  void twice() { Lock a(first); Lock b(first); }
+  void order() { Lock b(second); Lock a(first); }
+};
+}
+END
+errors=$(check "$seen/unguarded.cpp" 2>&1 | grep -c ' error: ')
+if [ "$errors" -ne 7 ]; then
+  echo "of seven faults $errors are found:"
+  check "$seen/unguarded.cpp"
+  exit 1
+fi
+
+named='\b(Mutex|TimedMutex|UniqueLock|GUARDED_BY|REQUIRES)\b'
+sources=$(grep -rlE "$named" "$root/lib" --include=*.h --include=*.cpp | sed -E 's/\.(h|cpp)$/.cpp/' | sort -u)
+status=0 checked=0
+for source in $sources; do
+  [ -f "$source" ] || continue
+  check "$@" "$source" || status=1
+  checked=$((checked + 1))
+done
+echo "$checked sources"
+[ "$checked" -ge 6 ] || status=1
+exit $status
