@@ -9,9 +9,7 @@
 
 namespace frugal {
 
-enum class HandleKind : uint32_t { kFree, kEngine, kTable, kTrainer, kBatch,
-                                   // the same, of an engine in another process
-                                   kRemoteEngine, kRemoteTable, kRemoteTrainer, kRemoteBatch };
+enum class HandleKind : uint32_t { kFree, kEngine, kTable, kTrainer, kBatch };
 
 uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object);  // 0: OUT_OF_MEMORY, there are too many
 std::shared_ptr<void> handle_get(HandleKind kind, uint64_t handle);   // null if it is not one

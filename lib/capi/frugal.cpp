@@ -6,11 +6,11 @@
 #include <cmath>
 #include <cstring>
 
-#include "base/handles.h"
 #include "engine/config_check.h"
 #include "capi/serving.h"
 #include "device/pointers.h"
 #include "engine/engine.h"
+#include "engine/session.h"
 #include "process/client.h"
 
 namespace frugal {
@@ -42,73 +42,22 @@ Status guard(F&& body) {
   return s;
 }
 
-// Handles are of objects of this process, or of those of a controller: the calls are the same.
+uint32_t generation_of(const Session& session) { return session.generation(); }
 template <class T>
-struct Here;
-template <>
-struct Here<Engine> {
-  using Remote = Client;
-  static constexpr HandleKind kind = HandleKind::kEngine, remote = HandleKind::kRemoteEngine;
-  static constexpr const char* name = "engine";
-};
-template <>
-struct Here<Table> {
-  using Remote = RemoteTable;
-  static constexpr HandleKind kind = HandleKind::kTable, remote = HandleKind::kRemoteTable;
-  static constexpr const char* name = "table";
-};
-template <>
-struct Here<Trainer> {
-  using Remote = RemoteTrainer;
-  static constexpr HandleKind kind = HandleKind::kTrainer, remote = HandleKind::kRemoteTrainer;
-  static constexpr const char* name = "trainer";
-};
-
-// What an engine's tables, trainers and batches are.
-template <class E>
-struct Of;
-template <>
-struct Of<Engine> {
-  using Table = TableRef;
-  using Trainer = TrainerRef;
-  using Batch = BatchRef;
-  static constexpr HandleKind trainer = HandleKind::kTrainer, batch = HandleKind::kBatch;
-};
-template <>
-struct Of<Client> {
-  using Table = RemoteTableRef;
-  using Trainer = RemoteTrainerRef;
-  using Batch = RemoteBatchRef;
-  static constexpr HandleKind trainer = HandleKind::kRemoteTrainer, batch = HandleKind::kRemoteBatch;
-};
-template <class Ref>
-using OfEngine = Of<std::decay_t<decltype(*std::declval<Ref>())>>;
-template <class Ref>
-using OfTrainer = OfEngine<decltype(std::declval<Ref>()->engine)>;
-
-uint64_t number(const void* handle) { return reinterpret_cast<uint64_t>(handle); }
-
-const Engine& engine_of(const Engine& e) { return e; }
-const Client& engine_of(const Client& e) { return e; }
-template <class T>
-const auto& engine_of(const T& t) {
-  return *t.engine;
+uint32_t generation_of(const T& t) {
+  return t.session->generation();
 }
 
-// The body with the object of a handle: a std::shared_ptr to T, or to what T is elsewhere.
+// The body with the object of a handle.
 template <class T, class F>
 Status having(const void* handle, F&& body) {
-  auto run = [&](auto object) -> Status {
-    if (engine_of(*object).generation() != process_generation())
-      return fail(FRUGAL_ERR_FORKED,
-                  "the engine belongs to the process that opened it; open one after fork()");
-    return body(object);
-  };
-  if (auto object = handle_get(Here<T>::kind, number(handle))) return run(std::static_pointer_cast<T>(object));
-  if (auto object = handle_get(Here<T>::remote, number(handle)))
-    return run(std::static_pointer_cast<typename Here<T>::Remote>(object));
-  if (!handle) return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is NULL: give an open one", Here<T>::name);
-  return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle %p is closed, or never was one: give an open one", Here<T>::name, handle);
+  const std::shared_ptr<T> object = object_of<T>(handle);
+  if (!object && !handle) return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is NULL: give an open one", T::kNoun);
+  if (!object)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle %p is closed, or never was one: give an open one", T::kNoun, handle);
+  if (generation_of(*object) != process_generation())
+    return fail(FRUGAL_ERR_FORKED, "the engine belongs to the process that opened it; open one after fork()");
+  return body(object);
 }
 
 template <class T, class F>
@@ -121,7 +70,7 @@ Status in_table(Status status, const char* name) { return name ? fail_in(status,
 // Of calls on a table the messages begin with its name.
 template <class F>
 Status with_table(const void* handle, F&& body) {
-  return with<Table>(handle, [&](auto& t) -> Status { return in_table(body(t), t->name.c_str()); });
+  return with<AnyTable>(handle, [&](const AnyTableRef& t) -> Status { return in_table(body(t), t->name.c_str()); });
 }
 
 // Memory of calls outside steps, which is the host's.
@@ -131,66 +80,26 @@ Status on_host(std::initializer_list<std::pair<const void*, const char*>> all) {
   return FRUGAL_OK;
 }
 
-// A GPU that has failed is seen to when a call of its trainer has met it.
-Status told(Trainer& t, Status status) { return t.engine->told(t, status); }
-Status told(RemoteTrainer& t, Status status) { return t.engine->told(t, status); }
+// What a trainer's call answers: its session looks whether its GPU has failed.
+Status told(AnyTrainer& t, Status status) { return t.session->told(t, status); }
 
-// As different as the two are.
-Status committed(Engine& e, uint64_t* step) {
-  *step = e.committed();
+Status open_session(const frugal_config& config, SessionRef* out) {
+  if (config.service) {
+    std::shared_ptr<Client> client;
+    FRUGAL_TRY(Client::open(config, &client));
+    *out = std::move(client);
+    return FRUGAL_OK;
+  }
+  auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), config);
+  FRUGAL_TRY(engine->start());
+  *out = std::move(engine);
   return FRUGAL_OK;
 }
-Status committed(Client& e, uint64_t* step) { return e.committed(step); }
-Status stats(Engine& e, frugal_stats* out) {
-  e.stats(out);
-  return FRUGAL_OK;
-}
-Status stats(Client& e, frugal_stats* out) { return e.stats(out); }
-Status metrics(Engine& e, String* out) {
-  *out = e.metrics();
-  return FRUGAL_OK;
-}
-Status metrics(Client& e, String* out) { return e.metrics(out); }
-Status describe(Table& t, frugal_table_info* out) {
-  describe_table(t, out);
-  return FRUGAL_OK;
-}
-Status describe(RemoteTable& t, frugal_table_info* out) { return t.engine->describe(t, out); }
-Status find(Engine& e, const char* name, TableRef* out) {
-  *out = e.find_table(name);
-  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s': create it first", name);
-}
-Status find(Client& e, const char* name, RemoteTableRef* out) { return e.find_table(name, out); }
-
-// Each process of a job creates its tables: those of others are meant, if they are the same.
-Status create(const std::shared_ptr<Engine>& e, const frugal_table_config& config, TableRef* out) {
-  Status s = e->create_table(config, out);
-  if (s == FRUGAL_ERR_EXISTS)
-    if (TableRef there = e->find_table(config.name); there && !there->created_here.load()) {
-      FRUGAL_TRY(meant_table(*there, config));
-      if (there->created_here.exchange(true)) return s;  // another thread was first
-      *out = std::move(there);
-      return FRUGAL_OK;
-    }
-  return s;
-}
-Status create(const std::shared_ptr<Client>& e, const frugal_table_config& config, RemoteTableRef* out) {
-  return e->create_table(config, out);
-}
-
-Status end_trainer(const TrainerRef& t, bool) {
-  if (!handle_remove(HandleKind::kTrainer, t->handle))
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
-  return t->engine->close_trainer(t);
-}
-Status end_trainer(const RemoteTrainerRef& t, bool abandoned) { return t->engine->close_trainer(t, abandoned); }
 
 Status end_trainer(frugal_trainer* trainer, bool abandoned) {
   return guard([&]() -> Status {
     if (!trainer) return FRUGAL_OK;
-    return having<Trainer>(trainer, [&](auto& t) -> Status {
-      return end_trainer(t, abandoned);
-    });
+    return having<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) { return t->session->close_trainer(t, abandoned); });
   });
 }
 
@@ -268,22 +177,11 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
       c = *config;
     }
     FRUGAL_TRY(check_config(c));
-    if (c.service) {
-      std::shared_ptr<Client> client;
-      FRUGAL_TRY(Client::open(c, &client));
-      const uint64_t remote = handle_add(HandleKind::kRemoteEngine, client);
-      if (!remote) {
-        client->shutdown();
-        return FRUGAL_ERR_OUT_OF_MEMORY;
-      }
-      *engine_out = reinterpret_cast<frugal_engine*>(remote);
-      return FRUGAL_OK;
-    }
-    auto engine = std::allocate_shared<Engine>(HeapAllocator<Engine>(), c);
-    FRUGAL_TRY(engine->start());
-    uint64_t handle = handle_add(HandleKind::kEngine, engine);
+    SessionRef session;
+    FRUGAL_TRY(open_session(c, &session));
+    const uint64_t handle = handle_of<Session>(session);
     if (!handle) {
-      engine->shutdown();
+      session->shutdown();
       return FRUGAL_ERR_OUT_OF_MEMORY;
     }
     *engine_out = reinterpret_cast<frugal_engine*>(handle);
@@ -294,61 +192,56 @@ int32_t frugal_open(const frugal_config* config, frugal_engine** engine_out) {
 int32_t frugal_close(frugal_engine* engine) {
   return guard([&]() -> Status {
     if (!engine) return FRUGAL_OK;
-    return having<Engine>(engine, [&](auto& e) -> Status {
-      constexpr bool here = std::is_same_v<std::decay_t<decltype(*e)>, Engine>;
-      if (!handle_remove(here ? HandleKind::kEngine : HandleKind::kRemoteEngine, number(engine)))
+    return having<Session>(engine, [&](const SessionRef& e) -> Status {
+      if (!handle_remove(Session::kHandle, reinterpret_cast<uint64_t>(engine)))
         return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
+      e->close_ranks();
       // Before, so that attached processes are told; and again, for who begins to serve it meanwhile.
-      if constexpr (here) {
-        e->close_ranks();
-        stop_serving(*e);
-      }
+      stop_serving(*e);
       e->shutdown();
-      if constexpr (here) stop_serving(*e);
+      stop_serving(*e);
       return FRUGAL_OK;
     });
   });
 }
 
 int32_t frugal_health(const frugal_engine* engine) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     return e->health();
   });
 }
 
 int32_t frugal_flush(const frugal_engine* engine, int64_t timeout_ms) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
     return e->flush(e->deadline(timeout_ms));
   });
 }
 
 int32_t frugal_committed_step(const frugal_engine* engine, uint64_t* step_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!step_out) return null("step_out");
-    return committed(*e, step_out);
+    return e->committed(step_out);
   });
 }
 
 int32_t frugal_serve(frugal_engine* engine, const char* address) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!address) return null("address");
-    if constexpr (std::is_same_v<std::decay_t<decltype(*e)>, Engine>)
-      return serve(e, address);
-    else
-      return fail(FRUGAL_ERR_UNSUPPORTED, "the engine is another process's: that one serves it");
+    if (const std::shared_ptr<Engine> here = e->here()) return serve(here, address);
+    return fail(FRUGAL_ERR_UNSUPPORTED, "the engine is another process's: that one serves it");
   });
 }
 
 int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* config,
                             frugal_table** table_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!config) return null("config");
     if (!table_out) return null("table_out");
     FRUGAL_TRY(check_name(*config));
     FRUGAL_TRY(in_table(check_table(*config), config->name));
-    typename OfEngine<decltype(e)>::Table table;
-    FRUGAL_TRY(in_table(create(e, *config, &table), config->name));
+    AnyTableRef table;
+    FRUGAL_TRY(in_table(e->create_table(*config, &table), config->name));
     *table_out = reinterpret_cast<frugal_table*>(table->handle);
     return FRUGAL_OK;
   });
@@ -357,17 +250,17 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
 int32_t frugal_table_drop(frugal_table* table) {
   return guard([&]() -> Status {
     if (!table) return FRUGAL_OK;
-    return having<Table>(table, [&](auto& t) -> Status { return in_table(t->engine->drop_table(t), t->name.c_str()); });
+    return having<AnyTable>(table, [&](const AnyTableRef& t) { return in_table(t->session->drop_table(t), t->name.c_str()); });
   });
 }
 
 int32_t frugal_table_find(const frugal_engine* engine, const char* name,
                           frugal_table** table_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!name) return null("name");
     if (!table_out) return null("table_out");
-    typename OfEngine<decltype(e)>::Table t;
-    FRUGAL_TRY(find(*e, name, &t));
+    AnyTableRef t;
+    FRUGAL_TRY(e->find_table(name, &t));
     *table_out = reinterpret_cast<frugal_table*>(t->handle);
     return FRUGAL_OK;
   });
@@ -375,7 +268,7 @@ int32_t frugal_table_find(const frugal_engine* engine, const char* name,
 
 int32_t frugal_table_next(const frugal_engine* engine, uint64_t* cursor, char* name_out,
                           size_t capacity, size_t* size_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!cursor) return null("cursor");
     if (!size_out) return null("size_out");
     if (!name_out && capacity) return null("name_out");
@@ -394,37 +287,37 @@ int32_t frugal_table_next(const frugal_engine* engine, uint64_t* cursor, char* n
 }
 
 int32_t frugal_table_describe(const frugal_table* table, frugal_table_info* info_out) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!info_out) return null("info_out");
     FRUGAL_TRY(check_size(info_out, "frugal_table_info"));
-    return describe(*t, info_out);
+    return t->session->describe(*t, info_out);
   });
 }
 
 int32_t frugal_table_count(const frugal_table* table, uint64_t* count_out) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!count_out) return null("count_out");
-    return t->engine->count(*t, count_out);
+    return t->session->count(*t, count_out);
   });
 }
 
 int32_t frugal_table_keys(const frugal_table* table, uint64_t* cursor, uint64_t* keys_out,
                           size_t capacity, size_t* count_out) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!cursor) return null("cursor");
     if (!count_out) return null("count_out");
     if (!keys_out && capacity) return null("keys_out");
     FRUGAL_TRY(on_host({{keys_out, "keys_out"}}));
-    return t->engine->keys(*t, cursor, keys_out, capacity, count_out);
+    return t->session->keys(*t, cursor, keys_out, capacity, count_out);
   });
 }
 
 int32_t frugal_table_set_optimizer(frugal_table* table, uint64_t first_step,
                                    const frugal_optimizer* optimizer) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!optimizer) return null("optimizer");
     FRUGAL_TRY(check_optimizer(*optimizer));
-    return t->engine->set_optimizer(*t, first_step, *optimizer);
+    return t->session->set_optimizer(*t, first_step, *optimizer);
   });
 }
 
@@ -468,50 +361,47 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
 
 int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    float* rows_out, size_t row_stride, uint8_t* found_out) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE", flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows_out, "rows_out"}, {found_out, "found_out"}}));
-    return t->engine->get(*t, keys, count, flags, rows_out, row_stride, found_out);
+    return t->session->get(*t, keys, count, flags, rows_out, row_stride, found_out);
   });
 }
 
 int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint32_t flags,
                    const float* rows, size_t row_stride) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
     if (flags & ~FRUGAL_WITH_STATE)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE", flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows, "rows"}}));
-    return t->engine->put(*t, keys, count, flags, rows, row_stride);
+    return t->session->put(*t, keys, count, flags, rows, row_stride);
   });
 }
 
 int32_t frugal_delete(frugal_table* table, const uint64_t* keys, size_t count,
                       uint64_t* deleted_out) {
-  return with_table(table, [&](auto& t) -> Status {
+  return with_table(table, [&](const AnyTableRef& t) -> Status {
     if (!keys && count) return null("keys");
     FRUGAL_TRY(check_count(count, "keys"));
     FRUGAL_TRY(on_host({{keys, "keys"}}));
-    return t->engine->remove(*t, keys, count, deleted_out);
+    return t->session->remove(*t, keys, count, deleted_out);
   });
 }
 
 int32_t frugal_trainer_create(frugal_engine* engine, const frugal_trainer_config* config,
                               frugal_trainer** trainer_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!config) return null("config");
     if (!trainer_out) return null("trainer_out");
     FRUGAL_TRY(check_trainer(*config, e->config().world_size));
-    if ((config->flags & FRUGAL_TRAINER_REPLACE) && std::is_same_v<std::decay_t<decltype(*e)>, Engine>)
-      return fail(FRUGAL_ERR_UNSUPPORTED,
-                  "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
-    typename OfEngine<decltype(e)>::Trainer trainer;
+    AnyTrainerRef trainer;
     FRUGAL_TRY(e->create_trainer(*config, &trainer));
     *trainer_out = reinterpret_cast<frugal_trainer*>(trainer->handle);
     return FRUGAL_OK;
@@ -523,104 +413,100 @@ int32_t frugal_trainer_close(frugal_trainer* trainer) { return end_trainer(train
 int32_t frugal_trainer_abandon(frugal_trainer* trainer) { return end_trainer(trainer, true); }
 
 int32_t frugal_set_stream(frugal_trainer* trainer, void* stream) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
-    return t->engine->set_stream(*t, stream);
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+    return t->session->set_stream(*t, stream);
   });
 }
 
 int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op* ops,
                         size_t op_count, frugal_batch** batch_out) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
     uint64_t handle = 0;
-    FRUGAL_TRY(told(
-        *t, t->engine->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
+    FRUGAL_TRY(told(*t, t->session->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
     if (batch_out) *batch_out = reinterpret_cast<frugal_batch*>(handle);
     return FRUGAL_OK;
   });
 }
 
 int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
-    using Here = OfTrainer<decltype(t)>;
-    auto b = std::static_pointer_cast<typename Here::Batch::element_type>(handle_get(Here::batch, number(batch)));
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+    const AnyBatchRef b = object_of<AnyBatch>(batch);
     if (!b)
       return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is %s",
                   batch ? "closed: its step has ended, or it was cancelled" : "NULL: give one of frugal_prefetch");
-    return t->engine->cancel(*t, b);
+    return t->session->cancel(*t, b);
   });
 }
 
 int32_t frugal_step_begin(frugal_trainer* trainer, uint64_t step, int64_t timeout_ms) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
-    return told(*t, t->engine->step_begin(*t, step, t->engine->deadline(timeout_ms)));
+    return told(*t, t->session->step_begin(*t, step, t->session->deadline(timeout_ms)));
   });
 }
 
 int32_t frugal_lookup(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
-    return told(*t, t->engine->lookup(*t, ops, op_count));
+    return told(*t, t->session->lookup(*t, ops, op_count));
   });
 }
 
 int32_t frugal_push_grad(frugal_trainer* trainer, const frugal_op* ops, size_t op_count) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
-    return told(*t, t->engine->push(*t, ops, op_count));
+    return told(*t, t->session->push(*t, ops, op_count));
   });
 }
 
 int32_t frugal_borrow(frugal_trainer* trainer, size_t bytes, void** memory_out) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
     if (!memory_out) return null("memory_out");
-    return t->engine->borrow(*t, bytes, memory_out);
+    return t->session->borrow(*t, bytes, memory_out);
   });
 }
 
 int32_t frugal_step_end(frugal_trainer* trainer, uint64_t step, uint32_t flags) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
-    return told(*t, t->engine->step_end(*t, step, flags));
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+    return told(*t, t->session->step_end(*t, step, flags));
   });
 }
 
 int32_t frugal_step_abort(frugal_trainer* trainer) {
-  return with<Trainer>(trainer, [&](auto& t) -> Status {
-    return t->engine->abort_call(*t);
+  return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+    return t->session->abort_call(*t);
   });
 }
 
 int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const frugal_op* ops,
                     size_t op_count, int64_t timeout_ms) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     FRUGAL_TRY(check_timeout(timeout_ms));
     FRUGAL_TRY(check_ops(ops, op_count));
     if (!trainer) return e->read(nullptr, ops, op_count, e->deadline(timeout_ms));
-    return having<Trainer>(trainer, [&](auto& t) -> Status {
-      if constexpr (std::is_same_v<std::decay_t<decltype(t->engine)>, std::decay_t<decltype(e)>>) {
-        if (t->engine == e) return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
-      }
+    return having<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
+      if (t->session == e) return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
       return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine: read with the one that it has joined");
     });
   });
 }
 
 int32_t frugal_get_stats(const frugal_engine* engine, frugal_stats* stats_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!stats_out) return null("stats_out");
     FRUGAL_TRY(check_size(stats_out, "frugal_stats"));
-    return stats(*e, stats_out);
+    return e->stats(stats_out);
   });
 }
 
 int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capacity,
                        size_t* size_out) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!size_out) return null("size_out");
     if (!text_out && capacity) return null("text_out");
     String text;
-    FRUGAL_TRY(metrics(*e, &text));
+    FRUGAL_TRY(e->metrics(&text));
     *size_out = text.size() + 1;
     if (capacity < *size_out)
       return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and capacity is %zu: give some more than it takes",
@@ -631,13 +517,13 @@ int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capac
 }
 
 int32_t frugal_trace_start(frugal_engine* engine, size_t events) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     return e->start_trace(events);
   });
 }
 
 int32_t frugal_trace_stop(frugal_engine* engine, const char* path) {
-  return with<Engine>(engine, [&](auto& e) -> Status {
+  return with<Session>(engine, [&](const SessionRef& e) -> Status {
     return e->stop_trace(path);
   });
 }

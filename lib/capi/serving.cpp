@@ -12,7 +12,7 @@ std::mutex g_mutex;
 
 // Null while it starts. Never destroyed: engines may be closed while the program exits. Nor is memory wanted for
 // it, which closing an engine has to do without.
-using Servers = Map<const Engine*, std::unique_ptr<Server>>;
+using Servers = Map<const Session*, std::unique_ptr<Server>>;
 Servers& servers() {
   alignas(Servers) static char memory[sizeof(Servers)];
   static auto* all = new (memory) Servers;
@@ -49,11 +49,11 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
 }
 
-void stop_serving(const Engine& engine) {
+void stop_serving(const Session& session) {
   std::unique_ptr<Server> server;
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    auto at = servers().find(&engine);
+    auto at = servers().find(&session);
     if (at == servers().end() || !at->second) return;
     server = std::move(at->second);
     servers().erase(at);

@@ -7,9 +7,10 @@
 namespace frugal {
 
 class Engine;
+class Session;
 
 Status serve(const std::shared_ptr<Engine>& engine, const char* address);
-// Before it is closed.
-void stop_serving(const Engine& engine);
+// Before a session is closed. Nothing is to be done if nobody serves it.
+void stop_serving(const Session& session);
 
 }  // namespace frugal

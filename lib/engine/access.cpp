@@ -13,21 +13,17 @@ namespace frugal {
 // --- Checking ------------------------------------------------------------------------------------
 
 Status Engine::op_table(const frugal_op& op, TableRef* out) const {
-  auto table = std::static_pointer_cast<Table>(
-      handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(op.table)));
-  if (!table) return no_open_table(op);
-  if (table->engine.get() != this)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine",
-                table->name.c_str());
-  *out = std::move(table);
+  AnyTableRef table;
+  FRUGAL_TRY(Session::op_table(op, &table));
+  *out = std::static_pointer_cast<Table>(std::move(table));
   return FRUGAL_OK;
 }
 
 Status Engine::table_of(uint64_t handle, TableRef* out) const {
-  auto table = std::static_pointer_cast<Table>(handle_get(HandleKind::kTable, handle));
-  if (!table || table->engine.get() != this)
+  const AnyTableRef table = object_of<AnyTable>(reinterpret_cast<const void*>(handle));
+  if (!table || table->session.get() != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "another process of the job has dropped the table: drop this handle of it, too");
-  *out = std::move(table);
+  *out = std::static_pointer_cast<Table>(table);
   return FRUGAL_OK;
 }
 
@@ -40,8 +36,8 @@ Status Engine::find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp
   };
   size_t keys = op.count;
   if (op.batch) {
-    auto batch = std::static_pointer_cast<Batch>(
-        handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op.batch)));
+    const AnyBatchRef any = object_of<AnyBatch>(op.batch);
+    const auto batch = any && any->session == this ? std::static_pointer_cast<Batch>(any) : nullptr;
     if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     if (batch->rank != t.rank || batch->step != t.step)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
@@ -262,7 +258,7 @@ Status Engine::gather_table(Table& table, const RowCache* cache, const Part* cac
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
 template <class Call>
 Status Engine::with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Use use, Call call) {
-  FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, use));
+  FRUGAL_TRY(check_ops(*this, ops, n, use));
   if (!t.gpu) {
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
@@ -275,8 +271,8 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
   if (!op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
   FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
-  auto batch = std::static_pointer_cast<Batch>(
-      handle_get(HandleKind::kBatch, reinterpret_cast<uint64_t>(op->batch)));
+  const AnyBatchRef any = object_of<AnyBatch>(op->batch);
+  const auto batch = any && any->session == this ? std::static_pointer_cast<Batch>(any) : nullptr;
   if (!on_device || !batch || batch->rank != t.rank || batch->step != t.step ||
       op->part >= batch->parts.size())
     return FRUGAL_OK;  // what is wrong is told where ops are checked
@@ -284,7 +280,8 @@ Status Engine::match_batch(Trainer& t, frugal_op* op) {
                            batch->tables[op->part]->rows.hashed(), op);
 }
 
-Status Engine::lookup(Trainer& t, const frugal_op* ops, size_t n) {
+Status Engine::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
+  Trainer& t = own(any);
   Timed timed(counters_.lookup_ns);
   TraceSpan span(trace_, SpanKind::kLookup);
   span.rank(t.rank);
@@ -556,7 +553,8 @@ Status Engine::sum_push(PushState* state, const device::GradSource& source, bool
                    deferred_now_.load(std::memory_order_relaxed), nan);
 }
 
-Status Engine::push(Trainer& t, const frugal_op* ops, size_t n) {
+Status Engine::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
+  Trainer& t = own(any);
   Timed timed(counters_.push_ns);
   TraceSpan span(trace_, SpanKind::kPush);
   span.rank(t.rank);
@@ -647,7 +645,8 @@ Status Engine::inside(Trainer& t) {
   return t.in_step ? FRUGAL_OK : not_inside(t);
 }
 
-Status Engine::borrow(Trainer& t, size_t bytes, void** out) {
+Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
+  Trainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));

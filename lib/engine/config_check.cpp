@@ -194,20 +194,4 @@ Status meant_table(const Table& there, const frugal_table_config& config) {
               "a table of this name exists already, with another configuration: all processes must ask for the same");
 }
 
-void describe_table(Table& t, frugal_table_info* out) {
-  frugal_table_info i;
-  std::memset(&i, 0, sizeof i);
-  i.struct_size = sizeof i;
-  i.rows = t.rows.count();
-  i.capacity = t.rows.capacity();
-  i.value_bytes = t.rows.layout().dim * sizeof(float);
-  i.state_floats = t.rows.state_floats();
-  i.memory_bytes = t.rows.memory_bytes();
-  i.dim = t.rows.layout().dim;
-  i.key_space = t.config.key_space;
-  i.optimizer = t.engine->kind_of(t);
-  i.page_bytes = static_cast<uint32_t>(kHugePage);
-  *out = i;
-}
-
 }  // namespace frugal

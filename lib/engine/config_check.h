@@ -32,7 +32,5 @@ bool same_table(const frugal_table_config& a, const frugal_table_config& b);
 // A table that another process of the job has created, where one with this configuration is to be: EXISTS, if
 // the two differ.
 Status meant_table(const Table& there, const frugal_table_config& config);
-// What frugal_table_describe tells.
-void describe_table(Table& table, frugal_table_info* out);
 
 }  // namespace frugal

@@ -33,20 +33,17 @@
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/op_check.h"
+#include "engine/session.h"
 #include "engine/stats.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
 namespace frugal {
 
-class Engine;
 struct Trainer;
 
-struct Table : HeapObject {
-  std::shared_ptr<Engine> engine;
-  uint64_t handle = 0;
+struct Table : AnyTable {
   uint32_t number = 0;  // of all that the engine has had: what a trace calls it by
-  String name;
   frugal_table_config config{};
   Rows rows;
   Window window;
@@ -61,17 +58,10 @@ struct Table : HeapObject {
   Map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;             // or null
-  std::atomic<bool> dropped{false};
-  std::atomic<bool> created_here{false};           // by this process, which may do so once
 };
 using TableRef = std::shared_ptr<Table>;
 
-struct Batch : HeapObject {
-  const Engine* engine = nullptr;
-  uint64_t step = 0;
-  uint32_t rank = 0;
-  uint64_t handle = 0;
-  bool cancelled = false;
+struct Batch : AnyBatch {
   Vector<PartRef> parts;
   Vector<TableRef> tables;
 };
@@ -178,13 +168,9 @@ struct TrainerTable {
   }
 };
 
-struct Trainer : HeapObject {
-  std::shared_ptr<Engine> engine;
-  uint64_t handle = 0;
-  uint32_t rank = 0;
+struct Trainer : AnyTrainer {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
-  std::shared_ptr<Gpu> gpu;      // null: the cpu device
   // It is on a GPU of another process, which has the lines of its caches. Boundaries are numbered; up to which one
   // that process has carried them out it tells when it begins a step. With call_mu held:
   bool lines_elsewhere = false;
@@ -196,8 +182,6 @@ struct Trainer : HeapObject {
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
   std::atomic<uint32_t> pins{kPinned};
-  std::mutex call_mu;  // held by a call of this trainer; taken by an abort to undo its step
-  std::atomic<bool> closing{false};
   // Guarded by the engine's mu_:
   bool in_step = false;
   uint64_t step = kNoStep;       // begun last
@@ -341,11 +325,6 @@ struct StepRecord {
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
-struct Deadline {
-  uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
-  bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
-};
-
 struct Counters {
 #define X(name, kind, help) std::atomic<uint64_t> name{0};
 #define SKIP(name, kind, help)
@@ -368,63 +347,66 @@ class Timed {
   uint64_t start_;
 };
 
-class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
+class Engine final : public Session, private DataPath {
  public:
-  static void* operator new(size_t bytes) { return heap_alloc(bytes); }
-  static void operator delete(void* p) noexcept { heap_free(p); }
-
   explicit Engine(const frugal_config& config);
   ~Engine();
   Status start();
-  void close_ranks();
-  void shutdown();
+  std::shared_ptr<Engine> here() override { return std::static_pointer_cast<Engine>(shared_from_this()); }
+  void close_ranks() override;
+  void shutdown() override;
 
   // --- tables.cpp
+  Status create_table(const frugal_table_config& config, AnyTableRef* out) override;
   // `here`: by this process, which may do so once; else for another.
-  Status create_table(const frugal_table_config& config, TableRef* out, bool here = true);
+  Status create_table(const frugal_table_config& config, TableRef* out, bool here);
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that another process knows by this handle.
   Status table_of(uint64_t handle, TableRef* out) const;
   static Status check_step(uint64_t step);
-  Status drop_table(const TableRef& table);
-  TableRef find_table(const char* name);
-  Status next_table(uint64_t* cursor, String* name);  // without a name: there are no more
-  Status set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& optimizer);
-  int32_t kind_of(const Table& table) {
-    std::lock_guard<std::mutex> lock(mu_);
-    return table.schedule.begin()->second.kind;
-  }
+  Status drop_table(const AnyTableRef& table) override;
+  Status find_table(const char* name, AnyTableRef* out) override;
+  TableRef find_table(const char* name);  // null: there is none
+  Status next_table(uint64_t* cursor, String* name) override;
+  Status describe(AnyTable& table, frugal_table_info* out) override;
+  Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) override;
   // --- outside.cpp: rows outside steps
-  Status count(Table& table, uint64_t* out);
-  Status keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n);
-  Status get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-             uint8_t* found);
-  Status put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
-             size_t stride);
-  Status remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted);
-  Status flush(Deadline deadline);
-  Status read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline);
+  Status count(AnyTable& table, uint64_t* out) override;
+  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) override;
+  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+             uint8_t* found) override;
+  Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+             size_t stride) override;
+  Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) override;
+  Status flush(Deadline deadline) override;
+  Status read(AnyTrainer* trainer, const frugal_op* ops, size_t n, Deadline deadline) override;
   static std::atomic<uint64_t>& cache_bytes(Trainer& t) {
     return t.gpu || t.lines_elsewhere ? t.counts.hbm_cache_bytes : t.counts.host_cache_bytes;
   }
   // --- trainers.cpp
+  Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
   // `elsewhere`: on a device of another process, which is none of the engine's.
-  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere = false);
-  Status close_trainer(const TrainerRef& trainer);
+  Status create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere);
+  Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) override;
+  Status close_trainer(const TrainerRef& trainer);  // whose handle is gone
+  Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                  uint64_t* batch_out) override {
+    return prefetch(own(t), step, ops, n, want_handle, batch_out, nullptr, false);
+  }
   // `copies`: of the keys of each op, of dense tables their slots, which become the parts' own; or null. `late`: the
   // trainer has gone on since; its next call is told what has undone its step.
   Status prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                  uint64_t* batch_out, Buffer* copies = nullptr, bool late = false);
-  Status cancel(Trainer& t, const BatchRef& batch);
-  Status set_stream(Trainer& t, void* stream);
+                  uint64_t* batch_out, Buffer* copies, bool late);
+  Status cancel(AnyTrainer& t, const AnyBatchRef& batch) override;
+  Status set_stream(AnyTrainer& t, void* stream) override;
   // --- steps.cpp
-  Status step_begin(Trainer& t, uint64_t step, Deadline deadline);
-  Status step_end(Trainer& t, uint64_t step, uint32_t flags);
-  Status abort_call(Trainer& t);
+  Status step_begin(AnyTrainer& t, uint64_t step, Deadline deadline) override;
+  Status step_end(AnyTrainer& t, uint64_t step, uint32_t flags) override;
+  Status abort_call(AnyTrainer& t) override;
   // --- access.cpp
-  Status lookup(Trainer& t, const frugal_op* ops, size_t n);
-  Status push(Trainer& t, const frugal_op* ops, size_t n);
-  Status borrow(Trainer& t, size_t bytes, void** out);
+  Status lookup(AnyTrainer& t, const frugal_op* ops, size_t n) override;
+  Status push(AnyTrainer& t, const frugal_op* ops, size_t n) override;
+  Status borrow(AnyTrainer& t, size_t bytes, void** out) override;
   // --- remote.cpp: trainers in other processes
   Status declared_parts(Trainer& t, Vector<RemotePart>* out);
   Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
@@ -455,34 +437,34 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   const Arena& arena() const { return arena_; }
   uint64_t versions_place() const { return place(versions_memory_.data()); }
 
-  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
-  Status told(Trainer& t, Status status) {
+  Status told(AnyTrainer& t, Status status) override {
     if (status == FRUGAL_ERR_DEVICE && t.gpu) {
       t.gpu->look();
       if (t.gpu->sticky()) device_failed(t.rank, *t.gpu);
     }
     return status;
   }
-  Status health() const { return health_.load(std::memory_order_acquire); }
+  Status health() override { return health_.load(std::memory_order_acquire); }
   Status check() const;  // health and closing
-  void stats(frugal_stats* out);
+  Status stats(frugal_stats* out) override;
   // --- metrics.cpp
-  String metrics();
+  Status metrics(String* out) override;
+  Status start_trace(size_t events) override { return start_trace(events, nullptr); }
   // `id`: of this recording.
-  Status start_trace(size_t events, uint64_t* id = nullptr);
+  Status start_trace(size_t events, uint64_t* id);
   void forget_trace(uint64_t id) { trace_.forget(id); }
-  Status stop_trace(const char* path) { return trace_.stop(path); }
-  uint64_t committed();
-  Deadline deadline(int64_t timeout_ms) const;
-  uint32_t generation() const { return generation_; }
+  Status stop_trace(const char* path) override { return trace_.stop(path); }
+  Status committed(uint64_t* step) override;
   BufferPool& pool() { return pool_; }
   // For what no other process reads in place: it gives its memory back, which the arena never does.
   BufferPool& own_pool() { return arena_.opened() ? own_ : pool_; }
   Counters& counters() { return counters_; }
-  const frugal_config& config() const { return config_; }
 
  private:
   friend class OutsideScope;
+  // What the boundary and this engine give to the calls above is the engine's own.
+  static Table& own(AnyTable& t) { return static_cast<Table&>(t); }
+  static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
   // --- work.cpp: workers, helping, jobs
   void worker_main(uint32_t number);
   // kHeld: there may be some work, but not now; kLater: nor soon.
@@ -664,8 +646,6 @@ class Engine : public std::enable_shared_from_this<Engine>, private DataPath {
   // For sums: devices see them if there are any.
   BufferPool& sums_pool() { return pinner_->any() ? pinned_ : pool_; }
 
-  frugal_config config_;
-  const uint32_t generation_;
   const uint64_t opened_ns_ = now_ns();
   MemoryBudget budget_;
   Arena arena_;                      // with shared memory: what `pool_` has

@@ -90,7 +90,7 @@ void Engine::leave_gpu(Trainer& t) noexcept {
   if (t.pinning.exchange(false)) pinner_->remove(&t.gpu->runtime());
 }
 
-Status Engine::set_stream(Trainer& t, void* stream) {
+Status Engine::set_stream(AnyTrainer& t, void* stream) {
   // No call of the step protocol: an abort is told by the next one.
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());

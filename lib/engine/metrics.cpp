@@ -78,10 +78,10 @@ FRUGAL_STATS(X, X)
 
 }  // namespace
 
-String Engine::metrics() {
+Status Engine::metrics(String* text_out) {
   const uint64_t now = now_ns();
   frugal_stats s;
-  stats(&s);
+  (void)stats(&s);
   struct OfTrainer {
     uint32_t rank;
     uint64_t step;
@@ -90,7 +90,8 @@ String Engine::metrics() {
   };
   Vector<OfTrainer> trainers;
   Vector<TableRef> tables;
-  const uint64_t last = committed();
+  uint64_t last = kNoStep;
+  (void)committed(&last);
   {
     std::lock_guard<std::mutex> lock(mu_);
     tables = tables_;
@@ -136,7 +137,8 @@ String Engine::metrics() {
   of_each("trainer_hbm_cache_bytes", "gauge", "Memory of its cache, on its GPU.", &Counts::hbm_cache_bytes);
   e.family("trainer_gate_wait_seconds_total", "counter", "Time that its calls of step_begin waited.");
   for (const OfTrainer& t : trainers) e.seconds("rank", text("%u", t.rank), t.trainer->counts.gate_wait_ns.load());
-  return out;
+  *text_out = std::move(out);
+  return FRUGAL_OK;
 }
 
 Status Engine::start_trace(size_t events, uint64_t* id) {

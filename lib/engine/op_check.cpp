@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "device/pointers.h"
+#include "engine/session.h"
 
 namespace frugal {
 
@@ -76,6 +77,17 @@ Status check_form(const frugal_op& op, Use use) {
   if (op.weights && op.pooling != FRUGAL_POOL_SUM)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "weights need FRUGAL_POOL_SUM, and pooling is %d", op.pooling);
   if (op.weight_grads_out && !op.weights) return bad("weight_grads_out needs weights: frugal_op.weights is NULL");
+  return FRUGAL_OK;
+}
+
+Status check_ops(const Session& session, const frugal_op* ops, size_t n, Use use) {
+  for (size_t i = 0; i < n; ++i) {
+    Status s = check_form(ops[i], use);
+    if (s == FRUGAL_OK) continue;
+    AnyTableRef table;
+    if (s != FRUGAL_ERR_STRUCT_SIZE && (s = session.op_table(ops[i], &table)) == FRUGAL_OK) s = check_form(ops[i], use);
+    return in_op(s, i, n, table);
+  }
   return FRUGAL_OK;
 }
 

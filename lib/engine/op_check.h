@@ -38,17 +38,8 @@ Status in_op(Status status, size_t i, size_t n, const TableRef& table) {
 // frugal_op.table is not the handle of one.
 Status no_open_table(const frugal_op& op);
 
-// The first thing that every call does with its ops, in both kinds of engines.
-template <class TableRef, class Engine>
-Status check_ops(const Engine& engine, const frugal_op* ops, size_t n, Use use) {
-  for (size_t i = 0; i < n; ++i) {
-    Status s = check_form(ops[i], use);
-    if (s == FRUGAL_OK) continue;
-    TableRef table;
-    if (s != FRUGAL_ERR_STRUCT_SIZE && (s = engine.op_table(ops[i], &table)) == FRUGAL_OK) s = check_form(ops[i], use);
-    return in_op(s, i, n, table);
-  }
-  return FRUGAL_OK;
-}
+// The first thing that every call does with its ops.
+class Session;
+Status check_ops(const Session& session, const frugal_op* ops, size_t n, Use use);
 
 }  // namespace frugal

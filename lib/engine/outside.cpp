@@ -145,19 +145,19 @@ Status Engine::flush(Deadline deadline) {
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
 
-Status Engine::count(Table& table, uint64_t* out) {
+Status Engine::count(AnyTable& table, uint64_t* out) {
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
-  *out = table.rows.count();
+  *out = own(table).rows.count();
   return FRUGAL_OK;
 }
 
-Status Engine::keys(Table& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
-  *n = table.rows.enumerate(cursor, out, capacity);
+  *n = own(table).rows.enumerate(cursor, out, capacity);
   return FRUGAL_OK;
 }
 
@@ -180,8 +180,9 @@ Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
 
 }  // namespace
 
-Status Engine::get(Table& t, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out,
                    size_t stride, uint8_t* found) {
+  Table& t = own(table);
   FRUGAL_TRY(check());
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
@@ -214,8 +215,9 @@ void Engine::write_outside(Table& t, const uint32_t* slots, size_t n, Write writ
   t.ledger->write_outside(t.rows, slots, n, write);
 }
 
-Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
+  Table& t = own(table);
   FRUGAL_TRY(check());
   FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
@@ -278,7 +280,8 @@ Status Engine::put(Table& t, const uint64_t* keys, size_t n, uint32_t flags, con
   return FRUGAL_OK;
 }
 
-Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* deleted) {
+Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) {
+  Table& t = own(table);
   FRUGAL_TRY(check());
   FpEnvironment fp;
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
@@ -308,9 +311,10 @@ Status Engine::remove(Table& t, const uint64_t* keys, size_t n, uint64_t* delete
 }
 
 // Evaluation: sees every committed step, changes nothing.
-Status Engine::read(Trainer* trainer, const frugal_op* ops, size_t n, Deadline deadline) {
+Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline deadline) {
+  Trainer* const trainer = any ? &own(*any) : nullptr;
   FRUGAL_TRY(check());
-  FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, Use::kRead));
+  FRUGAL_TRY(check_ops(*this, ops, n, Use::kRead));
   FpEnvironment fp;
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;

@@ -153,7 +153,7 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<Re
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
   return with_room(ops, n, [&]() -> Status {
-    FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, Use::kLookup));
+    FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));
     Vector<Access> accesses(n);
     // (Which op of the trainer's call it is, is known there.)
     for (size_t i = 0; i < n; ++i)

@@ -200,7 +200,8 @@ Status Engine::check_step(uint64_t step) {
               static_cast<unsigned long long>(step), static_cast<unsigned long long>(kNoStep - kRing - 1));
 }
 
-Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
+Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
+  Trainer& t = own(any);
   Timed timed(counters_.step_begin_ns);
   TraceSpan span(trace_, SpanKind::kStepBegin);
   span.step(step).rank(t.rank);
@@ -308,7 +309,8 @@ Status Engine::step_begin(Trainer& t, uint64_t step, Deadline deadline) {
 
 // --- Ending a step -------------------------------------------------------------------------------
 
-Status Engine::step_end(Trainer& t, uint64_t step, uint32_t flags) {
+Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
+  Trainer& t = own(any);
   Timed timed(counters_.step_end_ns);
   TraceSpan span(trace_, SpanKind::kStepEnd);
   span.step(step).rank(t.rank);
@@ -882,7 +884,8 @@ void Engine::choose_mode() {  // with mu_ held
 
 // --- Abort ---------------------------------------------------------------------------------------
 
-Status Engine::abort_call(Trainer& t) {
+Status Engine::abort_call(AnyTrainer& any) {
+  Trainer& t = own(any);
   {
     std::lock_guard<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));

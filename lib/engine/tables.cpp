@@ -13,9 +13,7 @@ namespace frugal {
 
 constexpr uint64_t kEndingNs = 100'000;  // between two looks whether calls have noticed that the engine is closed
 
-Engine::Engine(const frugal_config& config)
-    : config_(config), generation_(process_generation()) {
-  config_.service = nullptr;  // the caller's, for the call alone
+Engine::Engine(const frugal_config& config) : Session(config) {
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
@@ -173,29 +171,27 @@ void Engine::shutdown() {
 
 Status Engine::check() const {
   if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on");
-  if (Status s = health())
+  if (Status s = health_.load(std::memory_order_acquire))
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",
                 status_name(s));
   return FRUGAL_OK;
 }
 
-Deadline Engine::deadline(int64_t timeout_ms) const {
-  if (timeout_ms == FRUGAL_TIMEOUT_DEFAULT) timeout_ms = config_.timeout_ms;
-  if (timeout_ms < 0) return {UINT64_MAX};
-  uint64_t ns = static_cast<uint64_t>(timeout_ms);
-  ns = ns > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ns * 1000000u;
-  return {now_ns() + ns};
-}
-
-uint64_t Engine::committed() {
+Status Engine::committed(uint64_t* step) {
   try {
     land();  // with nobody waiting and no flush threads, nobody else looks
   } catch (const std::bad_alloc&) {
     // What cannot be committed now is not.
   }
   std::lock_guard<std::mutex> lock(mu_);
-  return committed_;
+  *step = committed_;
+  return FRUGAL_OK;
+}
+
+Status Engine::find_table(const char* name, AnyTableRef* out) {
+  *out = find_table(name);
+  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s': create it first", name);
 }
 
 TableRef Engine::find_table(const char* name) {
@@ -235,6 +231,18 @@ void init_chunk(void* context, size_t chunk) {
 
 }  // namespace
 
+// Each process of a job creates its tables: those of others are meant, if they are the same.
+Status Engine::create_table(const frugal_table_config& config, AnyTableRef* out) {
+  TableRef table;
+  Status s = create_table(config, &table, true);
+  if (s == FRUGAL_ERR_EXISTS && (table = find_table(config.name)) && !table->created_here.load()) {
+    FRUGAL_TRY(meant_table(*table, config));
+    if (!table->created_here.exchange(true)) s = FRUGAL_OK;  // else another thread was first
+  }
+  if (s == FRUGAL_OK) *out = std::move(table);
+  return s;
+}
+
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FpEnvironment fp;
   FRUGAL_TRY(check());
@@ -249,7 +257,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                     t->rank, static_cast<unsigned long long>(t->step));
   }
   auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
-  table->engine = shared_from_this();
+  table->session = shared_from_this();
   table->name = config.name;
   table->created_here.store(here);
   table->config = config;
@@ -292,7 +300,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
   tables_.reserve(tables_.size() + 1);
-  table->handle = handle_add(HandleKind::kTable, table);
+  table->handle = handle_of<AnyTable>(table);
   if (!table->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   if (ledger_) {
     if (Status s = ledger_->add_table(table->handle, table->rows, &table->ledger)) {
@@ -307,7 +315,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   return FRUGAL_OK;
 }
 
-Status Engine::drop_table(const TableRef& table) {
+Status Engine::drop_table(const AnyTableRef& any) {
+  const TableRef table = std::static_pointer_cast<Table>(any);
   FRUGAL_TRY(check());
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
@@ -370,7 +379,29 @@ Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
   return FRUGAL_OK;
 }
 
-Status Engine::set_optimizer(Table& table, uint64_t first_step, const frugal_optimizer& wanted) {
+Status Engine::describe(AnyTable& table, frugal_table_info* out) {
+  Table& t = own(table);
+  frugal_table_info i;
+  std::memset(&i, 0, sizeof i);
+  i.struct_size = sizeof i;
+  i.rows = t.rows.count();
+  i.capacity = t.rows.capacity();
+  i.value_bytes = t.rows.layout().dim * sizeof(float);
+  i.state_floats = t.rows.state_floats();
+  i.memory_bytes = t.rows.memory_bytes();
+  i.dim = t.rows.layout().dim;
+  i.key_space = t.config.key_space;
+  i.page_bytes = static_cast<uint32_t>(kHugePage);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    i.optimizer = t.schedule.begin()->second.kind;
+  }
+  *out = i;
+  return FRUGAL_OK;
+}
+
+Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_optimizer& wanted) {
+  Table& table = own(any);
   FRUGAL_TRY(check());
   frugal_optimizer o = wanted;
   const bool renew = o.flags & FRUGAL_OPT_NEW_STATE;
@@ -466,7 +497,7 @@ Status Engine::open_window(Table& table) {
   return table.window.open(c, first_step_ == kNoStep ? 0 : to_commit());
 }
 
-void Engine::stats(frugal_stats* out) {
+Status Engine::stats(frugal_stats* out) {
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
   s.struct_size = sizeof s;
@@ -492,6 +523,7 @@ void Engine::stats(frugal_stats* out) {
   }
   s.pending_bytes = pending_bytes_.load(std::memory_order_relaxed);
   *out = s;
+  return FRUGAL_OK;
 }
 
 }  // namespace frugal

@@ -11,10 +11,20 @@ namespace frugal {
 
 constexpr uint64_t kFewKeys = 512;  // of a declaration
 
+Status Engine::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
+  if (config.flags & FRUGAL_TRAINER_REPLACE)
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
+  TrainerRef trainer;
+  FRUGAL_TRY(create_trainer(config, &trainer, false));
+  *out = std::move(trainer);
+  return FRUGAL_OK;
+}
+
 Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere) {
   FRUGAL_TRY(check());
   auto t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
-  t->engine = shared_from_this();
+  t->session = shared_from_this();
   t->rank = config.rank;
   t->cache_bytes = config.cache_bytes;
   t->cache_ratio = config.cache_ratio;
@@ -55,7 +65,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   }
   t->next_step = first_step_ == kNoStep ? kNoStep : to_commit();
   t->has_cache.store(cached);
-  t->handle = handle_add(HandleKind::kTrainer, t);
+  t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   ranks_[config.rank] = t;
   joined_[config.rank] = 1;
@@ -77,6 +87,12 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   if (t->gpu) wake_workers();
   *out = t;
   return FRUGAL_OK;
+}
+
+Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
+  if (!handle_remove(HandleKind::kTrainer, t->handle))
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+  return close_trainer(std::static_pointer_cast<Trainer>(t));
 }
 
 // Takes no memory: nobody is to wait for a rank that is on its way out.
@@ -158,10 +174,10 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
   batch->step = step;
   batch->rank = t.rank;
-  batch->engine = this;
+  batch->session = this;
   uint64_t keys = 0;
   Vector<PartRef> arriving;
-  FRUGAL_TRY(check_ops<TableRef>(*this, ops, n, Use::kDeclare));
+  FRUGAL_TRY(check_ops(*this, ops, n, Use::kDeclare));
   if (t.gpu) {
     FRUGAL_TRY(t.gpu->ready());
   } else {
@@ -251,7 +267,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     declared.reserve(declared.size() + 1);
     if (arrival) arrivals_.reserve(arrivals_.size() + 1);
     if (want_handle) {
-      batch->handle = handle_add(HandleKind::kBatch, batch);
+      batch->handle = handle_of<AnyBatch>(batch);
       if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
       *batch_out = batch->handle;
     }
@@ -378,10 +394,11 @@ void Engine::drop_batch(const BatchRef& batch) {
   }
 }
 
-Status Engine::cancel(Trainer& t, const BatchRef& batch) {
+Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
+  Trainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  if (batch->engine != this)
+  if (batch->session != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine");
   if (batch->rank != t.rank)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by rank %u, not rank %u",
@@ -392,7 +409,7 @@ Status Engine::cancel(Trainer& t, const BatchRef& batch) {
       return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays until it has ended",
                   static_cast<unsigned long long>(batch->step));
   }
-  drop_batch(batch);
+  drop_batch(std::static_pointer_cast<Batch>(batch));
   return FRUGAL_OK;
 }
 

@@ -123,8 +123,7 @@ Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   } tight{*this, {}};
   tight.tables.reserve(n);
   for (size_t i = 0; i < n; ++i) {
-    auto table = std::static_pointer_cast<Table>(
-        handle_get(HandleKind::kTable, reinterpret_cast<uint64_t>(ops[i].table)));
+    const TableRef table = std::static_pointer_cast<Table>(object_of<AnyTable>(ops[i].table));
     if (!table || !table->rows.hashed()) continue;
     // (Also where nothing is reserved by now: a declaration that found no room had taken some for a moment.)
     {

@@ -74,7 +74,7 @@ RemoteTable::~RemoteTable() {
 // --- Life ----------------------------------------------------------------------------------------
 
 Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
-  std::shared_ptr<Client> c(new Client);
+  std::shared_ptr<Client> c(new Client(config));
   Status s = c->attach(config);
   if (s != FRUGAL_OK) {
     c->shutdown();
@@ -85,8 +85,6 @@ Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
 }
 
 Status Client::attach(const frugal_config& config) {
-  config_ = config;
-  config_.service = nullptr;  // not copied beyond the call
   if (Status s = ControlClient::connect(config.service, config.timeout_ms, &control_)) {
     if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_CLOSED) return s;
     frugal_error error;  // nobody serves the address
@@ -178,7 +176,7 @@ void Client::shutdown() {
   while (RemoteTrainerRef t = next(trainers_)) {
     bool ended = false;
     try {
-      ended = close_trainer(t) != FRUGAL_ERR_BAD_HANDLE;
+      ended = close_trainer(t, false) != FRUGAL_ERR_BAD_HANDLE;
     } catch (const std::bad_alloc&) {
     }
     if (!ended) {
@@ -186,9 +184,9 @@ void Client::shutdown() {
       std::lock_guard<std::mutex> call(t->call_mu);
       if (t->gpu) t->gpu->take_flight();  // kernels read what is about to be unmapped
     }
-    handle_remove(HandleKind::kRemoteTrainer, t->handle);
+    handle_remove(HandleKind::kTrainer, t->handle);
   }
-  while (RemoteTableRef t = next(tables_)) handle_remove(HandleKind::kRemoteTable, t->handle);
+  while (RemoteTableRef t = next(tables_)) handle_remove(HandleKind::kTable, t->handle);
   if (channel_) channel_->cut();  // calls of other threads end
   watch_.reset();
   if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
@@ -207,13 +205,6 @@ Status Client::lost() const {
 Status Client::check() const {
   if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   return lost_.load() ? lost() : FRUGAL_OK;
-}
-
-Deadline Client::deadline(int64_t timeout_ms) const {
-  if (timeout_ms == FRUGAL_TIMEOUT_DEFAULT) timeout_ms = config_.timeout_ms;
-  if (timeout_ms < 0) return {UINT64_MAX};
-  const uint64_t ms = static_cast<uint64_t>(timeout_ms);
-  return {now_ns() + (ms > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ms * 1000000u)};
 }
 
 // One that stops in good order says that it is closed, which this engine is not.
@@ -336,7 +327,7 @@ Status Client::stop_trace(const char* path) {
 
 // --- Tables --------------------------------------------------------------------------------------
 
-Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* out) {
+Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out) {
   Descriptors d{reply.descriptors};
   if (reply.numbers.size() != 4) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   // A table has one handle in an engine, though two threads take it at once. With mu_ held.
@@ -352,7 +343,7 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
     if (taken()) return FRUGAL_OK;
   }
   auto t = std::allocate_shared<RemoteTable>(HeapAllocator<RemoteTable>());
-  t->engine = shared_from_this();
+  t->session = shared_from_this();
   t->id = reply.id;
   t->name = name;
   t->info = reply.info;
@@ -375,23 +366,23 @@ Status Client::take_table(TableReply& reply, const char* name, RemoteTableRef* o
   if (closed_.load()) return check();
   if (taken()) return FRUGAL_OK;
   tables_.reserve(tables_.size() + 1);
-  t->handle = handle_add(HandleKind::kRemoteTable, t);
+  t->handle = handle_of<AnyTable>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   tables_.push_back(t);
   *out = std::move(t);
   return FRUGAL_OK;
 }
 
-Status Client::create_table(const frugal_table_config& config, RemoteTableRef* out) {
+Status Client::create_table(const frugal_table_config& config, AnyTableRef* out) {
   FRUGAL_TRY(check());
   TableReply reply;
   FRUGAL_TRY(of_controller(control_->create_table(config, config_.timeout_ms, &reply)));
   FRUGAL_TRY(take_table(reply, config.name, out));
-  if (!(*out)->created.exchange(true)) return FRUGAL_OK;
+  if (!(*out)->created_here.exchange(true)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
 }
 
-Status Client::find_table(const char* name, RemoteTableRef* out) {
+Status Client::find_table(const char* name, AnyTableRef* out) {
   FRUGAL_TRY(check());
   TableReply reply;
   // A message has a limit, and no table such a name.
@@ -411,18 +402,19 @@ Status Client::next_table(uint64_t* cursor, String* name) {
   return FRUGAL_OK;
 }
 
-Status Client::drop_table(const RemoteTableRef& table) {
+Status Client::drop_table(const AnyTableRef& table) {
   FRUGAL_TRY(check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  const Status s = of_controller(control_->drop_table(table->id, config_.timeout_ms));
+  const Status s = of_controller(control_->drop_table(own(*table).id, config_.timeout_ms));
   // The controller does not know it any more: an earlier call of this process has dropped it, or another process has.
   if (s != FRUGAL_OK && s != FRUGAL_ERR_BAD_HANDLE) return s;
   table->dropped.store(true);
-  handle_remove(HandleKind::kRemoteTable, table->handle);
+  handle_remove(HandleKind::kTable, table->handle);
   return FRUGAL_OK;
 }
 
-Status Client::describe(RemoteTable& table, frugal_table_info* out) {
+Status Client::describe(AnyTable& any, frugal_table_info* out) {
+  RemoteTable& table = own(any);
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       TableReadout* t;
@@ -436,8 +428,8 @@ Status Client::describe(RemoteTable& table, frugal_table_info* out) {
   });
 }
 
-Status Client::set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
-  Exchange e{Call::kSetOptimizer, {table.id, first_step}, {}};
+Status Client::set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
+  Exchange e{Call::kSetOptimizer, {own(table).id, first_step}, {}};
   e.add(&optimizer, sizeof optimizer);
   return ask(e);
 }
@@ -463,7 +455,8 @@ Status Client::remains_of(RemoteTable& table, TableReadout** out) {
   return FRUGAL_OK;
 }
 
-Status Client::count(RemoteTable& table, uint64_t* out) {
+Status Client::count(AnyTable& any, uint64_t* out) {
+  RemoteTable& table = own(any);
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       TableReadout* t;
@@ -478,7 +471,8 @@ Status Client::count(RemoteTable& table, uint64_t* out) {
   });
 }
 
-Status Client::keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) {
+  RemoteTable& table = own(any);
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       TableReadout* t;
@@ -502,8 +496,9 @@ static size_t row_bytes(const RemoteTable& t, uint32_t flags) {
   return (t.info.dim + (flags & FRUGAL_WITH_STATE ? t.info.state_floats : 0)) * sizeof(float);
 }
 
-Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
                    uint8_t* found) {
+  RemoteTable& table = own(any);
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(stride, bytes, n));
   if (stride == 0) stride = bytes;
@@ -544,7 +539,8 @@ Status Client::get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   });
 }
 
-Status Client::put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride) {
+Status Client::put(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride) {
+  const RemoteTable& table = own(any);
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(stride, bytes, n));
   if (stride == 0) stride = bytes;
@@ -558,8 +554,8 @@ Status Client::put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t 
   return ask(e);
 }
 
-Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) {
-  Exchange e{Call::kDelete, {table.id, n}, {}};
+Status Client::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) {
+  Exchange e{Call::kDelete, {own(table).id, n}, {}};
   e.add(keys, n * sizeof(uint64_t));
   FRUGAL_TRY(ask(e));
   if (deleted) *deleted = e.args[0];
@@ -568,7 +564,7 @@ Status Client::remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64
 
 // --- Joining -------------------------------------------------------------------------------------
 
-Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out) {
+Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
   FRUGAL_TRY(check());
   // What another thread has just joined as would seem to be left from a call that has failed.
   if (joins_[config.rank].exchange(true))
@@ -578,7 +574,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     ~Joins() { now.store(false); }
   } joins_now{joins_[config.rank]};
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>());
-  t->engine = shared_from_this();
+  t->session = shared_from_this();
   t->rank = config.rank;
   // The device is this process's own: the controller sees a rank that reads host memory, hands over sums, and is told
   // what to do to the lines of its caches.
@@ -634,7 +630,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, RemoteTrainer
     t->cpu_ns = process_cpu_ns();
     std::erase_if(trainers_, [](auto& w) { return w.expired(); });
     trainers_.reserve(trainers_.size() + 1);
-    t->handle = handle_add(HandleKind::kRemoteTrainer, t);
+    t->handle = handle_of<AnyTrainer>(t);
     if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
     trainers_.push_back(t);
     return FRUGAL_OK;
@@ -696,13 +692,14 @@ Status Client::give_up_join(uint32_t rank, Status why) {
   return why;
 }
 
-Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
+Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
+  const RemoteTrainerRef t = std::static_pointer_cast<RemoteTrainer>(trainer);
   if (t->closer.exchange(true)) return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
   struct Closer {  // what has failed can be made again
     RemoteTrainer& t;
     Status s = FRUGAL_ERR_OUT_OF_MEMORY;
     ~Closer() {
-      if (s == FRUGAL_OK) handle_remove(HandleKind::kRemoteTrainer, t.handle);
+      if (s == FRUGAL_OK) handle_remove(HandleKind::kTrainer, t.handle);
       else t.closer.store(false);
     }
   } closer{*t};
@@ -715,7 +712,7 @@ Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   Status s = lost_.load() || t->let_go ? FRUGAL_OK
                                        : control_->leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   leave_step(*t);
-  for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kRemoteBatch, batch->handle);
+  for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
   t->batches.clear();
   t->handed.clear();
   t->lines.clear();
@@ -725,7 +722,7 @@ Status Client::close_trainer(const RemoteTrainerRef& t, bool abandoned) {
   return closer.s;
 }
 
-Status Client::set_stream(RemoteTrainer& t, void* stream) {
+Status Client::set_stream(AnyTrainer& t, void* stream) {
   // No call of the step protocol: an abort is told by the next one.
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());

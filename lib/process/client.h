@@ -24,14 +24,9 @@
 
 namespace frugal {
 
-class Client;
-
-struct RemoteTable : HeapObject {
-  std::shared_ptr<Client> engine;
+struct RemoteTable : AnyTable {
   std::shared_ptr<DevicePinner> pinner;
-  uint64_t handle = 0;
   uint64_t id = 0;             // its handle in the controller
-  String name;
   frugal_table_info info{};
   int32_t nan_policy = 0;
   RowLayout layout;
@@ -42,19 +37,15 @@ struct RemoteTable : HeapObject {
   bool lazy = false;
   std::mutex readout_mu;
   std::unique_ptr<TableReadout> readout;  // when the controller is dead and somebody has asked
-  std::atomic<bool> dropped{false};
-  std::atomic<bool> created{false};   // by this process
   ~RemoteTable();
 };
 using RemoteTableRef = std::shared_ptr<RemoteTable>;
 
 struct RemoteTrainer;
 
-struct RemoteBatch : HeapObject {
+struct RemoteBatch : AnyBatch {
   const RemoteTrainer* trainer = nullptr;
-  uint64_t handle = 0;
   uint64_t id = 0;             // its number, for the controller
-  uint64_t step = 0;
   Vector<RemoteTableRef> tables;
   Status failed = FRUGAL_OK;   // it could not be declared after all, and why
   String why;
@@ -78,20 +69,14 @@ struct RemotePushSums : PushSums {
   uint32_t number = 0;         // of the first push's part in the step
 };
 
-struct RemoteTrainer : HeapObject {
-  std::shared_ptr<Client> engine;
-  uint64_t handle = 0;
-  uint32_t rank = 0;
+struct RemoteTrainer : AnyTrainer {
   std::unique_ptr<Channel> channel;
   // Aborts that the controller has counted for this rank, and those that it has told of.
   const std::atomic<uint32_t>* notices = nullptr;
-  std::atomic<bool> closing{false};
   std::atomic<bool> closer{false};  // a thread is about it
-  std::mutex call_mu;
   // All that follows with call_mu held.
   Arena staging;
   BufferPool sums;             // and declared keys: in the staging memory, which its GPU sees; before who has its buffers
-  std::shared_ptr<Gpu> gpu;    // null: the cpu device. What it has in flight has landed when a step's end is sent
   std::optional<Patience> patience;
   uint64_t sequence = 0;
   // A declaration whose answer its call has not waited for. Any thread takes the answer, with `mu`; the trainer's calls
@@ -136,64 +121,63 @@ struct RemoteTrainer : HeapObject {
 
   // Of memory from `sums`, as the controller is told.
   uint64_t place(const Buffer& b) const { return static_cast<uint64_t>(b.data() - channel->staging()); }
+  // The GPU ends before the pools whose buffers it may have. What it has in flight has landed when a step's end is sent.
+  ~RemoteTrainer() { gpu.reset(); }
 };
 using RemoteTrainerRef = std::shared_ptr<RemoteTrainer>;
 
-class Client : public std::enable_shared_from_this<Client>, private DataPath {
+class Client final : public Session, private DataPath {
  public:
-  static void* operator new(size_t bytes) { return heap_alloc(bytes); }
-  static void operator delete(void* p) noexcept { heap_free(p); }
-
   // Attaches to the controller at config.service.
   static Status open(const frugal_config& config, std::shared_ptr<Client>* out);
   ~Client();
-  void shutdown();
+  void shutdown() override;
 
-  const frugal_config& config() const { return config_; }
-  uint32_t generation() const { return generation_; }
-  Deadline deadline(int64_t timeout_ms) const;
-  Status health();
-  Status flush(Deadline deadline);
-  Status committed(uint64_t* step);
-  Status stats(frugal_stats* out);
-  Status metrics(String* out);
+  Status health() override;
+  Status flush(Deadline deadline) override;
+  Status committed(uint64_t* step) override;
+  Status stats(frugal_stats* out) override;
+  Status metrics(String* out) override;
   // Of the controller, which writes the file, too.
-  Status start_trace(size_t events);
-  Status stop_trace(const char* path);
+  Status start_trace(size_t events) override;
+  Status stop_trace(const char* path) override;
 
-  Status create_table(const frugal_table_config& config, RemoteTableRef* out);
-  Status find_table(const char* name, RemoteTableRef* out);
-  Status next_table(uint64_t* cursor, String* name);
-  Status op_table(const frugal_op& op, RemoteTableRef* out) const;
-  Status drop_table(const RemoteTableRef& table);
-  Status describe(RemoteTable& table, frugal_table_info* out);
-  Status set_optimizer(RemoteTable& table, uint64_t first_step, const frugal_optimizer& optimizer);
-  Status count(RemoteTable& table, uint64_t* out);
-  Status keys(RemoteTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n);
-  Status get(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-             uint8_t* found);
-  Status put(RemoteTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride);
-  Status remove(RemoteTable& table, const uint64_t* keys, size_t n, uint64_t* deleted);
+  Status create_table(const frugal_table_config& config, AnyTableRef* out) override;
+  Status find_table(const char* name, AnyTableRef* out) override;
+  Status next_table(uint64_t* cursor, String* name) override;
+  Status drop_table(const AnyTableRef& table) override;
+  Status describe(AnyTable& table, frugal_table_info* out) override;
+  Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) override;
+  Status count(AnyTable& table, uint64_t* out) override;
+  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) override;
+  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+             uint8_t* found) override;
+  Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+             size_t stride) override;
+  Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) override;
 
-  Status create_trainer(const frugal_trainer_config& config, RemoteTrainerRef* out);
-  // `abandoned`: as if this process had ended.
-  Status close_trainer(const RemoteTrainerRef& trainer, bool abandoned = false);
-  Status set_stream(RemoteTrainer& t, void* stream);
-  Status prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                  uint64_t* batch_out);
-  Status cancel(RemoteTrainer& t, const RemoteBatchRef& batch);
-  Status step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline);
-  Status lookup(RemoteTrainer& t, const frugal_op* ops, size_t n);
-  Status push(RemoteTrainer& t, const frugal_op* ops, size_t n);
-  Status borrow(RemoteTrainer& t, size_t bytes, void** out);
-  Status step_end(RemoteTrainer& t, uint64_t step, uint32_t flags);
-  Status abort_call(RemoteTrainer& t);
-  Status read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
-  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
-  Status told(RemoteTrainer& t, Status status);
+  Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) override;
+  Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) override;
+  Status set_stream(AnyTrainer& t, void* stream) override;
+  Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                  uint64_t* batch_out) override;
+  Status cancel(AnyTrainer& t, const AnyBatchRef& batch) override;
+  Status step_begin(AnyTrainer& t, uint64_t step, Deadline deadline) override;
+  Status lookup(AnyTrainer& t, const frugal_op* ops, size_t n) override;
+  Status push(AnyTrainer& t, const frugal_op* ops, size_t n) override;
+  Status borrow(AnyTrainer& t, size_t bytes, void** out) override;
+  Status step_end(AnyTrainer& t, uint64_t step, uint32_t flags) override;
+  Status abort_call(AnyTrainer& t) override;
+  Status read(AnyTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) override;
+  Status told(AnyTrainer& t, Status status) override;
 
  private:
-  Client() : generation_(process_generation()) { pinned_.pin_with(pinner_); }
+  explicit Client(const frugal_config& config) : Session(config) { pinned_.pin_with(pinner_); }
+  static RemoteTable& own(AnyTable& t) { return static_cast<RemoteTable&>(t); }
+  static RemoteTrainer& own(AnyTrainer& t) { return static_cast<RemoteTrainer&>(t); }
+  Status op_table(const frugal_op& op, RemoteTableRef* out) const;
+  // Null: it is no batch of this session.
+  RemoteBatchRef batch_of(const void* handle) const;
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
@@ -257,7 +241,7 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status ask(Exchange& e, Answer answer);
   Status ask(Exchange& e);
 
-  Status take_table(TableReply& reply, const char* name, RemoteTableRef* out);
+  Status take_table(TableReply& reply, const char* name, AnyTableRef* out);
   Status lose_rank(uint32_t rank, uint64_t joined) noexcept;
   bool let_go_of_lost();
   Status give_up_join(uint32_t rank, Status why);
@@ -317,8 +301,6 @@ class Client : public std::enable_shared_from_this<Client>, private DataPath {
   Status read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline);
   Status device_failed(RemoteTrainer& t);
 
-  const uint32_t generation_;
-  frugal_config config_{};
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
   Mapping arena_;

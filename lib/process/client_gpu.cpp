@@ -41,8 +41,7 @@ Status Client::match_batch(RemoteTrainer& t, frugal_op* op) {
   if (!op->batch || !op->keys || !op->count) return FRUGAL_OK;
   bool on_device = false;
   FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
-  auto batch = std::static_pointer_cast<RemoteBatch>(
-      handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op->batch)));
+  const RemoteBatchRef batch = batch_of(op->batch);
   if (!on_device || !batch || batch->trainer != &t || batch->step != t.step || op->part >= batch->tables.size())
     return FRUGAL_OK;  // what is wrong is told where ops are checked
   for (const StepPart& p : t.parts)
@@ -348,8 +347,9 @@ Status Client::device_failed(RemoteTrainer& t) {
   return t.gpu->ready();
 }
 
-Status Client::told(RemoteTrainer& t, Status status) {
-  if (status != FRUGAL_ERR_DEVICE || !t.gpu) return status;
+Status Client::told(AnyTrainer& any, Status status) {
+  if (status != FRUGAL_ERR_DEVICE || !any.gpu) return status;
+  RemoteTrainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   t.gpu->look();
   return t.gpu->sticky() ? device_failed(t) : status;

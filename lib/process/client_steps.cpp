@@ -173,13 +173,15 @@ void Client::take_releases(RemoteTrainer& t) {
 // --- Declaring -----------------------------------------------------------------------------------
 
 Status Client::op_table(const frugal_op& op, RemoteTableRef* out) const {
-  auto table = std::static_pointer_cast<RemoteTable>(
-      handle_get(HandleKind::kRemoteTable, reinterpret_cast<uint64_t>(op.table)));
-  if (!table) return no_open_table(op);
-  if (table->engine.get() != this)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine", table->name.c_str());
-  *out = std::move(table);
+  AnyTableRef table;
+  FRUGAL_TRY(Session::op_table(op, &table));
+  *out = std::static_pointer_cast<RemoteTable>(std::move(table));
   return FRUGAL_OK;
+}
+
+RemoteBatchRef Client::batch_of(const void* handle) const {
+  AnyBatchRef batch = object_of<AnyBatch>(handle);
+  return batch && batch->session == this ? std::static_pointer_cast<RemoteBatch>(std::move(batch)) : nullptr;
 }
 
 namespace {
@@ -209,12 +211,13 @@ Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const f
   return FRUGAL_OK;
 }
 
-Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
                         uint64_t* batch_out) {
+  RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  FRUGAL_TRY(check_ops<RemoteTableRef>(*this, ops, n, Use::kDeclare));
+  FRUGAL_TRY(check_ops(*this, ops, n, Use::kDeclare));
   Vector<GpuOp> taken;
   Vector<frugal_op> host;
   if (t.gpu) {
@@ -230,6 +233,8 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
   Vector<OpHead> heads(n);
   Vector<Buffer> keys(n);
   const bool stages = t.handed.size() + n <= Channel::kReleases / 4;  // the others are for sums
+  batch->session = this;
+  batch->rank = t.rank;
   batch->trainer = &t;
   batch->id = t.last_batch + 1;
   batch->step = step;
@@ -251,14 +256,14 @@ Status Client::prefetch(RemoteTrainer& t, uint64_t step, const frugal_op* ops, s
       Client::take_releases(*t);  // of keys that the controller has had for a while
       for (const OpHead& head : heads) t->handed.erase(head.place);
       t->batches.erase(batch.id);
-      if (batch.handle) handle_remove(HandleKind::kRemoteBatch, batch.handle);
+      if (batch.handle) handle_remove(HandleKind::kBatch, batch.handle);
     }
   } undo{&t, heads, *batch};
   // So that nothing fails when the controller has them.
   for (const OpHead& head : heads)
     if (head.place != kNoPlace) t.handed[head.place] = Buffer();
   if (want_handle) {
-    batch->handle = handle_add(HandleKind::kRemoteBatch, batch);
+    batch->handle = handle_of<AnyBatch>(batch);
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   }
   t.batches[batch->id] = batch;
@@ -294,15 +299,18 @@ Status Client::declare_late(RemoteTrainer& t, Exchange& e, const Vector<OpHead>&
   return FRUGAL_OK;
 }
 
-Status Client::cancel(RemoteTrainer& t, const RemoteBatchRef& batch) {
+Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
+  RemoteTrainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
+  if (of->session != this) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine");
+  const RemoteBatchRef batch = std::static_pointer_cast<RemoteBatch>(of);
   if (batch->trainer != &t)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by another trainer, not by rank %u", t.rank);
   FRUGAL_TRY(take_settled(t));
   Exchange e{Call::kCancel, {batch->id}, {}};
   if (batch->failed == FRUGAL_OK) FRUGAL_TRY(ask(t, e));
-  handle_remove(HandleKind::kRemoteBatch, batch->handle);
+  handle_remove(HandleKind::kBatch, batch->handle);
   t.batches.erase(batch->id);
   return FRUGAL_OK;
 }
@@ -349,7 +357,8 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
   return FRUGAL_OK;
 }
 
-Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
+Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
+  RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
@@ -403,7 +412,7 @@ Status Client::step_begin(RemoteTrainer& t, uint64_t step, Deadline deadline) {
   // than 62 steps ahead of the last commit.
   std::erase_if(t.batches, [&](auto& item) {
     if (item.second->step >= step || step - item.second->step <= kept_steps()) return false;
-    handle_remove(HandleKind::kRemoteBatch, item.second->handle);
+    handle_remove(HandleKind::kBatch, item.second->handle);
     return true;
   });
   t.counts.step_begin_ns += now_ns() - began;
@@ -420,8 +429,7 @@ Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const
   };
   size_t keys = op.count;
   if (op.batch) {
-    auto batch = std::static_pointer_cast<RemoteBatch>(
-        handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch)));
+    const RemoteBatchRef batch = batch_of(op.batch);
     if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     // Whoever declared it has not come here since the step was committed.
     if (t.step > batch->step && t.step - batch->step > kept_steps())
@@ -484,8 +492,7 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
     const frugal_op& op = ops[i];
     uint64_t batch = 0;
     if (op.batch)
-      if (auto b = std::static_pointer_cast<RemoteBatch>(
-              handle_get(HandleKind::kRemoteBatch, reinterpret_cast<uint64_t>(op.batch))))
+      if (const RemoteBatchRef b = batch_of(op.batch))
         batch = b->failed == FRUGAL_OK ? b->id : 0;
     heads.push_back({accesses[i].table->id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
                      op.keys != nullptr, 0, kNoPlace});
@@ -678,7 +685,7 @@ void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t key
 // Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
 template <class Call>
 Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Call call) {
-  FRUGAL_TRY(check_ops<RemoteTableRef>(*this, ops, n, use));
+  FRUGAL_TRY(check_ops(*this, ops, n, use));
   if (!t.gpu) {
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
@@ -686,7 +693,8 @@ Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Us
   return t.gpu->with_ops(ops, n, use, config_.staleness == 0, [&](frugal_op* op) { return match_batch(t, op); }, call);
 }
 
-Status Client::lookup(RemoteTrainer& t, const frugal_op* ops, size_t n) {
+Status Client::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
+  RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
@@ -781,7 +789,8 @@ Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, 
   return reject && nan ? nan_refused(op, dim, t.step) : FRUGAL_OK;
 }
 
-Status Client::push(RemoteTrainer& t, const frugal_op* ops, size_t n) {
+Status Client::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
+  RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
@@ -846,7 +855,8 @@ Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const
 }
 
 // A push from it is summed like any other; it only saves the caller an allocation.
-Status Client::borrow(RemoteTrainer& t, size_t bytes, void** out) {
+Status Client::borrow(AnyTrainer& any, size_t bytes, void** out) {
+  RemoteTrainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));
@@ -893,7 +903,8 @@ Status Client::place_sums(RemoteTrainer& t) {
   return FRUGAL_OK;
 }
 
-Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
+Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
+  RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
@@ -942,7 +953,8 @@ Status Client::step_end(RemoteTrainer& t, uint64_t step, uint32_t flags) {
   return FRUGAL_OK;
 }
 
-Status Client::abort_call(RemoteTrainer& t) {
+Status Client::abort_call(AnyTrainer& any) {
+  RemoteTrainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));
@@ -1000,8 +1012,9 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
   return FRUGAL_OK;
 }
 
-Status Client::read(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) {
-  FRUGAL_TRY(check_ops<RemoteTableRef>(*this, ops, n, Use::kRead));
+Status Client::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline deadline) {
+  RemoteTrainer* const t = any ? &own(*any) : nullptr;
+  FRUGAL_TRY(check_ops(*this, ops, n, Use::kRead));
   return outlive([&]() -> Status {
     if (Remaining remains{*this}) {
       device::look_for_devices();

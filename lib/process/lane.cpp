@@ -221,8 +221,8 @@ Status Lane::handle(const Header& request) {
         return prefetch(request);
       case Call::kCancel: {
         auto at = batches_.find(request.args[0]);
-        auto batch = std::static_pointer_cast<Batch>(
-            at == batches_.end() ? nullptr : handle_get(HandleKind::kBatch, at->second));
+        AnyBatchRef batch;
+        if (at != batches_.end()) batch = object_of<AnyBatch>(reinterpret_cast<const void*>(at->second));
         if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed");
         FRUGAL_TRY(engine_->cancel(*trainer_, batch));
         batches_.erase(at);
@@ -251,7 +251,7 @@ Status Lane::handle(const Header& request) {
   if (call == Call::kRead) return read(request);
   if (call == Call::kFlush) return engine_->flush(deadline_in(request.args[0]));
   if (call == Call::kMetrics) {
-    text_ = engine_->metrics();
+    FRUGAL_TRY(engine_->metrics(&text_));
     add(text_.data(), text_.size());
     return FRUGAL_OK;
   }
@@ -679,7 +679,7 @@ Status Lane::rows_call(Call call, const Header& request) {
     }
     case Call::kDescribe: {
       FRUGAL_TRY(room(sizeof(frugal_table_info), &out));
-      describe_table(*table, reinterpret_cast<frugal_table_info*>(out));
+      FRUGAL_TRY(engine_->describe(*table, reinterpret_cast<frugal_table_info*>(out)));
       add(out, sizeof(frugal_table_info));
       return FRUGAL_OK;
     }

@@ -321,10 +321,10 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     reply->read_only.push_back(fd);
   }
 
-  static void describe(const TableRef& t, TableReply* reply) {
+  void describe(const TableRef& t, TableReply* reply) {
     reply->keep = t;
     reply->id = t->handle;
-    describe_table(*t, &reply->info);
+    (void)engine_->describe(*t, &reply->info);
     reply->numbers.push_back(static_cast<uint64_t>(static_cast<int64_t>(t->config.nan_policy)));
     reply->numbers.push_back(t->rows.mappings(&reply->descriptors));
     reply->read_only = reply->descriptors;
@@ -566,8 +566,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status stats(Peer& peer, frugal_stats* stats) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    engine_->stats(stats);
-    return FRUGAL_OK;
+    return engine_->stats(stats);
   }
   Status health(Peer& peer, int32_t* health) override {
     std::shared_ptr<Attached> process;
@@ -578,8 +577,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status committed(Peer& peer, uint64_t* step) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    *step = engine_->committed();
-    return FRUGAL_OK;
+    return engine_->committed(step);
   }
   void gone(Peer& peer) override { ended(peer.id, false); }
 

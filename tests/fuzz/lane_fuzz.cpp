@@ -54,10 +54,10 @@ struct World {
     t.rows = kRows;
     t.dim = kDim;
     t.optimizer.lr = 1;
-    Check(engine->create_table(t, &tables[0]) == FRUGAL_OK);
+    Check(engine->create_table(t, &tables[0], true) == FRUGAL_OK);
     t.name = "hashed";
     t.key_space = FRUGAL_HASHED;
-    Check(engine->create_table(t, &tables[1]) == FRUGAL_OK);
+    Check(engine->create_table(t, &tables[1], true) == FRUGAL_OK);
     honest = Join(0);
     dense.assign(kRows * kDim, 0);
     Step();  // who begins first says which step that is
@@ -67,7 +67,7 @@ struct World {
     c.rank = rank;
     c.cache_ratio = rank == 1 ? 0.5 : 0;
     TrainerRef t;
-    Check(engine->create_trainer(c, &t) == FRUGAL_OK);
+    Check(engine->create_trainer(c, &t, false) == FRUGAL_OK);
     return t;
   }
   void Lose(const TrainerRef& t) {
@@ -114,7 +114,8 @@ struct World {
       Check(engine->step_end(*t, step, 0) == FRUGAL_OK);
     }
     for (size_t i = 0; i < kDim; ++i) dense[key * kDim + i] -= 2 * grad[i];
-    Check(engine->committed() == step);
+    uint64_t committed = 0;
+    Check(engine->committed(&committed) == FRUGAL_OK && committed == step);
     ++step;
     Lose(other);  // as if it had died: the next may take the rank at once
     std::vector<float> rows;

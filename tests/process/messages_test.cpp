@@ -541,8 +541,7 @@ TEST_P(Messages, OfWhatIsClosed) {
 TEST(Background, Failed) {
   frugal_engine* e = nullptr;
   OK(frugal_open(nullptr, &e));
-  auto engine = std::static_pointer_cast<frugal::Engine>(
-      frugal::handle_get(frugal::HandleKind::kEngine, reinterpret_cast<uint64_t>(e)));
+  auto engine = frugal::object_of<frugal::Session>(e)->here();
   FailBackground(*engine, FRUGAL_ERR_OUT_OF_MEMORY);
   engine.reset();
   SAYS(frugal_health(e), OUT_OF_MEMORY, "background", "close the engine");
@@ -583,8 +582,7 @@ TEST(Peers, ThatEnd) {
       char byte = 0;
       if (write(down[1], &byte, 1) != 1) _exit(2);
       if (read(up[0], &byte, 1) != 1) _exit(3);
-      auto engine = std::static_pointer_cast<frugal::Engine>(
-          frugal::handle_get(frugal::HandleKind::kEngine, reinterpret_cast<uint64_t>(e)));
+      auto engine = frugal::object_of<frugal::Session>(e)->here();
       if (!whole) RootOf(*engine->ledger())->magic = 0;
       _exit(0);
     }

@@ -1,0 +1,140 @@
+// A session: an opened engine as the C boundary calls it.
+//
+// An Engine (engine/engine.h) is one of this process, a Client (process/client.h) one in another process. A session's
+// tables, trainers and batches are of its own kind; what is common to both kinds stands here. The boundary gives a
+// session its own objects alone, but for the table and the batch that an op names, and the batch of cancel(): those
+// are looked at where they are used.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+#include "base/handles.h"
+#include "base/heap.h"
+#include "base/os.h"
+#include "base/status.h"
+#include "frugal.h"
+
+namespace frugal {
+
+class Engine;
+class Gpu;
+class Session;
+
+struct AnyTable : HeapObject {
+  static constexpr HandleKind kHandle = HandleKind::kTable;
+  static constexpr const char* kNoun = "table";
+  std::shared_ptr<Session> session;
+  uint64_t handle = 0;
+  String name;
+  std::atomic<bool> dropped{false};
+  std::atomic<bool> created_here{false};  // by this process, which may do so once
+};
+using AnyTableRef = std::shared_ptr<AnyTable>;
+
+struct AnyTrainer : HeapObject {
+  static constexpr HandleKind kHandle = HandleKind::kTrainer;
+  static constexpr const char* kNoun = "trainer";
+  std::shared_ptr<Session> session;
+  uint64_t handle = 0;
+  uint32_t rank = 0;
+  std::shared_ptr<Gpu> gpu;   // null: the cpu device
+  std::mutex call_mu;         // held by a call of this trainer; taken by an abort to undo its step
+  std::atomic<bool> closing{false};
+};
+using AnyTrainerRef = std::shared_ptr<AnyTrainer>;
+
+struct AnyBatch : HeapObject {
+  static constexpr HandleKind kHandle = HandleKind::kBatch;
+  static constexpr const char* kNoun = "batch";
+  const Session* session = nullptr;
+  uint64_t step = 0;
+  uint32_t rank = 0;
+  uint64_t handle = 0;        // 0: nobody wants it
+};
+using AnyBatchRef = std::shared_ptr<AnyBatch>;
+
+// Objects and their handles.
+template <class T>
+uint64_t handle_of(std::type_identity_t<std::shared_ptr<T>> object) {
+  return handle_add(T::kHandle, std::move(object));
+}
+template <class T>
+std::shared_ptr<T> object_of(const void* handle) {
+  return std::static_pointer_cast<T>(handle_get(T::kHandle, reinterpret_cast<uint64_t>(handle)));
+}
+
+struct Deadline {
+  uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
+  bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
+};
+
+class Session : public HeapObject, public std::enable_shared_from_this<Session> {
+ public:
+  static constexpr HandleKind kHandle = HandleKind::kEngine;
+  static constexpr const char* kNoun = "engine";
+  virtual ~Session() = default;
+
+  uint32_t generation() const { return generation_; }
+  const frugal_config& config() const { return config_; }
+  Deadline deadline(int64_t timeout_ms) const;
+  // The table that an op names, if it is one of this session.
+  Status op_table(const frugal_op& op, AnyTableRef* out) const;
+
+  // The engine, if it is one of this process: null otherwise.
+  virtual std::shared_ptr<Engine> here() { return nullptr; }
+  // Before shutdown(): calls of this process's ranks tell of that, and not of what the end of others undoes.
+  virtual void close_ranks() {}
+  virtual void shutdown() = 0;
+  virtual Status health() = 0;
+  virtual Status flush(Deadline deadline) = 0;
+  virtual Status committed(uint64_t* step) = 0;
+  virtual Status stats(frugal_stats* out) = 0;
+  virtual Status metrics(String* out) = 0;
+  virtual Status start_trace(size_t events) = 0;
+  virtual Status stop_trace(const char* path) = 0;
+
+  virtual Status create_table(const frugal_table_config& config, AnyTableRef* out) = 0;
+  virtual Status find_table(const char* name, AnyTableRef* out) = 0;
+  virtual Status next_table(uint64_t* cursor, String* name) = 0;  // without a name: there are no more
+  virtual Status drop_table(const AnyTableRef& table) = 0;
+  virtual Status describe(AnyTable& table, frugal_table_info* out) = 0;
+  virtual Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) = 0;
+
+  // Rows outside steps.
+  virtual Status count(AnyTable& table, uint64_t* out) = 0;
+  virtual Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) = 0;
+  virtual Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
+                     uint8_t* found) = 0;
+  virtual Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+                     size_t stride) = 0;
+  virtual Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) = 0;
+
+  virtual Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) = 0;
+  // `abandoned`: as if its process had ended, where it has attached.
+  virtual Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) = 0;
+  virtual Status set_stream(AnyTrainer& t, void* stream) = 0;
+  virtual Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
+                          uint64_t* batch_out) = 0;
+  virtual Status cancel(AnyTrainer& t, const AnyBatchRef& batch) = 0;
+  virtual Status step_begin(AnyTrainer& t, uint64_t step, Deadline deadline) = 0;
+  virtual Status lookup(AnyTrainer& t, const frugal_op* ops, size_t n) = 0;
+  virtual Status push(AnyTrainer& t, const frugal_op* ops, size_t n) = 0;
+  virtual Status borrow(AnyTrainer& t, size_t bytes, void** out) = 0;
+  virtual Status step_end(AnyTrainer& t, uint64_t step, uint32_t flags) = 0;
+  virtual Status abort_call(AnyTrainer& t) = 0;
+  virtual Status read(AnyTrainer* t, const frugal_op* ops, size_t n, Deadline deadline) = 0;
+  // What a trainer's call answers. If its GPU has failed, the other ranks are not to wait for it.
+  virtual Status told(AnyTrainer& t, Status status) = 0;
+
+ protected:
+  explicit Session(const frugal_config& config) : config_(config) { config_.service = nullptr; }
+
+  const uint32_t generation_ = process_generation();
+  frugal_config config_;  // without the name of the service, which is the caller's, for the call alone
+};
+using SessionRef = std::shared_ptr<Session>;
+
+}  // namespace frugal
