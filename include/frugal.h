@@ -59,6 +59,7 @@
  *   answers FRUGAL_ERR_TIMEOUT took nothing and can be made again; its message names what it
  *   waited for. Not limited is the wait for what a GPU has been given already, where memory is to be
  *   used again (aborts, closing, calls that fail) or the call has to know its result.
+ * - A thread that calls has a stack of at least 64 KiB. No call takes half of it.
  * - A thread is not cancelled (pthread_cancel) in the middle of a call, though that waits: cancellation is
  *   disabled meanwhile, and comes at the thread's next cancellation point after it.
  * - Time-outs are by the steady clock: setting the system's changes none.

@@ -374,12 +374,13 @@ std::vector<uint32_t> random_slots(Random& random, size_t n, size_t rows, double
 
 struct Sorted {
   Sorted(const std::vector<uint32_t>& keys, size_t rows) {
-    std::vector<uint64_t> a(keys.size() + 1), b(keys.size() + 1);
-    const SortedPairs r = sort_pairs(keys.data(), keys.size(), 0, rows, a.data(), b.data());
-    pairs.assign(r.pairs, r.pairs + r.count);
-    slots.resize(r.count + 1);
-    start.resize(r.count + 2);
-    slots.resize(distinct_slots(pairs.data(), r.count, slots.data(), start.data()));
+    pairs.resize(keys.size() + 1);
+    std::vector<uint64_t> scratch(sort_scratch(keys.size(), rows) / 8);
+    const size_t count = sort_pairs(keys.data(), keys.size(), 0, rows, pairs.data(), scratch.data());
+    pairs.resize(count);
+    slots.resize(count + 1);
+    start.resize(count + 2);
+    slots.resize(distinct_slots(pairs.data(), count, slots.data(), start.data()));
     start.resize(slots.size() + 1);
   }
   std::vector<uint64_t> pairs;
@@ -957,13 +958,19 @@ TEST(Sort, EqualsStableSort) {
     }
     std::stable_sort(expected.begin(), expected.end(),
                      [](uint64_t a, uint64_t b) { return a >> 32 < b >> 32; });
-    std::vector<uint64_t> a(n), b(n);
-    const SortedPairs sorted = sort_pairs(slots.data(), n, first, rows, a.data(), b.data());
-    ASSERT_EQ(std::vector<uint64_t>(sorted.pairs, sorted.pairs + sorted.count), expected);
+    // Guards on either side of what it may write.
+    constexpr uint64_t kGuard = 0x5afe5afe5afe5afe;
+    const size_t words = sort_scratch(n, rows) / 8;
+    std::vector<uint64_t> pairs(n + 1, kGuard), scratch(words + 2, kGuard);
+    const size_t found = sort_pairs(slots.data(), n, first, rows, pairs.data(), scratch.data() + 1);
+    ASSERT_EQ(pairs[n], kGuard);
+    ASSERT_EQ(scratch.front(), kGuard);
+    ASSERT_EQ(scratch.back(), kGuard);
+    pairs.resize(found);
+    ASSERT_EQ(pairs, expected);
 
-    std::vector<uint32_t> distinct(sorted.count), start(sorted.count + 1);
-    const size_t count =
-        distinct_slots(sorted.pairs, sorted.count, distinct.data(), start.data());
+    std::vector<uint32_t> distinct(found), start(found + 1);
+    const size_t count = distinct_slots(pairs.data(), found, distinct.data(), start.data());
     size_t at = 0;
     for (size_t i = 0; i < expected.size(); ++i) {
       if (i != 0 && expected[i] >> 32 == expected[i - 1] >> 32) continue;

@@ -262,12 +262,13 @@ struct Batch {
     }
     slots.insert(slots.end(), padding, kPaddingSlot);
     random.shuffle(slots);
-    std::vector<uint64_t> a(slots.size() + 1), b(slots.size() + 1);
-    const SortedPairs r = sort_pairs(slots.data(), slots.size(), 0, rows, a.data(), b.data());
-    pairs.assign(r.pairs, r.pairs + r.count);
-    distinct.resize(r.count + 1);
-    start.resize(r.count + 2);
-    distinct.resize(distinct_slots(pairs.data(), r.count, distinct.data(), start.data()));
+    pairs.resize(slots.size() + 1);
+    std::vector<uint64_t> scratch(sort_scratch(slots.size(), rows) / 8);
+    const size_t count = sort_pairs(slots.data(), slots.size(), 0, rows, pairs.data(), scratch.data());
+    pairs.resize(count);
+    distinct.resize(count + 1);
+    start.resize(count + 2);
+    distinct.resize(distinct_slots(pairs.data(), count, distinct.data(), start.data()));
     start.resize(distinct.size() + 1);
     for (const uint64_t p : pairs) positions.push_back(static_cast<uint32_t>(p));
     for (uint32_t i = 0; i < slots.size(); ++i) {

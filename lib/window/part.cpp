@@ -96,13 +96,12 @@ Status Part::find_slots(BufferPool& pool, Rows& table, Rows::Missing missing, Ve
 Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
                      Vector<uint32_t>* created) {
   FRUGAL_TRY(find_slots(pool, table, missing, created));
-  Buffer a, b;
-  FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &a));
-  FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &b));
-  device::SortedPairs sorted = device::sort_pairs(slots.as<uint32_t>(), n, 0, table.capacity(),
-                                                  a.as<uint64_t>(), b.as<uint64_t>());
-  occurrences = sorted.count;
-  pairs = std::move(sorted.pairs == a.as<uint64_t>() ? a : b);
+  Buffer sorted, scratch;
+  FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &sorted));
+  FRUGAL_TRY(pool.get(device::sort_scratch(n, table.capacity()), &scratch));
+  occurrences = device::sort_pairs(slots.as<uint32_t>(), n, 0, table.capacity(), sorted.as<uint64_t>(),
+                                   scratch.data());
+  pairs = std::move(sorted);
   FRUGAL_TRY(pool.get((occurrences + RowFinder::kPadding) * sizeof(uint32_t), &rows));
   FRUGAL_TRY(pool.get((occurrences + 1) * sizeof(uint32_t), &start));
   distinct = device::distinct_slots(pairs.as<uint64_t>(), occurrences, rows.as<uint32_t>(),

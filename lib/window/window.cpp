@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <numeric>
+#include <type_traits>
 
 #include "base/assert.h"
 #include "base/os.h"
@@ -205,7 +206,7 @@ void Window::enqueue(uint32_t id, uint8_t prio) noexcept {
 }
 
 bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency urgency) {
-  constexpr size_t kChunk = 2048, kAhead = 96;
+  constexpr size_t kChunk = std::extent_v<decltype(found_)>, kAhead = 96;
   Part& part = *ref;
   const uint32_t* slots = part.row_slots();
   uint8_t* next = part.next.as<uint8_t>();
@@ -226,11 +227,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     }
     // Earlier steps that will read, or that have an unwritten update.
     const uint64_t matters = ((bit << kPast) - 1) & (~kPassed | written);
-    struct Found {
-      uint32_t slot;
-      int step;       // counted from the base: an earlier one that reads it, or has updated it
-      uint32_t from;  // near its row there
-    } found[kChunk];
+    Found* const found = found_;
     size_t stop = std::min(end, at + kChunk), finds = 0;
     for (size_t i = at; i < std::min(stop, at + kAhead); ++i)
       __builtin_prefetch(&words_[slots[i]], 1);

@@ -173,6 +173,12 @@ class Window : public HeapObject {
     StepUpdate* update = nullptr;
     uint32_t first_row = 0;
   };
+  // A row of a part that is being linked.
+  struct Found {
+    uint32_t slot;
+    int step;       // counted from the base: an earlier one that reads it, or has updated it
+    uint32_t from;  // near its row there
+  };
 
   class Lock;
   class BothLocks;
@@ -218,6 +224,7 @@ class Window : public HeapObject {
   bool astray_ GUARDED_BY(mu_) = false;             // a place in the queue is missing, or wrong
   bool words_only_ GUARDED_BY(links_mu_) = false;   // staleness or a cache: Part::next does not tell everything
   WindowStats stats_ GUARDED_BY(mu_);
+  Found found_[2048] GUARDED_BY(links_mu_);  // of the piece that is being linked: too much for a caller's stack
 };
 
 }  // namespace frugal

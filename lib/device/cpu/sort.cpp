@@ -7,6 +7,8 @@
 
 #include <string.h>
 
+#include <utility>
+
 namespace frugal::device {
 namespace {
 
@@ -58,15 +60,25 @@ size_t insertion_sort(const uint32_t* slots, size_t n, uint32_t first_position, 
 
 }  // namespace
 
-SortedPairs sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
-                       uint64_t* a, uint64_t* b) {
-  if (n <= kInsertionLimit) return {a, insertion_sort(slots, n, first_position, a)};
+size_t sort_scratch(size_t n, uint64_t rows) {
+  if (n <= kInsertionLimit) return 0;
+  const Digits digits = choose_digits(bits_below(rows), n);
+  return (sizeof(uint32_t) * digits.passes << digits.bits) + (digits.passes > 1 ? n * sizeof(uint64_t) : 0);
+}
+
+size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
+                  uint64_t* pairs, void* scratch) {
+  if (n <= kInsertionLimit) return insertion_sort(slots, n, first_position, pairs);
 
   const Digits digits = choose_digits(bits_below(rows), n);
   const uint32_t buckets = 1u << digits.bits;
   const uint32_t mask = buckets - 1;
-  uint32_t histogram[kMaxBuckets];
+  uint32_t* histogram = static_cast<uint32_t*>(scratch);
   memset(histogram, 0, sizeof(uint32_t) * digits.passes * buckets);
+  // The pairs go from one to the other with each pass; the last one ends in `pairs`.
+  uint64_t* a = pairs;
+  uint64_t* b = reinterpret_cast<uint64_t*>(histogram + digits.passes * buckets);  // an even number of counts
+  if (digits.passes % 2 == 0) std::swap(a, b);
   size_t count = 0;
   if (digits.passes == 2) {
     for (size_t i = 0; i < n; ++i) {
@@ -109,11 +121,9 @@ SortedPairs sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position,
       const uint64_t pair = a[i];
       b[h[(pair >> shift) & mask]++] = pair;
     }
-    uint64_t* t = a;
-    a = b;
-    b = t;
+    std::swap(a, b);
   }
-  return {a, count};
+  return count;
 }
 
 size_t distinct_slots(const uint64_t* pairs, size_t count, uint32_t* slots_out,

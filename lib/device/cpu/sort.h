@@ -2,8 +2,8 @@
 //
 // What: the sorted pairs are all that the update of a step needs: runs of equal slots, positions
 // ascending within a run, rows in the order in which they lie in memory.
-// Invariants: stable; padding (0xffffffff) is left out; nothing is allocated: the caller gives two
-// buffers of n pairs, of which one holds the result.
+// Invariants: stable; padding (0xffffffff) is left out; nothing is allocated and the stack stays
+// small: the caller gives the memory for what lies between the passes.
 // Callers: the engine when keys of a step have been resolved; one thread a list.
 #ifndef FRUGAL_DEVICE_CPU_SORT_H_
 #define FRUGAL_DEVICE_CPU_SORT_H_
@@ -13,16 +13,15 @@
 
 namespace frugal::device {
 
-struct SortedPairs {
-  uint64_t* pairs;  // `a` or `b` of sort_pairs
-  size_t count;     // pairs that are not padding
-};
+// The bytes between the passes of sort_pairs: counts of digits, and the pairs once more if there are
+// several passes.
+size_t sort_scratch(size_t n, uint64_t rows);
 
 // Sorts slot << 32 | (first_position + i) for i in 0 .. n - 1 by slot, stable, without padding.
-// Slots that are not padding are < `rows`. n + first_position <= 2^32. `a` and `b` each have room
-// for n pairs. Uses about 33 KiB of stack.
-SortedPairs sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
-                       uint64_t* a, uint64_t* b);
+// Slots that are not padding are < `rows`. n + first_position <= 2^32. `pairs` has room for n pairs,
+// `scratch` for sort_scratch(n, rows) bytes at a multiple of 8. Returns the number of pairs.
+size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
+                  uint64_t* pairs, void* scratch);
 
 // The distinct slots of sorted pairs: slots_out[i] and start_out[i], the index of its first pair,
 // both with room for `count` (start_out: count + 1); start_out[result] = count. Returns their
