@@ -1,9 +1,11 @@
 # frugal_test(NAME name COMMAND command... [LABEL label] [TIER tier] [COST seconds] [TIMEOUT seconds] [SERIAL]
-#             [PROPERTIES name value...])
+#             [SHARDS number] [PROPERTIES name value...])
 # adds a test. docs/testing.md tells what the labels and tiers are.
 #   LABEL  unit (the default), header, oracle or system. A unit test may take FRUGAL_UNIT_SECONDS of processor time.
 #   TIER   base (the default): ./dev test and all others; ci: ./dev test --ci; all: ./dev test --all.
 #   COST   seconds of the whole test; ctest begins with the longest.
+#   SHARDS of a GoogleTest program that mostly waits: that many tests, NAME_1 and so on, which can run side by side.
+#          GoogleTest itself deals the cases out to them, so that none is left out.
 if(FRUGAL_SANITIZE)
   set(FRUGAL_UNIT_SECONDS 300)
 else()
@@ -14,7 +16,7 @@ add_executable(frugal_budget ${CMAKE_SOURCE_DIR}/tests/support/budget.c)
 set_target_properties(frugal_budget PROPERTIES C_EXTENSIONS ON)
 
 function(frugal_test)
-  cmake_parse_arguments(PARSE_ARGV 0 t "SERIAL" "NAME;LABEL;TIER;COST;TIMEOUT" "COMMAND;PROPERTIES")
+  cmake_parse_arguments(PARSE_ARGV 0 t "SERIAL" "NAME;LABEL;TIER;COST;TIMEOUT;SHARDS" "COMMAND;PROPERTIES")
   if(t_UNPARSED_ARGUMENTS OR NOT t_COMMAND)
     message(FATAL_ERROR "frugal_test: ${t_NAME}: ${t_UNPARSED_ARGUMENTS}")
   endif()
@@ -31,12 +33,26 @@ function(frugal_test)
     list(PREPEND t_COMMAND $<TARGET_FILE:${program}>)
   endif()
   if(t_LABEL STREQUAL unit)
-    list(PREPEND t_COMMAND $<TARGET_FILE:frugal_budget> ${FRUGAL_UNIT_SECONDS})
+    set(budget $<TARGET_FILE:frugal_budget> ${FRUGAL_UNIT_SECONDS})
   endif()
-  add_test(NAME ${t_NAME} COMMAND ${t_COMMAND})
-  set_tests_properties(${t_NAME} PROPERTIES LABELS "${t_LABEL};tier_${t_TIER}" COST ${t_COST} TIMEOUT ${t_TIMEOUT}
-    ${t_PROPERTIES})
-  if(t_SERIAL)
-    set_tests_properties(${t_NAME} PROPERTIES RUN_SERIAL ON)
+  set(names ${t_NAME})
+  if(t_SHARDS)
+    set(names)
+    foreach(shard RANGE 1 ${t_SHARDS})
+      list(APPEND names ${t_NAME}_${shard})
+    endforeach()
   endif()
+  set(index 0)
+  foreach(name IN LISTS names)
+    if(t_SHARDS)
+      set(share ${CMAKE_COMMAND} -E env GTEST_TOTAL_SHARDS=${t_SHARDS} GTEST_SHARD_INDEX=${index})
+    endif()
+    add_test(NAME ${name} COMMAND ${budget} ${share} ${t_COMMAND})
+    set_tests_properties(${name} PROPERTIES LABELS "${t_LABEL};tier_${t_TIER}" COST ${t_COST} TIMEOUT ${t_TIMEOUT}
+      ${t_PROPERTIES})
+    if(t_SERIAL)
+      set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+    endif()
+    math(EXPR index "${index} + 1")
+  endforeach()
 endfunction()

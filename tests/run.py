@@ -1,10 +1,11 @@
-"""Runs the suites of ./dev test, two processors' worth side by side, and tells the minutes that are left.
+"""Runs the suites of ./dev test side by side, and tells the minutes that are left.
 
     tests/run.py [--ci | --all] [--only SUITE]... [--no-skips] [--json FILE]
 
 ./dev test is the entrance: it installs what the suites need first. Without a tier: the suites of `base`. Each suite is a
 build, a run of ctest, or a program whose last line is "N passed, N failed, N skipped". A suite begins when those that it
-stands on have ended and enough processors are free. The last line of the whole is that line, too.
+stands on have ended and enough processors are free. A build asks for no free processor: one at a time runs at a low
+priority, in the time that tests leave while they wait. The last line of the whole is that line, too.
 """
 
 import argparse
@@ -26,12 +27,13 @@ COUNTS = re.compile(r'(\d+) passed, (\d+) failed, (\d+) skipped$')
 
 
 class Suite:
-  """What runs at a time. `seconds`: on two processors with nothing else running; for the minutes left alone."""
+  """What runs at a time. `seconds`: of processor time; for the minutes left alone."""
 
   def __init__(self, name, tier, seconds, after=(), processors=2):
     self.name, self.tier, self.seconds, self.after = name, tier, seconds, after
     self.processors = min(processors, PROCESSORS)
     self.log = os.path.join(LOGS, f'{name}.log')
+    self.used = 0.0  # seconds of processor time, of all processes that were waited for
     self.done = 0.0  # the part of it that has run
     self.note = ''   # what it is at
     self.counts = None  # passed, failed, skipped
@@ -47,7 +49,10 @@ class Suite:
         log.write(line)
         log.flush()
         self.read(line)
-      return process.wait()
+      _, status, usage = os.wait4(process.pid, 0)
+      process.returncode = os.waitstatus_to_exitcode(status)
+      self.used += usage.ru_utime + usage.ru_stime
+      return process.returncode
 
   def read(self, line):
     """A line of the output, for progress and counts."""
@@ -57,7 +62,7 @@ class Build(Suite):
   """A preset of CMakePresets.json, configured and built. A build that fails is a failed test; one that does not is none."""
 
   def __init__(self, preset, tier, seconds, after=(), options=(), targets=()):
-    super().__init__(f'build-{preset}', tier, seconds, after)
+    super().__init__(f'build-{preset}', tier, seconds, after, processors=0)
     self.preset, self.options, self.targets = preset, options, targets
 
   def read(self, line):
@@ -67,7 +72,7 @@ class Build(Suite):
       self.note = f'{step[1]} of {step[2]} steps'
 
   def run(self):
-    build = ['cmake', '--build', os.path.join('build', self.preset)]
+    build = ['nice', '-n', '5', 'cmake', '--build', os.path.join('build', self.preset)]
     if self.targets:
       build += ['--target', *self.targets]
     good = self.call(['cmake', '--preset', self.preset, *self.options]) == 0 and self.call(build) == 0
@@ -77,8 +82,8 @@ class Build(Suite):
 class Tests(Suite):
   """Tests of a preset by ctest."""
 
-  def __init__(self, name, preset, tier, seconds, chosen, after=()):
-    super().__init__(name, tier, seconds, after or [f'build-{preset}'])
+  def __init__(self, name, preset, tier, seconds, chosen, after=(), processors=2):
+    super().__init__(name, tier, seconds, after or [f'build-{preset}'], processors)
     self.preset, self.chosen = preset, chosen
 
   def read(self, line):
@@ -140,34 +145,36 @@ def suites():
   only = '^({})$'.format
   cuda = only('device_open_test|cuda_.*|symbols|readme|host_test|capi_test|gpu_test')
   return [
-      Build('release', 'base', 180),
-      Tests('release', 'release', 'base', 200, ['-L', only('tier_base')]),
-      Program('smoke', 'base', 40, ['bindings/smoke', release]),
-      # The first build of a sanitizer is the longest of all, so bindings, which take one processor each, are last.
-      Tests('release-ci', 'release', 'ci', 180, ['-L', only('tier_ci')], after=['release', 'smoke']),
-      Build('tsan', 'ci', 210, after=['release-ci']),
-      Tests('tsan', 'tsan', 'ci', 240, ['-L', only('tier_base|tier_ci')]),
-      Build('asan', 'ci', 240, after=['tsan']),
-      Tests('asan', 'asan', 'ci', 240, ['-L', only('tier_base|tier_ci')]),
-      Build('gpu', 'ci', 100, after=['asan'], options=['-DFRUGAL_CUDA=ON', f'-DCMAKE_CUDA_COMPILER={nvcc}']),
-      Tests('gpu', 'gpu', 'ci', 60, ['-R', cuda]),
-      Build('nocuda', 'ci', 20, after=['gpu'], targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
-      Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')]),
-      Program('mutants', 'ci', 150, [*mutants, '--rotate', '12'], after=['nocuda']),
-      Program('python', 'ci', 240, ['bindings/python/check', release, python], after=['nocuda']),
-      Program('julia', 'ci', 240, ['bindings/julia/check', release], after=['nocuda']),
-      Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['nocuda']),
-      Program('mixed', 'ci', 10, ['tests/opscript/check', release], after=['python', 'julia', 'rust', 'mutants']),
-      Tests('release-all', 'release', 'all', 1800, ['-L', only('tier_all')], after=['mixed']),
-      Build('clang', 'all', 200, after=['release-all']),
+      Build('release', 'base', 280),
+      Tests('release', 'release', 'base', 150, ['-L', only('tier_base')]),
+      Program('smoke', 'base', 30, ['bindings/smoke', release]),
+      Tests('release-ci', 'release', 'ci', 260, ['-L', only('tier_ci')], after=['build-release', 'release', 'smoke']),
+      # Builds come one after the other, in this order.
+      Build('tsan', 'ci', 300, after=['build-release']),
+      Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'], processors=1),
+      Build('asan', 'ci', 480, after=['build-tsan']),
+      Tests('asan', 'asan', 'ci', 220, ['-L', only('tier_base|tier_ci')], after=['build-asan', 'release-ci'], processors=1),
+      Build('gpu', 'ci', 100, after=['build-asan'], options=['-DFRUGAL_CUDA=ON', f'-DCMAKE_CUDA_COMPILER={nvcc}']),
+      Tests('gpu', 'gpu', 'ci', 10, ['-R', cuda], after=['build-gpu', 'release-ci'], processors=1),
+      Build('nocuda', 'ci', 15, after=['build-gpu'], targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
+      Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
+            after=['build-nocuda', 'release-ci'], processors=1),
+      # One processor each, the longest first, beside the sanitizers' tests, which wait for half of their time.
+      Program('python', 'ci', 380, ['bindings/python/check', release, python], after=['build-release', 'release-ci']),
+      Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci']),
+      Program('julia', 'ci', 200, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
+      Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
+      Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
+      Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')], after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
+      Build('clang', 'all', 300, after=['release-all']),
       Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
-      Single('rehearsal', 'all', 120, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
+      Single('rehearsal', 'all', 200, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
              after=['clang'], processors=2),
       Program('python-asan', 'all', 600, ['bindings/python/check', os.path.join(ROOT, 'build', 'asan'), python, '--asan'],
               after=['build-asan', 'rehearsal']),
       Program('frameworks', 'all', 300, ['bindings/python/check', release, python, '--frameworks'],
               after=['rehearsal']),
-      Program('mutants-all', 'all', 900, mutants, after=['rehearsal'], processors=2),
+      Program('mutants-all', 'all', 1500, mutants, after=['rehearsal'], processors=2),
   ]
 
 
@@ -186,16 +193,16 @@ class Run:
 
   def left(self):
     """The minutes left, by what the suites are expected to take and how this machine has done so far."""
-    expected = sum(s.seconds * s.processors for s in self.ended)
-    expected += sum(s.seconds * s.processors * s.done for s in self.running)
-    rest = sum(s.seconds * s.processors for s in self.waiting)
-    rest += sum(s.seconds * s.processors * (1 - s.done) for s in self.running)
+    expected = sum(s.seconds for s in self.ended) + sum(s.seconds * s.done for s in self.running)
+    rest = sum(s.seconds for s in self.waiting) + sum(s.seconds * (1 - s.done) for s in self.running)
     pace = (time.monotonic() - self.start) / expected if expected > 60 else 1 / PROCESSORS
     minutes = rest * pace / 60
     return 'less than a minute left' if minutes < 1 else f'about {minutes:.0f} min left'
 
   def may_begin(self, suite):
     names = {s.name for s in self.waiting + self.running}
+    if isinstance(suite, Build) and any(isinstance(s, Build) for s in self.running):
+      return False
     free = PROCESSORS - sum(s.processors for s in self.running)
     return suite.processors <= free and not names.intersection(suite.after)
 
@@ -204,7 +211,7 @@ class Run:
     counts = 0, 1, 0
     try:
       failed = {s.name for s in self.ended if isinstance(s, Build) and s.counts[1]}
-      if failed.intersection(suite.after):
+      if failed.intersection(suite.after) and not isinstance(suite, Build):
         with open(suite.log, 'a', encoding='utf-8') as log:
           log.write('not run: its build failed\n')
       else:
@@ -220,7 +227,7 @@ class Run:
       if counts[1]:
         self.tell_failure(suite)
         told = told.replace('built', 'NOT built')
-      self.say(f'{suite.name}: {told} ({suite.took:.0f} s); {self.left()}')
+      self.say(f'{suite.name}: {told} ({suite.took:.0f} s, {suite.used:.0f} of a processor); {self.left()}')
       self.lock.notify()
 
   @staticmethod
@@ -280,7 +287,7 @@ def main():
       sys.exit(f'no suite {", ".join(sorted(unknown))}; there are {", ".join(s.name for s in every)}')
     # With the builds that they stand on.
     chosen = [s for s in every if s.name in names or
-              isinstance(s, Build) and any(s.name in o.after for o in every if o.name in names)]
+              isinstance(s, Build) and any(s.name in o.after for o in every if o.name in names and not isinstance(o, Build))]
   else:
     tier = 2 if args.all else 1 if args.ci else 0
     chosen = [s for s in every if TIERS.index(s.tier) <= tier]
@@ -290,9 +297,9 @@ def main():
   passed, failed, skipped = (sum(s.counts[i] for s in chosen) for i in range(3))
   if args.json:
     with open(args.json, 'w', encoding='utf-8') as out:
-      json.dump([{'suite': s.name, 'seconds': round(s.took, 1), 'counts': s.counts} for s in chosen], out, indent=1)
+      json.dump([{'suite': s.name, 'seconds': round(s.took, 1), 'processor': round(s.used, 1), 'counts': s.counts} for s in chosen], out, indent=1)
   for suite in chosen:
-    print(f'   {suite.name:14s} {suite.took:6.0f} s   {suite.counts[0]:5d} {suite.counts[1]:3d} {suite.counts[2]:3d}')
+    print(f'   {suite.name:14s} {suite.took:6.0f} s {suite.used:6.0f} s   {suite.counts[0]:5d} {suite.counts[1]:3d} {suite.counts[2]:3d}')
   run.say('that was all')
   print(f'{passed} passed, {failed} failed, {skipped} skipped')
   if failed:

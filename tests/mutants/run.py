@@ -170,7 +170,7 @@ def check_unchanged(targets, reds):
     sys.exit(f'mutants: the unchanged tree does not build any more; see {LOG}')
   for test, times in reds.items():
     start = time.monotonic()
-    end = ends(list(test), max(20, 3 * max(seconds for seconds, _ in times)))
+    end = ends(list(test), max(5, 3 * max(seconds for seconds, _ in times)))
     if end and (end != HANGS or HANGS in (how for _, how in times)):
       sys.exit(f'mutants: red without any mutant: {" ".join(test)}: {end}; see {LOG}')
     told = 'is green so far' if end else 'is green'
