@@ -210,8 +210,8 @@ Status Engine::fresh_access(Trainer& t, const Access& a) {
                deadline(FRUGAL_TIMEOUT_DEFAULT));
 }
 
-// Where each key's row is to be read: the trainer's cache, the host row, or (staleness) a copy made
-// under the row's lock. Empty `pointers`: all in the host rows.
+// Where each key's row is to be read: the trainer's cache, the host row, or (staleness) a copy. Empty
+// `pointers`: all in the host rows.
 Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
                       size_t n, Buffer* pointers, Buffer* copies) {
   if (!cached && !stale()) return FRUGAL_OK;
@@ -230,6 +230,12 @@ Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, c
   }
   size_t row_floats = table.rows.layout().value_stride;
   if (stale()) FRUGAL_TRY(pool_.get(n * row_floats * sizeof(float), copies));
+  const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
+  const auto go_on = [&] {
+    FRUGAL_TRY(check());
+    if (!until.passed()) return Status{FRUGAL_OK};
+    return fail(FRUGAL_ERR_TIMEOUT, "waited for rows to be written; nothing was taken: call again");
+  };
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (p[i] || s == kNoSlot) continue;
@@ -240,8 +246,7 @@ Status Engine::locate(Table& table, const RowCache* cache, const Part* cached, c
     p[i] = table.rows.values(s);
     if (stale()) {
       float* copy = copies->as<float>() + i * row_floats;
-      RowLock lock(*this, table, s, false);
-      std::memcpy(copy, p[i], table.rows.layout().dim * sizeof(float));
+      FRUGAL_TRY(read_row(versions_[version_of(table.handle, s)], p[i], table.rows.layout().dim, copy, go_on));
       p[i] = copy;
     }
   }

@@ -35,6 +35,7 @@
 #include "engine/op_check.h"
 #include "engine/session.h"
 #include "engine/stats.h"
+#include "storage/row_versions.h"
 #include "storage/rows.h"
 #include "window/window.h"
 
@@ -70,13 +71,6 @@ using BatchRef = std::shared_ptr<Batch>;
 struct PushState : PushSums {
   TableRef table;
 };
-
-// With staleness rows are read while others are written: under the lock of their stripe, or (by another
-// process) while its version does not change.
-constexpr size_t kStripes = 1024;
-inline size_t stripe_of(uint64_t table, uint32_t slot) {
-  return (slot * 0x9e3779b1u ^ static_cast<uint32_t>(table * 0x85ebca6bu)) % kStripes;
-}
 
 constexpr uint32_t kNoRank = UINT32_MAX;
 
@@ -237,12 +231,13 @@ using JobRef = std::shared_ptr<Job>;
 // What a thread works on that writes rows.
 struct Scratch : HeapObject {
   static constexpr size_t kRows = 1024;
-  explicit Scratch(size_t ranks) {
+  Scratch(size_t ranks, size_t row_floats) : row(row_floats) {
     claim.reserve(kRows);
     terms.reserve(kRows, ranks);
   }
   Claim claim;
   TermList terms;
+  Vector<float> row;  // staleness > 0: a row, with its state, before others may see it
   std::unique_ptr<Scratch> next;
 };
 
@@ -251,14 +246,17 @@ class Scratches {
  public:
   void open(size_t ranks) {
     ranks_ = ranks;
-    free_ = std::make_unique<Scratch>(ranks);
+    free_ = std::make_unique<Scratch>(ranks, 0);
   }
+  // Who takes one from now on has room for so many floats of a row. Throws where there is no memory.
+  void make_room(size_t row_floats);
   // For a piece of work, in which its thread waits for nobody who has one.
   class Lease {
    public:
     explicit Lease(Scratches& of) noexcept : of_(of), is_(of.take()) {}
     ~Lease() { of_.give(std::move(is_)); }
     Scratch* operator->() const { return is_.get(); }
+    Scratch& operator*() const { return *is_; }
 
    private:
     Scratches& of_;
@@ -273,8 +271,8 @@ class Scratches {
     free_ = std::move(scratch);
   }
   std::mutex mu_;
-  size_t ranks_ = 1;
-  std::unique_ptr<Scratch> free_;
+  size_t ranks_ = 1, row_floats_ = 0;
+  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_floats_ came with
 };
 
 struct PreparedUpdate {
@@ -479,8 +477,9 @@ class Engine final : public Session, private DataPath {
   bool prepare_one();
   Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
-  void apply_claim(Table& table, const Claim& claim, TermList* terms);
-  void apply_terms(Table& table, const StepUpdate& update, const TermList& terms, const device::Undo* undo);
+  void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
+  void apply_terms(Table& table, const StepUpdate& update, Scratch& scratch, size_t first,
+                   const TableLedger::Writing& writing);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
   void publish(List<JobRef>&& job) noexcept;
   void run_job_chunk(const JobRef& job, size_t chunk);
@@ -720,7 +719,6 @@ class Engine final : public Session, private DataPath {
                               std::max<uint64_t>(step_bytes_.load(std::memory_order_relaxed) * 5 / 4,
                                                  uint64_t{4} << 20));
   }
-  std::mutex stripes_[kStripes];     // staleness > 0: rows are read while others are written
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
   uint64_t most_ahead() const {
@@ -728,28 +726,9 @@ class Engine final : public Session, private DataPath {
     return config_.staleness >= kRing ? Rows::kMarks - 2 : Window::kHorizon - 2;
   }
   bool stale() const { return config_.staleness != 0; }
-  // For readers in other processes, in the arena: odd while a row of the stripe is written.
-  std::atomic<uint32_t>* versions_ = nullptr;
+  VersionWord* versions_ = nullptr;  // staleness > 0: rows are read while others are written, also by other processes
   Buffer versions_memory_;
   std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
-  // Holds the lock of a row's stripe, for reading or writing it.
-  class RowLock {
-   public:
-    RowLock(Engine& e, const Table& t, uint32_t slot, bool write)
-        : lock_(e.stripes_[stripe_of(t.handle, slot)]),
-          version_(write && e.versions_ ? &e.versions_[stripe_of(t.handle, slot)] : nullptr) {
-      if (!version_) return;
-      version_->fetch_add(1, std::memory_order_relaxed);
-      std::atomic_thread_fence(std::memory_order_release);
-    }
-    ~RowLock() {
-      if (version_) version_->fetch_add(1, std::memory_order_release);
-    }
-
-   private:
-    std::lock_guard<std::mutex> lock_;
-    std::atomic<uint32_t>* version_;
-  };
   // choose_mode's measurements
   uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
   uint64_t mode_warm_ = 0;

@@ -176,18 +176,41 @@ void TableLedger::Writing::begin(TableLedger* ledger, const void* record) {
   ledger_point();
 }
 
-void TableLedger::Writing::tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i,
+void TableLedger::Writing::tell(const device::Undo& undo, const device::RowsRef&, uint32_t slot, size_t i,
                                 bool written) {
   const auto* w = static_cast<const Writing*>(undo.context);
+  if (written) w->mark(slot, undo.rows, i);
+  else w->name(slot);
+}
+
+// The row's copy is whole.
+void TableLedger::Writing::name(uint32_t slot) const {
   ledger_point();
-  if (!written) {
-    *undo.slot = slot;
-    ledger_point(&of, &slot, 1);
-    return;
-  }
-  if (w->progress_) *w->progress_ = slot + 1;
-  else w->marks_[undo.rows[i]] = 1;
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  std::atomic_ref(*undo_.slot).store(slot, std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  ledger_point(ledger_->ref_, &slot, 1);
+}
+
+void TableLedger::Writing::mark(uint32_t slot, const uint32_t* rows, size_t i) const {
+  std::atomic_signal_fence(std::memory_order_seq_cst);
   ledger_point();
+  if (progress_) std::atomic_ref(*progress_).store(slot + uint64_t{1}, std::memory_order_release);
+  else std::atomic_ref(marks_[rows[i]]).store(1, std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  ledger_point();
+}
+
+void TableLedger::Writing::before(uint32_t slot) const {
+  if (!ledger_) return;
+  const device::RowsRef& of = *ledger_->ref_;
+  std::memcpy(undo_.values, of.values + slot * of.value_stride, of.dim * sizeof(float));
+  if (of.state_stride) std::memcpy(undo_.state, of.state + slot * of.state_stride, of.state_stride * sizeof(float));
+  name(slot);
+}
+
+void TableLedger::Writing::after(uint32_t slot, size_t i) const {
+  if (ledger_) mark(slot, undo_.rows, i);
 }
 
 void TableLedger::Writing::chunk_done() {

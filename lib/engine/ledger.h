@@ -121,10 +121,15 @@ class TableLedger : public HeapObject, public std::enable_shared_from_this<Table
     Writing(const Writing&) = delete;
     Writing& operator=(const Writing&) = delete;
     const device::Undo* undo() const { return ledger_ ? &undo_ : nullptr; }
+    // Of a row that no such kernel writes: what they tell before, and behind it. `i`: entry of the list.
+    void before(uint32_t slot) const;
+    void after(uint32_t slot, size_t i) const;
     void chunk_done();  // all rows of the chunk are written
 
    private:
     void begin(TableLedger* ledger, const void* record);
+    void name(uint32_t slot) const;
+    void mark(uint32_t slot, const uint32_t* rows, size_t i) const;
     static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written);
     TableLedger* ledger_ = nullptr;
     uint32_t image_ = 0;

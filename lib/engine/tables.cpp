@@ -35,10 +35,10 @@ Status Engine::start() {
     // Addresses only; more than the machine has will not be needed.
     FRUGAL_TRY(arena_.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
     pool_.cut_from(&arena_);
-    if (stale()) {
-      FRUGAL_TRY(pool_.get(kStripes * sizeof(std::atomic<uint32_t>), &versions_memory_));
-      versions_ = new (versions_memory_.data()) std::atomic<uint32_t>[kStripes]();
-    }
+  }
+  if (stale()) {
+    FRUGAL_TRY(pool_.get(kVersionWords * sizeof(VersionWord), &versions_memory_));
+    versions_ = new (versions_memory_.data()) VersionWord[kVersionWords]();
   }
   try {
     workers_.reserve(config_.flush_threads);
@@ -273,6 +273,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
   rows.pinner = pinner_;
+  if (stale()) scratches_.make_room(rows.layout.value_stride + rows.layout.state_stride);
   FRUGAL_TRY(table->rows.open(rows, &budget_));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
@@ -457,6 +458,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                                 o.initial_accumulator);
   Map<uint64_t, frugal_optimizer> schedule;
   schedule[0] = o;
+  if (stale()) scratches_.make_room(state.layout.value_stride + state.layout.state_stride);
   FRUGAL_TRY(rows.open_state(&state));
   if (!rows.lazy()) {
     const size_t bytes = c.rows * sizeof(float) * state.layout.state_stride;

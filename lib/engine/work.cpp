@@ -1,7 +1,8 @@
 // Who does the work: the flush threads, and callers that wait.
 #include <algorithm>
-#include <optional>
+#include <cstring>
 
+#include "base/assert.h"
 #include "base/fpenv.h"
 #include "engine/wait.h"
 
@@ -19,18 +20,28 @@ constexpr size_t kWarmRows = 2048;
 
 }  // namespace
 
+void Scratches::make_room(size_t row_floats) {
+  auto more = std::make_unique<Scratch>(ranks_, row_floats);
+  std::lock_guard<std::mutex> lock(mu_);
+  if (row_floats <= row_floats_) return;
+  row_floats_ = row_floats;
+  more->next = std::move(free_);
+  free_ = std::move(more);
+}
+
 std::unique_ptr<Scratch> Scratches::take() noexcept {
-  for (;;) {
+  for (size_t row_floats;;) {
     {
       std::lock_guard<std::mutex> lock(mu_);
-      if (free_) {
+      while (free_) {
         std::unique_ptr<Scratch> first = std::move(free_);
         free_ = std::move(first->next);
-        return first;
+        if (first->row.size() >= row_floats_) return first;
       }
+      row_floats = row_floats_;
     }
     try {
-      return std::make_unique<Scratch>(ranks_);
+      return std::make_unique<Scratch>(ranks_, row_floats);
     } catch (const std::bad_alloc&) {
       std::this_thread::yield();  // others have them, for a moment
     }
@@ -261,7 +272,6 @@ Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context
 // --- Pending rows --------------------------------------------------------------------------------
 
 bool Engine::flush_rows(uint64_t step) {
-  std::optional<Scratches::Lease> scratch;
   for (size_t i = 0;; ++i) {
     TableRef t;
     {
@@ -271,8 +281,8 @@ bool Engine::flush_rows(uint64_t step) {
       if (i >= tables_.size()) return false;
       t = tables_[i];
     }
-    if (!scratch) scratch.emplace(scratches_);
-    Claim& claim = (*scratch)->claim;
+    const Scratches::Lease scratch(scratches_);
+    Claim& claim = scratch->claim;
     TraceSpan span(trace_, SpanKind::kFlush);
     {
       Timed timed(counters_.entry_ns);
@@ -284,7 +294,7 @@ bool Engine::flush_rows(uint64_t step) {
     }
     span.table(t->number).count(claim.ids.size());
     if (!claim.runs.empty()) span.step(claim.runs[0].update->step);
-    apply_claim(*t, claim, &(*scratch)->terms);
+    apply_claim(*t, claim, *scratch);
     {
       Timed timed(counters_.entry_ns);
       t->window.finish(claim);
@@ -295,28 +305,44 @@ bool Engine::flush_rows(uint64_t step) {
   }
 }
 
-void Engine::apply_terms(Table& table, const StepUpdate& u, const TermList& terms, const device::Undo* undo) {
+// The terms of rows from entry `first` on of what is being written.
+void Engine::apply_terms(Table& table, const StepUpdate& u, Scratch& scratch, size_t first,
+                         const TableLedger::Writing& writing) {
   const device::Kernels& k = device::kernels();
+  const TermList& terms = scratch.terms;
   if (!stale()) {
+    device::Undo undo;
+    if (writing.undo()) {
+      undo = *writing.undo();
+      undo.rows += first;
+    }
     k.apply_terms(table.rows.ref(), u.scalars, terms.slots.data(), terms.slots.size(),
-                  terms.terms.data(), terms.start.data(), undo);
+                  terms.terms.data(), terms.start.data(), writing.undo() ? &undo : nullptr);
     return;
   }
-  // With staleness a row may be read meanwhile: it is written under its lock.
+  // With staleness a row may be read meanwhile: it is made elsewhere, and then stored.
+  const RowLayout& layout = table.rows.layout();
+  FRUGAL_ASSERT(scratch.row.size() >= layout.value_stride + layout.state_stride);
+  float *values = scratch.row.data(), *state = values + layout.value_stride;
+  const size_t value_bytes = layout.value_stride * sizeof(float), state_bytes = layout.state_stride * sizeof(float);
+  const device::RowsRef made = layout.at(reinterpret_cast<char*>(values), reinterpret_cast<char*>(state));
   for (size_t i = 0; i < terms.slots.size(); ++i) {
-    RowLock lock(*this, table, terms.slots[i], true);
-    uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
-    device::Undo of_row;
-    if (undo) {
-      of_row = *undo;
-      of_row.rows += i;
-    }
-    k.apply_terms(table.rows.ref(), u.scalars, &terms.slots[i], 1,
-                  terms.terms.data() + terms.start[i], start, undo ? &of_row : nullptr);
+    const uint32_t slot = terms.slots[i], here = 0;
+    std::memcpy(values, table.rows.values(slot), value_bytes);
+    if (state_bytes) std::memcpy(state, table.rows.state(slot), state_bytes);
+    const uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
+    k.apply_terms(made, u.scalars, &here, 1, terms.terms.data() + terms.start[i], start, nullptr);
+    writing.before(slot);
+    VersionWord& version = versions_[version_of(table.handle, slot)];
+    begin_write(version);
+    store_shared(table.rows.values(slot), values, layout.dim);
+    end_write(version);
+    if (state_bytes) std::memcpy(table.rows.state(slot), state, state_bytes);
+    writing.after(slot, first + i);
   }
 }
 
-void Engine::apply_claim(Table& table, const Claim& claim, TermList* terms) {
+void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
   Timed timed(counters_.apply_ns);
   const device::Kernels& k = device::kernels();
   uint64_t begun = begun_.load(std::memory_order_relaxed), deferred = 0;
@@ -335,16 +361,13 @@ void Engine::apply_claim(Table& table, const Claim& claim, TermList* terms) {
       else
         k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride, writing.undo());
     } else {
+      TermList& terms = scratch.terms;
       for (size_t i = 0; i < n;) {
-        device::Undo undo;
-        if (writing.undo()) {
-          undo = *writing.undo();
-          undo.rows += i;
-        }
-        terms->clear();
-        for (; i < n && !terms->full(u.ranks.size()); ++i) u.add_terms(rows[i], terms);
-        terms->close();
-        apply_terms(table, u, *terms, writing.undo() ? &undo : nullptr);
+        const size_t first = i;
+        terms.clear();
+        for (; i < n && !terms.full(u.ranks.size()); ++i) u.add_terms(rows[i], &terms);
+        terms.close();
+        apply_terms(table, u, scratch, first, writing);
       }
     }
     if (u.step + 1 < begun) deferred += n;

@@ -106,9 +106,9 @@ Status Client::attach(const frugal_config& config) {
   FRUGAL_TRY(channel_at(d, 1, false, &channel_));
   const uint64_t versions = reply.numbers[1];
   if (versions != kNoPlace) {
-    if (versions > arena_.bytes - kStripes * sizeof(uint32_t))
+    if (versions > arena_.bytes - kVersionWords * sizeof(VersionWord))
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
-    versions_ = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + versions);
+    versions_ = reinterpret_cast<const VersionWord*>(arena_.base + versions);
   }
   remains_.arena = arena_;
   remains_.root = reply.numbers[2];

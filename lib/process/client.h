@@ -306,7 +306,7 @@ class Client final : public Session, private DataPath {
   Mapping arena_;
   std::shared_mutex remains_mu_;                     // what follows, against its end
   Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
-  const std::atomic<uint32_t>* versions_ = nullptr;  // of rows' stripes, with staleness
+  const VersionWord* versions_ = nullptr;  // with staleness
   std::mutex gpus_mu_;                               // trainers on GPUs come and go
   // While it has a device, what kernels read is pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();

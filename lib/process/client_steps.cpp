@@ -14,8 +14,6 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
-constexpr uint64_t kWriteNs = 1'000'000;  // longer than a row is written, but by who is off the processor
-constexpr auto kWriteSleep = std::chrono::microseconds(50);
 constexpr uint64_t kLateNs = 5'000'000;
 constexpr auto kLateSleep = std::chrono::microseconds(50);
 // Declared keys of so many bytes are written once, where the controller finds them later; fewer go with the request.
@@ -626,6 +624,15 @@ Status Client::locate(RemoteTrainer& t, RemoteTable& table, const StepPart& step
     }
   }
   if (stale) FRUGAL_TRY(pool_.get(part.n * stride * sizeof(float), copies));
+  const uint64_t until = answer_until(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+  const auto go_on = [&] {
+    FRUGAL_TRY(check());
+    if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+    if (now_ns() > until) t.channel->cut();
+    if (t.channel->is_cut())
+      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+    return Status{FRUGAL_OK};
+  };
   const uint32_t* slots = part.slots.as<uint32_t>();
   for (size_t i = 0; i < part.n; ++i) {
     if (p[i] || slots[i] == kNoSlot) continue;
@@ -633,28 +640,7 @@ Status Client::locate(RemoteTrainer& t, RemoteTable& table, const StepPart& step
     p[i] = row;
     if (!stale) continue;
     float* copy = copies->as<float>() + i * stride;
-    const std::atomic<uint32_t>& version = versions_[stripe_of(table.id, slots[i])];
-    for (uint64_t began = 0, until = 0;;) {
-      const uint32_t before = version.load(std::memory_order_acquire);
-      if (!(before & 1)) {
-        std::memcpy(copy, row, table.info.dim * sizeof(float));
-        std::atomic_thread_fence(std::memory_order_acquire);
-        if (version.load(std::memory_order_relaxed) == before) break;
-      }
-      // Its writer may have been put off the processor, be stopped, or be gone for good.
-      FRUGAL_TRY(check());
-      if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
-      const uint64_t now = now_ns();
-      if (!began) {
-        began = now;
-        until = answer_until(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-      }
-      if (now > until) t.channel->cut();
-      if (t.channel->is_cut())
-        return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
-      if (now - began < kWriteNs) cpu_relax();
-      else std::this_thread::sleep_for(kWriteSleep);
-    }
+    FRUGAL_TRY(read_row(versions_[version_of(table.id, slots[i])], row, table.info.dim, copy, go_on));
     p[i] = copy;
   }
   return FRUGAL_OK;
