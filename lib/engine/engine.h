@@ -33,6 +33,7 @@
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/op_check.h"
+#include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/stats.h"
 #include "storage/row_versions.h"
@@ -62,15 +63,14 @@ struct Table : AnyTable {
 };
 using TableRef = std::shared_ptr<Table>;
 
-struct Batch : AnyBatch {
+struct Batch final : AnyBatch {
   Vector<PartRef> parts;
   Vector<TableRef> tables;
+  size_t size() const override { return parts.size(); }
+  const AnyTable& table(size_t part) const override { return *tables[part]; }
 };
 using BatchRef = std::shared_ptr<Batch>;
 
-struct PushState : PushSums {
-  TableRef table;
-};
 
 constexpr uint32_t kNoRank = UINT32_MAX;
 
@@ -176,9 +176,8 @@ struct Trainer : AnyTrainer {
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
   std::atomic<uint32_t> pins{kPinned};
-  // Guarded by the engine's mu_:
-  bool in_step = false;
-  uint64_t step = kNoStep;       // begun last
+  // Guarded by the engine's mu_ (its own calls may look at in_step without):
+  std::atomic<bool> in_step{false};
   uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
   uint64_t turned = kNoStep;     // its caches have passed the boundary of this step: the next can be planned
   uint64_t planned = kNoStep;    // the boundary that has been planned last
@@ -196,9 +195,7 @@ struct Trainer : AnyTrainer {
   Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
   Vector<TableRef> backlog_tables;
   // Guarded by call_mu (`caches` also by `planning`, and outside steps):
-  Map<const Table*, PushState> pushes;
   Vector<CreatedRows> created;
-  Vector<std::shared_ptr<Buffer>> lent;
   Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
   // Nothing is cached before this step is to be committed: rows of the steps before may still be
@@ -598,50 +595,27 @@ class Engine final : public Session, private DataPath {
   bool outside_allowed(String* why);
   bool ranks_inside(String* why);
   // --- access.cpp
-  // Keys of an op as they stand for this step.
-  struct Access {
-    TableRef table;
-    PartRef part;        // resolved
-    bool whole = false;  // it was declared, and the op names exactly its keys
-  };
-  Status find_access(Trainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   class AccessScope;
+  class LocalStep;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
   void create_rows(Trainer& t, const Vector<Access>& accesses);
   void create_used(Trainer& t, const Vector<RemotePart>& used);
   void tell_used(const Trainer& by);
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
-  Status inside(Trainer& t);
+  Status inside(const Trainer& t);
   Status not_inside(const Trainer& t) const;
-  // `cached` (may be null): the part whose keys they are, some rows of which are in the trainer's cache.
-  Status locate(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots, size_t n,
-                Buffer* pointers, Buffer* copies);
-  Status gather_table(Table& table, const RowCache* cache, const Part* cached, const uint32_t* slots,
-                      size_t n, const frugal_op& op);
+  // While a row is written by others, until the deadline, which begins with the first look.
+  Status row_awaited(Deadline* until) const;
+  // Rows outside of steps, and not of a cache.
+  RowSource host_rows(const Table& table) const;
   TrainerTable* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;
   }
-  // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
-  Status lookup_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
-  Status push_rows(Trainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, TraceSpan& span);
-  Status push_one(Trainer& t, const frugal_op& op, const Access& access, PushState* state);
-  Status gather_on_device(Trainer& t, const Access& access, const GpuOp& op);
+  Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
-  Status gather_through_device(Trainer& t, const Access& access, const GpuOp& op);
-  Status gather_and_send(Flight& flight, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
-  Status push_on_device(Trainer& t, const Access& access, const GpuOp& op, PushState* state);
-  Status match_batch(Trainer& t, frugal_op* op);
-  template <class Call>
-  Status with_gpu_ops(Trainer& t, const frugal_op* ops, size_t n, Use use, Call call);
-  static std::shared_ptr<Buffer> lent_for(const Trainer& t, const device::GradSource& source,
-                                          const Part& part, uint32_t dim);
-  static Handover& begin_handover(const Trainer& t, const Access& access, PushState* state);
-  Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
-  Status sum_lent(PushState* state);
-  Status sum_push(PushState* state, const device::GradSource& source, bool* nan);
   // For sums: devices see them if there are any.
   BufferPool& sums_pool() { return pinner_->any() ? pinned_ : pool_; }
 

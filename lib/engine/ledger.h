@@ -29,7 +29,6 @@ namespace frugal {
 
 constexpr uint64_t kNoPlace = UINT64_MAX;
 constexpr uint32_t kNoRegion = UINT32_MAX;
-constexpr uint64_t kNoStep = UINT64_MAX;
 
 // --- As it lies in memory ------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ Status in_op(Status status, size_t i, size_t n, const TableRef& table) {
 // frugal_op.table is not the handle of one.
 Status no_open_table(const frugal_op& op);
 
-// The first thing that every call does with its ops.
 class Session;
+// The first thing that every call does with its ops.
 Status check_ops(const Session& session, const frugal_op* ops, size_t n, Use use);
 
 }  // namespace frugal

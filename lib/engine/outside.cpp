@@ -407,7 +407,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     if (trainer && trainer->gpu && gpu[i].rows_on_device)
       FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i]));
     else
-      FRUGAL_TRY(gather_table(*table, nullptr, nullptr, s, op.count, op));
+      FRUGAL_TRY(read_rows(*table, s, op.count, op));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborted(*trainer);

@@ -5,8 +5,7 @@
 
 #include "base/fpenv.h"
 #include "base/handles.h"
-#include "engine/access_scope.h"
-#include "engine/wait.h"
+#include "engine/local_step.h"
 
 namespace frugal {
 
@@ -30,25 +29,18 @@ Status Engine::keep_ledger() {
 Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  std::unique_lock<std::mutex> lock(mu_);
-  auto at = batches_.find(t.step);
-  if (!t.in_step || at == batches_.end()) return FRUGAL_OK;
-  for (const BatchRef& b : at->second) {
-    if (b->rank != t.rank) continue;
-    for (size_t i = 0; i < b->parts.size(); ++i) {
-      RemotePart p;
-      p.batch = b->handle;
-      p.index = static_cast<uint32_t>(i);
-      p.table = b->tables[i];
-      p.part = b->parts[i];
-      p.whole = p.part->resolved();
-      if (p.whole) p.fresh = describe_lines(t, &p);
-      out->push_back(std::move(p));
-    }
-  }
-  lock.unlock();
-  for (RemotePart& p : *out)
+  if (!t.in_step) return FRUGAL_OK;
+  for (const StepPart& of : t.parts) {
+    RemotePart p;
+    p.batch = of.batch;
+    p.index = of.index;
+    p.table = std::static_pointer_cast<Table>(of.table);
+    p.part = of.part;
+    p.whole = of.whole;
+    if (p.whole) p.fresh = describe_lines(t, &p);
     if (p.whole) p.stale = stale_keys(*p.table, p.part->slots.as<uint32_t>(), p.part->n);
+    out->push_back(std::move(p));
+  }
   return FRUGAL_OK;
 }
 
@@ -149,35 +141,31 @@ Status Engine::give_up_lines(Trainer& t, uint64_t step) {
 // Keys that were not declared, or not as they are used: resolved, created, and their rows up to date.
 Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out) {
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
   FpEnvironment fp;
-  FRUGAL_TRY(inside(t));
-  return with_room(ops, n, [&]() -> Status {
-    FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));
-    Vector<Access> accesses(n);
-    // (Which op of the trainer's call it is, is known there.)
-    for (size_t i = 0; i < n; ++i)
-      FRUGAL_TRY(in_op(find_access(t, ops[i], Use::kLookup, nullptr, &accesses[i]), 0, 1, accesses[i].table));
-    {
-      AccessScope scope(*this, accesses);
-      for (size_t i = 0; i < n; ++i)
-        FRUGAL_TRY(in_op(resolve_access(t, ops[i], &accesses[i], true), 0, 1, accesses[i].table));
-      create_rows(t, accesses);
-    }
-    Vector<RemotePart> parts(n);
-    for (size_t i = 0; i < n; ++i) {
-      FRUGAL_TRY(in_op(fresh_access(t, accesses[i]), 0, 1, accesses[i].table));
-      parts[i].table = accesses[i].table;
-      parts[i].part = accesses[i].part;
-      parts[i].whole = accesses[i].whole;
-      parts[i].fresh = true;
-      parts[i].stale = stale_keys(*parts[i].table, parts[i].part->slots.as<uint32_t>(), parts[i].part->n);
-      if (accesses[i].whole) describe_lines(t, &parts[i]);
-    }
-    if (t.abort_notice.load()) return aborted(t);
-    out->swap(parts);
-    return FRUGAL_OK;
-  });
+  LocalStep step(*this, t, nullptr, false);  // which op of the trainer's call it is, is known there
+  FRUGAL_TRY(step.begin(Use::kDeclare));
+  FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));
+  step.accesses.resize(n);
+  for (size_t i = 0; i < n; ++i) {
+    Access& a = step.accesses[i];
+    FRUGAL_TRY(in_op(RowPath(step).find(ops[i], Use::kLookup, nullptr, &a), 0, 1, a.table));
+  }
+  FRUGAL_TRY(step.resolve(ops, nullptr, Use::kPush));
+  FRUGAL_TRY(step.create());
+  Vector<RemotePart> parts(n);
+  for (size_t i = 0; i < n; ++i) {
+    const Access& a = step.accesses[i];
+    FRUGAL_TRY(in_op(fresh_access(t, a), 0, 1, a.table));
+    parts[i].table = std::static_pointer_cast<Table>(a.table);
+    parts[i].part = a.part;
+    parts[i].whole = a.whole;
+    parts[i].fresh = true;
+    parts[i].stale = stale_keys(*parts[i].table, a.part->slots.as<uint32_t>(), a.part->n);
+    if (a.whole) describe_lines(t, &parts[i]);
+  }
+  FRUGAL_TRY(step.end(false));
+  out->swap(parts);
+  return FRUGAL_OK;
 }
 
 // Rows of declared parts that the trainer has looked up or pushed gradients of.
@@ -207,7 +195,7 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   auto inside = [&] {
     std::lock_guard<std::mutex> lock(mu_);
-    return t.in_step;
+    return t.in_step.load();
   };
   if (!inside()) return;
   // A call of its that waits for other ranks is not waited for: it has ended its step by then.
@@ -239,7 +227,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   FRUGAL_TRY(inside(t));
-  Map<const Table*, PushState> states;
+  Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
   const bool for_kernels = pinner_->any() && caches_exist();
   for (RemotePush& p : *pushes) {

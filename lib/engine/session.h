@@ -15,7 +15,9 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
+#include "engine/data_path.h"
 #include "frugal.h"
+#include "window/part.h"
 
 namespace frugal {
 
@@ -29,10 +31,36 @@ struct AnyTable : HeapObject {
   std::shared_ptr<Session> session;
   uint64_t handle = 0;
   String name;
+  uint32_t dim = 0;
+  size_t stride = 0;          // floats between rows
+  bool hashed = false;
+  uint64_t capacity = 0;      // rows
+  int32_t nan_policy = 0;
   std::atomic<bool> dropped{false};
   std::atomic<bool> created_here{false};  // by this process, which may do so once
 };
 using AnyTableRef = std::shared_ptr<AnyTable>;
+
+// A part of the step that a rank is inside of.
+struct StepPart {
+  uint64_t batch = 0;         // its AnyBatch::id; 0: it was not declared, or nobody wants its handle
+  uint32_t index = 0;         // of the part in it
+  AnyTableRef table;
+  PartRef part;
+  bool whole = false;         // a declaration, resolved
+  bool fresh = false;         // nobody is to be asked before its rows are read
+  // Of trainers that have attached:
+  bool cached = false;        // the trainer caches rows of the table
+  bool used = false;          // the controller knows, or need not
+  uint64_t stale_keys = 0;    // keys of rows that had updates pending
+  const float* line_values = nullptr;  // of line 0, in host memory
+};
+
+// What a rank has pushed for a table in its current step.
+struct PushState : PushSums {
+  AnyTableRef table;          // null: nothing yet
+  uint32_t number = 0;        // of the first push's part in the step
+};
 
 struct AnyTrainer : HeapObject {
   static constexpr HandleKind kHandle = HandleKind::kTrainer;
@@ -43,6 +71,12 @@ struct AnyTrainer : HeapObject {
   std::shared_ptr<Gpu> gpu;   // null: the cpu device
   std::mutex call_mu;         // held by a call of this trainer; taken by an abort to undo its step
   std::atomic<bool> closing{false};
+  uint64_t step = kNoStep;    // begun last
+  // Of the step that it is inside of, with call_mu held:
+  Vector<StepPart> parts;     // declared; then those that an attached trainer has asked for
+  size_t next_part = 0;       // the one that was found last
+  Map<const AnyTable*, PushState> pushes;
+  Vector<std::shared_ptr<Buffer>> lent;
 };
 using AnyTrainerRef = std::shared_ptr<AnyTrainer>;
 
@@ -53,6 +87,14 @@ struct AnyBatch : HeapObject {
   uint64_t step = 0;
   uint32_t rank = 0;
   uint64_t handle = 0;        // 0: nobody wants it
+  uint64_t id = 0;            // by which a step's parts know it
+  Status failed = FRUGAL_OK;  // it could not be declared after all, and why
+  String why;
+  virtual size_t size() const = 0;
+  virtual const AnyTable& table(size_t part) const = 0;
+
+ protected:
+  ~AnyBatch() = default;
 };
 using AnyBatchRef = std::shared_ptr<AnyBatch>;
 

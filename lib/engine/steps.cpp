@@ -242,6 +242,20 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
           !outside_ && !aborting_) {
+        // None is declared for it any more, and what is stays as the gate has found it.
+        t.parts.clear();
+        t.next_part = 0;
+        if (auto at = batches_.find(step); at != batches_.end())
+          for (const BatchRef& b : at->second)
+            for (size_t i = 0; b->rank == t.rank && i < b->parts.size(); ++i) {
+              StepPart p;
+              p.batch = b->id;
+              p.index = static_cast<uint32_t>(i);
+              p.table = b->tables[i];
+              p.part = b->parts[i];
+              p.whole = p.fresh = p.part->resolved();
+              t.parts.push_back(std::move(p));
+            }
         t.in_step = true;
         t.step = step;
         t.next_step = step + 1;
@@ -345,7 +359,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
       Ready r{&push, {}, nullptr};
-      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->rows.layout().dim, t.rank, pool_, sums_pool(), &r.joined));
+      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, pool_, sums_pool(), &r.joined));
       Handover& h = push.tail.empty() ? push.first : r.joined;
       if (h.rows()) handovers.push_back(std::move(r));
     }
@@ -358,8 +372,9 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
         // First all that may want memory; then the hand-over, which cannot fail.
         StepRecord& record = records_[step];
         for (Ready& r : handovers) {
-          r.to = &record.handovers[r.push->table.get()];
-          r.to->table = r.push->table;
+          const TableRef table = std::static_pointer_cast<Table>(r.push->table);
+          r.to = &record.handovers[table.get()];
+          r.to->table = table;
           r.to->ranks.reserve(r.to->ranks.size() + 1);
         }
         record.created.reserve(record.created.size() + t.created.size());
@@ -384,6 +399,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
           flying_.fetch_add(1);
         }
         t.in_step = false;
+        t.parts.clear();
         t.pushes.clear();
         t.created.clear();
         t.lent.clear();
@@ -899,6 +915,7 @@ Status Engine::abort_call(AnyTrainer& any) {
 // nobody reads them any more. With call_mu held.
 void Engine::undo_local(Trainer& t) {
   if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
+  t.parts.clear();
   t.pushes.clear();
   {
     std::lock_guard<std::mutex> lock(mu_);

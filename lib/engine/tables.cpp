@@ -159,6 +159,7 @@ void Engine::shutdown() {
       handle_remove(HandleKind::kTrainer, t->handle);
       std::lock_guard<std::mutex> call(t->call_mu);
       if (t->gpu) t->gpu->take_flight();
+      t->parts.clear();
       t->pushes.clear();
       t->created.clear();
       t->lent.clear();
@@ -259,6 +260,10 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   auto table = std::allocate_shared<Table>(HeapAllocator<Table>());
   table->session = shared_from_this();
   table->name = config.name;
+  table->dim = config.dim;
+  table->hashed = config.key_space == FRUGAL_HASHED;
+  table->capacity = config.rows;
+  table->nan_policy = config.nan_policy;
   table->created_here.store(here);
   table->config = config;
   table->config.name = table->name.c_str();
@@ -274,6 +279,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                config.optimizer.initial_accumulator);
   rows.pinner = pinner_;
   if (stale()) scratches_.make_room(rows.layout.value_stride + rows.layout.state_stride);
+  table->stride = rows.layout.value_stride;
   FRUGAL_TRY(table->rows.open(rows, &budget_));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.

@@ -269,6 +269,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (want_handle) {
       batch->handle = handle_of<AnyBatch>(batch);
       if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
+      batch->id = batch->handle;
       *batch_out = batch->handle;
     }
     declared.push_back(batch);

@@ -14,6 +14,7 @@
 
 namespace frugal {
 
+constexpr uint64_t kNoStep = UINT64_MAX;
 constexpr uint32_t kRing = 64;       // priorities of steps
 constexpr uint8_t kInfinity = 64;    // no declared read
 constexpr uint8_t kAbsent = 255;     // not queued

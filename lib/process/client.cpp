@@ -347,8 +347,12 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   t->id = reply.id;
   t->name = name;
   t->info = reply.info;
+  t->dim = reply.info.dim;
+  t->hashed = reply.info.key_space == FRUGAL_HASHED;
+  t->capacity = reply.info.capacity;
   t->nan_policy = static_cast<int32_t>(static_cast<int64_t>(reply.numbers[0]));
   t->layout = RowLayout::of(reply.info.dim, reply.info.optimizer);
+  t->stride = t->layout.value_stride;
   size_t next = 0;
   for (uint32_t i = 0; i < Rows::kArrays; ++i)
     if (reply.numbers[1] & (1u << i)) FRUGAL_TRY(map_one(d, next++, false, &t->arrays[i]));

@@ -13,6 +13,7 @@
 #include "base/handles.h"
 #include "engine/data_path.h"
 #include "engine/engine.h"
+#include "engine/row_path.h"
 #include "process/channel.h"
 #include "process/control.h"
 #include "process/helpers.h"
@@ -28,7 +29,6 @@ struct RemoteTable : AnyTable {
   std::shared_ptr<DevicePinner> pinner;
   uint64_t id = 0;             // its handle in the controller
   frugal_table_info info{};
-  int32_t nan_policy = 0;
   RowLayout layout;
   device::RowsRef rows{};      // read-only
   Mapping arrays[Rows::kArrays];
@@ -43,31 +43,14 @@ using RemoteTableRef = std::shared_ptr<RemoteTable>;
 
 struct RemoteTrainer;
 
-struct RemoteBatch : AnyBatch {
+// Its id is its number, for the controller.
+struct RemoteBatch final : AnyBatch {
   const RemoteTrainer* trainer = nullptr;
-  uint64_t id = 0;             // its number, for the controller
   Vector<RemoteTableRef> tables;
-  Status failed = FRUGAL_OK;   // it could not be declared after all, and why
-  String why;
+  size_t size() const override { return tables.size(); }
+  const AnyTable& table(size_t part) const override { return *tables[part]; }
 };
 using RemoteBatchRef = std::shared_ptr<RemoteBatch>;
-
-// A part of the step, seen from here.
-struct StepPart {
-  uint64_t batch = 0;
-  uint32_t index = 0;
-  uint64_t table = 0;
-  PartRef part;                // its buffers are views
-  bool whole = false, fresh = false, cached = false;
-  const float* line_values = nullptr;
-  size_t cached_keys = 0, stale_keys = 0;
-  bool used = false;           // the controller knows, or need not
-};
-
-struct RemotePushSums : PushSums {
-  RemoteTableRef table;
-  uint32_t number = 0;         // of the first push's part in the step
-};
 
 struct RemoteTrainer : AnyTrainer {
   std::unique_ptr<Channel> channel;
@@ -106,12 +89,8 @@ struct RemoteTrainer : AnyTrainer {
   uint64_t boundary = 0;       // the last that was carried out
   uint64_t said = 0;           // when the controller was told last that this process waits for its device
   uint64_t joined = 0;         // what the controller knows this trainer by, of all that had the rank
-  uint64_t step = kNoStep;
   std::atomic<uint64_t> begun{kNoStep};  // the last step that it has begun, if that was not undone
-  Vector<StepPart> parts;
   Vector<uint32_t> used;       // numbers of parts that the controller is to be told of
-  Map<uint64_t, RemotePushSums> pushes;  // by table
-  Vector<Buffer> lent;
   Map<uint64_t, Buffer> handed;  // sums and declared keys, by place, until they have been read
   Map<uint64_t, RemoteBatchRef> batches;
   RemoteCounts counts;
@@ -121,8 +100,12 @@ struct RemoteTrainer : AnyTrainer {
 
   // Of memory from `sums`, as the controller is told.
   uint64_t place(const Buffer& b) const { return static_cast<uint64_t>(b.data() - channel->staging()); }
-  // The GPU ends before the pools whose buffers it may have. What it has in flight has landed when a step's end is sent.
-  ~RemoteTrainer() { gpu.reset(); }
+  // What has buffers of `sums` ends before that. (What the GPU has in flight has landed when a step's end is sent.)
+  ~RemoteTrainer() {
+    parts.clear();
+    pushes.clear();
+    gpu.reset();
+  }
 };
 using RemoteTrainerRef = std::shared_ptr<RemoteTrainer>;
 
@@ -251,47 +234,28 @@ class Client final : public Session, private DataPath {
   static void take_releases(RemoteTrainer& t);
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
-  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until);
-  struct Access {
-    RemoteTableRef table;
-    size_t part = SIZE_MAX;    // number in the step
-    size_t declared = SIZE_MAX;  // the same, also where its rows have to be asked for
-    bool exact = false;        // it names exactly the declared keys
-  };
+  // `asked`: the accesses that the parts are for; or null: they are the step's declared ones.
+  Status take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until,
+                    const Vector<Access*>* asked);
+  class AttachedStep;
   // Where the controller finds the keys of a declaration: at head->place if `stages`, or in `e`, for either in `memory`.
   Status declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages, OpHead* head,
                        Buffer* memory, Exchange* e);
-  // `gpu`: of a trainer on a GPU, what take_ops made of the op, or of the ops; or null.
-  Status find_access(RemoteTrainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
   Status ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses);
-  Status accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
-                     Vector<Access>* out);
   Status use(RemoteTrainer& t, const Vector<Access>& accesses);
   void forget_used(RemoteTrainer& t);
-  Status locate(RemoteTrainer& t, RemoteTable& table, const StepPart& part, Buffer* pointers, Buffer* copies);
-  Status gather_here(RemoteTrainer& t, RemoteTable& table, const StepPart& part, const frugal_op& op);
   static void trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t keys) noexcept;
-  Status lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
-  Status push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began);
   Status place_sums(RemoteTrainer& t);
   Status read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
-  Status push_one(RemoteTrainer& t, const frugal_op& op, const Access& access, RemotePushSums* sums);
-  static void begin_handover(const RemoteTrainer& t, const Access& access, RemotePushSums* sums);
 
   // --- client_gpu.cpp: trainers on GPUs
   Status open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu>* out);
   void leave_gpu(const Gpu& gpu) noexcept;
-  template <class Call>
-  Status with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Call call);
-  Status match_batch(RemoteTrainer& t, frugal_op* op);
   Status pin_tables();
-  Status flight_over(RemoteTrainer& t, const Access& access, Flight** out);
-  Status gather_on_device(RemoteTrainer& t, const Access& access, const GpuOp& op);
-  Status push_on_device(RemoteTrainer& t, const Access& access, const GpuOp& op, RemotePushSums* sums);
+  Status show_device(const Access& access, Flight& flight);
   Status turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without);
   Status pin_shared(const SumsPlace& sums, const char** out);
   static const DeviceLines* lines_for(const RemoteTrainer& t, const Access& access);
-  Status bring_rows(RemoteTrainer& t, const Access& access, const GpuOp& op);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait);
   Status end_flight(RemoteTrainer& t, Flight::Found* found);

@@ -36,21 +36,6 @@ void Client::leave_gpu(const Gpu& gpu) noexcept {
   for (PinnedSlabs& shared : pinned_shared_) shared.unpin(*pinner_);
 }
 
-// Keys on the device beside a batch.
-Status Client::match_batch(RemoteTrainer& t, frugal_op* op) {
-  if (!op->batch || !op->keys || !op->count) return FRUGAL_OK;
-  bool on_device = false;
-  FRUGAL_TRY(t.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
-  const RemoteBatchRef batch = batch_of(op->batch);
-  if (!on_device || !batch || batch->trainer != &t || batch->step != t.step || op->part >= batch->tables.size())
-    return FRUGAL_OK;  // what is wrong is told where ops are checked
-  for (const StepPart& p : t.parts)
-    if (p.batch == batch->id && p.index == op->part)
-      return t.gpu->match_keys(t.gpu->flight(t.rank, t.step), p.part,
-                               batch->tables[op->part]->info.key_space == FRUGAL_HASHED, op);
-  return FRUGAL_OK;
-}
-
 // Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in them are used.
 Status Client::pin_tables() {
   Vector<RemoteTableRef> tables;
@@ -63,13 +48,11 @@ Status Client::pin_tables() {
   return FRUGAL_OK;
 }
 
-// The step's flight, for kernels that read an access's rows: they stay mapped until it has landed.
-Status Client::flight_over(RemoteTrainer& t, const Access& a, Flight** out) {
-  const Part& part = *t.parts[a.part].part;
-  FRUGAL_TRY(a.table->pinned.pin(*pinner_, part.row_slots(), part.distinct));
-  Flight& f = t.gpu->flight(t.rank, t.step);
-  if (std::find(f.kept.begin(), f.kept.end(), a.table) == f.kept.end()) f.kept.push_back(a.table);
-  *out = &f;
+// Before kernels read an access's rows: they stay mapped until the flight has landed.
+Status Client::show_device(const Access& a, Flight& f) {
+  const RemoteTableRef table = std::static_pointer_cast<RemoteTable>(a.table);
+  FRUGAL_TRY(table->pinned.pin(*pinner_, a.part->row_slots(), a.part->distinct));
+  if (std::find(f.kept.begin(), f.kept.end(), table) == f.kept.end()) f.kept.push_back(table);
   return FRUGAL_OK;
 }
 
@@ -192,57 +175,12 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
 
 // The lines that have rows of an access; null if there are none.
 const DeviceLines* Client::lines_for(const RemoteTrainer& t, const Access& a) {
-  const StepPart& p = t.parts[a.part];
-  if (!t.gpu || !p.part->lines) return nullptr;
-  auto at = t.lines.find(p.table);
+  if (!t.gpu || !a.part->lines) return nullptr;
+  auto at = t.lines.find(own(*a.table).id);
   return at == t.lines.end() ? nullptr : at->second.lines.get();
 }
 
-// Rows that may be newer in lines than in host memory, to host memory.
-Status Client::bring_rows(RemoteTrainer& t, const Access& a, const GpuOp& op) {
-  return t.gpu->bring_rows(op, t.parts[a.part].part->n, a.table->info.dim,
-                           [&](const GpuOp& there) { return gather_on_device(t, a, there); });
-}
-
 // --- A step's calls ------------------------------------------------------------------------------
-
-Status Client::gather_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op) {
-  const StepPart& p = t.parts[a.part];
-  if (config_.staleness)  // rows are written meanwhile: they are read here
-    return t.gpu->send_rows(t.gpu->flight(t.rank, t.step), op, p.part->n, a.table->info.dim, a.table->layout.value_stride,
-                            [&](const frugal_op& host) { return gather_here(t, *a.table, p, host); });
-  Flight* flight;
-  FRUGAL_TRY(flight_over(t, a, &flight));
-  return t.gpu->gather(*flight, p.part, a.table->rows, lines_for(t, a), op);
-}
-
-Status Client::push_on_device(RemoteTrainer& t, const Access& a, const GpuOp& op, RemotePushSums* sums) {
-  const PartRef& part = t.parts[a.part].part;
-  Flight* flight = &t.gpu->flight(t.rank, t.step);
-  device::GradPtr source;
-  FRUGAL_TRY(t.gpu->gradients(*flight, part, op, a.table->info.dim, &source));
-  if (op.device_weight_grads && config_.staleness) {
-    const size_t stride = a.table->layout.value_stride;
-    Buffer rows;
-    FRUGAL_TRY(pinned_.get(part->n * stride * sizeof(float), &rows));
-    frugal_op plain = FRUGAL_OP_INIT;
-    plain.rows_out = rows.as<float>();
-    plain.row_stride = stride * sizeof(float);
-    FRUGAL_TRY(gather_here(t, *a.table, t.parts[a.part], plain));
-    FRUGAL_TRY(t.gpu->weight_grads_of(*flight, std::move(rows), stride, part->slots.as<uint32_t>(), part->n,
-                                      a.table->info.dim, op, source));
-  } else if (op.device_weight_grads) {
-    FRUGAL_TRY(flight_over(t, a, &flight));
-    FRUGAL_TRY(t.gpu->weight_grads(*flight, part, a.table->rows, lines_for(t, a), op, source));
-    FRUGAL_TRY(t.gpu->wait_stream());  // as a lookup; but what is dropped in a failure must not be in use
-  }
-  const bool first = !sums->table;
-  if (first) begin_handover(t, a, sums);
-  FRUGAL_TRY(t.gpu->push(*flight, part, source, a.table->info.dim, first, a.table->nan_policy == FRUGAL_NAN_REJECT, t.sums,
-                         sums));
-  sums->table = a.table;
-  return FRUGAL_OK;
-}
 
 // wait(go_on) until the device has done something, as long as a call may wait and the trainer is wanted. The
 // controller is asked from time to time: it hears that this process lives, and tells if the step was undone.

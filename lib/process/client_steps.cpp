@@ -184,10 +184,10 @@ RemoteBatchRef Client::batch_of(const void* handle) const {
 
 namespace {
 
-Status check_keys(const RemoteTable& table, const frugal_op& op) {
-  if (table.info.key_space == FRUGAL_HASHED || !op.keys) return FRUGAL_OK;
+Status check_keys(const AnyTable& table, const frugal_op& op) {
+  if (table.hashed || !op.keys) return FRUGAL_OK;
   return check_dense_ids(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
-                         table.info.capacity);
+                         table.capacity);
 }
 
 }  // namespace
@@ -315,19 +315,23 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
 
 // --- Steps ---------------------------------------------------------------------------------------
 
-Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until) {
+Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, uint64_t until,
+                          const Vector<Access*>* asked) {
   if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
   Vector<PartPlace> places(bytes / sizeof(PartPlace));
   FRUGAL_TRY(channel.read(places.data(), bytes, until));
-  for (const PartPlace& p : places) {
+  for (size_t i = 0; i < places.size(); ++i) {
+    const PartPlace& p = places[i];
     StepPart s;
     s.batch = p.batch;
     s.index = p.index;
-    s.table = p.table;
+    if (asked)
+      s.table = i < asked->size() ? (*asked)[i]->table : nullptr;
+    else if (auto b = t.batches.find(p.batch); b != t.batches.end() && p.index < b->second->tables.size())
+      s.table = b->second->tables[p.index];
     s.whole = p.flags & kPartWhole;
     s.fresh = p.flags & kPartFresh;
     s.cached = p.flags & kPartCached;
-    s.cached_keys = p.cached;
     s.stale_keys = p.stale;
     auto view = [&](uint64_t place, uint64_t n, size_t element) {
       if (place == kNoPlace || n > arena_.bytes / element || place > arena_.bytes - n * element) return Buffer();
@@ -341,6 +345,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
     s.part->padding = p.padding;
     s.part->distinct = p.distinct;
     s.part->occurrences = p.occurrences;
+    s.part->cached = p.cached;
     s.part->slots = view(p.slots, p.n, sizeof(uint32_t));
     s.part->pairs = view(p.pairs, p.occurrences, sizeof(uint64_t));
     s.part->rows = view(p.rows, p.distinct, sizeof(uint32_t));
@@ -375,11 +380,12 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     Exchange e{Call::kStepBegin, {step, left_until(deadline), t.boundary, without}, {}, deadline.at};
     forget_used(t);
     t.parts.clear();
+    t.next_part = 0;
     Vector<char> told;
     FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
       if (e.args[1] > bytes / sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
       const uint64_t parts = e.args[1] * sizeof(PartPlace);
-      FRUGAL_TRY(take_parts(t, c, parts, until));
+      FRUGAL_TRY(take_parts(t, c, parts, until, nullptr));
       told.resize(bytes - parts);
       return c.read(told.data(), told.size(), until);
     }));
@@ -417,82 +423,24 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   return FRUGAL_OK;
 }
 
-// Finds the part of the step that an op names, by its batch or by its keys.
-Status Client::find_access(RemoteTrainer& t, const frugal_op& op, Use use, const GpuOp* gpu, Access* out) {
-  FRUGAL_TRY(op_table(op, &out->table));
-  const RemoteTable& table = *out->table;
-  const bool padded = op.flags & FRUGAL_OP_PADDING;
-  auto same_padding = [&](const Part& p) {
-    return p.has_padding == padded && (!padded || p.padding == op.padding_key);
-  };
-  size_t keys = op.count;
-  if (op.batch) {
-    const RemoteBatchRef batch = batch_of(op.batch);
-    if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
-    // Whoever declared it has not come here since the step was committed.
-    if (t.step > batch->step && t.step - batch->step > kept_steps())
-      return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
-    if (batch->trainer != &t || batch->step != t.step)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "the batch was declared for step %llu of %s rank; this is step %llu of rank %u",
-                  static_cast<unsigned long long>(batch->step), batch->trainer == &t ? "this" : "another",
-                  static_cast<unsigned long long>(t.step), t.rank);
-    if (batch->failed != FRUGAL_OK && !op.keys)
-      return fail(batch->failed, "the batch could not be declared, so give the keys: %s", batch->why.c_str());
-    if (op.part >= batch->tables.size())
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u: the batch has %zu parts, from 0 on", op.part, batch->tables.size());
-    if (batch->tables[op.part] != out->table)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u of the batch is of table '%s'", op.part,
-                  batch->tables[op.part]->name.c_str());
-    for (size_t i = 0; i < t.parts.size(); ++i) {
-      const StepPart& p = t.parts[i];
-      if (p.batch != batch->id || p.index != op.part) continue;
-      if (!op.keys) {
-        keys = p.part->n;
-        if (padded && !same_padding(*p.part))
-          return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the padding key differs from the declared one; give the keys too");
-        out->part = i;
-      } else if (p.part->resolved() && same_padding(*p.part) && p.part->same_keys(op.keys, op.count)) {
-        out->part = i;
-      }
-      break;
-    }
-  } else if (op.count) {
-    for (size_t i = 0; i < t.parts.size() && out->part == SIZE_MAX; ++i) {
-      const StepPart& p = t.parts[i];
-      if (p.whole && p.table == table.id && p.part->n == op.count && same_padding(*p.part) &&
-          p.part->same_keys(op.keys, op.count))
-        out->part = i;
-    }
-  }
-  FRUGAL_TRY(check_op(op, table.info.dim, keys, use, gpu && gpu->device_offsets && !op.offsets));
-  if (out->part == SIZE_MAX) return check_keys(table, op);
-  // Without rows that are up to date, or not resolved at all, it is to be asked for.
-  const StepPart& p = t.parts[out->part];
-  out->exact = p.whole;
-  out->declared = out->part;
-  if (!p.whole || !p.fresh) out->part = SIZE_MAX;
-  return FRUGAL_OK;
-}
-
 // Keys that nobody has declared as they are used.
 Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& accesses) {
   Vector<OpHead> heads;
-  Vector<size_t> which;
-  for (size_t i = 0; i < accesses.size(); ++i)
-    if (accesses[i].part == SIZE_MAX) which.push_back(i);
+  Vector<Access*> which;
+  for (Access& a : accesses)
+    if (!a.part) which.push_back(&a);
   if (which.empty()) return FRUGAL_OK;
   heads.reserve(which.size());
   const size_t from = t.parts.size();
   Exchange e{Call::kAccess, {which.size(), from}, {}};
   e.add(heads.data(), which.size() * sizeof(OpHead));
-  for (size_t i : which) {
-    const frugal_op& op = ops[i];
+  for (const Access* a : which) {
+    const frugal_op& op = ops[a - accesses.data()];
     uint64_t batch = 0;
     if (op.batch)
       if (const RemoteBatchRef b = batch_of(op.batch))
         batch = b->failed == FRUGAL_OK ? b->id : 0;
-    heads.push_back({accesses[i].table->id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
+    heads.push_back({own(*a->table).id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
                      op.keys != nullptr, 0, kNoPlace});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
@@ -504,14 +452,16 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
       if (parts.size() > keep) parts.erase(parts.begin() + static_cast<ptrdiff_t>(keep), parts.end());
     }
   } taken{t.parts, from};
-  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) { return take_parts(t, c, bytes, until); }));
+  FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) { return take_parts(t, c, bytes, until, &which); }));
   if (t.parts.size() != from + which.size() || e.args[0] != from)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t.parts.size() - from, which.size());
   for (size_t k = 0; k < which.size(); ++k) {
-    accesses[which[k]].part = from + k;
-    accesses[which[k]].exact = t.parts[from + k].whole;
-    t.parts[from + k].used = true;  // the controller has made its rows
-    if (!t.parts[from + k].part->resolved())
+    StepPart& p = t.parts[from + k];
+    which[k]->part = p.part;
+    which[k]->number = from + k;
+    which[k]->whole = p.whole;
+    p.used = true;  // the controller has made its rows
+    if (!p.part->resolved())
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent a part outside of its memory");
   }
   taken.keep = t.parts.size();
@@ -556,42 +506,21 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
 
 }  // namespace
 
-Status Client::accesses_of(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, const GpuOp* gpu,
-                           Vector<Access>* out) {
-  out->resize(n);
-  bool all = true;
-  for (size_t i = 0; i < n; ++i) {
-    FRUGAL_TRY(in_op(find_access(t, ops[i], use, gpu ? &gpu[i] : nullptr, &(*out)[i]), i, n, (*out)[i].table));
-    all = all && (*out)[i].part != SIZE_MAX;
-  }
-  if (all) return FRUGAL_OK;
-  // The controller makes the rows that it is asked for, and a push that is refused makes none. (What a device
-  // finds undoes the step, with its rows.)
-  for (size_t i = 0; i < n && use == Use::kPush; ++i) {
-    const Access& a = (*out)[i];
-    if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
-    const Part* declared = a.declared == SIZE_MAX ? nullptr : t.parts[a.declared].part.get();
-    if (has_nan_term(ops[i], a.table->info.dim, declared))
-      return in_op(nan_refused(ops[i], a.table->info.dim, t.step), i, n, a.table);
-  }
-  return ask_for(t, ops, *out);
-}
-
 // Rows of hashed tables exist once they have been used; the controller is told with the next request. It
 // looks at the marks where another rank wants to know before that.
 Status Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
   t.used.reserve(t.used.size() + accesses.size());
   bool unmarked = false;
   for (const Access& a : accesses) {
-    StepPart& p = t.parts[a.part];
+    StepPart& p = t.parts[a.number];
     if (p.used) continue;
     p.used = true;
-    if (a.table->info.key_space != FRUGAL_HASHED) continue;
-    t.used.push_back(static_cast<uint32_t>(a.part));
-    unmarked = unmarked || a.part >= kMarkedParts;
-    if (a.part >= kMarkedParts) continue;
-    std::atomic<uint64_t>& marks = t.channel->counter(a.part / 64);
-    marks.store(marks.load(std::memory_order_relaxed) | uint64_t{1} << a.part % 64, std::memory_order_release);
+    if (!a.table->hashed) continue;
+    t.used.push_back(static_cast<uint32_t>(a.number));
+    unmarked = unmarked || a.number >= kMarkedParts;
+    if (a.number >= kMarkedParts) continue;
+    std::atomic<uint64_t>& marks = t.channel->counter(a.number / 64);
+    marks.store(marks.load(std::memory_order_relaxed) | uint64_t{1} << a.number % 64, std::memory_order_release);
   }
   if (!unmarked) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
@@ -602,54 +531,6 @@ Status Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
 void Client::forget_used(RemoteTrainer& t) {
   const size_t n = std::min(t.parts.size(), kMarkedParts);
   for (size_t i = 0; i * 64 < n; ++i) t.channel->counter(i).store(0, std::memory_order_release);
-}
-
-// Where each key's row is to be read: a line of the trainer's cache, the host row, or (staleness) a copy.
-// No `pointers`: all in the host rows.
-Status Client::locate(RemoteTrainer& t, RemoteTable& table, const StepPart& step_part, Buffer* pointers, Buffer* copies) {
-  const Part& part = *step_part.part;
-  const bool lines = step_part.line_values && part.lines, stale = config_.staleness != 0;
-  if (!lines && !stale) return FRUGAL_OK;
-  FRUGAL_TRY(pool_.get(part.n * sizeof(float*), pointers));
-  const float** p = pointers->as<const float*>();
-  std::fill(p, p + part.n, nullptr);
-  const size_t stride = table.layout.value_stride;
-  if (lines) {
-    const uint32_t *start = part.row_start(), *line = part.lines.as<uint32_t>();
-    const uint64_t* pairs = part.pairs.as<uint64_t>();
-    for (size_t i = 0; i < part.distinct; ++i) {
-      if (line[i] == RowCache::kNone) continue;
-      for (uint32_t k = start[i]; k < start[i + 1]; ++k)
-        p[static_cast<uint32_t>(pairs[k])] = step_part.line_values + size_t{line[i]} * stride;
-    }
-  }
-  if (stale) FRUGAL_TRY(pool_.get(part.n * stride * sizeof(float), copies));
-  const uint64_t until = answer_until(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  const auto go_on = [&] {
-    FRUGAL_TRY(check());
-    if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
-    if (now_ns() > until) t.channel->cut();
-    if (t.channel->is_cut())
-      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
-    return Status{FRUGAL_OK};
-  };
-  const uint32_t* slots = part.slots.as<uint32_t>();
-  for (size_t i = 0; i < part.n; ++i) {
-    if (p[i] || slots[i] == kNoSlot) continue;
-    const float* row = table.rows.values + size_t{slots[i]} * stride;
-    p[i] = row;
-    if (!stale) continue;
-    float* copy = copies->as<float>() + i * stride;
-    FRUGAL_TRY(read_row(versions_[version_of(table.id, slots[i])], row, table.info.dim, copy, go_on));
-    p[i] = copy;
-  }
-  return FRUGAL_OK;
-}
-
-Status Client::gather_here(RemoteTrainer& t, RemoteTable& table, const StepPart& p, const frugal_op& op) {
-  Buffer pointers, copies;
-  FRUGAL_TRY(locate(t, table, p, &pointers, &copies));
-  return gather(table.rows, pointers.as<const float*>(), p.part->slots.as<uint32_t>(), p.part->n, op);
 }
 
 // A call that this process has made by itself.
@@ -668,189 +549,96 @@ void Client::trace(RemoteTrainer& t, SpanKind span, uint64_t begin, uint64_t key
   }
 }
 
-// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
-template <class Call>
-Status Client::with_gpu_ops(RemoteTrainer& t, const frugal_op* ops, size_t n, Use use, Call call) {
-  FRUGAL_TRY(check_ops(*this, ops, n, use));
-  if (!t.gpu) {
-    FRUGAL_TRY(host_memory(ops, n));
-    return call(ops, nullptr);
+// --- Lookup and push -----------------------------------------------------------------------------
+
+// A step of a trainer of this process, whose engine is another's.
+class Client::AttachedStep final : public StepView {
+ public:
+  AttachedStep(Client& c, RemoteTrainer& t) : StepView(c, t, c, c.pool_, c.pinned_), client_(c), t_(t) {}
+
+  Status begin(Use use) override {
+    FRUGAL_TRY(client_.enter(t_));
+    FRUGAL_TRY(client_.inside(t_));
+    if (use == Use::kPush && t_.ending)
+      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first", t_.rank);
+    return FRUGAL_OK;
   }
-  return t.gpu->with_ops(ops, n, use, config_.staleness == 0, [&](frugal_op* op) { return match_batch(t, op); }, call);
-}
-
-Status Client::lookup(AnyTrainer& any, const frugal_op* ops, size_t n) {
-  RemoteTrainer& t = own(any);
-  const uint64_t began = now_ns();
-  std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
-  FpEnvironment fp;
-  FRUGAL_TRY(inside(t));
-  return with_gpu_ops(t, ops, n, Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
-    return lookup_rows(t, host, n, gpu, began);
-  });
-}
-
-Status Client::lookup_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
-  Vector<Access> accesses;
-  FRUGAL_TRY(accesses_of(t, ops, n, Use::kLookup, gpu, &accesses));
-  FRUGAL_TRY(use(t, accesses));
-  uint64_t keys = 0;
-  bool reading = false;
-  for (size_t i = 0; i < n; ++i) {
-    const StepPart& p = t.parts[accesses[i].part];
-    if (gpu && gpu[i].rows_on_device) {
-      FRUGAL_TRY(gather_on_device(t, accesses[i], gpu[i]));
-      reading = config_.staleness == 0;
-    } else if (lines_for(t, accesses[i])) {
-      FRUGAL_TRY(bring_rows(t, accesses[i], gpu[i]));
-    } else {
-      FRUGAL_TRY(gather_here(t, *accesses[i].table, p, ops[i]));
+  // The controller makes the rows that it is asked for, and a push that is refused makes none. (What a device finds undoes
+  // the step, with its rows.)
+  Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override {
+    const size_t n = accesses.size();
+    if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.part != nullptr; })) return FRUGAL_OK;
+    for (size_t i = 0; i < n && use == Use::kPush; ++i) {
+      const Access& a = accesses[i];
+      if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
+      if (has_nan_term(ops[i], a.table->dim, a.declared.get()))
+        return in_op(nan_refused(ops[i], a.table->dim, t_.step), i, n, a.table);
     }
-    keys += p.part->n;
-    t.counts.stale_reads += p.stale_keys;
-    if (!p.cached) continue;
-    const uint64_t hits = p.part->lines ? p.cached_keys : 0;
-    t.counts.cache_hits += hits;
-    t.counts.cache_misses += p.part->occurrences - hits;
+    return client_.ask_for(t_, ops, accesses);
   }
-  t.counts.keys_looked_up += keys;
-  t.counts.lookup_ns += now_ns() - began;
-  trace(t, SpanKind::kLookup, began, keys);
+  Status create() override { return client_.use(t_, accesses); }
+  Status rows_of(const Access& a, RowSource* out) override {
+    const StepPart& p = t_.parts[a.number];
+    out->rows = own(*a.table).rows;
+    out->versions = client_.versions_;
+    out->id = own(*a.table).id;
+    out->cached = p.cached;
+    out->stale_keys = p.stale_keys;
+    out->device_lines = lines_for(t_, a);
+    if (p.part->lines) out->lines = p.line_values;
+    return FRUGAL_OK;
+  }
+  Status show_device(const Access& a, Flight& flight) override { return client_.show_device(a, flight); }
+  Status row_awaited() override {
+    FRUGAL_TRY(client_.check());
+    if (t_.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+    if (!until_) until_ = answer_until(client_.deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+    if (now_ns() > until_) t_.channel->cut();
+    if (t_.channel->is_cut())
+      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+    return FRUGAL_OK;
+  }
   // The controller does not wait for this device when it undoes a step.
-  if (reading) FRUGAL_TRY(await_stream(t));
-  // An abort may have taken rows back while they were read, and their places may be other rows'.
-  return enter(t);
-}
-
-// The hand-over of a first push to a table in a step, without its sums.
-void Client::begin_handover(const RemoteTrainer& t, const Access& a, RemotePushSums* sums) {
-  sums->first.rank = t.rank;
-  sums->first.part = t.parts[a.part].part;
-  sums->first.whole = a.exact;
-  sums->first.stride = a.table->layout.value_stride;
-  sums->number = static_cast<uint32_t>(a.part);
-}
-
-Status Client::push_one(RemoteTrainer& t, const frugal_op& op, const Access& a, RemotePushSums* sums) {
-  RemoteTable& table = *a.table;
-  const StepPart& step_part = t.parts[a.part];
-  const Part& part = *step_part.part;
-  const uint32_t dim = table.info.dim;
-  PushSource pushed;
-  FRUGAL_TRY(pushed.of(op, part, dim, pool_));
-  if (op.weight_grads_out && part.n) {
-    Buffer pointers, copies;
-    if (lines_for(t, a)) {
-      GpuOp rows;
-      const size_t stride = table.layout.value_stride;
-      rows.op.row_stride = stride * sizeof(float);
-      FRUGAL_TRY(pool_.get(part.n * rows.op.row_stride, &copies));
-      rows.op.rows_out = copies.as<float>();
-      FRUGAL_TRY(bring_rows(t, a, rows));
-      FRUGAL_TRY(pool_.get(part.n * sizeof(float*), &pointers));
-      const uint32_t* slots = part.slots.as<uint32_t>();
-      for (size_t i = 0; i < part.n; ++i)
-        pointers.as<const float*>()[i] = slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * stride;
-    } else {
-      FRUGAL_TRY(locate(t, table, step_part, &pointers, &copies));
-    }
-    device::GradSource plain = pushed.grads;
-    plain.factor = nullptr;
-    plain.divisor = nullptr;
-    if (pointers)
-      device::kernels().weight_grads_pointers(pointers.as<const float*>(), part.n, dim, plain, op.weight_grads_out);
-    else
-      device::kernels().weight_grads(table.rows, part.slots.as<uint32_t>(), part.n, plain, op.weight_grads_out);
+  Status end(bool on_device) override {
+    if (on_device) FRUGAL_TRY(client_.await_stream(t_));
+    return client_.enter(t_);
   }
-  const bool reject = table.nan_policy == FRUGAL_NAN_REJECT;
-  bool nan = false;
-  if (sums->table) {
-    FRUGAL_TRY(add_tail(sums, step_part.part, dim, pushed.grads, pool_, reject, &nan));
-  } else {
-    begin_handover(t, a, sums);
-    FRUGAL_TRY(sum_first(sums, dim, pushed.grads, t.sums, false, &nan));
-    if (!(reject && nan)) sums->table = a.table;
+  BufferPool& sums(bool) override { return t_.sums; }
+  bool keeps_gradients() const override { return false; }
+  bool streams_sums() const override { return false; }
+  void count(Use use, const Counts& c) override {
+    const bool push = use == Use::kPush;
+    (push ? t_.counts.keys_pushed : t_.counts.keys_looked_up) += c.keys;
+    (push ? t_.counts.push_ns : t_.counts.lookup_ns) += now_ns() - began_;
+    t_.counts.cache_hits += c.hits;
+    t_.counts.cache_misses += c.misses;
+    t_.counts.stale_reads += c.stale;
+    trace(t_, push ? SpanKind::kPush : SpanKind::kLookup, began_, c.keys);
   }
-  return reject && nan ? nan_refused(op, dim, t.step) : FRUGAL_OK;
-}
 
-Status Client::push(AnyTrainer& any, const frugal_op* ops, size_t n) {
-  RemoteTrainer& t = own(any);
-  const uint64_t began = now_ns();
+ private:
+  Client& client_;
+  RemoteTrainer& t_;
+  const uint64_t began_ = now_ns();
+  uint64_t until_ = 0;  // of waiting for rows that are being written
+};
+
+Status Client::lookup(AnyTrainer& t, const frugal_op* ops, size_t n) {
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
-  FpEnvironment fp;
-  FRUGAL_TRY(inside(t));
-  if (t.ending)
-    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first", t.rank);
-  return with_gpu_ops(t, ops, n, Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
-    return push_rows(t, host, n, gpu, began);
-  });
+  AttachedStep step(*this, own(t));
+  return RowPath(step).lookup(ops, n);
 }
 
-Status Client::push_rows(RemoteTrainer& t, const frugal_op* ops, size_t n, const GpuOp* gpu, uint64_t began) {
-  Vector<Access> accesses;
-  FRUGAL_TRY(accesses_of(t, ops, n, Use::kPush, gpu, &accesses));
-  // What a failure takes back: new sums are dropped, older ones lose what this call has added.
-  Map<uint64_t, RemotePushSums> fresh;
-  Map<uint64_t, size_t> tails;
-  Vector<Buffer> weight_grads(n);
-  uint64_t keys = 0;
-  Status status = FRUGAL_OK;
-  try {
-    for (size_t i = 0; i < n && status == FRUGAL_OK; ++i) {
-      const uint64_t id = accesses[i].table->id;
-      const size_t count = t.parts[accesses[i].part].part->n;
-      keys += count;
-      auto old = t.pushes.find(id);
-      if (old != t.pushes.end()) tails.emplace(id, old->second.tail.size());
-      RemotePushSums* sums = old != t.pushes.end() ? &old->second : &fresh[id];
-      if (gpu && gpu[i].rows_on_device) {
-        status = push_on_device(t, accesses[i], gpu[i], sums);
-        continue;
-      }
-      frugal_op op = ops[i];
-      if (op.weight_grads_out) {
-        status = pool_.get(count * sizeof(float), &weight_grads[i]);
-        if (status != FRUGAL_OK) break;
-        op.weight_grads_out = weight_grads[i].as<float>();
-      }
-      status = in_op(push_one(t, op, accesses[i], sums), i, n, accesses[i].table);
-    }
-    if (status == FRUGAL_OK) status = use(t, accesses);
-  } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken: free some and call again");
-  }
-  if (status != FRUGAL_OK) {
-    if (gpu) t.gpu->drain();  // kernels may be writing what is dropped here
-    for (auto& [id, size] : tails) {
-      auto old = t.pushes.find(id);  // gone if the step was undone meanwhile
-      if (old != t.pushes.end()) old->second.tail.resize(size);
-    }
-    return status;
-  }
-  t.pushes.merge(fresh);
-  for (size_t i = 0; i < n; ++i)
-    if (weight_grads[i])
-      std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), t.parts[accesses[i].part].part->n * sizeof(float));
-  t.counts.keys_pushed += keys;
-  t.counts.push_ns += now_ns() - began;
-  trace(t, SpanKind::kPush, began, keys);
-  return enter(t);
-}
-
-// A push from it is summed like any other; it only saves the caller an allocation.
-Status Client::borrow(AnyTrainer& any, size_t bytes, void** out) {
-  RemoteTrainer& t = own(any);
+Status Client::push(AnyTrainer& t, const frugal_op* ops, size_t n) {
   std::lock_guard<std::mutex> call(t.call_mu);
-  FRUGAL_TRY(enter(t));
-  FRUGAL_TRY(inside(t));
-  Buffer b;
-  FRUGAL_TRY(pool_.get(std::max<size_t>(bytes, 64), &b));
-  *out = b.data();
-  t.lent.push_back(std::move(b));
-  return FRUGAL_OK;
+  AttachedStep step(*this, own(t));
+  return RowPath(step).push(ops, n);
+}
+
+Status Client::borrow(AnyTrainer& t, size_t bytes, void** out) {
+  std::lock_guard<std::mutex> call(t.call_mu);
+  AttachedStep step(*this, own(t));
+  return RowPath(step).borrow(bytes, out);
 }
 
 // The sums of the step, for its end: the same however often that is tried, since the controller may have them.
@@ -861,10 +649,10 @@ Status Client::place_sums(RemoteTrainer& t) {
   places.reserve(t.pushes.size());
   sent.reserve(t.pushes.size());
   alone.reserve(t.pushes.size());
-  for (auto& [id, push] : t.pushes) {
+  for (auto& [raw, push] : t.pushes) {
     if (push.table->dropped.load()) continue;
     PushPlace p{};
-    p.table = id;
+    p.table = own(*push.table).id;
     Handover* h = &push.first;
     if (push.tail.empty()) {
       p.part = push.number;
@@ -873,7 +661,7 @@ Status Client::place_sums(RemoteTrainer& t) {
     } else {
       sent.emplace_back();
       h = &sent.back();
-      FRUGAL_TRY(join_pushes(push, push.table->info.dim, t.rank, t.sums, t.sums, h));
+      FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, t.sums, t.sums, h));
       p.part = kJoined;
       p.distinct = h->part->distinct;
       if (p.distinct) p.rows = t.place(h->part->rows);

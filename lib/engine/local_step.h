@@ -1,0 +1,72 @@
+// A step of a trainer of this process, as lookups and pushes see it. Included by the engine's sources only.
+#pragma once
+#include <optional>
+
+#include "engine/row_path.h"
+#include "engine/wait.h"
+
+namespace frugal {
+
+// While it lives, no reserved row of the tables is given up: a call may be about to use it.
+class Engine::AccessScope {
+ public:
+  AccessScope(Engine& engine, const Vector<Access>& accesses) : engine_(engine), accesses_(accesses) {
+    if (std::none_of(accesses.begin(), accesses.end(), counts)) return;
+    std::lock_guard<std::mutex> lock(engine_.mu_);
+    for (const Access& a : accesses)
+      if (counts(a)) ++own(*a.table).accessing;
+  }
+  ~AccessScope() {
+    for (const Access& a : accesses_) {
+      if (!counts(a)) continue;
+      Table& table = own(*a.table);
+      // What is reserved only, now, is what a call that failed has left. Nothing of it is given to
+      // others between this look and the next lines: this scope still counts.
+      Vector<uint32_t> left;
+      if (a.part && a.part->slots && a.part->state.load() != Part::kStale && table.rows.has_reserved())
+        engine_.unused_rows(table, a.part->slots.as<uint32_t>(), a.part->n, &left);
+      bool wanted;
+      {
+        std::lock_guard<std::mutex> lock(engine_.mu_);
+        engine_.add_orphans(table, left);
+        --table.accessing;
+        engine_.settle_orphans(table);
+        wanted = table.tight != 0;
+      }
+      if (wanted) engine_.progress();
+    }
+  }
+
+ private:
+  static bool counts(const Access& a) { return !a.whole && a.table->hashed; }
+  Engine& engine_;
+  const Vector<Access>& accesses_;
+};
+
+class Engine::LocalStep final : public StepView {
+ public:
+  // `by_op`: messages say which of the ops they are about.
+  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, bool by_op = true);
+  Status begin(Use use) override;
+  Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override;
+  Status create() override;
+  Status rows_of(const Access& access, RowSource* out) override;
+  Status show_device(const Access&, Flight&) override { return FRUGAL_OK; }
+  Status row_awaited() override { return engine_.row_awaited(&until_); }
+  Status end(bool on_device) override;
+  BufferPool& sums(bool on_device) override { return on_device ? engine_.pinned_ : engine_.sums_pool(); }
+  bool keeps_gradients() const override;
+  bool streams_sums() const override { return engine_.deferred_now_.load(std::memory_order_relaxed); }
+  void count(Use use, const Counts& counts) override;
+
+ private:
+  Engine& engine_;
+  Trainer& t_;
+  TraceSpan* const span_;  // or null
+  const bool by_op_;
+  Deadline until_;         // of waiting for rows that are being written
+  std::optional<Counted> busy_;
+  std::optional<AccessScope> scope_;  // until the rows exist
+};
+
+}  // namespace frugal

@@ -1,0 +1,150 @@
+// What a rank's lookups and pushes do, once for both kinds of sessions: which declaration an op names, where its rows
+// are read, and what becomes of its gradients.
+//
+// A StepView is what the path sees of a rank's step. It is implemented twice: by LocalStep (engine/local_step.h) for a
+// trainer that is a thread of the engine's process, and by the client for one of a process that has attached.
+// Threads: with the trainer's call_mu held, for one call.
+#pragma once
+#include "engine/gpu.h"
+#include "engine/op_check.h"
+#include "engine/session.h"
+#include "storage/row_versions.h"
+
+namespace frugal {
+
+// Keys of an op as they stand for this step.
+struct Access {
+  AnyTableRef table;
+  PartRef part;          // resolved; null: nobody has declared the keys as they are used
+  PartRef declared;      // what the op names without keys, which may not be resolved
+  bool whole = false;    // `part` was declared, and the op names exactly its keys
+  size_t number = 0;     // of the part in the step
+};
+
+// Where an access's rows are read.
+struct RowSource {
+  device::RowsRef rows{};
+  const float* lines = nullptr;              // line 0 of the trainer's cache, where it has some of them in host memory
+  const DeviceLines* device_lines = nullptr;  // the same on its GPU
+  const VersionWord* versions = nullptr;     // staleness > 0: rows are written meanwhile
+  uint64_t id = 0;                           // by which a row's word is known
+  bool cached = false;                       // the trainer caches rows of the table
+  uint64_t stale_keys = 0;                   // keys of rows that have updates pending
+};
+
+// Where each of a part's rows is to be read: a line, the host row, or (staleness) a copy. Empty `pointers`: all in the
+// host rows. `part` may be null where there are no lines.
+template <class GoOn>
+Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n, BufferPool& pool,
+              Buffer* pointers, Buffer* copies, GoOn go_on) {
+  if (!from.lines && !from.versions) return FRUGAL_OK;
+  static const float zeros[65536] = {};  // the largest row
+  FRUGAL_TRY(pool.get(n * sizeof(float*), pointers));
+  const float** p = pointers->as<const float*>();
+  std::fill(p, p + n, nullptr);
+  const size_t stride = from.rows.value_stride;
+  if (from.lines) {
+    const uint32_t *start = part->row_start(), *line = part->lines.as<uint32_t>();
+    const uint64_t* pairs = part->pairs.as<uint64_t>();
+    for (size_t i = 0; i < part->distinct; ++i) {
+      if (line[i] == RowCache::kNone) continue;
+      for (uint32_t k = start[i]; k < start[i + 1]; ++k)
+        p[static_cast<uint32_t>(pairs[k])] = from.lines + size_t{line[i]} * stride;
+    }
+  }
+  if (from.versions) FRUGAL_TRY(pool.get(n * stride * sizeof(float), copies));
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t s = slots[i];
+    if (p[i] || s == kNoSlot) continue;
+    if (s == kMissingSlot) {
+      p[i] = zeros;
+      continue;
+    }
+    p[i] = from.rows.values + size_t{s} * stride;
+    if (!from.versions) continue;
+    float* copy = copies->as<float>() + i * stride;
+    FRUGAL_TRY(read_row(from.versions[version_of(from.id, s)], p[i], from.rows.dim, copy, go_on));
+    p[i] = copy;
+  }
+  return FRUGAL_OK;
+}
+
+class StepView {
+ public:
+  StepView(Session& s, AnyTrainer& t, DataPath& d, BufferPool& p, BufferPool& pinned_memory)
+      : session(s), trainer(t), data(d), pool(p), pinned(pinned_memory) {}
+  bool stale() const { return session.config().staleness != 0; }
+
+  // First thing in a call: whether the rank is inside a step that nobody has undone.
+  virtual Status begin(Use use) = 0;
+  // Parts for the accesses that have none. What creates no rows yet may be given up, so nothing of a call that fails stays.
+  virtual Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) = 0;
+  // Rows of all accesses exist from now on.
+  virtual Status create() = 0;
+  // Where an access's rows are read; they are up to date then.
+  virtual Status rows_of(const Access& access, RowSource* out) = 0;
+  // Before kernels of the flight read rows of an access.
+  virtual Status show_device(const Access& access, Flight& flight) = 0;
+  // A row is being written, by who may be gone: whether to wait for that.
+  virtual Status row_awaited() = 0;
+  // What the call has read is right: nobody has undone the step meanwhile. `on_device`: it may be reading as yet.
+  virtual Status end(bool on_device) = 0;
+  // Memory for sums, which kernels of the trainer's device write if `on_device`.
+  virtual BufferPool& sums(bool on_device) = 0;
+  // Gradients may be kept as they are: no other rank has any, and nobody else reads them before they are applied.
+  virtual bool keeps_gradients() const = 0;
+  virtual bool streams_sums() const = 0;  // past the caches
+  struct Counts {
+    uint64_t keys = 0, hits = 0, misses = 0, stale = 0;
+  };
+  virtual void count(Use use, const Counts& counts) = 0;
+
+  Session& session;
+  AnyTrainer& trainer;
+  DataPath& data;
+  BufferPool &pool, &pinned;
+  Vector<Access> accesses;  // of the call
+
+ protected:
+  ~StepView() = default;
+};
+
+class RowPath {
+ public:
+  explicit RowPath(StepView& step) : step_(step), t_(step.trainer) {}
+  Status lookup(const frugal_op* ops, size_t n);
+  Status push(const frugal_op* ops, size_t n);
+  Status borrow(size_t bytes, void** out);
+  // Finds the declaration that an op names by its batch, or by its keys. `gpu`: of a trainer on a GPU, what take_ops
+  // made of the op; or null.
+  Status find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out);
+
+ private:
+  // `gpu`: of a trainer on a GPU, what take_ops made of the ops.
+  template <class Call>
+  Status with_gpu_ops(const frugal_op* ops, size_t n, Use use, Call call);
+  Status match_batch(frugal_op* op);
+  Status table_of(const frugal_op& op, AnyTableRef* out) const;
+  template <class Match>
+  const StepPart* part_that(Match match) const;
+  const StepPart* declared_part(const AnyBatch& batch, uint32_t index) const;
+  Status accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp* gpu);
+  Status lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu);
+  Status push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu);
+  Status gather(const Access& a, const RowSource& from, const frugal_op& op);
+  Status gather_on_device(const Access& a, const RowSource& from, const GpuOp& op);
+  Status bring_rows(const Access& a, const RowSource& from, const GpuOp& op);
+  Status weight_grads(const Access& a, const device::GradSource& grads, float* out);
+  void begin_handover(const Access& a, PushState* state);
+  Status push_one(const frugal_op& op, const Access& a, PushState* state);
+  Status push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading);
+  std::shared_ptr<Buffer> lent_for(const device::GradSource& source, const Part& part, uint32_t dim) const;
+  Status keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state);
+  Status sum_lent(PushState* state);
+  Status sum_push(PushState* state, const device::GradSource& source, bool* nan);
+
+  StepView& step_;
+  AnyTrainer& t_;
+};
+
+}  // namespace frugal
