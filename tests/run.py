@@ -193,7 +193,9 @@ class Run:
 
   def left(self):
     """The minutes left, by what the suites are expected to take and how this machine has done so far."""
-    expected = sum(s.seconds for s in self.ended) + sum(s.seconds * s.done for s in self.running)
+    # What a build takes depends on what is built already.
+    expected = sum(s.used if isinstance(s, Build) else s.seconds for s in self.ended)
+    expected += sum(s.seconds * s.done for s in self.running)
     rest = sum(s.seconds for s in self.waiting) + sum(s.seconds * (1 - s.done) for s in self.running)
     pace = (time.monotonic() - self.start) / expected if expected > 60 else 1 / PROCESSORS
     minutes = rest * pace / 60
