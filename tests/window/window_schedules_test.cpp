@@ -6,12 +6,17 @@
 // step order, one at a time, and in the end each is written once. The ranks follow the engine's rules: a step is staged when
 // all ranks have passed its gate and committed when all have ended it; declarations are linked in pieces, by one thread at a
 // time; a rank that would wait helps.
+//
+// With caches rank 0 has one, and a thread works its boundaries out ahead (as engine/caches.cpp does). Then rows have
+// values, and each that is read, in a line or in host memory, has the bits that one thread gives.
 #include "window/window.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 #include <vector>
 
+#include "cache/row_cache.h"
 #include "support/parts.h"
 #include "support/schedule.h"
 
@@ -29,14 +34,41 @@ struct Kind {
   bool caches = false;    // rank 0 keeps rows
 };
 
+constexpr uint32_t kRows = 8, kDim = 3;
+constexpr size_t kNone = SIZE_MAX;
+
+// Rows that each run begins anew: the host's, and those of a loop in one thread.
+struct Tables {
+  Tables() {
+    Rows::Config c;
+    c.capacity = kRows;
+    c.layout = RowLayout::of(kDim, FRUGAL_ADAM);
+    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 3, FRUGAL_ADAM, 0.5f);
+    for (Rows* rows : {&host, &reference})
+      if (rows->open(c, nullptr) != FRUGAL_OK) throw std::bad_alloc();
+  }
+  void begin() {
+    for (Rows* rows : {&host, &reference})
+      if (rows->initialize_range(0, kRows) != FRUGAL_OK) throw std::bad_alloc();
+  }
+  BufferPool pool;
+  Rows host, reference;
+};
+
 class World {
  public:
-  World(Schedule& schedule, BufferPool& pool, const Kind& kind) : s_(schedule), r_(schedule.random()), kind_(kind) {
+  World(Schedule& schedule, Tables& tables, const Kind& kind)
+      : s_(schedule), r_(schedule.random()), kind_(kind), tables_(tables), host_(tables.host) {
     ranks_ = 1 + static_cast<uint32_t>(r_.below(2));
     tau_ = kind.stale ? 1 + r_.below(2) : 0;
-    rows_.resize(3 + r_.below(5));
-    steps_.resize(2 + r_.below(3));
-    for (size_t i = 0; i < steps_.size(); ++i) draw(pool, i);
+    rows_.resize(3 + r_.below(kRows - 3));
+    steps_.resize(2 + r_.below(3) + (kind.caches ? 2 : 0));
+    if (kind.caches) {
+      tables_.begin();
+      for (uint32_t slot = 0; slot < rows_.size(); ++slot) keep_values(slot);
+      if (cache_.open(host_, 1 + r_.below(3), &tables_.pool) != FRUGAL_OK) throw std::bad_alloc();
+    }
+    for (size_t i = 0; i < steps_.size(); ++i) draw(i);
     if (window_.open({.rows = rows_.size(), .staleness = tau_, .world_size = ranks_, .tree_heap = kind.tree_heap}, kFirst) !=
         FRUGAL_OK)
       throw std::bad_alloc();
@@ -50,10 +82,12 @@ class World {
     if (kind_.declares) s_.thread("linker", [this] { link_all(); });
     if (r_.one_in(2)) s_.thread("asker", [this] { ask(); });
     if (kind_.declares && r_.one_in(3)) s_.thread("canceller", [this] { cancel(); });
+    if (kind_.caches) s_.thread("planner", [this] { plan_all(); });
     s_.run();
     HOLDS(s_, !window_.any_pending() && window_.pending_rows() == 0);
     HOLDS(s_, !window_.pending_until(UINT64_MAX) && !window_.in_flight_until(UINT64_MAX));
     for (const Row& row : rows_) HOLDS(s_, row.applied == row.updates.size() && !row.writing);
+    for (uint32_t slot = 0; slot < rows_.size(); ++slot) look(slot, UINT64_MAX);
     const WindowStats stats = window_.stats();
     HOLDS(s_, stats.pending == 0 && stats.enqueued == stats.dequeued);
   }
@@ -64,7 +98,7 @@ class World {
     std::vector<uint64_t> updates;  // all steps of the run that update it, ascending
     size_t applied = 0;             // the first of them are in the row
     bool writing = false;
-    bool cached = false;            // by rank 0
+    std::vector<std::vector<float>> values;  // after so many updates, if there are values
   };
   struct OfRank {
     PartRef declared, pushed;
@@ -85,7 +119,8 @@ class World {
     return slots;
   }
 
-  void draw(BufferPool& pool, size_t i) {
+  void draw(size_t i) {
+    BufferPool& pool = tables_.pool;
     const uint64_t step = kFirst + i;
     std::vector<PartRef> pushed;
     std::set<uint32_t> all;
@@ -99,9 +134,33 @@ class World {
       all.insert(of.pushed->row_slots(), of.pushed->row_slots() + of.pushed->distinct);
     }
     if (all.empty()) return;
-    steps_[i].update = make_update(pool, step, pushed);
-    steps_[i].update->make_list();
+    const UpdateRef& update = steps_[i].update = make_update(pool, step, pushed, kind_.caches ? host_.layout().value_stride : 0);
+    update->make_list();
     for (uint32_t slot : all) rows_[slot].updates.push_back(step);
+    if (!kind_.caches) return;
+    frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+    o.kind = FRUGAL_ADAM;
+    update->scalars = arith::step_scalars(o, step, ranks_, 0, kDim);
+    for (Handover& h : update->ranks)
+      for (size_t k = 0; k < h.rows() * h.stride; ++k) h.sums.as<float>()[k] = static_cast<float>(r_.below(1000)) * 1e-3f;
+    for (size_t row = 0; row < update->n; ++row) {
+      apply(tables_.reference, *update, row);
+      keep_values(update->slots[row]);
+    }
+  }
+
+  void keep_values(uint32_t slot) {
+    const float* values = tables_.reference.values(slot);
+    rows_[slot].values.emplace_back(values, values + kDim);
+  }
+  static void apply(Rows& rows, const StepUpdate& update, size_t row) {
+    TermList t;
+    update.add_terms(row, &t);
+    t.close();
+    device::kernels().apply_terms(rows.ref(), update.scalars, t.slots.data(), 1, t.terms.data(), t.start.data(), nullptr);
+  }
+  static size_t before(const Row& row, uint64_t step) {  // updates of earlier steps
+    return static_cast<size_t>(std::lower_bound(row.updates.begin(), row.updates.end(), step) - row.updates.begin());
   }
 
   // --- Host rows ---
@@ -115,6 +174,7 @@ class World {
         s_.point();
         HOLDS(s_, row.applied < row.updates.size() && row.updates[row.applied] == run.update->step);
         s_.note("writes row %llu of step %llu", run.update->slots[c.rows[i]], run.update->step);
+        if (kind_.caches) apply(host_, *run.update, c.rows[i]);
         ++row.applied;
         row.writing = false;
       }
@@ -130,11 +190,11 @@ class World {
   }
 
   // All updates of steps below `before` are in the row.
-  void look(uint32_t slot, uint64_t before) {
+  void look(uint32_t slot, uint64_t step) {
     const Row& row = rows_[slot];
-    const auto wanted = std::lower_bound(row.updates.begin(), row.updates.end(), before) - row.updates.begin();
-    s_.note("reads row %llu before step %llu", slot, before);
-    HOLDS(s_, row.applied >= static_cast<size_t>(wanted));
+    s_.note("reads row %llu before step %llu", slot, step);
+    HOLDS(s_, row.applied >= before(row, step));
+    HOLDS(s_, !kind_.caches || row.writing || std::memcmp(host_.values(slot), row.values[row.applied].data(), kDim * sizeof(float)) == 0);
   }
 
   // --- Ranks ---
@@ -165,12 +225,10 @@ class World {
     return !window_.pending_until(kFirst + i);
   }
 
-  bool cached(uint32_t slot) const { return kind_.caches && rows_[slot].cached; }
-  bool owned(uint32_t slot) const { return kind_.caches && Window::owner(slot, ranks_) == 0; }
-
   void train(uint32_t rank) {
     for (size_t i = 0; i < steps_.size(); ++i) {
       OfRank& of = steps_[i].of[rank];
+      if (kind_.caches && rank == 0) end_planning();
       while (!gate_open(rank, i)) {
         if (kind_.declares && r_.one_in(2) && !link(of)) s_.pause();
         if (!help(kFirst + i, 1 + r_.below(3))) s_.pause();
@@ -183,6 +241,7 @@ class World {
         ++steps_[i].passed;
         cancelled = of.cancelled;
       }
+      if (kind_.caches && rank == 0) turn(i, cancelled ? nullptr : of.declared);
       if (!cancelled) read(rank, i);
       end(i);
     }
@@ -192,30 +251,120 @@ class World {
 
   void read(uint32_t rank, size_t i) {
     const Part& part = *steps_[i].of[rank].declared;
-    Slots come;
     for (size_t k = 0; k < part.distinct; ++k) {
       const uint32_t slot = part.row_slots()[k];
-      if (rank == 0 && cached(slot)) continue;  // its line has every committed update
+      const Row& row = rows_[slot];
+      if (rank == 0 && kind_.caches && part.lines.as<uint32_t>()[k] != RowCache::kNone) {
+        s_.note("reads row %llu in line %llu", slot, part.lines.as<uint32_t>()[k]);
+        HOLDS(s_, std::memcmp(cache_.values(part.lines.as<uint32_t>()[k]), row.values[before(row, kFirst + i)].data(),
+                              kDim * sizeof(float)) == 0);
+        s_.point();
+        continue;
+      }
       look(slot, kFirst + i - std::min<uint64_t>(i, tau_));
-      HOLDS(s_, tau_ || !rows_[slot].writing);
+      HOLDS(s_, tau_ || !row.writing);
       s_.point();
-      HOLDS(s_, tau_ || !rows_[slot].writing);
-      if (rank == 0 && owned(slot)) come.push_back(slot);
+      HOLDS(s_, tau_ || !row.writing);
     }
-    if (!kind_.caches || rank != 0) return;
-    // Its boundary: what comes was equal to the host row at the gate, what goes is read there from the next gate on.
-    Slots go;
-    for (uint32_t slot = 0; slot < rows_.size(); ++slot)
-      if (rows_[slot].cached && r_.one_in(3)) go.push_back(slot);
-    std::erase_if(come, [&](uint32_t) { return r_.one_in(3); });
-    for (uint32_t slot : come) rows_[slot].cached = true;
-    for (uint32_t slot : go) rows_[slot].cached = false;
+  }
+
+  // --- The cache of rank 0: the planner's while planning_, else the rank's ---
+
+  void plan_table(size_t i, const PartRef& part, Window::Urgency urgency) {
+    const bool more = plan_of_ == i;
+    flag_lines(urgency);
+    if (!more) plan_ = {};
+    Vector<uint32_t> slots, evicted;
+    for (size_t k = 0; part && k < part->distinct; ++k)
+      if (Window::owner(part->row_slots()[k], ranks_) == 0) slots.push_back(part->row_slots()[k]);
+    Vector<uint64_t> next(slots.size());
+    window_.next_owner_reads(slots.data(), slots.size(), kFirst + i, next.data(), urgency);
+    for (uint64_t read : next) HOLDS(s_, read > kFirst + i);
+    cache_.turn_over(
+        more, kFirst + i, slots.data(), next.data(), slots.size(),
+        [&](uint32_t slot) {
+          uint64_t read;
+          window_.next_owner_reads(&slot, 1, kFirst + i, &read, urgency);
+          return read;
+        },
+        &plan_.admitted, &plan_.to, &evicted);
+    plan_of_ = i;
     uint64_t dirty = 0;
-    Vector<uint64_t> next(rows_.size());
-    window_.next_owner_reads(come.data(), come.size(), kFirst + i, next.data(), kBackground);
-    for (size_t k = 0; k < come.size(); ++k) HOLDS(s_, next[k] > kFirst + i);
-    window_.set_cached(come.data(), come.size(), true, nullptr, kBackground);
-    window_.set_cached(go.data(), go.size(), false, &dirty, kUrgent);
+    window_.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
+    if (!part) return;
+    HOLDS(s_, tables_.pool.get((part->distinct + 1) * sizeof(uint32_t), &part->lines) == FRUGAL_OK);
+    cache_.find(part->row_slots(), part->distinct, part->lines.as<uint32_t>());
+    plan_.parts.push_back(part);
+  }
+
+  void flag_lines(Window::Urgency urgency) {
+    window_.set_cached(unflagged_.data(), unflagged_.size(), true, nullptr, urgency);
+    unflagged_.clear();
+  }
+
+  void end_planning() {
+    for (;; s_.pause()) {
+      Lock lock(control_);
+      turned_ = kNone;
+      if (!planning_) return;
+    }
+  }
+
+  void turn(size_t i, const PartRef& part) {
+    Vector<UpdateRef> backlog;
+    {
+      Lock lock(control_);
+      backlog.swap(backlog_);
+    }
+    if (plan_of_ != kNone && (plan_of_ != i || (!plan_.parts.empty() && plan_.parts[0] != part))) {
+      s_.note("does not do as planned for %llu", kFirst + plan_of_);
+      for (uint32_t slot : plan_.admitted) cache_.drop(slot);
+      plan_of_ = kNone;
+    }
+    if (plan_of_ != i || (part && plan_.parts.empty())) plan_table(i, part, kUrgent);
+    TermList scratch;
+    for (const UpdateRef& update : backlog) {
+      Vector<PartRef> pushed;
+      for (const Handover& h : update->ranks) pushed.push_back(h.part);
+      LineUpdate other;
+      const bool expected = pushed == plan_.pushed;
+      if (!expected) cache_.touched(pushed, &other);
+      cache_.apply(expected ? plan_.update : other, *update, &scratch);
+    }
+    cache_.fill(host_, plan_.admitted, plan_.to);
+    unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
+    if (r_.one_in(4)) flag_lines(kUrgent);
+    plan_of_ = kNone;
+    plan_ = {};
+    Lock lock(control_);
+    turned_ = i;
+  }
+
+  void plan_all() {
+    for (;; s_.pause()) {
+      size_t i;
+      PartRef part;
+      Vector<PartRef> pushed;
+      {
+        Lock lock(control_);
+        if (done_ == ranks_) return;
+        if (turned_ == kNone || turned_ + 1 == steps_.size()) continue;
+        i = turned_ + 1;
+        OfRank& of = steps_[i].of[0];
+        // (A declaration that comes later is added at the boundary.)
+        if (of.linking == kDone && !of.cancelled) part = of.declared;
+        if (!part && !r_.one_in(4)) continue;
+        for (uint32_t rank = 0; rank < ranks_; ++rank)
+          if (steps_[i - 1].of[rank].declared->distinct) pushed.push_back(steps_[i - 1].of[rank].declared);
+        planning_ = true;
+        turned_ = kNone;
+      }
+      plan_table(i, part, kBackground);
+      cache_.touched(pushed, &plan_.update);
+      plan_.pushed = std::move(pushed);
+      Lock lock(control_);
+      planning_ = false;
+    }
   }
 
   // Takes the step's update in ahead of its commit, if nobody has. False: somebody else is at it.
@@ -270,6 +419,7 @@ class World {
     s_.note("commits %llu", kFirst + i);
     window_.commit(step.update.get(), kFirst + i);
     Lock lock(control_);
+    if (kind_.caches && step.update) backlog_.push_back(step.update);
     committed_ = i + 1;
   }
 
@@ -327,20 +477,29 @@ class World {
   Schedule& s_;
   Random& r_;
   const Kind kind_;
+  Tables& tables_;
+  Rows& host_;
   uint32_t ranks_ = 1;
   uint64_t tau_ = 0;
   std::vector<Row> rows_;
   std::vector<Step> steps_;
   Window window_;
+  RowCache cache_;
+  CachePlan plan_;
+  size_t plan_of_ = kNone;
+  Vector<uint32_t> unflagged_;
   Mutex control_;  // what follows, and Step
-  size_t committed_ = 0;
-  size_t begun_[2] = {};
-  uint32_t done_ = 0;
+  size_t committed_ GUARDED_BY(control_) = 0;
+  size_t begun_[2] GUARDED_BY(control_) = {};
+  uint32_t done_ GUARDED_BY(control_) = 0;
+  size_t turned_ GUARDED_BY(control_) = kNone;  // the boundary behind which the next may be planned
+  bool planning_ GUARDED_BY(control_) = false;
+  Vector<UpdateRef> backlog_ GUARDED_BY(control_);
 };
 
 void explore_kind(const char* name, uint64_t rounds, const Kind& kind) {
-  BufferPool pool;
-  explore(name, rounds, [&](Schedule& s) { World(s, pool, kind).run(); });
+  Tables tables;
+  explore(name, rounds, [&](Schedule& s) { World(s, tables, kind).run(); });
 }
 
 TEST(WindowSchedules, Gates) { explore_kind("window.gates", 10000, {}); }

@@ -1,0 +1,178 @@
+// The queues with the threads of a window beside each other, in chosen interleavings (support/schedule.h): who stages a step and
+// commits or drops it, who changes priorities, who takes entries and holds them for a while. Calls are serialized, as
+// their owner does (flush/queue.h); the model is a map.
+#include "flush/queue.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "base/sync.h"
+#include "support/schedule.h"
+
+namespace frugal {
+namespace {
+
+class World {
+ public:
+  World(Schedule& schedule, bool tree_heap)
+      : s_(schedule), r_(schedule.random()), tree_heap_(tree_heap),
+        queue_(tree_heap ? make_tree_heap() : make_two_level_queue()) {
+    queue_->reserve_ids(kIds);
+    queue_->set_base(base_);
+    for (uint32_t id = 0; id < kIds; ++id) free_.push_back(id);
+  }
+
+  void run() {
+    s_.thread("stager", [this] { stage(); });
+    s_.thread("pusher", [this] { push(); });
+    s_.thread("adjuster", [this] { adjust(); });
+    s_.thread("taker 0", [this] { take(); });
+    s_.thread("taker 1", [this] { take(); });
+    s_.run();
+    while (pop(kRing, 5)) {
+    }
+    HOLDS(s_, entries_.empty());
+  }
+
+ private:
+  static constexpr uint32_t kIds = 12;
+  struct Entry {
+    uint8_t prio;
+    bool staged;
+  };
+
+  uint8_t some_prio() { return r_.one_in(4) ? kInfinity : static_cast<uint8_t>((base_ + r_.below(4)) & (kRing - 1)); }
+  std::vector<uint32_t> some_free(uint64_t most) REQUIRES(mu_) {
+    std::vector<uint32_t> ids;
+    for (uint64_t n = r_.below(most + 1); n > 0 && !free_.empty(); --n) {
+      std::swap(free_[r_.below(free_.size())], free_.back());
+      ids.push_back(free_.back());
+      free_.pop_back();
+    }
+    return ids;
+  }
+  std::vector<uint32_t> those(bool staged) REQUIRES(mu_) {
+    std::vector<uint32_t> ids;
+    for (const auto& [id, entry] : entries_)
+      if (entry.staged == staged) ids.push_back(id);
+    return ids;
+  }
+
+  void push() {
+    for (uint64_t n = 1 + r_.below(4); n > 0; --n) {
+      Lock lock(mu_);
+      const std::vector<uint32_t> ids = some_free(3);
+      const uint8_t prio = some_prio();
+      if (r_.one_in(2))
+        queue_->push(ids.data(), ids.size(), prio);
+      else
+        for (uint32_t id : ids) queue_->push(id, prio);
+      for (uint32_t id : ids) entries_[id] = {prio, false};
+    }
+  }
+
+  void stage() {
+    for (uint64_t steps = 1 + r_.below(3); steps > 0; --steps) {
+      for (uint64_t n = r_.below(3); n > 0; --n) {
+        Lock lock(mu_);
+        const std::vector<uint32_t> ids = some_free(3);
+        const uint8_t prio = some_prio();
+        queue_->stage(ids.data(), ids.size(), prio);
+        for (uint32_t id : ids) entries_[id] = {prio, true};
+      }
+      Lock lock(mu_);
+      for (uint32_t id : those(true))
+        if (r_.one_in(2)) queue_->adjust_staged(id, entries_[id].prio = some_prio());
+      if (r_.one_in(3)) {
+        s_.note("drops the stage");
+        queue_->drop_stage();
+        for (uint32_t id : those(true)) {
+          entries_.erase(id);
+          free_.push_back(id);
+        }
+        continue;
+      }
+      s_.note("commits the stage");
+      queue_->commit_stage();
+      for (uint32_t id : those(true)) entries_[id].staged = false;
+      // The base moves on; nobody is left at the priority of the step that has passed.
+      const uint8_t passed = static_cast<uint8_t>(base_ & (kRing - 1));
+      queue_->set_base(++base_);
+      for (uint32_t id : those(false))
+        if (entries_[id].prio == passed) queue_->adjust(id, entries_[id].prio = some_prio());
+    }
+  }
+
+  void adjust() {
+    for (uint64_t n = 1 + r_.below(6); n > 0; --n) {
+      Lock lock(mu_);
+      const std::vector<uint32_t> ids = those(false);
+      if (ids.empty()) continue;
+      const uint32_t id = ids[r_.below(ids.size())];
+      if (!tree_heap_ && r_.one_in(6)) {
+        queue_->forget(id);
+        entries_.erase(id);
+        free_.push_back(id);
+      } else {
+        queue_->adjust(id, entries_[id].prio = some_prio());
+      }
+    }
+  }
+
+  // Returns whether there was anything.
+  bool pop(uint32_t limit, size_t most) {
+    uint32_t ids[8];
+    std::vector<uint32_t> held;
+    size_t n;
+    {
+      Lock lock(mu_);
+      n = queue_->pop(base_, limit, ids, most);
+      for (size_t i = 0; i < n; ++i) {
+        const auto at = entries_.find(ids[i]);
+        HOLDS(s_, at != entries_.end());
+        if (at->second.staged) {
+          queue_->restore_staged(ids[i], at->second.prio);
+          continue;
+        }
+        const uint32_t rank = prio_rank(at->second.prio, base_);
+        HOLDS(s_, rank <= limit);
+        for (const auto& [id, entry] : entries_) HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) >= rank);
+        entries_.erase(at);
+        held.push_back(ids[i]);
+      }
+      if (n < most)
+        for (const auto& [id, entry] : entries_) HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) > limit);
+    }
+    s_.note("has taken %llu", held.size());
+    schedule_point();
+    Lock lock(mu_);
+    free_.insert(free_.end(), held.begin(), held.end());
+    return n != 0;
+  }
+
+  void take() {
+    for (uint64_t n = 1 + r_.below(5); n > 0; --n)
+      pop(r_.one_in(3) ? kRing : static_cast<uint32_t>(r_.below(4)), 1 + r_.below(4));
+  }
+
+  Schedule& s_;
+  Random& r_;
+  const bool tree_heap_;
+  Mutex mu_;
+  std::unique_ptr<Queue> queue_ PT_GUARDED_BY(mu_);
+  uint64_t base_ = 61;  // the ring turns over
+  std::map<uint32_t, Entry> entries_;
+  std::vector<uint32_t> free_;
+};
+
+TEST(QueueSchedules, TwoLevel) {
+  explore("queue.two_level", 10000, [](Schedule& s) { World(s, false).run(); });
+}
+TEST(QueueSchedules, TreeHeap) {
+  explore("queue.tree_heap", 10000, [](Schedule& s) { World(s, true).run(); });
+}
+
+}  // namespace
+}  // namespace frugal
