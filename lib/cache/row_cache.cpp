@@ -148,7 +148,9 @@ size_t RowCache::drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcep
 }
 
 void RowCache::fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines) {
+  FRUGAL_ASSERT(slots.size() == lines.size());
   for (size_t i = 0; i < slots.size(); ++i) {
+    FRUGAL_ASSERT(find(slots[i]) == lines[i]);
     std::memcpy(values(lines[i]), host.values(slots[i]), value_floats_ * sizeof(float));
     if (state_floats_)
       std::memcpy(ref_.state + lines[i] * ref_.state_stride, host.state(slots[i]),

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/assert.h"
+
 namespace frugal {
 
 namespace {
@@ -137,6 +139,7 @@ Status KeyIndex::make_room(uint64_t n) {
 }
 
 void KeyIndex::insert(uint64_t key, uint32_t slot) {
+  FRUGAL_ASSERT(find(key) == kNone && size_ < limit_);
   Bucket* t = table();
   for (uint64_t b = home(key);;) {
     Bucket& bucket = t[b];
@@ -153,6 +156,7 @@ void KeyIndex::insert(uint64_t key, uint32_t slot) {
 }
 
 void KeyIndex::erase(uint64_t key) {
+  FRUGAL_ASSERT(find(key) != kNone);
   Bucket* t = table();
   for (uint64_t b = home(key);;) {
     Bucket& bucket = t[b];
@@ -162,6 +166,7 @@ void KeyIndex::erase(uint64_t key) {
         --size_;
         return;
       }
+    FRUGAL_ASSERT(bucket.overflow != 0);
     --bucket.overflow;  // the key passed this bucket when it was inserted
     if (++b == buckets_) b = 0;
   }

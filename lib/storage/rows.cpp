@@ -314,7 +314,7 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
-    FRUGAL_ASSERT(flags()[s] == kReserved && mark <= kMarks);
+    FRUGAL_ASSERT(s < next_slot_ && flags()[s] == kReserved && mark <= kMarks);
     flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
     ++existing_;
     reserved_.fetch_sub(1, std::memory_order_relaxed);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <numeric>
 #include <type_traits>
 
@@ -9,6 +10,15 @@
 #include "base/os.h"
 
 namespace frugal {
+
+namespace {
+
+// Of a part and of an update.
+[[maybe_unused]] bool ascending(const uint32_t* slots, size_t n) {
+  return std::adjacent_find(slots, slots + n, std::greater_equal<>()) == slots + n;
+}
+
+}  // namespace
 
 // A lock of the window. A background pass steps back while an urgent thread waits: a plain mutex
 // would let the pass take it again and again. Locks are held for tens of microseconds, a chunk of
@@ -210,6 +220,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
   Part& part = *ref;
   const uint32_t* slots = part.row_slots();
   uint8_t* next = part.next.as<uint8_t>();
+  FRUGAL_ASSERT(part.resolved() && (from != 0 || ascending(slots, part.distinct)));
   part.owner_apart = owned;
   const size_t end = std::min(part.distinct, from + n);
   for (size_t at = from; at < std::max<size_t>(end, from + 1); at += kChunk) {
@@ -321,6 +332,7 @@ void Window::add(const UpdateRef& update) {
   BothLocks lock(*this, Urgency::kUrgent);
   FRUGAL_ASSERT(update->pages.empty() && update->staged_rows == 0);
   FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
+  FRUGAL_ASSERT(ascending(update->slots, update->n));
   // First all that may want memory.
   const size_t wanted = (update->n + kPage - 1) / kPage;
   while (free_pages_.size() < wanted) {
@@ -351,6 +363,7 @@ bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
   uint16_t read[kPage];
   uint32_t start[kRing + 1], next[kRing];
   static_assert(kPiece % kPage == 0);
+  FRUGAL_ASSERT(!u.committed);
   const size_t end = std::min(u.n, u.staged_rows + std::min(most, u.n));
   for (size_t at = u.staged_rows; at < end; at += kPage) {
     BothLocks lock(*this, urgency);
@@ -414,6 +427,7 @@ bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
 }
 
 void Window::release(StepUpdate& u) {
+  FRUGAL_ASSERT(!u.committed || u.remaining == 0);
   for (uint32_t page : u.pages) {
     FRUGAL_ASSERT(pages_[page].update == &u);
     pages_[page] = {};
@@ -444,6 +458,7 @@ void Window::staged_for_next(const StepUpdate& u, Vector<uint32_t>* slots) {
 void Window::unstage(const UpdateRef& update) {
   StepUpdate& u = *update;
   Lock lock(*this, Urgency::kUrgent);
+  FRUGAL_ASSERT(!u.committed);
   queue_->drop_stage();
   // (Of a piece that memory ran short for some rows are in.)
   for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
@@ -503,6 +518,7 @@ void Window::commit(StepUpdate* u, uint64_t step) {
         last = find_update(static_cast<uint32_t>(link >> 32));
         last_row = static_cast<uint32_t>(link);
       }
+      FRUGAL_ASSERT(last->committed && last->step < u->step);
       if (last->next.empty()) last->next.resize(last->n, 0);
       last->next[last_row] = (uint64_t{u->seq} << 32 | row) + 1;
       continue;
@@ -678,7 +694,8 @@ void Window::wrote(uint64_t rows) {
   FRUGAL_ASSERT(pending_total_.load() >= rows);
   schedule_point();
   if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
-  // Each pending row counts under one priority.
+  // Each pending row counts under one priority, claimed ones too.
+  for (uint32_t p = 0; p <= kRing; ++p) FRUGAL_ASSERT(queued_[p] <= count_[p]);
   FRUGAL_ASSERT(std::accumulate(count_, count_ + kRing + 1, uint64_t{0}) == pending_total_.load());
 }
 
