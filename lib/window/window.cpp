@@ -220,7 +220,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
   Part& part = *ref;
   const uint32_t* slots = part.row_slots();
   uint8_t* next = part.next.as<uint8_t>();
-  FRUGAL_ASSERT(part.resolved() && (from != 0 || ascending(slots, part.distinct)));
+  FRUGAL_ASSERT(from != 0 || ascending(slots, part.distinct));
   part.owner_apart = owned;
   const size_t end = std::min(part.distinct, from + n);
   for (size_t at = from; at < std::max<size_t>(end, from + 1); at += kChunk) {

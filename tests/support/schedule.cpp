@@ -78,15 +78,16 @@ std::string command() {
   return out.str();
 }
 
-void tell_failure() {
-  if (g_running) g_running->print();
+void tell_failure(const Schedule* schedule) {
+  if (schedule) schedule->print();
+  if (!*g_name) return;  // of no exploration
   std::fprintf(stderr, "\nTo repeat it:\n  %s\nTo keep it, a line of tests/schedules.txt:\n  %s %llu\n", command().c_str(),
                g_name, static_cast<unsigned long long>(g_seed));
   std::ofstream(FRUGAL_FAILED_SCHEDULES, std::ios::app) << g_name << " " << g_seed << "\n";
 }
 
 // By an assertion of the library, or an exception.
-void died(int) { tell_failure(); }
+void died(int) { tell_failure(g_running); }
 
 std::vector<uint64_t> kept_seeds(const char* name) {
   std::vector<uint64_t> seeds;
@@ -256,7 +257,7 @@ void Schedule::run() {
 
 void Schedule::fails(const char* what, const char* file, int line) {
   std::fprintf(stderr, "%s:%d: %s\n", file, line, what);
-  tell_failure();
+  tell_failure(this);
   std::fflush(nullptr);
   _exit(1);
 }
@@ -415,6 +416,7 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
     g_running = &schedule;
     one(schedule);
     g_running = nullptr;
+    g_name = "";
     points += schedule.points();
     most = std::max(most, schedule.points());
     distinct.insert(schedule.choices());
