@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch_support import DIM, ROWS, integers, snapshot
 
 import frugal
@@ -727,3 +728,91 @@ def test_a_state_of_before_the_first_step_begins_anew(pair: Pair, kind: str, of_
                 optimizer.step()
             optimizer.load_state_dict(copy.deepcopy(first))
     assert_same(pair)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (), (100, 30, 2)])
+def test_an_output_may_be_detached_in_place(trainer: frugal.Trainer, shape: Tuple[int, ...]) -> None:
+    """As one of torch.nn's, it is no view, whatever its shape."""
+    module = ft.Embedding(10, 8, trainer=trainer)
+    for graph in (True, False):
+        with torch.set_grad_enabled(graph):
+            out = module(torch.zeros(shape, dtype=torch.int64))
+        assert out.shape == (*shape, 8) and out.requires_grad == graph and not out._is_view()
+        assert not out.detach_().requires_grad
+    out = module(torch.zeros(shape, dtype=torch.int64))
+    out.mul_(2.0).sum().backward()
+    expected = torch.zeros(10, 8)
+    expected[0] = 2.0 * math.prod(shape)
+    grad = module.weight.grad
+    assert grad is not None and torch.equal(grad, expected)
+
+
+def test_a_graph_is_used_once(trainer: frugal.Trainer) -> None:
+    """Though PyTorch's own nodes would let it be used again."""
+    module, keys = ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer), torch.tensor([[1, 2]])
+    out = module(keys)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    grad = module.weight.grad
+    assert grad is not None and grad[1].tolist() == [2.0] * 8
+    out = module(keys)
+    keys.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    grad = module.weight.grad
+    assert grad is not None and grad[3].tolist() == [0.0] * 8
+
+
+def test_gradients_that_are_asked_for_after_one_that_failed(trainer: frugal.Trainer) -> None:
+    module, keys = ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer), torch.tensor([[1, 2]])
+    (anchor,) = module.parameters()
+    first = torch.ones((), requires_grad=True)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("no")
+
+    between = first * 1.0
+    between.register_hook(fail)
+    with pytest.raises(KeyError):
+        torch.autograd.grad((module(keys).sum() * between, ), [anchor, first])
+    (found,) = torch.autograd.grad((module(keys) + module(keys)).sum(), [anchor])
+    assert found.norm() == 8.0 and anchor.grad is None
+    module(keys).sum().backward()
+    assert anchor.grad is not None and anchor.grad.norm() == 4.0
+
+
+def test_what_replaces_a_weight_is_refused(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(10, 8, trainer=trainer)
+    with pytest.raises(NotImplementedError, match="prun"):
+        prune.l1_unstructured(module, "weight", amount=0.5)
+    with pytest.raises(ValueError, match="weight"):
+        torch.nn.utils.parametrizations.weight_norm(module, "weight")
+    assert len(list(module.parameters())) == 1
+    module(torch.tensor([[1]])).sum().backward()
+
+
+def test_an_ensemble_is_refused(trainer: frugal.Trainer) -> None:
+    modules = [ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer) for _ in range(2)]
+    parameters, buffers = torch.func.stack_module_state(modules)
+
+    def one(some: Any, others: Any) -> torch.Tensor:
+        out: torch.Tensor = torch.func.functional_call(modules[0], (some, others), (torch.tensor([[1]]),))
+        return out
+
+    with pytest.raises(NotImplementedError, match="in the place of its parameter"):
+        torch.func.vmap(one)(parameters, buffers)
+
+
+def test_means_of_gradients(trainer: frugal.Trainer) -> None:
+    ours, theirs = ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer), torch.nn.EmbeddingBag(10, 8, mode="sum")
+    for module in (ours, theirs):
+        module(torch.tensor([[1, 2, 2], [4, 4, 4]])).sum().backward()
+    (mine,), (other,) = (list(module.parameters()) for module in (ours, theirs))
+    assert mine.grad is not None and other.grad is not None
+    assert torch.equal(mine.grad.mean(), other.grad.mean())
+    with pytest.raises(NotImplementedError, match="module.weight.grad"):
+        mine.grad.abs()
+    grad = ours.weight.grad
+    assert grad is not None and torch.equal(grad.abs().mean(), other.grad.abs().mean())

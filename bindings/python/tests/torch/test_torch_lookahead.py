@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any, Dict, Iterator, List
 
 import pytest
@@ -433,16 +434,24 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
-    clock = Clock(1.0, 2.0 if pays else 0.9)
+@pytest.mark.parametrize("without", [2.0, 1.05, 0.95, 0.5])
+def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, without: float) -> None:
+    pays, turns = without > 1.0, 4 if 0.9 < without < 1.1 else 2
+    clock = Clock(1.0, without)
     monkeypatch.setattr(_lookahead, "_clock", clock)
     monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
     engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd(), init=frugal.Constant())
     tables = ft.Optimizer(bag)
     loader = [torch.randint(0, ROWS, (5,)) for _ in range(400)]
     declared, last, rows = [], 0, bag.weight.clone()
-    for keys in ft.Lookahead(loader, lambda keys: {bag: keys}, depth=4):
+    asked = 0
+
+    def inputs(keys: torch.Tensor) -> Dict[Any, torch.Tensor]:
+        nonlocal asked
+        asked += 1
+        return {bag: keys}
+
+    for keys in itertools.chain(ft.Lookahead(loader, inputs, depth=4), ft.Lookahead(loader[:50], inputs, depth=4)):
         now = engine.stats()["keys_declared"]
         declared.append(now > last)
         clock.now += clock.costs[now > last]
@@ -452,8 +461,12 @@ def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytes
         rows.index_add_(0, keys, torch.ones(5, DIM), alpha=-0.5)
     turn = 4 + 2 + 32
     assert all(declared[8 : turn - 8]) and not any(declared[turn + 8 : 2 * turn - 8])
-    assert all(declared[2 * turn + 8 : 3 * turn - 8]) and not any(declared[3 * turn + 8 : 4 * turn - 8])
-    assert declared[4 * turn + 8 : -8] == [pays] * len(declared[4 * turn + 8 : -8])
+    if turns == 4:
+        assert all(declared[2 * turn + 8 : 3 * turn - 8]) and not any(declared[3 * turn + 8 : 4 * turn - 8])
+    found = declared[turns * turn + 8 : 392]
+    assert found == [pays] * len(found)
+    assert declared[408:442] == [pays] * 34  # another epoch does not begin with a trial
+    assert (asked > 300) == pays  # and where it does not pay, nobody asks for keys
     assert torch.equal(bag.weight.clone(), rows)
 
 

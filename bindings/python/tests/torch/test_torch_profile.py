@@ -61,7 +61,7 @@ def test_a_step_is_a_new_tensor_and_copies_of_keys_and_offsets(bags: ft.Embeddin
         optimizer.step()
 
     costs = costs_of(step)
-    assert costs.operations.pop("aten::empty") == 1
+    assert costs.operations.pop("aten::add") == 1  # of nothing but anchors
     assert [costs.operations.pop(name) for name in sorted(COPIES)] == [2, 2, 2]
     # Autograd's own: views and detaches of the gradient that is given, no copy of it.
     assert set(costs.operations) <= {"aten::detach", "aten::view_as", "aten::view"}, costs.operations
@@ -101,7 +101,7 @@ def test_other_inputs_cost_what_is_documented(
     trainer: frugal.Trainer, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, offsets, grad = inputs()
-    allowed = {"aten::empty", "aten::detach", "aten::view_as", "aten::view", "aten::reshape"} | COPIES
+    allowed = {"aten::add", "aten::detach", "aten::view_as", "aten::view", "aten::reshape"} | COPIES
     copies = KEYS * 8  # of keys, one way or the other
     copied = 1
     extra_bytes = 0
@@ -109,6 +109,8 @@ def test_other_inputs_cost_what_is_documented(
         module: Any = ft.Embedding(1000, DIM, trainer=trainer)
         arguments: List[Any] = [keys.view(BAGS, PER_BAG)]
         grad = torch.randn(BAGS, PER_BAG, DIM)
+        # An output that is large is not written to before the engine does it.
+        allowed |= {"aten::empty", "aten::index_put_", "aten::_index_put_impl_", "aten::as_strided"}
     elif case == "collection":
         tables = [ft.TableConfig(f"t{i}", 1000, DIM, [f"f{i}"]) for i in range(4)]
         module = ft.EmbeddingBagCollection(tables, trainer=trainer)
@@ -116,6 +118,7 @@ def test_other_inputs_cost_what_is_documented(
         grad = torch.randn(BAGS // 4, 4 * DIM)
         allowed |= {"aten::unbind", "aten::select", "aten::as_strided"}  # views of the input
         copied = 4  # each
+        allowed |= {"aten::cat", "aten::sum", "aten::fill_"}  # of anchors
     else:
         module = ft.EmbeddingBag(1000, DIM, mode="sum", include_last_offset=case != "offsets", trainer=trainer)
         arguments = [keys, offsets]
@@ -124,11 +127,12 @@ def test_other_inputs_cost_what_is_documented(
             # One more number than there are offsets.
             allowed |= {"aten::constant_pad_nd", "aten::pad", "aten::fill_", "aten::narrow", "aten::slice"}
             allowed |= {"aten::as_strided", "aten::cat"}
+            allowed |= {"aten::empty", "aten::lift_fresh"}
             extra_bytes = (BAGS + 1) * 8
             copied = 2  # torch's padding has a copy of its own
         elif case == "int32":
             arguments = [keys.int(), offsets]
-            allowed |= {"aten::to", "aten::_to_copy"}
+            allowed |= {"aten::to", "aten::_to_copy", "aten::empty"}
             extra_bytes = (BAGS + 1) * 8  # keys are ours already
         elif case == "2d":
             arguments = [keys.view(BAGS, PER_BAG)]
@@ -142,6 +146,7 @@ def test_other_inputs_cost_what_is_documented(
                 "aten::index", "aten::mul", "aten::resize_", "aten::searchsorted", "aten::select", "aten::slice",
                 "aten::sub", "aten::sum", "aten::to", "aten::_to_copy", "aten::zeros_like",
             }  # fmt: skip
+            allowed |= {"aten::empty"}
             copied = 3
             extra_bytes = KEYS * 4 + KEYS * 4 + (BAGS + 1) * 8 + 3 * 64 * DIM * 4 + 4 * 64 * 8
     optimizer = ft.Optimizer(module)

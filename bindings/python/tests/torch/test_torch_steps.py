@@ -429,14 +429,15 @@ def test_an_exception_in_the_loop_leaves_a_step_that_goes_on(pair: Any) -> None:
 def test_an_interrupt_after_the_gate_is_made_good(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs, tables, dense = pair
     train(pair, keys())
-    begin = frugal.Trainer.step_begin
+    native = type(tables._steps.native)
+    begin = native.begin
 
     def interrupted(*arguments: Any) -> None:
         begin(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(frugal.Trainer, "step_begin", interrupted)
+        patch.setattr(native, "begin", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours(keys())
     train(pair, keys())
@@ -481,7 +482,8 @@ def test_an_interrupt_of_a_push_leaves_gradients(
 @pytest.mark.parametrize("ended", [False, True])
 def test_an_interrupt_of_a_step_s_end_ends_it(pair: Any, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
     ours, theirs, tables, dense = pair
-    end = frugal.Trainer.step_end
+    native = type(tables._steps.native)
+    end = native.end
     times: List[int] = []
 
     def interrupted(*arguments: Any, **more: Any) -> None:
@@ -492,7 +494,7 @@ def test_an_interrupt_of_a_step_s_end_ends_it(pair: Any, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(frugal.Trainer, "step_end", interrupted)
+        patch.setattr(native, "end", interrupted)
         batch = keys()
         ours(batch).sum().backward()
         theirs(batch).sum().backward()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ._steps import Table
 
 _aten = torch.ops.aten
+_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # Backwards that are held one by one; more of them are summed into one, so that memory is bounded by the table's rows.
 _MOST_HELD = 64
@@ -84,7 +86,9 @@ class Held:
             )
 
 
+_OURS = 3  # references to what an anchor alone has: its own, a variable's, and that of who counts them
 _grad: Any = torch.Tensor.grad
+get_grad: Callable[["Anchor"], Optional[torch.Tensor]] = _grad.__get__
 set_grad: Callable[["Anchor", Optional[torch.Tensor]], None] = _grad.__set__  # for what is no caller's tensor
 
 
@@ -94,7 +98,8 @@ class Anchor(torch.nn.Parameter):
 
     table: "Table"
     seen: int  # the value's version that is known to be ours
-    last: Optional["Gradient"]  # where DistributedDataParallel puts a tensor of its own in the gradient's place
+    given: Optional[Tuple[int, "Gradient"]]  # of a backward that runs: what it returns, see `give`
+    begun: Optional["Gradient"]  # the newest; used again when nobody else has it
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
         with torch.inference_mode(False):
@@ -104,7 +109,8 @@ class Anchor(torch.nn.Parameter):
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
         self.table = table
         self.trainer = table.steps.trainer  # lives as long
-        self.last = None
+        self.given = None
+        self.begun = None
         self.seen = self._version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -119,6 +125,7 @@ class Anchor(torch.nn.Parameter):
     def value(self, value: torch.Tensor) -> None:
         _data.__set__(self, value)
         self.seen = self._version
+        self.begun = None  # it has a dtype
 
     @property
     def data(self) -> torch.Tensor:
@@ -130,20 +137,35 @@ class Anchor(torch.nn.Parameter):
         raise _not_written(self.table.name, "an assignment to data")
 
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
+        if value is None:
+            set_grad(self, None)
+            begun: Any = self.begun
+            if begun is not None:
+                if sys.getrefcount(begun) == _OURS and begun._use_count() == 1:
+                    begun.parts, begun.clip_limit = [], 0.0
+                else:
+                    self.begun = None
+            return
         # A caller's zeros are a gradient to which backwards add. Zeros of autograd's own, as of a penalty, do not come here.
-        if value is not None and not isinstance(value, Gradient) and value.shape == (1,) and float(value) == 0.0:
+        if not isinstance(value, Gradient) and value.shape == (1,) and float(value) == 0.0:
             value = self.begin()
         set_grad(self, value)
 
     # The table's gradient since the last zero_grad(), a `Gradient`; or what PyTorch has put in its place.
-    grad = property(_grad.__get__, _take_grad, lambda self: set_grad(self, None))
+    grad = property(get_grad, _take_grad, lambda self: self._take_grad(None))
 
     def begin(self, left: Optional["Gradient"] = None) -> "Gradient":
         """The gradient that backwards add to: what is left of another, or one of nothing."""
-        grad = Gradient(self) if left is None else left
-        if _is_shared(self.table):
-            self.last = grad
+        grad = self.begun if left is None else left
+        if grad is None or (left is None and (grad.parts or grad.clip_limit)):
+            grad = Gradient(self)
+        self.begun = grad
         return grad
+
+    @property
+    def last(self) -> Optional["Gradient"]:
+        """Where DistributedDataParallel puts a tensor of its own in the gradient's place, the gradient."""
+        return self.begun if _is_shared(self.table) else None
 
     def check(self) -> None:
         """An error, if somebody has written the element: rows are as before."""
@@ -171,6 +193,9 @@ class Anchor(torch.nn.Parameter):
             " after backward()"
         )
 
+    # What torch.Tensor has is a function of Python, and an optimizer looks an anchor up in each step.
+    __hash__ = object.__hash__
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(f"the table {self.table.name!r} cannot be copied: the engine owns its rows")
 
@@ -179,9 +204,10 @@ class Anchor(torch.nn.Parameter):
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         """Adds a backward's gradient, of these features of its module, to the anchor's."""
-        self.table.count_backward()
-        grad = self.grad
-        if not isinstance(grad, Gradient):
+        if self.table.owner is None:
+            self.table.count_backward()
+        grad = get_grad(self)
+        if type(grad) is not Gradient:
             left = None if grad is None else _replaced(self, grad)
             if grad is not None and left is None and self.last is None:
                 raise self.penalty()
@@ -189,11 +215,28 @@ class Anchor(torch.nn.Parameter):
             set_grad(self, grad)
         grad.hold(held, features)
 
+    def give(self, held: Held, features: Tuple[int, ...]) -> None:
+        """Adds a backward's gradient to what torch.autograd.grad() returns for the anchor."""
+        task = _task()
+        if self.given is None or self.given[0] != task:
+            grad = Gradient(self)
+            self.given = task, grad
+
+            def replace(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+                hook.remove()
+                if _task() != task:
+                    return None  # that one has failed
+                self.given = None
+                return grad
+
+            hook = torch.Tensor.register_hook(self, replace)  # type: ignore[no-untyped-call]
+        self.given[1].hold(held, features)
+
     def gradient(self) -> Optional["Gradient"]:
         """What there is to train the table with, or None."""
         if self._version != self.seen:
             self.check()
-        grad = self.grad
+        grad = get_grad(self)
         if grad is None:
             return None
         if not isinstance(grad, Gradient):
@@ -511,6 +554,12 @@ def _total(func: Any, grad: Gradient, *, dtype: Any = None) -> torch.Tensor:
     return grad.sums("the sum").sum().to(dtype or grad.dtype)
 
 
+def _mean(func: Any, grad: Gradient, *, dtype: Any = None) -> torch.Tensor:
+    if grad.table.hashed:
+        raise _no_answer(func, grad)
+    return _total(func, grad, dtype=dtype) / (grad.table.capacity * grad.table.dim)
+
+
 def _zero(func: Any, grad: Gradient) -> Gradient:
     grad.parts = []
     grad.clip_limit = 0.0
@@ -687,6 +736,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.add: _add,
     _aten.add_: _add,
     _aten.sum: _total,
+    _aten.mean: _mean,
     _aten.clone: _copy_of,
     _aten._to_copy: _copy_of,
     _aten.zero_: _zero,
@@ -716,7 +766,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
 }
 
 # Of these a computation can go on that PyTorch would differentiate.
-_VALUES = {_aten.sum, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, _aten.pow}
+_VALUES = {_aten.sum, _aten.mean, _aten.linalg_vector_norm, _aten.norm, _aten._foreach_norm, _aten.pow}
 
 
 def _norm_of(grad: Gradient, *args: Any) -> torch.Tensor:

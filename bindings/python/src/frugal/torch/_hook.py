@@ -21,12 +21,12 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, 
 
 import torch
 from torch.compiler import is_compiling
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import frugal
 
 from . import _state
-from ._anchor import Anchor, Gradient, set_grad
+from ._anchor import Anchor, Gradient, get_grad, set_grad
 from ._steps import Steps, Table, Update, count_optimizer_step, scaled
 from ._weight import Weight
 
@@ -207,7 +207,7 @@ def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs
     if is_compiling():
         return _uncompiled_step_tables(optimizer, args, kwargs)
     known = _known[optimizer]
-    if not known.look(optimizer):
+    if len(optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks) > 2 and not known.look(optimizer):
         return None
     kind = type(optimizer)
     if kind is not known.kind:
@@ -265,7 +265,7 @@ def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: 
 
 def _show(known: _Known) -> None:
     for anchor, grad in known.hidden:
-        if anchor.grad is None:
+        if get_grad(anchor) is None:
             set_grad(anchor, grad)
     known.hidden = []
 
@@ -281,10 +281,11 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
         _step_once(optimizer, known, entries, again > 0)
     known.hidden = []
     for entry in known.entries:
-        grad = entry.anchor.grad
+        anchor = entry.anchor
+        grad = get_grad(anchor)
         if grad is not None:
-            known.hidden.append((entry.anchor, grad))
-            set_grad(entry.anchor, None)
+            known.hidden.append((anchor, grad))
+            set_grad(anchor, None)
 
 
 def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_Entry], again: bool) -> None:
@@ -303,15 +304,16 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
         if again:
             factor = 1.0  # the gradient has it
         for steps, items in by_steps.items():
-            states = [optimizer.state[entry.anchor] for entry, _ in items]
+            states, groups = optimizer.state, known.groups
             updates = [
-                _update(optimizer, entry, gradient, state, known.groups[entry.group], factor)
-                for (entry, gradient), state in zip(items, states)
+                _update(optimizer, entry, gradient, states[entry.anchor], groups[entry.group], factor)
+                for entry, gradient in items
             ]
             steps.apply(updates, skip)
             if not skip:
-                for (_, gradient), state in zip(items, states):
+                for entry, gradient in items:
                     if gradient is not None:
+                        state = states[entry.anchor]
                         state[_STEP] = _Count(state[_STEP] + 1)
 
 
@@ -330,6 +332,9 @@ def _update(
 ) -> Update:
     table, count = entry.table, _steps_of(state)
     made = group.optimizer(count + 1, table.said.mean_ranks)
+    usual = len(state) == 1 and type(state.get(_STEP)) is _Count
+    if usual and factor == 1.0 and table.owner is not None and table.owner() is optimizer:
+        return Update(table, gradient, group.with_scale(made, gradient))
     if not (_STEP in state and len(state) == 1):
         _translate(optimizer, table, state, made)
     if table.owner is None or table.owner() is not optimizer:

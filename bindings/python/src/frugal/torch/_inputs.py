@@ -148,7 +148,7 @@ def bags(
         and input.device == device
         and offsets_.device == device
     ):  # the usual case, without the calls below
-        return Bags(input, torch.cat((offsets_, arange.end(input.shape[0], device))), None, 2)
+        return Bags(input, arange.complete(offsets_, input.shape[0]), None, 2)
     if isinstance(input, torch.Tensor) and input.is_nested and input.dim() == 2:
         return _nested(input, weights_, mode, device, dtype)
     tensor = _tensor(input, "input", device)
@@ -290,22 +290,35 @@ def row_stride(rows: torch.Tensor) -> int:
     return (rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]) * 4
 
 
+_differ: Callable[[int, int, int], int] = ctypes.CDLL(None).memcmp
+_differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
+
+
 class Arange:
-    """The offsets of 2-D inputs: remembers the last."""
+    """The offsets of bags: remembers the last, since those of the next batch may be the same."""
 
     def __init__(self) -> None:
-        self._end: Optional[torch.Tensor] = None
-        self._count = -1
+        self._known: Tuple[Optional[torch.Tensor], int, int] = (None, 0, 0)  # offsets, their bags and keys
         self._last: Optional[torch.Tensor] = None
         self._shape: Tuple[int, int] = (-1, -1)
 
-    def end(self, count: int, device: torch.device) -> torch.Tensor:
-        """The last offset, of one element."""
-        end = self._end
-        if end is None or self._count != count or end.device != device:
-            end = torch.tensor([count], dtype=torch.int64, device=device)
-            self._end, self._count = end, count
-        return end
+    def complete(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
+        """Offsets with the last, which is the number of keys; not to be written to, for they are returned again."""
+        bags = offsets.shape[0]
+        ends, known_bags, known_count = self._known  # at once, for another thread may be here
+        if (
+            ends is not None
+            and known_bags == bags
+            and known_count == count
+            and not _differ(ends.data_ptr(), offsets.data_ptr(), 8 * bags)
+        ):
+            return ends
+        with torch.inference_mode(False):
+            end = torch.tensor([count], dtype=torch.int64, device=offsets.device)
+            ends = torch.cat((offsets, end))
+        if ends.device.type == "cpu":  # a look at others would wait
+            self._known = ends, bags, count
+        return ends
 
     def offsets(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
         bags, length = int(shape[0]), int(shape[1])

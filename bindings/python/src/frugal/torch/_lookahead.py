@@ -44,13 +44,15 @@ _clock = time.perf_counter
 class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
-    What follows a turn's beginning is left out until nothing of the turn before is ahead any more. Long afterwards the
-    trial is made again, since loops change.
+    What follows a turn's beginning is left out until nothing of the turn before is ahead any more. Two turns are enough
+    where they tell much. The next epochs go on with what was found. Long afterwards the trial is made again, since loops
+    change.
     """
 
     TURNS = 4  # with, without, with, without
     COUNT = 32  # batches that are timed in a turn
     AGAIN = 8192  # batches between trials
+    CLEAR = 1.1  # a ratio of times that tells enough
 
     def __init__(self, depth: int) -> None:
         self._skip = depth + 2
@@ -62,6 +64,12 @@ class _Trial:
         self._batches = 0
         self._times: Tuple[List[float], List[float]] = ([], [])
         self._last: Optional[float] = None
+
+    def resume(self) -> None:
+        """Another iteration of the loop begins: the turn that was cut short is made again."""
+        self._last = None
+        if self._turn < self.TURNS:
+            self._batches = 0
 
     def batch(self) -> None:
         """The loop asks for a batch."""
@@ -80,11 +88,12 @@ class _Trial:
         self._turn += 1
         self._batches = 0
         self._last = None
-        if self._turn < self.TURNS:
-            self.on = self._turn % 2 == 0
-        else:
+        self.on = self._turn % 2 == 0
+        if self.on:
             with_, without = (statistics.median(times) for times in self._times)
-            self.on = with_ <= without
+            if self._turn == self.TURNS or with_ > self.CLEAR * without or without > self.CLEAR * with_:
+                self._turn = self.TURNS
+                self.on = with_ <= without
 
 
 class _Ahead(Generic[T]):
@@ -192,7 +201,13 @@ class _Iteration(Iterator[T]):
         self._depth = self._lookahead.depth
         self._trainer = trainer
         if self._lookahead.measure and self._depth:
-            self._trial = _Trial(self._depth)
+            loop = self._depth, self._per_step, getattr(self._keys, "__code__", type(self._keys))
+            trial = steps.trials.get(loop)
+            if trial is None:
+                steps.trials.clear()
+                trial = steps.trials[loop] = _Trial(self._depth)
+            trial.resume()
+            self._trial = trial
         with steps.lock:
             before = _running(steps)
             if before is not None:
@@ -207,6 +222,8 @@ class _Iteration(Iterator[T]):
             else:
                 if self._trial is not None:
                     self._trial.batch()
+                    if not self._trial.on and not self._waiting and self._batches is not None:
+                        return next(self._batches)
                 self._look(self._steps)
                 declare = self._follow(self._steps) and (self._trial is None or self._trial.on)
                 self._fill(self._steps, declare)
@@ -295,9 +312,11 @@ class _Iteration(Iterator[T]):
                 " trainer=trainer) says whose steps these are"
             )
         self._base = ahead.step = self._steps.next
-        self._declare(self._steps, ahead)
+        declare = self._trial is None or self._trial.on
+        if declare:
+            self._declare(self._steps, ahead)
         self._waiting.append(ahead)
-        self._fill(self._steps, True)
+        self._fill(self._steps, declare)
 
     def _follow(self, steps: Steps) -> bool:
         """Moves declarations, if the loop took more or fewer steps than there were batches for. Returns whether to

@@ -1,19 +1,29 @@
-"""Forward and backward. A forward is one call of the library; a backward keeps what the optimizer's step will push."""
+"""Forward and backward. A forward is one call of the library; a backward keeps what the optimizer's step will push.
+
+An output that is to be trained is made by an operation of PyTorch's own on the anchors, and the engine writes rows over
+what that computed. So autograd reaches the anchors by nodes of its own, and Python has no part in a backward but a hook
+that gets the output's gradient.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from . import _inputs, _native
-from ._anchor import ACCUMULATED, Gradient, Held, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, Held, use_of
 from ._steps import Moment, Steps, Table
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _CHUNK = 16384  # keys whose rows are held at once where gradients of weights are computed here
+_FEW = 16384  # elements of an output that an addition has written sooner than an indexed write has begun
 
 # Of each feature: keys, offsets (pooled), factors of keys.
 Tensors = Sequence[Optional[torch.Tensor]]
@@ -48,6 +58,7 @@ class Lookup:
         ]
         # What gradients go through whose keys have a factor each.
         self.weighted: Optional[Lookup] = None
+        self._like: Optional[torch.Tensor] = None  # of the shape of the last output; of one element
 
     def by_frequency(self) -> "Lookup":
         """The same, but the gradient of a key is divided by how often the key is in the input."""
@@ -60,43 +71,72 @@ class Lookup:
         """Rows of a table, one for each key, and no key is padding."""
         return type(self)(self.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
 
-    def _output(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, _native.Ops]:
-        """A new tensor, and ops that write it."""
-        out = torch.empty((rows, self.width), dtype=torch.float32, device=self.steps.device)
+    def _ops(self, out: torch.Tensor, tensors: Tensors) -> _native.Ops:
+        """Ops that write rows."""
         base, stride = out.data_ptr(), 4 * self.width
         ops = _native.Ops(len(self.features))
-        for i, feature in enumerate(self.features):
-            keys, offsets, weights = tensors[3 * i : 3 * i + 3]
-            assert keys is not None
+        i = 0
+        for feature in self.features:
             padding = feature.padding if feature.padding is None else feature.hidden
             ops.add(
-                feature.table.handle, feature.pooling, padding, keys, offsets, weights,
-                rows_out=base + 4 * feature.column, row_stride=stride,
+                feature.table.handle, feature.pooling, padding, tensors[i], tensors[i + 1], tensors[i + 2],
+                base + 4 * feature.column, 0, stride,
             )  # fmt: skip
-        return out, ops
+            i += 3
+        return ops
 
-    def lookup(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
-        """Rows in a step, and when they were read."""
-        out, ops = self._output(rows, tensors)
-        return out, self.steps.lookup(ops)
+    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.steps.device)
 
-    def read(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+    def look_up(self, out: torch.Tensor, tensors: Tensors) -> Moment:
+        """Writes rows in a step. Returns when they were read."""
+        return self.steps.lookup(self._ops(out, tensors))
+
+    def lookup(self, shape: Sequence[int], tensors: Tensors) -> torch.Tensor:
+        """Rows in a step. `shape`: of the output, whose last dimension is the width."""
+        out = self._empty(shape)
+        self.look_up(out, tensors)
+        return out
+
+    def read(self, shape: Sequence[int], tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
         """Rows as they are, creating none, and when they were read."""
-        out, ops = self._output(rows, tensors)
-        return out, self.steps.read(ops)
+        out = self._empty(shape)
+        return out, self.steps.read(self._ops(out, tensors))
+
+    def train(
+        self, anchors: Sequence[torch.Tensor], shape: Sequence[int], tensors: Tensors, mine: int
+    ) -> Any:
+        """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
+        read. `mine`: see _kept."""
+        if is_compiling():  # of a caller whose graph would be empty, and which is run as it stands
+            return _train_uncompiled(self, anchors, shape, tensors, mine)
+        if len(anchors) == 1 and anchors[0].dtype is torch.float32:
+            source = anchors[0]
+        else:
+            each = [anchor if anchor.dtype is torch.float32 else anchor.to(torch.float32) for anchor in anchors]
+            source = torch.cat(each).sum(0, keepdim=True)
+        like = self._like
+        if like is None or like.shape != shape:
+            like = self._like = torch.zeros((), dtype=torch.float32, device=self.steps.device).expand(shape)
+        if like.numel() <= _FEW:
+            out = torch.add(like, source)
+        else:  # none of its elements are written
+            none = torch.empty(0, dtype=torch.int64, device=self.steps.device)
+            out = self._empty(shape).index_put_((none,), source)
+        node = out.grad_fn
+        if node is not None:  # as there is none in torch.inference_mode()
+            node.register_prehook(_Backward(self, tensors, mine, node.next_functions[1][0], len(anchors)))
+        return out, self.look_up(out, tensors)
 
     def add_pushes(self, ops: _native.Ops, held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
         """Adds the ops that push the gradients of a backward. Returns the tensor that they point into."""
         held.check()
         grad = held.grad if factor == 1.0 else held.grad * factor
-        base, stride = grad.data_ptr(), _inputs.row_stride(grad)
+        base, stride, tensors = grad.data_ptr(), _inputs.row_stride(grad), held.tensors
         for i in features:
             table, pooling, padding, column = self.features[i]
-            keys, offsets, weights = held.tensors[3 * i : 3 * i + 3]
-            assert keys is not None
-            ops.add(
-                table.handle, pooling, padding, keys, offsets, weights, grads=base + 4 * column, row_stride=stride
-            )
+            keys, offsets, weights = tensors[3 * i], tensors[3 * i + 1], tensors[3 * i + 2]
+            ops.add(table.handle, pooling, padding, keys, offsets, weights, 0, base + 4 * column, stride)
         return grad
 
     def factors(self, tensors: Tensors) -> Tensors:
@@ -165,20 +205,22 @@ class Lookup:
         flat_keys, flat_out = keys.view(-1), out.view(-1)
         for begin in range(0, flat_keys.numel(), _CHUNK):
             part = flat_keys[begin : begin + _CHUNK]
-            rows, _ = one.read(part.numel(), (part, None, None))
+            rows, _ = one.read((part.numel(), one.width), (part, None, None))
             places = torch.arange(begin, begin + part.numel(), device=offsets.device)
             bags = torch.searchsorted(offsets, places, right=True) - 1
             torch.sum(rows * grad[bags], 1, out=flat_out[begin : begin + part.numel()])
         return out
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _train_uncompiled(lookup: Lookup, *args: Any) -> Any:
+    return lookup.train(*args)
+
+
 class EmptyLookup(Lookup):
     """Of a table without rows, or of rows without columns: the engine is asked for nothing."""
 
-    def lookup(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
-        return self.read(rows, tensors)
-
-    def read(self, rows: int, tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+    def look_up(self, out: torch.Tensor, tensors: Tensors) -> Moment:
         (table,) = self.tables
         keys = tensors[0]
         assert keys is not None
@@ -188,98 +230,130 @@ class EmptyLookup(Lookup):
             raise _native.KeyOutOfRange(
                 f"key {int(bad[0])} of the table {table.name!r}, which has {table.capacity} rows", _native.KEY_OUT_OF_RANGE
             )
-        out = torch.zeros((rows, self.width), dtype=torch.float32, device=self.steps.device)
-        return out, (self.steps.next, self.steps.writes)
+        out.detach().zero_()
+        return self.steps.next, self.steps.writes
+
+    def read(self, shape: Sequence[int], tensors: Tensors) -> Tuple[torch.Tensor, Moment]:
+        out = self._empty(shape)
+        return out, self.look_up(out, tensors)
 
     def add_pushes(self, ops: _native.Ops, held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
         return held.grad
 
 
-class TrainingLookup(torch.autograd.Function):
-    """Rows in a step. Its backward holds the gradient for the step of an optimizer that has the anchors."""
+class _Backward:
+    """A hook of the node that made an output: holds the output's gradient for the step of an optimizer."""
 
-    @staticmethod
-    def forward(ctx: Any, lookup: Lookup, rows: int, mine: int, *inputs: Optional[torch.Tensor]) -> torch.Tensor:
-        # `inputs`: the anchors of lookup.tables, which make autograd run, and the tensors; `mine`: see _kept.
-        tensors = inputs[len(lookup.tables) :]
-        ctx.mine = mine
-        out, ctx.moment = lookup.lookup(rows, tensors)
-        ctx.lookup = lookup
-        ctx.save_for_backward(*tensors)
-        return out
+    __slots__ = ("lookup", "tensors", "versions", "mine", "source", "count")
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
+    def __init__(self, lookup: Lookup, tensors: Tensors, mine: int, source: Any, count: int) -> None:
+        self.lookup = lookup
+        self.tensors: Optional[Tensors] = tensors
+        self.versions = _writes(tensors)
+        self.mine = mine
+        self.source = source  # the node of the anchor, or of what was computed of several
+        self.count = count
+
+    def __call__(self, grads: Tuple[Optional[torch.Tensor], ...]) -> Optional[Tuple[None]]:
+        grad = grads[0]
+        if grad is None:
+            return None
         if _is_batched(grad) or _is_wrapped(grad):
             raise NotImplementedError(
                 "a backward of a table in a transform, as by is_grads_batched or vectorize: call backward for each gradient"
             )
-        # What the decorator does is wanted for create_graph=True alone, and takes its time.
-        if not torch.is_grad_enabled():
-            return _held(ctx, grad)
-        ctx.graph = True
-        try:
-            return cast(Tuple[Optional[torch.Tensor], ...], _held_once(ctx, grad))
-        finally:
-            ctx.graph = False  # the next backward of this graph may be another
+        tensors = self.tensors
+        if tensors is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, and the keys of the first are freed: specify"
+                " retain_graph=True if you need to backward through the graph a second time"
+            )
+        graph = torch.is_grad_enabled()  # create_graph=True
+        if graph:
+            grad = grad.detach()
+        if grad.dim() != 2:
+            grad = grad.reshape(math.prod(grad.shape[:-1]), self.lookup.width)
+        asked = self._hold(_inputs.gradient(grad), tensors, graph)
+        if not _keeps_graph():
+            self.tensors = None
+        return None if asked else _NOTHING
 
-
-def _held(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-    lookup: Lookup = ctx.lookup
-    tensors = ctx.saved_tensors
-    needed = ctx.needs_input_grad
-    count = len(lookup.tables)
-    grad = _inputs.gradient(grad)
-    wanted = needed[3 + count + 2 :: 3]
-    weight_grads = _weight_grads(ctx, lookup, grad, tensors, wanted) if True in wanted else None
-    held, nodes = None, ctx.next_functions
-    returned: List[Optional[torch.Tensor]] = []
-    for i, table in enumerate(lookup.tables):
-        use = needed[3 + i] and use_of(nodes[i][0])
-        if not use or (use == ACCUMULATED and not table.anchor.requires_grad):
-            continue  # a leaf that has been frozen since the forward takes no gradient
-        if held is None:
-            number = next(lookup.steps.backwards)
-            if lookup.weighted is None:
-                held = Held(lookup, _kept(tensors, ctx.mine), grad, number)
+    def _hold(self, grad: torch.Tensor, tensors: Tensors, graph: bool) -> bool:
+        """Returns whether somebody asks for the gradient of an anchor, so that autograd must go on."""
+        lookup, held, asked = self.lookup, None, False
+        for i, leaf in enumerate((self.source,) if isinstance(self.source, _Leaf) else _leaves(self.source, self.count)):
+            use = use_of(leaf)
+            if use == NOT_ASKED:
+                continue
+            anchor = leaf.variable
+            if use == ACCUMULATED and not anchor.requires_grad:
+                continue  # a leaf that has been frozen since the forward takes no gradient
+            if held is None:
+                if _writes(tensors) != self.versions:
+                    raise RuntimeError(
+                        "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                        f" keys, offsets or per_sample_weights of table {anchor.table.name!r}, since the forward"
+                    )
+                number = next(lookup.steps.backwards)
+                if lookup.weighted is None:
+                    held = Held(lookup, _kept(tensors, self.mine), grad, number)
+                else:
+                    held = Held(lookup.weighted, lookup.factors(tensors), grad, number)
+                held.graph = graph
+            if use == ACCUMULATED:
+                anchor.hold(held, lookup.places[i])
             else:
-                held = Held(lookup.weighted, lookup.factors(tensors), grad, number)
-            held.graph = getattr(ctx, "graph", False)
-        if use == ACCUMULATED:
-            table.anchor.hold(held, lookup.places[i])
-        else:
-            if getattr(ctx, "graph", False):
-                raise NotImplementedError(
-                    f"table {table.name!r}: create_graph=True of its gradient: a backward of a backward is not possible"
-                )
-            returned += [None] * (i - len(returned)) + [Gradient.of(table.anchor, held, lookup.places[i])]
-    if weight_grads is None and not returned:
-        return (None,) * len(needed)
-    returned += [None] * (count - len(returned))
-    return (None, None, None, *returned, *_of_each(weight_grads or [None] * len(lookup.features)))
+                if graph:
+                    raise NotImplementedError(
+                        f"table {anchor.table.name!r}: create_graph=True of its gradient: a backward of a backward is not"
+                        " possible"
+                    )
+                anchor.give(held, lookup.places[i])
+                asked = True
+        return asked
 
 
-_held_once: Callable[..., Any] = once_differentiable(_held)
+_NOTHING = (None,)  # is what autograd goes on with
 
 
-class ReadingLookup(torch.autograd.Function):
-    """Rows that are read only; its backward has gradients of weights."""
+def _writes(tensors: Tensors) -> int:
+    """How often they have been written to in place."""
+    total = 0
+    for tensor in tensors:
+        if tensor is not None:
+            total += tensor._version
+    return total
+
+
+def _leaves(source: Any, count: int) -> List[Any]:
+    """The nodes of anchors of which a forward computed something: of their concatenation's sum, see Lookup.train."""
+    leaves = []
+    for node, _ in source.next_functions[0][0].next_functions:
+        while node is not None and not isinstance(node, _Leaf):
+            node = node.next_functions[0][0]
+        leaves.append(node)
+    assert len(leaves) == count
+    return leaves
+
+
+class WeightedRows(torch.autograd.Function):
+    """The same rows; its backward has gradients of weights."""
 
     @staticmethod
     def forward(
-        ctx: Any, lookup: Lookup, rows: int, *tensors: Optional[torch.Tensor]
+        ctx: Any, rows: torch.Tensor, lookup: Lookup, moment: Moment, *tensors: Optional[torch.Tensor]
     ) -> torch.Tensor:
-        out, ctx.moment = lookup.read(rows, tensors)
-        ctx.lookup = lookup
+        ctx.lookup, ctx.moment = lookup, moment
         ctx.save_for_backward(*tensors)
-        return out
+        ctx.mark_dirty(rows)
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        wanted = ctx.needs_input_grad[4::3]
+        wanted = ctx.needs_input_grad[5::3]
         grads = _weight_grads(ctx, ctx.lookup, _inputs.gradient(grad), ctx.saved_tensors, wanted)
-        return (None, None) + _of_each(grads)
+        return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
 
 
 def _weight_grads(

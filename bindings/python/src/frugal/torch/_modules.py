@@ -28,22 +28,13 @@ import frugal
 
 from . import _default, _inputs, _native, _renorm, _state, _steps
 from ._anchor import Anchor
-from ._lookup import EmptyLookup, Feature, Lookup, ReadingLookup, TrainingLookup, int64_of
+from ._lookup import EmptyLookup, Feature, Lookup, WeightedRows, int64_of
 from ._weight import Weight, saved, write
 
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone
 
-# Without types in torch.
-def _training_lookup(*args: Any) -> Any:
-    # A frame of ours whose graph would be empty is run as it stands, and torch.compile looks at this one.
-    if torch._C._are_functorch_transforms_active() or is_compiling():
-        return TrainingLookup.apply(*args)  # type: ignore[no-untyped-call]
-    # What Function.apply does where there are no transforms, without a look at each argument.
-    return super(torch.autograd.Function, TrainingLookup).apply(*args)  # type: ignore[no-untyped-call]
-
-
-_reading_lookup: Callable[..., Any] = ReadingLookup.apply
+_weighted_rows: Callable[..., Any] = WeightedRows.apply  # without types in torch
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
@@ -176,7 +167,7 @@ class _Module(torch.nn.Module):
                 stacklevel=stacklevel,
             )
 
-    def _run(self, rows: int, tensors: List[Optional[torch.Tensor]], mine: int = 0) -> Any:
+    def _run(self, shape: Sequence[int], tensors: List[Optional[torch.Tensor]], mine: int = 0) -> Any:
         if _get_tracing_state() is not None:
             self._refuse_tracing()
         anchors = self._anchors
@@ -188,22 +179,23 @@ class _Module(torch.nn.Module):
             )
         dtype = anchors[0].dtype
         graph = torch.is_grad_enabled()
-        training = graph and (
-            anchors[0].requires_grad if len(anchors) == 1 else any([anchor.requires_grad for anchor in anchors])
-        )
+        training = graph and (anchors[0].requires_grad or any([anchor.requires_grad for anchor in anchors[1:]]))
         if self.max_norm is not None:
             _renorm.renorm(self._lookup, tensors[0], self.max_norm, self.norm_type, training)
         if training:
             lookup = self._by_frequency if self.scale_grad_by_freq else self._lookup
-            out = _training_lookup(lookup, rows, mine, *anchors, *tensors)
+            out, moment = lookup.train(anchors, shape, tensors, mine)
         else:
             for anchor in anchors:
                 if anchor._version != anchor.seen:
                     anchor.check()
-            if graph and any(weights is not None and weights.requires_grad for weights in tensors[2::3]):
-                out = _reading_lookup(self._lookup, rows, *tensors)
-            else:
-                out = self._lookup.read(rows, tensors)[0]
+            lookup = self._lookup
+            out, moment = lookup.read(shape, tensors)
+        if graph:
+            for weights in tensors[2::3]:
+                if weights is not None and weights.requires_grad:
+                    out = _weighted_rows(out, lookup, moment, *tensors)
+                    break
         return out if dtype is torch.float32 else out.to(dtype)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -422,6 +414,14 @@ class _Single(_Module):
             if name == "padding_idx":
                 self._table.written = True  # the row is what it is
 
+    def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
+        if name == "weight_orig":
+            raise NotImplementedError(
+                f"table {self._table.name!r}: pruning would compute its weight from a parameter, and the engine trains the"
+                " rows themselves: prune the dense layers, or write zeros to module.weight"
+            )
+        super().register_parameter(name, param)
+
     def _make_lookup(self, pooling: int) -> None:
         padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
         kind = EmptyLookup if self._table.empty else Lookup
@@ -515,7 +515,7 @@ class Embedding(_Single):
         run = self._runner() if is_compiling() or _in_transform() else self._run
         keys = _inputs.keys(input, "input", self._steps.device)
         mine = int(keys.data_ptr() != input.data_ptr())
-        return run(keys.numel(), [keys, None, None], mine).view(*input.shape, self.embedding_dim)
+        return run((*input.shape, self.embedding_dim), [keys, None, None], mine)
 
     @classmethod
     def from_pretrained(
@@ -603,13 +603,13 @@ class EmbeddingBag(_Single):
             if self.scale_grad_by_freq:
                 raise ValueError("max mode does not support scaling the gradient by the frequency")
             return self._max(run, keys, ends)
-        return run(ends.shape[0] - 1, [keys, ends, weights], mine)
+        return run((ends.shape[0] - 1, self.embedding_dim), [keys, ends, weights], mine)
 
     def _max(self, run: Callable[..., torch.Tensor], keys: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """PyTorch's own maximum of the rows of each key, which are looked up for it."""
         keys = keys.reshape(-1)
         _inputs.check_ends(ends, keys.numel())
-        rows = run(keys.numel(), [keys, None, None])
+        rows = run((keys.numel(), self.embedding_dim), [keys, None, None])
         places, padding = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device), None
         padded = self._lookup.features[0].padding
         if padded is not None:
@@ -756,7 +756,7 @@ class EmbeddingBagCollection(_Module):
                 ours = (keys is not value) | 2
             mine |= ours << len(tensors)
             tensors += [keys, ends, weights]
-        return run(batch, tensors, mine)
+        return run((batch, self._lookup.width), tensors, mine)
 
     def split(self, output: torch.Tensor) -> Dict[str, torch.Tensor]:
         """Views of an output, by feature."""

@@ -11,7 +11,7 @@ import torch
 import frugal
 from frugal import _abi
 from frugal._lib import lib
-from frugal._wait import wait
+from frugal._wait import SLICE_MS, wait
 from frugal.errors import check
 
 HASHED = _abi.FRUGAL_HASHED
@@ -54,16 +54,15 @@ class Ops:
         table: int,
         pooling: int,
         padding: Optional[int],
-        keys: torch.Tensor,
+        keys: Optional[torch.Tensor],
         offsets: Optional[torch.Tensor] = None,
         weights: Optional[torch.Tensor] = None,
-        weight_grads: Optional[torch.Tensor] = None,
-        *,
         rows_out: int = 0,
         grads: int = 0,
         row_stride: int = 0,
     ) -> None:
         """Adds an op of the table with this handle. The tensors must live until the call returns."""
+        assert keys is not None
         _pack_into(
             self.memory,
             self.count * _SIZE,
@@ -77,7 +76,7 @@ class Ops:
             0 if offsets is None else offsets.data_ptr(),
             0 if offsets is None else offsets.numel() - 1,
             0 if weights is None else weights.data_ptr(),
-            0 if weight_grads is None else weight_grads.data_ptr(),
+            0,
             rows_out,
             grads,
             row_stride,
@@ -108,6 +107,17 @@ class Trainer:
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self._on_gpu = gpu is not None
         self._stream = 0
+        self._slice = int(min(SLICE_MS, self._engine._timeout_ms))
+
+    def begin(self, step: int) -> None:
+        """The gate of a step. Whoever interrupts it does not know whether the step has begun."""
+        try:
+            self._call(lib.frugal_step_begin, self._handle, step, self._slice)
+        except frugal.Timeout:
+            self._trainer().step_begin(step)  # with words to who waits long
+
+    def end(self, step: int, skip: bool) -> None:
+        self._call(lib.frugal_step_end, self._handle, step, _abi.FRUGAL_STEP_SKIP if skip else 0)
 
     def lookup(self, ops: Ops) -> None:
         if self._on_gpu:

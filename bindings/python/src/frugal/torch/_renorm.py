@@ -33,9 +33,9 @@ def renorm(lookup: Lookup, keys: Optional[torch.Tensor], max_norm: float, norm_t
     if table.hashed and feature.padding is not None:
         keys = keys[keys != int64_of(feature.padding)]
     one = lookup.rows_of(table)
-    read = one.lookup if training and table.hashed else one.read
     with steps.lock, torch.no_grad():
-        rows, _ = read(keys.numel(), (keys, None, None))
+        given = (keys.numel(), table.dim), (keys, None, None)
+        rows = one.lookup(*given) if training and table.hashed else one.read(*given)[0]
         norms = torch.linalg.vector_norm(rows, norm_type, dim=1).to(torch.float64)
         above = norms > max_norm
         if bool(above.any()):

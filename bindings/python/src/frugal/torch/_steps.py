@@ -118,9 +118,8 @@ class Table:
                 _native.put(self.table, keys, rows, with_state)
 
     def count_backward(self) -> None:
-        """Warns of a table whose gradients nobody uses, though they may be dropped before each of the others' steps."""
-        if self.owner is not None:
-            return
+        """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
+        each of the others' steps."""
         if self.seeded_since:
             self._warn_of_the_seed()
         if not self._warned and self._seen != optimizer_steps:
@@ -168,7 +167,7 @@ class Table:
 
     def change(self, optimizer: frugal.Optimizer, step: int) -> None:
         """Sets the optimizer from this step on."""
-        if optimizer is not self.optimizer and optimizer != self.optimizer:
+        if optimizer != self.optimizer:
             self.table.set_optimizer(step, optimizer)
             self.optimizer = optimizer
 
@@ -309,6 +308,7 @@ class Steps:
         self.tables: Dict[str, Table] = {}
         self.backwards = itertools.count()  # their numbers: gradients are pushed in this order
         self.lookahead: Optional[Callable[[], Any]] = None  # to the iteration that declares
+        self.trials: Dict[Any, Any] = {}  # what Lookaheads have found about the loop of now
         self._interrupted = False
         self._cancelled: List[_native.Batch] = []
         self._dropped: List[frugal.Table] = []
@@ -398,10 +398,12 @@ class Steps:
         with self.lock:
             if self.open:
                 return
-            self.cancel()
-            self._drop()
+            if self._cancelled:
+                self.cancel()
+            if self._dropped:
+                self._drop()
             try:
-                self._tried(lambda: self.trainer.step_begin(self.next))
+                self._tried(self.native.begin, self.next)
             except KeyboardInterrupt:
                 self._interrupted = True  # the step may have begun all the same
                 raise
@@ -414,11 +416,11 @@ class Steps:
     def end(self, skip: bool) -> None:
         with self.lock:
             try:
-                self._tried(lambda: self.trainer.step_end(self.next, skip=skip))
+                self._tried(self.native.end, self.next, skip)
             except KeyboardInterrupt:
                 # It may have ended all the same: the second call ends it, or says that there is nothing to end.
                 try:
-                    self.trainer.step_end(self.next, skip=skip)
+                    self.native.end(self.next, skip)
                 except (frugal.NotInStep, frugal.StepOrder, KeyboardInterrupt):
                     pass
                 self.open = False
@@ -438,8 +440,9 @@ class Steps:
     def apply(self, updates: Sequence[Update], skip: bool = False) -> None:
         """One step of the engine: the gradients of these tables, with these optimizers. All of it is done, or nothing."""
         with self.lock:
-            for update in updates:
-                update.table.choose(update.optimizer)
+            for table, _, optimizer in updates:
+                if optimizer is not table.optimizer:
+                    table.choose(optimizer)
             if not self.open:
                 self.begin()
             pushing = False
@@ -451,8 +454,9 @@ class Steps:
                         said = {u.table.name: _numbers(u.optimizer) for u in some}
                         self.shared.say(self.next, self.rank, said)
                     ops, alive = _pushes(some)
-                    for update in some:
-                        update.table.change(update.optimizer, self.next)
+                    for table, _, optimizer in some:
+                        if optimizer is not table.optimizer:
+                            table.change(optimizer, self.next)
                     pushing = True
                     self._tried(self.native.push, ops)
                     del alive
@@ -605,10 +609,10 @@ def _pushes(updates: Sequence[Update]) -> Tuple[Ops, List[torch.Tensor]]:
     that a table's gradients share is its optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
     count = 0
-    for update in updates:
-        if update.gradient is not None:
-            common = update.gradient.common()
-            for part in update.gradient.parts:
+    for _, gradient, _ in updates:
+        if gradient is not None:
+            common = gradient.common()
+            for part in gradient.parts:
                 parts.append((part.held.number, part, 1.0 if part.factor == common else part.factor / common))
                 count += len(part.features)
     if len(parts) > 1:

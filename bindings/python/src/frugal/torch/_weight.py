@@ -282,7 +282,7 @@ class Weight(torch.Tensor):
 
     def __hash__(self) -> int:
         # A weight and the parameter are one key: modules, optimizers and sets that have both have a table once.
-        return id(self._anchor) if self.is_whole() else id(self)
+        return hash(self._anchor) if self.is_whole() else id(self)
 
     def data_ptr(self) -> NoReturn:
         raise RuntimeError(f"table {self._table.name!r}: weight has no memory of its own; weight.clone() has")
