@@ -1651,6 +1651,31 @@ TEST(Steps, OneThreadDrivesAllRanks) {
   }
 }
 
+// A step whose rows were taken in ahead, by what was declared, has those that were pushed.
+TEST(Steps, OtherRowsArePushedThanDeclared) {
+  Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });
+  frugal_trainer* trainer = engine.Trainer(0);
+  int ahead = 0;
+  for (uint64_t step = 0; step < 5; ++step) {
+    frugal_table* table = engine.Table(std::to_string(step).c_str(), FRUGAL_DENSE, 10, 1);
+    RowOp declared(table, {1, 2}, 1), pushed(table, {2, 3}, 1);
+    ASSERT_OK(frugal_prefetch(trainer, step, &declared.op, 1, nullptr));
+    ASSERT_OK(frugal_step_begin(trainer, step, kWait));
+    // Nothing is pending and all is linked: what is counted from here on is that staging has begun.
+    const uint64_t before = Stats(engine).entry_ns;
+    for (int look = 0; look < 2000 && Stats(engine).entry_ns == before; ++look)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ahead += Stats(engine).entry_ns != before;
+    ASSERT_OK(frugal_push_grad(trainer, &pushed.op, 1));
+    ASSERT_OK(frugal_step_end(trainer, step, 0));
+    ASSERT_OK(frugal_flush(engine, kWait));
+    EXPECT_EQ(GetOne(table, 1), 0.0f);
+    EXPECT_EQ(GetOne(table, 2), -1.0f);
+    EXPECT_EQ(GetOne(table, 3), -1.0f);
+  }
+  EXPECT_GT(ahead, 0) << "nothing was taken in ahead: the test shows nothing";
+}
+
 TEST(Steps, SkippedOnesCommitWithoutUpdates) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
