@@ -345,7 +345,7 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
     m.values = slabs(l.value_stride * 4);
     m.state = slabs(l.state_stride * 4);
     if (table_config->key_space == FRUGAL_HASHED)
-      m.index = slabs(8) + slabs(1) + KeyIndex::peak_bytes(table_config->rows);
+      m.index = slabs(8) + slabs(1) + slabs(Holders::kPlaceBytes) + KeyIndex::peak_bytes(table_config->rows);
     else if (table_config->flags & FRUGAL_TABLE_LAZY)
       m.index = slabs(1);
     bool deferred = (c.flush_mode != FRUGAL_FLUSH_AT_ONCE &&

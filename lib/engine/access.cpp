@@ -26,7 +26,7 @@ Status Engine::table_of(uint64_t handle, TableRef* out) const {
 }
 
 // Slots of keys that are not a whole declaration; missing rows are reserved, so that a call which
-// fails later has created nothing. `sorted`: with duplicates removed too.
+// fails later has created nothing. The part holds the places of its rows. `sorted`: with duplicates removed too.
 Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool sorted) {
   if (a->whole) return FRUGAL_OK;
   Rows& rows = own(*a->table).rows;
@@ -177,13 +177,13 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
   const size_t n = accesses.size();
   if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
   return engine_.with_room(ops, n, [&]() -> Status {
-    scope_.emplace(engine_, accesses);
+    hold_.emplace(engine_, accesses);
     for (size_t i = 0; i < n; ++i) {
       // Kernels want the rows in order, and so does who sums.
       const bool sorted = use != Use::kLookup || (gpu && gpu[i].rows_on_device && !stale());
       const Status s = engine_.resolve_access(t_, ops[i], &accesses[i], sorted);
       if (s == FRUGAL_OK) continue;
-      scope_.reset();  // lets go of what was reserved
+      hold_.reset();
       for (Access& a : accesses)
         if (!a.whole) a.part = nullptr;
       return in_op(s, by_op_ ? i : 0, by_op_ ? n : 1, accesses[i].table);
@@ -195,7 +195,7 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
 Status Engine::LocalStep::create() {
   if (std::any_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.table->hashed; }))
     engine_.create_rows(t_, accesses);
-  scope_.reset();
+  hold_.reset();
   return FRUGAL_OK;
 }
 

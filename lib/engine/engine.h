@@ -3,9 +3,8 @@
 // One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. What every
 // step does per key runs outside it: a table's g-entries under the window's lock, key mapping under
 // the rows' lock, row updates under no lock, because at any time one thread alone has claimed a row.
-// Three rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
-// a linked declaration back (drop_batch), freeing rows that were reserved for nothing
-// (settle_orphans), and making room in a full table (give_up_reserved).
+// Two rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
+// a linked declaration back (drop_batch), and making room in a full table (give_up_reserved).
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -51,9 +50,8 @@ struct Table : AnyTable {
   Window window;
   Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters, all of one kind; engine's mu_
   std::atomic<bool> has_state{false};        // there is state that is not a new row's: the kind is fixed
-  Vector<uint32_t> orphans;                        // reserved slots that nobody may want any more
-  uint32_t accessing = 0;  // calls that may be about to use reserved rows; engine's mu_
-  uint32_t tight = 0;      // calls that need every place: nothing is reserved ahead; engine's mu_
+  std::atomic<uint32_t> calls{0};  // that hold places, besides the declarations that do
+  std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
   // Rows that uncommitted steps created, with the earliest step that used them: with staleness ranks
   // are in different steps, and that one's undoing takes the row back. Not cached before its commit.
   std::mutex young_mu;
@@ -539,13 +537,13 @@ class Engine final : public Session, private DataPath {
   void publish_commit(uint64_t step, const StepRecord& record, Commit& commit);
   Status commit_owed();
   void settle_young(uint64_t step, const StepRecord& record);
-  struct Unused {
+  struct Held {
     TableRef table;
-    Vector<uint32_t> slots;
+    PartRef part;
   };
-  Vector<Unused> unused_until(uint64_t step);
-  void unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out);
-  void retire(uint64_t step, const Vector<Unused>& unused);
+  Vector<Held> held_until(uint64_t step);
+  void retire(uint64_t step);
+  void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   Status aborted(Trainer& t);
   enum class Undo { kCall, kLeaving, kFailed, kLost };
@@ -582,8 +580,6 @@ class Engine final : public Session, private DataPath {
   Status open_window(Table& table);
   void start_steps(uint64_t first);
   bool rank_has_cache(uint32_t rank) const;
-  void add_orphans(Table& table, const Vector<uint32_t>& slots);
-  void settle_orphans(Table& table);
   void drop_batch(const BatchRef& batch);
   void unlink_part(const Batch& batch, size_t i);
   void give_up_reserved(Table& table);
@@ -595,7 +591,7 @@ class Engine final : public Session, private DataPath {
   bool outside_allowed(String* why);
   bool ranks_inside(String* why);
   // --- access.cpp
-  class AccessScope;
+  class CallHold;
   class LocalStep;
   Status resolve_access(Trainer& t, const frugal_op& op, Access* access, bool sorted);
   void create_rows(Trainer& t, const Vector<Access>& accesses);

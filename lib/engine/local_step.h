@@ -7,33 +7,19 @@
 
 namespace frugal {
 
-// While it lives, no reserved row of the tables is given up: a call may be about to use it.
-class Engine::AccessScope {
+// What a call has found of keys that nobody has declared, until the rows exist: it holds their places.
+class Engine::CallHold {
  public:
-  AccessScope(Engine& engine, const Vector<Access>& accesses) : engine_(engine), accesses_(accesses) {
-    if (std::none_of(accesses.begin(), accesses.end(), counts)) return;
-    std::lock_guard<std::mutex> lock(engine_.mu_);
-    for (const Access& a : accesses)
-      if (counts(a)) ++own(*a.table).accessing;
+  CallHold(Engine& engine, const Vector<Access>& accesses) : engine_(engine), accesses_(accesses) {
+    for (const Access& a : accesses_)
+      if (counts(a)) ++own(*a.table).calls;
   }
-  ~AccessScope() {
+  ~CallHold() {
     for (const Access& a : accesses_) {
       if (!counts(a)) continue;
       Table& table = own(*a.table);
-      // What is reserved only, now, is what a call that failed has left. Nothing of it is given to
-      // others between this look and the next lines: this scope still counts.
-      Vector<uint32_t> left;
-      if (a.part && a.part->slots && a.part->state.load() != Part::kStale && table.rows.has_reserved())
-        engine_.unused_rows(table, a.part->slots.as<uint32_t>(), a.part->n, &left);
-      bool wanted;
-      {
-        std::lock_guard<std::mutex> lock(engine_.mu_);
-        engine_.add_orphans(table, left);
-        --table.accessing;
-        engine_.settle_orphans(table);
-        wanted = table.tight != 0;
-      }
-      if (wanted) engine_.progress();
+      if (a.part) a.part->let_go(table.rows);
+      engine_.end_holding(table);
     }
   }
 
@@ -66,7 +52,7 @@ class Engine::LocalStep final : public StepView {
   const bool by_op_;
   Deadline until_;         // of waiting for rows that are being written
   std::optional<Counted> busy_;
-  std::optional<AccessScope> scope_;  // until the rows exist
+  std::optional<CallHold> hold_;  // until the rows exist
 };
 
 }  // namespace frugal

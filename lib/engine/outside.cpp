@@ -234,18 +234,15 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(own_pool().get((l.dim + l.state_floats) * sizeof(float), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
-  // Reserved rows are not given to others while some of them are about to be these.
-  struct Accessing {
+  // Of the places of the rows, until all exist.
+  struct Hold {
     Engine& engine;
     Table& table;
-    Accessing(Engine& e, Table& of) : engine(e), table(of) {
-      std::lock_guard<std::mutex> lock(engine.mu_);
-      ++table.accessing;
-    }
-    ~Accessing() {
-      std::lock_guard<std::mutex> lock(engine.mu_);
-      --table.accessing;
-      engine.settle_orphans(table);
+    const uint32_t* slots;
+    size_t n = 0;
+    ~Hold() {
+      table.rows.let_go(slots, n);
+      engine.end_holding(table);
     }
   };
   auto write = [&](size_t first, size_t end) {
@@ -265,8 +262,10 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   frugal_op op = FRUGAL_OP_INIT;
   op.table = reinterpret_cast<frugal_table*>(t.handle);
   FRUGAL_TRY(with_room(&op, 1, [&] {
-    Accessing accessing(*this, t);
+    ++t.calls;
+    Hold hold{*this, t, s};
     FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kReserve, s, nullptr));
+    hold.n = n;
     // Before anything is written, for it may want memory. A cache can always do without its copy.
     drop_cached(t, s, n);
     created.reserve(t.rows.hashed() ? n : 0);
@@ -300,11 +299,6 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   } else {
     write_outside(t, slots.data(), slots.size(),
                   [&](size_t from, size_t to) { were += t.rows.uncreate(slots.data() + from, to - from, true); });
-  }
-  if (t.rows.hashed()) {
-    std::lock_guard<std::mutex> lock(mu_);
-    add_orphans(t, slots);
-    settle_orphans(t);
   }
   if (deleted) *deleted = were;
   return FRUGAL_OK;

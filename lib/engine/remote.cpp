@@ -186,7 +186,6 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
     accesses[i].part = used[i].part;
     accesses[i].whole = used[i].whole;
   }
-  AccessScope scope(*this, accesses);
   create_rows(t, accesses);
 }
 

@@ -515,11 +515,12 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
       lock.lock();
       return give_up();
     }
-    Vector<Unused> unused = unused_until(step);
+    const Vector<Held> served = held_until(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
     if (ledger_) ledger_->commit(step);
     for (Commit& c : record.commits) publish_commit(step, record, c);
     settle_young(step, record);
+    for (const Held& h : served) h.part->let_go(h.table->rows);
     lock.lock();
     FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
     committed_ = step;
@@ -532,7 +533,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     uint64_t created = 0;
     for (const CreatedRows& c : record.created) created += c.slots.size();
     counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
-    retire(step, unused);
+    retire(step);
     records_.erase(step);
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
@@ -764,87 +765,35 @@ void Engine::settle_young(uint64_t step, const StepRecord& record) {
   }
 }
 
-// Rows that declarations for steps up to `step` reserved and nobody has used. All ranks have ended the
-// step: nobody declares for it, or uses what was declared, any more.
-Vector<Engine::Unused> Engine::unused_until(uint64_t step) {
-  Vector<std::pair<TableRef, PartRef>> served;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (auto& [s, batches] : batches_) {
-      if (s > step) break;
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->parts[i]->resolved() && b->tables[i]->rows.has_reserved())
-            served.emplace_back(b->tables[i], b->parts[i]);
-    }
+// Declarations for steps up to `step`, which hold places. All ranks have ended the step: nobody declares for it, or
+// uses what was declared, any more.
+Vector<Engine::Held> Engine::held_until(uint64_t step) {
+  Vector<Held> held;
+  std::lock_guard<std::mutex> lock(mu_);
+  for (auto& [s, batches] : batches_) {
+    if (s > step) break;
+    for (const BatchRef& b : batches)
+      for (size_t i = 0; i < b->parts.size(); ++i)
+        if (b->tables[i]->hashed && b->parts[i]->resolved()) held.push_back({b->tables[i], b->parts[i]});
   }
-  Vector<Unused> unused(served.size());
-  for (size_t i = 0; i < served.size(); ++i) {
-    const Part& p = *served[i].second;
-    unused[i].table = served[i].first;
-    unused_rows(*served[i].first, p.row_slots(), p.distinct, &unused[i].slots);
-  }
-  return unused;
-}
-
-// Those of `slots` that are reserved only. Without memory for the list: none, they stay reserved.
-void Engine::unused_rows(Table& table, const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
-  try {
-    table.rows.collect_reserved(slots, n, out);
-  } catch (const std::bad_alloc&) {
-    out->clear();
-  }
+  return held;
 }
 
 // What was declared for steps up to `step` has served.
-void Engine::retire(uint64_t step, const Vector<Unused>& unused) {  // with mu_ held
-  for (const Unused& u : unused) add_orphans(*u.table, u.slots);
+void Engine::retire(uint64_t step) {  // with mu_ held
   while (!batches_.empty() && batches_.begin()->first <= step) {
     for (const BatchRef& b : batches_.begin()->second) {
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
-      for (size_t i = 0; i < b->parts.size(); ++i) {
-        const PartRef& p = b->parts[i];
-        never_resolve(*p, Part::kDropped);
-      }
+      for (const PartRef& p : b->parts) never_resolve(*p, Part::kDropped);
     }
-    const Vector<BatchRef> gone = std::move(batches_.begin()->second);
     batches_.erase(batches_.begin());
-    for (const BatchRef& b : gone)
-      for (const TableRef& t : b->tables) settle_orphans(*t);
   }
 }
 
-// Without memory for the list the rows stay reserved until somebody names them again. With mu_ held.
-void Engine::add_orphans(Table& table, const Vector<uint32_t>& slots) {
-  try {
-    table.orphans.insert(table.orphans.end(), slots.begin(), slots.end());
-  } catch (const std::bad_alloc&) {
-  }
-}
-
-// Frees reserved rows that no declaration names any more. With mu_ held.
-void Engine::settle_orphans(Table& table) {
-  try {
-    table.rows.take_stranded(&table.orphans);
-  } catch (const std::bad_alloc&) {
-    return;  // next time
-  }
-  if (table.orphans.empty() || table.accessing) return;
-  for (auto& [step, batches] : batches_)
-    for (const BatchRef& b : batches)
-      for (size_t i = 0; i < b->parts.size(); ++i)
-        // A part in the middle of being resolved may hold any slot: later.
-        if (b->tables[i].get() == &table && b->parts[i]->state.load() == Part::kResolving) return;
-  for (uint32_t slot : table.orphans) {
-    bool named = false;
-    for (auto& [step, batches] : batches_)
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size() && !named; ++i)
-          named = b->tables[i].get() == &table && b->parts[i]->resolved() &&
-                  b->parts[i]->contains(slot);
-    if (!named) table.rows.release_reserved(slot);
-  }
-  table.orphans.clear();
+// A call's hold of places of a table has ended; there may be a call that waits for them.
+void Engine::end_holding(Table& table) {
+  --table.calls;
+  if (table.tight.load()) progress();
 }
 
 // Deferring pays if there is idle time of processors to write in; else it is only more work.
@@ -926,21 +875,16 @@ void Engine::undo_local(Trainer& t) {
   t.undo_pending.store(false);
 }
 
-// Rows that a step created exist no longer; their slots stay while a declaration names them.
+// Rows that a step created exist no longer; their places stay theirs while somebody holds them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
   for (CreatedRows& c : created) {
-    {
-      // In one section: who lets rows into a cache must find them young or reserved.
-      std::unique_lock<std::mutex> young(c.table->young_mu, std::defer_lock);
-      if (track_young()) {
-        young.lock();
-        std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
-      }
-      c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
+    // In one section: who lets rows into a cache must find them young or reserved.
+    std::unique_lock<std::mutex> young(c.table->young_mu, std::defer_lock);
+    if (track_young()) {
+      young.lock();
+      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
     }
-    std::lock_guard<std::mutex> lock(mu_);
-    add_orphans(*c.table, c.slots);
-    settle_orphans(*c.table);
+    c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
   }
   created.clear();
 }

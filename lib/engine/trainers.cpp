@@ -320,9 +320,9 @@ void Engine::give_up_reserved(Table& table) {
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->tables[i].get() == &table) visit(*b, i);
   };
-  // Nor may anybody be in the middle of finding rows: these would be free only afterwards.
+  // Nor may anybody be in the middle of finding rows: these would be held until afterwards.
   auto idle = [&] {
-    bool none = table.accessing == 0;
+    bool none = table.calls.load() == 0;
     each([&](const Batch& b, size_t i) {
       if (b.parts[i]->state.load() == Part::kResolving || b.parts[i]->linking) none = false;
     });
@@ -336,16 +336,12 @@ void Engine::give_up_reserved(Table& table) {
     if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
     Part& p = *b.parts[i];
     never_resolve(p, Part::kStale);
-    if (p.resolved()) {
-      Vector<uint32_t> left;
-      unused_rows(table, p.row_slots(), p.distinct, &left);
-      if (left.empty()) return;  // it holds no place
-      unlink_part(b, i);
-      p.state.store(Part::kStale);
-      add_orphans(table, left);
-    }
+    // Of rows that exist it would give up nothing.
+    if (!p.resolved() || !table.rows.any_reserved(p.row_slots(), p.distinct)) return;
+    unlink_part(b, i);
+    p.let_go(table.rows);
+    p.state.store(Part::kStale);
   });
-  settle_orphans(table);
 }
 
 // Takes a batch out of the window.
@@ -383,16 +379,8 @@ void Engine::drop_batch(const BatchRef& batch) {
   progress_.fetch_add(1);
   cv_progress_.notify_all();
   lock.unlock();
-  for (size_t i = 0; i < batch->parts.size(); ++i) {
-    const Part& p = *batch->parts[i];
-    Table& table = *batch->tables[i];
-    if (!p.resolved() || !table.rows.has_reserved()) continue;
-    Vector<uint32_t> left;
-    unused_rows(table, p.row_slots(), p.distinct, &left);
-    std::lock_guard<std::mutex> again(mu_);
-    add_orphans(table, left);
-    settle_orphans(table);
-  }
+  for (size_t i = 0; i < batch->parts.size(); ++i)
+    if (batch->parts[i]->resolved()) batch->parts[i]->let_go(batch->tables[i]->rows);
 }
 
 Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {

@@ -114,22 +114,17 @@ Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   Status s = call();
   if (s != FRUGAL_ERR_TABLE_FULL) return s;
   struct Tight {
-    Engine& engine;
     Vector<TableRef> tables;
     ~Tight() {
-      std::lock_guard<std::mutex> lock(engine.mu_);
       for (const TableRef& t : tables) --t->tight;
     }
-  } tight{*this, {}};
+  } tight{{}};
   tight.tables.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     const TableRef table = std::static_pointer_cast<Table>(object_of<AnyTable>(ops[i].table));
     if (!table || !table->rows.hashed()) continue;
     // (Also where nothing is reserved by now: a declaration that found no room had taken some for a moment.)
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      ++table->tight;
-    }
+    ++table->tight;
     tight.tables.push_back(table);
     give_up_reserved(*table);
   }

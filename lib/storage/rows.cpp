@@ -71,6 +71,7 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   if (hashed_) {
     FRUGAL_TRY(keys_.reserve(capacity_, 8, c.shared, budget));
     Lock lock(mu_);
+    FRUGAL_TRY(holders_.open(capacity_, budget));
     FRUGAL_TRY(index_.open(capacity_, budget));
   }
   ref_ = layout_.at(values_.base(), state_.base());
@@ -216,25 +217,24 @@ Status Rows::begin_rows(const uint32_t* slots, size_t n) {
 }
 
 Status Rows::add_key(uint64_t key, uint32_t* slot) {
-  uint32_t s;
-  if (!free_.empty()) {
-    s = free_.back();
-  } else {
+  uint32_t s = free_;
+  if (s == kNoSlot) {
     if (next_slot_ >= capacity_)
       return fail(FRUGAL_ERR_TABLE_FULL,
                   "no room for key %s: all of its %llu rows are taken; create it with more rows, or delete some",
                   key_text(key).c_str(), static_cast<unsigned long long>(capacity_));
     FRUGAL_TRY(ensure_memory(next_slot_, 1));
+    FRUGAL_TRY(holders_.ensure(next_slot_, 1));
     s = static_cast<uint32_t>(next_slot_);
   }
   FRUGAL_TRY(index_.make_room(1));
-  if (!free_.empty())
-    free_.pop_back();
+  if (free_ != kNoSlot)
+    free_ = static_cast<uint32_t>(keys()[s]);
   else
     ++next_slot_;
-  FRUGAL_ASSERT(flags()[s] == 0);  // nobody's
+  FRUGAL_ASSERT(flags()[s] == 0 && !holders_.held(s));  // nobody's
   index_.insert(key, s);
-  reinterpret_cast<uint64_t*>(keys_.base())[s] = key;
+  keys()[s] = key;
   initialize_slot(s, key);
   flags()[s] = kReserved;
   if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
@@ -243,63 +243,72 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   return FRUGAL_OK;
 }
 
+// A place that is reserved only, and held by nobody. Takes no memory.
+void Rows::free_place(uint32_t slot) {
+  FRUGAL_ASSERT(flags()[slot] == kReserved && !holders_.held(slot));
+  FRUGAL_ASSERT(index_.find(key_of(slot)) == slot);
+  index_.erase(key_of(slot));
+  flags()[slot] = 0;
+  keys()[slot] = free_;
+  free_ = slot;
+  reserved_.fetch_sub(1, std::memory_order_relaxed);
+}
+
 Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                      uint32_t* slots, Vector<uint32_t>* created) {
   if (!hashed_) {
     FRUGAL_TRY(dense_slots(keys, n, padding, capacity_, slots));
     return begin_rows(slots, n);
   }
-  Vector<uint32_t> added;
+  size_t i = 0;  // places of slots[0, i) are held
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {
-    size_t m = std::min(kChunk, n - at);
+    const size_t end = std::min(n, at + kChunk);
     Lock lock(mu_);
-    index_.find(keys + at, m, slots + at);
-    for (size_t i = at; i < at + m; ++i) {
+    index_.find(keys + at, end - at, slots + at);
+    for (; i < end; ++i) {
+      uint32_t& s = slots[i];
       if (padding && keys[i] == *padding) {
-        slots[i] = kNoSlot;
-        continue;
-      }
-      if (missing == Missing::kLeave) {
-        if (slots[i] == KeyIndex::kNone || !(flags()[slots[i]] & kExists)) slots[i] = kMissingSlot;
-        continue;
-      }
-      if (slots[i] == KeyIndex::kNone) {
+        s = kNoSlot;
+      } else if (missing == Missing::kLeave) {
+        if (s == KeyIndex::kNone || !(flags()[s] & kExists)) s = kMissingSlot;
+      } else {
         // A duplicate within the chunk may have added it just now.
-        slots[i] = index_.find(keys[i]);
-        if (slots[i] == KeyIndex::kNone) {
-          added.push_back(kMissingSlot);  // first: no row is added that is not in the list
-          status = add_key(keys[i], &slots[i]);
-          if (status != FRUGAL_OK) {
-            added.pop_back();
-            break;
-          }
-          added.back() = slots[i];
-        }
+        if (s == KeyIndex::kNone) s = index_.find(keys[i]);
+        if (s == KeyIndex::kNone && (status = add_key(keys[i], &s)) != FRUGAL_OK) break;
+        holders_.hold(s);
       }
     }
   } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to list new rows");
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to count who holds rows");
   }
+  if (missing == Missing::kLeave) return status;
   if (status != FRUGAL_OK) {
-    // Others may have found these rows meanwhile: whether anybody wants them is seen later.
-    Lock lock(mu_);
-    try {
-      stranded_.insert(stranded_.end(), added.begin(), added.end());
-    } catch (const std::bad_alloc&) {
-      // They stay reserved until somebody names them.
-    }
+    let_go(slots, i);
     return status;
   }
-  if (missing == Missing::kCreate) create_reserved(slots, n, created);
+  if (missing == Missing::kReserve) return FRUGAL_OK;
+  struct Held {
+    Rows& rows;
+    const uint32_t* slots;
+    size_t n;
+    ~Held() { rows.let_go(slots, n); }
+  } held{*this, slots, n};
+  create_reserved(slots, n, created);
   return FRUGAL_OK;
 }
 
-void Rows::take_stranded(Vector<uint32_t>* out) {
+void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
   if (!hashed_) return;
-  Lock lock(mu_);
-  out->insert(out->end(), stranded_.begin(), stranded_.end());
-  stranded_.clear();
+  for (size_t at = 0; at < n; at += kChunk) {
+    Lock lock(mu_);
+    for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
+      const uint32_t s = slots[i];
+      if (s >= kMissingSlot || holders_.let_go(s, start ? start[i + 1] - start[i] : 1)) continue;
+      // Most tables have no row that is reserved only: nobody looks for it there.
+      if (has_reserved() && flags()[s] == kReserved) free_place(s);
+    }
+  }
 }
 
 void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark) {
@@ -314,7 +323,7 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
-    FRUGAL_ASSERT(s < next_slot_ && flags()[s] == kReserved && mark <= kMarks);
+    FRUGAL_ASSERT(s < next_slot_ && flags()[s] == kReserved && holders_.held(s) && mark <= kMarks);
     flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
     ++existing_;
     reserved_.fetch_sub(1, std::memory_order_relaxed);
@@ -347,7 +356,10 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
       reserved_.fetch_add(1, std::memory_order_relaxed);
     }
     ++were;
-    if (reinitialize) initialize_slot(s, key_of(s));
+    if (hashed_ && !holders_.held(s))
+      free_place(s);
+    else if (reinitialize)
+      initialize_slot(s, key_of(s));
   }
   return were;
 }
@@ -358,20 +370,6 @@ bool Rows::exists(uint32_t slot) {
   return flags()[slot] & kExists;
 }
 
-void Rows::release_reserved(uint32_t slot) {
-  Lock lock(mu_);
-  if (!(flags()[slot] & kReserved)) return;
-  try {
-    free_.push_back(slot);
-  } catch (const std::bad_alloc&) {
-    return;  // it stays reserved
-  }
-  FRUGAL_ASSERT(index_.find(key_of(slot)) == slot);
-  index_.erase(key_of(slot));
-  flags()[slot] = 0;
-  reserved_.fetch_sub(1, std::memory_order_relaxed);
-}
-
 void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
   if (!hashed_) return;
   for (size_t at = 0; at < n; at += kChunk) {
@@ -379,6 +377,12 @@ void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* o
     for (size_t i = at; i < std::min(n, at + kChunk); ++i)
       if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
   }
+}
+
+bool Rows::any_reserved(const uint32_t* slots, size_t n) {
+  if (!hashed_ || !has_reserved()) return false;
+  Lock lock(mu_);
+  return std::any_of(slots, slots + n, [this](uint32_t s) { return s < kMissingSlot && (flags()[s] & kReserved); });
 }
 
 void Rows::reset_state(uint32_t slot) {
@@ -439,7 +443,7 @@ uint32_t Rows::mappings(Vector<int>* descriptors) const {
 uint64_t Rows::memory_bytes() {
   Lock lock(mu_);
   return values_.committed_bytes() + state_.committed_bytes() + keys_.committed_bytes() +
-         flags_.committed_bytes() + index_.memory_bytes();
+         flags_.committed_bytes() + holders_.memory_bytes() + index_.memory_bytes();
 }
 
 }  // namespace frugal

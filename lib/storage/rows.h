@@ -6,6 +6,9 @@
 // key -> slot, and a flag byte says whether the row exists or is only reserved by a declaration.
 // Everything that maps keys to slots goes through resolve(): the one seam for later tiers.
 //
+// A place of a hashed table has one life: free; reserved, which lasts while somebody holds it (storage/holders.h); here,
+// from when the row exists. A row that exists no longer is reserved again, or its place free at once.
+//
 // Threads: values and state of a row are written by whoever applies its update (the engine sees
 // to it that this is one thread at a time and nobody reads meanwhile). The key mapping is guarded
 // by this class's own mutex.
@@ -16,6 +19,7 @@
 #include "base/heap.h"
 #include "base/sync.h"
 #include "device/kernels.h"
+#include "storage/holders.h"
 #include "storage/key_index.h"
 #include "storage/slab.h"
 
@@ -89,17 +93,18 @@ class Rows : public HeapObject {
   }
 
   // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then begin_rows. Hashed,
-  // kLeave: kMissingSlot where missing. kReserve: missing rows are reserved. kCreate: all exist afterwards; newly
-  // existing slots are appended to `created`. If the table is full, nothing exists that did not; rows that the call
-  // had reserved are among the stranded.
+  // kLeave: kMissingSlot where missing. kReserve: missing rows are reserved, and each place is held as often as its key
+  // is named: let_go() is to follow. kCreate: all exist afterwards, and none is held; newly existing slots are appended
+  // to `created`. After a failure nothing is held, and nothing exists that did not.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
+  // The places of `slots` are held once less; with `start`, that of slots[i] start[i + 1] - start[i] times. Those that
+  // are reserved only and that nobody holds any more are free. kNoSlot and kMissingSlot are no places.
+  void let_go(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
   // Initializes rows of a lazy dense table that have not been used before; those of other tables are there.
   Status begin_rows(const uint32_t* slots, size_t n);
   // check_dense_ids, for a dense table.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
-  // Rows that failed calls reserved, which the caller releases unless somebody wants them.
-  void take_stranded(Vector<uint32_t>* out);
   // Turns reserved rows among `slots` into existing ones. With a mark (of an uncommitted step, 1 to kMarks)
   // they bear it, for who reads the flags without us, until it is changed: 0 is none.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark = 0);
@@ -108,19 +113,18 @@ class Rows : public HeapObject {
   // Of a row's flag byte: whether the row exists, and its mark.
   static bool flag_exists(uint8_t flag) { return flag & kExists; }
   static uint8_t flag_mark(uint8_t flag) { return flag >> kMarkAt; }
-  // Back to reserved: an aborted step's creations, and deleted rows (which get initial values
-  // again). Returns how many existed.
+  // An aborted step's creations, and deleted rows (which get initial values again), exist no longer: they are reserved,
+  // or, where nobody holds them, their places free. Returns how many existed.
   uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
   bool exists(uint32_t slot);
-  // Frees a slot that is reserved only.
-  void release_reserved(uint32_t slot);
   bool has_reserved() const { return reserved_.load(std::memory_order_relaxed) != 0; }
-  // Those of `slots` that are reserved only.
+  // Those of `slots` that are reserved only; is there any?
   void collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
+  bool any_reserved(const uint32_t* slots, size_t n);
 
   void reset_state(uint32_t slot);
   uint64_t key_of(uint32_t slot) const {
-    return hashed_ ? reinterpret_cast<const uint64_t*>(keys_.base())[slot] : slot;
+    return hashed_ ? keys()[slot] : slot;
   }
   uint64_t count();
   // Keys of existing rows from slot *cursor on.
@@ -149,12 +153,14 @@ class Rows : public HeapObject {
   Status ensure_memory(uint64_t first, uint64_t n);
   void initialize_slot(uint32_t slot, uint64_t key) REQUIRES(mu_);
   Status add_key(uint64_t key, uint32_t* slot) REQUIRES(mu_);
+  void free_place(uint32_t slot) REQUIRES(mu_);
+  uint64_t* keys() const { return reinterpret_cast<uint64_t*>(keys_.base()); }
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
   static constexpr uint8_t kExists = 1, kReserved = 2;
   static constexpr int kMarkAt = 2;
 
-  Mutex mu_;  // index, flags, free list
+  Mutex mu_;  // index, flags, holders, free list
   uint64_t capacity_ = 0;
   bool hashed_ = false, lazy_ = false;
   RowLayout layout_;
@@ -164,7 +170,8 @@ class Rows : public HeapObject {
   MemoryBudget* budget_ = nullptr;
   std::shared_ptr<Pinner> pinner_;
   KeyIndex index_ GUARDED_BY(mu_);
-  Vector<uint32_t> free_ GUARDED_BY(mu_), stranded_ GUARDED_BY(mu_);
+  Holders holders_ GUARDED_BY(mu_);
+  uint32_t free_ GUARDED_BY(mu_) = kNoSlot;  // the place that became free last; in place of its key stands the one before
   uint64_t next_slot_ GUARDED_BY(mu_) = 0;
   std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu_) = nullptr;
   uint64_t existing_ GUARDED_BY(mu_) = 0;

@@ -96,6 +96,17 @@ Status Part::find_slots(BufferPool& pool, Rows& table, Rows::Missing missing, Ve
 Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
                      Vector<uint32_t>* created) {
   FRUGAL_TRY(find_slots(pool, table, missing, created));
+  if (const Status s = sort_rows(pool, table)) {
+    if (missing == Rows::Missing::kReserve) let_go(table);
+    return s;
+  }
+  // Ids of a dense table are their slots.
+  if (!table.hashed()) keys.reset();
+  state.store(kResolved, std::memory_order_release);
+  return FRUGAL_OK;
+}
+
+Status Part::sort_rows(BufferPool& pool, const Rows& table) {
   Buffer sorted, scratch;
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &sorted));
   FRUGAL_TRY(pool.get(device::sort_scratch(n, table.capacity()), &scratch));
@@ -107,10 +118,14 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
   distinct = device::distinct_slots(pairs.as<uint64_t>(), occurrences, rows.as<uint32_t>(),
                                     start.as<uint32_t>());
   std::fill_n(rows.as<uint32_t>() + distinct, RowFinder::kPadding, UINT32_MAX);
-  // Ids of a dense table are their slots.
-  if (!table.hashed()) keys.reset();
-  state.store(kResolved, std::memory_order_release);
   return FRUGAL_OK;
+}
+
+void Part::let_go(Rows& table) const {
+  if (resolved())
+    table.let_go(row_slots(), distinct, row_start());
+  else
+    table.let_go(slots.as<uint32_t>(), n);
 }
 
 bool Part::same_keys(const uint64_t* other, size_t count) const {

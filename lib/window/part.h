@@ -92,16 +92,19 @@ struct Part : HeapObject {
   Status take_keys(BufferPool& pool, const Part& from);
   // For keys that a device sends; nobody has looked at the ids yet.
   Status expect_keys(size_t count, bool has_padding, uint64_t padding);
-  // Keys -> slots, of rows that are there.
+  // Keys -> slots. With kReserve their places are held from then on, and nothing is after a failure.
   Status find_slots(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
-  // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`.
+  // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`. Holds as find_slots does.
   Status resolve(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
+  // Of a part that holds its rows' places: it does so no longer. Once, by who takes it out of use.
+  void let_go(Rows& rows) const;
   // Are these exactly the declared keys?
   bool same_keys(const uint64_t* other, size_t count) const;
   // Does a row of this slot occur?
   bool contains(uint32_t slot) const;
 
  private:
+  Status sort_rows(BufferPool& pool, const Rows& rows);
   // Those of another process, which may be any numbers.
   Status take_slots(const Rows& rows, Buffer&& copy);
 };

@@ -143,8 +143,9 @@ TEST_F(RowsTest, DenseRows) {
   rows.create_reserved(&seven, 1, &list, 1);
   rows.mark(&seven, 1, 1);
   rows.collect_reserved(&seven, 1, &list);
-  rows.take_stranded(&list);
+  rows.let_go(&seven, 1);
   EXPECT_TRUE(list.empty());
+  EXPECT_FALSE(rows.any_reserved(&seven, 1));
   // Deleting makes a row new.
   spoil(rows, 7);
   EXPECT_EQ(rows.uncreate(&seven, 1, false), 1u);
@@ -205,6 +206,8 @@ TEST_F(RowsTest, KeysThatAreMissing) {
   const uint32_t asked[] = {slots[0], kNoSlot, kMissingSlot, slots[2]};
   rows.collect_reserved(asked, 4, &list);
   EXPECT_EQ(list, (Vector<uint32_t>{slots[0], slots[2]}));
+  EXPECT_TRUE(rows.any_reserved(asked, 2));
+  EXPECT_FALSE(rows.any_reserved(asked + 1, 2));
   Slots again;
   Vector<uint32_t> created;
   ASSERT_OK(resolve({kPadding, UINT64_MAX, UINT64_MAX}, Missing::kCreate, &again, &created));
@@ -226,37 +229,36 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   const Slots slots = slots_of({10, 11}, Missing::kReserve);
   rows.create_reserved(slots.data(), 1, nullptr, 5);
   spoil(rows, slots[0]);
-  rows.release_reserved(slots[0]);
-  EXPECT_TRUE(rows.exists(slots[0])) << "what exists is not released";
+  rows.let_go(slots.data(), 1);
+  EXPECT_TRUE(rows.exists(slots[0])) << "nobody needs to hold what exists";
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 1u);
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 0u) << "it does not exist any more";
-  Slots none;
-  EXPECT_EQ(resolve({12}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
-  rows.release_reserved(slots[0]);
-  rows.release_reserved(slots[0]);
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
   EXPECT_EQ(slots_of({12}, Missing::kReserve), Slots{slots[0]});
   EXPECT_EQ(rows.key_of(slots[0]), 12u);
   EXPECT_TRUE(is_new(rows, slots[0], 12));
   EXPECT_FALSE(rows.exists(slots[0]));
-  Vector<int> descriptors;
+  Slots none;
+  EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL) << "both are held";
   rows.create_reserved(slots.data(), 1, nullptr);
   EXPECT_EQ(all_keys(), Keys{12});
-  EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL)
-      << "it was released twice, and is free once";
+  EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
+  rows.let_go(slots.data() + 1, 1);
+  EXPECT_EQ(slots_of({13}, Missing::kReserve), Slots{slots[1]});
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
 }
 
-// A deleted row is reserved, and new.
+// A deleted row that a declaration names is reserved, and new. Nobody names the other one: its place is free.
 TEST_F(RowsTest, DeletedRows) {
-  ASSERT_OK(rows.open(config(10, true), &budget));
+  ASSERT_OK(rows.open(config(2, true), &budget));
   const Slots slots = slots_of({10, 11}, Missing::kCreate);
+  EXPECT_EQ(slots_of({10}, Missing::kReserve), Slots{slots[0]});
   for (uint32_t s : slots) spoil(rows, s);
   EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
-  for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(is_new(rows, slots[i], 10 + i));
+  EXPECT_TRUE(is_new(rows, slots[0], 10));
   EXPECT_EQ(rows.count(), 0u);
-  EXPECT_EQ(slots_of({10, 11}, Missing::kCreate), slots)
-      << "declarations that name the places stay right";
+  EXPECT_EQ(slots_of({12, 10}, Missing::kCreate), (Slots{slots[1], slots[0]}));
+  EXPECT_TRUE(is_new(rows, slots[1], 12));
 }
 
 // For who reads the flags of shared memory: existing rows, and those that an uncommitted step has
@@ -307,26 +309,23 @@ TEST_F(RowsTest, MarkedRows) {
   EXPECT_EQ(sgd.mappings(&descriptors), 13u);
 }
 
-// A table that is full fails the whole call; what the call had reserved is told, for others may
-// have found it.
+// A table that is full fails the whole call, of which nothing is left; what others hold stays theirs.
 TEST_F(RowsTest, AFullTable) {
   ASSERT_OK(rows.open(config(50, true), &budget));
   slots_of({0, 1}, Missing::kCreate);
+  const Slots held = slots_of({2}, Missing::kReserve);
   Keys many;
   for (uint64_t k = 0; k < 51; ++k) many.push_back(k);
   Slots slots;
-  Vector<uint32_t> created, stranded;
-  EXPECT_EQ(resolve(many, Missing::kCreate, &slots, &created), FRUGAL_ERR_TABLE_FULL);
-  EXPECT_NE(LastMessage().find("key 50"), std::string::npos) << LastMessage();
-  EXPECT_TRUE(created.empty());
-  EXPECT_EQ(rows.count(), 2u);
-  rows.take_stranded(&stranded);
-  EXPECT_EQ(std::set<uint32_t>(stranded.begin(), stranded.end()).size(), 48u);
-  for (uint32_t s : stranded) rows.release_reserved(s);
+  Vector<uint32_t> created;
+  for (const Missing missing : {Missing::kCreate, Missing::kReserve}) {
+    EXPECT_EQ(resolve(many, missing, &slots, &created), FRUGAL_ERR_TABLE_FULL);
+    EXPECT_NE(LastMessage().find("key 50"), std::string::npos) << LastMessage();
+    EXPECT_TRUE(created.empty());
+    EXPECT_EQ(rows.count(), 2u);
+  }
+  rows.let_go(held.data(), 1);
   EXPECT_FALSE(rows.has_reserved());
-  stranded.clear();
-  rows.take_stranded(&stranded);
-  EXPECT_TRUE(stranded.empty());
   EXPECT_EQ(resolve({UINT64_MAX - 4}, Missing::kReserve, &slots), FRUGAL_OK);
   for (uint64_t k = 2; k < 49; ++k) slots_of({k}, Missing::kReserve);
   EXPECT_EQ(resolve({UINT64_MAX - 5}, Missing::kReserve, &slots), FRUGAL_ERR_TABLE_FULL);
@@ -334,7 +333,7 @@ TEST_F(RowsTest, AFullTable) {
       << LastMessage();
 }
 
-// Whatever fails, no row exists that did not, and what is reserved is told or can be named again.
+// Whatever fails, no row exists that did not, and nothing is reserved.
 TEST_F(RowsTest, WithoutMemoryNothingExists) {
   int64_t failures = 0;
   for (const bool system : {false, true})
@@ -365,6 +364,7 @@ TEST_F(RowsTest, WithoutMemoryNothingExists) {
       ++failures;
       ASSERT_EQ(s, FRUGAL_ERR_OUT_OF_MEMORY);
       ASSERT_EQ(some.count(), 0u);
+      ASSERT_FALSE(some.has_reserved());
       ASSERT_TRUE(created.empty());
       ASSERT_OK(some.resolve(keys.data(), keys.size(), nullptr, Missing::kCreate, slots.data(),
                              &created));
@@ -375,105 +375,6 @@ TEST_F(RowsTest, WithoutMemoryNothingExists) {
       }
     }
   EXPECT_GT(failures, 5);
-  // A place that cannot be listed as free stays reserved.
-  ASSERT_OK(rows.open(config(10, true), &budget));
-  const Slots slots = slots_of({1}, Missing::kReserve);
-  {
-    HeapFails fails(1);
-    rows.release_reserved(slots[0]);
-  }
-  EXPECT_EQ(slots_of({1}, Missing::kReserve), slots);
-  rows.release_reserved(slots[0]);
-  EXPECT_FALSE(rows.has_reserved());
-}
-
-// A stranded row that could not be listed stays reserved, until somebody names it.
-TEST_F(RowsTest, StrandedWithoutMemory) {
-  ASSERT_OK(rows.open(config(3, true), &budget));
-  Keys keys = {1, 2, 3, 4};
-  for (int64_t n = 1; n < 8; ++n) {
-    Slots slots(4);
-    Status s;
-    {
-      HeapFails fails(n);
-      s = rows.resolve(keys.data(), 4, nullptr, Missing::kCreate, slots.data(), nullptr);
-    }
-    ASSERT_TRUE(s == FRUGAL_ERR_TABLE_FULL || s == FRUGAL_ERR_OUT_OF_MEMORY) << s;
-    ASSERT_EQ(rows.count(), 0u);
-    Vector<uint32_t> stranded;
-    rows.take_stranded(&stranded);
-    ASSERT_OK(rows.resolve(keys.data(), 3, nullptr, Missing::kReserve, slots.data(), nullptr));
-    for (int i = 0; i < 3; ++i) rows.release_reserved(slots[i]);
-    ASSERT_FALSE(rows.has_reserved());
-  }
-}
-
-// Any order of reserving, creating, deleting and releasing beside a map.
-TEST_F(RowsTest, RandomOperations) {
-  Random random(test_seed());
-  constexpr uint64_t kCapacity = 60;
-  ASSERT_OK(rows.open(config(kCapacity, true, false, FRUGAL_ADAGRAD, 3), &budget));
-  struct Row {
-    uint32_t slot;
-    bool exists, spoilt;
-  };
-  std::map<uint64_t, Row> model;
-  for (int i = 0; i < 4000; ++i) {
-    const uint64_t key = random.below(100);
-    auto at = model.find(key);
-    Slots slot;
-    switch (random.below(5)) {
-      case 0:
-      case 1: {
-        const bool create = random.one_in(2);
-        const Status s = resolve({key}, create ? Missing::kCreate : Missing::kReserve, &slot);
-        if (at == model.end() && model.size() == kCapacity) {
-          ASSERT_EQ(s, FRUGAL_ERR_TABLE_FULL);
-          break;
-        }
-        ASSERT_OK(s);
-        if (at == model.end()) {
-          for (auto& [other, row] : model)
-            ASSERT_NE(row.slot, slot[0]) << "the place of key " << other;
-          ASSERT_TRUE(is_new(rows, slot[0], key)) << "key " << key;
-          at = model.emplace(key, Row{slot[0], false, false}).first;
-        }
-        ASSERT_EQ(slot[0], at->second.slot);
-        at->second.exists |= create;
-        break;
-      }
-      case 2: {
-        if (at == model.end()) break;
-        const bool again = random.one_in(2);
-        ASSERT_EQ(rows.uncreate(&at->second.slot, 1, again), at->second.exists);
-        if (again && at->second.exists) at->second.spoilt = false;
-        at->second.exists = false;
-        break;
-      }
-      case 3:
-        if (at == model.end()) break;
-        rows.release_reserved(at->second.slot);
-        if (!at->second.exists) model.erase(at);
-        break;
-      default:
-        if (at == model.end()) break;
-        spoil(rows, at->second.slot);
-        at->second.spoilt = true;
-    }
-    ASSERT_EQ(slots_of({key}, Missing::kLeave)[0],
-              model.count(key) && model[key].exists ? model[key].slot : kMissingSlot);
-    if (i % 50) continue;
-    std::set<uint64_t> existing;
-    for (auto& [k, row] : model) {
-      if (row.exists) existing.insert(k);
-      ASSERT_EQ(rows.key_of(row.slot), k);
-      ASSERT_EQ(is_new(rows, row.slot, k), !row.spoilt);
-    }
-    const Keys keys = all_keys();
-    ASSERT_EQ(std::set<uint64_t>(keys.begin(), keys.end()), existing);
-    ASSERT_EQ(keys.size(), rows.count());
-    ASSERT_EQ(rows.has_reserved(), existing.size() != model.size());
-  }
 }
 
 // Another optimizer: state that is new, of whatever kind the table is, and values as they were.
@@ -590,8 +491,8 @@ TEST_F(RowsTest, PinnedRows) {
 }
 
 TEST_F(RowsTest, MoreThanTheBudget) {
-  // A page for the index, and one for each of values, state, keys and flags.
-  for (const uint64_t limit : {0, 4095, 4096, 2 * 4096, 4 * 4096}) {
+  // A page for the index, and one for each of values, state, keys, flags and holders.
+  for (const uint64_t limit : {0, 4095, 4096, 2 * 4096, 4 * 4096, 5 * 4096}) {
     MemoryBudget own;
     own.limit = limit;
     Rows some;

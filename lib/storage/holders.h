@@ -1,0 +1,57 @@
+// Who holds the places of a hashed table: how often each is held. The only count of that.
+//
+// A declaration or a call holds a place once for each time that it names the row's key, from the look that finds the
+// place until it has served. A place that is held stays its row's. 15 bits a place do for nearly all. What is beyond
+// goes to a map in pieces of 2^14, so that counts have no largest value: 4,096 ranks may declare one key a million
+// times each. The map is asked once for 2^14 times that one place is named.
+//
+// Callers serialize all calls (the rows' mutex).
+#pragma once
+#include <cstdint>
+
+#include "base/assert.h"
+#include "base/heap.h"
+#include "storage/slab.h"
+
+namespace frugal {
+
+class Holders {
+ public:
+  static constexpr size_t kPlaceBytes = 2;
+  static constexpr uint64_t kPiece = uint64_t{1} << 14;
+
+  Status open(uint64_t places, MemoryBudget* budget) { return counts_.reserve(places, kPlaceBytes, false, budget); }
+  // Before the first hold of these places.
+  Status ensure(uint64_t first, uint64_t n) { return counts_.ensure(first, n); }
+  // Throws where there is no memory for a large count, and holds nothing then. The first hold never does.
+  void hold(uint32_t place) {
+    Count& c = at(place);
+    if ((c & kMost) == kMost) carry(place);
+    ++c;
+  }
+  // It was held so often at least. Does anybody hold it still?
+  bool let_go(uint32_t place, uint64_t times) {
+    Count& c = at(place);
+    if (times > static_cast<uint64_t>(c & kMost))
+      let_go_more(place, times);
+    else
+      c = static_cast<Count>(c - times);
+    return c != 0;
+  }
+  bool held(uint32_t place) const { return at(place) != 0; }
+  uint64_t count(uint32_t place) const;
+  uint64_t memory_bytes() const { return counts_.committed_bytes(); }
+
+ private:
+  using Count = uint16_t;
+  static_assert(sizeof(Count) == kPlaceBytes);
+  static constexpr Count kMore = 0x8000, kMost = 0x7fff;  // kMore: there is more in the map
+  Count& at(uint32_t place) const { return reinterpret_cast<Count*>(counts_.base())[place]; }
+  void carry(uint32_t place);
+  void let_go_more(uint32_t place, uint64_t times);
+
+  SlabArray counts_;
+  Map<uint32_t, uint64_t> more_;  // pieces
+};
+
+}  // namespace frugal
