@@ -33,9 +33,6 @@ class Queue : public HeapObject {
   virtual void set_base(uint64_t base) { (void)base; }
   // `id` becomes queued at `prio`; it must not be queued. Here and in adjust(): without memory nothing has changed.
   virtual void push(uint32_t id, uint8_t prio) = 0;
-  virtual void push(const uint32_t* ids, size_t n, uint8_t prio) {
-    for (size_t i = 0; i < n; ++i) push(ids[i], prio);
-  }
   // `id` is queued and gets another priority.
   virtual void adjust(uint32_t id, uint8_t prio) = 0;
   // Takes up to `max` entries with the lowest priorities counted from step `base`, none of a rank
@@ -43,10 +40,7 @@ class Queue : public HeapObject {
   virtual size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) = 0;
   // Staging: entries of a step that is not committed yet. They have a priority but cannot be
   // popped; commit_stage() makes all of them queued at once, in O(ring) for the two-level queue.
-  virtual void stage(uint32_t id, uint8_t prio) = 0;
-  virtual void stage(const uint32_t* ids, size_t n, uint8_t prio) {
-    for (size_t i = 0; i < n; ++i) stage(ids[i], prio);
-  }
+  virtual void stage(const uint32_t* ids, size_t n, uint8_t prio) = 0;
   virtual void adjust_staged(uint32_t id, uint8_t prio) = 0;
   virtual void commit_stage() = 0;
   virtual void drop_stage() = 0;

@@ -27,9 +27,6 @@ class SpinLock {
 
 class TreeHeap final : public Queue {
  public:
-  using Queue::push;
-  using Queue::stage;
-
   ~TreeHeap() override { heap_free(locks_); }
 
   void reserve_ids(uint32_t capacity) override {
@@ -76,9 +73,9 @@ class TreeHeap final : public Queue {
       sink(place_[id]);
   }
 
-  void stage(uint32_t id, uint8_t prio) override {
-    prio_[id] = prio;
-    staged_.push_back(id);
+  void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
+    for (size_t i = 0; i < n; ++i) prio_[ids[i]] = prio;
+    staged_.insert(staged_.end(), ids, ids + n);
   }
   void adjust_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
   void commit_stage() override {

@@ -21,15 +21,21 @@ constexpr uint32_t kBlock = 509;
 
 struct Block {
   Block* next;
-  uint32_t begin, end, pad;
+  uint32_t begin, end, pad;  // end: of a bag's last block, see Bag
   uint32_t ids[kBlock];
 };
 static_assert(sizeof(Block) <= 2056);
 
+// `at` is where the next place goes and `stop` where its block ends, so that an append touches the
+// bag and the place, not the block's head. Null, both, if the bag is empty.
 struct Bag {
+  uint32_t* at = nullptr;
+  uint32_t* stop = nullptr;
   Block* first = nullptr;
   Block* last = nullptr;
-  uint64_t places = 0;
+  uint32_t end_of(const Block* b) const {
+    return b == last ? static_cast<uint32_t>(at - b->ids) : b->end;
+  }
 };
 
 class TwoLevelQueue final : public Queue {
@@ -49,32 +55,30 @@ class TwoLevelQueue final : public Queue {
     put(id, prio);
   }
 
-  void push(const uint32_t* ids, size_t n, uint8_t prio) override {
-    append(bags_[prio], ids, n, prio);
-    if (n) mark(prio);
-  }
-
   void adjust(uint32_t id, uint8_t prio) override {
     FRUGAL_ASSERT(prio <= kInfinity && prio_[id] != kAbsent);
     if (prio_[id] == prio) return;
     put(id, prio);
     // Amortized: a rewrite of n places is paid for by the n/2 adjustments that made it worth it.
     ++stale_;
-    if (stale_ > 4096 && stale_ > places() / 2) compact();
-  }
-
-  void stage(uint32_t id, uint8_t prio) override {
-    append(staged_[prio], id);
-    prio_[id] = prio;
+    if (stale_ > 4096 && stale_ > places_ / 2) compact();
   }
 
   void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
-    append(staged_[prio], ids, n, prio);
+    for (size_t done = 0; done < n;) {
+      Bag& bag = staged_[prio];
+      if (bag.at == bag.stop) begin_block(bag);
+      const size_t m = std::min<size_t>(static_cast<size_t>(bag.stop - bag.at), n - done);
+      std::memcpy(bag.at, ids + done, m * sizeof(uint32_t));
+      bag.at += m;
+      staged_places_ += m;
+      for (const size_t end = done + m; done < end; ++done) prio_[ids[done]] = prio;
+    }
   }
 
   void adjust_staged(uint32_t id, uint8_t prio) override {
     FRUGAL_ASSERT(prio_[id] != kAbsent);
-    if (prio_[id] != prio) stage(id, prio);
+    if (prio_[id] != prio) stage(&id, 1, prio);
   }
 
   void commit_stage() override {
@@ -82,25 +86,28 @@ class TwoLevelQueue final : public Queue {
       Bag& from = staged_[p];
       if (!from.first) continue;
       Bag& to = bags_[p];
-      if (to.last)
+      if (to.last) {
+        to.last->end = to.end_of(to.last);
         to.last->next = from.first;
-      else
-        to.first = from.first;
-      to.last = from.last;
-      to.places += from.places;
+        from.first = to.first;
+      }
+      to = from;
       from = {};
-      mark(static_cast<uint8_t>(p));
+      mark(p);
     }
+    places_ += staged_places_;
+    staged_places_ = 0;
   }
 
   void drop_stage() override {
     for (uint32_t p = 0; p <= kRing; ++p) {
       Bag& bag = staged_[p];
       for (Block* b = bag.first; b; b = b->next)
-        for (uint32_t i = b->begin; i < b->end; ++i)
+        for (uint32_t i = 0, end = bag.end_of(b); i < end; ++i)
           if (prio_[b->ids[i]] == p) prio_[b->ids[i]] = kAbsent;
       recycle(bag);
     }
+    staged_places_ = 0;
   }
 
   void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
@@ -122,19 +129,18 @@ class TwoLevelQueue final : public Queue {
 
  private:
   void put(uint32_t id, uint8_t prio) {
-    append(bags_[prio], id);  // or nothing has changed
+    Bag& bag = bags_[prio];
+    if (bag.at == bag.stop) {
+      begin_block(bag);  // or nothing has changed
+      mark(prio);
+    }
+    *bag.at++ = id;
+    ++places_;
     prio_[id] = prio;
-    mark(prio);
   }
 
-  void mark(uint8_t prio) {
+  void mark(uint32_t prio) {
     if (prio != kInfinity) live_ |= uint64_t{1} << prio;
-  }
-
-  uint64_t places() const {
-    uint64_t n = 0;
-    for (const Bag& b : bags_) n += b.places;
-    return n;
   }
 
   uint8_t lowest(uint64_t base) const {
@@ -150,7 +156,8 @@ class TwoLevelQueue final : public Queue {
     uint8_t* const prios = prio_.data();
     size_t n = 0;
     while (Block* b = bag.first) {
-      uint32_t at = b->begin, end = b->end;
+      const uint32_t end = bag.end_of(b);
+      uint32_t at = b->begin;
       const size_t before = n;
       for (; at < end && n < max; ++at) {
         if (at + 16 < end) __builtin_prefetch(&prios[b->ids[at + 16]], 1);
@@ -161,12 +168,14 @@ class TwoLevelQueue final : public Queue {
         n += valid;
       }
       uint64_t taken = at - b->begin;
-      bag.places -= taken;
+      places_ -= taken;
       stale_ -= std::min<uint64_t>(stale_, taken - (n - before));
       b->begin = at;
       if (at < end) break;
-      bag.first = b->next;
-      if (!bag.first) bag.last = nullptr;
+      if (b == bag.last)
+        bag = {};
+      else
+        bag.first = b->next;
       b->next = pool_;
       pool_ = b;
     }
@@ -179,7 +188,11 @@ class TwoLevelQueue final : public Queue {
   void compact() {
     // Blocks for the largest bag first: halfway there is no way back. Without memory: another time.
     uint64_t most = 0, free = 0;
-    for (const Bag& b : bags_) most = std::max(most, b.places / kBlock + 1);
+    for (const Bag& b : bags_) {
+      uint64_t places = 0;
+      for (const Block* at = b.first; at; at = at->next) places += b.end_of(at) - at->begin;
+      most = std::max(most, places / kBlock + 1);
+    }
     for (Block* b = pool_; b && free < most; b = b->next) ++free;
     try {
       for (; free < most; ++free) {
@@ -190,58 +203,45 @@ class TwoLevelQueue final : public Queue {
     } catch (const std::bad_alloc&) {
       return;
     }
+    places_ = 0;
     for (uint32_t p = 0; p <= kRing; ++p) {
-      Bag old = bags_[p];
-      bags_[p] = {};
+      Bag old = bags_[p], kept;
       for (Block* b = old.first; b; b = b->next)
-        for (uint32_t i = b->begin; i < b->end; ++i) {
+        for (uint32_t i = b->begin, end = old.end_of(b); i < end; ++i) {
           uint32_t id = b->ids[i];
           if (prio_[id] != p) continue;
-          append(bags_[p], id);
+          if (kept.at == kept.stop) begin_block(kept);
+          *kept.at++ = id;
           prio_[id] = kAbsent;
         }
       recycle(old);
-      for (Block* b = bags_[p].first; b; b = b->next)
-        for (uint32_t i = b->begin; i < b->end; ++i)
+      bags_[p] = kept;
+      for (Block* b = kept.first; b; b = b->next)
+        for (uint32_t i = 0, end = kept.end_of(b); i < end; ++i, ++places_)
           prio_[b->ids[i]] = static_cast<uint8_t>(p);
-      if (p < kRing && !bags_[p].first) live_ &= ~(uint64_t{1} << p);
+      if (p < kRing && !kept.first) live_ &= ~(uint64_t{1} << p);
     }
     stale_ = 0;
   }
 
-  Block* room(Bag& bag) {
-    if (bag.last && bag.last->end < kBlock) return bag.last;
+  // Another block for a bag whose last one is full.
+  void begin_block(Bag& bag) {
     Block* b = pool_;
     if (b)
       pool_ = b->next;
     else
       b = static_cast<Block*>(heap_alloc(sizeof(Block)));
     b->next = nullptr;
-    b->begin = b->end = 0;
-    if (bag.last)
+    b->begin = 0;
+    if (bag.last) {
+      bag.last->end = kBlock;
       bag.last->next = b;
-    else
+    } else {
       bag.first = b;
-    bag.last = b;
-    return b;
-  }
-
-  void append(Bag& bag, uint32_t id) {
-    Block* b = room(bag);
-    b->ids[b->end++] = id;
-    ++bag.places;
-  }
-
-  void append(Bag& bag, const uint32_t* ids, size_t n, uint8_t prio) {
-    for (size_t done = 0; done < n;) {
-      Block* b = room(bag);
-      size_t m = std::min<size_t>(kBlock - b->end, n - done);
-      std::memcpy(b->ids + b->end, ids + done, m * sizeof(uint32_t));
-      b->end += static_cast<uint32_t>(m);
-      for (size_t i = done; i < done + m; ++i) prio_[ids[i]] = prio;
-      done += m;
     }
-    bag.places += n;
+    bag.last = b;
+    bag.at = b->ids;
+    bag.stop = b->ids + kBlock;
   }
 
   void recycle(Bag& bag) {
@@ -263,6 +263,7 @@ class TwoLevelQueue final : public Queue {
 
   Bag bags_[kRing + 1], staged_[kRing + 1];
   uint64_t live_ = 0;
+  uint64_t places_ = 0, staged_places_ = 0;
   uint64_t stale_ = 0;  // about: places whose entry went elsewhere
   Vector<uint8_t> prio_;
   Block* pool_ = nullptr;

@@ -65,11 +65,10 @@ class World {
       Lock lock(mu_);
       const std::vector<uint32_t> ids = some_free(3);
       const uint8_t prio = some_prio();
-      if (r_.one_in(2))
-        queue_->push(ids.data(), ids.size(), prio);
-      else
-        for (uint32_t id : ids) queue_->push(id, prio);
-      for (uint32_t id : ids) entries_[id] = {prio, false};
+      for (uint32_t id : ids) {
+        queue_->push(id, prio);
+        entries_[id] = {prio, false};
+      }
     }
   }
 

@@ -29,6 +29,10 @@ struct QueueTest : testing::TestWithParam<bool> {
     EXPECT_LE(out.size(), max);
     return out;
   }
+  void push(const uint32_t* ids, size_t n, uint8_t prio) {
+    for (size_t i = 0; i < n; ++i) queue->push(ids[i], prio);
+  }
+  void stage(uint32_t id, uint8_t prio) { queue->stage(&id, 1, prio); }
   Ids sorted(Ids ids) {
     std::sort(ids.begin(), ids.end());
     return ids;
@@ -56,7 +60,6 @@ TEST_P(QueueTest, Empty) {
   EXPECT_EQ(pop(0, kRing, 8), Ids());
   queue->commit_stage();
   queue->drop_stage();
-  queue->push(Ids().data(), 0, 5);
   queue->stage(Ids().data(), 0, 5);
   queue->commit_stage();
   EXPECT_EQ(pop(5, kRing, 8), Ids());
@@ -102,7 +105,7 @@ TEST_P(QueueTest, AnAdjustedEntryIsThereOnce) {
 
 TEST_P(QueueTest, StagedEntriesWaitForTheCommit) {
   queue->push(1, 9);
-  queue->stage(2, 3);
+  stage(2, 3);
   const uint32_t more[] = {3, 4};
   queue->stage(more, 2, kInfinity);
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
@@ -114,7 +117,7 @@ TEST_P(QueueTest, StagedEntriesWaitForTheCommit) {
   EXPECT_EQ(pop(0, kRing, 8), (Ids{4, 2, 3}));
   // A commit joins what is queued already, behind it.
   queue->push(5, 7);
-  queue->stage(6, 7);
+  stage(6, 7);
   queue->commit_stage();
   queue->push(7, 7);
   EXPECT_EQ(sorted(pop(0, 7, 8)), (Ids{5, 6, 7}));
@@ -122,24 +125,24 @@ TEST_P(QueueTest, StagedEntriesWaitForTheCommit) {
 
 TEST_P(QueueTest, DroppedEntriesAreGone) {
   queue->push(1, 9);
-  queue->stage(2, 3);
-  queue->stage(3, kInfinity);
+  stage(2, 3);
+  stage(3, kInfinity);
   queue->adjust_staged(3, 4);
   queue->drop_stage();
   queue->commit_stage();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
   queue->push(2, 5);
-  queue->stage(3, 5);
+  stage(3, 5);
   queue->commit_stage();
   EXPECT_EQ(sorted(pop(0, kRing, 8)), (Ids{2, 3}));
 }
 
 TEST_P(QueueTest, ManyOfOnePriority) {
   const Ids all = range(0, 5000);
-  queue->push(all.data(), 1000, 7);
+  push(all.data(), 1000, 7);
   for (uint32_t id = 1000; id < 1100; ++id) queue->push(id, 7);
   queue->stage(all.data() + 1100, 2900, 7);
-  for (uint32_t id = 4000; id < 5000; ++id) queue->stage(id, 7);
+  for (uint32_t id = 4000; id < 5000; ++id) stage(id, 7);
   queue->commit_stage();
   Ids got;
   for (size_t n = 1; got.size() < all.size() && !HasFatalFailure(); n = n % 700 + 13) {
@@ -220,12 +223,12 @@ TEST_P(QueueTest, RandomOperations) {
           break;
         case 2: {
           const Ids some = absent(random.below(20));
-          queue->push(some.data(), some.size(), prio);
+          push(some.data(), some.size(), prio);
           for (uint32_t id : some) queued[id] = prio;
           break;
         }
         case 3:
-          for (uint32_t id : absent(1)) queue->stage(id, staged[id] = prio);
+          for (uint32_t id : absent(1)) stage(id, staged[id] = prio);
           break;
         case 4: {
           const Ids some = absent(random.below(20));
@@ -313,7 +316,7 @@ TEST_P(QueueTest, ManyThreads) {
 // the entries.
 TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
   const Ids all = range(0, 3000);
-  queue->push(all.data(), all.size(), 1);
+  push(all.data(), all.size(), 1);
   Random random(test_seed());
   std::vector<uint8_t> prio(all.size(), 1);
   HeapCount count;
@@ -339,7 +342,7 @@ TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(2, 5);
   queue->adjust(1, 3);
   EXPECT_EQ(pop(0, 3, 8), Ids{1});
-  queue->stage(1, 5);
+  stage(1, 5);
   EXPECT_EQ(pop(0, kRing, 8), (Ids{1, 2}));
   queue->restore_staged(1, 5);
   EXPECT_EQ(pop(0, kRing, 8), Ids());
@@ -378,7 +381,7 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
   }
   {
     HeapFails fails(1);
-    EXPECT_THROW(queue->stage(3, 4), std::bad_alloc);
+    EXPECT_THROW(stage(3, 4), std::bad_alloc);
   }
   queue->commit_stage();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});
@@ -398,7 +401,7 @@ TEST_P(TwoLevelTest, WithoutMemoryNothingHasChanged) {
 // Where there is no memory to rewrite the bags, they stay as they are until there is.
 TEST_P(TwoLevelTest, StalePlacesWithoutMemory) {
   const Ids all = range(0, 20000);
-  queue->push(all.data(), all.size(), 1);
+  push(all.data(), all.size(), 1);
   int64_t refused = 0;
   for (uint8_t prio = 2; prio < 8; ++prio)
     for (uint32_t id : all) {
