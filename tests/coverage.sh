@@ -20,9 +20,14 @@ tests="storage/key_index storage/rows storage/slab flush/queue window/part windo
     echo "$(basename "$(dirname "$source")")_$(basename "$source" .cpp).o -O0 -g --coverage $source"
   done
   for source in "$root"/lib/base/*.cpp; do echo "base_$(basename "$source" .cpp).o -O1 $source"; done
-  echo "kernels_avx2.o -O1 -mavx2 $root/lib/device/cpu/kernels_avx2.cpp"
-  echo "kernels_avx512.o -O1 -mavx512f -mavx512vl -mavx512bw -mavx512dq $root/lib/device/cpu/kernels_avx512.cpp"
-  for name in kernels kernels_baseline sort; do echo "$name.o -O1 $root/lib/device/cpu/$name.cpp"; done
+  for source in "$root"/lib/device/cpu/*.cpp; do
+    case $source in
+      *_avx2*) isa="-mavx2" ;;
+      *_avx512*) isa="-mavx512f -mavx512vl -mavx512bw -mavx512dq" ;;
+      *) isa="" ;;
+    esac
+    echo "cpu_$(basename "$source" .cpp).o -O1 $isa $source"
+  done
   for test in $tests; do echo "test_$(basename "$test").o -O0 $root/tests/${test}_test.cpp"; done
 } > sources
 rm -f ./*.gcda

@@ -17,7 +17,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -585,50 +584,6 @@ TEST_P(KernelsTest, InfiniteFactors) {
     EXPECT_EQ(out[dim - 1], factor);
     g[dim - 1] = 0.0f;
     EXPECT_TRUE(k_->reduce(&pair, start, 0, 1, dim, source, out.data(), dim + 64, false)) << dim;
-  });
-}
-
-TEST_P(KernelsTest, ReduceSegments) {
-  for_seeds(100, [&](Random& random) {
-    const uint32_t dim = random_dim(random);
-    const double special = random.chance(0.5) ? 0.0 : 0.001;
-    const size_t k = 1 + random.below(6);
-    const size_t rows = 1 + random.below(60);
-    std::vector<std::unique_ptr<Gradients>> gradients;
-    std::vector<Sorted> sorted;
-    std::map<uint32_t, std::vector<Row>> terms;
-    for (size_t s = 0; s < k; ++s) {
-      const size_t n = random.chance(0.2) ? 2000 : random.below(100);
-      const std::vector<uint32_t> keys = random_slots(random, n, rows, 0.1);
-      gradients.push_back(std::make_unique<Gradients>(dim, n + 1, random, special, true));
-      sorted.emplace_back(keys, rows);
-      for (size_t p = 0; p < n; ++p) {
-        if (keys[p] != kPaddingSlot) terms[keys[p]].push_back(gradients[s]->term(p));
-      }
-    }
-    std::vector<FoldSegment> segments;
-    for (size_t s = 0; s < k; ++s) {
-      segments.push_back({sorted[s].pairs.data(), sorted[s].slots.data(), sorted[s].start.data(),
-                          sorted[s].slots.size(), gradients[s]->source});
-    }
-    std::vector<uint32_t> slots;
-    std::vector<float> expected;
-    bool nan = false;
-    for (const auto& [slot, list] : terms) {
-      slots.push_back(slot);
-      const Row sum = fold_rows(list, dim);
-      expected.insert(expected.end(), sum.begin(), sum.end());
-      for (const Row& t : list) nan = nan || has_nan_value(t);
-    }
-    std::vector<float> out(expected.size(), 7.0f);
-    std::vector<size_t> cursors(k);
-    const size_t cut = random.below(slots.size() + 1);
-    bool seen = k_->reduce_segments(segments.data(), k, slots.data(), cut, slots.size(), dim,
-                                    cursors.data(), out.data(), dim);
-    seen |= k_->reduce_segments(segments.data(), k, slots.data(), 0, cut, dim, cursors.data(),
-                                out.data(), dim);
-    ASSERT_TRUE(same_bits(out, expected, true)) << "dim " << dim;
-    ASSERT_EQ(seen, nan);
   });
 }
 

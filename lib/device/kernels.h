@@ -42,15 +42,6 @@ struct GradSource {
   const float* divisor;  // per gradient row: divides the gradient (mean pooling); or NULL
 };
 
-// One push of a table within a step of one rank: its occurrences sorted by (slot, position).
-struct FoldSegment {
-  const uint64_t* pairs;   // slot << 32 | position
-  const uint32_t* slots;   // distinct slots, ascending
-  const uint32_t* start;   // slots[i] has the pairs start[i] .. start[i + 1] - 1
-  size_t count;            // distinct slots
-  GradSource source;
-};
-
 // What the update kernels tell of each row before and behind its write, for who finds the memory after this process was
 // killed between any two instructions (engine/ledger.h). In the order of the program: the row as it was is copied,
 // `slot` tells whose copy that is, the row is written, and then it is told to be.
@@ -107,12 +98,6 @@ struct Kernels {
   bool (*reduce)(const uint64_t* pairs, const uint32_t* start, size_t first, size_t last,
                  uint32_t dim, const GradSource& source, float* out, size_t out_stride,
                  bool streaming);
-  // The same over several pushes: for i in first .. last - 1, out row i = fold32 over the
-  // occurrences of slots[i] in segments 0 .. k - 1, in this order. Each slots[i] occurs in at least
-  // one segment; slots ascend. `cursors` is scratch for k values.
-  bool (*reduce_segments)(const FoldSegment* segments, size_t k, const uint32_t* slots,
-                          size_t first, size_t last, uint32_t dim, size_t* cursors, float* out,
-                          size_t out_stride);
   // True if a gradient row has a NaN, for positions (rows of grads) 0 .. n - 1; `stride` in bytes.
   bool (*has_nan)(const float* grads, size_t n, uint32_t dim, size_t stride);
 

@@ -4,7 +4,7 @@
 #if defined(__AVX2__)
 #define FRUGAL_ISA_NS avx2
 #define FRUGAL_ISA_NAME "avx2"
-#include "device/cpu/kernels.inc"
+#include "device/cpu/kernels_table.inc"
 
 namespace frugal::device {
 

@@ -4,7 +4,7 @@
 #if defined(__AVX512F__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define FRUGAL_ISA_NS avx512
 #define FRUGAL_ISA_NAME "avx512"
-#include "device/cpu/kernels.inc"
+#include "device/cpu/kernels_table.inc"
 
 namespace frugal::device {
 

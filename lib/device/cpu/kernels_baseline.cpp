@@ -3,7 +3,7 @@
 
 #define FRUGAL_ISA_NS baseline
 #define FRUGAL_ISA_NAME "baseline"
-#include "device/cpu/kernels.inc"
+#include "device/cpu/kernels_table.inc"
 
 namespace frugal::device {
 

@@ -1,0 +1,2 @@
+#define FRUGAL_ISA_NS baseline
+#include "device/cpu/kernels_read.inc"
