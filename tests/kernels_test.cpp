@@ -257,8 +257,8 @@ struct Table {
     }
   }
   RowsRef ref() {
-    return {values.data(), value_stride, columns ? state.data() : nullptr,
-            state_stride,  state_second, dim};
+    return {values.data(), value_stride * 4, columns ? state.data() : nullptr,
+            state_stride * 4, state_second * 4, dim};
   }
   Row row(size_t r) const {
     return Row(values.begin() + r * value_stride, values.begin() + r * value_stride + dim);
@@ -277,7 +277,7 @@ struct Table {
   uint32_t columns;
   uint32_t column;
   size_t count;
-  size_t value_stride, state_stride, state_second;
+  size_t value_stride, state_stride, state_second;  // floats
   std::vector<float> values, state;
 };
 
@@ -642,9 +642,9 @@ struct UndoWatch {
   Undo undo{};
 
   UndoWatch(const RowsRef& rows, int32_t kind, size_t entries, bool marked, bool watch, Random& random)
-      : before(rows), by_marks(marked), watched(watch), values(rows.value_stride),
-        state(rows.state ? rows.state_stride : 0), marks(2 * entries),
-        kept(kind == FRUGAL_ROWWISE_ADAGRAD ? 1 : rows.state_stride) {
+      : before(rows), by_marks(marked), watched(watch), values(rows.value_pitch / 4),
+        state(rows.state ? rows.state_pitch / 4 : 0), marks(2 * entries),
+        kept(kind == FRUGAL_ROWWISE_ADAGRAD ? 1 : rows.state_pitch / 4) {
     for (uint32_t i = 0; i < 2 * entries; ++i) index.push_back(i);
     for (size_t i = index.size(); i > 1; --i) std::swap(index[i - 1], index[random.below(i)]);
   }
@@ -663,23 +663,22 @@ struct UndoWatch {
   static void tell(const Undo& undo, const RowsRef& of, uint32_t row, size_t i, bool is_written) {
     UndoWatch& w = *static_cast<UndoWatch*>(undo.context);
     const RowsRef& was = w.before;
-    auto row_of = [&](const float* rows, size_t stride) { return rows + row * stride; };
     auto same = [&](const float* a, const float* b, size_t n) { return std::memcmp(a, b, n * sizeof(float)) == 0; };
     EXPECT_EQ(is_written, w.told++ % 2 == 1);
-    const float* old = row_of(was.values, was.value_stride);
+    const float* old = was.row(row);
     EXPECT_TRUE(same(w.values.data(), old, was.dim));
-    EXPECT_TRUE(is_written || same(row_of(of.values, of.value_stride), old, was.dim));
+    EXPECT_TRUE(is_written || same(of.row(row), old, was.dim));
     if (was.state) {
-      old = row_of(was.state, was.state_stride);
+      old = was.state_row(row);
       EXPECT_TRUE(same(w.state.data(), old, w.kept));
-      EXPECT_TRUE(is_written || same(row_of(of.state, of.state_stride), old, w.kept));
+      EXPECT_TRUE(is_written || same(of.state_row(row), old, w.kept));
     }
     if (is_written) {
       EXPECT_EQ(w.slot, row);
       w.progress = row + 1;
       w.marks[undo.rows[i]] = 1;
       w.written.push_back(row);
-      w.then.emplace_back(row_of(of.values, of.value_stride), row_of(of.values, of.value_stride) + of.dim);
+      w.then.emplace_back(of.row(row), of.row(row) + of.dim);
     } else {
       w.slot = row;
     }
@@ -688,7 +687,7 @@ struct UndoWatch {
   void check(const char* what, const RowsRef& now, const std::vector<uint32_t>& which, uint32_t last) {
     if (watched) {
       for (size_t i = 0; i < written.size(); ++i)
-        EXPECT_EQ(std::memcmp(then[i].data(), now.values + written[i] * now.value_stride, now.dim * sizeof(float)), 0)
+        EXPECT_EQ(std::memcmp(then[i].data(), now.row(written[i]), now.dim * sizeof(float)), 0)
             << what;
       std::sort(written.begin(), written.end());
       EXPECT_EQ(written, which) << what;

@@ -317,7 +317,7 @@ Batch random_batch(Runtime& d, Random& random, uint32_t rows, uint32_t dim) {
                random.chance(0.6) ? random.below(20) : 0);
 }
 
-size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).value_stride; }
+size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_stride; }
 
 // Where rows are read: in host rows, lines, or staged rows. Lines hold other values than the host row
 // of their slot, so that it shows which was read.
@@ -1045,19 +1045,20 @@ TEST_F(OpsTest, LinesFollowHostRows) {
     const uint32_t dim = random.chance(0.01) ? 65536 : random.one_of(kDims);
     const double special = random.chance(0.5) ? 0.0 : 0.02;
     const RowLayout layout = RowLayout::of(dim, kind);
+    const size_t stride = layout.value_pitch / 4, state_stride = layout.state_pitch / 4;
     const uint32_t rows = dim > 1000 ? 3 : static_cast<uint32_t>(random.from(1, dim > 128 ? 20 : 150));
     const uint32_t lines = rows + static_cast<uint32_t>(random.below(5));
 
-    std::vector<float> values = filled<float>(rows * layout.value_stride, random, special);
-    std::vector<float> state = filled<float>(rows * layout.state_stride, random, special);
+    std::vector<float> values = filled<float>(rows * stride, random, special);
+    std::vector<float> state = filled<float>(rows * state_stride, random, special);
     for (float& x : values) x = arith::canonical(x);
     for (float& x : state) x = arith::canonical(kind == FRUGAL_MOMENTUM ? x : std::fabs(x));
     auto host = make(*runtime_, Where::kHost, values);
     auto host_state = make(*runtime_, Where::kHost, state);
     auto line_values = make(*runtime_, Where::kDevice,
-                            filled<float>(lines * layout.value_stride, random, 0.0));
+                            filled<float>(lines * stride, random, 0.0));
     auto line_state = make(*runtime_, Where::kDevice,
-                           filled<float>(lines * layout.state_stride, random, 0.0));
+                           filled<float>(lines * state_stride, random, 0.0));
     // Which rows come in, and where to.
     std::vector<uint32_t> slots(rows), to(lines);
     std::iota(slots.begin(), slots.end(), 0u);
@@ -1070,23 +1071,23 @@ TEST_F(OpsTest, LinesFollowHostRows) {
     auto slot_memory = make(*runtime_, anywhere(random), slots);
     auto to_memory = make(*runtime_, anywhere(random), to);
     FillArgs f{};
-    f.host = {host->ptr(), layout.value_stride};
-    f.lines = {line_values->ptr(), layout.value_stride};
-    f.host_state = {host_state->ptr(), layout.state_stride};
-    f.line_state = {line_state->ptr(), layout.state_stride};
+    f.host = {host->ptr(), stride};
+    f.lines = {line_values->ptr(), stride};
+    f.host_state = {host_state->ptr(), state_stride};
+    f.line_state = {line_state->ptr(), state_stride};
     f.slots = slot_memory->ptr();
     f.to = to_memory->ptr();
     f.count = n;
     f.dim = dim;
-    f.state_floats = static_cast<uint32_t>(layout.state_stride);
+    f.state_floats = static_cast<uint32_t>(state_stride);
     launch(Kernel::fill_lines, fill_shape(f, extent(random)), f);
     std::vector<float> expected_values = line_values->made(), expected_state = line_state->made();
     const size_t copied = (dim + 3) / 4 * 4;
     for (uint32_t i = 0; i < n; ++i) {
-      std::copy_n(values.begin() + slots[i] * layout.value_stride, copied,
-                  expected_values.begin() + to[i] * layout.value_stride);
-      std::copy_n(state.begin() + slots[i] * layout.state_stride, layout.state_stride,
-                  expected_state.begin() + to[i] * layout.state_stride);
+      std::copy_n(values.begin() + slots[i] * stride, copied,
+                  expected_values.begin() + to[i] * stride);
+      std::copy_n(state.begin() + slots[i] * state_stride, state_stride,
+                  expected_state.begin() + to[i] * state_stride);
     }
     ASSERT_TRUE(same(line_values->now(), expected_values)) << "filled, dim " << dim;
     ASSERT_TRUE(same(line_state->now(), expected_state)) << "filled state, dim " << dim;
@@ -1102,30 +1103,30 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       }
       const bool one_each = start.back() == n;
       auto terms = make(*runtime_, Where::kHost,
-                        filled<float>(start.back() * layout.value_stride, random, special / 4));
+                        filled<float>(start.back() * stride, random, special / 4));
       // Rank r has handed over every world-th row of them, from the r-th on.
       std::vector<Term> term;
       std::vector<const float*> cpu_term;
       std::vector<Ptr<float>> ranks;
-      for (uint32_t r = 0; r < world; ++r) ranks.push_back(terms->ptr() + r * layout.value_stride);
+      for (uint32_t r = 0; r < world; ++r) ranks.push_back(terms->ptr() + r * stride);
       for (uint32_t t = 0; t < start.back(); ++t) {
         term.push_back({t % world, t / world});
-        cpu_term.push_back(terms->made().data() + t * layout.value_stride);
+        cpu_term.push_back(terms->made().data() + t * stride);
       }
       auto rank_memory = make(*runtime_, anywhere(random), ranks);
       auto term_memory = make(*runtime_, anywhere(random), term);
       auto start_memory = make(*runtime_, anywhere(random), start);
       auto sums = make(*runtime_, Where::kDevice,
-                       std::vector<float>(n * layout.value_stride, NAN));
+                       std::vector<float>(n * stride, NAN));
       SumTermsArgs t{};
       t.ranks = rank_memory->ptr();
-      t.ranks_stride = world * layout.value_stride;
+      t.ranks_stride = world * stride;
       t.terms = term_memory->ptr();
       if (!one_each || random.chance(0.5)) t.start = start_memory->ptr();
       t.count = n;
       t.dim = dim;
       t.sums = sums->ptr();
-      t.sums_stride = layout.value_stride;
+      t.sums_stride = stride;
       launch(Kernel::sum_terms, sum_terms_shape(t, extent(random)), t);
 
       const arith::StepScalars scalars = arith::step_scalars(o, step, world, policy, dim);
@@ -1133,18 +1134,18 @@ TEST_F(OpsTest, LinesFollowHostRows) {
       a.step = scalars;
       a.lines = f.lines;
       a.state = line_state->ptr();
-      a.state_stride = layout.state_stride;
-      a.state_second = layout.value_stride;
+      a.state_stride = state_stride;
+      a.state_second = stride;
       a.to = to_memory->ptr();
       a.count = n;
       a.dim = dim;
       a.sums = sums->ptr();
-      a.sums_stride = layout.value_stride;
+      a.sums_stride = stride;
       launch(apply_kernel(kind), apply_shape(a, extent(random)), a);
 
-      const RowsRef ref{expected_values.data(), layout.value_stride,
-                        kind == FRUGAL_SGD ? nullptr : expected_state.data(), layout.state_stride,
-                        layout.value_stride, dim};
+      const RowsRef ref{expected_values.data(), layout.value_pitch,
+                        kind == FRUGAL_SGD ? nullptr : expected_state.data(), layout.state_pitch,
+                        layout.value_pitch, dim};
       cpu_.apply_terms(ref, scalars, to.data(), n, cpu_term.data(), start.data(), nullptr);
       ASSERT_TRUE(same(line_values->now(), expected_values))
           << "optimizer " << kind << ", dim " << dim << ", flags " << scalars.flags;

@@ -10,22 +10,19 @@ uint64_t RowCache::places_for(uint64_t lines) { return std::bit_ceil(lines * 2 +
 
 uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
   if (lines == 0) return 0;
-  return BufferPool::capacity_for(lines * l.value_stride * sizeof(float)) +
-         BufferPool::capacity_for(lines * l.state_stride * sizeof(float)) +
+  return BufferPool::capacity_for(lines * l.value_pitch) +
+         BufferPool::capacity_for(lines * l.state_pitch) +
          lines * (sizeof(Line) + sizeof(Pinned) + (1 + kListed) * sizeof(uint32_t)) +
          places_for(lines) * sizeof(Place);
 }
 
 Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
   lines_ = lines;
-  const device::RowsRef& host = rows.ref();
-  value_floats_ = host.value_stride;
-  state_floats_ = host.state_stride;
+  ref_ = rows.ref();
   if (pool) {
-    FRUGAL_TRY(pool->get(lines * value_floats_ * sizeof(float), &values_));
-    FRUGAL_TRY(pool->get(lines * state_floats_ * sizeof(float), &state_));
+    FRUGAL_TRY(pool->get(lines * ref_.value_pitch, &values_));
+    FRUGAL_TRY(pool->get(lines * ref_.state_pitch, &state_));
   }
-  ref_ = host;
   ref_.values = values_.as<float>();
   ref_.state = state_.as<float>();
   line_.resize(lines, Line{kNone, 0, UINT64_MAX});
@@ -151,10 +148,8 @@ void RowCache::fill(const Rows& host, const Vector<uint32_t>& slots, const Vecto
   FRUGAL_ASSERT(slots.size() == lines.size());
   for (size_t i = 0; i < slots.size(); ++i) {
     FRUGAL_ASSERT(find(slots[i]) == lines[i]);
-    std::memcpy(values(lines[i]), host.values(slots[i]), value_floats_ * sizeof(float));
-    if (state_floats_)
-      std::memcpy(ref_.state + lines[i] * ref_.state_stride, host.state(slots[i]),
-                  state_floats_ * sizeof(float));
+    std::memcpy(values(lines[i]), host.values(slots[i]), ref_.value_pitch);
+    if (ref_.state_pitch) std::memcpy(ref_.state_row(lines[i]), host.state(slots[i]), ref_.state_pitch);
   }
 }
 

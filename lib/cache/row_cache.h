@@ -71,14 +71,14 @@ class RowCache : public HeapObject {
   uint64_t size() const { return size_; }
   // At most, beside the rounding of the two arrays; bytes_for counts exactly.
   static uint64_t line_bytes(const RowLayout& layout) {
-    return (layout.value_stride + layout.state_stride) * 4 + sizeof(Line) + sizeof(Pinned) +
+    return layout.bytes() + sizeof(Line) + sizeof(Pinned) +
            (1 + kListed) * sizeof(uint32_t) + 4 * sizeof(Place);
   }
   static uint64_t bytes_for(const RowLayout& layout, uint64_t lines);
 
   uint32_t find(uint32_t slot) const;  // line or kNone
   void find(const uint32_t* slots, size_t n, uint32_t* lines) const;
-  float* values(uint32_t line) const { return ref_.values + line * ref_.value_stride; }
+  float* values(uint32_t line) const { return ref_.row(line); }
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
   // owns; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells which
@@ -140,7 +140,6 @@ class RowCache : public HeapObject {
   uint64_t lines_ = 0, size_ = 0;
   device::RowsRef ref_{};
   Buffer values_, state_;
-  size_t value_floats_ = 0, state_floats_ = 0;
   Vector<Line> line_;
   Vector<Pinned> pinned_;
   Vector<uint32_t> free_, found_;

@@ -342,8 +342,8 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
     };
     frugal_memory m;
     std::memset(&m, 0, sizeof m);
-    m.values = slabs(l.value_stride * 4);
-    m.state = slabs(l.state_stride * 4);
+    m.values = slabs(l.value_pitch);
+    m.state = slabs(l.state_pitch);
     if (table_config->key_space == FRUGAL_HASHED)
       m.index = slabs(8) + slabs(1) + slabs(Holders::kPlaceBytes) + KeyIndex::peak_bytes(table_config->rows);
     else if (table_config->flags & FRUGAL_TABLE_LAZY)

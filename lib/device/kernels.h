@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "arith/hd.h"
 #include "arith/init.h"
 #include "arith/optimizer.h"
 
@@ -22,15 +23,27 @@ namespace frugal::device {
 inline constexpr uint32_t kPaddingSlot = 0xffffffffu;  // reads as zeros, is no term of a bag
 inline constexpr uint32_t kMissingSlot = 0xfffffffeu;  // reads as zeros, counts as a term of zeros
 
-// The rows of a table, or of a cache. State columns of row r start at state + r * state_stride
-// and state + r * state_stride + state_second.
+// What values and state are made of. Gradients and their sums are fp32 whatever it is.
+using Element = float;
+
+// What lies `bytes` behind p.
+template <class T>
+FRUGAL_HD T* behind(T* p, size_t bytes) {
+  return (T*)((const char*)p + bytes);  // const or not, as T is
+}
+
+// The rows of a table, or of a cache. A pitch is the bytes from one row to the next.
 struct RowsRef {
-  float* values;
-  size_t value_stride;  // floats from row to row
-  float* state;         // NULL for optimizers without state
-  size_t state_stride;  // floats from row to row
-  size_t state_second;  // floats from the first state column to the second
+  Element* values;
+  size_t value_pitch;
+  Element* state;       // NULL for optimizers without state
+  size_t state_pitch;
+  size_t state_second;  // bytes from the first state column to the second
   uint32_t dim;
+
+  FRUGAL_HD Element* row(size_t slot) const { return behind(values, slot * value_pitch); }
+  FRUGAL_HD Element* state_row(size_t slot) const { return behind(state, slot * state_pitch); }
+  FRUGAL_HD Element* second_column(Element* state_row) const { return behind(state_row, state_second); }
 };
 
 // Where the gradient of a position comes from.
@@ -47,7 +60,7 @@ struct GradSource {
 // `slot` tells whose copy that is, the row is written, and then it is told to be.
 struct Undo {
   float* values;       // of one row, as in the table
-  float* state;        // the same, state_stride floats; or NULL
+  float* state;        // the same, state_pitch bytes; or NULL
   uint32_t* slot;
   uint64_t* progress;  // becomes a written row's slot + 1; or NULL, and then ...
   uint8_t* marks;      // ... marks[rows[i]] becomes 1 for entry i of the call; or NULL, too

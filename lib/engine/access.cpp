@@ -275,7 +275,7 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
   Flight flight;
   flight.gpu = t.gpu;
   const RowLayout& layout = table.rows.layout();
-  FRUGAL_TRY(t.gpu->send_rows(flight, op, n, layout.dim, layout.value_stride,
+  FRUGAL_TRY(t.gpu->send_rows(flight, op, n, layout.dim, layout.sums_stride,
                               [&](const frugal_op& host) { return read_rows(table, slots, n, host); }));
   return t.gpu->wait_stream();
 }

@@ -22,7 +22,7 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   made.table = table;
   // On a GPU the bytes are the device's, where the index is not.
   auto line_bytes = [&](const RowLayout& layout) {
-    return t.gpu || t.lines_elsewhere ? (layout.value_stride + layout.state_stride) * sizeof(float) : RowCache::line_bytes(layout);
+    return t.gpu || t.lines_elsewhere ? layout.bytes() : RowCache::line_bytes(layout);
   };
   const uint64_t per_line = line_bytes(table->rows.layout());
   uint64_t lines = static_cast<uint64_t>(t.cache_ratio * static_cast<double>(table->rows.capacity()));

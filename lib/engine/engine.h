@@ -226,13 +226,13 @@ using JobRef = std::shared_ptr<Job>;
 // What a thread works on that writes rows.
 struct Scratch : HeapObject {
   static constexpr size_t kRows = 1024;
-  Scratch(size_t ranks, size_t row_floats) : row(row_floats) {
+  Scratch(size_t ranks, size_t row_bytes) : row(row_bytes) {
     claim.reserve(kRows);
     terms.reserve(kRows, ranks);
   }
   Claim claim;
   TermList terms;
-  Vector<float> row;  // staleness > 0: a row, with its state, before others may see it
+  Vector<char> row;  // staleness > 0: a row, with its state, before others may see it
   std::unique_ptr<Scratch> next;
 };
 
@@ -243,8 +243,8 @@ class Scratches {
     ranks_ = ranks;
     free_ = std::make_unique<Scratch>(ranks, 0);
   }
-  // Who takes one from now on has room for so many floats of a row. Throws where there is no memory.
-  void make_room(size_t row_floats);
+  // Who takes one from now on has room for so many bytes of a row. Throws where there is no memory.
+  void make_room(size_t row_bytes);
   // For a piece of work, in which its thread waits for nobody who has one.
   class Lease {
    public:
@@ -266,8 +266,8 @@ class Scratches {
     free_ = std::move(scratch);
   }
   std::mutex mu_;
-  size_t ranks_ = 1, row_floats_ = 0;
-  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_floats_ came with
+  size_t ranks_ = 1, row_bytes_ = 0;
+  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_bytes_ came with
 };
 
 struct PreparedUpdate {

@@ -224,7 +224,7 @@ struct GpuOp {
 struct DeviceLines : HeapObject {
   RowCache index;
   DeviceBuffer value_memory, state_memory;
-  size_t stride = 0, state_stride = 0, state_second = 0;  // floats
+  size_t stride = 0, state_stride = 0, state_second = 0;  // elements
   std::shared_ptr<PlanOnDevice> plan;  // of the next boundary, once it is there
   device::RowsPtr values() const { return {value_memory.as<float>(), stride}; }
 };

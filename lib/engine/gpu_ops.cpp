@@ -17,8 +17,11 @@ Ptr<T> seen(const Buffer& pinned) {
   return {device::Runtime::visible(pinned.data()).address};
 }
 
+// Kernels of devices count in elements.
+size_t elements(size_t bytes) { return bytes / sizeof(device::Element); }
+
 device::RowsPtr host_rows(const device::RowsRef& rows) {
-  return {{reinterpret_cast<uint64_t>(rows.values)}, rows.value_stride};
+  return {{reinterpret_cast<uint64_t>(rows.values)}, elements(rows.value_pitch)};
 }
 
 uint64_t bytes_or(size_t stride, uint32_t dim) { return stride ? stride : dim * sizeof(float); }
@@ -92,9 +95,9 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
 Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsRef& rows, Ptr<uint32_t> which,
                   Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
-  out->stride = rows.value_stride;
+  out->stride = elements(rows.value_pitch);
   const size_t places = to ? d.part.distinct : count;
-  FRUGAL_TRY(memory_->get(places * out->stride * sizeof(float), &memory));
+  FRUGAL_TRY(memory_->get(places * rows.value_pitch, &memory));
   out->values = memory.as<float>();
   f.memory.push_back(std::move(memory));
   if (count == 0) return FRUGAL_OK;
@@ -457,11 +460,11 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
 
 Status Gpu::open_lines(const device::RowsRef& layout, uint64_t count, std::unique_ptr<DeviceLines>* out) {
   auto lines = std::make_unique<DeviceLines>();
-  lines->stride = layout.value_stride;
-  lines->state_stride = layout.state_stride;
-  lines->state_second = layout.state_second;
-  FRUGAL_TRY(memory_->get_exactly(count * lines->stride * sizeof(float), &lines->value_memory));
-  FRUGAL_TRY(memory_->get_exactly(count * lines->state_stride * sizeof(float), &lines->state_memory));
+  lines->stride = elements(layout.value_pitch);
+  lines->state_stride = elements(layout.state_pitch);
+  lines->state_second = elements(layout.state_second);
+  FRUGAL_TRY(memory_->get_exactly(count * layout.value_pitch, &lines->value_memory));
+  FRUGAL_TRY(memory_->get_exactly(count * layout.state_pitch, &lines->state_memory));
   *out = std::move(lines);
   return FRUGAL_OK;
 }
@@ -535,7 +538,7 @@ Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const device::RowsRef& row
   device::FillArgs a{};
   a.host = host_rows(rows);
   a.lines = lines.values();
-  a.host_state = {seen_at(rows.state), rows.state_stride};
+  a.host_state = {seen_at(rows.state), elements(rows.state_pitch)};
   a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
   a.slots = plan.slots;
   a.to = plan.to;

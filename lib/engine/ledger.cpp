@@ -24,9 +24,8 @@ void ledger_test_kill_at(int64_t n) { g_ledger_points.store(n); }
 void ledger_pass_point(const device::RowsRef* rows, const uint32_t* slots, size_t n) {
   if (g_ledger_points.fetch_sub(1) != 1) return;
   for (size_t i = 0; rows && i < n; ++i) {
-    std::memset(rows->values + slots[i] * rows->value_stride, 0xab, rows->dim * sizeof(float));
-    if (rows->state_stride)
-      std::memset(rows->state + slots[i] * rows->state_stride, 0xab, rows->state_stride * sizeof(float));
+    std::memset(rows->row(slots[i]), 0xab, rows->dim * sizeof(device::Element));
+    if (rows->state_pitch) std::memset(rows->state_row(slots[i]), 0xab, rows->state_pitch);
   }
   kill(getpid(), SIGKILL);
 }
@@ -97,7 +96,7 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
   t->ledger_ = shared_from_this();
   t->ref_ = &rows.ref();
   const RowLayout& layout = rows.layout();
-  const size_t row = (layout.value_stride + layout.state_stride) * sizeof(float);
+  const size_t row = layout.bytes();
   t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, LedgerImage::kMost));
   // One for each thread that may be writing: flush threads, and callers that help.
   t->count_ = std::min<uint32_t>(2 * cpu_count() + 4, LedgerImage::kMost);
@@ -162,7 +161,7 @@ void TableLedger::Writing::begin(TableLedger* ledger, const void* record) {
   undo_.slot = slots_of(image);
   undo_.values = ledger->values_of(image);
   const device::RowsRef& rows = *ledger->ref_;
-  if (rows.state_stride) undo_.state = undo_.values + ledger->rows_ * rows.value_stride;
+  if (rows.state_pitch) undo_.state = device::behind(undo_.values, ledger->rows_ * rows.value_pitch);
   if (g_ledger_points.load(std::memory_order_relaxed) != 0) {
     undo_.progress = nullptr;
     undo_.marks = nullptr;
@@ -204,8 +203,8 @@ void TableLedger::Writing::mark(uint32_t slot, const uint32_t* rows, size_t i) c
 void TableLedger::Writing::before(uint32_t slot) const {
   if (!ledger_) return;
   const device::RowsRef& of = *ledger_->ref_;
-  std::memcpy(undo_.values, of.values + slot * of.value_stride, of.dim * sizeof(float));
-  if (of.state_stride) std::memcpy(undo_.state, of.state + slot * of.state_stride, of.state_stride * sizeof(float));
+  std::memcpy(undo_.values, of.row(slot), of.dim * sizeof(device::Element));
+  if (of.state_pitch) std::memcpy(undo_.state, of.state_row(slot), of.state_pitch);
   name(slot);
 }
 
@@ -242,13 +241,13 @@ void TableLedger::copy(const Rows& rows, LedgerImage* image, size_t n) const {
   const uint32_t* slots = slots_of(*image);
   float* values = values_of(*image);
   image->rows = n;
-  k.gather(ref, slots, n, values, ref.value_stride * sizeof(float), false);
-  if (!ref.state_stride) return;
+  k.gather(ref, slots, n, values, ref.value_pitch, false);
+  if (!ref.state_pitch) return;
   device::RowsRef state{};
   state.values = ref.state;
-  state.value_stride = ref.state_stride;
-  state.dim = static_cast<uint32_t>(ref.state_stride);
-  k.gather(state, slots, n, values + rows_ * ref.value_stride, ref.state_stride * sizeof(float), false);
+  state.value_pitch = ref.state_pitch;
+  state.dim = static_cast<uint32_t>(ref.state_pitch / sizeof(device::Element));
+  k.gather(state, slots, n, device::behind(values, rows_ * ref.value_pitch), ref.state_pitch, false);
 }
 
 Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record) {

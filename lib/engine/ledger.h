@@ -66,7 +66,7 @@ struct LedgerImage {
   static constexpr uint64_t kOutside = UINT64_MAX - 1;  // rows are written outside of steps
   std::atomic<uint64_t> update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
   uint64_t rows;                 // 1 of an update
-  // uint32_t slots[image_rows]; from values_at() float values[image_rows][value_stride], float state[image_rows][state_stride]
+  // uint32_t slots[image_rows]; from values_at() values, one every value_pitch, and then state, one every state_pitch
   static constexpr size_t values_at(size_t image_rows) {
     return (sizeof(LedgerImage) + image_rows * sizeof(uint32_t) + 63) / 64 * 64;
   }

@@ -165,14 +165,14 @@ namespace {
 
 void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
   const RowLayout& l = rows.layout();
-  std::memcpy(out, rows.values(slot), l.dim * sizeof(float));
+  std::memcpy(out, rows.values(slot), l.value_bytes());
   if (state) rows.export_state(slot, out + l.dim);
 }
 
 // Checks the stride of rows as they travel; 0 becomes what they take. With state that is known between steps alone.
 Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
   const RowLayout& l = t.rows.layout();
-  const size_t bytes = (l.dim + (state ? l.state_floats : 0)) * sizeof(float);
+  const size_t bytes = l.exported_bytes(state);
   FRUGAL_TRY(check_stride(*stride, bytes, n));
   if (*stride == 0) *stride = bytes;
   return FRUGAL_OK;
@@ -231,7 +231,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Buffer slots, row;
   FRUGAL_TRY(own_pool().get(n * sizeof(uint32_t), &slots));
-  FRUGAL_TRY(own_pool().get((l.dim + l.state_floats) * sizeof(float), &row));
+  FRUGAL_TRY(own_pool().get(l.exported_bytes(true), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
   // Of the places of the rows, until all exist.
@@ -250,9 +250,9 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
       const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
       float* r = row.as<float>();
       size_t floats = l.dim + (state ? l.state_floats : 0);
-      std::memcpy(r, from, floats * sizeof(float));
+      std::memcpy(r, from, l.exported_bytes(state));
       device::kernels().canonicalize(r, floats);
-      std::memcpy(t.rows.values(s[i]), r, l.dim * sizeof(float));
+      std::memcpy(t.rows.values(s[i]), r, l.value_bytes());
       if (state)
         t.rows.import_state(s[i], r + l.dim);
       else

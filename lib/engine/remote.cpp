@@ -232,7 +232,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   for (RemotePush& p : *pushes) {
     if (for_kernels && p.sums) {
       Buffer seen;
-      const size_t bytes = p.part->distinct * p.table->rows.layout().value_stride * sizeof(float);
+      const size_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
       const Status s = pinned_.get(bytes, &seen);
       // Where the device has failed, its own rank is told.
       if (s != FRUGAL_OK && s != FRUGAL_ERR_DEVICE) return s;
@@ -246,7 +246,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
     s.first.rank = t.rank;
     s.first.part = std::move(p.part);
     s.first.whole = p.whole;
-    s.first.stride = p.table->rows.layout().value_stride;
+    s.first.stride = p.table->rows.layout().sums_stride;
     s.first.sums = std::move(p.sums);
   }
   t.pushes.swap(states);

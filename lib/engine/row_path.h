@@ -42,17 +42,17 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
   FRUGAL_TRY(pool.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();
   std::fill(p, p + n, nullptr);
-  const size_t stride = from.rows.value_stride;
+  const size_t pitch = from.rows.value_pitch;
   if (from.lines) {
     const uint32_t *start = part->row_start(), *line = part->lines.as<uint32_t>();
     const uint64_t* pairs = part->pairs.as<uint64_t>();
     for (size_t i = 0; i < part->distinct; ++i) {
       if (line[i] == RowCache::kNone) continue;
       for (uint32_t k = start[i]; k < start[i + 1]; ++k)
-        p[static_cast<uint32_t>(pairs[k])] = from.lines + size_t{line[i]} * stride;
+        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines, line[i] * pitch);
     }
   }
-  if (from.versions) FRUGAL_TRY(pool.get(n * stride * sizeof(float), copies));
+  if (from.versions) FRUGAL_TRY(pool.get(n * pitch, copies));
   for (size_t i = 0; i < n; ++i) {
     const uint32_t s = slots[i];
     if (p[i] || s == kNoSlot) continue;
@@ -60,9 +60,9 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
       p[i] = zeros;
       continue;
     }
-    p[i] = from.rows.values + size_t{s} * stride;
+    p[i] = from.rows.row(s);
     if (!from.versions) continue;
-    float* copy = copies->as<float>() + i * stride;
+    float* copy = device::behind(copies->as<float>(), i * pitch);
     FRUGAL_TRY(read_row(from.versions[version_of(from.id, s)], p[i], from.rows.dim, copy, go_on));
     p[i] = copy;
   }

@@ -608,10 +608,7 @@ void Engine::begin_commit(StepRecord& record) {
   record.deferred = deferred_now_.load() || any_pending;
   uint64_t bytes = 0;
   for (const auto& [raw, of] : record.handovers)
-    for (const Handover& h : of.ranks) {
-      const RowLayout& layout = of.table->rows.layout();
-      bytes += h.rows() * (layout.value_stride + layout.state_stride) * sizeof(float);
-    }
+    for (const Handover& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
   record.small = config_.flush_mode == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
   mode_most_ = std::max(mode_most_, bytes);
   if (!deferred_now_.load() && any_pending) drain_.store(true);

@@ -278,13 +278,12 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
   rows.pinner = pinner_;
-  if (stale()) scratches_.make_room(rows.layout.value_stride + rows.layout.state_stride);
-  table->stride = rows.layout.value_stride;
+  if (stale()) scratches_.make_room(rows.layout.bytes());
+  table->stride = rows.layout.sums_stride;
   FRUGAL_TRY(table->rows.open(rows, &budget_));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
-    FRUGAL_TRY(os_check_available(config.rows * sizeof(float) *
-                                  (rows.layout.value_stride + rows.layout.state_stride)));
+    FRUGAL_TRY(os_check_available(config.rows * rows.layout.bytes()));
     InitContext context{&table->rows, config.rows, nullptr, {}};
     size_t chunk = table->rows.chunk_rows();
     Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
@@ -393,7 +392,7 @@ Status Engine::describe(AnyTable& table, frugal_table_info* out) {
   i.struct_size = sizeof i;
   i.rows = t.rows.count();
   i.capacity = t.rows.capacity();
-  i.value_bytes = t.rows.layout().dim * sizeof(float);
+  i.value_bytes = t.rows.layout().value_bytes();
   i.state_floats = t.rows.state_floats();
   i.memory_bytes = t.rows.memory_bytes();
   i.dim = t.rows.layout().dim;
@@ -464,10 +463,10 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                                 o.initial_accumulator);
   Map<uint64_t, frugal_optimizer> schedule;
   schedule[0] = o;
-  if (stale()) scratches_.make_room(state.layout.value_stride + state.layout.state_stride);
+  if (stale()) scratches_.make_room(state.layout.bytes());
   FRUGAL_TRY(rows.open_state(&state));
   if (!rows.lazy()) {
-    const size_t bytes = c.rows * sizeof(float) * state.layout.state_stride;
+    const size_t bytes = c.rows * state.layout.state_pitch;
     FRUGAL_TRY(os_check_available(bytes));
     InitContext context{&rows, c.rows, &state, {}};
     const size_t chunk = rows.chunk_rows();

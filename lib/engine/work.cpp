@@ -20,28 +20,28 @@ constexpr size_t kWarmRows = 2048;
 
 }  // namespace
 
-void Scratches::make_room(size_t row_floats) {
-  auto more = std::make_unique<Scratch>(ranks_, row_floats);
+void Scratches::make_room(size_t row_bytes) {
+  auto more = std::make_unique<Scratch>(ranks_, row_bytes);
   std::lock_guard<std::mutex> lock(mu_);
-  if (row_floats <= row_floats_) return;
-  row_floats_ = row_floats;
+  if (row_bytes <= row_bytes_) return;
+  row_bytes_ = row_bytes;
   more->next = std::move(free_);
   free_ = std::move(more);
 }
 
 std::unique_ptr<Scratch> Scratches::take() noexcept {
-  for (size_t row_floats;;) {
+  for (size_t row_bytes;;) {
     {
       std::lock_guard<std::mutex> lock(mu_);
       while (free_) {
         std::unique_ptr<Scratch> first = std::move(free_);
         free_ = std::move(first->next);
-        if (first->row.size() >= row_floats_) return first;
+        if (first->row.size() >= row_bytes_) return first;
       }
-      row_floats = row_floats_;
+      row_bytes = row_bytes_;
     }
     try {
-      return std::make_unique<Scratch>(ranks_, row_floats);
+      return std::make_unique<Scratch>(ranks_, row_bytes);
     } catch (const std::bad_alloc&) {
       std::this_thread::yield();  // others have them, for a moment
     }
@@ -322,22 +322,20 @@ void Engine::apply_terms(Table& table, const StepUpdate& u, Scratch& scratch, si
   }
   // With staleness a row may be read meanwhile: it is made elsewhere, and then stored.
   const RowLayout& layout = table.rows.layout();
-  FRUGAL_ASSERT(scratch.row.size() >= layout.value_stride + layout.state_stride);
-  float *values = scratch.row.data(), *state = values + layout.value_stride;
-  const size_t value_bytes = layout.value_stride * sizeof(float), state_bytes = layout.state_stride * sizeof(float);
-  const device::RowsRef made = layout.at(reinterpret_cast<char*>(values), reinterpret_cast<char*>(state));
+  FRUGAL_ASSERT(scratch.row.size() >= layout.bytes());
+  const device::RowsRef made = layout.at(scratch.row.data(), scratch.row.data() + layout.value_pitch);
   for (size_t i = 0; i < terms.slots.size(); ++i) {
     const uint32_t slot = terms.slots[i], here = 0;
-    std::memcpy(values, table.rows.values(slot), value_bytes);
-    if (state_bytes) std::memcpy(state, table.rows.state(slot), state_bytes);
+    std::memcpy(made.values, table.rows.values(slot), made.value_pitch);
+    if (made.state_pitch) std::memcpy(made.state, table.rows.state(slot), made.state_pitch);
     const uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
     k.apply_terms(made, u.scalars, &here, 1, terms.terms.data() + terms.start[i], start, nullptr);
     writing.before(slot);
     VersionWord& version = versions_[version_of(table.handle, slot)];
     begin_write(version);
-    store_shared(table.rows.values(slot), values, layout.dim);
+    store_shared(table.rows.values(slot), made.values, layout.dim);
     end_write(version);
-    if (state_bytes) std::memcpy(table.rows.state(slot), state, state_bytes);
+    if (made.state_pitch) std::memcpy(table.rows.state(slot), made.state, made.state_pitch);
     writing.after(slot, first + i);
   }
 }
@@ -586,8 +584,7 @@ bool Engine::prepare_one() {
 
 // A favour: if there is no memory for it, these rows are not warmed. With mu_ held.
 void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots) {
-  const RowLayout& layout = table->rows.layout();
-  const size_t bytes = (layout.value_stride + layout.state_stride) * sizeof(float);
+  const size_t bytes = table->rows.layout().bytes();
   try {
     if (!record->soon) record->soon = std::allocate_shared<SoonRows>(HeapAllocator<SoonRows>());
     SoonRows& soon = *record->soon;
@@ -624,7 +621,7 @@ Engine::Did Engine::warm_one() {
         for (size_t i = 0; i < b->parts.size() && !table; ++i) {
           Part& p = *b->parts[i];
           if (!p.resolved()) continue;
-          const size_t bytes = b->tables[i]->rows.layout().value_stride * sizeof(float);
+          const size_t bytes = b->tables[i]->rows.layout().value_pitch;
           const size_t rows = std::min(p.distinct, room / bytes);
           room -= rows * bytes;
           if (p.warmed >= rows) continue;
@@ -665,14 +662,13 @@ Engine::Did Engine::warm_one() {
   span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
   const device::RowsRef rows = table->rows.ref_now();
-  const size_t bytes = rows.value_stride * sizeof(float);
-  const size_t state_bytes = soon ? rows.state_stride * sizeof(float) : 0;
+  const size_t state_bytes = soon ? rows.state_pitch : 0;
   // Who shares a job out meanwhile wants the thread at once.
   for (size_t i = from; i < end && job_count_.load(std::memory_order_relaxed) == 0; ++i) {
-    const char* row = reinterpret_cast<const char*>(rows.values + slots[i] * rows.value_stride);
-    for (size_t o = 0; o < bytes; o += 64) __builtin_prefetch(row + o, 0, 2);
+    const char* row = reinterpret_cast<const char*>(rows.row(slots[i]));
+    for (size_t o = 0; o < rows.value_pitch; o += 64) __builtin_prefetch(row + o, 0, 2);
     if (!state_bytes) continue;
-    const char* state = reinterpret_cast<const char*>(rows.state + slots[i] * rows.state_stride);
+    const char* state = reinterpret_cast<const char*>(rows.state_row(slots[i]));
     for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
   warm_ns_.fetch_add(now_ns() - begun, std::memory_order_relaxed);

@@ -352,20 +352,20 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   t->capacity = reply.info.capacity;
   t->nan_policy = static_cast<int32_t>(static_cast<int64_t>(reply.numbers[0]));
   t->layout = RowLayout::of(reply.info.dim, reply.info.optimizer);
-  t->stride = t->layout.value_stride;
+  t->stride = t->layout.sums_stride;
   size_t next = 0;
   for (uint32_t i = 0; i < Rows::kArrays; ++i)
     if (reply.numbers[1] & (1u << i)) FRUGAL_TRY(map_one(d, next++, false, &t->arrays[i]));
   if (!t->arrays[Rows::kValues].base ||
-      t->arrays[Rows::kValues].bytes / sizeof(float) / t->layout.value_stride < reply.info.capacity)
+      t->arrays[Rows::kValues].bytes / t->layout.value_pitch < reply.info.capacity)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent too little memory for table '%s'", name);
   t->ledger = reply.numbers[2];
   t->lazy = reply.numbers[3] != 0;
   const Mapping &values = t->arrays[Rows::kValues], &state = t->arrays[Rows::kState];
   t->rows = t->layout.at(values.base, state.base);
   t->pinner = pinner_;
-  t->pinned.over_rows(values, reply.info.capacity, t->layout.value_stride * sizeof(float));
-  if (state.base) t->pinned_state.over_rows(state, reply.info.capacity, t->layout.state_stride * sizeof(float));
+  t->pinned.over_rows(values, reply.info.capacity, t->layout.value_pitch);
+  if (state.base) t->pinned_state.over_rows(state, reply.info.capacity, t->layout.state_pitch);
   std::lock_guard<std::mutex> lock(mu_);
   if (closed_.load()) return check();
   if (taken()) return FRUGAL_OK;
@@ -512,7 +512,7 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
       FRUGAL_TRY(remains_of(table, &t));
       if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
       Vector<uint32_t> slots(n);
-      Vector<float> scratch(t->row_floats());
+      Vector<char> scratch(t->layout().bytes());
       t->find(keys, n, nullptr, slots.data());
       for (size_t i = 0; i < n; ++i) {
         const bool there = slots[i] < kMissingSlot;
@@ -520,7 +520,7 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
         if (!there) continue;
         const TableReadout::Row row = t->row(slots[i], scratch.data());
         float* to = reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride);
-        std::memcpy(to, row.values, table.info.dim * sizeof(float));
+        std::memcpy(to, row.values, table.layout.value_bytes());
         if (flags & FRUGAL_WITH_STATE) table.layout.export_state(row.state, to + table.info.dim);
       }
       return FRUGAL_OK;

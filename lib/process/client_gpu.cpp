@@ -253,7 +253,7 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
       op.weights = weights[i].as<float>();
     }
     counts[i] = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
-    strides[i] = table->layout.value_stride;
+    strides[i] = table->layout.sums_stride;
     dims[i] = table->info.dim;
     FRUGAL_TRY(pinned_.get(counts[i] * strides[i] * sizeof(float), &rows[i]));
     op.rows_out = rows[i].as<float>();

@@ -768,8 +768,8 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
     from->find(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr, slots.data());
     size_t made = 0;
     for (uint32_t s : slots) made += s < kMissingSlot && from->untouched(s);
-    Vector<float> scratch(made * from->row_floats());
-    float* next = scratch.data();
+    Vector<char> scratch(made * from->layout().bytes());
+    char* next = scratch.data();
     Vector<const float*> rows(op.count);
     for (size_t k = 0; k < op.count; ++k) {
       const bool there = slots[k] < kMissingSlot;
@@ -779,7 +779,7 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
         continue;
       }
       rows[k] = from->row(slots[k], next).values;
-      if (from->untouched(slots[k])) next += from->row_floats();
+      if (from->untouched(slots[k])) next += from->layout().bytes();
     }
     FRUGAL_TRY(gather(table->rows, rows.data(), slots.data(), op.count, op));
   }

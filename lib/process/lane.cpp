@@ -541,7 +541,7 @@ Status Lane::step_end(const Header& request) {
         p.part = parts_[place.part].part;
         p.whole = place.whole && parts_[place.part].whole;
       }
-      const uint64_t bytes = p.part->distinct * p.table->rows.layout().value_stride * sizeof(float);
+      const uint64_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
       if (bytes) {
         p.sums = staging_->lend(place.sums, bytes);
         if (!p.sums) return broken("sums lie outside of its memory");
@@ -611,7 +611,7 @@ Status Lane::rows_call(Call call, const Header& request) {
   const uint64_t n = request.args[1];
   const uint32_t flags = static_cast<uint32_t>(request.args[2]);
   const RowLayout& layout = table->rows.layout();
-  const size_t row_bytes = (layout.dim + (flags & FRUGAL_WITH_STATE ? layout.state_floats : 0)) * sizeof(float);
+  const size_t row_bytes = layout.exported_bytes(flags & FRUGAL_WITH_STATE);
   kept_.reserve(3);
   auto keys = [&](const uint64_t** out) -> Status {
     Buffer b;

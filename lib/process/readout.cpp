@@ -55,11 +55,13 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
     *to = reinterpret_cast<std::remove_reference_t<decltype(*to)>>(m.base);
     return true;
   };
-  if (!array(Rows::kValues, source.layout.value_stride * 4, &t->values_) ||
-      !array(Rows::kState, source.layout.state_stride * 4, &t->state_) ||
+  char *values, *state;
+  if (!array(Rows::kValues, source.layout.value_pitch, &values) ||
+      !array(Rows::kState, source.layout.state_pitch, &state) ||
       !array(Rows::kKeys, source.hashed ? 8 : 0, &t->keys_) ||
       !array(Rows::kFlags, source.hashed || source.lazy ? 1 : 0, &t->flags_))
     return damaged("a table's memory");
+  t->rows_ = source.layout.at(values, state);
   t->slots_ = source.hashed ? record->slots.load() : n;
   if (t->slots_ > n) return damaged("a table's record");
   t->count_ = n;
@@ -114,7 +116,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
       h.part = make_part();
       h.part->distinct = t.rows;
       const uint32_t* slots = remains.at<uint32_t>(t.slots, t.rows);
-      if (!slots || t.stride < layout_.dim || t.stride > layout_.value_stride) return damaged("a table's updates");
+      if (!slots || t.stride < layout_.dim || t.stride > layout_.sums_stride) return damaged("a table's updates");
       for (uint64_t i = 0; i < t.rows; ++i)
         if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1])) return damaged("a table's updates");
       h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
@@ -158,7 +160,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
   // Rows in the middle of their write.
   struct Torn {
     uint32_t slot;
-    const float *values, *state;
+    const char *values, *state;
   };
   Vector<Torn> torn;
   if (record.image_count > LedgerImage::kMost || record.image_rows == 0 || record.image_rows > LedgerImage::kMost ||
@@ -171,15 +173,15 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     const uint64_t update = image->update.load();
     if (update == kNoPlace) continue;
     const size_t header = LedgerImage::values_at(record.image_rows);
-    if (image->rows > record.image_rows || header + record.image_rows * row_floats() * sizeof(float) > record.image_bytes)
+    if (image->rows > record.image_rows || header + record.image_rows * layout_.bytes() > record.image_bytes)
       return damaged("a table's images");
     const Unwritten* of = nullptr;
     for (auto& u : updates)
       if (u->place == update) of = u.get();
     if (!of && update != LedgerImage::kOutside) continue;  // it is wholly written
     const uint32_t* slots = reinterpret_cast<const uint32_t*>(image + 1);
-    const float* values = reinterpret_cast<const float*>(reinterpret_cast<const char*>(image) + header);
-    const float* state = values + record.image_rows * layout_.value_stride;
+    const char* values = reinterpret_cast<const char*>(image) + header;
+    const char* state = values + record.image_rows * layout_.value_pitch;
     for (uint64_t k = 0; k < image->rows; ++k) {
       if (slots[k] == LedgerImage::kNoRow) continue;
       if (slots[k] >= slots_) return damaged("a table's images");
@@ -191,7 +193,7 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
         return at != list.end() && of->update.slots[*at] == slots[k];
       };
       if (of && !missing()) continue;
-      torn.push_back({slots[k], values + k * layout_.value_stride, state + k * layout_.state_stride});
+      torn.push_back({slots[k], values + k * layout_.value_pitch, state + k * layout_.state_pitch});
       changed_.push_back(slots[k]);
     }
   }
@@ -199,22 +201,20 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
   changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
   if (changed_.empty()) return FRUGAL_OK;
 
-  const size_t value_bytes = layout_.value_stride * sizeof(float), state_bytes = layout_.state_stride * sizeof(float);
-  FRUGAL_TRY(pool.get(changed_.size() * value_bytes, &changed_values_));
-  FRUGAL_TRY(pool.get(changed_.size() * state_bytes, &changed_state_));
+  FRUGAL_TRY(pool.get(changed_.size() * layout_.value_pitch, &changed_values_));
+  FRUGAL_TRY(pool.get(changed_.size() * layout_.state_pitch, &changed_state_));
   const device::RowsRef to = copies();
   auto index_of = [&](uint32_t slot) {
     return static_cast<uint32_t>(std::lower_bound(changed_.begin(), changed_.end(), slot) - changed_.begin());
   };
   for (size_t i = 0; i < changed_.size(); ++i) {
-    std::memcpy(to.values + i * to.value_stride, values_ + changed_[i] * layout_.value_stride, value_bytes);
-    if (state_bytes)
-      std::memcpy(to.state + i * to.state_stride, state_ + changed_[i] * layout_.state_stride, state_bytes);
+    std::memcpy(to.row(i), rows_.row(changed_[i]), to.value_pitch);
+    if (to.state_pitch) std::memcpy(to.state_row(i), rows_.state_row(changed_[i]), to.state_pitch);
   }
   for (const Torn& t : torn) {
     const size_t i = index_of(t.slot);
-    std::memcpy(to.values + i * to.value_stride, t.values, layout_.dim * sizeof(float));
-    if (state_bytes) std::memcpy(to.state + i * to.state_stride, t.state, state_bytes);
+    std::memcpy(to.row(i), t.values, layout_.value_bytes());
+    if (to.state_pitch) std::memcpy(to.state_row(i), t.state, to.state_pitch);
   }
   FpEnvironment fp;
   TermList terms;
@@ -248,11 +248,9 @@ void TableReadout::find(const uint64_t* keys, size_t n, const uint64_t* padding,
   }
 }
 
-TableReadout::Row TableReadout::row(uint32_t slot, float* scratch) const {
+TableReadout::Row TableReadout::row(uint32_t slot, char* scratch) const {
   if (untouched(slot)) {
-    device::RowsRef ref = copies();
-    ref.values = scratch;
-    ref.state = scratch + layout_.value_stride;
+    const device::RowsRef ref = layout_.at(scratch, scratch + layout_.value_pitch);
     const uint64_t key = slot;
     const uint32_t first = 0;
     FpEnvironment fp;
@@ -264,10 +262,10 @@ TableReadout::Row TableReadout::row(uint32_t slot, float* scratch) const {
     if (at != changed_.end() && *at == slot) {
       const size_t i = static_cast<size_t>(at - changed_.begin());
       const device::RowsRef ref = copies();
-      return {ref.values + i * ref.value_stride, ref.state + i * ref.state_stride};
+      return {ref.row(i), ref.state_row(i)};
     }
   }
-  return {values_ + slot * layout_.value_stride, state_ + slot * layout_.state_stride};
+  return {rows_.row(slot), rows_.state_row(slot)};
 }
 
 }  // namespace frugal

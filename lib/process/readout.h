@@ -58,9 +58,8 @@ class TableReadout : public HeapObject {
   struct Row {
     const float *values, *state;
   };
-  // A row that there is. If nobody has touched it, it is made in `scratch`, of row_floats().
-  Row row(uint32_t slot, float* scratch) const;
-  size_t row_floats() const { return layout_.value_stride + layout_.state_stride; }
+  // A row that there is. If nobody has touched it, it is made in `scratch`, of layout().bytes().
+  Row row(uint32_t slot, char* scratch) const;
   bool untouched(uint32_t slot) const { return lazy_ && flags_[slot] == 0; }
   const RowLayout& layout() const { return layout_; }
 
@@ -73,7 +72,7 @@ class TableReadout : public HeapObject {
 
   String name_;
   RowLayout layout_;
-  float *values_ = nullptr, *state_ = nullptr;  // read-only
+  device::RowsRef rows_{};  // read-only
   const uint64_t* keys_ = nullptr;
   const uint8_t* flags_ = nullptr;
   uint64_t slots_ = 0, count_ = 0, committed_ = 0;

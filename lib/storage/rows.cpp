@@ -8,27 +8,36 @@
 namespace frugal {
 
 namespace {
+
 constexpr size_t kChunk = 8192;  // keys under one lock: other threads get their turn in between
+
+// A row's state as it begins.
+void fill_state_row(const device::RowsRef& rows, uint64_t slot, const arith::InitSpec& init) {
+  float* column = rows.state_row(slot);
+  for (uint32_t c = 0; c < init.state_columns; ++c, column = rows.second_column(column))
+    std::fill_n(column, init.column_floats, init.state[c]);
 }
+
+}  // namespace
 
 RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   RowLayout l;
   l.dim = dim;
   // Small rows never straddle a cache line; larger ones start on one. A stride that is a multiple
   // of 128 bytes keeps rows on the 128-byte lines of a GPU's link where dim allows it.
-  size_t bytes = size_t{dim} * 4;
-  size_t stride = 16;
+  const size_t bytes = l.value_bytes();
+  l.value_pitch = 16;
   if (bytes <= 128)
-    while (stride < bytes) stride *= 2;
+    while (l.value_pitch < bytes) l.value_pitch *= 2;
   else
-    stride = (bytes + 63) / 64 * 64;
-  l.value_stride = stride / 4;
+    l.value_pitch = (bytes + 63) / 64 * 64;
+  l.sums_stride = l.value_pitch / sizeof(float);
   switch (optimizer) {
     case FRUGAL_SGD:
       break;
     case FRUGAL_ROWWISE_ADAGRAD:
       l.state_floats = 1;
-      l.state_stride = 1;
+      l.state_pitch = sizeof(device::Element);
       break;
     case FRUGAL_ADAM:
     case FRUGAL_FTRL:
@@ -39,18 +48,18 @@ RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   }
   if (l.state_columns) {
     l.state_floats = l.state_columns * dim;
-    l.state_stride = l.state_columns * l.value_stride;
+    l.state_pitch = l.state_columns * l.value_pitch;
   }
   return l;
 }
 
-device::RowsRef RowLayout::at(char* values, char* state) const {
+device::RowsRef RowLayout::at(void* values, void* state) const {
   device::RowsRef ref{};
-  ref.values = reinterpret_cast<float*>(values);
-  ref.value_stride = value_stride;
-  ref.state = reinterpret_cast<float*>(state);
-  ref.state_stride = state_stride;
-  ref.state_second = state_columns == 2 ? value_stride : 0;
+  ref.values = static_cast<device::Element*>(values);
+  ref.value_pitch = value_pitch;
+  ref.state = static_cast<device::Element*>(state);
+  ref.state_pitch = state_pitch;
+  ref.state_second = state_columns == 2 ? value_pitch : 0;
   ref.dim = dim;
   return ref;
 }
@@ -63,8 +72,8 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
   init_ = c.init;
   budget_ = budget;
   pinner_ = c.pinner;
-  FRUGAL_TRY(values_.reserve(capacity_, layout_.value_stride * 4, c.shared, budget, c.pinner));
-  FRUGAL_TRY(state_.reserve(capacity_, layout_.state_stride * 4, c.shared, budget, c.pinner));
+  FRUGAL_TRY(values_.reserve(capacity_, layout_.value_pitch, c.shared, budget, c.pinner));
+  FRUGAL_TRY(state_.reserve(capacity_, layout_.state_pitch, c.shared, budget, c.pinner));
   if (lazy_) {
     FRUGAL_TRY(flags_.reserve(capacity_, 1, c.shared, budget));
   }
@@ -112,15 +121,14 @@ Status Rows::initialize_range(uint64_t first, uint64_t n) {
 }
 
 Status Rows::open_state(State* s) const {
-  return s->array.reserve(capacity_, s->layout.state_stride * 4, values_.fd() >= 0, budget_, pinner_);
+  return s->array.reserve(capacity_, s->layout.state_pitch, values_.fd() >= 0, budget_, pinner_);
 }
 
 Status Rows::fill_state(State* s, uint64_t first, uint64_t n) const {
   FRUGAL_TRY(s->array.ensure(first, n));
   const device::RowsRef to = s->layout.at(nullptr, s->array.base());
   for (uint64_t i = first; i < first + n; ++i)
-    for (uint32_t c = 0; c < s->init.state_columns; ++c)
-      std::fill_n(to.state + i * to.state_stride + c * to.state_second, s->init.column_floats, s->init.state[c]);
+    fill_state_row(to, i, s->init);
   return FRUGAL_OK;
 }
 
@@ -139,10 +147,10 @@ Status Rows::take_state(State* s) {
   init_ = s->init;
   layout_.state_columns = s->layout.state_columns;
   layout_.state_floats = s->layout.state_floats;
-  layout_.state_stride = s->layout.state_stride;
+  layout_.state_pitch = s->layout.state_pitch;
   const device::RowsRef to = layout_.at(values_.base(), state_.base());
   ref_.state = to.state;
-  ref_.state_stride = to.state_stride;
+  ref_.state_pitch = to.state_pitch;
   ref_.state_second = to.state_second;
   return FRUGAL_OK;
 }
@@ -385,11 +393,7 @@ bool Rows::any_reserved(const uint32_t* slots, size_t n) {
   return std::any_of(slots, slots + n, [this](uint32_t s) { return s < kMissingSlot && (flags()[s] & kReserved); });
 }
 
-void Rows::reset_state(uint32_t slot) {
-  float* s = state(slot);
-  for (uint32_t c = 0; c < init_.state_columns; ++c)
-    std::fill_n(s + c * layout_.value_stride, init_.column_floats, init_.state[c]);
-}
+void Rows::reset_state(uint32_t slot) { fill_state_row(ref_, slot, init_); }
 
 uint64_t Rows::count() {
   if (!hashed_) return capacity_;
@@ -414,7 +418,7 @@ void RowLayout::export_state(const float* from, float* out) const {
     return;
   }
   for (uint32_t c = 0; c < state_columns; ++c)
-    std::memcpy(out + c * dim, from + c * value_stride, dim * sizeof(float));
+    std::memcpy(out + c * dim, device::behind(from, c * value_pitch), value_bytes());
 }
 
 void Rows::export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
@@ -426,7 +430,7 @@ void Rows::import_state(uint32_t slot, const float* in) const {
     return;
   }
   for (uint32_t c = 0; c < layout_.state_columns; ++c)
-    std::memcpy(s + c * layout_.value_stride, in + c * layout_.dim, layout_.dim * sizeof(float));
+    std::memcpy(device::behind(s, c * layout_.value_pitch), in + c * layout_.dim, layout_.value_bytes());
 }
 
 uint32_t Rows::mappings(Vector<int>* descriptors) const {

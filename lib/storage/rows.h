@@ -1,7 +1,7 @@
 // The host rows of one table: values, optimizer state, and which row is whose.
 //
-// A row is known by its slot, a 32-bit number below the capacity; slot i's values lie at
-// values + i * value_stride, its state beside it in a parallel array, so that values keep their
+// A row is known by its slot, a 32-bit number below the capacity; slot i's values lie i pitches
+// behind those of slot 0, its state beside it in a parallel array, so that values keep their
 // alignment. Dense tables: slot = id. Hashed tables: slots come from a free list, an index maps
 // key -> slot, and a flag byte says whether the row exists or is only reserved by a declaration.
 // Everything that maps keys to slots goes through resolve(): the one seam for later tiers.
@@ -33,16 +33,22 @@ Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, 
 // The same, and their slots, which a failure leaves in any state: kNoSlot for *padding, if that is not null.
 Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, uint32_t* slots);
 
-// How a row lies in memory.
+// How a row lies in memory, in bytes: only this, device::RowsRef and the kernels know what an element is.
 struct RowLayout {
   uint32_t dim = 0;
   uint32_t state_columns = 0;  // of dim floats each; row-wise Adagrad: 0 and state_floats 1
   uint32_t state_floats = 0;   // as exported
-  size_t value_stride = 0;     // floats
-  size_t state_stride = 0;     // floats
+  size_t value_pitch = 0;      // bytes from row to row
+  size_t state_pitch = 0;
+  size_t sums_stride = 0;      // floats from row to row: of sums of gradients, which are padded as values are
   static RowLayout of(uint32_t dim, int32_t optimizer);
   // Rows that lie so at `values` and `state`.
-  device::RowsRef at(char* values, char* state) const;
+  device::RowsRef at(void* values, void* state) const;
+  // Of one row: as it lies here, and as it is exported.
+  size_t bytes() const { return value_pitch + state_pitch; }
+  size_t value_bytes() const { return dim * sizeof(device::Element); }
+  size_t sums_bytes() const { return sums_stride * sizeof(float); }
+  size_t exported_bytes(bool with_state) const { return (dim + (with_state ? state_floats : 0)) * sizeof(float); }
   // A row's state as it is exported: columns of dim floats.
   void export_state(const float* state, float* out) const;
 };
@@ -131,8 +137,8 @@ class Rows : public HeapObject {
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
   const device::RowsRef& ref() const { return ref_; }
-  float* values(uint32_t slot) const { return ref_.values + slot * ref_.value_stride; }
-  float* state(uint32_t slot) const { return ref_.state + slot * ref_.state_stride; }
+  float* values(uint32_t slot) const { return ref_.row(slot); }
+  float* state(uint32_t slot) const { return ref_.state_row(slot); }
   const RowLayout& layout() const { return layout_; }
   // Between the exported form of state (columns of dim floats) and ours.
   void export_state(uint32_t slot, float* out) const;

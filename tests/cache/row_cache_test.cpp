@@ -163,7 +163,7 @@ TEST_F(RowCacheTest, Bytes) {
     const RowLayout layout = RowLayout::of(6, optimizer);
     EXPECT_EQ(RowCache::bytes_for(layout, 0), 0u);
     for (uint64_t n = 1; n < 3000; n += 1 + n / 3) {
-      const uint64_t values = n * layout.value_stride * 4, state = n * layout.state_stride * 4;
+      const uint64_t values = n * layout.value_pitch, state = n * layout.state_pitch;
       const uint64_t rounding =
           BufferPool::capacity_for(values) - values + BufferPool::capacity_for(state) - state;
       EXPECT_LE(RowCache::bytes_for(layout, n), n * RowCache::line_bytes(layout) + rounding) << n;
@@ -265,7 +265,7 @@ class Walk {
       for (uint32_t& s : slots) s = some_row();
       pushed.push_back(resolved_part(pool_, step_ - 1, r, slots));
     }
-    const UpdateRef update = make_update(pool_, step_ - 1, pushed, host_.layout().value_stride);
+    const UpdateRef update = make_update(pool_, step_ - 1, pushed, host_.layout().sums_stride);
     for (Handover& h : update->ranks)
       for (size_t i = 0; i < h.rows() * h.stride; ++i)
         h.sums.as<float>()[i] = static_cast<float>(random_.below(1000)) * 1e-3f;

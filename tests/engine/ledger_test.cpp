@@ -80,7 +80,7 @@ struct LedgerTest : testing::Test {
   std::vector<float> values_of(const LedgerImage& image, size_t i) const {
     const char* at = reinterpret_cast<const char*>(&image) +
                      LedgerImage::values_at(seen().image_rows);
-    const float* v = reinterpret_cast<const float*>(at) + i * rows.ref().value_stride;
+    const float* v = reinterpret_cast<const float*>(at + i * rows.ref().value_pitch);
     return {v, v + kDim};
   }
   std::vector<float> row(uint32_t slot) const {

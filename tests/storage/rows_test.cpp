@@ -58,8 +58,8 @@ struct RowsTest : testing::Test {
     return right;
   }
   static void spoil(const Rows& of, uint32_t slot) {
-    std::fill_n(of.values(slot), of.layout().value_stride, 77.0f);
-    std::fill_n(of.state(slot), of.layout().state_stride, 78.0f);
+    std::fill_n(of.values(slot), of.layout().value_pitch / 4, 77.0f);
+    std::fill_n(of.state(slot), of.layout().state_pitch / 4, 78.0f);
   }
   Keys all_keys() {
     Keys keys(100000);
@@ -82,21 +82,25 @@ TEST(RowLayouts, Strides) {
                     one = RowLayout::of(dim, FRUGAL_MOMENTUM),
                     two = RowLayout::of(dim, FRUGAL_FTRL),
                     row = RowLayout::of(dim, FRUGAL_ROWWISE_ADAGRAD);
-    EXPECT_EQ(none.value_stride * 4, bytes) << dim;
-    EXPECT_EQ(none.state_stride, 0u);
+    EXPECT_EQ(none.value_pitch, bytes) << dim;
+    EXPECT_EQ(none.sums_bytes(), bytes);
+    EXPECT_EQ(none.state_pitch, 0u);
     EXPECT_EQ(none.state_floats, 0u);
-    EXPECT_EQ(one.state_stride, one.value_stride);
+    EXPECT_EQ(one.state_pitch, one.value_pitch);
     EXPECT_EQ(one.state_floats, dim);
-    EXPECT_EQ(two.state_stride, 2 * two.value_stride);
+    EXPECT_EQ(two.state_pitch, 2 * two.value_pitch);
+    EXPECT_EQ(two.bytes(), 3 * bytes);
+    EXPECT_EQ(two.exported_bytes(true), 12 * dim);
+    EXPECT_EQ(two.exported_bytes(false), two.value_bytes());
     EXPECT_EQ(two.state_floats, 2 * dim);
-    EXPECT_EQ(row.state_stride, 1u);
+    EXPECT_EQ(row.state_pitch, 4u);
     EXPECT_EQ(row.state_floats, 1u);
     float memory[4];
     const device::RowsRef ref =
-        two.at(reinterpret_cast<char*>(memory), reinterpret_cast<char*>(memory + 1));
+        two.at(memory, memory + 1);
     EXPECT_EQ(ref.values, memory);
     EXPECT_EQ(ref.state, memory + 1);
-    EXPECT_EQ(ref.state_second, two.value_stride);
+    EXPECT_EQ(ref.state_second, two.value_pitch);
     EXPECT_EQ(one.at(nullptr, nullptr).state_second, 0u);
     EXPECT_EQ(ref.dim, dim);
   }
@@ -408,9 +412,9 @@ TEST_F(RowsTest, AnotherOptimizersState) {
       }
       ASSERT_OK(some.take_state(&state));
       EXPECT_EQ(some.state_floats(), state.layout.state_floats);
-      EXPECT_EQ(some.ref_now().state_stride, state.layout.state_stride);
+      EXPECT_EQ(some.ref_now().state_pitch, state.layout.state_pitch);
       EXPECT_EQ(some.ref_now().state_second,
-                state.layout.state_columns == 2 ? state.layout.value_stride : 0);
+                state.layout.state_columns == 2 ? state.layout.value_pitch : 0);
       for (uint32_t s : slots) {
         EXPECT_EQ(some.values(s)[0], 77.0f);
         std::vector<float> out(state.layout.state_floats + 1);

@@ -134,7 +134,7 @@ class World {
       all.insert(of.pushed->row_slots(), of.pushed->row_slots() + of.pushed->distinct);
     }
     if (all.empty()) return;
-    const UpdateRef& update = steps_[i].update = make_update(pool, step, pushed, kind_.caches ? host_.layout().value_stride : 0);
+    const UpdateRef& update = steps_[i].update = make_update(pool, step, pushed, kind_.caches ? host_.layout().sums_stride : 0);
     update->make_list();
     for (uint32_t slot : all) rows_[slot].updates.push_back(step);
     if (!kind_.caches) return;
