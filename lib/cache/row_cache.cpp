@@ -18,13 +18,12 @@ uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
 
 Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
   lines_ = lines;
-  ref_ = rows.ref();
+  const RowLayout& layout = rows.layout();
   if (pool) {
-    FRUGAL_TRY(pool->get(lines * ref_.value_pitch, &values_));
-    FRUGAL_TRY(pool->get(lines * ref_.state_pitch, &state_));
+    FRUGAL_TRY(pool->get(lines * layout.value_pitch, &values_));
+    FRUGAL_TRY(pool->get(lines * layout.state_pitch, &state_));
   }
-  ref_.values = values_.as<float>();
-  ref_.state = state_.as<float>();
+  ref_ = layout.at(values_.data(), state_.data());
   line_.resize(lines, Line{kNone, 0, UINT64_MAX});
   free_.reserve(lines);
   pinned_.reserve(lines);

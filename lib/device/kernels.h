@@ -33,17 +33,23 @@ FRUGAL_HD T* behind(T* p, size_t bytes) {
 }
 
 // The rows of a table, or of a cache. A pitch is the bytes from one row to the next.
-struct RowsRef {
-  Element* values;
+template <class E>
+struct RowsAt {
+  E* values;
   size_t value_pitch;
-  Element* state;       // NULL for optimizers without state
+  E* state;             // NULL for optimizers without state
   size_t state_pitch;
   size_t state_second;  // bytes from the first state column to the second
   uint32_t dim;
 
-  FRUGAL_HD Element* row(size_t slot) const { return behind(values, slot * value_pitch); }
-  FRUGAL_HD Element* state_row(size_t slot) const { return behind(state, slot * state_pitch); }
-  FRUGAL_HD Element* second_column(Element* state_row) const { return behind(state_row, state_second); }
+  FRUGAL_HD E* row(size_t slot) const { return behind(values, slot * value_pitch); }
+  FRUGAL_HD E* state_row(size_t slot) const { return behind(state, slot * state_pitch); }
+  FRUGAL_HD E* second_column(E* state_row) const { return behind(state_row, state_second); }
+};
+// For who reads, and for who may write: of a table's rows that is RowWrite alone (storage/row_write.h).
+using RowsView = RowsAt<const Element>;
+struct RowsRef : RowsAt<Element> {
+  operator RowsView() const { return {values, value_pitch, state, state_pitch, state_second, dim}; }
 };
 
 // Where the gradient of a position comes from.
@@ -79,7 +85,7 @@ struct Kernels {
   // out row i = row slots[i]; zeros for kPaddingSlot and kMissingSlot. `out_stride` is in bytes, a
   // multiple of 4 and at least dim * 4. With `streaming` the stores go past the caches where
   // alignment allows it: right for outputs that are larger than the caches (about 1 MiB and more).
-  void (*gather)(const RowsRef& rows, const uint32_t* slots, size_t n, float* out,
+  void (*gather)(const RowsView& rows, const uint32_t* slots, size_t n, float* out,
                  size_t out_stride, bool streaming);
   // The same from pointers; NULL is zeros.
   void (*gather_pointers)(const float* const* rows, size_t n, uint32_t dim, float* out,
@@ -88,7 +94,7 @@ struct Kernels {
   // Pooled lookup of bags first .. last - 1; bag b has keys offsets[b] .. offsets[b + 1] - 1 and
   // goes to out + b * out_stride bytes. `weights` (one a key) or NULL; `mean` divides by the number
   // of terms. kPaddingSlot is no term.
-  void (*pool)(const RowsRef& rows, const uint32_t* slots, const uint64_t* offsets, size_t first,
+  void (*pool)(const RowsView& rows, const uint32_t* slots, const uint64_t* offsets, size_t first,
                size_t last, const float* weights, bool mean, float* out, size_t out_stride);
   // The same from pointers, one a key. NULL is padding, that is no term; a missing row is given as
   // a pointer to zeros.
@@ -98,7 +104,7 @@ struct Kernels {
 
   // out[i] = sum16(row slots[i] * gradient of position i), canonical; 0 for padding. Of `source`
   // only grads, stride and bag count.
-  void (*weight_grads)(const RowsRef& rows, const uint32_t* slots, size_t n,
+  void (*weight_grads)(const RowsView& rows, const uint32_t* slots, size_t n,
                        const GradSource& source, float* out);
   void (*weight_grads_pointers)(const float* const* rows, size_t n, uint32_t dim,
                                 const GradSource& source, float* out);

@@ -38,7 +38,7 @@ void terms_of_bags(const frugal_op& op, const uint32_t* slots, float* out) {
 }
 
 struct GatherContext {
-  const device::RowsRef* rows;
+  const device::RowsView* rows;
   const uint32_t* slots;
   const float* const* pointers;
   const frugal_op* op;
@@ -174,7 +174,7 @@ Status PushSource::of(const frugal_op& op, const Part& part, uint32_t dim, Buffe
   return FRUGAL_OK;
 }
 
-Status DataPath::gather(const device::RowsRef& rows, const float* const* pointers, const uint32_t* slots,
+Status DataPath::gather(const device::RowsView& rows, const float* const* pointers, const uint32_t* slots,
                         size_t n, const frugal_op& op) {
   GatherContext c{};
   c.rows = &rows;

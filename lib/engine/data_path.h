@@ -51,7 +51,7 @@ constexpr size_t kParallelBytes = 256 << 10;
 class DataPath {
  public:
   // Rows to the places that an op names: row i is *pointers[i], or slots[i] if there are no pointers.
-  [[nodiscard]] Status gather(const device::RowsRef& rows, const float* const* pointers,
+  [[nodiscard]] Status gather(const device::RowsView& rows, const float* const* pointers,
                               const uint32_t* slots, size_t n, const frugal_op& op);
   // Sums the first push of a table in a step. With `streaming` sums go past the caches: right where
   // they wait for their turn.

@@ -37,6 +37,7 @@
 #include "engine/stats.h"
 #include "storage/row_versions.h"
 #include "storage/rows.h"
+#include "window/apply.h"
 #include "window/window.h"
 
 namespace frugal {
@@ -224,15 +225,9 @@ struct Job : HeapObject {
 using JobRef = std::shared_ptr<Job>;
 
 // What a thread works on that writes rows.
-struct Scratch : HeapObject {
-  static constexpr size_t kRows = 1024;
-  Scratch(size_t ranks, size_t row_bytes) : row(row_bytes) {
-    claim.reserve(kRows);
-    terms.reserve(kRows, ranks);
-  }
+struct Scratch : HeapObject, ApplyScratch {
+  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) { claim.reserve(kChunkRows); }
   Claim claim;
-  TermList terms;
-  Vector<char> row;  // staleness > 0: a row, with its state, before others may see it
   std::unique_ptr<Scratch> next;
 };
 
@@ -473,8 +468,6 @@ class Engine final : public Session, private DataPath {
   Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
-  void apply_terms(Table& table, const StepUpdate& update, Scratch& scratch, size_t first,
-                   const TableLedger::Writing& writing);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
   void publish(List<JobRef>&& job) noexcept;
   void run_job_chunk(const JobRef& job, size_t chunk);
@@ -586,8 +579,6 @@ class Engine final : public Session, private DataPath {
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
-  template <class Write>
-  void write_outside(Table& t, const uint32_t* slots, size_t n, Write write);
   bool outside_allowed(String* why);
   bool ranks_inside(String* why);
   // --- access.cpp

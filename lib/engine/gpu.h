@@ -300,7 +300,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
 
   // Rows of a part, pooled or not, to the op's rows_out. `lines` (may be null) hold some of them.
-  Status gather(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
+  Status gather(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
                 const GpuOp& op);
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
@@ -328,7 +328,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Where an op's keys are on the device, and those of the part, which the device finds out, they need not come
   // to the host: then it has none any more. Waits for the answer.
   Status match_keys(Flight& f, const PartRef& part, bool hashed, frugal_op* op);
-  Status weight_grads(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
+  Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
                       const GpuOp& op, const device::GradPtr& source);
 
   // The same with a row for each key in pinned memory.
@@ -337,14 +337,14 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
   // `layout`'s pointers are not looked at; the index is for who calls to open.
-  Status open_lines(const device::RowsRef& layout, uint64_t count, std::unique_ptr<DeviceLines>* out);
+  Status open_lines(const device::RowsView& layout, uint64_t count, std::unique_ptr<DeviceLines>* out);
   // A boundary's lists to the device; lines->plan keeps them (not made if they are there).
   Status send_plan(const CachePlan& plan, DeviceLines* lines);
   Status send_lines(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
   // Lines [from, to) of the lists get the update.
   Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
                      const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to);
-  Status fill_lines(Flight& f, DeviceLines& lines, const device::RowsRef& rows);
+  Status fill_lines(Flight& f, DeviceLines& lines, const device::RowsView& rows);
   Status end_boundary(Flight& f);
 
   Status create_event(device::Event* out);
@@ -369,13 +369,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A pinned copy that lives as long as the flight.
   template <class T>
   Status keep(Flight& f, const T* from, size_t n, device::Ptr<T>* out);
-  Status sources(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d,
+  Status sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                  const DeviceLines* lines, Placed* out);
   Status cached_places(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
-  Status stage(Flight& f, const PartOnDevice& d, const device::RowsRef& rows, device::Ptr<uint32_t> which,
+  Status stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows, device::Ptr<uint32_t> which,
                device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
-  Status places(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d, const DeviceLines* lines,
+  Status places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d, const DeviceLines* lines,
                 Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);

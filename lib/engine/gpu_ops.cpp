@@ -20,7 +20,7 @@ Ptr<T> seen(const Buffer& pinned) {
 // Kernels of devices count in elements.
 size_t elements(size_t bytes) { return bytes / sizeof(device::Element); }
 
-device::RowsPtr host_rows(const device::RowsRef& rows) {
+device::RowsPtr host_rows(const device::RowsView& rows) {
   return {{reinterpret_cast<uint64_t>(rows.values)}, elements(rows.value_pitch)};
 }
 
@@ -92,7 +92,7 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
 
 // Host rows into device memory: `count` of the part's distinct rows (null: all), to places there (null: one
 // after the other).
-Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsRef& rows, Ptr<uint32_t> which,
+Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows, Ptr<uint32_t> which,
                   Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
   out->stride = elements(rows.value_pitch);
@@ -131,7 +131,7 @@ bool placed_before(const Flight& f, const Part& part, device::Stream stream, boo
 
 // Where the rows of a part are read: sources and items, and frequent host rows staged. Without lines
 // sources and items are the same for all steps, and came with the part.
-Status Gpu::sources(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d,
+Status Gpu::sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                     const DeviceLines* lines, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
@@ -172,7 +172,7 @@ Status Gpu::behind(const OnDevice& sent) {
 
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
 // once, however many bags it is in.
-Status Gpu::places(Flight& f, Part& part, const device::RowsRef& rows, PartOnDevice& d,
+Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                    const DeviceLines* lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
@@ -209,7 +209,7 @@ Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out)
   return keep(f, op.op.weights, keys, out);
 }
 
-Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
+Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
                    const GpuOp& op) {
   const uint32_t dim = rows.dim;
   PartOnDevice* d;
@@ -413,7 +413,7 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_
   return FRUGAL_OK;
 }
 
-Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsRef& rows, const DeviceLines* lines,
+Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
                          const GpuOp& op, const device::GradPtr& source) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -458,7 +458,7 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
 
 // --- Lines ---------------------------------------------------------------------------------------
 
-Status Gpu::open_lines(const device::RowsRef& layout, uint64_t count, std::unique_ptr<DeviceLines>* out) {
+Status Gpu::open_lines(const device::RowsView& layout, uint64_t count, std::unique_ptr<DeviceLines>* out) {
   auto lines = std::make_unique<DeviceLines>();
   lines->stride = elements(layout.value_pitch);
   lines->state_stride = elements(layout.state_pitch);
@@ -529,7 +529,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.
-Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const device::RowsRef& rows) {
+Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const device::RowsView& rows) {
   const PlanOnDevice& plan = *lines.plan;
   if (plan.count == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(boundary_));

@@ -7,7 +7,9 @@
 #include <cstring>
 #include <new>
 #include <thread>
+#include <utility>
 
+#include "base/assert.h"
 #include "base/this_thread.h"
 
 namespace frugal {
@@ -31,7 +33,7 @@ void ledger_pass_point(const device::RowsRef* rows, const uint32_t* slots, size_
 }
 
 // An update in the list, seen from here.
-struct TableLedger::Record : HeapObject {
+struct TableLedger::Record final : HeapObject, UpdateRecord {
   std::shared_ptr<TableLedger> of;
   LedgerUpdate* update = nullptr;
   uint64_t* progress = nullptr;
@@ -94,7 +96,6 @@ void Ledger::find(const char* p, uint32_t* region, uint64_t* place, uint64_t* le
 Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out) {
   std::shared_ptr<TableLedger> t(new TableLedger);
   t->ledger_ = shared_from_this();
-  t->ref_ = &rows.ref();
   const RowLayout& layout = rows.layout();
   const size_t row = layout.bytes();
   t->rows_ = static_cast<uint32_t>(std::clamp<size_t>(kImageBytes / row, 1, LedgerImage::kMost));
@@ -103,7 +104,7 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
   const size_t bytes = (LedgerImage::values_at(t->rows_) + t->rows_ * row + 63) / 64 * 64;
   FRUGAL_TRY(pool_.get(sizeof(LedgerTable), &t->memory_));
   FRUGAL_TRY(pool_.get(bytes * t->count_, &t->images_));
-  t->busy_ = Vector<std::atomic<bool>>(t->count_);
+  t->taken_ = Vector<TableLedger::Taken>(t->count_);
   t->table_ = new (t->memory_.data()) LedgerTable{};
   t->table_->handle.store(handle);
   t->table_->lost.store(kNoStep);
@@ -121,8 +122,6 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
 
 // --- A table -------------------------------------------------------------------------------------
 
-TableLedger::~TableLedger() = default;
-
 void TableLedger::forget() noexcept {
   table_->handle.store(0);
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -134,93 +133,97 @@ LedgerImage& TableLedger::at(uint32_t i) const {
   return *reinterpret_cast<LedgerImage*>(images_.data() + i * table_->image_bytes);
 }
 
-uint64_t TableLedger::place_of(const void* record) {
-  auto* r = static_cast<const Record*>(record);
-  return r->of->ledger_->place_of(r->update);
+uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept {
+  using What = RowWrite::What;
+  const auto* record = static_cast<const Record*>(write.purpose().record);
+  switch (write.purpose().what) {
+    case What::kNew:
+      return kNoImage;  // a row that does not exist is not read out
+    case What::kUpdate:
+      if (!record) return kNoImage;
+      break;
+    case What::kOutside:
+      break;
+  }
+  const uint32_t i = take();
+  if (record) begin_update(write, *record, i, undo);
+  else begin_outside(write, at(i));
+  return i;
 }
 
-TableLedger::Writing::Writing(TableLedger* ledger, const void* record, size_t chunk) {
-  if (!record) return;
-  auto* r = static_cast<const Record*>(record);
-  undo_.progress = progress_ = r->progress + LedgerUpdate::kApart * chunk;
-  end_ = r->bounds[chunk + 1];
-  begin(ledger, record);
-}
-
-TableLedger::Writing::Writing(TableLedger* ledger, const void* record, const uint32_t* rows) {
-  if (!record) return;
-  undo_.marks = marks_ = static_cast<const Record*>(record)->marks;
-  undo_.rows = rows;
-  begin(ledger, record);
-}
-
-void TableLedger::Writing::begin(TableLedger* ledger, const void* record) {
-  ledger_ = ledger;
-  image_ = ledger->take();
-  LedgerImage& image = ledger->at(image_);
-  undo_.slot = slots_of(image);
-  undo_.values = ledger->values_of(image);
-  const device::RowsRef& rows = *ledger->ref_;
-  if (rows.state_pitch) undo_.state = device::behind(undo_.values, ledger->rows_ * rows.value_pitch);
+// Each row is kept, and told of, when its turn comes.
+void TableLedger::begin_update(const RowWrite& write, const Record& record, uint32_t i, device::Undo* undo) {
+  LedgerImage& image = at(i);
+  undo->slot = slots_of(image);
+  undo->values = values_of(image);
+  const device::RowsView rows = write.rows();
+  if (rows.state_pitch) undo->state = device::behind(undo->values, rows_ * rows.value_pitch);
+  undo->rows = write.purpose().entries;
+  if (undo->rows) undo->marks = record.marks;
+  else undo->progress = record.progress + LedgerUpdate::kApart * write.purpose().chunk;
   if (g_ledger_points.load(std::memory_order_relaxed) != 0) {
-    undo_.progress = nullptr;
-    undo_.marks = nullptr;
-    undo_.instead = tell;
-    undo_.context = this;
+    Taken& taken = taken_[i];
+    taken.progress = std::exchange(undo->progress, nullptr);
+    taken.marks = std::exchange(undo->marks, nullptr);
+    undo->instead = tell;
+    undo->context = &taken;
   }
   image.rows = 1;
-  *undo_.slot = LedgerImage::kNoRow;
-  image.update.store(place_of(record), std::memory_order_release);
+  *undo->slot = LedgerImage::kNoRow;
+  image.update.store(ledger_->place_of(record.update), std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   ledger_point();
 }
 
-void TableLedger::Writing::tell(const device::Undo& undo, const device::RowsRef&, uint32_t slot, size_t i,
-                                bool written) {
-  const auto* w = static_cast<const Writing*>(undo.context);
-  if (written) w->mark(slot, undo.rows, i);
-  else w->name(slot);
+// All rows are kept, since they are written in any order.
+void TableLedger::begin_outside(const RowWrite& write, LedgerImage& image) {
+  const device::Kernels& k = device::kernels();
+  const device::RowsView rows = write.rows();
+  const size_t n = write.size();
+  FRUGAL_ASSERT(n <= rows_);
+  uint32_t* slots = slots_of(image);
+  float* values = values_of(image);
+  for (size_t i = 0; i < n; ++i) slots[i] = write.slot(i);
+  image.rows = n;
+  k.gather(rows, slots, n, values, rows.value_pitch, false);
+  if (rows.state_pitch) {
+    device::RowsView state{};
+    state.values = rows.state;
+    state.value_pitch = rows.state_pitch;
+    state.dim = static_cast<uint32_t>(rows.state_pitch / sizeof(device::Element));
+    k.gather(state, slots, n, device::behind(values, rows_ * rows.value_pitch), rows.state_pitch, false);
+  }
+  ledger_point();
+  image.update.store(LedgerImage::kOutside, std::memory_order_release);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  ledger_point(&write.in_place(), slots, n);
 }
 
-// The row's copy is whole.
-void TableLedger::Writing::name(uint32_t slot) const {
+void TableLedger::after(const RowWrite& write, uint32_t i) noexcept {
+  if (i == kNoImage) return;
+  const auto* record = static_cast<const Record*>(write.purpose().record);
+  if (write.is_chunk_done()) {
+    const size_t chunk = write.purpose().chunk;
+    std::atomic_ref(record->progress[LedgerUpdate::kApart * chunk])
+        .store(record->bounds[chunk + 1], std::memory_order_release);
+    ledger_point();
+  }
+  ledger_point();
+  at(i).update.store(kNoPlace, std::memory_order_release);
+  taken_[i].busy.store(false, std::memory_order_release);
+}
+
+// In the place of the kernels: the row's copy is whole, or the row is written.
+void TableLedger::tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written) {
+  const auto* t = static_cast<const Taken*>(undo.context);
   ledger_point();
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  std::atomic_ref(*undo_.slot).store(slot, std::memory_order_release);
+  if (!written) std::atomic_ref(*undo.slot).store(slot, std::memory_order_release);
+  else if (t->progress) std::atomic_ref(*t->progress).store(slot + uint64_t{1}, std::memory_order_release);
+  else std::atomic_ref(t->marks[undo.rows[i]]).store(1, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  ledger_point(ledger_->ref_, &slot, 1);
-}
-
-void TableLedger::Writing::mark(uint32_t slot, const uint32_t* rows, size_t i) const {
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  ledger_point();
-  if (progress_) std::atomic_ref(*progress_).store(slot + uint64_t{1}, std::memory_order_release);
-  else std::atomic_ref(marks_[rows[i]]).store(1, std::memory_order_release);
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  ledger_point();
-}
-
-void TableLedger::Writing::before(uint32_t slot) const {
-  if (!ledger_) return;
-  const device::RowsRef& of = *ledger_->ref_;
-  std::memcpy(undo_.values, of.row(slot), of.dim * sizeof(device::Element));
-  if (of.state_pitch) std::memcpy(undo_.state, of.state_row(slot), of.state_pitch);
-  name(slot);
-}
-
-void TableLedger::Writing::after(uint32_t slot, size_t i) const {
-  if (ledger_) mark(slot, undo_.rows, i);
-}
-
-void TableLedger::Writing::chunk_done() {
-  if (progress_) std::atomic_ref(*progress_).store(end_, std::memory_order_release);
-  ledger_point();
-}
-
-TableLedger::Writing::~Writing() {
-  if (!ledger_) return;
-  ledger_point();
-  ledger_->give(image_);
+  if (written) ledger_point();
+  else ledger_point(&of, &slot, 1);
 }
 
 // An image for the calling thread: as a rule the one that it had before, which is in its caches.
@@ -230,27 +233,13 @@ uint32_t TableLedger::take() {
   uint32_t& last = t ? t->ledger_image : any;
   for (uint32_t tries = 0;; ++tries, ++last) {
     const uint32_t i = last % count_;
-    if (!busy_[i].load(std::memory_order_relaxed) && !busy_[i].exchange(true, std::memory_order_acquire)) return i;
+    std::atomic<bool>& busy = taken_[i].busy;
+    if (!busy.load(std::memory_order_relaxed) && !busy.exchange(true, std::memory_order_acquire)) return i;
     if (tries % count_ == count_ - 1) std::this_thread::yield();  // all are taken, for a moment
   }
 }
 
-void TableLedger::copy(const Rows& rows, LedgerImage* image, size_t n) const {
-  const device::Kernels& k = device::kernels();
-  const device::RowsRef& ref = rows.ref();
-  const uint32_t* slots = slots_of(*image);
-  float* values = values_of(*image);
-  image->rows = n;
-  k.gather(ref, slots, n, values, ref.value_pitch, false);
-  if (!ref.state_pitch) return;
-  device::RowsRef state{};
-  state.values = ref.state;
-  state.value_pitch = ref.state_pitch;
-  state.dim = static_cast<uint32_t>(ref.state_pitch / sizeof(device::Element));
-  k.gather(state, slots, n, device::behind(values, rows_ * ref.value_pitch), ref.state_pitch, false);
-}
-
-Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record) {
+Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std::shared_ptr<UpdateRecord>* record) {
   const size_t chunks = bounds ? bounds->size() - 1 : 0;
   const size_t terms = sizeof(LedgerUpdate), arrays = terms + u.ranks.size() * sizeof(LedgerTerms);
   const size_t bytes = arrays + (bounds ? (chunks + 1 + LedgerUpdate::kApart * chunks) * sizeof(uint64_t) : u.n);
@@ -294,11 +283,11 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std
   }
   r->of = shared_from_this();
   Record* added = r.release();
-  std::shared_ptr<void> owner(
+  std::shared_ptr<UpdateRecord> owner(
       added,
-      [](void* p) {
-        std::unique_ptr<Record> gone(static_cast<Record*>(p));
-        gone->of->remove(gone.get());
+      [](Record* p) {
+        std::unique_ptr<Record> gone(p);
+        gone->of->remove(p);
       },
       HeapAllocator<Record>());
   std::lock_guard<std::mutex> lock(mu_);

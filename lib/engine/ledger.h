@@ -97,10 +97,9 @@ inline void ledger_point(const device::RowsRef* rows = nullptr, const uint32_t* 
   if (g_ledger_points.load(std::memory_order_relaxed) != 0) ledger_pass_point(rows, slots, n);
 }
 
-// Of one table. Thread-safe but for add().
-class TableLedger : public HeapObject, public std::enable_shared_from_this<TableLedger> {
+// Of one table, whose writes it watches. Thread-safe but for add().
+class TableLedger final : public HeapObject, public RowWatcher, public std::enable_shared_from_this<TableLedger> {
  public:
-  ~TableLedger();
   uint64_t place() const;
   // The table is about to be dropped, when all is written.
   void forget() noexcept;
@@ -108,80 +107,40 @@ class TableLedger : public HeapObject, public std::enable_shared_from_this<Table
   // A committed update: until the last reference to *record is gone it is in the list. If it is not wholly written
   // then, because something has failed, that is told in its place. `bounds` of its chunks,
   // or null: its rows, of which there is a list by now, are written in any order.
-  Status add(const StepUpdate& update, const Vector<uint64_t>* bounds, std::shared_ptr<void>* record);
+  Status add(const StepUpdate& update, const Vector<uint64_t>* bounds, std::shared_ptr<UpdateRecord>* record);
 
-  // While it lives, the calling thread writes rows of an update, with kernels that are given undo().
-  class Writing {
-   public:
-    // Without a record there is nothing to tell.
-    Writing(TableLedger* ledger, const void* record, size_t chunk);        // all rows of a chunk
-    Writing(TableLedger* ledger, const void* record, const uint32_t* rows);  // or those of its list
-    ~Writing();
-    Writing(const Writing&) = delete;
-    Writing& operator=(const Writing&) = delete;
-    const device::Undo* undo() const { return ledger_ ? &undo_ : nullptr; }
-    // Of a row that no such kernel writes: what they tell before, and behind it. `i`: entry of the list.
-    void before(uint32_t slot) const;
-    void after(uint32_t slot, size_t i) const;
-    void chunk_done();  // all rows of the chunk are written
-
-   private:
-    void begin(TableLedger* ledger, const void* record);
-    void name(uint32_t slot) const;
-    void mark(uint32_t slot, const uint32_t* rows, size_t i) const;
-    static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written);
-    TableLedger* ledger_ = nullptr;
-    uint32_t image_ = 0;
-    uint64_t* progress_ = nullptr;
-    uint8_t* marks_ = nullptr;
-    uint64_t end_ = 0;  // of the chunk
-    device::Undo undo_{};
-  };
-
-  // Writes rows outside of steps, n of them, a few at a time: write(from, to).
-  template <class Write>
-  void write_outside(const Rows& rows, const uint32_t* slots, size_t n, Write write) {
-    for (size_t from = 0; from < n;) {
-      const size_t to = std::min<size_t>(n, from + rows_);
-      const uint32_t i = take();
-      LedgerImage& image = at(i);
-      std::copy(slots + from, slots + to, slots_of(image));
-      copy(rows, &image, to - from);
-      ledger_point();
-      image.update.store(LedgerImage::kOutside, std::memory_order_release);
-      std::atomic_signal_fence(std::memory_order_seq_cst);
-      ledger_point(&rows.ref(), slots + from, to - from);
-      write(from, to);
-      ledger_point();
-      give(i);
-      from = to;
-    }
-  }
+  uint32_t before(const RowWrite& write, device::Undo* undo) noexcept override;
+  void after(const RowWrite& write, uint32_t image) noexcept override;
+  size_t most_outside() const override { return rows_; }
 
  private:
   friend class Ledger;
   struct Record;
+  // What this process knows of an image: whether a thread has it, and, for tests, what it tells in the place of the
+  // kernels.
+  struct Taken {
+    std::atomic<bool> busy{false};
+    uint64_t* progress = nullptr;
+    uint8_t* marks = nullptr;
+  };
+  static constexpr uint32_t kNoImage = UINT32_MAX;
   TableLedger() = default;
-  static uint64_t place_of(const void* record);
   uint32_t take();
-  void give(uint32_t image) {
-    at(image).update.store(kNoPlace, std::memory_order_release);
-    busy_[image].store(false, std::memory_order_release);
-  }
+  void begin_outside(const RowWrite& write, LedgerImage& image);
+  void begin_update(const RowWrite& write, const Record& record, uint32_t image, device::Undo* undo);
+  static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written);
   LedgerImage& at(uint32_t i) const;
   static uint32_t* slots_of(LedgerImage& image) { return reinterpret_cast<uint32_t*>(&image + 1); }
   float* values_of(LedgerImage& image) const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(&image) + LedgerImage::values_at(rows_));
   }
-  void copy(const Rows& rows, LedgerImage* image, size_t n) const;
   void remove(Record* record) noexcept;
 
   std::shared_ptr<Ledger> ledger_;
   Buffer memory_, images_;
   LedgerTable* table_ = nullptr;
-  const device::RowsRef* ref_ = nullptr;    // of the table's rows
   uint32_t rows_ = 0, count_ = 0;           // of an image, of images
-  Vector<std::atomic<bool>> busy_;
+  Vector<Taken> taken_;                     // by image
   std::mutex mu_;
   Vector<Record*> records_;                 // ascending steps
 };

@@ -207,14 +207,6 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   return FRUGAL_OK;
 }
 
-// Writes rows outside of steps: write(from, to) some of them. One that is in the middle of that when the
-// process is killed is read out as it was.
-template <class Write>
-void Engine::write_outside(Table& t, const uint32_t* slots, size_t n, Write write) {
-  if (!t.ledger) return write(size_t{0}, n);
-  t.ledger->write_outside(t.rows, slots, n, write);
-}
-
 Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
                    size_t stride) {
   Table& t = own(table);
@@ -229,9 +221,10 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(fit_stride(t, state, n, &stride));
   const RowLayout& l = t.rows.layout();
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
-  Buffer slots, row;
+  Buffer slots, row, given;
   FRUGAL_TRY(own_pool().get(n * sizeof(uint32_t), &slots));
-  FRUGAL_TRY(own_pool().get(l.exported_bytes(true), &row));
+  FRUGAL_TRY(own_pool().get(l.exported_bytes(true), &given));
+  FRUGAL_TRY(own_pool().get(l.bytes(), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
   // Of the places of the rows, until all exist.
@@ -245,18 +238,21 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
       engine.end_holding(table);
     }
   };
-  auto write = [&](size_t first, size_t end) {
+  const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
+  auto make = [&](RowWrite& write, size_t first, size_t end) {
     for (size_t i = first; i < end; ++i) {
-      const float* from = reinterpret_cast<const float*>(reinterpret_cast<const char*>(in) + i * stride);
-      float* r = row.as<float>();
-      size_t floats = l.dim + (state ? l.state_floats : 0);
-      std::memcpy(r, from, l.exported_bytes(state));
-      device::kernels().canonicalize(r, floats);
-      std::memcpy(t.rows.values(s[i]), r, l.value_bytes());
+      float* r = given.as<float>();
+      std::memcpy(r, reinterpret_cast<const char*>(in) + i * stride, l.exported_bytes(state));
+      device::kernels().canonicalize(r, l.dim + (state ? l.state_floats : 0));
+      // All of the row, for what lies between its columns.
+      std::memcpy(made.values, t.rows.values(s[i]), made.value_pitch);
+      if (made.state_pitch) std::memcpy(made.state, t.rows.state(s[i]), made.state_pitch);
+      std::memcpy(made.values, r, l.value_bytes());
       if (state)
-        t.rows.import_state(s[i], r + l.dim);
+        l.import_state(r + l.dim, made.state);
       else
-        t.rows.reset_state(s[i]);
+        l.new_state(t.rows.init(), made.state);
+      write.store(i - first, made.values, made.state);
     }
   };
   frugal_op op = FRUGAL_OP_INIT;
@@ -270,7 +266,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     drop_cached(t, s, n);
     created.reserve(t.rows.hashed() ? n : 0);
     if (state && l.state_floats) t.has_state.store(true);
-    write_outside(t, s, n, write);
+    t.rows.write_outside(s, n, make);
     // New rows come into being with what they are to have.
     t.rows.create_reserved(s, n, &created);
     return Status{FRUGAL_OK};
@@ -293,13 +289,7 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   drop_cached(t, slots.data(), slots.size());
-  uint64_t were = 0;
-  if (t.rows.hashed()) {
-    were = t.rows.uncreate(slots.data(), slots.size(), true);
-  } else {
-    write_outside(t, slots.data(), slots.size(),
-                  [&](size_t from, size_t to) { were += t.rows.uncreate(slots.data() + from, to - from, true); });
-  }
+  const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
   if (deleted) *deleted = were;
   return FRUGAL_OK;
 }

@@ -20,7 +20,13 @@ Status Engine::keep_ledger() {
   std::lock_guard<std::mutex> lock(mu_);
   if (ledger_) return FRUGAL_OK;
   FRUGAL_TRY(Ledger::open(pool_, arena_, committed_, &ledger));
-  for (const TableRef& t : tables_) FRUGAL_TRY(ledger->add_table(t->handle, t->rows, &t->ledger));
+  Vector<std::shared_ptr<TableLedger>> of(tables_.size());
+  for (size_t i = 0; i < of.size(); ++i)
+    FRUGAL_TRY(ledger->add_table(tables_[i]->handle, tables_[i]->rows, &of[i]));
+  for (size_t i = 0; i < of.size(); ++i) {
+    tables_[i]->ledger = std::move(of[i]);
+    tables_[i]->rows.watch(tables_[i]->ledger.get());
+  }
   ledger_ = std::move(ledger);
   return FRUGAL_OK;
 }

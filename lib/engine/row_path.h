@@ -23,7 +23,7 @@ struct Access {
 
 // Where an access's rows are read.
 struct RowSource {
-  device::RowsRef rows{};
+  device::RowsView rows{};
   const float* lines = nullptr;              // line 0 of the trainer's cache, where it has some of them in host memory
   const DeviceLines* device_lines = nullptr;  // the same on its GPU
   const VersionWord* versions = nullptr;     // staleness > 0: rows are written meanwhile

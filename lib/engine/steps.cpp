@@ -550,8 +550,6 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
 
 namespace {
 
-constexpr size_t kChunkRows = 1024;
-
 struct ApplyContext : HeapObject {
   TableRef table;
   UpdateRef update;
@@ -565,31 +563,12 @@ void apply_chunk(void* context, size_t chunk) {
   auto* c = static_cast<ApplyContext*>(context);
   Timed timed(c->counters->apply_ns);
   TraceSpan span(*c->trace, SpanKind::kApply);
-  const device::Kernels& k = device::kernels();
   const StepUpdate& u = *c->update;
-  const Rows& to = c->table->rows;
-  TableLedger::Writing writing(c->table->ledger.get(), u.record.get(), chunk);
-  size_t rows = 0;
-  if (u.ranks.size() == 1) {
-    const Handover& h = u.ranks[0];
-    const size_t first = chunk * kChunkRows;
-    rows = std::min(kChunkRows, h.rows() - first);
-    if (h.lent)
-      k.apply_fused(to.ref(), u.scalars, h.part->pairs.as<uint64_t>(), h.slots(), h.part->row_start(), first,
-                    first + rows, h.source, writing.undo());
-    else
-      k.apply(to.ref(), u.scalars, h.slots() + first, rows, h.sums.as<float>() + first * h.stride, h.stride,
-              writing.undo());
-  } else {
-    const Scratches::Lease scratch(*c->scratches);
-    TermList& terms = scratch->terms;
-    u.merge_range(c->bounds[chunk], c->bounds[chunk + 1], &terms, [&] {
-      rows += terms.slots.size();
-      k.apply_terms(to.ref(), u.scalars, terms.slots.data(), terms.slots.size(), terms.terms.data(),
-                    terms.start.data(), writing.undo());
-    });
-  }
-  writing.chunk_done();
+  const ApplyTo to(c->table->rows);
+  std::optional<Scratches::Lease> scratch;
+  if (!is_direct(to, u)) scratch.emplace(*c->scratches);
+  const size_t rows = apply(to, u, UpdateChunk{chunk, c->bounds[chunk], c->bounds[chunk + 1]},
+                            scratch ? &**scratch : nullptr);
   span.step(u.step).table(c->table->number).count(rows);
   c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
 }

@@ -10,7 +10,7 @@ namespace frugal {
 namespace {
 
 constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
-constexpr size_t kClaimRows = Scratch::kRows;
+constexpr size_t kClaimRows = kChunkRows;
 constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
 constexpr uint64_t kHoldNs = 50000;  // between two looks whether the calls have ended
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
@@ -305,44 +305,8 @@ bool Engine::flush_rows(uint64_t step) {
   }
 }
 
-// The terms of rows from entry `first` on of what is being written.
-void Engine::apply_terms(Table& table, const StepUpdate& u, Scratch& scratch, size_t first,
-                         const TableLedger::Writing& writing) {
-  const device::Kernels& k = device::kernels();
-  const TermList& terms = scratch.terms;
-  if (!stale()) {
-    device::Undo undo;
-    if (writing.undo()) {
-      undo = *writing.undo();
-      undo.rows += first;
-    }
-    k.apply_terms(table.rows.ref(), u.scalars, terms.slots.data(), terms.slots.size(),
-                  terms.terms.data(), terms.start.data(), writing.undo() ? &undo : nullptr);
-    return;
-  }
-  // With staleness a row may be read meanwhile: it is made elsewhere, and then stored.
-  const RowLayout& layout = table.rows.layout();
-  FRUGAL_ASSERT(scratch.row.size() >= layout.bytes());
-  const device::RowsRef made = layout.at(scratch.row.data(), scratch.row.data() + layout.value_pitch);
-  for (size_t i = 0; i < terms.slots.size(); ++i) {
-    const uint32_t slot = terms.slots[i], here = 0;
-    std::memcpy(made.values, table.rows.values(slot), made.value_pitch);
-    if (made.state_pitch) std::memcpy(made.state, table.rows.state(slot), made.state_pitch);
-    const uint32_t start[2] = {0, terms.start[i + 1] - terms.start[i]};
-    k.apply_terms(made, u.scalars, &here, 1, terms.terms.data() + terms.start[i], start, nullptr);
-    writing.before(slot);
-    VersionWord& version = versions_[version_of(table.handle, slot)];
-    begin_write(version);
-    store_shared(table.rows.values(slot), made.values, layout.dim);
-    end_write(version);
-    if (made.state_pitch) std::memcpy(table.rows.state(slot), made.state, made.state_pitch);
-    writing.after(slot, first + i);
-  }
-}
-
 void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
   Timed timed(counters_.apply_ns);
-  const device::Kernels& k = device::kernels();
   uint64_t begun = begun_.load(std::memory_order_relaxed), deferred = 0;
   for (const Claim::Run& run : claim.runs) {
     const StepUpdate& u = *run.update;
@@ -350,24 +314,7 @@ void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
     size_t n = run.end - run.begin;
     TraceSpan span(trace_, SpanKind::kApply);
     span.step(u.step).table(table.number).count(n);
-    TableLedger::Writing writing(table.ledger.get(), u.record.get(), rows);
-    if (!stale() && u.ranks.size() == 1) {
-      const Handover& h = u.ranks[0];
-      if (h.lent)
-        k.apply_fused_indexed(table.rows.ref(), u.scalars, h.part->pairs.as<uint64_t>(), u.slots,
-                              h.part->row_start(), rows, n, h.source, writing.undo());
-      else
-        k.apply_indexed(table.rows.ref(), u.scalars, u.slots, rows, n, h.sums.as<float>(), h.stride, writing.undo());
-    } else {
-      TermList& terms = scratch.terms;
-      for (size_t i = 0; i < n;) {
-        const size_t first = i;
-        terms.clear();
-        for (; i < n && !terms.full(u.ranks.size()); ++i) u.add_terms(rows[i], &terms);
-        terms.close();
-        apply_terms(table, u, scratch, first, writing);
-      }
-    }
+    apply(ApplyTo(table.rows), u, UpdateEntries{rows, n}, &scratch);
     if (u.step + 1 < begun) deferred += n;
   }
   counters_.rows_updated.fetch_add(claim.ids.size(), std::memory_order_relaxed);
@@ -661,7 +608,7 @@ Engine::Did Engine::warm_one() {
   TraceSpan span(trace_, SpanKind::kWarm);
   span.step(next).table(table->number).count(end - from);
   const uint64_t begun = now_ns();
-  const device::RowsRef rows = table->rows.ref_now();
+  const device::RowsView rows = table->rows.ref_now();
   const size_t state_bytes = soon ? rows.state_pitch : 0;
   // Who shares a job out meanwhile wants the thread at once.
   for (size_t i = from; i < end && job_count_.load(std::memory_order_relaxed) == 0; ++i) {

@@ -30,7 +30,7 @@ struct RemoteTable : AnyTable {
   uint64_t id = 0;             // its handle in the controller
   frugal_table_info info{};
   RowLayout layout;
-  device::RowsRef rows{};      // read-only
+  device::RowsView rows{};
   Mapping arrays[Rows::kArrays];
   PinnedSlabs pinned, pinned_state;  // `rows`, as far as devices see them
   uint64_t ledger = kNoPlace;  // its record in the controller's ledger

@@ -94,7 +94,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
   };
   struct Turn {
     DeviceLines* lines;
-    const device::RowsRef* rows;
+    const device::RowsView* rows;
     Vector<Update> updates;
   };
   Gpu& gpu = *t.gpu;

@@ -5,6 +5,7 @@
 
 #include "base/fpenv.h"
 #include "engine/engine.h"
+#include "window/apply.h"
 
 namespace frugal {
 namespace {
@@ -217,15 +218,11 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     if (to.state_pitch) std::memcpy(to.state_row(i), t.state, to.state_pitch);
   }
   FpEnvironment fp;
-  TermList terms;
-  for (auto& u : updates) {
-    terms.clear();
-    for (uint32_t row : u->rows) u->update.add_terms(row, &terms);
-    terms.close();
-    for (uint32_t& slot : terms.slots) slot = index_of(slot);
-    device::kernels().apply_terms(to, u->update.scalars, terms.slots.data(), terms.slots.size(), terms.terms.data(),
-                                  terms.start.data(), nullptr);
-  }
+  size_t most = 0;
+  for (auto& u : updates) most = std::max(most, u->update.ranks.size());
+  ApplyScratch scratch(most, 0);
+  for (auto& u : updates)
+    apply(ApplyTo(to, changed_), u->update, UpdateEntries{u->rows.data(), u->rows.size()}, &scratch);
   return FRUGAL_OK;
 }
 

@@ -72,7 +72,7 @@ class TableReadout : public HeapObject {
 
   String name_;
   RowLayout layout_;
-  device::RowsRef rows_{};  // read-only
+  device::RowsView rows_{};
   const uint64_t* keys_ = nullptr;
   const uint8_t* flags_ = nullptr;
   uint64_t slots_ = 0, count_ = 0, committed_ = 0;

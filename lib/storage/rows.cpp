@@ -11,13 +11,6 @@ namespace {
 
 constexpr size_t kChunk = 8192;  // keys under one lock: other threads get their turn in between
 
-// A row's state as it begins.
-void fill_state_row(const device::RowsRef& rows, uint64_t slot, const arith::InitSpec& init) {
-  float* column = rows.state_row(slot);
-  for (uint32_t c = 0; c < init.state_columns; ++c, column = rows.second_column(column))
-    std::fill_n(column, init.column_floats, init.state[c]);
-}
-
 }  // namespace
 
 RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
@@ -115,8 +108,8 @@ Status Rows::ensure_memory(uint64_t first, uint64_t n) {
 
 Status Rows::initialize_range(uint64_t first, uint64_t n) {
   FRUGAL_TRY(ensure_memory(first, n));
-  device::kernels().initialize(ref_, init_, nullptr, first, nullptr,
-                               static_cast<uint32_t>(first), n);
+  const RowWrite write(*this, nullptr, 0, {RowWrite::What::kNew});
+  device::kernels().initialize(write.in_place(), init_, nullptr, first, nullptr, static_cast<uint32_t>(first), n);
   return FRUGAL_OK;
 }
 
@@ -128,7 +121,7 @@ Status Rows::fill_state(State* s, uint64_t first, uint64_t n) const {
   FRUGAL_TRY(s->array.ensure(first, n));
   const device::RowsRef to = s->layout.at(nullptr, s->array.base());
   for (uint64_t i = first; i < first + n; ++i)
-    fill_state_row(to, i, s->init);
+    s->layout.new_state(s->init, to.state_row(i));
   return FRUGAL_OK;
 }
 
@@ -156,7 +149,18 @@ Status Rows::take_state(State* s) {
 }
 
 void Rows::initialize_slot(uint32_t slot, uint64_t key) {
-  device::kernels().initialize(ref_, init_, &key, 0, &slot, 0, 1);
+  const RowWrite write(*this, &slot, 1, {RowWrite::What::kNew});
+  device::kernels().initialize(write.in_place(), init_, &key, 0, &slot, 0, 1);
+}
+
+void Rows::watch(RowWatcher* watcher) {
+  FRUGAL_ASSERT(watcher_count_ < RowWrite::kMostWatchers);
+  watchers_[watcher_count_++] = watcher;
+}
+
+void Rows::read_beside(VersionWord* words, uint64_t number) {
+  words_ = words;
+  number_ = number;
 }
 
 Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const {
@@ -366,9 +370,17 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
     ++were;
     if (hashed_ && !holders_.held(s))
       free_place(s);
-    else if (reinitialize)
+    else if (hashed_ && reinitialize)
       initialize_slot(s, key_of(s));
   }
+  // Rows of a dense table are there all the time.
+  if (reinitialize && !hashed_)
+    write_outside(slots, n, [&](RowWrite& write, size_t from, size_t to) {
+      for (size_t i = from; i < to; ++i) {
+        const uint64_t key = slots[i];
+        device::kernels().initialize(write.in_place(), init_, &key, 0, &slots[i], 0, 1);
+      }
+    });
   return were;
 }
 
@@ -393,8 +405,6 @@ bool Rows::any_reserved(const uint32_t* slots, size_t n) {
   return std::any_of(slots, slots + n, [this](uint32_t s) { return s < kMissingSlot && (flags()[s] & kReserved); });
 }
 
-void Rows::reset_state(uint32_t slot) { fill_state_row(ref_, slot, init_); }
-
 uint64_t Rows::count() {
   if (!hashed_) return capacity_;
   Lock lock(mu_);
@@ -412,7 +422,7 @@ size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   return n;
 }
 
-void RowLayout::export_state(const float* from, float* out) const {
+void RowLayout::export_state(const device::Element* from, float* out) const {
   if (state_columns == 0) {
     if (state_floats) *out = *from;
     return;
@@ -421,16 +431,18 @@ void RowLayout::export_state(const float* from, float* out) const {
     std::memcpy(out + c * dim, device::behind(from, c * value_pitch), value_bytes());
 }
 
-void Rows::export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
-
-void Rows::import_state(uint32_t slot, const float* in) const {
-  float* s = state(slot);
-  if (layout_.state_columns == 0) {
-    if (layout_.state_floats) *s = *in;
+void RowLayout::import_state(const float* in, device::Element* to) const {
+  if (state_columns == 0) {
+    if (state_floats) *to = *in;
     return;
   }
-  for (uint32_t c = 0; c < layout_.state_columns; ++c)
-    std::memcpy(device::behind(s, c * layout_.value_pitch), in + c * layout_.dim, layout_.value_bytes());
+  for (uint32_t c = 0; c < state_columns; ++c)
+    std::memcpy(device::behind(to, c * value_pitch), in + c * dim, value_bytes());
+}
+
+void RowLayout::new_state(const arith::InitSpec& init, device::Element* to) const {
+  for (uint32_t c = 0; c < init.state_columns; ++c)
+    std::fill_n(device::behind(to, c * value_pitch), init.column_floats, init.state[c]);
 }
 
 uint32_t Rows::mappings(Vector<int>* descriptors) const {

@@ -9,10 +9,11 @@
 // A place of a hashed table has one life: free; reserved, which lasts while somebody holds it (storage/holders.h); here,
 // from when the row exists. A row that exists no longer is reserved again, or its place free at once.
 //
-// Threads: values and state of a row are written by whoever applies its update (the engine sees
-// to it that this is one thread at a time and nobody reads meanwhile). The key mapping is guarded
-// by this class's own mutex.
+// Threads: values and state of a row are written through a RowWrite, by whoever applies its update
+// (the engine sees to it that this is one thread at a time and nobody reads meanwhile). The key
+// mapping is guarded by this class's own mutex.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "arith/init.h"
@@ -21,6 +22,7 @@
 #include "device/kernels.h"
 #include "storage/holders.h"
 #include "storage/key_index.h"
+#include "storage/row_write.h"
 #include "storage/slab.h"
 
 namespace frugal {
@@ -49,8 +51,11 @@ struct RowLayout {
   size_t value_bytes() const { return dim * sizeof(device::Element); }
   size_t sums_bytes() const { return sums_stride * sizeof(float); }
   size_t exported_bytes(bool with_state) const { return (dim + (with_state ? state_floats : 0)) * sizeof(float); }
-  // A row's state as it is exported: columns of dim floats.
-  void export_state(const float* state, float* out) const;
+  // A row's state as it is exported, and back: columns of dim floats.
+  void export_state(const device::Element* state, float* out) const;
+  void import_state(const float* in, device::Element* state) const;
+  // A row's state as it begins.
+  void new_state(const arith::InitSpec& init, device::Element* state) const;
 };
 
 class Rows : public HeapObject {
@@ -89,7 +94,7 @@ class Rows : public HeapObject {
   Status fill_state(State* state, uint64_t first, uint64_t n) const;
   Status take_state(State* state);
   // For who looks beside take_state.
-  device::RowsRef ref_now() {
+  device::RowsView ref_now() {
     Lock lock(mu_);
     return ref_;
   }
@@ -128,7 +133,6 @@ class Rows : public HeapObject {
   void collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
   bool any_reserved(const uint32_t* slots, size_t n);
 
-  void reset_state(uint32_t slot);
   uint64_t key_of(uint32_t slot) const {
     return hashed_ ? keys()[slot] : slot;
   }
@@ -136,13 +140,31 @@ class Rows : public HeapObject {
   // Keys of existing rows from slot *cursor on.
   size_t enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity);
 
-  const device::RowsRef& ref() const { return ref_; }
-  float* values(uint32_t slot) const { return ref_.row(slot); }
-  float* state(uint32_t slot) const { return ref_.state_row(slot); }
+  // To be read. RowWrite alone gives what can be written to.
+  device::RowsView ref() const { return ref_; }
+  const device::Element* values(uint32_t slot) const { return ref_.row(slot); }
+  const device::Element* state(uint32_t slot) const { return ref_.state_row(slot); }
   const RowLayout& layout() const { return layout_; }
-  // Between the exported form of state (columns of dim floats) and ours.
-  void export_state(uint32_t slot, float* out) const;
-  void import_state(uint32_t slot, const float* in) const;
+  void export_state(uint32_t slot, float* out) const { layout_.export_state(state(slot), out); }
+
+  // Who hears of each write from now on; while nobody writes. There may be kMostWatchers.
+  void watch(RowWatcher* watcher);
+  // Rows that exist are read while they are written, from now on: under the words (kVersionWords) that they share with
+  // other tables' rows, as the number tells.
+  void read_beside(VersionWord* words, uint64_t number);
+  bool versioned() const { return words_; }
+  VersionWord* version(uint32_t slot) const { return words_ ? words_ + version_of(number_, slot) : nullptr; }
+  // Writes rows outside of steps, in pieces: make(write, from, to) the rows from .. to - 1 of the list.
+  template <class Make>
+  void write_outside(const uint32_t* slots, size_t n, Make make) {
+    size_t most = n;
+    for (uint32_t i = 0; i < watcher_count_; ++i) most = std::min(most, watchers_[i]->most_outside());
+    for (size_t from = 0, to; from < n; from = to) {
+      to = std::min(n, from + most);
+      RowWrite write(*this, slots + from, to - from, {RowWrite::What::kOutside});
+      make(write, from, to);
+    }
+  }
   uint64_t capacity() const { return capacity_; }
   bool hashed() const { return hashed_; }
   bool lazy() const { return lazy_; }
@@ -156,6 +178,7 @@ class Rows : public HeapObject {
   uint32_t mappings(Vector<int>* descriptors) const;
 
  private:
+  friend class RowWrite;
   Status ensure_memory(uint64_t first, uint64_t n);
   void initialize_slot(uint32_t slot, uint64_t key) REQUIRES(mu_);
   Status add_key(uint64_t key, uint32_t* slot) REQUIRES(mu_);
@@ -172,6 +195,10 @@ class Rows : public HeapObject {
   RowLayout layout_;
   arith::InitSpec init_;
   device::RowsRef ref_{};
+  RowWatcher* watchers_[RowWrite::kMostWatchers] = {};
+  uint32_t watcher_count_ = 0;
+  VersionWord* words_ = nullptr;  // or null
+  uint64_t number_ = 0;
   SlabArray values_, state_, keys_, flags_;
   MemoryBudget* budget_ = nullptr;
   std::shared_ptr<Pinner> pinner_;

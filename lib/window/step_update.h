@@ -14,6 +14,7 @@
 #include "arith/optimizer.h"
 #include "device/kernels.h"
 #include "flush/queue.h"
+#include "storage/row_write.h"
 #include "window/part.h"
 
 namespace frugal {
@@ -92,8 +93,8 @@ struct StepUpdate : HeapObject {
   bool astray = false;            // a row of it is more urgent than its place in the queue says
   size_t remaining = 0;           // rows not yet in the host rows
 
-  // The engine's: where else it is told of the update until it is written. Null: nowhere.
-  std::shared_ptr<void> record;
+  // What who watches the table's rows keeps of it until it is written; or null.
+  std::shared_ptr<UpdateRecord> record;
 
   ~StepUpdate() { written(); }
   // All rows are in the host rows (a cache may still have to apply it): gives the bytes back.
@@ -111,8 +112,8 @@ struct StepUpdate : HeapObject {
 
   void make_list();               // merges the ranks; fills slots, n and the terms
   void add_terms(size_t row, TermList* out) const;
-  // The rows with slots in [low, high) of all ranks, merged: whenever `out` is full, and in the end, take() makes use
-  // of them. Takes no memory.
+  // The rows with slots in [low, high) of all ranks, merged: whenever `out` is full, and in the end, take(last) makes
+  // use of them. Takes no memory.
   template <class Take>
   void merge_range(uint64_t low, uint64_t high, TermList* out, Take take) const;
   // Slot values that cut the rows into chunks of about `rows` rows.
@@ -153,19 +154,19 @@ void merge(const Vector<Handover>& ranks, uint64_t low, uint64_t high, Vector<Te
 template <class Take>
 void StepUpdate::merge_range(uint64_t low, uint64_t high, TermList* out, Take take) const {
   out->clear();
-  auto taken = [&] {
+  auto taken = [&](bool last) {
     out->close();
-    take();
+    take(last);
     out->clear();
   };
   merge(
       ranks, low, high, &out->cursors,
       [&](uint32_t slot) {
-        if (out->full(ranks.size())) taken();
+        if (out->full(ranks.size())) taken(false);
         out->begin_row(slot);
       },
       [&](size_t r, uint32_t row) { out->terms.push_back(ranks[r].sums.as<float>() + size_t{row} * ranks[r].stride); });
-  if (!out->slots.empty()) taken();
+  if (!out->slots.empty()) taken(true);
 }
 
 // Combines `n` run sums of fold32, one after the other in `runs`, pairwise into the first.

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <set>
 #include <vector>
 
 #include "base/fpenv.h"
 #include "support/inside.h"
 #include "support/parts.h"
+#include "window/apply.h"
 
 namespace frugal {
 namespace {
@@ -294,16 +296,11 @@ class Walk {
     check_touched(*update, touched);
     // The host rows, and the lines that were there.
     update->make_list();
-    TermList terms;
-    terms.reserve(kRows, ranks);
-    if (update->n) {
-      update->merge_range(0, UINT64_MAX, &terms, [&] {
-        device::kernels().apply_terms(host_.ref(), update->scalars, terms.slots.data(),
-                                      terms.slots.size(), terms.terms.data(), terms.start.data(),
-                                      nullptr);
-      });
-    }
-    cache_.apply(touched, *update, &terms);
+    ApplyScratch scratch(ranks, 0);
+    std::vector<uint32_t> all(update->n);
+    std::iota(all.begin(), all.end(), 0);
+    if (!all.empty()) apply(ApplyTo(host_), *update, UpdateEntries{all.data(), all.size()}, &scratch);
+    cache_.apply(touched, *update, &scratch.terms);
     cache_.fill(host_, admitted_, to_);
     const RowLayout& l = host_.layout();
     // (State is not to be seen. It shows in what the next update makes of the row.)

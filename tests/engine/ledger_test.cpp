@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "base/arena.h"
 #include "support/inside.h"
 #include "support/parts.h"
+#include "window/apply.h"
 
 namespace frugal {
 namespace {
@@ -27,6 +27,7 @@ struct LedgerTest : testing::Test {
     c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, FRUGAL_ADAGRAD, 0.5f);
     ASSERT_OK(rows.open(c, &budget));
     ASSERT_OK(ledger->add_table(1, rows, &table));
+    rows.watch(table.get());
     // Of two ranks, whose rows overlap.
     Slots one, two;
     for (uint32_t slot = 0; slot < kRows; ++slot) {
@@ -91,24 +92,28 @@ struct LedgerTest : testing::Test {
     ASSERT_OK(table->add(*update, in_chunks ? &bounds : nullptr, &update->record));
     ledger->commit(kStep);
   }
-  // At most `most` rows of a chunk, all by default. Returns the last one that was written.
-  uint32_t write(size_t chunk, const TableLedger::Writing& writing, size_t most = SIZE_MAX) {
+  RowWrite::Purpose of_chunk(size_t chunk) const {
+    return {RowWrite::What::kUpdate, update->record.get(), nullptr, chunk};
+  }
+  // The first rows of a chunk, which is left there; returns the last one. look() looks at them
+  // before they are let go.
+  template <class Look>
+  uint32_t write_some(size_t chunk, size_t n, Look look) {
     TermList terms;
     terms.reserve(kRows, 2);
     uint32_t last = 0;
-    update->merge_range(bounds[chunk], bounds[chunk + 1], &terms, [&] {
-      const size_t n = std::min(most, terms.slots.size());
-      if (n == 0) return;
-      device::kernels().apply_terms(rows.ref(), update->scalars, terms.slots.data(), n,
-                                    terms.terms.data(), terms.start.data(), writing.undo());
-      last = terms.slots[n - 1];
+    update->merge_range(bounds[chunk], bounds[chunk + 1], &terms, [&](bool) {
+      const RowWrite write(rows, terms.slots.data(), n, of_chunk(chunk));
+      if (n)
+        device::kernels().apply_terms(write.in_place(), update->scalars, terms.slots.data(), n,
+                                      terms.terms.data(), terms.start.data(), write.undo());
+      last = n ? terms.slots[n - 1] : 0;
+      look(last);
     });
     return last;
   }
   void write_chunk(size_t chunk) {
-    TableLedger::Writing writing(table.get(), update->record.get(), chunk);
-    write(chunk, writing);
-    writing.chunk_done();
+    apply(ApplyTo(rows), *update, UpdateChunk{chunk, bounds[chunk], bounds[chunk + 1]}, &scratch);
   }
 
   Arena arena;
@@ -120,6 +125,7 @@ struct LedgerTest : testing::Test {
   std::vector<PartRef> parts;
   UpdateRef update;
   Vector<uint64_t> bounds;
+  ApplyScratch scratch{2, 0};
   Random random{test_seed()};
 };
 
@@ -151,11 +157,7 @@ TEST_F(LedgerTest, AChunkThatIsLeftInTheMiddle) {
       write_chunk(c);
       continue;
     }
-    uint32_t last;
-    {
-      TableLedger::Writing writing(table.get(), update->record.get(), c);
-      last = write(c, writing, rows_written);
-    }
+    const uint32_t last = write_some(c, rows_written, [](uint32_t) {});
     EXPECT_EQ(progress(c), rows_written ? last + 1 : bounds[c]);
     EXPECT_LT(progress(c), bounds[c + 1]);
   }
@@ -183,13 +185,7 @@ TEST_F(LedgerTest, AnUpdateRowByRow) {
   if (!all) order.pop_back();
   for (const uint32_t i : order) {
     EXPECT_EQ(mark(i), 0);
-    TableLedger::Writing writing(table.get(), update->record.get(), &i);
-    TermList terms;
-    terms.reserve(1, 2);
-    update->add_terms(i, &terms);
-    terms.close();
-    device::kernels().apply_terms(rows.ref(), update->scalars, terms.slots.data(), 1,
-                                  terms.terms.data(), terms.start.data(), writing.undo());
+    apply(ApplyTo(rows), *update, UpdateEntries{&i, 1}, &scratch);
     EXPECT_EQ(mark(i), 1);
   }
   update->record.reset();
@@ -201,24 +197,32 @@ TEST_F(LedgerTest, AnUpdateRowByRow) {
 TEST_F(LedgerTest, TheImageOfARow) {
   add(true);
   const uint64_t place = seen().first.load();
-  std::optional<TableLedger::Writing> writing;
-  writing.emplace(table.get(), update->record.get(), 0);
-  ASSERT_EQ(images().size(), 1u);
-  EXPECT_EQ(images()[0]->update.load(), place);
-  EXPECT_EQ(slots_of(*images()[0]), Slots{LedgerImage::kNoRow});
+  const uint32_t any = 0;
+  {
+    const RowWrite write(rows, &any, 1, of_chunk(0));
+    ASSERT_EQ(images().size(), 1u);
+    EXPECT_EQ(images()[0]->update.load(), place);
+    EXPECT_EQ(slots_of(*images()[0]), Slots{LedgerImage::kNoRow});
+    // Of rows that do not exist the ledger keeps nothing.
+    const RowWrite fresh(rows, &any, 1, {RowWrite::What::kNew});
+    EXPECT_EQ(images().size(), 1u);
+  }
+  EXPECT_TRUE(images().empty());
   std::vector<std::vector<float>> before(kRows);
   for (uint32_t slot = 0; slot < kRows; ++slot) before[slot] = row(slot);
-  const uint32_t last = write(0, *writing, 3);
-  EXPECT_EQ(slots_of(*images()[0]), Slots{last});
-  EXPECT_EQ(values_of(*images()[0], 0), before[last]);
-  EXPECT_NE(row(last), before[last]);
-  // A thread that writes beside it has an image of its own.
-  {
-    TableLedger::Writing other(table.get(), update->record.get(), 1);
-    EXPECT_EQ(images().size(), 2u);
-  }
-  EXPECT_EQ(images().size(), 1u);
-  writing.reset();
+  write_some(0, 3, [&](uint32_t last) {
+    ASSERT_EQ(images().size(), 1u);
+    const LedgerImage& image = *images()[0];
+    EXPECT_EQ(slots_of(image), Slots{last});
+    EXPECT_EQ(values_of(image, 0), before[last]);
+    EXPECT_NE(row(last), before[last]);
+    // A thread that writes beside it has an image of its own.
+    {
+      const RowWrite other(rows, &any, 1, of_chunk(1));
+      EXPECT_EQ(images().size(), 2u);
+    }
+    EXPECT_EQ(images().size(), 1u);
+  });
   EXPECT_TRUE(images().empty());
 }
 
@@ -227,7 +231,7 @@ TEST_F(LedgerTest, RowsOutsideOfSteps) {
   Slots slots(2 * most + 1);
   for (uint32_t i = 0; i < slots.size(); ++i) slots[i] = (i * 2) % kRows;
   size_t written = 0;
-  table->write_outside(rows, slots.data(), slots.size(), [&](size_t from, size_t to) {
+  rows.write_outside(slots.data(), slots.size(), [&](RowWrite&, size_t from, size_t to) {
     EXPECT_EQ(from, written);
     ASSERT_EQ(images().size(), 1u);
     const LedgerImage& image = *images()[0];

@@ -87,7 +87,8 @@ class World {
       if (round == 0 && turn.creates) rows_.create_reserved(slots, part->n, nullptr);
       if (round == 1 && turn.writes)
         for (size_t i = 0; i < part->n; ++i)
-          if (turn.keys[i] != kPadding) *rows_.values(slots[i]) = written(turn.keys[i]);
+          if (turn.keys[i] != kPadding)
+            *RowWrite(rows_, &slots[i], 1, {RowWrite::What::kNew}).in_place().row(slots[i]) = written(turn.keys[i]);
       schedule_point();
     }
     part->let_go(rows_);

@@ -57,9 +57,11 @@ struct RowsTest : testing::Test {
         right &= state[c * spec.column_floats + i] == spec.state[c];
     return right;
   }
-  static void spoil(const Rows& of, uint32_t slot) {
-    std::fill_n(of.values(slot), of.layout().value_pitch / 4, 77.0f);
-    std::fill_n(of.state(slot), of.layout().state_pitch / 4, 78.0f);
+  static void spoil(Rows& of, uint32_t slot) {
+    const RowWrite write(of, &slot, 1, {RowWrite::What::kOutside});
+    const device::RowsRef& rows = write.in_place();
+    std::fill_n(rows.row(slot), rows.value_pitch / 4, 77.0f);
+    std::fill_n(rows.state_row(slot), rows.state_pitch / 4, 78.0f);
   }
   Keys all_keys() {
     Keys keys(100000);
@@ -118,12 +120,20 @@ TEST_F(RowsTest, ExportedState) {
     for (uint32_t i = 0; i < n; ++i) in[i] = static_cast<float>(i + 1);
     in[n] = -1;
     some.export_state(0, before.data());
-    some.import_state(1, in.data());
+    {
+      const uint32_t slot = 1;
+      const RowWrite write(some, &slot, 1, {RowWrite::What::kOutside});
+      some.layout().import_state(in.data(), write.in_place().state_row(slot));
+    }
     some.export_state(1, out.data());
     EXPECT_EQ(out, in);
     some.export_state(0, out.data());
     EXPECT_EQ(out, before) << "of the row before";
-    some.reset_state(1);
+    {
+      const uint32_t slot = 1;
+      const RowWrite write(some, &slot, 1, {RowWrite::What::kOutside});
+      some.layout().new_state(some.init(), write.in_place().state_row(slot));
+    }
     EXPECT_TRUE(is_new(some, 1, 1));
   }
 }

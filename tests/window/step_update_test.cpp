@@ -89,11 +89,15 @@ TEST_F(StepUpdateTest, Ranges) {
       const auto rows = expected(*u, bounds[i], bounds[i + 1]);
       auto at = rows.begin();
       HeapFails fails(1);  // it wants no memory
-      u->merge_range(bounds[i], bounds[i + 1], &list, [&] {
+      bool ended = false;
+      u->merge_range(bounds[i], bounds[i + 1], &list, [&](bool last) {
+        EXPECT_FALSE(ended);
+        ended = last;
         ASSERT_FALSE(list.slots.empty());
         check(list, rows, &at);
       });
       ASSERT_TRUE(at == rows.end());
+      EXPECT_EQ(ended, !rows.empty());
       all += rows.size();
     }
     ASSERT_EQ(all, expected(*u).size());
@@ -114,11 +118,11 @@ TEST_F(StepUpdateTest, TheLastSlots) {
   Slots got;
   for (const uint64_t high : {uint64_t{last} + 1, uint64_t{UINT32_MAX} + 1, UINT64_MAX}) {
     got.clear();
-    u->merge_range(7, high, &list, [&] { got.assign(list.slots.begin(), list.slots.end()); });
+    u->merge_range(7, high, &list, [&](bool) { got.assign(list.slots.begin(), list.slots.end()); });
     EXPECT_EQ(got, (Slots{7, last}));
   }
   got.clear();
-  u->merge_range(8, last, &list, [&] { got.assign(1, 0); });
+  u->merge_range(8, last, &list, [&](bool) { got.assign(1, 0); });
   EXPECT_TRUE(got.empty());
 }
 
@@ -166,9 +170,9 @@ TEST_F(StepUpdateTest, RunsArePairs) {
 }
 
 TEST_F(StepUpdateTest, BytesCountUntilAllIsWritten) {
-  struct Record {
+  struct Record : UpdateRecord {
     explicit Record(bool* gone_in) : gone(gone_in) {}
-    ~Record() { *gone = true; }
+    ~Record() override { *gone = true; }
     bool* gone;
   };
   std::atomic<uint64_t> total{100}, peak{120};

@@ -19,6 +19,7 @@
 #include "cache/row_cache.h"
 #include "support/parts.h"
 #include "support/schedule.h"
+#include "window/apply.h"
 
 namespace frugal {
 namespace {
@@ -154,10 +155,9 @@ class World {
     rows_[slot].values.emplace_back(values, values + kDim);
   }
   static void apply(Rows& rows, const StepUpdate& update, size_t row) {
-    TermList t;
-    update.add_terms(row, &t);
-    t.close();
-    device::kernels().apply_terms(rows.ref(), update.scalars, t.slots.data(), 1, t.terms.data(), t.start.data(), nullptr);
+    ApplyScratch scratch(update.ranks.size(), 0);
+    const uint32_t entry = static_cast<uint32_t>(row);
+    frugal::apply(ApplyTo(rows), update, UpdateEntries{&entry, 1}, &scratch);
   }
   static size_t before(const Row& row, uint64_t step) {  // updates of earlier steps
     return static_cast<size_t>(std::lower_bound(row.updates.begin(), row.updates.end(), step) - row.updates.begin());
