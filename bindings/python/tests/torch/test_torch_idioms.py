@@ -679,6 +679,93 @@ def test_functions_write_to_a_weight_that_is_their_output(pair: Pair) -> None:
     assert_same(pair)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("change", ["scale", "clamp", "look", "in place"])
+def test_hooks_of_a_parameter_get_its_gradient(pair: Pair, kind: str, change: str) -> None:
+    def hook(grad: torch.Tensor) -> Any:
+        norms.append(float(grad.norm()))
+        if change == "scale":
+            return grad * 0.5
+        if change == "clamp":
+            return grad.clamp(-0.5, 0.5)
+        return grad.mul_(2.0) if change == "in place" else None
+
+    all_norms = []
+    for module in pair:
+        norms: List[float] = []
+        (parameter,) = module.parameters()
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
+        handle = parameter.register_hook(hook)
+        for _ in range(3):
+            optimizer.zero_grad()
+            keys = torch.tensor([1, 2, 2])
+            (module(keys) + module(keys)).square().sum().backward()  # once for both
+            optimizer.step()
+        handle.remove()
+        backward(module)
+        optimizer.step()
+        assert len(norms) == 3
+        all_norms.append(norms)
+    torch.testing.assert_close(*all_norms, rtol=1e-5, atol=0)
+    assert_same(pair)
+
+
+def test_a_hook_after_accumulation_steps_in_the_backward(pair: Pair) -> None:
+    for module in pair:
+        (parameter,) = module.parameters()
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(parameter: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            module(torch.tensor([1, 2, 2])).square().sum().backward()
+            assert parameter.grad is None
+    assert_same(pair)
+
+
+def test_a_hook_of_a_parameter_hides_no_penalty(trainer: frugal.Trainer) -> None:
+    module = ft.EmbeddingBag(10, 8, mode="sum", trainer=trainer)
+    (anchor,) = module.parameters()
+    anchor.register_hook(lambda grad: grad)
+    with pytest.raises(NotImplementedError, match="penalty"):
+        (module(torch.tensor([[1]])).sum() + anchor.square().sum()).backward()
+    anchor.grad = None
+    module(torch.tensor([[1]])).sum().backward()
+    assert anchor.grad is not None and anchor.grad.norm() > 0
+    anchor.register_hook(lambda grad: torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="another tensor in the place of its gradient"):
+        module(torch.tensor([[1]])).sum().backward()
+
+
+def test_weights_of_modules_that_share_a_table_are_one_key(trainer: frugal.Trainer) -> None:
+    one, other = (ft.EmbeddingBag(10, 8, mode="sum", name="shared", trainer=trainer) for _ in range(2))
+    third = ft.EmbeddingBag(10, 8, trainer=trainer)
+    assert len({one.weight, other.weight, third.weight}) == 2
+    before = one.weight
+    one.requires_grad_(False)
+    assert before in {one.weight}
+    assert bool((one.weight == other.weight).all()) and (one.weight == other.weight).shape == (10, 8)
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_a_subclass_may_have_its_arguments_in_another_order(trainer: frugal.Trainer, bags: bool) -> None:
+    for library, also in ((ft, {"trainer": trainer}), (torch.nn, {})):
+        base: Any = getattr(library, "EmbeddingBag" if bags else "Embedding")
+
+        class Named(base):  # type: ignore[misc]
+            def __init__(self, name: str = "", **arguments: Any) -> None:
+                super().__init__(**{key: value for key, value in arguments.items()})
+                self.name = name
+
+        for freeze in (False, True):
+            module = Named.from_pretrained(torch.ones(ROWS, DIM), freeze, **also)
+            assert module.weight.requires_grad is not freeze and torch.equal(module.weight, torch.ones(ROWS, DIM))
+        assert "padding_idx" in module.__constants__
+
+
 @pytest.mark.parametrize("bags", [False, True])
 def test_a_subclass_s_rows_are_those_of_its_reset_parameters(trainer: frugal.Trainer, bags: bool) -> None:
     weights = []
@@ -787,6 +874,13 @@ def test_what_replaces_a_weight_is_refused(trainer: frugal.Trainer) -> None:
     module = ft.EmbeddingBag(10, 8, trainer=trainer)
     with pytest.raises(NotImplementedError, match="prun"):
         prune.l1_unstructured(module, "weight", amount=0.5)
+    for compute in (
+        torch.nn.utils.weight_norm,
+        torch.nn.utils.parametrizations.spectral_norm,
+        torch.nn.utils.parametrizations.orthogonal,
+    ):
+        with pytest.raises(NotImplementedError, match="write rows to module.weight"):
+            compute(module, "weight")
     with pytest.raises(ValueError, match="weight"):
         torch.nn.utils.parametrizations.weight_norm(module, "weight")
     assert len(list(module.parameters())) == 1

@@ -306,13 +306,86 @@ def test_what_takes_all_ranks_is_said() -> None:
         optimizers[0].zero_grad()  # the rank's own matter
         bags[0](torch.tensor([[1]])).sum().backward()
         optimizers[0].step()
-        with pytest.raises(frugal.Busy):
-            bags[0].state_dict()
-        optimizers[1].step()  # an empty step: the rank has no data
-        assert engine.committed_step() == 0
         expected = before.clone()
         expected[1] -= 0.25
+        read: List[torch.Tensor] = []
+        reader = threading.Thread(target=lambda: read.append(bags[0].state_dict()["weight"]))
+        reader.start()
+        reader.join(0.2)
+        assert not read and reader.is_alive()  # it waits for the other rank
+        optimizers[1].step()  # an empty step: the rank has no data
+        reader.join(60)
+        assert engine.committed_step() == 0
+        assert torch.equal(read[0], expected)
         assert torch.equal(bags[0].state_dict()["weight"], expected)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_rows_and_state_are_read_and_written_when_other_ranks_have_ended_the_step(hashed: bool) -> None:
+    keys = torch.tensor([[1, 2]])
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        trainers = [engine.create_trainer(rank) for rank in range(2)]
+        kind = frugal.Adagrad(lr=0.5)
+        bags = [ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=t, optimizer=kind, hashed=hashed) for t in trainers]
+        optimizers = [torch.optim.Adagrad(bag.parameters(), lr=0.5) for bag in bags]
+        for step in range(2):
+            for bag in bags:
+                bag(keys).sum().backward()
+            optimizers[0].step()
+            done: List[Any] = []
+
+            def read() -> None:
+                state = optimizers[0].state_dict()
+                rows = snapshot(bags[0])
+                with torch.no_grad():
+                    bags[0].weight.mul_(2.0)
+                done.extend([state, rows, snapshot(bags[0])])
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            reader.join(0.1)
+            assert not done
+            optimizers[1].step()
+            reader.join(60)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            assert torch.equal(done[1] * 2.0, done[2]) and engine.committed_step() == step
+            assert len(done[0]["state"]) == 1
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+def test_the_first_step_gives_a_table_of_several_ranks_its_kind_of_optimizer(kind: str) -> None:
+    weight = torch.randn(ROWS, DIM)
+    batches = [[torch.randint(0, ROWS, (5, 2)) for _ in range(4)] for _ in range(2)]
+    made = threading.Barrier(2)
+
+    def optimizer_of(module: Any) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(module.parameters(), lr=0.1)  # type: ignore[no-any-return]
+
+    with frugal.Engine(world_size=2, timeout=60) as engine:
+        rows: List[torch.Tensor] = []
+
+        def work(rank: int) -> None:
+            bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=engine.create_trainer(rank))
+            optimizer = optimizer_of(bags)
+            made.wait(60)
+            for keys in batches[rank]:
+                optimizer.zero_grad()
+                bags(keys).square().sum().backward()
+                optimizer.step()
+            rows.append(snapshot(bags))
+            made.wait(60)
+
+        run_ranks(2, work)
+    bags = torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight.clone(), sparse=True)
+    optimizer = optimizer_of(bags)
+    for keys in zip(*batches):
+        optimizer.zero_grad()
+        for some in keys:
+            (bags(some).square().sum() / 2).backward()
+        optimizer.step()
+    for mine in rows:
+        torch.testing.assert_close(mine, bags.weight.detach())
 
 
 @pytest.mark.parametrize("chooses", [False, True])

@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from ._lookup import Lookup
@@ -98,7 +101,8 @@ class Anchor(torch.nn.Parameter):
 
     table: "Table"
     seen: int  # the value's version that is known to be ours
-    given: Optional[Tuple[int, "Gradient"]]  # of a backward that runs: what it returns, see `give`
+    given: Optional[Tuple[int, "Gradient", bool]]  # of a backward that runs, and whether it returns that, see `give`
+    hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
     begun: Optional["Gradient"]  # the newest; used again when nobody else has it
 
     def __new__(cls, table: "Table", dtype: torch.dtype, requires_grad: bool) -> "Anchor":
@@ -110,6 +114,8 @@ class Anchor(torch.nn.Parameter):
         self.table = table
         self.trainer = table.steps.trainer  # lives as long
         self.given = None
+        self.hooks = OrderedDict()
+        self._delivers = False
         self.begun = None
         self.seen = self._version
 
@@ -184,14 +190,61 @@ class Anchor(torch.nn.Parameter):
             " it. Leave frugal's modules out of the penalty, and give their parameters a weight_decay of the optimizer"
         )
 
-    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        raise NotImplementedError(f"table {self.table.name!r}: a hook would see no gradient: the engine holds it")
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """The hook gets the gradient of each backward, a `Gradient`, and may return one in its place."""
+        self._check_alone("register_hook")
+        self._deliver()
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        raise NotImplementedError(
-            f"table {self.table.name!r}: a hook would not be called: its gradient is not one of autograd. Step the table"
-            " after backward()"
-        )
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        self._check_alone("register_post_accumulate_grad_hook")
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _check_alone(self, what: str) -> None:
+        if _is_shared(self.table):
+            raise NotImplementedError(
+                f"table {self.table.name!r}: {what} of a gradient that ranks share, which is not known before the step ends:"
+                " use clip_norm and clip_value of a frugal optimizer, and step after backward()"
+            )
+
+    def _deliver(self) -> None:
+        """Registers what autograd calls at the end of a backward, as a rule without a gradient of its own."""
+        if self._delivers:
+            return
+        weak = weakref.ref(self)
+
+        def deliver(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+            anchor = weak()
+            if anchor is None or anchor.given is None or anchor.given[0] != _task():
+                return None  # that one has failed
+            (_, grad, returned), anchor.given = anchor.given, None
+            if computed is not None and not returned:
+                raise anchor.penalty()
+            grad = anchor._through_hooks(grad)
+            if returned:
+                return grad
+            had = get_grad(anchor)
+            if had is None:
+                set_grad(anchor, grad)
+            else:
+                _add(_aten.add_.Tensor, had, grad)
+            return None
+
+        super().register_hook(deliver)  # type: ignore[no-untyped-call]
+        self._delivers = True
+
+    def _through_hooks(self, grad: "Gradient") -> "Gradient":
+        for hook in list(self.hooks.values()):
+            found = hook(grad)
+            if found is not None and not (isinstance(found, Gradient) and found.table is self.table):
+                raise NotImplementedError(
+                    f"table {self.table.name!r}: a hook has returned another tensor in the place of its gradient, which the"
+                    " engine holds: scale or clamp the gradient that it gets, or change module.weight.grad after backward()"
+                )
+            grad = grad if found is None else found
+        return grad
 
     # What torch.Tensor has is a function of Python, and an optimizer looks an anchor up in each step.
     __hash__ = object.__hash__
@@ -206,6 +259,9 @@ class Anchor(torch.nn.Parameter):
         """Adds a backward's gradient, of these features of its module, to the anchor's."""
         if self.table.owner is None:
             self.table.count_backward()
+        if self.hooks:
+            self.give(held, features, False)
+            return
         grad = get_grad(self)
         if type(grad) is not Gradient:
             left = None if grad is None else _replaced(self, grad)
@@ -215,21 +271,12 @@ class Anchor(torch.nn.Parameter):
             set_grad(self, grad)
         grad.hold(held, features)
 
-    def give(self, held: Held, features: Tuple[int, ...]) -> None:
-        """Adds a backward's gradient to what torch.autograd.grad() returns for the anchor."""
+    def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
+        """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
         task = _task()
         if self.given is None or self.given[0] != task:
-            grad = Gradient(self)
-            self.given = task, grad
-
-            def replace(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-                hook.remove()
-                if _task() != task:
-                    return None  # that one has failed
-                self.given = None
-                return grad
-
-            hook = torch.Tensor.register_hook(self, replace)  # type: ignore[no-untyped-call]
+            self._deliver()
+            self.given = task, Gradient(self), returned
         self.given[1].hold(held, features)
 
     def gradient(self) -> Optional["Gradient"]:
@@ -369,9 +416,10 @@ class Gradient(torch.Tensor):
 
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         if self.clip_limit:
-            raise NotImplementedError(f"table {self.table.name!r}: a backward after clip_grad_value_() and before a step")
+            self.fold()
         self.parts.append(Part(held, features, 1.0))
         if len(self.parts) > _MOST_HELD:
+            self.table.warn_if_nobody_steps()
             self.fold()
 
     def become(self, other: "Gradient") -> None:
@@ -380,20 +428,23 @@ class Gradient(torch.Tensor):
         self.parts = [Part(part.held, part.features, part.factor) for part in other.parts]
 
     def fold(self) -> None:
-        """Sums what is held into one gradient for each row."""
-        self.table.warn_if_nobody_steps()
+        """Sums what is held into one gradient for each row, and clips it, if it is to be."""
+        if not self.parts:
+            self.clip_limit = 0.0
+            return
         keys, rows = self.summed()
         last = self.parts[-1].held
         held = Held(last.lookup.rows_of(self.table), (keys, None, None), rows, last.number)
         held.graph = any(part.held.graph for part in self.parts)
         self.parts = [Part(held, (0,), 1.0)]
+        self.clip_limit = 0.0
 
     def rescale(self, factor: float) -> None:
         """Multiplies the gradients of all backwards so far."""
         if factor == 1.0:
             return
         if self.clip_limit:
-            raise NotImplementedError(f"table {self.table.name!r}: a gradient is scaled after clip_grad_value_()")
+            self.fold()
         for part in self.parts:
             part.factor *= factor
 
@@ -543,10 +594,15 @@ def _add(func: Any, grad: Any, other: Any, *, alpha: Any = 1) -> Gradient:
     if not isinstance(grad, Gradient) or not isinstance(other, Gradient):
         mine = grad if isinstance(grad, Gradient) else other
         raise mine.table.anchor.penalty() if isinstance(other, torch.Tensor) else _no_answer(func, mine)
-    if grad.table is not other.table or grad.clip_limit or other.clip_limit or alpha != 1:
+    if grad.table is not other.table or alpha != 1:
         raise NotImplementedError(f"table {grad.table.name!r}: {func} of its gradient and another")
     total = grad if func.overloadpacket is _aten.add_ else _copy_of(func, grad)
+    for clipped in (total, other):
+        if clipped.clip_limit:
+            clipped.fold()
     total.parts += [Part(part.held, part.features, part.factor) for part in other.parts]
+    if len(total.parts) > _MOST_HELD:
+        total.fold()
     return total
 
 
@@ -631,6 +687,10 @@ def _clip(func: Any, grad: Gradient, low: Any = None, high: Any = None, **kwargs
     if low is None or high is None or float(low) != -float(high):
         raise NotImplementedError(f"table {grad.table.name!r}: gradients are clipped to [-c, c]")
     return _clip_to(grad, float(high))
+
+
+def _clipped(func: Any, grad: Gradient, *args: Any, **kwargs: Any) -> Gradient:
+    return _clip(func, _copy_of(func, grad), *args, **kwargs)
 
 
 def _clip_to(grad: Gradient, limit: float) -> Gradient:
@@ -751,6 +811,7 @@ _ANSWERS: Dict[Any, Callable[..., Any]] = {
     _aten.norm: _norm,
     _aten._foreach_norm: _norms,
     _aten.clamp_: _clip,
+    _aten.clamp: _clipped,
     _aten._foreach_clamp_min_: _clip_all,
     _aten._foreach_clamp_max_: _clip_all,
     _aten.isnan: _is,

@@ -308,7 +308,7 @@ class _Backward:
                         f"table {anchor.table.name!r}: create_graph=True of its gradient: a backward of a backward is not"
                         " possible"
                     )
-                anchor.give(held, lookup.places[i])
+                anchor.give(held, lookup.places[i], True)
                 asked = True
         return asked
 

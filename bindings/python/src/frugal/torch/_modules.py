@@ -34,6 +34,9 @@ from ._weight import Weight, saved, write
 _POOLING = {"sum": _native.POOL_SUM, "mean": _native.POOL_MEAN}
 _MAX = "max"  # of torch.nn.EmbeddingBag alone
 
+# Of torch: they put a parameter of theirs in the place of a module's weight.
+_COMPUTE_WEIGHT = {f"torch.nn.utils.{name}" for name in ("weight_norm", "parametrizations")}
+
 _weighted_rows: Callable[..., Any] = WeightedRows.apply  # without types in torch
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _get_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
@@ -363,6 +366,8 @@ class _Single(_Module):
         by assignments and by the functions of torch.nn.init, and trained by the module's forward alone."""
         if self._instead is not None:
             return self._instead
+        if sys._getframe(1).f_globals.get("__name__") in _COMPUTE_WEIGHT:
+            self._refuse_computed("a parametrization")
         shown = self._shown
         if shown is None or not shown.is_as_now(self.sparse):
             shown = Weight(self._table, self._lookup.features[0], self.sparse)
@@ -416,11 +421,14 @@ class _Single(_Module):
 
     def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
         if name == "weight_orig":
-            raise NotImplementedError(
-                f"table {self._table.name!r}: pruning would compute its weight from a parameter, and the engine trains the"
-                " rows themselves: prune the dense layers, or write zeros to module.weight"
-            )
+            self._refuse_computed("pruning")
         super().register_parameter(name, param)
+
+    def _refuse_computed(self, what: str) -> NoReturn:
+        raise NotImplementedError(
+            f"table {self._table.name!r}: {what} would compute its weight from a parameter, and the engine trains the"
+            " rows themselves: change the dense layers so, or write rows to module.weight between steps"
+        )
 
     def _make_lookup(self, pooling: int) -> None:
         padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
@@ -475,6 +483,7 @@ class Embedding(_Single):
     `num_embeddings` the most rows; `mean_ranks`: gradients are averaged over ranks, else summed.
     """
 
+    __constants__ = torch.nn.Embedding.__constants__
     _kind = "embedding"
 
     def __init__(
@@ -531,9 +540,11 @@ class Embedding(_Single):
     ) -> "Embedding":
         """A module whose rows begin as the 2-D tensor `embeddings`. Keywords are the constructor's."""
         rows, dim = _inputs.shape(embeddings)
+        # By keyword, as torch.nn's does: a subclass may have them in another order.
         return cls(
-            rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze, **keywords
-        )
+            num_embeddings=rows, embedding_dim=dim, padding_idx=padding_idx, max_norm=max_norm, norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq, sparse=sparse, _weight=embeddings, _freeze=freeze, **keywords,
+        )  # fmt: skip
 
 
 class EmbeddingBag(_Single):
@@ -542,6 +553,7 @@ class EmbeddingBag(_Single):
     The first arguments are torch.nn.EmbeddingBag's, those by keyword Embedding's and `freeze`.
     """
 
+    __constants__ = torch.nn.EmbeddingBag.__constants__
     _kind = "embedding_bag"
     _pools = True
 
@@ -636,10 +648,13 @@ class EmbeddingBag(_Single):
     ) -> "EmbeddingBag":
         """A module whose rows begin as the 2-D tensor `embeddings`. Keywords are the constructor's."""
         rows, dim = _inputs.shape(embeddings)
-        return cls(
-            rows, dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings, include_last_offset,
-            padding_idx, freeze=freeze, **keywords,
+        module = cls(
+            num_embeddings=rows, embedding_dim=dim, max_norm=max_norm, norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq, mode=mode, sparse=sparse, _weight=embeddings,
+            include_last_offset=include_last_offset, padding_idx=padding_idx, **keywords,
         )  # fmt: skip
+        module._anchors[0].requires_grad_(not freeze)  # for which a subclass may have no argument
+        return module
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

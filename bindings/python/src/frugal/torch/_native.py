@@ -105,7 +105,7 @@ class Trainer:
         self._engine = trainer.engine
         gpu = trainer._place.gpu
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-        self._on_gpu = gpu is not None
+        self.on_gpu = gpu is not None
         self._stream = 0
         self._slice = int(min(SLICE_MS, self._engine._timeout_ms))
 
@@ -120,22 +120,22 @@ class Trainer:
         self._call(lib.frugal_step_end, self._handle, step, _abi.FRUGAL_STEP_SKIP if skip else 0)
 
     def lookup(self, ops: Ops) -> None:
-        if self._on_gpu:
+        if self.on_gpu:
             self._use_stream()
         self._call(lib.frugal_lookup, self._handle, addressof(ops.memory), ops.count)
 
     def push(self, ops: Ops) -> None:
-        if self._on_gpu:
+        if self.on_gpu:
             self._use_stream()
         self._call(lib.frugal_push_grad, self._handle, addressof(ops.memory), ops.count)
 
     def read(self, ops: Ops) -> None:
-        if self._on_gpu:
+        if self.on_gpu:
             self._use_stream()
-        engine, memory = self._engine, addressof(ops.memory)
+        engine, memory, tell = self._engine, addressof(ops.memory), self._trainer()._tell
 
         def call() -> int:
-            wait(lambda ms: lib.frugal_read(engine.handle, self._handle, memory, ops.count, ms), engine._timeout_ms)
+            wait(lambda ms: lib.frugal_read(engine.handle, self._handle, memory, ops.count, ms), engine._timeout_ms, tell)
             return 0
 
         self._call(call)

@@ -22,7 +22,7 @@ def keys(table: Table) -> torch.Tensor:
     if not table.hashed:
         return torch.arange(table.capacity, dtype=torch.int64, device="cpu")
     with table.steps.still():
-        return _native.table_keys(table.table)
+        return table.steps.patiently(lambda: _native.table_keys(table.table))
 
 
 def rows(steps: Steps, table: Table) -> Dict[str, torch.Tensor]:
@@ -171,4 +171,4 @@ def _delete_others(table: Table, at: torch.Tensor) -> None:
     there = keys(table)
     others = there[~torch.isin(there, at)]
     if others.numel():
-        _native.delete(table.table, others)
+        table.steps.patiently(lambda: _native.delete(table.table, others))

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from frugal.errors import FORKED
 from . import _native
 from ._anchor import Anchor, Gradient, Part
 from ._native import Ops
+
+T = TypeVar("T")
 
 # When rows were read: the step, and how often rows had been written outside steps.
 Moment = Tuple[int, int]
@@ -107,7 +109,13 @@ class Table:
         if self.empty:
             return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
         with self.steps.still():
-            return _native.get(self.table, keys, rows, with_state)
+            if self.steps.world_size > 1 and not (with_state or self.hashed or self.steps.native.on_gpu):
+                # As a forward reads them, which waits for other ranks to end the step, and may be in one.
+                ops = Ops(1)
+                ops.add(self.handle, _native.POOL_NONE, None, keys, rows_out=rows.data_ptr(), row_stride=4 * self.dim)
+                self.steps.read(ops)
+                return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
+            return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state))
 
     def put(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> None:
         """Writes rows outside steps."""
@@ -115,7 +123,7 @@ class Table:
             self.steps.writes += 1
             self.written_at = self.steps.writes
             if not self.empty:
-                _native.put(self.table, keys, rows, with_state)
+                self.steps.patiently(lambda: _native.put(self.table, keys, rows, with_state))
 
     def count_backward(self) -> None:
         """Of a table that no optimizer has stepped: warns if nobody uses its gradients, though they may be dropped before
@@ -559,17 +567,21 @@ class Steps:
             self.outside()
             if self.open:
                 self.end(False)
-            begin = time.monotonic()
-            while True:
-                try:
-                    return call()
-                except frugal.Busy as error:
-                    waited_ms = (time.monotonic() - begin) * 1000
-                    if self.world_size == 1 or waited_ms > self.trainer.engine._timeout_ms:
-                        raise
-                    if waited_ms >= _wait.WORD_MS:
-                        self.trainer._tell(error.message)
-                time.sleep(_PAUSE)
+            self.patiently(call)
+
+    def patiently(self, call: Callable[[], T]) -> T:
+        """Makes a call outside steps. Where other ranks are inside one, waits for them to end it."""
+        begin = time.monotonic()
+        while True:
+            try:
+                return call()
+            except frugal.Busy as error:
+                waited_ms = (time.monotonic() - begin) * 1000
+                if self.world_size == 1 or self.open or waited_ms > self.trainer.engine._timeout_ms:
+                    raise
+                if waited_ms >= _wait.WORD_MS:
+                    self.trainer._tell(error.message)
+            time.sleep(_PAUSE)
 
     def _abort(self) -> None:
         self._tried(self.trainer.step_abort)

@@ -35,7 +35,7 @@ def _shape(table: Table) -> Tuple[int, int]:
     if not table.hashed:
         return table.capacity, table.dim
     with table.steps.still():
-        return table.table.count(), table.dim
+        return table.steps.patiently(table.table.count), table.dim
 
 
 class _Read(torch.autograd.Function):
@@ -277,7 +277,7 @@ class Weight(torch.Tensor):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         raise NotImplementedError(
             f"table {self._table.name!r}: a hook on weight would not be called: its gradient is not one of autograd. Change"
-            " weight.grad after backward()"
+            " weight.grad after backward(), or give the hook to module.parameters()"
         )
 
     def __hash__(self) -> int:
@@ -388,6 +388,9 @@ class Weight(torch.Tensor):
         if func in _EQUAL and len(args) == 2 and _are_keys(*args):
             weight, anchor = args if isinstance(args[0], Weight) else reversed(args)
             return weight._anchor is anchor
+        if func in _EQUAL and len(args) == 2 and _are_alike(*args):
+            same = args[0].read() == args[1].read()
+            return cast(torch.Tensor, same).as_subclass(_Same)
         if func is torch.autograd.backward and kwargs.get("inputs") is not None:  # to a table by its weight
             inputs = [value.parameter() if isinstance(value, Weight) else value for value in flat([kwargs["inputs"]])]
             return func(*args, **{**kwargs, "inputs": inputs})
@@ -685,6 +688,18 @@ def _wrapped(at: torch.Tensor, count: int) -> torch.Tensor:
     if at.numel() and (int(at.min()) < -count or int(at.max()) >= count):
         raise IndexError(f"index out of range: weight has {count} rows")
     return torch.where(at < 0, at + count, at)
+
+
+class _Same(torch.Tensor):
+    """What == of two weights of one table is: a set that has both, as of modules that share it, asks whether they are one."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    whole = all(isinstance(weight, Weight) and weight.is_whole() for weight in (one, other))
+    return whole and one._anchor is other._anchor
 
 
 class _Source:
