@@ -58,36 +58,25 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
 }
 
 // Rows of the accesses that are only reserved come into being. Throws if there is no memory: what
-// exists by then is young, and among the trainer's created rows, so that the step's undoing takes it back.
+// exists by then is among the trainer's created rows, so that the step's undoing takes it back.
 void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   t.created.reserve(t.created.size() + accesses.size());
-  // Asked once: a cache may join in between, and nothing is noted without the lock.
-  const bool track = track_young();
+  auto first_uncommitted = [&] {
+    if (!stale()) return t.step;
+    std::lock_guard<std::mutex> lock(mu_);
+    return to_commit();
+  };
   for (const Access& a : accesses) {
-    if (!a.table->hashed) continue;
-    const TableRef table = std::static_pointer_cast<Table>(a.table);
-    Rows& rows = table->rows;
-    CreatedRows made;
-    made.table = table;
-    const uint32_t* slots = a.part->slots.as<uint32_t>();
-    // Who finds a row existing must find it young, too.
-    std::unique_lock<std::mutex> young(table->young_mu, std::defer_lock);
-    if (track) young.lock();
-    if (rows.has_reserved())
-      rows.create_reserved(slots, a.part->n, &made.slots, ledger_ ? Ledger::mark_of(t.step) : 0);
-    bool any = !made.slots.empty();
-    if (any) t.created.push_back(std::move(made));
-    if (track) try {
-        note_young(*table, t.step, slots, a.part->n, any ? t.created.back().slots : Vector<uint32_t>());
-      } catch (const std::bad_alloc&) {
-        // Of what has come into being nobody would know that it is young.
-        if (!any) throw;
-        const Vector<uint32_t>& back = t.created.back().slots;
-        for (uint32_t s : back) table->young.erase(s);
-        rows.uncreate(back.data(), back.size(), false);
-        t.created.pop_back();
-        throw;
-      }
+    if (!a.table->any_key) continue;
+    CreatedRows& made = t.created.emplace_back();
+    made.table = std::static_pointer_cast<Table>(a.table);
+    for (uint64_t first = first_uncommitted(), now;; first = now) {
+      made.table->rows.use(a.part->slots.as<uint32_t>(), a.part->n, t.step, first, &made.slots, &made.earlier);
+      // If other ranks have gone on by several steps meanwhile, a later one's mark may have looked like an earlier one's.
+      now = first_uncommitted();
+      if (now - first < 2) break;
+    }
+    if (made.slots.empty() && made.earlier.empty()) t.created.pop_back();
   }
 }
 
@@ -193,7 +182,7 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
 }
 
 Status Engine::LocalStep::create() {
-  if (std::any_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.table->hashed; }))
+  if (std::any_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.table->any_key; }))
     engine_.create_rows(t_, accesses);
   hold_.reset();
   return FRUGAL_OK;

@@ -203,7 +203,7 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   flag_lines(of, urgency);
   if (!more) of.plan = {};
   if (of.lines) of.lines->plan.reset();
-  Vector<uint32_t> slots, waiting, evicted;
+  Vector<uint32_t> slots, waiting, young, evicted;
   for (const PartRef& p : parts)
     for (size_t i = 0; i < p->distinct; ++i)
       if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
@@ -212,20 +212,14 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
     std::sort(slots.begin(), slots.end());
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   }
-  // Rows that do not exist yet have nothing to cache, rows with pending updates (staleness) are
+  // Rows that do not exist yet have nothing to cache, young ones may be undone, rows with pending updates (staleness) are
   // not what the cache would have to hold.
-  {
-    // One look at both: a row that an abort takes back now is young before and reserved after.
-    std::lock_guard<std::mutex> young(table.young_mu);
-    if (table.rows.has_reserved()) {
-      table.rows.collect_reserved(slots.data(), slots.size(), &waiting);
-      std::erase_if(slots, [&](uint32_t s) {
-        return std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone;
-      });
-    }
-    if (!table.young.empty())
-      std::erase_if(slots, [&](uint32_t s) { return table.young.count(s) != 0; });
-  }
+  table.rows.collect_new(slots.data(), slots.size(), &waiting, &young);
+  if (!waiting.empty() || !young.empty())
+    std::erase_if(slots, [&](uint32_t s) {
+      return std::binary_search(young.begin(), young.end(), s) ||
+             (std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone);
+    });
   if (stale()) {
     waiting.clear();
     table.window.collect_pending(slots.data(), slots.size(), &waiting);

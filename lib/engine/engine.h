@@ -53,10 +53,6 @@ struct Table : AnyTable {
   std::atomic<bool> has_state{false};        // there is state that is not a new row's: the kind is fixed
   std::atomic<uint32_t> calls{0};  // that hold places, besides the declarations that do
   std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
-  // Rows that uncommitted steps created, with the earliest step that used them: with staleness ranks
-  // are in different steps, and that one's undoing takes the row back. Not cached before its commit.
-  std::mutex young_mu;
-  Map<uint32_t, uint64_t> young;
   uint32_t predict_pause = 0;                      // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;             // or null
 };
@@ -138,9 +134,11 @@ struct RemoteCounts {
            prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
 };
 
+// Rows that a step has created, or of which it is the earliest one that has used them: with staleness ranks are in
+// different steps, and that one's undoing takes the row back. They bear its mark, and are not cached before its commit.
 struct CreatedRows {
   TableRef table;
-  Vector<uint32_t> slots;
+  Vector<uint32_t> slots, earlier;
 };
 
 struct TrainerTable {
@@ -197,8 +195,8 @@ struct Trainer : AnyTrainer {
   Vector<CreatedRows> created;
   Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
-  // Nothing is cached before this step is to be committed: rows of the steps before may still be
-  // undone, and nobody kept track of them while there was no cache. Set when it joins.
+  // Nothing is cached before this step is to be committed: steps before were begun while there was no cache. Set when
+  // it joins.
   uint64_t cache_from = 0;
   // Its share of the engine's counters, and the memory of its caches.
   struct Counts {
@@ -529,7 +527,7 @@ class Engine final : public Session, private DataPath {
   Status prepare_commit(uint64_t step, StepRecord& record, Commit* commit);
   void publish_commit(uint64_t step, const StepRecord& record, Commit& commit);
   Status commit_owed();
-  void settle_young(uint64_t step, const StepRecord& record);
+  static void settle_young(uint64_t step, const StepRecord& record);
   struct Held {
     TableRef table;
     PartRef part;
@@ -537,6 +535,7 @@ class Engine final : public Session, private DataPath {
   Vector<Held> held_until(uint64_t step);
   void retire(uint64_t step);
   void end_holding(Table& table);
+  void recount(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   Status aborted(Trainer& t);
   enum class Undo { kCall, kLeaving, kFailed, kLost };
@@ -558,9 +557,6 @@ class Engine final : public Session, private DataPath {
   Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
-  bool track_young() const { return stale() || caches_exist(); }
-  void note_young(Table& table, uint64_t step, const uint32_t* slots, size_t n,
-                  const Vector<uint32_t>& created);
   void choose_mode();
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return deferred_now_ || caches_exist(); }
@@ -640,6 +636,7 @@ class Engine final : public Session, private DataPath {
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
   bool committing_ = false;
+  bool retiring_ = false;           // declarations of the step have let go of places, and are there as yet
   std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   uint64_t committing_bytes_ = 0;   // the committing thread's
   uint32_t aborting_ = 0;           // undos under way: nothing may begin

@@ -327,7 +327,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
               bool reject, BufferPool& sums, PushSums* push);
   // Where an op's keys are on the device, and those of the part, which the device finds out, they need not come
   // to the host: then it has none any more. Waits for the answer.
-  Status match_keys(Flight& f, const PartRef& part, bool hashed, frugal_op* op);
+  Status match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* op);
   Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
                       const GpuOp& op, const device::GradPtr& source);
 
@@ -353,7 +353,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
  private:
   device::Result take_event(device::Event* out);  // one that was given back, or a new one
   Status take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied);
-  Status same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same);
+  Status same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys, bool* same);
   // Begins work of a step in the caller's stream, behind the part's upload.
   Status begin(Flight& f, const PartRef& part, PartOnDevice** out);
   // Memory for `bytes` on both sides; send() copies from here to there.

@@ -368,18 +368,18 @@ Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, 
   return status;
 }
 
-Status Gpu::match_keys(Flight& f, const PartRef& part, bool hashed, frugal_op* op) {
+Status Gpu::match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* op) {
   const bool padded = op->flags & FRUGAL_OP_PADDING;
   if (!part->resolved() || part->n != op->count || part->has_padding != padded ||
       (padded && part->padding != op->padding_key))
     return FRUGAL_OK;
   bool same = false;
-  FRUGAL_TRY(same_keys(f, part, hashed, op->keys, &same));
+  FRUGAL_TRY(same_keys(f, part, by_key, op->keys, &same));
   if (same) op->keys = nullptr;
   return FRUGAL_OK;
 }
 
-Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_t* keys, bool* same) {
+Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys, bool* same) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
   Buffer memory;
@@ -391,7 +391,7 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool hashed, const uint64_
   a.count = part->n;
   a.padding = part->padding;
   a.differ = seen_at(differ);
-  if (hashed) {
+  if (by_key) {
     auto* declared = memory.as<uint64_t>() + 1;
     std::memcpy(declared, part->keys.data(), part->n * sizeof(uint64_t));
     a.declared = seen_at(declared);

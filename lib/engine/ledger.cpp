@@ -115,7 +115,7 @@ Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedge
   t->table_->image_rows = t->rows_;
   t->table_->init = rows.init();
   for (uint32_t i = 0; i < t->count_; ++i) new (&t->at(i)) LedgerImage{{kNoPlace}, 0};
-  if (rows.hashed()) rows.tell_slots(&t->table_->slots);
+  if (!rows.keys_are_slots()) rows.tell_slots(&t->table_->slots);
   *out = std::move(t);
   return FRUGAL_OK;
 }

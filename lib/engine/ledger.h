@@ -158,7 +158,6 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   }
   // The engine was shut down.
   void end() noexcept { root_->ended.store(1, std::memory_order_release); }
-  static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % Rows::kMarks); }
   Status add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out);
   // Memory that others have mapped under a number.
   void add_region(const char* base, size_t bytes, uint32_t number);

@@ -24,7 +24,7 @@ class Engine::CallHold {
   }
 
  private:
-  static bool counts(const Access& a) { return !a.whole && a.table->hashed; }
+  static bool counts(const Access& a) { return !a.whole && !a.table->keys_are_slots; }
   Engine& engine_;
   const Vector<Access>& accesses_;
 };

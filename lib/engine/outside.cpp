@@ -264,7 +264,7 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     hold.n = n;
     // Before anything is written, for it may want memory. A cache can always do without its copy.
     drop_cached(t, s, n);
-    created.reserve(t.rows.hashed() ? n : 0);
+    created.reserve(t.rows.any_key() ? n : 0);
     if (state && l.state_floats) t.has_state.store(true);
     t.rows.write_outside(s, n, make);
     // New rows come into being with what they are to have.
@@ -290,6 +290,10 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   drop_cached(t, slots.data(), slots.size());
   const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    recount(t);
+  }
   if (deleted) *deleted = were;
   return FRUGAL_OK;
 }

@@ -93,7 +93,7 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
       return FRUGAL_OK;
     }
   }
-  if (!op.keys || table.hashed || (found && found->whole)) return FRUGAL_OK;
+  if (!op.keys || table.any_key || (found && found->whole)) return FRUGAL_OK;
   return check_dense_ids(op.keys, op.count, padded ? &op.padding_key : nullptr, table.capacity);
 }
 
@@ -128,7 +128,7 @@ Status RowPath::match_batch(frugal_op* op) {
   if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank || batch->step != t_.step)
     return FRUGAL_OK;
   const StepPart* p = declared_part(*batch, op->part);
-  return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part, p->table->hashed, op) : FRUGAL_OK;
+  return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part, !p->table->keys_are_slots, op) : FRUGAL_OK;
 }
 
 // --- Lookup --------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ struct AnyTable : HeapObject {
   String name;
   uint32_t dim = 0;
   size_t stride = 0;          // floats between rows
-  bool hashed = false;
+  bool keys_are_slots = true;  // which slot has a key; as Rows has it
+  bool any_key = false;        // which keys may there be; likewise
   uint64_t capacity = 0;      // rows
   int32_t nan_policy = 0;
   std::atomic<bool> dropped{false};

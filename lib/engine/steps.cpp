@@ -726,19 +726,8 @@ void Engine::publish_commit(uint64_t step, const StepRecord& record, Commit& com
 
 // What the step has created is there for good.
 void Engine::settle_young(uint64_t step, const StepRecord& record) {
-  // Those of calls before the first cache joined are in the record alone.
   for (const CreatedRows& c : record.created)
-    if (c.table->ledger) c.table->rows.mark(c.slots.data(), c.slots.size(), 0);
-  if (!track_young()) return;
-  for (const Commit& c : record.commits) {
-    const TableRef& table = c.table;
-    std::lock_guard<std::mutex> young(table->young_mu);
-    std::erase_if(table->young, [&](const auto& y) {
-      if (y.second > step) return false;
-      if (table->ledger) table->rows.mark(&y.first, 1, 0);
-      return true;
-    });
-  }
+    for (const Vector<uint32_t>* rows : {&c.slots, &c.earlier}) c.table->rows.settle(rows->data(), rows->size(), step);
 }
 
 // Declarations for steps up to `step`, which hold places. All ranks have ended the step: nobody declares for it, or
@@ -750,8 +739,9 @@ Vector<Engine::Held> Engine::held_until(uint64_t step) {
     if (s > step) break;
     for (const BatchRef& b : batches)
       for (size_t i = 0; i < b->parts.size(); ++i)
-        if (b->tables[i]->hashed && b->parts[i]->resolved()) held.push_back({b->tables[i], b->parts[i]});
+        if (!b->tables[i]->keys_are_slots && b->parts[i]->resolved()) held.push_back({b->tables[i], b->parts[i]});
   }
+  retiring_ = true;
   return held;
 }
 
@@ -764,12 +754,42 @@ void Engine::retire(uint64_t step) {  // with mu_ held
     }
     batches_.erase(batches_.begin());
   }
+  retiring_ = false;
+  for (const TableRef& t : tables_) recount(*t);
 }
 
 // A call's hold of places of a table has ended; there may be a call that waits for them.
 void Engine::end_holding(Table& table) {
   --table.calls;
+  if (table.rows.unsure()) {
+    std::lock_guard<std::mutex> lock(mu_);
+    recount(table);
+  }
   if (table.tight.load()) progress();
+}
+
+// Rows have been undone or deleted: which of their places does somebody hold? All who do are declarations, while nobody
+// is in the middle of finding rows; who is looks again when he has done. With mu_ held.
+void Engine::recount(Table& table) try {
+  if (!table.rows.unsure()) return;
+  auto each_part = [&](auto visit) {
+    for (auto& [step, batches] : batches_)
+      for (const BatchRef& b : batches)
+        for (size_t i = 0; i < b->parts.size(); ++i)
+          if (b->tables[i].get() == &table) visit(*b->parts[i]);
+  };
+  auto quiet = [&] {
+    bool none = !retiring_ && table.calls.load() == 0;
+    each_part([&](const Part& p) { none = none && p.state.load() != Part::kResolving; });
+    return none;
+  };
+  table.rows.recount(quiet, [&](auto visit) {
+    each_part([&](const Part& p) {
+      if (p.resolved()) visit(p.row_slots(), p.distinct, p.row_start());
+    });
+  });
+} catch (const std::bad_alloc&) {
+  // Next time.
 }
 
 // Deferring pays if there is idle time of processors to write in; else it is only more work.
@@ -853,28 +873,13 @@ void Engine::undo_local(Trainer& t) {
 
 // Rows that a step created exist no longer; their places stay theirs while somebody holds them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
-  for (CreatedRows& c : created) {
-    // In one section: who lets rows into a cache must find them young or reserved.
-    std::unique_lock<std::mutex> young(c.table->young_mu, std::defer_lock);
-    if (track_young()) {
-      young.lock();
-      std::erase_if(c.slots, [&](uint32_t s) { return c.table->young.erase(s) == 0 && stale(); });
-    }
-    c.table->rows.uncreate(c.slots.data(), c.slots.size(), false);
+  for (CreatedRows& c : created)
+    for (const Vector<uint32_t>* rows : {&c.slots, &c.earlier}) c.table->rows.undo(rows->data(), rows->size());
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (CreatedRows& c : created) recount(*c.table);
   }
   created.clear();
-}
-
-void Engine::note_young(Table& table, uint64_t step, const uint32_t* slots, size_t n,
-                        const Vector<uint32_t>& created) {  // with young_mu held
-  for (uint32_t s : created) table.young.emplace(s, step);
-  if (table.young.empty()) return;
-  for (size_t i = 0; i < n; ++i) {
-    auto at = table.young.find(slots[i]);
-    if (at == table.young.end() || at->second <= step) continue;
-    at->second = step;
-    if (table.ledger) table.rows.mark(&at->first, 1, Ledger::mark_of(step));
-  }
 }
 
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call

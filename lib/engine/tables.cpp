@@ -261,7 +261,8 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   table->session = shared_from_this();
   table->name = config.name;
   table->dim = config.dim;
-  table->hashed = config.key_space == FRUGAL_HASHED;
+  table->any_key = config.key_space == FRUGAL_HASHED;
+  table->keys_are_slots = !table->any_key;
   table->capacity = config.rows;
   table->nan_policy = config.nan_policy;
   table->created_here.store(here);

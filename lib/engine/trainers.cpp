@@ -71,7 +71,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   joined_[config.rank] = 1;
   lost_[config.rank] = 0;
   if (cached) {
-    // Rows of steps that were begun before the first cache came are not tracked: that holds for the
+    // Declarations of steps that were begun before the first cache came may not be linked: that holds for the
     // caches that come after it, too, and for steps that were ended by ranks that have left.
     // And what was pushed in them before the first GPU came is memory that no device sees.
     const bool first = cache_count_.fetch_add(1) == 0 || t->gpu;
@@ -322,7 +322,7 @@ void Engine::give_up_reserved(Table& table) {
   };
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards.
   auto idle = [&] {
-    bool none = table.calls.load() == 0;
+    bool none = table.calls.load() == 0 && !retiring_;
     each([&](const Batch& b, size_t i) {
       if (b.parts[i]->state.load() == Part::kResolving || b.parts[i]->linking) none = false;
     });
@@ -342,6 +342,7 @@ void Engine::give_up_reserved(Table& table) {
     p.let_go(table.rows);
     p.state.store(Part::kStale);
   });
+  recount(table);
 }
 
 // Takes a batch out of the window.
@@ -372,15 +373,16 @@ void Engine::drop_batch(const BatchRef& batch) {
   if (at == batches_.end()) return;
   in = std::find(at->second.begin(), at->second.end(), batch);
   if (in == at->second.end()) return;
-  for (size_t i = 0; i < batch->parts.size(); ++i) unlink_part(*batch, i);
+  for (size_t i = 0; i < batch->parts.size(); ++i) {
+    unlink_part(*batch, i);
+    if (batch->parts[i]->resolved()) batch->parts[i]->let_go(batch->tables[i]->rows);
+  }
   at->second.erase(in);
   if (at->second.empty()) batches_.erase(at);
   if (batch->handle) handle_remove(HandleKind::kBatch, batch->handle);
+  for (const TableRef& t : batch->tables) recount(*t);
   progress_.fetch_add(1);
   cv_progress_.notify_all();
-  lock.unlock();
-  for (size_t i = 0; i < batch->parts.size(); ++i)
-    if (batch->parts[i]->resolved()) batch->parts[i]->let_go(batch->tables[i]->rows);
 }
 
 Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {

@@ -122,7 +122,7 @@ Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   tight.tables.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     const TableRef table = std::static_pointer_cast<Table>(object_of<AnyTable>(ops[i].table));
-    if (!table || !table->rows.hashed()) continue;
+    if (!table || table->rows.keys_are_slots()) continue;
     // (Also where nothing is reserved by now: a declaration that found no room had taken some for a moment.)
     ++table->tight;
     tight.tables.push_back(table);

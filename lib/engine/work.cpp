@@ -367,6 +367,7 @@ bool Engine::resolve_one(uint64_t up_to) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     --resolving_;
+    recount(*table);
   }
   progress();
   // Its arrays go to the rank's GPU ahead of the lookup, which does it itself where this fails.

@@ -348,7 +348,8 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
   t->name = name;
   t->info = reply.info;
   t->dim = reply.info.dim;
-  t->hashed = reply.info.key_space == FRUGAL_HASHED;
+  t->any_key = reply.info.key_space == FRUGAL_HASHED;
+  t->keys_are_slots = !t->any_key;
   t->capacity = reply.info.capacity;
   t->nan_policy = static_cast<int32_t>(static_cast<int64_t>(reply.numbers[0]));
   t->layout = RowLayout::of(reply.info.dim, reply.info.optimizer);

@@ -185,7 +185,7 @@ RemoteBatchRef Client::batch_of(const void* handle) const {
 namespace {
 
 Status check_keys(const AnyTable& table, const frugal_op& op) {
-  if (table.hashed || !op.keys) return FRUGAL_OK;
+  if (table.any_key || !op.keys) return FRUGAL_OK;
   return check_dense_ids(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
                          table.capacity);
 }
@@ -515,7 +515,7 @@ Status Client::use(RemoteTrainer& t, const Vector<Access>& accesses) {
     StepPart& p = t.parts[a.number];
     if (p.used) continue;
     p.used = true;
-    if (!a.table->hashed) continue;
+    if (!a.table->any_key) continue;
     t.used.push_back(static_cast<uint32_t>(a.number));
     unmarked = unmarked || a.number >= kMarkedParts;
     if (a.number >= kMarkedParts) continue;

@@ -327,7 +327,7 @@ Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
     if (!head.given) continue;
     TableRef table;
     if (declared) FRUGAL_TRY(in_op(engine_->table_of(head.table, &table), i, count, table));
-    const size_t element = table && !table->rows.hashed() ? sizeof(uint32_t) : sizeof(uint64_t);
+    const size_t element = table && table->rows.keys_are_slots() ? sizeof(uint32_t) : sizeof(uint64_t);
     if (declared && head.place != kNoPlace) {
       if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
       if (!out->keys[i]) return broken("keys lie outside of its memory");
@@ -452,8 +452,8 @@ Status Lane::answer_parts(size_t from) {
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
                   (r.cached ? kPartCached : 0);
     place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;
-    // Those of a dense table are let go of when they are resolved, whenever that is.
-    if (p.resolved() || r.table->rows.hashed()) place.keys = engine_->place(p.keys.data());
+    // Where they are slots they are let go of when they are resolved, whenever that is.
+    if (p.resolved() || !r.table->rows.keys_are_slots()) place.keys = engine_->place(p.keys.data());
     if (p.resolved()) {
       place.distinct = p.distinct;
       place.occurrences = p.occurrences;

@@ -1,7 +1,8 @@
-// Who holds the places of a hashed table: how often each is held. The only count of that.
+// Who holds the places of a hashed table that are reserved only: how often each is held. The only count of that.
 //
 // A declaration or a call holds a place once for each time that it names the row's key, from the look that finds the
-// place until it has served. A place that is held stays its row's. 15 bits a place do for nearly all. What is beyond
+// place until it has served. A place that is held stays its row's. Where the row exists nobody counts, for nobody takes
+// the place away. When it exists no longer the count is unknown, until the holders have been gone over. 15 bits a place do for nearly all. What is beyond
 // goes to a map in pieces of 2^14, so that counts have no largest value: 4,096 ranks may declare one key a million
 // times each. The map is asked once for 2^14 times that one place is named.
 //
@@ -26,12 +27,14 @@ class Holders {
   // Throws where there is no memory for a large count, and holds nothing then. The first hold never does.
   void hold(uint32_t place) {
     Count& c = at(place);
-    if ((c & kMost) == kMost) carry(place);
+    if (c == kUnknown) return;
+    if ((c & kMost) == kMost - 1) carry(place);
     ++c;
   }
   // It was held so often at least. Does anybody hold it still?
   bool let_go(uint32_t place, uint64_t times) {
     Count& c = at(place);
+    if (c == kUnknown) return true;
     if (times > static_cast<uint64_t>(c & kMost))
       let_go_more(place, times);
     else
@@ -40,12 +43,26 @@ class Holders {
   }
   bool held(uint32_t place) const { return at(place) != 0; }
   uint64_t count(uint32_t place) const;
+  // Nobody is known to hold it; or nobody knows whether.
+  void clear(uint32_t place) {
+    Count& c = at(place);
+    if (c & kMore && c != kUnknown) more_.erase(place);
+    c = 0;
+  }
+  void forget(uint32_t place) {
+    clear(place);
+    at(place) = kUnknown;
+  }
+  bool unknown(uint32_t place) const { return at(place) == kUnknown; }
+  // As often, from nobody on. Throws as the other does.
+  void hold(uint32_t place, uint64_t times);
   uint64_t memory_bytes() const { return counts_.committed_bytes(); }
 
  private:
   using Count = uint16_t;
   static_assert(sizeof(Count) == kPlaceBytes);
   static constexpr Count kMore = 0x8000, kMost = 0x7fff;  // kMore: there is more in the map
+  static constexpr Count kUnknown = kMore | kMost;        // which no count reaches
   Count& at(uint32_t place) const { return reinterpret_cast<Count*>(counts_.base())[place]; }
   void carry(uint32_t place);
   void let_go_more(uint32_t place, uint64_t times);

@@ -150,7 +150,10 @@ Status Rows::take_state(State* s) {
 
 void Rows::initialize_slot(uint32_t slot, uint64_t key) {
   const RowWrite write(*this, &slot, 1, {RowWrite::What::kNew});
-  device::kernels().initialize(write.in_place(), init_, &key, 0, &slot, 0, 1);
+  const device::RowsRef to = write.in_place();
+  std::memset(to.row(slot), 0, layout_.value_pitch);
+  if (layout_.state_pitch) std::memset(to.state_row(slot), 0, layout_.state_pitch);
+  device::kernels().initialize(to, init_, &key, 0, &slot, 0, 1);
 }
 
 void Rows::watch(RowWatcher* watcher) {
@@ -244,15 +247,30 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
     free_ = static_cast<uint32_t>(keys()[s]);
   else
     ++next_slot_;
-  FRUGAL_ASSERT(flags()[s] == 0 && !holders_.held(s));  // nobody's
-  index_.insert(key, s);
-  keys()[s] = key;
-  initialize_slot(s, key);
-  flags()[s] = kReserved;
+  begin_place(s, key);
   if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
   reserved_.fetch_add(1, std::memory_order_relaxed);
   *slot = s;
   return FRUGAL_OK;
+}
+
+// The one function by which a free place becomes a row's. It begins clean. Who still looks there for the row before takes
+// nothing of this one for it:
+// - Values, state and what lies between their columns: all bytes are new. The row before was deleted between steps, or
+//   undone when no call that had found it was under way: nobody reads it.
+// - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row is taken for whole
+//   that was begun before.
+// - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in another process, finds no row
+//   until this one exists, and finds its key then, which was there before.
+// - Word of the window: its reads are those of declarations, which hold the place, so a free one has none of steps to
+//   come. Updates in it are written, or forgotten by an abort. Its bit of the cache went with the line.
+// - Lines of caches: dropped before a row is deleted. Young rows have none.
+void Rows::begin_place(uint32_t slot, uint64_t key) {
+  FRUGAL_ASSERT(flags()[slot] == 0 && !holders_.held(slot));
+  index_.insert(key, slot);
+  keys()[slot] = key;
+  initialize_slot(slot, key);
+  flags()[slot] = kReserved;
 }
 
 // A place that is reserved only, and held by nobody. Takes no memory.
@@ -288,7 +306,8 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
         // A duplicate within the chunk may have added it just now.
         if (s == KeyIndex::kNone) s = index_.find(keys[i]);
         if (s == KeyIndex::kNone && (status = add_key(keys[i], &s)) != FRUGAL_OK) break;
-        holders_.hold(s);
+        // Few tables have rows that are reserved only: nobody looks for them there.
+        if (has_reserved() && flags()[s] == kReserved) holders_.hold(s);
       }
     }
   } catch (const std::bad_alloc&) {
@@ -311,19 +330,26 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
 }
 
 void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
-  if (!hashed_) return;
-  for (size_t at = 0; at < n; at += kChunk) {
+  for (size_t at = 0; at < n && has_reserved(); at += kChunk) {
     Lock lock(mu_);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       const uint32_t s = slots[i];
-      if (s >= kMissingSlot || holders_.let_go(s, start ? start[i + 1] - start[i] : 1)) continue;
-      // Most tables have no row that is reserved only: nobody looks for it there.
-      if (has_reserved() && flags()[s] == kReserved) free_place(s);
+      if (s >= kMissingSlot || flags()[s] != kReserved) continue;
+      if (!holders_.let_go(s, start ? start[i + 1] - start[i] : 1)) free_place(s);
     }
   }
 }
 
-void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark) {
+void Rows::create(uint32_t s, uint8_t mark) {
+  FRUGAL_ASSERT(s < next_slot_ && flags()[s] == kReserved && holders_.held(s) && mark <= kMarks);
+  holders_.clear(s);
+  flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
+  ++existing_;
+  young_ += mark != 0;
+  reserved_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created) {
   if (!hashed_) return;
   Lock lock(mu_);
   if (created) {
@@ -335,19 +361,59 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
     if (s >= kMissingSlot || (flags()[s] & kExists)) continue;
-    FRUGAL_ASSERT(s < next_slot_ && flags()[s] == kReserved && holders_.held(s) && mark <= kMarks);
-    flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
-    ++existing_;
-    reserved_.fetch_sub(1, std::memory_order_relaxed);
+    create(s, 0);
     if (created) created->push_back(s);
   }
 }
 
-void Rows::mark(const uint32_t* slots, size_t n, uint8_t mark) {
+void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base, Vector<uint32_t>* created,
+               Vector<uint32_t>* earlier) {
+  if (!hashed_) return;
+  Lock lock(mu_);
+  if (!has_reserved() && young_ == 0) return;
+  const uint8_t mark = mark_of(step);
+  // Marks are those of uncommitted steps: by how many steps they are behind the first of these.
+  auto age = [first = mark_of(base)](uint8_t m) { return (m + kMarks - first) % kMarks; };
+  auto is_later = [&](uint8_t flag) { return flag_mark(flag) != 0 && age(flag_mark(flag)) > age(mark); };
+  // Room for the lists first: no row changes that is not in one.
+  size_t most_created = 0, most_earlier = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (slots[i] >= kMissingSlot) continue;
+    const uint8_t flag = flags()[slots[i]];
+    most_created += !(flag & kExists);
+    most_earlier += is_later(flag);
+  }
+  created->reserve(created->size() + most_created);
+  earlier->reserve(earlier->size() + most_earlier);
+  for (size_t i = 0; i < n && most_created + most_earlier != 0; ++i) {
+    const uint32_t s = slots[i];
+    if (s >= kMissingSlot) continue;
+    if (!(flags()[s] & kExists)) {
+      create(s, mark);
+      created->push_back(s);
+    } else if (is_later(flags()[s])) {
+      flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
+      earlier->push_back(s);
+    }
+  }
+}
+
+void Rows::settle(const uint32_t* slots, size_t n, uint64_t step) {
+  if (!hashed_) return;
+  Lock lock(mu_);
+  for (size_t i = 0; i < n; ++i) {
+    uint8_t& flag = flags()[slots[i]];
+    if (!(flag & kExists) || flag_mark(flag) != mark_of(step)) continue;
+    flag = kExists;
+    --young_;
+  }
+}
+
+void Rows::undo(const uint32_t* slots, size_t n) {
   if (!hashed_) return;
   Lock lock(mu_);
   for (size_t i = 0; i < n; ++i)
-    if (flags()[slots[i]] & kExists) flags()[slots[i]] = static_cast<uint8_t>(kExists | mark << kMarkAt);
+    if (flag_mark(flags()[slots[i]]) != 0) remove(slots[i]);
 }
 
 void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
@@ -356,22 +422,63 @@ void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
   if (elsewhere) elsewhere->store(next_slot_);
 }
 
+// A row that exists does so no longer. Without memory for the list its place stays reserved until somebody uses it.
+void Rows::remove(uint32_t s) {
+  FRUGAL_ASSERT(flags()[s] & kExists);
+  young_ -= flag_mark(flags()[s]) != 0;
+  flags()[s] = kReserved;
+  --existing_;
+  reserved_.fetch_add(1, std::memory_order_relaxed);
+  holders_.forget(s);
+  try {
+    unsure_.push_back(s);
+    unsure_count_.store(unsure_.size(), std::memory_order_relaxed);
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+// Adds how often each slot of an ascending list is held by who holds `slots`, which ascend, too.
+void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n, const uint32_t* start,
+                       Vector<uint64_t>* counts) {
+  size_t at = 0;
+  for (size_t i = 0; i < of.size() && at < n; ++i) {
+    // In growing strides, for the one list may be much longer than the other.
+    size_t stride = 1;
+    for (; at + stride < n && slots[at + stride] < of[i]; stride *= 2) at += stride;
+    at = static_cast<size_t>(std::lower_bound(slots + at, slots + std::min(n, at + stride), of[i]) - slots);
+    if (at < n && slots[at] == of[i]) (*counts)[i] += start[at + 1] - start[at];
+  }
+}
+
+void Rows::settle_unsure(const Vector<uint64_t>& counts) {
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const uint32_t s = unsure_[i];
+    // Others exist again, or have been free since.
+    if (flags()[s] != kReserved || !holders_.unknown(s)) continue;
+    holders_.clear(s);
+    if (counts[i] == 0) {
+      free_place(s);
+      continue;
+    }
+    try {
+      holders_.hold(s, counts[i]);
+    } catch (const std::bad_alloc&) {
+      holders_.forget(s);  // until somebody uses it
+    }
+  }
+  unsure_.clear();
+  unsure_count_.store(0, std::memory_order_relaxed);
+}
+
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
   Lock lock(mu_);
   uint64_t were = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t s = slots[i];
-    if (hashed_) {
-      if (!(flags()[s] & kExists)) continue;
-      flags()[s] = kReserved;
-      --existing_;
-      reserved_.fetch_add(1, std::memory_order_relaxed);
-    }
+    if (hashed_ && !(flags()[s] & kExists)) continue;
     ++were;
-    if (hashed_ && !holders_.held(s))
-      free_place(s);
-    else if (hashed_ && reinitialize)
-      initialize_slot(s, key_of(s));
+    if (hashed_) remove(s);
+    if (hashed_ && reinitialize) initialize_slot(s, key_of(s));
   }
   // Rows of a dense table are there all the time.
   if (reinitialize && !hashed_)
@@ -390,12 +497,17 @@ bool Rows::exists(uint32_t slot) {
   return flags()[slot] & kExists;
 }
 
-void Rows::collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out) {
+void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved, Vector<uint32_t>* young) {
   if (!hashed_) return;
   for (size_t at = 0; at < n; at += kChunk) {
     Lock lock(mu_);
-    for (size_t i = at; i < std::min(n, at + kChunk); ++i)
-      if (slots[i] < kMissingSlot && (flags()[slots[i]] & kReserved)) out->push_back(slots[i]);
+    if (!has_reserved() && young_ == 0) continue;
+    for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
+      if (slots[i] >= kMissingSlot) continue;
+      const uint8_t flag = flags()[slots[i]];
+      if (flag & kReserved) reserved->push_back(slots[i]);
+      if (flag_mark(flag) != 0) young->push_back(slots[i]);
+    }
   }
 }
 

@@ -105,7 +105,7 @@ class Rows : public HeapObject {
 
   // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then begin_rows. Hashed,
   // kLeave: kMissingSlot where missing. kReserve: missing rows are reserved, and each place is held as often as its key
-  // is named: let_go() is to follow. kCreate: all exist afterwards, and none is held; newly existing slots are appended
+  // is named: let_go() is to follow. (Of rows that exist nobody counts that.) kCreate: all exist afterwards, and none is held; newly existing slots are appended
   // to `created`. After a failure nothing is held, and nothing exists that did not.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
@@ -116,22 +116,38 @@ class Rows : public HeapObject {
   Status begin_rows(const uint32_t* slots, size_t n);
   // check_dense_ids, for a dense table.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
-  // Turns reserved rows among `slots` into existing ones. With a mark (of an uncommitted step, 1 to kMarks)
-  // they bear it, for who reads the flags without us, until it is changed: 0 is none.
-  void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created, uint8_t mark = 0);
-  void mark(const uint32_t* slots, size_t n, uint8_t mark);
+  // Turns reserved rows among `slots` into existing ones.
+  void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
+  // The same by an uncommitted step, of which `base` is the first: they bear its mark, in their flag byte, for who reads that
+  // without us, too. Such rows are *young*. Those of a later step bear the mark of this one from now on, for its undoing takes
+  // them back: they are appended to `earlier`. Uncommitted steps are less than kMarks. Throws where there is no memory, and
+  // changes nothing then.
+  void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base, Vector<uint32_t>* created,
+           Vector<uint32_t>* earlier);
+  // The step is committed: rows that bear its mark are there for good.
+  void settle(const uint32_t* slots, size_t n, uint64_t step);
+  // Uncommitted steps are undone: those of `slots` that are young exist no longer.
+  void undo(const uint32_t* slots, size_t n);
   static constexpr uint32_t kMarks = 63;
+  static uint8_t mark_of(uint64_t step) { return static_cast<uint8_t>(1 + step % kMarks); }
   // Of a row's flag byte: whether the row exists, and its mark.
   static bool flag_exists(uint8_t flag) { return flag & kExists; }
   static uint8_t flag_mark(uint8_t flag) { return flag >> kMarkAt; }
-  // An aborted step's creations, and deleted rows (which get initial values again), exist no longer: they are reserved,
-  // or, where nobody holds them, their places free. Returns how many existed.
+  // Deleted rows (which get initial values again), or others, exist no longer: they are reserved, and whether somebody holds
+  // them is unknown until recount(). Returns how many existed.
   uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
   bool exists(uint32_t slot);
+  // Are there reserved rows of which nobody knows who holds them?
+  bool unsure() const { return unsure_count_.load(std::memory_order_relaxed) != 0; }
+  // Finds out: each(visit) is to call visit(slots, n, start) for every holder, with ascending slots, as let_go() has
+  // them. Throws where there is no memory, and does nothing then; nor if quiet() is false, which is asked with the rows'
+  // lock held: somebody else may be about to find rows, or to let go.
+  template <class Quiet, class Each>
+  void recount(Quiet quiet, Each each);
   bool has_reserved() const { return reserved_.load(std::memory_order_relaxed) != 0; }
-  // Those of `slots` that are reserved only; is there any?
-  void collect_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
-  bool any_reserved(const uint32_t* slots, size_t n);
+  // Those of `slots` that are reserved only, and those that are young: at one moment of each row's.
+  void collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved, Vector<uint32_t>* young);
+  bool any_reserved(const uint32_t* slots, size_t n);  // of `slots`
 
   uint64_t key_of(uint32_t slot) const {
     return hashed_ ? keys()[slot] : slot;
@@ -166,7 +182,10 @@ class Rows : public HeapObject {
     }
   }
   uint64_t capacity() const { return capacity_; }
-  bool hashed() const { return hashed_; }
+  // Which slot has a key: its own number; else resolve() finds it, and the place may become another row's.
+  bool keys_are_slots() const { return !hashed_; }
+  // Which keys may there be: any, whose rows come into being; else those below the capacity, which all exist.
+  bool any_key() const { return hashed_; }
   bool lazy() const { return lazy_; }
   const arith::InitSpec& init() const { return init_; }
   // Where else it is told how many slots have been handed out, of a hashed table; or null.
@@ -182,7 +201,13 @@ class Rows : public HeapObject {
   Status ensure_memory(uint64_t first, uint64_t n);
   void initialize_slot(uint32_t slot, uint64_t key) REQUIRES(mu_);
   Status add_key(uint64_t key, uint32_t* slot) REQUIRES(mu_);
+  void begin_place(uint32_t slot, uint64_t key) REQUIRES(mu_);
   void free_place(uint32_t slot) REQUIRES(mu_);
+  void remove(uint32_t slot) REQUIRES(mu_);
+  static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n, const uint32_t* start,
+                          Vector<uint64_t>* counts);
+  void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(mu_);
+  void create(uint32_t slot, uint8_t mark) REQUIRES(mu_);
   uint64_t* keys() const { return reinterpret_cast<uint64_t*>(keys_.base()); }
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
@@ -204,11 +229,28 @@ class Rows : public HeapObject {
   std::shared_ptr<Pinner> pinner_;
   KeyIndex index_ GUARDED_BY(mu_);
   Holders holders_ GUARDED_BY(mu_);
+  Vector<uint32_t> unsure_ GUARDED_BY(mu_);  // slots that recount() is to look at
+  std::atomic<uint64_t> unsure_count_{0};    // of them
   uint32_t free_ GUARDED_BY(mu_) = kNoSlot;  // the place that became free last; in place of its key stands the one before
   uint64_t next_slot_ GUARDED_BY(mu_) = 0;
   std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu_) = nullptr;
   uint64_t existing_ GUARDED_BY(mu_) = 0;
-  std::atomic<uint64_t> reserved_{0};
+  uint64_t young_ GUARDED_BY(mu_) = 0;
+  std::atomic<uint64_t> reserved_{0};  // changed with mu_ held
 };
+
+template <class Quiet, class Each>
+void Rows::recount(Quiet quiet, Each each) {
+  Lock lock(mu_);
+  if (unsure_.empty() || !quiet()) return;
+  std::sort(unsure_.begin(), unsure_.end());
+  unsure_.erase(std::unique(unsure_.begin(), unsure_.end()), unsure_.end());
+  Vector<uint64_t> counts(unsure_.size());
+  each([&](const uint32_t* slots, size_t n, const uint32_t* start) {
+    mu_.assert_held();
+    count_holds(unsure_, slots, n, start, &counts);
+  });
+  settle_unsure(counts);
+}
 
 }  // namespace frugal

@@ -22,7 +22,7 @@ Status Part::take_keys(BufferPool& pool, const Rows& table, const uint64_t* from
                        uint64_t padding_key) {
   FRUGAL_TRY(expect_keys(count, padded, padding_key));
   state.store(kDeclared);
-  if (!table.hashed()) {
+  if (table.keys_are_slots()) {
     FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
     return dense_slots(from, n, has_padding ? &padding : nullptr, table.capacity(), slots.as<uint32_t>());
   }
@@ -36,7 +36,7 @@ Status Part::adopt_keys(const Rows& table, Buffer&& copy, size_t count, bool pad
   state.store(kDeclared);
   if (copy.is_lent())
     lent = std::move(copy);
-  else if (table.hashed())
+  else if (!table.keys_are_slots())
     keys = std::move(copy);
   else
     return take_slots(table, std::move(copy));
@@ -61,11 +61,11 @@ Status Part::take_slots(const Rows& table, Buffer&& copy) {
 
 Status Part::take_lent(BufferPool& pool, const Rows& table) {
   if (!lent) return FRUGAL_OK;
-  const size_t bytes = n * (table.hashed() ? sizeof(uint64_t) : sizeof(uint32_t));
+  const size_t bytes = n * (table.keys_are_slots() ? sizeof(uint32_t) : sizeof(uint64_t));
   Buffer copy;
   FRUGAL_TRY(pool.get(bytes, &copy));
   std::memcpy(copy.data(), lent.data(), bytes);
-  if (table.hashed())
+  if (!table.keys_are_slots())
     keys = std::move(copy);
   else
     FRUGAL_TRY(take_slots(table, std::move(copy)));
@@ -100,8 +100,7 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
     if (missing == Rows::Missing::kReserve) let_go(table);
     return s;
   }
-  // Ids of a dense table are their slots.
-  if (!table.hashed()) keys.reset();
+  if (table.keys_are_slots()) keys.reset();
   state.store(kResolved, std::memory_order_release);
   return FRUGAL_OK;
 }

@@ -84,15 +84,35 @@ TEST_F(HoldersTest, RandomOperations) {
 
 // A large count wants memory: without it nothing is held that was not.
 TEST_F(HoldersTest, WithoutMemory) {
-  hold(5, 2 * kPiece - 1);
+  hold(5, 2 * kPiece - 2);
   {
     HeapFails fails(1);
     EXPECT_THROW(holders.hold(5), std::bad_alloc);
     holders.hold(6);
   }
-  EXPECT_EQ(holders.count(5), 2 * kPiece - 1);
+  EXPECT_EQ(holders.count(5), 2 * kPiece - 2);
   holders.hold(5);
-  EXPECT_EQ(holders.count(5), 2 * kPiece);
+  EXPECT_EQ(holders.count(5), 2 * kPiece - 1);
+}
+
+// Of a place whose holders nobody knows none can let it go.
+TEST_F(HoldersTest, Unknown) {
+  for (const uint64_t before : {uint64_t{0}, uint64_t{5}, 3 * kPiece}) {
+    hold(1, before);
+    holders.forget(1);
+    EXPECT_TRUE(holders.unknown(1) && holders.held(1));
+    EXPECT_TRUE(holders.let_go(1, 10));
+    holders.hold(1);
+    EXPECT_TRUE(holders.unknown(1));
+    for (const uint64_t known : {uint64_t{1}, 2 * kPiece - 2, 2 * kPiece - 1, 2 * kPiece, 3 * kPiece - 1, 100 * kPiece}) {
+      holders.clear(1);
+      EXPECT_FALSE(holders.held(1));
+      holders.hold(1, known);
+      EXPECT_EQ(holders.count(1), known);
+      EXPECT_FALSE(holders.unknown(1));
+      EXPECT_FALSE(holders.let_go(1, known));
+    }
+  }
 }
 
 // --- Places of a table ---------------------------------------------------------------------------
@@ -146,6 +166,9 @@ TEST_F(PlacesTest, HeldByTwo) {
   rows.create_reserved(b.data(), 1, nullptr);
   // Undone, or deleted: its place stays while it is held.
   EXPECT_EQ(rows.uncreate(b.data(), 1, true), 1u);
+  EXPECT_EQ(resolve({2}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
+  const uint32_t start[] = {0, 1};
+  rows.recount([] { return true; }, [&](auto visit) { visit(b.data(), 1, start); });
   EXPECT_EQ(resolve({2}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL);
   EXPECT_EQ(rows.key_of(b[0]), 1u);
   rows.let_go(b.data(), 1);
@@ -235,7 +258,12 @@ TEST_F(PlacesTest, RandomLives) {
       for (uint64_t k : h.keys) look(k);
     } else if (what < 7 && !holders.empty()) {
       const Holder& h = holders[random.below(holders.size())];
-      rows.create_reserved(h.slots.data(), h.slots.size(), nullptr, static_cast<uint8_t>(random.below(64)));
+      const uint64_t step = 100 + random.below(60);
+      Vector<uint32_t> created, earlier;
+      if (random.one_in(3))
+        rows.create_reserved(h.slots.data(), h.slots.size(), nullptr);
+      else
+        rows.use(h.slots.data(), h.slots.size(), step, 100, &created, &earlier);
       for (uint64_t k : h.keys)
         if (k != kPadding) here[k] = true;
     } else if (!here.empty()) {
@@ -243,8 +271,25 @@ TEST_F(PlacesTest, RandomLives) {
       std::advance(at, static_cast<long>(random.below(here.size())));
       const uint64_t key = at->first;
       ASSERT_EQ(rows.uncreate(&place[key], 1, random.one_in(2)), at->second);
+      const bool existed = at->second;
       at->second = false;
-      look(key);
+      if (existed) {
+        rows.recount([] { return false; }, [](auto) { FAIL(); });
+        rows.recount([] { return true; }, [&](auto visit) {
+          for (const Holder& h : holders) {
+            std::map<uint32_t, uint32_t> times;
+            for (uint32_t slot : h.slots)
+              if (slot != kNoSlot) ++times[slot];
+            std::vector<uint32_t> distinct, start = {0};
+            for (auto& [slot, n] : times) {
+              distinct.push_back(slot);
+              start.push_back(start.back() + n);
+            }
+            visit(distinct.data(), distinct.size(), start.data());
+          }
+        });
+        look(key);
+      }
     }
     uint64_t existing = 0;
     for (auto& [key, exists] : here) {

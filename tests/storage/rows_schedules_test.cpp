@@ -72,13 +72,22 @@ class World {
 
   void take(const Turn& turn) {
     PartRef part = make_part();
+    finding_.fetch_add(1);
     Status s = part->take_keys(pool_, rows_, turn.keys.data(), turn.keys.size(), true, kPadding);
     if (s == FRUGAL_OK)
       s = turn.sorted ? part->resolve(pool_, rows_, Rows::Missing::kReserve, nullptr)
                       : part->find_slots(pool_, rows_, Rows::Missing::kReserve, nullptr);
     if (s != FRUGAL_OK) {
       HOLDS(s_, s == FRUGAL_ERR_TABLE_FULL);
-      return;
+      return found();
+    }
+    // A declaration is known to others from here on; of a call it is known that it is under way.
+    if (turn.sorted) {
+      {
+        Lock lock(control_);
+        declared_.push_back(part);
+      }
+      found();
     }
     const uint32_t* slots = part->slots.as<uint32_t>();
     for (int round = 0; round < 3; ++round) {
@@ -91,15 +100,36 @@ class World {
             *RowWrite(rows_, &slots[i], 1, {RowWrite::What::kNew}).in_place().row(slots[i]) = written(turn.keys[i]);
       schedule_point();
     }
+    if (!turn.sorted) {
+      part->let_go(rows_);
+      return found();
+    }
+    Lock lock(control_);
     part->let_go(rows_);
+    std::erase(declared_, part);
+    recount();
+  }
+  void found() {
+    finding_.fetch_sub(1);
+    Lock lock(control_);
+    recount();
+  }
+  // As the engine does.
+  void recount() REQUIRES(control_) {
+    rows_.recount([this] { return finding_.load() == 0; },
+                  [this](auto visit) {
+                    control_.assert_held();
+                    for (const PartRef& p : declared_) visit(p->row_slots(), p->distinct, p->row_start());
+                  });
   }
 
   void remove(uint64_t key) {
     uint32_t slot;
-    if (rows_.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr) != FRUGAL_OK) return;
+    if (rows_.resolve(&key, 1, nullptr, Rows::Missing::kLeave, &slot, nullptr) != FRUGAL_OK || slot == kMissingSlot) return;
+    // Nobody lets a row exist meanwhile, or undoes it.
     rows_.uncreate(&slot, 1, r_.one_in(2));
-    look(slot, key);
-    rows_.let_go(&slot, 1);
+    Lock lock(control_);
+    recount();
   }
 
   static float written(uint64_t key) { return 100 + static_cast<float>(key); }
@@ -115,6 +145,9 @@ class World {
   const uint64_t capacity_;
   BufferPool pool_;
   Rows rows_;
+  std::atomic<uint32_t> finding_{0};  // and calls that hold places
+  Mutex control_;
+  Vector<PartRef> declared_ GUARDED_BY(control_);
 };
 
 TEST(RowsSchedules, WhoHoldsPlaces) {

@@ -63,6 +63,13 @@ struct RowsTest : testing::Test {
     std::fill_n(rows.row(slot), rows.value_pitch / 4, 77.0f);
     std::fill_n(rows.state_row(slot), rows.state_pitch / 4, 78.0f);
   }
+  // Of rows that exist no longer: who holds them? Each of `held` once.
+  void recount(Slots held = {}) {
+    std::sort(held.begin(), held.end());
+    Slots start(held.size() + 1);
+    for (uint32_t i = 0; i < start.size(); ++i) start[i] = i;
+    rows.recount([] { return true; }, [&](auto visit) { visit(held.data(), held.size(), start.data()); });
+  }
   Keys all_keys() {
     Keys keys(100000);
     uint64_t cursor = 0;
@@ -154,9 +161,11 @@ TEST_F(RowsTest, DenseRows) {
   // What is of hashed tables alone does nothing.
   Vector<uint32_t> list;
   const uint32_t seven = 7;
-  rows.create_reserved(&seven, 1, &list, 1);
-  rows.mark(&seven, 1, 1);
-  rows.collect_reserved(&seven, 1, &list);
+  rows.create_reserved(&seven, 1, &list);
+  rows.use(&seven, 1, 5, 5, &list, &list);
+  rows.settle(&seven, 1, 5);
+  rows.undo(&seven, 1);
+  rows.collect_new(&seven, 1, &list, &list);
   rows.let_go(&seven, 1);
   EXPECT_TRUE(list.empty());
   EXPECT_FALSE(rows.any_reserved(&seven, 1));
@@ -218,8 +227,10 @@ TEST_F(RowsTest, KeysThatAreMissing) {
   EXPECT_TRUE(all_keys().empty());
   Vector<uint32_t> list;
   const uint32_t asked[] = {slots[0], kNoSlot, kMissingSlot, slots[2]};
-  rows.collect_reserved(asked, 4, &list);
+  Vector<uint32_t> young;
+  rows.collect_new(asked, 4, &list, &young);
   EXPECT_EQ(list, (Vector<uint32_t>{slots[0], slots[2]}));
+  EXPECT_TRUE(young.empty());
   EXPECT_TRUE(rows.any_reserved(asked, 2));
   EXPECT_FALSE(rows.any_reserved(asked + 1, 2));
   Slots again;
@@ -241,16 +252,23 @@ TEST_F(RowsTest, KeysThatAreMissing) {
 TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   ASSERT_OK(rows.open(config(2, true), &budget));
   const Slots slots = slots_of({10, 11}, Missing::kReserve);
-  rows.create_reserved(slots.data(), 1, nullptr, 5);
+  Vector<uint32_t> made, earlier;
+  rows.use(slots.data(), 1, 5, 5, &made, &earlier);
   spoil(rows, slots[0]);
   rows.let_go(slots.data(), 1);
   EXPECT_TRUE(rows.exists(slots[0])) << "nobody needs to hold what exists";
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 1u);
   EXPECT_EQ(rows.uncreate(slots.data(), 1, false), 0u) << "it does not exist any more";
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
+  recount();
   EXPECT_EQ(slots_of({12}, Missing::kReserve), Slots{slots[0]});
   EXPECT_EQ(rows.key_of(slots[0]), 12u);
   EXPECT_TRUE(is_new(rows, slots[0], 12));
+  for (size_t i = 5; i < rows.layout().value_pitch / sizeof(float); ++i) {
+    EXPECT_EQ(rows.values(slots[0])[i], 0) << "what lies behind the values";
+    EXPECT_EQ(rows.state(slots[0])[i], 0);
+    EXPECT_EQ(rows.state(slots[0])[rows.layout().value_pitch / sizeof(float) + i], 0);
+  }
   EXPECT_FALSE(rows.exists(slots[0]));
   Slots none;
   EXPECT_EQ(resolve({13}, Missing::kReserve, &none), FRUGAL_ERR_TABLE_FULL) << "both are held";
@@ -271,6 +289,13 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
   EXPECT_TRUE(is_new(rows, slots[0], 10));
   EXPECT_EQ(rows.count(), 0u);
+  EXPECT_TRUE(rows.unsure());
+  // Nothing is free as long as somebody may hold it.
+  Slots full;
+  rows.recount([] { return false; }, [](auto) { FAIL() << "while somebody is finding rows"; });
+  EXPECT_EQ(resolve({12}, Missing::kReserve, &full), FRUGAL_ERR_TABLE_FULL);
+  recount({slots[0]});
+  EXPECT_FALSE(rows.unsure());
   EXPECT_EQ(slots_of({12, 10}, Missing::kCreate), (Slots{slots[1], slots[0]}));
   EXPECT_TRUE(is_new(rows, slots[1], 12));
 }
@@ -288,19 +313,26 @@ TEST_F(RowsTest, MarkedRows) {
   Mapping mapping;
   ASSERT_OK(os_map_shared(dup(descriptors[Rows::kFlags]), false, &mapping));
   const auto* flags = reinterpret_cast<const uint8_t*>(mapping.base);
-  for (const uint32_t mark : {1u, Rows::kMarks}) {
-    rows.create_reserved(slots.data(), 2, nullptr, static_cast<uint8_t>(mark));
+  Vector<uint32_t> made, earlier;
+  for (const uint64_t step : {uint64_t{63}, uint64_t{125}}) {
+    const uint32_t mark = step == 63 ? 1 : Rows::kMarks;
+    rows.use(slots.data(), 2, step, step, &made, &earlier);
     for (int i = 0; i < 2; ++i) {
       EXPECT_TRUE(Rows::flag_exists(flags[slots[i]]));
       EXPECT_EQ(Rows::flag_mark(flags[slots[i]]), mark);
     }
     EXPECT_FALSE(Rows::flag_exists(flags[slots[2]]));
-    rows.mark(slots.data(), 3, 0);
+    rows.settle(slots.data(), 3, step + 1);
+    EXPECT_EQ(Rows::flag_mark(flags[slots[0]]), mark) << "of another step";
+    rows.settle(slots.data(), 3, step);
     EXPECT_EQ(Rows::flag_mark(flags[slots[0]]), 0u);
     EXPECT_TRUE(Rows::flag_exists(flags[slots[0]]));
-    EXPECT_FALSE(Rows::flag_exists(flags[slots[2]])) << "a mark creates no row";
-    rows.mark(slots.data(), 1, static_cast<uint8_t>(mark));
-    rows.uncreate(slots.data(), 2, false);
+    EXPECT_FALSE(Rows::flag_exists(flags[slots[2]])) << "a step that is committed creates no row";
+    rows.undo(slots.data(), 2);
+    EXPECT_TRUE(Rows::flag_exists(flags[slots[0]])) << "what is there for good is not undone";
+    EXPECT_EQ(rows.uncreate(slots.data(), 2, false), 2u);
+    rows.use(slots.data(), 2, step, step, &made, &earlier);
+    rows.undo(slots.data(), 2);
     EXPECT_FALSE(Rows::flag_exists(flags[slots[0]]));
     EXPECT_EQ(Rows::flag_mark(flags[slots[0]]), 0u) << "the mark of the step that was undone";
   }
@@ -321,6 +353,65 @@ TEST_F(RowsTest, MarkedRows) {
   c.shared = true;
   ASSERT_OK(sgd.open(c, &budget));
   EXPECT_EQ(sgd.mappings(&descriptors), 13u);
+}
+
+// A row is young until the earliest step that has used it is committed, or undone; whichever steps there are.
+TEST_F(RowsTest, YoungRows) {
+  ASSERT_OK(rows.open(config(100, true), &budget));
+  for (uint64_t base = 1; base < 200; base += 7) {
+    const Slots slots = slots_of({base, base + 1, base + 2}, Missing::kReserve);
+    Vector<uint32_t> created, earlier, none, reserved, young;
+    rows.use(slots.data(), 2, base + 61, base, &created, &earlier);
+    EXPECT_EQ(created, (Vector<uint32_t>{slots[0], slots[1]}));
+    rows.use(slots.data(), 1, base + 61, base, &none, &none);
+    EXPECT_TRUE(earlier.empty() && none.empty());
+    rows.use(slots.data() + 1, 2, base + 3, base, &none, &earlier);
+    EXPECT_EQ(none, Vector<uint32_t>{slots[2]});
+    EXPECT_EQ(earlier, Vector<uint32_t>{slots[1]});
+    // By a later step that is not the earliest any more.
+    earlier.clear();
+    rows.use(slots.data(), 3, base + 61, base, &created, &earlier);
+    EXPECT_TRUE(earlier.empty());
+    rows.collect_new(slots.data(), 3, &reserved, &young);
+    EXPECT_TRUE(reserved.empty());
+    EXPECT_EQ(young, (Vector<uint32_t>(slots.begin(), slots.end())));
+    rows.settle(slots.data() + 1, 2, base + 3);
+    young.clear();
+    rows.collect_new(slots.data(), 3, &reserved, &young);
+    EXPECT_EQ(young, Vector<uint32_t>{slots[0]});
+    // The later step is undone: it has made one row of these.
+    rows.undo(slots.data(), 2);
+    young.clear();
+    rows.collect_new(slots.data(), 3, &reserved, &young);
+    EXPECT_TRUE(young.empty());
+    EXPECT_EQ(reserved, Vector<uint32_t>{slots[0]});
+    EXPECT_TRUE(rows.exists(slots[1]) && rows.exists(slots[2]));
+    EXPECT_EQ(rows.uncreate(slots.data() + 1, 2, true), 2u);
+    recount(slots);
+    rows.let_go(slots.data(), 3);
+  }
+  EXPECT_FALSE(rows.has_reserved());
+}
+
+// Without memory for a list nothing changes.
+TEST_F(RowsTest, UsedWithoutMemory) {
+  ASSERT_OK(rows.open(config(100, true), &budget));
+  const Slots slots = slots_of({1, 2}, Missing::kReserve);
+  Vector<uint32_t> created, earlier;
+  rows.use(slots.data(), 1, 9, 5, &created, &earlier);
+  created.clear();
+  created.shrink_to_fit();
+  for (int64_t n = 1; n < 3; ++n) {
+    HeapFails fails(n);
+    EXPECT_THROW(rows.use(slots.data(), 2, 6, 5, &created, &earlier), std::bad_alloc);
+    EXPECT_TRUE(created.empty() && earlier.empty());
+    EXPECT_FALSE(rows.exists(slots[1]));
+    rows.settle(slots.data(), 1, 6);
+    created.shrink_to_fit();
+  }
+  rows.use(slots.data(), 2, 6, 5, &created, &earlier);
+  EXPECT_EQ(created, Vector<uint32_t>{slots[1]});
+  EXPECT_EQ(earlier, Vector<uint32_t>{slots[0]});
 }
 
 // A table that is full fails the whole call, of which nothing is left; what others hold stays theirs.
