@@ -710,6 +710,25 @@ def test_hooks_of_a_parameter_get_its_gradient(pair: Pair, kind: str, change: st
     assert_same(pair)
 
 
+def test_hooks_of_a_parameter_in_a_backward_within_a_backward(pair: Pair) -> None:
+    for module in pair:
+        (parameter,) = module.parameters()
+        counts: List[float] = []
+        handle = parameter.register_hook(lambda grad, counts=counts: counts.append(float(grad.norm())))
+        keys, factor = torch.tensor([1, 2, 2]), torch.ones((), requires_grad=True)
+        first = module(keys)
+        inner = torch.utils.checkpoint.checkpoint(
+            lambda factor, module=module, keys=keys: module(keys).sum() * factor, factor, use_reentrant=True
+        )
+        (first + module(keys)).sum().mul(inner).backward()  # the inner one comes between the two
+        assert len(counts) == 2  # one of each backward
+        handle.remove()
+        with torch.no_grad():
+            module.weight[4] = torch.tensor(sorted(counts) + [0.0] * (DIM - 2))
+        torch.optim.SGD([parameter], lr=0.1).step()
+    assert_same(pair)
+
+
 def test_a_hook_after_accumulation_steps_in_the_backward(pair: Pair) -> None:
     for module in pair:
         (parameter,) = module.parameters()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any, Callable, Dict, List
 
@@ -128,3 +129,28 @@ def test_a_thread_evaluates_saves_and_builds_while_another_trains(trainer: fruga
     assert not failures
     assert len(set(names)) == len(names)
     torch.testing.assert_close(snapshot(ours), theirs.weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_backwards_in_several_threads_lose_no_gradient(trainer: frugal.Trainer) -> None:
+    """More of them than are held one by one."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(8):
+            module = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
+            begin = threading.Barrier(4)
+
+            def work(module: Any = module, begin: threading.Barrier = begin) -> None:
+                begin.wait(60)
+                for _ in range(40):
+                    module(torch.tensor([[1]])).sum().backward()
+
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            grad = module.weight.grad
+            assert grad is not None and grad[1].tolist() == [160.0] * DIM
+    finally:
+        sys.setswitchinterval(interval)

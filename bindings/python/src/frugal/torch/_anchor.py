@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple, cast
@@ -101,7 +102,7 @@ class Anchor(torch.nn.Parameter):
 
     table: "Table"
     seen: int  # the value's version that is known to be ours
-    given: Optional[Tuple[int, "Gradient", bool]]  # of a backward that runs, and whether it returns that, see `give`
+    given: Dict[int, Tuple["Gradient", bool]]  # of backwards that run, and whether they return it, see `give`
     hooks: "OrderedDict[int, Callable[..., Any]]"  # a caller's
     begun: Optional["Gradient"]  # the newest; used again when nobody else has it
 
@@ -113,7 +114,8 @@ class Anchor(torch.nn.Parameter):
     def __init__(self, table: "Table", dtype: torch.dtype, requires_grad: bool) -> None:
         self.table = table
         self.trainer = table.steps.trainer  # lives as long
-        self.given = None
+        self.given = {}
+        self.adding = threading.Lock()  # of backwards in several threads
         self.hooks = OrderedDict()
         self._delivers = False
         self.begun = None
@@ -145,6 +147,8 @@ class Anchor(torch.nn.Parameter):
     def _take_grad(self, value: Optional[torch.Tensor]) -> None:
         if value is None:
             set_grad(self, None)
+            if self.given and _task() < 0:
+                self.given.clear()  # of backwards that have failed
             begun: Any = self.begun
             if begun is not None:
                 if sys.getrefcount(begun) == _OURS and begun._use_count() == 1:
@@ -217,19 +221,21 @@ class Anchor(torch.nn.Parameter):
 
         def deliver(computed: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
             anchor = weak()
-            if anchor is None or anchor.given is None or anchor.given[0] != _task():
-                return None  # that one has failed
-            (_, grad, returned), anchor.given = anchor.given, None
+            given = None if anchor is None else anchor.given.pop(_task(), None)
+            if anchor is None or given is None:
+                return None
+            grad, returned = given
             if computed is not None and not returned:
                 raise anchor.penalty()
             grad = anchor._through_hooks(grad)
             if returned:
                 return grad
-            had = get_grad(anchor)
-            if had is None:
-                set_grad(anchor, grad)
-            else:
-                _add(_aten.add_.Tensor, had, grad)
+            with anchor.adding:
+                had = get_grad(anchor)
+                if had is None:
+                    set_grad(anchor, grad)
+                else:
+                    _add(_aten.add_.Tensor, had, grad)
             return None
 
         super().register_hook(deliver)  # type: ignore[no-untyped-call]
@@ -262,22 +268,24 @@ class Anchor(torch.nn.Parameter):
         if self.hooks:
             self.give(held, features, False)
             return
-        grad = get_grad(self)
-        if type(grad) is not Gradient:
-            left = None if grad is None else _replaced(self, grad)
-            if grad is not None and left is None and self.last is None:
-                raise self.penalty()
-            grad = self.begin(left)
-            set_grad(self, grad)
-        grad.hold(held, features)
+        with self.adding:
+            grad = get_grad(self)
+            if type(grad) is not Gradient:
+                left = None if grad is None else _replaced(self, grad)
+                if grad is not None and left is None and self.last is None:
+                    raise self.penalty()
+                grad = self.begin(left)
+                set_grad(self, grad)
+            grad.hold(held, features)
 
     def give(self, held: Held, features: Tuple[int, ...], returned: bool) -> None:
         """Adds a backward's gradient to what hooks of the anchor get at its end, and torch.autograd.grad() `returned`."""
         task = _task()
-        if self.given is None or self.given[0] != task:
+        given = self.given.get(task)
+        if given is None:
             self._deliver()
-            self.given = task, Gradient(self), returned
-        self.given[1].hold(held, features)
+            given = self.given[task] = Gradient(self), returned
+        given[0].hold(held, features)
 
     def gradient(self) -> Optional["Gradient"]:
         """What there is to train the table with, or None."""
