@@ -5,7 +5,8 @@
 //          random priority, dequeue in order
 //
 // The queue's owner serializes calls, so `threads` threads share one queue under one lock, which
-// each takes for a batch of operations, as the engine does. Entries come in random order.
+// each takes for a batch of operations, as the engine does. Marks (flush/queue.h) are looked at and
+// changed without the lock. Entries come in random order.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -20,6 +21,8 @@ namespace {
 
 // As long as the engine's batches.
 constexpr size_t kBatch = 512;
+constexpr size_t kAhead = 16;
+constexpr uint8_t kTaken = 255;
 
 class SpinLock {
  public:
@@ -53,7 +56,8 @@ class Worker {
     threads_ = static_cast<int>(p.Int("threads", 2));
     const std::string side = p.Str("side");
     queue_.reset(side == "tree_heap" ? frugal::make_tree_heap() : frugal::make_two_level_queue());
-    queue_->reserve_ids(static_cast<uint32_t>(entries_));
+    marks_.assign(entries_, kTaken);
+    queue_->reserve_ids(marks_.data(), static_cast<uint32_t>(entries_));
     Random random(11);
     ids_.resize(entries_);
     std::iota(ids_.begin(), ids_.end(), 0u);
@@ -82,35 +86,66 @@ class Worker {
     return static_cast<double>(end - start);
   }
 
+  std::atomic_ref<uint8_t> Mark(uint32_t id) { return std::atomic_ref<uint8_t>(marks_[id]); }
+  // Changes the mark of an entry, if that is `from`.
+  bool Change(uint32_t id, uint8_t from, uint8_t to) {
+    return Mark(id).compare_exchange_strong(from, to, std::memory_order_relaxed);
+  }
+  void Prefetch(const uint32_t* ids, size_t i, size_t n) const {
+    if (i + kAhead < n) __builtin_prefetch(&marks_[ids[i + kAhead]], 1);
+  }
+
   Metrics Run() {
     const double enqueue = Phase([&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i)
+        Mark(ids_[i]).store(first_[i], std::memory_order_relaxed);
       std::lock_guard<SpinLock> guard(lock_);
       for (size_t i = begin; i < end; ++i) queue_->push(ids_[i], first_[i]);
     });
     const double adjust = Phase([&](size_t begin, size_t end) {
+      std::array<bool, kBatch> moved;
+      for (size_t i = begin; i < end; ++i) {
+        Prefetch(ids_.data(), i, end);
+        const uint8_t old = Mark(ids_[i]).load(std::memory_order_relaxed);
+        moved[i - begin] = old != kTaken && old != second_[i] && Change(ids_[i], old, second_[i]);
+      }
       std::lock_guard<SpinLock> guard(lock_);
-      for (size_t i = begin; i < end; ++i) queue_->adjust(ids_[i], second_[i]);
+      for (size_t i = begin; i < end; ++i)
+        if (moved[i - begin]) queue_->move(ids_[i], second_[i]);
     });
-    std::atomic<size_t> taken{0};
     std::vector<uint8_t> prio_of(entries_);
     for (size_t i = 0; i < entries_; ++i) prio_of[ids_[i]] = second_[i];
-    std::vector<uint8_t> order(entries_);
+    // By place: of stale ones kTaken.
+    std::vector<uint8_t> order(2 * entries_, kTaken);
+    size_t places = 0;
+    std::atomic<size_t> taken{0};
     const double dequeue = Phase([&](size_t begin, size_t end) {
       std::array<uint32_t, kBatch> out;
-      size_t n = 0, at;
-      {
-        std::lock_guard<SpinLock> guard(lock_);
-        // One call may give less than it was asked for.
-        while (n < end - begin) {
-          const size_t got = queue_->pop(0, frugal::kRing, &out[n], end - begin - n);
-          if (got == 0) break;
-          n += got;
+      // One call may give less than it was asked for.
+      for (size_t left = end - begin; left != 0;) {
+        size_t n, at;
+        uint8_t prio;
+        {
+          std::lock_guard<SpinLock> guard(lock_);
+          n = queue_->pop(0, frugal::kRing, out.data(), left, &prio);
+          at = places;
+          places += n;
         }
-        at = taken.fetch_add(n);
+        if (n == 0) break;
+        for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&marks_[out[i]], 1);
+        size_t kept = 0;
+        for (size_t i = 0; i < n; ++i) {
+          Prefetch(out.data(), i, n);
+          if (!Change(out[i], prio, kTaken)) continue;
+          order[at + i] = prio_of[out[i]];
+          ++kept;
+        }
+        taken.fetch_add(kept, std::memory_order_relaxed);
+        left -= kept;
       }
-      for (size_t i = 0; i < n; ++i) order[at + i] = prio_of[out[i]];
     });
     if (taken != entries_) throw std::runtime_error("entries were lost");
+    order.erase(std::remove(order.begin(), order.end(), kTaken), order.end());
     if (!std::is_sorted(order.begin(), order.end())) throw std::runtime_error("out of order");
     const double n = static_cast<double>(entries_) * 1e9;
     return {{"throughput", n / (enqueue + adjust + dequeue)},
@@ -124,7 +159,7 @@ class Worker {
   size_t entries_ = 0;
   int threads_ = 1;
   std::vector<uint32_t> ids_;
-  std::vector<uint8_t> first_, second_;
+  std::vector<uint8_t> first_, second_, marks_;
 };
 
 }  // namespace

@@ -29,7 +29,8 @@ class TreeHeap final : public Queue {
  public:
   ~TreeHeap() override { heap_free(locks_); }
 
-  void reserve_ids(uint32_t capacity) override {
+  void reserve_ids(const uint8_t* marks, uint32_t capacity) override {
+    marks_ = marks;
     if (capacity <= prio_.size()) return;
     order_.resize(capacity, 0);
     place_.resize(capacity, 0);
@@ -40,7 +41,7 @@ class TreeHeap final : public Queue {
     heap_free(locks_);
     locks_ = locks;
     for (size_t i = 0; i <= capacity; ++i) new (&locks_[i]) SpinLock;
-    prio_.resize(capacity, kAbsent);  // last: it tells that all is there
+    prio_.resize(capacity, 0);  // last: it tells that all is there
   }
 
   void set_base(uint64_t base) override { base_ = base; }
@@ -61,37 +62,36 @@ class TreeHeap final : public Queue {
     rise(at);
   }
 
-  void adjust(uint32_t id, uint8_t prio) override {
+  void move(uint32_t id, uint8_t prio) override {
     FRUGAL_ASSERT(place_[id] >= 1 && place_[id] <= size_ && node_[place_[id]] == id);
-    if (prio_[id] == prio) return;
     uint64_t before = order_[id];
     prio_[id] = prio;
     order_[id] = key(prio);
     if (order_[id] < before)
       rise(place_[id]);
-    else
+    else if (order_[id] > before)
       sink(place_[id]);
   }
 
-  void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
-    for (size_t i = 0; i < n; ++i) prio_[ids[i]] = prio;
-    staged_.insert(staged_.end(), ids, ids + n);
+  // Once each, so there is room; what their marks are is asked when they are committed.
+  void stage(const uint32_t* ids, size_t n, uint8_t) override {
+    for (size_t i = 0; i < n; ++i) {
+      if (place_[ids[i]] == kStaged) continue;
+      place_[ids[i]] = kStaged;
+      staged_.push_back(ids[i]);
+    }
   }
-  void adjust_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
   void commit_stage() override {
-    for (uint32_t id : staged_) push(id, prio_[id]);
+    for (uint32_t id : staged_) push(id, marks_[id]);
     staged_.clear();
   }
   void drop_stage() override {
-    for (uint32_t id : staged_) prio_[id] = kAbsent;
+    for (uint32_t id : staged_) place_[id] = 0;
     staged_.clear();
   }
 
-  void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
-
-  void forget(uint32_t) override {}  // nothing here wants memory once ids are reserved: whatever is queued is popped
-
-  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
+  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max,
+             uint8_t* prio) override {
     size_t n = 0;
     while (n < max) {
       size_t last;
@@ -99,9 +99,11 @@ class TreeHeap final : public Queue {
       {
         std::lock_guard<SpinLock> guard(size_lock_);
         if (size_ == 0 || prio_rank(prio_[node_[1]], base) > limit_rank) break;
+        if (n && prio_[node_[1]] != *prio) break;
         last = size_--;
         top = node_[1];
-        prio_[top] = kAbsent;
+        *prio = prio_[top];
+        place_[top] = 0;
         if (last > 1) {
           locks_[1].lock();
           locks_[last].lock();
@@ -162,10 +164,13 @@ class TreeHeap final : public Queue {
     locks_[at].unlock();
   }
 
+  static constexpr uint32_t kStaged = UINT32_MAX;
+
   SpinLock size_lock_;
   SpinLock* locks_ = nullptr;
   size_t size_ = 0;
   uint64_t base_ = 0;
+  const uint8_t* marks_ = nullptr;
   Vector<uint8_t> prio_;
   Vector<uint64_t> order_;
   Vector<uint32_t> place_, node_, staged_;

@@ -1,12 +1,11 @@
-// The two-level queue: a ring of priorities, each with its own bag of entries.
+// The two-level queue: a ring of priorities, each with its own bag of places.
 //
-// A change of priority appends the entry to the new bag and leaves the old place stale: it is
-// skipped when its bag is drained, because prio[id] no longer names that bag. (An entry that
-// leaves a bag and comes back stands there twice; the first place serves it, the second is stale.)
-// A bag is a list of fixed blocks from a pool: appending is a store, draining reads whole blocks,
-// a staged bag joins the queue by linking its list. A 64-bit mask of bags in use finds the lowest
-// priority in O(1). A bag whose places are mostly stale is rewritten, so memory stays
-// proportional to the entries that are queued.
+// A change of priority appends the entry to the new bag and leaves the old place stale: its owner
+// skips it. (An entry that leaves a bag and comes back stands there twice; the first place serves
+// it, the second is stale.) A bag is a list of fixed blocks from a pool: appending is a store, a pop
+// copies pieces of blocks, a staged bag joins the queue by linking its list. A 64-bit mask of bags
+// in use finds the lowest priority in O(1). After as many moves as half of the places, these are
+// rewritten without the stale ones, so memory stays proportional to the entries that are queued.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -46,22 +45,28 @@ class TwoLevelQueue final : public Queue {
     free_blocks(pool_);
   }
 
-  void reserve_ids(uint32_t capacity) override {
-    if (capacity > prio_.size()) prio_.resize(capacity, kAbsent);
+  void reserve_ids(const uint8_t* marks, uint32_t capacity) override {
+    marks_ = marks;
+    if (capacity / 64 >= seen_.size()) seen_.resize(capacity / 64 + 1, 0);
   }
 
   void push(uint32_t id, uint8_t prio) override {
-    FRUGAL_ASSERT(prio <= kInfinity && prio_[id] == kAbsent);
-    put(id, prio);
+    FRUGAL_ASSERT(prio <= kInfinity);
+    Bag& bag = bags_[prio];
+    if (bag.at == bag.stop) {
+      begin_block(bag);  // or nothing has changed
+      mark(prio);
+    }
+    *bag.at++ = id;
+    ++places_;
   }
 
-  void adjust(uint32_t id, uint8_t prio) override {
-    FRUGAL_ASSERT(prio <= kInfinity && prio_[id] != kAbsent);
-    if (prio_[id] == prio) return;
-    put(id, prio);
-    // Amortized: a rewrite of n places is paid for by the n/2 adjustments that made it worth it.
-    ++stale_;
-    if (stale_ > 4096 && stale_ > places_ / 2) compact();
+  void move(uint32_t id, uint8_t prio) override {
+    // Before the new place, which the mark may not name yet. A rewrite of n places is paid for by
+    // n/2 moves.
+    if (moves_ > 4096 && moves_ > places_ / 2) compact();
+    push(id, prio);
+    ++moves_;
   }
 
   void stage(const uint32_t* ids, size_t n, uint8_t prio) override {
@@ -71,14 +76,9 @@ class TwoLevelQueue final : public Queue {
       const size_t m = std::min<size_t>(static_cast<size_t>(bag.stop - bag.at), n - done);
       std::memcpy(bag.at, ids + done, m * sizeof(uint32_t));
       bag.at += m;
+      done += m;
       staged_places_ += m;
-      for (const size_t end = done + m; done < end; ++done) prio_[ids[done]] = prio;
     }
-  }
-
-  void adjust_staged(uint32_t id, uint8_t prio) override {
-    FRUGAL_ASSERT(prio_[id] != kAbsent);
-    if (prio_[id] != prio) stage(&id, 1, prio);
   }
 
   void commit_stage() override {
@@ -100,78 +100,27 @@ class TwoLevelQueue final : public Queue {
   }
 
   void drop_stage() override {
-    for (uint32_t p = 0; p <= kRing; ++p) {
-      Bag& bag = staged_[p];
-      for (Block* b = bag.first; b; b = b->next)
-        for (uint32_t i = 0, end = bag.end_of(b); i < end; ++i)
-          if (prio_[b->ids[i]] == p) prio_[b->ids[i]] = kAbsent;
-      recycle(bag);
-    }
+    for (Bag& bag : staged_) recycle(bag);
     staged_places_ = 0;
   }
 
-  void restore_staged(uint32_t id, uint8_t prio) override { prio_[id] = prio; }
-
-  void forget(uint32_t id) override {
-    if (prio_[id] != kAbsent) ++stale_;
-    prio_[id] = kAbsent;
-  }
-
-  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) override {
-    size_t n = 0;
-    while (n < max) {
-      uint8_t prio = lowest(base);
-      if (prio == kAbsent || prio_rank(prio, base) > limit_rank) break;
-      n += drain(prio, ids + n, max - n);
-    }
-    return n;
-  }
-
- private:
-  void put(uint32_t id, uint8_t prio) {
-    Bag& bag = bags_[prio];
-    if (bag.at == bag.stop) {
-      begin_block(bag);  // or nothing has changed
-      mark(prio);
-    }
-    *bag.at++ = id;
-    ++places_;
-    prio_[id] = prio;
-  }
-
-  void mark(uint32_t prio) {
-    if (prio != kInfinity) live_ |= uint64_t{1} << prio;
-  }
-
-  uint8_t lowest(uint64_t base) const {
+  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max,
+             uint8_t* prio) override {
     if (live_) {
       int turn = static_cast<int>(base & (kRing - 1));
-      return static_cast<uint8_t>((std::countr_zero(std::rotr(live_, turn)) + turn) & (kRing - 1));
+      *prio = static_cast<uint8_t>((std::countr_zero(std::rotr(live_, turn)) + turn) & (kRing - 1));
+    } else {
+      *prio = kInfinity;
     }
-    return bags_[kInfinity].first ? kInfinity : kAbsent;
-  }
-
-  size_t drain(uint8_t prio, uint32_t* out, size_t max) {
-    Bag& bag = bags_[prio];
-    uint8_t* const prios = prio_.data();
+    if (prio_rank(*prio, base) > limit_rank) return 0;
+    Bag& bag = bags_[*prio];
     size_t n = 0;
-    while (Block* b = bag.first) {
-      const uint32_t end = bag.end_of(b);
-      uint32_t at = b->begin;
-      const size_t before = n;
-      for (; at < end && n < max; ++at) {
-        if (at + 16 < end) __builtin_prefetch(&prios[b->ids[at + 16]], 1);
-        uint32_t id = b->ids[at];
-        out[n] = id;
-        bool valid = prios[id] == prio;
-        prios[id] = valid ? kAbsent : prios[id];
-        n += valid;
-      }
-      uint64_t taken = at - b->begin;
-      places_ -= taken;
-      stale_ -= std::min<uint64_t>(stale_, taken - (n - before));
-      b->begin = at;
-      if (at < end) break;
+    for (Block* b; n < max && (b = bag.first);) {
+      const size_t m = std::min<size_t>(bag.end_of(b) - b->begin, max - n);
+      std::memcpy(ids + n, b->ids + b->begin, m * sizeof(uint32_t));
+      n += m;
+      b->begin += static_cast<uint32_t>(m);
+      if (b->begin < bag.end_of(b)) break;
       if (b == bag.last)
         bag = {};
       else
@@ -179,12 +128,17 @@ class TwoLevelQueue final : public Queue {
       b->next = pool_;
       pool_ = b;
     }
-    if (!bag.first && prio != kInfinity) live_ &= ~(uint64_t{1} << prio);
+    places_ -= n;
+    if (!bag.first && *prio != kInfinity) live_ &= ~(uint64_t{1} << *prio);
     return n;
   }
 
-  // Drops stale places. A kept entry is marked absent until all its places are seen, so that it
-  // keeps one place only.
+ private:
+  void mark(uint32_t prio) {
+    if (prio != kInfinity) live_ |= uint64_t{1} << prio;
+  }
+
+  // Drops stale places. Of an entry that stands in a bag more than once one place is kept.
   void compact() {
     // Blocks for the largest bag first: halfway there is no way back. Without memory: another time.
     uint64_t most = 0, free = 0;
@@ -203,25 +157,25 @@ class TwoLevelQueue final : public Queue {
     } catch (const std::bad_alloc&) {
       return;
     }
-    places_ = 0;
+    places_ = moves_ = 0;
     for (uint32_t p = 0; p <= kRing; ++p) {
       Bag old = bags_[p], kept;
       for (Block* b = old.first; b; b = b->next)
         for (uint32_t i = b->begin, end = old.end_of(b); i < end; ++i) {
-          uint32_t id = b->ids[i];
-          if (prio_[id] != p) continue;
+          const uint32_t id = b->ids[i];
+          const uint64_t bit = uint64_t{1} << id % 64;
+          if (__atomic_load_n(marks_ + id, __ATOMIC_RELAXED) != p || seen_[id / 64] & bit) continue;
+          seen_[id / 64] |= bit;
           if (kept.at == kept.stop) begin_block(kept);
           *kept.at++ = id;
-          prio_[id] = kAbsent;
+          ++places_;
         }
       recycle(old);
       bags_[p] = kept;
       for (Block* b = kept.first; b; b = b->next)
-        for (uint32_t i = 0, end = kept.end_of(b); i < end; ++i, ++places_)
-          prio_[b->ids[i]] = static_cast<uint8_t>(p);
+        for (uint32_t i = 0, end = kept.end_of(b); i < end; ++i) seen_[b->ids[i] / 64] = 0;
       if (p < kRing && !kept.first) live_ &= ~(uint64_t{1} << p);
     }
-    stale_ = 0;
   }
 
   // Another block for a bag whose last one is full.
@@ -264,8 +218,9 @@ class TwoLevelQueue final : public Queue {
   Bag bags_[kRing + 1], staged_[kRing + 1];
   uint64_t live_ = 0;
   uint64_t places_ = 0, staged_places_ = 0;
-  uint64_t stale_ = 0;  // about: places whose entry went elsewhere
-  Vector<uint8_t> prio_;
+  uint64_t moves_ = 0;  // since places were rewritten: so many are stale at most
+  const uint8_t* marks_ = nullptr;
+  Vector<uint64_t> seen_;  // a bit for each entry, while a bag is rewritten
   Block* pool_ = nullptr;
 };
 

@@ -180,9 +180,9 @@ void Window::reprioritize(const Node& node, uint8_t prio) noexcept {
   // The queue first: it may want memory. Where there is none the row stays where it is.
   try {
     if (!node.update->committed)
-      queue_->adjust_staged(node.id, prio);
+      queue_->stage(&node.id, 1, prio);
     else if (!(state & kClaimed))
-      queue_->adjust(node.id, prio);
+      queue_->move(node.id, prio);
   } catch (const std::bad_alloc&) {
     (node.update->committed ? astray_ : node.update->astray) = true;
     return;
@@ -338,7 +338,7 @@ void Window::add(const UpdateRef& update) {
   while (free_pages_.size() < wanted) {
     const size_t before = pages_.size(), pages = std::max<size_t>(4, before * 2);
     state_.resize(pages * kPage, kDone);
-    queue_->reserve_ids(static_cast<uint32_t>(pages * kPage));
+    queue_->reserve_ids(state_.data(), static_cast<uint32_t>(pages * kPage));
     free_pages_.reserve(pages);
     pages_.resize(pages);
     for (size_t p = pages; p > before; --p) free_pages_.push_back(static_cast<uint32_t>(p - 1));
@@ -584,52 +584,54 @@ bool Window::claim(uint64_t step, size_t max, Claim* c) {
   if (!any_pending()) return false;
   c->reserve(max);
   Lock lock(*this, Urgency::kUrgent);
-  // Stale places of staged nodes may be all that a pop finds: then there is more behind them.
-  while (pop(step, max, c) != 0 && c->ids.empty()) {
-  }
+  pop(step, max, c);
   return !c->ids.empty();
 }
 
-size_t Window::pop(uint64_t step, size_t max, Claim* c) {
+void Window::pop(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(max);
-  size_t n = astray_ ? search(c->ids.data(), max) : queue_->pop(base_, limit_rank(step), c->ids.data(), max);
-  c->rows.resize(n);
+  c->rows.resize(max);
   // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
   uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
   StepUpdate* u = nullptr;
   uint8_t last = 0;
   constexpr size_t kAhead = 32;
-  for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[c->ids[i]], 1);
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n) __builtin_prefetch(&state_[c->ids[i + kAhead]], 1);
-    uint32_t id = c->ids[i];
-    uint8_t prio = state_[id];
-    if (!u || id / kPage != first_id / kPage) {
-      const Page& page = pages_[id / kPage];
-      FRUGAL_ASSERT(page.update);
-      if (!page.update->committed) {
-        queue_->restore_staged(id, prio);
-        continue;
+  for (bool more = true; more && kept < max;) {
+    uint32_t* const ids = c->ids.data() + kept;
+    uint8_t lowest = 0;
+    const size_t n =
+        astray_ ? search(ids, max) : queue_->pop(base_, limit_rank(step), ids, max - kept, &lowest);
+    more = n != 0 && !astray_;
+    for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[ids[i]], 1);
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&state_[ids[i + kAhead]], 1);
+      const uint32_t id = ids[i];
+      const uint8_t prio = state_[id];
+      if (prio != lowest && !astray_) continue;  // a stale place
+      if (!u || id / kPage != first_id / kPage) {
+        const Page& page = pages_[id / kPage];
+        FRUGAL_ASSERT(page.update);
+        if (!page.update->committed) continue;  // stale, too: the row is staged for the same priority
+        first_id = id / kPage * kPage;
+        first_row = page.first_row;
+        if (page.update != u) {
+          u = page.update;
+          if (!c->runs.empty()) c->runs.back().end = kept;
+          c->runs.push_back({u, kept, kept, nullptr});
+        }
       }
-      first_id = id / kPage * kPage;
-      first_row = page.first_row;
-      if (page.update != u) {
-        u = page.update;
-        if (!c->runs.empty()) c->runs.back().end = kept;
-        c->runs.push_back({u, kept, kept, nullptr});
+      FRUGAL_ASSERT(prio <= kInfinity);
+      if (prio != last) {
+        FRUGAL_ASSERT(queued_[last] >= same);
+        queued_[last] -= same;
+        last = prio;
+        same = 0;
       }
+      ++same;
+      state_[id] = prio | kClaimed;
+      c->ids[kept] = id;
+      c->rows[kept++] = first_row + (id - first_id);
     }
-    FRUGAL_ASSERT(prio <= kInfinity);
-    if (prio != last) {
-      FRUGAL_ASSERT(queued_[last] >= same);
-      queued_[last] -= same;
-      last = prio;
-      same = 0;
-    }
-    ++same;
-    state_[id] = prio | kClaimed;
-    c->ids[kept] = id;
-    c->rows[kept++] = first_row + (id - first_id);
   }
   FRUGAL_ASSERT(queued_[last] >= same);
   queued_[last] -= same;
@@ -637,7 +639,6 @@ size_t Window::pop(uint64_t step, size_t max, Claim* c) {
   c->ids.resize(kept);
   c->rows.resize(kept);
   stats_.dequeued += kept;
-  return n;
 }
 
 // Pending rows, wherever the queue has them.
@@ -648,7 +649,6 @@ size_t Window::search(uint32_t* ids, size_t max) {
     for (uint32_t id = static_cast<uint32_t>(p * kPage), end = id + kPage; id < end; ++id) {
       if (state_[id] > kInfinity) continue;
       if (n == max) return n;
-      queue_->forget(id);
       ids[n++] = id;
     }
   }

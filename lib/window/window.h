@@ -193,7 +193,7 @@ class Window : public HeapObject {
   void reprioritize(const Node& node, uint8_t prio) noexcept REQUIRES(mu_);
   void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu_);
   void release(StepUpdate& u) REQUIRES(mu_);
-  size_t pop(uint64_t step, size_t max, Claim* c) REQUIRES(mu_);
+  void pop(uint64_t step, size_t max, Claim* c) REQUIRES(mu_);
   size_t search(uint32_t* ids, size_t max) REQUIRES(mu_);
   void written(const Claim& c, const Claim::Run& run) REQUIRES(mu_);
   void settle(Claim::Run& run) REQUIRES(mu_);

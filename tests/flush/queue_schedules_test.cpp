@@ -4,11 +4,13 @@
 #include "flush/queue.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <vector>
 
 #include "base/sync.h"
+#include "support/queue_owner.h"
 #include "support/schedule.h"
 
 namespace frugal {
@@ -18,8 +20,7 @@ class World {
  public:
   World(Schedule& schedule, bool tree_heap)
       : s_(schedule), r_(schedule.random()), tree_heap_(tree_heap),
-        queue_(tree_heap ? make_tree_heap() : make_two_level_queue()) {
-    queue_->reserve_ids(kIds);
+        queue_(std::make_unique<QueueOwner>(tree_heap, kIds)) {
     queue_->set_base(base_);
     for (uint32_t id = 0; id < kIds; ++id) free_.push_back(id);
   }
@@ -131,10 +132,7 @@ class World {
       for (size_t i = 0; i < n; ++i) {
         const auto at = entries_.find(ids[i]);
         HOLDS(s_, at != entries_.end());
-        if (at->second.staged) {
-          queue_->restore_staged(ids[i], at->second.prio);
-          continue;
-        }
+        HOLDS(s_, !at->second.staged);
         const uint32_t rank = prio_rank(at->second.prio, base_);
         HOLDS(s_, rank <= limit);
         for (const auto& [id, entry] : entries_) HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) >= rank);
@@ -160,14 +158,95 @@ class World {
   Random& r_;
   const bool tree_heap_;
   Mutex mu_;
-  std::unique_ptr<Queue> queue_ PT_GUARDED_BY(mu_);
+  std::unique_ptr<QueueOwner> queue_ PT_GUARDED_BY(mu_);
   uint64_t base_ = 61;  // the ring turns over
   std::map<uint32_t, Entry> entries_;
   std::vector<uint32_t> free_;
 };
 
+// The two-level queue, whose calls have a lock, and marks that are looked at and changed without it.
+class Unlocked {
+ public:
+  explicit Unlocked(Schedule& schedule) : s_(schedule), r_(schedule.random()), queue_(make_two_level_queue()) {
+    queue_->reserve_ids(marks_, kIds);
+    std::fill_n(marks_, kIds, kAbsent);
+  }
+  void run() {
+    for (uint32_t t = 0; t < 2; ++t) {
+      s_.thread("pusher", [this, t] { push(t); });
+      s_.thread("mover", [this] { move(); });
+      s_.thread("taker", [this] { take(3); });
+    }
+    s_.run();
+    while (take(1)) {
+    }
+    HOLDS(s_, pushed_ == taken_);
+    for (uint8_t mark : marks_) HOLDS(s_, mark == kAbsent);
+  }
+
+ private:
+  static constexpr uint32_t kIds = 6;
+  static constexpr uint8_t kAbsent = 255;
+  bool change(uint32_t id, uint8_t from, uint8_t to) {
+    schedule_point();
+    return std::atomic_ref(marks_[id]).compare_exchange_strong(from, to);
+  }
+  uint8_t mark(uint32_t id) {
+    schedule_point();
+    return std::atomic_ref(marks_[id]).load();
+  }
+  uint8_t some_prio() { return static_cast<uint8_t>(r_.below(3)); }
+
+  // Each has entries of its own, since who pushes knows that they are not queued.
+  void push(uint32_t t) {
+    for (uint32_t id = t; id < kIds; id += 2) {
+      const uint8_t prio = some_prio();
+      if (!change(id, kAbsent, prio)) continue;
+      Lock lock(mu_);
+      queue_->push(id, prio);
+      ++pushed_;
+    }
+  }
+  void move() {
+    for (uint64_t n = 1 + r_.below(4); n > 0; --n) {
+      const uint32_t id = static_cast<uint32_t>(r_.below(kIds));
+      const uint8_t from = mark(id), prio = some_prio();
+      if (from == kAbsent || from == prio || !change(id, from, prio)) continue;
+      Lock lock(mu_);
+      queue_->move(id, prio);
+    }
+  }
+  // Returns whether there were any places.
+  bool take(uint64_t most) {
+    bool any = false;
+    for (uint64_t n = most; n > 0; --n) {
+      uint32_t ids[4];
+      uint8_t prio;
+      size_t places;
+      {
+        Lock lock(mu_);
+        places = queue_->pop(0, kRing, ids, 4, &prio);
+      }
+      any |= places != 0;
+      for (size_t i = 0; i < places; ++i)
+        if (change(ids[i], prio, kAbsent)) ++taken_;
+    }
+    return any;
+  }
+
+  Schedule& s_;
+  Random& r_;
+  Mutex mu_;
+  std::unique_ptr<Queue> queue_ PT_GUARDED_BY(mu_);
+  uint8_t marks_[kIds];
+  std::atomic<uint32_t> pushed_{0}, taken_{0};
+};
+
 TEST(QueueSchedules, TwoLevel) {
   explore("queue.two_level", 10000, [](Schedule& s) { World(s, false).run(); });
+}
+TEST(QueueSchedules, Unlocked) {
+  explore("queue.unlocked", 10000, [](Schedule& s) { Unlocked(s).run(); });
 }
 TEST(QueueSchedules, TreeHeap) {
   explore("queue.tree_heap", 10000, [](Schedule& s) { World(s, true).run(); });

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "support/inside.h"
+#include "support/queue_owner.h"
 
 namespace frugal {
 namespace {
@@ -18,9 +19,7 @@ namespace {
 using Ids = std::vector<uint32_t>;
 
 struct QueueTest : testing::TestWithParam<bool> {
-  QueueTest() : queue(GetParam() ? make_tree_heap() : make_two_level_queue()) {
-    queue->reserve_ids(kIds);
-  }
+  QueueTest() : queue(std::make_unique<QueueOwner>(GetParam(), kIds)) {}
   static constexpr uint32_t kIds = 20000;
 
   Ids pop(uint64_t base, uint32_t limit_rank, size_t max) {
@@ -42,7 +41,7 @@ struct QueueTest : testing::TestWithParam<bool> {
     for (uint32_t i = from; i < to; ++i) ids.push_back(i);
     return ids;
   }
-  std::unique_ptr<Queue> queue;
+  std::unique_ptr<QueueOwner> queue;
 };
 
 struct Names {
@@ -167,9 +166,8 @@ TEST_P(QueueTest, IdsGrow) {
 TEST_P(QueueTest, RandomOperations) {
   for (int round = 0; round < 6; ++round) {
     Random random(test_seed() + static_cast<uint64_t>(round));
-    queue.reset(GetParam() ? make_tree_heap() : make_two_level_queue());
     const uint32_t ids = round % 2 ? 40 : 3000;
-    queue->reserve_ids(ids);
+    queue = std::make_unique<QueueOwner>(GetParam(), ids);
     std::map<uint32_t, uint8_t> queued, staged;
     uint64_t base = random.below(200);
     queue->set_base(base);
@@ -195,10 +193,6 @@ TEST_P(QueueTest, RandomOperations) {
       const Ids got = pop(base, limit, max);
       uint32_t last = 0;
       for (uint32_t id : got) {
-        if (auto at = staged.find(id); at != staged.end()) {  // a stale place; its owner knows
-          queue->restore_staged(id, at->second);
-          continue;
-        }
         auto at = queued.find(id);
         ASSERT_NE(at, queued.end()) << "entry " << id << " was not queued";
         ASSERT_GE(rank(at->second), last) << "entry " << id << " comes too late";
@@ -336,15 +330,14 @@ TEST_P(TwoLevelTest, StalePlacesAreGivenUp) {
 }
 
 // An entry that was taken and staged again for a priority of old stands at its old place; its owner
-// puts it back.
+// skips that.
 TEST_P(TwoLevelTest, AStaleOfAStagedEntry) {
   queue->push(1, 5);
   queue->push(2, 5);
   queue->adjust(1, 3);
   EXPECT_EQ(pop(0, 3, 8), Ids{1});
   stage(1, 5);
-  EXPECT_EQ(pop(0, kRing, 8), (Ids{1, 2}));
-  queue->restore_staged(1, 5);
+  EXPECT_EQ(pop(0, kRing, 8), Ids{2});
   EXPECT_EQ(pop(0, kRing, 8), Ids());
   queue->commit_stage();
   EXPECT_EQ(pop(0, kRing, 8), Ids{1});

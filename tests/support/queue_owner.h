@@ -1,0 +1,70 @@
+// The owner of a queue, as the window is one: the marks of its entries, and who is staged.
+#pragma once
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "flush/queue.h"
+
+namespace frugal {
+
+class QueueOwner {
+ public:
+  QueueOwner(bool tree_heap, uint32_t ids)
+      : queue_(tree_heap ? make_tree_heap() : make_two_level_queue()) {
+    reserve_ids(ids);
+  }
+  void reserve_ids(uint32_t ids) {
+    marks_.resize(std::max<size_t>(marks_.size(), ids), kAbsent);
+    queue_->reserve_ids(marks_.data(), static_cast<uint32_t>(marks_.size()));
+  }
+  void set_base(uint64_t base) { queue_->set_base(base); }
+  void push(uint32_t id, uint8_t prio) {
+    queue_->push(id, prio);
+    marks_[id] = prio;
+  }
+  void adjust(uint32_t id, uint8_t prio) {
+    if (marks_[id] == prio) return;
+    queue_->move(id, prio);
+    marks_[id] = prio;
+  }
+  void stage(const uint32_t* ids, size_t n, uint8_t prio) {
+    queue_->stage(ids, n, prio);
+    for (size_t i = 0; i < n; ++i) marks_[ids[i]] = prio;
+    staged_.insert(staged_.end(), ids, ids + n);
+  }
+  void adjust_staged(uint32_t id, uint8_t prio) {
+    if (marks_[id] != prio) stage(&id, 1, prio);
+  }
+  void commit_stage() {
+    queue_->commit_stage();
+    staged_.clear();
+  }
+  void drop_stage() {
+    queue_->drop_stage();
+    for (uint32_t id : staged_) marks_[id] = kAbsent;
+    staged_.clear();
+  }
+  // Taken without a pop.
+  void forget(uint32_t id) { marks_[id] = kAbsent; }
+  // Up to `max` entries with the lowest priorities.
+  size_t pop(uint64_t base, uint32_t limit_rank, uint32_t* ids, size_t max) {
+    size_t n = 0, places;
+    uint8_t prio;
+    while (n < max && (places = queue_->pop(base, limit_rank, ids + n, max - n, &prio)) != 0)
+      for (uint32_t *at = ids + n, *end = at + places; at < end; ++at) {
+        if (marks_[*at] != prio || std::count(staged_.begin(), staged_.end(), *at)) continue;
+        marks_[*at] = kAbsent;
+        ids[n++] = *at;
+      }
+    return n;
+  }
+
+ private:
+  static constexpr uint8_t kAbsent = 255;
+  std::unique_ptr<Queue> queue_;
+  std::vector<uint8_t> marks_;
+  std::vector<uint32_t> staged_;
+};
+
+}  // namespace frugal
