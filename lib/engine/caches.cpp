@@ -112,7 +112,7 @@ bool Engine::plan_one() {
   PartsByTable parts, pushed;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (outside_ || aborting_ || closed_.load()) return false;
+    if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
     for (const TrainerRef& r : ranks_) {
       if (!r || !to_plan(*r)) continue;
       parts.clear();
@@ -134,7 +134,7 @@ bool Engine::plan_one() {
     }
     t->planning = true;
     t->plan_more = false;
-    ++planning_;
+    phase_.begin(Phase::kPlan);
   }
   TraceSpan span(trace_, SpanKind::kPlan);
   span.step(step).rank(t->rank);
@@ -168,7 +168,7 @@ bool Engine::plan_one() {
     std::lock_guard<std::mutex> lock(mu_);
     t->planning = false;
     t->planned = step;
-    --planning_;
+    phase_.end(Phase::kPlan);
   }
   progress();
   return true;

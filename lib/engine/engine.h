@@ -32,6 +32,8 @@
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/op_check.h"
+#include "engine/pacing.h"
+#include "engine/phase.h"
 #include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/stats.h"
@@ -68,9 +70,6 @@ using BatchRef = std::shared_ptr<Batch>;
 
 
 constexpr uint32_t kNoRank = UINT32_MAX;
-
-// In mode AUTO a step whose rows have fewer bytes is written by the call that commits it. Tests change it.
-extern std::atomic<uint64_t> g_small_step;
 
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
@@ -557,11 +556,11 @@ class Engine final : public Session, private DataPath {
   Status undo(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
-  void choose_mode();
+  Pacing::Measured measured() const;
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
-  bool need_links() const { return deferred_now_ || caches_exist(); }
+  bool need_links() const { return pacing_.deferred() || caches_exist(); }
   // Nobody is woken for work of the engine: callers do it.
-  bool callers_work() const { return config_.flush_threads == 0 || (workers_rest_.load() && !caches_exist()); }
+  bool callers_work() const { return config_.flush_threads == 0 || (pacing_.resting() && !caches_exist()); }
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
@@ -618,8 +617,6 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint64_t> progress_{0}, work_{0};
   std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
-  std::atomic<uint64_t> warm_ns_{0};   // spent on bringing rows into the caches
-  const uint32_t cpus_ = cpu_count();
   std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
   std::atomic<Status> health_{FRUGAL_OK};
@@ -635,15 +632,12 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   uint64_t first_step_ = kNoStep;
   uint64_t committed_ = kNoStep;
-  bool committing_ = false;
+  Phase phase_;
   bool retiring_ = false;           // declarations of the step have let go of places, and are there as yet
   std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   uint64_t committing_bytes_ = 0;   // the committing thread's
-  uint32_t aborting_ = 0;           // undos under way: nothing may begin
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
   std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
-  uint32_t outside_ = 0;            // operations outside steps under way
-  uint32_t reading_ = 0;            // reads by trainers between steps, which those wait for
   TimedMutex outside_mu_;
   std::mutex abort_mu_;
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
@@ -652,7 +646,6 @@ class Engine final : public Session, private DataPath {
   Map<uint64_t, Vector<BatchRef>> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
-  uint32_t planning_ = 0;           // ranks
   Vector<std::shared_ptr<Arrival>> arrivals_;
   // Flights of records_, until what their landing allows is committed; and arrivals_.
   std::atomic<uint32_t> flying_{0}, arriving_{0};
@@ -664,8 +657,7 @@ class Engine final : public Session, private DataPath {
   Scratches scratches_;
   std::atomic<uint32_t> job_count_{0};
   std::atomic<uint32_t> apply_jobs_{0};
-  std::atomic<bool> deferred_now_{false};
-  std::atomic<bool> workers_rest_{false};  // choose_mode
+  Pacing pacing_;
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
   std::atomic<uint32_t> cache_count_{0};
   std::atomic<uint64_t> pending_bytes_{0};
@@ -687,11 +679,6 @@ class Engine final : public Session, private DataPath {
   VersionWord* versions_ = nullptr;  // staleness > 0: rows are read while others are written, also by other processes
   Buffer versions_memory_;
   std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
-  // choose_mode's measurements
-  uint64_t mode_wall_ = 0, mode_cpu_ = 0, mode_apply_ = 0, mode_steps_ = 0, mode_calls_ = 0;
-  uint64_t mode_warm_ = 0;
-  bool mode_paid_ = false;
-  uint64_t mode_most_ = 0;  // bytes of the rows of a step
 };
 
 // For the length of an operation outside steps: no step begins.

@@ -42,7 +42,7 @@ class Engine::LocalStep final : public StepView {
   Status end(bool on_device) override;
   BufferPool& sums(bool on_device) override { return on_device ? engine_.pinned_ : engine_.sums_pool(); }
   bool keeps_gradients() const override;
-  bool streams_sums() const override { return engine_.deferred_now_.load(std::memory_order_relaxed); }
+  bool streams_sums() const override { return engine_.pacing_.deferred(); }
   void count(Use use, const Counts& counts) override;
 
  private:

@@ -43,7 +43,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   }
   std::unique_lock<std::mutex> lock(engine.mu_);
   auto settled = [&] {
-    return (!engine.committing_ && engine.aborting_ == 0) || engine.closed_.load();
+    return engine.phase_.may(Phase::kOutside) || engine.closed_.load();
   };
   engine.settle(lock, settled);
   String why;
@@ -60,9 +60,9 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   } else if (!engine.outside_allowed(&why)) {
     status_ = busy(why);
   } else {
-    ++engine.outside_;  // no more of them begin
+    engine.phase_.begin(Phase::kOutside);  // no more of them begin
     entered_ = true;
-    engine.settle(lock, [&] { return engine.reading_ == 0 && engine.planning_ == 0; });
+    engine.settle(lock, [&] { return engine.phase_.may(Phase::kAlone); });
   }
 }
 
@@ -70,7 +70,7 @@ OutsideScope::~OutsideScope() {
   if (!entered_) return;
   {
     std::lock_guard<std::mutex> lock(engine_.mu_);
-    --engine_.outside_;
+    engine_.phase_.end(Phase::kOutside);
   }
   engine_.progress();
 }
@@ -129,7 +129,7 @@ Status Engine::flush(Deadline deadline) {
   auto written = [&] {
     if (apply_jobs_.load()) return false;
     std::lock_guard<std::mutex> lock(mu_);
-    if (committing_) return false;
+    if (phase_.is(Phase::kCommit)) return false;
     for (const TableRef& t : tables_)
       if (t->window.opened() && t->window.any_pending()) return false;
     return true;
@@ -315,7 +315,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       if (!counted) return;
       {
         std::lock_guard<std::mutex> lock(engine.mu_);
-        --engine.reading_;
+        engine.phase_.end(Phase::kRead);
       }
       engine.progress();
     }
@@ -339,12 +339,12 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       if (apply_jobs_.load()) return false;
       std::lock_guard<std::mutex> lock(mu_);
       // This rank may have been told of an abort that is still taking rows of others back.
-      busy = outside_ != 0 || aborting_ != 0;
+      busy = !phase_.may(Phase::kRead);
       const bool others = next != kNoStep && config_.staleness < next && to_commit() < next - config_.staleness;
       if (others) note_awaited(to_commit());
       if (busy || others) return false;
       if (!inside) {
-        ++reading_;
+        phase_.begin(Phase::kRead);
         reading.counted = true;
       }
       return true;

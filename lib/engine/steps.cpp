@@ -12,8 +12,6 @@
 
 namespace frugal {
 
-std::atomic<uint64_t> g_small_step{kParallelBytes};
-
 // --- Entering a call of a trainer ----------------------------------------------------------------
 
 // Called with call_mu held, first thing in every call of the step protocol.
@@ -81,9 +79,10 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
   Vector<TableRef> windows;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (outside_ || aborting_) {
-      waits(outside_ ? WaitedFor::kOutside : WaitedFor::kAborting);
-      if (why) *why = outside_ ? "an operation outside steps" : "an abort";
+    if (!phase_.may(Phase::kStep)) {
+      const bool outside = phase_.is(Phase::kOutside);
+      waits(outside ? WaitedFor::kOutside : WaitedFor::kAborting);
+      if (why) *why = outside ? "an operation outside steps" : "an abort";
       return false;
     }
     if (uint32_t lost = lost_rank(); lost != kNoRank) {
@@ -126,7 +125,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
   }
   // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-  bool all = drain_.load() || !deferred_now_.load();
+  bool all = drain_.load() || !pacing_.deferred();
   bool over = pending_bytes_.load() > pending_limit();
   for (const TableRef& t : windows) over |= t->window.crowded();
   if (windows.empty()) {
@@ -241,7 +240,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
-          !outside_ && !aborting_) {
+          phase_.may(Phase::kStep)) {
         // None is declared for it any more, and what is stays as the gate has found it.
         t.parts.clear();
         t.next_part = 0;
@@ -299,13 +298,13 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     }
   }
   if (t.has_cache.load()) begin_planning(t, step);
-  if (deferred_now_.load(std::memory_order_relaxed) && config_.flush_threads) {
+  if (pacing_.deferred() && config_.flush_threads) {
     bool schedule = false;
     try {
       std::lock_guard<std::mutex> lock(mu_);
       // After an abort, of which this rank is not told yet, all begin the step again: it may be
       // declared for meanwhile, and what is staged must have passed the gates.
-      if (step == to_commit() && !aborting_ && !t.abort_notice.load()) {
+      if (step == to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
         schedule = true;
         for (uint32_t r = 0; r < ranks_.size(); ++r) {
           const TrainerRef& o = ranks_[r];
@@ -423,7 +422,7 @@ Status Engine::commit_ready() {
   Status status = FRUGAL_OK;
   std::unique_lock<std::mutex> lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
-  if (committing_) return FRUGAL_OK;
+  if (phase_.is(Phase::kCommit)) return FRUGAL_OK;
   while (commit_one(lock, &status)) {
   }
   return status;
@@ -438,7 +437,7 @@ Status Engine::commit_owed() {
 }
 
 bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
-  if (first_step_ == kNoStep || aborting_ || closed_.load() || health() != FRUGAL_OK) return false;
+  if (first_step_ == kNoStep || phase_.is(Phase::kAbort) || closed_.load() || health() != FRUGAL_OK) return false;
   uint64_t step = to_commit();
   auto at = records_.find(step);
   bool ended = false;
@@ -453,10 +452,12 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It may be
   // empty: later ones wait behind it, and rows may be staged for it.
   if (!ended && at == records_.end()) return false;
+  bool begun = false;
   try {
     if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
     if (!at->second.flights.empty()) return false;  // land() comes back
-    committing_ = true;
+    phase_.begin(Phase::kCommit);
+    begun = true;
     commit_step(lock, step, at->second, status);
     if (health() == FRUGAL_OK) owed_.store(false);
     return true;
@@ -465,7 +466,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
                    static_cast<unsigned long long>(step));
     if (!lock.owns_lock()) lock.lock();
-    committing_ = false;
+    if (begun) phase_.end(Phase::kCommit);
     progress_.fetch_add(1);
     cv_progress_.notify_all();
     if (!owed_.exchange(true)) {  // once: workers try again after a while
@@ -495,7 +496,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   }
   auto give_up = [&] {
     *status = health();
-    committing_ = false;
+    phase_.end(Phase::kCommit);
     // Who waits for commits to end has no time-out, and nothing else may happen any more.
     progress_.fetch_add(1);
     cv_progress_.notify_all();
@@ -538,8 +539,11 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
   committing_bytes_ = 0;
-  choose_mode();
-  committing_ = false;
+  if (pacing_.committed(ledger_ && !pinner_->any(), [&] { return measured(); })) {
+    work_.fetch_add(1);
+    cv_work_.notify_all();
+  }
+  phase_.end(Phase::kCommit);
   progress_.fetch_add(1);
   cv_progress_.notify_all();
   // Behind a small step there is nothing for them, unless declarations can be linked now.
@@ -584,13 +588,13 @@ void Engine::begin_commit(StepRecord& record) {
   for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
   record.commits = std::move(commits);
   // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
-  record.deferred = deferred_now_.load() || any_pending;
+  record.deferred = pacing_.deferred() || any_pending;
   uint64_t bytes = 0;
   for (const auto& [raw, of] : record.handovers)
     for (const Handover& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
-  record.small = config_.flush_mode == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
-  mode_most_ = std::max(mode_most_, bytes);
-  if (!deferred_now_.load() && any_pending) drain_.store(true);
+  record.small = pacing_.small(bytes);
+  pacing_.step(bytes);
+  if (!pacing_.deferred() && any_pending) drain_.store(true);
   record.prepare_scheduled = false;
 }
 
@@ -792,55 +796,14 @@ void Engine::recount(Table& table) try {
   // Next time.
 }
 
-// Deferring pays if there is idle time of processors to write in; else it is only more work.
-void Engine::choose_mode() {  // with mu_ held
-  bool deferred, rest = workers_rest_.load();
-  switch (config_.flush_mode) {
-    case FRUGAL_FLUSH_DEFERRED:
-    case FRUGAL_FLUSH_TREE_HEAP:
-      deferred = true;
-      break;
-    case FRUGAL_FLUSH_AUTO: {
-      deferred = deferred_now_.load(std::memory_order_relaxed);
-      if (++mode_steps_ % 16 != 0) break;
-      uint64_t wall = now_ns(), cpu = process_cpu_ns() + remote_cpu_ns_.load(std::memory_order_relaxed), apply = counters_.apply_ns.load();
-      uint64_t span = wall - mode_wall_, busy = cpu - mode_cpu_, work = apply - mode_apply_;
-      // Rows are warmed where there is nothing else to do: that time is idle, too.
-      uint64_t warm = warm_ns_.load(std::memory_order_relaxed);
-      busy -= std::min(busy, warm - mode_warm_);
-      bool first = mode_wall_ == 0;
-      mode_wall_ = wall;
-      mode_cpu_ = cpu;
-      mode_apply_ = apply;
-      mode_warm_ = warm;
-      const uint64_t most = std::exchange(mode_most_, 0);
-      if (first || config_.flush_threads == 0) break;
-      // Only time that trainers spend outside the engine can be hidden behind.
-      uint64_t calls = counters_.lookup_ns.load() + counters_.push_ns.load() +
-                       counters_.step_begin_ns.load() + counters_.step_end_ns.load() +
-                       counters_.prefetch_ns.load();
-      uint64_t inside = (calls - mode_calls_) / config_.world_size;
-      mode_calls_ = calls;
-      uint64_t all = span * cpus_, outside = span > inside ? span - inside : 0;
-      uint64_t idle = std::min(all > busy ? all - busy : 0, outside * cpus_);
-      // Hysteresis: to defer, the idle time must hold the work with room to spare.
-      // And queueing a small step is more work than writing it.
-      bool pays = most >= g_small_step.load(std::memory_order_relaxed) &&
-                  (deferred ? idle > work / 2 : idle > work * 3 / 2 + span / 10);
-      // One pause of the program says nothing: it has to pay twice in a row.
-      deferred = deferred ? pays : pays && mode_paid_;
-      mode_paid_ = pays;
-      // Where trainers in other processes have all processors, flush threads only take turns with them, and the
-      // system leaves a processor idle while who could use it stands behind a flush thread on another one.
-      rest = (rest || !pays) && !deferred && ledger_ && config_.world_size >= cpus_ && !pinner_->any();
-      break;
-    }
-    default:
-      deferred = false;
-  }
-  if (stale()) deferred = true;
-  deferred_now_.store(deferred, std::memory_order_relaxed);
-  if (workers_rest_.exchange(rest) && !rest) cv_work_.notify_all();
+Pacing::Measured Engine::measured() const {
+  Pacing::Measured m;
+  m.wall = now_ns();
+  m.cpu = process_cpu_ns() + remote_cpu_ns_.load(std::memory_order_relaxed);
+  m.apply = counters_.apply_ns.load();
+  m.calls = counters_.lookup_ns.load() + counters_.push_ns.load() + counters_.step_begin_ns.load() +
+            counters_.step_end_ns.load() + counters_.prefetch_ns.load();
+  return m;
 }
 
 // --- Abort ---------------------------------------------------------------------------------------
@@ -917,16 +880,16 @@ Status Engine::undo(Trainer& by, Undo why) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
-    settle(lock, [&] { return !committing_; });
+    settle(lock, [&] { return phase_.may(Phase::kAbort); });
     // A step that all ranks have ended is not undone for want of memory.
     Status lacking = FRUGAL_OK;
-    while (owed_.load() && commit_one(lock, &lacking)) settle(lock, [&] { return !committing_; });
+    while (owed_.load() && commit_one(lock, &lacking)) settle(lock, [&] { return phase_.may(Phase::kAbort); });
     if (owed_.load() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) {
       lock.unlock();
       fail_background(lacking);
       lock.lock();
     }
-    ++aborting_;
+    phase_.begin(Phase::kAbort);
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
         t->undo_pending.store(true);
@@ -988,7 +951,7 @@ Status Engine::undo(Trainer& by, Undo why) {
   for (const TrainerRef& t : others) undo_rows(t->created);
   {
     std::lock_guard<std::mutex> lock(mu_);
-    --aborting_;
+    phase_.end(Phase::kAbort);
     begun_.store(committed_ == kNoStep ? 0 : committed_ + 1);
   }
   counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);

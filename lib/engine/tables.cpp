@@ -13,7 +13,7 @@ namespace frugal {
 
 constexpr uint64_t kEndingNs = 100'000;  // between two looks whether calls have noticed that the engine is closed
 
-Engine::Engine(const frugal_config& config) : Session(config) {
+Engine::Engine(const frugal_config& config) : Session(config), pacing_(config, cpu_count()) {
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
@@ -25,7 +25,6 @@ Engine::Engine(const frugal_config& config) : Session(config) {
   scratches_.open(config.world_size);
   pinned_.pin_with(pinner_);
   pool_.count_in(&budget_);
-  choose_mode();
 }
 
 Engine::~Engine() { shutdown(); }
@@ -114,7 +113,7 @@ void Engine::shutdown() {
     FpEnvironment fp;
     {
       std::unique_lock<std::mutex> lock(mu_);
-      settle(lock, [&] { return !committing_; });
+      settle(lock, [&] { return !phase_.is(Phase::kCommit); });
     }
     while (health() == FRUGAL_OK && (run_jobs(true) || flush_rows(UINT64_MAX))) {
     }
@@ -129,7 +128,7 @@ void Engine::shutdown() {
     std::unique_lock<std::mutex> lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
-    settle(lock, [&] { return !committing_ && aborting_ == 0 && outside_ == 0; });
+    settle(lock, [&] { return phase_.may(Phase::kEnd); });
     tables.swap(tables_);
     batches.swap(batches_);
     records.swap(records_);
@@ -382,7 +381,7 @@ Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed_ + 1));
-  if ((committing_ || owed_.load()) && first_step <= to_commit())
+  if ((phase_.is(Phase::kCommit) || owed_.load()) && first_step <= to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;

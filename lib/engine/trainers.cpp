@@ -53,7 +53,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
   if (joined_[config.rank] && !ranks_[config.rank])
-    settle(lock, [&] { return (!committing_ && !aborting_) || closed_.load(); });
+    settle(lock, [&] { return phase_.may(Phase::kJoin) || closed_.load(); });
   if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
@@ -134,7 +134,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   {
     std::unique_lock<std::mutex> lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
-    settle(lock, [&] { return outside_ == 0 && !t->planning; });
+    settle(lock, [&] { return phase_.may(Phase::kLeave) && !t->planning; });
     caches.swap(t->caches);
   }
   t->lent.clear();

@@ -140,8 +140,8 @@ Engine::Did Engine::background_work() {
   if (landed() || run_jobs(false) || pin_one() || flush_rows(now) || declared(now + kSoon) || prepare_one() ||
       plan_one())
     return Did::kWork;
-  if (!lacking && deferred_now_.load(std::memory_order_relaxed) && pending <= limit &&
-      calls_.load(std::memory_order_relaxed) * 2 >= cpus_)
+  if (!lacking && pacing_.deferred() && pending <= limit &&
+      calls_.load(std::memory_order_relaxed) * 2 >= pacing_.cpus())
     return Did::kHeld;
   if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
       declared(UINT64_MAX) || flush_rows(UINT64_MAX))
@@ -448,13 +448,13 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
 // known from the declarations, and when the push is what was declared, the commit has only to
 // publish them.
 bool Engine::prepare_one() {
-  if (!deferred_now_.load(std::memory_order_relaxed)) return false;
+  if (!pacing_.deferred()) return false;
   StepRecord* record = nullptr;
   TableRef table;
   UpdateRef update;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (first_step_ == kNoStep || aborting_ || committing_) return false;
+    if (first_step_ == kNoStep || !phase_.may(Phase::kStage)) return false;
     uint64_t step = to_commit();
     auto at = records_.find(step);
     if (at == records_.end() || !at->second.prepare_scheduled) return false;
@@ -553,7 +553,7 @@ void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t
 // again, for as long as a step usually takes.
 Engine::Did Engine::warm_one() {
   const uint64_t next = begun_.load();
-  if (!deferred_now_.load(std::memory_order_relaxed) || pushed_.load(std::memory_order_relaxed) == next)
+  if (!pacing_.deferred() || pushed_.load(std::memory_order_relaxed) == next)
     return Did::kNothing;
   PartRef part;
   std::shared_ptr<SoonRows> soon;
@@ -619,7 +619,7 @@ Engine::Did Engine::warm_one() {
     const char* state = reinterpret_cast<const char*>(rows.state_row(slots[i]));
     for (size_t o = 0; o < state_bytes; o += 64) __builtin_prefetch(state + o, 0, 2);
   }
-  warm_ns_.fetch_add(now_ns() - begun, std::memory_order_relaxed);
+  pacing_.warmed(now_ns() - begun);
   return Did::kWork;
 }
 

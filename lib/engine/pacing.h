@@ -1,0 +1,58 @@
+// How an engine works: whether updates are deferred, and whether flush threads rest. In mode AUTO that is
+// decided by measurement (docs/architecture.md, section 10).
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "frugal.h"
+
+namespace frugal {
+
+// In mode AUTO a step whose rows have fewer bytes is written by the call that commits it. Tests change it.
+extern std::atomic<uint64_t> g_small_step;
+
+class Pacing {
+ public:
+  // Since the engine was opened, in ns.
+  struct Measured {
+    uint64_t wall = 0;
+    uint64_t cpu = 0;    // of all processes that train
+    uint64_t apply = 0;  // spent on writing rows
+    uint64_t calls = 0;  // spent by all ranks in calls
+  };
+  // A finite staleness, or an endless one, always defers.
+  Pacing(const frugal_config& config, uint32_t cpus);
+
+  bool deferred() const { return deferred_.load(std::memory_order_relaxed); }
+  bool resting() const { return resting_.load(); }
+  uint32_t cpus() const { return cpus_; }
+  bool small(uint64_t bytes) const {
+    return mode_ == FRUGAL_FLUSH_AUTO && bytes < g_small_step.load(std::memory_order_relaxed);
+  }
+  // So long somebody has brought rows into the caches, having nothing else to do.
+  void warmed(uint64_t ns) { warm_ns_.fetch_add(ns, std::memory_order_relaxed); }
+  // A step begins to be committed: what its rows have of bytes. One at a time.
+  void step(uint64_t bytes) { most_ = std::max(most_, bytes); }
+  // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether these
+  // rest no more. One at a time.
+  template <class Measure>
+  bool committed(bool may_rest, Measure measure) {
+    return mode_ == FRUGAL_FLUSH_AUTO && ++steps_ % kSteps == 0 && decide(may_rest, measure());
+  }
+
+ private:
+  static constexpr uint64_t kSteps = 16;
+  bool decide(bool may_rest, const Measured& now);
+
+  const int32_t mode_;
+  const bool always_;  // defers
+  const uint32_t flush_threads_, world_size_, cpus_;
+  std::atomic<bool> deferred_, resting_{false};
+  std::atomic<uint64_t> warm_ns_{0};
+  uint64_t steps_ = 1, most_ = 0, warm_ = 0;
+  Measured last_;
+  bool paid_ = false;
+};
+
+}  // namespace frugal

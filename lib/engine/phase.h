@@ -1,0 +1,59 @@
+// What of an engine runs beside what: one table, looked at by whoever begins something.
+#pragma once
+#include <cstdint>
+
+#include "base/assert.h"
+
+namespace frugal {
+
+// Guarded by the engine's mutex.
+class Phase {
+ public:
+  enum Act : uint32_t {
+    kStep,      // a rank begins a step
+    kStage,     // a step is taken in ahead
+    kCommit,    // of a step that all ranks have ended
+    kAbort,     // uncommitted steps are undone
+    kOutside,   // an operation outside steps
+    kAlone,     // such an operation has rows and caches for itself
+    kRead,      // a trainer between steps reads rows
+    kPlan,      // a boundary of a cache is worked out ahead
+    kJoin,      // a rank that was here before comes back
+    kLeave,     // the caches of a rank that leaves are taken away
+    kEnd,       // the engine's tables and steps are
+    kActs
+  };
+  // Nothing that it is not to run beside is under way.
+  bool may(Act act) const {
+    for (uint32_t other = 0; other < kActs; ++other)
+      if (kNotBeside[act] >> other & 1 && under_way_[other] != 0) return false;
+    return true;
+  }
+  bool is(Act act) const { return under_way_[act] != 0; }
+  void begin(Act act) {
+    FRUGAL_ASSERT(may(act));
+    ++under_way_[act];
+  }
+  void end(Act act) {
+    FRUGAL_ASSERT(is(act));
+    --under_way_[act];
+  }
+
+ private:
+  static constexpr uint32_t kNotBeside[kActs] = {
+      /* kStep    */ 1u << kOutside | 1u << kAbort,
+      /* kStage   */ 1u << kCommit | 1u << kAbort,
+      /* kCommit  */ 1u << kCommit | 1u << kAbort,
+      /* kAbort   */ 1u << kCommit,
+      /* kOutside */ 1u << kCommit | 1u << kAbort,
+      /* kAlone   */ 1u << kRead | 1u << kPlan,
+      /* kRead    */ 1u << kOutside | 1u << kAbort,
+      /* kPlan    */ 1u << kOutside | 1u << kAbort,
+      /* kJoin    */ 1u << kCommit | 1u << kAbort,
+      /* kLeave   */ 1u << kOutside,
+      /* kEnd     */ 1u << kCommit | 1u << kAbort | 1u << kOutside,
+  };
+  uint32_t under_way_[kActs] = {};
+};
+
+}  // namespace frugal
