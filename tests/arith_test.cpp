@@ -238,6 +238,22 @@ TEST(Optimizer, StateLayout) {
   EXPECT_EQ(initial_state(FRUGAL_RMSPROP, 0, 0.5f), 0.0f);
 }
 
+// Kinds are numbered from 0; each is something, and the dispatch by number meets it.
+TEST(Optimizer, Kinds) {
+  for (int32_t kind = 0; kind <= kLastOptimizer; ++kind) {
+    const frugal::arith::Optimizer is = optimizer_of(kind);
+    ASSERT_NE(is.name, nullptr) << kind;
+    EXPECT_EQ(for_kind(kind, [](auto k) { return decltype(k)::kKind; }), kind);
+    EXPECT_LE(is.columns, 2u);
+    EXPECT_EQ(is.accumulators >> is.columns, 0u) << is.name;
+    EXPECT_EQ(is.accumulators != 0, (is.hypers & kInitialAccumulator) != 0) << is.name;
+    EXPECT_EQ(is.first(), is.columns > 0 && kind != FRUGAL_ROWWISE_ADAGRAD);
+    EXPECT_EQ(is.second(), is.columns > 1);
+    EXPECT_FALSE(is.of_row && is.columns != 1) << is.name;
+  }
+  EXPECT_STREQ(optimizer_of(kLastOptimizer).name, "FTRL");
+}
+
 TEST(Optimizer, ClampKeepsNansAndZeros) {
   EXPECT_TRUE(std::isnan(clamp(std::nanf(""), 1.0f)));
   EXPECT_TRUE(std::signbit(clamp(-0.0f, 1.0f)));

@@ -59,16 +59,91 @@ struct StepScalars {
   float ftrl_beta;
 };
 
-// State columns of a row: 0, 1 or 2.
-FRUGAL_HD uint32_t state_columns(int32_t kind) {
-  if (kind == FRUGAL_SGD) return 0;
-  return kind == FRUGAL_ADAM || kind == FRUGAL_FTRL ? 2 : 1;
+// --- What an optimizer is -----------------------------------------------------------------------
+// All that the library asks of a kind: its traits, and its equations (update_element). Whoever goes
+// by the kind has a switch over frugal_optimizer_kind without a default, and is compiled with
+// -Werror=switch; docs/arithmetic.md, section 3, has the list of them.
+
+// Hyper-parameters that some kinds look at, as bits of Optimizer::hypers.
+enum Hyper : uint32_t {
+  kEps = 1u << 0,
+  kMomentum = 1u << 1,
+  kDampening = 1u << 2,
+  kBeta1 = 1u << 3,
+  kBeta2 = 1u << 4,
+  kRho = 1u << 5,
+  kFtrlLambda1 = 1u << 6,
+  kFtrlLambda2 = 1u << 7,
+  kFtrlBeta = 1u << 8,
+  kInitialAccumulator = 1u << 9,
+};
+
+struct Optimizer {
+  const char* name;
+  uint32_t columns;       // of state: 0, 1 or 2
+  bool of_row;            // a column is one float of the row, not one for each element, and there
+                          // is one: update_row() makes the rate of the row from it
+  uint32_t accumulators;  // bit c: column c begins with initial_accumulator, not with 0
+  uint32_t hypers;        // that its equations look at, or its state's beginning
+  uint32_t flags;         // FRUGAL_OPT_*, likewise
+  bool divides_by_lr;
+  // State columns that update_element() gets.
+  FRUGAL_HD constexpr bool first() const { return columns >= 1 && !of_row; }
+  FRUGAL_HD constexpr bool second() const { return columns >= 2 && !of_row; }
+};
+
+FRUGAL_HD constexpr Optimizer optimizer_of(int32_t kind) {
+  switch (static_cast<frugal_optimizer_kind>(kind)) {
+    case FRUGAL_SGD:
+      return {"SGD", 0, false, 0, 0, 0, false};
+    case FRUGAL_MOMENTUM:
+      return {"momentum", 1, false, 0, kMomentum | kDampening, FRUGAL_OPT_NESTEROV, false};
+    case FRUGAL_ADAGRAD:
+      return {"Adagrad", 1, false, 1, kEps | kInitialAccumulator, 0, false};
+    case FRUGAL_ROWWISE_ADAGRAD:
+      return {"row-wise Adagrad", 1, true, 1, kEps | kInitialAccumulator, 0, false};
+    case FRUGAL_ADAM:
+      return {"Adam", 2, false, 0, kEps | kBeta1 | kBeta2, FRUGAL_OPT_NO_BIAS_CORRECTION, false};
+    case FRUGAL_RMSPROP:
+      return {"RMSProp", 1, false, 0, kEps | kRho, 0, false};
+    case FRUGAL_FTRL:
+      return {"FTRL", 2, false, 2, kFtrlLambda1 | kFtrlLambda2 | kFtrlBeta | kInitialAccumulator, 0, true};
+  }
+  return {};  // configurations are checked
+}
+inline constexpr int32_t kLastOptimizer = FRUGAL_FTRL;  // kinds are numbered from 0
+
+// What a kind is at compile time; f(Kind<...>()) for one that is known when it runs.
+template <int32_t kKindIn>
+struct Kind {
+  static constexpr int32_t kKind = kKindIn;
+};
+template <class F>
+FRUGAL_HD auto for_kind(int32_t kind, F f) {
+  switch (static_cast<frugal_optimizer_kind>(kind)) {
+    case FRUGAL_SGD:
+      return f(Kind<FRUGAL_SGD>());
+    case FRUGAL_MOMENTUM:
+      return f(Kind<FRUGAL_MOMENTUM>());
+    case FRUGAL_ADAGRAD:
+      return f(Kind<FRUGAL_ADAGRAD>());
+    case FRUGAL_ROWWISE_ADAGRAD:
+      return f(Kind<FRUGAL_ROWWISE_ADAGRAD>());
+    case FRUGAL_ADAM:
+      return f(Kind<FRUGAL_ADAM>());
+    case FRUGAL_RMSPROP:
+      return f(Kind<FRUGAL_RMSPROP>());
+    case FRUGAL_FTRL:
+      return f(Kind<FRUGAL_FTRL>());
+  }
+  __builtin_unreachable();  // configurations are checked
 }
 
+// State columns of a row: 0, 1 or 2.
+FRUGAL_HD constexpr uint32_t state_columns(int32_t kind) { return optimizer_of(kind).columns; }
+
 // Floats of one state column.
-FRUGAL_HD uint32_t column_floats(int32_t kind, uint32_t dim) {
-  return kind == FRUGAL_ROWWISE_ADAGRAD ? 1 : dim;
-}
+FRUGAL_HD constexpr uint32_t column_floats(int32_t kind, uint32_t dim) { return optimizer_of(kind).of_row ? 1 : dim; }
 
 // Floats of state of a row as it travels with FRUGAL_WITH_STATE.
 FRUGAL_HD uint32_t state_floats(int32_t kind, uint32_t dim) {
@@ -77,9 +152,7 @@ FRUGAL_HD uint32_t state_floats(int32_t kind, uint32_t dim) {
 
 // The value that state column `column` of a new row is filled with.
 FRUGAL_HD float initial_state(int32_t kind, uint32_t column, float initial_accumulator) {
-  const bool accumulates = kind == FRUGAL_ADAGRAD || kind == FRUGAL_ROWWISE_ADAGRAD ||
-                           (kind == FRUGAL_FTRL && column == 1);
-  return accumulates ? canonical(initial_accumulator) : 0.0f;
+  return optimizer_of(kind).accumulators >> column & 1 ? canonical(initial_accumulator) : 0.0f;
 }
 
 // b^t in double by squaring from the low bit.
@@ -209,7 +282,8 @@ FRUGAL_HD void update_element(const StepScalars& s, T& w, T g, T& s0, T& s1, flo
     const T v = s.rho * s0 + (s.one_minus_rho * g) * g;
     w = w - (s.lr * g) / (L::root(v) + s.eps);
     s0 = canonical(v);
-  } else if constexpr (kKind == FRUGAL_FTRL) {
+  } else {
+    static_assert(kKind == FRUGAL_FTRL, "an optimizer without equations");
     const T n = s1 + g * g;
     const T root_n = L::root(n);
     const T z = (s0 + g) - ((root_n - L::root(s1)) / s.lr) * w;

@@ -30,6 +30,34 @@ Status known_flags(const char* option, uint32_t flags, uint32_t known) {
               known);
 }
 
+// The hyper-parameters, in the order in which they are checked.
+constexpr float kAny = -1, kMore = FLT_MAX, kUnit = 1, kBelowOne = 1 - FLT_EPSILON / 2;
+constexpr struct HyperParameter {
+  const char* name;
+  float frugal_optimizer::*at;
+  float bound;           // the largest value that it may have, and the least is 0; or kAny
+  uint32_t of;           // which of arith::Hyper it is; 0: all kinds look at it
+  bool bounded_for_all;  // also for kinds that do not look at it
+} kHyperParameters[] = {
+    {"lr", &frugal_optimizer::lr, kMore, 0, true},
+    {"eps", &frugal_optimizer::eps, kMore, arith::kEps, true},
+    {"grad_scale", &frugal_optimizer::grad_scale, kAny, 0, true},
+    {"momentum", &frugal_optimizer::momentum, kMore, arith::kMomentum, false},
+    {"dampening", &frugal_optimizer::dampening, kUnit, arith::kDampening, false},
+    {"beta1", &frugal_optimizer::beta1, kBelowOne, arith::kBeta1, false},
+    {"beta2", &frugal_optimizer::beta2, kBelowOne, arith::kBeta2, false},
+    {"rho", &frugal_optimizer::rho, kUnit, arith::kRho, false},
+    {"ftrl_lambda1", &frugal_optimizer::ftrl_lambda1, kMore, arith::kFtrlLambda1, false},
+    {"ftrl_lambda2", &frugal_optimizer::ftrl_lambda2, kMore, arith::kFtrlLambda2, false},
+    {"ftrl_beta", &frugal_optimizer::ftrl_beta, kMore, arith::kFtrlBeta, false},
+    {"initial_accumulator", &frugal_optimizer::initial_accumulator, kMore, arith::kInitialAccumulator, true},
+    {"weight_decay_l2", &frugal_optimizer::weight_decay_l2, kMore, 0, true},
+    {"weight_decay", &frugal_optimizer::weight_decay, kMore, 0, true},
+    {"clip_value", &frugal_optimizer::clip_value, kMore, 0, true},
+    {"clip_norm", &frugal_optimizer::clip_norm, kMore, 0, true},
+    {"weight_bound", &frugal_optimizer::weight_bound, kMore, 0, true},
+};
+
 }  // namespace
 
 Status check_config(const frugal_config& c) {
@@ -50,32 +78,21 @@ Status check_config(const frugal_config& c) {
 
 Status check_optimizer(const frugal_optimizer& o) {
   FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
-  FRUGAL_TRY(one_of("optimizer.kind", o.kind, FRUGAL_FTRL, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
+  FRUGAL_TRY(one_of("optimizer.kind", o.kind, arith::kLastOptimizer, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
+  const arith::Optimizer is = arith::optimizer_of(o.kind);
   FRUGAL_TRY(known_flags("optimizer.flags", o.flags,
                          FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS | FRUGAL_OPT_NO_BIAS_CORRECTION |
                              FRUGAL_OPT_NEW_STATE));
-  // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps from leading away from
-  // where gradients point.
-  constexpr float kAny = -1, kMore = FLT_MAX, kBelow = 1 - FLT_EPSILON / 2;
-  auto of = [&](int32_t kind, float most) { return o.kind == kind ? most : kAny; };
-  const struct {
-    const char* name;
-    float value, most;
-  } all[] = {{"lr", o.lr, kMore}, {"eps", o.eps, kMore}, {"grad_scale", o.grad_scale, kAny},
-             {"momentum", o.momentum, of(FRUGAL_MOMENTUM, kMore)}, {"dampening", o.dampening, of(FRUGAL_MOMENTUM, 1)},
-             {"beta1", o.beta1, of(FRUGAL_ADAM, kBelow)}, {"beta2", o.beta2, of(FRUGAL_ADAM, kBelow)},
-             {"rho", o.rho, of(FRUGAL_RMSPROP, 1)}, {"ftrl_lambda1", o.ftrl_lambda1, of(FRUGAL_FTRL, kMore)},
-             {"ftrl_lambda2", o.ftrl_lambda2, of(FRUGAL_FTRL, kMore)}, {"ftrl_beta", o.ftrl_beta, of(FRUGAL_FTRL, kMore)},
-             {"initial_accumulator", o.initial_accumulator, kMore}, {"weight_decay_l2", o.weight_decay_l2, kMore},
-             {"weight_decay", o.weight_decay, kMore}, {"clip_value", o.clip_value, kMore},
-             {"clip_norm", o.clip_norm, kMore}, {"weight_bound", o.weight_bound, kMore}};
-  for (const auto& x : all) {
-    const char* bounds = x.most == kMore ? "0 or more" : x.most == 1 ? "0..1" : "0 or more and less than 1";
-    if (!std::isfinite(x.value)) bounds = "finite";
-    else if (x.most < 0 || (x.value >= 0 && x.value <= x.most)) continue;
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", x.name, double{x.value}, bounds);
+  for (const HyperParameter& h : kHyperParameters) {
+    // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps from leading away
+    // from where gradients point.
+    const float value = o.*h.at;
+    const char* bounds = h.bound == kMore ? "0 or more" : h.bound == kUnit ? "0..1" : "0 or more and less than 1";
+    if (!std::isfinite(value)) bounds = "finite";
+    else if (h.bound == kAny || !(h.bounded_for_all || (is.hypers & h.of)) || (value >= 0 && value <= h.bound)) continue;
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", h.name, double{value}, bounds);
   }
-  if (o.kind == FRUGAL_FTRL && o.lr == 0) return refused("optimizer.lr", 0.0, "above 0 for FTRL");
+  if (is.divides_by_lr && o.lr == 0) return refused("optimizer.lr", 0.0, text("above 0 for %s", is.name).c_str());
   return FRUGAL_OK;
 }
 
@@ -134,46 +151,12 @@ Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
 }
 
 frugal_optimizer of_its_kind(const frugal_optimizer& o) {
+  const arith::Optimizer is = arith::optimizer_of(o.kind);
   frugal_optimizer r = FRUGAL_OPTIMIZER_INIT;
   r.kind = o.kind;
-  r.lr = o.lr;
-  r.weight_decay_l2 = o.weight_decay_l2;
-  r.weight_decay = o.weight_decay;
-  r.clip_value = o.clip_value;
-  r.clip_norm = o.clip_norm;
-  r.weight_bound = o.weight_bound;
-  r.grad_scale = o.grad_scale;
-  r.flags = o.flags & FRUGAL_OPT_MEAN_RANKS;
-  switch (o.kind) {
-    case FRUGAL_MOMENTUM:
-      r.momentum = o.momentum;
-      r.dampening = o.dampening;
-      r.flags |= o.flags & FRUGAL_OPT_NESTEROV;
-      break;
-    case FRUGAL_ADAGRAD:
-    case FRUGAL_ROWWISE_ADAGRAD:
-      r.eps = o.eps;
-      r.initial_accumulator = o.initial_accumulator;
-      break;
-    case FRUGAL_ADAM:
-      r.beta1 = o.beta1;
-      r.beta2 = o.beta2;
-      r.eps = o.eps;
-      r.flags |= o.flags & FRUGAL_OPT_NO_BIAS_CORRECTION;
-      break;
-    case FRUGAL_RMSPROP:
-      r.rho = o.rho;
-      r.eps = o.eps;
-      break;
-    case FRUGAL_FTRL:
-      r.ftrl_lambda1 = o.ftrl_lambda1;
-      r.ftrl_lambda2 = o.ftrl_lambda2;
-      r.ftrl_beta = o.ftrl_beta;
-      r.initial_accumulator = o.initial_accumulator;
-      break;
-    default:
-      break;
-  }
+  r.flags = o.flags & (FRUGAL_OPT_MEAN_RANKS | is.flags);
+  for (const HyperParameter& h : kHyperParameters)
+    if (h.of == 0 || (is.hypers & h.of)) r.*h.at = o.*h.at;
   return r;
 }
 

@@ -515,17 +515,7 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
   a.dim = dim;
   a.sums = s.sums;
   a.sums_stride = s.sums_stride;
-  Kernel kernel = Kernel::apply_sgd;
-  switch (update->scalars.kind) {
-    case FRUGAL_MOMENTUM: kernel = Kernel::apply_momentum; break;
-    case FRUGAL_ADAGRAD: kernel = Kernel::apply_adagrad; break;
-    case FRUGAL_ROWWISE_ADAGRAD: kernel = Kernel::apply_rowwise_adagrad; break;
-    case FRUGAL_ADAM: kernel = Kernel::apply_adam; break;
-    case FRUGAL_RMSPROP: kernel = Kernel::apply_rmsprop; break;
-    case FRUGAL_FTRL: kernel = Kernel::apply_ftrl; break;
-    default: break;
-  }
-  return launch(kernel, device::apply_shape(a, extent_), a, boundary_);
+  return launch(device::apply_kernel(update->scalars.kind), device::apply_shape(a, extent_), a, boundary_);
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.

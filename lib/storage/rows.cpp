@@ -25,22 +25,11 @@ RowLayout RowLayout::of(uint32_t dim, int32_t optimizer) {
   else
     l.value_pitch = (bytes + 63) / 64 * 64;
   l.sums_stride = l.value_pitch / sizeof(float);
-  switch (optimizer) {
-    case FRUGAL_SGD:
-      break;
-    case FRUGAL_ROWWISE_ADAGRAD:
-      l.state_floats = 1;
-      l.state_pitch = sizeof(device::Element);
-      break;
-    case FRUGAL_ADAM:
-    case FRUGAL_FTRL:
-      l.state_columns = 2;
-      break;
-    default:
-      l.state_columns = 1;
-  }
-  if (l.state_columns) {
-    l.state_floats = l.state_columns * dim;
+  l.state_floats = arith::state_floats(optimizer, dim);
+  if (arith::optimizer_of(optimizer).of_row) {
+    l.state_pitch = l.state_floats * sizeof(device::Element);
+  } else {
+    l.state_columns = arith::state_columns(optimizer);
     l.state_pitch = l.state_columns * l.value_pitch;
   }
   return l;

@@ -43,6 +43,27 @@ enum class Kernel : uint32_t {
   kCount
 };
 
+// The one of an optimizer.
+inline Kernel apply_kernel(int32_t kind) {
+  switch (static_cast<frugal_optimizer_kind>(kind)) {
+    case FRUGAL_SGD:
+      return Kernel::apply_sgd;
+    case FRUGAL_MOMENTUM:
+      return Kernel::apply_momentum;
+    case FRUGAL_ADAGRAD:
+      return Kernel::apply_adagrad;
+    case FRUGAL_ROWWISE_ADAGRAD:
+      return Kernel::apply_rowwise_adagrad;
+    case FRUGAL_ADAM:
+      return Kernel::apply_adam;
+    case FRUGAL_RMSPROP:
+      return Kernel::apply_rmsprop;
+    case FRUGAL_FTRL:
+      return Kernel::apply_ftrl;
+  }
+  return Kernel::kCount;  // configurations are checked
+}
+
 }  // namespace frugal::device
 
 #endif  // FRUGAL_DEVICE_OPS_KERNELS_H_

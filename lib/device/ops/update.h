@@ -108,9 +108,8 @@ FRUGAL_DEVICE float prepare(const arith::StepScalars& s, float norm_factor, floa
 // the row has vectors.
 template <int kKind>
 FRUGAL_DEVICE void apply(const ApplyArgs& a) {
-  constexpr bool kRowwise = kKind == FRUGAL_ROWWISE_ADAGRAD;
-  constexpr bool kFirst = kKind != FRUGAL_SGD && !kRowwise;
-  constexpr bool kSecond = kKind == FRUGAL_ADAM || kKind == FRUGAL_FTRL;
+  constexpr arith::Optimizer kIs = arith::optimizer_of(kKind);
+  constexpr bool kRowwise = kIs.of_row, kFirst = kIs.first(), kSecond = kIs.second();
   const arith::StepScalars& s = a.step;
   const uint32_t vectors = (a.dim + 3) / 4;
   const bool measures = (s.flags & (arith::kClipNorm | arith::kNanSkip)) != 0;
