@@ -29,34 +29,34 @@ void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, si
 
 }  // namespace
 
-RowWrite::RowWrite(Rows& rows, const uint32_t* slots, size_t n, const Purpose& purpose, const uint32_t* index) noexcept
-    : table_(&rows), to_(rows.ref_), slots_(slots), index_(index), n_(n), purpose_(purpose) {
-  FRUGAL_ASSERT(slots || rows.watcher_count_ == 0);
-  for (uint32_t i = 0; i < rows.watcher_count_; ++i) tokens_[i] = rows.watchers_[i]->before(*this, &undo_);
+void RowWrite::tell_before() noexcept {
+  FRUGAL_ASSERT(slots_);
+  undo_ = {};
+  for (uint32_t i = 0; i < table_->watcher_count_; ++i) tokens_[i] = table_->watchers_[i]->before(*this, &undo_);
 }
 
-RowWrite::~RowWrite() {
-  if (!table_) return;
+void RowWrite::tell_after() noexcept {
   for (uint32_t i = table_->watcher_count_; i-- > 0;) table_->watchers_[i]->after(*this, tokens_[i]);
 }
 
 const device::RowsRef& RowWrite::in_place() const {
   FRUGAL_ASSERT(purpose_.what != What::kUpdate || !table_->versioned());
-  return to_;
+  return *to_;
 }
 
 void RowWrite::store(size_t i, const device::Element* values, const device::Element* state) {
   const uint32_t slot = this->slot(i);
-  if (undo_.slot) keep(undo_, to_, slot, i);
+  const device::RowsRef& to = *to_;
+  if (undo_.slot) keep(undo_, to, slot, i);
   if (VersionWord* word = table_->version(slot)) {
     begin_write(*word);
-    store_shared(to_.row(slot), values, to_.dim);
+    store_shared(to.row(slot), values, to.dim);
     end_write(*word);
   } else {
-    std::memcpy(to_.row(slot), values, to_.dim * sizeof(device::Element));
+    std::memcpy(to.row(slot), values, to.dim * sizeof(device::Element));
   }
-  if (to_.state_pitch) std::memcpy(to_.state_row(slot), state, to_.state_pitch);
-  if (undo_.slot) tell(undo_, to_, slot, i);
+  if (to.state_pitch) std::memcpy(to.state_row(slot), state, to.state_pitch);
+  if (undo_.slot) tell(undo_, to, slot, i);
 }
 
 }  // namespace frugal

@@ -55,7 +55,9 @@ class RowWrite {
   // Rows slots[i], or slots[index[i]], for i in 0 .. n - 1. No slots: all rows of a table that nobody has seen yet.
   RowWrite(Rows& rows, const uint32_t* slots, size_t n, const Purpose& purpose, const uint32_t* index = nullptr) noexcept;
   // Copies of rows, which are the caller's alone.
-  explicit RowWrite(const device::RowsRef& copies) noexcept : to_(copies), purpose_{What::kNew} {}
+  explicit RowWrite(const device::RowsRef& copies) noexcept : to_(&copies), purpose_{What::kNew} {
+    undo_.slot = nullptr;
+  }
   ~RowWrite();
   RowWrite(const RowWrite&) = delete;
   RowWrite& operator=(const RowWrite&) = delete;
@@ -73,17 +75,19 @@ class RowWrite {
   const Purpose& purpose() const { return purpose_; }
   size_t size() const { return n_; }
   uint32_t slot(size_t i) const { return slots_[index_ ? index_[i] : i]; }
-  device::RowsView rows() const { return to_; }
+  device::RowsView rows() const { return *to_; }
   bool is_chunk_done() const { return chunk_done_; }
 
  private:
+  void tell_before() noexcept;
+  void tell_after() noexcept;
   Rows* table_ = nullptr;
-  device::RowsRef to_;
+  const device::RowsRef* to_;
   const uint32_t *slots_ = nullptr, *index_ = nullptr;
   size_t n_ = 0;
   Purpose purpose_;
   bool chunk_done_ = false;
-  device::Undo undo_{};
+  device::Undo undo_;  // of it only the slot is set where nobody watches
   uint32_t tokens_[kMostWatchers];
 };
 

@@ -253,4 +253,16 @@ void Rows::recount(Quiet quiet, Each each) {
   settle_unsure(counts);
 }
 
+// (In line: lists of rows may be short.)
+inline RowWrite::RowWrite(Rows& rows, const uint32_t* slots, size_t n, const Purpose& purpose,
+                          const uint32_t* index) noexcept
+    : table_(&rows), to_(&rows.ref_), slots_(slots), index_(index), n_(n), purpose_(purpose) {
+  undo_.slot = nullptr;
+  if (rows.watcher_count_) tell_before();
+}
+
+inline RowWrite::~RowWrite() {
+  if (table_ && table_->watcher_count_) tell_after();
+}
+
 }  // namespace frugal
