@@ -787,6 +787,8 @@ TEST(Tables, DropAndCreateAgain) {
   EXPECT_EQ(GetOne(again, 3), start);
   // The other part of the declaration is as it was.
   ASSERT_OK(frugal_step_begin(trainer, 2, kWait));
+  EXPECT_REFUSED(frugal_lookup(trainer, &in_both.op, 1), FRUGAL_ERR_BAD_HANDLE);
+  EXPECT_REFUSED(frugal_push_grad(trainer, &in_both.op, 1), FRUGAL_ERR_BAD_HANDLE);
   frugal_op op = FRUGAL_OP_INIT;
   op.table = other;
   op.batch = batch;

@@ -26,14 +26,16 @@ const StepPart* RowPath::declared_part(const AnyBatch& batch, uint32_t index) co
   return part_that([&](const StepPart& p) { return p.batch == batch.id && p.index == index; });
 }
 
-// The table of an op. One of a part of the step stays as long as the step does: no handle has to be looked up.
+// The table of an op. One of a part of the step stays as long as the step does, if it was there when the step began: no
+// handle has to be looked up.
 Status RowPath::table_of(const frugal_op& op, AnyTableRef* out) const {
   const size_t from = t_.next_part, to = std::min(from + 2, t_.parts.size());
-  for (size_t i = from; i < to; ++i)
-    if (const AnyTableRef& table = t_.parts[i].table; table && table->handle == reinterpret_cast<uint64_t>(op.table)) {
-      *out = table;
-      return FRUGAL_OK;
-    }
+  for (size_t i = from; i < to; ++i) {
+    const AnyTableRef& table = t_.parts[i].table;
+    if (!table || table->handle != reinterpret_cast<uint64_t>(op.table) || table->dropped.load()) continue;
+    *out = table;
+    return FRUGAL_OK;
+  }
   return step_.session.op_table(op, out);
 }
 
