@@ -55,6 +55,9 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
     const uint64_t kept = std::min<uint64_t>(step_.session.config().staleness, 62);
     if (!batch || batch->session != &step_.session || (t_.step > batch->step && t_.step - batch->step > kept))
       return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
+    if (batch->trainer && batch->trainer != &t_)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "the batch was declared by another trainer than this one of rank %u", t_.rank);
     if (batch->rank != t_.rank || batch->step != t_.step)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "the batch was declared for step %llu of rank %u; this is step %llu of rank %u",
@@ -127,7 +130,8 @@ Status RowPath::match_batch(frugal_op* op) {
   FRUGAL_TRY(t_.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
   const AnyBatchRef batch = object_of<AnyBatch>(op->batch);
   // What is wrong is told where ops are checked.
-  if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank || batch->step != t_.step)
+  if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank || batch->step != t_.step ||
+      (batch->trainer && batch->trainer != &t_))
     return FRUGAL_OK;
   const StepPart* p = declared_part(*batch, op->part);
   return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part, !p->table->keys_are_slots, op) : FRUGAL_OK;

@@ -89,6 +89,7 @@ struct AnyBatch : HeapObject {
   uint32_t rank = 0;
   uint64_t handle = 0;        // 0: nobody wants it
   uint64_t id = 0;            // by which a step's parts know it
+  const AnyTrainer* trainer = nullptr;  // whose number the id is; null: it is a handle
   Status failed = FRUGAL_OK;  // it could not be declared after all, and why
   String why;
   virtual size_t size() const = 0;

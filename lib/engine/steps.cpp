@@ -888,6 +888,7 @@ Status Engine::undo(Trainer& by, Undo why) {
       lock.unlock();
       fail_background(lacking);
       lock.lock();
+      settle(lock, [&] { return phase_.may(Phase::kAbort); });  // who has begun to commit it meanwhile
     }
     phase_.begin(Phase::kAbort);
     for (const TrainerRef& t : ranks_)

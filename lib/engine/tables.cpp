@@ -308,16 +308,20 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   tables_.reserve(tables_.size() + 1);
   table->handle = handle_of<AnyTable>(table);
   if (!table->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
+  struct Unmade {
+    uint64_t handle;
+    ~Unmade() {
+      if (handle) handle_remove(HandleKind::kTable, handle);
+    }
+  } unmade{table->handle};
   if (stale()) table->rows.read_beside(versions_, table->handle);
   if (ledger_) {
-    if (Status s = ledger_->add_table(table->handle, table->rows, &table->ledger)) {
-      handle_remove(HandleKind::kTable, table->handle);
-      return s;
-    }
+    FRUGAL_TRY(ledger_->add_table(table->handle, table->rows, &table->ledger));
     table->rows.watch(table->ledger.get());
   }
   table->number = next_table_++;
   tables_.push_back(table);
+  unmade.handle = 0;
   if (trace_.on()) trace_.name_table(table->number, table->name);
   *out = table;
   return FRUGAL_OK;

@@ -45,7 +45,6 @@ struct RemoteTrainer;
 
 // Its id is its number, for the controller.
 struct RemoteBatch final : AnyBatch {
-  const RemoteTrainer* trainer = nullptr;
   Vector<RemoteTableRef> tables;
   size_t size() const override { return tables.size(); }
   const AnyTable& table(size_t part) const override { return *tables[part]; }

@@ -146,6 +146,7 @@ void Rows::initialize_slot(uint32_t slot, uint64_t key) {
 }
 
 void Rows::watch(RowWatcher* watcher) {
+  Lock lock(mu_);  // rows may be begun just now: the same watchers hear of them before and after
   FRUGAL_ASSERT(watcher_count_ < RowWrite::kMostWatchers);
   watchers_[watcher_count_++] = watcher;
 }

@@ -81,6 +81,12 @@ void again(const char* call, const std::function<int32_t()>& make,
       --tries;
       continue;
     }
+    // There, too, it may say nothing for the whole time-out, and lose its rank.
+    static int late = 0;
+    if (status == FRUGAL_ERR_PEER_LOST && !g_peer && !failing::fired() && ++late <= 3) {
+      look_after_other();
+      throw Lost{};
+    }
     told(why);
     look_after_other();
     // A controller that can accept nobody cannot say so. To wait in vain for a whole time-out once

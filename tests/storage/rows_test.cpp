@@ -3,10 +3,12 @@
 #include "storage/rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "support/inside.h"
@@ -612,6 +614,44 @@ TEST_F(RowsTest, MoreThanTheBudget) {
     own.limit = UINT64_MAX;
     EXPECT_OK(some.resolve(&key, 1, nullptr, Missing::kReserve, &slot, nullptr));
   }
+}
+
+// Who begins to watch a table while rows are made hears of each of them whole, or not at all.
+TEST(RowWatchers, OneComesWhileRowsAreMade) {
+  struct Watcher final : RowWatcher {
+    uint32_t before(const RowWrite&, device::Undo*) noexcept override { return 7; }
+    void after(const RowWrite&, uint32_t token) noexcept override {
+      ++heard;
+      wrong += token != 7;
+    }
+    size_t most_outside() const override { return 1000; }
+    uint64_t heard = 0, wrong = 0;
+  };
+  constexpr uint64_t kRows = 2000;
+  Keys keys(kRows);
+  for (uint64_t i = 0; i < kRows; ++i) keys[i] = i;
+  uint64_t heard = 0;
+  for (int round = 0; round < 100; ++round) {
+    MemoryBudget budget;
+    Rows rows;
+    ASSERT_OK(rows.open(config(kRows, true, false, FRUGAL_ADAM, 64), &budget));
+    Watcher watcher;
+    std::atomic<bool> begun{false};
+    std::thread makes([&] {
+      Slots slots(kRows);
+      for (uint64_t i = 0; i < kRows; ++i) {
+        EXPECT_OK(rows.resolve(&keys[i], 1, nullptr, Missing::kReserve, &slots[i], nullptr));
+        begun.store(true);
+      }
+      rows.let_go(slots.data(), kRows);
+    });
+    while (!begun.load()) std::this_thread::yield();
+    rows.watch(&watcher);
+    makes.join();
+    heard += watcher.heard;
+    ASSERT_EQ(watcher.wrong, 0u) << "round " << round;
+  }
+  EXPECT_GT(heard, 0u);
 }
 
 }  // namespace

@@ -301,6 +301,30 @@ TEST_F(PartTest, WithoutMemoryNothingIsResolved) {
   }
 }
 
+// Nor does anybody hold a place for what was not resolved.
+TEST_F(PartTest, WithoutMemoryNoPlaceIsHeld) {
+  std::vector<uint64_t> keys(3 * kCapacity);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = i % 900;
+  for (int64_t n = 1;; ++n) {
+    BufferPool fresh;
+    PartRef part = make_part();
+    ASSERT_OK(part->take_keys(pool, hashed, keys.data(), keys.size(), false, 0));
+    Status s;
+    {
+      SystemFails fails(n);
+      HeapFails heap(n);
+      s = part->resolve(fresh, hashed, Rows::Missing::kReserve, nullptr);
+    }
+    ASSERT_EQ(part->resolved(), s == FRUGAL_OK) << n;
+    ASSERT_EQ(hashed.has_reserved(), s == FRUGAL_OK) << n;
+    if (s != FRUGAL_OK) continue;
+    EXPECT_GT(n, 3);
+    part->let_go(hashed);
+    ASSERT_FALSE(hashed.has_reserved());
+    break;
+  }
+}
+
 // Each row of a list is found, and no other.
 TEST_F(PartTest, RowsAreFound) {
   Random random(test_seed());

@@ -517,7 +517,7 @@ class Bench {
     const size_t chunks = (n + chunk - 1) / chunk;
     std::vector<std::atomic<bool>> done(chunks);
     std::atomic<size_t> next{0};
-    const frugal::device::RowsRef rows = {t.host.data(), dim, nullptr, 0, 0, t.shape.dim};
+    const frugal::device::RowsRef rows = {t.host.data(), dim * sizeof(float), nullptr, 0, 0, t.shape.dim};
     team_.Start([&](int) {
       for (size_t c = next++; c < chunks; c = next++) {
         const size_t begin = c * chunk, count = std::min(chunk, n - begin);
