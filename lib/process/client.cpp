@@ -601,9 +601,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   };
   Status joins = join();
   // It may be this process's by an earlier call.
-  if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load() &&
-      lose_rank(config.rank, kAnyJoin) == FRUGAL_OK)
-    joins = join();
+  if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load()) {
+    const Status lost = lose_rank(config.rank, kAnyJoin);
+    joins = lost == FRUGAL_OK ? join() : lost;  // nor is it known to be another's
+  }
   if (joins == FRUGAL_ERR_BUSY && let_go_of_lost()) joins = join();
   if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
   unsure_[config.rank].store(false);

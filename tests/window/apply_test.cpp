@@ -123,7 +123,8 @@ struct ApplyTest : testing::Test {
     l.export_state(state, is.data());
     expected->export_state(slot, should.data());
     ASSERT_EQ(std::memcmp(values, expected->values(slot), l.value_bytes()), 0) << way << ", row " << slot;
-    ASSERT_EQ(std::memcmp(is.data(), should.data(), is.size() * sizeof(float)), 0) << way << ", state " << slot;
+    for (size_t i = 0; i < is.size(); ++i)
+      ASSERT_EQ(std::memcmp(&is[i], &should[i], sizeof(float)), 0) << way << ", state " << slot;
   }
   void expect_rows(const Rows& rows, const char* way) {
     for (uint32_t slot = 0; slot < kRows; ++slot) {
