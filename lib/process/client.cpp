@@ -157,14 +157,14 @@ Client::~Client() { shutdown(); }
 
 void Client::shutdown() {
   if (closed_.exchange(true)) return;
-  // All of them first: what the closing of one undoes is not for the calls of the others to tell.
+  // All of them are marked before the first is cut: what the end of one undoes is not for the calls of the others to
+  // tell.
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& weak : trainers_)
-      if (auto t = weak.lock()) {
-        t->closing.store(true);
-        t->channel->cut();
-      }
+      if (auto t = weak.lock()) t->closing.store(true);
+    for (auto& weak : trainers_)
+      if (auto t = weak.lock()) t->channel->cut();
   }
   auto next = [this](auto& of) {  // takes no memory
     std::lock_guard<std::mutex> lock(mu_);
@@ -234,9 +234,11 @@ bool Client::see_end(Status s) {
 Status Client::health() {
   FRUGAL_TRY(check());
   int32_t h = FRUGAL_OK;
-  if (channel_->is_cut() && see_end(FRUGAL_ERR_PEER_LOST)) return lost();
-  if (channel_->is_cut())
+  if (channel_->is_cut()) {
+    if (see_end(FRUGAL_ERR_PEER_LOST)) return lost();
+    FRUGAL_TRY(check());
     return fail(FRUGAL_ERR_PEER_LOST, "the controller did not answer a call of this process: close the engine and open it again");
+  }
   if (Status s = of_controller(control_->health(config_.timeout_ms, &h))) {
     (void)see_end(s);
     return s;
@@ -275,13 +277,14 @@ uint64_t Client::overdue(const Exchange& e) const {
   return answer_until(std::max(e.until, deadline(FRUGAL_TIMEOUT_DEFAULT).at));
 }
 
+// The engine's closing, or the end of the controller, is why a channel is cut if either has begun: who cuts for such a
+// reason marks it first.
 Status Client::not_answered(Channel& channel, Status s) {
-  if (s == FRUGAL_ERR_TIMEOUT) {
-    channel.cut();
-    return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
-  }
-  if (s == FRUGAL_ERR_PEER_LOST && closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
-  return s == FRUGAL_ERR_PEER_LOST && lost_.load() ? lost() : s;
+  if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_PEER_LOST) return s;
+  if (s == FRUGAL_ERR_TIMEOUT) channel.cut();
+  FRUGAL_TRY(check());
+  if (s == FRUGAL_ERR_PEER_LOST) return s;
+  return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
 }
 
 Status Client::ask(Exchange& e) {

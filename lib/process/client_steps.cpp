@@ -128,9 +128,9 @@ Status Client::enter(RemoteTrainer& t) {
   if (t.gpu && t.gpu->sticky()) return device_failed(t);
   Status s = FRUGAL_OK;
   if (std::unique_lock<std::mutex> one(t.late.mu, std::try_to_lock); one) s = t.channel->look();
-  if (s != FRUGAL_OK) {  // another has its place, or the controller has ended
+  if (s != FRUGAL_OK) {  // another has its place, or the controller has ended, or this trainer is closed meanwhile
     leave_step(t);
-    return lost_.load() ? lost() : s;
+    return concluded(t, not_answered(*t.channel, s));
   }
   take_releases(t);
   if (t.notices->load() == t.told) return FRUGAL_OK;
@@ -590,13 +590,11 @@ class Client::AttachedStep final : public StepView {
   }
   Status show_device(const Access& a, Flight& flight) override { return client_.show_device(a, flight); }
   Status row_awaited() override {
+    if (!until_) until_ = answer_until(client_.deadline(FRUGAL_TIMEOUT_DEFAULT).at);
+    const bool cut = t_.channel->is_cut();  // who closes marks that before the cut
     FRUGAL_TRY(client_.check());
     if (t_.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
-    if (!until_) until_ = answer_until(client_.deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-    if (now_ns() > until_) t_.channel->cut();
-    if (t_.channel->is_cut())
-      return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
-    return FRUGAL_OK;
+    return cut || now_ns() > until_ ? client_.not_answered(*t_.channel, FRUGAL_ERR_TIMEOUT) : FRUGAL_OK;
   }
   // The controller does not wait for this device when it undoes a step.
   Status end(bool on_device) override {
