@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/arena.h"
+#include "support/inside.h"
 
 namespace frugal {
 namespace {
@@ -120,6 +121,31 @@ TEST(Buffers, CountAgainstABudget) {
   EXPECT_EQ(pool.bytes_held(), 0u);
   budget.give(40 * kMiB);
   EXPECT_EQ(budget.used.load(), 0u);
+}
+
+// Lists of the pool's own, and of its arena's, want memory, too: that is told as all else is.
+TEST(Buffers, WithoutMemoryThereIsAStatus) {
+  for (const bool shared : {false, true})
+    for (const size_t bytes : {size_t{100}, 3 * kMiB}) {
+      SCOPED_TRACE(testing::Message() << bytes << " bytes, shared " << shared);
+      Arena arena;
+      ASSERT_EQ(arena.open(size_t{64} << 20), FRUGAL_OK);
+      WithoutMemory without;
+      while (without.next()) {
+        BufferPool pool;
+        if (shared) pool.cut_from(&arena);
+        Buffer b;
+        Status s = FRUGAL_OK;
+        ASSERT_EQ(without([&] { return s = pool.get(bytes, &b); }), s);
+        EXPECT_EQ(static_cast<bool>(b), s == FRUGAL_OK);
+        if (s != FRUGAL_OK) {
+          EXPECT_NE(LastMessage().find("bytes"), std::string::npos) << LastMessage();
+          EXPECT_EQ(pool.bytes_held(), 0u);
+          ASSERT_EQ(pool.get(bytes, &b), FRUGAL_OK);
+        }
+      }
+      EXPECT_GT(without.rounds(), 1);
+    }
 }
 
 // Processes that are attached look at it when the engine is gone.

@@ -21,7 +21,7 @@ void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
   end_ = first + bytes;
 }
 
-Status Arena::take(size_t bytes, char** out) {
+Status Arena::take(size_t bytes, char** out) try {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   Lock lock(mu_);
   // Room for what putting back may want.
@@ -45,6 +45,9 @@ Status Arena::take(size_t bytes, char** out) {
   ++taken_;
   *out = mapping_.base + at;
   return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory to list %zu bytes of buffers; free some and call again", bytes);
 }
 
 void Arena::put_back(char* taken, size_t bytes) noexcept {

@@ -47,6 +47,11 @@ size_t class_of(size_t bytes, size_t* rounded) {
   return (log - 8) * 4 + q;
 }
 
+Status no_memory(size_t bytes) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory for a buffer of %zu bytes; free some and call again", bytes);
+}
+
 }  // namespace
 
 void Buffer::reset() noexcept {
@@ -115,7 +120,7 @@ void BufferPool::release(char* data, size_t capacity) noexcept {
 }
 
 // A part of a piece.
-Status BufferPool::cut(size_t bytes, char** out) {
+Status BufferPool::cut(size_t bytes, char** out) try {
   Lock lock(mu_);
   if (piece_used_ + bytes > kPiece) {
     pieces_.reserve(pieces_.size() + 1);
@@ -127,6 +132,8 @@ Status BufferPool::cut(size_t bytes, char** out) {
   *out = pieces_.back() + piece_used_;
   piece_used_ += bytes;
   return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return no_memory(bytes);
 }
 
 size_t BufferPool::capacity_for(size_t bytes) {
@@ -143,7 +150,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "a buffer of %zu bytes exceeds the address space", bytes);
   size_t capacity;
   size_t c = class_of(bytes, &capacity);
-  if (c >= kClasses) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a buffer of %zu bytes; free some and call again", bytes);
+  if (c >= kClasses) return no_memory(bytes);
   char* data = nullptr;
   {
     Lock lock(mu_);
@@ -174,7 +181,7 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
       FRUGAL_TRY(cut(capacity, &data));
     } else {
       data = static_cast<char*>(heap_alloc_aligned(64, capacity));
-      if (!data) return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for a buffer of %zu bytes; free some and call again", bytes);
+      if (!data) return no_memory(bytes);
     }
     held_.fetch_add(capacity, std::memory_order_relaxed);
   }

@@ -96,12 +96,7 @@ Status Part::find_slots(BufferPool& pool, Rows& table, Rows::Missing missing, Ve
 Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
                      Vector<uint32_t>* created) {
   FRUGAL_TRY(find_slots(pool, table, missing, created));
-  Status s;
-  try {
-    s = sort_rows(pool, table);
-  } catch (const std::bad_alloc&) {
-    s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to sort keys; free some and call again");
-  }
+  const Status s = sort_rows(pool, table);
   if (s != FRUGAL_OK) {
     if (missing == Rows::Missing::kReserve) let_go(table);
     return s;

@@ -71,4 +71,35 @@ class SystemFails {
   ~SystemFails() { os_test_fail_after(0); }
 };
 
+// A call whose memory fails at the first request for some, of the heap or the system, then at the
+// second, and so on, until it succeeds: `while (without.next()) without([&] { return ...; });`
+class WithoutMemory {
+ public:
+  bool next() {
+    if (status_ == FRUGAL_OK) return false;
+    ++rounds_;
+    return true;
+  }
+  template <class Call>
+  Status operator()(Call call) {
+    SystemFails system(rounds_);
+    HeapFails heap(rounds_);
+    try {
+      status_ = call();
+    } catch (const std::bad_alloc&) {
+      status_ = FRUGAL_ERR_OUT_OF_MEMORY;
+    }
+    // (Anything else ends the rounds, too.)
+    EXPECT_TRUE(status_ == FRUGAL_OK || status_ == FRUGAL_ERR_OUT_OF_MEMORY) << status_;
+    const Status answer = status_;
+    if (status_ != FRUGAL_ERR_OUT_OF_MEMORY) status_ = FRUGAL_OK;
+    return answer;
+  }
+  int64_t rounds() const { return rounds_; }
+
+ private:
+  int64_t rounds_ = 0;
+  Status status_ = FRUGAL_ERR_OUT_OF_MEMORY;
+};
+
 }  // namespace frugal
