@@ -2006,6 +2006,50 @@ TEST(Prefetch, Cancel) {
   ASSERT_OK(frugal_step_end(trainer, 0, 0));
 }
 
+// A trainer's batches end with it, but for those of steps that others have not ended yet. Undone,
+// such a step is begun again by whoever has the rank then: the batch is of the keys that it named.
+TEST(Prefetch, BatchesOfAFormerTrainer) {
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);
+  frugal_trainer* former = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  const uint64_t keys[] = {1, 7};
+  const float rows[] = {10, 70};
+  ASSERT_OK(frugal_put(table, keys, 2, 0, rows, 0));
+  RowOp first(table, {1}, 1), last(table, {7}, 1);
+  frugal_batch *ended = nullptr, *later = nullptr, *own = nullptr, *own_later = nullptr;
+  ASSERT_OK(frugal_prefetch(former, 0, &first.op, 1, &ended));
+  ASSERT_OK(frugal_prefetch(former, 1, &first.op, 1, &later));
+  ASSERT_OK(frugal_step_begin(former, 0, kWait));
+  ASSERT_OK(frugal_step_begin(other, 0, kWait));
+  ASSERT_OK(frugal_step_end(former, 0, 0));
+  ASSERT_OK(frugal_trainer_close(former));
+  ASSERT_OK(frugal_step_abort(other));
+  frugal_trainer* now = engine.Trainer(0);
+  ASSERT_OK(frugal_prefetch(now, 0, &last.op, 1, &own));
+  ASSERT_OK(frugal_prefetch(now, 1, &last.op, 1, &own_later));
+  const auto row_of = [&](frugal_batch* batch) {
+    float out = kUntouched;
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.batch = batch;
+    op.rows_out = &out;
+    const int32_t status = frugal_lookup(now, &op, 1);
+    EXPECT_TRUE(status == FRUGAL_OK || status == FRUGAL_ERR_BAD_HANDLE) << LastMessage();
+    EXPECT_EQ(status == FRUGAL_OK, out != kUntouched);
+    return out;
+  };
+  for (const uint64_t step : {0, 1}) {
+    ASSERT_OK(frugal_step_begin(now, step, kWait));
+    ASSERT_OK(frugal_step_begin(other, step, kWait));
+    EXPECT_EQ(row_of(step == 0 ? own : own_later), 70);
+    EXPECT_EQ(row_of(step == 0 ? ended : later), step == 0 ? 10 : kUntouched);
+    ASSERT_OK(frugal_step_end(now, step, 0));
+    ASSERT_OK(frugal_step_end(other, step, 0));
+  }
+  EXPECT_REFUSED(frugal_prefetch_cancel(now, later), FRUGAL_ERR_BAD_HANDLE);
+}
+
 TEST(Prefetch, BatchesThatAreWrong) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);

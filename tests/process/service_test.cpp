@@ -1180,6 +1180,56 @@ TEST_F(Service, ReplacedBySelf) {
   OK(frugal_close(e));
 }
 
+// A batch is its trainer's alone, although batches of whoever has the rank next have the same numbers for the controller.
+TEST_F(Service, ABatchOfAReplacedTrainer) {
+  ControllerProgram controller(address());
+  frugal_engine* e = nullptr;
+  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
+  frugal_table* table = nullptr;
+  const frugal_table_config tc = TableConfig("t", 100);
+  OK(frugal_table_create(e, &tc, &table));
+  std::vector<float> rows(2 * 8);
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i);
+  const uint64_t before[] = {1, 2}, now[] = {7, 8};
+  OK(frugal_put(table, now, 2, 0, rows.data(), 0));
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.count = 2;
+  frugal_trainer *x = nullptr, *y = nullptr;
+  frugal_batch *of_x = nullptr, *of_y = nullptr;
+  OK(Join(e, 0, &x));
+  op.keys = before;
+  OK(frugal_prefetch(x, 0, &op, 1, &of_x));
+  OK(Join(e, 0, &y, FRUGAL_TRAINER_REPLACE));
+  op.keys = now;
+  OK(frugal_prefetch(y, 0, &op, 1, &of_y));
+  OK(frugal_step_begin(y, 0, -1));
+  const std::vector<float> grads(2 * 8, 1);
+  std::vector<float> out(2 * 8, -1);
+  frugal_op use = FRUGAL_OP_INIT;
+  use.table = table;
+  use.rows_out = out.data();
+  use.grads = grads.data();
+  use.batch = of_x;
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, frugal_lookup(y, &use, 1));
+  EXPECT_TRUE(Says("another trainer")) << Error();
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, frugal_push_grad(y, &use, 1));
+  EXPECT_TRUE(Says("another trainer")) << Error();
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, frugal_prefetch_cancel(y, of_x));
+  EXPECT_EQ(std::vector<float>(2 * 8, -1), out);
+  OK(frugal_trainer_close(x));
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_lookup(y, &use, 1));
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_prefetch_cancel(y, of_x));
+  use.batch = of_y;
+  OK(frugal_lookup(y, &use, 1));
+  EXPECT_EQ(rows, out);
+  OK(frugal_step_end(y, 0, 0));
+  // Nothing was pushed.
+  OK(frugal_get(table, now, 2, 0, out.data(), 0, nullptr));
+  EXPECT_EQ(rows, out);
+  OK(frugal_close(e));
+}
+
 double CpuSeconds(pid_t pid) {
   double ns = 0;
   const std::string tasks = "/proc/" + std::to_string(pid) + "/task/";
