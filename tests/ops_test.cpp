@@ -1016,25 +1016,6 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
   return o;
 }
 
-Kernel apply_kernel(int32_t kind) {
-  switch (kind) {
-    case FRUGAL_SGD:
-      return Kernel::apply_sgd;
-    case FRUGAL_MOMENTUM:
-      return Kernel::apply_momentum;
-    case FRUGAL_ADAGRAD:
-      return Kernel::apply_adagrad;
-    case FRUGAL_ROWWISE_ADAGRAD:
-      return Kernel::apply_rowwise_adagrad;
-    case FRUGAL_ADAM:
-      return Kernel::apply_adam;
-    case FRUGAL_RMSPROP:
-      return Kernel::apply_rmsprop;
-    default:
-      return Kernel::apply_ftrl;
-  }
-}
-
 // Host rows come into lines, the terms of several ranks are added up, lines are updated: the same
 // bits as in the host rows.
 TEST_F(OpsTest, LinesFollowHostRows) {

@@ -13,6 +13,7 @@
 #include "base/fpenv.h"
 #include "support/inside.h"
 #include "support/parts.h"
+#include "support/rows.h"
 #include "window/apply.h"
 
 namespace frugal {
@@ -24,11 +25,7 @@ constexpr uint32_t kRows = 90;
 
 struct RowCacheTest : testing::Test {
   void open(uint64_t lines, int32_t optimizer = FRUGAL_ADAM) {
-    Rows::Config c;
-    c.capacity = kRows;
-    c.layout = RowLayout::of(6, optimizer);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, 6, 3, optimizer, 0.5f);
-    ASSERT_OK(host.open(c, nullptr));
+    ASSERT_OK(host.open(rows_config(kRows, 6, optimizer), nullptr));
     ASSERT_OK(host.initialize_range(0, kRows));
     ASSERT_OK(cache.open(host, lines, &pool));
   }
@@ -224,11 +221,7 @@ class Walk {
     // be another one.
     added_to_ = random_.one_in(2);
     memory_fails_ = random_.one_in(4);
-    Rows::Config c;
-    c.capacity = kRows;
-    c.layout = RowLayout::of(6, optimizer_);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, 6, 3, optimizer_, 0.5f);
-    EXPECT_EQ(host_.open(c, nullptr), FRUGAL_OK);
+    EXPECT_EQ(host_.open(rows_config(kRows, 6, optimizer_), nullptr), FRUGAL_OK);
     EXPECT_EQ(host_.initialize_range(0, kRows), FRUGAL_OK);
     EXPECT_EQ(cache_.open(host_, lines_, &pool_), FRUGAL_OK);
   }

@@ -8,6 +8,7 @@
 #include "base/arena.h"
 #include "support/inside.h"
 #include "support/parts.h"
+#include "support/rows.h"
 #include "window/apply.h"
 
 namespace frugal {
@@ -21,11 +22,7 @@ struct LedgerTest : testing::Test {
     ASSERT_OK(arena.open(64 << 20));
     pool.cut_from(&arena);
     ASSERT_OK(Ledger::open(pool, arena, kStep - 1, &ledger));
-    Rows::Config c;
-    c.capacity = kRows;
-    c.layout = RowLayout::of(kDim, FRUGAL_ADAGRAD);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, FRUGAL_ADAGRAD, 0.5f);
-    ASSERT_OK(rows.open(c, &budget));
+    ASSERT_OK(rows.open(rows_config(kRows, kDim, FRUGAL_ADAGRAD), &budget));
     ASSERT_OK(ledger->add_table(1, rows, &table));
     rows.watch(table.get());
     // Of two ranks, whose rows overlap.

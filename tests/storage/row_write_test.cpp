@@ -10,6 +10,7 @@
 
 #include "storage/rows.h"
 #include "support/inside.h"
+#include "support/rows.h"
 
 namespace frugal {
 namespace {
@@ -77,12 +78,8 @@ struct Watcher final : RowWatcher {
 
 struct RowWriteTest : testing::Test {
   void open(bool hashed, bool lazy, int32_t optimizer = FRUGAL_ADAM) {
-    Rows::Config c;
-    c.capacity = kRows;
-    c.hashed = hashed;
+    Rows::Config c = rows_config(kRows, kDim, optimizer, hashed);
     c.lazy = lazy;
-    c.layout = RowLayout::of(kDim, optimizer);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, optimizer, 0.5f);
     ASSERT_OK(rows.open(c, &budget));
     if (!hashed && !lazy) {
       ASSERT_OK(rows.initialize_range(0, kRows));
@@ -235,11 +232,7 @@ TEST_F(RowWriteTest, AWatcherFollowsEachRow) {
   for (const int32_t optimizer : {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
     for (const bool marked : {false, true}) {
       Rows some;
-      Rows::Config c;
-      c.capacity = kRows;
-      c.layout = RowLayout::of(kDim, optimizer);
-      c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, optimizer, 0.5f);
-      ASSERT_OK(some.open(c, &budget));
+      ASSERT_OK(some.open(rows_config(kRows, kDim, optimizer), &budget));
       ASSERT_OK(some.initialize_range(0, kRows));
       Watcher w(some);
       Made kept(some.layout(), 0);

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "support/rows.h"
 #include "support/schedule.h"
 #include "window/part.h"
 
@@ -18,12 +19,7 @@ constexpr uint64_t kKeys = 12, kPadding = 999;
 class World {
  public:
   explicit World(Schedule& schedule) : s_(schedule), r_(schedule.random()), capacity_(2 + r_.below(6)) {
-    Rows::Config c;
-    c.capacity = capacity_;
-    c.hashed = true;
-    c.layout = RowLayout::of(1, FRUGAL_SGD);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, capacity_, 1, 42, FRUGAL_SGD, 0);
-    if (rows_.open(c, nullptr) != FRUGAL_OK) throw std::bad_alloc();
+    if (rows_.open(rows_config(capacity_, 1, FRUGAL_SGD, true), nullptr) != FRUGAL_OK) throw std::bad_alloc();
   }
 
   void run() {

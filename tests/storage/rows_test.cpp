@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "support/inside.h"
+#include "support/rows.h"
 
 namespace frugal {
 namespace {
@@ -24,12 +25,8 @@ constexpr uint64_t kPadding = 999;
 
 Rows::Config config(uint64_t capacity, bool hashed, bool lazy = false,
                     int32_t optimizer = FRUGAL_ADAM, uint32_t dim = 5) {
-  Rows::Config c;
-  c.capacity = capacity;
-  c.hashed = hashed;
+  Rows::Config c = rows_config(capacity, dim, optimizer, hashed);
   c.lazy = lazy;
-  c.layout = RowLayout::of(dim, optimizer);
-  c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, capacity, dim, 42, optimizer, 0.5f);
   return c;
 }
 

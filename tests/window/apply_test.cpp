@@ -12,6 +12,7 @@
 #include "base/fpenv.h"
 #include "support/inside.h"
 #include "support/parts.h"
+#include "support/rows.h"
 
 namespace frugal {
 namespace {
@@ -48,11 +49,7 @@ struct Record : UpdateRecord {};
 
 struct ApplyTest : testing::Test {
   void open(Rows* rows) {
-    Rows::Config c;
-    c.capacity = kRows;
-    c.layout = RowLayout::of(dim, optimizer.kind);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, dim, 42, optimizer.kind, 0.5f);
-    ASSERT_OK(rows->open(c, &budget));
+    ASSERT_OK(rows->open(rows_config(kRows, dim, optimizer.kind), &budget));
     ASSERT_OK(rows->initialize_range(0, kRows));
   }
   float any() { return static_cast<float>(random.below(2001)) * 1e-3f - 1.0f; }
@@ -81,7 +78,7 @@ struct ApplyTest : testing::Test {
       h.rank = rank;
       h.part = make_part();
       ASSERT_OK(h.part->take_keys(pool, dense, keys.data(), keys.size(), false, 0));
-      ASSERT_OK(h.part->resolve(pool, dense, Rows::Missing::kCreate, nullptr));
+      ASSERT_OK(h.part->resolve(pool, dense, Rows::Missing::kReserve, nullptr));
       h.stride = dense.layout().sums_stride;
       gradients.emplace_back(keys.size() * dim);
       for (float& g : gradients.back()) g = any();

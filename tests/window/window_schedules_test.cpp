@@ -18,6 +18,7 @@
 
 #include "cache/row_cache.h"
 #include "support/parts.h"
+#include "support/rows.h"
 #include "support/schedule.h"
 #include "window/apply.h"
 
@@ -41,12 +42,8 @@ constexpr size_t kNone = SIZE_MAX;
 // Rows that each run begins anew: the host's, and those of a loop in one thread.
 struct Tables {
   Tables() {
-    Rows::Config c;
-    c.capacity = kRows;
-    c.layout = RowLayout::of(kDim, FRUGAL_ADAM);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 3, FRUGAL_ADAM, 0.5f);
     for (Rows* rows : {&host, &reference})
-      if (rows->open(c, nullptr) != FRUGAL_OK) throw std::bad_alloc();
+      if (rows->open(rows_config(kRows, kDim, FRUGAL_ADAM), nullptr) != FRUGAL_OK) throw std::bad_alloc();
   }
   void begin() {
     for (Rows* rows : {&host, &reference})
