@@ -78,6 +78,7 @@ struct RemotePart {
   TableRef table;
   PartRef part;
   bool whole = false;   // a declaration, resolved
+  bool used = false;    // its rows exist: sums of them may be handed over
   bool fresh = false;   // the rows are up to date: else they are to be asked for as if they were undeclared
   bool cached = false;  // the trainer caches rows of the table
   uint64_t stale = 0;   // keys of rows that have updates pending

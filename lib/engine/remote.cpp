@@ -52,6 +52,7 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
     p.table = std::static_pointer_cast<Table>(of.table);
     p.part = of.part;
     p.whole = of.whole;
+    p.used = !p.table->any_key;
     if (p.whole) p.fresh = describe_lines(t, &p);
     if (p.whole) p.stale = stale_keys(*p.table, p.part->slots.as<uint32_t>(), p.part->n);
     out->push_back(std::move(p));
@@ -174,7 +175,7 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<Re
     parts[i].table = std::static_pointer_cast<Table>(a.table);
     parts[i].part = a.part;
     parts[i].whole = a.whole;
-    parts[i].fresh = true;
+    parts[i].fresh = parts[i].used = true;
     parts[i].stale = stale_keys(*parts[i].table, a.part->slots.as<uint32_t>(), a.part->n);
     if (a.whole) describe_lines(t, &parts[i]);
   }

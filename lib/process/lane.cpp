@@ -278,17 +278,20 @@ Status Lane::handle(const Header& request) {
 Status Lane::take_used(uint64_t count) {
   if (count == 0) return FRUGAL_OK;
   if (count > parts_.size()) return broken("there are not so many parts");
+  Vector<uint32_t> numbers(count);
+  FRUGAL_TRY(take(numbers.data(), count * sizeof(uint32_t)));
   Vector<RemotePart> used;
   used.reserve(count);
-  for (uint64_t i = 0; i < count; ++i) {
-    uint32_t at;
-    FRUGAL_TRY(take(&at, sizeof at));
+  for (uint32_t at : numbers) {
     if (at >= parts_.size()) return broken("there is no such part");
     if (parts_[at].whole) used.push_back(parts_[at]);
   }
-  Status s = engine_->use_parts(*trainer_, used);
-  // The call itself tells what has become of the step.
-  return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
+  const Status s = engine_->use_parts(*trainer_, used);
+  // The call itself tells what has become of the step; where that is undone nothing is taken.
+  if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_IN_STEP) return s;
+  std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
+  for (uint32_t at : numbers) parts_[at].used |= parts_[at].whole;
+  return FRUGAL_OK;
 }
 
 // Before its process tells, which it does with its next request.
@@ -473,6 +476,11 @@ Status Lane::answer_parts(size_t from) {
   return FRUGAL_OK;
 }
 
+// Rows of a part that was declared and not used may be reserved only: nobody writes to those.
+bool Lane::may_push(const RemotePart& p, const TableRef& table) {
+  return p.table == table && p.used && p.part->resolved();
+}
+
 // A list of rows that the trainer has made of several pushes: each of them is in a part of its step.
 Status Lane::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
   const uint64_t bytes = push.distinct * sizeof(uint32_t);
@@ -490,8 +498,8 @@ Status Lane::joined_part(const PushPlace& push, const TableRef& table, PartRef* 
     if (i && slots[i] <= slots[i - 1]) return broken("rows do not ascend");
     bool named = false;
     for (const RemotePart& p : parts_)
-      named = named || (p.table == table && p.part->resolved() && p.part->contains(slots[i]));
-    if (!named) return broken("a row that is in no part of the step");
+      named = named || (may_push(p, table) && p.part->contains(slots[i]));
+    if (!named) return broken("a row that is in no part which the step has used");
   }
   *out = std::move(part);
   return FRUGAL_OK;
@@ -535,9 +543,8 @@ Status Lane::step_end(const Header& request) {
       if (place.part == kJoined) {
         FRUGAL_TRY(joined_part(place, p.table, &p.part));
       } else {
-        if (place.part >= parts_.size() || parts_[place.part].table != p.table ||
-            !parts_[place.part].part->resolved())
-          return broken("there is no such part of the table");
+        if (place.part >= parts_.size() || !may_push(parts_[place.part], p.table))
+          return broken("there is no such part of the table, or the step has not used it");
         p.part = parts_[place.part].part;
         p.whole = place.whole && parts_[place.part].whole;
       }

@@ -80,6 +80,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Status step_begin(const Header& request);
   Status access(const Header& request);
   Status step_end(const Header& request);
+  static bool may_push(const RemotePart& p, const TableRef& table);
   Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
   Status read(const Header& request);
   Status rows_call(Call call, const Header& request);

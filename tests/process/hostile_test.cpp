@@ -470,6 +470,51 @@ int ConnectAttached(const std::string& address) {
   return fd;
 }
 
+// Inside of its step.
+void BeginStep(Enemy& e) {
+  frugal::Status s;
+  while ((s = e.Ask(*e.trainer, Call::kStepBegin, {e.step, 100000000})) == FRUGAL_ERR_TIMEOUT) {
+  }
+  OK(s);
+}
+void EndStep(Enemy& e, const frugal::PushPlace& push) {
+  std::vector<char> payload = Bytes(frugal::RemoteCounts{}), more = Bytes(push);
+  payload.insert(payload.end(), more.begin(), more.end());
+  (void)e.Send(*e.trainer, Call::kStepEnd, {e.step, 0, 1}, payload);
+}
+// Declares a row that nobody has, and hands over sums of it without having used it: those of the
+// part, or of a list of its own.
+void PushUnused(Enemy& e, bool joined) {
+  frugal::TableReply hashed;
+  OK(e.control->find_table("hashed", kBoundMs, &hashed));
+  frugal::OpHead op{};
+  op.table = hashed.id;
+  op.keys = 1;
+  op.given = 1;
+  op.place = frugal::kNoPlace;
+  const uint64_t key = (uint64_t{1} << 40) + e.step;
+  std::vector<char> payload = Bytes(op), more = Bytes(key);
+  payload.insert(payload.end(), more.begin(), more.end());
+  OK(e.Ask(*e.trainer, Call::kPrefetch, {e.step, 1, 1}, payload));
+  BeginStep(e);
+  frugal::PartPlace part;
+  OK(e.trainer->read(&part, sizeof part, now_ns() + uint64_t{kBoundMs} * 1000000));
+  if (part.distinct != 1 || !(part.flags & frugal::kPartWhole)) Die("the key was not declared");
+  frugal::PushPlace push{};
+  push.table = hashed.id;
+  push.whole = 1;
+  if (joined) {
+    frugal::Mapping arena;
+    OK(frugal::os_map_shared(e.opened.descriptors[0], false, &arena));
+    push.part = frugal::kJoined;
+    push.distinct = 1;
+    push.rows = 4096;
+    OK(e.trainer->commit_staging(0, 8192));
+    std::memcpy(e.trainer->staging() + push.rows, arena.base + part.rows, sizeof(uint32_t));
+  }
+  EndStep(e, push);
+}
+
 struct Mode {
   const char* name;
   How how;
@@ -552,21 +597,18 @@ const std::vector<Mode>& Modes() {
        }},
       {"sums", How::kAtOnce, "the end of a step with sums outside of its memory",
        [](Enemy& e) {
-         frugal::Status s;
-         while ((s = e.Ask(*e.trainer, Call::kStepBegin, {e.step, 100000000})) ==
-                FRUGAL_ERR_TIMEOUT) {
-         }
-         OK(s);
-         frugal::RemoteCounts counts{};
+         BeginStep(e);
          frugal::PushPlace push{};
          push.table = e.table;
          push.part = frugal::kJoined;
          push.distinct = 1000;
          push.rows = uint64_t{1} << 50;
-         std::vector<char> payload = Bytes(counts), more = Bytes(push);
-         payload.insert(payload.end(), more.begin(), more.end());
-         (void)e.Send(*e.trainer, Call::kStepEnd, {e.step, 0, 1}, payload);
+         EndStep(e, push);
        }},
+      {"unused", How::kAtOnce, "sums of a part that it has not used",
+       [](Enemy& e) { PushUnused(e, false); }},
+      {"unused-rows", How::kAtOnce, "sums of a list of rows that it has not used",
+       [](Enemy& e) { PushUnused(e, true); }},
       {"outside", How::kAtOnce, "a request that there is not, outside of steps",
        [](Enemy& e) { (void)e.Send(*e.process, static_cast<Call>(9999), {}); }},
       // Nothing that counts.
