@@ -453,6 +453,7 @@ Status Client::remains_of(RemoteTable& table, TableReadout** out) {
     s.handle = table.id;
     s.name = table.name.c_str();
     s.layout = table.layout;
+    s.optimizer = table.info.optimizer;
     std::copy(std::begin(table.arrays), std::end(table.arrays), s.arrays);
     s.capacity = table.info.capacity;
     s.hashed = table.info.key_space == FRUGAL_HASHED;
@@ -716,13 +717,14 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   t->closing.store(true);
   t->channel->cut();
   std::lock_guard<std::mutex> call(t->call_mu);
+  // Before anything can fail: nobody comes here again where the engine is being closed.
+  for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
+  t->batches.clear();
   // Kernels may be writing its staging memory, which may be another's when it has left.
   if (t->gpu) t->gpu->take_flight();
   Status s = lost_.load() || t->let_go ? FRUGAL_OK
                                        : control_->leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   leave_step(*t);
-  for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
-  t->batches.clear();
   t->handed.clear();
   t->lines.clear();
   if (t->gpu && !std::exchange(t->left_gpu, true)) leave_gpu(*t->gpu);

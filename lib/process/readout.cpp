@@ -46,9 +46,14 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
                 static_cast<unsigned long long>(lost));
   t->name_ = source.name;
   t->layout_ = source.layout;
+  t->optimizer_ = source.optimizer;
   t->hashed_ = source.hashed;
   t->lazy_ = source.lazy && !source.hashed;
   t->init_ = record->init;
+  // Kernels go by these numbers.
+  if (t->init_.dim != t->layout_.dim || t->init_.state_columns != arith::state_columns(source.optimizer) ||
+      t->init_.column_floats != arith::column_floats(source.optimizer, t->layout_.dim))
+    return damaged("a table's record");
   const uint64_t n = source.capacity;
   auto array = [&](Rows::Arrays which, size_t stride, auto** to) {
     const Mapping& m = source.arrays[which];
@@ -103,7 +108,8 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     if (!from || steps > kMostUpdates) return damaged("a table's updates");
     if (committed_ == kNoStep || from->step > committed_) break;
     const LedgerTerms* terms = remains.at<LedgerTerms>(place + sizeof(LedgerUpdate), from->ranks);
-    if (!terms) return damaged("a table's updates");
+    if (!terms || from->scalars.kind != optimizer_ || from->scalars.dim != layout_.dim)
+      return damaged("a table's updates");
     auto u = std::make_unique<Unwritten>();
     u->place = place;
     u->update.step = from->step;

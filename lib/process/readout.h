@@ -43,6 +43,7 @@ class TableReadout : public HeapObject {
     uint64_t record = kNoPlace, handle = 0;  // in the ledger
     const char* name = "";
     RowLayout layout;
+    int32_t optimizer = FRUGAL_SGD;  // which the layout is of
     Mapping arrays[Rows::kArrays];
     uint64_t capacity = 0;
     bool hashed = false, lazy = false;
@@ -72,6 +73,7 @@ class TableReadout : public HeapObject {
 
   String name_;
   RowLayout layout_;
+  int32_t optimizer_ = FRUGAL_SGD;
   device::RowsView rows_{};
   const uint64_t* keys_ = nullptr;
   const uint8_t* flags_ = nullptr;

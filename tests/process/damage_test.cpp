@@ -1,0 +1,133 @@
+// Reading tables out where a dead controller has left numbers in disorder: a status, and no crash.
+#include <cstring>
+#include <functional>
+
+#include "base/arena.h"
+#include "process/readout.h"
+#include "support/inside.h"
+#include "support/parts.h"
+#include "window/apply.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint32_t kDim = 5;
+constexpr uint64_t kRows = 100, kStep = 7;
+
+// A table whose last update is committed, and not written.
+struct DamageTest : testing::Test {
+  void SetUp() override {
+    ASSERT_OK(arena.open(64 << 20));
+    pool.cut_from(&arena);
+    ASSERT_OK(Ledger::open(pool, arena, kStep - 1, &ledger));
+    Rows::Config c;
+    c.capacity = kRows;
+    c.shared = true;
+    c.layout = RowLayout::of(kDim, FRUGAL_ADAGRAD);
+    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, FRUGAL_ADAGRAD, 0.5f);
+    ASSERT_OK(rows.open(c, nullptr));
+    ASSERT_OK(rows.initialize_range(0, kRows));
+    ASSERT_OK(ledger->add_table(1, rows, &table));
+    update = make_update(pool, kStep, {resolved_part(pool, kStep, 0, {3, 17, 40})}, kDim);
+    std::fill_n(update->ranks[0].sums.as<float>(), 3 * kDim, 0.25f);
+    frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
+    o.kind = FRUGAL_ADAGRAD;
+    update->scalars = arith::step_scalars(o, kStep, 1, FRUGAL_NAN_REJECT, kDim);
+    update->make_list();
+    ASSERT_OK(table->add(*update, nullptr, &update->record));
+    ledger->commit(kStep);
+  }
+  void TearDown() override {
+    update.reset();
+    table.reset();
+    ledger.reset();
+  }
+  LedgerTable& record() const {
+    return *reinterpret_cast<LedgerTable*>(arena.mapping().base + table->place());
+  }
+  LedgerUpdate& first() const {
+    return *reinterpret_cast<LedgerUpdate*>(arena.mapping().base + record().first.load());
+  }
+  LedgerTerms& terms() const { return *reinterpret_cast<LedgerTerms*>(&first() + 1); }
+  LedgerImage& image() const {
+    return *reinterpret_cast<LedgerImage*>(arena.mapping().base + record().images);
+  }
+  Status open(std::unique_ptr<TableReadout>* out) {
+    Remains remains;
+    remains.arena = arena.mapping();
+    remains.root = ledger->place();
+    TableReadout::Source s;
+    s.record = table->place();
+    s.handle = 1;
+    s.layout = rows.layout();
+    s.optimizer = FRUGAL_ADAGRAD;
+    s.capacity = kRows;
+    auto mapped = [](const void* at, size_t pitch) {
+      Mapping m;
+      m.base = const_cast<char*>(static_cast<const char*>(at));
+      m.bytes = kRows * pitch;
+      return m;
+    };
+    s.arrays[Rows::kValues] = mapped(rows.values(0), s.layout.value_pitch);
+    s.arrays[Rows::kState] = mapped(rows.state(0), s.layout.state_pitch);
+    return TableReadout::open(remains, s, own, out);
+  }
+
+  Arena arena;
+  BufferPool pool, own;
+  Rows rows;
+  std::shared_ptr<Ledger> ledger;
+  std::shared_ptr<TableLedger> table;
+  UpdateRef update;
+};
+
+TEST_F(DamageTest, NumbersThatCannotBe) {
+  auto& scalars = first().scalars;
+  auto& init = record().init;
+  struct Damage {
+    const char* what;
+    std::function<void()> make;
+  };
+  const Damage all[] = {
+      {"a kind of optimizer that there is not", [&] { scalars.kind = FRUGAL_FTRL + 1; }},
+      {"a negative kind", [&] { scalars.kind = -1; }},
+      {"a kind that has more state", [&] { scalars.kind = FRUGAL_ADAM; }},
+      {"a kind that has less state", [&] { scalars.kind = FRUGAL_SGD; }},
+      {"another dim", [&] { scalars.dim = kDim + 1; }},
+      {"new rows of another dim", [&] { init.dim = UINT32_MAX; }},
+      {"new rows with more columns of state", [&] { init.state_columns = 9; }},
+      {"columns of state that are too long", [&] { init.column_floats = 1 << 30; }},
+      {"more ranks than memory", [&] { first().ranks = UINT64_MAX; }},
+      {"marks that are nowhere", [&] { first().marks = UINT64_MAX - 1; }},
+      {"more rows than there are", [&] { terms().rows = UINT64_MAX / 4; }},
+      {"sums that are nowhere", [&] { terms().sums = UINT64_MAX - 63; }},
+      {"rows that are further apart than any", [&] { terms().stride = UINT64_MAX; }},
+      {"more images than there may be", [&] { record().image_count = UINT64_MAX; }},
+      {"an image with more rows than it has",
+       [&] {
+         image().update.store(LedgerImage::kOutside);
+         image().rows = UINT64_MAX;
+       }},
+  };
+  const std::vector<char> whole(arena.mapping().base, arena.mapping().base + (1 << 20));
+  std::unique_ptr<TableReadout> readout;
+  for (const Damage& damage : all) {
+    ASSERT_OK(open(&readout));
+    damage.make();
+    EXPECT_EQ(open(&readout), FRUGAL_ERR_INTERNAL) << damage.what;
+    std::memcpy(arena.mapping().base, whole.data(), whole.size());
+  }
+  // As the update makes them.
+  ASSERT_OK(open(&readout));
+  const std::vector<float> before(rows.values(17), rows.values(17) + kDim);
+  const TableReadout::Row row = readout->row(17, nullptr);
+  const std::vector<float> read(row.values, row.values + kDim);
+  EXPECT_NE(read, before);
+  ApplyScratch scratch(1, 0);
+  const uint32_t entries[] = {0, 1, 2};
+  apply(ApplyTo(rows), *update, UpdateEntries{entries, 3}, &scratch);
+  EXPECT_EQ(read, std::vector<float>(rows.values(17), rows.values(17) + kDim));
+}
+
+}  // namespace
+}  // namespace frugal
