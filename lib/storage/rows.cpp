@@ -412,7 +412,7 @@ void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
   if (elsewhere) elsewhere->store(next_slot_);
 }
 
-// A row that exists does so no longer. Without memory for the list its place stays reserved until somebody uses it.
+// A row that exists does so no longer.
 void Rows::remove(uint32_t s) {
   FRUGAL_ASSERT(flags()[s] & kExists);
   young_ -= flag_mark(flags()[s]) != 0;
@@ -422,21 +422,50 @@ void Rows::remove(uint32_t s) {
   holders_.forget(s);
   try {
     unsure_.push_back(s);
-    unsure_count_.store(unsure_.size(), std::memory_order_relaxed);
   } catch (const std::bad_alloc&) {
+    unlisted_ = true;
   }
+  any_unsure_.store(true);
 }
 
-// Adds how often each slot of an ascending list is held by who holds `slots`, which ascend, too.
+// Ascending, and each once. Throws where there is no memory; then it is made another time.
+void Rows::list_unsure() {
+  if (!unlisted_) {
+    std::sort(unsure_.begin(), unsure_.end());
+    unsure_.erase(std::unique(unsure_.begin(), unsure_.end()), unsure_.end());
+    return;
+  }
+  unsure_.clear();
+  for (uint32_t s = 0; s < next_slot_; ++s)
+    if (flags()[s] == kReserved && holders_.unknown(s)) unsure_.push_back(s);
+  unlisted_ = false;
+}
+
+namespace {
+
+// The first place of an ascending list, from `at` on, whose slot is not below `slot`; n if there is none. In growing
+// strides, for one list may be much longer than the other.
+size_t gallop(const uint32_t* list, size_t at, size_t n, uint32_t slot) {
+  size_t stride = 1;
+  for (; at + stride < n && list[at + stride] < slot; stride *= 2) at += stride;
+  return static_cast<size_t>(std::lower_bound(list + at, list + std::min(n, at + stride), slot) - list);
+}
+
+}  // namespace
+
+// Adds how often each slot of an ascending list is held by who holds `slots`, which ascend, too. The shorter of the two
+// lists makes the work.
 void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n, const uint32_t* start,
                        Vector<uint64_t>* counts) {
-  size_t at = 0;
-  for (size_t i = 0; i < of.size() && at < n; ++i) {
-    // In growing strides, for the one list may be much longer than the other.
-    size_t stride = 1;
-    for (; at + stride < n && slots[at + stride] < of[i]; stride *= 2) at += stride;
-    at = static_cast<size_t>(std::lower_bound(slots + at, slots + std::min(n, at + stride), of[i]) - slots);
-    if (at < n && slots[at] == of[i]) (*counts)[i] += start[at + 1] - start[at];
+  for (size_t i = 0, at = 0; i < of.size();) {
+    at = gallop(slots, at, n, of[i]);
+    if (at == n) return;
+    if (slots[at] == of[i]) {
+      (*counts)[i] += start[at + 1] - start[at];
+      ++i;
+    } else {
+      i = gallop(of.data(), i, of.size(), slots[at]);
+    }
   }
 }
 
@@ -453,11 +482,12 @@ void Rows::settle_unsure(const Vector<uint64_t>& counts) {
     try {
       holders_.hold(s, counts[i]);
     } catch (const std::bad_alloc&) {
-      holders_.forget(s);  // until somebody uses it
+      holders_.forget(s);
+      unlisted_ = true;
     }
   }
   unsure_.clear();
-  unsure_count_.store(0, std::memory_order_relaxed);
+  any_unsure_.store(unlisted_);
 }
 
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {

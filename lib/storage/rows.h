@@ -138,7 +138,9 @@ class Rows : public HeapObject {
   uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
   bool exists(uint32_t slot);
   // Are there reserved rows of which nobody knows who holds them?
-  bool unsure() const { return unsure_count_.load(std::memory_order_relaxed) != 0; }
+  // (Sequentially consistent, as is the count of calls: whoever ends a call sees that there are, or who has made them so
+  // sees that no call is left.)
+  bool unsure() const { return any_unsure_.load(); }
   // Finds out: each(visit) is to call visit(slots, n, start) for every holder, with ascending slots, as let_go() has
   // them. Throws where there is no memory, and does nothing then; nor if quiet() is false, which is asked with the rows'
   // lock held: somebody else may be about to find rows, or to let go.
@@ -206,6 +208,7 @@ class Rows : public HeapObject {
   void remove(uint32_t slot) REQUIRES(mu_);
   static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n, const uint32_t* start,
                           Vector<uint64_t>* counts);
+  void list_unsure() REQUIRES(mu_);
   void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(mu_);
   void create(uint32_t slot, uint8_t mark) REQUIRES(mu_);
   uint64_t* keys() const { return reinterpret_cast<uint64_t*>(keys_.base()); }
@@ -230,7 +233,8 @@ class Rows : public HeapObject {
   KeyIndex index_ GUARDED_BY(mu_);
   Holders holders_ GUARDED_BY(mu_);
   Vector<uint32_t> unsure_ GUARDED_BY(mu_);  // slots that recount() is to look at
-  std::atomic<uint64_t> unsure_count_{0};    // of them
+  bool unlisted_ GUARDED_BY(mu_) = false;    // there are others, for which there was no memory
+  std::atomic<bool> any_unsure_{false};      // either; changed with mu_ held
   uint32_t free_ GUARDED_BY(mu_) = kNoSlot;  // the place that became free last; in place of its key stands the one before
   uint64_t next_slot_ GUARDED_BY(mu_) = 0;
   std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu_) = nullptr;
@@ -242,9 +246,8 @@ class Rows : public HeapObject {
 template <class Quiet, class Each>
 void Rows::recount(Quiet quiet, Each each) {
   Lock lock(mu_);
-  if (unsure_.empty() || !quiet()) return;
-  std::sort(unsure_.begin(), unsure_.end());
-  unsure_.erase(std::unique(unsure_.begin(), unsure_.end()), unsure_.end());
+  if (!unsure() || !quiet()) return;
+  list_unsure();
   Vector<uint64_t> counts(unsure_.size());
   each([&](const uint32_t* slots, size_t n, const uint32_t* start) {
     mu_.assert_held();

@@ -299,6 +299,38 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_TRUE(is_new(rows, slots[1], 12));
 }
 
+// Rows of which it could not be noted that they exist no longer are found all the same, and so are those whose holders
+// there was no memory to count.
+TEST_F(RowsTest, DeletedWithoutMemory) {
+  ASSERT_OK(rows.open(config(3, true), &budget));
+  const Slots slots = slots_of({10, 11, 12}, Missing::kCreate);
+  {
+    HeapFails heap(1);
+    EXPECT_EQ(rows.uncreate(slots.data(), 2, true), 2u);
+  }
+  EXPECT_EQ(rows.uncreate(&slots[2], 1, true), 1u);
+  EXPECT_TRUE(rows.unsure());
+  const uint32_t start[] = {0, 40000};
+  auto count = [&] {
+    rows.recount([] { return true; }, [&](auto visit) { visit(&slots[1], 1, start); });
+  };
+  for (int64_t n = 1; rows.unsure(); ++n) {
+    ASSERT_LT(n, 20);
+    HeapFails heap(n);
+    try {
+      count();
+    } catch (const std::bad_alloc&) {
+    }
+    ASSERT_TRUE(rows.has_reserved());
+  }
+  // The other two are free, and this one is when it is held no longer.
+  EXPECT_EQ(slots_of({20, 21}, Missing::kReserve).size(), 2u);
+  Slots full;
+  EXPECT_EQ(resolve({22}, Missing::kReserve, &full), FRUGAL_ERR_TABLE_FULL);
+  rows.let_go(&slots[1], 1, start);
+  EXPECT_EQ(slots_of({22}, Missing::kReserve), Slots{slots[1]});
+}
+
 // For who reads the flags of shared memory: existing rows, and those that an uncommitted step has
 // created.
 TEST_F(RowsTest, MarkedRows) {
