@@ -1,10 +1,14 @@
-// Who holds the places of a hashed table that are reserved only: how often each is held. The only count of that.
+// Who holds the places of a hashed table that are reserved only: how often each is held. The only
+// count of that.
 //
-// A declaration or a call holds a place once for each time that it names the row's key, from the look that finds the
-// place until it has served. A place that is held stays its row's. Where the row exists nobody counts, for nobody takes
-// the place away. When it exists no longer the count is unknown, until the holders have been gone over. 15 bits a place do for nearly all. What is beyond
-// goes to a map in pieces of 2^14, so that counts have no largest value: 4,096 ranks may declare one key a million
-// times each. The map is asked once for 2^14 times that one place is named.
+// A declaration or a call holds a place once for each time that it names the row's key, from the
+// look that finds the place until it has served. A place that is held stays its row's. Where the
+// row exists nobody counts, for nobody takes the place away. When it exists no longer the count is
+// unknown, until the holders have been gone over.
+//
+// 15 bits a place do for nearly all. What is beyond goes to a map in pieces of 2^14, so that counts
+// have no largest value: 4,096 ranks may declare one key a million times each. The map is asked
+// once for 2^14 times that one place is named.
 //
 // Callers serialize all calls (the rows' mutex).
 #pragma once
@@ -21,10 +25,13 @@ class Holders {
   static constexpr size_t kPlaceBytes = 2;
   static constexpr uint64_t kPiece = uint64_t{1} << 14;
 
-  Status open(uint64_t places, MemoryBudget* budget) { return counts_.reserve(places, kPlaceBytes, false, budget); }
+  Status open(uint64_t places, MemoryBudget* budget) {
+    return counts_.reserve(places, kPlaceBytes, false, budget);
+  }
   // Before the first hold of these places.
   Status ensure(uint64_t first, uint64_t n) { return counts_.ensure(first, n); }
-  // Throws where there is no memory for a large count, and holds nothing then. The first hold never does.
+  // Throws where there is no memory for a large count, and holds nothing then. The first hold never
+  // does.
   void hold(uint32_t place) {
     Count& c = at(place);
     if (c == kUnknown) return;

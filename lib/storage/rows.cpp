@@ -98,7 +98,8 @@ Status Rows::ensure_memory(uint64_t first, uint64_t n) {
 Status Rows::initialize_range(uint64_t first, uint64_t n) {
   FRUGAL_TRY(ensure_memory(first, n));
   const RowWrite write(*this, nullptr, 0, {RowWrite::What::kNew});
-  device::kernels().initialize(write.in_place(), init_, nullptr, first, nullptr, static_cast<uint32_t>(first), n);
+  device::kernels().initialize(write.in_place(), init_, nullptr, first, nullptr,
+                               static_cast<uint32_t>(first), n);
   return FRUGAL_OK;
 }
 
@@ -165,14 +166,16 @@ namespace {
 // A key as its caller may have written it: most have signed ones.
 String key_text(uint64_t key) {
   const auto number = static_cast<unsigned long long>(key);
-  return key >> 63 ? text("%lld (unsigned %llu)", static_cast<long long>(key), number) : text("%llu", number);
+  return key >> 63 ? text("%lld (unsigned %llu)", static_cast<long long>(key), number)
+                   : text("%llu", number);
 }
 
 // Calls put(i, slot) for each id.
 template <class Put>
-Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, Put put) {
-  // The highest bit is set if the id is not below the capacity, which is less than 2^63: subtracting is vector code
-  // everywhere, comparing 64 bits is not.
+Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity,
+                 Put put) {
+  // The highest bit is set if the id is not below the capacity, which is less than 2^63:
+  // subtracting is vector code everywhere, comparing 64 bits is not.
   auto beyond = [=](uint64_t id) { return (capacity - 1 - id) | id; };
   uint64_t bad = 0;
   if (!padding) {
@@ -191,9 +194,10 @@ Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64
   for (size_t i = 0; i < n; ++i)
     if (keys[i] >= capacity && !(padding && keys[i] == *padding))
       return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
-                  "id %s at position %zu: the table has ids 0..%llu; nothing was taken", key_text(keys[i]).c_str(), i,
-                  static_cast<unsigned long long>(capacity - 1));
-  return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE, "ids changed while they were looked at; nothing was taken");
+                  "id %s at position %zu: the table has ids 0..%llu; nothing was taken",
+                  key_text(keys[i]).c_str(), i, static_cast<unsigned long long>(capacity - 1));
+  return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
+              "ids changed while they were looked at; nothing was taken");
 }
 
 }  // namespace
@@ -202,7 +206,8 @@ Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, 
   return each_slot(keys, n, padding, capacity, [](size_t, uint32_t) {});
 }
 
-Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, uint32_t* slots) {
+Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity,
+                   uint32_t* slots) {
   return each_slot(keys, n, padding, capacity, [=](size_t i, uint32_t slot) { slots[i] = slot; });
 }
 
@@ -226,7 +231,8 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   if (s == kNoSlot) {
     if (next_slot_ >= capacity_)
       return fail(FRUGAL_ERR_TABLE_FULL,
-                  "no room for key %s: all of its %llu rows are taken; create it with more rows, or delete some",
+                  "no room for key %s: all of its %llu rows are taken; create it with more rows, "
+                  "or delete some",
                   key_text(key).c_str(), static_cast<unsigned long long>(capacity_));
     FRUGAL_TRY(ensure_memory(next_slot_, 1));
     FRUGAL_TRY(holders_.ensure(next_slot_, 1));
@@ -244,16 +250,18 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   return FRUGAL_OK;
 }
 
-// The one function by which a free place becomes a row's. It begins clean. Who still looks there for the row before takes
-// nothing of this one for it:
-// - Values, state and what lies between their columns: all bytes are new. The row before was deleted between steps, or
-//   undone when no call that had found it was under way: nobody reads it.
-// - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row is taken for whole
-//   that was begun before.
-// - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in another process, finds no row
-//   until this one exists, and finds its key then, which was there before.
-// - Word of the window: its reads are those of declarations, which hold the place, so a free one has none of steps to
-//   come. Updates in it are written, or forgotten by an abort. Its bit of the cache went with the line.
+// The one function by which a free place becomes a row's. It begins clean. Who still looks there
+// for the row before takes nothing of this one for it:
+// - Values, state and what lies between their columns: all bytes are new. The row before was
+//   deleted between steps, or undone when no call that had found it was under way: nobody reads it.
+// - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row
+//   is taken for whole that was begun before.
+// - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in
+//   another process, finds no row until this one exists, and finds its key then, which was there
+//   before.
+// - Word of the window: its reads are those of declarations, which hold the place, so a free one
+//   has none of steps to come. Updates in it are written, or forgotten by an abort. Its bit of the
+//   cache went with the line.
 // - Lines of caches: dropped before a row is deleted. Young rows have none.
 void Rows::begin_place(uint32_t slot, uint64_t key) {
   FRUGAL_ASSERT(flags()[slot] == 0 && !holders_.held(slot));
@@ -345,7 +353,8 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   if (created) {
     // Room for the list first: no row exists that is not in it.
     size_t most = 0;
-    for (size_t i = 0; i < n; ++i) most += slots[i] < kMissingSlot && !(flags()[slots[i]] & kExists);
+    for (size_t i = 0; i < n; ++i)
+      most += slots[i] < kMissingSlot && !(flags()[slots[i]] & kExists);
     created->reserve(created->size() + most);
   }
   for (size_t i = 0; i < n; ++i) {
@@ -356,15 +365,17 @@ void Rows::create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* cr
   }
 }
 
-void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base, Vector<uint32_t>* created,
-               Vector<uint32_t>* earlier) {
+void Rows::use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base,
+               Vector<uint32_t>* created, Vector<uint32_t>* earlier) {
   if (!hashed_) return;
   Lock lock(mu_);
   if (!has_reserved() && young_ == 0) return;
   const uint8_t mark = mark_of(step);
   // Marks are those of uncommitted steps: by how many steps they are behind the first of these.
   auto age = [first = mark_of(base)](uint8_t m) { return (m + kMarks - first) % kMarks; };
-  auto is_later = [&](uint8_t flag) { return flag_mark(flag) != 0 && age(flag_mark(flag)) > age(mark); };
+  auto is_later = [&](uint8_t flag) {
+    return flag_mark(flag) != 0 && age(flag_mark(flag)) > age(mark);
+  };
   // Room for the lists first: no row changes that is not in one.
   size_t most_created = 0, most_earlier = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -443,20 +454,21 @@ void Rows::list_unsure() {
 
 namespace {
 
-// The first place of an ascending list, from `at` on, whose slot is not below `slot`; n if there is none. In growing
-// strides, for one list may be much longer than the other.
+// The first place of an ascending list, from `at` on, whose slot is not below `slot`; n if there is
+// none. In growing strides, for one list may be much longer than the other.
 size_t gallop(const uint32_t* list, size_t at, size_t n, uint32_t slot) {
   size_t stride = 1;
   for (; at + stride < n && list[at + stride] < slot; stride *= 2) at += stride;
-  return static_cast<size_t>(std::lower_bound(list + at, list + std::min(n, at + stride), slot) - list);
+  const uint32_t* end = list + std::min(n, at + stride);
+  return static_cast<size_t>(std::lower_bound(list + at, end, slot) - list);
 }
 
 }  // namespace
 
-// Adds how often each slot of an ascending list is held by who holds `slots`, which ascend, too. The shorter of the two
-// lists makes the work.
-void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n, const uint32_t* start,
-                       Vector<uint64_t>* counts) {
+// Adds how often each slot of an ascending list is held by who holds `slots`, which ascend, too.
+// The shorter of the two lists makes the work.
+void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n,
+                       const uint32_t* start, Vector<uint64_t>* counts) {
   for (size_t i = 0, at = 0; i < of.size();) {
     at = gallop(slots, at, n, of[i]);
     if (at == n) return;
@@ -517,7 +529,8 @@ bool Rows::exists(uint32_t slot) {
   return flags()[slot] & kExists;
 }
 
-void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved, Vector<uint32_t>* young) {
+void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
+                       Vector<uint32_t>* young) {
   if (!hashed_) return;
   for (size_t at = 0; at < n; at += kChunk) {
     Lock lock(mu_);
@@ -534,7 +547,9 @@ void Rows::collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserv
 bool Rows::any_reserved(const uint32_t* slots, size_t n) {
   if (!hashed_ || !has_reserved()) return false;
   Lock lock(mu_);
-  return std::any_of(slots, slots + n, [this](uint32_t s) { return s < kMissingSlot && (flags()[s] & kReserved); });
+  return std::any_of(slots, slots + n, [this](uint32_t s) {
+    return s < kMissingSlot && (flags()[s] & kReserved);
+  });
 }
 
 uint64_t Rows::count() {

@@ -6,8 +6,9 @@
 // key -> slot, and a flag byte says whether the row exists or is only reserved by a declaration.
 // Everything that maps keys to slots goes through resolve(): the one seam for later tiers.
 //
-// A place of a hashed table has one life: free; reserved, which lasts while somebody holds it (storage/holders.h); here,
-// from when the row exists. A row that exists no longer is reserved again, or its place free at once.
+// A place of a hashed table has one life: free; reserved, which lasts while somebody holds it
+// (storage/holders.h); here, from when the row exists. A row that exists no longer is reserved
+// again, or its place free at once.
 //
 // Threads: values and state of a row are written through a RowWrite, by whoever applies its update
 // (the engine sees to it that this is one thread at a time and nobody reads meanwhile). The key
@@ -32,17 +33,20 @@ constexpr uint32_t kMissingSlot = device::kMissingSlot;  // a key without a row
 
 // Fails with KEY_OUT_OF_RANGE naming the first id that is not below `capacity`, nor *padding.
 Status check_dense_ids(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity);
-// The same, and their slots, which a failure leaves in any state: kNoSlot for *padding, if that is not null.
-Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity, uint32_t* slots);
+// The same, and their slots, which a failure leaves in any state: kNoSlot for *padding, if that is
+// not null.
+Status dense_slots(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity,
+                   uint32_t* slots);
 
-// How a row lies in memory, in bytes: only this, device::RowsRef and the kernels know what an element is.
+// How a row lies in memory, in bytes: only this, device::RowsRef and the kernels know what an
+// element is.
 struct RowLayout {
   uint32_t dim = 0;
   uint32_t state_columns = 0;  // of dim floats each; row-wise Adagrad: 0 and state_floats 1
   uint32_t state_floats = 0;   // as exported
   size_t value_pitch = 0;      // bytes from row to row
   size_t state_pitch = 0;
-  size_t sums_stride = 0;      // floats from row to row: of sums of gradients, which are padded as values are
+  size_t sums_stride = 0;      // floats from row to row: of sums, which are padded as values are
   static RowLayout of(uint32_t dim, int32_t optimizer);
   // Rows that lie so at `values` and `state`.
   device::RowsRef at(void* values, void* state) const;
@@ -50,7 +54,9 @@ struct RowLayout {
   size_t bytes() const { return value_pitch + state_pitch; }
   size_t value_bytes() const { return dim * sizeof(device::Element); }
   size_t sums_bytes() const { return sums_stride * sizeof(float); }
-  size_t exported_bytes(bool with_state) const { return (dim + (with_state ? state_floats : 0)) * sizeof(float); }
+  size_t exported_bytes(bool with_state) const {
+    return (dim + (with_state ? state_floats : 0)) * sizeof(float);
+  }
   // A row's state as it is exported, and back: columns of dim floats.
   void export_state(const device::Element* state, float* out) const;
   void import_state(const float* in, device::Element* state) const;
@@ -73,8 +79,9 @@ class Rows : public HeapObject {
   enum class Missing { kLeave, kReserve, kCreate };
 
   Status open(const Config& config, MemoryBudget* budget);
-  // Another slab of values or state that is committed becomes visible to devices (*any: there was one), or
-  // none is so any more; what is committed later is, if there is a device. Not beside initialize_range.
+  // Another slab of values or state that is committed becomes visible to devices (*any: there was
+  // one), or none is so any more; what is committed later is, if there is a device. Not beside
+  // initialize_range.
   Status pin_next(bool* any);
   void unpin();
   // Eager dense tables: commits and initializes rows [first, first + n); chunks may run in
@@ -82,9 +89,9 @@ class Rows : public HeapObject {
   Status initialize_range(uint64_t first, uint64_t n);
   uint64_t chunk_rows() const;
 
-  // Another optimizer's state, in which all rows are new. In turn: open_state; of eager dense tables fill_state of all
-  // rows, under the rules of initialize_range; take_state, beside which nobody reads or writes state. A failure
-  // changes nothing.
+  // Another optimizer's state, in which all rows are new. In turn: open_state; of eager dense
+  // tables fill_state of all rows, under the rules of initialize_range; take_state, beside which
+  // nobody reads or writes state. A failure changes nothing.
   struct State {
     RowLayout layout;
     arith::InitSpec init;
@@ -103,25 +110,29 @@ class Rows : public HeapObject {
     return layout_.state_floats;
   }
 
-  // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then begin_rows. Hashed,
-  // kLeave: kMissingSlot where missing. kReserve: missing rows are reserved, and each place is held as often as its key
-  // is named: let_go() is to follow. (Of rows that exist nobody counts that.) kCreate: all exist afterwards, and none is held; newly existing slots are appended
-  // to `created`. After a failure nothing is held, and nothing exists that did not.
+  // Slots of n keys; keys equal to *padding (if not null) get kNoSlot. Dense: dense_slots, then
+  // begin_rows. Hashed, kLeave: kMissingSlot where missing. kReserve: missing rows are reserved,
+  // and each place is held as often as its key is named: let_go() is to follow. (Of rows that exist
+  // nobody counts that.) kCreate: all exist afterwards, and none is held; newly existing slots are
+  // appended to `created`. After a failure nothing is held, and nothing exists that did not.
   Status resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Missing missing,
                  uint32_t* slots, Vector<uint32_t>* created);
-  // The places of `slots` are held once less; with `start`, that of slots[i] start[i + 1] - start[i] times. Those that
-  // are reserved only and that nobody holds any more are free. kNoSlot and kMissingSlot are no places.
+  // The places of `slots` are held once less; with `start`, that of slots[i] start[i + 1] -
+  // start[i] times. Those that are reserved only and that nobody holds any more are free. kNoSlot
+  // and kMissingSlot are no places.
   void let_go(const uint32_t* slots, size_t n, const uint32_t* start = nullptr);
-  // Initializes rows of a lazy dense table that have not been used before; those of other tables are there.
+  // Initializes rows of a lazy dense table that have not been used before; those of other tables
+  // are there.
   Status begin_rows(const uint32_t* slots, size_t n);
   // check_dense_ids, for a dense table.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Turns reserved rows among `slots` into existing ones.
   void create_reserved(const uint32_t* slots, size_t n, Vector<uint32_t>* created);
-  // The same by an uncommitted step, of which `base` is the first: they bear its mark, in their flag byte, for who reads that
-  // without us, too. Such rows are *young*. Those of a later step bear the mark of this one from now on, for its undoing takes
-  // them back: they are appended to `earlier`. Uncommitted steps are less than kMarks. Throws where there is no memory, and
-  // changes nothing then.
+  // The same by an uncommitted step, of which `base` is the first: they bear its mark, in their
+  // flag byte, for who reads that without us, too. Such rows are *young*. Those of a later step
+  // bear the mark of this one from now on, for its undoing takes them back: they are appended to
+  // `earlier`. Uncommitted steps are less than kMarks. Throws where there is no memory, and changes
+  // nothing then.
   void use(const uint32_t* slots, size_t n, uint64_t step, uint64_t base, Vector<uint32_t>* created,
            Vector<uint32_t>* earlier);
   // The step is committed: rows that bear its mark are there for good.
@@ -133,22 +144,24 @@ class Rows : public HeapObject {
   // Of a row's flag byte: whether the row exists, and its mark.
   static bool flag_exists(uint8_t flag) { return flag & kExists; }
   static uint8_t flag_mark(uint8_t flag) { return flag >> kMarkAt; }
-  // Deleted rows (which get initial values again), or others, exist no longer: they are reserved, and whether somebody holds
-  // them is unknown until recount(). Returns how many existed.
+  // Deleted rows (which get initial values again), or others, exist no longer: they are reserved,
+  // and whether somebody holds them is unknown until recount(). Returns how many existed.
   uint64_t uncreate(const uint32_t* slots, size_t n, bool reinitialize);
   bool exists(uint32_t slot);
-  // Are there reserved rows of which nobody knows who holds them?
-  // (Sequentially consistent, as is the count of calls: whoever ends a call sees that there are, or who has made them so
-  // sees that no call is left.)
+  // Are there reserved rows of which nobody knows who holds them? (Sequentially consistent, as is
+  // the count of calls: whoever ends a call sees that there are, or who has made them so sees that
+  // no call is left.)
   bool unsure() const { return any_unsure_.load(); }
-  // Finds out: each(visit) is to call visit(slots, n, start) for every holder, with ascending slots, as let_go() has
-  // them. Throws where there is no memory, and does nothing then; nor if quiet() is false, which is asked with the rows'
-  // lock held: somebody else may be about to find rows, or to let go.
+  // Finds out: each(visit) is to call visit(slots, n, start) for every holder, with ascending
+  // slots, as let_go() has them. Throws where there is no memory, and does nothing then; nor if
+  // quiet() is false, which is asked with the rows' lock held: somebody else may be about to find
+  // rows, or to let go.
   template <class Quiet, class Each>
   void recount(Quiet quiet, Each each);
   bool has_reserved() const { return reserved_.load(std::memory_order_relaxed) != 0; }
   // Those of `slots` that are reserved only, and those that are young: at one moment of each row's.
-  void collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved, Vector<uint32_t>* young);
+  void collect_new(const uint32_t* slots, size_t n, Vector<uint32_t>* reserved,
+                   Vector<uint32_t>* young);
   bool any_reserved(const uint32_t* slots, size_t n);  // of `slots`
 
   uint64_t key_of(uint32_t slot) const {
@@ -167,16 +180,20 @@ class Rows : public HeapObject {
 
   // Who hears of each write from now on; while nobody writes. There may be kMostWatchers.
   void watch(RowWatcher* watcher);
-  // Rows that exist are read while they are written, from now on: under the words (kVersionWords) that they share with
-  // other tables' rows, as the number tells.
+  // Rows that exist are read while they are written, from now on: under the words (kVersionWords)
+  // that they share with other tables' rows, as the number tells.
   void read_beside(VersionWord* words, uint64_t number);
   bool versioned() const { return words_; }
-  VersionWord* version(uint32_t slot) const { return words_ ? words_ + version_of(number_, slot) : nullptr; }
-  // Writes rows outside of steps, in pieces: make(write, from, to) the rows from .. to - 1 of the list.
+  VersionWord* version(uint32_t slot) const {
+    return words_ ? words_ + version_of(number_, slot) : nullptr;
+  }
+  // Writes rows outside of steps, in pieces: make(write, from, to) the rows from .. to - 1 of the
+  // list.
   template <class Make>
   void write_outside(const uint32_t* slots, size_t n, Make make) {
     size_t most = n;
-    for (uint32_t i = 0; i < watcher_count_; ++i) most = std::min(most, watchers_[i]->most_outside());
+    for (uint32_t i = 0; i < watcher_count_; ++i)
+      most = std::min(most, watchers_[i]->most_outside());
     for (size_t from = 0, to; from < n; from = to) {
       to = std::min(n, from + most);
       RowWrite write(*this, slots + from, to - from, {RowWrite::What::kOutside});
@@ -184,17 +201,19 @@ class Rows : public HeapObject {
     }
   }
   uint64_t capacity() const { return capacity_; }
-  // Which slot has a key: its own number; else resolve() finds it, and the place may become another row's.
+  // Which slot has a key: its own number; else resolve() finds it, and the place may become another
+  // row's.
   bool keys_are_slots() const { return !hashed_; }
-  // Which keys may there be: any, whose rows come into being; else those below the capacity, which all exist.
+  // Which keys may there be: any, whose rows come into being; else those below the capacity, which
+  // all exist.
   bool any_key() const { return hashed_; }
   bool lazy() const { return lazy_; }
   const arith::InitSpec& init() const { return init_; }
   // Where else it is told how many slots have been handed out, of a hashed table; or null.
   void tell_slots(std::atomic<uint64_t>* elsewhere);
   uint64_t memory_bytes();
-  // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared memory. Returns a
-  // bit for each.
+  // Descriptors of the arrays that there are, in the order of kArrays, if they are in shared
+  // memory. Returns a bit for each.
   enum Arrays { kValues, kState, kKeys, kFlags, kArrays };
   uint32_t mappings(Vector<int>* descriptors) const;
 
@@ -206,8 +225,8 @@ class Rows : public HeapObject {
   void begin_place(uint32_t slot, uint64_t key) REQUIRES(mu_);
   void free_place(uint32_t slot) REQUIRES(mu_);
   void remove(uint32_t slot) REQUIRES(mu_);
-  static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n, const uint32_t* start,
-                          Vector<uint64_t>* counts);
+  static void count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t n,
+                          const uint32_t* start, Vector<uint64_t>* counts);
   void list_unsure() REQUIRES(mu_);
   void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(mu_);
   void create(uint32_t slot, uint8_t mark) REQUIRES(mu_);
@@ -235,7 +254,8 @@ class Rows : public HeapObject {
   Vector<uint32_t> unsure_ GUARDED_BY(mu_);  // slots that recount() is to look at
   bool unlisted_ GUARDED_BY(mu_) = false;    // there are others, for which there was no memory
   std::atomic<bool> any_unsure_{false};      // either; changed with mu_ held
-  uint32_t free_ GUARDED_BY(mu_) = kNoSlot;  // the place that became free last; in place of its key stands the one before
+  // The place that became free last. In place of its key stands the one before.
+  uint32_t free_ GUARDED_BY(mu_) = kNoSlot;
   uint64_t next_slot_ GUARDED_BY(mu_) = 0;
   std::atomic<uint64_t>* slots_told_ GUARDED_BY(mu_) = nullptr;
   uint64_t existing_ GUARDED_BY(mu_) = 0;
