@@ -483,9 +483,12 @@ bool Lane::may_push(const RemotePart& p, const TableRef& table) {
 
 // A list of rows that the trainer has made of several pushes: each of them is in a part of its step.
 Status Lane::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
+  uint64_t most = 0;  // before memory is taken: what it says is no proof
+  for (const RemotePart& p : parts_)
+    if (may_push(p, table)) most += p.part->distinct;
+  if (push.distinct > most) return broken("more rows than the step has used");
   const uint64_t bytes = push.distinct * sizeof(uint32_t);
-  const char* rows = push.distinct <= UINT32_MAX && push.rows % 4 == 0
-                         ? channel_->staging_at(push.rows, bytes) : nullptr;
+  const char* rows = push.rows % 4 == 0 ? channel_->staging_at(push.rows, bytes) : nullptr;
   if (!rows) return broken("a list of rows lies outside of its memory");
   PartRef part = make_part();
   part->rank = trainer_->rank;

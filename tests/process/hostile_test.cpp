@@ -605,6 +605,15 @@ const std::vector<Mode>& Modes() {
          push.rows = uint64_t{1} << 50;
          EndStep(e, push);
        }},
+      {"sums-many", How::kAtOnce, "the end of a step with 2^28 rows that are none of its parts'",
+       [](Enemy& e) {
+         BeginStep(e);
+         frugal::PushPlace push{};
+         push.table = e.table;
+         push.part = frugal::kJoined;
+         push.distinct = uint64_t{1} << 28;
+         EndStep(e, push);
+       }},
       {"unused", How::kAtOnce, "sums of a part that it has not used",
        [](Enemy& e) { PushUnused(e, false); }},
       {"unused-rows", How::kAtOnce, "sums of a list of rows that it has not used",
