@@ -141,6 +141,7 @@ Status Client::attach(const frugal_config& config) {
       return s;
     }
   }
+  control_->on_end([this] { connection_ended(); });
   return FRUGAL_OK;
 }
 
@@ -148,9 +149,21 @@ Status Client::attach(const frugal_config& config) {
 void Client::peer_ended() noexcept {
   std::lock_guard<std::mutex> lock(mu_);
   lost_.store(true);
+  cut_channels();
+}
+
+// With mu_ held.
+void Client::cut_channels() noexcept {
   if (channel_) channel_->cut();
   for (auto& weak : trainers_)
     if (auto t = weak.lock()) t->channel->cut();
+}
+
+// A controller whose end is seen is told as that. Of any other nothing tells any more when it ends.
+void Client::connection_ended() noexcept {
+  if (see_end(FRUGAL_ERR_PEER_LOST)) return;
+  std::lock_guard<std::mutex> lock(mu_);
+  cut_channels();
 }
 
 Client::~Client() { shutdown(); }
@@ -625,6 +638,9 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   auto set_up = [&]() -> Status {
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
+    if (control_->lost())  // whose end may have been seen to by now
+      return fail(FRUGAL_ERR_PEER_LOST,
+                  "the connection to the controller has ended: close the engine and open it again");
     if (reply.numbers.size() != 1 || (reply.numbers[0] & kJoinPlace) > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];

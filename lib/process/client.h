@@ -178,6 +178,8 @@ class Client final : public Session, private DataPath {
   Status remains_of(RemoteTable& table, TableReadout** out);
   Status read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
+  void cut_channels() noexcept;
+  void connection_ended() noexcept;
   bool see_end(Status s);
   // A call that reads, during which the controller may end: then it reads what that has left.
   template <class Call>

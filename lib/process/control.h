@@ -8,6 +8,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "base/heap.h"
@@ -33,7 +34,7 @@ constexpr size_t kMostNumbers = 2048;
 // A connection to the controller, as the controller sees it.
 struct Peer {
   pid_t pid = 0;
-  int pidfd = -1;   // opened when the connection was taken; -1 where the kernel has none
+  int pidfd = -1;   // from when it attaches; -1 where the kernel has none
   uint64_t id = 0;  // of no other connection of this server
 };
 
@@ -118,6 +119,9 @@ class ControlClient : public HeapObject {
   static Status connect(const char* address, int64_t timeout_ms, std::unique_ptr<ControlClient>* out,
                         uint32_t version = kControlVersion);
   ~ControlClient();  // closes; no call may be under way
+  // `ended` is called once when the connection has ended, on the client's thread; here if it has by
+  // now. It throws nothing. disconnect() waits for it.
+  void on_end(std::function<void()> ended);
   // Ends the connection. Calls under way, and those that come later, answer FRUGAL_ERR_CLOSED.
   void disconnect();
 

@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <utility>
 
@@ -128,6 +129,7 @@ struct ControlClient::Impl final : HeapObject {
   Call* calls = nullptr;  // that wait
   uint64_t last_id = 0;
   bool closed = false;  // no call begins any more
+  std::function<void()> ended;  // called when the connection has ended
 
   ~Impl() {
     ForkedDescriptors::close(socket);
@@ -224,6 +226,7 @@ struct ControlClient::Impl final : HeapObject {
       if (all[1].revents) shutdown(socket, SHUT_RDWR);
     }
     shutdown(socket, SHUT_RDWR);
+    std::function<void()> tell;
     {
       std::lock_guard<std::mutex> lock(mutex);
       lost.store(true);
@@ -231,7 +234,9 @@ struct ControlClient::Impl final : HeapObject {
       end_call(is_lost());
       last_error(&how);
       finish_all(how);
+      tell = std::move(ended);
     }
+    if (tell) tell();
     // A thread that has ended and is not joined is a leak to ThreadSanitizer, in programs that exit without closing.
     while (!joined.load()) futex_wait(reinterpret_cast<const uint32_t*>(&joined), 0, UINT64_MAX);
   }
@@ -292,7 +297,7 @@ struct ControlClient::Impl final : HeapObject {
 
   Status attach(uint32_t version, uint64_t until, bool* again) {
     FRUGAL_TRY(peer_of(socket, &controller));
-    pidfd = pidfd_of(socket, controller.pid);
+    FRUGAL_TRY(pidfd_of(socket, controller.pid, &pidfd));
     thread = quiet_thread([this] { run(); });
     const Status s = call("attach", left_of(until), [&](wire::Request::Builder r) { r.setAttach(version); });
     // A controller that is just going, or is full, may be followed by one that is not.
@@ -338,6 +343,16 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
   } catch (const std::exception&) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory, or no thread, for a connection to the controller");
   }
+}
+
+void ControlClient::on_end(std::function<void()> ended) {
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  if (!impl_->lost.load()) {
+    impl_->ended = std::move(ended);
+    return;
+  }
+  lock.unlock();
+  ended();
 }
 
 void ControlClient::disconnect() {

@@ -22,6 +22,7 @@ Status ControlClient::connect(const char*, int64_t, std::unique_ptr<ControlClien
   return none();
 }
 ControlClient::~ControlClient() { (void)impl_; }
+void ControlClient::on_end(std::function<void()>) {}
 void ControlClient::disconnect() {}
 Status ControlClient::ping(int64_t) { return none(); }
 Status ControlClient::open(const frugal_config&, int64_t, OpenReply*) { return none(); }

@@ -122,7 +122,7 @@ struct ControlServer::Impl final : HeapObject {
 class ControlServer::Impl::Connection : public HeapObject {
  public:
   Connection(Impl& server, int socket, pid_t pid)
-      : server_(server), socket_(socket), peer_{pid, pidfd_of(socket, pid), server.next_id++} {}
+      : server_(server), socket_(socket), peer_{pid, -1, server.next_id++} {}
   ~Connection() {
     for (std::thread& t : threads_)
       if (t.joinable()) t.join();
@@ -147,7 +147,11 @@ class ControlServer::Impl::Connection : public HeapObject {
   void read_no_more() noexcept { shutdown(socket_, SHUT_RD); }
   pid_t pid() const { return peer_.pid; }
   bool attached() const { return attached_.load(); }
-  void attach() { attached_.store(true); }
+  Status attach() {
+    FRUGAL_TRY(pidfd_of(socket_, peer_.pid, &peer_.pidfd));
+    attached_.store(true);
+    return FRUGAL_OK;
+  }
   bool ended() const { return ended_.load(); }
   uint64_t attach_by() const { return taken_ + server_.limits.attach_ns; }
   // The peer has closed it.
@@ -499,8 +503,7 @@ Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
                 "process %d has %zu engines of this controller open, and the controller takes no more of one: close "
                 "those that are not used",
                 static_cast<int>(connection.pid()), there);
-  connection.attach();
-  return FRUGAL_OK;
+  return connection.attach();
 }
 
 // Connections of the process that have attached. `leaving`: it has closed some of them.

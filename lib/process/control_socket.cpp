@@ -78,17 +78,20 @@ Status peer_of(int socket, Credentials* out) {
   return FRUGAL_OK;
 }
 
-int pidfd_of(int socket, pid_t pid) {
-  int pidfd = -1;
-  socklen_t size = sizeof pidfd;
+Status pidfd_of(int socket, pid_t pid, int* out) {
+  *out = -1;
+  auto lacks = [](int code) { return code == EMFILE || code == ENFILE || code == ENOMEM; };
+  socklen_t size = sizeof *out;
   // The socket's own knows the process even if it has ended and its number is another's by now.
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, &pidfd, &size) == 0) return pidfd;
+  int code = getsockopt(socket, SOL_SOCKET, SO_PEERPIDFD, out, &size) == 0 ? 0 : errno;
 #ifdef SYS_pidfd_open
-  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-#else
-  (void)pid;
-  return -1;
+  if (code != 0 && !lacks(code)) {
+    *out = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    code = *out >= 0 ? 0 : errno;
+  }
 #endif
+  if (!lacks(code)) return FRUGAL_OK;
+  return os_no_descriptor(code, "the watch of the process at the other end of a socket");
 }
 
 int above_standard(int fd) {

@@ -13,8 +13,8 @@ struct Credentials {
   uid_t uid = 0;
 };
 Status peer_of(int socket, Credentials* out);
-// A pidfd of the process at the other end; -1 if there can be none. `pid` is peer_of()'s.
-int pidfd_of(int socket, pid_t pid);
+// A pidfd of the process at the other end; -1 where the kernel has none. `pid` is peer_of()'s.
+Status pidfd_of(int socket, pid_t pid, int* out);
 // The descriptor, which is closed where it has to be another: a program that has closed its standard descriptors goes on
 // to write to their numbers. -1 and errno: there is no other.
 int above_standard(int fd);

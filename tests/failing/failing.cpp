@@ -275,6 +275,13 @@ EXPORTED int fcntl(int fd, int what, ...) {
     return errno = new_one ? EMFILE : EPERM, -1;
   return NEXT(fcntl)(fd, what, argument);
 }
+// For a pidfd of the other end; who that is costs no descriptor.
+EXPORTED int getsockopt(int fd, int level, int option, void* out, socklen_t* n) noexcept {
+  constexpr int kPeerPidfd = 77;  // SO_PEERPIDFD
+  if (level == SOL_SOCKET && option == kPeerPidfd && fails(failing::kDescriptor))
+    return errno = EMFILE, -1;
+  return NEXT(getsockopt)(fd, level, option, out, n);
+}
 EXPORTED long syscall(long number, ...) noexcept {
   va_list args;
   va_start(args, number);

@@ -27,7 +27,7 @@ enum Kind : uint32_t {
             // too
   kMap,     // mmap, madvise, mprotect, fallocate, posix_fallocate
   kDescriptor,  // memfd_create, ftruncate, fcntl (seals, new descriptors), eventfd, epoll, sockets,
-                // pidfd_open ...
+                // pidfds (SO_PEERPIDFD, pidfd_open) ...
   kThread,      // pthread_create
   kIo,          // open, fopen, read, write, rename, sendmsg, recvmsg
   kKinds

@@ -205,7 +205,14 @@ TEST_F(Service, DescriptorsStayInTheProcess) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// A system call of this process, and of what it starts, is refused from now on.
+// Of this process, and of what it starts, from now on.
+template <size_t kSize>
+bool Filter(sock_filter (&program)[kSize]) {
+  const sock_fprog filter{kSize, program};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+// A system call is refused.
 bool Refuse(uint32_t call) {
   sock_filter program[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
@@ -213,8 +220,7 @@ bool Refuse(uint32_t call) {
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
   };
-  const sock_fprog filter{std::size(program), program};
-  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+  return Filter(program);
 }
 
 TEST_F(Service, WhoIsAtTheOtherEndIsNotTold) {
@@ -226,6 +232,93 @@ TEST_F(Service, WhoIsAtTheOtherEndIsNotTold) {
     return Says("SO_PEERCRED") ? 0 : 3;
   }));
   EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// No pidfd is had: of a socket by the first code, of a process's number by the second.
+bool RefusePidfds(uint32_t of_socket, uint32_t of_number) {
+  constexpr uint32_t kPeerPidfd = 77;  // SO_PEERPIDFD
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 4, 0),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_getsockopt, 0, 4),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[2])),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, kPeerPidfd, 0, 2),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | of_socket),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | of_number),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  return Filter(program);
+}
+
+// Who could not see the other end die does not attach.
+TEST_F(Service, NoDescriptorForThePeersProcess) {
+  auto refuse = [] { return RefusePidfds(EMFILE, EMFILE); };
+  auto refused = [&](const std::string& who) {
+    frugal_engine* e = nullptr;
+    return Open(address(), &e) == FRUGAL_ERR_OUT_OF_MEMORY && Says("no file descriptor") &&
+           Says(who.c_str());
+  };
+  {
+    ControllerProgram controller(address());
+    EXPECT_EQ(0, InChild([&] {
+      if (!refuse()) return 1;
+      return refused("process " + std::to_string(getpid())) ? 0 : 2;
+    }));
+    EXPECT_EQ(0, controller.end(SIGTERM));
+  }
+  ControllerProgram controller(address(), refuse);
+  EXPECT_TRUE(refused("process " + std::to_string(controller.pid()))) << Error();
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
+
+// Where the kernel has no pidfds the end of the connection tells of a process's death.
+TEST_F(Service, TheKernelHasNoPidfds) {
+  auto refuse = [] { return RefusePidfds(ENOPROTOOPT, ENOSYS); };
+  // Rank 0, which is told that another process has died: that one is killed when this is ready.
+  auto outlives = [&](int ready, const char* says) {
+    alarm(120);  // it would wait for much longer
+    frugal_engine* e = nullptr;
+    frugal_trainer* t = nullptr;
+    if (Open(address(), &e, 600000) || Join(e, 0, &t) || frugal_step_begin(t, 0, -1) ||
+        frugal_step_end(t, 0, 0) || write(ready, "r", 1) != 1)
+      return 1;
+    if (frugal_step_begin(t, 1, -1) != FRUGAL_ERR_PEER_LOST || !Says(says)) return 2;
+    return frugal_close(e) ? 3 : 0;
+  };
+  int ready[2];
+  ASSERT_EQ(0, pipe2(ready, O_CLOEXEC));
+  char word;
+  auto kill_when_ready = [&](pid_t pid) {
+    ASSERT_EQ(1, read(ready[0], &word, 1));
+    usleep(20000);  // the call is under way, as a rule
+    kill(pid, SIGKILL);
+  };
+  {
+    ControllerProgram controller(address());
+    const pid_t child = fork();
+    if (child == 0) _exit(refuse() ? outlives(ready[1], "controller") : 9);
+    kill_when_ready(controller.pid());
+    int status = 0;
+    ASSERT_EQ(child, waitpid(child, &status, 0));
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+  ControllerProgram controller(address(), refuse);
+  const pid_t other = fork();
+  if (other == 0) {
+    frugal_engine* e = nullptr;
+    frugal_trainer* t = nullptr;
+    if (Open(address(), &e, 600000) || Join(e, 1, &t) || write(ready[1], "r", 1) != 1) _exit(1);
+    for (;;) pause();
+  }
+  ASSERT_EQ(1, read(ready[0], &word, 1));
+  const pid_t child = fork();
+  if (child == 0) _exit(outlives(ready[1], "rank 1"));
+  kill_when_ready(other);
+  int status = 0;
+  ASSERT_EQ(child, waitpid(child, &status, 0));
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  ASSERT_EQ(other, waitpid(other, &status, 0));
+  EXPECT_EQ(SIGKILL, WIFSIGNALED(status) ? WTERMSIG(status) : 0);
 }
 
 // What is at an address and can never be a controller is told at once.
