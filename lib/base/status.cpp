@@ -4,8 +4,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include "base/this_thread.h"
-
 namespace frugal {
 namespace {
 

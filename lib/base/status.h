@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "base/heap.h"
+#include "base/this_thread.h"
 #include "frugal.h"
 
 namespace frugal {
@@ -35,6 +36,24 @@ Status end_call(Status status);
 void last_error(frugal_error* out);
 // What the last fail() of this thread has recorded, before any end_call.
 const char* met_message();
+
+// What this thread has recorded is so again at the end: for clean-up after a failure, which may meet
+// others.
+class KeepError {
+ public:
+  KeepError() noexcept : thread_(this_thread()) {
+    if (thread_) met_ = thread_->met;
+  }
+  ~KeepError() {
+    if (thread_) thread_->met = met_;
+  }
+  KeepError(const KeepError&) = delete;
+  KeepError& operator=(const KeepError&) = delete;
+
+ private:
+  ThisThread* const thread_;
+  CallError met_;
+};
 
 #define FRUGAL_TRY(expression)                                       \
   do {                                                               \

@@ -267,6 +267,7 @@ bool Flight::ask(uint64_t timeout_ns) {
 }
 
 Flight::~Flight() {
+  const KeepError why;
   // Whatever the step has used is the device's until then, also when the step was undone.
   if (!landed.load() && mark() != FRUGAL_OK)
     for (size_t i = 0; i < streams.size(); ++i)

@@ -479,7 +479,10 @@ Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
     if (f->wrong_offsets.size() > wrong_offsets) f->wrong_offsets.resize(wrong_offsets);
   }
   // Where it fails, the end of the step tries again.
-  if (Flight* f = current_flight()) (void)f->mark();
+  if (Flight* f = current_flight()) {
+    const KeepError why;
+    (void)f->mark();
+  }
   return s;
 }
 

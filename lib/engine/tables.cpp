@@ -27,7 +27,10 @@ Engine::Engine(const frugal_config& config) : Session(config), pacing_(config, c
   pool_.count_in(&budget_);
 }
 
-Engine::~Engine() { shutdown(); }
+Engine::~Engine() {
+  const KeepError why;
+  shutdown();
+}
 
 Status Engine::start() {
   if (config_.backing == FRUGAL_BACKING_SHM) {

@@ -75,11 +75,7 @@ RemoteTable::~RemoteTable() {
 
 Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
   std::shared_ptr<Client> c(new Client(config));
-  Status s = c->attach(config);
-  if (s != FRUGAL_OK) {
-    c->shutdown();
-    return s;
-  }
+  FRUGAL_TRY(c->attach(config));
   *out = std::move(c);
   return FRUGAL_OK;
 }
@@ -166,7 +162,10 @@ void Client::connection_ended() noexcept {
   cut_channels();
 }
 
-Client::~Client() { shutdown(); }
+Client::~Client() {
+  const KeepError why;
+  shutdown();
+}
 
 void Client::shutdown() {
   if (closed_.exchange(true)) return;
@@ -631,7 +630,9 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     const uint32_t rank;
     const uint64_t joined;
     ~Joined() {
-      if (client) (void)client->lose_rank(rank, joined);
+      if (!client) return;
+      const KeepError why;
+      (void)client->lose_rank(rank, joined);
     }
   } joined{this, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
   Descriptors d{reply.descriptors};
@@ -685,6 +686,7 @@ Status Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
 // What the controller holds for trainers that have lost their ranks, of which it holds so many: they read none of it any
 // more. True: it may have less by now.
 bool Client::let_go_of_lost() {
+  const KeepError why;
   bool any = false;
   for (size_t i = 0;; ++i) {
     RemoteTrainerRef t;

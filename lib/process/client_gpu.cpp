@@ -209,6 +209,7 @@ void Client::say_here(RemoteTrainer& t) noexcept {
   const uint64_t now = now_ns();
   if (now - t.said < silence()) return;
   t.said = now;
+  const KeepError why;
   try {
     Exchange e{Call::kHere, {}, {}};
     if (settle(t) != FRUGAL_OK) return;

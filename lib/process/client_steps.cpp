@@ -251,6 +251,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
     RemoteBatch& batch;
     ~Undo() {
       if (!t) return;
+      const KeepError why;
       Client::take_releases(*t);  // of keys that the controller has had for a while
       for (const OpHead& head : heads) t->handed.erase(head.place);
       t->batches.erase(batch.id);

@@ -409,11 +409,9 @@ Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_
         return take_given(answer, in, reply);
       });
   if (s == FRUGAL_OK || !joined) return s;
-  frugal_error why;  // it has joined, and what it takes has not come
-  end_call(s);
-  last_error(&why);
+  const KeepError why;  // it has joined, and what it takes has not come
   (void)leave(config.rank, true, timeout_ms, number);
-  return fail_as(why);
+  return s;
 }
 
 Status ControlClient::leave(uint32_t rank, bool lost, int64_t timeout_ms, uint64_t joined) {

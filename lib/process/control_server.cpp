@@ -298,11 +298,9 @@ class ControlServer::Impl::Connection : public HeapObject {
         // Where that fails nobody will hear that it has joined.
         const Status s = given.take(reply, answer);
         if (s == FRUGAL_OK) return s;
-        end_call(s);
-        frugal_error why;
-        last_error(&why);
+        const KeepError why;
         (void)handler.leave(peer_, config.rank, true, joined);
-        return fail_as(why);
+        return s;
       }
       case wire::Request::LEAVE: {
         const auto asked = request.getLeave();

@@ -250,6 +250,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       out->reset(
           r.memory.get(),
           [keep = r.memory](StagingMemory* m) {
+            const KeepError why;
             (void)os_decommit(m->mapping, 0, m->mapping.bytes);  // else the next who is lent it has it
             m->lent.store(false, std::memory_order_release);
           },
@@ -388,6 +389,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       TrainerRef trainer;
       ~Joined() {
         if (!trainer) return;
+        const KeepError why;
         impl.take_out(trainer);
         impl.free_staging(peer, trainer->rank);
       }
@@ -613,7 +615,10 @@ struct Server::Impl final : ControlHandler, LaneOwner {
 };
 
 Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Server::~Server() { stop(); }
+Server::~Server() {
+  const KeepError why;
+  stop();
+}
 
 Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::unique_ptr<Server>* out) {
   auto impl = std::make_unique<Impl>();

@@ -564,6 +564,36 @@ TEST(Peers, ThatAreNotThere) {
   SAYS(frugal_open(&c, &e), INVALID_ARGUMENT, "201 bytes", "107");
 }
 
+// A declaration whose controller says nothing, while its trainer or its engine is closed.
+TEST(Peers, ThatAreSlowBesideAClose) {
+  for (bool whole : {false, true}) {
+    const Folder folder;
+    const std::string address = folder.address();
+    ControllerProgram controller(address);
+    frugal_config c = FRUGAL_CONFIG_INIT;
+    c.service = address.c_str();
+    c.timeout_ms = 2000;
+    frugal_engine* e = nullptr;
+    OK(frugal_open(&c, &e));
+    const frugal_table_config tc = Opened::TableConfig("t");
+    frugal_table* table = nullptr;
+    OK(frugal_table_create(e, &tc, &table));
+    const frugal_trainer_config rank = FRUGAL_TRAINER_CONFIG_INIT;
+    frugal_trainer* t = nullptr;
+    OK(frugal_trainer_create(e, &rank, &t));
+    controller.stop();
+    std::thread declares([&] {
+      const uint64_t key = 1;
+      const frugal_op op = Opened::Op(table, &key, 1, nullptr);
+      SAYS(frugal_prefetch(t, 0, &op, 1, nullptr), CLOSED, "was closed");
+    });
+    usleep(200000);  // by then it waits, as a rule
+    if (!whole) (void)frugal_trainer_close(t);
+    OK(frugal_close(e));
+    declares.join();
+  }
+}
+
 // A host that dies, whole or in disorder.
 TEST(Peers, ThatEnd) {
   for (bool whole : {true, false}) {
