@@ -150,8 +150,9 @@ RowSource Engine::host_rows(const Table& table) const {
 
 // --- A step's calls ------------------------------------------------------------------------------
 
-Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, bool by_op)
-    : StepView(engine, t, engine, engine.pool_, engine.pinned_), engine_(engine), t_(t), span_(span), by_op_(by_op) {}
+Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const OpNumbers* numbers)
+    : StepView(engine, t, engine, engine.pool_, engine.pinned_), engine_(engine), t_(t),
+      span_(span), numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
   FRUGAL_TRY(engine_.enter(t_));
@@ -175,7 +176,8 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
       hold_.reset();
       for (Access& a : accesses)
         if (!a.whole) a.part = nullptr;
-      return in_op(s, by_op_ ? i : 0, by_op_ ? n : 1, accesses[i].table);
+      const size_t of = numbers_ ? numbers_->of : n;
+      return in_op(s, numbers_ ? numbers_->at[i] : i, of, accesses[i].table);
     }
     return FRUGAL_OK;
   });

@@ -395,7 +395,8 @@ class Engine final : public Session, private DataPath {
   Status borrow(AnyTrainer& t, size_t bytes, void** out) override;
   // --- remote.cpp: trainers in other processes
   Status declared_parts(Trainer& t, Vector<RemotePart>* out);
-  Status access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out);
+  Status access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& numbers,
+                     Vector<RemotePart>* out);
   Status use_parts(Trainer& t, const Vector<RemotePart>& used);
   void use_marked(Trainer& t, const Vector<RemotePart>& used);
   Status hand_over(Trainer& t, Vector<RemotePush>* pushes);

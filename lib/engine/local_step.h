@@ -31,8 +31,8 @@ class Engine::CallHold {
 
 class Engine::LocalStep final : public StepView {
  public:
-  // `by_op`: messages say which of the ops they are about.
-  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, bool by_op = true);
+  // `numbers`: the ops are these of another process's call. Null: they are all of one here.
+  LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const OpNumbers* numbers = nullptr);
   Status begin(Use use) override;
   Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override;
   Status create() override;
@@ -49,7 +49,7 @@ class Engine::LocalStep final : public StepView {
   Engine& engine_;
   Trainer& t_;
   TraceSpan* const span_;  // or null
-  const bool by_op_;
+  const OpNumbers* const numbers_;
   Deadline until_;         // of waiting for rows that are being written
   std::optional<Counted> busy_;
   std::optional<CallHold> hold_;  // until the rows exist

@@ -35,6 +35,12 @@ template <class TableRef>
 Status in_op(Status status, size_t i, size_t n, const TableRef& table) {
   return status == FRUGAL_OK ? status : in_op(status, i, n, table ? table->name.c_str() : nullptr);
 }
+// Which of a call's ops another process asks for: messages say so.
+struct OpNumbers {
+  Vector<uint32_t> at;
+  size_t of = 0;
+};
+
 // frugal_op.table is not the handle of one.
 Status no_open_table(const frugal_op& op);
 

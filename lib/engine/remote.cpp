@@ -155,23 +155,26 @@ Status Engine::give_up_lines(Trainer& t, uint64_t step) {
 // --- Undeclared keys ------------------------------------------------------------------------------
 
 // Keys that were not declared, or not as they are used: resolved, created, and their rows up to date.
-Status Engine::access_rows(Trainer& t, const frugal_op* ops, size_t n, Vector<RemotePart>* out) {
+Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& numbers,
+                           Vector<RemotePart>* out) {
+  const size_t n = numbers.at.size();
   std::lock_guard<std::mutex> call(t.call_mu);
   FpEnvironment fp;
-  LocalStep step(*this, t, nullptr, false);  // which op of the trainer's call it is, is known there
+  LocalStep step(*this, t, nullptr, &numbers);
   FRUGAL_TRY(step.begin(Use::kDeclare));
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));
   step.accesses.resize(n);
   for (size_t i = 0; i < n; ++i) {
     Access& a = step.accesses[i];
-    FRUGAL_TRY(in_op(RowPath(step).find(ops[i], Use::kLookup, nullptr, &a), 0, 1, a.table));
+    const Status found = RowPath(step).find(ops[i], Use::kLookup, nullptr, &a);
+    FRUGAL_TRY(in_op(found, numbers.at[i], numbers.of, a.table));
   }
   FRUGAL_TRY(step.resolve(ops, nullptr, Use::kPush));
   FRUGAL_TRY(step.create());
   Vector<RemotePart> parts(n);
   for (size_t i = 0; i < n; ++i) {
     const Access& a = step.accesses[i];
-    FRUGAL_TRY(in_op(fresh_access(t, a), 0, 1, a.table));
+    FRUGAL_TRY(in_op(fresh_access(t, a), numbers.at[i], numbers.of, a.table));
     parts[i].table = std::static_pointer_cast<Table>(a.table);
     parts[i].part = a.part;
     parts[i].whole = a.whole;

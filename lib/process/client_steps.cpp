@@ -241,7 +241,8 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
   for (size_t i = 0; i < n; ++i) {
     RemoteTableRef table;
     FRUGAL_TRY(in_op(op_table(ops[i], &table), i, n, table));
-    heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1, 0, kNoPlace};
+    heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1,
+                static_cast<uint32_t>(i), kNoPlace};
     FRUGAL_TRY(in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
     batch->tables.push_back(std::move(table));
   }
@@ -433,16 +434,17 @@ Status Client::ask_for(RemoteTrainer& t, const frugal_op* ops, Vector<Access>& a
   if (which.empty()) return FRUGAL_OK;
   heads.reserve(which.size());
   const size_t from = t.parts.size();
-  Exchange e{Call::kAccess, {which.size(), from}, {}};
+  Exchange e{Call::kAccess, {which.size(), from, accesses.size()}, {}};
   e.add(heads.data(), which.size() * sizeof(OpHead));
   for (const Access* a : which) {
-    const frugal_op& op = ops[a - accesses.data()];
+    const size_t number = static_cast<size_t>(a - accesses.data());
+    const frugal_op& op = ops[number];
     uint64_t batch = 0;
     if (op.batch)
       if (const RemoteBatchRef b = batch_of(op.batch))
         batch = b->failed == FRUGAL_OK ? b->id : 0;
     heads.push_back({own(*a->table).id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
-                     op.keys != nullptr, 0, kNoPlace});
+                     op.keys != nullptr, static_cast<uint32_t>(number), kNoPlace});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
   // After a failure there are as many as before, and the next request tells how many that is.

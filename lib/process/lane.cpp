@@ -307,9 +307,11 @@ void Lane::tell() {
   if (!used.empty()) engine_->use_marked(*trainer_, used);
 }
 
-Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
+Status Lane::take_ops(uint64_t count, uint64_t of, bool declared, Ops* out) {
   Vector<OpHead> heads;
   FRUGAL_TRY(take_list(count, &heads));
+  for (const OpHead& head : heads) out->numbers.at.push_back(head.number);
+  out->numbers.of = of;
   static float nowhere;  // that there is an output is looked at, no more
   out->ops.resize(count);
   out->keys.resize(count);
@@ -320,7 +322,9 @@ Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
     op.table = reinterpret_cast<frugal_table*>(head.table);
     if (head.batch) {
       auto at = batches_.find(head.batch);
-      if (at == batches_.end()) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch could not be declared, or is closed");
+      if (at == batches_.end())
+        return in_op(fail(FRUGAL_ERR_BAD_HANDLE, "the batch could not be declared, or is closed"),
+                     head.number, of, TableRef());
       op.batch = reinterpret_cast<const frugal_batch*>(at->second);
     }
     op.part = head.part;
@@ -329,7 +333,7 @@ Status Lane::take_ops(uint64_t count, bool declared, Ops* out) {
     op.rows_out = &nowhere;
     if (!head.given) continue;
     TableRef table;
-    if (declared) FRUGAL_TRY(in_op(engine_->table_of(head.table, &table), i, count, table));
+    if (declared) FRUGAL_TRY(in_op(engine_->table_of(head.table, &table), head.number, of, table));
     const size_t element = table && table->rows.keys_are_slots() ? sizeof(uint32_t) : sizeof(uint64_t);
     if (declared && head.place != kNoPlace) {
       if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
@@ -348,7 +352,7 @@ Status Lane::prefetch(const Header& request) {
   const uint64_t number = request.args[2];
   if (number == 0 || batches_.count(number)) return broken("a batch's number is in use");
   Ops ops;
-  FRUGAL_TRY(take_ops(request.args[1], true, &ops));
+  FRUGAL_TRY(take_ops(request.args[1], request.args[1], true, &ops));
   // Nothing fails when it is declared: the trainer would have its memory back, and others read it.
   decltype(batches_) made;
   uint64_t& handle = made[number];
@@ -426,9 +430,9 @@ Status Lane::access(const Header& request) {
     parts_.erase(parts_.begin() + static_cast<ptrdiff_t>(request.args[1]), parts_.end());
   }
   Ops ops;
-  FRUGAL_TRY(take_ops(request.args[0], false, &ops));
+  FRUGAL_TRY(take_ops(request.args[0], request.args[2], false, &ops));
   Vector<RemotePart> found;
-  FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.ops.size(), &found));
+  FRUGAL_TRY(engine_->access_rows(*trainer_, ops.ops.data(), ops.numbers, &found));
   const size_t from = parts_.size();
   {
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);

@@ -72,9 +72,10 @@ class Lane final : public HeapObject, private UsedElsewhere {
   struct Ops {
     Vector<frugal_op> ops;
     Vector<Buffer> keys;
+    OpNumbers numbers;
   };
-  // `declared`: of dense tables come slots, in place of keys.
-  Status take_ops(uint64_t count, bool declared, Ops* out);
+  // `of`: ops of the call. `declared`: of dense tables come slots, in place of keys.
+  Status take_ops(uint64_t count, uint64_t of, bool declared, Ops* out);
   uint64_t number_of(uint64_t handle) const;
   Status prefetch(const Header& request);
   Status step_begin(const Header& request);

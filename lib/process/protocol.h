@@ -25,7 +25,8 @@ enum class Call : uint32_t {
   kStepBegin,     // args: step, time-out in ns, boundaries that were carried out, a table for whose lines there is no
                   // memory (or 0). Answer's args: is a trace recorded, parts, number of the boundary, its tables;
                   // PartPlace[parts], LinesPlace[tables], each followed by its updates
-  kAccess,        // args: ops, parts that the trainer has. OpHead[ops], keys. Answer: PartPlace[], numbered behind those
+  kAccess,        // args: ops, parts that the trainer has, ops of its call. OpHead[ops], keys.
+                  // Answer: PartPlace[], numbered behind those
   kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
   kAbort,         // args: 1: its device has failed
   kHere,          // nothing: its process lives, and waits for its device
@@ -59,7 +60,7 @@ struct OpHead {
   uint32_t part;
   uint32_t flags;        // FRUGAL_OP_*
   uint32_t given;        // keys follow, or are at `place`; else those of the batch's part are meant
-  uint32_t reserved;
+  uint32_t number;       // of the op in its call, which may ask for some of them only
   uint64_t place;        // of declared keys in staging memory; or kNoPlace
 };
 

@@ -452,7 +452,12 @@ TEST_P(Messages, OfSteps) {
   OK(frugal_step_begin(t, 0, 20000));
   const uint64_t three[3] = {1, ~uint64_t{1}, 3};
   ops[1] = Op(small, three, 3, rows);
-  SAYS(frugal_lookup(t, ops, 3), TABLE_FULL, "'small'", "key ", "2 rows", "more rows");
+  SAYS(frugal_lookup(t, ops, 3), TABLE_FULL, at, "'small'", "key ", "2 rows", "more rows");
+  // An attached trainer asks the controller for the last only.
+  frugal_op last[2] = {op, ops[1]};
+  last[0].batch = batch;
+  SAYS(frugal_lookup(t, last, 2), TABLE_FULL, "op 1 of 2", "'small'", "2 rows");
+  SAYS(frugal_push_grad(t, last, 2), TABLE_FULL, "op 1 of 2", "'small'", "2 rows");
   OK(frugal_step_end(t, 0, 0));
   SAYS(frugal_step_begin(t, 1, 30), TIMEOUT, "step 1", "rank 1", "call again");
   SAYS(frugal_step_begin(t, 4, 30), STEP_ORDER, "rank 0", "step 1", "not 4");
