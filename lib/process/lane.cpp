@@ -166,11 +166,17 @@ void Lane::serve() {
   }
 }
 
-// The library cannot have sent it: the channel ends. Unless the step was undone meanwhile, which its trainer has not been
-// told: then what it names may be gone.
+// The library cannot have sent it: the channel ends.
 Status Lane::broken(const char* what) {
-  broken_ = !trainer_ || trainer_->abort_notice.load() == 0;
+  broken_ = true;
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller refuses a request: %s", what);
+}
+
+// It names what is no part of the step. So may an honest one, where the step was undone and its
+// trainer has not been told yet.
+Status Lane::no_part(const char* what) {
+  if (trainer_->abort_notice.load() == 0) return broken(what);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the step was undone meanwhile: %s", what);
 }
 
 Status Lane::take(void* out, uint64_t bytes) {
@@ -277,13 +283,13 @@ Status Lane::handle(const Header& request) {
 // Parts that the trainer has looked up or pushed by itself: their rows come into being.
 Status Lane::take_used(uint64_t count) {
   if (count == 0) return FRUGAL_OK;
-  if (count > parts_.size()) return broken("there are not so many parts");
+  if (count > parts_.size()) return no_part("there are not so many parts");
   Vector<uint32_t> numbers(count);
   FRUGAL_TRY(take(numbers.data(), count * sizeof(uint32_t)));
   Vector<RemotePart> used;
   used.reserve(count);
   for (uint32_t at : numbers) {
-    if (at >= parts_.size()) return broken("there is no such part");
+    if (at >= parts_.size()) return no_part("there is no such part");
     if (parts_[at].whole) used.push_back(parts_[at]);
   }
   const Status s = engine_->use_parts(*trainer_, used);
@@ -423,7 +429,7 @@ Status Lane::answer_boundary() {
 }
 
 Status Lane::access(const Header& request) {
-  if (request.args[1] > parts_.size()) return broken("there are not so many parts");
+  if (request.args[1] > parts_.size()) return no_part("there are not so many parts");
   {
     // Those whose answer the trainer could not take, for lack of memory.
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
@@ -490,7 +496,7 @@ Status Lane::joined_part(const PushPlace& push, const TableRef& table, PartRef* 
   uint64_t most = 0;  // before memory is taken: what it says is no proof
   for (const RemotePart& p : parts_)
     if (may_push(p, table)) most += p.part->distinct;
-  if (push.distinct > most) return broken("more rows than the step has used");
+  if (push.distinct > most) return no_part("more rows than the step has used");
   const uint64_t bytes = push.distinct * sizeof(uint32_t);
   const char* rows = push.rows % 4 == 0 ? channel_->staging_at(push.rows, bytes) : nullptr;
   if (!rows) return broken("a list of rows lies outside of its memory");
@@ -506,7 +512,7 @@ Status Lane::joined_part(const PushPlace& push, const TableRef& table, PartRef* 
     bool named = false;
     for (const RemotePart& p : parts_)
       named = named || (may_push(p, table) && p.part->contains(slots[i]));
-    if (!named) return broken("a row that is in no part which the step has used");
+    if (!named) return no_part("a row that is in no part which the step has used");
   }
   *out = std::move(part);
   return FRUGAL_OK;
@@ -551,7 +557,7 @@ Status Lane::step_end(const Header& request) {
         FRUGAL_TRY(joined_part(place, p.table, &p.part));
       } else {
         if (place.part >= parts_.size() || !may_push(parts_[place.part], p.table))
-          return broken("there is no such part of the table, or the step has not used it");
+          return no_part("there is no such part of the table, or the step has not used it");
         p.part = parts_[place.part].part;
         p.whole = place.whole && parts_[place.part].whole;
       }

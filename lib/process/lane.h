@@ -63,6 +63,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Status receive(Header* request);
   Status handle(const Header& request);
   Status broken(const char* what);
+  Status no_part(const char* what);
   Status take(void* out, uint64_t bytes);
   Status take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out);
   template <class T>

@@ -27,9 +27,11 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/futex.h"
+#include "base/os.h"
 #include "control.capnp.h"
 #include "controller.h"
 #include "descriptors.h"
@@ -226,6 +228,11 @@ class Job {
     limit_ = limit;
     cv_.notify_all();
   }
+  // The next step that the first rank begins is undone by it.
+  void Undo() {
+    std::lock_guard<std::mutex> lock(mu_);
+    undo_ = true;
+  }
   uint32_t losses() {
     std::lock_guard<std::mutex> lock(mu_);
     return losses_;
@@ -259,6 +266,10 @@ class Job {
         if (over_) return;
       }
       int s = r.Begin(step);
+      if (s == FRUGAL_OK && r.rank == 0 && Undoes()) {
+        OK(frugal_step_abort(r.trainer));
+        continue;
+      }
       if (s == FRUGAL_OK) s = r.Work(step);
       if (s == FRUGAL_OK) {
         ++step;
@@ -275,13 +286,17 @@ class Job {
       }
     }
   }
+  bool Undoes() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return std::exchange(undo_, false);
+  }
   Rank ranks_[2];
   std::vector<std::thread> threads_;
   std::mutex mu_;
   std::condition_variable cv_;
   uint64_t limit_ = 0, lost_at_ = 0;
   uint32_t losses_ = 0;
-  bool over_ = false;
+  bool over_ = false, undo_ = false;
 };
 
 // --- Processes
@@ -522,6 +537,7 @@ struct Mode {
   std::function<void(Enemy&)> act;  // after it comes back it stays, and does nothing
   bool first = false;  // the others begin when it has acted: what it does is refused while a step is under way
   long asked_mib = 0;  // what it is given, and the controller has for so long
+  bool undone = false;  // an honest rank undoes its step
 };
 
 // Opens the engine as often as it may, and once more.
@@ -618,6 +634,16 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) { PushUnused(e, false); }},
       {"unused-rows", How::kAtOnce, "sums of a list of rows that it has not used",
        [](Enemy& e) { PushUnused(e, true); }},
+      {"undone", How::kAtOnce, "a request that there is not, when its step was undone",
+       [](Enemy& e) {
+         frugal::Mapping arena;
+         OK(frugal::os_map_shared(dup(e.opened.descriptors[0]), false, &arena));
+         const char* counted = arena.base + (e.joined.numbers[0] & frugal::kJoinPlace);
+         // It makes no call that would be told.
+         while (reinterpret_cast<const std::atomic<uint32_t>*>(counted)->load() == 0) usleep(1000);
+         (void)e.Send(*e.trainer, static_cast<Call>(9999), {});
+       },
+       false, 0, true},
       {"outside", How::kAtOnce, "a request that there is not, outside of steps",
        [](Enemy& e) { (void)e.Send(*e.process, static_cast<Call>(9999), {}); }},
       // Nothing that counts.
@@ -901,6 +927,7 @@ class World {
       CHECK(enemy.Line() == "acts");
       const uint64_t acts = now_ns();
       if (ranked) {
+        if (mode.undone) job.Undo();
         job.Allow(steps_ + kSteps);
         const uint64_t lost = job.AwaitLoss(losses);
         found = Seconds(acts, lost);
