@@ -622,10 +622,12 @@ FRUGAL_API void frugal_op_init(frugal_op *op);
  * service keys on a GPU are waited for. Rows of a hashed table are reserved, not created; if the
  * table has no room for them, the calls of the step that use them say so. `*batch_out` (may be
  * NULL) names the batch until its step ends. Returns: FRUGAL_OK, KEY_OUT_OF_RANGE, STEP_RANGE,
- * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is declared. With a service the
- * controller is not waited for inside a step. It may have no memory for the declaration, or another
- * process may have dropped a table of it. Then ops that name the batch without keys get
- * OUT_OF_MEMORY or BAD_HANDLE: give the keys instead. Threads: one at a time for a trainer. */
+ * STEP_ABORTED, STRUCT_SIZE, INVALID_ARGUMENT; on an error nothing is declared. A rank may declare
+ * 4,096 batches for a step (one more is INVALID_ARGUMENT), each of any number of keys. With a
+ * service the controller is not waited for inside a step. It may have no memory for the
+ * declaration, or another process may have dropped a table of it, or it is one too many. Then ops
+ * that name the batch without keys get OUT_OF_MEMORY, BAD_HANDLE or INVALID_ARGUMENT: give the keys
+ * instead. Threads: one at a time for a trainer. */
 FRUGAL_API int32_t frugal_prefetch(frugal_trainer *trainer, uint64_t step, const frugal_op *ops,
                                    size_t op_count, frugal_batch **batch_out);
 

@@ -2006,6 +2006,37 @@ TEST(Prefetch, Cancel) {
   ASSERT_OK(frugal_step_end(trainer, 0, 0));
 }
 
+// So many batches a rank may declare for a step. What is taken back, or of another rank or step, does not count.
+TEST(Prefetch, MostBatches) {
+  constexpr uint32_t kMost = 4096;
+  Engine engine(2, [](frugal_config* c) { c->lookahead = 2; });
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  RowOp row(table, {1}, 1);
+  frugal_batch *first = nullptr, *more = nullptr;
+  ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, 1, &first));
+  for (uint32_t i = 1; i < kMost; ++i) ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, i % 2, nullptr));
+  for (size_t n : {0, 1}) {
+    EXPECT_REFUSED(frugal_prefetch(trainer, 1, &row.op, n, &more), FRUGAL_ERR_INVALID_ARGUMENT);
+    EXPECT_NE(LastMessage().find("4096"), std::string::npos) << LastMessage();
+  }
+  EXPECT_EQ(more, nullptr);
+  EXPECT_OK(frugal_prefetch(other, 1, &row.op, 1, nullptr));
+  EXPECT_OK(frugal_prefetch(trainer, 0, &row.op, 1, nullptr));
+  ASSERT_OK(frugal_prefetch_cancel(trainer, first));
+  ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, 1, &first));
+  EXPECT_REFUSED(frugal_prefetch(trainer, 1, &row.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  // They end with their trainer.
+  ASSERT_OK(frugal_trainer_close(trainer));
+  trainer = engine.Trainer(0);
+  EXPECT_REFUSED(frugal_prefetch_cancel(trainer, first), FRUGAL_ERR_BAD_HANDLE);
+  EXPECT_OK(frugal_prefetch(trainer, 1, &row.op, 1, nullptr));
+  for (uint64_t step : {0, 1})
+    for (frugal_trainer* t : {trainer, other}) TrainStep(t, step, table, {1});
+  EXPECT_EQ(engine.Committed(), 1u);
+}
+
 // A trainer's batches end with it, but for those of steps that others have not ended yet. Undone,
 // such a step is begun again by whoever has the rank then: the batch is of the keys that it named.
 TEST(Prefetch, BatchesOfAFormerTrainer) {

@@ -4,7 +4,7 @@
 // step does per key runs outside it: a table's g-entries under the window's lock, key mapping under
 // the rows' lock, row updates under no lock, because at any time one thread alone has claimed a row.
 // Two rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
-// a linked declaration back (drop_batch), and making room in a full table (give_up_reserved).
+// a linked declaration back (drop_batches), and making room in a full table (give_up_reserved).
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -68,6 +68,12 @@ struct Batch final : AnyBatch {
 };
 using BatchRef = std::shared_ptr<Batch>;
 
+constexpr uint32_t kMostBatches = 4096;  // of a rank for a step: calls look through all of them
+
+// What is declared for a step.
+struct Declared : Vector<BatchRef> {
+  Vector<uint32_t> of_rank;  // how many
+};
 
 constexpr uint32_t kNoRank = UINT32_MAX;
 
@@ -570,7 +576,7 @@ class Engine final : public Session, private DataPath {
   Status open_window(Table& table);
   void start_steps(uint64_t first);
   bool rank_has_cache(uint32_t rank) const;
-  void drop_batch(const BatchRef& batch);
+  void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void unlink_part(const Batch& batch, size_t i);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
@@ -645,7 +651,7 @@ class Engine final : public Session, private DataPath {
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
   std::mutex cache_mu_;             // commits against cache boundaries
   Map<uint64_t, StepRecord> records_;
-  Map<uint64_t, Vector<BatchRef>> batches_;
+  Map<uint64_t, Declared> batches_;
   uint32_t unresolved_ = 0, resolving_ = 0;  // parts
   uint32_t linking_ = 0;
   Vector<std::shared_ptr<Arrival>> arrivals_;

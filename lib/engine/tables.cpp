@@ -123,7 +123,7 @@ void Engine::shutdown() {
   } catch (const std::bad_alloc&) {
   }
   Vector<TableRef> tables;
-  Map<uint64_t, Vector<BatchRef>> batches;
+  Map<uint64_t, Declared> batches;
   Map<uint64_t, StepRecord> records;
   List<JobRef> jobs;
   Vector<std::shared_ptr<Arrival>> arrivals;

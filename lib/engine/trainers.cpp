@@ -121,15 +121,17 @@ Status Engine::close_trainer(const TrainerRef& t) {
     end_flights(*t);
     call.lock();
   }
-  auto mine = [&]() -> BatchRef {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (auto& [step, batches] : batches_)
-      for (const BatchRef& b : batches)
-        // What it has read in a step that the others have not ended yet stays declared.
-        if (b->rank == t->rank && (t->next_step == kNoStep || step >= t->next_step)) return b;
-    return nullptr;
-  };
-  while (const BatchRef b = mine()) drop_batch(b);
+  for (uint64_t step = 0;; ++step) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      // What it has read in a step that the others have not ended yet stays declared.
+      if (t->next_step != kNoStep) step = std::max(step, t->next_step);
+      const auto at = batches_.lower_bound(step);
+      if (at == batches_.end()) break;
+      step = at->first;
+    }
+    drop_batches(step, t->rank, nullptr);
+  }
   decltype(t->caches) caches;
   {
     std::unique_lock<std::mutex> lock(mu_);
@@ -255,7 +257,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(least),
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
-    Vector<BatchRef>& declared = batches_[step];
+    Declared& declared = batches_[step];
     // None is there that nobody has declared.
     struct Empty {
       decltype(batches_)& all;
@@ -264,7 +266,12 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
         if (auto at = all.find(step); at->second.empty()) all.erase(at);
       }
     } empty{batches_, step};
-    declared.reserve(declared.size() + 1);
+    declared.of_rank.resize(ranks_.size());
+    if (declared.of_rank[t.rank] >= kMostBatches)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "rank %u has declared %u batches for step %llu: at most %u; declare more keys in a call", t.rank,
+                  declared.of_rank[t.rank], static_cast<unsigned long long>(step), kMostBatches);
+    if (declared.size() == declared.capacity()) declared.reserve(2 * declared.size() + 1);
     if (arrival) arrivals_.reserve(arrivals_.size() + 1);
     if (want_handle) {
       batch->handle = handle_of<AnyBatch>(batch);
@@ -273,6 +280,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       *batch_out = batch->handle;
     }
     declared.push_back(batch);
+    ++declared.of_rank[t.rank];
     if (step == t.planned || (t.planning && step == t.next_step)) t.plan_more = true;
     alone = unresolved_ == 0;
     unresolved_ += static_cast<uint32_t>(batch->parts.size() - coming);
@@ -345,42 +353,43 @@ void Engine::give_up_reserved(Table& table) {
   recount(table);
 }
 
-// Takes a batch out of the window.
-void Engine::drop_batch(const BatchRef& batch) {
+// Takes out of the window what a rank has declared for a step: one batch, or (null) all.
+void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   std::unique_lock<std::mutex> lock(mu_);
-  auto at = batches_.find(batch->step);
-  if (at == batches_.end()) return;
-  auto in = std::find(at->second.begin(), at->second.end(), batch);
-  if (in == at->second.end()) return;
-  for (const PartRef& p : batch->parts) never_resolve(*p, Part::kDropped);
+  auto at = batches_.find(step);
+  auto mine = [&](const BatchRef& b) { return one ? b.get() == one : b->rank == rank; };
+  if (at == batches_.end() || std::none_of(at->second.begin(), at->second.end(), mine)) return;
+  for (const BatchRef& b : at->second)
+    if (mine(b))
+      for (const PartRef& p : b->parts) never_resolve(*p, Part::kDropped);
   settle(lock, [&] {
-    for (const PartRef& p : batch->parts)
-      if (p->state.load() == Part::kResolving) return false;
-    // Nor while others of the step are being linked: those would lose what they have in common.
-    auto step = batches_.find(batch->step);
-    if (step != batches_.end())
-      for (const BatchRef& b : step->second)
-        for (const PartRef& p : b->parts)
-          if (p->linking) return false;
+    at = batches_.find(step);
+    if (at == batches_.end()) return true;
+    for (const BatchRef& b : at->second)
+      for (const PartRef& p : b->parts) {
+        if (mine(b) && p->state.load() == Part::kResolving) return false;
+        // Nor while others of the step are being linked: those would lose what they have in common.
+        if (p->linking) return false;
+      }
     // A step that is being taken in ahead uses its declarations.
-    auto record = records_.find(batch->step);
+    auto record = records_.find(step);
     if (record != records_.end())
       for (auto& [raw, p] : record->second.prepared)
         if (!p.ready) return false;
     return true;
   });
-  at = batches_.find(batch->step);
   if (at == batches_.end()) return;
-  in = std::find(at->second.begin(), at->second.end(), batch);
-  if (in == at->second.end()) return;
-  for (size_t i = 0; i < batch->parts.size(); ++i) {
-    unlink_part(*batch, i);
-    if (batch->parts[i]->resolved()) batch->parts[i]->let_go(batch->tables[i]->rows);
+  for (const BatchRef& b : at->second) {
+    if (!mine(b)) continue;
+    for (size_t i = 0; i < b->parts.size(); ++i) {
+      unlink_part(*b, i);
+      if (b->parts[i]->resolved()) b->parts[i]->let_go(b->tables[i]->rows);
+    }
+    if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
   }
-  at->second.erase(in);
+  at->second.of_rank[rank] -= static_cast<uint32_t>(std::erase_if(at->second, mine));
   if (at->second.empty()) batches_.erase(at);
-  if (batch->handle) handle_remove(HandleKind::kBatch, batch->handle);
-  for (const TableRef& t : batch->tables) recount(*t);
+  for (const TableRef& t : tables_) recount(*t);
   progress_.fetch_add(1);
   cv_progress_.notify_all();
 }
@@ -400,7 +409,7 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
       return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays until it has ended",
                   static_cast<unsigned long long>(batch->step));
   }
-  drop_batch(std::static_pointer_cast<Batch>(batch));
+  drop_batches(batch->step, batch->rank, static_cast<const Batch*>(batch.get()));
   return FRUGAL_OK;
 }
 

@@ -267,7 +267,7 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   }
   t.batches[batch->id] = batch;
-  // Inside of a step nothing is left to be wrong with it but the controller's memory.
+  // Inside of a step nothing is left to be wrong with it but the controller's memory, or that it is one too many.
   const bool staged = n > 0 && std::all_of(heads.begin(), heads.end(), [](auto& h) { return h.place != kNoPlace; });
   const bool late = staged && t.in_step && step > t.step && step - t.step <= config_.lookahead;
   FRUGAL_TRY(late ? declare_late(t, e, heads, batch) : ask(t, e));

@@ -678,6 +678,16 @@ const std::vector<Mode>& Modes() {
          while (e.Ask(*e.trainer, Call::kCancel, {12345}) != FRUGAL_ERR_PEER_LOST) {
          }
        }},
+      {"batches", How::kSilent, "declares nothing for all steps that it may, until it is refused",
+       [](Enemy& e) {
+         uint64_t number = 0;
+         for (uint64_t step = e.step; step <= e.step + JobConfig().lookahead; ++step) {
+           uint32_t taken = 0;
+           while (e.Ask(*e.trainer, Call::kPrefetch, {step, 0, ++number}) == FRUGAL_OK)
+             if (++taken > 4096) Die("there is no end to it");
+         }
+       },
+       true},
       {"scribbles", How::kSilent, "writes anything into all that it can write",
        [](Enemy& e) {
          for (int fd :
