@@ -439,7 +439,8 @@ FRUGAL_API int32_t frugal_table_keys(const frugal_table *table, uint64_t *cursor
 
 /* Sets the hyper-parameters from `first_step` on, until the next first_step of another change,
  * whichever call came first: after 10 and then 5, what was given for 5 holds in the steps 5 to 9.
- * Of two for the same first_step the later call counts. The kind and initial_accumulator are the
+ * Of two for the same first_step the later call counts. At most 4,096 changes wait for steps that
+ * are not committed (one more is INVALID_ARGUMENT). The kind and initial_accumulator are the
  * table's. Others are taken as long as no step that updates the table is committed, and no row was
  * put with state. After that others need FRUGAL_OPT_NEW_STATE. Others, and that flag, are taken
  * between steps, as frugal_put is made: pending updates are written first. Then rows keep their

@@ -830,6 +830,26 @@ TEST(Tables, SetOptimizer) {
   EXPECT_OK(frugal_table_set_optimizer(table, UINT64_MAX - 1, &good));
 }
 
+// So many changes wait. Those of committed steps make room, and one that waits may be changed.
+TEST(Tables, MostChangesOfTheOptimizer) {
+  constexpr uint64_t kMost = 4096;
+  Engine engine;
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* trainer = engine.Trainer(0);
+  frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  for (uint64_t step = 1; step <= kMost; ++step) {
+    optimizer.lr = static_cast<float>(step);
+    ASSERT_OK(frugal_table_set_optimizer(table, step, &optimizer));
+  }
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, kMost + 1, &optimizer), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("4096"), std::string::npos) << LastMessage();
+  optimizer.lr = 7;
+  EXPECT_OK(frugal_table_set_optimizer(table, 2, &optimizer));
+  for (uint64_t step : {0, 1, 2}) TrainStep(trainer, step, table, {1});
+  EXPECT_EQ(GetOne(table, 1), -1.0f - 1 - 7);
+  EXPECT_OK(frugal_table_set_optimizer(table, kMost + 1, &optimizer));
+}
+
 // What three steps make of a table that is created with `kind`, or gets it behind lookups, puts, and a step that was
 // skipped.
 std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uint32_t flags, int32_t backing,

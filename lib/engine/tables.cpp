@@ -11,6 +11,7 @@
 
 namespace frugal {
 
+constexpr size_t kMostChanges = 4096;  // of a table's optimizer, for steps to come
 constexpr uint64_t kEndingNs = 100'000;  // between two looks whether calls have noticed that the engine is closed
 
 Engine::Engine(const frugal_config& config) : Session(config), pacing_(config, cpu_count()) {
@@ -436,6 +437,11 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
           if (now != table.schedule.begin())
             table.schedule.erase(table.schedule.begin(), std::prev(now));
         }
+        if (table.schedule.size() > kMostChanges && !table.schedule.count(first_step))
+          return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                      "%zu changes of the optimizer wait for later steps: at most %zu; give this one when "
+                      "some of those steps are committed",
+                      table.schedule.size() - 1, kMostChanges);
         table.schedule[first_step] = o;
         return FRUGAL_OK;
       }
