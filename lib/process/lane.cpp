@@ -243,7 +243,7 @@ Status Lane::handle(const Header& request) {
       case Call::kAbort:
         return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
       case Call::kHere:
-        return FRUGAL_OK;
+        return trainer_->lines_elsewhere ? FRUGAL_OK : broken("a rank on the cpu has no device to wait for");
       case Call::kInside:
         return engine_->inside_step(*trainer_);
       case Call::kRead:

@@ -29,7 +29,7 @@ enum class Call : uint32_t {
                   // Answer: PartPlace[], numbered behind those
   kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
   kAbort,         // args: 1: its device has failed
-  kHere,          // nothing: its process lives, and waits for its device
+  kHere,          // nothing: its process lives, and waits for its device. Only of a rank that has one
   kInside,        // whether the trainer is inside a step, or what has undone it
   // Of a trainer, or (without used parts) of a process.
   kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights

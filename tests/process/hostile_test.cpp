@@ -583,9 +583,14 @@ const std::vector<Mode>& Modes() {
       // Rules that a rank breaks.
       {"no-such-call", How::kAtOnce, "a request that there is not",
        [](Enemy& e) { (void)e.Send(*e.trainer, static_cast<Call>(9999), {}); }},
+      {"here", How::kAtOnce, "says that it waits for its device, all the time, and has none",
+       [](Enemy& e) {
+         while (e.Ask(*e.trainer, Call::kHere, {}) == FRUGAL_OK) {
+         }
+       }},
       {"backwards", How::kAtOnce, "the count of its ring goes backwards",
        [](Enemy& e) {
-         OK(e.Ask(*e.trainer, Call::kHere, {}));
+         OK(e.Ask(*e.trainer, Call::kPrefetch, {e.step, 0, 1}));
          e.Move(-uint64_t{64});
        }},
       {"ahead", How::kAtOnce, "the count of its ring is further than the ring",
@@ -600,7 +605,7 @@ const std::vector<Mode>& Modes() {
        }},
       {"parts", How::kAtOnce, "parts of a step that it has not",
        [](Enemy& e) {
-         (void)e.Send(*e.trainer, Call::kHere, {0, 0, 0, 0, 1000}, std::vector<char>(4000));
+         (void)e.Send(*e.trainer, Call::kInside, {0, 0, 0, 0, 1000}, std::vector<char>(4000));
        }},
       {"place", How::kAtOnce, "keys outside of its memory",
        [](Enemy& e) {
@@ -670,7 +675,7 @@ const std::vector<Mode>& Modes() {
        }},
       {"no-reading", How::kSilent, "asks until the answers that it does not take fill the ring",
        [](Enemy& e) {
-         while (e.Send(*e.trainer, Call::kHere, {}, {}, 500) == FRUGAL_OK) {
+         while (e.Send(*e.trainer, Call::kInside, {}, {}, 500) == FRUGAL_OK) {
          }
        }},
       {"failures", How::kSilent, "asks for what fails, all the time",
