@@ -661,6 +661,11 @@ TEST(Tables, FindDescribeCountAndKeys) {
   EXPECT_OK(frugal_table_find(engine, "dense", &found));
   EXPECT_EQ(found, dense);
   EXPECT_REFUSED(frugal_table_find(engine, "dens", &found), FRUGAL_ERR_NOT_FOUND);
+  // Names that no table can have.
+  for (const std::string& name : {std::string(), std::string(256, 'n'), std::string(100000, 'n')}) {
+    EXPECT_REFUSED(frugal_table_find(engine, name.c_str(), &found), FRUGAL_ERR_NOT_FOUND);
+    EXPECT_NE(LastMessage().find("1..255"), std::string::npos) << LastMessage();
+  }
   EXPECT_EQ(found, dense);
 
   frugal_table_info info;
@@ -827,7 +832,8 @@ TEST(Tables, SetOptimizer) {
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 7, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_OK(frugal_table_set_optimizer(table, 8, &good));
-  EXPECT_OK(frugal_table_set_optimizer(table, UINT64_MAX - 1, &good));
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, UINT64_MAX - 64, &good), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_OK(frugal_table_set_optimizer(table, UINT64_MAX - 65, &good));  // the last step
 }
 
 // So many changes wait. Those of committed steps make room, and one that waits may be changed.
@@ -1354,6 +1360,7 @@ TEST(Trainers, RefusesBadConfigs) {
   refuses({FRUGAL_ERR_STRUCT_SIZE}, [](frugal_trainer_config* c) { c->struct_size = 0; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->rank = 2; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->rank = UINT32_MAX; });
+  EXPECT_NE(LastMessage().find("rank -1 (unsigned 4294967295)"), std::string::npos) << LastMessage();
   refuses({FRUGAL_ERR_EXISTS}, [](frugal_trainer_config* c) { c->rank = 0; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 2; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 0x80000000u | FRUGAL_TRAINER_REPLACE; });
@@ -1366,6 +1373,9 @@ TEST(Trainers, RefusesBadConfigs) {
   refuses({FRUGAL_ERR_DEVICE}, [](frugal_trainer_config* c) { c->device = "cuda:99"; });
   refuses({invalid, FRUGAL_ERR_UNSUPPORTED},
           [](frugal_trainer_config* c) { c->device = "abacus"; });
+  const std::string device = "cuda:" + std::string(100000, '1');
+  refuses({invalid}, [&](frugal_trainer_config* c) { c->device = device.c_str(); });
+  EXPECT_NE(LastMessage().find("give \"cpu\""), std::string::npos) << LastMessage();
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   config.rank = 1;
   config.device = "cpu";
@@ -1906,6 +1916,16 @@ TEST(Prefetch, Range) {
   EXPECT_REFUSED(frugal_prefetch(trainer, 21 + 5, &row.op, 1, &batch), range);
   EXPECT_REFUSED(frugal_prefetch(trainer, UINT64_MAX, &row.op, 1, &batch), range);
   EXPECT_EQ(batch, nullptr);
+  {  // Steps that can never be begun are not declared.
+    Engine last;
+    frugal_table* there = last.Table("t", FRUGAL_HASHED, 10, 1);
+    frugal_trainer* rank = last.Trainer(0);
+    RowOp its(there, {1}, 1);
+    EXPECT_REFUSED(frugal_prefetch(rank, UINT64_MAX - 64, &its.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+    ASSERT_OK(frugal_step_begin(rank, UINT64_MAX - 65, kWait));
+    EXPECT_REFUSED(frugal_prefetch(rank, UINT64_MAX - 64, &its.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+    ASSERT_OK(frugal_step_end(rank, UINT64_MAX - 65, 0));
+  }
   ASSERT_OK(frugal_step_begin(trainer, 21, kWait));
   EXPECT_REFUSED(frugal_prefetch(trainer, 21, &row.op, 1, &batch), range);
   EXPECT_OK(frugal_prefetch(trainer, 22, &row.op, 1, nullptr));

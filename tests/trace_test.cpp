@@ -1,6 +1,7 @@
 // What an engine tells about itself: the trace of its pipeline, and the text for Prometheus. Linked with
 // the objects of the library, for the hooks that make memory and file calls fail.
 #include <dirent.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -413,6 +414,15 @@ TEST(Trace, BadInput) {
   EXPECT_EQ(SystemCode(), EISDIR);
   rmdir((folder / "place").c_str());
   EXPECT_EQ(frugal_trace_stop(engine.handle, ""), FRUGAL_ERR_INVALID_ARGUMENT);
+  // A limit of file sizes would send a deadly signal.
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit limit{16, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const int32_t limited = frugal_trace_stop(engine.handle, (folder / "t").c_str());
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(limited, FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(SystemCode(), EFBIG);
   EXPECT_TRUE(folder.Files().empty());
   // It replaces what is there, and is the owner's alone.
   std::ofstream(folder / "t") << "before";

@@ -50,6 +50,12 @@ uint64_t clock_ns(clockid_t id) {
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
+// The bytes that a file may have. Beyond them the system would not only refuse, it would send a deadly signal.
+uint64_t most_of_file() {
+  rlimit limit{};
+  return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur : UINT64_MAX;
+}
+
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // Shared memory of a size that nobody can change any more.
@@ -63,15 +69,11 @@ Status make_memfd(size_t bytes, int* out) {
     return fail_errno(code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED, code,
                       "shared memory cannot be created");
   }
-  // Beyond this limit the system would not only refuse, it would send a deadly signal.
-  rlimit limit{};
-  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-      bytes > limit.rlim_cur) {
+  if (const uint64_t most = most_of_file(); bytes > most) {
     close(fd);
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "%zu bytes of shared memory exceed the limit of file sizes (%llu bytes); raise it "
-                "(ulimit -f)",
-                bytes, static_cast<unsigned long long>(limit.rlim_cur));
+                "%zu bytes of shared memory exceed the limit of file sizes (%llu bytes); raise it (ulimit -f)", bytes,
+                static_cast<unsigned long long>(most));
   }
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
       fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
@@ -93,11 +95,15 @@ Status seal(int fd, bool others_write) {
                     "FRUGAL_BACKING_PRIVATE needs none");
 }
 
+constexpr size_t kMostAddresses = size_t{1} << 47;
+
 // Addresses of `bytes`, a multiple of 2 MiB, that begin at a multiple of 2 MiB.
 Status reserve_aligned(size_t bytes, int protection, char** out) {
   // One huge page more, so that the start can be aligned.
   const size_t span = bytes + kHugePage;
   void* raw = mmap(nullptr, span, protection, MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED && bytes > kMostAddresses)
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: no process has so many", bytes);
   if (raw == MAP_FAILED)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: is the process (or the "
                       "controller's) limited (ulimit -v)?", bytes);
@@ -204,7 +210,7 @@ Processors Processors::but(int processor) const {
   return p;
 }
 
-bool Processors::place(std::thread* thread) const {
+bool Processors::place(Thread* thread) const {
   if (CPU_COUNT(&set) == 0) return false;
   return pthread_setaffinity_np(thread ? thread->native_handle() : pthread_self(), sizeof set, &set) == 0;
 }
@@ -435,6 +441,8 @@ Status NewFile::open(const char* path) {
 
 Status NewFile::write(const char* bytes, size_t n) {
   if (injected_failure()) return refused(ENOSPC, "written");
+  written_ += n;
+  if (written_ > most_of_file()) return refused(EFBIG, "written (ulimit -f)");
   while (n) {
     const ssize_t done = ::write(fd_, bytes, n);
     if (done < 0 && errno == EINTR) continue;

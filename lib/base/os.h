@@ -5,10 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <thread>
 
 #include "base/scheduler.h"
 #include "base/status.h"
+#include "base/thread.h"
 
 namespace frugal {
 
@@ -32,7 +32,7 @@ struct Processors {
   // Without one; all if there is no other.
   Processors but(int processor) const;
   // From now on the thread, or the calling one, runs on these. False: it goes on where it was.
-  bool place(std::thread* thread = nullptr) const;
+  bool place(Thread* thread = nullptr) const;
 };
 uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
@@ -96,6 +96,7 @@ class NewFile {
   Status refused(int code, const char* what) const;
   String path_, temporary_;
   int fd_ = -1;
+  uint64_t written_ = 0;
 };
 
 // Test hook: the n-th os_reserve, os_map_shared, os_commit or call of a NewFile from now on fails (0: off; -1:

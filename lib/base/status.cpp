@@ -82,6 +82,15 @@ String text(const char* format, ...) {
   return out;
 }
 
+String number_text(uint64_t value) {
+  const auto number = static_cast<unsigned long long>(value);
+  return value >> 63 ? text("%lld (unsigned %llu)", static_cast<long long>(value), number) : text("%llu", number);
+}
+
+String number_text(uint32_t value) {
+  return value >> 31 ? text("%d (unsigned %u)", static_cast<int>(value), value) : text("%u", value);
+}
+
 const char* status_name(Status status) {
   switch (status) {
 #define CASE(name) \

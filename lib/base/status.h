@@ -27,6 +27,9 @@ Status fail_as(const frugal_error& error);
 
 // A text for a message.
 [[gnu::format(printf, 1, 2)]] String text(const char* format, ...);
+// A number as its caller may have written it: most have signed ones.
+String number_text(uint64_t value);
+String number_text(uint32_t value);
 
 const char* status_name(Status status);
 // Around each call through the C boundary; end_call returns its status. False: there is no memory

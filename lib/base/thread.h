@@ -3,30 +3,90 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
+#include <exception>
+#include <memory>
 #include <new>
-#include <thread>
+#include <system_error>
 #include <utility>
 
 #include "base/futex.h"
+#include "base/status.h"
 #include "base/this_thread.h"
 
 namespace frugal {
 
-// Signals are the program's, not this thread's: all are blocked in it. Throws as std::thread does,
+// A thread as std::thread is one, but for its stack: the system's default follows the program's limit (ulimit -s), which
+// may be less than a call of the library takes.
+class Thread {
+ public:
+  static constexpr size_t kLeastStack = size_t{1} << 20;
+
+  Thread() = default;
+  template <class Body>
+  explicit Thread(Body body) {
+    auto run = std::make_unique<Body>(std::move(body));
+    pthread_attr_t attributes;
+    int code = pthread_attr_init(&attributes);
+    if (code != 0) throw std::system_error(code, std::generic_category());
+    size_t stack = 0;
+    pthread_attr_getstacksize(&attributes, &stack);
+    pthread_attr_setstacksize(&attributes, std::max(stack, kLeastStack));
+    code = pthread_create(&id_, &attributes, &main<Body>, run.get());
+    pthread_attr_destroy(&attributes);
+    if (code != 0) throw std::system_error(code, std::generic_category());
+    run.release();
+    joinable_ = true;
+  }
+  ~Thread() {
+    if (joinable_) std::terminate();
+  }
+  Thread(Thread&& other) noexcept { swap(other); }
+  Thread& operator=(Thread&& other) noexcept {
+    Thread(std::move(other)).swap(*this);
+    return *this;
+  }
+  bool joinable() const { return joinable_; }
+  void join() {
+    pthread_join(id_, nullptr);
+    joinable_ = false;
+  }
+  void detach() {
+    pthread_detach(id_);
+    joinable_ = false;
+  }
+  pthread_t native_handle() const { return id_; }
+  void swap(Thread& other) noexcept {
+    std::swap(id_, other.id_);
+    std::swap(joinable_, other.joinable_);
+  }
+
+ private:
+  template <class Body>
+  static void* main(void* body) {
+    const std::unique_ptr<Body> run(static_cast<Body*>(body));
+    (*run)();
+    return nullptr;
+  }
+  pthread_t id_{};
+  bool joinable_ = false;
+};
+
+// Signals are the program's, not this thread's: all are blocked in it. Throws as Thread does,
 // and std::bad_alloc where there is no memory for what the library keeps of the thread: the body is
 // not run then.
 template <class Body>
-std::thread quiet_thread(Body body) {
+Thread quiet_thread(Body body) {
   enum : uint32_t { kStarts, kRuns, kEnds };
   std::atomic<uint32_t> state{kStarts};
   const auto* word = reinterpret_cast<const uint32_t*>(&state);
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, &before);
-  std::thread made;
+  Thread made;
   try {
-    made = std::thread([&state, word, run = std::move(body)]() mutable {
+    made = Thread([&state, word, run = std::move(body)]() mutable {
       const bool whole = this_thread() != nullptr;
       // The state may be gone as soon as it is told.
       state.store(whole ? kRuns : kEnds);
@@ -42,6 +102,12 @@ std::thread quiet_thread(Body body) {
   if (state.load() == kRuns) return made;
   made.join();
   throw std::bad_alloc();
+}
+
+// There is no thread, or no memory for one.
+inline Status no_thread(const char* what, int code = EAGAIN) {
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                    "%s cannot be started: raise the limits of threads and of addresses (ulimit -u, -v)", what);
 }
 
 }  // namespace frugal

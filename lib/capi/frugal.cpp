@@ -194,7 +194,7 @@ int32_t frugal_close(frugal_engine* engine) {
     if (!engine) return FRUGAL_OK;
     return having<Session>(engine, [&](const SessionRef& e) -> Status {
       if (!handle_remove(Session::kHandle, reinterpret_cast<uint64_t>(engine)))
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread");
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread: leave that to it");
       e->close_ranks();
       // Before, so that attached processes are told; and again, for who begins to serve it meanwhile.
       stop_serving(*e);
@@ -259,6 +259,7 @@ int32_t frugal_table_find(const frugal_engine* engine, const char* name,
   return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!name) return null("name");
     if (!table_out) return null("table_out");
+    FRUGAL_TRY(check_found_name(name));
     AnyTableRef t;
     FRUGAL_TRY(e->find_table(name, &t));
     *table_out = reinterpret_cast<frugal_table*>(t->handle);

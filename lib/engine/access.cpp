@@ -273,8 +273,8 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
 
 Status Engine::not_inside(const Trainer& t) const {  // with mu_ held
   if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
-    return fail(FRUGAL_ERR_PEER_LOST, "the process of rank %u is gone and the step undone: begin step %llu again",
-                lost, static_cast<unsigned long long>(to_commit()));
+    return fail(FRUGAL_ERR_PEER_LOST, "the process of rank %u is gone and the step undone: begin %s", lost,
+                step_again(to_commit()).c_str());
   return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first", t.rank);
 }
 

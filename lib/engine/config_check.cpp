@@ -17,8 +17,7 @@ Status refused(const char* option, double value, const char* bounds) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.10g: it must be %s", option, value, bounds);
 }
 Status refused(const char* option, uint64_t value, const char* bounds) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %llu: it must be %s", option, static_cast<unsigned long long>(value),
-              bounds);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %s: it must be %s", option, number_text(value).c_str(), bounds);
 }
 Status one_of(const char* option, int32_t value, int32_t last, const char* which) {
   if (value >= 0 && value <= last) return FRUGAL_OK;
@@ -96,6 +95,13 @@ Status check_optimizer(const frugal_optimizer& o) {
   return FRUGAL_OK;
 }
 
+Status check_found_name(const char* name) {
+  const size_t n = strnlen(name, kMostName + 1);
+  if (n > 0 && n <= kMostName) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.64s', of %s bytes: a table's name has 1..255", name,
+              n == 0 ? "0" : "more than 255");
+}
+
 Status check_name(const frugal_table_config& c) {
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
   if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is NULL: a table's name must have 1..255 bytes");
@@ -140,11 +146,12 @@ Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
   FRUGAL_TRY(check_size(&c, "frugal_trainer_config"));
   FRUGAL_TRY(known_flags("frugal_trainer_config.flags", c.flags, FRUGAL_TRAINER_REPLACE));
   if (c.rank >= world_size)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %u: the ranks are 0..%u (world_size %u)", c.rank, world_size - 1,
-                world_size);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %s: the ranks are 0..%u (world_size %u)", number_text(c.rank).c_str(),
+                world_size - 1, world_size);
   if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1)) return refused("cache_ratio", c.cache_ratio, "0..1");
   if (c.device && std::strcmp(c.device, "cpu") != 0 &&
-      std::strncmp(c.device, "cuda:", 5) != 0 && std::strncmp(c.device, "sim:", 4) != 0)
+      ((std::strncmp(c.device, "cuda:", 5) != 0 && std::strncmp(c.device, "sim:", 4) != 0) ||
+       strnlen(c.device, kMostDevice + 1) > kMostDevice))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"",
                 c.device);
   return FRUGAL_OK;
@@ -174,7 +181,7 @@ bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
 Status meant_table(const Table& there, const frugal_table_config& config) {
   if (same_table(there.config, config)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_EXISTS,
-              "a table of this name exists already, with another configuration: all processes must ask for the same");
+              "a table of this name exists already, with another configuration: ask for the same, or choose another name");
 }
 
 }  // namespace frugal

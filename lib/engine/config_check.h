@@ -8,6 +8,7 @@ namespace frugal {
 struct Table;
 
 constexpr size_t kMostName = 255;  // bytes of a table's name
+constexpr size_t kMostDevice = 32;  // of a device's
 
 template <class T>
 Status check_size(const T* config, const char* name) {
@@ -22,6 +23,7 @@ Status check_config(const frugal_config& config);
 Status check_optimizer(const frugal_optimizer& optimizer);
 // Of the size, and the name of a table that is to be created.
 Status check_name(const frugal_table_config& config);
+Status check_found_name(const char* name);  // of a table that is looked for
 // Of the rest, when the size is right. Who calls this names the table.
 Status check_table(const frugal_table_config& config);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);

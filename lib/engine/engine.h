@@ -19,13 +19,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include "base/buffer.h"
 #include "base/condition.h"
 #include "base/heap.h"
 #include "base/status.h"
 #include "base/os.h"
+#include "base/thread.h"
 #include "base/trace.h"
 #include "cache/row_cache.h"
 #include "engine/data_path.h"
@@ -355,7 +355,7 @@ class Engine final : public Session, private DataPath {
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that another process knows by this handle.
   Status table_of(uint64_t handle, TableRef* out) const;
-  static Status check_step(uint64_t step);
+  static String step_again(uint64_t next);
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name);  // null: there is none
@@ -628,7 +628,7 @@ class Engine final : public Session, private DataPath {
   std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
   std::atomic<Status> health_{FRUGAL_OK};
-  Vector<std::thread> workers_;
+  Vector<Thread> workers_;
 
   Vector<TableRef> tables_;
   uint32_t next_table_ = 0;         // number
@@ -660,7 +660,7 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
   bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
-  Vector<std::thread> reapers_;         // undo steps of ranks whose GPU has failed
+  Vector<Thread> reapers_;         // undo steps of ranks whose GPU has failed
   List<JobRef> jobs_;
   Scratches scratches_;
   std::atomic<uint32_t> job_count_{0};

@@ -95,7 +95,7 @@ Status Engine::set_stream(AnyTrainer& t, void* stream) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());
   if (!t.gpu)
-    return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams", t.rank);
+    return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one", t.rank);
   return t.gpu->set_stream(stream);
 }
 

@@ -29,15 +29,22 @@ Status host_memory(const frugal_op* ops, size_t n) {
   return FRUGAL_OK;
 }
 
+Status check_step(uint64_t step) {
+  if (step < kNoStep - kRing) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "step %llu: steps are numbered up to %llu (2^64 - 66)",
+              static_cast<unsigned long long>(step), static_cast<unsigned long long>(kNoStep - kRing - 1));
+}
+
 Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
   if (stride && (stride < row_bytes || stride % sizeof(float)))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "row_stride %zu: give 0, or a multiple of 4 from %zu on, which are the bytes of a row", stride, row_bytes);
+                "row_stride %s: give 0, or a multiple of 4 from %zu on, which are the bytes of a row",
+                number_text(uint64_t{stride}).c_str(), row_bytes);
   // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a mistake.)
   constexpr size_t kAddresses = size_t{1} << 57;
   if (rows && stride > kAddresses / rows)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %zu: %zu rows so far apart exceed the address space", stride,
-                rows);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %s: %zu rows so far apart exceed the address space",
+                number_text(uint64_t{stride}).c_str(), rows);
   return FRUGAL_OK;
 }
 
@@ -103,12 +110,11 @@ Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool of
       if (op.bags == 0 && keys) return last(0);
     } else {
       if (op.offsets[0] != 0)
-        return fail(FRUGAL_ERR_INVALID_ARGUMENT, "offsets[0] is %llu: it must be 0",
-                    static_cast<unsigned long long>(op.offsets[0]));
+        return fail(FRUGAL_ERR_INVALID_ARGUMENT, "offsets[0] is %s: it must be 0", number_text(uint64_t{op.offsets[0]}).c_str());
       for (size_t b = 0; b < op.bags; ++b)
         if (op.offsets[b] > op.offsets[b + 1])
-          return fail(FRUGAL_ERR_INVALID_ARGUMENT, "offsets[%zu] is %llu after %llu: offsets must not decrease", b + 1,
-                      static_cast<unsigned long long>(op.offsets[b + 1]), static_cast<unsigned long long>(op.offsets[b]));
+          return fail(FRUGAL_ERR_INVALID_ARGUMENT, "offsets[%zu] is %s after %s: offsets must not decrease", b + 1,
+                      number_text(uint64_t{op.offsets[b + 1]}).c_str(), number_text(uint64_t{op.offsets[b]}).c_str());
       if (op.offsets[op.bags] != keys) return last(op.offsets[op.bags]);
     }
   }

@@ -17,6 +17,9 @@ Status host_memory(const void* p, const char* what);
 // The same for all that ops of a rank on the cpu device point to.
 Status host_memory(const frugal_op* ops, size_t n);
 
+// Whether steps that follow `step` have numbers, too.
+Status check_step(uint64_t step);
+
 // Whether rows of so many bytes can lie `stride` bytes apart (0: packed).
 Status check_stride(size_t stride, size_t row_bytes, size_t rows);
 

@@ -28,6 +28,11 @@ Status Engine::enter(Trainer& t, bool tells) {
   return FRUGAL_OK;
 }
 
+// What is to be begun after an undo; no number while no step has ever been begun.
+String Engine::step_again(uint64_t next) {
+  return next == kNoStep ? text("the first step") : text("step %llu again", static_cast<unsigned long long>(next));
+}
+
 Status Engine::aborted(Trainer& t) {
   if (t.undo_pending.load()) undo_local(t);
   uint64_t next;
@@ -42,12 +47,11 @@ Status Engine::aborted(Trainer& t) {
   if (t.closing.load() && lost != t.rank) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (lost != kNoRank)
     return fail(FRUGAL_ERR_PEER_LOST,
-                "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin step %llu again, which "
+                "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin %s, which "
                 "waits until somebody has joined as that rank",
-                lost, static_cast<unsigned long long>(next));
-  return fail(FRUGAL_ERR_STEP_ABORTED,
-              "another rank aborted the step: it is undone on all ranks; begin step %llu again",
-              static_cast<unsigned long long>(next));
+                lost, step_again(next).c_str());
+  return fail(FRUGAL_ERR_STEP_ABORTED, "another rank aborted the step: it is undone on all ranks; begin %s",
+              step_again(next).c_str());
 }
 
 // --- The gate ------------------------------------------------------------------------------------
@@ -190,13 +194,6 @@ void Engine::start_steps(uint64_t first) {  // with mu_ held
   first_step_ = first;
   for (const TableRef& t : tables_)
     if (t->window.opened()) t->window.set_base(first);
-}
-
-// Steps that follow it have numbers, too.
-Status Engine::check_step(uint64_t step) {
-  if (step < kNoStep - kRing) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "step %llu: steps are numbered up to %llu (2^64 - 66)",
-              static_cast<unsigned long long>(step), static_cast<unsigned long long>(kNoStep - kRing - 1));
 }
 
 Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {

@@ -49,8 +49,8 @@ Status Engine::start() {
       workers_.push_back(quiet_thread([this, i] { worker_main(i); }));
   } catch (...) {
     shutdown();
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u flush threads cannot be started; use fewer",
-                config_.flush_threads);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads (flush_threads) cannot be started: give fewer, or raise the "
+                "limits of threads and of addresses (ulimit -u, -v)", config_.flush_threads);
   }
   return FRUGAL_OK;
 }
@@ -83,14 +83,14 @@ void Engine::shutdown() {
     cv_progress_.notify_all();
     cv_work_.notify_all();
   }
-  for (std::thread& w : workers_) w.join();
+  for (Thread& w : workers_) w.join();
   workers_.clear();
-  Vector<std::thread> reapers;
+  Vector<Thread> reapers;
   {
     std::lock_guard<std::mutex> lock(mu_);
     reapers.swap(reapers_);
   }
-  for (std::thread& r : reapers) r.join();
+  for (Thread& r : reapers) r.join();
   // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice closed_.
   for (uint32_t r = 0; r < config_.world_size; ++r) {
     TrainerRef t;
@@ -195,7 +195,7 @@ Status Engine::committed(uint64_t* step) {
 
 Status Engine::find_table(const char* name, AnyTableRef* out) {
   *out = find_table(name);
-  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s': create it first", name);
+  return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.300s': create it first", name);
 }
 
 TableRef Engine::find_table(const char* name) {
@@ -247,14 +247,18 @@ Status Engine::create_table(const frugal_table_config& config, AnyTableRef* out)
   return s;
 }
 
+static Status is_there(const Table& table, const frugal_table_config& config) {
+  FRUGAL_TRY(meant_table(table, config));
+  return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
+}
+
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
   FpEnvironment fp;
   FRUGAL_TRY(check());
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const TableRef& t : tables_)
-      if (t->name == config.name)
-        return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
+      if (t->name == config.name) return is_there(*t, config);
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
@@ -304,8 +308,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
   for (const TableRef& t : tables_)
-    if (t->name == config.name)
-      return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
+    if (t->name == config.name) return is_there(*t, config);
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
@@ -425,6 +428,7 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
   for (std::optional<OutsideScope> scope;;) {
     {
       std::lock_guard<std::mutex> lock(mu_);
+      FRUGAL_TRY(check_step(first_step));
       FRUGAL_TRY(first_step_allowed(first_step));
       const frugal_optimizer was = of_its_kind(table.schedule.begin()->second);
       const float accumulator = of_its_kind(o).initial_accumulator;

@@ -91,7 +91,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
 
 Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
   if (!handle_remove(HandleKind::kTrainer, t->handle))
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread: leave that to it");
   return close_trainer(std::static_pointer_cast<Trainer>(t));
 }
 
@@ -245,7 +245,6 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(last), config_.lookahead);
     } else {
       // The first step is not known yet; what is declared must fit into one window.
-      FRUGAL_TRY(check_step(step));
       uint64_t least = step, most = step;
       if (!batches_.empty()) {
         least = std::min(least, batches_.begin()->first);
@@ -257,6 +256,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(least),
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
+    FRUGAL_TRY(check_step(step));
     Declared& declared = batches_[step];
     // None is there that nobody has declared.
     struct Empty {

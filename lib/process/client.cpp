@@ -405,8 +405,6 @@ Status Client::create_table(const frugal_table_config& config, AnyTableRef* out)
 Status Client::find_table(const char* name, AnyTableRef* out) {
   FRUGAL_TRY(check());
   TableReply reply;
-  // A message has a limit, and no table such a name.
-  if (std::strlen(name) > kMostName) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.64s...': names have at most 255 bytes", name);
   FRUGAL_TRY(of_controller(control_->find_table(name, config_.timeout_ms, &reply)));
   return take_table(reply, name, out);
 }
@@ -722,7 +720,7 @@ Status Client::give_up_join(uint32_t rank, Status why) {
 
 Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   const RemoteTrainerRef t = std::static_pointer_cast<RemoteTrainer>(trainer);
-  if (t->closer.exchange(true)) return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread");
+  if (t->closer.exchange(true)) return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread: leave that to it");
   struct Closer {  // what has failed can be made again
     RemoteTrainer& t;
     Status s = FRUGAL_ERR_OUT_OF_MEMORY;
@@ -755,7 +753,7 @@ Status Client::set_stream(AnyTrainer& t, void* stream) {
   // No call of the step protocol: an abort is told by the next one.
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());
-  if (!t.gpu) return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams", t.rank);
+  if (!t.gpu) return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one", t.rank);
   return t.gpu->set_stream(stream);
 }
 

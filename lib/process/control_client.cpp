@@ -121,7 +121,7 @@ struct ControlClient::Impl final : HeapObject {
   int socket = -1;
   Credentials controller;
   int pidfd = -1;
-  std::thread thread;
+  Thread thread;
   std::atomic<bool> lost{false};
   std::atomic<uint32_t> joined{0};  // somebody waits for the thread
   std::mutex sending;  // one message after the other
@@ -334,14 +334,14 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
       if (now_ns() + pause >= until) {
         if (attempt.socket >= 0)
           return fail(s, "the controller at %.200s ends the connection at once: it is stopping, has as many "
-                         "connections as it takes, or is of another user", address);
+                         "connections as it takes, is of another user, or lacks memory, threads or descriptors", address);
         return fail_errno(FRUGAL_ERR_TIMEOUT, attempt.code, "no controller at %.200s within %lld ms", address,
                           static_cast<long long>(timeout_ms));
       }
       usleep(static_cast<useconds_t>(pause / 1000));
     }
   } catch (const std::exception&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory, or no thread, for a connection to the controller");
+    return no_thread("a connection to the controller");
   }
 }
 

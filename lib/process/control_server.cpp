@@ -97,7 +97,7 @@ struct ControlServer::Impl final : HeapObject {
   int spare = -1;  // given up for a moment when there are no descriptors to accept with
   int bell = -1;   // rung when a connection has ended
   int end = -1;    // rung for good by stop()
-  std::thread thread;
+  Thread thread;
   std::mutex stop_mutex;
   bool stopped = false;
   std::atomic<bool> stopping{false};
@@ -124,7 +124,7 @@ class ControlServer::Impl::Connection : public HeapObject {
   Connection(Impl& server, int socket, pid_t pid)
       : server_(server), socket_(socket), peer_{pid, -1, server.next_id++} {}
   ~Connection() {
-    for (std::thread& t : threads_)
+    for (Thread& t : threads_)
       if (t.joinable()) t.join();
     ForkedDescriptors::close(socket_);
     if (peer_.pidfd >= 0) close(peer_.pidfd);
@@ -375,7 +375,7 @@ class ControlServer::Impl::Connection : public HeapObject {
   std::atomic<bool> attached_{false}, opened_{false}, over_{false}, ended_{false};
   std::mutex reading_, writing_;
   std::mutex mutex_;  // what follows
-  std::thread threads_[kThreadsOfPeer];
+  Thread threads_[kThreadsOfPeer];
   std::atomic<size_t> started_{0};
   size_t left_ = 0;
   std::atomic<size_t> busy_{0}, opening_{0};
@@ -534,7 +534,7 @@ Status ControlServer::start(const char* address, ControlHandler* handler,
     *out = std::move(server);
     return FRUGAL_OK;
   } catch (const std::exception&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "the control server cannot be started: no memory or no thread");
+    return no_thread("the control server");
   }
 }
 

@@ -19,7 +19,8 @@ Status Helpers::start(uint32_t threads) {
     for (uint32_t i = 0; i < threads; ++i) threads_.push_back(quiet_thread([this] { main(); }));
   } catch (...) {
     stop();
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads cannot be started; use fewer", threads);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads (flush_threads) cannot be started: give fewer, or raise the "
+                "limits of threads and of addresses (ulimit -u, -v)", threads);
   }
   return FRUGAL_OK;
 }
@@ -31,7 +32,7 @@ void Helpers::stop() {
   }
   wake_.notify_all();
   std::lock_guard<std::mutex> mine(one_);
-  for (std::thread& t : threads_) t.join();
+  for (Thread& t : threads_) t.join();
   threads_.clear();
 }
 
@@ -91,7 +92,7 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     // The system may think of an idle processor as a busy one, as in a virtual machine, and have a helper wait for
     // the caller's.
     if (const int on = os_processor(); on != kept_off_) {
-      for (std::thread& t : threads_) processors_.but(on).place(&t);
+      for (Thread& t : threads_) processors_.but(on).place(&t);
       kept_off_ = on;
     }
     {

@@ -3,11 +3,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include "base/heap.h"
 #include "base/os.h"
 #include "base/status.h"
+#include "base/thread.h"
 
 namespace frugal {
 
@@ -38,7 +38,7 @@ class Helpers {
   bool waits_ = false;        // the caller, for them; mu_
   std::atomic<uint64_t> loops_{0};
   bool stopping_ = false;
-  Vector<std::thread> threads_;
+  Vector<Thread> threads_;
   Processors processors_;     // of who has started them
   int kept_off_ = -1;         // the processor; one_
 };

@@ -69,7 +69,7 @@ Status Lane::start() {
   try {
     thread_ = quiet_thread([this] { loop(); });
   } catch (...) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no thread for another channel can be started");
+    return no_thread("a thread for another channel");
   }
   return FRUGAL_OK;
 }
@@ -229,7 +229,7 @@ Status Lane::handle(const Header& request) {
         auto at = batches_.find(request.args[0]);
         AnyBatchRef batch;
         if (at != batches_.end()) batch = object_of<AnyBatch>(reinterpret_cast<const void*>(at->second));
-        if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed");
+        if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed: declare the rows again");
         FRUGAL_TRY(engine_->cancel(*trainer_, batch));
         batches_.erase(at);
         return FRUGAL_OK;

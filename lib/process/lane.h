@@ -2,8 +2,8 @@
 #pragma once
 #include <atomic>
 #include <memory>
-#include <thread>
 
+#include "base/thread.h"
 #include "engine/engine.h"
 #include "process/channel.h"
 #include "process/protocol.h"
@@ -117,7 +117,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Vector<PartPlace> places_;
   Vector<char> lines_;
   String text_;
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace frugal

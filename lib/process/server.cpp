@@ -103,7 +103,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   std::condition_variable silence_;
   Vector<TrainerRef> silent_;
   bool stopping_ = false;
-  std::thread reaper_;
+  Thread reaper_;
 
   // The trainers that the engine takes for lost because they do not answer.
   void reap() {
@@ -151,7 +151,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       reaper_ = quiet_thread([this] { reap(); });
       return FRUGAL_OK;
     } catch (...) {
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no thread for the controller can be started");
+      return no_thread("a thread of the controller");
     }
   }
   void stop_reaper() {
@@ -351,8 +351,9 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status find_table(Peer& peer, const char* name, TableReply* reply) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    TableRef table = engine_->find_table(name);
-    if (!table) return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%s': create it first", name);
+    AnyTableRef found;
+    FRUGAL_TRY(engine_->find_table(name, &found));
+    const TableRef table = std::static_pointer_cast<Table>(found);
     describe(table, reply);
     return FRUGAL_OK;
   }

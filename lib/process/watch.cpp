@@ -34,7 +34,7 @@ Status Watch::open(std::unique_ptr<Watch>* out) {
     code = ENOMEM;
   }
   if (code != 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "the thread that watches processes");
+    return no_thread("the thread that watches processes", code);
   *out = std::move(w);
   return FRUGAL_OK;
 }
@@ -79,7 +79,7 @@ void Watch::remove(uint64_t id) {
     close(entry->second.fd);
     gone = std::move(entry->second.gone);
     entries_.erase(entry);
-  } else if (std::this_thread::get_id() != thread_.get_id()) {
+  } else if (!pthread_equal(pthread_self(), thread_.native_handle())) {
     returned_.wait(lock, [&] { return running_ != id; });
   }
   lock.unlock();

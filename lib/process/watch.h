@@ -5,10 +5,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include "base/heap.h"
 #include "base/status.h"
+#include "base/thread.h"
 
 namespace frugal {
 
@@ -42,7 +42,7 @@ class Watch : public HeapObject {
   Map<uint64_t, Entry> entries_;
   uint64_t last_id_ = 0;
   uint64_t running_ = 0;  // the entry whose callback runs
-  std::thread thread_;
+  Thread thread_;
 };
 
 }  // namespace frugal

@@ -163,13 +163,6 @@ Status Rows::check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) 
 
 namespace {
 
-// A key as its caller may have written it: most have signed ones.
-String key_text(uint64_t key) {
-  const auto number = static_cast<unsigned long long>(key);
-  return key >> 63 ? text("%lld (unsigned %llu)", static_cast<long long>(key), number)
-                   : text("%llu", number);
-}
-
 // Calls put(i, slot) for each id.
 template <class Put>
 Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t capacity,
@@ -195,7 +188,7 @@ Status each_slot(const uint64_t* keys, size_t n, const uint64_t* padding, uint64
     if (keys[i] >= capacity && !(padding && keys[i] == *padding))
       return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
                   "id %s at position %zu: the table has ids 0..%llu; nothing was taken",
-                  key_text(keys[i]).c_str(), i, static_cast<unsigned long long>(capacity - 1));
+                  number_text(keys[i]).c_str(), i, static_cast<unsigned long long>(capacity - 1));
   return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
               "ids changed while they were looked at; nothing was taken");
 }
@@ -233,7 +226,7 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
       return fail(FRUGAL_ERR_TABLE_FULL,
                   "no room for key %s: all of its %llu rows are taken; create it with more rows, "
                   "or delete some",
-                  key_text(key).c_str(), static_cast<unsigned long long>(capacity_));
+                  number_text(key).c_str(), static_cast<unsigned long long>(capacity_));
     FRUGAL_TRY(ensure_memory(next_slot_, 1));
     FRUGAL_TRY(holders_.ensure(next_slot_, 1));
     s = static_cast<uint32_t>(next_slot_);

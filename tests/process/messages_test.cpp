@@ -240,7 +240,7 @@ TEST_P(Messages, OfTables) {
   SAYS(create([](auto* c) { c->rows = uint64_t{1} << 32; }), INVALID_ARGUMENT, "'other'",
        "rows is 4294967296");
   SAYS(create([](auto* c) { c->rows = ~uint64_t{0}; }), INVALID_ARGUMENT, "'other'",
-       "rows is 18446744073709551615");
+       "rows is -1 (unsigned 18446744073709551615)");
   SAYS(create([](auto* c) { c->dim = 0; }), INVALID_ARGUMENT, "'other'", "dim is 0", "1..65536");
   SAYS(create([](auto* c) { c->key_space = 5; }), INVALID_ARGUMENT, "'other'", "key_space is 5",
        "FRUGAL_HASHED");

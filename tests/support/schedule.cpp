@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/futex.h"
+#include "base/thread.h"
 
 namespace frugal {
 namespace {
@@ -45,7 +46,7 @@ Turn g_caller;  // of run()
 // A thread that runs what it is given, run after run.
 struct Worker : Turn {
   std::function<Turn*()> body;  // tells who is next
-  std::thread thread;
+  Thread thread;
 };
 
 // They live as long as the process.
@@ -53,7 +54,7 @@ Worker* workers() {
   static Worker* all = [] {
     auto* made = new Worker[Schedule::kMostThreads];
     for (uint32_t i = 0; i < Schedule::kMostThreads; ++i)
-      made[i].thread = std::thread([w = &made[i]] {
+      made[i].thread = Thread([w = &made[i]] {
         for (;;) {
           w->wait();
           w->body()->go();

@@ -14,10 +14,10 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "base/condition.h"
+#include "base/thread.h"
 #include "device/runtime.h"
 #include "device/sim/block.h"
 #include "device/sim/memory.h"
@@ -71,7 +71,7 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
  public:
   StreamThread(std::shared_ptr<Health> health, uint64_t seed, const Delays& delays);
   ~StreamThread();
-  // Throws what std::thread throws.
+  // Throws what Thread throws.
   void start();
   // Runs what is there, then ends. Returns at once.
   void close();
@@ -103,7 +103,7 @@ class StreamThread : public std::enable_shared_from_this<StreamThread> {
   BlockRunner runner_;
   Section section_;
   bool yields_ = false;  // of the operation that runs
-  std::thread thread_;
+  Thread thread_;
 
   std::mutex mutex_;
   Condition work_;    // the stream's thread waits: for operations, or held
