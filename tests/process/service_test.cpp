@@ -2624,20 +2624,33 @@ TEST_F(Service, CloseBesideCalls) {
 // There is no step as yet to begin again.
 TEST_F(Service, ARankIsLostBeforeTheFirstStep) {
   ControllerProgram controller(address());
+  int joined[2];
+  ASSERT_EQ(0, pipe(joined));
+  const pid_t parent = getpid(), other = fork();
+  if (other == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(1);
+    frugal_engine* e = nullptr;
+    frugal_trainer* t = nullptr;
+    if (Open(address(), &e) != FRUGAL_OK || Join(e, 1, &t) != FRUGAL_OK) _exit(2);
+    if (write(joined[1], "", 1) == 1) pause();
+    _exit(3);
+  }
+  close(joined[1]);
   frugal_engine* e = nullptr;
   frugal_trainer* t = nullptr;
   OK(Open(address(), &e));
   OK(Join(e, 0, &t));
-  EXPECT_EQ(0, InChild([&] {
-              frugal_engine* its = nullptr;
-              frugal_trainer* rank = nullptr;
-              return Open(address(), &its) == FRUGAL_OK ? Join(its, 1, &rank) : 1;
-            }));
-  int status = FRUGAL_OK;
-  while ((status = frugal_prefetch(t, 5, nullptr, 0, nullptr)) == FRUGAL_OK) usleep(1000);
-  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status);
+  char byte;
+  EXPECT_EQ(1, read(joined[0], &byte, 1));
+  close(joined[0]);
+  kill(other, SIGKILL);
+  EXPECT_EQ(other, waitpid(other, nullptr, 0));
+  int status = FRUGAL_OK;  // declarations have a bound, which ends this, too
+  while ((status = frugal_prefetch(t, 5, nullptr, 0, nullptr)) == FRUGAL_OK) usleep(5000);
   frugal_error why;
   frugal_last_error(&why);
+  EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status) << why.message;
   EXPECT_NE(std::string::npos, std::string(why.message).find("begin the first step")) << why.message;
   OK(frugal_close(e));
   EXPECT_EQ(0, controller.end(SIGTERM));
