@@ -159,12 +159,12 @@ def suites():
       Build('nocuda', 'ci', 15, after=['build-gpu'], targets=['frugal', 'frugal_budget', 'device_open_test', 'control_none_test']),
       Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
             after=['build-nocuda', 'release-ci'], processors=1),
-      # One processor each, beside the sanitizers' tests. The mutants are last: they alone use a processor that is left.
+      # One processor each, beside the sanitizers' tests. The mutants begin where the long builds have ended.
       Program('python', 'ci', 380, ['bindings/python/check', release, python], after=['build-release', 'release-ci']),
       Program('julia', 'ci', 200, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
       Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
       Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
-      Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci']),
+      Program('mutants', 'ci', 200, [*mutants, '--rotate', '12'], after=['release-ci', 'build-asan'], processors=0),
       Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')], after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
       Build('clang', 'all', 300, after=['release-all']),
       Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
