@@ -352,14 +352,22 @@ namespace {
 
 // Most machines give shared memory no huge pages by themselves, whatever is advised (shmem_enabled is `never`),
 // but do so when they are asked for the very pages (Linux 6.1). A huge page can be made of what has a small one
-// in it. Advice: what is not had comes as small pages.
+// in it. Who asks waits for a thread of the kernel on every processor: for seconds, where others keep a processor
+// busy. So one call asks for all pages, only where a touch was not enough, and only for so many that lookups gain
+// by them. Advice: what is not had comes as small pages.
+constexpr size_t kManyBytes = size_t{8} << 20;
+
 void take_huge_pages(char* base, size_t bytes) {
   const uintptr_t from = (reinterpret_cast<uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t to = (reinterpret_cast<uintptr_t>(base) + bytes) / kHugePage * kHugePage;
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  bool small = false;
   for (uintptr_t at = from; at < to; at += kHugePage) {
-    void* page = reinterpret_cast<void*>(at);
-    if (madvise(page, 1, MADV_POPULATE_WRITE) != 0 || madvise(page, kHugePage, MADV_COLLAPSE) != 0) return;
+    if (madvise(reinterpret_cast<void*>(at), 1, MADV_POPULATE_WRITE) != 0) return;
+    unsigned char last = 0;  // is in memory, too, where the page is a huge one
+    small |= mincore(reinterpret_cast<void*>(at + kHugePage - page), page, &last) != 0 || (last & 1) == 0;
   }
+  if (small) madvise(reinterpret_cast<void*>(from), to - from, MADV_COLLAPSE);
 }
 
 }  // namespace
@@ -369,8 +377,8 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%zu bytes of memory cannot be had; free memory of the machine or raise the container's limit", bytes);
   // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
   // slab is large enough: tables grow by them.
-  if (bytes >= (size_t{8} << 20)) FRUGAL_TRY(os_check_available(bytes));
-  if (m.fd >= 0) take_huge_pages(m.base + offset, bytes);
+  if (bytes >= kManyBytes) FRUGAL_TRY(os_check_available(bytes));
+  if (m.fd >= 0 && bytes >= kManyBytes) take_huge_pages(m.base + offset, bytes);
   // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones where the
   // machine has them on advice only.
   const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;

@@ -76,6 +76,40 @@ TEST(Shared, TwoMappingsOfTheSame) {
   os_release(&reader);
 }
 
+// Of this process's memory from `base` on, what lies in huge pages.
+size_t HugeBytes(const char* base) {
+  char line[256];
+  std::snprintf(line, sizeof line, "%zx-", reinterpret_cast<size_t>(base));
+  std::ifstream maps("/proc/self/smaps");
+  std::string text;
+  while (std::getline(maps, text) && text.rfind(line, 0) != 0) {}
+  size_t kb = 0;
+  while (std::getline(maps, text) && std::sscanf(text.c_str(), "ShmemPmdMapped: %zu", &kb) != 1) {}
+  return kb << 10;
+}
+
+// What is large lies in huge pages where the kernel makes them when asked. What is small is not worth asking.
+TEST(Shared, HugePagesOfWhatIsLarge) {
+  constexpr size_t kLarge = size_t{8} << 20;
+  Mapping asked, large, small;
+  ASSERT_OK(os_reserve(kLarge, true, &asked));
+  std::memset(asked.base, 1, 1);
+  if (madvise(asked.base, kHugePage, 25 /* MADV_COLLAPSE */) != 0 || HugeBytes(asked.base) == 0)
+    GTEST_SKIP() << "this machine makes no huge pages of shared memory";
+  ASSERT_OK(os_reserve(kLarge, true, &large));
+  ASSERT_OK(os_commit(large, 0, kLarge));
+  EXPECT_GT(HugeBytes(large.base), 0u);
+  ASSERT_OK(os_reserve(kLarge, true, &small));
+  ASSERT_OK(os_commit(small, 0, kHugePage));
+  std::ifstream by_itself("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string modes;
+  std::getline(by_itself, modes);
+  if (modes.find("[never]") != std::string::npos) {
+    EXPECT_EQ(0u, HugeBytes(small.base));
+  }
+  for (Mapping* m : {&asked, &large, &small}) os_release(m);
+}
+
 // Nobody writes but through the mapping that was made first, whoever opens the memory anew. That one goes on to grow;
 // parts of it do not go back.
 TEST(Shared, WrittenByOneMapping) {
