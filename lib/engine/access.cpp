@@ -84,9 +84,9 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
 Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                      Deadline deadline) {
   Status s = FRUGAL_OK;
-  if (apply_jobs_.load())
-    s = wait(deadline, t, [&] { return apply_jobs_.load() == 0; },
-             [&] { return run_jobs(true); });
+  if (workers_.applying())
+    s = wait(deadline, t, [&] { return !workers_.applying(); },
+             [&] { return workers_.help(true); });
   // A job that has failed counts as done, too, after health has told.
   if (s == FRUGAL_OK) s = check();
   if (s == FRUGAL_OK && table.window.opened() && table.window.any_pending()) {

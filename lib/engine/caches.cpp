@@ -146,7 +146,7 @@ bool Engine::plan_one() {
     if (of.planned == step && late.empty()) return;
     of.plan.pushed.clear();  // what the update touches changes with it
     if (plan_table(*t, of, step, late, Window::Urgency::kBackground) != FRUGAL_OK) return;
-    run_jobs(false);  // whoever looks rows up meanwhile is helped
+    workers_.help(false);  // whoever looks rows up meanwhile is helped
     const auto before = pushed.find(raw);
     if (before != pushed.end()) {
       of.cache()->touched(before->second, &of.plan.update);
@@ -170,7 +170,7 @@ bool Engine::plan_one() {
     t->planned = step;
     phase_.end(Phase::kPlan);
   }
-  progress();
+  workers_.progress();
   return true;
 }
 
@@ -178,7 +178,7 @@ bool Engine::plan_one() {
 void Engine::end_planning(Trainer& t) {
   std::unique_lock<std::mutex> lock(mu_);
   t.turned = kNoStep;
-  settle(lock, [&] { return !t.planning; });
+  workers_.settle(lock, [&] { return !t.planning; });
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.
@@ -189,7 +189,7 @@ void Engine::begin_planning(Trainer& t, uint64_t step) {
     t.planned = kNoStep;
     t.plan_more = false;
   }
-  if (config_.flush_threads) wake_workers();
+  if (config_.flush_threads) workers_.wake();
 }
 
 // What the boundary of `step` does to the cache of a table, for whose rows the rank has declared `parts`: those

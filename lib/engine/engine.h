@@ -1,8 +1,9 @@
 // The engine: the step protocol, and who does which work when.
 //
-// One mutex (mu_) guards the control state: ranks, step records, declared batches, jobs. What every
-// step does per key runs outside it: a table's g-entries under the window's lock, key mapping under
-// the rows' lock, row updates under no lock, because at any time one thread alone has claimed a row.
+// One mutex (mu_) guards the control state: ranks, step records, declared batches. Jobs and who
+// waits have a lock of their own (workers.h). What every step does per key runs outside them: a
+// table's g-entries under the window's lock, key mapping under the rows' lock, row updates under no
+// lock, because at any time one thread alone has claimed a row.
 // Two rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
 // a linked declaration back (drop_batches), and making room in a full table (give_up_reserved).
 //
@@ -10,9 +11,6 @@
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
 // A commit either publishes a job that applies everything at once (workers and gates take chunks),
 // or makes the rows pending in the tables' windows, whence workers and gates take the most urgent.
-//
-// Waiting: progress_ counts events that may open a gate; a waiter looks at its condition, helps
-// with what the condition needs, and sleeps until the count moves. Workers sleep on work_ likewise.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -37,6 +35,7 @@
 #include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/stats.h"
+#include "engine/workers.h"
 #include "storage/row_versions.h"
 #include "storage/rows.h"
 #include "window/apply.h"
@@ -211,22 +210,6 @@ struct Trainer : AnyTrainer {
   } counts;
 };
 using TrainerRef = std::shared_ptr<Trainer>;
-
-// A parallel loop that workers and waiting trainers share.
-struct Job : HeapObject {
-  void (*run)(void* context, size_t chunk) = nullptr;
-  void (*finished_hook)(void* context) = nullptr;  // once, after the last chunk
-  void* context = nullptr;
-  size_t chunks = 0;
-  std::atomic<size_t> next{0};
-  std::atomic<size_t> done{0};
-  std::atomic<Status> status{FRUGAL_OK};  // of the first chunk that failed
-  std::shared_ptr<void> keep;  // what the context needs to live
-  bool apply = false;          // a committed step's update: gates wait for it
-  bool exhausted() const { return next.load(std::memory_order_relaxed) >= chunks; }
-  bool finished() const { return done.load(std::memory_order_acquire) == chunks; }
-};
-using JobRef = std::shared_ptr<Job>;
 
 // What a thread works on that writes rows.
 struct Scratch : HeapObject, ApplyScratch {
@@ -437,7 +420,7 @@ class Engine final : public Session, private DataPath {
     }
     return status;
   }
-  Status health() override { return health_.load(std::memory_order_acquire); }
+  Status health() override { return workers_.health(); }
   Status check() const;  // health and closing
   Status stats(frugal_stats* out) override;
   // --- metrics.cpp
@@ -458,31 +441,23 @@ class Engine final : public Session, private DataPath {
   // What the boundary and this engine give to the calls above is the engine's own.
   static Table& own(AnyTable& t) { return static_cast<Table&>(t); }
   static Trainer& own(AnyTrainer& t) { return static_cast<Trainer&>(t); }
-  // --- work.cpp: workers, helping, jobs
-  void worker_main(uint32_t number);
-  // kHeld: there may be some work, but not now; kLater: nor soon.
-  enum class Did { kWork, kHeld, kLater, kNothing };
-  Did background_work();               // one unit of anything
+  // --- work.cpp: what flush threads do, and who waits helps with
+  void list_work();
+  bool calls_first() const;
   bool help_gate(uint64_t step, bool everything);  // one unit of what a gate at `step` needs
-  bool run_jobs(bool apply_only);
   bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
   bool resolve_one(uint64_t up_to);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
-  Did warm_one();
+  Workers::Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
-  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override;
-  void publish(List<JobRef>&& job) noexcept;
-  void run_job_chunk(const JobRef& job, size_t chunk);
-  void progress();
-  void wake_workers();
+  [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
+    return workers_.parallel(chunks, run, context);
+  }
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
-  template <class Done>
-  void settle(std::unique_lock<std::mutex>& lock, Done done);
-  void fail_background(Status status);
   void log(int level, const char* text);
 
   // --- flights.cpp: what GPUs have in flight
@@ -567,12 +542,15 @@ class Engine final : public Session, private DataPath {
   Pacing::Measured measured() const;
   bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
   bool need_links() const { return pacing_.deferred() || caches_exist(); }
-  // Nobody is woken for work of the engine: callers do it.
-  bool callers_work() const { return config_.flush_threads == 0 || (pacing_.resting() && !caches_exist()); }
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
-  uint64_t to_commit() const { return committed_ == kNoStep ? first_step_ : committed_ + 1; }
+  // kNoStep: no step has begun. Without mu_ a commit may be about to move it on.
+  uint64_t to_commit() const {
+    const uint64_t last = committed_.load();
+    return last == kNoStep ? first_step_.load() : last + 1;
+  }
+  uint64_t soonest() const { return to_commit() == kNoStep ? 0 : to_commit(); }
   Status open_window(Table& table);
   void start_steps(uint64_t first);
   bool rank_has_cache(uint32_t rank) const;
@@ -621,14 +599,10 @@ class Engine final : public Session, private DataPath {
   Trace trace_;
 
   std::mutex mu_;
-  Condition cv_progress_, cv_work_;
-  std::atomic<uint64_t> progress_{0}, work_{0};
-  std::atomic<uint32_t> waiters_{0}, sleepers_{0};
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
-  std::atomic<bool> stopping_{false};  // workers end
   std::atomic<bool> closed_{false};    // calls end
-  std::atomic<Status> health_{FRUGAL_OK};
-  Vector<Thread> workers_;
+  Pacing pacing_;
+  Workers workers_;
 
   Vector<TableRef> tables_;
   uint32_t next_table_ = 0;         // number
@@ -638,8 +612,7 @@ class Engine final : public Session, private DataPath {
   std::function<void(const TrainerRef&)> silent_;
   uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // that all ranks end it
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
-  uint64_t first_step_ = kNoStep;
-  uint64_t committed_ = kNoStep;
+  std::atomic<uint64_t> first_step_{kNoStep}, committed_{kNoStep};  // changed with mu_ held
   Phase phase_;
   bool retiring_ = false;           // declarations of the step have let go of places, and are there as yet
   std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
@@ -660,12 +633,8 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
   bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
-  Vector<Thread> reapers_;         // undo steps of ranks whose GPU has failed
-  List<JobRef> jobs_;
+  Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   Scratches scratches_;
-  std::atomic<uint32_t> job_count_{0};
-  std::atomic<uint32_t> apply_jobs_{0};
-  Pacing pacing_;
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
   std::atomic<uint32_t> cache_count_{0};
   std::atomic<uint64_t> pending_bytes_{0};

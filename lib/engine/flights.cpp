@@ -53,7 +53,7 @@ bool Engine::pin_one() {
     if (t->pins.compare_exchange_strong(now, status == FRUGAL_OK ? Trainer::kPinned : Trainer::kPinFailed))
       to_pin_.fetch_sub(1);
   }
-  progress();
+  workers_.progress();
   return true;
 }
 
@@ -148,8 +148,8 @@ bool Engine::land() {
   arrivals.clear();
   (void)commit_ready();  // what it cannot do is owed
   flying_.fetch_sub(left);
-  wake_workers();
-  progress();
+  workers_.wake();
+  workers_.progress();
   return true;
 }
 
@@ -158,7 +158,7 @@ Status Engine::land_all(Deadline deadline) {
   if (landed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
   Status s = wait(deadline, nullptr, landed,
-                  [&] { return owed_.load() && (run_jobs(true) || flush_rows(UINT64_MAX)); });
+                  [&] { return owed_.load() && (workers_.help(true) || flush_rows(UINT64_MAX)); });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;
@@ -221,13 +221,13 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
       try {
         (void)undo(*t, Undo::kFailed);
       } catch (const std::bad_alloc&) {
-        fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+        workers_.fail(FRUGAL_ERR_OUT_OF_MEMORY);
       }
     }));
     return;
   } catch (...) {  // no memory for a thread
   }
-  fail_background(FRUGAL_ERR_DEVICE);
+  workers_.fail(FRUGAL_ERR_DEVICE);
 }
 
 // A part that nobody has begun to resolve: nobody will. With mu_ held.

@@ -110,7 +110,7 @@ Status Engine::metrics(String* text_out) {
   e.family("health", "gauge", "0, or the status of the first background failure.");
   e.status(health());
   e.family("flush_threads", "gauge", "Flush threads; 0 while they rest and the trainers' calls do their work.");
-  e.sample(callers_work() ? 0 : config_.flush_threads);
+  e.sample(workers_.callers_work() ? 0 : config_.flush_threads);
   e.family("world_size", "gauge", "Ranks.");
   e.sample(config_.world_size);
   e.family("committed_step", "gauge", "The last step that all ranks have ended, if any.");

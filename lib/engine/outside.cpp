@@ -45,7 +45,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   auto settled = [&] {
     return engine.phase_.may(Phase::kOutside) || engine.closed_.load();
   };
-  engine.settle(lock, settled);
+  engine.workers_.settle(lock, settled);
   String why;
   if ((engine.flying_.load() || engine.owed_.load()) && !engine.closed_.load() && !engine.ranks_inside(&why)) {
     // What all have ended is about to be committed.
@@ -53,7 +53,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     status_ = engine.land_all(deadline);
     if (status_ != FRUGAL_OK) return;
     lock.lock();
-    engine.settle(lock, settled);
+    engine.workers_.settle(lock, settled);
   }
   if (engine.closed_.load()) {
     status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
@@ -62,7 +62,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   } else {
     engine.phase_.begin(Phase::kOutside);  // no more of them begin
     entered_ = true;
-    engine.settle(lock, [&] { return engine.phase_.may(Phase::kAlone); });
+    engine.workers_.settle(lock, [&] { return engine.phase_.may(Phase::kAlone); });
   }
 }
 
@@ -72,7 +72,7 @@ OutsideScope::~OutsideScope() {
     std::lock_guard<std::mutex> lock(engine_.mu_);
     engine_.phase_.end(Phase::kOutside);
   }
-  engine_.progress();
+  engine_.workers_.progress();
 }
 
 // Is some rank inside a step, or are ranks apart? With mu_ held.
@@ -127,7 +127,7 @@ Status Engine::flush(Deadline deadline) {
   FpEnvironment fp;
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
-    if (apply_jobs_.load()) return false;
+    if (workers_.applying()) return false;
     std::lock_guard<std::mutex> lock(mu_);
     if (phase_.is(Phase::kCommit)) return false;
     for (const TableRef& t : tables_)
@@ -135,7 +135,7 @@ Status Engine::flush(Deadline deadline) {
     return true;
   };
   Status s = wait(deadline, nullptr, written, [&] {
-    return run_jobs(true) || flush_rows(UINT64_MAX);
+    return workers_.help(true) || flush_rows(UINT64_MAX);
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   uint64_t rows = 0;
@@ -317,7 +317,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
         std::lock_guard<std::mutex> lock(engine.mu_);
         engine.phase_.end(Phase::kRead);
       }
-      engine.progress();
+      engine.workers_.progress();
     }
   } reading{*this};
   if (trainer) {
@@ -336,7 +336,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     }
     bool busy = false;
     auto ended = [&] {
-      if (apply_jobs_.load()) return false;
+      if (workers_.applying()) return false;
       std::lock_guard<std::mutex> lock(mu_);
       // This rank may have been told of an abort that is still taking rows of others back.
       busy = !phase_.may(Phase::kRead);
@@ -349,7 +349,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       }
       return true;
     };
-    Status s = wait_for_ranks(deadline, trainer, ended, [&] { return run_jobs(true); });
+    Status s = wait_for_ranks(deadline, trainer, ended, [&] { return workers_.help(true); });
     if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
     if (s == FRUGAL_ERR_TIMEOUT && busy)
       return fail(s, "read waited for an operation outside steps, or an abort; call again");

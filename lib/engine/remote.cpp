@@ -320,7 +320,7 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
 // has joined with its rank.
 Status Engine::lose_trainer(const TrainerRef& t) try {
   t->closing.store(true);
-  progress();
+  workers_.progress();
   {
     std::lock_guard<std::mutex> call(t->call_mu);  // a call of its that waits ends
     std::lock_guard<std::mutex> lock(mu_);
@@ -330,7 +330,7 @@ Status Engine::lose_trainer(const TrainerRef& t) try {
   FRUGAL_TRY(undo(*t, Undo::kLost));
   return close_trainer(t);
 } catch (const std::bad_alloc&) {
-  fail_background(FRUGAL_ERR_OUT_OF_MEMORY);
+  workers_.fail(FRUGAL_ERR_OUT_OF_MEMORY);
   return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to take rank %u out of the engine", t->rank);
 }
 
@@ -371,7 +371,7 @@ bool Engine::find_silent() {
       found = true;
     }
   }
-  if (found) progress();
+  if (found) workers_.progress();
   return found;
 }
 

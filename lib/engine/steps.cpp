@@ -104,7 +104,7 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
       }
       return false;
     }
-    if (apply_jobs_.load()) {
+    if (workers_.applying()) {
       waits(WaitedFor::kJobs);
       if (why) *why = "the updates of the last step to be applied";
       return false;
@@ -214,7 +214,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (t.in_step)
       return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first",
                   t.rank, static_cast<unsigned long long>(t.step));
-    uint64_t expected = t.next_step != kNoStep ? t.next_step : first_step_;
+    uint64_t expected = t.next_step != kNoStep ? t.next_step : first_step_.load();
     if (expected != kNoStep && step != expected)
       return fail(FRUGAL_ERR_STEP_ORDER, "rank %u must begin step %llu now, not %llu", t.rank,
                   static_cast<unsigned long long>(expected),
@@ -312,7 +312,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     } catch (const std::bad_alloc&) {
       schedule = false;  // staging is a favour
     }
-    if (schedule) wake_workers();
+    if (schedule) workers_.wake();
   }
   return FRUGAL_OK;
 }
@@ -406,7 +406,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     // committed before it.
     if (!taken) return aborted(t);
   }
-  if (flying_.load()) wake_workers();  // one of them looks when it has landed
+  if (flying_.load()) workers_.wake();  // one of them looks when it has landed
   // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has memory, makes it.
   const Status s = commit_ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
@@ -429,7 +429,7 @@ Status Engine::commit_ready() {
 Status Engine::commit_owed() {
   if (!owed_.load()) return FRUGAL_OK;
   const Status s = commit_ready();
-  progress();
+  workers_.progress();
   return s;
 }
 
@@ -464,12 +464,8 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
                    static_cast<unsigned long long>(step));
     if (!lock.owns_lock()) lock.lock();
     if (begun) phase_.end(Phase::kCommit);
-    progress_.fetch_add(1);
-    cv_progress_.notify_all();
-    if (!owed_.exchange(true)) {  // once: workers try again after a while
-      work_.fetch_add(1);
-      cv_work_.notify_all();
-    }
+    workers_.progress();
+    if (!owed_.exchange(true)) workers_.wake();  // once: they try again after a while
     return false;
   }
 }
@@ -489,14 +485,13 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     lock.unlock();
     bool helped = flush_rows(UINT64_MAX);
     lock.lock();
-    if (!helped) settle(lock, prepared);
+    if (!helped) workers_.settle(lock, prepared);
   }
   auto give_up = [&] {
     *status = health();
     phase_.end(Phase::kCommit);
     // Who waits for commits to end has no time-out, and nothing else may happen any more.
-    progress_.fetch_add(1);
-    cv_progress_.notify_all();
+    workers_.progress();
   };
   if (health() != FRUGAL_OK) return give_up();
   if (record.commits.empty()) begin_commit(record);
@@ -509,7 +504,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
       const Status s = prepare_commit(step, record, &c);
       if (s == FRUGAL_OK) continue;
       if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
-      fail_background(s);
+      workers_.fail(s);
       lock.lock();
       return give_up();
     }
@@ -536,17 +531,12 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
   committing_bytes_ = 0;
-  if (pacing_.committed(ledger_ && !pinner_->any(), [&] { return measured(); })) {
-    work_.fetch_add(1);
-    cv_work_.notify_all();
-  }
+  if (pacing_.committed(ledger_ && !pinner_->any(), [&] { return measured(); })) workers_.wake();
   phase_.end(Phase::kCommit);
-  progress_.fetch_add(1);
-  cv_progress_.notify_all();
+  workers_.progress();
   // Behind a small step there is nothing for them, unless declarations can be linked now.
   if (alone && !need_links()) return;
-  work_.fetch_add(1);
-  cv_work_.notify_all();
+  workers_.wake();
 }
 
 namespace {
@@ -719,10 +709,7 @@ void Engine::publish_commit(uint64_t step, const StepRecord& record, Commit& com
   Timed timed(counters_.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
   if (commit.job.empty()) return;
-  if (!record.small) return publish(std::move(commit.job));
-  apply_jobs_.fetch_add(1);
-  const JobRef job = commit.job.front();
-  for (size_t i = 0; i < job->chunks; ++i) run_job_chunk(job, i);
+  record.small ? workers_.run_alone(commit.job.front()) : workers_.publish(std::move(commit.job));
 }
 
 // What the step has created is there for good.
@@ -766,7 +753,7 @@ void Engine::end_holding(Table& table) {
     std::lock_guard<std::mutex> lock(mu_);
     recount(table);
   }
-  if (table.tight.load()) progress();
+  if (table.tight.load()) workers_.progress();
 }
 
 // Rows have been undone or deleted: which of their places does somebody hold? All who do are declarations, while nobody
@@ -877,15 +864,16 @@ Status Engine::undo(Trainer& by, Undo why) {
       if (leaving) return FRUGAL_OK;
       return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     }
-    settle(lock, [&] { return phase_.may(Phase::kAbort); });
+    auto may_abort = [&] { return phase_.may(Phase::kAbort); };
+    workers_.settle(lock, may_abort);
     // A step that all ranks have ended is not undone for want of memory.
     Status lacking = FRUGAL_OK;
-    while (owed_.load() && commit_one(lock, &lacking)) settle(lock, [&] { return phase_.may(Phase::kAbort); });
+    while (owed_.load() && commit_one(lock, &lacking)) workers_.settle(lock, may_abort);
     if (owed_.load() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) {
       lock.unlock();
-      fail_background(lacking);
+      workers_.fail(lacking);
       lock.lock();
-      settle(lock, [&] { return phase_.may(Phase::kAbort); });  // who has begun to commit it meanwhile
+      workers_.settle(lock, may_abort);  // who has begun to commit it meanwhile
     }
     phase_.begin(Phase::kAbort);
     for (const TrainerRef& t : ranks_)
@@ -897,7 +885,7 @@ Status Engine::undo(Trainer& by, Undo why) {
         others.push_back(t);
       }
     if (!leaving) by.undo_pending.store(true);
-    settle(lock, [&] {
+    workers_.settle(lock, [&] {
       for (auto& [step, record] : records_)
         for (auto& [raw, p] : record.prepared)
           if (!p.ready) return false;
@@ -907,8 +895,7 @@ Status Engine::undo(Trainer& by, Undo why) {
     owed_.store(false);
     for (auto& [step, record] : records)
       flying_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
-    progress_.fetch_add(1);
-    cv_progress_.notify_all();
+    workers_.progress();
   }
   for (auto& [step, record] : records) {
     for (auto& [raw, p] : record.prepared) p.table->window.unstage(p.update);
@@ -953,7 +940,7 @@ Status Engine::undo(Trainer& by, Undo why) {
     begun_.store(committed_ == kNoStep ? 0 : committed_ + 1);
   }
   counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
-  progress();
+  workers_.progress();
   return FRUGAL_OK;
 }
 

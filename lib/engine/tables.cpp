@@ -12,9 +12,15 @@
 namespace frugal {
 
 constexpr size_t kMostChanges = 4096;  // of a table's optimizer, for steps to come
-constexpr uint64_t kEndingNs = 100'000;  // between two looks whether calls have noticed that the engine is closed
 
-Engine::Engine(const frugal_config& config) : Session(config), pacing_(config, cpu_count()) {
+Engine::Engine(const frugal_config& config)
+    : Session(config),
+      pacing_(config, cpu_count()),
+      workers_(config.flush_threads,
+               {[this] { return pacing_.resting() && !caches_exist(); },
+                [this] { return calls_first(); },
+                [this] { log(0, "a background thread failed"); }},
+               &trace_) {
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
@@ -43,10 +49,9 @@ Status Engine::start() {
     FRUGAL_TRY(pool_.get(kVersionWords * sizeof(VersionWord), &versions_memory_));
     versions_ = new (versions_memory_.data()) VersionWord[kVersionWords]();
   }
+  list_work();
   try {
-    workers_.reserve(config_.flush_threads);
-    for (uint32_t i = 0; i < config_.flush_threads; ++i)
-      workers_.push_back(quiet_thread([this, i] { worker_main(i); }));
+    workers_.start();
   } catch (...) {
     shutdown();
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads (flush_threads) cannot be started: give fewer, or raise the "
@@ -63,7 +68,7 @@ void Engine::close_ranks() {
     for (const TrainerRef& t : ranks_)
       if (t && !t->told_elsewhere.load()) t->closing.store(true);
   }
-  progress();
+  workers_.progress();
 }
 
 // Ends the threads and lets go of everything, and takes no memory for it. Calls of other threads that are under way notice
@@ -76,15 +81,9 @@ void Engine::shutdown() {
   }
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (closed_.exchange(true) && workers_.empty() && tables_.empty()) return;
-    stopping_.store(true);
-    progress_.fetch_add(1);
-    work_.fetch_add(1);
-    cv_progress_.notify_all();
-    cv_work_.notify_all();
+    if (closed_.exchange(true) && !workers_.running() && tables_.empty()) return;
   }
-  for (Thread& w : workers_) w.join();
-  workers_.clear();
+  workers_.stop();
   Vector<Thread> reapers;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -100,10 +99,7 @@ void Engine::shutdown() {
     }
     if (t) std::lock_guard<std::mutex> call(t->call_mu);
   }
-  for (std::unique_lock<std::mutex> lock(mu_); waiters_.load() != 0;) {
-    cv_progress_.notify_all();
-    sleep_slice(cv_progress_, lock, now_ns() + kEndingNs, [] { return false; });
-  }
+  workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
   pool_.leave();
   struct End {
@@ -117,28 +113,27 @@ void Engine::shutdown() {
     FpEnvironment fp;
     {
       std::unique_lock<std::mutex> lock(mu_);
-      settle(lock, [&] { return !phase_.is(Phase::kCommit); });
+      workers_.settle(lock, [&] { return !phase_.is(Phase::kCommit); });
     }
-    while (health() == FRUGAL_OK && (run_jobs(true) || flush_rows(UINT64_MAX))) {
+    while (health() == FRUGAL_OK && (workers_.help(true) || flush_rows(UINT64_MAX))) {
     }
   } catch (const std::bad_alloc&) {
   }
   Vector<TableRef> tables;
   Map<uint64_t, Declared> batches;
   Map<uint64_t, StepRecord> records;
-  List<JobRef> jobs;
   Vector<std::shared_ptr<Arrival>> arrivals;
   {
     std::unique_lock<std::mutex> lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
-    settle(lock, [&] { return phase_.may(Phase::kEnd); });
+    workers_.settle(lock, [&] { return phase_.may(Phase::kEnd); });
     tables.swap(tables_);
     batches.swap(batches_);
     records.swap(records_);
-    jobs.swap(jobs_);
     arrivals.swap(arrivals_);
   }
+  workers_.forget_jobs();
   // Not when the last who holds one lets go of it: tables end here.
   for (auto& [step, record] : records)
     for (const FlightRef& f : record.flights)
@@ -175,7 +170,7 @@ void Engine::shutdown() {
 
 Status Engine::check() const {
   if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on");
-  if (Status s = health_.load(std::memory_order_acquire))
+  if (Status s = workers_.health())
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",
                 status_name(s));
@@ -294,7 +289,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     FRUGAL_TRY(os_check_available(config.rows * rows.layout.bytes()));
     InitContext context{&table->rows, config.rows, nullptr, {}};
     size_t chunk = table->rows.chunk_rows();
-    Status done = parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
+    Status done = workers_.parallel((config.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       // The message may be on a worker's thread: say it here.
       return fail(s, "the memory of %llu rows of %u cannot be had: %smemory or "
@@ -352,7 +347,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)
           if (b->tables[i] == table) never_resolve(*b->parts[i], Part::kDropped);
-    settle(lock, [&] { return resolving_ == 0 && linking_ == 0; });
+    workers_.settle(lock, [&] { return resolving_ == 0 && linking_ == 0; });
     for (auto& [step, batches] : batches_)
       for (const BatchRef& b : batches)
         for (size_t i = 0; i < b->parts.size(); ++i)
@@ -462,7 +457,8 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                     "state; give the optimizer when the table is created",
                     o.kind, was.kind);
     }
-    const bool pending = apply_jobs_.load() || (table.window.opened() && table.window.any_pending());
+    const bool pending =
+        workers_.applying() || (table.window.opened() && table.window.any_pending());
     if (scope && !pending) return change_kind(table, o);
     scope.reset();
     if (table.has_state.load()) FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
@@ -489,7 +485,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
     FRUGAL_TRY(os_check_available(bytes));
     InitContext context{&rows, c.rows, &state, {}};
     const size_t chunk = rows.chunk_rows();
-    const Status done = parallel((c.rows + chunk - 1) / chunk, init_chunk, &context);
+    const Status done = workers_.parallel((c.rows + chunk - 1) / chunk, init_chunk, &context);
     if (Status s = done ? done : context.status.load())
       return fail(s,
                   "no memory for the state of optimizer.kind %d: memory or host_bytes is "

@@ -53,7 +53,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
   if (joined_[config.rank] && !ranks_[config.rank])
-    settle(lock, [&] { return phase_.may(Phase::kJoin) || closed_.load(); });
+    workers_.settle(lock, [&] { return phase_.may(Phase::kJoin) || closed_.load(); });
   if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
@@ -80,11 +80,10 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
       if (o && o != t && o->next_step != kNoStep)
         t->cache_from = std::max(t->cache_from, first ? o->next_step : o->cache_from);
   }
-  progress_.fetch_add(1);
-  cv_progress_.notify_all();
+  workers_.progress();
   joining.t = nullptr;
   lock.unlock();
-  if (t->gpu) wake_workers();
+  if (t->gpu) workers_.wake();
   *out = t;
   return FRUGAL_OK;
 }
@@ -98,7 +97,7 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
 // Takes no memory: nobody is to wait for a rank that is on its way out.
 Status Engine::close_trainer(const TrainerRef& t) {
   t->closing.store(true);
-  progress();
+  workers_.progress();
   std::unique_lock<std::mutex> call(t->call_mu);
   FpEnvironment fp;
   bool inside;
@@ -136,7 +135,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   {
     std::unique_lock<std::mutex> lock(mu_);
     // An operation outside steps, or a thread that plans, may be looking into the caches.
-    settle(lock, [&] { return phase_.may(Phase::kLeave) && !t->planning; });
+    workers_.settle(lock, [&] { return phase_.may(Phase::kLeave) && !t->planning; });
     caches.swap(t->caches);
   }
   t->lent.clear();
@@ -154,8 +153,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
     if (t->has_cache.load()) cache_count_.fetch_sub(1);
     t->backlog.clear();
     t->backlog_tables.clear();
-    progress_.fetch_add(1);
-    cv_progress_.notify_all();
+    workers_.progress();
   }
   call.unlock();
   // Others may have waited for this rank alone. (What there is no memory for now is theirs to make.)
@@ -226,7 +224,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
     for (const TableRef& table : batch->tables)
       if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped", table->name.c_str());
-    uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_;
+    uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_.load();
     uint64_t lookahead = config_.lookahead;
     if (at != kNoStep) {
       // Inside step s the next is s + 1, but the window is that of s.
@@ -293,8 +291,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
   // A few keys are resolved sooner than somebody is woken, unless others wait, too.
-  if (!callers_work() && (!alone || need_links() || t.gpu || keys > kFewKeys)) {
-    wake_workers();
+  if (!workers_.callers_work() && (!alone || need_links() || t.gpu || keys > kFewKeys)) {
+    workers_.wake();
   } else {
     try {
       while (resolve_one(step)) {
@@ -336,7 +334,7 @@ void Engine::give_up_reserved(Table& table) {
     });
     return none;
   };
-  settle(lock, [&] { return idle() || closed_.load() || health() != FRUGAL_OK; });
+  workers_.settle(lock, [&] { return idle() || closed_.load() || health() != FRUGAL_OK; });
   if (!idle()) return;
   each([&](const Batch& b, size_t i) {
     const TrainerRef& t = ranks_[b.rank];
@@ -362,7 +360,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   for (const BatchRef& b : at->second)
     if (mine(b))
       for (const PartRef& p : b->parts) never_resolve(*p, Part::kDropped);
-  settle(lock, [&] {
+  workers_.settle(lock, [&] {
     at = batches_.find(step);
     if (at == batches_.end()) return true;
     for (const BatchRef& b : at->second)
@@ -390,8 +388,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   at->second.of_rank[rank] -= static_cast<uint32_t>(std::erase_if(at->second, mine));
   if (at->second.empty()) batches_.erase(at);
   for (const TableRef& t : tables_) recount(*t);
-  progress_.fetch_add(1);
-  cv_progress_.notify_all();
+  workers_.progress();
 }
 
 Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {

@@ -12,7 +12,6 @@ namespace {
 constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
 constexpr size_t kClaimRows = kChunkRows;
 constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
-constexpr uint64_t kHoldNs = 50000;  // between two looks whether the calls have ended
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
 constexpr uint32_t kWarmRounds = 32;
 constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would push each other out
@@ -48,27 +47,6 @@ std::unique_ptr<Scratch> Scratches::take() noexcept {
   }
 }
 
-void Engine::progress() {
-  progress_.fetch_add(1);
-  if (waiters_.load() == 0) return;
-  { std::lock_guard<std::mutex> lock(mu_); }
-  cv_progress_.notify_all();
-}
-
-void Engine::wake_workers() {
-  work_.fetch_add(1);
-  if (sleepers_.load() == 0 || callers_work()) return;
-  { std::lock_guard<std::mutex> lock(mu_); }
-  cv_work_.notify_all();
-}
-
-void Engine::fail_background(Status status) {
-  Status none = FRUGAL_OK;
-  health_.compare_exchange_strong(none, status);
-  log(0, "a background thread failed");
-  progress();
-}
-
 void Engine::log(int level, const char* text) {
   if (!config_.log) return;
   try {
@@ -78,195 +56,48 @@ void Engine::log(int level, const char* text) {
   }
 }
 
-void Engine::worker_main(uint32_t number) {
-  FpEnvironment fp;
-  trace_thread(number);
-  // Who wakes a worker is on its way through a call: it keeps its processor.
-  os_batch_thread();
-  Did last = Did::kNothing;
-  for (;;) {
-    uint64_t seen = work_.load();
-    if (stopping_.load()) return;
-    Did did = Did::kNothing;
-    try {
-      did = background_work();
-    } catch (const std::bad_alloc&) {
-      did = Did::kLater;  // nothing was begun that is not as it was: again, when there may be memory
-    } catch (...) {
-      fail_background(FRUGAL_ERR_INTERNAL);
-    }
-    // Looks again for a while: long before it is held, since a call may want help soon, and once only.
-    bool first = did != last;
-    last = did;
-    if (did == Did::kWork) continue;
-    const uint64_t spin = did == Did::kNothing ? kSpinNs / 4 : first ? kSpinNs : 0;
-    if (moves(work_, seen, spin)) continue;
-    sleepers_.fetch_add(1);
-    {
-      std::unique_lock<std::mutex> lock(mu_);
-      auto called = [&] { return work_.load() != seen || stopping_.load(); };
-      if (did != Did::kNothing)
-        sleep_slice(cv_work_, lock, now_ns() + (did == Did::kHeld ? kHoldNs : kLaterNs), called);
-      else
-        cv_work_.wait(lock, called);
-    }
-    sleepers_.fetch_sub(1);
-  }
-}
-
-// In the order of urgency. Where there is device time to hide behind, what no gate is about to need waits
-// while calls that gather or sum want the processors, and the memory's bandwidth, of this machine.
-Engine::Did Engine::background_work() {
-  if (health() != FRUGAL_OK || callers_work()) return Did::kNothing;
-  uint64_t now;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    now = to_commit() == kNoStep ? 0 : to_commit();
-  }
-  const uint64_t pending = pending_bytes_.load(std::memory_order_relaxed), limit = pending_limit();
-  auto declared = [&](uint64_t up_to) {
+// The engine's background work, in the order of urgency.
+void Engine::list_work() {
+  using Did = Workers::Did;
+  using Urgency = Workers::Urgency;
+  auto add = [&](Urgency urgency, auto one) {
+    workers_.add(urgency, [one] { return one() ? Did::kWork : Did::kNothing; });
+  };
+  auto declared = [this](uint64_t up_to) {
     return resolve_one(up_to) || (need_links() && link_one(up_to, true));
   };
-  // A commit that lacks memory holds up nothing: updates that are written give theirs back.
-  bool lacking = false;
-  auto landed = [&] {
-    try {
-      return land();
-    } catch (const std::bad_alloc&) {
-      lacking = true;
-      return false;
-    }
-  };
-  if (landed() || run_jobs(false) || pin_one() || flush_rows(now) || declared(now + kSoon) || prepare_one() ||
-      plan_one())
-    return Did::kWork;
-  if (!lacking && pacing_.deferred() && pending <= limit &&
-      calls_.load(std::memory_order_relaxed) * 2 >= pacing_.cpus())
-    return Did::kHeld;
-  if (flush_rows(now + 1) || (pending > limit / 2 && flush_rows(UINT64_MAX)) ||
-      declared(UINT64_MAX) || flush_rows(UINT64_MAX))
-    return Did::kWork;
   // What GPUs have in flight is looked at from time to time.
-  if (lacking) return Did::kLater;
-  Did did = warm_one();
-  return did != Did::kWork && in_flight() ? Did::kHeld : did;
+  workers_.add(Urgency::kSoon, [this] {
+    return land() ? Did::kWork : in_flight() ? Did::kHeld : Did::kNothing;
+  });
+  add(Urgency::kSoon, [this] { return workers_.help(false); });
+  add(Urgency::kSoon, [this] { return pin_one(); });
+  add(Urgency::kSoon, [this] { return flush_rows(soonest()); });
+  add(Urgency::kSoon, [=, this] { return declared(soonest() + kSoon); });
+  add(Urgency::kSoon, [this] { return prepare_one(); });
+  add(Urgency::kSoon, [this] { return plan_one(); });
+  add(Urgency::kIdle, [this] { return flush_rows(soonest() + 1); });
+  add(Urgency::kIdle, [this] {
+    const uint64_t pending = pending_bytes_.load(std::memory_order_relaxed);
+    return pending > pending_limit() / 2 && flush_rows(UINT64_MAX);
+  });
+  add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
+  add(Urgency::kIdle, [this] { return flush_rows(UINT64_MAX); });
+  workers_.add(Urgency::kFavour, [this] { return warm_one(); });
+}
+
+// Where there is device time to hide behind, what no gate is about to need waits while calls that
+// gather or sum want the processors, and the memory's bandwidth, of this machine.
+bool Engine::calls_first() const {
+  return pacing_.deferred() &&
+         pending_bytes_.load(std::memory_order_relaxed) <= pending_limit() &&
+         calls_.load(std::memory_order_relaxed) * 2 >= pacing_.cpus();
 }
 
 bool Engine::help_gate(uint64_t step, bool everything) {
-  if (run_jobs(true)) return true;
+  if (workers_.help(true)) return true;
   if (resolve_one(step) || (need_links() && link_one(step))) return true;
   return flush_rows(everything ? UINT64_MAX : step);
-}
-
-// --- Jobs ----------------------------------------------------------------------------------------
-
-void Engine::publish(List<JobRef>&& job) noexcept {
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (job.front()->apply) apply_jobs_.fetch_add(1);
-    job_count_.fetch_add(1);
-    jobs_.splice(jobs_.end(), job);
-  }
-  wake_workers();
-}
-
-namespace {
-
-// What a chunk throws is kept as a status: the thread that runs it may not be the one that waits.
-Status run_chunk(void (*run)(void*, size_t), void* context, size_t chunk) noexcept {
-  try {
-    run(context, chunk);
-    return FRUGAL_OK;
-  } catch (const std::bad_alloc&) {
-    return FRUGAL_ERR_OUT_OF_MEMORY;
-  } catch (...) {
-    return FRUGAL_ERR_INTERNAL;
-  }
-}
-
-}  // namespace
-
-void Engine::run_job_chunk(const JobRef& job, size_t chunk) {
-  if (Status s = run_chunk(job->run, job->context, chunk)) {
-    Status none = FRUGAL_OK;
-    job->status.compare_exchange_strong(none, s);
-    // Some rows of the step are written, others are not: there is no way on from here. Told before
-    // the job counts as done, so that no gate opens on it.
-    if (job->apply) fail_background(s);
-  }
-  if (job->done.fetch_add(1, std::memory_order_acq_rel) + 1 != job->chunks) return;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    auto at = std::find(jobs_.begin(), jobs_.end(), job);
-    if (at != jobs_.end()) {
-      jobs_.erase(at);
-      job_count_.fetch_sub(1);
-    }
-  }
-  if (job->finished_hook) job->finished_hook(job->context);
-  job->keep.reset();
-  if (job->apply) apply_jobs_.fetch_sub(1);
-  progress();
-}
-
-bool Engine::run_jobs(bool apply_only) {
-  if (job_count_.load() == 0) return false;
-  JobRef job;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (const JobRef& j : jobs_)
-      if (!j->exhausted() && (j->apply || !apply_only)) {
-        job = j;
-        break;
-      }
-  }
-  if (!job) return false;
-  TraceSpan span(trace_, SpanKind::kHelp);
-  if (job->apply) span.drop();  // its chunks have spans of their own
-  bool any = false;
-  for (;;) {
-    size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= job->chunks) {
-      if (!any) span.drop();
-      return any;
-    }
-    run_job_chunk(job, i);
-    span.more(1);
-    any = true;
-  }
-}
-
-// A chunk that fails does not stop the others; the status is that of the first to fail.
-Status Engine::parallel(size_t chunks, void (*run)(void*, size_t), void* context) {
-  auto told = [](Status s) {
-    return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken: free some and call again");
-  };
-  // Nobody to share with: do it here.
-  if (chunks < 2 || callers_work()) {
-    Status status = FRUGAL_OK;
-    for (size_t i = 0; i < chunks && status == FRUGAL_OK; ++i) status = run_chunk(run, context, i);
-    return told(status);
-  }
-  JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
-  job->run = run;
-  job->context = context;
-  job->chunks = chunks;
-  publish({job});
-  for (;;) {
-    size_t i = job->next.fetch_add(1, std::memory_order_relaxed);
-    if (i >= chunks) break;
-    run_job_chunk(job, i);
-  }
-  // Chunks that workers have taken end soon. The context is the caller's stack: no way out before.
-  for (int spin = 0; !job->finished(); ++spin) {
-    if (spin < 2000) {
-      cpu_relax();
-      continue;
-    }
-    std::unique_lock<std::mutex> lock(mu_);
-    settle(lock, [&] { return job->finished(); });
-  }
-  return told(job->status.load());
 }
 
 // --- Pending rows --------------------------------------------------------------------------------
@@ -300,7 +131,7 @@ bool Engine::flush_rows(uint64_t step) {
       t->window.finish(claim);
     }
     claim.runs.clear();  // updates that are written end here
-    progress();
+    workers_.progress();
     return true;
   }
 }
@@ -338,8 +169,7 @@ bool Engine::resolve_one(uint64_t up_to) {
             if (b->tables[i]->tight) {  // no row is to be reserved now: the calls of the step resolve
               b->parts[i]->state.store(Part::kStale);
               --unresolved_;
-              progress_.fetch_add(1);  // a gate may have waited for this one
-              cv_progress_.notify_all();
+              workers_.progress();  // a gate may have waited for this one
               continue;
             }
             part = b->parts[i];
@@ -369,7 +199,7 @@ bool Engine::resolve_one(uint64_t up_to) {
     --resolving_;
     recount(*table);
   }
-  progress();
+  workers_.progress();
   // Its arrays go to the rank's GPU ahead of the lookup, which does it itself where this fails.
   if (resolved && trainer && trainer->gpu && !stale() && !trainer->gpu->sticky()) {
     PartOnDevice* ignored;
@@ -427,7 +257,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
         done = table->window.link(part, at, Window::kPiece, owned, Window::Urgency::kBackground);
       }
       at += Window::kPiece;
-      if (worker) run_jobs(false);
+      if (worker) workers_.help(false);
       if (!done || at >= part->distinct) break;
     }
   } catch (const std::bad_alloc&) {
@@ -439,7 +269,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
     part->linked = done;
     --linking_;
   }
-  progress();
+  workers_.progress();
   if (!memory) throw std::bad_alloc();
   return true;
 }
@@ -502,7 +332,7 @@ bool Engine::prepare_one() {
       table->window.add(update);
     }
     for (bool done = false; !done;) {
-      run_jobs(false);  // a lookup has the first word
+      workers_.help(false);  // a lookup has the first word
       Timed timed(counters_.entry_ns);
       done = table->window.stage(*update, true, Window::kPiece, Window::Urgency::kBackground);
     }
@@ -526,7 +356,7 @@ bool Engine::prepare_one() {
     }
     if (!soon.empty()) add_soon(record, table, std::move(soon));
   }
-  progress();
+  workers_.progress();
   return true;
 }
 
@@ -551,7 +381,8 @@ void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t
 //
 // Caches forget: other programs use them as well. What the gate will write is few, and is brought in again and
 // again, for as long as a step usually takes.
-Engine::Did Engine::warm_one() {
+Workers::Did Engine::warm_one() {
+  using Did = Workers::Did;
   const uint64_t next = begun_.load();
   if (!pacing_.deferred() || pushed_.load(std::memory_order_relaxed) == next)
     return Did::kNothing;
@@ -612,7 +443,7 @@ Engine::Did Engine::warm_one() {
   const device::RowsView rows = table->rows.ref_now();
   const size_t state_bytes = soon ? rows.state_pitch : 0;
   // Who shares a job out meanwhile wants the thread at once.
-  for (size_t i = from; i < end && job_count_.load(std::memory_order_relaxed) == 0; ++i) {
+  for (size_t i = from; i < end && !workers_.sharing(); ++i) {
     const char* row = reinterpret_cast<const char*>(rows.row(slots[i]));
     for (size_t o = 0; o < rows.value_pitch; o += 64) __builtin_prefetch(row + o, 0, 2);
     if (!state_bytes) continue;

@@ -30,11 +30,11 @@
 namespace frugal {
 void FailBackground(Engine& engine, Status status);
 LedgerRoot*& RootOf(Ledger& ledger);
-template <void (Engine::*kMember)(Status)>
+template <Workers Engine::*kMember>
 struct BackgroundOf {
-  friend void FailBackground(Engine& engine, Status status) { (engine.*kMember)(status); }
+  friend void FailBackground(Engine& engine, Status status) { (engine.*kMember).fail(status); }
 };
-template struct BackgroundOf<&Engine::fail_background>;
+template struct BackgroundOf<&Engine::workers_>;
 template <LedgerRoot* Ledger::*kMember>
 struct LedgerOf {
   friend LedgerRoot*& RootOf(Ledger& ledger) { return ledger.*kMember; }
