@@ -98,11 +98,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
     while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
       if (!waited) counters_.lookup_waits.fetch_add(1, std::memory_order_relaxed);
       waited = true;
-      uint64_t base;
-      {
-        std::lock_guard<std::mutex> lock(mu_);
-        base = to_commit();
-      }
+      const uint64_t base = to_commit();
       s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
                [&] { return flush_rows(base); });
     }

@@ -75,20 +75,16 @@ TrainerTable* Engine::cache_in(Trainer& t, const Table& table) {
 
 // The resolved parts that a rank has declared for a step. With mu_ held. False: there may be more of
 // them soon.
-bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) const {
+bool Engine::declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) {
   bool all = true;
-  auto at = batches_.find(step);
-  if (at == batches_.end()) return false;
-  for (const BatchRef& b : at->second) {
-    if (b->rank != t.rank) continue;
-    for (size_t i = 0; i < b->parts.size(); ++i) {
-      const PartRef& p = b->parts[i];
-      const uint32_t state = p->state.load(std::memory_order_acquire);
-      if (state == Part::kStale || state == Part::kDropped) continue;
-      if (state != Part::kResolved || !p->linked) all = false;
-      if (state == Part::kResolved) (*parts)[b->tables[i].get()].push_back(p);
-    }
-  }
+  Lock declared(declarations_.mutex());
+  declarations_.each({step, step, t.rank}, [&](const Batch& b, size_t i) {
+    const PartRef& p = b.parts[i];
+    const uint32_t state = p->state.load(std::memory_order_acquire);
+    if (state == Part::kStale || state == Part::kDropped) return;
+    if (state != Part::kResolved || !p->linked) all = false;
+    if (state == Part::kResolved) (*parts)[b.tables[i].get()].push_back(p);
+  });
   return all && !parts->empty();
 }
 
@@ -123,15 +119,16 @@ bool Engine::plan_one() {
     if (!t) return false;
     step = t->next_step;
     // What the ranks push in the step before, if that is what they declared, by rank.
-    auto before = batches_.find(step - 1);
-    if (before != batches_.end()) {
-      for (const BatchRef& b : before->second)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->parts[i]->resolved() && b->parts[i]->distinct)
-            pushed[b->tables[i].get()].push_back(b->parts[i]);
-      for (auto& [raw, list] : pushed)
-        std::sort(list.begin(), list.end(), [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
+    {
+      Lock declared(declarations_.mutex());
+      declarations_.each({step - 1, step - 1}, [&](const Batch& b, size_t i) {
+        const PartRef& p = b.parts[i];
+        if (p->resolved() && p->distinct) pushed[b.tables[i].get()].push_back(p);
+      });
     }
+    for (auto& [raw, list] : pushed)
+      std::sort(list.begin(), list.end(),
+                [](const PartRef& a, const PartRef& b) { return a->rank < b->rank; });
     t->planning = true;
     t->plan_more = false;
     phase_.begin(Phase::kPlan);
@@ -405,15 +402,11 @@ void Engine::forget_lines(TrainerTable& of) noexcept {
 
 // So what the trainer has declared for the step is read there, when it is up to date.
 void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
-  auto at = batches_.find(step);
-  if (at == batches_.end()) return;
-  for (const BatchRef& b : at->second)
-    for (const PartRef& p : b->parts)
-      if (b->rank == t.rank) {
-        p->lines = {};
-        p->cached = 0;
-      }
+  Lock declared(declarations_.mutex());
+  declarations_.each({step, step, t.rank}, [](const Batch& b, size_t i) {
+    b.parts[i]->lines = {};
+    b.parts[i]->cached = 0;
+  });
 }
 
 // No rank is inside a step, and none can begin one: the caches are ours.

@@ -1,11 +1,12 @@
 // The engine: the step protocol, and who does which work when.
 //
-// One mutex (mu_) guards the control state: ranks, step records, declared batches. Jobs and who
-// waits have a lock of their own (workers.h). What every step does per key runs outside them: a
-// table's g-entries under the window's lock, key mapping under the rows' lock, row updates under no
-// lock, because at any time one thread alone has claimed a row.
-// Two rare things do go over keys under it, so that no declaration comes or goes meanwhile: taking
-// a linked declaration back (drop_batches), and making room in a full table (give_up_reserved).
+// One mutex (mu_) guards the control state: ranks, step records, what runs beside what. Declared
+// batches have a lock of their own (declarations.h), and so have jobs and who waits (workers.h).
+// What every step does per key runs outside them: a table's g-entries under the window's lock, key
+// mapping under the rows' lock, row updates under no lock, because at any time one thread alone has
+// claimed a row. Three rare things do go over keys under the declarations' lock, so that none comes
+// or goes meanwhile: taking linked ones back (drop_batches), making room in a full table
+// (give_up_reserved), and finding out who holds places of rows that are none any more (recount).
 //
 // A step: step_begin waits at the gate; lookup gathers; push_grad sums a rank's gradients into a
 // hand-over; step_end leaves the hand-over in the step's record; the last rank's step_end commits.
@@ -27,6 +28,7 @@
 #include "base/trace.h"
 #include "cache/row_cache.h"
 #include "engine/data_path.h"
+#include "engine/declarations.h"
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/op_check.h"
@@ -35,6 +37,7 @@
 #include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/stats.h"
+#include "engine/table.h"
 #include "engine/workers.h"
 #include "storage/row_versions.h"
 #include "storage/rows.h"
@@ -44,37 +47,6 @@
 namespace frugal {
 
 struct Trainer;
-
-struct Table : AnyTable {
-  uint32_t number = 0;  // of all that the engine has had: what a trace calls it by
-  frugal_table_config config{};
-  Rows rows;
-  Window window;
-  Map<uint64_t, frugal_optimizer> schedule;  // first step -> hyper-parameters, all of one kind; engine's mu_
-  std::atomic<bool> has_state{false};        // there is state that is not a new row's: the kind is fixed
-  std::atomic<uint32_t> calls{0};  // that hold places, besides the declarations that do
-  std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
-  uint32_t predict_pause = 0;                      // steps without staging ahead
-  std::shared_ptr<TableLedger> ledger;             // or null
-};
-using TableRef = std::shared_ptr<Table>;
-
-struct Batch final : AnyBatch {
-  Vector<PartRef> parts;
-  Vector<TableRef> tables;
-  size_t size() const override { return parts.size(); }
-  const AnyTable& table(size_t part) const override { return *tables[part]; }
-};
-using BatchRef = std::shared_ptr<Batch>;
-
-constexpr uint32_t kMostBatches = 4096;  // of a rank for a step: calls look through all of them
-
-// What is declared for a step.
-struct Declared : Vector<BatchRef> {
-  Vector<uint32_t> of_rank;  // how many
-};
-
-constexpr uint32_t kNoRank = UINT32_MAX;
 
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
@@ -297,6 +269,7 @@ struct StepRecord {
   Map<const Table*, PreparedUpdate> prepared;
   std::shared_ptr<SoonRows> soon;  // or null; guarded by the engine's mutex, but for the slots that are in it
   bool prepare_scheduled = false;
+  size_t stage_at = 0;  // tables before this have been looked at
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
@@ -472,7 +445,6 @@ class Engine final : public Session, private DataPath {
   Status end_flight(Trainer& t, Flight::Found* found);
   void device_failed(uint32_t rank, const Gpu& gpu);
   void leave_gpu(Trainer& t) noexcept;
-  void never_resolve(Part& part, Part::State instead);
 
   // --- caches.cpp: boundaries of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
@@ -483,7 +455,7 @@ class Engine final : public Session, private DataPath {
   bool to_plan(const Trainer& t) const;
   void begin_planning(Trainer& t, uint64_t step);
   void end_planning(Trainer& t);
-  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts) const;
+  bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts);
   Status plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
                     Window::Urgency urgency);
   static Vector<PartRef> not_planned(const TrainerTable& of, const Vector<PartRef>& declared);
@@ -510,11 +482,6 @@ class Engine final : public Session, private DataPath {
   void publish_commit(uint64_t step, const StepRecord& record, Commit& commit);
   Status commit_owed();
   static void settle_young(uint64_t step, const StepRecord& record);
-  struct Held {
-    TableRef table;
-    PartRef part;
-  };
-  Vector<Held> held_until(uint64_t step);
   void retire(uint64_t step);
   void end_holding(Table& table);
   void recount(Table& table);
@@ -555,7 +522,6 @@ class Engine final : public Session, private DataPath {
   void start_steps(uint64_t first);
   bool rank_has_cache(uint32_t rank) const;
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
-  void unlink_part(const Batch& batch, size_t i);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
@@ -614,7 +580,6 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   std::atomic<uint64_t> first_step_{kNoStep}, committed_{kNoStep};  // changed with mu_ held
   Phase phase_;
-  bool retiring_ = false;           // declarations of the step have let go of places, and are there as yet
   std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   uint64_t committing_bytes_ = 0;   // the committing thread's
   std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
@@ -624,15 +589,12 @@ class Engine final : public Session, private DataPath {
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
   std::mutex cache_mu_;             // commits against cache boundaries
   Map<uint64_t, StepRecord> records_;
-  Map<uint64_t, Declared> batches_;
-  uint32_t unresolved_ = 0, resolving_ = 0;  // parts
-  uint32_t linking_ = 0;
-  Vector<std::shared_ptr<Arrival>> arrivals_;
-  // Flights of records_, until what their landing allows is committed; and arrivals_.
-  std::atomic<uint32_t> flying_{0}, arriving_{0};
+  Declarations declarations_;
+  // Flights of records_, until what their landing allows is committed.
+  std::atomic<uint32_t> flying_{0};
   std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
-  bool in_flight() const { return flying_.load() != 0 || arriving_.load() != 0; }
+  bool in_flight() const { return flying_.load() != 0 || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   Scratches scratches_;
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes

@@ -113,8 +113,8 @@ bool Engine::land() {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& [step, record] : records_)
       flights.insert(flights.end(), record.flights.begin(), record.flights.end());
-    arrivals = arrivals_;
   }
+  arrivals = declarations_.arrivals();
   bool any = false;
   for (const FlightRef& f : flights) {
     if (!f->ask()) continue;
@@ -134,16 +134,8 @@ bool Engine::land() {
     auto landed = [&](const auto& f) { return f->landed.load() && !f->failed.load(); };
     for (auto& [step, record] : records_)
       left += static_cast<uint32_t>(std::erase_if(record.flights, landed));
-    arriving_.fetch_sub(static_cast<uint32_t>(std::erase_if(arrivals_, [&](const std::shared_ptr<Arrival>& a) {
-      if (!a->arrived.load()) return false;
-      for (const PartRef& p : a->parts)
-        if (p->state.load() == Part::kArriving) {
-          p->state.store(a->failed.load() ? Part::kStale : Part::kDeclared);
-          unresolved_ += !a->failed.load();
-        }
-      return true;
-    })));
   }
+  declarations_.arrived();
   flights.clear();  // without mu_: their memory goes back
   arrivals.clear();
   (void)commit_ready();  // what it cannot do is owed
@@ -228,14 +220,6 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   } catch (...) {  // no memory for a thread
   }
   workers_.fail(FRUGAL_ERR_DEVICE);
-}
-
-// A part that nobody has begun to resolve: nobody will. With mu_ held.
-void Engine::never_resolve(Part& p, Part::State instead) {
-  uint32_t was = p.state.load();
-  if (was != Part::kArriving && was != Part::kDeclared) return;
-  p.state.store(instead);
-  if (was == Part::kDeclared) --unresolved_;
 }
 
 }  // namespace frugal

@@ -290,10 +290,7 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   drop_cached(t, slots.data(), slots.size());
   const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    recount(t);
-  }
+  recount(t);
   if (deleted) *deleted = were;
   return FRUGAL_OK;
 }

@@ -111,19 +111,11 @@ bool Engine::gate_open(uint64_t step, String* why, bool* in_flight, bool* everyt
     }
     // With unlimited staleness nothing is urgent, so links do not matter to a gate.
     bool links = need_links() && config_.staleness < kRing;
-    for (auto& [s, batches] : batches_) {
-      if (s > step) break;
-      for (const BatchRef& b : batches)
-        for (const PartRef& p : b->parts) {
-          uint32_t state = p->state.load(std::memory_order_acquire);
-          if (state == Part::kArriving || state == Part::kDeclared || state == Part::kResolving ||
-              (state == Part::kResolved && links && !p->linked && s >= needed)) {
-            waits(WaitedFor::kDeclared);
-            if (why)
-              *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
-            return false;
-          }
-        }
+    const uint64_t s = declarations_.unready(step, links ? needed : kNoStep);
+    if (s != kNoStep) {
+      waits(WaitedFor::kDeclared);
+      if (why) *why = text("the keys declared for step %llu", static_cast<unsigned long long>(s));
+      return false;
     }
     for (const TableRef& t : tables_)
       if (t->window.opened() && t->window.any_pending()) windows.push_back(t);
@@ -241,17 +233,18 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
         // None is declared for it any more, and what is stays as the gate has found it.
         t.parts.clear();
         t.next_part = 0;
-        if (auto at = batches_.find(step); at != batches_.end())
-          for (const BatchRef& b : at->second)
-            for (size_t i = 0; b->rank == t.rank && i < b->parts.size(); ++i) {
-              StepPart p;
-              p.batch = b->id;
-              p.index = static_cast<uint32_t>(i);
-              p.table = b->tables[i];
-              p.part = b->parts[i];
-              p.whole = p.fresh = p.part->resolved();
-              t.parts.push_back(std::move(p));
-            }
+        {
+          Lock declared(declarations_.mutex());
+          declarations_.each({step, step, t.rank}, [&](const Batch& b, size_t i) {
+            StepPart p;
+            p.batch = b.id;
+            p.index = static_cast<uint32_t>(i);
+            p.table = b.tables[i];
+            p.part = b.parts[i];
+            p.whole = p.fresh = p.part->resolved();
+            t.parts.push_back(std::move(p));
+          });
+        }
         t.in_step = true;
         t.step = step;
         t.next_step = step + 1;
@@ -508,12 +501,12 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
       lock.lock();
       return give_up();
     }
-    const Vector<Held> served = held_until(step);
+    const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
     // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
     if (ledger_) ledger_->commit(step);
     for (Commit& c : record.commits) publish_commit(step, record, c);
     settle_young(step, record);
-    for (const Held& h : served) h.part->let_go(h.table->rows);
+    for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
     lock.lock();
     FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
     committed_ = step;
@@ -718,66 +711,27 @@ void Engine::settle_young(uint64_t step, const StepRecord& record) {
     for (const Vector<uint32_t>* rows : {&c.slots, &c.earlier}) c.table->rows.settle(rows->data(), rows->size(), step);
 }
 
-// Declarations for steps up to `step`, which hold places. All ranks have ended the step: nobody declares for it, or
-// uses what was declared, any more.
-Vector<Engine::Held> Engine::held_until(uint64_t step) {
-  Vector<Held> held;
-  std::lock_guard<std::mutex> lock(mu_);
-  for (auto& [s, batches] : batches_) {
-    if (s > step) break;
-    for (const BatchRef& b : batches)
-      for (size_t i = 0; i < b->parts.size(); ++i)
-        if (!b->tables[i]->keys_are_slots && b->parts[i]->resolved()) held.push_back({b->tables[i], b->parts[i]});
-  }
-  retiring_ = true;
-  return held;
-}
-
 // What was declared for steps up to `step` has served.
 void Engine::retire(uint64_t step) {  // with mu_ held
-  while (!batches_.empty() && batches_.begin()->first <= step) {
-    for (const BatchRef& b : batches_.begin()->second) {
+  for (Vector<BatchRef> gone; declarations_.retire_one(step, &gone);)
+    for (const BatchRef& b : gone)
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
-      for (const PartRef& p : b->parts) never_resolve(*p, Part::kDropped);
-    }
-    batches_.erase(batches_.begin());
-  }
-  retiring_ = false;
+  declarations_.end_retiring();
   for (const TableRef& t : tables_) recount(*t);
 }
 
 // A call's hold of places of a table has ended; there may be a call that waits for them.
 void Engine::end_holding(Table& table) {
   --table.calls;
-  if (table.rows.unsure()) {
-    std::lock_guard<std::mutex> lock(mu_);
-    recount(table);
-  }
+  recount(table);
   if (table.tight.load()) workers_.progress();
 }
 
-// Rows have been undone or deleted: which of their places does somebody hold? All who do are declarations, while nobody
-// is in the middle of finding rows; who is looks again when he has done. With mu_ held.
-void Engine::recount(Table& table) try {
+// Rows have been undone or deleted, or somebody has done with finding some: who holds places?
+void Engine::recount(Table& table) {
   if (!table.rows.unsure()) return;
-  auto each_part = [&](auto visit) {
-    for (auto& [step, batches] : batches_)
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->tables[i].get() == &table) visit(*b->parts[i]);
-  };
-  auto quiet = [&] {
-    bool none = !retiring_ && table.calls.load() == 0;
-    each_part([&](const Part& p) { none = none && p.state.load() != Part::kResolving; });
-    return none;
-  };
-  table.rows.recount(quiet, [&](auto visit) {
-    each_part([&](const Part& p) {
-      if (p.resolved()) visit(p.row_slots(), p.distinct, p.row_start());
-    });
-  });
-} catch (const std::bad_alloc&) {
-  // Next time.
+  Lock declared(declarations_.mutex());
+  declarations_.recount(table);
 }
 
 Pacing::Measured Engine::measured() const {
@@ -822,10 +776,7 @@ void Engine::undo_local(Trainer& t) {
 void Engine::undo_rows(Vector<CreatedRows>& created) {
   for (CreatedRows& c : created)
     for (const Vector<uint32_t>* rows : {&c.slots, &c.earlier}) c.table->rows.undo(rows->data(), rows->size());
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (CreatedRows& c : created) recount(*c.table);
-  }
+  for (CreatedRows& c : created) recount(*c.table);
   created.clear();
 }
 

@@ -120,27 +120,24 @@ void Engine::shutdown() {
   } catch (const std::bad_alloc&) {
   }
   Vector<TableRef> tables;
-  Map<uint64_t, Declared> batches;
   Map<uint64_t, StepRecord> records;
-  Vector<std::shared_ptr<Arrival>> arrivals;
   {
     std::unique_lock<std::mutex> lock(mu_);
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
     workers_.settle(lock, [&] { return phase_.may(Phase::kEnd); });
     tables.swap(tables_);
-    batches.swap(batches_);
     records.swap(records_);
-    arrivals.swap(arrivals_);
   }
   workers_.forget_jobs();
+  declarations_.forget_arrivals();
   // Not when the last who holds one lets go of it: tables end here.
   for (auto& [step, record] : records)
     for (const FlightRef& f : record.flights)
       while (!f->ask(1000000)) {
       }
-  for (auto& [step, list] : batches)
-    for (const BatchRef& b : list)
+  for (Vector<BatchRef> gone; declarations_.retire_one(kNoStep, &gone);)
+    for (const BatchRef& b : gone)
       if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
   for (const TableRef& t : tables) {
     t->dropped.store(true);
@@ -343,15 +340,8 @@ Status Engine::drop_table(const AnyTableRef& any) {
       return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already");
     // Background work on its declarations must have ended.
     table->dropped.store(true);
-    for (auto& [step, batches] : batches_)
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->tables[i] == table) never_resolve(*b->parts[i], Part::kDropped);
-    workers_.settle(lock, [&] { return resolving_ == 0 && linking_ == 0; });
-    for (auto& [step, batches] : batches_)
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->tables[i] == table) b->parts[i]->state.store(Part::kDropped);
+    declarations_.close_table(*table);
+    workers_.settle(lock, [&] { return declarations_.drop_table(*table); });
     tables_.erase(std::find(tables_.begin(), tables_.end(), table));
     if (table->ledger) table->ledger->forget();
   }

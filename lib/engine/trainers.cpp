@@ -120,17 +120,12 @@ Status Engine::close_trainer(const TrainerRef& t) {
     end_flights(*t);
     call.lock();
   }
-  for (uint64_t step = 0;; ++step) {
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      // What it has read in a step that the others have not ended yet stays declared.
-      if (t->next_step != kNoStep) step = std::max(step, t->next_step);
-      const auto at = batches_.lower_bound(step);
-      if (at == batches_.end()) break;
-      step = at->first;
-    }
-    drop_batches(step, t->rank, nullptr);
-  }
+  // What it has read in a step that the others have not ended yet stays declared.
+  auto mine = [&] {
+    std::lock_guard<std::mutex> lock(mu_);
+    return declarations_.any_of(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
+  };
+  while (const BatchRef b = mine()) drop_batches(b->step, b->rank, nullptr);
   decltype(t->caches) caches;
   {
     std::unique_lock<std::mutex> lock(mu_);
@@ -214,10 +209,10 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     batch->tables.push_back(std::move(table));
     keys += op.count;
   }
+  batch->index();
   std::shared_ptr<Arrival> arrival;
-  const size_t coming = arriving.size();
   bool alone;
-  if (coming) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
+  if (!arriving.empty()) FRUGAL_TRY(t.gpu->begin_arrival(std::move(arriving), &arrival));
   {
     std::lock_guard<std::mutex> lock(mu_);
     // Who closes the engine has taken the batches away already.
@@ -244,9 +239,9 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     } else {
       // The first step is not known yet; what is declared must fit into one window.
       uint64_t least = step, most = step;
-      if (!batches_.empty()) {
-        least = std::min(least, batches_.begin()->first);
-        most = std::max(most, batches_.rbegin()->first);
+      if (declarations_.range(&least, &most)) {
+        least = std::min(least, step);
+        most = std::max(most, step);
       }
       if (most - least > lookahead)
         return fail(FRUGAL_ERR_STEP_RANGE,
@@ -255,38 +250,10 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
                     static_cast<unsigned long long>(most), config_.lookahead);
     }
     FRUGAL_TRY(check_step(step));
-    Declared& declared = batches_[step];
-    // None is there that nobody has declared.
-    struct Empty {
-      decltype(batches_)& all;
-      uint64_t step;
-      ~Empty() {
-        if (auto at = all.find(step); at->second.empty()) all.erase(at);
-      }
-    } empty{batches_, step};
-    declared.of_rank.resize(ranks_.size());
-    if (declared.of_rank[t.rank] >= kMostBatches)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "rank %u has declared %u batches for step %llu: at most %u; declare more keys in a call", t.rank,
-                  declared.of_rank[t.rank], static_cast<unsigned long long>(step), kMostBatches);
-    if (declared.size() == declared.capacity()) declared.reserve(2 * declared.size() + 1);
-    if (arrival) arrivals_.reserve(arrivals_.size() + 1);
-    if (want_handle) {
-      batch->handle = handle_of<AnyBatch>(batch);
-      if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
-      batch->id = batch->handle;
-      *batch_out = batch->handle;
-    }
-    declared.push_back(batch);
-    ++declared.of_rank[t.rank];
+    FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(arrival), &alone));
+    coming_keys.gpu = nullptr;
+    if (want_handle) *batch_out = batch->handle;
     if (step == t.planned || (t.planning && step == t.next_step)) t.plan_more = true;
-    alone = unresolved_ == 0;
-    unresolved_ += static_cast<uint32_t>(batch->parts.size() - coming);
-    if (arrival) {
-      arrivals_.push_back(std::move(arrival));
-      coming_keys.gpu = nullptr;
-      arriving_.fetch_add(1);
-    }
   }
   counters_.keys_declared.fetch_add(keys, std::memory_order_relaxed);
   span.count(keys);
@@ -307,87 +274,57 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   return FRUGAL_OK;
 }
 
-// Takes a part of a declared batch out of its table's window. With mu_ held.
-void Engine::unlink_part(const Batch& batch, size_t i) {
-  const PartRef& p = batch.parts[i];
-  const TableRef& table = batch.tables[i];
-  if (p->linked && !table->dropped.load()) table->window.unlink(p);
-  p->linked = false;
-}
-
 // A call needs the places of a full table that declarations have reserved. Those for steps that their
 // ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve again.
 // Until the caller takes `tight` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
   std::unique_lock<std::mutex> lock(mu_);
-  auto each = [&](auto visit) {
-    for (auto& [step, batches] : batches_)
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->tables[i].get() == &table) visit(*b, i);
-  };
-  // Nor may anybody be in the middle of finding rows: these would be held until afterwards.
+  const Declarations::Which of_table{.table = &table};
+  // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
+  // the declarations' lock held.
   auto idle = [&] {
-    bool none = table.calls.load() == 0 && !retiring_;
-    each([&](const Batch& b, size_t i) {
-      if (b.parts[i]->state.load() == Part::kResolving || b.parts[i]->linking) none = false;
+    declarations_.mutex().assert_held();
+    bool none = declarations_.quiet(table);
+    declarations_.each(of_table, [&](const Batch& b, size_t i) {
+      none = none && !b.parts[i]->linking;
     });
     return none;
   };
-  workers_.settle(lock, [&] { return idle() || closed_.load() || health() != FRUGAL_OK; });
+  workers_.settle(lock, [&] {
+    Lock declared(declarations_.mutex());
+    return idle() || closed_.load() || health() != FRUGAL_OK;
+  });
+  Lock declared(declarations_.mutex());
   if (!idle()) return;
-  each([&](const Batch& b, size_t i) {
+  declarations_.each(of_table, [&](Batch& b, size_t i) {
+    declarations_.mutex().assert_held();
     const TrainerRef& t = ranks_[b.rank];
     // Begun: in use. What a rank leaves behind was, too.
     if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
-    Part& p = *b.parts[i];
-    never_resolve(p, Part::kStale);
+    declarations_.never_resolve(b, i, Part::kStale);
     // Of rows that exist it would give up nothing.
-    if (!p.resolved() || !table.rows.any_reserved(p.row_slots(), p.distinct)) return;
-    unlink_part(b, i);
-    p.let_go(table.rows);
-    p.state.store(Part::kStale);
+    const Part& p = *b.parts[i];
+    if (p.resolved() && table.rows.any_reserved(p.row_slots(), p.distinct))
+      declarations_.give_up(b, i);
   });
-  recount(table);
+  declarations_.recount(table);
 }
 
 // Takes out of the window what a rank has declared for a step: one batch, or (null) all.
 void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
+  const Declarations::Share share{step, rank, one};
+  if (!declarations_.close(share)) return;
   std::unique_lock<std::mutex> lock(mu_);
-  auto at = batches_.find(step);
-  auto mine = [&](const BatchRef& b) { return one ? b.get() == one : b->rank == rank; };
-  if (at == batches_.end() || std::none_of(at->second.begin(), at->second.end(), mine)) return;
-  for (const BatchRef& b : at->second)
-    if (mine(b))
-      for (const PartRef& p : b->parts) never_resolve(*p, Part::kDropped);
   workers_.settle(lock, [&] {
-    at = batches_.find(step);
-    if (at == batches_.end()) return true;
-    for (const BatchRef& b : at->second)
-      for (const PartRef& p : b->parts) {
-        if (mine(b) && p->state.load() == Part::kResolving) return false;
-        // Nor while others of the step are being linked: those would lose what they have in common.
-        if (p->linking) return false;
-      }
     // A step that is being taken in ahead uses its declarations.
     auto record = records_.find(step);
     if (record != records_.end())
       for (auto& [raw, p] : record->second.prepared)
         if (!p.ready) return false;
-    return true;
+    return declarations_.take_out(share);
   });
-  if (at == batches_.end()) return;
-  for (const BatchRef& b : at->second) {
-    if (!mine(b)) continue;
-    for (size_t i = 0; i < b->parts.size(); ++i) {
-      unlink_part(*b, i);
-      if (b->parts[i]->resolved()) b->parts[i]->let_go(b->tables[i]->rows);
-    }
-    if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
-  }
-  at->second.of_rank[rank] -= static_cast<uint32_t>(std::erase_if(at->second, mine));
-  if (at->second.empty()) batches_.erase(at);
-  for (const TableRef& t : tables_) recount(*t);
+  Lock declared(declarations_.mutex());
+  for (const TableRef& t : one ? one->tables : tables_) declarations_.recount(*t);
   workers_.progress();
 }
 

@@ -155,33 +155,16 @@ void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
 // --- Declarations --------------------------------------------------------------------------------
 
 bool Engine::resolve_one(uint64_t up_to) {
-  PartRef part;
-  TableRef table;
+  Declarations::Item item;
+  bool gave_up;
+  const bool found = declarations_.next_to_resolve(up_to, &item, &gave_up);
+  if (gave_up) workers_.progress();  // a gate may have waited for one
+  if (!found) return false;
+  const PartRef& part = item.part();
+  const TableRef& table = item.table();
   TrainerRef trainer;
-  {
+  if (pinner_->any()) {
     std::lock_guard<std::mutex> lock(mu_);
-    if (unresolved_ == 0) return false;
-    for (auto& [step, batches] : batches_) {
-      if (step > up_to) break;
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i)
-          if (b->parts[i]->state.load() == Part::kDeclared) {
-            if (b->tables[i]->tight) {  // no row is to be reserved now: the calls of the step resolve
-              b->parts[i]->state.store(Part::kStale);
-              --unresolved_;
-              workers_.progress();  // a gate may have waited for this one
-              continue;
-            }
-            part = b->parts[i];
-            table = b->tables[i];
-            goto found;
-          }
-    }
-    return false;
-  found:
-    part->state.store(Part::kResolving);
-    --unresolved_;
-    ++resolving_;
     trainer = ranks_[part->rank];
   }
   TraceSpan span(trace_, SpanKind::kResolve);
@@ -193,12 +176,7 @@ bool Engine::resolve_one(uint64_t up_to) {
     resolved = part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
   } catch (const std::bad_alloc&) {
   }
-  if (!resolved) part->state.store(Part::kStale);
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    --resolving_;
-    recount(*table);
-  }
+  declarations_.resolved(item, resolved);
   workers_.progress();
   // Its arrays go to the rank's GPU ahead of the lookup, which does it itself where this fails.
   if (resolved && trainer && trainer->gpu && !stale() && !trainer->gpu->sticky()) {
@@ -217,30 +195,17 @@ bool Engine::rank_has_cache(uint32_t rank) const {
 }
 
 bool Engine::link_one(uint64_t up_to, bool worker) {
-  PartRef part;
-  TableRef table;
+  const uint64_t base = to_commit();
+  if (base == kNoStep) return false;
+  Declarations::Item item;
+  const uint64_t end = std::min(base + Window::kHorizon, up_to == UINT64_MAX ? up_to : up_to + 1);
+  if (!declarations_.next_to_link(base, end, &item)) return false;
+  const PartRef& part = item.part();
+  const TableRef& table = item.table();
   bool owned = false;
-  {
+  if (caches_exist()) {
     std::lock_guard<std::mutex> lock(mu_);
-    if (first_step_ == kNoStep) return false;
-    uint64_t base = to_commit();
-    for (auto& [step, batches] : batches_) {
-      if (step > up_to || step >= base + Window::kHorizon) break;
-      if (step < base) continue;
-      for (const BatchRef& b : batches)
-        for (size_t i = 0; i < b->parts.size(); ++i) {
-          Part& p = *b->parts[i];
-          if (p.linked || p.linking || !p.resolved()) continue;
-          part = b->parts[i];
-          table = b->tables[i];
-          goto found;
-        }
-    }
-    return false;
-  found:
-    part->linking = true;
     owned = rank_has_cache(part->rank);
-    ++linking_;
   }
   TraceSpan span(trace_, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
@@ -263,12 +228,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   } catch (const std::bad_alloc&) {
     memory = false;  // before anything of it was linked
   }
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    part->linking = false;
-    part->linked = done;
-    --linking_;
-  }
+  declarations_.linked(item, done);
   workers_.progress();
   if (!memory) throw std::bad_alloc();
   return true;
@@ -289,21 +249,20 @@ bool Engine::prepare_one() {
     auto at = records_.find(step);
     if (at == records_.end() || !at->second.prepare_scheduled) return false;
     record = &at->second;
-    auto declared = batches_.find(step);
-    if (declared == batches_.end()) return false;
-    for (const TableRef& t : tables_) {
+    Lock declared(declarations_.mutex());
+    // Each table is looked at once: all that is declared for the step has passed its gate.
+    for (; record->stage_at < tables_.size() && !table; ++record->stage_at) {
+      const TableRef& t = tables_[record->stage_at];
       if (record->prepared.count(t.get()) || t->dropped.load()) continue;
       if (t->predict_pause) continue;
       Vector<PartRef> parts(ranks_.size());
       bool any = false, simple = true;
-      for (const BatchRef& b : declared->second)
-        for (size_t i = 0; i < b->parts.size(); ++i) {
-          if (b->tables[i] != t) continue;
-          const PartRef& p = b->parts[i];
-          if (!p->resolved() || !p->linked || parts[b->rank]) simple = false;
-          parts[b->rank] = p;
-          any = true;
-        }
+      declarations_.each({step, step, kNoRank, t.get()}, [&](const Batch& b, size_t i) {
+        const PartRef& p = b.parts[i];
+        if (!p->resolved() || !p->linked || parts[b.rank]) simple = false;
+        parts[b.rank] = p;
+        any = true;
+      });
       if (!any || !simple) continue;
       update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
       update->step = step;
@@ -314,11 +273,13 @@ bool Engine::prepare_one() {
           update->ranks.back().part = parts[r];
         }
       if (update->ranks.empty()) continue;
-      table = t;
       record->prepared[t.get()] = {t, update, false};
-      break;
+      table = t;
     }
-    if (!table) return false;
+    if (!table) {
+      record->prepare_scheduled = false;
+      return false;
+    }
   }
   TraceSpan span(trace_, SpanKind::kStage);
   span.step(update->step).table(table->number);
@@ -386,49 +347,32 @@ Workers::Did Engine::warm_one() {
   const uint64_t next = begun_.load();
   if (!pacing_.deferred() || pushed_.load(std::memory_order_relaxed) == next)
     return Did::kNothing;
-  PartRef part;
+  Declarations::Item item;
   std::shared_ptr<SoonRows> soon;
   TableRef table;
   const uint32_t* slots = nullptr;
   size_t from = 0, end = 0;
-  {
+  // A call under way wants the memory's bandwidth itself.
+  const bool held = calls_.load() != 0;
+  if (declarations_.next_to_warm(next, kWarmBytes, kWarmRows, !held, &item, &from, &end)) {
+    if (held) return Did::kHeld;
+    table = item.table();
+    slots = item.part()->row_slots();
+  } else {
     std::lock_guard<std::mutex> lock(mu_);
-    size_t room = kWarmBytes;
-    auto declared = batches_.find(next);
-    if (declared != batches_.end())
-      for (const BatchRef& b : declared->second)
-        for (size_t i = 0; i < b->parts.size() && !table; ++i) {
-          Part& p = *b->parts[i];
-          if (!p.resolved()) continue;
-          const size_t bytes = b->tables[i]->rows.layout().value_pitch;
-          const size_t rows = std::min(p.distinct, room / bytes);
-          room -= rows * bytes;
-          if (p.warmed >= rows) continue;
-          part = b->parts[i];
-          table = b->tables[i];
-          slots = p.row_slots();
-          from = p.warmed;
-          end = std::min(rows, from + kWarmRows);
-        }
-    if (!table) {
-      auto record = records_.find(next - 1);
-      if (record != records_.end()) soon = record->second.soon;
-      if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
-      if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
-        return Did::kLater;
-      const SoonRows::OfTable& of = soon->tables[soon->table];
-      table = of.table;
-      slots = of.slots.data();
-      from = soon->row;
-      end = std::min(of.slots.size(), from + kWarmRows);
-    }
-    // A call under way wants the memory's bandwidth itself.
-    if (calls_.load()) return Did::kHeld;
-    if (part) {
-      part->warmed = end;
-    } else if (end < soon->tables[soon->table].slots.size()) {
-      soon->row = end;
-    } else {
+    auto record = records_.find(next - 1);
+    if (record != records_.end()) soon = record->second.soon;
+    if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
+    if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
+      return Did::kLater;
+    if (held) return Did::kHeld;
+    const SoonRows::OfTable& of = soon->tables[soon->table];
+    table = of.table;
+    slots = of.slots.data();
+    from = soon->row;
+    end = std::min(of.slots.size(), from + kWarmRows);
+    soon->row = end;
+    if (end == of.slots.size()) {
       soon->row = 0;
       if (++soon->table == soon->tables.size()) {
         soon->table = 0;

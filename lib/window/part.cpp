@@ -102,7 +102,8 @@ Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
     return s;
   }
   if (table.keys_are_slots()) keys.reset();
-  state.store(kResolved, std::memory_order_release);
+  // Whoever has marked it as being resolved says when that is over.
+  if (state.load() != kResolving) state.store(kResolved, std::memory_order_release);
   return FRUGAL_OK;
 }
 

@@ -71,9 +71,9 @@ struct Part : HeapObject {
   size_t distinct = 0;
   size_t occurrences = 0;  // pairs: keys that are not padding
   std::atomic<uint32_t> state{kDeclared};
-  bool linked = false;  // guarded by the engine's mutex, as is linking
-  bool linking = false;
-  size_t warmed = 0;    // so guarded, too: rows [0, warmed) have been brought into the caches
+  std::atomic<bool> linked{false};
+  bool linking = false;  // guarded by the declarations' lock (engine/declarations.h)
+  size_t warmed = 0;     // so guarded, too: rows [0, warmed) have been brought into the caches
   bool owner_apart = false;  // how it was linked: its rank has a cache
   std::shared_ptr<void> on_device;  // the engine's: these arrays on its rank's GPU; ends before them
 

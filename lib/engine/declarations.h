@@ -1,0 +1,151 @@
+// Keys that ranks have declared for steps to come: what of them is to be resolved, linked or warmed
+// next, what a gate waits for, and which parts there are of a step, a rank, a table.
+//
+// Each step counts its parts by what is missing, so a gate looks at steps, and not at parts.
+// Cursors stand before the first part of which something may be missing: the next one is at hand.
+//
+// The lock is taken below the engine's mutex, and above those of windows and rows. Who resolves or
+// links a part has taken it by next_to_..., and tells when it is done: nobody takes a batch out
+// meanwhile.
+#pragma once
+#include "base/sync.h"
+#include "engine/gpu.h"
+#include "engine/table.h"
+
+namespace frugal {
+
+constexpr uint32_t kMostBatches = 4096;  // of a rank for a step: calls look through all of them
+
+class Declarations {
+ public:
+  // A part of a declaration.
+  struct Item {
+    BatchRef batch;
+    uint32_t index = 0;
+    const PartRef& part() const { return batch->parts[index]; }
+    const TableRef& table() const { return batch->tables[index]; }
+  };
+  // Steps in [first, last]; of one rank, or all; of one table, or all.
+  struct Which {
+    uint64_t first = 0, last = kNoStep;
+    uint32_t rank = kNoRank;
+    const Table* table = nullptr;
+  };
+  // What a rank has declared for a step: one batch, or (null) all.
+  struct Share {
+    uint64_t step = 0;
+    uint32_t rank = 0;
+    const Batch* one = nullptr;
+    bool has(const Batch& b) const { return one ? &b == one : b.rank == rank; }
+  };
+
+  Mutex& mutex() RETURN_CAPABILITY(mu_) { return mu_; }
+  // visit(batch, index of a part), in the order of steps, and in each of declarations.
+  template <class Visit>
+  void each(const Which& which, Visit visit) REQUIRES(mu_) {
+    const auto end = steps_.upper_bound(which.last);
+    for (auto at = steps_.lower_bound(which.first); at != end; ++at)
+      for (const BatchRef& b : at->second.batches)
+        if (which.rank == kNoRank || b->rank == which.rank) b->each(which.table, visit);
+  }
+
+  // --- Coming and going
+  // `arrival`: of the keys that are on their way, or null. `alone`: nothing waited to be resolved.
+  // What fails has entered nothing.
+  Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<Arrival> arrival,
+               bool* alone);
+  // The first and the last step that something is declared for. False: nothing is.
+  bool range(uint64_t* first, uint64_t* last);
+  // Of a rank, for steps from `from` on. Or null.
+  BatchRef any_of(uint32_t rank, uint64_t from);
+  // Nobody begins to resolve parts of these. False: none is there.
+  bool close(const Share& share);
+  // Takes these out, and their parts out of their windows, and lets go of their places. False: not
+  // now. Somebody works on them, or links others of their step, which would lose what they have in
+  // common.
+  bool take_out(const Share& share);
+  // Those for steps up to `step` have served, and nobody declares for these any more. In turn:
+  // their parts that hold places, which the caller lets go of;
+  struct Held {
+    TableRef table;
+    PartRef part;
+  };
+  Vector<Held> begin_retiring(uint64_t step);
+  // takes out the batches of the first step, if that is one up to `step`, without any memory;
+  bool retire_one(uint64_t step, Vector<BatchRef>* out);
+  // and that was all.
+  void end_retiring();
+  // A table goes: nobody begins to resolve parts of it.
+  void close_table(const Table& table);
+  // Its parts are none any more; not while anybody resolves or links. Returns whether they are.
+  bool drop_table(const Table& table);
+
+  // --- Work
+  // The next part to be resolved of steps up to `up_to`; it is the caller's until resolved().
+  // `stale`: there were some of tables that are tight: the calls of their step resolve them.
+  bool next_to_resolve(uint64_t up_to, Item* out, bool* stale);
+  void resolved(const Item& item, bool done);
+  // The next to be linked of steps in [base, end).
+  bool next_to_link(uint64_t base, uint64_t end, Item* out);
+  void linked(const Item& item, bool done);
+  // The next `rows` rows of a step, in the order of declarations, that are to be brought into the
+  // caches, of all that fit into `most` bytes. They have been when `take` is set.
+  bool next_to_warm(uint64_t step, size_t most, size_t rows, bool take, Item* out, size_t* from,
+                    size_t* end);
+  // The first step up to `step` whose parts are not all resolved or, from step `links` on, linked.
+  // kNoStep: there is none.
+  uint64_t unready(uint64_t step, uint64_t links);
+
+  // --- Keys that devices send
+  bool arriving() const { return arriving_.load() != 0; }
+  Vector<std::shared_ptr<Arrival>> arrivals();
+  // Takes in those that have arrived, without any memory.
+  void arrived();
+  void forget_arrivals();
+
+  // --- What is to be done with the lock held
+  // A part that nobody has begun to resolve: nobody will.
+  void never_resolve(Batch& batch, size_t index, Part::State instead) REQUIRES(mu_);
+  // It lets go of its places. The calls of its step resolve it again.
+  void give_up(Batch& batch, size_t index) REQUIRES(mu_);
+  // Nobody is in the middle of finding rows of the table, or of letting go of some: all who hold
+  // places are resolved parts.
+  bool quiet(const Table& table) REQUIRES(mu_);
+  // Some rows of the table are none any more: finds out who holds their places. If the table is not
+  // quiet, or memory is short, that is left to the next who calls this.
+  void recount(Table& table) REQUIRES(mu_);
+
+ private:
+  struct Step {
+    Vector<BatchRef> batches;
+    Vector<uint32_t> of_rank;  // how many
+    // Parts: declared; not resolved; resolved, but not linked; of these, those that nobody links;
+    // and those that somebody does.
+    uint32_t declared = 0, unresolved = 0, unlinked = 0, linkable = 0, linking = 0;
+    // Batches before these have nothing to be resolved, or linked; rows before these are warm.
+    size_t resolve_at = 0, link_at = 0;
+    size_t warm_at = 0, warm_part = 0, warm_bytes = 0;
+  };
+  using Steps = Map<uint64_t, Step>;
+  void count(Step& step, const Part& part, uint32_t by) REQUIRES(mu_);
+  template <class Change>
+  void change(Batch& batch, size_t index, Change change) REQUIRES(mu_);
+  void set_state(Batch& batch, size_t index, Part::State state) REQUIRES(mu_);
+  void unlink(Batch& batch, size_t index) REQUIRES(mu_);
+
+  Mutex mu_;
+  Steps steps_ GUARDED_BY(mu_);  // none is there that nothing is declared for
+  // Parts.
+  uint32_t declared_ GUARDED_BY(mu_) = 0;
+  uint32_t resolving_ GUARDED_BY(mu_) = 0, linking_ GUARDED_BY(mu_) = 0;
+  // Parts of steps that retire have let go of places, and are there as yet.
+  bool retiring_ GUARDED_BY(mu_) = false;
+  struct Coming {
+    std::shared_ptr<Arrival> arrival;
+    BatchRef batch;
+  };
+  Vector<Coming> coming_ GUARDED_BY(mu_);
+  std::atomic<uint32_t> arriving_{0};
+};
+
+}  // namespace frugal

@@ -1,0 +1,65 @@
+// A table of the engine, and a declaration of keys of some tables.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "base/heap.h"
+#include "engine/ledger.h"
+#include "engine/session.h"
+#include "storage/rows.h"
+#include "window/window.h"
+
+namespace frugal {
+
+struct Table : AnyTable {
+  uint32_t number = 0;  // of all that the engine has had: what a trace calls it by
+  frugal_table_config config{};
+  Rows rows;
+  Window window;
+  // First step -> hyper-parameters, all of one kind; with the engine's mu_.
+  Map<uint64_t, frugal_optimizer> schedule;
+  std::atomic<bool> has_state{false};  // there is state that is not a new row's: the kind is fixed
+  std::atomic<uint32_t> calls{0};  // that hold places, besides the declarations that do
+  std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
+  uint32_t predict_pause = 0;           // steps without staging ahead
+  std::shared_ptr<TableLedger> ledger;  // or null
+};
+using TableRef = std::shared_ptr<Table>;
+
+struct Batch final : AnyBatch {
+  Vector<PartRef> parts;
+  Vector<TableRef> tables;
+  size_t size() const override { return parts.size(); }
+  const AnyTable& table(size_t part) const override { return *tables[part]; }
+
+  // When all parts are there.
+  void index() {
+    auto before = [&](uint32_t a, uint32_t b) { return tables[a]->number < tables[b]->number; };
+    by_table.resize(parts.size());
+    for (uint32_t i = 0; i < by_table.size(); ++i) by_table[i] = i;
+    std::stable_sort(by_table.begin(), by_table.end(), before);
+  }
+  // Its parts, or those of one table, in their order.
+  template <class Visit>
+  void each(const Table* of, Visit visit) {
+    if (!of) {
+      for (size_t i = 0; i < parts.size(); ++i) visit(*this, i);
+      return;
+    }
+    auto before = [&](uint32_t i, uint32_t number) { return tables[i]->number < number; };
+    auto at = std::lower_bound(by_table.begin(), by_table.end(), of->number, before);
+    for (; at != by_table.end() && tables[*at].get() == of; ++at) visit(*this, size_t{*at});
+  }
+
+  Vector<uint32_t> by_table;  // parts, by the numbers of their tables
+  // Declarations', under its lock: whether it is entered, and before which part none is to be
+  // resolved, or linked, any more.
+  bool entered = false;
+  uint32_t to_resolve = 0, to_link = 0;
+};
+using BatchRef = std::shared_ptr<Batch>;
+
+constexpr uint32_t kNoRank = UINT32_MAX;
+
+}  // namespace frugal
