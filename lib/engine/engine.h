@@ -29,6 +29,7 @@
 #include "cache/row_cache.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
+#include "engine/gate.h"
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/op_check.h"
@@ -417,7 +418,6 @@ class Engine final : public Session, private DataPath {
   // --- work.cpp: what flush threads do, and who waits helps with
   void list_work();
   bool calls_first() const;
-  bool help_gate(uint64_t step, bool everything);  // one unit of what a gate at `step` needs
   bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
   bool resolve_one(uint64_t up_to);
   // `worker`: between the pieces, help whoever has published a job.
@@ -468,11 +468,14 @@ class Engine final : public Session, private DataPath {
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   void drop_cache(Trainer& t, const Table& table) noexcept;
 
-  // --- steps.cpp
+  // --- gate.cpp
+  void list_gate();
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  // `waited`: a bit of WaitedFor is added.
-  bool gate_open(uint64_t step, String* why, bool* in_flight = nullptr,
-                 bool* everything = nullptr, uint32_t* waited = nullptr);
+  bool ranks_near(uint64_t step) const;
+  template <class Holds>
+  const Table* first_table(size_t* at, Holds holds) const;
+
+  // --- steps.cpp
   Status commit_ready();
   bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
   void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
@@ -571,6 +574,7 @@ class Engine final : public Session, private DataPath {
   Workers workers_;
 
   Vector<TableRef> tables_;
+  size_t flush_at_ = 0;             // whose rows are looked at first
   uint32_t next_table_ = 0;         // number
   Vector<TrainerRef> ranks_;        // null: nobody there
   Vector<uint8_t> joined_;          // ever
@@ -590,6 +594,7 @@ class Engine final : public Session, private DataPath {
   std::mutex cache_mu_;             // commits against cache boundaries
   Map<uint64_t, StepRecord> records_;
   Declarations declarations_;
+  Gate gate_;
   // Flights of records_, until what their landing allows is committed.
   std::atomic<uint32_t> flying_{0};
   std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned

@@ -50,6 +50,7 @@ Status Engine::start() {
     versions_ = new (versions_memory_.data()) VersionWord[kVersionWords]();
   }
   list_work();
+  list_gate();
   try {
     workers_.start();
   } catch (...) {

@@ -94,24 +94,26 @@ bool Engine::calls_first() const {
          calls_.load(std::memory_order_relaxed) * 2 >= pacing_.cpus();
 }
 
-bool Engine::help_gate(uint64_t step, bool everything) {
-  if (workers_.help(true)) return true;
-  if (resolve_one(step) || (need_links() && link_one(step))) return true;
-  return flush_rows(everything ? UINT64_MAX : step);
-}
-
 // --- Pending rows --------------------------------------------------------------------------------
 
+// Tables take turns, so that what is pending in many is found at once; where each has little, a
+// unit is of several.
 bool Engine::flush_rows(uint64_t step) {
-  for (size_t i = 0;; ++i) {
+  size_t written = 0;
+  for (size_t looked = 0; written < kUrgentRows; ++looked) {
     TableRef t;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      auto pending = [](const TableRef& of) { return of->window.opened() && of->window.any_pending(); };
-      while (i < tables_.size() && !pending(tables_[i])) ++i;
-      if (i >= tables_.size()) return false;
-      t = tables_[i];
+      for (; looked < tables_.size(); ++looked, ++flush_at_) {
+        if (flush_at_ >= tables_.size()) flush_at_ = 0;
+        const TableRef& of = tables_[flush_at_];
+        if (!of->window.opened() || !of->window.pending_until(step)) continue;
+        t = of;
+        ++flush_at_;
+        break;
+      }
     }
+    if (!t) break;
     const Scratches::Lease scratch(scratches_);
     Claim& claim = scratch->claim;
     TraceSpan span(trace_, SpanKind::kFlush);
@@ -130,10 +132,11 @@ bool Engine::flush_rows(uint64_t step) {
       Timed timed(counters_.entry_ns);
       t->window.finish(claim);
     }
+    written += claim.ids.size();
     claim.runs.clear();  // updates that are written end here
     workers_.progress();
-    return true;
   }
+  return written != 0;
 }
 
 void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {

@@ -37,11 +37,17 @@ class SCOPED_CAPABILITY Window::Lock {
       spin([&] { return urgent.load(std::memory_order_relaxed) == 0; });
     if (!spin([&] { return mu_.try_lock(); })) mu_.lock();
   }
-  Lock(Window& w, Urgency urgency) ACQUIRE(w.mu_) : Lock(w.mu_, w.urgent_, urgency) {}
-  ~Lock() RELEASE() NO_THREAD_SAFETY_ANALYSIS { mu_.unlock(); }
+  Lock(Window& w, Urgency urgency) ACQUIRE(w.mu_) : Lock(w.mu_, w.urgent_, urgency) {
+    nodes_of_ = &w;
+  }
+  ~Lock() RELEASE() NO_THREAD_SAFETY_ANALYSIS {
+    if (nodes_of_) nodes_of_->note_soonest();
+    mu_.unlock();
+  }
 
  private:
   Mutex& mu_;
+  Window* nodes_of_ = nullptr;  // if it is the lock of a window's nodes
 };
 
 class SCOPED_CAPABILITY Window::BothLocks {
@@ -556,14 +562,17 @@ uint32_t Window::limit_rank(uint64_t step) const {
   return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
 }
 
-bool Window::pending_until(uint64_t step) {
-  if (!any_pending()) return false;
-  Lock lock(*this, Urgency::kUrgent);
-  uint32_t limit = limit_rank(step);
-  if (limit == kRing) return true;
-  for (uint32_t r = 0; r <= limit; ++r)
-    if (count_[(base_ + r) & (kRing - 1)]) return true;
-  return false;
+// What pending_until() asks, once a section: gates look at many tables again and again.
+void Window::note_soonest() {
+  uint64_t soonest = astray_ ? 0 : UINT64_MAX;
+  for (uint32_t r = 0; r < kRing && soonest == UINT64_MAX; ++r)
+    if (count_[(base_ + r) & (kRing - 1)]) soonest = r ? base_ + r : 0;
+  if (soonest != soonest_.load(std::memory_order_relaxed))
+    soonest_.store(soonest, std::memory_order_release);
+}
+
+bool Window::pending_until(uint64_t step) const {
+  return any_pending() && soonest_.load(std::memory_order_acquire) <= step;
 }
 
 bool Window::in_flight_until(uint64_t step) {

@@ -121,7 +121,7 @@ class Window : public HeapObject {
   bool force(const uint32_t* slots, size_t n, uint64_t before);
   // For the priority's sake: is an update of a step <= `step` - staleness that a declared step <=
   // `step` reads (or a forced one) not written yet?
-  bool pending_until(uint64_t step);
+  bool pending_until(uint64_t step) const;
   bool any_pending() const { return pending_rows() != 0; }
   uint64_t pending_rows() const {
     schedule_point();
@@ -198,6 +198,7 @@ class Window : public HeapObject {
   void written(const Claim& c, const Claim::Run& run) REQUIRES(mu_);
   void settle(Claim::Run& run) REQUIRES(mu_);
   void wrote(uint64_t rows) REQUIRES(mu_);
+  void note_soonest() REQUIRES(mu_);
   uint32_t node_id(const StepUpdate& u, uint32_t row) const {
     return u.pages[row / kPage] * kPage + row % kPage;
   }
@@ -208,6 +209,9 @@ class Window : public HeapObject {
   std::atomic<int> links_urgent_{0}, urgent_{0};
   std::atomic<bool> opened_{false};
   std::atomic<uint64_t> pending_total_{0};
+  // The step that the most urgent pending row waits for; 0 if that is the base, or not known;
+  // UINT64_MAX if none waits for any. Set at the end of each section under mu_.
+  std::atomic<uint64_t> soonest_{UINT64_MAX};
   std::atomic<uint32_t> live_{0};   // updates_.size()
   uint64_t base_ = 0;               // set with both locks held, and read with either
   Mapping word_map_;
