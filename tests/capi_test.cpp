@@ -2121,6 +2121,31 @@ TEST(Prefetch, BatchesOfAFormerTrainer) {
   EXPECT_REFUSED(frugal_prefetch_cancel(now, later), FRUGAL_ERR_BAD_HANDLE);
 }
 
+// Nor do these count as those of whoever has the rank then.
+TEST(Prefetch, MostBatchesAfterAFormerTrainer) {
+  constexpr uint32_t kMost = 4096;
+  Engine engine(2);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
+  frugal_trainer* former = engine.Trainer(0);
+  frugal_trainer* other = engine.Trainer(1);
+  RowOp row(table, {1}, 1);
+  for (uint32_t i = 0; i < kMost; ++i) ASSERT_OK(frugal_prefetch(former, 0, &row.op, i % 2, nullptr));
+  ASSERT_OK(frugal_step_begin(former, 0, kWait));
+  ASSERT_OK(frugal_step_begin(other, 0, kWait));
+  ASSERT_OK(frugal_step_end(former, 0, 0));
+  ASSERT_OK(frugal_trainer_close(former));
+  ASSERT_OK(frugal_step_abort(other));
+  for (int again = 0; again < 2; ++again) {
+    frugal_trainer* now = engine.Trainer(0);
+    for (uint32_t i = 0; i < kMost; ++i) ASSERT_OK(frugal_prefetch(now, 0, &row.op, i % 2, nullptr));
+    EXPECT_REFUSED(frugal_prefetch(now, 0, &row.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+    ASSERT_OK(frugal_trainer_close(now));
+  }
+  frugal_trainer* now = engine.Trainer(0);
+  for (frugal_trainer* t : {now, other}) TrainStep(t, 0, table, {1});
+  EXPECT_EQ(engine.Committed(), 0u);
+}
+
 TEST(Prefetch, BatchesThatAreWrong) {
   Engine engine(2);
   frugal_table* table = engine.Table("t", FRUGAL_HASHED, 10, 1);

@@ -62,13 +62,23 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
   *alone = declared_ == 0;
   s.batches.push_back(batch);
   ++of_rank;
-  batch->entered = true;
+  batch->entered = batch->own = true;
   for (const PartRef& p : batch->parts) count(s, *p, 1);
   if (arrival) {
     coming_.push_back({std::move(arrival), batch});
     arriving_.fetch_add(1);
   }
   return FRUGAL_OK;
+}
+
+void Declarations::joined(uint32_t rank, uint64_t from) {
+  Lock lock(mu_);
+  for (auto at = steps_.lower_bound(from); at != steps_.end(); ++at) {
+    Step& s = at->second;
+    if (rank < s.of_rank.size()) s.of_rank[rank] = 0;
+    for (const BatchRef& b : s.batches)
+      if (b->rank == rank) b->own = false;
+  }
 }
 
 bool Declarations::range(uint64_t* first, uint64_t* last) {
@@ -119,7 +129,7 @@ bool Declarations::take_out(const Share& share) {
       count(s, p, -1u);
     }
     b->entered = false;
-    --s.of_rank[b->rank];
+    if (b->own) --s.of_rank[b->rank];
     if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
   }
   std::erase_if(s.batches, [&](const BatchRef& b) { return share.has(*b); });

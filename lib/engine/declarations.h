@@ -54,6 +54,9 @@ class Declarations {
   // What fails has entered nothing.
   Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<Arrival> arrival,
                bool* alone);
+  // Who joins as a rank declares steps from `from` on anew. What its predecessor has declared for
+  // these stays, but does not count as its own.
+  void joined(uint32_t rank, uint64_t from);
   // The first and the last step that something is declared for. False: nothing is.
   bool range(uint64_t* first, uint64_t* last);
   // Of a rank, for steps from `from` on. Or null.
@@ -118,7 +121,7 @@ class Declarations {
  private:
   struct Step {
     Vector<BatchRef> batches;
-    Vector<uint32_t> of_rank;  // how many
+    Vector<uint32_t> of_rank;  // how many are its trainer's own
     // Parts: declared; not resolved; resolved, but not linked; of these, those that nobody links;
     // and those that somebody does.
     uint32_t declared = 0, unresolved = 0, unlinked = 0, linkable = 0, linking = 0;

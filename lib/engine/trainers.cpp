@@ -68,6 +68,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   ranks_[config.rank] = t;
+  declarations_.joined(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
   joined_[config.rank] = 1;
   lost_[config.rank] = 0;
   if (cached) {

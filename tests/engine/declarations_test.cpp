@@ -173,6 +173,28 @@ TEST_F(DeclarationsTest, ARankHasSoManyBatchesOfAStep) {
   EXPECT_EQ(all.enter(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
+TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
+  bool alone;
+  std::vector<BatchRef> former;
+  for (uint32_t i = 0; i < kMostBatches; ++i) former.push_back(enter(2, 1, {}));
+  for (uint32_t i = 0; i < kMostBatches; ++i) enter(1, 1, {});
+  enter(2, 0, {});
+  all.joined(1, 2);
+  EXPECT_EQ(all.enter(batch(1, 1, {}), false, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_TRUE(all.close(only(former[0])));  // it stays, for whoever names it
+  for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
+  auto full = [&] {
+    return all.enter(batch(2, 1, {}), false, nullptr, &alone) == FRUGAL_ERR_INVALID_ARGUMENT;
+  };
+  EXPECT_TRUE(full());
+  ASSERT_TRUE(all.take_out(only(former[0])));  // makes no room
+  EXPECT_TRUE(full());
+  ASSERT_TRUE(all.take_out({2, 1}));
+  EXPECT_FALSE(all.close({2, 1}));
+  for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
+  EXPECT_TRUE(full());
+}
+
 TEST_F(DeclarationsTest, TablesThatAreTightAreNotResolvedAhead) {
   enter(1, 0, {0, 1});
   ++tables[0]->tight;
