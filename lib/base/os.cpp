@@ -67,7 +67,8 @@ Status make_memfd(size_t bytes, int* out) {
     const int code = errno;
     if (code == EMFILE || code == ENFILE) return os_no_descriptor(code, "shared memory");
     return fail_errno(code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED, code,
-                      "shared memory cannot be created");
+                      "shared memory cannot be created: a sandbox may forbid it; without processes "
+                      "FRUGAL_BACKING_PRIVATE needs none");
   }
   if (const uint64_t most = most_of_file(); bytes > most) {
     close(fd);
@@ -103,7 +104,7 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
   const size_t span = bytes + kHugePage;
   void* raw = mmap(nullptr, span, protection, MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED && bytes > kMostAddresses)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: no process has so many", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: no process has so many; ask for less", bytes);
   if (raw == MAP_FAILED)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: is the process (or the "
                       "controller's) limited (ulimit -v)?", bytes);
@@ -131,7 +132,8 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
     const int code = errno;
     munmap(base, bytes);
     if (code == EPERM || code == EACCES)
-      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "%zu bytes of shared memory are not to be mapped so", bytes);
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "%zu bytes of shared memory are not to be mapped so: "
+                        "another version of this library sent them", bytes);
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
                       "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
   }
@@ -273,7 +275,7 @@ uint64_t available_bytes() {
 
 Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
   if (bytes > SIZE_MAX / 2)
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space", bytes);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space: ask for less", bytes);
   const size_t used = bytes;
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   if (injected_failure())
@@ -298,7 +300,7 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
 Status os_map_shared(int fd, bool writable, Mapping* out) {
   struct stat info {};
   if (fstat(fd, &info) != 0)
-    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "descriptor %d is none of shared memory",
+    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "descriptor %d is none of shared memory: another program sent it",
                       fd);
   // Only memfds have seals (and files of a tmpfs, which cannot get these two).
   const int seals = S_ISREG(info.st_mode) ? fcntl(fd, F_GET_SEALS) : -1;
@@ -310,7 +312,8 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
   const uint64_t bytes = static_cast<uint64_t>(info.st_size);
   if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "descriptor %d is shared memory of %llu bytes, which is "
-                "no multiple of 2 MiB", fd, static_cast<unsigned long long>(bytes));
+                "no multiple of 2 MiB: another version of this library sent it", fd,
+                static_cast<unsigned long long>(bytes));
   if (injected_failure())
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
                       static_cast<unsigned long long>(bytes));
@@ -322,7 +325,8 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
 
 Status os_make_read_only(const Mapping& m) {
   if (mprotect(m.base, m.bytes, PROT_READ) != 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "protecting %zu bytes", m.bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "%zu bytes of shared memory cannot be protected: "
+                      "free memory of the machine, or raise the limit of mappings (vm.max_map_count)", m.bytes);
   return FRUGAL_OK;
 }
 
@@ -338,7 +342,7 @@ Status os_no_descriptor(int code, const char* what) {
                       "no file descriptor is left for %s: the machine has no more; end programs that have many, or "
                       "raise its limit (fs.file-max)",
                       what);
-  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no file descriptor can be had for %s", what);
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no file descriptor can be had for %s: free memory of the machine", what);
 }
 
 Status os_check_available(uint64_t bytes) {
@@ -413,7 +417,7 @@ Status os_decommit(const Mapping& m, size_t offset, size_t bytes) {
                         static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   return refused == 0 ? FRUGAL_OK
                       : fail_errno(refused == EPERM ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY, refused,
-                                   "%zu bytes do not go back to the system", bytes);
+                                   "%zu bytes do not go back to the system: free memory of the machine and call again", bytes);
 }
 
 void os_release(Mapping* m) {
@@ -428,7 +432,8 @@ NewFile::~NewFile() {
 }
 
 Status NewFile::refused(int code, const char* what) const {
-  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "'%.300s' cannot be %s", path_.c_str(), what);
+  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "'%.300s' cannot be %s: choose another path, or make room there",
+                    path_.c_str(), what);
 }
 
 Status NewFile::open(const char* path) {

@@ -49,7 +49,7 @@ class Thread {
   }
   bool joinable() const { return joinable_; }
   void join() {
-    pthread_join(id_, nullptr);
+    if (pthread_join(id_, nullptr) != 0) std::terminate();
     joinable_ = false;
   }
   void detach() {
@@ -108,6 +108,11 @@ Thread quiet_thread(Body body) {
 inline Status no_thread(const char* what, int code = EAGAIN) {
   return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
                     "%s cannot be started: raise the limits of threads and of addresses (ulimit -u, -v)", what);
+}
+inline Status no_threads(uint32_t n) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "%u threads (flush_threads) cannot be started: give fewer, or raise the limits of threads and of "
+              "addresses (ulimit -u, -v)", n);
 }
 
 }  // namespace frugal

@@ -229,7 +229,7 @@ int32_t frugal_serve(frugal_engine* engine, const char* address) {
   return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!address) return null("address");
     if (const std::shared_ptr<Engine> here = e->here()) return serve(here, address);
-    return fail(FRUGAL_ERR_UNSUPPORTED, "the engine is another process's: that one serves it");
+    return fail(FRUGAL_ERR_UNSUPPORTED, "the engine is another process's: call it there");
   });
 }
 
@@ -259,7 +259,7 @@ int32_t frugal_table_find(const frugal_engine* engine, const char* name,
   return with<Session>(engine, [&](const SessionRef& e) -> Status {
     if (!name) return null("name");
     if (!table_out) return null("table_out");
-    FRUGAL_TRY(check_found_name(name));
+    FRUGAL_TRY(check_name(name, FRUGAL_ERR_NOT_FOUND));
     AnyTableRef t;
     FRUGAL_TRY(e->find_table(name, &t));
     *table_out = reinterpret_cast<frugal_table*>(t->handle);
@@ -279,7 +279,7 @@ int32_t frugal_table_next(const frugal_engine* engine, uint64_t* cursor, char* n
     const size_t size = name.empty() ? 0 : name.size() + 1;  // no table is without a name
     *size_out = size;
     if (capacity < size)
-      return fail(FRUGAL_ERR_OVERFLOW, "table '%s': its name takes %zu bytes, and capacity is %zu: 256 are enough for any",
+      return fail(FRUGAL_ERR_OVERFLOW, "table '%s': its name takes %zu bytes, and capacity is %zu: give 256, enough for any",
                   name.c_str(), size, capacity);
     if (size) std::memcpy(name_out, name.c_str(), size);
     *cursor = next;

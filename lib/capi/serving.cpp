@@ -24,7 +24,7 @@ Servers& servers() {
 Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    if (!servers().try_emplace(engine.get()).second) return fail(FRUGAL_ERR_EXISTS, "the engine is served already");
+    if (!servers().try_emplace(engine.get()).second) return fail(FRUGAL_ERR_EXISTS, "the engine is served already: close it to serve another address");
   }
   struct Place {
     const Engine* engine;
@@ -46,7 +46,7 @@ Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
     }
   }
   server->stop();
-  return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  return engine_closed();
 }
 
 void stop_serving(const Session& session) {

@@ -63,7 +63,7 @@ Status check_config(const frugal_config& c) {
   FRUGAL_TRY(check_size(&c, "frugal_config"));
   FRUGAL_TRY(known_flags("frugal_config.flags", c.flags, FRUGAL_OBSERVE));
   if (c.flags && !c.service)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL: give one");
   if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", uint64_t{c.world_size}, "1..4096");
   if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
   if (c.flush_threads > 256) return refused("flush_threads", uint64_t{c.flush_threads}, "0..256");
@@ -95,20 +95,17 @@ Status check_optimizer(const frugal_optimizer& o) {
   return FRUGAL_OK;
 }
 
-Status check_found_name(const char* name) {
+Status check_name(const char* name, Status status) {
   const size_t n = strnlen(name, kMostName + 1);
   if (n > 0 && n <= kMostName) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.64s', of %s bytes: a table's name has 1..255", name,
+  return fail(status, "name is '%.64s', of %s bytes: a table's name has 1..255", name,
               n == 0 ? "0" : "more than 255");
 }
 
 Status check_name(const frugal_table_config& c) {
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
   if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is NULL: a table's name must have 1..255 bytes");
-  const size_t n = strnlen(c.name, kMostName + 1);
-  if (n > 0 && n <= kMostName) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is '%.64s', of %s bytes: a table's name must have 1..255", c.name,
-              n == 0 ? "0" : "more than 255");
+  return check_name(c.name, FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
 Status check_table(const frugal_table_config& c) {
@@ -138,7 +135,7 @@ Status check_table(const frugal_table_config& c) {
   FRUGAL_TRY(one_of("nan_policy", c.nan_policy, FRUGAL_NAN_ACCEPT, "one of FRUGAL_NAN_*"));
   FRUGAL_TRY(known_flags("frugal_table_config.flags", c.flags, FRUGAL_TABLE_LAZY));
   if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY is for dense tables; hashed ones are lazy anyway");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY is for dense tables; hashed ones need no flag");
   return check_optimizer(c.optimizer);
 }
 
@@ -182,6 +179,10 @@ Status meant_table(const Table& there, const frugal_table_config& config) {
   if (same_table(there.config, config)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_EXISTS,
               "a table of this name exists already, with another configuration: ask for the same, or choose another name");
+}
+
+Status table_exists() {
+  return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
 }
 
 }  // namespace frugal

@@ -23,7 +23,7 @@ Status check_config(const frugal_config& config);
 Status check_optimizer(const frugal_optimizer& optimizer);
 // Of the size, and the name of a table that is to be created.
 Status check_name(const frugal_table_config& config);
-Status check_found_name(const char* name);  // of a table that is looked for
+Status check_name(const char* name, Status status);  // what it answers if no table can have that
 // Of the rest, when the size is right. Who calls this names the table.
 Status check_table(const frugal_table_config& config);
 Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
@@ -31,8 +31,9 @@ Status check_trainer(const frugal_trainer_config& config, uint32_t world_size);
 frugal_optimizer of_its_kind(const frugal_optimizer& optimizer);
 // Whether both ask for the same table, but for its name.
 bool same_table(const frugal_table_config& a, const frugal_table_config& b);
-// A table that another process of the job has created, where one with this configuration is to be: EXISTS, if
-// the two differ.
+// A table is there, where one with this configuration is to be created: EXISTS if the two differ.
 Status meant_table(const Table& there, const frugal_table_config& config);
+// They do not, but it was created by who asks.
+Status table_exists();
 
 }  // namespace frugal

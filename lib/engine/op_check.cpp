@@ -31,7 +31,7 @@ Status host_memory(const frugal_op* ops, size_t n) {
 
 Status check_step(uint64_t step) {
   if (step < kNoStep - kRing) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "step %llu: steps are numbered up to %llu (2^64 - 66)",
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "step %llu: steps are numbered up to %llu (2^64 - 66): begin with a lower one",
               static_cast<unsigned long long>(step), static_cast<unsigned long long>(kNoStep - kRing - 1));
 }
 
@@ -43,7 +43,7 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
   // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a mistake.)
   constexpr size_t kAddresses = size_t{1} << 57;
   if (rows && stride > kAddresses / rows)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %s: %zu rows so far apart exceed the address space",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %s: %zu rows so far apart exceed the address space: give less",
                 number_text(uint64_t{stride}).c_str(), rows);
   return FRUGAL_OK;
 }
@@ -53,6 +53,17 @@ Status in_op(Status status, size_t i, size_t n, const char* table) {
   if (n > 1) return fail_in(status, "op %zu of %zu", i, n);
   return table ? fail_in(status, "table '%s'", table) : status;
 }
+
+Status no_streams(uint32_t rank) {
+  return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one",
+              rank);
+}
+
+Status closes_already() {
+  return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread: leave that to it");
+}
+
+Status engine_closed() { return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on"); }
 
 Status no_open_table(const frugal_op& op) {
   if (!op.table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is NULL: give an open table");

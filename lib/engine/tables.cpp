@@ -55,8 +55,7 @@ Status Engine::start() {
     workers_.start();
   } catch (...) {
     shutdown();
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads (flush_threads) cannot be started: give fewer, or raise the "
-                "limits of threads and of addresses (ulimit -u, -v)", config_.flush_threads);
+    return no_threads(config_.flush_threads);
   }
   return FRUGAL_OK;
 }
@@ -167,7 +166,7 @@ void Engine::shutdown() {
 }
 
 Status Engine::check() const {
-  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on");
+  if (closed_.load()) return engine_closed();
   if (Status s = workers_.health())
     return fail(FRUGAL_ERR_UNHEALTHY,
                 "a background failure (%s) stopped the engine; close it and restore the tables",
@@ -232,17 +231,15 @@ void init_chunk(void* context, size_t chunk) {
 Status Engine::create_table(const frugal_table_config& config, AnyTableRef* out) {
   TableRef table;
   Status s = create_table(config, &table, true);
-  if (s == FRUGAL_ERR_EXISTS && (table = find_table(config.name)) && !table->created_here.load()) {
-    FRUGAL_TRY(meant_table(*table, config));
-    if (!table->created_here.exchange(true)) s = FRUGAL_OK;  // else another thread was first
-  }
+  if (s == FRUGAL_ERR_EXISTS && table && !table->created_here.exchange(true)) s = FRUGAL_OK;
   if (s == FRUGAL_OK) *out = std::move(table);
   return s;
 }
 
-static Status is_there(const Table& table, const frugal_table_config& config) {
-  FRUGAL_TRY(meant_table(table, config));
-  return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
+static Status is_there(const TableRef& table, const frugal_table_config& config, TableRef* out) {
+  FRUGAL_TRY(meant_table(*table, config));
+  *out = table;
+  return table_exists();
 }
 
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
@@ -251,7 +248,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const TableRef& t : tables_)
-      if (t->name == config.name) return is_there(*t, config);
+      if (t->name == config.name) return is_there(t, config, out);
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
@@ -301,7 +298,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
   for (const TableRef& t : tables_)
-    if (t->name == config.name) return is_there(*t, config);
+    if (t->name == config.name) return is_there(t, config, out);
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
@@ -338,7 +335,7 @@ Status Engine::drop_table(const AnyTableRef& any) {
     std::unique_lock<std::mutex> lock(mu_);
     auto at = std::find(tables_.begin(), tables_.end(), table);
     if (at == tables_.end())
-      return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already");
+      return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already: the handle is closed");
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     declarations_.close_table(*table);

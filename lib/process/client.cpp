@@ -138,7 +138,13 @@ Status Client::attach(const frugal_config& config) {
     }
   }
   control_->on_end([this] { connection_ended(); });
-  return FRUGAL_OK;
+  return connected();
+}
+
+// Its end may have been seen to by now.
+Status Client::connected() const {
+  if (!control_->lost()) return FRUGAL_OK;
+  return fail(FRUGAL_ERR_PEER_LOST, "the connection to the controller has ended: close the engine and open it again");
 }
 
 // The controller is gone: nobody waits for it any longer.
@@ -215,7 +221,7 @@ Status Client::lost() const {
 }
 
 Status Client::check() const {
-  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  if (closed_.load()) return engine_closed();
   return lost_.load() ? lost() : FRUGAL_OK;
 }
 
@@ -327,7 +333,7 @@ Status Client::stop_trace(const char* path) {
   if (path && path[0] != '/') {
     char here[4096];
     if (!getcwd(here, sizeof here))
-      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "the file '%.200s' cannot be written", path);
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "the file '%.200s' cannot be written: give its whole path", path);
     absolute = String(here) + "/" + path;
   } else if (path) {
     absolute = path;
@@ -399,7 +405,7 @@ Status Client::create_table(const frugal_table_config& config, AnyTableRef* out)
   FRUGAL_TRY(of_controller(control_->create_table(config, config_.timeout_ms, &reply)));
   FRUGAL_TRY(take_table(reply, config.name, out));
   if (!(*out)->created_here.exchange(true)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
+  return table_exists();
 }
 
 Status Client::find_table(const char* name, AnyTableRef* out) {
@@ -637,9 +643,7 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   auto set_up = [&]() -> Status {
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
-    if (control_->lost())  // whose end may have been seen to by now
-      return fail(FRUGAL_ERR_PEER_LOST,
-                  "the connection to the controller has ended: close the engine and open it again");
+    FRUGAL_TRY(connected());
     if (reply.numbers.size() != 1 || (reply.numbers[0] & kJoinPlace) > arena_.bytes - 64)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];
@@ -720,7 +724,7 @@ Status Client::give_up_join(uint32_t rank, Status why) {
 
 Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   const RemoteTrainerRef t = std::static_pointer_cast<RemoteTrainer>(trainer);
-  if (t->closer.exchange(true)) return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread: leave that to it");
+  if (t->closer.exchange(true)) return closes_already();
   struct Closer {  // what has failed can be made again
     RemoteTrainer& t;
     Status s = FRUGAL_ERR_OUT_OF_MEMORY;
@@ -753,7 +757,7 @@ Status Client::set_stream(AnyTrainer& t, void* stream) {
   // No call of the step protocol: an abort is told by the next one.
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());
-  if (!t.gpu) return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one", t.rank);
+  if (!t.gpu) return no_streams(t.rank);
   return t.gpu->set_stream(stream);
 }
 

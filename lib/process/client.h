@@ -163,6 +163,7 @@ class Client final : public Session, private DataPath {
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;
+  Status connected() const;
   // Whether the controller has ended, its process or only the engine there, so that rows are read out of what it has
   // left: which stays until this does.
   class Remaining {

@@ -303,10 +303,10 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
   RemoteTrainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  if (of->session != this) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine");
+  if (of->session != this) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   const RemoteBatchRef batch = std::static_pointer_cast<RemoteBatch>(of);
   if (batch->trainer != &t)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by another trainer, not by rank %u", t.rank);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by another trainer, not by rank %u: give one of its own", t.rank);
   FRUGAL_TRY(take_settled(t));
   Exchange e{Call::kCancel, {batch->id}, {}};
   if (batch->failed == FRUGAL_OK) FRUGAL_TRY(ask(t, e));
@@ -686,7 +686,7 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   FpEnvironment fp;
   FRUGAL_TRY(inside(t));
   if (t.step != step)
-    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
                 static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
   if (flags & ~FRUGAL_STEP_SKIP)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);

@@ -19,8 +19,7 @@ Status Helpers::start(uint32_t threads) {
     for (uint32_t i = 0; i < threads; ++i) threads_.push_back(quiet_thread([this] { main(); }));
   } catch (...) {
     stop();
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%u threads (flush_threads) cannot be started: give fewer, or raise the "
-                "limits of threads and of addresses (ulimit -u, -v)", threads);
+    return no_threads(threads);
   }
   return FRUGAL_OK;
 }

@@ -302,7 +302,7 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
       }
     }
   } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to count who holds rows");
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to count who holds rows: free memory of the machine and call again");
   }
   if (missing == Missing::kLeave) return status;
   if (status != FRUGAL_OK) {
@@ -427,22 +427,23 @@ void Rows::remove(uint32_t s) {
   try {
     unsure_.push_back(s);
   } catch (const std::bad_alloc&) {
-    unlisted_ = true;
+    ++unlisted_;
   }
   any_unsure_.store(true);
 }
 
 // Ascending, and each once. Throws where there is no memory; then it is made another time.
 void Rows::list_unsure() {
-  if (!unlisted_) {
+  if (unlisted_ == 0) {
     std::sort(unsure_.begin(), unsure_.end());
     unsure_.erase(std::unique(unsure_.begin(), unsure_.end()), unsure_.end());
     return;
   }
+  unsure_.reserve(unsure_.size() + unlisted_);  // all are gone over only where there is room
   unsure_.clear();
   for (uint32_t s = 0; s < next_slot_; ++s)
     if (flags()[s] == kReserved && holders_.unknown(s)) unsure_.push_back(s);
-  unlisted_ = false;
+  unlisted_ = 0;
 }
 
 namespace {
@@ -475,6 +476,7 @@ void Rows::count_holds(const Vector<uint32_t>& of, const uint32_t* slots, size_t
 }
 
 void Rows::settle_unsure(const Vector<uint64_t>& counts) {
+  size_t left = 0;
   for (size_t i = 0; i < counts.size(); ++i) {
     const uint32_t s = unsure_[i];
     // Others exist again, or have been free since.
@@ -488,11 +490,11 @@ void Rows::settle_unsure(const Vector<uint64_t>& counts) {
       holders_.hold(s, counts[i]);
     } catch (const std::bad_alloc&) {
       holders_.forget(s);
-      unlisted_ = true;
+      unsure_[left++] = s;
     }
   }
-  unsure_.clear();
-  any_unsure_.store(unlisted_);
+  unsure_.resize(left);
+  any_unsure_.store(left != 0);
 }
 
 uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {

@@ -252,7 +252,7 @@ class Rows : public HeapObject {
   KeyIndex index_ GUARDED_BY(mu_);
   Holders holders_ GUARDED_BY(mu_);
   Vector<uint32_t> unsure_ GUARDED_BY(mu_);  // slots that recount() is to look at
-  bool unlisted_ GUARDED_BY(mu_) = false;    // there are others, for which there was no memory
+  uint64_t unlisted_ GUARDED_BY(mu_) = 0;    // so many others, for which there was no memory
   std::atomic<bool> any_unsure_{false};      // either; changed with mu_ held
   // The place that became free last. In place of its key stands the one before.
   uint32_t free_ GUARDED_BY(mu_) = kNoSlot;

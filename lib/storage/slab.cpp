@@ -28,7 +28,7 @@ Status SlabArray::reserve(uint64_t count, size_t stride, bool shared, MemoryBudg
   pinner_ = std::move(pinner);
   if (count == 0 || stride == 0) return FRUGAL_OK;
   if (count > (UINT64_MAX >> 2) / stride)
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu rows of %zu bytes exceed the address space",
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu rows of %zu bytes exceed the address space: ask for fewer",
                 static_cast<unsigned long long>(count), stride);
   slab_ = slab_bytes(count, stride);
   slabs_ = (count * stride + slab_ - 1) / slab_;

@@ -61,7 +61,13 @@ void Says(const char* call, int32_t answer, int32_t status, const std::vector<st
   g_provoked.insert(status);
   for (const std::string& word : words)
     EXPECT_NE(said.find(word), std::string::npos) << call << ": no '" << word << "' in: " << said;
-  EXPECT_GT(said.size(), 15u) << call << ": " << said;
+  // What is wrong has a name or a value, and something is said of what would do.
+  static const std::regex name("[0-9]|/|'|_|NULL|\\b(rank|engine|controller|trainer|batch|trace)\\b");
+  static const std::regex advice(
+      "\\b(must|gives?|needs?|call|use|ask|choose|close|open|opened|create|raise|drop|stop|end|begin|join|"
+      "declare|knows|at most|is its|may|cancel|remove|restore|outside)\\b|\\.\\.");
+  EXPECT_TRUE(std::regex_search(said, name)) << call << ": no name and no value in: " << said;
+  EXPECT_TRUE(std::regex_search(said, advice)) << call << ": nothing of what would do in: " << said;
   EXPECT_EQ(said.find("(null)"), std::string::npos) << call << ": " << said;
 }
 #define SAYS(call, status, ...) Says(#call, (call), FRUGAL_ERR_##status, {__VA_ARGS__})
@@ -512,6 +518,44 @@ TEST_P(Messages, OfMemory) {
        "host_bytes", "of 25165824 bytes", "raise the limit");
 }
 
+// What belongs to another engine, or is done already.
+TEST_P(Messages, OfOthers) {
+  Open(1);
+  frugal_table* table = Table("t");
+  frugal_trainer* trainer = Join(0);
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  frugal_engine* other = nullptr;
+  OK(frugal_open(&c, &other));
+  const frugal_table_config tc = TableConfig("of another");
+  frugal_table* foreign = nullptr;
+  OK(frugal_table_create(other, &tc, &foreign));
+  const frugal_trainer_config rank = FRUGAL_TRAINER_CONFIG_INIT;
+  frugal_trainer* stranger = nullptr;
+  OK(frugal_trainer_create(other, &rank, &stranger));
+  const uint64_t key = 1;
+  frugal_op ops[2] = {Op(table, &key, 1, rows), Op(foreign, &key, 1, rows)};
+  SAYS(frugal_prefetch(trainer, 0, ops, 2, nullptr), BAD_HANDLE, "op 1 of 2", "'of another'",
+       "another engine", "give one of this");
+  frugal_batch *batch = nullptr, *theirs = nullptr;
+  OK(frugal_prefetch(trainer, 0, ops, 1, &batch));
+  OK(frugal_prefetch(stranger, 0, &ops[1], 1, &theirs));
+  SAYS(frugal_prefetch_cancel(trainer, theirs), BAD_HANDLE, "another engine", "cancel it there");
+  OK(frugal_step_begin(trainer, 0, 20000));
+  frugal_table* second = nullptr;
+  ops[0].batch = batch;
+  ops[0].part = 1;
+  SAYS(frugal_lookup(trainer, ops, 1), INVALID_ARGUMENT, "'t'", "part 1", "has 1 parts");
+  OK(frugal_step_abort(trainer));
+  OK(frugal_table_drop(table));
+  SAYS(frugal_table_drop(table), BAD_HANDLE, "table", "closed");
+  SAYS(frugal_table_find(engine, "t", &second), NOT_FOUND, "'t'", "create");
+  SAYS(frugal_table_find(engine, "", &second), NOT_FOUND, "''", "1..255");
+  SAYS(frugal_table_find(engine, std::string(300, 'n').c_str(), &second), NOT_FOUND, "nnnn", "1..255");
+  OK(frugal_trainer_close(trainer));
+  SAYS(frugal_trainer_close(trainer), BAD_HANDLE, "trainer", "closed");
+  OK(frugal_close(other));
+}
+
 TEST_P(Messages, OfAChildOfFork) {
   Open(1);
   const pid_t child = fork();
@@ -556,6 +600,29 @@ TEST(Background, Failed) {
 
 #ifdef FRUGAL_CONTROLLER
 
+TEST(Peers, ThatCannotBeServed) {
+  const Folder folder;
+  frugal_config c = FRUGAL_CONFIG_INIT;
+  c.backing = FRUGAL_BACKING_SHM;
+  frugal_engine *e = nullptr, *other = nullptr;
+  OK(frugal_open(&c, &e));
+  OK(frugal_open(&c, &other));
+  const std::string nowhere = folder.path() + "/none/service", address = folder.address();
+  SAYS(frugal_serve(e, ""), INVALID_ARGUMENT, "address", "path");
+  SAYS(frugal_serve(e, nowhere.c_str()), INVALID_ARGUMENT, nowhere, "folder");
+  std::ofstream(address) << "a file";
+  SAYS(frugal_serve(e, address.c_str()), EXISTS, address, "no socket", "choose");
+  c.service = address.c_str();
+  frugal_engine* attached = nullptr;
+  SAYS(frugal_open(&c, &attached), INVALID_ARGUMENT, address, "no socket");
+  unlink(address.c_str());
+  OK(frugal_serve(e, address.c_str()));
+  SAYS(frugal_serve(e, address.c_str()), EXISTS, "served already", "close it");
+  SAYS(frugal_serve(other, address.c_str()), EXISTS, address, "choose");
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+}
+
 TEST(Peers, ThatAreNotThere) {
   const Folder folder;
   frugal_config c = FRUGAL_CONFIG_INIT;
@@ -563,7 +630,7 @@ TEST(Peers, ThatAreNotThere) {
   c.service = address.c_str();
   c.timeout_ms = 20;
   frugal_engine* e = nullptr;
-  SAYS(frugal_open(&c, &e), PEER_LOST, address, "20 ms");
+  SAYS(frugal_open(&c, &e), PEER_LOST, address, "20 ms", "timeout_ms");
   const std::string far = "/" + std::string(200, 'x');
   c.service = far.c_str();
   SAYS(frugal_open(&c, &e), INVALID_ARGUMENT, "201 bytes", "107");
