@@ -547,9 +547,9 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
                                          frugal_trainer **trainer_out);
 
 /* Leaves: from now on nobody waits for this rank. Its declarations are cancelled; a step that it
- * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED; with a
- * service also TIMEOUT and OUT_OF_MEMORY: call again, until then the handle stays. Threads: any one; a call of the trainer that
- * waits answers FRUGAL_ERR_CLOSED. */
+ * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED,
+ * OUT_OF_MEMORY, with a service also TIMEOUT. After these two call again: until then the handle stays.
+ * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
 
 /* Gives a trainer up, for a program that fails: as if its process had ended. With a service every
@@ -779,7 +779,7 @@ FRUGAL_API int32_t frugal_metrics(const frugal_engine *engine, char *text_out, s
 /* Begins to record what the engine does when: prefetch, resolve, link, gate, lookup, push, commit,
  * flush and so on, each with its step, rank, rows and table. The newest `events` of them, 1..2^26, are
  * kept, in 64 bytes each that are taken now; recording one takes no memory and no lock. Without a
- * trace it costs a load for each. May be called at any time, also during steps. Returns: FRUGAL_OK,
+ * trace it costs a load for each. With FRUGAL_OBSERVE at most 2^19. May be called at any time, also during steps. Returns: FRUGAL_OK,
  * INVALID_ARGUMENT, EXISTS (there is a trace that was not stopped), OUT_OF_MEMORY. Threads: any.
  * Since: 0.1. */
 FRUGAL_API int32_t frugal_trace_start(frugal_engine *engine, size_t events);

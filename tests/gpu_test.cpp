@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/heap.h"
 #include "device/ops/kernels.h"
 #include "device/sim/sim.h"
 #include "frugal.h"
@@ -1511,23 +1512,32 @@ TEST(GpuFailures, ADeviceThatIsReset) {
   }
 }
 
-// A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
+// A rank at the gate finds out that another one's device has been reset: it is told, and goes on. So it is where one
+// request for memory fails meanwhile.
 TEST(GpuReset, TheGateOfAnotherRank) {
-  Device device;
-  Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
-  frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
-  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
-  frugal_trainer* cpu = engine.Trainer(1, "cpu");
-  ASSERT_OK(HostStep(cpu, table, 0, Batch(0, 1, 300, 16)));
-  ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
-  device.sim->reset_after(1);
-  EXPECT_EQ(frugal_step_begin(cpu, 1, kWait), FRUGAL_ERR_STEP_ABORTED) << LastMessage();
-  EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
-  EXPECT_NE(LastMessage().find("error 400"), std::string::npos) << LastMessage();
-  ASSERT_OK(frugal_trainer_close(gpu));
-  ASSERT_OK(HostStepAgain(cpu, table, 0, Batch(0, 1, 300, 16)));
-  EXPECT_EQ(engine.Committed(), 0u);
-  EXPECT_OK(frugal_health(engine.handle));
+  for (int64_t request = 0; request < 6; ++request) {
+    SCOPED_TRACE(testing::Message() << "request " << request);
+    Device device;
+    Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 300, 16);
+    frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+    frugal_trainer* cpu = engine.Trainer(1, "cpu");
+    ASSERT_OK(HostStep(cpu, table, 0, Batch(0, 1, 300, 16)));
+    ASSERT_OK(DeviceStep(gpu, *device.memory, table, 0, Batch(0, 0, 300, 16)));
+    device.sim->reset_after(1);
+    frugal::heap_test_fail_after(request);
+    int32_t told;
+    while ((told = frugal_step_begin(cpu, 1, kWait)) == FRUGAL_ERR_OUT_OF_MEMORY) {
+    }
+    frugal::heap_test_fail_after(0);
+    EXPECT_EQ(told, FRUGAL_ERR_STEP_ABORTED) << LastMessage();
+    EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
+    EXPECT_NE(LastMessage().find("error 400"), std::string::npos) << LastMessage();
+    ASSERT_OK(frugal_trainer_close(gpu));
+    ASSERT_OK(HostStepAgain(cpu, table, 0, Batch(0, 1, 300, 16)));
+    EXPECT_EQ(engine.Committed(), 0u);
+    EXPECT_OK(frugal_health(engine.handle));
+  }
 }
 
 // The engine is closed, with time to wait for what is in flight and without.

@@ -16,7 +16,7 @@ Status Engine::join_gpu(const char* device, Trainer& t) {
     std::lock_guard<std::mutex> pins(pins_mu_);
     pinner_->add(runtime);
   } catch (const std::bad_alloc&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join on %s", device);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join on %s: free memory of the machine and call again", device);
   }
   t.pinning.store(true);
   t.pins.store(Trainer::kToPin);
@@ -94,8 +94,7 @@ Status Engine::set_stream(AnyTrainer& t, void* stream) {
   // No call of the step protocol: an abort is told by the next one.
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());
-  if (!t.gpu)
-    return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one", t.rank);
+  if (!t.gpu) return no_streams(t.rank);
   return t.gpu->set_stream(stream);
 }
 
@@ -191,7 +190,7 @@ void Engine::end_flights(Trainer& t) {
     }
     if (!f->failed.load()) continue;
     t.reaped.store(true);
-    if (undo(t, Undo::kFailed) != FRUGAL_OK) return;
+    if (undo_surely(t, Undo::kFailed) != FRUGAL_OK) return;
   }
 }
 
@@ -210,16 +209,11 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
       FpEnvironment fp;
-      try {
-        (void)undo(*t, Undo::kFailed);
-      } catch (const std::bad_alloc&) {
-        workers_.fail(FRUGAL_ERR_OUT_OF_MEMORY);
-      }
+      (void)undo_surely(*t, Undo::kFailed);
     }));
-    return;
-  } catch (...) {  // no memory for a thread
+  } catch (...) {
+    t->reaped.store(false);  // no memory for a thread: who looks next tries again
   }
-  workers_.fail(FRUGAL_ERR_DEVICE);
 }
 
 }  // namespace frugal

@@ -26,7 +26,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   // One after the other. In slices, for the engine may be closed meanwhile.
   while (!order_.owns_lock()) {
     if (engine.closed_.load()) {
-      status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+      status_ = engine_closed();
       return;
     }
     if (deadline.passed()) {
@@ -56,7 +56,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
     engine.workers_.settle(lock, settled);
   }
   if (engine.closed_.load()) {
-    status_ = fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+    status_ = engine_closed();
   } else if (!engine.outside_allowed(&why)) {
     status_ = busy(why);
   } else {

@@ -192,7 +192,7 @@ Status Engine::use_parts(Trainer& t, const Vector<RemotePart>& used) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(check());
   // What has undone the step is told by a call of the trainer's own.
-  if (t.closing.load() || t.abort_notice.load()) return FRUGAL_OK;
+  if (t.closing.load() || t.abort_notice.load()) return FRUGAL_ERR_NOT_IN_STEP;
   FRUGAL_TRY(inside(t));
   create_used(t, used);
   return FRUGAL_OK;
@@ -290,12 +290,9 @@ bool Engine::is_inside(const Trainer& t, uint64_t step) {
 // others wait for it to be closed.
 Status Engine::remote_failed(Trainer& t) {
   if (t.reaped.exchange(true)) return FRUGAL_OK;
-  try {
-    return undo(t, Undo::kFailed);
-  } catch (const std::bad_alloc&) {
-    t.reaped.store(false);  // it is told again
-    throw;
-  }
+  const Status s = undo(t, Undo::kFailed);
+  if (s == FRUGAL_ERR_OUT_OF_MEMORY) t.reaped.store(false);  // it is told again
+  return s;
 }
 
 void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
@@ -317,8 +314,8 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
 }
 
 // The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before somebody else
-// has joined with its rank.
-Status Engine::lose_trainer(const TrainerRef& t) try {
+// has joined with its rank. OUT_OF_MEMORY: a commit comes first, and lacks it; call again.
+Status Engine::lose_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();
   {
@@ -329,9 +326,6 @@ Status Engine::lose_trainer(const TrainerRef& t) try {
   }
   FRUGAL_TRY(undo(*t, Undo::kLost));
   return close_trainer(t);
-} catch (const std::bad_alloc&) {
-  workers_.fail(FRUGAL_ERR_OUT_OF_MEMORY);
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to take rank %u out of the engine", t->rank);
 }
 
 void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {

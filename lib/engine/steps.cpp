@@ -18,7 +18,8 @@ namespace frugal {
 Status Engine::enter(Trainer& t, bool tells) {
   FRUGAL_TRY(check());
   if (t.closing.load() && t.lost_peer.load() == t.rank)
-    return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place", t.rank);
+    return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place: close it and join again",
+                t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);
@@ -143,7 +144,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     try {
       s = turn_caches(t, step);
     } catch (const std::bad_alloc&) {
-      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date", t.rank);
+      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date; call again", t.rank);
     }
     if (s != FRUGAL_OK) {
       // A cache that there is no memory for is empty, and the step does without: updates may be lost to it.
@@ -202,7 +203,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.in_step) return not_inside(t);
       if (t.step != step)
-        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu", t.rank,
+        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
                     static_cast<unsigned long long>(t.step),
                     static_cast<unsigned long long>(step));
     }
@@ -230,7 +231,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     {
       std::lock_guard<std::mutex> lock(mu_);
       // Who closes the engine has taken the records away already.
-      if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+      if (closed_.load()) return engine_closed();
       if (!t.abort_notice.load()) {
         // First all that may want memory; then the hand-over, which cannot fail.
         StepRecord& record = records_[step];
@@ -655,7 +656,8 @@ void Engine::undo_rows(Vector<CreatedRows>& created) {
 }
 
 // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
-// notices; the others' parts are undone here. Nobody begins a step before all is done.
+// notices; the others' parts are undone here. Nobody begins a step before all is done. Takes no
+// memory, but for a commit that comes first: without that it has done nothing.
 Status Engine::undo(Trainer& by, Undo why) {
   TraceSpan span(trace_, SpanKind::kAbort);
   span.rank(by.rank);
@@ -694,12 +696,7 @@ Status Engine::undo(Trainer& by, Undo why) {
     // A step that all ranks have ended is not undone for want of memory.
     Status lacking = FRUGAL_OK;
     while (owed_.load() && commit_one(lock, &lacking)) workers_.settle(lock, may_abort);
-    if (owed_.load() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) {
-      lock.unlock();
-      workers_.fail(lacking);
-      lock.lock();
-      workers_.settle(lock, may_abort);  // who has begun to commit it meanwhile
-    }
+    if (owed_.load() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
     phase_.begin(Phase::kAbort);
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
@@ -767,6 +764,13 @@ Status Engine::undo(Trainer& by, Undo why) {
   counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
   workers_.progress();
   return FRUGAL_OK;
+}
+
+// The same for whoever could not be told that there was no memory: until there is.
+Status Engine::undo_surely(Trainer& by, Undo why) {
+  Status s;
+  while ((s = undo(by, why)) == FRUGAL_ERR_OUT_OF_MEMORY) usleep(10000);
+  return s;
 }
 
 }  // namespace frugal

@@ -54,7 +54,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   // this wait: another thread may take the rank meanwhile.
   if (joined_[config.rank] && !ranks_[config.rank])
     workers_.settle(lock, [&] { return phase_.may(Phase::kJoin) || closed_.load(); });
-  if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+  if (closed_.load()) return engine_closed();
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
   if (joined_[config.rank]) {
@@ -90,8 +90,9 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
 }
 
 Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
-  if (!handle_remove(HandleKind::kTrainer, t->handle))
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread: leave that to it");
+  // A commit comes first, and nobody could call again when the handle is gone.
+  if (own(*t).in_step && commit_owed() == FRUGAL_ERR_OUT_OF_MEMORY) return FRUGAL_ERR_OUT_OF_MEMORY;
+  if (!handle_remove(HandleKind::kTrainer, t->handle)) return closes_already();
   return close_trainer(std::static_pointer_cast<Trainer>(t));
 }
 
@@ -113,7 +114,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   if (inside) {
     call.unlock();
-    undo(*t, Undo::kLeaving);
+    undo_surely(*t, Undo::kLeaving);
     call.lock();
   }
   if (t->gpu) {
@@ -217,9 +218,10 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   {
     std::lock_guard<std::mutex> lock(mu_);
     // Who closes the engine has taken the batches away already.
-    if (closed_.load()) return fail(FRUGAL_ERR_CLOSED, "the engine was closed");
+    if (closed_.load()) return engine_closed();
     for (const TableRef& table : batch->tables)
-      if (table->dropped.load()) return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped", table->name.c_str());
+      if (table->dropped.load())
+        return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it", table->name.c_str());
     uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_.load();
     uint64_t lookahead = config_.lookahead;
     if (at != kNoStep) {
@@ -334,14 +336,14 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
   if (batch->session != this)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine");
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   if (batch->rank != t.rank)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by rank %u, not rank %u",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by rank %u, not rank %u: give one of its own",
                 batch->rank, t.rank);
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)
-      return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays until it has ended",
+      return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays until that ends; cancel before",
                   static_cast<unsigned long long>(batch->step));
   }
   drop_batches(batch->step, batch->rank, static_cast<const Batch*>(batch.get()));

@@ -4,7 +4,8 @@
 //   process_job CONTROLLER [OPTIONS]   starts the program CONTROLLER, attaches to it, and has both
 //   ranks process_job --serve [OPTIONS]      serves its own engine and has rank 0; a process of its
 //   own, "peer_job", has rank 1 OPTIONS: --at-once, --threads N, --staleness N, --gpu (the device
-//   sim:0)
+//   sim:0), --kill (with --serve: the other process is killed in the middle of a step, and another
+//   has its rank from then on)
 //
 // What has lost its connection attaches again; what was undone is done again.
 #include <poll.h>
@@ -28,7 +29,7 @@
 
 namespace {
 
-constexpr uint64_t kSteps = 8, kAborted = 4;
+constexpr uint64_t kSteps = 8, kAborted = 4, kKilled = 5;
 constexpr int kMost = 8;
 
 struct Options {
@@ -36,6 +37,7 @@ struct Options {
   uint32_t threads = 1;
   uint64_t staleness = 0;
   const char* device = nullptr;
+  bool kills = false;
 };
 
 struct Lost {};    // the connection
@@ -158,6 +160,10 @@ class Program {
     return WEXITSTATUS(status);
   }
   void stop() { kill(pid_, SIGTERM); }
+  void end_now() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
 
  private:
   pid_t pid_ = -1;
@@ -223,6 +229,11 @@ struct Job : JobBase {
       }
     }
     use(step);
+    if (step == kKilled && std::exchange(options.kills, false)) {
+      g_other->end_now();
+      g_other = new Program("/proc/self/exe", peer);
+      for (;; usleep(1000)) use(step);  // until its loss is told
+    }
     if (step == kAborted && ranks[0] == 0 && !aborted) {
       AGAIN(frugal_step_abort(trainers[0]));
       aborted = true;
@@ -419,6 +430,8 @@ int main(int argc, char** argv) {
       job.options.mode = FRUGAL_FLUSH_AT_ONCE;
     else if (name == "--threads")
       job.options.threads = static_cast<uint32_t>(number());
+    else if (name == "--kill")
+      job.options.kills = serves && !g_peer;
     else if (name == "--staleness")
       job.options.staleness = number();
     else if (name == "--gpu")
