@@ -53,6 +53,7 @@ using frugal::Piece;
 constexpr uint32_t kWorld = 3, kRank = 2;  // the enemy's
 constexpr int64_t kSilenceMs = 2000;       // where it is found out by that
 constexpr int64_t kNeverMs = 600000;       // where it has to be found out by what it does
+constexpr uint32_t kInVain = 2;            // calls of honest ranks that may, on a busy machine
 constexpr int kBoundMs = 60000;      // of what is waited for: a machine that has other things to do
 constexpr uint64_t kSteps = 20;      // of the job with each mode
 constexpr long kMostKib = 64 << 10;  // that the controller may have more
@@ -107,7 +108,7 @@ struct Rank {
     for (int i = 0; i < 2; ++i) {
       frugal_table_config t = FRUGAL_TABLE_CONFIG_INIT;
       t.name = i ? "hashed" : "dense";
-      t.rows = kRows;
+      t.rows = i ? 2 * kRows : kRows;  // enemies have keys of their own
       t.dim = kDim;
       t.key_space = i ? FRUGAL_HASHED : FRUGAL_DENSE;
       t.init = FRUGAL_INIT_UNIFORM;
@@ -131,7 +132,9 @@ struct Rank {
     Tables();
   }
   // Gradients depend on the rank, the step, and the rows that were looked up.
-  int Begin(uint64_t step) const { return frugal_step_begin(trainer, step, 200); }
+  int Begin(uint64_t step, int64_t timeout_ms) const {
+    return frugal_step_begin(trainer, step, timeout_ms);
+  }
   int Work(uint64_t step) const {
     uint64_t keys[kKeys];
     float rows[kKeys * kDim], grads[kKeys * kDim];
@@ -188,7 +191,7 @@ int Honest(const std::string& address, uint64_t until) {
   r.Join(kRank);
   if (dprintf(1, "in\n") < 0) return 1;
   for (uint64_t step = r.Next(); step < until;) {
-    int s = r.Begin(step);
+    int s = r.Begin(step, 200);
     if (s == FRUGAL_OK) s = r.Work(step);
     if (s == FRUGAL_OK)
       ++step;
@@ -255,6 +258,8 @@ class Job {
     return now_ns();
   }
   const Rank& first() const { return ranks_[0]; }
+  // Calls that have waited for their whole time-out, since the last look.
+  uint32_t InVain() { return in_vain_.exchange(0); }
 
  private:
   void Run(Rank& r) {
@@ -265,7 +270,8 @@ class Job {
         cv_.wait(lock, [&] { return over_ || step < limit_; });
         if (over_) return;
       }
-      int s = r.Begin(step);
+      // As long as a call waits: whose silence is found out by that is found by the call that waits for it.
+      int s = r.Begin(step, FRUGAL_TIMEOUT_DEFAULT);
       if (s == FRUGAL_OK && r.rank == 0 && Undoes()) {
         OK(frugal_step_abort(r.trainer));
         continue;
@@ -281,7 +287,9 @@ class Job {
           cv_.notify_all();
         }
         step = r.Next();
-      } else if (s != FRUGAL_ERR_TIMEOUT) {
+      } else if (s == FRUGAL_ERR_TIMEOUT) {
+        ++in_vain_;
+      } else {
         Ok(s, "a step of an honest rank");
       }
     }
@@ -296,6 +304,7 @@ class Job {
   std::condition_variable cv_;
   uint64_t limit_ = 0, lost_at_ = 0;
   uint32_t losses_ = 0;
+  std::atomic<uint32_t> in_vain_{0};
   bool over_ = false, undo_ = false;
 };
 
@@ -862,6 +871,9 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
     if (ranked) e.Attach(true);
     Say("acts");
     mode.act(e);
+    // Who breaks a rule is heard no more, though nobody waits for it, and it says nothing more.
+    Channel* broken = std::strcmp(mode.name, "outside") ? e.trainer.get() : e.process.get();
+    while (mode.how == How::kAtOnce && broken->look() == FRUGAL_OK) usleep(1000);
     Say("done");
     for (;;) pause();
   }
@@ -921,6 +933,7 @@ class World {
     Process honest({"--honest", folder_.address(), std::to_string(steps_)});
     CHECK(honest.Line() ==
           "in");  // the rank that was there before has left: nobody would wait for this one
+    (void)job.InVain();
     job.Allow(steps_);
     if (honest.Wait() != 0) Die(std::string(mode_name) + ": an honest process has failed");
     job.AwaitSteps(steps_);
@@ -941,17 +954,21 @@ class World {
       Process enemy({"--enemy", mode.name, folder_.address(), std::to_string(steps_)});
       CHECK(enemy.Line() == "acts");
       const uint64_t acts = now_ns();
+      // Who breaks a rule is cut off before anybody waits for it.
+      if (mode.first || (mode.how == How::kAtOnce && !mode.undone)) CHECK(enemy.Line() == "done");
       if (ranked) {
         if (mode.undone) job.Undo();
         job.Allow(steps_ + kSteps);
         const uint64_t lost = job.AwaitLoss(losses);
         found = Seconds(acts, lost);
+        CHECK(job.InVain() <= kInVain);
+        CHECK(job.first().Next() == steps_);  // nothing of the enemy's is committed
       }
-      if (mode.first) CHECK(enemy.Line() == "done");
       // A new process has the rank, while the enemy lives.
       const uint64_t began = now_ns();
       HonestSteps(job);
       on = Seconds(began, now_ns());
+      CHECK(job.InVain() <= kInVain);
       if (mode.how == How::kEnded) {
         CHECK(enemy.Line() == "done");
         found = Seconds(acts, now_ns());
