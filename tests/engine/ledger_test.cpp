@@ -5,45 +5,27 @@
 #include <memory>
 #include <vector>
 
-#include "base/arena.h"
-#include "support/inside.h"
-#include "support/parts.h"
-#include "support/rows.h"
+#include "support/ledger.h"
 #include "window/apply.h"
 
 namespace frugal {
 namespace {
 
 constexpr uint32_t kDim = 5;
-constexpr uint64_t kRows = 300, kStep = 7;
+constexpr uint64_t kRows = 300;
 
-struct LedgerTest : testing::Test {
+struct LedgerTest : TableWithLedger {
   void SetUp() override {
-    ASSERT_OK(arena.open(64 << 20));
-    pool.cut_from(&arena);
-    ASSERT_OK(Ledger::open(pool, arena, kStep - 1, &ledger));
-    ASSERT_OK(rows.open(rows_config(kRows, kDim, FRUGAL_ADAGRAD), &budget));
-    ASSERT_OK(ledger->add_table(1, rows, &table));
-    rows.watch(table.get());
     // Of two ranks, whose rows overlap.
     Slots one, two;
     for (uint32_t slot = 0; slot < kRows; ++slot) {
       if (random.below(3)) one.push_back(slot);
       if (random.below(3)) two.push_back(slot);
     }
-    parts = {resolved_part(pool, kStep, 0, one), resolved_part(pool, kStep, 1, two)};
-    update = make_update(pool, kStep, parts, kDim);
-    for (Handover& h : update->ranks) std::fill_n(h.sums.as<float>(), h.rows() * h.stride, 0.25f);
-    frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
-    o.kind = FRUGAL_ADAGRAD;
-    update->scalars = arith::step_scalars(o, kStep, 2, FRUGAL_NAN_REJECT, kDim);
+    make(kRows, kDim, {one, two});
+    rows.watch(table.get());
     update->cut(40, &bounds);
     ASSERT_GT(bounds.size(), 4u);
-  }
-  void TearDown() override {
-    update.reset();
-    table.reset();
-    ledger.reset();
   }
   // As another process sees it.
   const LedgerTable& seen() const {
@@ -113,14 +95,6 @@ struct LedgerTest : testing::Test {
     apply(ApplyTo(rows), *update, UpdateChunk{chunk, bounds[chunk], bounds[chunk + 1]}, &scratch);
   }
 
-  Arena arena;
-  BufferPool pool;
-  MemoryBudget budget;
-  Rows rows;
-  std::shared_ptr<Ledger> ledger;
-  std::shared_ptr<TableLedger> table;
-  std::vector<PartRef> parts;
-  UpdateRef update;
   Vector<uint64_t> bounds;
   ApplyScratch scratch{2, 0};
   Random random{test_seed()};

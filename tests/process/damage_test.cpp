@@ -2,45 +2,23 @@
 #include <cstring>
 #include <functional>
 
-#include "base/arena.h"
 #include "process/readout.h"
-#include "support/inside.h"
-#include "support/parts.h"
+#include "support/ledger.h"
 #include "window/apply.h"
 
 namespace frugal {
 namespace {
 
 constexpr uint32_t kDim = 5;
-constexpr uint64_t kRows = 100, kStep = 7;
+constexpr uint64_t kRows = 100;
 
 // A table whose last update is committed, and not written.
-struct DamageTest : testing::Test {
+struct DamageTest : TableWithLedger {
   void SetUp() override {
-    ASSERT_OK(arena.open(64 << 20));
-    pool.cut_from(&arena);
-    ASSERT_OK(Ledger::open(pool, arena, kStep - 1, &ledger));
-    Rows::Config c;
-    c.capacity = kRows;
-    c.shared = true;
-    c.layout = RowLayout::of(kDim, FRUGAL_ADAGRAD);
-    c.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, FRUGAL_ADAGRAD, 0.5f);
-    ASSERT_OK(rows.open(c, nullptr));
-    ASSERT_OK(rows.initialize_range(0, kRows));
-    ASSERT_OK(ledger->add_table(1, rows, &table));
-    update = make_update(pool, kStep, {resolved_part(pool, kStep, 0, {3, 17, 40})}, kDim);
-    std::fill_n(update->ranks[0].sums.as<float>(), 3 * kDim, 0.25f);
-    frugal_optimizer o = FRUGAL_OPTIMIZER_INIT;
-    o.kind = FRUGAL_ADAGRAD;
-    update->scalars = arith::step_scalars(o, kStep, 1, FRUGAL_NAN_REJECT, kDim);
+    make(kRows, kDim, {{3, 17, 40}});
     update->make_list();
     ASSERT_OK(table->add(*update, nullptr, &update->record));
     ledger->commit(kStep);
-  }
-  void TearDown() override {
-    update.reset();
-    table.reset();
-    ledger.reset();
   }
   LedgerTable& record() const {
     return *reinterpret_cast<LedgerTable*>(arena.mapping().base + table->place());
@@ -73,12 +51,7 @@ struct DamageTest : testing::Test {
     return TableReadout::open(remains, s, own, out);
   }
 
-  Arena arena;
-  BufferPool pool, own;
-  Rows rows;
-  std::shared_ptr<Ledger> ledger;
-  std::shared_ptr<TableLedger> table;
-  UpdateRef update;
+  BufferPool own;
 };
 
 TEST_F(DamageTest, NumbersThatCannotBe) {
