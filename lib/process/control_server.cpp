@@ -33,7 +33,7 @@ constexpr size_t kThreadsOfPeer = 8;  // calls of one connection that are made a
 constexpr int kLookMs = 1000;  // for the end of an open that takes longer than the time to open
 constexpr size_t kNotAttached = 64;  // connections; of more one is ended: the oldest of the process that has most
 
-Status stopping() { return fail(FRUGAL_ERR_CLOSED, "the controller is stopping"); }
+Status stopping() { return fail(FRUGAL_ERR_CLOSED, "the controller is stopping: attach to another"); }
 
 // A descriptor of the same for another process, through which nothing can be written where the system has /proc; -1
 // and errno: none can be had.
@@ -67,7 +67,7 @@ struct Given {
     try {
       opened.reserve(reply.descriptors.size());
     } catch (const std::bad_alloc&) {
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for an answer");
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for an answer: free memory of the machine and call again");
     }
     for (int& fd : reply.descriptors) {
       if (std::find(reply.read_only.begin(), reply.read_only.end(), fd) == reply.read_only.end()) continue;
@@ -292,19 +292,19 @@ class ControlServer::Impl::Connection : public HeapObject {
         frugal_trainer_config config;
         take(request.getJoin(), &config);
         JoinReply reply;
-        FRUGAL_TRY(handler.join(peer_, config, &reply));
+        FRUGAL_TRY(handler.join(peer_, request.getId(), config, &reply));
         const uint64_t joined = reply.numbers.empty() ? kAnyJoin : reply.numbers[0];
         answer.setJoined(config.rank);
         // Where that fails nobody will hear that it has joined.
         const Status s = given.take(reply, answer);
         if (s == FRUGAL_OK) return s;
         const KeepError why;
-        (void)handler.leave(peer_, config.rank, true, joined);
+        (void)handler.leave(peer_, request.getId(), config.rank, true, joined);
         return s;
       }
       case wire::Request::LEAVE: {
         const auto asked = request.getLeave();
-        return handler.leave(peer_, asked.getRank(), asked.getLost(), asked.getJoined());
+        return handler.leave(peer_, request.getId(), asked.getRank(), asked.getLost(), asked.getJoined());
       }
       case wire::Request::STATS: {
         frugal_stats stats{};

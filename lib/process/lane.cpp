@@ -26,6 +26,9 @@ bool heard_of(Status s) { return s == FRUGAL_OK || s == FRUGAL_ERR_TIMEOUT; }
 constexpr size_t kIdleBytes = size_t{32} << 20;
 constexpr uint64_t kIdleNs = 20'000'000;
 
+// Events of a trace that who only looks may have kept here: 32 MiB.
+constexpr uint64_t kMostObserved = uint64_t{1} << 19;
+
 // Pieces of an answer that tells of a failure.
 constexpr size_t kFailurePieces = 2;
 
@@ -173,10 +176,10 @@ Status Lane::broken(const char* what) {
 }
 
 // It names what is no part of the step. So may an honest one, where the step was undone and its
-// trainer has not been told yet.
+// trainer has not been told yet: it is now.
 Status Lane::no_part(const char* what) {
-  if (trainer_->abort_notice.load() == 0) return broken(what);
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the step was undone meanwhile: %s", what);
+  if (!trainer_->closing.load() && trainer_->abort_notice.load() == 0) return broken(what);
+  return engine_->inside_step(*trainer_);
 }
 
 Status Lane::take(void* out, uint64_t bytes) {
@@ -261,7 +264,12 @@ Status Lane::handle(const Header& request) {
     add(text_.data(), text_.size());
     return FRUGAL_OK;
   }
-  if (call == Call::kTraceStart) return engine_->start_trace(request.args[0], &trace_);
+  if (call == Call::kTraceStart) {
+    if (observes_ && request.args[0] > kMostObserved)
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %llu: with FRUGAL_OBSERVE it must be 1..%llu",
+                  static_cast<unsigned long long>(request.args[0]), static_cast<unsigned long long>(kMostObserved));
+    return engine_->start_trace(request.args[0], &trace_);
+  }
   if (call == Call::kTraceStop) {
     const uint64_t bytes = channel_->payload_left();
     if (bytes > kMostPath) return broken("a path of more than 4096 bytes");
@@ -294,7 +302,7 @@ Status Lane::take_used(uint64_t count) {
   }
   const Status s = engine_->use_parts(*trainer_, used);
   // The call itself tells what has become of the step; where that is undone nothing is taken.
-  if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_IN_STEP) return s;
+  if (s != FRUGAL_OK) return s == FRUGAL_ERR_NOT_IN_STEP ? FRUGAL_OK : s;
   std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
   for (uint32_t at : numbers) parts_[at].used |= parts_[at].whole;
   return FRUGAL_OK;
@@ -369,12 +377,6 @@ Status Lane::prefetch(const Header& request) {
   return FRUGAL_OK;
 }
 
-uint64_t Lane::number_of(uint64_t handle) const {
-  for (auto& [number, of] : batches_)
-    if (of == handle) return number;
-  return 0;
-}
-
 Status Lane::step_begin(const Header& request) {
   {
     // Not while others look at those of the step before.
@@ -391,6 +393,9 @@ Status Lane::step_begin(const Header& request) {
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
   Vector<RemotePart> parts;
   FRUGAL_TRY(engine_->declared_parts(*trainer_, &parts));
+  Map<uint64_t, uint64_t> numbers;
+  for (auto& [number, handle] : batches_) numbers[handle] = number;
+  for (RemotePart& p : parts) p.batch = p.batch ? numbers[p.batch] : 0;
   {
     std::lock_guard<std::mutex> lock(trainer_->elsewhere_mu);
     parts_.swap(parts);
@@ -456,7 +461,7 @@ Status Lane::answer_parts(size_t from) {
     if (!p.resolved() && p.take_lent(engine_->pool(), r.table->rows) == FRUGAL_ERR_OUT_OF_MEMORY)
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for declared keys; call again");
     PartPlace place{};
-    place.batch = r.batch ? number_of(r.batch) : 0;
+    place.batch = r.batch;
     place.index = r.index;
     place.table = r.table->handle;
     place.n = p.n;

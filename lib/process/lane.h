@@ -54,6 +54,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
   Channel& channel() { return *channel_; }
   const TrainerRef& trainer() const { return trainer_; }
+  uint64_t request = 0;  // that has asked for it
   // What its trainer is known by, of all that had the rank, and where its aborts are counted.
   uint64_t joined() const { return (engine_->place(notices_.data()) & kJoinPlace) | number_ << 48; }
 
@@ -77,7 +78,6 @@ class Lane final : public HeapObject, private UsedElsewhere {
   };
   // `of`: ops of the call. `declared`: of dense tables come slots, in place of keys.
   Status take_ops(uint64_t count, uint64_t of, bool declared, Ops* out);
-  uint64_t number_of(uint64_t handle) const;
   Status prefetch(const Header& request);
   Status step_begin(const Header& request);
   Status access(const Header& request);

@@ -69,6 +69,7 @@ struct Attached : HeapObject {  // with the server's mu_
   Vector<std::unique_ptr<Lane>> trainers;
   // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
   Vector<std::unique_ptr<Lane>> replaced;
+  Map<uint32_t, uint64_t> given_up;  // by rank: nobody waits for joins before this request
   int pidfd = -1;
   ~Attached() {
     calls.reset();
@@ -88,9 +89,11 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   struct Joining {
     uint32_t rank;
     const Attached* process;
+    uint64_t request;
     bool given_up = false;           // its process does not wait for it any more
+    bool ends() const { return given_up || process->gone || has_ended(*process); }
   };
-  Vector<Joining*> joining_;         // calls of join under way
+  Vector<Joining*> joining_;         // calls of join under way, the oldest first
   std::condition_variable left_;
   struct StagingRegion {
     std::shared_ptr<StagingMemory> memory;
@@ -104,6 +107,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Vector<TrainerRef> silent_;
   bool stopping_ = false;
   Thread reaper_;
+  std::atomic<bool> ending_{false};  // nobody waits for memory any more
 
   // The trainers that the engine takes for lost because they do not answer.
   void reap() {
@@ -342,8 +346,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     Status s = engine_->create_table(config, &table, false);
     // Each rank of a job creates its tables: those of the others are meant, if they are the same, and its own where
     // it has not had the answer. A process that has had it knows.
-    if (s == FRUGAL_ERR_EXISTS && (table = engine_->find_table(config.name))) s = meant_table(*table, config);
-    FRUGAL_TRY(s);
+    if (s != FRUGAL_ERR_EXISTS || !table) FRUGAL_TRY(s);
     describe(table, reply);
     return FRUGAL_OK;
   }
@@ -366,16 +369,14 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     return engine_->drop_table(table);
   }
 
-  Status join(Peer& peer, const frugal_trainer_config& config, JoinReply* reply) override {
+  Status join(Peer& peer, uint64_t request, const frugal_trainer_config& config, JoinReply* reply) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
-    if (config.flags & FRUGAL_TRAINER_REPLACE) {
-      await_rank(config.rank, true);  // whom it replaces may be joining as yet
-      take_over(config.rank);
-    }
-    await_rank(config.rank, false);
-    const JoinScope joins(*this, config.rank, *process);
+    JoinScope joins(*this, config.rank, *process, request);
+    // Whom it replaces may be joining as yet.
+    if (config.flags & FRUGAL_TRAINER_REPLACE && await_rank(joins, true)) take_over(config.rank);
+    if (!await_rank(joins, false)) return not_awaited();
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (process->replaced.size() >= kMostReplaced)
@@ -399,18 +400,23 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
     FRUGAL_TRY(channel(trainer, peer.id, *process, &lane, reply));
     std::lock_guard<std::mutex> lock(mu_);
-    if (process->gone || joins.given_up()) return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more");
+    if (joins.ends()) return not_awaited();
+    lane->request = request;
     process->trainers.push_back(std::move(lane));
     trainer = nullptr;
     return FRUGAL_OK;
   }
 
-  // The rank is free afterwards, even if memory is short for a moment: nobody else would make it so.
+  static Status not_awaited() { return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more: join again"); }
+
+  // The rank is free afterwards, however long memory is short: nobody else would make it so.
   void take_out(const TrainerRef& trainer) {
     handle_remove(HandleKind::kTrainer, trainer->handle);
-    insist([&] {
+    auto lose = [&] {
       if (engine_->lose_trainer(trainer) == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
-    });
+    };
+    while (!insist(lose) && !ending_.load()) {
+    }
   }
 
   // The lane that has this rank, in its process's list, or null. With mu_ held.
@@ -436,40 +442,46 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     }
   }
 
-  // The rank's process may have died a moment ago: then its place is free soon. Or, with `joining`, until nobody else
-  // is about to join as this rank.
-  void await_rank(uint32_t rank, bool joining) {
+  // The rank's process may have died a moment ago: then its place is free soon. Or, with `earlier`, until nobody else
+  // is about to join as this rank who has begun before. False: nobody waits for `mine` any more.
+  bool await_rank(const Joining& mine, bool earlier) {
+    const uint32_t rank = mine.rank;
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
+      if (mine.ends()) return false;
       bool soon = leaving_[rank] > 0;
       for (auto& [id, process] : processes_)
         for (auto& lane : process->trainers)
           if (lane->trainer()->rank == rank) soon |= process->gone || has_ended(*process);
-      for (const Joining* j : joining_)
-        if (j->rank == rank) soon |= joining || j->given_up || j->process->gone || has_ended(*j->process);
+      bool before = earlier;
+      for (const Joining* j : joining_) {
+        if (j == &mine) before = false;
+        else if (j->rank == rank) soon |= before || j->ends();
+      }
       {
         std::lock_guard<std::mutex> silent(silent_mu_);
         for (const TrainerRef& t : silent_) soon |= t->rank == rank;
       }
-      if (!soon) return;
+      if (!soon) return true;
       left_.wait(lock);
     }
   }
 
   // A process that dies while it joins has the rank for a moment, and no lane as yet.
-  struct JoinScope {
-    JoinScope(Impl& impl, uint32_t rank, const Attached& process) : impl_(impl), joining_{rank, &process} {
+  struct JoinScope : Joining {
+    JoinScope(Impl& impl, uint32_t rank, const Attached& of, uint64_t request)
+        : Joining{rank, &of, request}, impl_(impl) {
       std::lock_guard<std::mutex> lock(impl_.mu_);
-      impl_.joining_.push_back(&joining_);
+      const auto at = of.given_up.find(rank);
+      given_up = at != of.given_up.end() && request < at->second;
+      impl_.joining_.push_back(this);
     }
     ~JoinScope() {
       std::lock_guard<std::mutex> lock(impl_.mu_);
-      std::erase(impl_.joining_, &joining_);
+      std::erase(impl_.joining_, this);
       impl_.left_.notify_all();
     }
-    bool given_up() const { return joining_.given_up; }  // with mu_ held
     Impl& impl_;
-    Joining joining_;
   };
 
   static bool has_ended(const Attached& process) {
@@ -511,14 +523,17 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     insist([&] { (void)engine_->flush({UINT64_MAX}); });
   }
 
-  Status leave(Peer& peer, uint32_t rank, bool lost, uint64_t joined) override {
+  Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane, replaced;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
+    const bool any = joined == kAnyJoin && rank < leaving_.size();
     bool given_up = false;  // a join that is under way as yet
     for (Joining* j : joining_)
-      if (joined == kAnyJoin && j->rank == rank && j->process == process.get()) given_up = j->given_up = true;
+      if (any && j->rank == rank && j->process == process.get() && j->request < request) given_up = j->given_up = true;
+    // Or that is to begin: another thread has the request, and has done nothing about it yet.
+    if (any) process->given_up[rank] = std::max(process->given_up[rank], request);
     if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
     left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
@@ -528,7 +543,8 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       std::erase(process->replaced, nullptr);
       return FRUGAL_OK;
     }
-    if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && (joined == kAnyJoin || (*its)->joined() == joined)) {
+    if (std::unique_ptr<Lane>* its = lane_of(*process, rank);
+        its && (joined == kAnyJoin ? (*its)->request < request : (*its)->joined() == joined)) {
       lane = std::move(*its);
       std::erase(process->trainers, nullptr);
     }
@@ -601,6 +617,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     if (at == processes_.end() || at->second->gone) return 0;
     process = at->second;
     process->gone = true;
+    left_.notify_all();
     process->calls->cut();
     while (!process->trainers.empty()) {
       std::unique_ptr<Lane> lane = std::move(process->trainers.back());
@@ -649,6 +666,7 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
 
 void Server::stop() {
   if (!impl_) return;
+  impl_->ending_.store(true);
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   impl_->stop_reaper();

@@ -29,11 +29,11 @@ struct FuzzedHandler : ControlHandler {
     return count();
   }
   Status drop_table(Peer&, uint64_t) override { return count(); }
-  Status join(Peer&, const frugal_trainer_config&, JoinReply* reply) override {
+  Status join(Peer&, uint64_t, const frugal_trainer_config&, JoinReply* reply) override {
     reply->descriptors = {0, 0};
     return count();
   }
-  Status leave(Peer&, uint32_t, bool, uint64_t) override { return fail(FRUGAL_ERR_NOT_FOUND, "no such rank"); }
+  Status leave(Peer&, uint64_t, uint32_t, bool, uint64_t) override { return fail(FRUGAL_ERR_NOT_FOUND, "no such rank"); }
   Status stats(Peer&, frugal_stats*) override { return count(); }
   Status health(Peer&, int32_t*) override { return count(); }
   Status committed(Peer&, uint64_t*) override { return count(); }

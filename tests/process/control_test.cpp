@@ -32,6 +32,8 @@
 #include "control.capnp.h"
 #include "descriptors.h"
 #include "proc.h"
+#include "process/control_structs.h"
+#include "process/server.h"
 
 // Each attempt of this program to connect, the library's, too, is counted.
 static std::atomic<int> g_attempts{0};
@@ -152,7 +154,7 @@ struct Fake : ControlHandler {
     }
     return note(peer);
   }
-  Status join(Peer& peer, const frugal_trainer_config& c, JoinReply* reply) override {
+  Status join(Peer& peer, uint64_t, const frugal_trainer_config& c, JoinReply* reply) override {
     trainer_config = c;
     device = c.device ? c.device : "(null)";
     reply->descriptors = descriptors;
@@ -161,7 +163,7 @@ struct Fake : ControlHandler {
     ++joins;
     return note(peer);
   }
-  Status leave(Peer& peer, uint32_t r, bool l, uint64_t) override {
+  Status leave(Peer& peer, uint64_t, uint32_t r, bool l, uint64_t) override {
     ++leaves;
     rank = r;
     lost = l;
@@ -636,6 +638,30 @@ TEST_F(Control, ConnectWaitsForTheController) {
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
 }
 
+// The time that is told is that of the whole call, not of its last attempt.
+TEST_F(Control, ConnectTellsTheTimeItWasGiven) {
+  const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::snprintf(name.sun_path, sizeof name.sun_path, "%s", address.c_str());
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof name), 0);
+  ASSERT_EQ(listen(listener, 8), 0);
+  std::thread ends_some([&] {
+    for (int i = 0; i < 3; ++i) close(accept(listener, nullptr, nullptr));
+  });
+  std::string message;
+  int32_t status;  // PEER_LOST: its time has passed while the ends came
+  do {
+    status = failure([&] { return ControlClient::connect(address.c_str(), 300, &client); }, &message).status;
+  } while (status == FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(status, FRUGAL_ERR_TIMEOUT);
+  EXPECT_NE(message.find("\"attach\" within 300 ms"), std::string::npos) << message;
+  EXPECT_NE(message.find("call again"), std::string::npos) << message;
+  ends_some.join();
+  close(listener);
+  std::filesystem::remove(address);
+}
+
 TEST_F(Control, AnotherVersion) {
   serve();
   std::string message;
@@ -902,6 +928,42 @@ TEST_F(Control, CallsThatAreNotFinishedAreBounded) {
   close(fd);
   fake.hold(false);
   fake.wait_for([&] { return fake.left.size() == 1; });
+}
+
+// A process that gives up its joins as a rank gives up those that it has asked for before: also one that begins late,
+// because its thread had to wait, and none that comes later.
+TEST_F(Control, JoinsThatAreGivenUp) {
+  std::unique_ptr<frugal::Server> controller;
+  ASSERT_EQ(frugal::Server::start(address.c_str(), nullptr, &controller), FRUGAL_OK);
+  const int fd = raw();
+  const auto ask = [&](uint64_t id, const std::function<void(wire::Request::Builder)>& what) {
+    const auto bytes = request([&](auto r) {
+      r.setId(id);
+      what(r);
+    });
+    send_all(fd, bytes.data(), bytes.size());
+    capnp::StreamFdMessageReader answer(fd);
+    EXPECT_EQ(answer.getRoot<wire::Answer>().getId(), id);
+    return answer.getRoot<wire::Answer>().getStatus();
+  };
+  const auto join = [&](uint64_t id) {
+    return ask(id, [](auto r) { put(FRUGAL_TRAINER_CONFIG_INIT, r.initJoin()); });
+  };
+  const auto give_up = [&](uint64_t id) {
+    return ask(id, [](auto r) {
+      r.initLeave().setLost(true);
+      r.getLeave().setJoined(kAnyJoin);
+    });
+  };
+  ASSERT_EQ(ask(1, [](auto r) { r.setAttach(kControlVersion); }), FRUGAL_OK);
+  ASSERT_EQ(ask(2, [](auto r) { put(FRUGAL_CONFIG_INIT, r.initOpen()); }), FRUGAL_OK);
+  EXPECT_EQ(join(10), FRUGAL_OK);
+  EXPECT_EQ(give_up(9), FRUGAL_ERR_NOT_FOUND);
+  EXPECT_EQ(join(11), FRUGAL_ERR_EXISTS);
+  EXPECT_EQ(give_up(20), FRUGAL_OK);
+  EXPECT_EQ(join(15), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(join(21), FRUGAL_OK);
+  close(fd);
 }
 
 TEST_F(Control, WhoDoesNotAttachIsEnded) {

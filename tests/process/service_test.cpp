@@ -1235,18 +1235,21 @@ TEST_F(Service, OneHandleOfATable) {
   OK(frugal_close(e));
 }
 
+// An engine of one rank with a table of 100 rows, and the rank's trainer.
+void OneRank(const std::string& address, frugal_engine** e, frugal_table** table, frugal_trainer** t) {
+  OK(Open(address, e, FRUGAL_TIMEOUT_INFINITE, 1));
+  const frugal_table_config tc = TableConfig("t", 100);
+  OK(frugal_table_create(*e, &tc, table));
+  OK(Join(*e, 0, t));
+}
+
 // One process takes a rank over from itself: the old trainer reads nothing more, and its end is not the new one's.
 TEST_F(Service, ReplacedBySelf) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_table* table = nullptr;
-  const frugal_table_config tc = TableConfig("t", 100);
-  OK(frugal_table_create(e, &tc, &table));
-  frugal_trainer_config first = FRUGAL_TRAINER_CONFIG_INIT, second = first;
-  second.flags = FRUGAL_TRAINER_REPLACE;
   frugal_trainer *x = nullptr, *y = nullptr;
-  OK(frugal_trainer_create(e, &first, &x));
+  ASSERT_NO_FATAL_FAILURE(OneRank(address(), &e, &table, &x));
   const uint64_t keys[] = {1, 2, 3};
   std::vector<float> rows(3 * 8, 1);
   frugal_op op = FRUGAL_OP_INIT;
@@ -1258,7 +1261,7 @@ TEST_F(Service, ReplacedBySelf) {
   OK(frugal_prefetch(x, 0, &op, 1, nullptr));
   OK(frugal_step_begin(x, 0, 5000));
   OK(frugal_lookup(x, &op, 1));
-  OK(frugal_trainer_create(e, &second, &y));
+  OK(Join(e, 0, &y, FRUGAL_TRAINER_REPLACE));
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_lookup(x, &op, 1)) << Error();
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_push_grad(x, &op, 1)) << Error();
   for (uint64_t s = 0; s < 3; ++s) {
@@ -1277,10 +1280,9 @@ TEST_F(Service, ReplacedBySelf) {
 TEST_F(Service, ABatchOfAReplacedTrainer) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
-  OK(Open(address(), &e, FRUGAL_TIMEOUT_INFINITE, 1));
   frugal_table* table = nullptr;
-  const frugal_table_config tc = TableConfig("t", 100);
-  OK(frugal_table_create(e, &tc, &table));
+  frugal_trainer *x = nullptr, *y = nullptr;
+  ASSERT_NO_FATAL_FAILURE(OneRank(address(), &e, &table, &x));
   std::vector<float> rows(2 * 8);
   for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i);
   const uint64_t before[] = {1, 2}, now[] = {7, 8};
@@ -1288,9 +1290,7 @@ TEST_F(Service, ABatchOfAReplacedTrainer) {
   frugal_op op = FRUGAL_OP_INIT;
   op.table = table;
   op.count = 2;
-  frugal_trainer *x = nullptr, *y = nullptr;
   frugal_batch *of_x = nullptr, *of_y = nullptr;
-  OK(Join(e, 0, &x));
   op.keys = before;
   OK(frugal_prefetch(x, 0, &op, 1, &of_x));
   OK(Join(e, 0, &y, FRUGAL_TRAINER_REPLACE));
@@ -2396,6 +2396,11 @@ TEST_F(Service, Observers) {
   EXPECT_EQ(2 * kSteps * 3, Metric(observer, "frugal_keys_pushed_total"));
   EXPECT_EQ(FRUGAL_ERR_NOT_FOUND, frugal_table_find(observer, "v", &none));
   EXPECT_EQ((std::vector<std::string>{"t", "u"}), Names(observer));
+  // What it has the controller keep is bounded.
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, frugal_trace_start(observer, size_t{1} << 24));
+  EXPECT_TRUE(Says("16777216") && Says("524288")) << Error();
+  OK(frugal_trace_start(observer, size_t{1} << 19));
+  OK(frugal_trace_stop(observer, nullptr));
 
   OK(frugal_step_begin(t0, kSteps, -1));  // the other is between two steps
 #ifdef FRUGAL_TOP
