@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "base/futex.h"
+#include "base/thread.h"
 #include "peers.h"
 
 #ifndef MFD_ALLOW_SEALING
@@ -292,6 +293,24 @@ TEST(Futex, WordThatIsMappedReadOnly) {
   waker.join();
   os_release(&mine);
   os_release(&theirs);
+}
+
+// Nobody goes on as if a thread had ended that has not.
+TEST(ThreadDeathTest, AJoinThatCannotBe) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  const auto joins_itself = [] {
+    std::atomic<bool> made{false};
+    Thread t;
+    t = quiet_thread([&] {
+      made.wait(false);
+      t.join();
+      _exit(0);
+    });
+    made = true;
+    made.notify_all();
+    for (;;) pause();
+  };
+  EXPECT_DEATH(joins_itself(), "");
 }
 
 }  // namespace
