@@ -293,7 +293,8 @@ typedef struct frugal_optimizer {
   size_t struct_size;
   int32_t kind;               /* frugal_optimizer_kind; default SGD */
   float lr;                   /* learning rate, 0 or more, FTRL: above 0; default 0.01 */
-  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp, 0 or more; default 1e-8 */
+  float eps;                  /* Adagrad, row-wise Adagrad, Adam, RMSProp, above 0; default 1e-8.
+                                 0 with an initial_accumulator above 0 */
   float momentum;             /* momentum: mu, 0 or more; default 0.9 */
   float dampening;            /* momentum: 0..1; default 0 */
   float beta1;                /* Adam, [0, 1); default 0.9 */

@@ -939,6 +939,34 @@ TEST(GpuMemory, StepsAllocateNothing) {
   EXPECT_GT(stats.cache_hits, 0u);
 }
 
+// Batches of many sizes, each wanted once: what is kept for the next is bounded by what small steps want later.
+TEST(GpuMemory, WhatNobodyWantsAnyMoreGoesBack) {
+  Device device;
+  constexpr uint64_t kRows = 800'000;
+  constexpr uint32_t kDim = 4;
+  Engine engine(1);
+  frugal_table* table = engine.Table("t", FRUGAL_DENSE, kRows, kDim);
+  frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
+  uint64_t step = 0;
+  auto train = [&](size_t n) {
+    Batch b(step, 0, kRows, kDim, n);
+    frugal_op op = OpOf(table, b);
+    ASSERT_OK(frugal_prefetch(gpu, step, &op, 1, nullptr));
+    ASSERT_OK(HostStep(gpu, table, step++, b));
+  };
+  train(100);
+  const uint64_t small = device.sim->live().bytes;
+  uint64_t most = 0;
+  for (size_t n = kRows; n > 300'000; n -= n / 8) {
+    train(n);
+    most = std::max(most, device.sim->live().bytes);
+  }
+  for (int i = 0; i < 600; ++i) train(100);
+  const uint64_t kept = device.sim->live().bytes;
+  EXPECT_GT(most, small + (uint64_t{20} << 20)) << "the test wants larger batches";
+  EXPECT_LE(kept, small + (uint64_t{9} << 20)) << "of " << most;
+}
+
 TEST(GpuMemory, StepsInFlightKeepTheirMemory) {
   Device device(2);
   Engine engine(1, [](frugal_config* c) { c->flush_mode = FRUGAL_FLUSH_DEFERRED; });

@@ -91,6 +91,8 @@ Status check_optimizer(const frugal_optimizer& o) {
     else if (h.bound == kAny || !(h.bounded_for_all || (is.hypers & h.of)) || (value >= 0 && value <= h.bound)) continue;
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", h.name, double{value}, bounds);
   }
+  if ((is.hypers & arith::kEps) && o.eps == 0 && !((is.hypers & arith::kInitialAccumulator) && o.initial_accumulator > 0))
+    return refused("optimizer.eps", 0.0, text("above 0 for %s: a gradient of 0 makes NaNs where a row's state is 0", is.name).c_str());
   if (is.divides_by_lr && o.lr == 0) return refused("optimizer.lr", 0.0, text("above 0 for %s", is.name).c_str());
   return FRUGAL_OK;
 }

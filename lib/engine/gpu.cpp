@@ -88,17 +88,15 @@ DeviceBuffer::~DeviceBuffer() {
     pool_->runtime_->free(at_);
     return;
   }
-  std::lock_guard<std::mutex> lock(pool_->mu_);
-  try {
-    pool_->free_.emplace(capacity_, at_);
-  } catch (...) {
-    pool_->runtime_->free(at_);
-  }
+  pool_->put(capacity_, at_);
 }
 
-DevicePool::~DevicePool() {
-  for (auto& [capacity, at] : free_) runtime_->free(at);
-}
+namespace {
+constexpr size_t kAlwaysKept = size_t{8} << 20;
+constexpr uint64_t kSpan = 256;  // requests: some dozen steps
+}  // namespace
+
+DevicePool::~DevicePool() { keep(0); }
 
 Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
   *out = {};
@@ -107,17 +105,70 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
   Ptr<char> at;
   {
     std::lock_guard<std::mutex> lock(mu_);
+    if (++clock_ - span_ > kSpan) {
+      span_ = clock_;
+      peak_before_ = peak_;
+      peak_ = used_;
+    }
+    used_ += capacity;
+    peak_ = std::max(peak_, used_);
     auto found = free_.find(capacity);
     if (found != free_.end()) {
-      at = found->second;
+      at = found->second.at;
+      kept_ -= capacity;
       free_.erase(found);
     }
   }
-  if (!at) FRUGAL_TRY_DEVICE(runtime_->alloc(capacity, &at), "device memory");
+  if (!at) {
+    Result r = runtime_->alloc(capacity, &at);
+    if (r.kind == ErrorKind::kOutOfMemory) {
+      keep(0);
+      r = runtime_->alloc(capacity, &at);
+    }
+    if (!r.ok()) {
+      std::lock_guard<std::mutex> lock(mu_);
+      used_ -= capacity;
+    }
+    FRUGAL_TRY_DEVICE(r, "device memory");
+  }
   out->pool_ = shared_from_this();
   out->at_ = at;
   out->capacity_ = capacity;
   return FRUGAL_OK;
+}
+
+void DevicePool::put(size_t capacity, Ptr<char> at) noexcept {
+  bool kept = false;
+  size_t most = 0;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    used_ -= capacity;
+    try {
+      free_.emplace(capacity, Free{at, clock_});
+      kept_ += capacity;
+      kept = true;
+    } catch (const std::bad_alloc&) {
+    }
+    // Sizes that are not in use at the same time add up, hence twice.
+    most = kAlwaysKept + 2 * std::max(peak_, peak_before_);
+  }
+  if (!kept) runtime_->free(at);
+  keep(most);
+}
+
+void DevicePool::keep(size_t bytes) noexcept {
+  for (;;) {
+    Ptr<char> oldest;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (kept_ <= bytes) return;
+      const auto of = std::min_element(free_.begin(), free_.end(), [](auto& a, auto& b) { return a.second.since < b.second.since; });
+      oldest = of->second.at;
+      kept_ -= of->first;
+      free_.erase(of);
+    }
+    runtime_->free(oldest);
+  }
 }
 
 Status DevicePool::get_exactly(size_t bytes, DeviceBuffer* out) {

@@ -49,8 +49,9 @@ class DevicePinner : public Pinner {
   std::atomic<size_t> count_{0};
 };
 
-// Device memory that circulates, in the size classes of BufferPool. Freed only at the end: who gives a
-// buffer back knows that the device has done with it.
+// Device memory that circulates, in the size classes of BufferPool. Who gives a buffer back knows that the device has
+// done with it. What is kept is bounded by what was in use of late; the oldest goes first, and all of it where there
+// is no other memory.
 class DevicePool;
 class DeviceBuffer {
  public:
@@ -86,11 +87,18 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
 
  private:
   friend class DeviceBuffer;
+  struct Free {
+    device::Ptr<char> at;
+    uint64_t since;
+  };
+  void put(size_t capacity, device::Ptr<char> at) noexcept;
+  void keep(size_t bytes) noexcept;
   std::shared_ptr<device::Runtime> runtime_;
   std::mutex mu_;
-  std::multimap<size_t, device::Ptr<char>, std::less<size_t>,
-                HeapAllocator<std::pair<const size_t, device::Ptr<char>>>>
-      free_;
+  std::multimap<size_t, Free, std::less<size_t>, HeapAllocator<std::pair<const size_t, Free>>> free_;
+  size_t kept_ = 0, used_ = 0;
+  size_t peak_ = 0, peak_before_ = 0;  // of used_, in this span and the one before
+  uint64_t clock_ = 0, span_ = 0;      // requests so far, and at the span's begin
 };
 
 class Gpu;
