@@ -46,12 +46,12 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
     }
   } empty{steps_, batch->step};
   if (s.of_rank.size() <= batch->rank) s.of_rank.resize(batch->rank + 1);
-  uint32_t& of_rank = s.of_rank[batch->rank];
-  if (of_rank >= kMostBatches)
+  auto& [of_rank, former] = s.of_rank[batch->rank];
+  if (of_rank >= kMostBatches || of_rank + former >= 2 * kMostBatches)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "rank %u has declared %u batches for step %llu: at most %u; declare more keys in a "
                 "call",
-                batch->rank, of_rank, static_cast<unsigned long long>(batch->step), kMostBatches);
+                batch->rank, of_rank + former, static_cast<unsigned long long>(batch->step), kMostBatches);
   if (s.batches.size() == s.batches.capacity()) s.batches.reserve(2 * s.batches.size() + 1);
   if (arrival) coming_.reserve(coming_.size() + 1);
   if (want_handle) {
@@ -75,7 +75,7 @@ void Declarations::joined(uint32_t rank, uint64_t from) {
   Lock lock(mu_);
   for (auto at = steps_.lower_bound(from); at != steps_.end(); ++at) {
     Step& s = at->second;
-    if (rank < s.of_rank.size()) s.of_rank[rank] = 0;
+    if (rank < s.of_rank.size()) s.of_rank[rank] = {0, s.of_rank[rank].own + s.of_rank[rank].former};
     for (const BatchRef& b : s.batches)
       if (b->rank == rank) b->own = false;
   }
@@ -129,7 +129,7 @@ bool Declarations::take_out(const Share& share) {
       count(s, p, -1u);
     }
     b->entered = false;
-    if (b->own) --s.of_rank[b->rank];
+    --(b->own ? s.of_rank[b->rank].own : s.of_rank[b->rank].former);
     if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
   }
   std::erase_if(s.batches, [&](const BatchRef& b) { return share.has(*b); });

@@ -55,7 +55,7 @@ class Declarations {
   Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<Arrival> arrival,
                bool* alone);
   // Who joins as a rank declares steps from `from` on anew. What its predecessor has declared for
-  // these stays, but does not count as its own.
+  // these stays, but does not count as its own. Ranks that come and go without an end are bounded, too.
   void joined(uint32_t rank, uint64_t from);
   // The first and the last step that something is declared for. False: nothing is.
   bool range(uint64_t* first, uint64_t* last);
@@ -121,7 +121,10 @@ class Declarations {
  private:
   struct Step {
     Vector<BatchRef> batches;
-    Vector<uint32_t> of_rank;  // how many are its trainer's own
+    struct Count {
+      uint32_t own = 0, former = 0;  // of its trainer; of those that had the rank before
+    };
+    Vector<Count> of_rank;
     // Parts: declared; not resolved; resolved, but not linked; of these, those that nobody links;
     // and those that somebody does.
     uint32_t declared = 0, unresolved = 0, unlinked = 0, linkable = 0, linking = 0;

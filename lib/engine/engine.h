@@ -375,6 +375,10 @@ class Engine final : public Session, private DataPath {
   Status carried_out(Trainer& t, uint64_t number, uint64_t table);
   void take_boundary(Trainer& t, RemoteBoundary* out);
   Status lose_trainer(const TrainerRef& trainer);
+  // OUT_OF_MEMORY: not now; nothing has been done.
+  Status may_close(const Trainer& t);
+  // The engine is about to be closed: who waits for memory to undo steps (undo_surely) gives up.
+  void insist_no_more() { insists_.store(false); }
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
@@ -572,6 +576,7 @@ class Engine final : public Session, private DataPath {
   std::mutex mu_;
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
   std::atomic<bool> closed_{false};    // calls end
+  std::atomic<bool> insists_{true};    // undo_surely; not where the engine is about to be closed
   Pacing pacing_;
   Workers workers_;
 

@@ -767,10 +767,10 @@ Status Engine::undo(Trainer& by, Undo why) {
   return FRUGAL_OK;
 }
 
-// The same for whoever could not be told that there was no memory: until there is.
+// The same for whoever could not be told that there was no memory: until there is, or the engine is closed.
 Status Engine::undo_surely(Trainer& by, Undo why) {
   Status s;
-  while ((s = undo(by, why)) == FRUGAL_ERR_OUT_OF_MEMORY) usleep(10000);
+  while ((s = undo(by, why)) == FRUGAL_ERR_OUT_OF_MEMORY && insists_.load()) usleep(10000);
   return s;
 }
 

@@ -63,6 +63,7 @@ Status Engine::start() {
 // Before all else that closing does: calls of this process's ranks tell of that, and not of what the
 // end of ranks in other processes undoes.
 void Engine::close_ranks() {
+  insist_no_more();
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const TrainerRef& t : ranks_)

@@ -90,10 +90,20 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
 }
 
 Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
-  // A commit comes first, and nobody could call again when the handle is gone.
-  if (own(*t).in_step && commit_owed() == FRUGAL_ERR_OUT_OF_MEMORY) return FRUGAL_ERR_OUT_OF_MEMORY;
+  FRUGAL_TRY(may_close(own(*t)));
   if (!handle_remove(HandleKind::kTrainer, t->handle)) return closes_already();
   return close_trainer(std::static_pointer_cast<Trainer>(t));
+}
+
+// A commit comes before the undoing of the step that the rank is inside of. Nobody could call again when it is being
+// closed.
+Status Engine::may_close(const Trainer& t) {
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!t.in_step) return FRUGAL_OK;
+  }
+  const Status s = commit_owed();
+  return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }
 
 // Takes no memory: nobody is to wait for a rank that is on its way out.
@@ -285,7 +295,7 @@ void Engine::give_up_reserved(Table& table) {
   std::unique_lock<std::mutex> lock(mu_);
   const Declarations::Which of_table{.table = &table};
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
-  // the declarations' lock held.
+  // the declarations' lock held, under which it is done, too: who waits for the lock begins to link.
   auto idle = [&] {
     declarations_.mutex().assert_held();
     bool none = declarations_.quiet(table);
@@ -295,23 +305,23 @@ void Engine::give_up_reserved(Table& table) {
     return none;
   };
   workers_.settle(lock, [&] {
+    if (closed_.load() || health() != FRUGAL_OK) return true;
     Lock declared(declarations_.mutex());
-    return idle() || closed_.load() || health() != FRUGAL_OK;
+    if (!idle()) return false;
+    declarations_.each(of_table, [&](Batch& b, size_t i) {
+      declarations_.mutex().assert_held();
+      const TrainerRef& t = ranks_[b.rank];
+      // Begun: in use. What a rank leaves behind was, too.
+      if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
+      declarations_.never_resolve(b, i, Part::kStale);
+      // Of rows that exist it would give up nothing.
+      const Part& p = *b.parts[i];
+      if (p.resolved() && table.rows.any_reserved(p.row_slots(), p.distinct))
+        declarations_.give_up(b, i);
+    });
+    declarations_.recount(table);
+    return true;
   });
-  Lock declared(declarations_.mutex());
-  if (!idle()) return;
-  declarations_.each(of_table, [&](Batch& b, size_t i) {
-    declarations_.mutex().assert_held();
-    const TrainerRef& t = ranks_[b.rank];
-    // Begun: in use. What a rank leaves behind was, too.
-    if (!t || (t->next_step != kNoStep && b.step < t->next_step)) return;
-    declarations_.never_resolve(b, i, Part::kStale);
-    // Of rows that exist it would give up nothing.
-    const Part& p = *b.parts[i];
-    if (p.resolved() && table.rows.any_reserved(p.row_slots(), p.distinct))
-      declarations_.give_up(b, i);
-  });
-  declarations_.recount(table);
 }
 
 // Takes out of the window what a rank has declared for a step: one batch, or (null) all.

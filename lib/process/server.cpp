@@ -548,12 +548,18 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     FRUGAL_TRY(attached(peer, &process));
     std::unique_ptr<Lane> lane, replaced;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
+    if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && !lost) {
+      const TrainerRef trainer = (*its)->trainer();
+      lock.unlock();
+      FRUGAL_TRY(engine_->may_close(*trainer));
+      lock.lock();
+    }
     const bool any = joined == kAnyJoin && rank < leaving_.size();
-    bool given_up = false;  // a join that is under way as yet
+    // A join that is to begin: another thread has the request, and has done nothing about it yet.
+    if (any) process->given_up[rank] = std::max(process->given_up[rank], request);
+    bool given_up = false;  // or that is under way
     for (Joining* j : joining_)
       if (any && j->rank == rank && j->process == process.get() && j->request < request) given_up = j->given_up = true;
-    // Or that is to begin: another thread has the request, and has done nothing about it yet.
-    if (any) process->given_up[rank] = std::max(process->given_up[rank], request);
     if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
     left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
@@ -687,6 +693,7 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
 void Server::stop() {
   if (!impl_) return;
   impl_->ending_.store(true);
+  if (impl_->engine_) impl_->engine_->insist_no_more();
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   impl_->stop_reaper();

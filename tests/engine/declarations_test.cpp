@@ -193,6 +193,13 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   EXPECT_FALSE(all.close({2, 1}));
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
   EXPECT_TRUE(full());
+  // Nor do trainers that come and go leave more and more.
+  all.joined(1, 2);
+  for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
+  all.joined(1, 2);
+  EXPECT_TRUE(full());
+  ASSERT_TRUE(all.take_out({2, 1}));
+  EXPECT_FALSE(full());
 }
 
 TEST_F(DeclarationsTest, TablesThatAreTightAreNotResolvedAhead) {
