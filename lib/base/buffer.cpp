@@ -32,8 +32,7 @@ void mark_used(char*, size_t) {}
 
 constexpr size_t kSmallest = 256;
 constexpr size_t kAlwaysKept = size_t{64} << 20;
-constexpr uint64_t kSpan = 16;   // times what is held
-constexpr uint32_t kSteps = 16;  // of a span at most
+constexpr uint64_t kSpan = 16;  // times what is held
 
 // Size classes: 256, 320, 384, 448, 512, 640, ... a quarter of a power of two apart.
 size_t class_of(size_t bytes, size_t* rounded) {
@@ -202,35 +201,6 @@ void BufferPool::take_out(size_t capacity) {
 // What may be kept. Sizes that are not in use at the same time add up, hence twice.
 size_t BufferPool::bound() const { return kAlwaysKept + 2 * std::max(peak_, peak_before_); }
 
-void BufferPool::begin_span() {
-  span_ = clock_;
-  peak_before_ = peak_;
-  peak_ = used_;
-}
-
-void BufferPool::end_step() noexcept {
-  if (steps_.fetch_add(1, std::memory_order_relaxed) % kSteps != kSteps - 1) return;
-  size_t most;
-  {
-    Lock lock(mu_);
-    begin_span();
-    most = bound();
-  }
-  keep(most);
-  // What is kept may lie here and there, and all of a segment is there as long as any of it is.
-  if (arena_ && arena_->gives_back() && arena_->bytes_idle() > most / 2) keep(0);
-}
-
-void BufferPool::rest() noexcept {
-  {
-    Lock lock(mu_);
-    begin_span();
-    begin_span();
-  }
-  steps_.store(kSteps - 1);
-  end_step();
-}
-
 void BufferPool::put(char* data, size_t capacity) noexcept {
   size_t rounded, most;
   size_t c = class_of(capacity, &rounded);
@@ -238,7 +208,11 @@ void BufferPool::put(char* data, size_t capacity) noexcept {
   {
     Lock lock(mu_);
     used_ -= capacity;
-    if (clock_ - span_ > kSpan * held_.load(std::memory_order_relaxed)) begin_span();
+    if (clock_ - span_ > kSpan * held_.load(std::memory_order_relaxed)) {
+      span_ = clock_;
+      peak_before_ = peak_;
+      peak_ = used_;
+    }
     most = bound();
     try {
       free_[c].reserve(free_[c].size() + 1 > free_[c].capacity() ? 2 * free_[c].size() + 4 : 0);

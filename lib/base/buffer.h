@@ -105,21 +105,14 @@ class BufferPool {
   // Before the first buffer is taken.
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
   // Likewise: its memory comes from an arena, which lives longer.
-  void cut_from(Arena* arena) {
-    arena_ = arena;
-    if (budget_) arena->count_in(&budget_->used);
-  }
-  // What is kept counts against the budget, and so does what the arena has beside it.
+  void cut_from(Arena* arena) { arena_ = arena; }
+  // What is kept counts against the budget.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
     budget->spare = this;
   }
   // Gives back what is kept beyond `bytes`.
   void keep(size_t bytes) noexcept;
-  // A step has ended. What the last ones have used is kept, what others did before goes back.
-  void end_step() noexcept;
-  // Likewise, of all that was in use before now: who used it has left.
-  void rest() noexcept;
   // From now on what lies in the arena stays there, for other processes that look at it when the pool has ended.
   void leave() noexcept { left_.store(true); }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
@@ -148,7 +141,6 @@ class BufferPool {
   bool counts(size_t capacity) const { return capacity >= kHugePage || !cuts(); }
   void take_out(size_t capacity);
   size_t bound() const REQUIRES(mu_);
-  void begin_span() REQUIRES(mu_);
   Status cut(size_t bytes, char** out);
 
   bool cuts() const { return pinner_ || arena_; }
@@ -162,10 +154,9 @@ class BufferPool {
   std::atomic<size_t> held_{0}, kept_{0};  // all that there is; of it, free
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
-  // Bytes handed out so far. In a span of some times as much as there is, or of some steps, `peak_`
-  // was in use at most; and in the one before `peak_before_`.
+  // Bytes handed out so far. In a span of some times as much as there is, `peak_` was in use at most; and in the one
+  // before `peak_before_`.
   uint64_t clock_ GUARDED_BY(mu_) = 0, span_ GUARDED_BY(mu_) = 0;
-  std::atomic<uint32_t> steps_{0};
   size_t used_ GUARDED_BY(mu_) = 0, peak_ GUARDED_BY(mu_) = 0, peak_before_ GUARDED_BY(mu_) = 0;
 };
 
