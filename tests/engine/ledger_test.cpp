@@ -74,22 +74,23 @@ struct LedgerTest : TableWithLedger {
   RowWrite::Purpose of_chunk(size_t chunk) const {
     return {RowWrite::What::kUpdate, update->record.get(), nullptr, chunk};
   }
-  // The first rows of a chunk, which is left there; returns the last one. look() looks at them
-  // before they are let go.
+  // The first rows of a chunk, at most n and not all, where it is left; returns how far that is. look() looks at
+  // them before they are let go.
   template <class Look>
-  uint32_t write_some(size_t chunk, size_t n, Look look) {
+  uint64_t write_some(size_t chunk, size_t n, Look look) {
     TermList terms;
     terms.reserve(kRows, 2);
-    uint32_t last = 0;
+    uint64_t progress = bounds[chunk];
     update->merge_range(bounds[chunk], bounds[chunk + 1], &terms, [&](bool) {
+      n = std::min(n, terms.slots.size() - 1);  // the last chunk may have few
       const RowWrite write(rows, terms.slots.data(), n, of_chunk(chunk));
       if (n)
         device::kernels().apply_terms(write.in_place(), update->scalars, terms.slots.data(), n,
                                       terms.terms.data(), terms.start.data(), write.undo());
-      last = n ? terms.slots[n - 1] : 0;
-      look(last);
+      if (n) progress = terms.slots[n - 1] + 1;
+      look(terms.slots[n ? n - 1 : 0]);
     });
-    return last;
+    return progress;
   }
   void write_chunk(size_t chunk) {
     apply(ApplyTo(rows), *update, UpdateChunk{chunk, bounds[chunk], bounds[chunk + 1]}, &scratch);
@@ -128,8 +129,8 @@ TEST_F(LedgerTest, AChunkThatIsLeftInTheMiddle) {
       write_chunk(c);
       continue;
     }
-    const uint32_t last = write_some(c, rows_written, [](uint32_t) {});
-    EXPECT_EQ(progress(c), rows_written ? last + 1 : bounds[c]);
+    const uint64_t until = write_some(c, rows_written, [](uint32_t) {});
+    EXPECT_EQ(progress(c), until);
     EXPECT_LT(progress(c), bounds[c + 1]);
   }
   EXPECT_TRUE(images().empty());
