@@ -673,7 +673,10 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::u
 void Server::stop() {
   if (!impl_) return;
   impl_->ending_.store(true);
-  if (impl_->engine_) impl_->engine_->insist_no_more();
+  {
+    std::lock_guard<std::mutex> lock(impl_->mu_);  // somebody may be opening it
+    if (impl_->engine_) impl_->engine_->insist_no_more();
+  }
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   impl_->stop_reaper();
