@@ -56,3 +56,26 @@ function(frugal_test)
     math(EXPR index "${index} + 1")
   endforeach()
 endfunction()
+
+# frugal_with_programs(target) tells a test's program where the controller is, and frugal-top (FRUGAL_CONTROLLER, FRUGAL_TOP).
+# In a file of its own: the others are compiled the same way in each build folder, so ccache shares them.
+function(frugal_with_programs target)
+  if(NOT TARGET frugal_programs)
+    set(top)
+    if(FRUGAL_TOOLS)
+      set(top $<TARGET_FILE:frugal_top>)
+    endif()
+    file(GENERATE OUTPUT ${CMAKE_BINARY_DIR}/tests/programs.c CONTENT
+      "const char frugal_controller_path[] = \"$<TARGET_FILE:frugal-controller>\";
+const char frugal_top_path[] = \"${top}\";
+")
+    add_library(frugal_programs OBJECT ${CMAKE_BINARY_DIR}/tests/programs.c)
+    add_dependencies(frugal_programs frugal-controller)
+    target_compile_definitions(frugal_programs INTERFACE FRUGAL_CONTROLLER=frugal_controller_path)
+    if(FRUGAL_TOOLS)
+      add_dependencies(frugal_programs frugal_top)
+      target_compile_definitions(frugal_programs INTERFACE FRUGAL_TOP=frugal_top_path)
+    endif()
+  endif()
+  target_link_libraries(${target} PRIVATE frugal_programs)
+endfunction()

@@ -13,6 +13,9 @@
 
 #include "proc.h"
 
+// Of the build's programs (cmake/tests.cmake).
+extern "C" const char frugal_controller_path[], frugal_top_path[];
+
 class Folder {
  public:
   Folder() {
