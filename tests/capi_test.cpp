@@ -2698,6 +2698,46 @@ TEST(Reserved, RowsMakeWay) {
     }
 }
 
+// Also beside another rank, which finds rows all the time.
+TEST(Reserved, RowsMakeWayWhileOthersFindRows) {
+  constexpr uint64_t kRows = 64;
+  Engine engine(2, [](frugal_config* c) { c->flush_threads = 0; });
+  frugal_trainer* trainers[2] = {engine.Trainer(0), engine.Trainer(1)};
+  std::vector<frugal_table*> tables;
+  for (int t = 0; t < 40; ++t)
+    tables.push_back(engine.Table(std::to_string(t).c_str(), FRUGAL_HASHED, kRows, 1));
+  for (frugal_trainer* t : trainers) ASSERT_OK(frugal_step_begin(t, 0, kWait));
+  std::atomic<frugal_table*> shared{nullptr};
+  std::atomic<bool> over{false};
+  std::thread finds([&] {
+    RowOp there(nullptr, {0}, 1);
+    while (!over.load()) {
+      there.op.table = shared.load();
+      if (!there.op.table) continue;
+      EXPECT_OK(frugal_lookup(trainers[1], &there.op, 1));
+    }
+  });
+  for (frugal_table* table : tables) {
+    RowOp first(table, {0}, 1);
+    EXPECT_OK(frugal_lookup(trainers[0], &first.op, 1));
+    shared.store(table);
+    // Whatever is free is reserved, and of that one row is wanted.
+    for (uint64_t key = 1; key < kRows && !HasFailure(); ++key) {
+      std::vector<uint64_t> rest(kRows - key);
+      for (size_t i = 0; i < rest.size(); ++i) rest[i] = 1000 + i;
+      RowOp reserved(table, rest, 1), wanted(table, {key}, 1);
+      frugal_batch* batch = nullptr;
+      EXPECT_OK(frugal_prefetch(trainers[0], 1, &reserved.op, 1, &batch));
+      EXPECT_OK(frugal_lookup(trainers[0], &wanted.op, 1));
+      EXPECT_OK(frugal_prefetch_cancel(trainers[0], batch));
+    }
+  }
+  over.store(true);
+  finds.join();
+  for (frugal_trainer* t : trainers) EXPECT_OK(frugal_step_end(t, 0, 0));
+  for (frugal_table* table : tables) EXPECT_EQ(Count(table), kRows);
+}
+
 // --- Rows outside steps ---
 
 TEST(Outside, BusyInAStepAndWhileRanksAreApart) {

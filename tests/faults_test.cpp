@@ -324,17 +324,18 @@ TEST(Memory, AStepEndsOrIsTold) {
 // Whoever undoes steps does not undo one that all ranks have ended, though its commit has lacked memory: he commits it
 // first. Where even that lacks memory a call can be made again, and who takes a lost rank out tries again by himself.
 TEST(Memory, EndsBesideAnOwedCommit) {
-  enum Way { kAbort, kClose, kLose };
+  enum Way { kAbort, kClose, kCloseThere, kLose };  // the last two from another process
   const uint32_t dim = 8;
   const uint64_t n = 2000;
   const bool serves = CanServe();
   std::vector<float> expected;
-  int committed_first[3] = {}, lacked[3] = {};
+  int committed_first[4] = {}, lacked[4] = {}, told_of[4] = {};
   bool fired = true;
   for (int64_t request = 0; request < 300 && fired; ++request)
-    for (const Way way : {kAbort, kClose, kLose})
+    for (const Way way : {kAbort, kClose, kCloseThere, kLose})
       for (int64_t again = 0; again < 4; ++again) {
-        if (way == kLose && !serves) continue;
+        const bool attached = way >= kCloseThere;
+        if (attached && (!serves || (way == kCloseThere && again != request % 2))) continue;
         SCOPED_TRACE(testing::Message() << "request " << request << ", way " << way << ", again " << again);
         const auto change = [](frugal_config* c) {
           c->world_size = 2;
@@ -343,14 +344,16 @@ TEST(Memory, EndsBesideAnOwedCommit) {
           c->staleness = 1;  // a rank may be a step ahead
         };
         std::unique_ptr<Served> controller;
-        if (way == kLose) controller = std::make_unique<Served>(change);
+        if (attached) controller = std::make_unique<Served>(change);
         Engine engine([&](frugal_config* c) {
           change(c);
           if (controller) c->service = controller->address.c_str();
         });
         Engine& other = controller ? *controller->engine : engine;
         frugal_table *table = engine.Table("t", FRUGAL_DENSE, n, dim), *same = table;
-        if (controller) ASSERT_OK(frugal_table_find(other.handle, "t", &same));
+        if (controller) {
+          ASSERT_OK(frugal_table_find(other.handle, "t", &same));
+        }
         frugal_trainer* trainers[2] = {engine.Trainer(0), other.Trainer(1)};
         Op op(table, Range(0, n), dim, 0.5f), op_of_other(same, Range(0, n), dim, 0.5f);
         for (frugal_trainer* t : trainers) {
@@ -364,9 +367,9 @@ TEST(Memory, EndsBesideAnOwedCommit) {
         if (ended != FRUGAL_OK) continue;  // the rank is still inside
         ASSERT_OK(frugal_step_begin(trainers[0], 1, kWait));
         auto end = [&] {
-          return way == kAbort   ? frugal_step_abort(trainers[0])
-                 : way == kClose ? frugal_trainer_close(trainers[0])
-                                 : frugal_trainer_abandon(trainers[0]);
+          return way == kAbort  ? frugal_step_abort(trainers[0])
+                 : way == kLose ? frugal_trainer_abandon(trainers[0])
+                                : frugal_trainer_close(trainers[0]);
         };
         frugal::heap_test_fail_after(again);
         const int32_t told = end();
@@ -375,6 +378,12 @@ TEST(Memory, EndsBesideAnOwedCommit) {
         if (told != FRUGAL_OK) {
           EXPECT_EQ(told, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
           EXPECT_TRUE(met);
+          if (way == kCloseThere) {  // nothing has been done
+            frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
+            frugal_trainer* none = nullptr;
+            EXPECT_EQ(frugal_trainer_create(other.handle, &config, &none), FRUGAL_ERR_EXISTS);
+          }
+          ++told_of[way];
           EXPECT_OK(end());
         }
         (met && request > 0 ? lacked : committed_first)[way] += request > 0;
@@ -391,11 +400,15 @@ TEST(Memory, EndsBesideAnOwedCommit) {
         for (frugal_trainer* t : trainers) EXPECT_OK(frugal_step_end(t, 1, 0));
         if (HasFailure()) return;
       }
-  for (const Way way : {kAbort, kClose, kLose}) {
-    std::printf("way %d: %d commit first, %d lack memory once more\n", way, committed_first[way], lacked[way]);
-    if (way == kLose && !serves) continue;
+  for (const Way way : {kAbort, kClose, kCloseThere, kLose}) {
+    std::printf("way %d: %d commit first, %d lack memory once more, %d are told\n", way, committed_first[way],
+                lacked[way], told_of[way]);
+    if (way >= kCloseThere && !serves) continue;
     EXPECT_GT(committed_first[way], 0);
     EXPECT_GT(lacked[way], 0);
+    if (way != kLose) {
+      EXPECT_GT(told_of[way], 0);
+    }
   }
 }
 

@@ -31,7 +31,9 @@
 
 #include "control.capnp.h"
 #include "descriptors.h"
+#include "frugal.h"
 #include "proc.h"
+#include "process/channel.h"
 #include "process/control_structs.h"
 #include "process/server.h"
 
@@ -255,6 +257,16 @@ class Control : public testing::Test {
     return fd;
   }
   int connect_raw(int fd) const { return connect_to(fd, address.c_str()); }
+  // A socket at the address that is the test's own.
+  int listening() {
+    const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    std::snprintf(name.sun_path, sizeof name.sun_path, "%s", address.c_str());
+    EXPECT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof name), 0);
+    EXPECT_EQ(listen(listener, 8), 0);
+    return listener;
+  }
   // This program as another process; it writes a line when it is ready.
   pid_t other(const char* what, std::string* line) {
     int ends[2];
@@ -640,12 +652,7 @@ TEST_F(Control, ConnectWaitsForTheController) {
 
 // The time that is told is that of the whole call, not of its last attempt.
 TEST_F(Control, ConnectTellsTheTimeItWasGiven) {
-  const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_un name{};
-  name.sun_family = AF_UNIX;
-  std::snprintf(name.sun_path, sizeof name.sun_path, "%s", address.c_str());
-  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof name), 0);
-  ASSERT_EQ(listen(listener, 8), 0);
+  const int listener = listening();
   std::thread ends_some([&] {
     for (int i = 0; i < 3; ++i) close(accept(listener, nullptr, nullptr));
   });
@@ -1085,6 +1092,49 @@ TEST_F(Control, TheFirstRequestAttaches) {
   EXPECT_TRUE(ends(fd));
   close(fd);
   EXPECT_EQ(client->ping(kMs), FRUGAL_OK);
+}
+
+// The answer to open() is the last that comes, and the connection ends before the engine is made of it: there is none.
+TEST_F(Control, AConnectionEndsWhileItIsOpened) {
+  ASSERT_EQ(ControlServer::start(nullptr, &fake, &server), FRUGAL_OK);
+  Mapping arena;
+  ASSERT_EQ(os_reserve(size_t{2} << 20, true, &arena), FRUGAL_OK);
+  std::unique_ptr<Channel> channel;
+  ASSERT_EQ(Channel::create(size_t{64} << 10, nullptr, &channel), FRUGAL_OK);
+  fake.descriptors = {arena.fd, channel->up_fd(), channel->down_fd()};
+  constexpr uint64_t kNone = UINT64_MAX;  // no place of the arena
+  // So many are mapped first that the end has been seen by then, as a rule.
+  fake.descriptors.insert(fake.descriptors.end(), 100, arena.fd);
+  fake.numbers = {0, kNone, kNone};
+  const int listener = listening();
+  int32_t status = FRUGAL_OK;
+  for (int tries = 0; status == FRUGAL_OK && tries < 20; ++tries) {
+    int taken = -1;
+    fake.on_open = [&](OpenReply*) { shutdown(taken, SHUT_RD); };
+    std::thread takes([&] {
+      const int socket = accept(listener, nullptr, nullptr);
+      taken = fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+      server->adopt(socket);
+    });
+    frugal_config config = FRUGAL_CONFIG_INIT;
+    config.service = address.c_str();
+    frugal_engine* engine = nullptr;
+    status = frugal_open(&config, &engine);
+    takes.join();
+    if (status == FRUGAL_OK) {  // it ended later
+      EXPECT_EQ(frugal_flush(engine, kMs), FRUGAL_ERR_PEER_LOST);
+      EXPECT_EQ(frugal_close(engine), FRUGAL_OK);
+    }
+    close(taken);
+  }
+  EXPECT_EQ(status, FRUGAL_ERR_PEER_LOST);
+  frugal_error why;
+  frugal_last_error(&why);
+  EXPECT_NE(std::string(why.message).find("has ended"), std::string::npos) << why.message;
+  close(listener);
+  std::filesystem::remove(address);
+  server.reset();
+  os_release(&arena);
 }
 
 // An answer that cannot be written: whoever waits is told at once, not after the time-out.
