@@ -53,7 +53,7 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
                 "call",
                 batch->rank, of_rank + former, static_cast<unsigned long long>(batch->step), kMostBatches);
   if (s.batches.size() == s.batches.capacity()) s.batches.reserve(2 * s.batches.size() + 1);
-  if (arrival) coming_.reserve(coming_.size() + 1);
+  if (arrival && coming_.size() == coming_.capacity()) coming_.reserve(2 * coming_.size() + 1);
   if (want_handle) {
     batch->handle = handle_of<AnyBatch>(batch);
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;

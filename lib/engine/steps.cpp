@@ -294,12 +294,7 @@ Status Engine::commit_ready() {
 }
 
 // A commit that there was no memory for is tried again.
-Status Engine::commit_owed() {
-  if (!owed_.load()) return FRUGAL_OK;
-  const Status s = commit_ready();
-  workers_.progress();
-  return s;
-}
+Status Engine::commit_owed() { return owed_.load() ? commit_ready() : FRUGAL_OK; }
 
 bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
   if (first_step_ == kNoStep || phase_.is(Phase::kAbort) || closed_.load() || health() != FRUGAL_OK) return false;
@@ -324,7 +319,7 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
     phase_.begin(Phase::kCommit);
     begun = true;
     commit_step(lock, step, at->second, status);
-    if (health() == FRUGAL_OK) owed_.store(false);
+    if (health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
     return true;
   } catch (const std::bad_alloc&) {
     // Nothing is committed: what there is of it is gone on from, by the next who has time and memory.
@@ -332,8 +327,10 @@ bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
                    static_cast<unsigned long long>(step));
     if (!lock.owns_lock()) lock.lock();
     if (begun) phase_.end(Phase::kCommit);
-    workers_.progress();
-    if (!owed_.exchange(true)) workers_.wake();  // once: they try again after a while
+    const bool news = !owed_.exchange(true);
+    // What has not even begun has changed nothing for who waits.
+    if (begun || news) workers_.progress();
+    if (news) workers_.wake();  // once: they try again after a while
     return false;
   }
 }
