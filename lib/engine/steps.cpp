@@ -7,6 +7,7 @@
 #include "base/assert.h"
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "base/insist.h"
 #include "device/pointers.h"
 #include "engine/wait.h"
 
@@ -765,9 +766,7 @@ Status Engine::undo(Trainer& by, Undo why) {
 
 // The same for whoever could not be told that there was no memory: until there is, or the engine is closed.
 Status Engine::undo_surely(Trainer& by, Undo why) {
-  Status s;
-  while ((s = undo(by, why)) == FRUGAL_ERR_OUT_OF_MEMORY && insists_.load()) usleep(10000);
-  return s;
+  return insist([&] { return undo(by, why); }, [this](int) { return !insists_.load(); });
 }
 
 }  // namespace frugal

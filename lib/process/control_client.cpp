@@ -19,11 +19,11 @@
 #include "base/futex.h"
 #include "base/handles.h"
 #include "base/os.h"
+#include "base/thread.h"
 #include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
 #include "process/forked.h"
-#include "process/thread.h"
 
 namespace frugal {
 namespace {

@@ -19,12 +19,12 @@
 
 #include "base/condition.h"
 #include "base/handles.h"
+#include "base/insist.h"
 #include "base/os.h"
 #include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
 #include "process/forked.h"
-#include "process/thread.h"
 
 namespace frugal {
 namespace {

@@ -2,7 +2,6 @@
 
 #include "base/fpenv.h"
 #include "base/os.h"
-#include "process/thread.h"
 
 namespace frugal {
 namespace {

@@ -6,7 +6,6 @@
 #include "base/handles.h"
 #include "engine/config_check.h"
 #include "process/patience.h"
-#include "process/thread.h"
 
 namespace frugal {
 namespace {

@@ -11,9 +11,9 @@
 #include <thread>
 
 #include "base/handles.h"
+#include "base/insist.h"
 #include "engine/config_check.h"
 #include "process/lane.h"
-#include "process/thread.h"
 #include "process/watch.h"
 
 namespace frugal {
@@ -412,11 +412,8 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   // The rank is free afterwards, however long memory is short: nobody else would make it so.
   void take_out(const TrainerRef& trainer) {
     handle_remove(HandleKind::kTrainer, trainer->handle);
-    auto lose = [&] {
-      if (engine_->lose_trainer(trainer) == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
-    };
-    while (!insist(lose) && !ending_.load()) {
-    }
+    insist([&] { return engine_->lose_trainer(trainer); },
+           [&](int tries) { return tries >= kForASecond && ending_.load(); });
   }
 
   // The lane that has this rank, in its process's list, or null. With mu_ held.

@@ -11,8 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "base/insist.h"
 #include "base/os.h"
-#include "process/thread.h"
 
 namespace frugal {
 
