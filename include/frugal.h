@@ -243,7 +243,8 @@ FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engi
 
 /* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
  * read out all the same); trainers, tables and batches of the engine become closed handles; a step that some rank is
- * inside of is lost. NULL is accepted.
+ * inside of is lost. So is one that all ranks have ended, if there is no memory to commit it: the
+ * log tells. NULL is accepted.
  * Needs no memory, but for the first call of a thread (OUT_OF_MEMORY: nothing has happened, call
  * again). Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */

@@ -5,6 +5,7 @@
 
 #include "base/fpenv.h"
 #include "base/handles.h"
+#include "base/insist.h"
 #include "base/thread.h"
 #include "engine/config_check.h"
 #include "engine/wait.h"
@@ -12,6 +13,7 @@
 namespace frugal {
 
 constexpr size_t kMostChanges = 4096;  // of a table's optimizer, for steps to come
+constexpr int kLandTries = 10;         // to commit what has been ended, before the engine is closed
 
 Engine::Engine(const frugal_config& config)
     : Session(config),
@@ -75,15 +77,17 @@ void Engine::close_ranks() {
 // Ends the threads and lets go of everything, and takes no memory for it. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {
-  // Steps that all ranks have ended are to be committed.
-  try {
-    (void)land_all(deadline(FRUGAL_TIMEOUT_DEFAULT));
-  } catch (const std::bad_alloc&) {
-  }
+  // Steps that all ranks have ended are to be committed. Memory may be short for a moment.
+  insist([this] { return land_all(deadline(FRUGAL_TIMEOUT_DEFAULT)); },
+         [](int tries) { return tries >= kLandTries; });
+  bool again;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (closed_.exchange(true) && !workers_.running() && tables_.empty()) return;
+    again = closed_.exchange(true);
+    if (again && !workers_.running() && tables_.empty()) return;
   }
+  if (!again && owed_.load() && health() == FRUGAL_OK)
+    log(0, "there is no memory to commit the last step: the engine is closed without it");
   workers_.stop();
   Vector<Thread> reapers;
   {
