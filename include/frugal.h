@@ -202,9 +202,10 @@ typedef struct frugal_config {
                                  earlier, from 4 MiB on, when a backlog of steps shows that flushing
                                  does not keep up. One step's updates may exceed it. 0 writes
                                  through; default 1 GiB */
-  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory that the engine
-                                 keeps for later counts, too, and gives way to tables. Shared memory that has
-                                 given way stays for buffers. It is not counted. */
+  uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory
+                                 that the engine keeps for later counts, too, and gives way to
+                                 tables. Shared memory of buffers cannot give way: what nobody uses
+                                 of it counts, and tables have that much less */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */
   uint32_t flags;             /* 0 or FRUGAL_OBSERVE */

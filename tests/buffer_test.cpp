@@ -123,6 +123,41 @@ TEST(Buffers, CountAgainstABudget) {
   EXPECT_EQ(budget.used.load(), 0u);
 }
 
+// An arena's memory stays: no table gets it, and the limit cannot forbid it.
+TEST(Buffers, OfAnArenaCountOnceAndMakeNoRoom) {
+  MemoryBudget budget;
+  budget.limit = 64 * kMiB;
+  Arena arena;
+  ASSERT_EQ(arena.open(size_t{1} << 30), FRUGAL_OK);
+  arena.count_in(&budget);
+  BufferPool own, pool;
+  own.count_in(&budget);
+  pool.cut_from(&arena);
+  pool.count_in(&budget);
+  {
+    Buffer a, b;
+    ASSERT_EQ(pool.get(32 * kMiB, &a), FRUGAL_OK);
+    ASSERT_EQ(own.get(16 * kMiB, &b), FRUGAL_OK);
+    EXPECT_EQ(budget.used.load(), 0u) << "what is in use does not count";
+  }
+  EXPECT_EQ(budget.used.load(), 48 * kMiB);
+  EXPECT_TRUE(budget.take(30 * kMiB)) << "private memory gives way";
+  EXPECT_EQ(own.bytes_held(), 0u);
+  EXPECT_EQ(pool.bytes_kept(), 32 * kMiB);
+  EXPECT_FALSE(budget.take(4 * kMiB));
+  pool.keep(0);
+  EXPECT_EQ(pool.bytes_held(), 0u);
+  EXPECT_EQ(budget.used.load(), 62 * kMiB) << "the arena has it now";
+  {
+    Buffer a;
+    ASSERT_EQ(pool.get(40 * kMiB, &a), FRUGAL_OK);
+    EXPECT_EQ(budget.used.load(), 30 * kMiB);
+  }
+  EXPECT_EQ(pool.bytes_held(), 0u) << "there is no room to keep it";
+  EXPECT_EQ(budget.used.load(), 70 * kMiB) << "beyond the limit, for it is there";
+  budget.give(30 * kMiB);
+}
+
 // Lists of the pool's own, and of its arena's, want memory, too: that is told as all else is.
 TEST(Buffers, WithoutMemoryThereIsAStatus) {
   for (const bool shared : {false, true})
@@ -187,6 +222,34 @@ TEST(Arenas, WhatHasMemoryWantsNoMore) {
   os_test_fail_after(0);
   EXPECT_EQ(arena.take(18 * kMiB, &b), FRUGAL_OK);
   std::memset(b, 1, 18 * kMiB);
+}
+
+TEST(Arenas, WhatIsPutBackCounts) {
+  MemoryBudget budget;
+  budget.limit = 20 * kMiB;
+  Arena arena;
+  ASSERT_EQ(arena.open(128 * kMiB), FRUGAL_OK);
+  arena.count_in(&budget);
+  char *a = nullptr, *b = nullptr, *c = nullptr;
+  ASSERT_EQ(arena.take(16 * kMiB, &a), FRUGAL_OK);
+  ASSERT_EQ(arena.take(15 * kMiB, &b), FRUGAL_OK);  // takes 16
+  EXPECT_EQ(budget.used.load(), 0u);
+  arena.put_back(a, 16 * kMiB);
+  EXPECT_EQ(budget.used.load(), 16 * kMiB);
+  EXPECT_FALSE(budget.take(5 * kMiB));
+  ASSERT_EQ(arena.take(10 * kMiB, &a), FRUGAL_OK);  // between others
+  EXPECT_EQ(budget.used.load(), 6 * kMiB);
+  arena.put_back(b, 15 * kMiB);  // the last one
+  EXPECT_EQ(budget.used.load(), 22 * kMiB);
+  ASSERT_EQ(arena.take(40 * kMiB, &c), FRUGAL_OK);  // all of that, and new memory
+  EXPECT_EQ(budget.used.load(), 0u);
+  os_test_fail_after(-1);
+  EXPECT_EQ(arena.take(2 * kMiB, &b), FRUGAL_ERR_OUT_OF_MEMORY);
+  os_test_fail_after(0);
+  EXPECT_EQ(budget.used.load(), 0u);
+  arena.put_back(c, 40 * kMiB);
+  arena.put_back(a, 10 * kMiB);
+  EXPECT_EQ(budget.used.load(), 50 * kMiB);
 }
 
 TEST(Arenas, PiecesNeitherOverlapNorGetLost) {

@@ -1232,6 +1232,41 @@ TEST(Tables, MoreMemoryThanTheMachineHas) {
   }
 }
 
+// Memory that declared keys have had gives way to a table. Shared memory cannot, and counts.
+TEST(Tables, RoomThatDeclaredKeysHaveTaken) {
+  for (int32_t backing : {FRUGAL_BACKING_PRIVATE, FRUGAL_BACKING_SHM}) {
+    Engine engine(1, [&](frugal_config* c) {
+      c->backing = backing;
+      c->flush_threads = 0;
+      c->host_bytes = 128 << 20;
+    });
+    frugal_table* table = engine.Table("t", FRUGAL_DENSE, 2'000'000, 1);  // 32 MiB
+    frugal_trainer* trainer = engine.Trainer(0);
+    std::vector<uint64_t> keys(2'000'000);
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = i;
+    frugal_op op = FRUGAL_OP_INIT;
+    op.table = table;
+    op.keys = keys.data();
+    op.count = keys.size();
+    ASSERT_OK(frugal_prefetch(trainer, 0, &op, 1, nullptr));
+    ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
+    ASSERT_OK(frugal_step_end(trainer, 0, 0));
+    frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
+    config.name = "large";
+    config.rows = 2'400'000;  // 80 MiB
+    config.dim = 8;
+    frugal_table* large = nullptr;
+    if (backing == FRUGAL_BACKING_PRIVATE) {
+      EXPECT_OK(frugal_table_create(engine, &config, &large));
+    } else {
+      EXPECT_REFUSED(frugal_table_create(engine, &config, &large), FRUGAL_ERR_OUT_OF_MEMORY);
+      EXPECT_NE(LastMessage().find("host_bytes"), std::string::npos) << LastMessage();
+      config.rows = 1000;
+      EXPECT_OK(frugal_table_create(engine, &config, &large));
+    }
+  }
+}
+
 // What frugal_memory_needed says is enough as host_bytes, and the index' growth needs it.
 TEST(Tables, MemoryNeededIsEnough) {
   for (uint64_t rows : {1'000u, 131'072u, 131'073u, 300'000u, 700'000u}) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/buffer.h"
+
 namespace frugal {
 
 Arena::~Arena() {
@@ -33,11 +35,12 @@ Status Arena::take(size_t bytes, char** out) try {
   if (at == used_ && bytes > end_ - used_)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes more than the %zu bytes of shared memory for buffers",
                 bytes - (end_ - used_), end_ - first_);
-  if (at + bytes > committed_) {
-    const size_t from = std::max(at, committed_);
-    FRUGAL_TRY(os_commit(mapping_, from, at + bytes - from));
+  const size_t fresh = at + bytes - std::min(at + bytes, std::max(at, committed_));
+  if (fresh) {
+    FRUGAL_TRY(os_commit(mapping_, at + bytes - fresh, fresh));
     committed_ = at + bytes;
   }
+  if (budget_) budget_->give(bytes - fresh);
   if (at == used_)
     used_ += bytes;
   else if ((best->first += bytes) == best->end)
@@ -54,7 +57,9 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   const size_t first = offset(taken);
   Lock lock(mu_);
-  // Whoever takes it next has its memory, which does not go back to the system: others have it mapped and sealed.
+  // Whoever takes it next has its memory, which does not go back to the system: others have it
+  // mapped and sealed.
+  if (budget_) budget_->hold(bytes);
   --taken_;
   auto next = std::find_if(free_.begin(), free_.end(), [&](const Range& r) { return r.first > first; });
   next = free_.insert(next, {first, first + bytes});

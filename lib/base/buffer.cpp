@@ -70,7 +70,7 @@ BufferPool::~BufferPool() {
       if (budget_ && counts(f.capacity)) budget_->give(f.capacity);
       release(f.data, f.capacity);
     }
-  if (budget_) budget_->spare = nullptr;
+  if (budget_ && budget_->spare == this) budget_->spare = nullptr;
   for (char* piece : pieces_) unmap(piece, kPiece);
 }
 

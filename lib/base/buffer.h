@@ -22,8 +22,8 @@ namespace frugal {
 
 class BufferPool;
 
-// The engine's limit of memory for tables (frugal_config.host_bytes). Buffers that are kept for later count, too, and
-// make room where it is wanted.
+// The engine's limit of memory for tables (frugal_config.host_bytes). What is kept for later counts,
+// too, and makes room where it is wanted and can.
 struct MemoryBudget {
   uint64_t limit = UINT64_MAX;
   std::atomic<uint64_t> used{0};
@@ -35,6 +35,8 @@ struct MemoryBudget {
     return false;
   }
   bool take(uint64_t bytes);
+  // Of memory that is there, whatever the limit says.
+  void hold(uint64_t bytes) { used.fetch_add(bytes, std::memory_order_relaxed); }
   String left_text() const {
     if (limit == UINT64_MAX) return "all";
     return text("%llu of %llu bytes", static_cast<unsigned long long>(limit - std::min(limit, used.load())),
@@ -106,10 +108,10 @@ class BufferPool {
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
   // Likewise: its memory comes from an arena, which lives longer.
   void cut_from(Arena* arena) { arena_ = arena; }
-  // What is kept counts against the budget.
+  // What is kept counts against the budget. An arena's pool makes no room: its memory stays.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
-    budget->spare = this;
+    if (!arena_) budget->spare = this;
   }
   // Gives back what is kept beyond `bytes`.
   void keep(size_t bytes) noexcept;

@@ -33,7 +33,6 @@ Engine::Engine(const frugal_config& config)
   undone_.reserve(config.world_size);
   scratches_.open(config.world_size);
   pinned_.pin_with(pinner_);
-  pool_.count_in(&budget_);
 }
 
 Engine::~Engine() {
@@ -45,8 +44,11 @@ Status Engine::start() {
   if (config_.backing == FRUGAL_BACKING_SHM) {
     // Addresses only; more than the machine has will not be needed.
     FRUGAL_TRY(arena_.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
+    arena_.count_in(&budget_);
     pool_.cut_from(&arena_);
+    own_.count_in(&budget_);
   }
+  pool_.count_in(&budget_);
   if (stale()) {
     FRUGAL_TRY(pool_.get(kVersionWords * sizeof(VersionWord), &versions_memory_));
     versions_ = new (versions_memory_.data()) VersionWord[kVersionWords]();
