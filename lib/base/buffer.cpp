@@ -31,7 +31,6 @@ void mark_used(char*, size_t) {}
 #endif
 
 constexpr size_t kSmallest = 256;
-constexpr size_t kAlwaysKept = size_t{64} << 20;
 constexpr uint64_t kSpan = 16;  // times what is held
 
 // Size classes: 256, 320, 384, 448, 512, 640, ... a quarter of a power of two apart.
@@ -160,20 +159,9 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
       mark_used(data, taken->capacity);
       take_out(taken->capacity);
       free_[c].erase(taken);
+      hand_out(capacity);
     }
-    clock_ += capacity;
-    used_ += capacity;
-    peak_ = std::max(peak_, used_);
   }
-  struct Unused {  // where there is no memory
-    BufferPool* pool;
-    size_t capacity;
-    ~Unused() {
-      if (!pool) return;
-      Lock lock(pool->mu_);
-      pool->used_ -= capacity;
-    }
-  } unused{this, capacity};
   if (!data) {
     if (capacity >= kHugePage) {
       FRUGAL_TRY(map(capacity, &data));
@@ -184,50 +172,48 @@ Status BufferPool::get(size_t bytes, Buffer* out) {
       if (!data) return no_memory(bytes);
     }
     held_.fetch_add(capacity, std::memory_order_relaxed);
+    Lock lock(mu_);
+    hand_out(capacity);
   }
-  unused.pool = nullptr;
   out->pool_ = this;
   out->data_ = data;
   out->capacity_ = capacity;
   return FRUGAL_OK;
 }
 
-void BufferPool::take_out(size_t capacity) {
-  if (!counts(capacity)) return;
-  kept_.fetch_sub(capacity, std::memory_order_relaxed);
-  if (budget_) budget_->give(capacity);
+void BufferPool::hand_out(size_t capacity) {
+  circulation_.take(capacity, capacity, kSpan * held_.load(std::memory_order_relaxed));
 }
 
-// What may be kept. Sizes that are not in use at the same time add up, hence twice.
-size_t BufferPool::bound() const { return kAlwaysKept + 2 * std::max(peak_, peak_before_); }
+void BufferPool::take_out(size_t capacity) {
+  if (!counts(capacity)) return;
+  circulation_.kept -= capacity;
+  if (budget_) budget_->give(capacity);
+}
 
 void BufferPool::put(char* data, size_t capacity) noexcept {
   size_t rounded, most;
   size_t c = class_of(capacity, &rounded);
-  bool kept = true;
+  bool kept = true, over;
   {
     Lock lock(mu_);
-    used_ -= capacity;
-    if (clock_ - span_ > kSpan * held_.load(std::memory_order_relaxed)) {
-      span_ = clock_;
-      peak_before_ = peak_;
-      peak_ = used_;
-    }
-    most = bound();
+    circulation_.put(capacity);
     try {
       free_[c].reserve(free_[c].size() + 1 > free_[c].capacity() ? 2 * free_[c].size() + 4 : 0);
       kept = !counts(capacity) || !budget_ || budget_->add(capacity);
-      if (kept) free_[c].push_back({data, capacity, clock_});
+      if (kept) free_[c].push_back({data, capacity, circulation_.clock()});
     } catch (const std::bad_alloc&) {
       kept = false;
     }
     if (kept) {
       mark_free(data, capacity);
-      if (counts(capacity)) kept_.fetch_add(capacity, std::memory_order_relaxed);
+      if (counts(capacity)) circulation_.kept += capacity;
     }
+    most = circulation_.most();
+    over = circulation_.kept > most;
   }
   if (!kept) return release(data, capacity);
-  if (kept_.load(std::memory_order_relaxed) > most) keep(most);
+  if (over) keep(most);
 }
 
 void BufferPool::keep(size_t bytes) noexcept {
@@ -235,7 +221,7 @@ void BufferPool::keep(size_t bytes) noexcept {
     Free oldest{nullptr, 0, UINT64_MAX};
     {
       Lock lock(mu_);
-      if (kept_.load(std::memory_order_relaxed) <= bytes) return;
+      if (circulation_.kept <= bytes) return;
       // Lists are in the order of time.
       Vector<Free>* of = nullptr;
       for (Vector<Free>& list : free_)

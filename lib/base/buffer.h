@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <utility>
 
 #include "base/arena.h"
 #include "base/heap.h"
@@ -99,6 +100,30 @@ class Buffer {
   size_t capacity_ = 0;
 };
 
+// How much of memory that circulates is kept while nobody uses it. Some is in any case, and twice
+// what was in use at most of late: sizes that are not in use at the same time add up. "Of late" is
+// two spans of a clock that hand-outs move on. Guarded by its owner's lock.
+class Circulation {
+ public:
+  explicit Circulation(size_t always) : always_(always) {}
+  void take(size_t bytes, uint64_t ticks, uint64_t span) {
+    if ((clock_ += ticks) - begin_ > span) {
+      begin_ = clock_;
+      before_ = std::exchange(peak_, used_);
+    }
+    peak_ = std::max(peak_, used_ += bytes);
+  }
+  void put(size_t bytes) { used_ -= bytes; }
+  uint64_t clock() const { return clock_; }
+  size_t most() const { return always_ + 2 * std::max(peak_, before_); }
+  size_t kept = 0;
+
+ private:
+  const size_t always_;
+  uint64_t clock_ = 0, begin_ = 0;           // now; when the span began
+  size_t used_ = 0, peak_ = 0, before_ = 0;  // now; at most in this span; in the one before
+};
+
 class BufferPool {
  public:
   BufferPool() = default;
@@ -123,7 +148,10 @@ class BufferPool {
   // What a buffer of `bytes` bytes takes.
   static size_t capacity_for(size_t bytes);
   size_t bytes_held() const { return held_.load(std::memory_order_relaxed); }
-  size_t bytes_kept() const { return kept_.load(std::memory_order_relaxed); }
+  size_t bytes_kept() const {
+    Lock lock(mu_);
+    return circulation_.kept;
+  }
 
  private:
   friend class Buffer;
@@ -131,7 +159,7 @@ class BufferPool {
   struct Free {
     char* data;
     size_t capacity;
-    uint64_t since;  // clock_
+    uint64_t since;  // by the clock
   };
   static constexpr size_t kClasses = 256;
   // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they are kept for ever, and not
@@ -141,25 +169,22 @@ class BufferPool {
   void unmap(char* data, size_t bytes) noexcept;
   void release(char* data, size_t capacity) noexcept;
   bool counts(size_t capacity) const { return capacity >= kHugePage || !cuts(); }
-  void take_out(size_t capacity);
-  size_t bound() const REQUIRES(mu_);
+  void take_out(size_t capacity) REQUIRES(mu_);
+  void hand_out(size_t capacity) REQUIRES(mu_);
   Status cut(size_t bytes, char** out);
 
   bool cuts() const { return pinner_ || arena_; }
 
   std::shared_ptr<Pinner> pinner_;
   Arena* arena_ = nullptr;
-  Mutex mu_;
+  mutable Mutex mu_;
   Vector<char*> pieces_ GUARDED_BY(mu_);
   size_t piece_used_ GUARDED_BY(mu_) = kPiece;  // of the last one
   Vector<Free> free_[kClasses] GUARDED_BY(mu_);
-  std::atomic<size_t> held_{0}, kept_{0};  // all that there is; of it, free
+  std::atomic<size_t> held_{0};  // all that there is
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
-  // Bytes handed out so far. In a span of some times as much as there is, `peak_` was in use at most; and in the one
-  // before `peak_before_`.
-  uint64_t clock_ GUARDED_BY(mu_) = 0, span_ GUARDED_BY(mu_) = 0;
-  size_t used_ GUARDED_BY(mu_) = 0, peak_ GUARDED_BY(mu_) = 0, peak_before_ GUARDED_BY(mu_) = 0;
+  Circulation circulation_ GUARDED_BY(mu_){size_t{64} << 20};  // its clock: bytes handed out
 };
 
 inline bool MemoryBudget::take(uint64_t bytes) {

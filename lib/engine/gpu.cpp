@@ -91,10 +91,7 @@ DeviceBuffer::~DeviceBuffer() {
   pool_->put(capacity_, at_);
 }
 
-namespace {
-constexpr size_t kAlwaysKept = size_t{8} << 20;
 constexpr uint64_t kSpan = 256;  // requests: some dozen steps
-}  // namespace
 
 DevicePool::~DevicePool() { keep(0); }
 
@@ -105,18 +102,12 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
   Ptr<char> at;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (++clock_ - span_ > kSpan) {
-      span_ = clock_;
-      peak_before_ = peak_;
-      peak_ = used_;
-    }
-    used_ += capacity;
-    peak_ = std::max(peak_, used_);
     auto found = free_.find(capacity);
     if (found != free_.end()) {
       at = found->second.at;
-      kept_ -= capacity;
       free_.erase(found);
+      circulation_.kept -= capacity;
+      circulation_.take(capacity, 1, kSpan);
     }
   }
   if (!at) {
@@ -125,11 +116,9 @@ Status DevicePool::get(size_t bytes, DeviceBuffer* out) {
       keep(0);
       r = runtime_->alloc(capacity, &at);
     }
-    if (!r.ok()) {
-      std::lock_guard<std::mutex> lock(mu_);
-      used_ -= capacity;
-    }
     FRUGAL_TRY_DEVICE(r, "device memory");
+    std::lock_guard<std::mutex> lock(mu_);
+    circulation_.take(capacity, 1, kSpan);
   }
   out->pool_ = shared_from_this();
   out->at_ = at;
@@ -142,15 +131,14 @@ void DevicePool::put(size_t capacity, Ptr<char> at) noexcept {
   size_t most = 0;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    used_ -= capacity;
+    circulation_.put(capacity);
     try {
-      free_.emplace(capacity, Free{at, clock_});
-      kept_ += capacity;
+      free_.emplace(capacity, Free{at, circulation_.clock()});
+      circulation_.kept += capacity;
       kept = true;
     } catch (const std::bad_alloc&) {
     }
-    // Sizes that are not in use at the same time add up, hence twice.
-    most = kAlwaysKept + 2 * std::max(peak_, peak_before_);
+    most = circulation_.most();
   }
   if (!kept) runtime_->free(at);
   keep(most);
@@ -161,10 +149,10 @@ void DevicePool::keep(size_t bytes) noexcept {
     Ptr<char> oldest;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      if (kept_ <= bytes) return;
+      if (circulation_.kept <= bytes) return;
       const auto of = std::min_element(free_.begin(), free_.end(), [](auto& a, auto& b) { return a.second.since < b.second.since; });
       oldest = of->second.at;
-      kept_ -= of->first;
+      circulation_.kept -= of->first;
       free_.erase(of);
     }
     runtime_->free(oldest);

@@ -96,9 +96,7 @@ class DevicePool : public HeapObject, public std::enable_shared_from_this<Device
   std::shared_ptr<device::Runtime> runtime_;
   std::mutex mu_;
   std::multimap<size_t, Free, std::less<size_t>, HeapAllocator<std::pair<const size_t, Free>>> free_;
-  size_t kept_ = 0, used_ = 0;
-  size_t peak_ = 0, peak_before_ = 0;  // of used_, in this span and the one before
-  uint64_t clock_ = 0, span_ = 0;      // requests so far, and at the span's begin
+  Circulation circulation_{size_t{8} << 20};  // its clock: requests
 };
 
 class Gpu;
