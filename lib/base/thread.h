@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstdio>
 #include <exception>
 #include <memory>
 #include <new>
@@ -104,15 +106,16 @@ Thread quiet_thread(Body body) {
   throw std::bad_alloc();
 }
 
-// There is no thread, or no memory for one.
-inline Status no_thread(const char* what, int code = EAGAIN) {
+// There is no thread, or no memory for one. `else_` is another way out.
+inline Status no_thread(const char* what, int code = EAGAIN, const char* else_ = "") {
   return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                    "%s cannot be started: raise the limits of threads and of addresses (ulimit -u, -v)", what);
+                    "%s cannot be started: %sraise the limits of threads and of addresses "
+                    "(ulimit -u, -v)", what, else_);
 }
 inline Status no_threads(uint32_t n) {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-              "%u threads (flush_threads) cannot be started: give fewer, or raise the limits of threads and of "
-              "addresses (ulimit -u, -v)", n);
+  char what[40];
+  std::snprintf(what, sizeof what, "%u threads (flush_threads)", n);
+  return no_thread(what, EAGAIN, "give fewer, or ");
 }
 
 }  // namespace frugal
