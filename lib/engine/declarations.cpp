@@ -47,11 +47,14 @@ Status Declarations::enter(const BatchRef& batch, bool want_handle,
   } empty{steps_, batch->step};
   if (s.of_rank.size() <= batch->rank) s.of_rank.resize(batch->rank + 1);
   auto& [of_rank, former] = s.of_rank[batch->rank];
-  if (of_rank >= kMostBatches || of_rank + former >= 2 * kMostBatches)
+  const bool own = of_rank >= kMostBatches;
+  if (own || of_rank + former >= 2 * kMostBatches)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "rank %u has declared %u batches for step %llu: at most %u; declare more keys in a "
-                "call",
-                batch->rank, of_rank + former, static_cast<unsigned long long>(batch->step), kMostBatches);
+                "rank %u%s has declared %u batches for step %llu: at most %u; declare more keys in "
+                "a call",
+                batch->rank, own ? "" : ", its former trainers included,",
+                own ? of_rank : of_rank + former, static_cast<unsigned long long>(batch->step),
+                own ? kMostBatches : 2 * kMostBatches);
   if (s.batches.size() == s.batches.capacity()) s.batches.reserve(2 * s.batches.size() + 1);
   if (arrival && coming_.size() == coming_.capacity()) coming_.reserve(2 * coming_.size() + 1);
   if (want_handle) {

@@ -161,6 +161,8 @@ TEST_F(DeclarationsTest, ARankHasSoManyBatchesOfAStep) {
   for (uint32_t i = 0; i < kMostBatches; ++i) mine.push_back(enter(1, 1, {}));
   const BatchRef more = batch(1, 1, {0});
   EXPECT_EQ(all.enter(more, true, nullptr, &alone), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("rank 1 has declared 4096 batches for step 1: at most 4096"),
+            std::string::npos) << LastMessage();
   EXPECT_FALSE(more->entered || more->handle);
   // Of another rank or step, or taken back: that does not count.
   enter(1, 0, {});
@@ -198,6 +200,8 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
   all.joined(1, 2);
   EXPECT_TRUE(full());
+  EXPECT_NE(LastMessage().find("rank 1, its former trainers included, has declared 8192 batches for "
+                               "step 2: at most 8192"), std::string::npos) << LastMessage();
   ASSERT_TRUE(all.take_out({2, 1}));
   EXPECT_FALSE(full());
 }
