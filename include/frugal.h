@@ -782,9 +782,9 @@ FRUGAL_API int32_t frugal_metrics(const frugal_engine *engine, char *text_out, s
 /* Begins to record what the engine does when: prefetch, resolve, link, gate, lookup, push, commit,
  * flush and so on, each with its step, rank, rows and table. The newest `events` of them, 1..2^26, are
  * kept, in 64 bytes each that are taken now; recording one takes no memory and no lock. Without a
- * trace it costs a load for each. With FRUGAL_OBSERVE at most 2^19. May be called at any time, also during steps. Returns: FRUGAL_OK,
- * INVALID_ARGUMENT, EXISTS (there is a trace that was not stopped), OUT_OF_MEMORY. Threads: any.
- * Since: 0.1. */
+ * trace it costs a load for each. With FRUGAL_OBSERVE at most 2^19. May be called at any time, also
+ * during steps. Returns: FRUGAL_OK, INVALID_ARGUMENT, EXISTS (there is a trace that was not
+ * stopped), OUT_OF_MEMORY. Threads: any. Since: 0.1. */
 FRUGAL_API int32_t frugal_trace_start(frugal_engine *engine, size_t events);
 
 /* Ends the recording and writes it to the file `path` in the trace event format of Chrome, for

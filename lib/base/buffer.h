@@ -23,8 +23,8 @@ namespace frugal {
 
 class BufferPool;
 
-// The engine's limit of memory for tables (frugal_config.host_bytes). What is kept for later counts,
-// too, and makes room where it is wanted and can.
+// The engine's limit of memory for tables (frugal_config.host_bytes). What is kept for later
+// counts, too, and makes room where it is wanted and can.
 struct MemoryBudget {
   uint64_t limit = UINT64_MAX;
   std::atomic<uint64_t> used{0};

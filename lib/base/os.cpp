@@ -104,7 +104,9 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
   const size_t span = bytes + kHugePage;
   void* raw = mmap(nullptr, span, protection, MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED && bytes > kMostAddresses)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: no process has so many; ask for less", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
+                      "reserving %zu bytes of addresses: no process has so many; ask for less",
+                      bytes);
   if (raw == MAP_FAILED)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: is the process (or the "
                       "controller's) limited (ulimit -v)?", bytes);
@@ -132,8 +134,9 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
     const int code = errno;
     munmap(base, bytes);
     if (code == EPERM || code == EACCES)
-      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "%zu bytes of shared memory are not to be mapped so: "
-                        "another version of this library sent them", bytes);
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
+                        "%zu bytes of shared memory are not to be mapped so: another version of "
+                        "this library sent them", bytes);
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
                       "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
   }
@@ -275,7 +278,8 @@ uint64_t available_bytes() {
 
 Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
   if (bytes > SIZE_MAX / 2)
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space: ask for less", bytes);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space: ask for less",
+                bytes);
   const size_t used = bytes;
   bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
   if (injected_failure())
@@ -300,8 +304,8 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
 Status os_map_shared(int fd, bool writable, Mapping* out) {
   struct stat info {};
   if (fstat(fd, &info) != 0)
-    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "descriptor %d is none of shared memory: another program sent it",
-                      fd);
+    return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno,
+                      "descriptor %d is none of shared memory: another program sent it", fd);
   // Only memfds have seals (and files of a tmpfs, which cannot get these two).
   const int seals = S_ISREG(info.st_mode) ? fcntl(fd, F_GET_SEALS) : -1;
   if (seals < 0 || (seals & kSizeSeals) != kSizeSeals)
@@ -325,8 +329,9 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
 
 Status os_make_read_only(const Mapping& m) {
   if (mprotect(m.base, m.bytes, PROT_READ) != 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "%zu bytes of shared memory cannot be protected: "
-                      "free memory of the machine, or raise the limit of mappings (vm.max_map_count)", m.bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
+                      "%zu bytes of shared memory cannot be protected: free memory of the machine, "
+                      "or raise the limit of mappings (vm.max_map_count)", m.bytes);
   return FRUGAL_OK;
 }
 
@@ -342,7 +347,8 @@ Status os_no_descriptor(int code, const char* what) {
                       "no file descriptor is left for %s: the machine has no more; end programs that have many, or "
                       "raise its limit (fs.file-max)",
                       what);
-  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "no file descriptor can be had for %s: free memory of the machine", what);
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                    "no file descriptor can be had for %s: free memory of the machine", what);
 }
 
 Status os_check_available(uint64_t bytes) {
@@ -354,11 +360,12 @@ Status os_check_available(uint64_t bytes) {
 
 namespace {
 
-// Most machines give shared memory no huge pages by themselves, whatever is advised (shmem_enabled is `never`),
-// but do so when they are asked for the very pages (Linux 6.1). A huge page can be made of what has a small one
-// in it. Who asks waits for a thread of the kernel on every processor: for seconds, where others keep a processor
-// busy. So one call asks for all pages, only where a touch was not enough, and only for so many that lookups gain
-// by them. Advice: what is not had comes as small pages.
+// Most machines give shared memory no huge pages by themselves, whatever is advised (shmem_enabled
+// is `never`), but do so when they are asked for the very pages (Linux 6.1). A huge page can be
+// made of what has a small one in it. Who asks waits for a thread of the kernel on every processor:
+// for seconds, where others keep a processor busy. So one call asks for all pages, only where a
+// touch was not enough, and only for so many that lookups gain by them. Advice: what is not had
+// comes as small pages.
 constexpr size_t kManyBytes = size_t{8} << 20;
 
 void take_huge_pages(char* base, size_t bytes) {
@@ -369,7 +376,8 @@ void take_huge_pages(char* base, size_t bytes) {
   for (uintptr_t at = from; at < to; at += kHugePage) {
     if (madvise(reinterpret_cast<void*>(at), 1, MADV_POPULATE_WRITE) != 0) return;
     unsigned char last = 0;  // is in memory, too, where the page is a huge one
-    small |= mincore(reinterpret_cast<void*>(at + kHugePage - page), page, &last) != 0 || (last & 1) == 0;
+    small |= mincore(reinterpret_cast<void*>(at + kHugePage - page), page, &last) != 0 ||
+             (last & 1) == 0;
   }
   if (small) madvise(reinterpret_cast<void*>(from), to - from, MADV_COLLAPSE);
 }
@@ -415,9 +423,11 @@ Status os_decommit(const Mapping& m, size_t offset, size_t bytes) {
   while (refused == EINTR)
     refused = fallocate(m.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
                         static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  return refused == 0 ? FRUGAL_OK
-                      : fail_errno(refused == EPERM ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY, refused,
-                                   "%zu bytes do not go back to the system: free memory of the machine and call again", bytes);
+  if (refused == 0) return FRUGAL_OK;
+  return fail_errno(refused == EPERM ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY,
+                    refused,
+                    "%zu bytes do not go back to the system: free memory of the machine and call "
+                    "again", bytes);
 }
 
 void os_release(Mapping* m) {
@@ -432,7 +442,8 @@ NewFile::~NewFile() {
 }
 
 Status NewFile::refused(int code, const char* what) const {
-  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code, "'%.300s' cannot be %s: choose another path, or make room there",
+  return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
+                    "'%.300s' cannot be %s: choose another path, or make room there",
                     path_.c_str(), what);
 }
 

@@ -63,7 +63,8 @@ Status check_config(const frugal_config& c) {
   FRUGAL_TRY(check_size(&c, "frugal_config"));
   FRUGAL_TRY(known_flags("frugal_config.flags", c.flags, FRUGAL_OBSERVE));
   if (c.flags && !c.service)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL: give one");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL: give one");
   if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", uint64_t{c.world_size}, "1..4096");
   if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
   if (c.flush_threads > 256) return refused("flush_threads", uint64_t{c.flush_threads}, "0..256");
@@ -91,8 +92,11 @@ Status check_optimizer(const frugal_optimizer& o) {
     else if (h.bound == kAny || !(h.bounded_for_all || (is.hypers & h.of)) || (value >= 0 && value <= h.bound)) continue;
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", h.name, double{value}, bounds);
   }
-  if ((is.hypers & arith::kEps) && o.eps == 0 && !((is.hypers & arith::kInitialAccumulator) && o.initial_accumulator > 0))
-    return refused("optimizer.eps", 0.0, text("above 0 for %s: a gradient of 0 makes NaNs where a row's state is 0", is.name).c_str());
+  const bool state_of_0 = !(is.hypers & arith::kInitialAccumulator) || !(o.initial_accumulator > 0);
+  if ((is.hypers & arith::kEps) && o.eps == 0 && state_of_0)
+    return refused("optimizer.eps", 0.0,
+                   text("above 0 for %s: a gradient of 0 makes NaNs where a row's state is 0",
+                        is.name).c_str());
   if (is.divides_by_lr && o.lr == 0) return refused("optimizer.lr", 0.0, text("above 0 for %s", is.name).c_str());
   return FRUGAL_OK;
 }
@@ -137,7 +141,8 @@ Status check_table(const frugal_table_config& c) {
   FRUGAL_TRY(one_of("nan_policy", c.nan_policy, FRUGAL_NAN_ACCEPT, "one of FRUGAL_NAN_*"));
   FRUGAL_TRY(known_flags("frugal_table_config.flags", c.flags, FRUGAL_TABLE_LAZY));
   if ((c.flags & FRUGAL_TABLE_LAZY) && c.key_space == FRUGAL_HASHED)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "FRUGAL_TABLE_LAZY is for dense tables; hashed ones need no flag");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "FRUGAL_TABLE_LAZY is for dense tables; hashed ones need no flag");
   return check_optimizer(c.optimizer);
 }
 
@@ -184,7 +189,8 @@ Status meant_table(const Table& there, const frugal_table_config& config) {
 }
 
 Status table_exists() {
-  return fail(FRUGAL_ERR_EXISTS, "a table of this name exists already: find it, or choose another name");
+  return fail(FRUGAL_ERR_EXISTS,
+              "a table of this name exists already: find it, or choose another name");
 }
 
 }  // namespace frugal

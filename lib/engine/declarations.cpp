@@ -78,7 +78,8 @@ void Declarations::joined(uint32_t rank, uint64_t from) {
   Lock lock(mu_);
   for (auto at = steps_.lower_bound(from); at != steps_.end(); ++at) {
     Step& s = at->second;
-    if (rank < s.of_rank.size()) s.of_rank[rank] = {0, s.of_rank[rank].own + s.of_rank[rank].former};
+    if (rank < s.of_rank.size())
+      s.of_rank[rank] = {0, s.of_rank[rank].own + s.of_rank[rank].former};
     for (const BatchRef& b : s.batches)
       if (b->rank == rank) b->own = false;
   }

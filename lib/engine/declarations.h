@@ -55,7 +55,8 @@ class Declarations {
   Status enter(const BatchRef& batch, bool want_handle, std::shared_ptr<Arrival> arrival,
                bool* alone);
   // Who joins as a rank declares steps from `from` on anew. What its predecessor has declared for
-  // these stays, but does not count as its own. Ranks that come and go without an end are bounded, too.
+  // these stays, but does not count as its own. Ranks that come and go without an end are bounded,
+  // too.
   void joined(uint32_t rank, uint64_t from);
   // The first and the last step that something is declared for. False: nothing is.
   bool range(uint64_t* first, uint64_t* last);

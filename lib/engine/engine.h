@@ -51,7 +51,7 @@ struct Trainer;
 
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
-  uint64_t batch = 0;   // the declaration, if it was one: its handle, then the trainer's number of it
+  uint64_t batch = 0;   // the declaration, if it was one: its handle, then the trainer's number
   uint32_t index = 0;   // of the part in it
   TableRef table;
   PartRef part;
@@ -307,8 +307,8 @@ class Engine final : public Session, private DataPath {
 
   // --- tables.cpp
   Status create_table(const frugal_table_config& config, AnyTableRef* out) override;
-  // `here`: by this process, which may do so once; else for another. EXISTS: if *out is set, that is
-  // there, and is the same.
+  // `here`: by this process, which may do so once; else for another. EXISTS: if *out is set, that
+  // is there, and is the same.
   Status create_table(const frugal_table_config& config, TableRef* out, bool here);
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that another process knows by this handle.

@@ -16,7 +16,8 @@ Status Engine::join_gpu(const char* device, Trainer& t) {
     std::lock_guard<std::mutex> pins(pins_mu_);
     pinner_->add(runtime);
   } catch (const std::bad_alloc&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join on %s: free memory of the machine and call again", device);
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                "no memory to join on %s: free memory of the machine and call again", device);
   }
   t.pinning.store(true);
   t.pins.store(Trainer::kToPin);

@@ -298,13 +298,14 @@ Status Gpu::on_device(const void* p, size_t alignment, const char* what, bool* o
   Result r = runtime_->kind_of(p, &kind);
   FRUGAL_TRY(noted(r, what));
   if (kind == device::Memory::kOther)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is memory of another device than %s: give memory of that one, or of the host",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "%s is memory of another device than %s: give memory of that one, or of the host",
                 what, runtime_->name());
   *out = kind == device::Memory::kDevice || kind == device::Memory::kManaged;
   // In a kernel this would be a fault, and the end of the device for the whole process.
   if (*out && reinterpret_cast<uintptr_t>(p) % alignment)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s %p is not aligned to %zu bytes: give a multiple of that", what, p,
-                alignment);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "%s %p is not aligned to %zu bytes: give a multiple of that", what, p, alignment);
   return FRUGAL_OK;
 }
 
@@ -495,7 +496,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     return FRUGAL_OK;
   }
   if (part.distinct >= device::kMostHbmRows)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu distinct rows in one op: on a GPU at most 2^30 - 1; make several of it",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "%zu distinct rows in one op: on a GPU at most 2^30 - 1; make several of it",
                 part.distinct);
   auto made = std::allocate_shared<PartOnDevice>(HeapAllocator<PartOnDevice>());
   PartOnDevice& d = *made;

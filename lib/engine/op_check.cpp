@@ -31,8 +31,10 @@ Status host_memory(const frugal_op* ops, size_t n) {
 
 Status check_step(uint64_t step) {
   if (step < kNoStep - kRing) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "step %llu: steps are numbered up to %llu (2^64 - 66): begin with a lower one",
-              static_cast<unsigned long long>(step), static_cast<unsigned long long>(kNoStep - kRing - 1));
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+              "step %llu: steps are numbered up to %llu (2^64 - 66): begin with a lower one",
+              static_cast<unsigned long long>(step),
+              static_cast<unsigned long long>(kNoStep - kRing - 1));
 }
 
 Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
@@ -43,7 +45,8 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows) {
   // No system gives a process more addresses. (Of one row, too: the stride is of no use then, and a mistake.)
   constexpr size_t kAddresses = size_t{1} << 57;
   if (rows && stride > kAddresses / rows)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "row_stride %s: %zu rows so far apart exceed the address space: give less",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "row_stride %s: %zu rows so far apart exceed the address space: give less",
                 number_text(uint64_t{stride}).c_str(), rows);
   return FRUGAL_OK;
 }
@@ -55,15 +58,19 @@ Status in_op(Status status, size_t i, size_t n, const char* table) {
 }
 
 Status no_streams(uint32_t rank) {
-  return fail(FRUGAL_ERR_UNSUPPORTED, "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one",
+  return fail(FRUGAL_ERR_UNSUPPORTED,
+              "rank %u runs on the cpu device, which has no streams: join on \"cuda:N\" for one",
               rank);
 }
 
 Status closes_already() {
-  return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer is being closed by another thread: leave that to it");
+  return fail(FRUGAL_ERR_BAD_HANDLE,
+              "the trainer is being closed by another thread: leave that to it");
 }
 
-Status engine_closed() { return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on"); }
+Status engine_closed() {
+  return fail(FRUGAL_ERR_CLOSED, "the engine was closed: open one to go on");
+}
 
 Status no_open_table(const frugal_op& op) {
   if (!op.table) return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.table is NULL: give an open table");

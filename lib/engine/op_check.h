@@ -46,7 +46,8 @@ struct OpNumbers {
 
 // frugal_op.table is not the handle of one.
 Status no_open_table(const frugal_op& op);
-// A rank on the cpu device is asked for its stream; another thread closes the trainer; an engine is closed.
+// A rank on the cpu device is asked for its stream; another thread closes the trainer; an engine is
+// closed.
 Status no_streams(uint32_t rank);
 Status closes_already();
 Status engine_closed();

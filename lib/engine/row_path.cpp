@@ -57,20 +57,24 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
       return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     if (batch->trainer && batch->trainer != &t_)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "the batch was declared by another trainer than this one of rank %u: give one of its own", t_.rank);
+                  "the batch was declared by another trainer than this one of rank %u: give one of "
+                  "its own", t_.rank);
     if (batch->rank != t_.rank || batch->step != t_.step)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "the batch was declared for step %llu of rank %u; this is step %llu of rank %u: give one of that",
+                  "the batch was declared for step %llu of rank %u; this is step %llu of rank %u: "
+                  "give one of that",
                   static_cast<unsigned long long>(batch->step), batch->rank,
                   static_cast<unsigned long long>(t_.step), t_.rank);
     if (batch->failed != FRUGAL_OK && !op.keys)
       return fail(batch->failed, "the batch could not be declared, so give the keys: %s", batch->why.c_str());
     if (op.part >= batch->size())
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u: the batch has %zu parts, give one from 0 on", op.part,
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "frugal_op.part %u: the batch has %zu parts, give one from 0 on", op.part,
                   batch->size());
     if (&batch->table(op.part) != &table)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "frugal_op.part %u of the batch is of table '%s': give that table, or another part", op.part,
-                  batch->table(op.part).name.c_str());
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "frugal_op.part %u of the batch is of table '%s': give that table, or another "
+                  "part", op.part, batch->table(op.part).name.c_str());
     if (const StepPart* p = declared_part(*batch, op.part)) {
       if (!op.keys) {
         keys = p->part->n;

@@ -15,7 +15,9 @@ Status Session::op_table(const frugal_op& op, AnyTableRef* out) const {
   AnyTableRef table = object_of<AnyTable>(op.table);
   if (!table) return no_open_table(op);
   if (table->session.get() != this)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' belongs to another engine: give one of this engine", table->name.c_str());
+    return fail(FRUGAL_ERR_BAD_HANDLE,
+                "table '%s' belongs to another engine: give one of this engine",
+                table->name.c_str());
   *out = std::move(table);
   return FRUGAL_OK;
 }

@@ -19,8 +19,9 @@ namespace frugal {
 Status Engine::enter(Trainer& t, bool tells) {
   FRUGAL_TRY(check());
   if (t.closing.load() && t.lost_peer.load() == t.rank)
-    return fail(FRUGAL_ERR_PEER_LOST, "rank %u did not answer while others waited for it, and has lost its place: close it and join again",
-                t.rank);
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "rank %u did not answer while others waited for it, and has lost its place: close "
+                "it and join again", t.rank);
   if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
   if (t.gpu && t.gpu->sticky()) {
     device_failed(t.rank, *t.gpu);
@@ -145,7 +146,8 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     try {
       s = turn_caches(t, step);
     } catch (const std::bad_alloc&) {
-      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date; call again", t.rank);
+      s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+               "no memory to bring the cache of rank %u up to date; call again", t.rank);
     }
     if (s != FRUGAL_OK) {
       // A cache that there is no memory for is empty, and the step does without: updates may be lost to it.
@@ -204,8 +206,8 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.in_step) return not_inside(t);
       if (t.step != step)
-        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
-                    static_cast<unsigned long long>(t.step),
+        return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
+                    t.rank, static_cast<unsigned long long>(t.step),
                     static_cast<unsigned long long>(step));
     }
     struct Ready {
@@ -764,7 +766,8 @@ Status Engine::undo(Trainer& by, Undo why) {
   return FRUGAL_OK;
 }
 
-// The same for whoever could not be told that there was no memory: until there is, or the engine is closed.
+// The same for whoever could not be told that there was no memory: until there is, or the engine is
+// closed.
 Status Engine::undo_surely(Trainer& by, Undo why) {
   return insist([&] { return undo(by, why); }, [this](int) { return !insists_.load(); });
 }

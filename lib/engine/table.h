@@ -53,8 +53,8 @@ struct Batch final : AnyBatch {
   }
 
   Vector<uint32_t> by_table;  // parts, by the numbers of their tables
-  // Declarations', under its lock: whether it is entered, and its rank's present trainer has declared
-  // it; and before which part none is to be resolved, or linked, any more.
+  // Declarations', under its lock: whether it is entered, and its rank's present trainer has
+  // declared it; and before which part none is to be resolved, or linked, any more.
   bool entered = false, own = false;
   uint32_t to_resolve = 0, to_link = 0;
 };

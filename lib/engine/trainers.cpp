@@ -95,8 +95,8 @@ Status Engine::close_trainer(const AnyTrainerRef& t, bool) {
   return close_trainer(std::static_pointer_cast<Trainer>(t));
 }
 
-// A commit comes before the undoing of the step that the rank is inside of. Nobody could call again when it is being
-// closed.
+// A commit comes before the undoing of the step that the rank is inside of. Nobody could call again
+// when it is being closed.
 Status Engine::may_close(const Trainer& t) {
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -231,7 +231,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     if (closed_.load()) return engine_closed();
     for (const TableRef& table : batch->tables)
       if (table->dropped.load())
-        return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it", table->name.c_str());
+        return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it",
+                    table->name.c_str());
     uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_.load();
     uint64_t lookahead = config_.lookahead;
     if (at != kNoStep) {
@@ -294,7 +295,8 @@ void Engine::give_up_reserved(Table& table) {
   std::unique_lock<std::mutex> lock(mu_);
   const Declarations::Which of_table{.table = &table};
   // Nor may anybody be in the middle of finding rows: these would be held until afterwards. With
-  // the declarations' lock held, under which it is done, too: who waits for the lock begins to link.
+  // the declarations' lock held, under which it is done, too: who waits for the lock begins to
+  // link.
   auto idle = [&] {
     declarations_.mutex().assert_held();
     bool none = declarations_.quiet(table);
@@ -348,12 +350,14 @@ Status Engine::cancel(AnyTrainer& any, const AnyBatchRef& batch) {
   if (batch->session != this)
     return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   if (batch->rank != t.rank)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by rank %u, not rank %u: give one of its own",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the batch was declared by rank %u, not rank %u: give one of its own",
                 batch->rank, t.rank);
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (t.next_step != kNoStep && batch->step < t.next_step)
-      return fail(FRUGAL_ERR_STEP_RANGE, "step %llu has begun: its declaration stays until that ends; cancel before",
+      return fail(FRUGAL_ERR_STEP_RANGE,
+                  "step %llu has begun: its declaration stays until that ends; cancel before",
                   static_cast<unsigned long long>(batch->step));
   }
   drop_batches(batch->step, batch->rank, static_cast<const Batch*>(batch.get()));
