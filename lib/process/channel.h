@@ -92,7 +92,9 @@ class Channel : public HeapObject {
 
   // The peer is gone: every call of this side answers FRUGAL_ERR_PEER_LOST, those that wait, too. The
   // peer's calls learn of it by their own means.
-  void cut() noexcept { link_.end("is gone, or its channel was cut: close the trainer or the engine"); }
+  void cut() noexcept {
+    link_.end("is gone, or its channel was cut: close the trainer or the engine");
+  }
   // Tells the peer that nothing is sent or received any more. The last call of the thread that does both.
   void close() {
     sender_.close();

@@ -144,7 +144,8 @@ Status Client::attach(const frugal_config& config) {
 // Its end may have been seen to by now.
 Status Client::connected() const {
   if (!control_->lost()) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_PEER_LOST, "the connection to the controller has ended: close the engine and open it again");
+  return fail(FRUGAL_ERR_PEER_LOST,
+              "the connection to the controller has ended: close the engine and open it again");
 }
 
 // The controller is gone: nobody waits for it any longer.
@@ -333,7 +334,8 @@ Status Client::stop_trace(const char* path) {
   if (path && path[0] != '/') {
     char here[4096];
     if (!getcwd(here, sizeof here))
-      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno, "the file '%.200s' cannot be written: give its whole path", path);
+      return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno,
+                        "the file '%.200s' cannot be written: give its whole path", path);
     absolute = String(here) + "/" + path;
   } else if (path) {
     absolute = path;

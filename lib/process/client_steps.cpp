@@ -303,10 +303,13 @@ Status Client::cancel(AnyTrainer& any, const AnyBatchRef& of) {
   RemoteTrainer& t = own(any);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  if (of->session != this) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
+  if (of->session != this)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the batch belongs to another engine: cancel it there");
   const RemoteBatchRef batch = std::static_pointer_cast<RemoteBatch>(of);
   if (batch->trainer != &t)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the batch was declared by another trainer, not by rank %u: give one of its own", t.rank);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the batch was declared by another trainer, not by rank %u: give one of its own",
+                t.rank);
   FRUGAL_TRY(take_settled(t));
   Exchange e{Call::kCancel, {batch->id}, {}};
   if (batch->failed == FRUGAL_OK) FRUGAL_TRY(ask(t, e));

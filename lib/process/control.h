@@ -74,9 +74,10 @@ class ControlHandler {
   virtual Status find_table(Peer& peer, const char* name, TableReply* reply) = 0;
   virtual Status drop_table(Peer& peer, uint64_t id) = 0;
   // `request`: its number, which is above those of the requests that the peer has made before.
-  virtual Status join(Peer& peer, uint64_t request, const frugal_trainer_config& config, JoinReply* reply) = 0;
-  // `lost`: as if the peer had ended. `joined`: the first number of the join's reply; or kAnyJoin: any
-  // that was asked for before this request.
+  virtual Status join(Peer& peer, uint64_t request, const frugal_trainer_config& config,
+                      JoinReply* reply) = 0;
+  // `lost`: as if the peer had ended. `joined`: the first number of the join's reply; or kAnyJoin:
+  // any that was asked for before this request.
   virtual Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) = 0;
   virtual Status stats(Peer& peer, frugal_stats* stats) = 0;
   virtual Status health(Peer& peer, int32_t* health) = 0;

@@ -98,7 +98,9 @@ Status take_given(wire::Answer::Reader answer, Incoming& in, Reply* reply) {
     reply->numbers = std::move(numbers);
     return FRUGAL_OK;
   } catch (const std::bad_alloc&) {
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for an answer of the controller: free memory of the machine and call again");
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                "no memory for an answer of the controller: free memory of the machine and call "
+                "again");
   }
 }
 
@@ -110,7 +112,9 @@ Status take_table(wire::Answer::Reader answer, Incoming& in, TableReply* reply) 
 
 Status check_text(const char* text, const char* what) {
   if (!text || strnlen(text, kMostText + 1) <= kMostText) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the %s '%.64s...' has more than %zu bytes: give a shorter one", what, text, kMostText);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+              "the %s '%.64s...' has more than %zu bytes: give a shorter one", what, text,
+              kMostText);
 }
 
 }  // namespace
@@ -137,7 +141,9 @@ struct ControlClient::Impl final : HeapObject {
   }
 
   Status is_lost() const {
-    return fail(FRUGAL_ERR_PEER_LOST, "the controller at %.200s (process %d) is gone, or has ended the connection: open the engine again",
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the controller at %.200s (process %d) is gone, or has ended the connection: open "
+                "the engine again",
                 address.c_str(), static_cast<int>(controller.pid));
   }
 
@@ -200,16 +206,21 @@ struct ControlClient::Impl final : HeapObject {
     if (Call** at = find(made.id); *at) {
       *at = made.next;
       if (sent == Progress::kRefused)
-        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code, "\"%s\" cannot be sent to the controller: free memory of the machine and call again", what);
+        return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                          "\"%s\" cannot be sent to the controller: free memory of the machine and "
+                          "call again",
+                          what);
       return fail(FRUGAL_ERR_TIMEOUT,
-                  "the controller at %.200s has not answered \"%s\" within %lld ms; it may do it all the same: call again",
+                  "the controller at %.200s has not answered \"%s\" within %lld ms; it may do it "
+                  "all the same: call again",
                   address.c_str(), what, static_cast<long long>(timeout_ms));
     }
     return made.error.status == FRUGAL_OK ? FRUGAL_OK : fail_as(made.error);
   }
   template <class Fill>
   Status call(const char* what, int64_t timeout_ms, Fill fill, uint64_t until = 0) {
-    return call(what, timeout_ms, fill, [](wire::Answer::Reader, Incoming&) { return FRUGAL_OK; }, until);
+    const auto nothing = [](wire::Answer::Reader, Incoming&) { return FRUGAL_OK; };
+    return call(what, timeout_ms, fill, nothing, until);
   }
 
   // The thread.
@@ -299,7 +310,8 @@ struct ControlClient::Impl final : HeapObject {
     FRUGAL_TRY(peer_of(socket, &controller));
     FRUGAL_TRY(pidfd_of(socket, controller.pid, &pidfd));
     thread = quiet_thread([this] { run(); });
-    const Status s = call("attach", timeout_ms, [&](wire::Request::Builder r) { r.setAttach(version); }, until);
+    const auto fill = [&](wire::Request::Builder r) { r.setAttach(version); };
+    const Status s = call("attach", timeout_ms, fill, until);
     // A controller that is just going, or is full, may be followed by one that is not.
     *again = s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED;
     return s;
@@ -335,8 +347,9 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
         if (attempt.socket >= 0)
           return fail(s, "the controller at %.200s ends the connection at once: it is stopping, has as many "
                          "connections as it takes, is of another user, or lacks memory, threads or descriptors", address);
-        return fail_errno(FRUGAL_ERR_TIMEOUT, attempt.code, "no controller at %.200s within %lld ms: start one, or raise timeout_ms", address,
-                          static_cast<long long>(timeout_ms));
+        return fail_errno(FRUGAL_ERR_TIMEOUT, attempt.code,
+                          "no controller at %.200s within %lld ms: start one, or raise timeout_ms",
+                          address, static_cast<long long>(timeout_ms));
       }
       usleep(static_cast<useconds_t>(pause / 1000));
     }

@@ -33,7 +33,9 @@ constexpr size_t kThreadsOfPeer = 8;  // calls of one connection that are made a
 constexpr int kLookMs = 1000;  // for the end of an open that takes longer than the time to open
 constexpr size_t kNotAttached = 64;  // connections; of more one is ended: the oldest of the process that has most
 
-Status stopping() { return fail(FRUGAL_ERR_CLOSED, "the controller is stopping: attach to another"); }
+Status stopping() {
+  return fail(FRUGAL_ERR_CLOSED, "the controller is stopping: attach to another");
+}
 
 // A descriptor of the same for another process, through which nothing can be written where the system has /proc; -1
 // and errno: none can be had.
@@ -67,7 +69,9 @@ struct Given {
     try {
       opened.reserve(reply.descriptors.size());
     } catch (const std::bad_alloc&) {
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for an answer: free memory of the machine and call again");
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                  "the controller has no memory for an answer: free memory of the machine and call "
+                  "again");
     }
     for (int& fd : reply.descriptors) {
       if (std::find(reply.read_only.begin(), reply.read_only.end(), fd) == reply.read_only.end()) continue;
@@ -304,7 +308,8 @@ class ControlServer::Impl::Connection : public HeapObject {
       }
       case wire::Request::LEAVE: {
         const auto asked = request.getLeave();
-        return handler.leave(peer_, request.getId(), asked.getRank(), asked.getLost(), asked.getJoined());
+        return handler.leave(peer_, request.getId(), asked.getRank(), asked.getLost(),
+                             asked.getJoined());
       }
       case wire::Request::STATS: {
         frugal_stats stats{};

@@ -26,7 +26,8 @@ Status socket_address(const char* address, sockaddr_un* out) {
   out->sun_family = AF_UNIX;
   const size_t length = address ? std::strlen(address) : 0;
   if (length == 0)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "the controller's address is empty: give the path of a socket");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "the controller's address is empty: give the path of a socket");
   if (length >= sizeof out->sun_path)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "the controller's address has %zu bytes, a socket's path at most %zu: %.200s", length,
@@ -120,7 +121,8 @@ Status ControlPlace::take(const char* address) {
 Status ControlPlace::no_lock(int code) const {
   if (code == EMFILE || code == ENFILE) return os_no_descriptor(code, "the controller's lock");
   return fail_errno(path_status(code), code, "the controller's lock %s cannot be made%s",
-                    lock_path_.c_str(), code == ENOENT ? ": is its folder there?" : ": choose another address");
+                    lock_path_.c_str(),
+                    code == ENOENT ? ": is its folder there?" : ": choose another address");
 }
 
 Status ControlPlace::lock() {
@@ -162,7 +164,9 @@ Status ControlPlace::bind() {
                   address_.c_str());
     // Nobody holds the lock: the controller that made it is dead.
     if (unlink(address_.c_str()) != 0)
-      return fail_errno(path_status(errno), errno, "the stale socket %s cannot be removed: remove it, or choose another address",
+      return fail_errno(path_status(errno), errno,
+                        "the stale socket %s cannot be removed: remove it, or choose another "
+                        "address",
                         address_.c_str());
   }
   listener_ = new_socket();
@@ -170,12 +174,14 @@ Status ControlPlace::bind() {
     return os_no_descriptor(errno, "the controller's socket");
   // The file gets the mode of the socket, less what the umask takes: it is never wider than this.
   if (fchmod(listener_, 0600) != 0)
-    return fail_errno(refused(errno), errno, "the mode of the socket for %s cannot be set: a sandbox may forbid it",
+    return fail_errno(refused(errno), errno,
+                      "the mode of the socket for %s cannot be set: a sandbox may forbid it",
                       address_.c_str());
   if (::bind(listener_, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0) {
     const int code = errno;
     return fail_errno(code == EADDRINUSE ? FRUGAL_ERR_EXISTS : path_status(code), code,
-                      "the controller's socket cannot be made at %s: choose another address", address_.c_str());
+                      "the controller's socket cannot be made at %s: choose another address",
+                      address_.c_str());
   }
   bound_ = true;
   const bool found = lstat(address_.c_str(), &there) == 0;
@@ -185,7 +191,8 @@ Status ControlPlace::bind() {
   }
   if (!found || (there.st_mode & 077) != 0)
     return fail(FRUGAL_ERR_UNSUPPORTED,
-                "this system makes sockets that other users can open; %s is not served: choose an address on another file system",
+                "this system makes sockets that other users can open; %s is not served: choose an "
+                "address on another file system",
                 address_.c_str());
   if (chmod(address_.c_str(), 0600) != 0)  // the umask may have taken from the owner, too
     return fail_errno(refused(errno), errno,
@@ -233,7 +240,8 @@ Attempt connect_once(const char* address) {
     // No file yet, nobody listens (any more), or the queue of those who connect is full.
     struct stat there;
     if (out.code == ECONNREFUSED && stat(address, &there) == 0 && !S_ISSOCK(there.st_mode)) {
-      out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is there and is no socket: give the address of a controller",
+      out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                        "%s is there and is no socket: give the address of a controller",
                         address);
       return out;
     }
@@ -241,7 +249,8 @@ Attempt connect_once(const char* address) {
                 out.code == EINTR || out.code == ECONNRESET;
     if (!out.again)
       out.status = fail_errno(path_status(out.code), out.code,
-                              "the controller at %s cannot be connected to: is it another user's?", address);
+                              "the controller at %s cannot be connected to: is it another user's?",
+                              address);
     return out;
   }
   Credentials other;

@@ -265,8 +265,10 @@ Status Lane::handle(const Header& request) {
   }
   if (call == Call::kTraceStart) {
     if (observes_ && request.args[0] > kMostObserved)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %llu: with FRUGAL_OBSERVE it must be 1..%llu",
-                  static_cast<unsigned long long>(request.args[0]), static_cast<unsigned long long>(kMostObserved));
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "events is %llu: with FRUGAL_OBSERVE it must be 1..%llu",
+                  static_cast<unsigned long long>(request.args[0]),
+                  static_cast<unsigned long long>(kMostObserved));
     return engine_->start_trace(request.args[0], &trace_);
   }
   if (call == Call::kTraceStop) {

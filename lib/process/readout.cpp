@@ -13,7 +13,9 @@ namespace {
 constexpr uint64_t kMostUpdates = 1 << 20;  // of a table: more is a list that does not end
 
 Status damaged(const char* what) {
-  return fail(FRUGAL_ERR_INTERNAL, "the tables cannot be read out: the controller left %s in disorder; restore them", what);
+  return fail(FRUGAL_ERR_INTERNAL,
+              "the tables cannot be read out: the controller left %s in disorder; restore them",
+              what);
 }
 
 // An update of the ledger, as the engine had it.

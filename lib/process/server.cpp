@@ -369,7 +369,8 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     return engine_->drop_table(table);
   }
 
-  Status join(Peer& peer, uint64_t request, const frugal_trainer_config& config, JoinReply* reply) override {
+  Status join(Peer& peer, uint64_t request, const frugal_trainer_config& config,
+              JoinReply* reply) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(taking_part(peer, &process));
     FRUGAL_TRY(check_trainer(config, engine_->config().world_size));
@@ -407,7 +408,9 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     return FRUGAL_OK;
   }
 
-  static Status not_awaited() { return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more: join again"); }
+  static Status not_awaited() {
+    return fail(FRUGAL_ERR_PEER_LOST, "nobody waits for the rank any more: join again");
+  }
 
   // The rank is free afterwards, however long memory is short: nobody else would make it so.
   void take_out(const TrainerRef& trainer) {
@@ -439,8 +442,9 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     }
   }
 
-  // The rank's process may have died a moment ago: then its place is free soon. Or, with `earlier`, until nobody else
-  // is about to join as this rank who has begun before. False: nobody waits for `mine` any more.
+  // The rank's process may have died a moment ago: then its place is free soon. Or, with `earlier`,
+  // until nobody else is about to join as this rank who has begun before. False: nobody waits for
+  // `mine` any more.
   bool await_rank(const Joining& mine, bool earlier) {
     const uint32_t rank = mine.rank;
     std::unique_lock<std::mutex> lock(mu_);

@@ -61,13 +61,16 @@ Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) try 
     entries_.erase(entry);
     return fail_errno(code == ENOSPC || code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY
                                                        : FRUGAL_ERR_INVALID_ARGUMENT,
-                      code, "descriptor %d cannot be watched: free memory of the machine, or raise its limit (fs.epoll.max_user_watches)",
+                      code,
+                      "descriptor %d cannot be watched: free memory of the machine, or raise its "
+                      "limit (fs.epoll.max_user_watches)",
                       process_fd);
   }
   *id = last_id_ = number;
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to watch another process: free memory of the machine and call again");
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory to watch another process: free memory of the machine and call again");
 }
 
 void Watch::remove(uint64_t id) {
