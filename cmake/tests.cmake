@@ -57,8 +57,9 @@ function(frugal_test)
   endforeach()
 endfunction()
 
-# frugal_with_programs(target) tells a test's program where the controller is, and frugal-top (FRUGAL_CONTROLLER, FRUGAL_TOP).
-# In a file of its own: the others are compiled the same way in each build folder, so ccache shares them.
+# frugal_with_programs(target) tells a test's program where the controller and frugal-top are
+# (FRUGAL_CONTROLLER, FRUGAL_TOP). A file of its own does: the others are compiled the same way in
+# each build folder, so ccache shares them.
 function(frugal_with_programs target)
   if(NOT TARGET frugal_programs)
     set(top)

@@ -458,8 +458,9 @@ FRUGAL_API int32_t frugal_table_set_optimizer(frugal_table *table, uint64_t firs
 
 /* Tells the bytes that a configuration takes before it is opened: the most that a table with all of
  * its rows takes at any time. `cache_rows` is the number of rows that one trainer's device cache
- * would hold for this table. The first three are what counts against host_bytes. Not counted, for
- * they depend on the batches: declared keys, and the updates that wait (pending_bytes). */
+ * would hold for this table. The first three are what counts against host_bytes; with shared memory,
+ * idle buffers count there, too. Not counted, for they depend on the batches: declared keys, and the
+ * updates that wait (pending_bytes). */
 typedef struct frugal_memory {
   uint64_t values;      /* host rows */
   uint64_t state;       /* optimizer state */

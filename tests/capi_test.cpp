@@ -5,8 +5,13 @@
 
 #include <gtest/gtest.h>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -1373,6 +1378,77 @@ TEST(Tables, SmallOnesTakeLittleMemory) {
     ASSERT_OK(frugal_put(table, &key, 1, 0, row, 0));
   }
   EXPECT_LT(resident_kib(getpid()) - before, 40 << 10);
+}
+
+// --- Arithmetic ---
+
+// The calling thread rounds upwards, and knows no denormals where it can be told so.
+class OddEnvironment {
+ public:
+  explicit OddEnvironment(bool on) {
+    std::fegetenv(&before_);
+    if (!on) return;
+    std::fesetround(FE_UPWARD);
+#if defined(__x86_64__)
+    _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+  }
+  ~OddEnvironment() { std::fesetenv(&before_); }
+
+ private:
+  std::fenv_t before_;
+};
+
+// All that a training gives: rows looked up, and in the end rows with their state. The squares of some gradients are
+// denormal.
+std::vector<uint32_t> Trained(bool odd, int32_t kind, uint32_t flush_threads) {
+  constexpr size_t kRows = 40, kDim = 8, kKeys = 25, kSteps = 12, kWorld = 2;
+  std::mt19937 random(7);
+  std::vector<std::vector<uint64_t>> keys(kSteps * kWorld, std::vector<uint64_t>(kKeys));
+  std::vector<std::vector<float>> grads(kSteps * kWorld, std::vector<float>(kKeys * kDim));
+  for (auto& of : keys)
+    for (uint64_t& key : of) key = random() % kRows;
+  for (auto& of : grads)
+    for (float& g : of) {
+      g = static_cast<float>(random()) - 2e9f;
+      g *= random() % 2 ? 1e-9f : 1e-30f;
+    }
+  std::vector<uint32_t> bits;
+  const OddEnvironment environment(odd);
+  const int rounding = std::fegetround();
+  Engine engine(kWorld, [&](frugal_config* c) { c->flush_threads = flush_threads; });
+  frugal_table* table = engine.Table("t", FRUGAL_HASHED, kRows, kDim, [&](frugal_table_config* c) {
+    c->init = FRUGAL_INIT_NORMAL;
+    c->optimizer.kind = kind;
+    c->optimizer.lr = 0.1f;
+  });
+  frugal_trainer* ranks[] = {engine.Trainer(0), engine.Trainer(1)};
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    for (frugal_trainer* rank : ranks) EXPECT_OK(frugal_step_begin(rank, step, kWait));
+    for (size_t r = 0; r < kWorld; ++r) {
+      RowOp row(table, keys[step * kWorld + r], kDim);
+      row.op.grads = grads[step * kWorld + r].data();
+      EXPECT_OK(frugal_lookup(ranks[r], &row.op, 1));
+      EXPECT_OK(frugal_push_grad(ranks[r], &row.op, 1));
+      for (float x : row.rows) bits.push_back(Bits(x));
+    }
+    for (frugal_trainer* rank : ranks) EXPECT_OK(frugal_step_end(rank, step, 0));
+  }
+  for (uint64_t key = 0; key < kRows; ++key) {
+    float row[3 * kDim] = {};
+    EXPECT_OK(frugal_get(table, &key, 1, FRUGAL_WITH_STATE, row, 0, nullptr));
+    for (float x : row) bits.push_back(Bits(x));
+  }
+  EXPECT_EQ(rounding, std::fegetround()) << "a call has left another rounding";
+  return bits;
+}
+
+TEST(Arithmetic, IsTheLibrarysWhateverTheCallersIs) {
+  for (int32_t kind : {FRUGAL_SGD, FRUGAL_ADAGRAD, FRUGAL_ADAM})
+    for (uint32_t flush_threads : {0u, 2u}) {
+      SCOPED_TRACE(testing::Message() << "kind " << kind << ", " << flush_threads << " flush threads");
+      EXPECT_EQ(Trained(false, kind, 0), Trained(true, kind, flush_threads));
+    }
 }
 
 // --- Trainers ---

@@ -40,7 +40,7 @@ Status Arena::take(size_t bytes, char** out) try {
     FRUGAL_TRY(os_commit(mapping_, at + bytes - fresh, fresh));
     committed_ = at + bytes;
   }
-  if (budget_) budget_->give(bytes - fresh);
+  if (budget_) budget_->let_go(bytes - fresh);
   if (at == used_)
     used_ += bytes;
   else if ((best->first += bytes) == best->end)

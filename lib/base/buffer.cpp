@@ -43,6 +43,9 @@ size_t class_of(size_t bytes, size_t* rounded) {
   size_t quarter = (size_t{1} << log) / 4;
   size_t q = (bytes - (size_t{1} << log) + quarter - 1) / quarter;  // 1..4
   *rounded = (size_t{1} << log) + q * quarter;
+  // Large ones have whole pages, and count as what they have.
+  if (*rounded > kHugePage && *rounded % kHugePage != 0)
+    return class_of((*rounded / kHugePage + 1) * kHugePage, rounded);
   return (log - 8) * 4 + q;
 }
 
@@ -139,7 +142,7 @@ size_t BufferPool::capacity_for(size_t bytes) {
   if (bytes == 0 || bytes > SIZE_MAX / 4) return bytes;
   size_t capacity;
   class_of(bytes, &capacity);
-  return capacity >= kHugePage ? (capacity + kHugePage - 1) / kHugePage * kHugePage : capacity;
+  return capacity;
 }
 
 Status BufferPool::get(size_t bytes, Buffer* out) {

@@ -28,20 +28,31 @@ class BufferPool;
 struct MemoryBudget {
   uint64_t limit = UINT64_MAX;
   std::atomic<uint64_t> used{0};
+  std::atomic<uint64_t> idle{0};  // of that: shared memory that no buffer uses
   BufferPool* spare = nullptr;
   bool add(uint64_t bytes) {
-    uint64_t before = used.fetch_add(bytes, std::memory_order_relaxed);
-    if (before + bytes <= limit) return true;
-    used.fetch_sub(bytes, std::memory_order_relaxed);
-    return false;
+    // What is refused is never counted: beside it something smaller may fit.
+    uint64_t now = used.load(std::memory_order_relaxed);
+    do {
+      if (now > limit || bytes > limit - now) return false;
+    } while (!used.compare_exchange_weak(now, now + bytes, std::memory_order_relaxed));
+    return true;
   }
   bool take(uint64_t bytes);
-  // Of memory that is there, whatever the limit says.
-  void hold(uint64_t bytes) { used.fetch_add(bytes, std::memory_order_relaxed); }
+  // Of shared memory that no buffer uses: it is there, whatever the limit says.
+  void hold(uint64_t bytes) {
+    idle.fetch_add(bytes, std::memory_order_relaxed);
+    used.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  void let_go(uint64_t bytes) {
+    idle.fetch_sub(bytes, std::memory_order_relaxed);
+    give(bytes);
+  }
   String left_text() const {
     if (limit == UINT64_MAX) return "all";
-    return text("%llu of %llu bytes", static_cast<unsigned long long>(limit - std::min(limit, used.load())),
-                static_cast<unsigned long long>(limit));
+    const unsigned long long left = limit - std::min(limit, used.load()), idle_now = idle.load();
+    String told = text("%llu of %llu bytes", left, static_cast<unsigned long long>(limit));
+    return idle_now ? told + text(" (idle shared buffers have %llu)", idle_now) : told;
   }
   void give(uint64_t bytes) { used.fetch_sub(bytes, std::memory_order_relaxed); }
 };
@@ -133,7 +144,7 @@ class BufferPool {
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
   // Likewise: its memory comes from an arena, which lives longer.
   void cut_from(Arena* arena) { arena_ = arena; }
-  // What is kept counts against the budget. An arena's pool makes no room: its memory stays.
+  // What is kept counts against the budget. After cut_from: an arena's pool makes no room: its memory stays.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
     if (!arena_) budget->spare = this;

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/fpenv.h"
 #include "base/futex.h"
 #include "base/status.h"
 #include "base/this_thread.h"
@@ -68,6 +69,7 @@ class Thread {
   template <class Body>
   static void* main(void* body) {
     const std::unique_ptr<Body> run(static_cast<Body*>(body));
+    const FpEnvironment fp;  // and not the one of the thread that has started this
     (*run)();
     return nullptr;
   }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/fpenv.h"
 #include "engine/config_check.h"
 #include "capi/serving.h"
 #include "device/pointers.h"
@@ -31,10 +32,12 @@ Status guarded(F&& body) noexcept {
   }
 }
 
-// A thread is not cancelled in the middle of a call, which would leave locks and steps behind: at the next point of
+// What is computed in a call or by a thread of the library (base/thread.h) does not depend on the caller's rounding. And
+// a thread is not cancelled in the middle of a call, which would leave locks and steps behind: at the next point of
 // cancellation after it.
 template <class F>
 Status guard(F&& body) {
+  const FpEnvironment fp;
   int before = PTHREAD_CANCEL_ENABLE;
   pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
   const Status s = guarded(body);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/fpenv.h"
 #include "base/handles.h"
 #include "engine/local_step.h"
 

@@ -1,7 +1,6 @@
 // What trainers on GPUs have in flight: joining, landing, failing (docs/cuda.md, section 7).
 #include <algorithm>
 
-#include "base/fpenv.h"
 #include "base/thread.h"
 #include "engine/wait.h"
 
@@ -209,7 +208,6 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     leave_gpu(*t);
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
-      FpEnvironment fp;
       (void)undo_surely(*t, Undo::kFailed);
     }));
   } catch (...) {

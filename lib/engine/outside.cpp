@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "arith/nan.h"
-#include "base/fpenv.h"
 #include "device/pointers.h"
 #include "engine/wait.h"
 
@@ -124,7 +123,6 @@ bool Engine::outside_allowed(String* why) {  // with mu_ held
 
 Status Engine::flush(Deadline deadline) {
   FRUGAL_TRY(check());
-  FpEnvironment fp;
   FRUGAL_TRY(land_all(deadline));
   auto written = [&] {
     if (workers_.applying()) return false;
@@ -184,7 +182,6 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
                    size_t stride, uint8_t* found) {
   Table& t = own(table);
   FRUGAL_TRY(check());
-  FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   size_t least = stride;
   FRUGAL_TRY(fit_stride(t, false, n, &least));
@@ -211,7 +208,6 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
                    size_t stride) {
   Table& t = own(table);
   FRUGAL_TRY(check());
-  FpEnvironment fp;
   bool state = flags & FRUGAL_WITH_STATE;
   size_t least = stride;
   FRUGAL_TRY(fit_stride(t, false, n, &least));
@@ -278,7 +274,6 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
 Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) {
   Table& t = own(table);
   FRUGAL_TRY(check());
-  FpEnvironment fp;
   FRUGAL_TRY(t.rows.check_ids(keys, n, nullptr));
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
@@ -300,7 +295,6 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
   Trainer* const trainer = any ? &own(*any) : nullptr;
   FRUGAL_TRY(check());
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kRead));
-  FpEnvironment fp;
   std::unique_lock<std::mutex> call;
   std::optional<OutsideScope> scope;
   uint64_t step = UINT64_MAX;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/fpenv.h"
 #include "base/handles.h"
 #include "engine/local_step.h"
 
@@ -159,7 +158,6 @@ Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& nu
                            Vector<RemotePart>* out) {
   const size_t n = numbers.at.size();
   std::lock_guard<std::mutex> call(t.call_mu);
-  FpEnvironment fp;
   LocalStep step(*this, t, nullptr, &numbers);
   FRUGAL_TRY(step.begin(Use::kDeclare));
   FRUGAL_TRY(check_ops(*this, ops, n, Use::kLookup));

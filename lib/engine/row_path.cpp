@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/fpenv.h"
 
 namespace frugal {
 
@@ -144,7 +143,6 @@ Status RowPath::match_batch(frugal_op* op) {
 // --- Lookup --------------------------------------------------------------------------------------
 
 Status RowPath::lookup(const frugal_op* ops, size_t n) {
-  FpEnvironment fp;
   FRUGAL_TRY(step_.begin(Use::kLookup));
   return with_gpu_ops(ops, n, Use::kLookup,
                       [&](const frugal_op* host, const GpuOp* gpu) { return lookup_rows(host, n, gpu); });
@@ -208,7 +206,6 @@ Status RowPath::bring_rows(const Access& a, const RowSource& from, const GpuOp& 
 // --- Push ----------------------------------------------------------------------------------------
 
 Status RowPath::push(const frugal_op* ops, size_t n) {
-  FpEnvironment fp;
   FRUGAL_TRY(step_.begin(Use::kPush));
   return with_gpu_ops(ops, n, Use::kPush,
                       [&](const frugal_op* host, const GpuOp* gpu) { return push_rows(host, n, gpu); });

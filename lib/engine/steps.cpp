@@ -5,7 +5,6 @@
 
 #include "arith/fold.h"
 #include "base/assert.h"
-#include "base/fpenv.h"
 #include "base/handles.h"
 #include "base/insist.h"
 #include "device/pointers.h"
@@ -76,7 +75,6 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     FRUGAL_TRY(t.gpu->ready());
   else
     device::look_for_devices();
-  FpEnvironment fp;
   FRUGAL_TRY(check_step(step));
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -201,7 +199,6 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     FRUGAL_TRY(enter(t));
     if (flags & ~FRUGAL_STEP_SKIP)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
-    FpEnvironment fp;
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.in_step) return not_inside(t);
@@ -286,7 +283,6 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
 // --- Commit --------------------------------------------------------------------------------------
 
 Status Engine::commit_ready() {
-  FpEnvironment fp;
   Status status = FRUGAL_OK;
   std::unique_lock<std::mutex> lock(mu_);
   // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.

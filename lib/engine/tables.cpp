@@ -3,7 +3,6 @@
 #include <cstring>
 #include <optional>
 
-#include "base/fpenv.h"
 #include "base/handles.h"
 #include "base/insist.h"
 #include "base/thread.h"
@@ -117,7 +116,6 @@ void Engine::shutdown() {
   } end{ledger_.get()};
   // What is committed gets written, for whoever has mapped the rows, too.
   try {
-    FpEnvironment fp;
     {
       std::unique_lock<std::mutex> lock(mu_);
       workers_.settle(lock, [&] { return !phase_.is(Phase::kCommit); });
@@ -250,7 +248,6 @@ static Status is_there(const TableRef& table, const frugal_table_config& config,
 }
 
 Status Engine::create_table(const frugal_table_config& config, TableRef* out, bool here) {
-  FpEnvironment fp;
   FRUGAL_TRY(check());
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -464,7 +461,6 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
 
 // Outside of steps. Rows keep their values; their state becomes that of new ones.
 Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
-  FpEnvironment fp;
   const frugal_table_config& c = table.config;
   Rows& rows = table.rows;
   Rows::State state;

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/fpenv.h"
 #include "base/handles.h"
 #include "device/pointers.h"
 #include "engine/wait.h"
@@ -111,7 +110,6 @@ Status Engine::close_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();
   std::unique_lock<std::mutex> call(t->call_mu);
-  FpEnvironment fp;
   bool inside;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -177,7 +175,6 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   span.step(step).rank(t.rank);
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t, !late));
-  FpEnvironment fp;
   auto batch = std::allocate_shared<Batch>(HeapAllocator<Batch>());
   batch->step = step;
   batch->rank = t.rank;

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "base/assert.h"
-#include "base/fpenv.h"
 #include "engine/wait.h"
 
 namespace frugal {

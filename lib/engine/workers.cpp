@@ -1,7 +1,6 @@
 #include "engine/workers.h"
 
 #include "base/assert.h"
-#include "base/fpenv.h"
 
 namespace frugal {
 namespace {
@@ -78,7 +77,6 @@ void Workers::await_nobody() {
 }
 
 void Workers::main(uint32_t number) {
-  FpEnvironment fp;
   trace_thread(number);
   // Who wakes a flush thread is on its way through a call: it keeps its processor.
   os_batch_thread();

@@ -5,7 +5,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/fpenv.h"
 #include "base/handles.h"
 #include "device/pointers.h"
 #include "process/exchange.h"
@@ -686,7 +685,6 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
   FRUGAL_TRY(enter(t));
-  FpEnvironment fp;
   FRUGAL_TRY(inside(t));
   if (t.step != step)
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
@@ -759,7 +757,6 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
                   "trainer, for the rows as of the last step that was",
                   static_cast<unsigned long long>(begun), t->rank);
   }
-  FpEnvironment fp;
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = ops[i];
     RemoteTableRef table;

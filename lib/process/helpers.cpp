@@ -1,6 +1,5 @@
 #include "process/helpers.h"
 
-#include "base/fpenv.h"
 #include "base/os.h"
 
 namespace frugal {
@@ -52,7 +51,6 @@ void Helpers::Loop::work() noexcept {
 }
 
 void Helpers::main() {
-  FpEnvironment fp;
   os_brief_thread();
   uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mu_);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/fpenv.h"
 #include "engine/engine.h"
 #include "window/apply.h"
 
@@ -225,7 +224,6 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     std::memcpy(to.row(i), t.values, layout_.value_bytes());
     if (to.state_pitch) std::memcpy(to.state_row(i), t.state, to.state_pitch);
   }
-  FpEnvironment fp;
   size_t most = 0;
   for (auto& u : updates) most = std::max(most, u->update.ranks.size());
   ApplyScratch scratch(most, 0);
@@ -258,7 +256,6 @@ TableReadout::Row TableReadout::row(uint32_t slot, char* scratch) const {
     const device::RowsRef ref = layout_.at(scratch, scratch + layout_.value_pitch);
     const uint64_t key = slot;
     const uint32_t first = 0;
-    FpEnvironment fp;
     device::kernels().initialize(ref, init_, &key, 0, &first, 0, 1);
     return {ref.values, ref.state};
   }

@@ -521,7 +521,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     take_out(trainer);
     // What it has handed over for steps that are committed is read from its memory: not after this. It may
     // go on, if it was only stopped, and write there.
-    insist([&] { (void)engine_->flush({UINT64_MAX}); });
+    (void)insist([&] { return engine_->flush({UINT64_MAX}); });
   }
 
   Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) override {

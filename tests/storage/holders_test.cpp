@@ -33,13 +33,17 @@ TEST_F(HoldersTest, CountsHaveNoLargestValue) {
   hold(6, 3);
   for (uint64_t i = 1; i <= kAll; ++i) {
     holders.hold(7);
-    if (i % 4099 == 0) ASSERT_EQ(holders.count(7), i);
+    if (i % 4099 == 0) {
+      ASSERT_EQ(holders.count(7), i);
+    }
   }
   EXPECT_EQ(holders.count(7), kAll);
   EXPECT_EQ(holders.count(6), 3u) << "of another place";
   for (uint64_t left = kAll; left-- > 0;) {
     ASSERT_EQ(holders.let_go(7, 1), left != 0);
-    if (left % 4099 == 0) ASSERT_EQ(holders.count(7), left);
+    if (left % 4099 == 0) {
+      ASSERT_EQ(holders.count(7), left);
+    }
   }
   EXPECT_FALSE(holders.held(7));
   EXPECT_TRUE(holders.let_go(6, 2));
@@ -55,7 +59,9 @@ TEST_F(HoldersTest, ManyAtOnce) {
         hold(3, all + off);
         ASSERT_EQ(holders.let_go(3, back), back != all + off);
         ASSERT_EQ(holders.count(3), all + off - back);
-        if (back != all + off) ASSERT_FALSE(holders.let_go(3, all + off - back));
+        if (back != all + off) {
+          ASSERT_FALSE(holders.let_go(3, all + off - back));
+        }
         ASSERT_FALSE(holders.held(3));
       }
 }
