@@ -245,7 +245,7 @@ FRUGAL_API int32_t frugal_open(const frugal_config *config, frugal_engine **engi
 /* Stops the threads, writes what is pending, and frees everything, the tables, too (which attached processes can
  * read out all the same); trainers, tables and batches of the engine become closed handles; a step that some rank is
  * inside of is lost. So is one that all ranks have ended, if there is no memory to commit it: the
- * log tells. NULL is accepted.
+ * log tells (a frugal-controller: its standard error). NULL is accepted.
  * Needs no memory, but for the first call of a thread (OUT_OF_MEMORY: nothing has happened, call
  * again). Returns: FRUGAL_OK or BAD_HANDLE; in a forked child FRUGAL_ERR_FORKED, and nothing happens.
  * Threads: any; calls of other threads that wait answer FRUGAL_ERR_CLOSED. */
@@ -552,7 +552,8 @@ FRUGAL_API int32_t frugal_trainer_create(frugal_engine *engine,
 
 /* Leaves: from now on nobody waits for this rank. Its declarations are cancelled; a step that it
  * is inside of is aborted for all. NULL is accepted. Returns: FRUGAL_OK, BAD_HANDLE, FORKED,
- * OUT_OF_MEMORY, with a service also TIMEOUT. After these two call again: until then the handle stays.
+ * OUT_OF_MEMORY, with a service also TIMEOUT. After these two call again: until then the handle stays
+ * (unless the engine is being closed: that closes the trainer, too).
  * Threads: any one; a call of the trainer that waits answers FRUGAL_ERR_CLOSED. */
 FRUGAL_API int32_t frugal_trainer_close(frugal_trainer *trainer);
 

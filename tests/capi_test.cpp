@@ -1243,7 +1243,7 @@ TEST(Tables, RoomThatDeclaredKeysHaveTaken) {
     Engine engine(1, [&](frugal_config* c) {
       c->backing = backing;
       c->flush_threads = 0;
-      c->host_bytes = 128 << 20;
+      c->host_bytes = 120 << 20;
     });
     frugal_table* table = engine.Table("t", FRUGAL_DENSE, 2'000'000, 1);  // 32 MiB
     frugal_trainer* trainer = engine.Trainer(0);

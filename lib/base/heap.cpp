@@ -11,8 +11,11 @@ namespace {
 std::atomic<int64_t> g_fail_after{0};
 
 bool injected_failure() {
-  if (g_fail_after.load(std::memory_order_relaxed) <= 0) return false;
-  return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
+  int64_t left = g_fail_after.load(std::memory_order_relaxed);
+  while (left > 0 &&
+         !g_fail_after.compare_exchange_weak(left, left - 1, std::memory_order_relaxed)) {
+  }
+  return left == 1 || left < 0;
 }
 
 struct Functions {

@@ -21,7 +21,8 @@ void* heap_alloc(size_t bytes);  // throws std::bad_alloc
 void* heap_alloc_aligned(size_t alignment, size_t bytes) noexcept;  // null: no memory
 void heap_free(void* memory) noexcept;
 
-// Test hook: the n-th allocation from now on fails (0: off). Returns what was left of the last n.
+// Test hook: the n-th allocation from now on fails (0: off; -1: each). Returns what was left of
+// the last n.
 int64_t heap_test_fail_after(int64_t n);
 
 template <class T>

@@ -446,7 +446,7 @@ class Engine final : public Session, private DataPath {
   Status await_pins(Trainer& t, Deadline deadline);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
-  void end_flights(Trainer& leaving);
+  Status end_flights(Trainer& leaving);
   Status end_flight(Trainer& t, Flight::Found* found);
   void device_failed(uint32_t rank, const Gpu& gpu);
   void leave_gpu(Trainer& t) noexcept;

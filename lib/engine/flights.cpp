@@ -1,6 +1,7 @@
 // What trainers on GPUs have in flight: joining, landing, failing (docs/cuda.md, section 7).
 #include <algorithm>
 
+#include "base/insist.h"
 #include "base/thread.h"
 #include "engine/wait.h"
 
@@ -177,7 +178,8 @@ Status Engine::end_flight(Trainer& t, Flight::Found* found) {
 }
 
 // What a rank that leaves has ended lands, or is undone, while it is still there to be undone.
-void Engine::end_flights(Trainer& t) {
+// OUT_OF_MEMORY: the engine is about to be closed, and neither is so.
+Status Engine::end_flights(Trainer& t) {
   auto next = [&]() -> FlightRef {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& [step, record] : records_)
@@ -190,8 +192,13 @@ void Engine::end_flights(Trainer& t) {
     }
     if (!f->failed.load()) continue;
     t.reaped.store(true);
-    if (undo_surely(t, Undo::kFailed) != FRUGAL_OK) return;
+    const Status s = undo_surely(t, Undo::kFailed);
+    if (s != FRUGAL_OK) {
+      t.reaped.store(false);  // device_failed, where it is found again
+      return s;
+    }
   }
+  return FRUGAL_OK;
 }
 
 // A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
@@ -208,7 +215,9 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     leave_gpu(*t);
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
-      (void)undo_surely(*t, Undo::kFailed);
+      // Until the engine is closed: that waits for what is in flight, which this makes an end of.
+      (void)insist([&] { return undo(*t, Undo::kFailed); },
+                   [this](int) { return closed_.load(); });
     }));
   } catch (...) {
     t->reaped.store(false);  // no memory for a thread: who looks next tries again

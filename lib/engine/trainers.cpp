@@ -105,7 +105,9 @@ Status Engine::may_close(const Trainer& t) {
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }
 
-// Takes no memory: nobody is to wait for a rank that is on its way out.
+// Takes no memory, but for a commit that comes first: nobody is to wait for a rank that is on its
+// way out. OUT_OF_MEMORY: the engine is about to be closed, and the rank stays, so that no step is
+// committed without it.
 Status Engine::close_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();
@@ -122,12 +124,12 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   if (inside) {
     call.unlock();
-    undo_surely(*t, Undo::kLeaving);
+    FRUGAL_TRY(undo_surely(*t, Undo::kLeaving));
     call.lock();
   }
   if (t->gpu) {
     call.unlock();
-    end_flights(*t);
+    FRUGAL_TRY(end_flights(*t));
     call.lock();
   }
   // What it has read in a step that the others have not ended yet stays declared.

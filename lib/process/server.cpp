@@ -83,6 +83,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
   uint64_t engine_handle_ = 0;
   bool own_engine_ = false;
+  frugal_log_fn log_ = nullptr;      // of its own engine
   LargeRings large_rings_;
   Map<uint64_t, std::shared_ptr<Attached>> processes_;  // by peer
   Vector<uint32_t> leaving_;         // by rank: lanes that are being lost
@@ -210,7 +211,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     if (engine_) return same_engine(asked);
     frugal_config c = asked;
     c.backing = FRUGAL_BACKING_SHM;
-    c.log = nullptr;
+    c.log = log_;
     c.log_context = nullptr;
     c.service = nullptr;
     FRUGAL_TRY(check_config(c));
@@ -645,8 +646,10 @@ Server::~Server() {
   stop();
 }
 
-Status Server::start(const char* address, std::shared_ptr<Engine> engine, std::unique_ptr<Server>* out) {
+Status Server::start(const char* address, std::shared_ptr<Engine> engine,
+                     std::unique_ptr<Server>* out, frugal_log_fn log) {
   auto impl = std::make_unique<Impl>();
+  impl->log_ = log;
   if (engine && !engine->arena().opened())
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "other processes can attach to an engine with FRUGAL_BACKING_SHM only: open it so");

@@ -15,8 +15,9 @@ class Engine;
 class Server {
  public:
   // Makes `engine`, which must have shared memory, reachable at `address`; null: the first process that
-  // comes says what engine it is to be.
-  static Status start(const char* address, std::shared_ptr<Engine> engine, std::unique_ptr<Server>* out);
+  // comes says what engine it is to be, and `log` is that one's.
+  static Status start(const char* address, std::shared_ptr<Engine> engine,
+                      std::unique_ptr<Server>* out, frugal_log_fn log = nullptr);
   // Processes that are attached lose the controller. Rows are written; the engine goes on if it is not its own.
   void stop();
   ~Server();

@@ -10,6 +10,12 @@
 #include "frugal.h"
 #include "process/server.h"
 
+namespace {
+
+void tell(void*, int32_t, const char* text) { std::fprintf(stderr, "frugal-controller: %s\n", text); }
+
+}  // namespace
+
 int main(int argc, char** argv) {
   if (argc != 2 || std::strcmp(argv[1], "--help") == 0 || std::strcmp(argv[1], "-h") == 0) {
     std::printf(
@@ -29,7 +35,7 @@ int main(int argc, char** argv) {
   frugal::begin_call();
   frugal::Status s;
   try {
-    s = frugal::Server::start(argv[1], nullptr, &server);
+    s = frugal::Server::start(argv[1], nullptr, &server, tell);
   } catch (const std::exception&) {
     s = frugal::fail(FRUGAL_ERR_OUT_OF_MEMORY, "there is no memory for a controller");
   }
