@@ -2,7 +2,6 @@
 #include "base/buffer.h"
 
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 
 #include <cstring>
 #include <random>
@@ -23,12 +22,6 @@ std::vector<size_t> Sizes() {
   for (double bytes = 64.0 * kMiB; bytes > 1000; bytes *= 0.82)
     sizes.push_back(static_cast<size_t>(bytes));
   return sizes;
-}
-
-size_t Blocks(int fd) {
-  struct stat info {};
-  EXPECT_EQ(fstat(fd, &info), 0);
-  return static_cast<size_t>(info.st_blocks) * 512;
 }
 
 TEST(Buffers, OfSizesThatAreWantedOnceAFewStay) {
@@ -53,11 +46,8 @@ TEST(Buffers, OfSizesThatAreWantedOnceAFewStay) {
         }
         EXPECT_GT(all, 330 * kMiB);
         EXPECT_LE(pool.bytes_held(), 64 * kMiB + 2 * 64 * kMiB + 6 * kMiB);  // and small ones
-        // Shared memory does not go back to the system. Pieces of other sizes are cut from it, so
-        // it is bounded, too.
-        if (shared) {
-          EXPECT_LE(Blocks(arena.mapping().fd), 2 * (64 * kMiB + 2 * 64 * kMiB));
-        }
+        // Pieces of other sizes are cut from an arena's, so it is bounded, too.
+        EXPECT_LE(arena.bytes_held(), 2 * (64 * kMiB + 2 * 64 * kMiB));
       }
       pool.keep(0);
       EXPECT_LE(pool.bytes_held(), shared ? 12 * kMiB : 0);
@@ -77,6 +67,88 @@ TEST(Buffers, WhatNobodyWantsAnyMoreGoesBack) {
     ASSERT_EQ(pool.get(2 * kMiB, &b), FRUGAL_OK);
   }
   EXPECT_LE(pool.bytes_held(), 68 * kMiB);
+}
+
+// What was large once goes when steps have passed that did without, or who used it has left.
+TEST(Buffers, WhatTheLastStepsDidNotUseGoesBack) {
+  for (const bool shared : {false, true})
+    for (const bool steps : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "shared " << shared << ", steps " << steps);
+      MemoryBudget budget;
+      Arena arena;
+      BufferPool pool;
+      pool.count_in(&budget);
+      if (shared) {
+        ASSERT_EQ(arena.open(size_t{4} << 30), FRUGAL_OK);
+        arena.count_in(&budget);
+        pool.cut_from(&arena);
+      }
+      Buffer used[3];
+      for (Buffer& b : used) ASSERT_EQ(pool.get(100 * kMiB, &b), FRUGAL_OK);
+      EXPECT_EQ(budget.used.load(), 0u);
+      for (Buffer& b : used) b.reset();
+      EXPECT_GE(pool.bytes_kept(), 300 * kMiB) << "the next step may want it";
+      EXPECT_EQ(budget.used.load(), pool.bytes_kept());
+      if (!steps) pool.rest();
+      for (int step = 0; steps && step < 48; ++step) {
+        Buffer b;
+        ASSERT_EQ(pool.get(3 * kMiB, &b), FRUGAL_OK);
+        pool.end_step();
+      }
+      EXPECT_LE(pool.bytes_held(), 70 * kMiB);
+      EXPECT_LE(arena.bytes_held(), 70 * kMiB);
+      EXPECT_EQ(budget.used.load(), pool.bytes_kept());
+    }
+}
+
+// A job whose steps use much every now and then, and always the same, takes nothing new.
+TEST(Buffers, WhatStepsUseAgainStays) {
+  Arena arena;
+  BufferPool pool;
+  ASSERT_EQ(arena.open(size_t{4} << 30), FRUGAL_OK);
+  pool.cut_from(&arena);
+  std::atomic<uint64_t> changes{0};
+  arena.count_changes(&changes);
+  uint64_t before = 0;
+  for (int step = 0; step < 200; ++step) {
+    Buffer b[4];
+    for (size_t i = 0; i < 4 && step % 12 == 0; ++i)
+      ASSERT_EQ(pool.get((20 + 9 * i) * kMiB, &b[i]), FRUGAL_OK);
+    pool.end_step();
+    if (step == 0) before = changes.load();
+    ASSERT_EQ(changes.load(), before) << step;
+  }
+  EXPECT_EQ(before, 4u);
+}
+
+// Of an arena's memory all counts that nobody has, also what lies between buffers that are in use.
+TEST(Buffers, WhatAnArenaHasLeftCountsAgainstTheBudget) {
+  MemoryBudget budget;
+  budget.limit = 64 * kMiB;
+  Arena arena;
+  BufferPool pool;
+  pool.count_in(&budget);
+  ASSERT_EQ(arena.open(size_t{1} << 30), FRUGAL_OK);
+  arena.count_in(&budget);
+  pool.cut_from(&arena);
+  {
+    Buffer small[8];
+    for (Buffer& b : small) ASSERT_EQ(pool.get(4 * kMiB, &b), FRUGAL_OK);
+    for (int i = 0; i < 7; ++i) small[i].reset();
+    EXPECT_EQ(budget.used.load(), 28 * kMiB);
+    pool.keep(0);
+    EXPECT_EQ(pool.bytes_held(), 4 * kMiB);
+    EXPECT_EQ(arena.bytes_held(), 32 * kMiB);
+    EXPECT_EQ(budget.used.load(), 28 * kMiB);
+    // It gives way to nothing as long as one of them is in use, and that is said as the limit.
+    EXPECT_FALSE(budget.take(40 * kMiB));
+    EXPECT_EQ(budget.left_text(), "37748736 of 67108864 bytes (idle shared buffers have 29360128)");
+    EXPECT_TRUE(budget.take(36 * kMiB));
+  }
+  // Where the budget has no room nothing is kept, and the last one gives all of it back.
+  EXPECT_EQ(pool.bytes_held(), 0u);
+  EXPECT_EQ(arena.bytes_held(), 0u);
+  EXPECT_EQ(budget.used.load(), 36 * kMiB);
 }
 
 TEST(Buffers, AStepTakesNothingNew) {
@@ -201,94 +273,6 @@ TEST(Buffers, WhatIsLeftStays) {
   }
   EXPECT_EQ(there[0], 7);
   EXPECT_EQ(there[8 * kMiB - 1], 7);
-}
-
-// Nor is looked again whether the machine has as much to spare.
-TEST(Arenas, WhatHasMemoryWantsNoMore) {
-  Arena arena;
-  ASSERT_EQ(arena.open(128 * kMiB), FRUGAL_OK);
-  char *a = nullptr, *b = nullptr, *c = nullptr;
-  ASSERT_EQ(arena.take(16 * kMiB, &a), FRUGAL_OK);
-  ASSERT_EQ(arena.take(16 * kMiB, &b), FRUGAL_OK);
-  arena.put_back(a, 16 * kMiB);
-  os_test_fail_after(-1);  // no more can be had
-  EXPECT_EQ(arena.take(10 * kMiB, &a), FRUGAL_OK);
-  EXPECT_EQ(arena.take(6 * kMiB, &c), FRUGAL_OK);
-  arena.put_back(b, 16 * kMiB);  // the last one
-  EXPECT_EQ(arena.take(16 * kMiB, &b), FRUGAL_OK);
-  std::memset(b, 1, 16 * kMiB);
-  arena.put_back(b, 16 * kMiB);
-  EXPECT_EQ(arena.take(18 * kMiB, &b), FRUGAL_ERR_OUT_OF_MEMORY);
-  os_test_fail_after(0);
-  EXPECT_EQ(arena.take(18 * kMiB, &b), FRUGAL_OK);
-  std::memset(b, 1, 18 * kMiB);
-}
-
-TEST(Arenas, WhatIsPutBackCounts) {
-  MemoryBudget budget;
-  budget.limit = 20 * kMiB;
-  Arena arena;
-  ASSERT_EQ(arena.open(128 * kMiB), FRUGAL_OK);
-  arena.count_in(&budget);
-  char *a = nullptr, *b = nullptr, *c = nullptr;
-  ASSERT_EQ(arena.take(16 * kMiB, &a), FRUGAL_OK);
-  ASSERT_EQ(arena.take(15 * kMiB, &b), FRUGAL_OK);  // takes 16
-  EXPECT_EQ(budget.used.load(), 0u);
-  arena.put_back(a, 16 * kMiB);
-  EXPECT_EQ(budget.used.load(), 16 * kMiB);
-  EXPECT_FALSE(budget.take(5 * kMiB));
-  ASSERT_EQ(arena.take(10 * kMiB, &a), FRUGAL_OK);  // between others
-  EXPECT_EQ(budget.used.load(), 6 * kMiB);
-  arena.put_back(b, 15 * kMiB);  // the last one
-  EXPECT_EQ(budget.used.load(), 22 * kMiB);
-  ASSERT_EQ(arena.take(40 * kMiB, &c), FRUGAL_OK);  // all of that, and new memory
-  EXPECT_EQ(budget.used.load(), 0u);
-  os_test_fail_after(-1);
-  EXPECT_EQ(arena.take(2 * kMiB, &b), FRUGAL_ERR_OUT_OF_MEMORY);
-  os_test_fail_after(0);
-  EXPECT_EQ(budget.used.load(), 0u);
-  arena.put_back(c, 40 * kMiB);
-  arena.put_back(a, 10 * kMiB);
-  EXPECT_EQ(budget.used.load(), 50 * kMiB);
-}
-
-TEST(Arenas, PiecesNeitherOverlapNorGetLost) {
-  const uint64_t seed = std::random_device{}();
-  SCOPED_TRACE(testing::Message() << "seed " << seed);
-  std::mt19937_64 random(seed);
-  constexpr size_t kPages = 48;
-  Arena arena;
-  ASSERT_EQ(arena.open(kPages * kHugePage), FRUGAL_OK);
-  struct Piece {
-    char* data;
-    size_t pages;
-  };
-  std::vector<Piece> pieces;
-  bool used[kPages] = {};
-  for (int i = 0; i < 3000; ++i) {
-    if (random() % 2 == 0 || pieces.empty()) {
-      const size_t pages = random() % 6 + 1;
-      char* data = nullptr;
-      if (arena.take(pages * kHugePage - random() % 1000, &data) != FRUGAL_OK) continue;
-      const size_t first = arena.offset(data) / kHugePage;
-      ASSERT_LE(first + pages, kPages);
-      for (size_t p = first; p < first + pages; ++p) {
-        ASSERT_FALSE(used[p]);
-        used[p] = true;
-        arena.mapping().base[p * kHugePage] = 1;
-      }
-      pieces.push_back({data, pages});
-    } else {
-      std::swap(pieces[random() % pieces.size()], pieces.back());
-      const Piece gone = pieces.back();
-      pieces.pop_back();
-      arena.put_back(gone.data, gone.pages * kHugePage);
-      for (size_t p = 0; p < gone.pages; ++p) used[arena.offset(gone.data) / kHugePage + p] = false;
-    }
-  }
-  for (const Piece& p : pieces) arena.put_back(p.data, p.pages * kHugePage);
-  char* all = nullptr;
-  EXPECT_EQ(arena.take(kPages * kHugePage, &all), FRUGAL_OK);
 }
 
 }  // namespace

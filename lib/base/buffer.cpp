@@ -31,7 +31,8 @@ void mark_used(char*, size_t) {}
 #endif
 
 constexpr size_t kSmallest = 256;
-constexpr uint64_t kSpan = 16;  // times what is held
+constexpr uint64_t kSpan = 16;   // times what is held
+constexpr uint32_t kSteps = 16;  // of a span at most
 
 // Size classes: 256, 320, 384, 448, 512, 640, ... a quarter of a power of two apart.
 size_t class_of(size_t bytes, size_t* rounded) {
@@ -192,6 +193,29 @@ void BufferPool::take_out(size_t capacity) {
   if (!counts(capacity)) return;
   circulation_.kept -= capacity;
   if (budget_) budget_->give(capacity);
+}
+
+void BufferPool::end_step() noexcept {
+  if (steps_.fetch_add(1, std::memory_order_relaxed) % kSteps != kSteps - 1) return;
+  size_t most;
+  {
+    Lock lock(mu_);
+    circulation_.begin_span();
+    most = circulation_.most();
+  }
+  keep(most);
+  // What is kept may lie here and there, and all of a segment is there as long as any of it is.
+  if (arena_ && arena_->gives_back() && arena_->bytes_idle() > most / 2) keep(0);
+}
+
+void BufferPool::rest() noexcept {
+  {
+    Lock lock(mu_);
+    circulation_.begin_span();
+    circulation_.begin_span();
+  }
+  steps_.store(kSteps - 1);
+  end_step();
 }
 
 void BufferPool::put(char* data, size_t capacity) noexcept {

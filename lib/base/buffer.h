@@ -118,13 +118,14 @@ class Circulation {
  public:
   explicit Circulation(size_t always) : always_(always) {}
   void take(size_t bytes, uint64_t ticks, uint64_t span) {
-    if ((clock_ += ticks) - begin_ > span) {
-      begin_ = clock_;
-      before_ = std::exchange(peak_, used_);
-    }
+    if ((clock_ += ticks) - begin_ > span) begin_span();
     peak_ = std::max(peak_, used_ += bytes);
   }
   void put(size_t bytes) { used_ -= bytes; }
+  void begin_span() {
+    begin_ = clock_;
+    before_ = std::exchange(peak_, used_);
+  }
   uint64_t clock() const { return clock_; }
   size_t most() const { return always_ + 2 * std::max(peak_, before_); }
   size_t kept = 0;
@@ -144,13 +145,17 @@ class BufferPool {
   void pin_with(std::shared_ptr<Pinner> pinner) { pinner_ = std::move(pinner); }
   // Likewise: its memory comes from an arena, which lives longer.
   void cut_from(Arena* arena) { arena_ = arena; }
-  // What is kept counts against the budget. After cut_from: an arena's pool makes no room: its memory stays.
+  // What is kept counts against the budget, and makes room in it.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
-    if (!arena_) budget->spare = this;
+    budget->spare = this;
   }
   // Gives back what is kept beyond `bytes`.
   void keep(size_t bytes) noexcept;
+  // A step has ended. What the last ones have used is kept, what others did before goes back.
+  void end_step() noexcept;
+  // Likewise, of all that was in use before now: who used it has left.
+  void rest() noexcept;
   // From now on what lies in the arena stays there, for other processes that look at it when the pool has ended.
   void leave() noexcept { left_.store(true); }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
@@ -196,6 +201,7 @@ class BufferPool {
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
   Circulation circulation_ GUARDED_BY(mu_){size_t{64} << 20};  // its clock: bytes handed out
+  std::atomic<uint32_t> steps_{0};
 };
 
 inline bool MemoryBudget::take(uint64_t bytes) {

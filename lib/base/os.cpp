@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -19,6 +20,7 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -125,14 +127,16 @@ void advise(char* base, size_t bytes, size_t used) {
   madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
 }
 
+// At *out, where that is not null: in a range of addresses that stays one whatever becomes of this.
 Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
-  char* base = nullptr;
-  FRUGAL_TRY(reserve_aligned(bytes, PROT_NONE, &base));
+  char* base = *out;
+  if (!base) FRUGAL_TRY(reserve_aligned(bytes, PROT_NONE, &base));
   void* p = mmap(base, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ,
                  MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0);
   if (p == MAP_FAILED) {
     const int code = errno;
-    munmap(base, bytes);
+    if (*out) (void)os_empty(base, bytes);
+    else munmap(base, bytes);
     if (code == EPERM || code == EACCES)
       return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
                         "%zu bytes of shared memory are not to be mapped so: another version of "
@@ -276,7 +280,23 @@ uint64_t available_bytes() {
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
 }
 
-Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
+Status os_reserve_range(size_t bytes, Mapping* out) {
+  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (injected_failure())
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
+                      "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?",
+                      bytes);
+  FRUGAL_TRY(reserve_aligned(bytes, PROT_READ, &out->base));
+  *out = {out->base, bytes, -1};
+  return FRUGAL_OK;
+}
+
+bool os_empty(char* at, size_t bytes) {
+  return mmap(at, bytes, PROT_READ, MAP_FIXED | MAP_NORESERVE | MAP_PRIVATE | MAP_ANONYMOUS, -1,
+              0) != MAP_FAILED;
+}
+
+Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, char* at) {
   if (bytes > SIZE_MAX / 2)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space: ask for less",
                 bytes);
@@ -291,17 +311,20 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write) {
     return FRUGAL_OK;
   }
   int fd = -1;
-  char* base = nullptr;
   FRUGAL_TRY(make_memfd(bytes, &fd));
-  Status s = map_fd(fd, bytes, used, true, &base);
-  Mapping made{base, bytes, fd};
+  Mapping made{at, bytes, fd};
+  Status s = map_fd(fd, bytes, used, true, &made.base);
   if (s == FRUGAL_OK) s = seal(fd, others_write);
-  if (s == FRUGAL_OK) *out = made;
-  else os_release(&made);
+  if (s == FRUGAL_OK) {
+    *out = made;
+    return s;
+  }
+  if (at) (void)os_empty(std::exchange(made.base, nullptr), bytes);
+  os_release(&made);
   return s;
 }
 
-Status os_map_shared(int fd, bool writable, Mapping* out) {
+Status os_map_shared(int fd, bool writable, Mapping* out, const Mapping* at) {
   struct stat info {};
   if (fstat(fd, &info) != 0)
     return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno,
@@ -314,14 +337,14 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
                 "another version of this library",
                 fd);
   const uint64_t bytes = static_cast<uint64_t>(info.st_size);
-  if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2)
+  if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2 || (at && bytes != at->bytes))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "descriptor %d is shared memory of %llu bytes, which is "
-                "no multiple of 2 MiB: another version of this library sent it", fd,
-                static_cast<unsigned long long>(bytes));
+                "%s: another version of this library sent it", fd, static_cast<unsigned long long>(bytes),
+                at ? "another number than its place has" : "no multiple of 2 MiB");
   if (injected_failure())
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
                       static_cast<unsigned long long>(bytes));
-  char* base = nullptr;
+  char* base = at ? at->base : nullptr;
   FRUGAL_TRY(map_fd(fd, bytes, bytes, writable, &base));
   *out = {base, static_cast<size_t>(bytes), fd};
   return FRUGAL_OK;
@@ -428,6 +451,65 @@ Status os_decommit(const Mapping& m, size_t offset, size_t bytes) {
                     refused,
                     "%zu bytes do not go back to the system: free memory of the machine and call "
                     "again", bytes);
+}
+
+int os_read_only(int fd) {
+  char path[32];
+  std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+  const int opened = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (opened >= 0 || errno == EMFILE || errno == ENFILE || errno == ENOMEM) return opened;
+  return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
+namespace {
+
+// Of one message, and room for one descriptor beside it.
+struct Message {
+  iovec bytes;
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr header{};
+  Message(const void* data, size_t n) : bytes{const_cast<void*>(data), n} {
+    header.msg_iov = &bytes;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+  }
+};
+
+}  // namespace
+
+bool os_send(int socket, const void* message, size_t bytes, int fd) {
+  Message m(message, bytes);
+  if (fd >= 0) {
+    cmsghdr* c = CMSG_FIRSTHDR(&m.header);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof fd);
+    std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
+  } else {
+    m.header.msg_controllen = 0;
+  }
+  ssize_t sent;
+  do sent = sendmsg(socket, &m.header, MSG_DONTWAIT | MSG_NOSIGNAL);
+  while (sent < 0 && errno == EINTR);
+  return sent == static_cast<ssize_t>(bytes);
+}
+
+bool os_peek(int socket, void* message, size_t bytes, int* fd) {
+  Message m(message, bytes);
+  ssize_t got;
+  do got = recvmsg(socket, &m.header, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  while (got < 0 && errno == EINTR);
+  *fd = -1;
+  const cmsghdr* c = got > 0 ? CMSG_FIRSTHDR(&m.header) : nullptr;
+  if (c && c->cmsg_type == SCM_RIGHTS) std::memcpy(fd, CMSG_DATA(c), sizeof *fd);
+  return got == static_cast<ssize_t>(bytes);
+}
+
+void os_drop(int socket) {
+  char byte;
+  while (recv(socket, &byte, 1, MSG_DONTWAIT) < 0 && errno == EINTR) {
+  }
 }
 
 void os_release(Mapping* m) {

@@ -64,11 +64,17 @@ constexpr size_t kHugePage = size_t{2} << 20;
 // Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd, which
 // has no name, sealed at this size. No memory is taken. Unless others write it, too, this mapping is the only one
 // through which shared memory can be written, whoever opens it (F_SEAL_FUTURE_WRITE, Linux 5.1; not before that).
-Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = false);
+// `at`: a place of a range, for shared memory.
+Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = false,
+                  char* at = nullptr);
 // Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
 // no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
-// it belongs to *out, else to the caller as before.
-Status os_map_shared(int fd, bool writable, Mapping* out);
+// it belongs to *out, else to the caller as before. `at`: a place of a range, of as many bytes.
+Status os_map_shared(int fd, bool writable, Mapping* out, const Mapping* at = nullptr);
+// Addresses for shared memory that comes and goes there. Where there is none they read as zeros.
+Status os_reserve_range(size_t bytes, Mapping* out);
+// What is there goes. False: it stays.
+bool os_empty(char* at, size_t bytes);
 // From now on this process cannot write to the mapping.
 Status os_make_read_only(const Mapping& mapping);
 // Makes [offset, offset + bytes) usable: afterwards touching it cannot fail. The range should be
@@ -78,6 +84,16 @@ Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
 // shared memory that nobody else writes, whose seal forbids it. That ends as a whole, or is used again.
 Status os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
+
+// A descriptor of the same through which nothing can be written, where the system has /proc. -1,
+// and errno: none is left.
+int os_read_only(int fd);
+// A message, and a descriptor (-1: none), through a socket of messages. At once or not at all.
+bool os_send(int socket, const void* message, size_t bytes, int fd);
+// The next message, if there is one of that size: it stays the next until it is dropped. The
+// descriptor (-1: none has come, or none is left) is the caller's.
+bool os_peek(int socket, void* message, size_t bytes, int* fd);
+void os_drop(int socket);
 
 // A file that comes into being as a whole: written beside its place under another name, and then moved
 // there. Who can read it is its owner alone. What was not published is removed.

@@ -389,7 +389,7 @@ class Engine final : public Session, private DataPath {
   bool closed() const { return closed_.load(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
   uint64_t place(const void* p) const;
-  const Arena& arena() const { return arena_; }
+  Arena& arena() { return arena_; }
   uint64_t versions_place() const { return place(versions_memory_.data()); }
 
   Status told(AnyTrainer& t, Status status) override {
@@ -411,7 +411,7 @@ class Engine final : public Session, private DataPath {
   Status stop_trace(const char* path) override { return trace_.stop(path); }
   Status committed(uint64_t* step) override;
   BufferPool& pool() { return pool_; }
-  // For what no other process reads in place: it gives its memory back, which the arena never does.
+  // For what no other process reads in place.
   BufferPool& own_pool() { return arena_.opened() ? own_ : pool_; }
   Counters& counters() { return counters_; }
 

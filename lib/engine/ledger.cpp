@@ -50,10 +50,12 @@ struct TableLedger::Record final : HeapObject, UpdateRecord {
 
 // --- Ledger --------------------------------------------------------------------------------------
 
-Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed, std::shared_ptr<Ledger>* out) {
+Status Ledger::open(BufferPool& pool, Arena& arena, uint64_t committed,
+                    std::shared_ptr<Ledger>* out) {
   std::shared_ptr<Ledger> l(new Ledger(pool, arena));
   FRUGAL_TRY(pool.get(sizeof(LedgerRoot), &l->memory_));
-  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}};
+  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}, {0}};
+  arena.count_changes(&l->root_->changes);
   *out = std::move(l);
   return FRUGAL_OK;
 }

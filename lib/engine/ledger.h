@@ -37,6 +37,7 @@ struct LedgerRoot {
   uint64_t magic;
   std::atomic<uint64_t> committed;  // step; kNoStep: none
   std::atomic<uint64_t> ended;      // 1: nobody writes any more, although the process may live
+  std::atomic<uint64_t> changes;    // of the arena, that its readers were told of
 };
 
 struct LedgerTerms {  // of one rank in an update
@@ -148,7 +149,9 @@ class TableLedger final : public HeapObject, public RowWatcher, public std::enab
 class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
  public:
   // All memory is `pool`'s, which lives longer and is cut from `arena`.
-  static Status open(BufferPool& pool, const Arena& arena, uint64_t committed, std::shared_ptr<Ledger>* out);
+  static Status open(BufferPool& pool, Arena& arena, uint64_t committed,
+                     std::shared_ptr<Ledger>* out);
+  ~Ledger() { arena_.count_changes(nullptr); }
   uint64_t place() const { return arena_.offset(root_); }
   void commit(uint64_t step) {
     ledger_point();
@@ -169,7 +172,7 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
 
  private:
   friend class TableLedger;
-  Ledger(BufferPool& pool, const Arena& arena) : pool_(pool), arena_(arena) {}
+  Ledger(BufferPool& pool, Arena& arena) : pool_(pool), arena_(arena) {}
   uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.offset(p) : kNoPlace; }
 
   struct Region {
@@ -179,7 +182,7 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
     uint64_t lent;
   };
   BufferPool& pool_;
-  const Arena& arena_;
+  Arena& arena_;
   Buffer memory_;
   LedgerRoot* root_ = nullptr;
   std::mutex mu_;

@@ -378,6 +378,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     for (Commit& c : record.commits) publish_commit(step, record, c);
     settle_young(step, record);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
+    for (BufferPool* pool : {&pool_, &own_, &pinned_}) pool->end_step();
     lock.lock();
     FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
     committed_ = step;

@@ -163,6 +163,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
     workers_.progress();
   }
   call.unlock();
+  pool_.rest();
   // Others may have waited for this rank alone. (What there is no memory for now is theirs to make.)
   const Status s = commit_ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? FRUGAL_OK : s;

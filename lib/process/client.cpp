@@ -98,15 +98,16 @@ Status Client::attach(const frugal_config& config) {
   FRUGAL_TRY(of_controller(control_->open(asked, config.timeout_ms, &reply)));
   Descriptors d{reply.descriptors};
   if (reply.numbers.size() != 3) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
-  FRUGAL_TRY(map_one(d, 0, false, &arena_));
+  if (d.all.empty())
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
+  arena_.open(d.take(0));
   FRUGAL_TRY(channel_at(d, 1, false, &channel_));
-  const uint64_t versions = reply.numbers[1];
-  if (versions != kNoPlace) {
-    if (versions > arena_.bytes - kVersionWords * sizeof(VersionWord))
-      return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
-    versions_ = reinterpret_cast<const VersionWord*>(arena_.base + versions);
-  }
-  remains_.arena = arena_;
+  if (const uint64_t versions = reply.numbers[1]; versions != kNoPlace)
+    FRUGAL_TRY(in_arena(versions, &versions_, kVersionWords));
+  const LedgerRoot* root;
+  FRUGAL_TRY(in_arena(reply.numbers[2], &root));
+  arena_.changes_at(&root->changes);
+  remains_.arena = arena_.mapping();
   remains_.root = reply.numbers[2];
   for (size_t i = 3; i < d.all.size(); ++i) {
     remains_.stagings.emplace_back();
@@ -117,7 +118,10 @@ Status Client::attach(const frugal_config& config) {
   }
   pinned_shared_ = Vector<PinnedSlabs>(remains_.stagings.size() + 1);
   for (size_t i = 0; i < remains_.stagings.size(); ++i) pinned_shared_[i].over_buffers(remains_.stagings[i]);
-  pinned_shared_.back().over_buffers(arena_);
+  pinned_shared_.back().over_buffers(arena_.mapping());
+  arena_.before_gone([this](uint64_t first, uint64_t bytes) {
+    pinned_shared_.back().unpin_bytes(*pinner_, first, bytes);
+  });
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
@@ -137,6 +141,7 @@ Status Client::attach(const frugal_config& config) {
       return s;
     }
   }
+  FRUGAL_TRY(watch_arena(watch_.get()));
   control_->on_end([this] { connection_ended(); });
   return connected();
 }
@@ -146,6 +151,22 @@ Status Client::connected() const {
   if (!control_->lost()) return FRUGAL_OK;
   return fail(FRUGAL_ERR_PEER_LOST,
               "the connection to the controller has ended: close the engine and open it again");
+}
+
+// What the controller gives back goes here, too, although no call looks.
+Status Client::watch_arena(Watch* watch) {
+  const int fd = fcntl(arena_.socket(), F_DUPFD_CLOEXEC, 3);
+  if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's memory");
+  uint64_t id;
+  const Status s = watch->add(fd, [this, watch] {
+    pollfd p{arena_.socket(), POLLIN, 0};
+    (void)poll(&p, 1, 0);
+    Status s = arena_.look();
+    if (s == FRUGAL_OK && !(p.revents & POLLHUP)) s = watch_arena(watch);
+    if (s != FRUGAL_OK) throw std::bad_alloc();
+  }, &id);
+  if (s != FRUGAL_OK) ::close(fd);
+  return s;
 }
 
 // The controller is gone: nobody waits for it any longer.
@@ -214,7 +235,7 @@ void Client::shutdown() {
   for (auto& shared : pinned_shared_) shared.unpin(*pinner_);
   for (Mapping& m : remains_.stagings) os_release(&m);
   remains_ = {};
-  os_release(&arena_);
+  arena_.close();
 }
 
 Status Client::lost() const {
@@ -466,6 +487,7 @@ Status Client::set_optimizer(AnyTable& table, uint64_t first_step, const frugal_
 Status Client::remains_of(RemoteTable& table, TableReadout** out) {
   std::lock_guard<std::mutex> lock(table.readout_mu);
   if (!table.readout) {
+    FRUGAL_TRY(arena_.current());
     TableReadout::Source s;
     s.record = table.ledger;
     s.handle = table.id;
@@ -646,10 +668,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
     FRUGAL_TRY(connected());
-    if (reply.numbers.size() != 1 || (reply.numbers[0] & kJoinPlace) > arena_.bytes - 64)
+    if (reply.numbers.size() != 1)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];
-    t->notices = reinterpret_cast<const std::atomic<uint32_t>*>(arena_.base + (t->joined & kJoinPlace));
+    FRUGAL_TRY(in_arena(t->joined & kJoinPlace, &t->notices));
     FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
     t->patience.emplace(config_.world_size, t->channel.get());
     t->channel->staging_arena(&t->staging);

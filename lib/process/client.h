@@ -176,6 +176,17 @@ class Client final : public Session, private DataPath {
     std::shared_lock<std::shared_mutex> stay_;
     const bool there_;
   };
+  Status watch_arena(Watch* watch);
+  // What lies at a place that the controller has told.
+  template <class T>
+  Status in_arena(uint64_t place, const T** out, uint64_t count = 1) {
+    const char* at;
+    ArenaView::Range near;
+    const bool many = count > UINT64_MAX / sizeof(T);
+    FRUGAL_TRY(arena_.find(place, many ? UINT64_MAX : count * sizeof(T), &at, &near));
+    *out = reinterpret_cast<const T*>(at);
+    return FRUGAL_OK;
+  }
   Status remains_of(RemoteTable& table, TableReadout** out);
   Status read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n);
   void peer_ended() noexcept;
@@ -269,9 +280,9 @@ class Client final : public Session, private DataPath {
 
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
-  Mapping arena_;
+  ArenaView arena_;
   std::shared_mutex remains_mu_;                     // what follows, against its end
-  Remains remains_;                                  // arena_, and all trainers' staging memory, read-only
+  Remains remains_;                  // arena_'s range, and all trainers' staging memory, read-only
   const VersionWord* versions_ = nullptr;  // with staleness
   std::mutex gpus_mu_;                               // trainers on GPUs come and go
   // While it has a device, what kernels read is pinned.

@@ -61,6 +61,8 @@ Status Client::show_device(const Access& a, Flight& f) {
 // Shared memory that kernels read from now on: staging memory, or the arena.
 Status Client::pin_shared(const SumsPlace& s, const char** out) {
   const size_t stagings = remains_.stagings.size(), i = s.region == LedgerTerms::kArena ? stagings : s.region;
+  ArenaView::Range near;
+  if (i == stagings) FRUGAL_TRY(arena_.find(s.place, s.bytes, out, &near));
   const Mapping* memory = i < stagings ? &remains_.stagings[i] : i == stagings ? &remains_.arena : nullptr;
   if (!memory || s.place % 64 || !Remains::within(*memory, s.place, s.bytes, 1))
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
@@ -82,8 +84,8 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
   };
   auto list = [&](uint64_t place, uint64_t n, auto* out) -> Status {
     using T = typename std::remove_reference_t<decltype(*out)>::value_type;
-    const T* from = n ? remains_.at<T>(place, n) : nullptr;
-    if (n && !from) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+    const T* from = nullptr;
+    if (n) FRUGAL_TRY(in_arena(place, &from, n));
     out->assign(from, from + n);
     return FRUGAL_OK;
   };

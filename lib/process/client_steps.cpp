@@ -324,6 +324,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
   if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
   Vector<PartPlace> places(bytes / sizeof(PartPlace));
   FRUGAL_TRY(channel.read(places.data(), bytes, until));
+  ArenaView::Range near;
   for (size_t i = 0; i < places.size(); ++i) {
     const PartPlace& p = places[i];
     StepPart s;
@@ -337,9 +338,12 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
     s.fresh = p.flags & kPartFresh;
     s.cached = p.flags & kPartCached;
     s.stale_keys = p.stale;
-    auto view = [&](uint64_t place, uint64_t n, size_t element) {
-      if (place == kNoPlace || n > arena_.bytes / element || place > arena_.bytes - n * element) return Buffer();
-      return Buffer::view(arena_.base + place, n * element);
+    auto see = [&](uint64_t place, uint64_t count, size_t element, Buffer* out) -> Status {
+      if (place == kNoPlace || count > UINT64_MAX / element) return FRUGAL_OK;
+      const char* at;
+      FRUGAL_TRY(arena_.find(place, count * element, &at, &near));
+      *out = Buffer::view(at, count * element);
+      return FRUGAL_OK;
     };
     s.part = make_part();
     s.part->step = t.step;
@@ -350,14 +354,15 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
     s.part->distinct = p.distinct;
     s.part->occurrences = p.occurrences;
     s.part->cached = p.cached;
-    s.part->slots = view(p.slots, p.n, sizeof(uint32_t));
-    s.part->pairs = view(p.pairs, p.occurrences, sizeof(uint64_t));
-    s.part->rows = view(p.rows, p.distinct, sizeof(uint32_t));
-    s.part->start = view(p.start, p.distinct + 1, sizeof(uint32_t));
-    s.part->keys = view(p.keys, p.n, sizeof(uint64_t));
-    s.part->lines = view(p.lines, p.distinct, sizeof(uint32_t));
-    if (p.line_values != kNoPlace && p.line_values < arena_.bytes)
-      s.line_values = reinterpret_cast<const float*>(arena_.base + p.line_values);
+    FRUGAL_TRY(see(p.slots, p.n, sizeof(uint32_t), &s.part->slots));
+    FRUGAL_TRY(see(p.pairs, p.occurrences, sizeof(uint64_t), &s.part->pairs));
+    FRUGAL_TRY(see(p.rows, p.distinct, sizeof(uint32_t), &s.part->rows));
+    FRUGAL_TRY(see(p.start, p.distinct + 1, sizeof(uint32_t), &s.part->start));
+    FRUGAL_TRY(see(p.keys, p.n, sizeof(uint64_t), &s.part->keys));
+    FRUGAL_TRY(see(p.lines, p.distinct, sizeof(uint32_t), &s.part->lines));
+    Buffer lines;
+    FRUGAL_TRY(see(p.line_values, 1, sizeof(float), &lines));
+    s.line_values = lines.as<float>();
     s.part->state.store(s.part->slots || p.n == 0 ? Part::kResolved : Part::kStale);
     t.parts.push_back(std::move(s));
   }
@@ -725,6 +730,8 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     t.handed[at] = std::move(h.sums);
   }
   leave_step(t);
+  t.sums.end_step();
+  pool_.end_step();
   t.counts.step_end_ns += now_ns() - began;
   return FRUGAL_OK;
 }

@@ -37,16 +37,6 @@ Status stopping() {
   return fail(FRUGAL_ERR_CLOSED, "the controller is stopping: attach to another");
 }
 
-// A descriptor of the same for another process, through which nothing can be written where the system has /proc; -1
-// and errno: none can be had.
-int read_only(int fd) {
-  char path[32];
-  std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-  const int opened = above_standard(::open(path, O_RDONLY | O_CLOEXEC));
-  if (opened >= 0 || errno == EMFILE || errno == ENFILE || errno == ENOMEM) return opened;
-  return fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
-}
-
 template <class Numbers>
 void put_numbers(const Numbers& from, wire::Answer::Builder answer) {
   auto to = answer.initNumbers(static_cast<capnp::uint>(from.size()));
@@ -75,7 +65,7 @@ struct Given {
     }
     for (int& fd : reply.descriptors) {
       if (std::find(reply.read_only.begin(), reply.read_only.end(), fd) == reply.read_only.end()) continue;
-      fd = read_only(fd);
+      fd = above_standard(os_read_only(fd));
       if (fd < 0)
         return errno == EBADF ? fail_errno(FRUGAL_ERR_INTERNAL, errno, "an answer's descriptor is closed")
                               : os_no_descriptor(errno, "an answer of the controller");

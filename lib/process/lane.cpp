@@ -86,6 +86,9 @@ Lane::~Lane() {
     if (trainer_->elsewhere == this) trainer_->elsewhere = nullptr;
   }
   if (staging_) staging_->let_go();
+  parts_.clear();
+  boundary_ = {};
+  if (trainer_) engine_->pool().rest();
 }
 
 void Lane::loop() {

@@ -25,11 +25,12 @@ class PinnedSlabs {
   Status pin_all(DevicePinner& pinner);
   // No kernel reads them any more. Before the memory is unmapped.
   void unpin(DevicePinner& pinner) noexcept;
+  void unpin_bytes(DevicePinner& pinner, uint64_t from, uint64_t bytes) noexcept;
 
  private:
   // With mu_ held.
   Status pin_slab(DevicePinner& pinner, uint64_t slab);
-  void unpin_all(DevicePinner& pinner) noexcept;
+  void unpin_slabs(DevicePinner& pinner, uint64_t from, uint64_t to) noexcept;
 
   std::mutex mu_;
   char* base_ = nullptr;

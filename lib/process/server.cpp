@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -58,8 +59,11 @@ class LargeRings {
 
 // A process that has attached, and what it has here.
 struct Attached : HeapObject {  // with the server's mu_
-  Attached(LargeRings& rings, pid_t of, bool looks)
-      : rings_(rings), pid_(of), observes(looks), large(!looks && rings.take(of)) {}
+  Attached(std::shared_ptr<Engine> engine, LargeRings& rings, pid_t of, bool looks)
+      : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
+        large(!looks && rings.take(of)) {}
+  const std::shared_ptr<Engine> engine_;
+  uint64_t told = 0;                 // as which the arena knows it
   uint64_t watched = 0;              // in the watch; 0: not there
   LargeRings& rings_;
   const pid_t pid_;
@@ -73,8 +77,19 @@ struct Attached : HeapObject {  // with the server's mu_
   int pidfd = -1;
   ~Attached() {
     calls.reset();
+    engine_->arena().forget(told);
     if (large) rings_.give(pid_);
     if (pidfd >= 0) close(pidfd);
+  }
+};
+
+// Of a socket, until they have been given away.
+struct Ends : HeapObject {
+  int sockets[2] = {-1, -1};
+  std::shared_ptr<void> keep;
+  ~Ends() {
+    for (int fd : sockets)
+      if (fd >= 0) close(fd);
   }
 };
 
@@ -290,13 +305,23 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status open(Peer& peer, const frugal_config& config, OpenReply* reply) override {
     if (process_of(peer)) return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
     FRUGAL_TRY(open_engine(config));
-    auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>(), large_rings_, peer.pid,
-                                                  (config.flags & FRUGAL_OBSERVE) != 0);
-    give_to_read(reply, engine_->arena().mapping().fd);
+    auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>(), engine_, large_rings_,
+                                                  peer.pid, (config.flags & FRUGAL_OBSERVE) != 0);
+    auto ends = std::allocate_shared<Ends>(HeapAllocator<Ends>());
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends->sockets) != 0)
+      return os_no_descriptor(errno, "what tells this process of the controller's memory");
+    FRUGAL_TRY(engine_->arena().tell(ends->sockets[0], &process->told));
+    ends->sockets[0] = -1;
+    reply->descriptors.push_back(ends->sockets[1]);
     FRUGAL_TRY(channel(nullptr, peer.id, *process, &process->calls, reply));
+    ends->keep = std::move(reply->keep);
+    reply->keep = std::move(ends);
     reply->numbers.push_back(engine_->versions_place());
     reply->numbers.push_back(engine_->ledger()->place());
-    for (const StagingRegion& r : stagings_) give_to_read(reply, r.memory->mapping.fd);
+    for (const StagingRegion& r : stagings_) {
+      reply->descriptors.push_back(r.memory->mapping.fd);
+      reply->read_only.push_back(r.memory->mapping.fd);
+    }
     reply->config = engine_->config();
     struct Descriptor {
       int fd = -1;
@@ -320,11 +345,6 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     if (s == FRUGAL_OK) watched.fd = -1;
     else processes_.erase(id);
     return s;
-  }
-
-  static void give_to_read(OpenReply* reply, int fd) {
-    reply->descriptors.push_back(fd);
-    reply->read_only.push_back(fd);
   }
 
   void describe(const TableRef& t, TableReply* reply) {

@@ -123,16 +123,16 @@ TEST(Fence, TrainerAndObserver) {
   OK(frugal_flush(e, 20000));
   for (int i = 0; i < 3; ++i) Get(tables[i], &before[i]);
 
-  // values and state of three tables, keys of one, flags of two, the arena, and the down regions of
-  // the process and its trainer. Its own: two up regions, its staging memory.
-  AttackAll(3, 3 * 2 + 1 + 2 + 1 + 2);
+  // values and state of three tables, keys of one, flags of two, and the down regions of the process
+  // and its trainer. Its own: two up regions, its staging memory.
+  AttackAll(3, 3 * 2 + 1 + 2 + 2);
   AttackMappings();
   // An observer: the same of its own attachment, beside the trainer's.
   c.flags = FRUGAL_OBSERVE;
   OK(frugal_open(&c, &observer));
   frugal_table* seen[3];
   for (int i = 0; i < 3; ++i) OK(frugal_table_find(observer, kNames[i], &seen[i]));
-  AttackAll(3 + 1, 12 + 9 + 1 + 1);
+  AttackAll(3 + 1, 11 + 9 + 1);
   AttackMappings();
   for (int i = 0; i < 3; ++i) {
     Get(seen[i], &after);

@@ -30,6 +30,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/arena.h"
 #include "base/futex.h"
 #include "base/os.h"
 #include "control.capnp.h"
@@ -528,13 +529,16 @@ void PushUnused(Enemy& e, bool joined) {
   push.table = hashed.id;
   push.whole = 1;
   if (joined) {
-    frugal::Mapping arena;
-    OK(frugal::os_map_shared(e.opened.descriptors[0], false, &arena));
+    frugal::ArenaView arena;
+    frugal::ArenaView::Range near;
+    const char* rows = nullptr;
+    arena.open(dup(e.opened.descriptors[0]));
+    OK(arena.find(part.rows, sizeof(uint32_t), &rows, &near));
     push.part = frugal::kJoined;
     push.distinct = 1;
     push.rows = 4096;
     OK(e.trainer->commit_staging(0, 8192));
-    std::memcpy(e.trainer->staging() + push.rows, arena.base + part.rows, sizeof(uint32_t));
+    std::memcpy(e.trainer->staging() + push.rows, rows, sizeof(uint32_t));
   }
   EndStep(e, push);
 }
@@ -650,9 +654,11 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) { PushUnused(e, true); }},
       {"undone", How::kAtOnce, "a request that there is not, when its step was undone",
        [](Enemy& e) {
-         frugal::Mapping arena;
-         OK(frugal::os_map_shared(dup(e.opened.descriptors[0]), false, &arena));
-         const char* counted = arena.base + (e.joined.numbers[0] & frugal::kJoinPlace);
+         static frugal::ArenaView arena;
+         frugal::ArenaView::Range near;
+         const char* counted = nullptr;
+         arena.open(dup(e.opened.descriptors[0]));
+         OK(arena.find(e.joined.numbers[0] & frugal::kJoinPlace, sizeof(uint32_t), &counted, &near));
          // It makes no call that would be told.
          while (reinterpret_cast<const std::atomic<uint32_t>*>(counted)->load() == 0) usleep(1000);
          (void)e.Send(*e.trainer, static_cast<Call>(9999), {});
