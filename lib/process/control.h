@@ -36,6 +36,7 @@ struct Peer {
   pid_t pid = 0;
   int pidfd = -1;   // from when it attaches; -1 where the kernel has none
   uint64_t id = 0;  // of no other connection of this server
+  int socket = -1;  // while the connection lives; who shuts it down ends that
 };
 
 // Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and live as

@@ -23,7 +23,7 @@
 #include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
-#include "process/forked.h"
+#include "base/forked.h"
 
 namespace frugal {
 namespace {

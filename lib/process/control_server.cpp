@@ -24,7 +24,7 @@
 #include "process/control_message.h"
 #include "process/control_socket.h"
 #include "process/control_structs.h"
-#include "process/forked.h"
+#include "base/forked.h"
 
 namespace frugal {
 namespace {
@@ -116,7 +116,7 @@ struct ControlServer::Impl final : HeapObject {
 class ControlServer::Impl::Connection : public HeapObject {
  public:
   Connection(Impl& server, int socket, pid_t pid)
-      : server_(server), socket_(socket), peer_{pid, -1, server.next_id++} {}
+      : server_(server), socket_(socket), peer_{pid, -1, server.next_id++, socket} {}
   ~Connection() {
     for (Thread& t : threads_)
       if (t.joinable()) t.join();

@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "base/os.h"
-#include "process/forked.h"
+#include "base/forked.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77

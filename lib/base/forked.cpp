@@ -1,4 +1,4 @@
-#include "process/forked.h"
+#include "base/forked.h"
 
 #include <unistd.h>
 
@@ -43,7 +43,7 @@ void ForkedDescriptors::add(int fd) {
   }
 }
 
-void ForkedDescriptors::close(int fd) {
+void ForkedDescriptors::close(int fd) noexcept {
   if (fd < 0) return;
   Known& all = known();
   std::lock_guard<std::mutex> lock(all.mutex);

@@ -16,7 +16,16 @@ class ForkedDescriptors {
     if (fd >= 0) add(fd);
     return fd;
   }
-  static void close(int fd);  // -1 is accepted
+  // The same of two: make(fds) tells whether there are.
+  template <class Make>
+  static bool open(int (&fds)[2], Make make) {
+    std::lock_guard<std::mutex> lock(mutex());
+    if (!make(fds)) return false;
+    for (int fd : fds)
+      if (fd >= 0) add(fd);
+    return true;
+  }
+  static void close(int fd) noexcept;  // -1 is accepted; any other, too
 
  private:
   static std::mutex& mutex();
