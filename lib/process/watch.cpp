@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/forked.h"
 #include "base/insist.h"
 #include "base/os.h"
 
@@ -44,19 +45,27 @@ Watch::~Watch() {
     eventfd_write(stop_, 1);
     thread_.join();
   }
-  for (auto& [id, entry] : entries_) close(entry.fd);
+  for (auto& [id, entry] : entries_) ForkedDescriptors::close(entry.fd);
   if (stop_ >= 0) close(stop_);
   if (poll_ >= 0) close(poll_);
 }
 
-Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) try {
+Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) {
+  return enter(process_fd, std::move(gone), false, id);
+}
+
+Status Watch::follow(int socket, std::function<void()> some, uint64_t* id) {
+  return enter(socket, std::move(some), true, id);
+}
+
+Status Watch::enter(int fd, std::function<void()> call, bool stays, uint64_t* id) try {
   std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t number = last_id_ + 1;
-  const auto entry = entries_.emplace(number, Entry{process_fd, std::move(gone)}).first;
+  const auto entry = entries_.emplace(number, Entry{fd, std::move(call), stays}).first;
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = number;
-  if (epoll_ctl(poll_, EPOLL_CTL_ADD, process_fd, &event) != 0) {
+  if (epoll_ctl(poll_, EPOLL_CTL_ADD, fd, &event) != 0) {
     const int code = errno;
     entries_.erase(entry);
     return fail_errno(code == ENOSPC || code == ENOMEM ? FRUGAL_ERR_OUT_OF_MEMORY
@@ -64,7 +73,7 @@ Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) try 
                       code,
                       "descriptor %d cannot be watched: free memory of the machine, or raise its "
                       "limit (fs.epoll.max_user_watches)",
-                      process_fd);
+                      fd);
   }
   *id = last_id_ = number;
   return FRUGAL_OK;
@@ -76,15 +85,15 @@ Status Watch::add(int process_fd, std::function<void()> gone, uint64_t* id) try 
 void Watch::remove(uint64_t id) {
   std::function<void()> gone;  // what it holds goes without the lock
   std::unique_lock<std::mutex> lock(mutex_);
+  if (!pthread_equal(pthread_self(), thread_.native_handle()))
+    returned_.wait(lock, [&] { return running_ != id; });
   const auto entry = entries_.find(id);
   if (entry != entries_.end()) {
     // Not by closing: a forked child may hold the descriptor, too.
     epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
-    close(entry->second.fd);
+    ForkedDescriptors::close(entry->second.fd);
     gone = std::move(entry->second.gone);
     entries_.erase(entry);
-  } else if (!pthread_equal(pthread_self(), thread_.native_handle())) {
-    returned_.wait(lock, [&] { return running_ != id; });
   }
   lock.unlock();
 }
@@ -97,17 +106,25 @@ void Watch::loop() {
     if (n <= 0) continue;
     if (event.data.u64 == 0) return;
     std::function<void()> gone;
+    const std::function<void()>* some = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       const auto entry = entries_.find(event.data.u64);
       if (entry == entries_.end()) continue;  // removed meanwhile
       running_ = entry->first;
-      epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
-      close(entry->second.fd);
-      gone = std::move(entry->second.gone);
-      entries_.erase(entry);
+      const bool stays = entry->second.stays;
+      if (!stays || event.events & EPOLLHUP)
+        epoll_ctl(poll_, EPOLL_CTL_DEL, entry->second.fd, nullptr);
+      if (stays) {
+        some = &entry->second.gone;  // which nobody removes while it runs
+      } else {
+        ForkedDescriptors::close(entry->second.fd);
+        gone = std::move(entry->second.gone);
+        entries_.erase(entry);
+      }
     }
-    insist(gone);
+    if (some) (*some)();
+    else insist(gone);
     gone = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);

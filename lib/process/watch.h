@@ -1,4 +1,4 @@
-// Tells when processes end. One thread sleeps until one does.
+// Tells when processes end, and when sockets have something to read. One thread sleeps until then.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -25,15 +25,22 @@ class Watch : public HeapObject {
   // has already, then soon. The descriptor is the watch's on success. `gone` is
   // called again when it throws, for a second.
   Status add(int process_fd, std::function<void()> gone, uint64_t* id);
-  // Afterwards the callback does not run and will not: waits while it does, unless it is the caller.
+  // Calls `some`, which throws nothing, whenever there is something to read, and once more when the
+  // other end is closed. It is called again soon as long as it leaves something. The descriptor
+  // (ForkedDescriptors) is the watch's on success.
+  Status follow(int socket, std::function<void()> some, uint64_t* id);
+  // Afterwards the callback does not run and will not: waits while it does, unless it is the caller,
+  // which only one of add() may be.
   void remove(uint64_t id);
 
  private:
   struct Entry {
     int fd;
-    std::function<void()> gone;
+    std::function<void()> gone;  // or some
+    bool stays;
   };
   Watch() = default;
+  Status enter(int fd, std::function<void()> call, bool stays, uint64_t* id);
   void loop();
 
   int poll_ = -1, stop_ = -1;  // epoll, eventfd

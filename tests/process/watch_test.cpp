@@ -1,5 +1,7 @@
 // The end of processes.
+#include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 
 #include <atomic>
@@ -114,6 +116,38 @@ TEST(Watch, CallbacksMayAddAndRemove) {
   }, &id));
   first.Kill(SIGKILL);
   done.Await(1);
+}
+
+// As long as a callback leaves something it is called again, and it sees the end of the other side.
+TEST(Watch, FollowsASocket) {
+  std::unique_ptr<Watch> watch;
+  ASSERT_OK(Watch::open(&watch));
+  int ends[2];
+  ASSERT_EQ(0, socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends));
+  const int reads = fcntl(ends[0], F_DUPFD_CLOEXEC, 3);
+  Count called, taken, closed;
+  std::atomic<bool> takes{false};
+  uint64_t id = 0;
+  ASSERT_OK(watch->follow(ends[0], [&] {
+    called.Add();
+    char byte;
+    ssize_t n = -1;
+    while (takes.load() && (n = recv(reads, &byte, 1, MSG_DONTWAIT)) > 0) taken.Add();
+    if (n == 0) closed.Add();
+  }, &id));
+  EXPECT_EQ(0, called.Now());
+  ASSERT_EQ(1, send(ends[1], "a", 1, 0));
+  called.Await(3);
+  EXPECT_EQ(0, taken.Now());
+  takes.store(true);
+  taken.Await(1);
+  ASSERT_EQ(1, send(ends[1], "b", 1, 0));
+  ASSERT_EQ(1, send(ends[1], "c", 1, 0));
+  taken.Await(3);
+  close(ends[1]);
+  closed.Await(1);
+  watch->remove(id);
+  close(reads);
 }
 
 TEST(Watch, NoProcess) {
