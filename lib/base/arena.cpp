@@ -1,11 +1,9 @@
 #include "base/arena.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 
 #include "base/buffer.h"
+#include "base/forked.h"
 
 namespace frugal {
 namespace {
@@ -15,34 +13,28 @@ constexpr size_t kSmallSegment = 16 * kHugePage;  // at least
 constexpr size_t kShare = 4;                      // a segment has this part of all, or more
 constexpr size_t kNowhere = SIZE_MAX;
 
-// What a reader is told: a segment has come, and its descriptor with it, or is gone.
-struct Change {
-  uint64_t range;  // bytes of addresses
-  uint64_t first, bytes;
-  uint64_t there, changes;  // so many so far
-};
-
 size_t round_up(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
 
 }  // namespace
 
 Arena::~Arena() {
   Lock lock(mu_);
-  for (const Segment& s : segments_)
-    if (s.fd >= 0) ::close(s.fd);
-  for (const Reader& r : readers_) ::close(r.socket);
+  for (const Segment& s : segments_) ForkedDescriptors::close(s.fd);
   if (own_) os_release(&mapping_);
 }
 
-Status Arena::open(size_t bytes) {
+Status Arena::open(size_t bytes) try {
+  places_.resize(round_up(bytes) / kHugePage);
   FRUGAL_TRY(os_reserve_range(bytes, &mapping_));
   own_ = true;
   return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to list shared memory for buffers");
 }
 
 void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
   Lock lock(mu_);
-  segments_.push_back({first, first + bytes, first, -1, false});
+  segments_.push_back({first, first + bytes, first, -1, false, 0});
   free_.push_back({first, first + bytes, false});
   mapping_ = {mapping.base, first + bytes, mapping.fd};
 }
@@ -79,24 +71,28 @@ Status Arena::add_segment(size_t bytes) {
                 bytes, mapping_.bytes);
   if (segments_.capacity() == segments_.size()) segments_.reserve(2 * segments_.size() + 4);
   Mapping made;
-  FRUGAL_TRY(os_reserve(size, true, &made, false, mapping_.base + at));
-  Status made_so = os_commit(made, 0, bytes);
-  const int to_read = made_so == FRUGAL_OK ? os_read_only(made.fd) : -1;
-  if (made_so == FRUGAL_OK && to_read < 0)
-    made_so = os_no_descriptor(errno, "shared memory that others read");
+  Status made_so;
+  // A forked child that kept it would keep the memory.
+  ForkedDescriptors::open([&] {
+    made_so = os_reserve(size, true, &made, false, mapping_.base + at);
+    return made.fd;
+  });
+  FRUGAL_TRY(made_so);
+  uint64_t place = 0;
+  made_so = os_commit(made, 0, bytes);
+  if (made_so == FRUGAL_OK) made_so = teller_.come(made.fd, size, &place);
   if (made_so != FRUGAL_OK) {
     (void)os_empty(made.base, size);
-    ::close(made.fd);
+    ForkedDescriptors::close(made.fd);
     return made_so;
   }
-  const Segment s{at, at + size, at + bytes, made.fd, large};
+  for (size_t i = 0; i < size; i += kHugePage) places_[(at + i) / kHugePage] = place + i;
+  const Segment s{at, at + size, at + bytes, made.fd, large, place};
   auto behind = [&](const auto& other) { return other.first > at; };
   segments_.insert(std::find_if(segments_.begin(), segments_.end(), behind), s);
   free_.insert(std::find_if(free_.begin(), free_.end(), behind), {s.first, s.end, large});
   held_.fetch_add(bytes);
   next_ = s.end + kHugePage;
-  tell_all(s, to_read);
-  ::close(to_read);
   return FRUGAL_OK;
 }
 
@@ -159,9 +155,9 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   Segment& of = segment_of(first);
   if (own_ && next->first == of.first && next->end == of.end &&
       os_empty(mapping_.base + of.first, of.end - of.first)) {
-    ::close(of.fd);
+    teller_.go(of.place);
+    ForkedDescriptors::close(of.fd);
     held_.fetch_sub(of.committed - of.first);
-    tell_all(of, -1);
     segments_.erase(segments_.begin() + (&of - segments_.data()));
     free_.erase(next);
   }
@@ -180,121 +176,6 @@ void Arena::count_in(MemoryBudget* budget) {
   Lock lock(mu_);
   budget_ = budget;
   count();
-}
-
-// --- Readers -------------------------------------------------------------------------------------
-
-void Arena::tell_all(const Segment& s, int fd) noexcept {
-  const Change c{mapping_.bytes, s.first, s.end - s.first, fd >= 0, ++changes_};
-  std::erase_if(readers_, [&](const Reader& r) {
-    return !os_send(r.socket, &c, sizeof c, fd) && ::close(r.socket) == 0;
-  });
-  if (changes_at_) changes_at_->store(changes_);
-}
-
-Status Arena::tell(int socket, uint64_t* id) try {
-  Lock lock(mu_);
-  readers_.reserve(readers_.size() + 1);
-  for (const Segment& s : segments_) {
-    const int fd = os_read_only(s.fd);
-    if (fd < 0) return os_no_descriptor(errno, "shared memory that another process reads");
-    const uint64_t so_far = &s == &segments_.back() ? changes_ : 0;
-    const Change c{mapping_.bytes, s.first, s.end - s.first, 1, so_far};
-    const bool told = os_send(socket, &c, sizeof c, fd);
-    ::close(fd);
-    if (!told)
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                  "another process cannot be told of %zu pieces of memory; call again",
-                  segments_.size());
-  }
-  *id = ++readers_so_far_;
-  readers_.push_back({*id, socket});
-  return FRUGAL_OK;
-} catch (const std::bad_alloc&) {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to tell another process of buffers; call again");
-}
-
-void Arena::forget(uint64_t id) noexcept {
-  Lock lock(mu_);
-  std::erase_if(readers_, [&](const Reader& r) { return r.id == id && ::close(r.socket) == 0; });
-}
-
-void Arena::count_changes(std::atomic<uint64_t>* at) {
-  Lock lock(mu_);
-  changes_at_ = at;
-  if (at) at->store(changes_);
-}
-
-// --- ArenaView -----------------------------------------------------------------------------------
-
-Status ArenaView::look() try {
-  Lock lock(mu_);
-  Change c;
-  for (int fd; os_peek(socket_, &c, sizeof c, &fd); os_drop(socket_)) {
-    struct Descriptor {
-      const int fd;
-      ~Descriptor() {
-        if (fd >= 0) ::close(fd);
-      }
-    } descriptor{fd};
-    if (!mapping_.base) FRUGAL_TRY(os_reserve_range(c.range, &mapping_));
-    if (c.range != mapping_.bytes || c.first > c.range || c.bytes > c.range - c.first ||
-        c.first % kHugePage)
-      return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory outside of its range");
-    Mapping at{mapping_.base + c.first, c.bytes, -1};
-    if (c.there && fd < 0) return os_no_descriptor(EMFILE, "memory of the controller");
-    if (c.there) {
-      there_.reserve(there_.size() + 1);
-      FRUGAL_TRY(os_map_shared(fd, false, &at, &at));
-      there_.push_back({c.first, c.first + c.bytes});
-    } else {
-      if (before_gone_) before_gone_(c.first, c.bytes);
-      if (!os_empty(at.base, at.bytes))
-        return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                    "%zu bytes that the controller has given back cannot be unmapped; call again",
-                    at.bytes);
-      std::erase_if(there_, [&](const Range& r) { return r.first == c.first; });
-    }
-    if (c.changes) changes_.store(c.changes);
-  }
-  return FRUGAL_OK;
-} catch (const std::bad_alloc&) {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-              "no memory to list the memory of the controller; call again");
-}
-
-Status ArenaView::current() {
-  const uint64_t told = told_ ? told_->load() : UINT64_MAX;
-  if (changes_.load() >= told) return FRUGAL_OK;
-  FRUGAL_TRY(look());
-  if (!told_ || changes_.load() >= told) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_PEER_LOST,
-              "the controller has memory that this process has not mapped, since it did not take in "
-              "for long what it was told: close the engine and open it again");
-}
-
-Status ArenaView::find(uint64_t place, uint64_t bytes, const char** out, Range* near) {
-  FRUGAL_TRY(current());
-  auto within = [&](const Range& r) {
-    return place >= r.first && place < r.end && bytes <= r.end - place;
-  };
-  if (!within(*near)) {
-    Lock lock(mu_);
-    const auto r = std::find_if(there_.begin(), there_.end(), within);
-    if (r == there_.end())
-      return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
-    *near = *r;
-  }
-  *out = mapping_.base + place;
-  return FRUGAL_OK;
-}
-
-void ArenaView::close() noexcept {
-  Lock lock(mu_);
-  if (socket_ >= 0) ::close(socket_);
-  socket_ = -1;
-  there_.clear();
-  os_release(&mapping_);
 }
 
 }  // namespace frugal

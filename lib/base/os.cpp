@@ -324,7 +324,7 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, ch
   return s;
 }
 
-Status os_map_shared(int fd, bool writable, Mapping* out, const Mapping* at) {
+Status os_map_shared(int fd, bool writable, Mapping* out) {
   struct stat info {};
   if (fstat(fd, &info) != 0)
     return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, errno,
@@ -337,14 +337,14 @@ Status os_map_shared(int fd, bool writable, Mapping* out, const Mapping* at) {
                 "another version of this library",
                 fd);
   const uint64_t bytes = static_cast<uint64_t>(info.st_size);
-  if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2 || (at && bytes != at->bytes))
+  if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "descriptor %d is shared memory of %llu bytes, which is "
-                "%s: another version of this library sent it", fd, static_cast<unsigned long long>(bytes),
-                at ? "another number than its place has" : "no multiple of 2 MiB");
+                "no multiple of 2 MiB: another version of this library sent it", fd,
+                static_cast<unsigned long long>(bytes));
   if (injected_failure())
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
                       static_cast<unsigned long long>(bytes));
-  char* base = at ? at->base : nullptr;
+  char* base = nullptr;
   FRUGAL_TRY(map_fd(fd, bytes, bytes, writable, &base));
   *out = {base, static_cast<size_t>(bytes), fd};
   return FRUGAL_OK;
@@ -495,12 +495,13 @@ bool os_send(int socket, const void* message, size_t bytes, int fd) {
   return sent == static_cast<ssize_t>(bytes);
 }
 
-bool os_peek(int socket, void* message, size_t bytes, int* fd) {
+bool os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
   Message m(message, bytes);
   ssize_t got;
   do got = recvmsg(socket, &m.header, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   while (got < 0 && errno == EINTR);
   *fd = -1;
+  *ended = got == 0 || (got < 0 && errno == ECONNRESET);
   const cmsghdr* c = got > 0 ? CMSG_FIRSTHDR(&m.header) : nullptr;
   if (c && c->cmsg_type == SCM_RIGHTS) std::memcpy(fd, CMSG_DATA(c), sizeof *fd);
   return got == static_cast<ssize_t>(bytes);

@@ -69,8 +69,8 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = f
                   char* at = nullptr);
 // Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
 // no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
-// it belongs to *out, else to the caller as before. `at`: a place of a range, of as many bytes.
-Status os_map_shared(int fd, bool writable, Mapping* out, const Mapping* at = nullptr);
+// it belongs to *out, else to the caller as before.
+Status os_map_shared(int fd, bool writable, Mapping* out);
 // Addresses for shared memory that comes and goes there. Where there is none they read as zeros.
 Status os_reserve_range(size_t bytes, Mapping* out);
 // What is there goes. False: it stays.
@@ -91,8 +91,8 @@ int os_read_only(int fd);
 // A message, and a descriptor (-1: none), through a socket of messages. At once or not at all.
 bool os_send(int socket, const void* message, size_t bytes, int fd);
 // The next message, if there is one of that size: it stays the next until it is dropped. The
-// descriptor (-1: none has come, or none is left) is the caller's.
-bool os_peek(int socket, void* message, size_t bytes, int* fd);
+// descriptor (-1: none has come, or none is left) is the caller's. *ended: none will come.
+bool os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
 void os_drop(int socket);
 
 // A file that comes into being as a whole: written beside its place under another name, and then moved

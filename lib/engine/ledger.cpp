@@ -50,12 +50,11 @@ struct TableLedger::Record final : HeapObject, UpdateRecord {
 
 // --- Ledger --------------------------------------------------------------------------------------
 
-Status Ledger::open(BufferPool& pool, Arena& arena, uint64_t committed,
+Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed,
                     std::shared_ptr<Ledger>* out) {
   std::shared_ptr<Ledger> l(new Ledger(pool, arena));
   FRUGAL_TRY(pool.get(sizeof(LedgerRoot), &l->memory_));
-  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}, {0}};
-  arena.count_changes(&l->root_->changes);
+  l->root_ = new (l->memory_.data()) LedgerRoot{LedgerRoot::kMagic, {committed}, {0}};
   *out = std::move(l);
   return FRUGAL_OK;
 }
@@ -82,7 +81,7 @@ void Ledger::find(const char* p, uint32_t* region, uint64_t* place, uint64_t* le
   if (lent) *lent = 0;
   if (arena_.holds(p)) {
     *region = LedgerTerms::kArena;
-    *place = arena_.offset(p);
+    *place = arena_.place(p);
     return;
   }
   std::lock_guard<std::mutex> lock(mu_);

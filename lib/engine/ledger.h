@@ -1,7 +1,7 @@
 // The ledger: what a process that has mapped the tables needs to read them out, as of the last committed
 // step, when the process that writes them has been killed between any two instructions.
 //
-// It lies in the arena, places are offsets in it. The root tells the last committed step; the record of a
+// It lies in the arena, in places of it (base/teller.h). The root tells the last committed step; the record of a
 // table has the list of its committed updates that are not wholly written: hyper-parameters, lists of rows,
 // places of sums, and which rows are written. Who writes a row copies it first into an image of the table, and names
 // it there: a row in the middle of its write is found whole in an image. An update's rows have one image after the
@@ -37,7 +37,6 @@ struct LedgerRoot {
   uint64_t magic;
   std::atomic<uint64_t> committed;  // step; kNoStep: none
   std::atomic<uint64_t> ended;      // 1: nobody writes any more, although the process may live
-  std::atomic<uint64_t> changes;    // of the arena, that its readers were told of
 };
 
 struct LedgerTerms {  // of one rank in an update
@@ -149,10 +148,9 @@ class TableLedger final : public HeapObject, public RowWatcher, public std::enab
 class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
  public:
   // All memory is `pool`'s, which lives longer and is cut from `arena`.
-  static Status open(BufferPool& pool, Arena& arena, uint64_t committed,
+  static Status open(BufferPool& pool, const Arena& arena, uint64_t committed,
                      std::shared_ptr<Ledger>* out);
-  ~Ledger() { arena_.count_changes(nullptr); }
-  uint64_t place() const { return arena_.offset(root_); }
+  uint64_t place() const { return arena_.place(root_); }
   void commit(uint64_t step) {
     ledger_point();
     root_->committed.store(step, std::memory_order_release);
@@ -172,8 +170,8 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
 
  private:
   friend class TableLedger;
-  Ledger(BufferPool& pool, Arena& arena) : pool_(pool), arena_(arena) {}
-  uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.offset(p) : kNoPlace; }
+  Ledger(BufferPool& pool, const Arena& arena) : pool_(pool), arena_(arena) {}
+  uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.place(p) : kNoPlace; }
 
   struct Region {
     const char* base;
@@ -182,7 +180,7 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
     uint64_t lent;
   };
   BufferPool& pool_;
-  Arena& arena_;
+  const Arena& arena_;
   Buffer memory_;
   LedgerRoot* root_ = nullptr;
   std::mutex mu_;

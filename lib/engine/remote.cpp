@@ -8,7 +8,7 @@
 
 namespace frugal {
 
-uint64_t Engine::place(const void* p) const { return p && arena_.holds(p) ? arena_.offset(p) : kNoPlace; }
+uint64_t Engine::place(const void* p) const { return p && arena_.holds(p) ? arena_.place(p) : kNoPlace; }
 
 Status Engine::keep_ledger() {
   if (ledger_) return FRUGAL_OK;

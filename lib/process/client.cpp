@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/forked.h"
 #include "base/handles.h"
 #include "engine/config_check.h"
 #include "process/exchange.h"
@@ -100,15 +101,12 @@ Status Client::attach(const frugal_config& config) {
   if (reply.numbers.size() != 3) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   if (d.all.empty())
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
-  arena_.open(d.take(0));
+  regions_.open(ForkedDescriptors::open([&] { return d.take(0); }));
   FRUGAL_TRY(channel_at(d, 1, false, &channel_));
   if (const uint64_t versions = reply.numbers[1]; versions != kNoPlace)
-    FRUGAL_TRY(in_arena(versions, &versions_, kVersionWords));
-  const LedgerRoot* root;
-  FRUGAL_TRY(in_arena(reply.numbers[2], &root));
-  arena_.changes_at(&root->changes);
-  remains_.arena = arena_.mapping();
-  remains_.root = reply.numbers[2];
+    FRUGAL_TRY(in_arena(versions, &kept_, &versions_, kVersionWords));
+  FRUGAL_TRY(in_arena(reply.numbers[2], &kept_, &remains_.root));
+  remains_.regions = &regions_;
   for (size_t i = 3; i < d.all.size(); ++i) {
     remains_.stagings.emplace_back();
     Mapping& m = remains_.stagings.back();
@@ -116,12 +114,8 @@ Status Client::attach(const frugal_config& config) {
     ::close(m.fd);  // there are many, and the mapping is enough
     m.fd = -1;
   }
-  pinned_shared_ = Vector<PinnedSlabs>(remains_.stagings.size() + 1);
+  pinned_shared_ = Vector<PinnedSlabs>(remains_.stagings.size());
   for (size_t i = 0; i < remains_.stagings.size(); ++i) pinned_shared_[i].over_buffers(remains_.stagings[i]);
-  pinned_shared_.back().over_buffers(arena_.mapping());
-  arena_.before_gone([this](uint64_t first, uint64_t bytes) {
-    pinned_shared_.back().unpin_bytes(*pinner_, first, bytes);
-  });
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
@@ -141,7 +135,19 @@ Status Client::attach(const frugal_config& config) {
       return s;
     }
   }
-  FRUGAL_TRY(watch_arena(watch_.get()));
+  // What the controller gives back goes here, too, although no call looks. Where it cannot be taken
+  // in it is tried again, for as long as that takes.
+  const int fd = ForkedDescriptors::open(
+      [&] { return fcntl(regions_.socket(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
+  if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's memory");
+  uint64_t id;
+  auto look = [this] {
+    if (regions_.look() != FRUGAL_OK) usleep(10000);
+  };
+  if (Status s = watch_->follow(fd, look, &id)) {
+    ForkedDescriptors::close(fd);
+    return s;
+  }
   control_->on_end([this] { connection_ended(); });
   return connected();
 }
@@ -151,22 +157,6 @@ Status Client::connected() const {
   if (!control_->lost()) return FRUGAL_OK;
   return fail(FRUGAL_ERR_PEER_LOST,
               "the connection to the controller has ended: close the engine and open it again");
-}
-
-// What the controller gives back goes here, too, although no call looks.
-Status Client::watch_arena(Watch* watch) {
-  const int fd = fcntl(arena_.socket(), F_DUPFD_CLOEXEC, 3);
-  if (fd < 0) return os_no_descriptor(errno, "the watch of the controller's memory");
-  uint64_t id;
-  const Status s = watch->add(fd, [this, watch] {
-    pollfd p{arena_.socket(), POLLIN, 0};
-    (void)poll(&p, 1, 0);
-    Status s = arena_.look();
-    if (s == FRUGAL_OK && !(p.revents & POLLHUP)) s = watch_arena(watch);
-    if (s != FRUGAL_OK) throw std::bad_alloc();
-  }, &id);
-  if (s != FRUGAL_OK) ::close(fd);
-  return s;
 }
 
 // The controller is gone: nobody waits for it any longer.
@@ -234,8 +224,10 @@ void Client::shutdown() {
   std::scoped_lock calls(channel_mu_, mu_, remains_mu_);
   for (auto& shared : pinned_shared_) shared.unpin(*pinner_);
   for (Mapping& m : remains_.stagings) os_release(&m);
+  regions_.unpin();
   remains_ = {};
-  arena_.close();
+  kept_.clear();
+  regions_.close();
 }
 
 Status Client::lost() const {
@@ -487,7 +479,6 @@ Status Client::set_optimizer(AnyTable& table, uint64_t first_step, const frugal_
 Status Client::remains_of(RemoteTable& table, TableReadout** out) {
   std::lock_guard<std::mutex> lock(table.readout_mu);
   if (!table.readout) {
-    FRUGAL_TRY(arena_.current());
     TableReadout::Source s;
     s.record = table.ledger;
     s.handle = table.id;
@@ -668,10 +659,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     std::lock_guard<std::mutex> lock(mu_);
     FRUGAL_TRY(check());
     FRUGAL_TRY(connected());
-    if (reply.numbers.size() != 1)
+    if (reply.numbers.size() != 2)
       return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
     t->joined = reply.numbers[0];
-    FRUGAL_TRY(in_arena(t->joined & kJoinPlace, &t->notices));
+    FRUGAL_TRY(in_arena(reply.numbers[1], &t->home, &t->notices));
     FRUGAL_TRY(channel_at(d, 0, true, &t->channel));
     t->patience.emplace(config_.world_size, t->channel.get());
     t->channel->staging_arena(&t->staging);

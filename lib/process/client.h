@@ -21,6 +21,7 @@
 #include "process/pinned_slabs.h"
 #include "process/protocol.h"
 #include "process/readout.h"
+#include "process/regions.h"
 #include "process/watch.h"
 
 namespace frugal {
@@ -53,6 +54,7 @@ using RemoteBatchRef = std::shared_ptr<RemoteBatch>;
 
 struct RemoteTrainer : AnyTrainer {
   std::unique_ptr<Channel> channel;
+  RegionRefs home, reads;      // of the controller's memory: where `notices` are, and what `parts` look at
   // Aborts that the controller has counted for this rank, and those that it has told of.
   const std::atomic<uint32_t>* notices = nullptr;
   std::atomic<bool> closer{false};  // a thread is about it
@@ -176,14 +178,12 @@ class Client final : public Session, private DataPath {
     std::shared_lock<std::shared_mutex> stay_;
     const bool there_;
   };
-  Status watch_arena(Watch* watch);
-  // What lies at a place that the controller has told.
+  // What lies at a place that the controller has told. It stays as long as `reads` has its region.
   template <class T>
-  Status in_arena(uint64_t place, const T** out, uint64_t count = 1) {
+  Status in_arena(uint64_t place, RegionRefs* reads, const T** out, uint64_t count = 1) {
     const char* at;
-    ArenaView::Range near;
     const bool many = count > UINT64_MAX / sizeof(T);
-    FRUGAL_TRY(arena_.find(place, many ? UINT64_MAX : count * sizeof(T), &at, &near));
+    FRUGAL_TRY(regions_.find(place, many ? UINT64_MAX : count * sizeof(T), reads, &at));
     *out = reinterpret_cast<const T*>(at);
     return FRUGAL_OK;
   }
@@ -267,7 +267,7 @@ class Client final : public Session, private DataPath {
   Status pin_tables();
   Status show_device(const Access& access, Flight& flight);
   Status turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without);
-  Status pin_shared(const SumsPlace& sums, const char** out);
+  Status pin_shared(const SumsPlace& sums, Flight& flight, const char** out);
   static const DeviceLines* lines_for(const RemoteTrainer& t, const Access& access);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait);
@@ -280,16 +280,17 @@ class Client final : public Session, private DataPath {
 
   std::unique_ptr<ControlClient> control_;
   std::unique_ptr<Watch> watch_;
-  ArenaView arena_;
   std::shared_mutex remains_mu_;                     // what follows, against its end
-  Remains remains_;                  // arena_'s range, and all trainers' staging memory, read-only
+  RegionRefs kept_;                                  // where remains_.root and versions_ are
+  Remains remains_;                                  // regions_, and all trainers' staging memory, read-only
   const VersionWord* versions_ = nullptr;  // with staleness
   std::mutex gpus_mu_;                               // trainers on GPUs come and go
   // While it has a device, what kernels read is pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
+  Regions regions_{pinner_};                         // of the controller's arena
   BufferPool pool_;
   BufferPool pinned_;                                // that devices see
-  Vector<PinnedSlabs> pinned_shared_;                // of remains_: staging memory by region, then the arena
+  Vector<PinnedSlabs> pinned_shared_;                // of remains_.stagings
   Helpers helpers_;
   std::unique_ptr<Channel> channel_;  // for calls outside steps
   std::mutex channel_mu_;

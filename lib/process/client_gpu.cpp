@@ -34,6 +34,7 @@ void Client::leave_gpu(const Gpu& gpu) noexcept {
       table->pinned_state.unpin(*pinner_);
     }
   for (PinnedSlabs& shared : pinned_shared_) shared.unpin(*pinner_);
+  regions_.unpin();
 }
 
 // Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in them are used.
@@ -58,16 +59,22 @@ Status Client::show_device(const Access& a, Flight& f) {
 
 // --- Caches --------------------------------------------------------------------------------------
 
-// Shared memory that kernels read from now on: staging memory, or the arena.
-Status Client::pin_shared(const SumsPlace& s, const char** out) {
-  const size_t stagings = remains_.stagings.size(), i = s.region == LedgerTerms::kArena ? stagings : s.region;
-  ArenaView::Range near;
-  if (i == stagings) FRUGAL_TRY(arena_.find(s.place, s.bytes, out, &near));
-  const Mapping* memory = i < stagings ? &remains_.stagings[i] : i == stagings ? &remains_.arena : nullptr;
-  if (!memory || s.place % 64 || !Remains::within(*memory, s.place, s.bytes, 1))
+// Shared memory that the flight's kernels read from now on: staging memory, or the arena.
+Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) {
+  if (s.region == LedgerTerms::kArena) {
+    RegionRefs reads;
+    FRUGAL_TRY(regions_.find(s.place, s.bytes, &reads, out));
+    if (s.place % 64) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
+    FRUGAL_TRY(reads[0]->pin(s.place, s.bytes));
+    flight.kept.push_back(reads[0]);  // it stays mapped until the flight has landed
+    return FRUGAL_OK;
+  }
+  const size_t i = s.region;
+  if (i >= remains_.stagings.size() || s.place % 64 ||
+      !Remains::within(remains_.stagings[i], s.place, s.bytes, 1))
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
   FRUGAL_TRY(pinned_shared_[i].pin_bytes(*pinner_, s.lent, s.place, s.bytes));
-  *out = memory->base + s.place;
+  *out = remains_.stagings[i].base + s.place;
   return FRUGAL_OK;
 }
 
@@ -82,10 +89,11 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
     at += sizeof *item;
     return FRUGAL_OK;
   };
+  RegionRefs reads;
   auto list = [&](uint64_t place, uint64_t n, auto* out) -> Status {
     using T = typename std::remove_reference_t<decltype(*out)>::value_type;
     const T* from = nullptr;
-    if (n) FRUGAL_TRY(in_arena(place, &from, n));
+    if (n) FRUGAL_TRY(in_arena(place, &reads, &from, n));
     out->assign(from, from + n);
     return FRUGAL_OK;
   };
@@ -145,7 +153,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
         Handover h;
         h.stride = place.stride;
         const char* sums = nullptr;
-        if (from.bytes) FRUGAL_TRY(pin_shared(from, &sums));
+        if (from.bytes) FRUGAL_TRY(pin_shared(from, flight, &sums));
         h.sums = Buffer::view(sums, from.bytes);
         update.update->ranks.push_back(std::move(h));
       }

@@ -155,6 +155,7 @@ void Client::leave_step(RemoteTrainer& t) {
   t.parts.clear();
   t.used.clear();
   t.pushes.clear();
+  t.reads.clear();
   t.places.clear();
   t.sent.clear();
   t.lent.clear();
@@ -324,7 +325,6 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
   if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
   Vector<PartPlace> places(bytes / sizeof(PartPlace));
   FRUGAL_TRY(channel.read(places.data(), bytes, until));
-  ArenaView::Range near;
   for (size_t i = 0; i < places.size(); ++i) {
     const PartPlace& p = places[i];
     StepPart s;
@@ -341,7 +341,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
     auto see = [&](uint64_t place, uint64_t count, size_t element, Buffer* out) -> Status {
       if (place == kNoPlace || count > UINT64_MAX / element) return FRUGAL_OK;
       const char* at;
-      FRUGAL_TRY(arena_.find(place, count * element, &at, &near));
+      FRUGAL_TRY(regions_.find(place, count * element, &t.reads, &at));
       *out = Buffer::view(at, count * element);
       return FRUGAL_OK;
     };
@@ -389,6 +389,7 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     Exchange e{Call::kStepBegin, {step, left_until(deadline), t.boundary, without}, {}, deadline.at};
     forget_used(t);
     t.parts.clear();
+    t.reads.clear();
     t.next_part = 0;
     Vector<char> told;
     FRUGAL_TRY(ask(t, e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {

@@ -56,7 +56,8 @@ class Lane final : public HeapObject, private UsedElsewhere {
   const TrainerRef& trainer() const { return trainer_; }
   uint64_t request = 0;  // that has asked for it
   // What its trainer is known by, of all that had the rank, and where its aborts are counted.
-  uint64_t joined() const { return (engine_->place(notices_.data()) & kJoinPlace) | number_ << 48; }
+  uint64_t joined() const { return number_; }
+  uint64_t notices_place() const { return engine_->place(notices_.data()); }
 
  private:
   void loop();

@@ -12,9 +12,6 @@
 
 namespace frugal {
 
-// Of what a join is known by, the place of its notices. Above that it has a number: places are used again.
-constexpr uint64_t kJoinPlace = (uint64_t{1} << 48) - 1;
-
 enum class Call : uint32_t {
   // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
   // up or pushed since the last request: their rows exist from now on.

@@ -27,18 +27,45 @@ struct Unwritten {
 }  // namespace
 
 Status Remains::committed(uint64_t* step) const {
-  const LedgerRoot* r = at<LedgerRoot>(root);
-  if (!r || r->magic != LedgerRoot::kMagic) return damaged("its ledger");
-  *step = r->committed.load();
+  if (!root || root->magic != LedgerRoot::kMagic) return damaged("its ledger");
+  *step = root->committed.load();
   return FRUGAL_OK;
 }
+
+// What lies at places of the arena. It stays mapped meanwhile.
+class TableReadout::Reach {
+ public:
+  explicit Reach(const Remains& remains) : remains_(remains) {}
+  const Remains& remains() const { return remains_; }
+  // `count` of T; null: they are not there, and missing() tells why.
+  template <class T>
+  const T* at(uint64_t place, uint64_t count = 1) {
+    const char* found = nullptr;
+    if (place % alignof(T) || count > UINT64_MAX / sizeof(T)) return nullptr;
+    const Status s = remains_.regions->find(place, count * sizeof(T), &reads_, &found);
+    if (s != FRUGAL_OK && s != FRUGAL_ERR_INTERNAL) failed_ = s;
+    return reinterpret_cast<const T*>(found);
+  }
+  Status missing(const char* what) const {
+    if (failed_ != FRUGAL_ERR_PEER_LOST) return failed_ == FRUGAL_OK ? damaged(what) : failed_;
+    return fail(failed_,
+                "it cannot be read out: parts of %s lie in memory that this process has not mapped",
+                what);
+  }
+
+ private:
+  const Remains& remains_;
+  RegionRefs reads_;
+  Status failed_ = FRUGAL_OK;
+};
 
 Status TableReadout::open(const Remains& remains, const Source& source, BufferPool& pool,
                           std::unique_ptr<TableReadout>* out) {
   std::unique_ptr<TableReadout> t(new TableReadout);
   FRUGAL_TRY(remains.committed(&t->committed_));
-  const LedgerTable* record = remains.at<LedgerTable>(source.record);
-  if (!record) return damaged("a table's record");
+  Reach reach(remains);
+  const LedgerTable* record = reach.at<LedgerTable>(source.record);
+  if (!record) return reach.missing("a table's record");
   if (record->handle.load() != source.handle)
     return fail(FRUGAL_ERR_NOT_FOUND, "it had been dropped when the controller died: drop its handle");
   if (const uint64_t lost = record->lost.load(); lost != kNoStep)
@@ -73,7 +100,7 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   if (t->slots_ > n) return damaged("a table's record");
   t->count_ = n;
   if (source.hashed) FRUGAL_TRY(t->index_keys());
-  FRUGAL_TRY(t->work_out(remains, *record, pool));
+  FRUGAL_TRY(t->work_out(reach, *record, pool));
   *out = std::move(t);
   return FRUGAL_OK;
 }
@@ -101,15 +128,17 @@ device::RowsRef TableReadout::copies() const {
   return layout_.at(changed_values_.data(), changed_state_.data());
 }
 
-Status TableReadout::work_out(const Remains& remains, const LedgerTable& record, BufferPool& pool) {
+Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPool& pool) {
   // What is committed and not wholly written.
   Vector<std::unique_ptr<Unwritten>> updates;
   for (uint64_t place = record.first.load(), steps = 0; place != kNoPlace; ++steps) {
-    const LedgerUpdate* from = remains.at<LedgerUpdate>(place);
-    if (!from || steps > kMostUpdates) return damaged("a table's updates");
+    const LedgerUpdate* from = reach.at<LedgerUpdate>(place);
+    if (!from) return reach.missing("a table's updates");
+    if (steps > kMostUpdates) return damaged("a table's updates");
     if (committed_ == kNoStep || from->step > committed_) break;
-    const LedgerTerms* terms = remains.at<LedgerTerms>(place + sizeof(LedgerUpdate), from->ranks);
-    if (!terms || from->scalars.kind != optimizer_ || from->scalars.dim != layout_.dim)
+    const LedgerTerms* terms = reach.at<LedgerTerms>(place + sizeof(LedgerUpdate), from->ranks);
+    if (!terms) return reach.missing("a table's updates");
+    if (from->scalars.kind != optimizer_ || from->scalars.dim != layout_.dim)
       return damaged("a table's updates");
     auto u = std::make_unique<Unwritten>();
     u->place = place;
@@ -123,34 +152,43 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
       h.stride = t.stride;
       h.part = make_part();
       h.part->distinct = t.rows;
-      const uint32_t* slots = remains.at<uint32_t>(t.slots, t.rows);
-      if (!slots || t.stride < layout_.dim || t.stride > layout_.sums_stride) return damaged("a table's updates");
+      const uint32_t* slots = reach.at<uint32_t>(t.slots, t.rows);
+      if (!slots) return reach.missing("a table's updates");
+      if (t.stride < layout_.dim || t.stride > layout_.sums_stride) return damaged("a table's updates");
       for (uint64_t i = 0; i < t.rows; ++i)
         if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1])) return damaged("a table's updates");
       h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
-      const Mapping* memory = t.region == LedgerTerms::kArena        ? &remains.arena
-                              : t.region < remains.stagings.size() ? &remains.stagings[t.region] : nullptr;
-      seen = seen && memory;
-      if (memory) {
-        if (t.sums % 64 || !Remains::within(*memory, t.sums, t.rows * t.stride, sizeof(float)))
+      const auto& stagings = reach.remains().stagings;
+      const uint64_t floats = t.rows * t.stride;
+      const char* sums = nullptr;
+      if (t.region == LedgerTerms::kArena) {
+        sums = reach.at<char>(t.sums, floats * sizeof(float));
+        if (!sums) return reach.missing("a table's updates");
+      } else if (t.region < stagings.size()) {
+        if (!Remains::within(stagings[t.region], t.sums, floats, sizeof(float)))
           return damaged("a table's updates");
-        h.sums = Buffer::view(memory->base + t.sums, t.rows * t.stride * sizeof(float));
+        sums = stagings[t.region].base + t.sums;
       }
+      if (t.sums % 64 && sums) return damaged("a table's updates");
+      seen = seen && sums;
+      if (sums) h.sums = Buffer::view(sums, floats * sizeof(float));
       u->update.ranks.push_back(std::move(h));
     }
     u->update.make_list();
     const size_t n = u->update.n;
     if (from->chunks == 0) {
-      const uint8_t* marks = remains.at<uint8_t>(from->marks, n);
-      if (!marks || from->rows != n) return damaged("a table's updates");
+      const uint8_t* marks = reach.at<uint8_t>(from->marks, n);
+      if (!marks) return reach.missing("a table's updates");
+      if (from->rows != n) return damaged("a table's updates");
       for (uint32_t i = 0; i < n; ++i)
         if (!marks[i]) u->rows.push_back(i);
     } else {
       const uint64_t chunks = from->chunks;
-      const uint64_t* bounds = chunks < SIZE_MAX ? remains.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
+      const uint64_t* bounds = chunks < SIZE_MAX ? reach.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
       // (So many bounds are there, so that cannot overflow.)
-      const uint64_t* progress = bounds ? remains.at<uint64_t>(from->progress, LedgerUpdate::kApart * chunks) : nullptr;
-      if (!bounds || !progress || bounds[0] != 0) return damaged("a table's updates");
+      const uint64_t* progress = bounds ? reach.at<uint64_t>(from->progress, LedgerUpdate::kApart * chunks) : nullptr;
+      if (!bounds || !progress) return reach.missing("a table's updates");
+      if (bounds[0] != 0) return damaged("a table's updates");
       size_t chunk = 0;
       for (uint32_t i = 0; i < n; ++i) {
         while (chunk + 1 < chunks && u->update.slots[i] >= bounds[chunk + 1]) ++chunk;
@@ -176,8 +214,8 @@ Status TableReadout::work_out(const Remains& remains, const LedgerTable& record,
     return damaged("a table's images");
   for (uint64_t i = 0; i < record.image_count; ++i) {
     const uint64_t place = record.images + i * record.image_bytes;
-    const LedgerImage* image = remains.at<LedgerImage>(place);
-    if (!image || !remains.at<char>(place, record.image_bytes)) return damaged("a table's images");
+    const LedgerImage* image = reach.at<LedgerImage>(place);
+    if (!image || !reach.at<char>(place, record.image_bytes)) return reach.missing("a table's images");
     const uint64_t update = image->update.load();
     if (update == kNoPlace) continue;
     const size_t header = LedgerImage::values_at(record.image_rows);

@@ -9,30 +9,24 @@
 
 #include "base/buffer.h"
 #include "engine/ledger.h"
+#include "process/regions.h"
 #include "storage/key_index.h"
 
 namespace frugal {
 
 // The memory of a controller that is dead, or will be.
 struct Remains {
-  Mapping arena;
+  Regions* regions = nullptr;  // the arena's
   Vector<Mapping> stagings;  // by region
-  uint64_t root = kNoPlace;
+  const LedgerRoot* root = nullptr;
 
-  // `count` of T at a place of the arena; null: they are not there.
-  template <class T>
-  const T* at(uint64_t place, uint64_t count = 1) const {
-    return within(arena, place, count, sizeof(T)) && place % alignof(T) == 0
-               ? reinterpret_cast<const T*>(arena.base + place) : nullptr;
-  }
   static bool within(const Mapping& m, uint64_t place, uint64_t count, size_t element) {
     return m.base && count <= m.bytes / element && place <= m.bytes - count * element;
   }
   Status committed(uint64_t* step) const;
   // Nobody writes any more, although the controller's process may live: it has closed the engine.
   bool ended() const {
-    const LedgerRoot* r = at<LedgerRoot>(root);
-    return r && r->ended.load(std::memory_order_acquire) != 0;
+    return root && root->ended.load(std::memory_order_acquire) != 0;
   }
 };
 
@@ -66,7 +60,8 @@ class TableReadout : public HeapObject {
 
  private:
   TableReadout() = default;
-  Status work_out(const Remains& remains, const LedgerTable& record, BufferPool& pool);
+  class Reach;
+  Status work_out(Reach& reach, const LedgerTable& record, BufferPool& pool);
   Status index_keys();
   bool exists(uint32_t slot) const;
   device::RowsRef copies() const;

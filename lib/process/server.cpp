@@ -11,9 +11,11 @@
 #include <cstring>
 #include <thread>
 
+#include "base/forked.h"
 #include "base/handles.h"
 #include "base/insist.h"
 #include "engine/config_check.h"
+#include "process/control_socket.h"
 #include "process/lane.h"
 #include "process/watch.h"
 
@@ -63,7 +65,7 @@ struct Attached : HeapObject {  // with the server's mu_
       : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
         large(!looks && rings.take(of)) {}
   const std::shared_ptr<Engine> engine_;
-  uint64_t told = 0;                 // as which the arena knows it
+  uint64_t told = 0;                 // as which the arena's teller knows it
   uint64_t watched = 0;              // in the watch; 0: not there
   LargeRings& rings_;
   const pid_t pid_;
@@ -77,19 +79,30 @@ struct Attached : HeapObject {  // with the server's mu_
   int pidfd = -1;
   ~Attached() {
     calls.reset();
-    engine_->arena().forget(told);
+    engine_->arena().teller().forget(told);
     if (large) rings_.give(pid_);
     if (pidfd >= 0) close(pidfd);
   }
 };
 
-// Of a socket, until they have been given away.
+// Of a socket on which a process is told of memory, and its connection, until they have been given
+// away.
 struct Ends : HeapObject {
-  int sockets[2] = {-1, -1};
+  int sockets[2] = {-1, -1}, connection = -1;
   std::shared_ptr<void> keep;
+  Status open(int socket) {
+    const bool made = ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
+      if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0) return false;
+      for (int& fd : fds) fd = above_standard(fd);
+      return true;
+    });
+    connection = ForkedDescriptors::open(
+        [&] { return fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
+    if (made && sockets[0] >= 0 && sockets[1] >= 0 && connection >= 0) return FRUGAL_OK;
+    return os_no_descriptor(errno, "what tells this process of the controller's memory");
+  }
   ~Ends() {
-    for (int fd : sockets)
-      if (fd >= 0) close(fd);
+    for (int fd : {sockets[0], sockets[1], connection}) ForkedDescriptors::close(fd);
   }
 };
 
@@ -308,10 +321,9 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>(), engine_, large_rings_,
                                                   peer.pid, (config.flags & FRUGAL_OBSERVE) != 0);
     auto ends = std::allocate_shared<Ends>(HeapAllocator<Ends>());
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends->sockets) != 0)
-      return os_no_descriptor(errno, "what tells this process of the controller's memory");
-    FRUGAL_TRY(engine_->arena().tell(ends->sockets[0], &process->told));
-    ends->sockets[0] = -1;
+    FRUGAL_TRY(ends->open(peer.socket));
+    FRUGAL_TRY(engine_->arena().teller().add(ends->sockets[0], ends->connection, &process->told));
+    ends->sockets[0] = ends->connection = -1;
     reply->descriptors.push_back(ends->sockets[1]);
     FRUGAL_TRY(channel(nullptr, peer.id, *process, &process->calls, reply));
     ends->keep = std::move(reply->keep);
@@ -421,6 +433,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     TrainerRef& trainer = joined.trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
     FRUGAL_TRY(channel(trainer, peer.id, *process, &lane, reply));
+    reply->numbers.push_back(lane->notices_place());
     std::lock_guard<std::mutex> lock(mu_);
     if (joins.ends()) return not_awaited();
     lane->request = request;

@@ -1,4 +1,6 @@
 // Reading tables out where a dead controller has left numbers in disorder: a status, and no crash.
+#include <sys/socket.h>
+
 #include <cstring>
 #include <functional>
 
@@ -16,6 +18,11 @@ constexpr uint64_t kRows = 100;
 struct DamageTest : TableWithLedger {
   void SetUp() override {
     make(kRows, kDim, {{3, 17, 40}});
+    int ends[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+    uint64_t id;
+    ASSERT_OK(arena.teller().add(ends[0], -1, &id));
+    regions.open(ends[1]);
     update->make_list();
     ASSERT_OK(table->add(*update, nullptr, &update->record));
     ledger->commit(kStep);
@@ -32,8 +39,8 @@ struct DamageTest : TableWithLedger {
   }
   Status open(std::unique_ptr<TableReadout>* out) {
     Remains remains;
-    remains.arena = arena.mapping();
-    remains.root = ledger->place();
+    remains.regions = &regions;
+    remains.root = reinterpret_cast<const LedgerRoot*>(arena.mapping().base + ledger->place());
     TableReadout::Source s;
     s.record = table->place();
     s.handle = 1;
@@ -52,6 +59,7 @@ struct DamageTest : TableWithLedger {
   }
 
   BufferPool own;
+  Regions regions;
 };
 
 TEST_F(DamageTest, NumbersThatCannotBe) {

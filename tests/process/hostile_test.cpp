@@ -30,7 +30,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/arena.h"
 #include "base/futex.h"
 #include "base/os.h"
 #include "control.capnp.h"
@@ -42,6 +41,7 @@
 #include "process/control.h"
 #include "process/lane.h"
 #include "process/protocol.h"
+#include "process/regions.h"
 
 namespace {
 
@@ -529,11 +529,11 @@ void PushUnused(Enemy& e, bool joined) {
   push.table = hashed.id;
   push.whole = 1;
   if (joined) {
-    frugal::ArenaView arena;
-    frugal::ArenaView::Range near;
+    frugal::Regions regions;
+    frugal::RegionRefs reads;
     const char* rows = nullptr;
-    arena.open(dup(e.opened.descriptors[0]));
-    OK(arena.find(part.rows, sizeof(uint32_t), &rows, &near));
+    regions.open(dup(e.opened.descriptors[0]));
+    OK(regions.find(part.rows, sizeof(uint32_t), &reads, &rows));
     push.part = frugal::kJoined;
     push.distinct = 1;
     push.rows = 4096;
@@ -654,11 +654,11 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) { PushUnused(e, true); }},
       {"undone", How::kAtOnce, "a request that there is not, when its step was undone",
        [](Enemy& e) {
-         static frugal::ArenaView arena;
-         frugal::ArenaView::Range near;
+         static frugal::Regions regions;
+         frugal::RegionRefs reads;
          const char* counted = nullptr;
-         arena.open(dup(e.opened.descriptors[0]));
-         OK(arena.find(e.joined.numbers[0] & frugal::kJoinPlace, sizeof(uint32_t), &counted, &near));
+         regions.open(dup(e.opened.descriptors[0]));
+         OK(regions.find(e.joined.numbers[1], sizeof(uint32_t), &reads, &counted));
          // It makes no call that would be told.
          while (reinterpret_cast<const std::atomic<uint32_t>*>(counted)->load() == 0) usleep(1000);
          (void)e.Send(*e.trainer, static_cast<Call>(9999), {});

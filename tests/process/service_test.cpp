@@ -220,6 +220,48 @@ TEST_F(Service, WhatALargeDeclarationTookGoesBack) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
+// The controller stops in good order, and gives back much of what others have mapped when nobody is
+// told any more. They read out what is committed all the same.
+TEST_F(Service, StoppedWhileMemoryGoesBack) {
+  constexpr uint64_t kIds = 4000000;
+  ControllerProgram controller(address());
+  frugal_engine *e, *other;
+  OK(Open(address(), &e, 20000, 1));
+  OK(Open(address(), &other, 20000, 1));
+  frugal_table *table, *seen;
+  frugal_table_config config = TableConfig("t", kIds);
+  config.dim = 1;
+  config.optimizer.lr = 1;
+  OK(frugal_table_create(e, &config, &table));
+  OK(frugal_table_find(other, "t", &seen));
+  frugal_trainer* t;
+  OK(Join(e, 0, &t));
+  std::vector<uint64_t> ids(kIds);
+  for (uint64_t i = 0; i < kIds; ++i) ids[i] = i;
+  const std::vector<float> ones(1000, 1);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = table;
+  op.keys = ids.data();
+  op.count = ones.size();
+  op.grads = ones.data();
+  frugal_op large = op;
+  large.count = kIds;
+  for (uint64_t step = 0; step < 2; ++step) {
+    OK(frugal_prefetch(t, step + 1, &large, 1, nullptr));
+    OK(frugal_step_begin(t, step, -1));
+    OK(frugal_push_grad(t, &op, 1));
+    OK(frugal_step_end(t, step, 0));
+  }
+  EXPECT_EQ(0, controller.end(SIGTERM));
+  for (frugal_table* of : {table, seen}) {
+    std::vector<float> rows(kIds);
+    OK(frugal_get(of, ids.data(), kIds, 0, rows.data(), 0, nullptr));
+    for (uint64_t i = 0; i < kIds; ++i) ASSERT_EQ(i < ones.size() ? -2 : 0, rows[i]) << i;
+  }
+  OK(frugal_close(e));
+  OK(frugal_close(other));
+}
+
 // Connections that say nothing keep nobody out, however many there are.
 TEST_F(Service, SilentConnections) {
   ControllerProgram controller(address());

@@ -1,0 +1,56 @@
+// Memory that other processes read, and who is told of it.
+//
+// It is told in regions, each with a descriptor to map it by. A region has places, as many as bytes,
+// and no place is ever another region's. So who has not heard yet of what came or went may find a
+// place nowhere, but never in memory that is meant otherwise. Who reads has a socket of its own, on
+// which it is told of each region before anybody can know a place in it, and when it is gone
+// (process/regions.h). Thread-safe.
+#pragma once
+#include "base/heap.h"
+#include "base/status.h"
+#include "base/sync.h"
+
+namespace frugal {
+
+// A message on such a socket.
+struct RegionNews {
+  uint64_t place, bytes;
+  uint64_t there;  // 1: it has come, and its descriptor with it; 0: it is gone
+};
+
+class Teller {
+ public:
+  Teller() = default;
+  ~Teller();
+  Teller(const Teller&) = delete;
+  // A region. All have been told when this returns. Its descriptor stays the caller's, and is open
+  // until it goes.
+  Status come(int fd, uint64_t bytes, uint64_t* place);
+  void go(uint64_t place) noexcept;
+  // Whoever has the other end of the socket is told from now on, and of all that there is. Where it
+  // does not take that in, its connection is shut down, and it is told nothing more: it will not
+  // take what it does not know for what it knows. Both descriptors (ForkedDescriptors) are the
+  // teller's on success; a connection of -1 is none.
+  Status add(int socket, int connection, uint64_t* id);
+  void forget(uint64_t id) noexcept;
+
+ private:
+  struct Region {
+    uint64_t place, bytes;
+    int fd;
+  };
+  struct Reader {
+    uint64_t id;
+    int socket, connection;
+    void close() const noexcept;
+  };
+  void tell(const RegionNews& news, int fd) noexcept REQUIRES(mu_);
+
+  Mutex mu_;
+  Vector<Region> regions_ GUARDED_BY(mu_);
+  Vector<Reader> readers_ GUARDED_BY(mu_);
+  uint64_t next_ GUARDED_BY(mu_) = 0;  // place
+  uint64_t readers_so_far_ GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace frugal

@@ -1,0 +1,107 @@
+#include "process/regions.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/forked.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kNoPlaceFrom = uint64_t{1} << 62;  // no controller tells as much
+
+}  // namespace
+
+Status Regions::take_in() {
+  for (RegionNews news;; os_drop(socket_)) {
+    // A forked child that kept it would keep the memory.
+    struct Descriptor {
+      int fd = -1;
+      ~Descriptor() { ForkedDescriptors::close(fd); }
+    } descriptor;
+    bool any = false, ended = false;
+    descriptor.fd = ForkedDescriptors::open([&] {
+      int fd;
+      any = os_peek(socket_, &news, sizeof news, &fd, &ended);
+      return fd;
+    });
+    ended_ |= ended;
+    if (!any) return FRUGAL_OK;
+    if (!news.there) {
+      std::erase_if(there_, [&](const RegionRef& r) { return r->place() == news.place; });
+      continue;
+    }
+    if (descriptor.fd < 0) return os_no_descriptor(EMFILE, "memory of the controller");
+    there_.reserve(there_.size() + 1);
+    Mapping memory;
+    FRUGAL_TRY(os_map_shared(descriptor.fd, false, &memory));
+    memory.fd = -1;  // the mapping is enough
+    struct Unmap {
+      Mapping* memory;
+      ~Unmap() {
+        if (memory) os_release(memory);
+      }
+    } unmap{&memory};
+    if (memory.bytes != news.bytes || news.place < told_)
+      return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory that cannot be");
+    there_.push_back(
+        std::allocate_shared<Region>(HeapAllocator<Region>(), news.place, memory, pinner_));
+    unmap.memory = nullptr;
+    told_ = news.place + news.bytes;
+  }
+}
+
+Status Regions::look() try {
+  Lock lock(mu_);
+  return take_in();
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory to list the memory of the controller; call again");
+}
+
+RegionRef Regions::of(uint64_t place, uint64_t bytes) const {
+  for (const RegionRef& r : there_)
+    if (r->has(place, bytes)) return r;
+  return nullptr;
+}
+
+Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const char** out) try {
+  // Mostly it is where the last one was.
+  for (auto r = reads->rbegin(); r != reads->rend(); ++r)
+    if ((*r)->has(place, bytes)) {
+      *out = (*r)->at(place);
+      return FRUGAL_OK;
+    }
+  Lock lock(mu_);
+  RegionRef found = of(place, bytes);
+  if (!found) {
+    FRUGAL_TRY(take_in());
+    found = of(place, bytes);
+  }
+  if (!found && ended_ && place >= told_ && place < kNoPlaceFrom)
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the controller has memory that this process has not mapped, which it could not tell "
+                "it of: close the engine and open it again");
+  if (!found)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
+  reads->push_back(found);
+  *out = found->at(place);
+  return FRUGAL_OK;
+} catch (const std::bad_alloc&) {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory to list the memory of the controller; call again");
+}
+
+void Regions::unpin() noexcept {
+  Lock lock(mu_);
+  for (const RegionRef& r : there_) r->unpin();
+}
+
+void Regions::close() noexcept {
+  Lock lock(mu_);
+  ForkedDescriptors::close(socket_);
+  socket_ = -1;
+  there_.clear();
+}
+
+}  // namespace frugal

@@ -1,0 +1,84 @@
+// What the controller has told this process of its memory (base/teller.h), mapped here.
+//
+// A region stays mapped as long as anybody has it, gone or not: a call that reads, a part of a step,
+// a kernel that is under way. Where the controller gives memory back, nothing here reads zeros, or
+// nothing, instead of what was there.
+#pragma once
+#include <memory>
+
+#include "base/heap.h"
+#include "base/os.h"
+#include "base/sync.h"
+#include "base/teller.h"
+#include "engine/gpu.h"
+#include "process/pinned_slabs.h"
+
+namespace frugal {
+
+class Region : public HeapObject {
+ public:
+  Region(uint64_t place, const Mapping& memory, std::shared_ptr<DevicePinner> pinner)
+      : place_(place), memory_(memory), pinner_(std::move(pinner)) {
+    pinned_.over_buffers(memory_);
+  }
+  ~Region() {
+    unpin();
+    os_release(&memory_);
+  }
+  Region(const Region&) = delete;
+  bool has(uint64_t place, uint64_t bytes) const {
+    const uint64_t at = place - place_;
+    return place >= place_ && at < memory_.bytes && bytes <= memory_.bytes - at;
+  }
+  const char* at(uint64_t place) const { return memory_.base + (place - place_); }
+  uint64_t place() const { return place_; }
+  // From now on kernels may read there, which have the region.
+  Status pin(uint64_t place, uint64_t bytes) {
+    return pinned_.pin_bytes(*pinner_, 0, place - place_, bytes);
+  }
+  void unpin() noexcept {
+    if (pinner_) pinned_.unpin(*pinner_);
+  }
+
+ private:
+  const uint64_t place_;
+  Mapping memory_;
+  const std::shared_ptr<DevicePinner> pinner_;
+  PinnedSlabs pinned_;
+};
+using RegionRef = std::shared_ptr<Region>;
+
+// Those that somebody reads.
+using RegionRefs = Vector<RegionRef>;
+
+// Threads: any.
+class Regions {
+ public:
+  explicit Regions(std::shared_ptr<DevicePinner> pinner = nullptr) : pinner_(std::move(pinner)) {}
+  ~Regions() { close(); }
+  // The other end of the socket is the teller's; it is this one's from now on.
+  void open(int socket) { socket_ = socket; }
+  int socket() const { return socket_; }
+  // Takes in what has been told. It goes on from where it was when it could not.
+  Status look();
+  // Where a place is, and the region for who reads there. INTERNAL: it cannot be. PEER_LOST: it may
+  // be, but this process is told nothing any more.
+  Status find(uint64_t place, uint64_t bytes, RegionRefs* reads, const char** out);
+  // No kernel reads any of them any more.
+  void unpin() noexcept;
+  // Calls of other threads find nothing any more.
+  void close() noexcept;
+
+ private:
+  Status take_in() REQUIRES(mu_);
+  RegionRef of(uint64_t place, uint64_t bytes) const REQUIRES(mu_);
+
+  const std::shared_ptr<DevicePinner> pinner_;
+  Mutex mu_;
+  int socket_ = -1;
+  RegionRefs there_ GUARDED_BY(mu_);
+  uint64_t told_ GUARDED_BY(mu_) = 0;  // places below this are known, or gone
+  bool ended_ GUARDED_BY(mu_) = false;
+};
+
+}  // namespace frugal

@@ -1,0 +1,364 @@
+// Memory that another process tells of: what who reads it finds, and what goes.
+#include "process/regions.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <vector>
+
+#include "base/arena.h"
+#include "base/forked.h"
+#include "process/fence.h"
+#include "process/proc.h"
+#include "support/inside.h"
+
+namespace frugal {
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+constexpr size_t kRange = size_t{16} << 30;
+
+// Shared memory of this process, and of nobody else: a memfd without a mapping has gone.
+long SharedKib() {
+  long kib = 0;
+  std::FILE* f = std::fopen("/proc/self/status", "r");
+  char line[256];
+  while (std::fgets(line, sizeof line, f))
+    if (std::sscanf(line, "RssShmem: %ld", &kib) == 1) break;
+  std::fclose(f);
+  return kib;
+}
+
+// Who is told of an arena, in the same process.
+struct Told {
+  explicit Told(Arena& arena) {
+    int ends[2], control[2];
+    EXPECT_TRUE(ForkedDescriptors::open(ends, [](int (&fds)[2]) {
+      return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0;
+    }));
+    EXPECT_TRUE(ForkedDescriptors::open(control, [](int (&fds)[2]) {
+      return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0;
+    }));
+    EXPECT_EQ(arena.teller().add(ends[0], control[0], &id), FRUGAL_OK);
+    regions.open(ends[1]);
+    connection = control[1];
+  }
+  ~Told() { ForkedDescriptors::close(connection); }
+  Status find(uint64_t place, uint64_t bytes, const char** out) {
+    RegionRefs reads;
+    return regions.find(place, bytes, &reads, out);
+  }
+  bool cut_off() const {
+    char byte;
+    return recv(connection, &byte, 1, MSG_DONTWAIT) == 0;
+  }
+  Regions regions;
+  uint64_t id = 0;
+  int connection = -1;
+};
+
+TEST(Regions, SeeWhatThereIs) {
+  const long before = SharedKib();
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  char *a = nullptr, *b = nullptr;
+  ASSERT_OK(arena.take(4 * kMiB, &a));
+  std::strcpy(a, "before");
+  Told first(arena), second(arena);
+  ASSERT_OK(arena.take(64 * kMiB, &b));
+  std::strcpy(b + 64 * kMiB - 10, "after");
+  const uint64_t place = arena.place(b);
+  RegionRefs reads;
+  const char* at = nullptr;
+  for (Told* t : {&first, &second}) {
+    ASSERT_OK(t->find(arena.place(a), 10, &at));
+    EXPECT_STREQ(at, "before");
+    reads.clear();
+    ASSERT_OK(t->regions.find(place, 64 * kMiB, &reads, &at));
+    EXPECT_STREQ(at + 64 * kMiB - 10, "after");
+    for (size_t page = 0; page < 64 * kMiB; page += 4096) ASSERT_EQ(at[page], 0);
+    ASSERT_OK(t->regions.find(place + 64 * kMiB - 10, 10, &reads, &at));
+    EXPECT_STREQ(at, "after");
+    EXPECT_EQ(reads.size(), 1u);
+    // No more than there is, and nowhere else.
+    EXPECT_EQ(t->find(place + 1, 64 * kMiB, &at), FRUGAL_ERR_INTERNAL);
+    for (uint64_t nowhere : {place + 64 * kMiB, uint64_t{kRange}, UINT64_MAX - 4})
+      EXPECT_EQ(t->find(nowhere, 4, &at), FRUGAL_ERR_INTERNAL) << nowhere;
+    EXPECT_EQ(t->find(arena.place(a), UINT64_MAX, &at), FRUGAL_ERR_INTERNAL);
+  }
+  reads.clear();
+  ASSERT_OK(first.regions.find(place, 64 * kMiB, &reads, &at));
+  // Nobody writes it through that.
+  EXPECT_NE(0, mprotect(const_cast<char*>(at), 4096, PROT_READ | PROT_WRITE));
+  arena.put_back(b, 64 * kMiB);
+  ASSERT_OK(second.regions.look());
+  ASSERT_OK(first.regions.look());
+  EXPECT_GE(SharedKib(), before + (64 << 10)) << "somebody reads it";
+  EXPECT_STREQ(at + 64 * kMiB - 10, "after");
+  EXPECT_EQ(first.find(place, 1, &at), FRUGAL_ERR_INTERNAL) << "nobody else finds it";
+  reads.clear();
+  EXPECT_LE(SharedKib(), before + (16 << 10));
+  // Who is forgotten is told nothing more.
+  arena.teller().forget(second.id);
+  ASSERT_OK(arena.take(16 * kMiB, &b));
+  EXPECT_EQ(first.find(arena.place(b), 1, &at), FRUGAL_OK);
+  EXPECT_EQ(second.find(arena.place(b), 1, &at), FRUGAL_ERR_PEER_LOST);
+}
+
+// Who has not looked, or is told nothing any more, takes nothing for what it is not.
+TEST(Regions, PlacesAreNeverAnothers) {
+  Arena arena;
+  ASSERT_OK(arena.open(40 * kMiB));  // one after the other has the same addresses
+  char* data = nullptr;
+  Told looks(arena), late(arena);
+  std::vector<uint64_t> places;
+  RegionRefs reads;
+  const char* at = nullptr;
+  for (char i = 1; i <= 20; ++i) {
+    ASSERT_OK(arena.take(24 * kMiB, &data));
+    std::memset(data, i, 24 * kMiB);
+    for (uint64_t before : places) EXPECT_GE(arena.place(data), before + 24 * kMiB);
+    places.push_back(arena.place(data));
+    ASSERT_OK(looks.regions.find(places.back(), 24 * kMiB, &reads, &at));
+    EXPECT_EQ(at[24 * kMiB - 1], i);
+    if (i == 10) arena.teller().forget(late.id);
+    if (i < 20) arena.put_back(data, 24 * kMiB);
+  }
+  ASSERT_OK(looks.regions.look());
+  for (char i = 1; i <= 20; ++i) {
+    const uint64_t place = places[static_cast<size_t>(i - 1)];
+    ASSERT_OK(looks.regions.find(place, 24 * kMiB, &reads, &at));
+    EXPECT_EQ(at[0], i) << "it is read";
+    const Status s = late.find(place, 1, &at);
+    EXPECT_EQ(s, i < 10 ? FRUGAL_ERR_INTERNAL : i == 10 ? FRUGAL_OK : FRUGAL_ERR_PEER_LOST) << +i;
+    if (i == 10) {
+      EXPECT_EQ(at[0], i);
+    }
+  }
+}
+
+// What is handed on can be opened anew, and is not written by that.
+TEST(Regions, NobodyElseWrites) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  char* data = nullptr;
+  ASSERT_OK(arena.take(16 * kMiB, &data));
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  uint64_t id;
+  ASSERT_OK(arena.teller().add(ends[0], -1, &id));
+  RegionNews news;
+  int fd = -1;
+  bool ended = true;
+  ASSERT_TRUE(os_peek(ends[1], &news, sizeof news, &fd, &ended));
+  ASSERT_GE(fd, 0);
+  EXPECT_FALSE(ended);
+  EXPECT_EQ(Attack(fd), "");
+  close(fd);
+  close(ends[1]);
+}
+
+// What the owner has told before it was killed is there for who looks afterwards.
+TEST(Regions, SeeWhatADeadProcessHasLeft) {
+  int ends[2], pipe_ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  auto own = [&] {
+    close(ends[1]);
+    Arena arena;
+    uint64_t id, places[20];
+    char* data = nullptr;
+    if (arena.open(kRange) != FRUGAL_OK) return 1;
+    if (arena.teller().add(ends[0], -1, &id) != FRUGAL_OK) return 2;
+    for (size_t i = 0; i < 20; ++i) {
+      if (arena.take(8 * kMiB + i * kMiB, &data) != FRUGAL_OK) return 3;
+      std::memset(data, static_cast<int>(i + 1), 8 * kMiB);
+      places[i] = arena.place(data);
+      if (i % 3 == 0) arena.put_back(data, 8 * kMiB + i * kMiB);
+    }
+    if (write(pipe_ends[1], places, sizeof places) != sizeof places) return 4;
+    kill(getpid(), SIGKILL);
+    return 5;
+  };
+  const pid_t owner = fork();
+  if (owner == 0) _exit(own());
+  close(ends[0]);
+  int ended = 0;
+  ASSERT_EQ(waitpid(owner, &ended, 0), owner);
+  ASSERT_TRUE(WIFSIGNALED(ended)) << WEXITSTATUS(ended);
+  uint64_t places[20];
+  ASSERT_EQ(read(pipe_ends[0], places, sizeof places), static_cast<ssize_t>(sizeof places));
+  Regions regions;
+  regions.open(ends[1]);
+  for (size_t i = 0; i < 20; ++i) {
+    if (i % 3 == 0) continue;  // what was put back may be there as yet
+    RegionRefs reads;
+    const char* at = nullptr;
+    ASSERT_OK(regions.find(places[i], 8 * kMiB, &reads, &at)) << i;
+    EXPECT_EQ(at[8 * kMiB - 1], static_cast<char>(i + 1));
+  }
+  close(pipe_ends[0]);
+  close(pipe_ends[1]);
+}
+
+// A process that is stopped holds up nobody. From a while on it is told nothing more, and has no
+// connection.
+TEST(Regions, WhoDoesNotLookIsCutOff) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  char* first = nullptr;
+  ASSERT_OK(arena.take(kMiB, &first));
+  std::strcpy(first, "first");
+  Told stopped(arena), other(arena);
+  ASSERT_OK(stopped.regions.look());
+  char* data = nullptr;
+  for (int i = 0; i < 300; ++i) {
+    ASSERT_OK(arena.take(8 * kMiB, &data));
+    if (i % 50 == 0) {
+      ASSERT_OK(other.regions.look());
+    }
+    arena.put_back(data, 8 * kMiB);
+  }
+  ASSERT_OK(arena.take(8 * kMiB, &data));
+  EXPECT_TRUE(stopped.cut_off());
+  EXPECT_FALSE(other.cut_off());
+  const char* at = nullptr;
+  EXPECT_EQ(stopped.find(arena.place(data), 1, &at), FRUGAL_ERR_PEER_LOST);
+  EXPECT_NE(LastMessage().find("close the engine"), std::string::npos) << LastMessage();
+  ASSERT_OK(stopped.find(arena.place(first), 6, &at));
+  EXPECT_STREQ(at, "first");
+  ASSERT_OK(other.find(arena.place(data), 8 * kMiB, &at));
+}
+
+// Nobody else keeps memory that goes back: not a child that was forked meanwhile.
+TEST(Regions, ForkedChildrenKeepNothing) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  char* data = nullptr;
+  ASSERT_OK(arena.take(16 * kMiB, &data));
+  Told t(arena);
+  ASSERT_OK(t.regions.look());
+  ASSERT_OK(arena.take(16 * kMiB, &data));  // told, and not looked at
+  const pid_t child = fork();
+  if (child == 0) {
+    bool any = mapped_of(getpid(), "memfd") > 0;
+    for (const std::string& file : open_files_of(getpid()))
+      any |= file.find("memfd") != std::string::npos || file.find("socket") != std::string::npos;
+    _exit(any);
+  }
+  int ended = 0;
+  ASSERT_EQ(waitpid(child, &ended, 0), child);
+  EXPECT_EQ(ended, 0);
+}
+
+// Without a descriptor or memory a look is made again.
+TEST(Regions, LookAgainWhereTheyCouldNot) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  char *a = nullptr, *b = nullptr;
+  ASSERT_OK(arena.take(4 * kMiB, &a));
+  Told t(arena);
+  ASSERT_OK(t.regions.look());
+  ASSERT_OK(arena.take(16 * kMiB, &b));
+  std::strcpy(b, "there");
+  rlimit limit;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const rlimit none{0, limit.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const char* at = nullptr;
+  EXPECT_EQ(t.find(arena.place(b), 16 * kMiB, &at), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_NE(LastMessage().find("descriptor"), std::string::npos) << LastMessage();
+  char* more = nullptr;
+  EXPECT_EQ(arena.take(32 * kMiB, &more), FRUGAL_ERR_OUT_OF_MEMORY);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+  os_test_fail_after(1);
+  EXPECT_EQ(t.find(arena.place(b), 16 * kMiB, &at), FRUGAL_ERR_OUT_OF_MEMORY);
+  os_test_fail_after(0);
+  ASSERT_OK(t.find(arena.place(b), 16 * kMiB, &at));
+  EXPECT_STREQ(at, "there");
+  ASSERT_OK(arena.take(32 * kMiB, &more));
+  ASSERT_OK(t.find(arena.place(more), 32 * kMiB, &at));
+}
+
+// Pieces of all sizes come and go; they do not overlap, and each is seen as it is.
+TEST(Regions, PiecesNeitherOverlapNorGetLost) {
+  Random random(test_seed());
+  constexpr size_t kPages = 96;
+  Arena arena;
+  ASSERT_OK(arena.open(kPages * kHugePage));
+  Told t(arena);
+  struct Piece {
+    char* data;
+    size_t pages;
+    uint64_t mark;
+  };
+  std::vector<Piece> pieces;
+  bool used[kPages] = {};
+  int made = 0;
+  for (uint64_t i = 1; i <= 3000; ++i) {
+    if (random.one_in(2) || pieces.empty()) {
+      const size_t pages = random.below(8) + 1;
+      char* data = nullptr;
+      if (arena.take(pages * kHugePage - random.below(1000), &data) != FRUGAL_OK) continue;
+      ++made;
+      const size_t first = arena.offset(data) / kHugePage;
+      ASSERT_LE(first + pages, kPages);
+      for (size_t p = first; p < first + pages; ++p) {
+        ASSERT_FALSE(used[p]);
+        used[p] = true;
+        std::memcpy(arena.mapping().base + p * kHugePage, &i, sizeof i);
+      }
+      pieces.push_back({data, pages, i});
+    } else {
+      std::swap(pieces[random.below(pieces.size())], pieces.back());
+      const Piece gone = pieces.back();
+      pieces.pop_back();
+      const char* at = nullptr;
+      ASSERT_OK(t.find(arena.place(gone.data), gone.pages * kHugePage, &at));
+      for (size_t p = 0; p < gone.pages; ++p) {
+        EXPECT_EQ(std::memcmp(at + p * kHugePage, &gone.mark, sizeof gone.mark), 0);
+        used[arena.offset(gone.data) / kHugePage + p] = false;
+      }
+      arena.put_back(gone.data, gone.pages * kHugePage);
+    }
+  }
+  EXPECT_GT(made, 500);
+  for (const Piece& p : pieces) arena.put_back(p.data, p.pages * kHugePage);
+  EXPECT_EQ(arena.bytes_held(), 0u);
+  char* all = nullptr;
+  EXPECT_EQ(arena.take(kPages * kHugePage, &all), FRUGAL_OK);
+  ASSERT_OK(t.regions.look());
+}
+
+// Whatever fails while a piece is taken, or somebody is told, all is as before.
+TEST(Regions, WithoutMemory) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  Told t(arena);
+  const long files = descriptors_of(getpid());
+  for (const size_t bytes : {kMiB, 40 * kMiB}) {
+    WithoutMemory without;
+    char* data = nullptr;
+    const char* at = nullptr;
+    while (without.next())
+      if (without([&] { return arena.take(bytes, &data); }) != FRUGAL_OK) {
+        EXPECT_EQ(arena.bytes_held(), 0u);
+        EXPECT_EQ(descriptors_of(getpid()), files);
+      }
+    EXPECT_GT(without.rounds(), 2);
+    WithoutMemory looking;
+    while (looking.next()) looking([&] { return t.find(arena.place(data), bytes, &at); });
+    EXPECT_GT(looking.rounds(), 1);
+    arena.put_back(data, bytes);
+    ASSERT_OK(t.regions.look());
+  }
+}
+
+}  // namespace
+}  // namespace frugal
