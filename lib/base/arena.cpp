@@ -24,6 +24,7 @@ Arena::~Arena() {
 }
 
 Status Arena::open(size_t bytes) try {
+  teller_ = std::allocate_shared<Teller>(HeapAllocator<Teller>());
   places_.resize(round_up(bytes) / kHugePage);
   FRUGAL_TRY(os_reserve_range(bytes, &mapping_));
   own_ = true;
@@ -80,7 +81,7 @@ Status Arena::add_segment(size_t bytes) {
   FRUGAL_TRY(made_so);
   uint64_t place = 0;
   made_so = os_commit(made, 0, bytes);
-  if (made_so == FRUGAL_OK) made_so = teller_.come(made.fd, size, &place);
+  if (made_so == FRUGAL_OK) made_so = teller_->come(made, &place);
   if (made_so != FRUGAL_OK) {
     (void)os_empty(made.base, size);
     ForkedDescriptors::close(made.fd);
@@ -155,7 +156,7 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   Segment& of = segment_of(first);
   if (own_ && next->first == of.first && next->end == of.end &&
       os_empty(mapping_.base + of.first, of.end - of.first)) {
-    teller_.go(of.place);
+    teller_->go(of.place);
     ForkedDescriptors::close(of.fd);
     held_.fetch_sub(of.committed - of.first);
     segments_.erase(segments_.begin() + (&of - segments_.data()));

@@ -8,6 +8,7 @@
 // mapping, whose memory stays. Thread-safe.
 #pragma once
 #include <atomic>
+#include <memory>
 
 #include "base/heap.h"
 #include "base/os.h"
@@ -47,7 +48,7 @@ class Arena {
   void count_in(MemoryBudget* budget);
   // What who reads in another process is told, and knows a byte of a piece by. Of an arena's own
   // memory.
-  Teller& teller() { return teller_; }
+  const std::shared_ptr<Teller>& teller() const { return teller_; }
   uint64_t place(const void* p) const {
     return places_[offset(p) / kHugePage] + offset(p) % kHugePage;
   }
@@ -80,7 +81,7 @@ class Arena {
   MemoryBudget* budget_ GUARDED_BY(mu_) = nullptr;
   // Of each 2 MiB. Not guarded: who has a piece has its own, which stay.
   Vector<uint64_t> places_;
-  Teller teller_;
+  std::shared_ptr<Teller> teller_;
 };
 
 }  // namespace frugal

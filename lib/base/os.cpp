@@ -324,6 +324,22 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, ch
   return s;
 }
 
+Status os_reserve_to_read(size_t bytes, Mapping* out) {
+  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (injected_failure())
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
+                      "%zu bytes of shared memory cannot be had: is the process limited (ulimit -v)?",
+                      bytes);
+  Mapping made{nullptr, bytes, -1};
+  FRUGAL_TRY(make_memfd(bytes, &made.fd));
+  const Status s = map_fd(made.fd, bytes, bytes, false, &made.base);
+  if (s == FRUGAL_OK) *out = made;
+  else os_release(&made);
+  return s;
+}
+
+Status os_seal(const Mapping& mapping) { return seal(mapping.fd, false); }
+
 Status os_map_shared(int fd, bool writable, Mapping* out) {
   struct stat info {};
   if (fstat(fd, &info) != 0)
@@ -438,19 +454,6 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   if (refused == EINVAL) return FRUGAL_OK;
   return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, refused, "%zu bytes of memory cannot be had; free memory of the machine "
                     "or raise the container's limit", bytes);
-}
-
-Status os_decommit(const Mapping& m, size_t offset, size_t bytes) {
-  if (m.fd < 0 && madvise(m.base + offset, bytes, MADV_DONTNEED) == 0) return FRUGAL_OK;
-  int refused = m.fd < 0 ? errno : EINTR;
-  while (refused == EINTR)
-    refused = fallocate(m.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                        static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  if (refused == 0) return FRUGAL_OK;
-  return fail_errno(refused == EPERM ? FRUGAL_ERR_INVALID_ARGUMENT : FRUGAL_ERR_OUT_OF_MEMORY,
-                    refused,
-                    "%zu bytes do not go back to the system: free memory of the machine and call "
-                    "again", bytes);
 }
 
 int os_read_only(int fd) {

@@ -67,6 +67,10 @@ constexpr size_t kHugePage = size_t{2} << 20;
 // `at`: a place of a range, for shared memory.
 Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = false,
                   char* at = nullptr);
+// Shared memory that another process is to write, and this one reads. Nothing but its size is sealed
+// until os_seal(): from then on only mappings that there are write it.
+Status os_reserve_to_read(size_t bytes, Mapping* out);
+Status os_seal(const Mapping& mapping);
 // Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
 // no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
 // it belongs to *out, else to the caller as before.
@@ -80,9 +84,6 @@ Status os_make_read_only(const Mapping& mapping);
 // Makes [offset, offset + bytes) usable: afterwards touching it cannot fail. The range should be
 // aligned to 2 MiB for huge pages.
 Status os_commit(const Mapping& mapping, size_t offset, size_t bytes);
-// Gives the memory of a range back to the system; it reads as zeros after the next commit. INVALID_ARGUMENT: it is
-// shared memory that nobody else writes, whose seal forbids it. That ends as a whole, or is used again.
-Status os_decommit(const Mapping& mapping, size_t offset, size_t bytes);
 void os_release(Mapping* mapping);
 
 // A descriptor of the same through which nothing can be written, where the system has /proc. -1,

@@ -41,14 +41,14 @@ void Teller::tell(const RegionNews& news, int fd) noexcept {
   });
 }
 
-Status Teller::come(int fd, uint64_t bytes, uint64_t* place) try {
+Status Teller::come(const Mapping& memory, uint64_t* place) try {
   Lock lock(mu_);
-  const ToRead to_read(fd);
+  const ToRead to_read(memory.fd);
   if (to_read.fd < 0) return none_left();
-  regions_.push_back({next_, bytes, fd});
+  regions_.push_back({next_, memory});
   *place = next_;
-  next_ += bytes + kHugePage;  // nothing runs on from one into the other
-  tell({*place, bytes, 1}, to_read.fd);
+  next_ += memory.bytes + kHugePage;  // nothing runs on from one into the other
+  tell({*place, memory.bytes, 1}, to_read.fd);
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to list shared memory; free some and call again");
@@ -58,17 +58,26 @@ void Teller::go(uint64_t place) noexcept {
   Lock lock(mu_);
   const auto of = std::find_if(regions_.begin(), regions_.end(),
                                [&](const Region& r) { return r.place == place; });
-  tell({place, of->bytes, 0}, -1);
+  tell({place, of->memory.bytes, 0}, -1);
   regions_.erase(of);
+}
+
+uint64_t Teller::place_of(const void* p) const {
+  const char* at = static_cast<const char*>(p);
+  Lock lock(mu_);
+  for (const Region& r : regions_)
+    if (at >= r.memory.base && at < r.memory.base + r.memory.bytes)
+      return r.place + static_cast<uint64_t>(at - r.memory.base);
+  return UINT64_MAX;
 }
 
 Status Teller::add(int socket, int connection, uint64_t* id) try {
   Lock lock(mu_);
   readers_.reserve(readers_.size() + 1);
   for (const Region& r : regions_) {
-    const ToRead to_read(r.fd);
+    const ToRead to_read(r.memory.fd);
     if (to_read.fd < 0) return none_left();
-    const RegionNews news{r.place, r.bytes, 1};
+    const RegionNews news{r.place, r.memory.bytes, 1};
     if (!os_send(socket, &news, sizeof news, to_read.fd))
       return fail(FRUGAL_ERR_OUT_OF_MEMORY,
                   "another process cannot be told of %zu pieces of memory; call again",

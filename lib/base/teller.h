@@ -7,6 +7,7 @@
 // (process/regions.h). Thread-safe.
 #pragma once
 #include "base/heap.h"
+#include "base/os.h"
 #include "base/status.h"
 #include "base/sync.h"
 
@@ -23,10 +24,12 @@ class Teller {
   Teller() = default;
   ~Teller();
   Teller(const Teller&) = delete;
-  // A region. All have been told when this returns. Its descriptor stays the caller's, and is open
-  // until it goes.
-  Status come(int fd, uint64_t bytes, uint64_t* place);
+  // A region, as this process has it mapped. All have been told when this returns. Its descriptor
+  // stays the caller's, and is open until it goes.
+  Status come(const Mapping& memory, uint64_t* place);
   void go(uint64_t place) noexcept;
+  // UINT64_MAX: it is in no region.
+  uint64_t place_of(const void* p) const;
   // Whoever has the other end of the socket is told from now on, and of all that there is. Where it
   // does not take that in, its connection is shut down, and it is told nothing more: it will not
   // take what it does not know for what it knows. Both descriptors (ForkedDescriptors) are the
@@ -36,8 +39,8 @@ class Teller {
 
  private:
   struct Region {
-    uint64_t place, bytes;
-    int fd;
+    uint64_t place;
+    Mapping memory;
   };
   struct Reader {
     uint64_t id;
@@ -46,7 +49,7 @@ class Teller {
   };
   void tell(const RegionNews& news, int fd) noexcept REQUIRES(mu_);
 
-  Mutex mu_;
+  mutable Mutex mu_;
   Vector<Region> regions_ GUARDED_BY(mu_);
   Vector<Reader> readers_ GUARDED_BY(mu_);
   uint64_t next_ GUARDED_BY(mu_) = 0;  // place

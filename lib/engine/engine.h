@@ -68,8 +68,6 @@ struct RemotePart {
 // there (process/client_gpu.cpp does it). Lists are in the arena.
 struct RemoteBoundary {
   struct Sums {
-    uint32_t region;  // as LedgerTerms has it
-    uint64_t lent;    // how often that had been lent to a writer before
     uint64_t place, bytes;
   };
   struct Update {

@@ -59,39 +59,9 @@ Status Ledger::open(BufferPool& pool, const Arena& arena, uint64_t committed,
   return FRUGAL_OK;
 }
 
-void Ledger::add_region(const char* base, size_t bytes, uint32_t number) {
-  std::lock_guard<std::mutex> lock(mu_);
-  regions_.push_back({base, bytes, number, 0});
-}
-
-void Ledger::lent_again(uint32_t number) {
-  std::lock_guard<std::mutex> lock(mu_);
-  for (Region& r : regions_)
-    if (r.number == number) ++r.lent;
-}
-
-void Ledger::forget_regions() {
-  std::lock_guard<std::mutex> lock(mu_);
-  regions_.clear();
-}
-
-void Ledger::find(const char* p, uint32_t* region, uint64_t* place, uint64_t* lent) {
-  *region = kNoRegion;
-  *place = kNoPlace;
-  if (lent) *lent = 0;
-  if (arena_.holds(p)) {
-    *region = LedgerTerms::kArena;
-    *place = arena_.place(p);
-    return;
-  }
-  std::lock_guard<std::mutex> lock(mu_);
-  for (const Region& r : regions_)
-    if (p >= r.base && p < r.base + r.bytes) {
-      *region = r.number;
-      *place = static_cast<uint64_t>(p - r.base);
-      if (lent) *lent = r.lent;
-      return;
-    }
+uint64_t Ledger::find(const void* p) const {
+  const uint64_t place = place_of(p);
+  return place == kNoPlace ? arena_.teller()->place_of(p) : place;
 }
 
 Status Ledger::add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out) {
@@ -266,7 +236,7 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std
     term->slots = ledger_->place_of(h.slots());
     term->rows = h.rows();
     term->stride = h.stride;
-    ledger_->find(h.lent ? nullptr : h.sums.data(), &term->region, &term->sums);
+    term->sums = ledger_->find(h.lent ? nullptr : h.sums.data());
     ++term;
   }
   char* behind = r->memory.data() + arrays;

@@ -28,7 +28,6 @@
 namespace frugal {
 
 constexpr uint64_t kNoPlace = UINT64_MAX;
-constexpr uint32_t kNoRegion = UINT32_MAX;
 
 // --- As it lies in memory ------------------------------------------------------------------------
 
@@ -40,13 +39,11 @@ struct LedgerRoot {
 };
 
 struct LedgerTerms {  // of one rank in an update
-  uint32_t rank;
-  uint32_t region;      // of staging memory where the sums are; kArena; or kNoRegion: nobody else can see them
+  uint64_t rank;
   uint64_t slots;       // place of uint32_t[rows], ascending
   uint64_t rows;
-  uint64_t sums;        // place in the region, one every `stride` floats
+  uint64_t sums;        // place, one every `stride` floats; or kNoPlace: nobody else can see them
   uint64_t stride;
-  static constexpr uint32_t kArena = UINT32_MAX - 1;
 };
 
 struct LedgerUpdate {
@@ -160,31 +157,18 @@ class Ledger : public HeapObject, public std::enable_shared_from_this<Ledger> {
   // The engine was shut down.
   void end() noexcept { root_->ended.store(1, std::memory_order_release); }
   Status add_table(uint64_t handle, Rows& rows, std::shared_ptr<TableLedger>* out);
-  // Memory that others have mapped under a number.
-  void add_region(const char* base, size_t bytes, uint32_t number);
-  void forget_regions();
-  // A region has been lent to another writer: what lay there is gone.
-  void lent_again(uint32_t number);
-  // Where others see it: the number (kNoRegion: nowhere), how often it had been lent before, and the place there.
-  void find(const char* p, uint32_t* region, uint64_t* place, uint64_t* lent = nullptr);
+  // Where others see it, in the arena or in staging memory; or kNoPlace.
+  uint64_t find(const void* p) const;
 
  private:
   friend class TableLedger;
   Ledger(BufferPool& pool, const Arena& arena) : pool_(pool), arena_(arena) {}
   uint64_t place_of(const void* p) const { return arena_.holds(p) ? arena_.place(p) : kNoPlace; }
 
-  struct Region {
-    const char* base;
-    size_t bytes;
-    uint32_t number;
-    uint64_t lent;
-  };
   BufferPool& pool_;
   const Arena& arena_;
   Buffer memory_;
   LedgerRoot* root_ = nullptr;
-  std::mutex mu_;
-  Vector<Region> regions_;
 };
 
 }  // namespace frugal

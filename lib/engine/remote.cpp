@@ -102,12 +102,12 @@ Status Engine::describe_update(const UpdateRef& update, const LineUpdate& touche
   FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
   FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
   for (const Handover& h : update->ranks) {
-    RemoteBoundary::Sums s{kNoRegion, 0, kNoPlace, h.rows() * h.stride * sizeof(float)};
-    if (s.bytes) ledger_->find(h.sums.data(), &s.region, &s.place, &s.lent);
-    if (s.bytes && s.region == kNoRegion) {  // of a rank on a GPU of this process
+    RemoteBoundary::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
+    if (s.bytes) s.place = ledger_->find(h.sums.data());
+    if (s.bytes && s.place == kNoPlace) {  // of a rank on a GPU of this process
       Buffer copy;
       FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
-      ledger_->find(copy.data(), &s.region, &s.place);
+      s.place = ledger_->find(copy.data());
       u.copies.push_back(std::move(copy));
     }
     u.sums.push_back(s);

@@ -3,6 +3,10 @@
 #include <bit>
 #include <new>
 
+#include <utility>
+
+#include "base/forked.h"
+
 namespace frugal {
 namespace {
 
@@ -49,13 +53,35 @@ Channel::~Channel() {
   os_release(&own_);
 }
 
-Status StagingMemory::make(size_t bytes, std::shared_ptr<StagingMemory>* out) {
+Status StagingMemory::make(size_t bytes, std::shared_ptr<Teller> teller,
+                           std::shared_ptr<StagingMemory>* out) {
   if (bytes > kMaxStaging)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bytes of staging memory: it is at most 64 TiB", bytes);
   auto m = std::allocate_shared<StagingMemory>(HeapAllocator<StagingMemory>());
-  FRUGAL_TRY(os_reserve(round_up(bytes), true, &m->mapping, true));
-  FRUGAL_TRY(os_make_read_only(m->mapping));
+  Status made;
+  // A forked child that kept it would keep the memory.
+  ForkedDescriptors::open([&] {
+    made = os_reserve_to_read(round_up(bytes), &m->mapping_);
+    return m->mapping_.fd;
+  });
+  FRUGAL_TRY(made);
+  m->teller_ = std::move(teller);
   *out = std::move(m);
+  return FRUGAL_OK;
+}
+
+StagingMemory::~StagingMemory() {
+  if (told_) teller_->go(place_);
+  ForkedDescriptors::close(std::exchange(mapping_.fd, -1));
+  os_release(&mapping_);
+}
+
+Status StagingMemory::show() {
+  if (!sealed_) FRUGAL_TRY(os_seal(mapping_));
+  sealed_ = true;
+  if (told_ || !teller_) return FRUGAL_OK;
+  FRUGAL_TRY(teller_->come(mapping_, &place_));
+  told_ = true;
   return FRUGAL_OK;
 }
 
@@ -81,11 +107,11 @@ Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging
   for (RingEnd* end : {&up->releases, &down->releases}) end->count.store(start & ~uint64_t{7});
   down->magic = kMagic;
   down->ring_bytes = ring_bytes;
-  down->staging_bytes = staging ? staging->mapping.bytes : 0;
+  down->staging_bytes = staging ? staging->mapping().bytes : 0;
   FRUGAL_TRY(os_make_read_only(c->up_));
   if (staging) {
-    c->staging_bytes_ = staging->mapping.bytes;
-    c->staging_ = staging->mapping.base;
+    c->staging_bytes_ = staging->mapping().bytes;
+    c->staging_ = staging->mapping().base;
     c->lent_ = std::move(staging);
   }
   c->connect(ring_bytes);

@@ -16,6 +16,7 @@
 #include "base/arena.h"
 #include "base/heap.h"
 #include "base/os.h"
+#include "base/teller.h"
 #include "process/ring.h"
 
 namespace frugal {
@@ -38,13 +39,22 @@ struct Piece {
   size_t bytes;
 };
 
-// Staging memory, as the controller has it: read-only.
-struct StagingMemory : HeapObject {
-  Mapping mapping;
-  std::atomic<bool> lent{false};  // somebody writes or reads it, or it is being given back to the system
-  // `bytes` is rounded up to 2 MiB; at most 64 TiB.
-  static Status make(size_t bytes, std::shared_ptr<StagingMemory>* out);
-  ~StagingMemory() { os_release(&mapping); }
+// Staging memory, as the controller has it: read-only. Whoever gets it first maps it to write.
+class StagingMemory : public HeapObject {
+ public:
+  // `bytes` is rounded up to 2 MiB; at most 64 TiB. `teller`: of show(); or null.
+  static Status make(size_t bytes, std::shared_ptr<Teller> teller,
+                     std::shared_ptr<StagingMemory>* out);
+  ~StagingMemory();
+  const Mapping& mapping() const { return mapping_; }
+  // It has been mapped: nobody maps it to write any more, and all are told of it. May be repeated.
+  Status show();
+
+ private:
+  Mapping mapping_;
+  std::shared_ptr<Teller> teller_;
+  bool sealed_ = false, told_ = false;
+  uint64_t place_ = 0;
 };
 
 // The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one receives
@@ -67,7 +77,7 @@ class Channel : public HeapObject {
   // What the peer attaches to; they remain the channel's. -1: there is no staging memory.
   int up_fd() const { return up_.fd; }
   int down_fd() const { return down_.fd; }
-  int staging_fd() const { return lent_ ? lent_->mapping.fd : -1; }
+  int staging_fd() const { return lent_ ? lent_->mapping().fd : -1; }
   // The trainer process's side. The descriptors are the channel's on success, else the caller's.
   static Status attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<Channel>* out);
   // No call may be under way.
@@ -121,6 +131,7 @@ class Channel : public HeapObject {
   std::atomic<uint64_t>& counter(size_t i);
   // Controller. Null: not within the staging memory. Nothing is said of alignment.
   const char* staging_at(uint64_t offset, uint64_t bytes) const;
+  Status show_staging() { return lent_ ? lent_->show() : FRUGAL_OK; }
   // A place is not read any more. Never waits.
   void release(uint64_t offset);
   uint64_t counter_value(size_t i) const;

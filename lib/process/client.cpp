@@ -107,15 +107,6 @@ Status Client::attach(const frugal_config& config) {
     FRUGAL_TRY(in_arena(versions, &kept_, &versions_, kVersionWords));
   FRUGAL_TRY(in_arena(reply.numbers[2], &kept_, &remains_.root));
   remains_.regions = &regions_;
-  for (size_t i = 3; i < d.all.size(); ++i) {
-    remains_.stagings.emplace_back();
-    Mapping& m = remains_.stagings.back();
-    FRUGAL_TRY(map_one(d, i, false, &m));
-    ::close(m.fd);  // there are many, and the mapping is enough
-    m.fd = -1;
-  }
-  pinned_shared_ = Vector<PinnedSlabs>(remains_.stagings.size());
-  for (size_t i = 0; i < remains_.stagings.size(); ++i) pinned_shared_[i].over_buffers(remains_.stagings[i]);
   config_.staleness = reply.config.staleness;
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
@@ -222,8 +213,6 @@ void Client::shutdown() {
   if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
   helpers_.stop();
   std::scoped_lock calls(channel_mu_, mu_, remains_mu_);
-  for (auto& shared : pinned_shared_) shared.unpin(*pinner_);
-  for (Mapping& m : remains_.stagings) os_release(&m);
   regions_.unpin();
   remains_ = {};
   kept_.clear();
@@ -680,6 +669,19 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     return FRUGAL_OK;
   };
   FRUGAL_TRY(set_up());
+  struct Known {  // to handles, until all others are told of its staging memory
+    RemoteTrainer* t;
+    ~Known() {
+      if (t) handle_remove(HandleKind::kTrainer, t->handle);
+    }
+  } known{t.get()};
+  {
+    std::lock_guard<std::mutex> call(t->call_mu);
+    Exchange e{Call::kMapped, {}, {}};
+    // Whatever else has come between is for its next call to tell.
+    if (const Status s = ask(*t, e); s == FRUGAL_ERR_OUT_OF_MEMORY) return s;
+  }
+  known.t = nullptr;
   joined.client = nullptr;
   joining.gpu = nullptr;
   *out = std::move(t);

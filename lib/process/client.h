@@ -282,15 +282,14 @@ class Client final : public Session, private DataPath {
   std::unique_ptr<Watch> watch_;
   std::shared_mutex remains_mu_;                     // what follows, against its end
   RegionRefs kept_;                                  // where remains_.root and versions_ are
-  Remains remains_;                                  // regions_, and all trainers' staging memory, read-only
+  Remains remains_;                                  // regions_
   const VersionWord* versions_ = nullptr;  // with staleness
   std::mutex gpus_mu_;                               // trainers on GPUs come and go
   // While it has a device, what kernels read is pinned.
   const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
-  Regions regions_{pinner_};                         // of the controller's arena
+  Regions regions_{pinner_};                         // the controller's arena, and staging memory
   BufferPool pool_;
   BufferPool pinned_;                                // that devices see
-  Vector<PinnedSlabs> pinned_shared_;                // of remains_.stagings
   Helpers helpers_;
   std::unique_ptr<Channel> channel_;  // for calls outside steps
   std::mutex channel_mu_;

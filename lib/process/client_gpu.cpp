@@ -33,7 +33,6 @@ void Client::leave_gpu(const Gpu& gpu) noexcept {
       table->pinned.unpin(*pinner_);
       table->pinned_state.unpin(*pinner_);
     }
-  for (PinnedSlabs& shared : pinned_shared_) shared.unpin(*pinner_);
   regions_.unpin();
 }
 
@@ -61,20 +60,11 @@ Status Client::show_device(const Access& a, Flight& f) {
 
 // Shared memory that the flight's kernels read from now on: staging memory, or the arena.
 Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) {
-  if (s.region == LedgerTerms::kArena) {
-    RegionRefs reads;
-    FRUGAL_TRY(regions_.find(s.place, s.bytes, &reads, out));
-    if (s.place % 64) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
-    FRUGAL_TRY(reads[0]->pin(s.place, s.bytes));
-    flight.kept.push_back(reads[0]);  // it stays mapped until the flight has landed
-    return FRUGAL_OK;
-  }
-  const size_t i = s.region;
-  if (i >= remains_.stagings.size() || s.place % 64 ||
-      !Remains::within(remains_.stagings[i], s.place, s.bytes, 1))
-    return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
-  FRUGAL_TRY(pinned_shared_[i].pin_bytes(*pinner_, s.lent, s.place, s.bytes));
-  *out = remains_.stagings[i].base + s.place;
+  RegionRefs reads;
+  FRUGAL_TRY(regions_.find(s.place, s.bytes, &reads, out));
+  if (s.place % 64) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
+  FRUGAL_TRY(reads[0]->pin(s.place, s.bytes));
+  flight.kept.push_back(reads[0]);  // it stays mapped until the flight has landed
   return FRUGAL_OK;
 }
 

@@ -251,6 +251,10 @@ Status Lane::handle(const Header& request) {
         return trainer_->lines_elsewhere ? FRUGAL_OK : broken("a rank on the cpu has no device to wait for");
       case Call::kInside:
         return engine_->inside_step(*trainer_);
+      case Call::kMapped:
+        FRUGAL_TRY(channel_->show_staging());
+        shown_ = true;
+        return FRUGAL_OK;
       case Call::kRead:
         return read(request);
       default:
@@ -428,7 +432,7 @@ Status Lane::answer_boundary() {
     for (const RemoteBoundary::Update& u : of.updates) {
       put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count, u.term_count, u.now,
                       u.update->ranks[0].stride, u.sums.size()});
-      for (const RemoteBoundary::Sums& s : u.sums) put(SumsPlace{s.region, s.lent, s.place, s.bytes});
+      for (const RemoteBoundary::Sums& s : u.sums) put(SumsPlace{s.place, s.bytes});
     }
   }
   args_[2] = boundary_.number;
@@ -572,6 +576,7 @@ Status Lane::step_end(const Header& request) {
       }
       const uint64_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
       if (bytes) {
+        if (!shown_) return broken("sums in memory that nobody else sees");
         p.sums = staging_->lend(place.sums, bytes);
         if (!p.sums) return broken("sums lie outside of its memory");
       }

@@ -42,10 +42,9 @@ Status PinnedSlabs::pin(DevicePinner& pinner, const uint32_t* slots, size_t n) {
   return FRUGAL_OK;
 }
 
-Status PinnedSlabs::pin_bytes(DevicePinner& pinner, uint64_t lent, uint64_t from, uint64_t bytes) {
+Status PinnedSlabs::pin_bytes(DevicePinner& pinner, uint64_t from, uint64_t bytes) {
   if (bytes == 0) return FRUGAL_OK;
   std::lock_guard<std::mutex> lock(mu_);
-  if (std::exchange(lent_, lent) != lent) unpin_slabs(pinner, 0, pinned_.size());
   for (uint64_t slab = from / slab_; slab <= (from + bytes - 1) / slab_; ++slab) FRUGAL_TRY(pin_slab(pinner, slab));
   return FRUGAL_OK;
 }
@@ -60,17 +59,8 @@ Status PinnedSlabs::pin_all(DevicePinner& pinner) {
 
 void PinnedSlabs::unpin(DevicePinner& pinner) noexcept {
   std::lock_guard<std::mutex> lock(mu_);
-  unpin_slabs(pinner, 0, pinned_.size());
-}
-
-void PinnedSlabs::unpin_bytes(DevicePinner& pinner, uint64_t from, uint64_t bytes) noexcept {
-  std::lock_guard<std::mutex> lock(mu_);
-  unpin_slabs(pinner, from / slab_, (from + bytes) / slab_);
-}
-
-void PinnedSlabs::unpin_slabs(DevicePinner& pinner, uint64_t from, uint64_t to) noexcept {
   all_.store(false);
-  for (uint64_t slab = from; slab < to; ++slab)
+  for (uint64_t slab = 0; slab < pinned_.size(); ++slab)
     if (std::exchange(pinned_[slab], uint8_t{0})) pinner.unpin(base_ + slab * slab_);
 }
 

@@ -20,22 +20,18 @@ class PinnedSlabs {
   void over_buffers(const Mapping& mapping);
   // From now on kernels may read these rows, in ascending order; these bytes; or all, which are there.
   Status pin(DevicePinner& pinner, const uint32_t* slots, size_t n);
-  // `lent`: if it is another than the last time, other memory is there now, and nobody reads the old.
-  Status pin_bytes(DevicePinner& pinner, uint64_t lent, uint64_t from, uint64_t bytes);
+  Status pin_bytes(DevicePinner& pinner, uint64_t from, uint64_t bytes);
   Status pin_all(DevicePinner& pinner);
   // No kernel reads them any more. Before the memory is unmapped.
   void unpin(DevicePinner& pinner) noexcept;
-  void unpin_bytes(DevicePinner& pinner, uint64_t from, uint64_t bytes) noexcept;
 
  private:
   // With mu_ held.
   Status pin_slab(DevicePinner& pinner, uint64_t slab);
-  void unpin_slabs(DevicePinner& pinner, uint64_t from, uint64_t to) noexcept;
 
   std::mutex mu_;
   char* base_ = nullptr;
   size_t row_bytes_ = 0, slab_ = 0;
-  uint64_t lent_ = 0;
   Vector<uint8_t> pinned_;  // of each slab
   std::atomic<bool> all_{false};
 };

@@ -28,6 +28,7 @@ enum class Call : uint32_t {
   kAbort,         // args: 1: its device has failed
   kHere,          // nothing: its process lives, and waits for its device. Only of a rank that has one
   kInside,        // whether the trainer is inside a step, or what has undone it
+  kMapped,        // it has mapped its staging memory, and all others are told of it. Sums may lie there from now on
   // Of a trainer, or (without used parts) of a process.
   kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
   // Of a process.
@@ -103,9 +104,9 @@ struct UpdatePlace {
   uint64_t stride, ranks;        // so many SumsPlace follow
 };
 
-// Where a rank's sums are: a region of staging memory or the arena, as the ledger names them.
+// Where a rank's sums are: in staging memory or the arena.
 struct SumsPlace {
-  uint64_t region, lent, place, bytes;
+  uint64_t place, bytes;
 };
 
 constexpr uint64_t kMostPath = 4096;      // bytes of the path of a file

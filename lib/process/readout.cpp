@@ -35,14 +35,13 @@ Status Remains::committed(uint64_t* step) const {
 // What lies at places of the arena. It stays mapped meanwhile.
 class TableReadout::Reach {
  public:
-  explicit Reach(const Remains& remains) : remains_(remains) {}
-  const Remains& remains() const { return remains_; }
+  explicit Reach(const Remains& remains) : regions_(*remains.regions) {}
   // `count` of T; null: they are not there, and missing() tells why.
   template <class T>
   const T* at(uint64_t place, uint64_t count = 1) {
     const char* found = nullptr;
     if (place % alignof(T) || count > UINT64_MAX / sizeof(T)) return nullptr;
-    const Status s = remains_.regions->find(place, count * sizeof(T), &reads_, &found);
+    const Status s = regions_.find(place, count * sizeof(T), &reads_, &found);
     if (s != FRUGAL_OK && s != FRUGAL_ERR_INTERNAL) failed_ = s;
     return reinterpret_cast<const T*>(found);
   }
@@ -54,7 +53,7 @@ class TableReadout::Reach {
   }
 
  private:
-  const Remains& remains_;
+  Regions& regions_;
   RegionRefs reads_;
   Status failed_ = FRUGAL_OK;
 };
@@ -148,7 +147,7 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
     for (uint64_t r = 0; r < from->ranks; ++r) {
       const LedgerTerms& t = terms[r];
       Handover h;
-      h.rank = t.rank;
+      h.rank = static_cast<uint32_t>(t.rank);
       h.stride = t.stride;
       h.part = make_part();
       h.part->distinct = t.rows;
@@ -158,20 +157,15 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
       for (uint64_t i = 0; i < t.rows; ++i)
         if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1])) return damaged("a table's updates");
       h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
-      const auto& stagings = reach.remains().stagings;
       const uint64_t floats = t.rows * t.stride;
-      const char* sums = nullptr;
-      if (t.region == LedgerTerms::kArena) {
-        sums = reach.at<char>(t.sums, floats * sizeof(float));
+      if (t.sums == kNoPlace) {
+        seen = false;
+      } else {
+        const char* sums = reach.at<char>(t.sums, floats * sizeof(float));
         if (!sums) return reach.missing("a table's updates");
-      } else if (t.region < stagings.size()) {
-        if (!Remains::within(stagings[t.region], t.sums, floats, sizeof(float)))
-          return damaged("a table's updates");
-        sums = stagings[t.region].base + t.sums;
+        if (t.sums % 64) return damaged("a table's updates");
+        h.sums = Buffer::view(sums, floats * sizeof(float));
       }
-      if (t.sums % 64 && sums) return damaged("a table's updates");
-      seen = seen && sums;
-      if (sums) h.sums = Buffer::view(sums, floats * sizeof(float));
       u->update.ranks.push_back(std::move(h));
     }
     u->update.make_list();

@@ -16,8 +16,7 @@ namespace frugal {
 
 // The memory of a controller that is dead, or will be.
 struct Remains {
-  Regions* regions = nullptr;  // the arena's
-  Vector<Mapping> stagings;  // by region
+  Regions* regions = nullptr;
   const LedgerRoot* root = nullptr;
 
   static bool within(const Mapping& m, uint64_t place, uint64_t count, size_t element) {

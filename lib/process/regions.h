@@ -34,7 +34,7 @@ class Region : public HeapObject {
   uint64_t place() const { return place_; }
   // From now on kernels may read there, which have the region.
   Status pin(uint64_t place, uint64_t bytes) {
-    return pinned_.pin_bytes(*pinner_, 0, place - place_, bytes);
+    return pinned_.pin_bytes(*pinner_, place - place_, bytes);
   }
   void unpin() noexcept {
     if (pinner_) pinned_.unpin(*pinner_);

@@ -31,10 +31,6 @@ constexpr ptrdiff_t kLargeRings = 2;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 constexpr size_t kAllStagingBytes = size_t{16} << 40;
-// Staging memory is made when the engine is, so that each process has all of it mapped when it is needed to
-// read the tables out: of each rank so many, for those who have its place while a stopped predecessor lives.
-constexpr uint32_t kStagingsOfRank = 4;
-constexpr uint32_t kMostStagings = 120;  // that go with an answer
 // Trainers that a process has lost, and not closed: each holds its channel.
 constexpr size_t kMostReplaced = 16;
 
@@ -79,7 +75,7 @@ struct Attached : HeapObject {  // with the server's mu_
   int pidfd = -1;
   ~Attached() {
     calls.reset();
-    engine_->arena().teller().forget(told);
+    engine_->arena().teller()->forget(told);
     if (large) rings_.give(pid_);
     if (pidfd >= 0) close(pidfd);
   }
@@ -124,11 +120,6 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   };
   Vector<Joining*> joining_;         // calls of join under way, the oldest first
   std::condition_variable left_;
-  struct StagingRegion {
-    std::shared_ptr<StagingMemory> memory;
-    uint64_t peer = 0;  // who may write it; 0: nobody
-  };
-  Vector<StagingRegion> stagings_;       // by rank, the same number of each
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
   std::mutex silent_mu_;             // what follows; under the engine's mutex, so nothing is done with it held
@@ -255,51 +246,18 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   // What it takes for other processes to read the tables out when this one has been killed.
   Status make_readable(Engine& engine) {
     FRUGAL_TRY(engine.keep_ledger());
-    engine.ledger()->forget_regions();  // of one before that could not be made so
-    const uint32_t world = engine.config().world_size;
-    const uint32_t of_rank = std::min(kStagingsOfRank, kMostStagings / world);
-    const size_t bytes = std::min<size_t>(kStagingBytes, kAllStagingBytes / std::max<uint32_t>(1, world * of_rank));
-    Vector<StagingRegion> made(size_t{world} * of_rank);
-    for (StagingRegion& r : made) FRUGAL_TRY(StagingMemory::make(bytes, &r.memory));
-    for (uint32_t i = 0; i < made.size(); ++i) {
-      const Mapping& m = made[i].memory->mapping;
-      engine.ledger()->add_region(m.base, m.bytes, i);
-    }
-    leaving_.assign(world, 0);
-    stagings_ = std::move(made);
+    leaving_.assign(engine.config().world_size, 0);
     return FRUGAL_OK;
-  }
-
-  // Staging memory for a trainer of `peer`. Nobody else writes it: not who had it before and lives on.
-  Status staging_for(uint32_t rank, uint64_t peer, std::shared_ptr<StagingMemory>* out) {
-    std::lock_guard<std::mutex> lock(mu_);
-    const size_t of_rank = stagings_.size() / engine_->config().world_size;
-    for (size_t i = rank * of_rank; i < (rank + 1) * of_rank; ++i) {
-      StagingRegion& r = stagings_[i];
-      if (r.memory->lent.load(std::memory_order_acquire) || (r.peer != 0 && r.peer != peer)) continue;
-      r.memory->lent.store(true, std::memory_order_relaxed);
-      engine_->ledger()->lent_again(static_cast<uint32_t>(i));
-      // Its memory goes back to the system with the last who uses it. Not before is it lent again.
-      out->reset(
-          r.memory.get(),
-          [keep = r.memory](StagingMemory* m) {
-            const KeepError why;
-            (void)os_decommit(m->mapping, 0, m->mapping.bytes);  // else the next who is lent it has it
-            m->lent.store(false, std::memory_order_release);
-          },
-          HeapAllocator<StagingMemory>());
-      r.peer = peer;
-      return FRUGAL_OK;
-    }
-    // Others cannot see this: what it has handed over is missing if the tables are read out.
-    return StagingMemory::make(kStagingBytes, out);
   }
 
   // The reply keeps what the descriptors are of. The process may end, and its lanes with it, before they are sent.
   template <class Reply>
   Status channel(TrainerRef trainer, uint64_t peer, const Attached& process, std::unique_ptr<Lane>* out, Reply* reply) {
     std::shared_ptr<StagingMemory> staging;
-    if (trainer) FRUGAL_TRY(staging_for(trainer->rank, peer, &staging));
+    if (trainer) {
+      const size_t bytes = std::min(kStagingBytes, kAllStagingBytes / engine_->config().world_size);
+      FRUGAL_TRY(StagingMemory::make(bytes, engine_->arena().teller(), &staging));
+    }
     std::unique_ptr<Channel> c;
     const size_t ring = trainer || process.large ? kRingBytes : kSmallRingBytes;
     FRUGAL_TRY(Channel::create(ring, std::move(staging), &c));
@@ -322,7 +280,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
                                                   peer.pid, (config.flags & FRUGAL_OBSERVE) != 0);
     auto ends = std::allocate_shared<Ends>(HeapAllocator<Ends>());
     FRUGAL_TRY(ends->open(peer.socket));
-    FRUGAL_TRY(engine_->arena().teller().add(ends->sockets[0], ends->connection, &process->told));
+    FRUGAL_TRY(engine_->arena().teller()->add(ends->sockets[0], ends->connection, &process->told));
     ends->sockets[0] = ends->connection = -1;
     reply->descriptors.push_back(ends->sockets[1]);
     FRUGAL_TRY(channel(nullptr, peer.id, *process, &process->calls, reply));
@@ -330,10 +288,6 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     reply->keep = std::move(ends);
     reply->numbers.push_back(engine_->versions_place());
     reply->numbers.push_back(engine_->ledger()->place());
-    for (const StagingRegion& r : stagings_) {
-      reply->descriptors.push_back(r.memory->mapping.fd);
-      reply->read_only.push_back(r.memory->mapping.fd);
-    }
     reply->config = engine_->config();
     struct Descriptor {
       int fd = -1;
@@ -421,15 +375,13 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     std::unique_ptr<Lane> lane;
     struct Joined {
       Impl& impl;
-      const uint64_t peer;
       TrainerRef trainer;
       ~Joined() {
         if (!trainer) return;
         const KeepError why;
         impl.take_out(trainer);
-        impl.free_staging(peer, trainer->rank);
       }
-    } joined{*this, peer.id, nullptr};
+    } joined{*this, nullptr};
     TrainerRef& trainer = joined.trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
     FRUGAL_TRY(channel(trainer, peer.id, *process, &lane, reply));
@@ -593,34 +545,17 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     if (!lane) return fail(FRUGAL_ERR_NOT_FOUND, "this process has no trainer of rank %u", rank);
     if (lost) {
       lose(lock, *lane);
-      lock.unlock();
-      free_staging(peer.id, rank);
       return FRUGAL_OK;
     }
     const LeavingScope leaving(*this, lock, rank);
     handle_remove(HandleKind::kTrainer, lane->trainer()->handle);
     lane->cut();
-    free_staging(peer.id, rank);
     try {
       return engine_->close_trainer(lane->trainer());
     } catch (...) {
       take_out(lane->trainer());
       throw;
     }
-  }
-
-  // The process does not write there any more: of one rank, or (kNoRank) at all.
-  void free_staging(uint64_t peer, uint32_t rank) {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (size_t i = 0; i < stagings_.size(); ++i)
-      if (stagings_[i].peer == peer && (rank == kNoRank || rank_of_staging(i) == rank)) stagings_[i].peer = 0;
-  }
-  uint32_t rank_of_staging(size_t i) const {
-    return static_cast<uint32_t>(i / (stagings_.size() / engine_->config().world_size));
-  }
-  bool has_staging(uint64_t peer) {
-    std::lock_guard<std::mutex> lock(mu_);
-    return std::any_of(stagings_.begin(), stagings_.end(), [&](const StagingRegion& r) { return r.peer == peer; });
   }
 
   Status stats(Peer& peer, frugal_stats* stats) override {
@@ -644,9 +579,6 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   // A process has ended, which the watch tells, or its connection has.
   void ended(uint64_t id, bool by_watch) {
     const uint64_t watched = lose_process(id);
-    // Who has lost its connection and lives on may still write its staging memory, until the watch tells of its end.
-    if (by_watch || !watched || !has_staging(id)) free_staging(id, kNoRank);
-    else return;
     if (watched && !by_watch) watch_->remove(watched);
   }
 
@@ -693,7 +625,6 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine,
     ~Undo() {
       if (!impl) return;
       impl->stop_reaper();
-      if (impl->engine_ && impl->engine_->ledger()) impl->engine_->ledger()->forget_regions();
     }
   } undo{impl.get()};
   FRUGAL_TRY(impl->start_reaper());
@@ -717,7 +648,6 @@ void Server::stop() {
   if (impl_->control_) impl_->control_->stop();
   impl_->watch_.reset();
   impl_->stop_reaper();
-  if (impl_->engine_ && impl_->engine_->ledger()) impl_->engine_->ledger()->forget_regions();
   if (impl_->own_engine_ && impl_->engine_) impl_->engine_->shutdown();
   impl_.reset();
 }

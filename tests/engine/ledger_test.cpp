@@ -236,26 +236,19 @@ TEST_F(LedgerTest, UpdatesInTheOrderOfTheirSteps) {
 
 // What lies in the engine's own memory, or in none that others see.
 TEST_F(LedgerTest, WhereSumsLie) {
-  alignas(64) static char region[256];
-  ledger->add_region(region, sizeof region, 3);
-  uint32_t number;
-  uint64_t place, lent;
-  ledger->find(region + 40, &number, &place, &lent);
-  EXPECT_EQ(number, 3u);
-  EXPECT_EQ(place, 40u);
-  EXPECT_EQ(lent, 0u);
-  ledger->lent_again(3);
-  ledger->find(region, &number, &place, &lent);
-  EXPECT_EQ(lent, 1u);
-  ledger->find(region + sizeof region, &number, &place);
-  EXPECT_EQ(number, kNoRegion);
-  EXPECT_EQ(place, kNoPlace);
-  ledger->find(update->ranks[0].sums.data(), &number, &place);
-  EXPECT_EQ(number, LedgerTerms::kArena);
-  EXPECT_EQ(arena.mapping().base + place, update->ranks[0].sums.data());
-  ledger->forget_regions();
-  ledger->find(region, &number, &place);
-  EXPECT_EQ(number, kNoRegion);
+  Mapping staging;
+  ASSERT_OK(os_reserve_to_read(size_t{2} << 20, &staging));
+  EXPECT_EQ(ledger->find(staging.base + 40), kNoPlace);
+  uint64_t place;
+  ASSERT_OK(arena.teller()->come(staging, &place));
+  EXPECT_EQ(ledger->find(staging.base + 40), place + 40);
+  EXPECT_EQ(ledger->find(staging.base + staging.bytes), kNoPlace);
+  EXPECT_EQ(ledger->find(nullptr), kNoPlace);
+  const char* sums = update->ranks[0].sums.data();
+  EXPECT_EQ(arena.mapping().base + ledger->find(sums), sums);
+  arena.teller()->go(place);
+  EXPECT_EQ(ledger->find(staging.base), kNoPlace);
+  os_release(&staging);
 }
 
 }  // namespace

@@ -297,7 +297,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const bool as_trainer = in.Number(1) % 8 != 0;
   std::unique_ptr<Channel> made, mine;
   std::shared_ptr<StagingMemory> staging;
-  Check(StagingMemory::make(size_t{2} << 20, &staging) == FRUGAL_OK);
+  Check(StagingMemory::make(size_t{2} << 20, nullptr, &staging) == FRUGAL_OK);
   Check(Channel::create(size_t{64} << 10, staging, &made) == FRUGAL_OK);
   Check(Channel::attach(dup(made->up_fd()), dup(made->down_fd()), dup(made->staging_fd()), &mine) == FRUGAL_OK);
   Check(mine->commit_staging(0, 65536) == FRUGAL_OK);
@@ -312,6 +312,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     Lane lane(world->engine, trainer, std::shared_ptr<Channel>(std::move(made)), false);
     Check(lane.start() == FRUGAL_OK);
     Enemy enemy(*world, in, *mine, as_trainer);
+    if (as_trainer) {
+      Header shown{}, answer;
+      shown.type = static_cast<uint32_t>(Call::kMapped);
+      Check(mine->send(shown, nullptr, 0, UINT64_MAX) == FRUGAL_OK);
+      Check(mine->receive(&answer, UINT64_MAX) == FRUGAL_OK && answer.status == FRUGAL_OK);
+    }
     enemy.At(world->step);
     while (in.left > 0 && enemy.Ask()) {
     }

@@ -42,7 +42,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const bool attack_controller = in.Number(1) % 2 == 0;
   std::unique_ptr<Channel> controller, trainer;
   std::shared_ptr<frugal::StagingMemory> staging;
-  Check(frugal::StagingMemory::make(kStaging, &staging) == FRUGAL_OK);
+  Check(frugal::StagingMemory::make(kStaging, nullptr, &staging) == FRUGAL_OK);
   Check(Channel::create(kRing, staging, &controller, start) == FRUGAL_OK);
   const int fd = dup(attack_controller ? controller->up_fd() : controller->down_fd());
   if (!attack_controller)

@@ -16,7 +16,7 @@ using Peer = std::unique_ptr<Channel>;
 
 Status Create(size_t ring_bytes, size_t staging_bytes, Peer* out, uint64_t start = 0) {
   std::shared_ptr<StagingMemory> staging;
-  if (staging_bytes) FRUGAL_TRY(StagingMemory::make(staging_bytes, &staging));
+  if (staging_bytes) FRUGAL_TRY(StagingMemory::make(staging_bytes, nullptr, &staging));
   return Channel::create(ring_bytes, std::move(staging), out, start);
 }
 

@@ -21,7 +21,7 @@ struct DamageTest : TableWithLedger {
     int ends[2];
     ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
     uint64_t id;
-    ASSERT_OK(arena.teller().add(ends[0], -1, &id));
+    ASSERT_OK(arena.teller()->add(ends[0], -1, &id));
     regions.open(ends[1]);
     update->make_list();
     ASSERT_OK(table->add(*update, nullptr, &update->record));

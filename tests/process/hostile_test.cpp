@@ -386,6 +386,7 @@ struct Enemy {
   frugal::JoinReply joined;
   std::unique_ptr<Channel> process, trainer;
   uint64_t table = 0, sequence = 0;
+  bool shows = true;  // its staging memory
 
   void Attach(bool join, uint32_t flags = 0) {
     OK(frugal::ControlClient::connect(address.c_str(), kBoundMs, &control));
@@ -402,6 +403,7 @@ struct Enemy {
     OK(control->join(as, kBoundMs, &joined));
     OK(Channel::attach(dup(joined.descriptors[0]), dup(joined.descriptors[1]),
                        dup(joined.descriptors[2]), &trainer));
+    if (shows) OK(Ask(*trainer, Call::kMapped, {}));
   }
   frugal::Status Send(Channel& to, Call call, std::vector<uint64_t> args,
                       const std::vector<char>& payload = {}, int64_t ms = kBoundMs) {
@@ -719,9 +721,9 @@ const std::vector<Mode>& Modes() {
        }},
       {"reopens", How::kSilent, "opens all that it has for writing",
        [](Enemy& e) {
-         // Not its own ring, nor staging memory, which the ranks write.
-         std::vector<int> all = {e.opened.descriptors[0], e.opened.descriptors[2]};
-         all.push_back(e.joined.descriptors[1]);
+         // Not its own ring. Its staging memory it has mapped, which is enough to write it.
+         std::vector<int> all = {e.opened.descriptors[2], e.joined.descriptors[1],
+                                 e.joined.descriptors[2]};
          frugal::TableReply table;
          for (const char* name : {"dense", "hashed"}) {
            OK(e.control->find_table(name, kBoundMs, &table));

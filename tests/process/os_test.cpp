@@ -127,23 +127,24 @@ TEST(Shared, WrittenByOneMapping) {
   ASSERT_OK(os_commit(mine, kHugePage, 2 * kHugePage));
   std::strcpy(mine.base + 2 * kHugePage, "grown");
   EXPECT_STREQ(theirs.base + 2 * kHugePage, "grown");
-  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, os_decommit(mine, 0, mine.bytes));
-  EXPECT_STREQ(theirs.base + 2 * kHugePage, "grown");
   os_release(&mine);
   os_release(&theirs);
 }
 
-// What others write, too, goes back to the system in parts, and so does what nobody else has.
-TEST(Shared, GoesBack) {
-  for (bool shared : {true, false}) {
-    Mapping mine;
-    ASSERT_OK(os_reserve(kHugePage, shared, &mine, true));
-    ASSERT_OK(os_commit(mine, 0, mine.bytes));
-    std::strcpy(mine.base + 4711, "gone");
-    ASSERT_OK(os_decommit(mine, 0, mine.bytes));
-    EXPECT_EQ(0, mine.base[4711]);
-    os_release(&mine);
-  }
+// What another writes is sealed when it has its mapping, which goes on to write.
+TEST(Shared, WrittenByWhoMappedItBefore) {
+  Mapping mine, theirs, none;
+  ASSERT_OK(os_reserve_to_read(kHugePage, &mine));
+  ASSERT_OK(os_map_shared(dup(mine.fd), true, &theirs));
+  ASSERT_OK(os_seal(mine));
+  EXPECT_NE(0, mprotect(mine.base, 4096, PROT_READ | PROT_WRITE));
+  EXPECT_EQ(-1, pwrite(mine.fd, "x", 1, 0));
+  EXPECT_EQ(FRUGAL_ERR_INVALID_ARGUMENT, os_map_shared(mine.fd, true, &none));
+  ASSERT_OK(os_commit(theirs, 0, kHugePage));
+  std::strcpy(theirs.base, "written");
+  EXPECT_STREQ(mine.base, "written");
+  os_release(&mine);
+  os_release(&theirs);
 }
 
 // The flags of the mapping that begins at `base`, as /proc/self/smaps has them.

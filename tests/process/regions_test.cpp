@@ -45,7 +45,7 @@ struct Told {
     EXPECT_TRUE(ForkedDescriptors::open(control, [](int (&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0;
     }));
-    EXPECT_EQ(arena.teller().add(ends[0], control[0], &id), FRUGAL_OK);
+    EXPECT_EQ(arena.teller()->add(ends[0], control[0], &id), FRUGAL_OK);
     regions.open(ends[1]);
     connection = control[1];
   }
@@ -105,7 +105,7 @@ TEST(Regions, SeeWhatThereIs) {
   reads.clear();
   EXPECT_LE(SharedKib(), before + (16 << 10));
   // Who is forgotten is told nothing more.
-  arena.teller().forget(second.id);
+  arena.teller()->forget(second.id);
   ASSERT_OK(arena.take(16 * kMiB, &b));
   EXPECT_EQ(first.find(arena.place(b), 1, &at), FRUGAL_OK);
   EXPECT_EQ(second.find(arena.place(b), 1, &at), FRUGAL_ERR_PEER_LOST);
@@ -127,7 +127,7 @@ TEST(Regions, PlacesAreNeverAnothers) {
     places.push_back(arena.place(data));
     ASSERT_OK(looks.regions.find(places.back(), 24 * kMiB, &reads, &at));
     EXPECT_EQ(at[24 * kMiB - 1], i);
-    if (i == 10) arena.teller().forget(late.id);
+    if (i == 10) arena.teller()->forget(late.id);
     if (i < 20) arena.put_back(data, 24 * kMiB);
   }
   ASSERT_OK(looks.regions.look());
@@ -152,7 +152,7 @@ TEST(Regions, NobodyElseWrites) {
   int ends[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
   uint64_t id;
-  ASSERT_OK(arena.teller().add(ends[0], -1, &id));
+  ASSERT_OK(arena.teller()->add(ends[0], -1, &id));
   RegionNews news;
   int fd = -1;
   bool ended = true;
@@ -175,7 +175,7 @@ TEST(Regions, SeeWhatADeadProcessHasLeft) {
     uint64_t id, places[20];
     char* data = nullptr;
     if (arena.open(kRange) != FRUGAL_OK) return 1;
-    if (arena.teller().add(ends[0], -1, &id) != FRUGAL_OK) return 2;
+    if (arena.teller()->add(ends[0], -1, &id) != FRUGAL_OK) return 2;
     for (size_t i = 0; i < 20; ++i) {
       if (arena.take(8 * kMiB + i * kMiB, &data) != FRUGAL_OK) return 3;
       std::memset(data, static_cast<int>(i + 1), 8 * kMiB);
