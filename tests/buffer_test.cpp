@@ -119,6 +119,20 @@ TEST(Buffers, WhatStepsUseAgainStays) {
   EXPECT_GE(before, (20 + 29 + 38 + 47) * kMiB);
 }
 
+TEST(Buffers, EachPoolMakesRoom) {
+  MemoryBudget budget;
+  budget.limit = 64 * kMiB;
+  BufferPool first, second;
+  for (BufferPool* pool : {&first, &second}) {
+    pool->count_in(&budget);
+    Buffer b;
+    ASSERT_EQ(pool->get(20 * kMiB, &b), FRUGAL_OK);
+  }
+  EXPECT_EQ(budget.used.load(), 40 * kMiB);
+  EXPECT_TRUE(budget.take(60 * kMiB));
+  EXPECT_EQ(first.bytes_held() + second.bytes_held(), 0u);
+}
+
 // Of an arena's memory all counts that nobody has, also what lies between buffers that are in use.
 TEST(Buffers, WhatAnArenaHasLeftCountsAgainstTheBudget) {
   MemoryBudget budget;

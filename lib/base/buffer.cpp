@@ -73,7 +73,7 @@ BufferPool::~BufferPool() {
       if (budget_ && counts(f.capacity)) budget_->give(f.capacity);
       release(f.data, f.capacity);
     }
-  if (budget_ && budget_->spare == this) budget_->spare = nullptr;
+  if (budget_) std::replace(budget_->spares, budget_->spares + 2, this, static_cast<BufferPool*>(nullptr));
   for (char* piece : pieces_) unmap(piece, kPiece);
 }
 

@@ -29,7 +29,7 @@ struct MemoryBudget {
   uint64_t limit = UINT64_MAX;
   std::atomic<uint64_t> used{0};
   std::atomic<uint64_t> idle{0};  // of that: shared memory that no buffer uses
-  BufferPool* spare = nullptr;
+  BufferPool* spares[2] = {};  // who makes room
   bool add(uint64_t bytes) {
     // What is refused is never counted: beside it something smaller may fit.
     uint64_t now = used.load(std::memory_order_relaxed);
@@ -148,7 +148,7 @@ class BufferPool {
   // What is kept counts against the budget, and makes room in it.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
-    budget->spare = this;
+    *std::find(budget->spares, budget->spares + 1, nullptr) = this;
   }
   // Gives back what is kept beyond `bytes`.
   void keep(size_t bytes) noexcept;
@@ -206,8 +206,8 @@ class BufferPool {
 
 inline bool MemoryBudget::take(uint64_t bytes) {
   if (add(bytes)) return true;
-  if (!spare) return false;
-  spare->keep(0);
+  for (BufferPool* spare : spares)
+    if (spare) spare->keep(0);
   return add(bytes);
 }
 

@@ -568,7 +568,8 @@ void OpenAll(Enemy& e, uint32_t flags) {
     c.flags = flags;
     frugal::OpenReply opened;
     OK(one->open(c, kBoundMs, &opened));
-    for (int fd : opened.descriptors) close(fd);
+    // Who cannot be told of memory any more loses its connection.
+    std::for_each(opened.descriptors.begin() + 1, opened.descriptors.end(), [](int fd) { close(fd); });
     all.push_back(std::move(one));
   }
   if (all.size() != 32) Die("it has " + std::to_string(all.size()) + " engines open");
