@@ -204,7 +204,7 @@ typedef struct frugal_config {
                                  through; default 1 GiB */
   uint64_t host_bytes;        /* limit of memory for tables; UINT64_MAX (default) for none. Memory
                                  that the engine keeps for later counts, too, and gives way to
-                                 tables. Of shared memory that lies beside buffers in use does not
+                                 tables. Shared memory that lies beside buffers in use does not
                                  give way: tables have that much less */
   int64_t timeout_ms;         /* what FRUGAL_TIMEOUT_DEFAULT means; default 1,800,000 */
   int32_t backing;            /* frugal_backing; default private */

@@ -140,6 +140,11 @@ Status Arena::take(size_t bytes, char** out) try {
 void Arena::put_back(char* taken, size_t bytes) noexcept {
   bytes = round_up(bytes);
   const size_t first = offset(taken);
+  // Its last descriptor may take its time, which nobody waits for here.
+  struct Closed {
+    int fd = -1;
+    ~Closed() { ForkedDescriptors::close(fd); }
+  } closed;
   Lock lock(mu_);
   --taken_;
   used_ -= bytes;
@@ -157,7 +162,7 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   if (own_ && next->first == of.first && next->end == of.end &&
       os_empty(mapping_.base + of.first, of.end - of.first)) {
     teller_->go(of.place);
-    ForkedDescriptors::close(of.fd);
+    closed.fd = of.fd;
     held_.fetch_sub(of.committed - of.first);
     segments_.erase(segments_.begin() + (&of - segments_.data()));
     free_.erase(next);

@@ -83,7 +83,7 @@ Status BufferPool::map(size_t bytes, char** out) {
   Status s = FRUGAL_OK;
   if (arena_) {
     FRUGAL_TRY(arena_->take(bytes, &m.base));
-    m.bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    m.bytes = bytes;
   } else {
     FRUGAL_TRY(os_reserve(bytes, false, &m));
     s = os_commit(m, 0, m.bytes);
@@ -108,7 +108,7 @@ void BufferPool::unmap(char* data, size_t bytes) noexcept {
     if (!left_.load()) arena_->put_back(data, bytes);
     return;
   }
-  Mapping m{data, (bytes + kHugePage - 1) / kHugePage * kHugePage, -1};
+  Mapping m{data, bytes, -1};
   os_release(&m);
 }
 
@@ -197,25 +197,34 @@ void BufferPool::take_out(size_t capacity) {
 
 void BufferPool::end_step() noexcept {
   if (steps_.fetch_add(1, std::memory_order_relaxed) % kSteps != kSteps - 1) return;
-  size_t most;
-  {
-    Lock lock(mu_);
-    circulation_.begin_span();
-    most = circulation_.most();
-  }
-  keep(most);
-  // What is kept may lie here and there, and all of a segment is there as long as any of it is.
-  if (arena_ && arena_->gives_back() && arena_->bytes_idle() > most / 2) keep(0);
+  trim(1);
 }
 
-void BufferPool::rest() noexcept {
+void BufferPool::rest() noexcept { trim(2); }
+
+void BufferPool::trim(int spans) noexcept {
+  size_t most, tried;
   {
     Lock lock(mu_);
-    circulation_.begin_span();
-    circulation_.begin_span();
+    for (; spans > 0; --spans) circulation_.begin_span();
+    most = circulation_.most();
+    tried = in_vain_;
   }
-  steps_.store(kSteps - 1);
-  end_step();
+  keep(most);
+  if (!arena_ || !arena_->gives_back()) return;
+  // What is kept may lie here and there, and all of a segment is there as long as any of it is. If
+  // buffers that are in use keep it, there is no more to be done about as much.
+  size_t idle = arena_->bytes_idle();
+  if (idle <= most / 2) {
+    idle = 0;
+  } else if (idle > tried) {
+    keep(0);
+    idle = arena_->bytes_idle();
+  } else {
+    return;
+  }
+  Lock lock(mu_);
+  in_vain_ = idle;
 }
 
 void BufferPool::put(char* data, size_t capacity) noexcept {

@@ -148,7 +148,7 @@ class BufferPool {
   // What is kept counts against the budget, and makes room in it.
   void count_in(MemoryBudget* budget) {
     budget_ = budget;
-    *std::find(budget->spares, budget->spares + 1, nullptr) = this;
+    budget->spares[budget->spares[0] ? 1 : 0] = this;
   }
   // Gives back what is kept beyond `bytes`.
   void keep(size_t bytes) noexcept;
@@ -181,6 +181,7 @@ class BufferPool {
   // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they are kept for ever, and not
   // counted.
   static constexpr size_t kPiece = kHugePage;
+  void trim(int spans) noexcept;
   Status map(size_t bytes, char** out);
   void unmap(char* data, size_t bytes) noexcept;
   void release(char* data, size_t capacity) noexcept;
@@ -201,6 +202,7 @@ class BufferPool {
   MemoryBudget* budget_ = nullptr;
   std::atomic<bool> left_{false};
   Circulation circulation_ GUARDED_BY(mu_){size_t{64} << 20};  // its clock: bytes handed out
+  size_t in_vain_ GUARDED_BY(mu_) = 0;  // of the arena's memory, what stayed idle with nothing kept
   std::atomic<uint32_t> steps_{0};
 };
 

@@ -135,8 +135,7 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
                  MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0);
   if (p == MAP_FAILED) {
     const int code = errno;
-    if (*out) (void)os_empty(base, bytes);
-    else munmap(base, bytes);
+    if (!*out) munmap(base, bytes);
     if (code == EPERM || code == EACCES)
       return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
                         "%zu bytes of shared memory are not to be mapped so: another version of "
@@ -481,7 +480,7 @@ struct Message {
 
 }  // namespace
 
-bool os_send(int socket, const void* message, size_t bytes, int fd) {
+int os_send(int socket, const void* message, size_t bytes, int fd) {
   Message m(message, bytes);
   if (fd >= 0) {
     cmsghdr* c = CMSG_FIRSTHDR(&m.header);
@@ -492,13 +491,14 @@ bool os_send(int socket, const void* message, size_t bytes, int fd) {
   } else {
     m.header.msg_controllen = 0;
   }
+  if (injected_failure()) return ENOMEM;
   ssize_t sent;
   do sent = sendmsg(socket, &m.header, MSG_DONTWAIT | MSG_NOSIGNAL);
   while (sent < 0 && errno == EINTR);
-  return sent == static_cast<ssize_t>(bytes);
+  return sent == static_cast<ssize_t>(bytes) ? 0 : errno;
 }
 
-bool os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
+size_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
   Message m(message, bytes);
   ssize_t got;
   do got = recvmsg(socket, &m.header, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -507,7 +507,7 @@ bool os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
   *ended = got == 0 || (got < 0 && errno == ECONNRESET);
   const cmsghdr* c = got > 0 ? CMSG_FIRSTHDR(&m.header) : nullptr;
   if (c && c->cmsg_type == SCM_RIGHTS) std::memcpy(fd, CMSG_DATA(c), sizeof *fd);
-  return got == static_cast<ssize_t>(bytes);
+  return got > 0 ? static_cast<size_t>(got) : 0;
 }
 
 void os_drop(int socket) {

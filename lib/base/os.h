@@ -89,11 +89,12 @@ void os_release(Mapping* mapping);
 // A descriptor of the same through which nothing can be written, where the system has /proc. -1,
 // and errno: none is left.
 int os_read_only(int fd);
-// A message, and a descriptor (-1: none), through a socket of messages. At once or not at all.
-bool os_send(int socket, const void* message, size_t bytes, int fd);
-// The next message, if there is one of that size: it stays the next until it is dropped. The
-// descriptor (-1: none has come, or none is left) is the caller's. *ended: none will come.
-bool os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
+// A message, and a descriptor (-1: none), through a socket of messages. At once or not at all, and
+// then it answers errno: EAGAIN where the other side has left too many.
+int os_send(int socket, const void* message, size_t bytes, int fd);
+// The next message, of which it answers the size; it stays the next until it is dropped. 0: there is
+// none. The descriptor (-1: none has come, or none is left) is the caller's. *ended: none will come.
+size_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
 void os_drop(int socket);
 
 // A file that comes into being as a whole: written beside its place under another name, and then moved
@@ -116,7 +117,7 @@ class NewFile {
   uint64_t written_ = 0;
 };
 
-// Test hook: the n-th os_reserve, os_map_shared, os_commit or call of a NewFile from now on fails (0: off; -1:
+// Test hook: the n-th os_reserve, os_map_shared, os_commit, os_send or call of a NewFile from now on fails (0: off; -1:
 // each os_commit). Returns what was left of the last n.
 int64_t os_test_fail_after(int64_t n);
 

@@ -19,6 +19,11 @@ struct ToRead {
 };
 
 Status none_left() { return os_no_descriptor(errno, "shared memory that other processes read"); }
+Status cannot_tell() {
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "other processes cannot be told of shared memory: free memory of the machine, or raise "
+              "the limit of open files (ulimit -n), and call again");
+}
 
 }  // namespace
 
@@ -32,23 +37,42 @@ Teller::~Teller() {
   for (const Reader& r : readers_) r.close();
 }
 
-void Teller::tell(const RegionNews& news, int fd) noexcept {
+// False: the system is short of something. That is no reader's fault.
+bool Teller::tell(const RegionNews& news, int fd) noexcept {
+  bool told = true;
   std::erase_if(readers_, [&](const Reader& r) {
-    if (os_send(r.socket, &news, sizeof news, fd)) return false;
+    const int refused = os_send(r.socket, &news, sizeof news, fd);
+    if (refused == 0) return false;
+    if (refused != EAGAIN && refused != EPIPE && refused != ECONNRESET) return told = false;
     (void)shutdown(r.connection, SHUT_RDWR);
     r.close();
     return true;
   });
+  return told;
 }
 
-Status Teller::come(const Mapping& memory, uint64_t* place) try {
+void Teller::unlist(uint64_t place) noexcept {
+  const auto of = std::find_if(regions_.begin(), regions_.end(),
+                               [&](const Region& r) { return r.place == place; });
+  // Who cannot be told keeps it. No place in it is given out any more.
+  (void)tell({place, of->memory.bytes, 0}, -1);
+  regions_.erase(of);
+}
+
+Status Teller::come(const Mapping& memory, uint64_t* place, bool can_do_without) try {
   Lock lock(mu_);
+  *place = kNoPlace;
+  if (can_do_without && regions_.size() >= kMostBeside) return FRUGAL_OK;
   const ToRead to_read(memory.fd);
   if (to_read.fd < 0) return none_left();
-  regions_.push_back({next_, memory});
-  *place = next_;
+  const uint64_t first = next_;
+  regions_.push_back({first, memory});
   next_ += memory.bytes + kHugePage;  // nothing runs on from one into the other
-  tell({*place, memory.bytes, 1}, to_read.fd);
+  if (!tell({first, memory.bytes, 1}, to_read.fd)) {
+    unlist(first);
+    return cannot_tell();
+  }
+  *place = first;
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to list shared memory; free some and call again");
@@ -56,10 +80,7 @@ Status Teller::come(const Mapping& memory, uint64_t* place) try {
 
 void Teller::go(uint64_t place) noexcept {
   Lock lock(mu_);
-  const auto of = std::find_if(regions_.begin(), regions_.end(),
-                               [&](const Region& r) { return r.place == place; });
-  tell({place, of->memory.bytes, 0}, -1);
-  regions_.erase(of);
+  unlist(place);
 }
 
 uint64_t Teller::place_of(const void* p) const {
@@ -68,7 +89,7 @@ uint64_t Teller::place_of(const void* p) const {
   for (const Region& r : regions_)
     if (at >= r.memory.base && at < r.memory.base + r.memory.bytes)
       return r.place + static_cast<uint64_t>(at - r.memory.base);
-  return UINT64_MAX;
+  return kNoPlace;
 }
 
 Status Teller::add(int socket, int connection, uint64_t* id) try {
@@ -78,10 +99,7 @@ Status Teller::add(int socket, int connection, uint64_t* id) try {
     const ToRead to_read(r.memory.fd);
     if (to_read.fd < 0) return none_left();
     const RegionNews news{r.place, r.memory.bytes, 1};
-    if (!os_send(socket, &news, sizeof news, to_read.fd))
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                  "another process cannot be told of %zu pieces of memory; call again",
-                  regions_.size());
+    if (os_send(socket, &news, sizeof news, to_read.fd) != 0) return cannot_tell();
   }
   *id = ++readers_so_far_;
   readers_.push_back({*id, socket, connection});

@@ -19,19 +19,24 @@ struct RegionNews {
   uint64_t there;  // 1: it has come, and its descriptor with it; 0: it is gone
 };
 
+constexpr uint64_t kNoPlace = UINT64_MAX;
+
 class Teller {
  public:
+  // All regions are told of at once to who is added: so many fit into its socket, and segments.
+  static constexpr size_t kMostBeside = 128;
   Teller() = default;
   ~Teller();
   Teller(const Teller&) = delete;
   // A region, as this process has it mapped. All have been told when this returns. Its descriptor
-  // stays the caller's, and is open until it goes.
-  Status come(const Mapping& memory, uint64_t* place);
+  // stays the caller's, and is open until it goes. Where the caller can do without, and there are
+  // kMostBeside regions, nobody is told: *place is kNoPlace.
+  Status come(const Mapping& memory, uint64_t* place, bool can_do_without = false);
   void go(uint64_t place) noexcept;
-  // UINT64_MAX: it is in no region.
+  // kNoPlace: it is in no region.
   uint64_t place_of(const void* p) const;
   // Whoever has the other end of the socket is told from now on, and of all that there is. Where it
-  // does not take that in, its connection is shut down, and it is told nothing more: it will not
+  // leaves too many messages, its connection is shut down, and it is told nothing more: it will not
   // take what it does not know for what it knows. Both descriptors (ForkedDescriptors) are the
   // teller's on success; a connection of -1 is none.
   Status add(int socket, int connection, uint64_t* id);
@@ -47,7 +52,8 @@ class Teller {
     int socket, connection;
     void close() const noexcept;
   };
-  void tell(const RegionNews& news, int fd) noexcept REQUIRES(mu_);
+  bool tell(const RegionNews& news, int fd) noexcept REQUIRES(mu_);
+  void unlist(uint64_t place) noexcept REQUIRES(mu_);
 
   mutable Mutex mu_;
   Vector<Region> regions_ GUARDED_BY(mu_);

@@ -27,7 +27,6 @@
 
 namespace frugal {
 
-constexpr uint64_t kNoPlace = UINT64_MAX;
 
 // --- As it lies in memory ------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ Status StagingMemory::make(size_t bytes, std::shared_ptr<Teller> teller,
 }
 
 StagingMemory::~StagingMemory() {
-  if (told_) teller_->go(place_);
+  if (place_ != kNoPlace) teller_->go(place_);
   ForkedDescriptors::close(std::exchange(mapping_.fd, -1));
   os_release(&mapping_);
 }
@@ -80,7 +80,7 @@ Status StagingMemory::show() {
   if (!sealed_) FRUGAL_TRY(os_seal(mapping_));
   sealed_ = true;
   if (told_ || !teller_) return FRUGAL_OK;
-  FRUGAL_TRY(teller_->come(mapping_, &place_));
+  FRUGAL_TRY(teller_->come(mapping_, &place_, true));
   told_ = true;
   return FRUGAL_OK;
 }

@@ -47,14 +47,15 @@ class StagingMemory : public HeapObject {
                      std::shared_ptr<StagingMemory>* out);
   ~StagingMemory();
   const Mapping& mapping() const { return mapping_; }
-  // It has been mapped: nobody maps it to write any more, and all are told of it. May be repeated.
+  // It has been mapped: nobody maps it to write any more, and all are told of it, if there are not
+  // too many. May be repeated.
   Status show();
 
  private:
   Mapping mapping_;
   std::shared_ptr<Teller> teller_;
   bool sealed_ = false, told_ = false;
-  uint64_t place_ = 0;
+  uint64_t place_ = kNoPlace;
 };
 
 // The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one receives

@@ -678,9 +678,10 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   {
     std::lock_guard<std::mutex> call(t->call_mu);
     Exchange e{Call::kMapped, {}, {}};
-    // Whatever else has come between is for its next call to tell.
-    if (const Status s = ask(*t, e); s == FRUGAL_ERR_OUT_OF_MEMORY) return s;
+    FRUGAL_TRY(ask(*t, e));
   }
+  // With its own staging memory: who has too few addresses for that joins nothing.
+  FRUGAL_TRY(regions_.look());
   known.t = nullptr;
   joined.client = nullptr;
   joining.gpu = nullptr;

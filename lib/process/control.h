@@ -28,7 +28,7 @@ struct ControlLimits {
 };
 
 // What an answer may carry.
-constexpr size_t kMostDescriptors = 128;
+constexpr size_t kMostDescriptors = 16;
 constexpr size_t kMostNumbers = 2048;
 
 // A connection to the controller, as the controller sees it.

@@ -70,7 +70,7 @@ struct ReadHead {
 };
 constexpr uint32_t kHasWeights = 1, kHasFound = 2;
 
-// A part's arrays in the arena: places from its beginning, kNoPlace for those that are not there.
+// A part's arrays in the arena: places (base/teller.h), kNoPlace for those that are not there.
 struct PartPlace {
   uint64_t batch;        // the number of the declaration it is of, or 0
   uint64_t table;

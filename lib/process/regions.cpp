@@ -10,25 +10,36 @@ namespace {
 
 constexpr uint64_t kNoPlaceFrom = uint64_t{1} << 62;  // no controller tells as much
 
+Status cannot_be() {
+  return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory that cannot be");
+}
+
 }  // namespace
 
-Status Regions::take_in() {
+// What has gone is the caller's to let go, which may take its time, without the lock.
+Status Regions::take_in(RegionRefs* gone) {
   for (RegionNews news;; os_drop(socket_)) {
     // A forked child that kept it would keep the memory.
     struct Descriptor {
       int fd = -1;
       ~Descriptor() { ForkedDescriptors::close(fd); }
     } descriptor;
-    bool any = false, ended = false;
+    size_t got = 0;
+    bool ended = false;
     descriptor.fd = ForkedDescriptors::open([&] {
       int fd;
-      any = os_peek(socket_, &news, sizeof news, &fd, &ended);
+      got = os_peek(socket_, &news, sizeof news, &fd, &ended);
       return fd;
     });
     ended_ |= ended;
-    if (!any) return FRUGAL_OK;
+    if (got == 0) return FRUGAL_OK;
+    if (got != sizeof news) return cannot_be();
     if (!news.there) {
-      std::erase_if(there_, [&](const RegionRef& r) { return r->place() == news.place; });
+      const auto of = std::find_if(there_.begin(), there_.end(),
+                                   [&](const RegionRef& r) { return r->place() == news.place; });
+      if (of == there_.end()) continue;
+      gone->push_back(std::move(*of));
+      there_.erase(of);
       continue;
     }
     if (descriptor.fd < 0) return os_no_descriptor(EMFILE, "memory of the controller");
@@ -42,8 +53,7 @@ Status Regions::take_in() {
         if (memory) os_release(memory);
       }
     } unmap{&memory};
-    if (memory.bytes != news.bytes || news.place < told_)
-      return fail(FRUGAL_ERR_INTERNAL, "the controller told of memory that cannot be");
+    if (memory.bytes != news.bytes || news.place < told_) return cannot_be();
     there_.push_back(
         std::allocate_shared<Region>(HeapAllocator<Region>(), news.place, memory, pinner_));
     unmap.memory = nullptr;
@@ -52,8 +62,9 @@ Status Regions::take_in() {
 }
 
 Status Regions::look() try {
+  RegionRefs gone;
   Lock lock(mu_);
-  return take_in();
+  return take_in(&gone);
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY,
               "no memory to list the memory of the controller; call again");
@@ -72,10 +83,12 @@ Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const ch
       *out = (*r)->at(place);
       return FRUGAL_OK;
     }
+  RegionRefs gone;
   Lock lock(mu_);
   RegionRef found = of(place, bytes);
   if (!found) {
-    FRUGAL_TRY(take_in());
+    if (closed_) return fail(FRUGAL_ERR_CLOSED, "the engine has been closed");
+    FRUGAL_TRY(take_in(&gone));
     found = of(place, bytes);
   }
   if (!found && ended_ && place >= told_ && place < kNoPlaceFrom)
@@ -98,10 +111,11 @@ void Regions::unpin() noexcept {
 }
 
 void Regions::close() noexcept {
+  RegionRefs gone;
   Lock lock(mu_);
-  ForkedDescriptors::close(socket_);
-  socket_ = -1;
-  there_.clear();
+  ForkedDescriptors::close(std::exchange(socket_, -1));
+  closed_ = true;
+  gone.swap(there_);
 }
 
 }  // namespace frugal

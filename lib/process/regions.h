@@ -62,7 +62,7 @@ class Regions {
   // Takes in what has been told. It goes on from where it was when it could not.
   Status look();
   // Where a place is, and the region for who reads there. INTERNAL: it cannot be. PEER_LOST: it may
-  // be, but this process is told nothing any more.
+  // be, but this process is told nothing any more. CLOSED: close() has come before.
   Status find(uint64_t place, uint64_t bytes, RegionRefs* reads, const char** out);
   // No kernel reads any of them any more.
   void unpin() noexcept;
@@ -70,7 +70,7 @@ class Regions {
   void close() noexcept;
 
  private:
-  Status take_in() REQUIRES(mu_);
+  Status take_in(RegionRefs* gone) REQUIRES(mu_);
   RegionRef of(uint64_t place, uint64_t bytes) const REQUIRES(mu_);
 
   const std::shared_ptr<DevicePinner> pinner_;
@@ -78,7 +78,7 @@ class Regions {
   int socket_ = -1;
   RegionRefs there_ GUARDED_BY(mu_);
   uint64_t told_ GUARDED_BY(mu_) = 0;  // places below this are known, or gone
-  bool ended_ GUARDED_BY(mu_) = false;
+  bool ended_ GUARDED_BY(mu_) = false, closed_ GUARDED_BY(mu_) = false;
 };
 
 }  // namespace frugal

@@ -29,6 +29,8 @@
 #include <string>
 #include <thread>
 
+#include "base/forked.h"
+#include "base/teller.h"
 #include "control.capnp.h"
 #include "descriptors.h"
 #include "frugal.h"
@@ -1099,16 +1101,27 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   ASSERT_EQ(ControlServer::start(nullptr, &fake, &server), FRUGAL_OK);
   Mapping arena;
   ASSERT_EQ(os_reserve(size_t{2} << 20, true, &arena), FRUGAL_OK);
+  Teller teller;
+  uint64_t root = 0;
+  // So many are mapped first that the end has been seen by then, as a rule.
+  for (int i = 0; i < 100; ++i) ASSERT_EQ(teller.come(arena, &root), FRUGAL_OK);
   std::unique_ptr<Channel> channel;
   ASSERT_EQ(Channel::create(size_t{64} << 10, nullptr, &channel), FRUGAL_OK);
-  fake.descriptors = {arena.fd, channel->up_fd(), channel->down_fd()};
-  constexpr uint64_t kNone = UINT64_MAX;  // no place of the arena
-  // So many are mapped first that the end has been seen by then, as a rule.
-  fake.descriptors.insert(fake.descriptors.end(), 100, arena.fd);
-  fake.numbers = {0, kNone, kNone};
+  fake.numbers = {0, UINT64_MAX, root};
   const int listener = listening();
   int taken = -1;
-  fake.on_open = [&](OpenReply*) { shutdown(taken, SHUT_RD); };
+  std::vector<int> given;
+  fake.on_open = [&](OpenReply* reply) {
+    int sockets[2];
+    uint64_t id;
+    ASSERT_TRUE(ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
+      return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0;
+    }));
+    ASSERT_EQ(teller.add(sockets[0], -1, &id), FRUGAL_OK);
+    given.push_back(sockets[1]);
+    reply->descriptors = {sockets[1], channel->up_fd(), channel->down_fd()};
+    shutdown(taken, SHUT_RD);
+  };
   std::thread takes([&] {  // until nobody listens any more
     for (int socket; (socket = accept(listener, nullptr, nullptr)) >= 0;) {
       if (taken >= 0) close(taken);
@@ -1137,6 +1150,7 @@ TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   close(listener);
   std::filesystem::remove(address);
   server.reset();
+  for (int fd : given) ForkedDescriptors::close(fd);
   os_release(&arena);
 }
 
@@ -1292,7 +1306,8 @@ TEST_F(Control, NothingIsLeftBehind) {
     ASSERT_EQ(a->open(FRUGAL_CONFIG_INIT, kMs, &opened), FRUGAL_OK);
     close_all(&opened.descriptors);
     ASSERT_EQ(b->ping(kMs), FRUGAL_OK);
-    EXPECT_EQ(ControlClient::connect(address.c_str(), kMs, &none, 9), FRUGAL_ERR_UNSUPPORTED);
+    EXPECT_EQ(ControlClient::connect(address.c_str(), kMs, &none, kControlVersion + 1),
+              FRUGAL_ERR_UNSUPPORTED);
     if (round % 2) b.reset();
     server.reset();
   }

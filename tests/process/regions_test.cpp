@@ -42,6 +42,9 @@ struct Told {
     EXPECT_TRUE(ForkedDescriptors::open(ends, [](int (&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0;
     }));
+    // As it is where the system has its usual limits; it is twice that.
+    constexpr int kBytes = 106496;
+    EXPECT_EQ(setsockopt(ends[0], SOL_SOCKET, SO_SNDBUF, &kBytes, sizeof kBytes), 0);
     EXPECT_TRUE(ForkedDescriptors::open(control, [](int (&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0;
     }));
@@ -156,7 +159,7 @@ TEST(Regions, NobodyElseWrites) {
   RegionNews news;
   int fd = -1;
   bool ended = true;
-  ASSERT_TRUE(os_peek(ends[1], &news, sizeof news, &fd, &ended));
+  ASSERT_EQ(os_peek(ends[1], &news, sizeof news, &fd, &ended), sizeof news);
   ASSERT_GE(fd, 0);
   EXPECT_FALSE(ended);
   EXPECT_EQ(Attack(fd), "");
@@ -234,6 +237,58 @@ TEST(Regions, WhoDoesNotLookIsCutOff) {
   ASSERT_OK(stopped.find(arena.place(first), 6, &at));
   EXPECT_STREQ(at, "first");
   ASSERT_OK(other.find(arena.place(data), 8 * kMiB, &at));
+}
+
+// Where the system is short of something the arena has no such memory, and nobody is cut off.
+TEST(Regions, WhatCannotBeToldIsNoReadersFault) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  Told a(arena), b(arena);
+  char* data = nullptr;
+  for (const int nth : {1, 2, 3, 4}) {  // addresses, memory, and a message to either
+    SCOPED_TRACE(testing::Message() << "call " << nth);
+    os_test_fail_after(nth);
+    EXPECT_EQ(arena.take(8 * kMiB, &data), FRUGAL_ERR_OUT_OF_MEMORY);
+    EXPECT_EQ(os_test_fail_after(0), 0);
+    EXPECT_EQ(arena.bytes_held(), 0u);
+    ASSERT_OK(arena.take(8 * kMiB, &data));
+    for (Told* t : {&a, &b}) {
+      const char* at = nullptr;
+      ASSERT_OK(t->find(arena.place(data), 8 * kMiB, &at));
+      EXPECT_FALSE(t->cut_off());
+    }
+    arena.put_back(data, 8 * kMiB);
+  }
+}
+
+// Who comes late is told of all at once, for which its socket has room.
+TEST(Regions, SoManyAreTold) {
+  Arena arena;
+  ASSERT_OK(arena.open(kRange));
+  Mapping memory;
+  ASSERT_OK(os_reserve(2 * kMiB, true, &memory));
+  uint64_t place = 0;
+  for (size_t i = 0; i < Teller::kMostBeside; ++i) {
+    ASSERT_OK(arena.teller()->come(memory, &place, true));
+    ASSERT_NE(place, kNoPlace);
+  }
+  uint64_t none = 0;
+  ASSERT_OK(arena.teller()->come(memory, &none, true));
+  EXPECT_EQ(none, kNoPlace);
+  std::vector<char*> segments;
+  for (int i = 0; i < 16; ++i) {
+    segments.push_back(nullptr);
+    ASSERT_OK(arena.take(8 * kMiB, &segments.back()));
+  }
+  Told late(arena);
+  const char* at = nullptr;
+  EXPECT_OK(late.find(place, 1, &at));
+  EXPECT_OK(late.find(arena.place(segments.back()), 1, &at));
+  for (char* segment : segments) arena.put_back(segment, 8 * kMiB);
+  arena.teller()->go(place);
+  EXPECT_OK(arena.teller()->come(memory, &place, true));
+  EXPECT_NE(place, kNoPlace);
+  os_release(&memory);
 }
 
 // Nobody else keeps memory that goes back: not a child that was forked meanwhile.

@@ -2,6 +2,7 @@
 //
 // The first process that attaches says what engine it is to be; SIGINT and SIGTERM end it.
 #include <signal.h>
+#include <sys/resource.h>
 
 #include <cstdio>
 #include <cstring>
@@ -31,6 +32,12 @@ int main(int argc, char** argv) {
   sigaddset(&ends, SIGINT);
   sigaddset(&ends, SIGTERM);
   sigprocmask(SIG_BLOCK, &ends, nullptr);
+  // Each process that attaches takes some, and so do those on their way to processes.
+  rlimit files{};
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+    files.rlim_cur = files.rlim_max;
+    (void)setrlimit(RLIMIT_NOFILE, &files);
+  }
   std::unique_ptr<frugal::Server> server;
   frugal::begin_call();
   frugal::Status s;
