@@ -504,14 +504,19 @@ void BeginStep(Enemy& e) {
   }
   OK(s);
 }
-void EndStep(Enemy& e, const frugal::PushPlace& push) {
-  std::vector<char> payload = Bytes(frugal::RemoteCounts{}), more = Bytes(push);
-  payload.insert(payload.end(), more.begin(), more.end());
-  (void)e.Send(*e.trainer, Call::kStepEnd, {e.step, 0, 1}, payload);
+void EndStep(Enemy& e, const frugal::PushPlace& push, bool used = false) {
+  std::vector<char> payload;
+  auto add = [&](const std::vector<char>& more) {
+    payload.insert(payload.end(), more.begin(), more.end());
+  };
+  if (used) add(Bytes(uint32_t{0}));  // its first part
+  add(Bytes(frugal::RemoteCounts{}));
+  add(Bytes(push));
+  (void)e.Send(*e.trainer, Call::kStepEnd, {e.step, 0, 1, 0, used}, payload);
 }
-// Declares a row that nobody has, and hands over sums of it without having used it: those of the
-// part, or of a list of its own.
-void PushUnused(Enemy& e, bool joined) {
+// Declares a row that nobody has, and hands over sums of it: those of the part, or of a list of its
+// own. As a rule without having used it.
+void PushSums(Enemy& e, bool joined, bool used = false) {
   frugal::TableReply hashed;
   OK(e.control->find_table("hashed", kBoundMs, &hashed));
   frugal::OpHead op{};
@@ -542,7 +547,7 @@ void PushUnused(Enemy& e, bool joined) {
     OK(e.trainer->commit_staging(0, 8192));
     std::memcpy(e.trainer->staging() + push.rows, rows, sizeof(uint32_t));
   }
-  EndStep(e, push);
+  EndStep(e, push, used);
 }
 
 struct Mode {
@@ -652,9 +657,11 @@ const std::vector<Mode>& Modes() {
          EndStep(e, push);
        }},
       {"unused", How::kAtOnce, "sums of a part that it has not used",
-       [](Enemy& e) { PushUnused(e, false); }},
+       [](Enemy& e) { PushSums(e, false); }},
       {"unused-rows", How::kAtOnce, "sums of a list of rows that it has not used",
-       [](Enemy& e) { PushUnused(e, true); }},
+       [](Enemy& e) { PushSums(e, true); }},
+      {"unshown", How::kAtOnce, "sums in memory that others cannot read",
+       [](Enemy& e) { PushSums(e, false, true); }},
       {"undone", How::kAtOnce, "a request that there is not, when its step was undone",
        [](Enemy& e) {
          static frugal::Regions regions;
@@ -696,6 +703,22 @@ const std::vector<Mode>& Modes() {
          while (e.Send(*e.trainer, Call::kInside, {}, {}, 500) == FRUGAL_OK) {
          }
        }},
+      {"declares", How::kSilent, "declares 20,000,000 ids",
+       [](Enemy& e) {
+         constexpr size_t kIds = 20000000;
+         frugal::OpHead op{};
+         op.table = e.table;
+         op.keys = kIds;
+         op.given = 1;
+         op.place = frugal::kNoPlace;
+         std::vector<char> payload = Bytes(op);
+         payload.resize(sizeof op + kIds * sizeof(uint64_t));
+         auto* ids = payload.data() + sizeof op;
+         for (uint64_t i = 0, id; i < kIds; ++i, ids += sizeof id)
+           std::memcpy(ids, &(id = i % kRows), sizeof id);
+         OK(e.Ask(*e.trainer, Call::kPrefetch, {e.step, 1, 1}, payload));
+       },
+       true, 1024},
       {"failures", How::kSilent, "asks for what fails, all the time",
        [](Enemy& e) {
          while (e.Ask(*e.trainer, Call::kCancel, {12345}) != FRUGAL_ERR_PEER_LOST) {
@@ -877,6 +900,7 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
     e.address = address;
     e.step = step;
     const bool ranked = mode.how == How::kAtOnce || mode.how == How::kSilent;
+    e.shows = std::strcmp(mode.name, "unshown") != 0;
     if (ranked) e.Attach(true);
     Say("acts");
     mode.act(e);
