@@ -361,6 +361,8 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   if (record.commits.empty()) begin_commit(record);
   const bool alone = record.small && !record.deferred;
   lock.unlock();
+  // Of the steps before. What goes back may be much, for which nobody waits.
+  for (BufferPool* pool : {&pool_, &own_, &pinned_}) pool->end_step();
   {
     std::lock_guard<std::mutex> boundary(cache_mu_);
     // First all that may want memory: after a failure it goes on from there.
@@ -378,7 +380,6 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     for (Commit& c : record.commits) publish_commit(step, record, c);
     settle_young(step, record);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
-    for (BufferPool* pool : {&pool_, &own_, &pinned_}) pool->end_step();
     lock.lock();
     FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
     committed_ = step;
