@@ -48,11 +48,17 @@ struct Told {
     EXPECT_TRUE(ForkedDescriptors::open(control, [](int (&fds)[2]) {
       return socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0;
     }));
-    EXPECT_EQ(arena.teller()->add(ends[0], control[0], &id), FRUGAL_OK);
+    // Whom the connection belongs to has it, too.
+    const int known = ForkedDescriptors::open([&] { return dup(control[0]); });
+    EXPECT_EQ(arena.teller()->add(ends[0], known, &id), FRUGAL_OK);
+    owner = control[0];
     regions.open(ends[1]);
     connection = control[1];
   }
-  ~Told() { ForkedDescriptors::close(connection); }
+  ~Told() {
+    ForkedDescriptors::close(connection);
+    ForkedDescriptors::close(owner);
+  }
   Status find(uint64_t place, uint64_t bytes, const char** out) {
     RegionRefs reads;
     return regions.find(place, bytes, &reads, out);
@@ -63,7 +69,7 @@ struct Told {
   }
   Regions regions;
   uint64_t id = 0;
-  int connection = -1;
+  int connection = -1, owner = -1;
 };
 
 TEST(Regions, SeeWhatThereIs) {
