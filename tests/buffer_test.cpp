@@ -108,6 +108,29 @@ TEST(Buffers, WhatTheLastStepsDidNotUseGoesBack) {
     }
 }
 
+// All of a segment is there as long as a buffer in it is in use. Later it goes.
+TEST(Buffers, WhatWasInTheWayGoesBackLater) {
+  Arena arena;
+  BufferPool pool;
+  ASSERT_EQ(arena.open(size_t{4} << 30), FRUGAL_OK);
+  pool.cut_from(&arena);
+  Buffer used[64];
+  for (Buffer& b : used) ASSERT_EQ(pool.get(8 * kMiB, &b), FRUGAL_OK);
+  Buffer& last = used[63];  // its segment has a quarter of what there was
+  for (Buffer& b : used)
+    if (&b != &last) b.reset();
+  auto steps = [&] {
+    for (int i = 0; i < 64; ++i) pool.end_step();
+  };
+  steps();
+  EXPECT_EQ(pool.bytes_held(), 8 * kMiB);
+  EXPECT_GT(arena.bytes_held(), 48 * kMiB);
+  last.reset();
+  EXPECT_EQ(pool.bytes_held(), 8 * kMiB) << "it is kept";
+  steps();
+  EXPECT_EQ(arena.bytes_held(), 0u);
+}
+
 // A job whose steps use much every now and then, and always the same, takes nothing new.
 TEST(Buffers, WhatStepsUseAgainStays) {
   Arena arena;

@@ -140,7 +140,7 @@ Status Arena::take(size_t bytes, char** out) try {
 void Arena::put_back(char* taken, size_t bytes) noexcept {
   bytes = round_up(bytes);
   const size_t first = offset(taken);
-  // Its last descriptor may take its time, which nobody waits for here.
+  // The last descriptor of a segment may take its time: not with this lock.
   struct Closed {
     int fd = -1;
     ~Closed() { ForkedDescriptors::close(fd); }

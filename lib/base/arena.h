@@ -7,6 +7,7 @@
 // (base/teller.h) before a piece of it is given out. An arena may also be a part of somebody else's
 // mapping, whose memory stays. Thread-safe.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 
@@ -42,7 +43,10 @@ class Arena {
   }
   // Memory that there is. Of a mapping of somebody else's it does not become less.
   size_t bytes_held() const { return held_.load(); }
-  size_t bytes_idle() const { return held_.load() - used_.load(); }
+  size_t bytes_idle() const {
+    const size_t used = used_.load(), held = held_.load();
+    return held - std::min(held, used);  // either may change meanwhile
+  }
   bool gives_back() const { return own_; }
   // From now on what there is and nobody has counts, whatever the limit says: its memory is there.
   void count_in(MemoryBudget* budget);

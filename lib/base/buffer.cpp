@@ -221,7 +221,7 @@ void BufferPool::trim(int spans) noexcept {
     keep(0);
     idle = arena_->bytes_idle();
   } else {
-    return;
+    idle = tried - tried / 8;  // they may have come back since
   }
   Lock lock(mu_);
   in_vain_ = idle;

@@ -21,8 +21,8 @@ struct ToRead {
 Status none_left() { return os_no_descriptor(errno, "shared memory that other processes read"); }
 Status cannot_tell() {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-              "other processes cannot be told of shared memory: free memory of the machine, or raise "
-              "the limit of open files (ulimit -n), and call again");
+              "another process cannot be told of shared memory: free memory of the machine, or raise "
+              "the limits of open files (ulimit -n) or of sockets (net.core.wmem_max), and call again");
 }
 
 }  // namespace

@@ -27,7 +27,6 @@
 
 namespace frugal {
 
-
 // --- As it lies in memory ------------------------------------------------------------------------
 
 struct LedgerRoot {

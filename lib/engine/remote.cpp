@@ -104,7 +104,7 @@ Status Engine::describe_update(const UpdateRef& update, const LineUpdate& touche
   for (const Handover& h : update->ranks) {
     RemoteBoundary::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
     if (s.bytes) s.place = ledger_->find(h.sums.data());
-    if (s.bytes && s.place == kNoPlace) {  // of a rank on a GPU of this process
+    if (s.bytes && s.place == kNoPlace) {  // which no other process sees
       Buffer copy;
       FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
       s.place = ledger_->find(copy.data());

@@ -361,7 +361,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   if (record.commits.empty()) begin_commit(record);
   const bool alone = record.small && !record.deferred;
   lock.unlock();
-  // Of the steps before. What goes back may be much, for which nobody waits.
+  // Of the steps before. What goes back may be much: not with locks that calls want.
   for (BufferPool* pool : {&pool_, &own_, &pinned_}) pool->end_step();
   {
     std::lock_guard<std::mutex> boundary(cache_mu_);

@@ -2,7 +2,6 @@
 
 #include <bit>
 #include <new>
-
 #include <utility>
 
 #include "base/forked.h"
@@ -79,10 +78,7 @@ StagingMemory::~StagingMemory() {
 Status StagingMemory::show() {
   if (!sealed_) FRUGAL_TRY(os_seal(mapping_));
   sealed_ = true;
-  if (told_ || !teller_) return FRUGAL_OK;
-  FRUGAL_TRY(teller_->come(mapping_, &place_, true));
-  told_ = true;
-  return FRUGAL_OK;
+  return place_ == kNoPlace && teller_ ? teller_->come(mapping_, &place_, true) : FRUGAL_OK;
 }
 
 Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging, std::unique_ptr<Channel>* out,

@@ -54,7 +54,7 @@ class StagingMemory : public HeapObject {
  private:
   Mapping mapping_;
   std::shared_ptr<Teller> teller_;
-  bool sealed_ = false, told_ = false;
+  bool sealed_ = false;
   uint64_t place_ = kNoPlace;
 };
 

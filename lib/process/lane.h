@@ -104,7 +104,7 @@ class Lane final : public HeapObject, private UsedElsewhere {
   std::atomic<bool> cut_{false};  // by this side
   bool broken_ = false;          // its peer has broken the protocol
   Staging* staging_ = nullptr;
-  bool shown_ = false;  // others have been told of it
+  bool shown_ = false;  // it is sealed
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
   Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu

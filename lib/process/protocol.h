@@ -28,7 +28,7 @@ enum class Call : uint32_t {
   kAbort,         // args: 1: its device has failed
   kHere,          // nothing: its process lives, and waits for its device. Only of a rank that has one
   kInside,        // whether the trainer is inside a step, or what has undone it
-  kMapped,        // it has mapped its staging memory, and all others are told of it. Sums may lie there from now on
+  kMapped,        // it has mapped its staging memory. From now on sums may lie there, and others read them
   // Of a trainer, or (without used parts) of a process.
   kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
   // Of a process.

@@ -84,7 +84,7 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   const uint64_t n = source.capacity;
   auto array = [&](Rows::Arrays which, size_t stride, auto** to) {
     const Mapping& m = source.arrays[which];
-    if (stride && !Remains::within(m, 0, n, stride)) return false;
+    if (stride && !(m.base && n <= m.bytes / stride)) return false;
     *to = reinterpret_cast<std::remove_reference_t<decltype(*to)>>(m.base);
     return true;
   };

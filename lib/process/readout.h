@@ -19,9 +19,6 @@ struct Remains {
   Regions* regions = nullptr;
   const LedgerRoot* root = nullptr;
 
-  static bool within(const Mapping& m, uint64_t place, uint64_t count, size_t element) {
-    return m.base && count <= m.bytes / element && place <= m.bytes - count * element;
-  }
   Status committed(uint64_t* step) const;
   // Nobody writes any more, although the controller's process may live: it has closed the engine.
   bool ended() const {

@@ -89,8 +89,8 @@ struct Ends : HeapObject {
   Status open(int socket) {
     const bool made = ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
       if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0) return false;
-      // As the system allows, for a reader that is slow.
-      constexpr int kBytes = 1 << 20;
+      // The same everywhere: a reader that is slow has time, and one that is stopped keeps so much.
+      constexpr int kBytes = 212992;
       (void)setsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &kBytes, sizeof kBytes);
       for (int& fd : fds) fd = above_standard(fd);
       return true;
