@@ -195,7 +195,7 @@ void RowCache::apply(const LineUpdate& touched, const StepUpdate& update, TermLi
     t->begin_row(touched.lines[i]);
     for (uint32_t k = touched.start[i]; k < touched.start[i + 1]; ++k) {
       const Handover& h = update.ranks[touched.terms[k].rank];
-      t->terms.push_back(h.sums.as<float>() + touched.terms[k].row * h.stride);
+      t->add(h.sums.as<float>() + touched.terms[k].row * h.stride);
     }
   }
   t->close();

@@ -10,22 +10,25 @@ void StepUpdate::make_list() {
     n = ranks[0].rows();
     return;
   }
+  size_t all = 0, terms = 0;
+  for (const Handover& h : ranks) all += h.rows();
   merged_slots.clear();
   term_start.clear();
-  term_rank.clear();
-  term_index.clear();
+  term_rank.resize(all);
+  term_index.resize(all);
   Vector<TermList::Cursor> cursors;
   merge(
       ranks, 0, UINT64_MAX, &cursors,
       [&](uint32_t slot) {
         merged_slots.push_back(slot);
-        term_start.push_back(static_cast<uint32_t>(term_rank.size()));
+        term_start.push_back(static_cast<uint32_t>(terms));
       },
-      [&](size_t r, uint32_t row) {
-        term_rank.push_back(static_cast<uint32_t>(r));
-        term_index.push_back(row);
+      [&](bool has, size_t r, uint32_t row) {
+        term_rank[terms] = static_cast<uint32_t>(r);
+        term_index[terms] = row;
+        terms += has;
       });
-  term_start.push_back(static_cast<uint32_t>(term_rank.size()));
+  term_start.push_back(static_cast<uint32_t>(terms));
   slots = merged_slots.data();
   n = merged_slots.size();
 }
@@ -33,12 +36,12 @@ void StepUpdate::make_list() {
 void StepUpdate::add_terms(size_t row, TermList* out) const {
   out->begin_row(slots[row]);
   if (ranks.size() == 1) {
-    out->terms.push_back(ranks[0].sums.as<float>() + row * ranks[0].stride);
+    out->add(ranks[0].sums.as<float>() + row * ranks[0].stride);
     return;
   }
   for (uint32_t t = term_start[row]; t < term_start[row + 1]; ++t) {
     const Handover& h = ranks[term_rank[t]];
-    out->terms.push_back(h.sums.as<float>() + size_t{term_index[t]} * h.stride);
+    out->add(h.sums.as<float>() + size_t{term_index[t]} * h.stride);
   }
 }
 

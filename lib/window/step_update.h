@@ -42,31 +42,37 @@ struct Handover {
 struct TermList {
   struct Cursor {
     const uint32_t *at, *end, *base;
+    size_t rank;  // index
   };
   Vector<uint32_t> slots;
-  Vector<const float*> terms;
+  Vector<const float*> terms;  // room: `count` are used
+  size_t count = 0;
   Vector<uint32_t> start;
   Vector<Cursor> cursors;  // of lists that are being merged
   // For `rows` rows at a time, but for as many as have so many terms; no row has more than `ranks`.
   void reserve(size_t rows, size_t ranks) {
     slots.reserve(rows);
     start.reserve(rows + 1);
-    terms.reserve(std::max(4 * rows, ranks));
+    terms.resize(std::max(4 * rows, ranks));
     cursors.reserve(ranks);
   }
   // Is there no room for one more row, of at most `ranks` terms?
   bool full(size_t ranks) const {
-    return slots.size() == slots.capacity() || terms.capacity() - terms.size() < ranks;
+    return slots.size() == slots.capacity() || terms.size() - count < ranks;
   }
   void clear() {
     slots.clear();
-    terms.clear();
+    count = 0;
     start.clear();
   }
-  void close() { start.push_back(static_cast<uint32_t>(terms.size())); }
+  void close() { start.push_back(static_cast<uint32_t>(count)); }
   void begin_row(uint32_t slot) {
-    start.push_back(static_cast<uint32_t>(terms.size()));
+    close();
     slots.push_back(slot);
+  }
+  void add(const float* term) {
+    if (count == terms.size()) terms.resize(2 * count + 16);
+    terms[count++] = term;
   }
 };
 
@@ -123,31 +129,37 @@ struct StepUpdate : HeapObject {
   std::atomic<uint64_t>* accounted_ = nullptr;
 };
 
-// Walks the union of several ascending lists; `visit(slot)` for each distinct slot, then `term(rank index, row)`
-// for each list that has it, in rank order. `cursors` has room for one of each rank, or takes it.
+// Walks the union of several ascending lists. visit(slot) for each distinct slot, then, in rank
+// order, term(has, rank index, row) for lists that are not at their end: whether they have it, and
+// the row if so. (Whether lists have the same slots cannot be guessed: no branch depends on it.)
+// `cursors` has room for one of each rank, or takes it.
 template <class Visit, class Term>
-void merge(const Vector<Handover>& ranks, uint64_t low, uint64_t high, Vector<TermList::Cursor>* cursors, Visit visit,
-           Term term) {
-  cursors->resize(ranks.size());
+void merge(const Vector<Handover>& ranks, uint64_t low, uint64_t high,
+           Vector<TermList::Cursor>* cursors, Visit visit, Term term) {
+  cursors->clear();
   for (size_t r = 0; r < ranks.size(); ++r) {
     const uint32_t* s = ranks[r].slots();
     const uint32_t* e = s + ranks[r].rows();
     const uint32_t* from = low == 0 ? s : std::lower_bound(s, e, low);
     const uint32_t* to = high > UINT32_MAX ? e : std::lower_bound(from, e, high);
-    (*cursors)[r] = {from, to, s};
+    if (from != to) cursors->push_back({from, to, s, r});
   }
-  for (;;) {
-    uint32_t least = UINT32_MAX;
-    for (const TermList::Cursor& c : *cursors)
-      if (c.at != c.end && *c.at < least) least = *c.at;
-    if (least == UINT32_MAX) return;
+  TermList::Cursor* const all = cursors->data();
+  for (size_t n = cursors->size(); n > 0;) {
+    uint32_t least = *all[0].at;
+    for (size_t i = 1; i < n; ++i) least = std::min(least, *all[i].at);
     visit(least);
-    for (size_t r = 0; r < cursors->size(); ++r) {
-      TermList::Cursor& c = (*cursors)[r];
-      if (c.at == c.end || *c.at != least) continue;
-      term(r, static_cast<uint32_t>(c.at - c.base));
-      ++c.at;
+    bool ended = false;
+    for (size_t i = 0; i < n; ++i) {
+      TermList::Cursor& c = all[i];
+      const bool has = *c.at == least;
+      term(has, c.rank, static_cast<uint32_t>(c.at - c.base));
+      c.at += has;
+      ended |= c.at == c.end;
     }
+    if (!ended) continue;
+    auto is_at_end = [](const TermList::Cursor& c) { return c.at == c.end; };
+    n = static_cast<size_t>(std::remove_if(all, all + n, is_at_end) - all);
   }
 }
 
@@ -159,13 +171,17 @@ void StepUpdate::merge_range(uint64_t low, uint64_t high, TermList* out, Take ta
     take(last);
     out->clear();
   };
+  const float** const terms = out->terms.data();
   merge(
       ranks, low, high, &out->cursors,
       [&](uint32_t slot) {
         if (out->full(ranks.size())) taken(false);
         out->begin_row(slot);
       },
-      [&](size_t r, uint32_t row) { out->terms.push_back(ranks[r].sums.as<float>() + size_t{row} * ranks[r].stride); });
+      [&](bool has, size_t r, uint32_t row) {
+        terms[out->count] = ranks[r].sums.as<float>() + size_t{row} * ranks[r].stride;
+        out->count += has;
+      });
   if (!out->slots.empty()) taken(true);
 }
 

@@ -37,7 +37,7 @@ struct StepUpdateTest : testing::Test {
   static void check(const TermList& list, const std::map<uint32_t, std::vector<const float*>>& rows,
                     std::map<uint32_t, std::vector<const float*>>::const_iterator* at) {
     ASSERT_EQ(list.start.size(), list.slots.size() + 1);
-    ASSERT_EQ(list.start.back(), list.terms.size());
+    ASSERT_EQ(list.start.back(), list.count);
     for (size_t i = 0; i < list.slots.size(); ++i, ++*at) {
       ASSERT_NE(*at, rows.end());
       ASSERT_EQ(list.slots[i], (*at)->first);
