@@ -24,6 +24,10 @@ Arena::~Arena() {
 }
 
 Status Arena::open(size_t bytes) try {
+  // Whether the system has such memory is told here, not by who wants a buffer.
+  Mapping first;
+  FRUGAL_TRY(os_reserve(kHugePage, true, &first));
+  os_release(&first);
   teller_ = std::allocate_shared<Teller>(HeapAllocator<Teller>());
   places_.resize(round_up(bytes) / kHugePage);
   FRUGAL_TRY(os_reserve_range(bytes, &mapping_));
@@ -78,6 +82,9 @@ Status Arena::add_segment(size_t bytes) {
     made_so = os_reserve(size, true, &made, false, mapping_.base + at);
     return made.fd;
   });
+  if (made_so == FRUGAL_ERR_UNSUPPORTED)
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                "%zu bytes of shared memory cannot be had, as others could before; call again", size);
   FRUGAL_TRY(made_so);
   uint64_t place = 0;
   made_so = os_commit(made, 0, bytes);

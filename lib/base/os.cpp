@@ -498,7 +498,7 @@ int os_send(int socket, const void* message, size_t bytes, int fd) {
   return sent == static_cast<ssize_t>(bytes) ? 0 : errno;
 }
 
-size_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
+ssize_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
   Message m(message, bytes);
   ssize_t got;
   do got = recvmsg(socket, &m.header, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -507,7 +507,7 @@ size_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended) {
   *ended = got == 0 || (got < 0 && errno == ECONNRESET);
   const cmsghdr* c = got > 0 ? CMSG_FIRSTHDR(&m.header) : nullptr;
   if (c && c->cmsg_type == SCM_RIGHTS) std::memcpy(fd, CMSG_DATA(c), sizeof *fd);
-  return got > 0 ? static_cast<size_t>(got) : 0;
+  return *ended || (got < 0 && errno == EAGAIN) ? 0 : got;
 }
 
 void os_drop(int socket) {

@@ -2,6 +2,7 @@
 // One place, so that tests can make the n-th call fail (os_test_fail_after).
 #pragma once
 #include <sched.h>
+#include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -93,8 +94,9 @@ int os_read_only(int fd);
 // then it answers errno: EAGAIN where the other side has left too many.
 int os_send(int socket, const void* message, size_t bytes, int fd);
 // The next message, of which it answers the size; it stays the next until it is dropped. 0: there is
-// none. The descriptor (-1: none has come, or none is left) is the caller's. *ended: none will come.
-size_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
+// none. -1, and errno: it cannot be told. The descriptor (-1: none has come, or none is left) is the
+// caller's. *ended: none will come.
+ssize_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
 void os_drop(int socket);
 
 // A file that comes into being as a whole: written beside its place under another name, and then moved

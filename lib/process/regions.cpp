@@ -24,15 +24,21 @@ Status Regions::take_in(RegionRefs* gone) {
       int fd = -1;
       ~Descriptor() { ForkedDescriptors::close(fd); }
     } descriptor;
-    size_t got = 0;
+    ssize_t got = 0;
+    int code = 0;
     bool ended = false;
     descriptor.fd = ForkedDescriptors::open([&] {
       int fd;
       got = os_peek(socket_, &news, sizeof news, &fd, &ended);
+      code = errno;
       return fd;
     });
     ended_ |= ended;
     if (got == 0) return FRUGAL_OK;
+    if (got < 0)
+      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
+                        "the controller's memory cannot be heard of: free memory of the machine and "
+                        "call again");
     if (got != sizeof news) return cannot_be();
     if (!news.there) {
       const auto of = std::find_if(there_.begin(), there_.end(),

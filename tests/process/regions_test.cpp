@@ -165,7 +165,7 @@ TEST(Regions, NobodyElseWrites) {
   RegionNews news;
   int fd = -1;
   bool ended = true;
-  ASSERT_EQ(os_peek(ends[1], &news, sizeof news, &fd, &ended), sizeof news);
+  ASSERT_EQ(os_peek(ends[1], &news, sizeof news, &fd, &ended), static_cast<ssize_t>(sizeof news));
   ASSERT_GE(fd, 0);
   EXPECT_FALSE(ended);
   EXPECT_EQ(Attack(fd), "");
