@@ -52,6 +52,27 @@ inline long resident_kib(pid_t pid) {
   return kib;
 }
 
+// Processor time of the machine that neither this process nor `pid` has had, in clock ticks.
+inline long ticks_of_others(pid_t pid) {
+  long ticks = 0, n[8] = {};
+  if (std::FILE* f = std::fopen("/proc/stat", "r")) {
+    if (std::fscanf(f, "cpu %ld %ld %ld %ld %ld %ld %ld %ld", n, n + 1, n + 2, n + 3, n + 4, n + 5,
+                    n + 6, n + 7) == 8)
+      ticks = n[0] + n[1] + n[2] + n[5] + n[6] + n[7];  // all but idle
+    std::fclose(f);
+  }
+  for (const pid_t own : {getpid(), pid}) {
+    long user = 0, system = 0;
+    if (std::FILE* f = std::fopen(("/proc/" + std::to_string(own) + "/stat").c_str(), "r")) {
+      if (std::fscanf(f, "%*d (%*[^)]) %*s %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %ld %ld", &user,
+                      &system) == 2)
+        ticks -= user + system;
+      std::fclose(f);
+    }
+  }
+  return ticks;
+}
+
 // Where this process has a file mapped so that it can write it; or null.
 inline char* writable_mapping_of(int fd) {
   struct stat info {};
