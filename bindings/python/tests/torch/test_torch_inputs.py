@@ -335,6 +335,14 @@ def test_the_last_bag_goes_to_the_end(trainer: frugal.Trainer, mode: str) -> Non
     assert torch.equal(ours.weight, theirs.weight.detach())
 
 
+def test_offsets_that_are_strided_are_not_taken_for_those_of_before(trainer: frugal.Trainer) -> None:
+    """Their memory begins as that of the last offsets does."""
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum")
+    keys = torch.arange(8)
+    for offsets in (torch.arange(4), torch.arange(8)[::2], torch.arange(4), torch.tensor([0, 1, 2, 5])):
+        assert torch.equal(ours(keys, offsets), theirs(keys, offsets))
+
+
 @pytest.mark.parametrize("name", ["a column", "transposed", "expanded", "32 bits"])
 def test_keys_of_any_strides_have_their_rows(trainer: frugal.Trainer, name: str) -> None:
     keys = {

@@ -145,6 +145,7 @@ def bags(
         and offsets_.dim() == 1
         and offsets_.shape[0]
         and input.is_contiguous()
+        and offsets_.is_contiguous()
         and input.device == device
         and offsets_.device == device
     ):  # the usual case, without the calls below
