@@ -18,19 +18,8 @@ namespace {
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kRange = size_t{16} << 30;
 
-// Shared memory of this process, and of nobody else: a memfd without a mapping has gone.
-long SharedKib() {
-  long kib = 0;
-  std::FILE* f = std::fopen("/proc/self/status", "r");
-  char line[256];
-  while (std::fgets(line, sizeof line, f))
-    if (std::sscanf(line, "RssShmem: %ld", &kib) == 1) break;
-  std::fclose(f);
-  return kib;
-}
-
 TEST(Arenas, WhatNobodyHasGoesBack) {
-  const long before = SharedKib(), files = descriptors_of(getpid());
+  const long before = shared_kib(), files = descriptors_of(getpid());
   MemoryBudget budget;
   Arena arena;
   ASSERT_OK(arena.open(kRange));
@@ -49,12 +38,12 @@ TEST(Arenas, WhatNobodyHasGoesBack) {
     }
     EXPECT_EQ(arena.bytes_held(), all * kMiB);
     EXPECT_EQ(budget.idle.load(), 0u);
-    EXPECT_GE(SharedKib(), before + static_cast<long>(all << 10));
+    EXPECT_GE(shared_kib(), before + static_cast<long>(all << 10));
     // The large ones, while the small ones stay.
     for (size_t i : {size_t{1}, size_t{2}, size_t{4}, size_t{6}})
       arena.put_back(taken[i], sizes[i] * kMiB);
     EXPECT_EQ(arena.bytes_held(), 12 * kMiB);
-    EXPECT_LE(SharedKib(), before + (14 << 10));
+    EXPECT_LE(shared_kib(), before + (14 << 10));
     // Of what is small there is as much until nobody has any: it is counted meanwhile.
     arena.put_back(taken[3], sizes[3] * kMiB);
     EXPECT_EQ(arena.bytes_held(), 12 * kMiB);
@@ -62,7 +51,7 @@ TEST(Arenas, WhatNobodyHasGoesBack) {
     for (size_t i : {size_t{0}, size_t{5}}) arena.put_back(taken[i], sizes[i] * kMiB);
     EXPECT_EQ(arena.bytes_held(), 0u);
     EXPECT_EQ(budget.idle.load(), 0u);
-    EXPECT_LE(SharedKib(), before + (2 << 10));
+    EXPECT_LE(shared_kib(), before + (2 << 10));
     EXPECT_EQ(descriptors_of(getpid()), files);
   }
 }

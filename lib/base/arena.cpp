@@ -13,8 +13,6 @@ constexpr size_t kSmallSegment = 16 * kHugePage;  // at least
 constexpr size_t kShare = 4;                      // a segment has this part of all, or more
 constexpr size_t kNowhere = SIZE_MAX;
 
-size_t round_up(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
-
 }  // namespace
 
 Arena::~Arena() {
@@ -29,7 +27,7 @@ Status Arena::open(size_t bytes) try {
   FRUGAL_TRY(os_reserve(kHugePage, true, &first));
   os_release(&first);
   teller_ = std::allocate_shared<Teller>(HeapAllocator<Teller>());
-  places_.resize(round_up(bytes) / kHugePage);
+  places_.resize(in_huge_pages(bytes) / kHugePage);
   FRUGAL_TRY(os_reserve_range(bytes, &mapping_));
   own_ = true;
   return FRUGAL_OK;
@@ -39,7 +37,7 @@ Status Arena::open(size_t bytes) try {
 
 void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
   Lock lock(mu_);
-  segments_.push_back({first, first + bytes, first, -1, false, 0});
+  segments_.push_back({first, first + bytes, first, -1, false});
   free_.push_back({first, first + bytes, false});
   mapping_ = {mapping.base, first + bytes, mapping.fd};
 }
@@ -65,7 +63,7 @@ Status Arena::add_segment(size_t bytes) {
   size_t all = 0;
   for (const Segment& s : segments_)
     if (s.large == large) all += s.end - s.first;
-  size_t size = std::max({bytes, large ? 0 : kSmallSegment, round_up(all / kShare)}), at = kNowhere;
+  size_t size = std::max({bytes, large ? 0 : kSmallSegment, in_huge_pages(all / kShare)}), at = kNowhere;
   for (const size_t wanted : {size, bytes})
     for (const size_t from : {next_, size_t{0}})
       if (at == kNowhere && own_) at = room(from, size = wanted);
@@ -95,7 +93,7 @@ Status Arena::add_segment(size_t bytes) {
     return made_so;
   }
   for (size_t i = 0; i < size; i += kHugePage) places_[(at + i) / kHugePage] = place + i;
-  const Segment s{at, at + size, at + bytes, made.fd, large, place};
+  const Segment s{at, at + size, at + bytes, made.fd, large};
   auto behind = [&](const auto& other) { return other.first > at; };
   segments_.insert(std::find_if(segments_.begin(), segments_.end(), behind), s);
   free_.insert(std::find_if(free_.begin(), free_.end(), behind), {s.first, s.end, large});
@@ -105,7 +103,7 @@ Status Arena::add_segment(size_t bytes) {
 }
 
 Status Arena::take(size_t bytes, char** out) try {
-  bytes = round_up(bytes);
+  bytes = in_huge_pages(bytes);
   Lock lock(mu_);
   // Room for what putting back may want, and one more segment.
   if (const size_t most = taken_ + segments_.size() + 3; free_.capacity() < most)
@@ -145,7 +143,7 @@ Status Arena::take(size_t bytes, char** out) try {
 }
 
 void Arena::put_back(char* taken, size_t bytes) noexcept {
-  bytes = round_up(bytes);
+  bytes = in_huge_pages(bytes);
   const size_t first = offset(taken);
   // The last descriptor of a segment may take its time: not with this lock.
   struct Closed {
@@ -168,7 +166,7 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   Segment& of = segment_of(first);
   if (own_ && next->first == of.first && next->end == of.end &&
       os_empty(mapping_.base + of.first, of.end - of.first)) {
-    teller_->go(of.place);
+    teller_->go(places_[of.first / kHugePage]);
     closed.fd = of.fd;
     held_.fetch_sub(of.committed - of.first);
     segments_.erase(segments_.begin() + (&of - segments_.data()));

@@ -66,7 +66,6 @@ class Arena {
     size_t first, end, committed;  // up to there is memory
     int fd;
     bool large;
-    uint64_t place;
   };
   Status add_segment(size_t bytes) REQUIRES(mu_);
   Segment& segment_of(size_t at) REQUIRES(mu_);

@@ -113,7 +113,7 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: is the process (or the "
                       "controller's) limited (ulimit -v)?", bytes);
   const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
-  const uintptr_t aligned = (start + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t aligned = in_huge_pages(start);
   if (aligned > start) munmap(raw, aligned - start);
   if (const size_t tail = start + span - (aligned + bytes))
     munmap(reinterpret_cast<void*>(aligned + bytes), tail);
@@ -279,12 +279,15 @@ uint64_t available_bytes() {
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
 }
 
+static Status no_addresses(size_t bytes) {
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
+                    "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?",
+                    bytes);
+}
+
 Status os_reserve_range(size_t bytes, Mapping* out) {
-  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  if (injected_failure())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
-                      "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?",
-                      bytes);
+  bytes = in_huge_pages(bytes);
+  if (injected_failure()) return no_addresses(bytes);
   FRUGAL_TRY(reserve_aligned(bytes, PROT_READ, &out->base));
   *out = {out->base, bytes, -1};
   return FRUGAL_OK;
@@ -300,9 +303,8 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, ch
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%zu bytes exceed the address space: ask for less",
                 bytes);
   const size_t used = bytes;
-  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  if (injected_failure())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?", bytes);
+  bytes = in_huge_pages(bytes);
+  if (injected_failure()) return no_addresses(bytes);
   if (!shared) {
     FRUGAL_TRY(reserve_aligned(bytes, PROT_READ | PROT_WRITE, &out->base));
     advise(out->base, bytes, used);
@@ -324,11 +326,8 @@ Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write, ch
 }
 
 Status os_reserve_to_read(size_t bytes, Mapping* out) {
-  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  if (injected_failure())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
-                      "%zu bytes of shared memory cannot be had: is the process limited (ulimit -v)?",
-                      bytes);
+  bytes = in_huge_pages(bytes);
+  if (injected_failure()) return no_addresses(bytes);
   Mapping made{nullptr, bytes, -1};
   FRUGAL_TRY(make_memfd(bytes, &made.fd));
   const Status s = map_fd(made.fd, bytes, bytes, false, &made.base);
@@ -407,7 +406,7 @@ namespace {
 constexpr size_t kManyBytes = size_t{8} << 20;
 
 void take_huge_pages(char* base, size_t bytes) {
-  const uintptr_t from = (reinterpret_cast<uintptr_t>(base) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t from = in_huge_pages(reinterpret_cast<uintptr_t>(base));
   const uintptr_t to = (reinterpret_cast<uintptr_t>(base) + bytes) / kHugePage * kHugePage;
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   bool small = false;

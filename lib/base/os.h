@@ -61,6 +61,9 @@ struct Mapping {
 };
 
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t in_huge_pages(size_t bytes) {
+  return (bytes + kHugePage - 1) / kHugePage * kHugePage;
+}
 
 // Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd, which
 // has no name, sealed at this size. No memory is taken. Unless others write it, too, this mapping is the only one

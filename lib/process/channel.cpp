@@ -28,12 +28,13 @@ struct Down {
 };
 static_assert(sizeof(Up) <= kPage && sizeof(Down) <= kPage);
 
-constexpr size_t round_up(size_t n) { return (n + kHugePage - 1) / kHugePage * kHugePage; }
 
 // Where things lie. Up: a page of ends, the ring. Down: a page, releases, the ring.
 struct Layout {
   explicit Layout(size_t ring)
-      : up_bytes(round_up(kPage + ring)), down_ring(kPage + kReleaseBytes), down_bytes(round_up(down_ring + ring)) {}
+      : up_bytes(in_huge_pages(kPage + ring)),
+        down_ring(kPage + kReleaseBytes),
+        down_bytes(in_huge_pages(down_ring + ring)) {}
   size_t up_bytes, down_ring, down_bytes;
 };
 
@@ -60,7 +61,7 @@ Status StagingMemory::make(size_t bytes, std::shared_ptr<Teller> teller,
   Status made;
   // A forked child that kept it would keep the memory.
   ForkedDescriptors::open([&] {
-    made = os_reserve_to_read(round_up(bytes), &m->mapping_);
+    made = os_reserve_to_read(in_huge_pages(bytes), &m->mapping_);
     return m->mapping_.fd;
   });
   FRUGAL_TRY(made);

@@ -918,15 +918,8 @@ int RunEnemy(const std::string& name, const std::string& address, uint64_t step)
 
 // The most memory that the controller has had since the last call.
 long PeakKib(pid_t pid) {
-  long kib = -1;
-  const std::string folder = "/proc/" + std::to_string(pid);
-  if (std::FILE* f = std::fopen((folder + "/status").c_str(), "r")) {
-    char line[256];
-    while (std::fgets(line, sizeof line, f))
-      if (std::sscanf(line, "VmHWM: %ld", &kib) == 1) break;
-    std::fclose(f);
-  }
-  if (std::FILE* f = std::fopen((folder + "/clear_refs").c_str(), "w")) {
+  const long kib = status_kib(pid, "VmHWM: %ld");
+  if (std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/clear_refs").c_str(), "w")) {
     std::fputs("5", f);
     std::fclose(f);
   }

@@ -41,16 +41,20 @@ inline long number_of(const std::vector<std::string>& entries) {
 }
 inline long descriptors_of(pid_t pid) { return number_of(open_files_of(pid)); }
 inline long threads_of(pid_t pid) { return number_of(entries_of("/proc/" + std::to_string(pid) + "/task")); }
-inline long resident_kib(pid_t pid) {
+// Of its status: "VmRSS: %ld" and others. -1: there is none.
+inline long status_kib(pid_t pid, const char* line_of) {
   std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/status").c_str(), "r");
   if (!f) return -1;
   char line[256];
   long kib = -1;
   while (std::fgets(line, sizeof line, f))
-    if (std::sscanf(line, "VmRSS: %ld", &kib) == 1) break;
+    if (std::sscanf(line, line_of, &kib) == 1) break;
   std::fclose(f);
   return kib;
 }
+inline long resident_kib(pid_t pid) { return status_kib(pid, "VmRSS: %ld"); }
+// Shared memory of this process, and of nobody else: a memfd without a mapping has gone.
+inline long shared_kib() { return status_kib(getpid(), "RssShmem: %ld"); }
 
 // Processor time of the machine that neither this process nor `pid` has had, in clock ticks.
 inline long ticks_of_others(pid_t pid) {

@@ -24,17 +24,6 @@ namespace {
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kRange = size_t{16} << 30;
 
-// Shared memory of this process, and of nobody else: a memfd without a mapping has gone.
-long SharedKib() {
-  long kib = 0;
-  std::FILE* f = std::fopen("/proc/self/status", "r");
-  char line[256];
-  while (std::fgets(line, sizeof line, f))
-    if (std::sscanf(line, "RssShmem: %ld", &kib) == 1) break;
-  std::fclose(f);
-  return kib;
-}
-
 // Who is told of an arena, in the same process.
 struct Told {
   explicit Told(Arena& arena) {
@@ -73,7 +62,7 @@ struct Told {
 };
 
 TEST(Regions, SeeWhatThereIs) {
-  const long before = SharedKib();
+  const long before = shared_kib();
   Arena arena;
   ASSERT_OK(arena.open(kRange));
   char *a = nullptr, *b = nullptr;
@@ -108,11 +97,11 @@ TEST(Regions, SeeWhatThereIs) {
   arena.put_back(b, 64 * kMiB);
   ASSERT_OK(second.regions.look());
   ASSERT_OK(first.regions.look());
-  EXPECT_GE(SharedKib(), before + (64 << 10)) << "somebody reads it";
+  EXPECT_GE(shared_kib(), before + (64 << 10)) << "somebody reads it";
   EXPECT_STREQ(at + 64 * kMiB - 10, "after");
   EXPECT_EQ(first.find(place, 1, &at), FRUGAL_ERR_INTERNAL) << "nobody else finds it";
   reads.clear();
-  EXPECT_LE(SharedKib(), before + (16 << 10));
+  EXPECT_LE(shared_kib(), before + (16 << 10));
   // Who is forgotten is told nothing more.
   arena.teller()->forget(second.id);
   ASSERT_OK(arena.take(16 * kMiB, &b));
