@@ -440,6 +440,7 @@ def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytes
     clock = Clock(1.0, without)
     monkeypatch.setattr(_lookahead, "_clock", clock)
     monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
+    monkeypatch.setattr(_lookahead._Trial, "SECONDS", 1000.0)
     engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd(), init=frugal.Constant())
     tables = ft.Optimizer(bag)
     loader = [torch.randint(0, ROWS, (5,)) for _ in range(400)]
@@ -468,6 +469,27 @@ def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytes
     assert declared[408:442] == [pays] * 34  # another epoch does not begin with a trial
     assert (asked > 300) == pays  # and where it does not pay, nobody asks for keys
     assert torch.equal(bag.weight.clone(), rows)
+
+
+def test_epochs_that_are_short_are_measured_together(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1.0, 0.5)
+    monkeypatch.setattr(_lookahead, "_clock", clock)
+    monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
+    monkeypatch.setattr(_lookahead._Trial, "SECONDS", 8.0)
+    engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    tables = ft.Optimizer(bag)
+    batches = ft.Lookahead([torch.randint(0, ROWS, (5,)) for _ in range(20)], lambda keys: {bag: keys}, depth=4)
+    declared = []
+    for _ in range(8):
+        before = last = engine.stats()["keys_declared"]
+        for keys in batches:
+            now = engine.stats()["keys_declared"]
+            clock.now += clock.costs[now > last]
+            last = now
+            bag(keys).sum().backward()
+            tables.step()
+        declared.append(engine.stats()["keys_declared"] - before)
+    assert declared[0] > 50 and not any(declared[5:])
 
 
 def test_it_does_not_measure_if_it_is_told_so(trainer: frugal.Trainer) -> None:

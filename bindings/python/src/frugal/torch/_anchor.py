@@ -460,7 +460,7 @@ class Gradient(torch.Tensor):
         """The factor of the newest backward, and as a rule of all. One that is no number is left to the rows, of which the
         engine names the first."""
         factor = self.parts[-1].factor if self.parts else 1.0
-        return factor if math.isfinite(factor) else 1.0
+        return factor if factor == 1.0 or math.isfinite(factor) else 1.0
 
     def scales(self) -> bool:
         """Whether its factors are finite: a GradScaler's are not where gradients were not."""

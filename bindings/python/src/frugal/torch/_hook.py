@@ -20,8 +20,8 @@ from collections import OrderedDict
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, cast
 
 import torch
-from torch.compiler import is_compiling
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.compiler import is_dynamo_compiling
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import frugal
 
@@ -64,48 +64,75 @@ class _Entry:
 class _Group:
     """What the engine's optimizers of a group's tables are: tables that are at the same step share one."""
 
-    kind: Type[torch.optim.Optimizer]
+    kind: Optional[Type[torch.optim.Optimizer]] = None
     group: Dict[str, Any]
 
     def __init__(self) -> None:
-        self.values: List[Any] = []  # what they were made from
+        self.names: Tuple[str, ...] = ()
+        self.seen: Tuple[Any, ...] = ()  # the group's values by these names, which cannot change in place; or nothing
+        self.values: List[Any] = []  # what the optimizers below were made from
         self.translator: Optional[Callable[[_Hyper], frugal.Optimizer]] = None
+        self.by_step = False  # whether each step has another
         self.made: Dict[Tuple[int, bool], frugal.Optimizer] = {}
         self.scaled: Dict[Tuple[int, float, float], Tuple[frugal.Optimizer, frugal.Optimizer]] = {}
 
     def look(self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any]) -> None:
         """Comes before a step: hyper-parameters are as they are now."""
-        values = [kind, *_values(group)]
-        if values != self.values or len(self.made) > _MOST_MADE:
+        self.group = group
+        seen = self.seen
+        if (
+            kind is self.kind
+            and len(seen) == len(group)
+            and all(map(operator.is_, group.values(), seen))
+            and tuple(group) == self.names
+        ):
+            return
+        values = _values(group)
+        if kind is not self.kind or values != self.values:
             self.kind, self.values, self.translator = kind, values, None
             self.made.clear()
             self.scaled.clear()
-        elif len(self.scaled) > _MOST_MADE:
-            self.scaled.clear()
-        self.group = group
+        self.names = tuple(group)
+        plain = all(name == "params" or _is_plain(value) for name, value in group.items())
+        self.seen = tuple(group.values()) if plain else ()
 
     def optimizer(self, step: int, mean_ranks: bool) -> frugal.Optimizer:
         """That of the `step`-th step of a table, from 1."""
         translator = self.translator
         if translator is None:
+            assert self.kind is not None
             translator = self.translator = _translator(self.kind)
-        if translator is not _adam and not (translator is _adagrad and self.group["lr_decay"]):
-            step = 1
-        made = self.made.get((step, mean_ranks))
+            self.by_step = translator is _adam or (translator is _adagrad and bool(self.group["lr_decay"]))
+        key = step if self.by_step else 1, mean_ranks
+        made = self.made.get(key)
         if made is None:
-            made = translator(_Hyper(self.group, step, self.kind.__name__))
-            made = self.made[step, mean_ranks] = dataclasses.replace(made, mean_ranks=mean_ranks)
+            assert self.kind is not None
+            made = dataclasses.replace(translator(_Hyper(self.group, key[0], self.kind.__name__)), mean_ranks=mean_ranks)
+            if len(self.made) > _MOST_MADE:
+                self.made.clear()
+                self.scaled.clear()
+            self.made[key] = made
         return made
 
     def with_scale(self, made: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
         """The same with what PyTorch has done to the gradient."""
-        if gradient is None or (gradient.common() == 1.0 and not gradient.clip_limit):
+        common = 1.0 if gradient is None else gradient.common()
+        if gradient is None or (common == 1.0 and not gradient.clip_limit):
             return made
-        key = id(made), gradient.common(), gradient.clip_limit
+        key = id(made), common, gradient.clip_limit
         found = self.scaled.get(key)
         if found is None:
+            if len(self.scaled) > _MOST_MADE:
+                self.scaled.clear()
             found = self.scaled[key] = made, scaled(made, gradient)
         return found[1]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it cannot change in place."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in (float, int, bool, str, type(None))
 
 
 class _Known:
@@ -184,17 +211,19 @@ _OURS = -1  # the name of our hooks among an optimizer's own, which PyTorch coun
 def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
     """Comes before the optimizer's own hooks. What the caller's hooks do before the step is for the tables, too, and those
     after it see the gradients."""
-    if is_compiling():
+    if is_dynamo_compiling():
         _uncompiled_before(optimizer, args, kwargs)
         return
     count_optimizer_step()
+    before = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+    after = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
+    if len(before) == 1 and _OURS in before and next(iter(after), None) == _OURS:
+        return  # ours is the next to come
     known = _known.get(optimizer)
     if known is None:
         known = _known[optimizer] = _Known()
     if not known.look(optimizer) or getattr(optimizer, "_frugal", False):
         return
-    before = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
-    after = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     if next(reversed(before), None) != _OURS:
         before[_OURS] = _step_tables
         before.move_to_end(_OURS)
@@ -204,10 +233,10 @@ def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dic
 
 
 def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-    if is_compiling():
+    if is_dynamo_compiling():
         return _uncompiled_step_tables(optimizer, args, kwargs)
     known = _known[optimizer]
-    if len(optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks) > 2 and not known.look(optimizer):
+    if not known.look(optimizer):
         return None
     kind = type(optimizer)
     if kind is not known.kind:
@@ -257,7 +286,7 @@ def _begin(optimizer: torch.optim.Optimizer, known: _Known, args: Tuple[Any, ...
 
 
 def _give_back(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-    if is_compiling():
+    if is_dynamo_compiling():
         _uncompiled_give_back(optimizer, args, kwargs)
         return
     _show(_known[optimizer])
@@ -290,36 +319,42 @@ def _step(optimizer: torch.optim.Optimizer, known: _Known) -> None:
 
 def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_Entry], again: bool) -> None:
     """One step of the engine for each trainer whose tables the optimizer has."""
-    by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient]]]] = {}
+    by_steps: Dict[Steps, List[Tuple[_Entry, Optional[Gradient], Dict[str, Any]]]] = {}
+    states = optimizer.state
     for entry in entries:
-        gradient = entry.anchor.gradient()
-        steps = entry.table.steps
-        if (gradient is None and steps.world_size == 1) or entry.table.kept_by() is not None:
+        anchor, table = entry.anchor, entry.table
+        gradient = anchor.gradient()
+        steps = table.steps
+        if (gradient is None and steps.world_size == 1) or table.kept_by() is not None:
             continue  # as PyTorch leaves a parameter without a gradient alone
-        by_steps.setdefault(steps, []).append((entry, gradient))
+        by_steps.setdefault(steps, []).append((entry, gradient, states[anchor]))
     if by_steps:
         factor, skip = scaling(optimizer)
-        for own, group in zip(known.groups, optimizer.param_groups):
-            own.look(type(optimizer), group)
+        kind, groups = type(optimizer), known.groups
+        for own, group in zip(groups, optimizer.param_groups):
+            own.look(kind, group)
         if again:
             factor = 1.0  # the gradient has it
         for steps, items in by_steps.items():
-            states, groups = optimizer.state, known.groups
             updates = [
-                _update(optimizer, entry, gradient, states[entry.anchor], groups[entry.group], factor)
-                for entry, gradient in items
+                _update(optimizer, entry, gradient, state, groups[entry.group], factor) for entry, gradient, state in items
             ]
             steps.apply(updates, skip)
             if not skip:
-                for entry, gradient in items:
+                for _, gradient, state in items:
                     if gradient is not None:
-                        state = states[entry.anchor]
                         state[_STEP] = _Count(state[_STEP] + 1)
 
 
 def _values(group: Dict[str, Any]) -> List[Any]:
     """Hyper-parameters as they are now: a rate that is a tensor is changed in place."""
-    return [float(v) if type(v) is torch.Tensor else v for name, v in group.items() if name != "params"]
+    return [_as_now(value) for name, value in group.items() if name != "params"]
+
+
+def _as_now(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(map(_as_now, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _update(
@@ -330,18 +365,21 @@ def _update(
     group: _Group,
     factor: float,
 ) -> Update:
-    table, count = entry.table, _steps_of(state)
-    made = group.optimizer(count + 1, table.said.mean_ranks)
-    usual = len(state) == 1 and type(state.get(_STEP)) is _Count
-    if usual and factor == 1.0 and table.owner is not None and table.owner() is optimizer:
+    table, count = entry.table, state.get(_STEP)
+    counted = type(count) is _Count
+    owned = table.owner is not None and table.owner() is optimizer
+    if counted and owned and len(state) == 1 and factor == 1.0:  # the usual case
+        made = group.optimizer(count + 1, table.said.mean_ranks)
         return Update(table, gradient, group.with_scale(made, gradient))
+    count = int(count or 0)
+    made = group.optimizer(count + 1, table.said.mean_ranks)
     if not (_STEP in state and len(state) == 1):
         _translate(optimizer, table, state, made)
-    if table.owner is None or table.owner() is not optimizer:
+    if not owned:
         _take_over(table, optimizer, count > 0, _STATE in state, made)
-    elif type(state.get(_STEP)) is not _Count and _STATE not in state and table.state_floats:
+    elif not counted and _STATE not in state and table.state_floats:
         _begin_anew(optimizer, table, made)  # somebody has emptied optimizer.state, or loaded one of before the first step
-    if type(state.get(_STEP)) is not _Count:
+    if not counted:
         state[_STEP] = _Count(count)
     if _STATE in state:
         table.choose(made)
@@ -399,10 +437,6 @@ def _translate(
     for name in names:
         del state[name]
     state[_STATE] = torch.cat([theirs[name].to(device="cpu", dtype=torch.float32) for name in names], dim=1)
-
-
-def _steps_of(state: Dict[str, Any]) -> int:
-    return int(state.get(_STEP, 0))
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Tuple[float, bool]:

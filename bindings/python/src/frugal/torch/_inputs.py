@@ -9,11 +9,15 @@ torch.nn raises for the same input.
 from __future__ import annotations
 
 import ctypes
-from typing import Callable, NamedTuple, NoReturn, Optional, Tuple
+from typing import Callable, NoReturn, Optional, Tuple
 
 import torch
 
 from . import _native
+
+
+_Tensor, _int64 = torch.Tensor, torch.int64
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class InputError(ValueError, RuntimeError):
@@ -111,15 +115,9 @@ def weights(
     return tensor.contiguous()
 
 
-class Bags(NamedTuple):
-    """What a module of bags hands on."""
-
-    keys: torch.Tensor
-    ends: torch.Tensor
-    """Where each bag begins, and the number of keys."""
-    weights: Optional[torch.Tensor]
-    mine: int
-    """A bit for each tensor that was made here, whose memory the caller does not know."""
+# What a module of bags hands on: keys; where each bag begins, and the number of keys; factors; and a bit for each of these
+# that was made here, whose memory the caller does not know.
+Bags = Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], int]
 
 
 def bags(
@@ -135,21 +133,30 @@ def bags(
 ) -> Bags:
     """The arguments of EmbeddingBag.forward. `complete`: include_last_offset."""
     if (
-        type(input) is torch.Tensor
-        and type(offsets_) is torch.Tensor
-        and weights_ is None
+        weights_ is None
         and not complete
-        and input.dtype is torch.int64
-        and offsets_.dtype is torch.int64
+        and type(input) is _Tensor
+        and type(offsets_) is _Tensor
+        and input.dtype is _int64
+        and offsets_.dtype is _int64
         and input.dim() == 1
         and offsets_.dim() == 1
-        and offsets_.shape[0]
+        and input.is_cpu
+        and offsets_.is_cpu
+        and device.type == "cpu"
         and input.is_contiguous()
-        and offsets_.is_contiguous()
-        and input.device == device
-        and offsets_.device == device
     ):  # the usual case, without the calls below
-        return Bags(input, arange.complete(offsets_, input.shape[0]), None, 2)
+        count, bags_ = input.numel(), offsets_.numel()
+        if bags_:
+            ends, known_bags, known_count, address = arange.known  # at once, for another thread may be here
+            if (
+                known_bags == bags_
+                and known_count == count
+                and offsets_.is_contiguous()
+                and not _differ(address, offsets_.data_ptr(), 8 * bags_)
+            ):
+                return input, ends, None, 2
+            return input, arange.complete(offsets_, count), None, 2
     if isinstance(input, torch.Tensor) and input.is_nested and input.dim() == 2:
         return _nested(input, weights_, mode, device, dtype)
     tensor = _tensor(input, "input", device)
@@ -179,7 +186,7 @@ def bags(
         raise InputError(f"input has to be 1D or 2D Tensor, and has {keys_.dim()} dimensions")
     _check_mode(mode, factors)
     mine = _is_new(keys_, input) | _is_new(ends, offsets_) << 1 | _is_new(factors, weights_) << 2
-    return Bags(keys_, ends, factors, mine)
+    return keys_, ends, factors, mine
 
 
 def _is_new(tensor: Optional[torch.Tensor], given: object) -> bool:
@@ -208,7 +215,7 @@ def _nested(input: torch.Tensor, weights_: object, mode: str, device: torch.devi
         factors = weights(weights_.values(), keys_, "per_sample_weights", device, dtype)
     _check_mode(mode, factors)
     ends: Callable[[], torch.Tensor] = getattr(input, "offsets")  # not among the types of a Tensor
-    return Bags(keys_, offsets(ends(), keys_.numel(), True, "offsets", device), factors, 0)
+    return keys_, offsets(ends(), keys_.numel(), True, "offsets", device), factors, 0
 
 
 def _to_the_end(ends: torch.Tensor, count: int) -> torch.Tensor:
@@ -291,7 +298,8 @@ def row_stride(rows: torch.Tensor) -> int:
     return (rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]) * 4
 
 
-_differ: Callable[[int, int, int], int] = ctypes.CDLL(None).memcmp
+# Of offsets: a call that is too short for other threads to be let in.
+_differ: Callable[[int, int, int], int] = ctypes.PyDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
 
 
@@ -299,26 +307,20 @@ class Arange:
     """The offsets of bags: remembers the last, since those of the next batch may be the same."""
 
     def __init__(self) -> None:
-        self._known: Tuple[Optional[torch.Tensor], int, int] = (None, 0, 0)  # offsets, their bags and keys
+        # Offsets with the last, their bags, the keys, and where they are.
+        self.known: Tuple[torch.Tensor, int, int, int] = (_NOTHING, 0, 0, 0)
         self._last: Optional[torch.Tensor] = None
         self._shape: Tuple[int, int] = (-1, -1)
 
     def complete(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
-        """Offsets with the last, which is the number of keys; not to be written to, for they are returned again."""
-        bags = offsets.shape[0]
-        ends, known_bags, known_count = self._known  # at once, for another thread may be here
-        if (
-            ends is not None
-            and known_bags == bags
-            and known_count == count
-            and not _differ(ends.data_ptr(), offsets.data_ptr(), 8 * bags)
-        ):
-            return ends
-        with torch.inference_mode(False):
-            end = torch.tensor([count], dtype=torch.int64, device=offsets.device)
-            ends = torch.cat((offsets, end))
-        if ends.device.type == "cpu":  # a look at others would wait
-            self._known = ends, bags, count
+        """Offsets on the CPU with the last, which is the number of keys. Not to be written to: they are returned again."""
+        bags, offsets = offsets.numel(), offsets.contiguous()
+        with torch.inference_mode(False):  # an inference tensor could not be kept by a backward
+            ends = torch.empty(bags + 1, dtype=torch.int64, device="cpu")
+        address = ends.data_ptr()
+        ctypes.memmove(address, offsets.data_ptr(), 8 * bags)
+        ctypes.c_int64.from_address(address + 8 * bags).value = count
+        self.known = ends, bags, count, address
         return ends
 
     def offsets(self, shape: torch.Size, device: torch.device) -> torch.Tensor:

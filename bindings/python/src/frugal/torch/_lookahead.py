@@ -44,56 +44,65 @@ _clock = time.perf_counter
 class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
-    What follows a turn's beginning is left out until nothing of the turn before is ahead any more. Two turns are enough
-    where they tell much. The next epochs go on with what was found. Long afterwards the trial is made again, since loops
-    change.
+    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. Two turns are
+    enough where they tell much. The next epochs go on with what was found. Long afterwards the trial is made again, since
+    loops change.
     """
 
     TURNS = 4  # with, without, with, without
     COUNT = 32  # batches that are timed in a turn
+    FEW = 8  # that are enough where they take
+    SECONDS = 0.25
     AGAIN = 8192  # batches between trials
     CLEAR = 1.1  # a ratio of times that tells enough
+    GAIN = 1.02  # what a declaration has to be worth: less is noise, and its cost is not
 
     def __init__(self, depth: int) -> None:
-        self._skip = depth + 2
+        self._ahead = depth + 2
         self.on = True  # declare now
         self._begin()
 
     def _begin(self) -> None:
         self._turn = 0
-        self._batches = 0
         self._times: Tuple[List[float], List[float]] = ([], [])
-        self._last: Optional[float] = None
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._batches = 0  # that were timed
+        self._seconds = 0.0
+        self.resume()
 
     def resume(self) -> None:
-        """Another iteration of the loop begins: the turn that was cut short is made again."""
-        self._last = None
-        if self._turn < self.TURNS:
-            self._batches = 0
+        """Another iteration of the loop begins."""
+        self._skip = self._ahead
+        self._last: Optional[float] = None
 
     def batch(self) -> None:
         """The loop asks for a batch."""
+        if self._turn == self.TURNS:
+            self._batches += 1
+            if self._batches > self.AGAIN:
+                self.on = True
+                self._begin()
+            return
         now = _clock()
         last, self._last = self._last, now
-        self._batches += 1
-        if self._turn == self.TURNS:
-            if self._batches > self.AGAIN:
-                self._begin()
-                self.on = True
-            return
-        if last is not None and self._batches > self._skip:
+        if self._skip:
+            self._skip -= 1
+        elif last is not None:
             self._times[self._turn % 2].append(now - last)
-        if self._batches < self._skip + self.COUNT:
+            self._batches += 1
+            self._seconds += now - last
+        if self._batches < self.COUNT and (self._batches < self.FEW or self._seconds < self.SECONDS):
             return
         self._turn += 1
-        self._batches = 0
-        self._last = None
+        self._begin_turn()
         self.on = self._turn % 2 == 0
         if self.on:
             with_, without = (statistics.median(times) for times in self._times)
             if self._turn == self.TURNS or with_ > self.CLEAR * without or without > self.CLEAR * with_:
                 self._turn = self.TURNS
-                self.on = with_ <= without
+                self.on = with_ * self.GAIN <= without
 
 
 class _Ahead(Generic[T]):
@@ -379,7 +388,7 @@ class _Iteration(Iterator[T]):
                     "keys(batch) has to name modules of frugal.torch that belong to the lookahead's trainer"
                 )
             declarations += module._declarations(value)
-        ops = _native.Ops(len(declarations))
-        for feature, keys in declarations:
-            ops.add(feature.table.handle, _native.POOL_NONE, feature.padding, keys)
+        ops = [
+            _native.op(feature.table.handle, _native.POOL_NONE, feature.padding, keys) for feature, keys in declarations
+        ]
         ahead.declared = steps.declare(ahead.step, ops)

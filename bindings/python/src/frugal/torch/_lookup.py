@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import _inputs, _native
 from ._anchor import ACCUMULATED, NOT_ASKED, Held, use_of
@@ -21,7 +21,9 @@ from ._steps import Moment, Steps, Table
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_is_grad_enabled = torch.is_grad_enabled
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_op, _add, _float32 = _native.op, torch.add, torch.float32
 _CHUNK = 16384  # keys whose rows are held at once where gradients of weights are computed here
 _FEW = 16384  # elements of an output that an addition has written sooner than an indexed write has begun
 
@@ -58,7 +60,8 @@ class Lookup:
         ]
         # What gradients go through whose keys have a factor each.
         self.weighted: Optional[Lookup] = None
-        self._like: Optional[torch.Tensor] = None  # of the shape of the last output; of one element
+        # The shape of the last output, a tensor of that shape and one element, and whether to add to it.
+        self._like: Optional[Tuple[Sequence[int], torch.Tensor, bool]] = None
 
     def by_frequency(self) -> "Lookup":
         """The same, but the gradient of a key is divided by how often the key is in the input."""
@@ -71,16 +74,20 @@ class Lookup:
         """Rows of a table, one for each key, and no key is padding."""
         return type(self)(self.steps, [Feature(table, _native.POOL_NONE, None, 0)], table.dim)
 
-    def _ops(self, out: torch.Tensor, tensors: Tensors) -> _native.Ops:
+    def _ops(self, out: torch.Tensor, tensors: Tensors) -> List[bytes]:
         """Ops that write rows."""
         base, stride = out.data_ptr(), 4 * self.width
-        ops = _native.Ops(len(self.features))
+        ops = []
         i = 0
         for feature in self.features:
-            padding = feature.padding if feature.padding is None else feature.hidden
-            ops.add(
-                feature.table.handle, feature.pooling, padding, tensors[i], tensors[i + 1], tensors[i + 2],
-                base + 4 * feature.column, 0, stride,
+            table, pooling, padding, column = feature
+            if padding is not None:
+                padding = feature.hidden
+            ops.append(
+                _op(
+                    table.handle, pooling, padding, tensors[i], tensors[i + 1], tensors[i + 2],
+                    base + 4 * column, 0, stride,
+                )
             )  # fmt: skip
             i += 3
         return ops
@@ -108,18 +115,19 @@ class Lookup:
     ) -> Any:
         """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
         read. `mine`: see _kept."""
-        if is_compiling():  # of a caller whose graph would be empty, and which is run as it stands
+        if is_dynamo_compiling():  # of a caller whose graph would be empty, and which is run as it stands
             return _train_uncompiled(self, anchors, shape, tensors, mine)
-        if len(anchors) == 1 and anchors[0].dtype is torch.float32:
+        if len(anchors) == 1 and anchors[0].dtype is _float32:
             source = anchors[0]
         else:
             each = [anchor if anchor.dtype is torch.float32 else anchor.to(torch.float32) for anchor in anchors]
             source = torch.cat(each).sum(0, keepdim=True)
-        like = self._like
-        if like is None or like.shape != shape:
-            like = self._like = torch.zeros((), dtype=torch.float32, device=self.steps.device).expand(shape)
-        if like.numel() <= _FEW:
-            out = torch.add(like, source)
+        known = self._like
+        if known is None or known[0] != shape:
+            like = torch.zeros((), dtype=torch.float32, device=self.steps.device).expand(shape)
+            known = self._like = shape, like, like.numel() <= _FEW
+        if known[2]:
+            out = _add(known[1], source)
         else:  # none of its elements are written
             none = torch.empty(0, dtype=torch.int64, device=self.steps.device)
             out = self._empty(shape).index_put_((none,), source)
@@ -128,7 +136,7 @@ class Lookup:
             node.register_prehook(_Backward(self, tensors, mine, node.next_functions[1][0], len(anchors)))
         return out, self.look_up(out, tensors)
 
-    def add_pushes(self, ops: _native.Ops, held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
+    def add_pushes(self, ops: List[bytes], held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
         """Adds the ops that push the gradients of a backward. Returns the tensor that they point into."""
         held.check()
         grad = held.grad if factor == 1.0 else held.grad * factor
@@ -136,7 +144,7 @@ class Lookup:
         for i in features:
             table, pooling, padding, column = self.features[i]
             keys, offsets, weights = tensors[3 * i], tensors[3 * i + 1], tensors[3 * i + 2]
-            ops.add(table.handle, pooling, padding, keys, offsets, weights, 0, base + 4 * column, stride)
+            ops.append(_op(table.handle, pooling, padding, keys, offsets, weights, 0, base + 4 * column, stride))
         return grad
 
     def factors(self, tensors: Tensors) -> Tensors:
@@ -237,7 +245,7 @@ class EmptyLookup(Lookup):
         out = self._empty(shape)
         return out, self.look_up(out, tensors)
 
-    def add_pushes(self, ops: _native.Ops, held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
+    def add_pushes(self, ops: List[bytes], held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
         return held.grad
 
 
@@ -249,7 +257,7 @@ class _Backward:
     def __init__(self, lookup: Lookup, tensors: Tensors, mine: int, source: Any, count: int) -> None:
         self.lookup = lookup
         self.tensors: Optional[Tensors] = tensors
-        self.versions = _writes(tensors)
+        self.versions = _writes(tensors, mine)
         self.mine = mine
         self.source = source  # the node of the anchor, or of what was computed of several
         self.count = count
@@ -268,20 +276,16 @@ class _Backward:
                 "Trying to backward through the graph a second time, and the keys of the first are freed: specify"
                 " retain_graph=True if you need to backward through the graph a second time"
             )
-        graph = torch.is_grad_enabled()  # create_graph=True
+        lookup, source, asked = self.lookup, self.source, False
+        graph = _is_grad_enabled()  # create_graph=True
         if graph:
             grad = grad.detach()
         if grad.dim() != 2:
-            grad = grad.reshape(math.prod(grad.shape[:-1]), self.lookup.width)
-        asked = self._hold(_inputs.gradient(grad), tensors, graph)
-        if not _keeps_graph():
-            self.tensors = None
-        return None if asked else _NOTHING
-
-    def _hold(self, grad: torch.Tensor, tensors: Tensors, graph: bool) -> bool:
-        """Returns whether somebody asks for the gradient of an anchor, so that autograd must go on."""
-        lookup, held, asked = self.lookup, None, False
-        for i, leaf in enumerate((self.source,) if isinstance(self.source, _Leaf) else _leaves(self.source, self.count)):
+            grad = grad.reshape(math.prod(grad.shape[:-1]), lookup.width)
+        if grad.dtype is not _float32 or not grad.is_contiguous() or grad.is_neg():
+            grad = _inputs.gradient(grad)
+        held = None
+        for i, leaf in enumerate((source,) if isinstance(source, _Leaf) else _leaves(source, self.count)):
             use = use_of(leaf)
             if use == NOT_ASKED:
                 continue
@@ -289,16 +293,7 @@ class _Backward:
             if use == ACCUMULATED and not anchor.requires_grad:
                 continue  # a leaf that has been frozen since the forward takes no gradient
             if held is None:
-                if _writes(tensors) != self.versions:
-                    raise RuntimeError(
-                        "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                        f" keys, offsets or per_sample_weights of table {anchor.table.name!r}, since the forward"
-                    )
-                number = next(lookup.steps.backwards)
-                if lookup.weighted is None:
-                    held = Held(lookup, _kept(tensors, self.mine), grad, number)
-                else:
-                    held = Held(lookup.weighted, lookup.factors(tensors), grad, number)
+                held = self._hold(grad, tensors, anchor)
                 held.graph = graph
             if use == ACCUMULATED:
                 anchor.hold(held, lookup.places[i])
@@ -309,19 +304,36 @@ class _Backward:
                         " possible"
                     )
                 anchor.give(held, lookup.places[i], True)
-                asked = True
-        return asked
+                asked = True  # so that autograd must go on
+        if not _keeps_graph():
+            self.tensors = None
+        return None if asked else _NOTHING
+
+    def _hold(self, grad: torch.Tensor, tensors: Tensors, anchor: Any) -> Held:
+        """What the optimizer's step will push."""
+        lookup, mine = self.lookup, self.mine
+        if _writes(tensors, mine) != self.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an"
+                " inplace operation: keys, offsets or per_sample_weights of table"
+                f" {anchor.table.name!r}, since the forward"
+            )
+        number = next(lookup.steps.backwards)
+        if lookup.weighted is None:
+            return Held(lookup, _kept(tensors, mine), grad, number)
+        return Held(lookup.weighted, lookup.factors(tensors), grad, number)
 
 
 _NOTHING = (None,)  # is what autograd goes on with
 
 
-def _writes(tensors: Tensors) -> int:
-    """How often they have been written to in place."""
+def _writes(tensors: Tensors, mine: int) -> int:
+    """How often the caller's (see _kept) have been written to in place."""
     total = 0
     for tensor in tensors:
-        if tensor is not None:
+        if tensor is not None and not mine & 1:
             total += tensor._version
+        mine >>= 1
     return total
 
 
@@ -378,9 +390,11 @@ def _weight_grads(
 def _kept(tensors: Tensors, mine: int) -> Tensors:
     """The tensors to keep until the optimizer's step. The caller may use the memory of those that are not ours (a bit of
     `mine` each) again before it; a key is small beside its gradient."""
-    return [
-        tensor if tensor is None or mine >> i & 1 else tensor.clone() for i, tensor in enumerate(tensors)
-    ]
+    kept = []
+    for tensor in tensors:
+        kept.append(tensor if tensor is None or mine & 1 else tensor.clone())
+        mine >>= 1
+    return kept
 
 
 def _counted(feature: Feature, keys: torch.Tensor) -> Optional[torch.Tensor]:

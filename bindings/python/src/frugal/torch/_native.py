@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import Array, addressof, byref, c_char, c_size_t, c_uint64, c_void_p
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Type
+from ctypes import byref, c_size_t, c_uint64, c_void_p
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -20,7 +20,7 @@ KEY_OUT_OF_RANGE = _abi.STATUS["FRUGAL_ERR_KEY_OUT_OF_RANGE"]
 POOL_NONE, POOL_SUM, POOL_MEAN = _abi.FRUGAL_POOL_NONE, _abi.FRUGAL_POOL_SUM, _abi.FRUGAL_POOL_MEAN
 
 _SIZE = _abi.OP.size
-_pack_into = _abi.OP.pack_into
+_pack = _abi.OP.pack
 
 
 class InvalidArgument(frugal.InvalidArgument, RuntimeError):
@@ -34,58 +34,39 @@ class KeyOutOfRange(frugal.KeyOutOfRange, RuntimeError):
 _CLASSES = {frugal.InvalidArgument: InvalidArgument, frugal.KeyOutOfRange: KeyOutOfRange}
 
 
-_memories: Dict[int, Type[Array[c_char]]] = {}  # of so many ops
-
-
-class Ops:
-    """The ops of a call, in the memory that goes to the library."""
-
-    __slots__ = ("count", "memory")
-
-    def __init__(self, most: int) -> None:
-        kind = _memories.get(most)
-        if kind is None:
-            kind = _memories[most] = c_char * (max(most, 1) * _SIZE)
-        self.memory = kind()
-        self.count = 0
-
-    def add(
-        self,
-        table: int,
-        pooling: int,
-        padding: Optional[int],
-        keys: Optional[torch.Tensor],
-        offsets: Optional[torch.Tensor] = None,
-        weights: Optional[torch.Tensor] = None,
-        rows_out: int = 0,
-        grads: int = 0,
-        row_stride: int = 0,
-    ) -> None:
-        """Adds an op of the table with this handle. The tensors must live until the call returns."""
-        assert keys is not None
-        _pack_into(
-            self.memory,
-            self.count * _SIZE,
-            _SIZE,
-            table,
-            0,  # no batch: the library finds what was declared by the keys
-            0,
-            pooling,
-            keys.data_ptr(),
-            keys.numel(),
-            0 if offsets is None else offsets.data_ptr(),
-            0 if offsets is None else offsets.numel() - 1,
-            0 if weights is None else weights.data_ptr(),
-            0,
-            rows_out,
-            grads,
-            row_stride,
-            0,
-            padding or 0,
-            0 if padding is None else _abi.FRUGAL_OP_PADDING,
-            0,
-        )
-        self.count += 1
+def op(
+    table: int,
+    pooling: int,
+    padding: Optional[int],
+    keys: Optional[torch.Tensor],
+    offsets: Optional[torch.Tensor] = None,
+    weights: Optional[torch.Tensor] = None,
+    rows_out: int = 0,
+    grads: int = 0,
+    row_stride: int = 0,
+) -> bytes:
+    """An op of the table with this handle. The tensors must live until the call that gets it returns."""
+    assert keys is not None
+    return _pack(
+        _SIZE,
+        table,
+        0,  # no batch: the library finds what was declared by the keys
+        0,
+        pooling,
+        keys.data_ptr(),
+        keys.numel(),
+        0 if offsets is None else offsets.data_ptr(),
+        0 if offsets is None else offsets.numel() - 1,
+        0 if weights is None else weights.data_ptr(),
+        0,
+        rows_out,
+        grads,
+        row_stride,
+        0,
+        padding or 0,
+        0 if padding is None else _abi.FRUGAL_OP_PADDING,
+        0,
+    )
 
 
 class Batch(NamedTuple):
@@ -119,30 +100,32 @@ class Trainer:
     def end(self, step: int, skip: bool) -> None:
         self._call(lib.frugal_step_end, self._handle, step, _abi.FRUGAL_STEP_SKIP if skip else 0)
 
-    def lookup(self, ops: Ops) -> None:
+    def lookup(self, ops: Sequence[bytes]) -> None:
         if self.on_gpu:
             self._use_stream()
-        self._call(lib.frugal_lookup, self._handle, addressof(ops.memory), ops.count)
+        self._call(lib.frugal_lookup, self._handle, b"".join(ops), len(ops))
 
-    def push(self, ops: Ops) -> None:
+    def push(self, ops: Sequence[bytes]) -> None:
         if self.on_gpu:
             self._use_stream()
-        self._call(lib.frugal_push_grad, self._handle, addressof(ops.memory), ops.count)
+        self._call(lib.frugal_push_grad, self._handle, b"".join(ops), len(ops))
 
-    def read(self, ops: Ops) -> None:
+    def read(self, ops: Sequence[bytes]) -> None:
         if self.on_gpu:
             self._use_stream()
-        engine, memory, tell = self._engine, addressof(ops.memory), self._trainer()._tell
+        engine, packed, tell = self._engine, b"".join(ops), self._trainer()._tell
 
         def call() -> int:
-            wait(lambda ms: lib.frugal_read(engine.handle, self._handle, memory, ops.count, ms), engine._timeout_ms, tell)
+            wait(
+                lambda ms: lib.frugal_read(engine.handle, self._handle, packed, len(ops), ms), engine._timeout_ms, tell
+            )
             return 0
 
         self._call(call)
 
-    def prefetch(self, step: int, ops: Ops) -> Batch:
+    def prefetch(self, step: int, ops: Sequence[bytes]) -> Batch:
         handle = c_void_p()
-        self._call(lib.frugal_prefetch, self._handle, step, addressof(ops.memory), ops.count, byref(handle))
+        self._call(lib.frugal_prefetch, self._handle, step, b"".join(ops), len(ops), byref(handle))
         return Batch(handle.value or 0, step)
 
     def cancel(self, batch: Batch) -> None:

@@ -27,7 +27,6 @@ from frugal.errors import FORKED
 
 from . import _native
 from ._anchor import Anchor, Gradient, Part
-from ._native import Ops
 
 T = TypeVar("T")
 
@@ -111,9 +110,9 @@ class Table:
         with self.steps.still():
             if self.steps.world_size > 1 and not (with_state or self.hashed or self.steps.native.on_gpu):
                 # As a forward reads them, which waits for other ranks to end the step, and may be in one.
-                ops = Ops(1)
-                ops.add(self.handle, _native.POOL_NONE, None, keys, rows_out=rows.data_ptr(), row_stride=4 * self.dim)
-                self.steps.read(ops)
+                self.steps.read(
+                    [_native.op(self.handle, _native.POOL_NONE, None, keys, None, None, rows.data_ptr(), 0, 4 * self.dim)]
+                )
                 return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
             return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state))
 
@@ -437,7 +436,7 @@ class Steps:
             self.open = False
             self.next += 1
 
-    def lookup(self, ops: Ops) -> Moment:
+    def lookup(self, ops: Sequence[bytes]) -> Moment:
         """Reads rows in the step. Returns when."""
         with self.lock:
             if not self.open:
@@ -480,16 +479,16 @@ class Steps:
                     self._abort()
                 raise
 
-    def read(self, ops: Ops) -> Moment:
+    def read(self, ops: Sequence[bytes]) -> Moment:
         """Reads rows and changes nothing. Returns when."""
         with self.lock:
             self._tried(self.native.read, ops)
             return self.next, self.writes
 
-    def declare(self, step: int, ops: Ops) -> Optional[_native.Batch]:
+    def declare(self, step: int, ops: Sequence[bytes]) -> Optional[_native.Batch]:
         """Declares keys; nothing for a step that has begun."""
         with self.lock:
-            if step < self.undeclared() or not ops.count:
+            if step < self.undeclared() or not ops:
                 return None
             batch = None
 
@@ -616,20 +615,18 @@ class Update(NamedTuple):
     optimizer: frugal.Optimizer  # of this step; without the gradient's factor
 
 
-def _pushes(updates: Sequence[Update]) -> Tuple[Ops, List[torch.Tensor]]:
+def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[torch.Tensor]]:
     """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed. The factor
     that a table's gradients share is its optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
-    count = 0
     for _, gradient, _ in updates:
         if gradient is not None:
             common = gradient.common()
             for part in gradient.parts:
                 parts.append((part.held.number, part, 1.0 if part.factor == common else part.factor / common))
-                count += len(part.features)
     if len(parts) > 1:
         parts.sort(key=operator.itemgetter(0))
-    ops = Ops(count)
+    ops: List[bytes] = []
     return ops, [part.held.lookup.add_pushes(ops, part.held, part.features, factor) for _, part, factor in parts]
 
 
