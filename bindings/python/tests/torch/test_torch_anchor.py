@@ -210,6 +210,21 @@ def test_schedulers_change_the_rate(trainer: frugal.Trainer, kind: str, tensor: 
         assert_same(*models, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("array", [False, True])
+def test_a_rate_of_numpy_may_change_in_place(trainer: frugal.Trainer, array: bool) -> None:
+    np = pytest.importorskip("numpy")
+    models = pair(trainer)
+    made = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    for optimizer in made:
+        optimizer.param_groups[0]["lr"] = np.array(1.0) if array else np.float64(1.0)
+    for _ in range(4):
+        backward(models, keys(), integers(6, 2))
+        steps(made)
+        assert_same(*models)
+        for optimizer in made:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+
 def test_two_optimizers_step_at_different_times(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
     """SGD for one table in each iteration; the other and the dense layer gather gradients over three."""
     models = pair(trainer)
@@ -1654,6 +1669,23 @@ def test_a_subclass_with_the_same_step_is_the_same(trainer: frugal.Trainer) -> N
         module(batch).backward(grad)
     steps(optimizers)
     assert torch.equal(ours.weight, theirs.weight.detach())
+
+
+def test_an_optimizer_may_be_made_of_another_s_attributes(trainer: frugal.Trainer) -> None:
+    """Our hooks are among them."""
+
+    class Made(torch.optim.SGD):
+        def __init__(self, optimizer: Any) -> None:
+            self.__dict__.update(optimizer.__dict__)
+
+    models = pair(trainer)
+    made: List[Any] = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for turn in range(4):
+        if turn == 2:
+            made = [Made(optimizer) for optimizer in made]
+        backward(models, keys(), integers(6, 2))
+        steps(made)
+        assert_same(*models)
 
 
 def test_hooks_of_the_caller_are_called(trainer: frugal.Trainer) -> None:

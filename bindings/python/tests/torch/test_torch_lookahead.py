@@ -471,14 +471,17 @@ def test_it_measures_whether_it_pays(trainer: frugal.Trainer, monkeypatch: pytes
     assert torch.equal(bag.weight.clone(), rows)
 
 
-def test_epochs_that_are_short_are_measured_together(trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_that_are_short_are_measured_together(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(1.0, 0.5)
     monkeypatch.setattr(_lookahead, "_clock", clock)
     monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
     monkeypatch.setattr(_lookahead._Trial, "SECONDS", 8.0)
     engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
     tables = ft.Optimizer(bag)
-    batches = ft.Lookahead([torch.randint(0, ROWS, (5,)) for _ in range(20)], lambda keys: {bag: keys}, depth=4)
+    loader = [torch.randint(0, ROWS, (5,)) for _ in range(20)]
+    batches = ft.Lookahead(loader, lambda keys: {bag: keys}, depth=4)
     declared = []
     for _ in range(8):
         before = last = engine.stats()["keys_declared"]

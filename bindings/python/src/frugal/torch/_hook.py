@@ -69,8 +69,9 @@ class _Group:
 
     def __init__(self) -> None:
         self.names: Tuple[str, ...] = ()
-        self.seen: Tuple[Any, ...] = ()  # the group's values by these names, which cannot change in place; or nothing
-        self.values: List[Any] = []  # what the optimizers below were made from
+        # The group's values by these names, where none can change in place.
+        self.seen: Tuple[Any, ...] = ()
+        self.values: Dict[str, Any] = {}  # what the optimizers below were made from
         self.translator: Optional[Callable[[_Hyper], frugal.Optimizer]] = None
         self.by_step = False  # whether each step has another
         self.made: Dict[Tuple[int, bool], frugal.Optimizer] = {}
@@ -102,12 +103,14 @@ class _Group:
         if translator is None:
             assert self.kind is not None
             translator = self.translator = _translator(self.kind)
-            self.by_step = translator is _adam or (translator is _adagrad and bool(self.group["lr_decay"]))
+            decays = translator is _adagrad and bool(self.group["lr_decay"])
+            self.by_step = translator is _adam or decays
         key = step if self.by_step else 1, mean_ranks
         made = self.made.get(key)
         if made is None:
             assert self.kind is not None
-            made = dataclasses.replace(translator(_Hyper(self.group, key[0], self.kind.__name__)), mean_ranks=mean_ranks)
+            made = translator(_Hyper(self.group, key[0], self.kind.__name__))
+            made = dataclasses.replace(made, mean_ranks=mean_ranks)
             if len(self.made) > _MOST_MADE:
                 self.made.clear()
                 self.scaled.clear()
@@ -205,6 +208,14 @@ _PATIENCE = 64
 _known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known]" = weakref.WeakKeyDictionary()
 
 
+def _known_of(optimizer: torch.optim.Optimizer) -> _Known:
+    """Also of an optimizer that has another's attributes, and so our hooks, from the beginning."""
+    known = _known.get(optimizer)
+    if known is None:
+        known = _known[optimizer] = _Known()
+    return known
+
+
 _OURS = -1  # the name of our hooks among an optimizer's own, which PyTorch counts from 0
 
 
@@ -219,10 +230,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dic
     after = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     if len(before) == 1 and _OURS in before and next(iter(after), None) == _OURS:
         return  # ours is the next to come
-    known = _known.get(optimizer)
-    if known is None:
-        known = _known[optimizer] = _Known()
-    if not known.look(optimizer) or getattr(optimizer, "_frugal", False):
+    if not _known_of(optimizer).look(optimizer) or getattr(optimizer, "_frugal", False):
         return
     if next(reversed(before), None) != _OURS:
         before[_OURS] = _step_tables
@@ -235,7 +243,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dic
 def _step_tables(optimizer: torch.optim.Optimizer, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
     if is_dynamo_compiling():
         return _uncompiled_step_tables(optimizer, args, kwargs)
-    known = _known[optimizer]
+    known = _known_of(optimizer)
     if not known.look(optimizer):
         return None
     kind = type(optimizer)
@@ -337,7 +345,8 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
             factor = 1.0  # the gradient has it
         for steps, items in by_steps.items():
             updates = [
-                _update(optimizer, entry, gradient, state, groups[entry.group], factor) for entry, gradient, state in items
+                _update(optimizer, entry, gradient, state, groups[entry.group], factor)
+                for entry, gradient, state in items
             ]
             steps.apply(updates, skip)
             if not skip:
@@ -346,15 +355,21 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
                         state[_STEP] = _Count(state[_STEP] + 1)
 
 
-def _values(group: Dict[str, Any]) -> List[Any]:
+def _values(group: Dict[str, Any]) -> Dict[str, Any]:
     """Hyper-parameters as they are now: a rate that is a tensor is changed in place."""
-    return [_as_now(value) for name, value in group.items() if name != "params"]
+    return {name: _as_now(value) for name, value in group.items() if name != "params"}
 
 
 def _as_now(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return tuple(map(_as_now, value)) if isinstance(value, (list, tuple)) else value
+    """A value that later ones can be compared with. What may change in place unseen, as an array
+    does, equals none."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_as_now, value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, float):
+        return float(value)  # NumPy's, too
+    return value if _is_plain(value) else object()
 
 
 def _update(
@@ -365,13 +380,13 @@ def _update(
     group: _Group,
     factor: float,
 ) -> Update:
-    table, count = entry.table, state.get(_STEP)
+    table, count = entry.table, state.get(_STEP, 0)
     counted = type(count) is _Count
     owned = table.owner is not None and table.owner() is optimizer
     if counted and owned and len(state) == 1 and factor == 1.0:  # the usual case
         made = group.optimizer(count + 1, table.said.mean_ranks)
         return Update(table, gradient, group.with_scale(made, gradient))
-    count = int(count or 0)
+    count = int(count)
     made = group.optimizer(count + 1, table.said.mean_ranks)
     if not (_STEP in state and len(state) == 1):
         _translate(optimizer, table, state, made)

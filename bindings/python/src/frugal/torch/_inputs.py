@@ -115,8 +115,8 @@ def weights(
     return tensor.contiguous()
 
 
-# What a module of bags hands on: keys; where each bag begins, and the number of keys; factors; and a bit for each of these
-# that was made here, whose memory the caller does not know.
+# What a module of bags hands on: keys; where each bag begins, and the number of keys; factors; and
+# a bit for each of these that was made here, whose memory the caller does not know.
 Bags = Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], int]
 
 
@@ -148,7 +148,8 @@ def bags(
     ):  # the usual case, without the calls below
         count, bags_ = input.numel(), offsets_.numel()
         if bags_:
-            ends, known_bags, known_count, address = arange.known  # at once, for another thread may be here
+            # At once, for another thread may be here.
+            ends, known_bags, known_count, address = arange.known
             if (
                 known_bags == bags_
                 and known_count == count
@@ -313,7 +314,8 @@ class Arange:
         self._shape: Tuple[int, int] = (-1, -1)
 
     def complete(self, offsets: torch.Tensor, count: int) -> torch.Tensor:
-        """Offsets on the CPU with the last, which is the number of keys. Not to be written to: they are returned again."""
+        """Offsets on the CPU with the last, which is the number of keys. Not to be written to: they
+        are returned again."""
         bags, offsets = offsets.numel(), offsets.contiguous()
         with torch.inference_mode(False):  # an inference tensor could not be kept by a backward
             ends = torch.empty(bags + 1, dtype=torch.int64, device="cpu")

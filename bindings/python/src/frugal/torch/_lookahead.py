@@ -44,9 +44,9 @@ _clock = time.perf_counter
 class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
-    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. Two turns are
-    enough where they tell much. The next epochs go on with what was found. Long afterwards the trial is made again, since
-    loops change.
+    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead
+    any more. Two turns are enough where they tell much. The next epochs go on with what was found.
+    Long afterwards the trial is made again, since loops change.
     """
 
     TURNS = 4  # with, without, with, without
@@ -93,7 +93,8 @@ class _Trial:
             self._times[self._turn % 2].append(now - last)
             self._batches += 1
             self._seconds += now - last
-        if self._batches < self.COUNT and (self._batches < self.FEW or self._seconds < self.SECONDS):
+        short = self._batches < self.FEW or self._seconds < self.SECONDS
+        if short and self._batches < self.COUNT:
             return
         self._turn += 1
         self._begin_turn()
@@ -389,6 +390,7 @@ class _Iteration(Iterator[T]):
                 )
             declarations += module._declarations(value)
         ops = [
-            _native.op(feature.table.handle, _native.POOL_NONE, feature.padding, keys) for feature, keys in declarations
+            _native.op(feature.table.handle, _native.POOL_NONE, feature.padding, keys)
+            for feature, keys in declarations
         ]
         ahead.declared = steps.declare(ahead.step, ops)

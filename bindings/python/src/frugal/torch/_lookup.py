@@ -60,7 +60,7 @@ class Lookup:
         ]
         # What gradients go through whose keys have a factor each.
         self.weighted: Optional[Lookup] = None
-        # The shape of the last output, a tensor of that shape and one element, and whether to add to it.
+        # The last output's shape, a tensor of that shape and one element, whether to add to it.
         self._like: Optional[Tuple[Sequence[int], torch.Tensor, bool]] = None
 
     def by_frequency(self) -> "Lookup":
@@ -115,7 +115,7 @@ class Lookup:
     ) -> Any:
         """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
         read. `mine`: see _kept."""
-        if is_dynamo_compiling():  # of a caller whose graph would be empty, and which is run as it stands
+        if is_dynamo_compiling():  # a caller whose graph would be empty, and which is run as it is
             return _train_uncompiled(self, anchors, shape, tensors, mine)
         if len(anchors) == 1 and anchors[0].dtype is _float32:
             source = anchors[0]
@@ -136,7 +136,9 @@ class Lookup:
             node.register_prehook(_Backward(self, tensors, mine, node.next_functions[1][0], len(anchors)))
         return out, self.look_up(out, tensors)
 
-    def add_pushes(self, ops: List[bytes], held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
+    def add_pushes(
+        self, ops: List[bytes], held: Held, features: Sequence[int], factor: float
+    ) -> torch.Tensor:
         """Adds the ops that push the gradients of a backward. Returns the tensor that they point into."""
         held.check()
         grad = held.grad if factor == 1.0 else held.grad * factor
@@ -144,7 +146,8 @@ class Lookup:
         for i in features:
             table, pooling, padding, column = self.features[i]
             keys, offsets, weights = tensors[3 * i], tensors[3 * i + 1], tensors[3 * i + 2]
-            ops.append(_op(table.handle, pooling, padding, keys, offsets, weights, 0, base + 4 * column, stride))
+            at = base + 4 * column
+            ops.append(_op(table.handle, pooling, padding, keys, offsets, weights, 0, at, stride))
         return grad
 
     def factors(self, tensors: Tensors) -> Tensors:
@@ -245,7 +248,9 @@ class EmptyLookup(Lookup):
         out = self._empty(shape)
         return out, self.look_up(out, tensors)
 
-    def add_pushes(self, ops: List[bytes], held: Held, features: Sequence[int], factor: float) -> torch.Tensor:
+    def add_pushes(
+        self, ops: List[bytes], held: Held, features: Sequence[int], factor: float
+    ) -> torch.Tensor:
         return held.grad
 
 
@@ -284,8 +289,9 @@ class _Backward:
             grad = grad.reshape(math.prod(grad.shape[:-1]), lookup.width)
         if grad.dtype is not _float32 or not grad.is_contiguous() or grad.is_neg():
             grad = _inputs.gradient(grad)
+        leaves = (source,) if isinstance(source, _Leaf) else _leaves(source, self.count)
         held = None
-        for i, leaf in enumerate((source,) if isinstance(source, _Leaf) else _leaves(source, self.count)):
+        for i, leaf in enumerate(leaves):
             use = use_of(leaf)
             if use == NOT_ASKED:
                 continue

@@ -45,7 +45,8 @@ def op(
     grads: int = 0,
     row_stride: int = 0,
 ) -> bytes:
-    """An op of the table with this handle. The tensors must live until the call that gets it returns."""
+    """An op of the table with this handle. The tensors must live until the call that gets it
+    returns."""
     assert keys is not None
     return _pack(
         _SIZE,
@@ -117,7 +118,9 @@ class Trainer:
 
         def call() -> int:
             wait(
-                lambda ms: lib.frugal_read(engine.handle, self._handle, packed, len(ops), ms), engine._timeout_ms, tell
+                lambda ms: lib.frugal_read(engine.handle, self._handle, packed, len(ops), ms),
+                engine._timeout_ms,
+                tell,
             )
             return 0
 

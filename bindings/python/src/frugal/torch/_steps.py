@@ -110,9 +110,11 @@ class Table:
         with self.steps.still():
             if self.steps.world_size > 1 and not (with_state or self.hashed or self.steps.native.on_gpu):
                 # As a forward reads them, which waits for other ranks to end the step, and may be in one.
-                self.steps.read(
-                    [_native.op(self.handle, _native.POOL_NONE, None, keys, None, None, rows.data_ptr(), 0, 4 * self.dim)]
-                )
+                op = _native.op(
+                    self.handle, _native.POOL_NONE, None, keys,
+                    rows_out=rows.data_ptr(), row_stride=4 * self.dim,
+                )  # fmt: skip
+                self.steps.read([op])
                 return torch.ones(keys.numel(), dtype=torch.bool, device="cpu")
             return self.steps.patiently(lambda: _native.get(self.table, keys, rows, with_state))
 
