@@ -28,6 +28,7 @@
 #include "frugal.h"
 #include "process/proc.h"
 #include "reference/reference.h"
+#include "support/never.h"
 #include "support/ok.h"
 
 namespace {
@@ -75,7 +76,7 @@ class Engine {
                   const std::function<void(frugal_config*)>& change = nullptr) {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.world_size = world_size;
-    config.timeout_ms = 20'000;
+    config.timeout_ms = kNeverMs;
     if (change) change(&config);
     EXPECT_OK(frugal_open(&config, &engine_));
   }

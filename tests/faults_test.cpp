@@ -20,6 +20,7 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "frugal.h"
+#include "support/never.h"
 #include "support/ok.h"
 
 namespace {
@@ -29,7 +30,7 @@ constexpr int64_t kWait = FRUGAL_TIMEOUT_DEFAULT;
 struct Engine {
   explicit Engine(const std::function<void(frugal_config*)>& change) {
     frugal_config config = FRUGAL_CONFIG_INIT;
-    config.timeout_ms = 10'000;
+    config.timeout_ms = kNeverMs;
     config.flush_mode = FRUGAL_FLUSH_AT_ONCE;
     // What the hook throws stays in the library.
     config.log = [](void*, int32_t, const char*) { throw std::runtime_error("from the hook"); };

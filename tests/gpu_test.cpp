@@ -24,6 +24,7 @@
 #include "oracle/device.h"
 #define FRUGAL_CONTROLLER std::getenv("FRUGAL_TEST_CONTROLLER")
 #include "process/controller.h"
+#include "support/never.h"
 #include "support/ok.h"
 
 namespace {
@@ -69,7 +70,7 @@ struct Engine {
   explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}, bool here = false) {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.world_size = world;
-    config.timeout_ms = 20'000;
+    config.timeout_ms = kNeverMs;
     if (change) change(&config);
     const std::string address = folder.address();
     if (Attached() && !here) {

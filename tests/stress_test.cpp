@@ -39,6 +39,7 @@
 
 #include "frugal.h"
 #include "oracle/random.h"
+#include "support/never.h"
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define FRUGAL_TEST_SANITIZED 1
@@ -280,7 +281,7 @@ Scene::Scene(uint64_t seed) : seed_(seed), random_(seed) {
   config_.staleness = random_.OneOf<uint64_t>({0, 0, 3, FRUGAL_STALENESS_ASYNC});
   config_.pending_bytes = random_.OneOf<uint64_t>({0, 4096, uint64_t{1} << 30});
   config_.backing = random_.Chance(0.2) ? FRUGAL_BACKING_SHM : FRUGAL_BACKING_PRIVATE;
-  config_.timeout_ms = 3'600'000;  // what waits that long hangs
+  config_.timeout_ms = kNeverMs;
   config_.seed = seed;
   cached_ = random_.OneOf({0.0, 0.5, 1.0});
   // In a few runs work is shared out in chunks, too.

@@ -25,6 +25,7 @@
 #include "base/heap.h"
 #include "base/os.h"
 #include "frugal.h"
+#include "support/never.h"
 #include "support/ok.h"
 
 namespace {
@@ -208,7 +209,7 @@ struct Trace {
 struct Engine {
   explicit Engine(const std::function<void(frugal_config*)>& change = nullptr) {
     frugal_config config = FRUGAL_CONFIG_INIT;
-    config.timeout_ms = 20'000;
+    config.timeout_ms = kNeverMs;
     if (change) change(&config);
     world = config.world_size;
     EXPECT_OK(frugal_open(&config, &handle));

@@ -30,6 +30,7 @@
 #include "frugal.h"
 #ifdef FRUGAL_CONTROLLER
 #include "controller.h"
+#include "support/never.h"
 #endif
 
 namespace {
@@ -118,7 +119,7 @@ frugal_trainer* Join(frugal_engine* e, uint32_t rank) {
 void Waits(frugal_engine* e) {
   frugal_table* table = Table(e);
   frugal_trainer *waits = Join(e, 0), *other = Join(e, 1);
-  for (frugal_trainer* t : {waits, other}) OK(frugal_step_begin(t, 0, 20000));
+  for (frugal_trainer* t : {waits, other}) OK(frugal_step_begin(t, 0, kNeverMs));
   OK(frugal_step_end(waits, 0, 0));
   EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(waits, 1, 100));
   const uint64_t key = 1;
@@ -130,7 +131,7 @@ void Waits(frugal_engine* e) {
   op.rows_out = row;
   EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_read(e, waits, &op, 1, 100));
   OK(frugal_step_end(other, 0, 0));
-  EXPECT_EQ(FRUGAL_OK, frugal_read(e, nullptr, &op, 1, 20000));
+  EXPECT_EQ(FRUGAL_OK, frugal_read(e, nullptr, &op, 1, kNeverMs));
 }
 
 TEST_F(Clock, TheTestsOwn) {
@@ -229,9 +230,9 @@ TEST_F(Clock, Attached) {
   const Folder folder;
   frugal_engine* e = nullptr;
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, Attach(folder.address(), 100, &e));
-  Host host(folder.address(), 20000);
+  Host host(folder.address(), kNeverMs);
   ASSERT_TRUE(host.serves());
-  OK(Attach(folder.address(), 20000, &e));
+  OK(Attach(folder.address(), kNeverMs, &e));
   Waits(e);
   OK(frugal_close(e));
 }
@@ -242,9 +243,9 @@ void SilentRank(const std::string& address, pid_t* silent) {
   if (*silent == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     frugal_engine* e = nullptr;
-    if (Attach(address, 20000, &e)) _exit(1);
+    if (Attach(address, kNeverMs, &e)) _exit(1);
     frugal_trainer* t = Join(e, 1);
-    if (!t || frugal_step_begin(t, 0, 20000)) _exit(2);
+    if (!t || frugal_step_begin(t, 0, kNeverMs)) _exit(2);
     raise(SIGSTOP);
     _exit(3);
   }
@@ -261,9 +262,9 @@ TEST_F(Clock, ASilentRank) {
   pid_t silent;
   ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &silent));
   frugal_engine* e = nullptr;
-  OK(Attach(folder.address(), 20000, &e));
+  OK(Attach(folder.address(), kNeverMs, &e));
   frugal_trainer* t = Join(e, 0);
-  OK(frugal_step_begin(t, 0, 20000));
+  OK(frugal_step_begin(t, 0, kNeverMs));
   OK(frugal_step_end(t, 0, 0));
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(t, 1, FRUGAL_TIMEOUT_INFINITE));
   kill(silent, SIGKILL);
@@ -281,9 +282,9 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   pid_t silent;
   ASSERT_NO_FATAL_FAILURE(SilentRank(folder.address(), &silent));
   frugal_engine *e = nullptr, *other = nullptr;
-  OK(Attach(folder.address(), 20000, &e));
+  OK(Attach(folder.address(), kNeverMs, &e));
   frugal_trainer* ranks[2] = {Join(e, 0)};
-  OK(frugal_step_begin(ranks[0], 0, 20000));
+  OK(frugal_step_begin(ranks[0], 0, kNeverMs));
   OK(frugal_step_end(ranks[0], 0, 0));
   g_steady->slow_since = static_cast<int64_t>(frugal::now_ns());
   EXPECT_EQ(FRUGAL_ERR_TIMEOUT, frugal_step_begin(ranks[0], 1, 1));  // it is waited for from now on
@@ -293,7 +294,7 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
   const uint64_t due = frugal::now_ns();
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(ranks[0], 1, 20));
   EXPECT_NE(Error().find("rank 1"), std::string::npos) << Error();
-  OK(Attach(folder.address(), 20000, &other));
+  OK(Attach(folder.address(), kNeverMs, &other));
   ranks[1] = Join(other, 1);
   for (uint64_t step = 0; step < 10; ++step) {
     for (frugal_trainer* t : ranks) OK(frugal_step_begin(t, step, 20));
@@ -309,7 +310,7 @@ TEST_F(Clock, OthersGoOnAtOnceWhenASilentRankIsLost) {
 // Calls of the control plane, and of the rings, whose controller does not answer.
 TEST_F(Clock, AStoppedController) {
   const Folder folder;
-  Host host(folder.address(), 20000);
+  Host host(folder.address(), kNeverMs);
   ASSERT_TRUE(host.serves());
   frugal_engine* e = nullptr;
   int32_t attached;

@@ -13,6 +13,7 @@
 
 #include "controller.h"
 #include "frugal.h"
+#include "support/never.h"
 
 namespace {
 
@@ -110,7 +111,7 @@ TEST(Fence, TrainerAndObserver) {
   std::vector<float> grads(keys.size() * kDim, 0.5f), before[3], after;
   for (size_t i = 0; i < keys.size(); ++i) keys[i] = i;
   auto step = [&](uint64_t s) {
-    OK(frugal_step_begin(trainer, s, 20000));
+    OK(frugal_step_begin(trainer, s, kNeverMs));
     for (frugal_table* table : tables) {
       frugal_op op = FRUGAL_OP_INIT;
       op.table = table;
@@ -122,7 +123,7 @@ TEST(Fence, TrainerAndObserver) {
     OK(frugal_step_end(trainer, s, 0));
   };
   step(0);
-  OK(frugal_flush(e, 20000));
+  OK(frugal_flush(e, kNeverMs));
   for (int i = 0; i < 3; ++i) Get(tables[i], &before[i]);
 
   // values and state of three tables, keys of one, flags of two, and the down regions of the process
@@ -157,7 +158,7 @@ TEST(Fence, TablesComeAndGo) {
   c.host_bytes = uint64_t{160} << 20;
   frugal_engine* e;
   OK(frugal_open(&c, &e));
-  std::vector<uint64_t> keys(20000);
+  std::vector<uint64_t> keys(kNeverMs);
   std::vector<float> rows(keys.size() * kDim, 1.0f);
   long low = 0;
   for (int round = 0; round < 6; ++round) {

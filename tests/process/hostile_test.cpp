@@ -42,6 +42,7 @@
 #include "process/lane.h"
 #include "process/protocol.h"
 #include "process/regions.h"
+#include "support/never.h"
 
 namespace {
 
@@ -53,7 +54,6 @@ using frugal::Piece;
 
 constexpr uint32_t kWorld = 3, kRank = 2;  // the enemy's
 constexpr int64_t kSilenceMs = 2000;       // where it is found out by that
-constexpr int64_t kNeverMs = 600000;       // where it has to be found out by what it does
 constexpr uint32_t kInVain = 2;            // calls of honest ranks that may, on a busy machine
 constexpr int kBoundMs = 60000;      // of what is waited for: a machine that has other things to do
 constexpr uint64_t kSteps = 20;      // of the job with each mode
@@ -158,7 +158,10 @@ struct Rank {
   }
   uint64_t Next() const {
     uint64_t committed = 0;
-    OK(frugal_committed_step(engine, &committed));
+    int status;  // a time-out is that of silence, and no fault of who has other things to do
+    while ((status = frugal_committed_step(engine, &committed)) == FRUGAL_ERR_TIMEOUT) {
+    }
+    Ok(status, "the last step that is committed");
     return committed == FRUGAL_NO_STEP ? 0 : committed + 1;
   }
   // All that is in the tables.

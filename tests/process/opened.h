@@ -7,6 +7,7 @@
 #include <string>
 
 #include "frugal.h"
+#include "support/never.h"
 #ifdef FRUGAL_CONTROLLER
 #include "controller.h"
 #endif
@@ -24,7 +25,7 @@ struct Opened {
   frugal_config Config(uint32_t world, bool attached) {
     frugal_config c = FRUGAL_CONFIG_INIT;
     c.world_size = world;
-    c.timeout_ms = 60000;
+    c.timeout_ms = kNeverMs;
 #ifdef FRUGAL_CONTROLLER
     address_ = folder_.address();
     if (attached && !controller_) {

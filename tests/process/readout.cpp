@@ -16,6 +16,7 @@
 #include "engine/ledger.h"
 #include "frugal.h"
 #include "process/server.h"
+#include "support/never.h"
 
 namespace {
 
@@ -64,7 +65,7 @@ struct Job {
     c.flush_mode = m.flush;
     c.flush_threads = m.threads;
     c.staleness = m.staleness;
-    c.timeout_ms = 60000;
+    c.timeout_ms = kNeverMs;
     if (int s = frugal_open(&c, &engine)) return s;
     constexpr int kOptimizers[kTables] = {FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_SGD, FRUGAL_ADAM};
     for (uint32_t i = 0; i < kTables; ++i) {
