@@ -337,22 +337,37 @@ void Engine::note_awaited(uint64_t step) {
   awaited_since_ = now_ns();
 }
 
+// A little less than the time-out: who waits for all of that began a moment before the gate was looked at.
+uint64_t Engine::silence_ns() const {
+  if (config_.timeout_ms < 0) return UINT64_MAX;
+  const uint64_t ms = static_cast<uint64_t>(config_.timeout_ms);
+  return ms > UINT64_MAX / 1000000 ? UINT64_MAX : (ms - std::min<uint64_t>(ms / 8, 100)) * 1000000;
+}
+
+uint64_t Engine::silence_look_ns() const { return std::clamp<uint64_t>(silence_ns() / 8, 10'000'000, kSliceNs); }
+
 // Ranks for which calls have waited as long as a call waits, and whose processes do not say anything: as
 // good as dead. Threads of this process are never taken for that.
-bool Engine::find_silent() {
-  if (config_.timeout_ms < 0) return false;
-  // A little less: who waits for the whole time-out began a moment before the gate was looked at.
-  const uint64_t ms = static_cast<uint64_t>(config_.timeout_ms), limit = (ms - std::min<uint64_t>(ms / 8, 100)) * 1000000;
+//
+// Where this process has stood still itself, as the whole machine may have, it cannot tell who was silent meanwhile:
+// all have the whole time again.
+bool Engine::find_silent(uint64_t* looked) {
+  const uint64_t limit = silence_ns();
+  if (limit == UINT64_MAX) return false;
   bool found = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    const uint64_t step = to_commit(), now = now_ns();
-    if (!silent_ || first_step_ == kNoStep || awaited_step_ != step || now - awaited_since_ < limit) return false;
+    const uint64_t step = to_commit(), now = now_ns(), last = std::exchange(*looked, now);
+    if (last != 0 && now - last > 3 * silence_look_ns()) went_on_ = now;
+    if (!silent_ || first_step_ == kNoStep || awaited_step_ != step) return false;
+    if (now - std::max(awaited_since_, went_on_) < limit) return false;
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       const TrainerRef& t = ranks_[r];
       if (!t || lost_[r] || t->closing.load() || !late(*t, step)) continue;
-      const uint64_t heard = t->heard.load();
-      if (heard == 0 || now < heard || now - heard < limit) continue;
+      uint64_t heard = t->heard.load();
+      if (heard == 0) continue;
+      heard = std::max(heard, went_on_);
+      if (now < heard || now - heard < limit) continue;
       // Inside a call it is the engine that takes its time.
       if (!t->call_mu.try_lock()) continue;
       t->call_mu.unlock();

@@ -5,6 +5,7 @@
 // session its own objects alone, but for the table and the batch that an op names, and the batch of cancel(): those
 // are looked at where they are used.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -113,6 +114,8 @@ std::shared_ptr<T> object_of(const void* handle) {
 struct Deadline {
   uint64_t at = 0;  // now_ns() value; UINT64_MAX: never
   bool passed() const { return at != UINT64_MAX && now_ns() >= at; }
+  // That, or in `ns` if it is earlier.
+  Deadline within(uint64_t ns) const { return {std::min(at, now_ns() + ns)}; }
 };
 
 class Session : public HeapObject, public std::enable_shared_from_this<Session> {

@@ -39,14 +39,15 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
 template <class Ready, class Help>
 Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
   bool found = false;
-  Status s = wait(
-      deadline, trainer,
-      [&] {
-        if (ready()) return true;
-        found = find_silent() || found;
-        return false;
-      },
-      help);
+  uint64_t looked = 0;
+  auto look = [&] {
+    if (ready()) return true;
+    found = find_silent(&looked) || found;
+    return false;
+  };
+  Status s;
+  do s = wait(deadline.within(silence_look_ns()), trainer, look, help);
+  while (s == FRUGAL_ERR_TIMEOUT && !deadline.passed());
   // As a rule that is at the end of the time-out. The abort that tells of it is on its way.
   if (s == FRUGAL_ERR_TIMEOUT && found && trainer)
     s = wait({now_ns() + kToldNs}, trainer, [] { return false; }, [] { return false; });

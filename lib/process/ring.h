@@ -32,7 +32,8 @@ constexpr size_t kMaxRing = size_t{1} << 30;
 constexpr uint64_t kRingOver = (uint64_t{1} << 62) + (uint64_t{1} << 31);
 
 // What the ends of rings to one peer share in a process: whether the peer is there, and the waits.
-// The times are values of now_ns(), UINT64_MAX is never.
+// The times are values of now_ns(), UINT64_MAX is never; for how long a wait's process has stood still, the wait takes
+// longer.
 class RingLink {
  public:
   // `peer` begins the messages, as in "the controller"; a string for ever.

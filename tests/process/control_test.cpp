@@ -1033,6 +1033,7 @@ TEST_F(Control, ALateControllerTakesWhatHasCome) {
     const pid_t controller = other("serve-briefly", &line);
     client = connected();
     kill(controller, SIGSTOP);
+    waitpid(controller, nullptr, WUNTRACED);
     std::thread goes_on([&] {
       usleep(2 * kBriefMs * 1000);
       kill(controller, SIGCONT);

@@ -1206,7 +1206,63 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_close(b));
 }
 
-// So is one whose calls all fail: it does not begin the step that was undone.
+// Where all stand still together, as with their machine, for longer than a process may be silent, nobody is taken for
+// lost: neither who computes in a step, nor the controller, nor who waits.
+TEST_F(Service, AJobThatStandsStill) {
+  struct Shared {
+    std::atomic<uint64_t> steps[2];
+    std::atomic<bool> over;
+  };
+  auto* shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(MAP_FAILED, static_cast<void*>(shared));
+  ControllerProgram controller(address());
+  const pid_t parent = getpid();
+  pid_t ranks[2];
+  for (uint32_t r : {0, 1}) {
+    ranks[r] = fork();
+    if (ranks[r] != 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(1);
+    frugal_engine* e = nullptr;
+    frugal_trainer* t = nullptr;
+    int status = Open(address(), &e, kSilenceMs);
+    if (status == FRUGAL_OK) status = Join(e, r, &t);
+    for (uint64_t s = 0; status == FRUGAL_OK; s = shared->steps[r]) {
+      while ((status = frugal_step_begin(t, s, FRUGAL_TIMEOUT_DEFAULT)) == FRUGAL_ERR_TIMEOUT) {
+      }
+      if (status == FRUGAL_OK && r == 1) usleep(500'000);
+      if (status == FRUGAL_OK) status = frugal_step_end(t, s, 0);
+      if (status == FRUGAL_OK) ++shared->steps[r];
+      if (shared->over) _exit(0);
+    }
+    std::fprintf(stderr, "rank %u: %s\n", r, Error().c_str());
+    _exit(2);
+  }
+  const auto ended = [&] { return waitpid(ranks[0], nullptr, WNOHANG) != 0 || waitpid(ranks[1], nullptr, WNOHANG) != 0; };
+  const auto comes_to = [&](uint64_t steps) {
+    while (shared->steps[0] < steps || shared->steps[1] < steps) {
+      if (ended()) return false;
+      usleep(1000);
+    }
+    return true;
+  };
+  ASSERT_TRUE(comes_to(2));
+  usleep(200'000);  // one computes now, as a rule, and one waits for it
+  for (pid_t p : {controller.pid(), ranks[0], ranks[1]}) EXPECT_EQ(0, kill(p, SIGSTOP));
+  usleep((kSilenceMs + 6000) * 1000);  // who waits for an answer gives the controller 5 s more
+  for (pid_t p : ranks) EXPECT_EQ(0, kill(p, SIGCONT));
+  usleep(100'000);
+  EXPECT_EQ(0, kill(controller.pid(), SIGCONT));
+  EXPECT_TRUE(comes_to(shared->steps[1] + 3));
+  shared->over = true;
+  for (pid_t p : ranks) {
+    kill(p, SIGKILL);
+    waitpid(p, nullptr, 0);
+  }
+  munmap(shared, sizeof(Shared));
+}
+
+// A trainer whose calls all fail is taken for lost as a silent one is: it does not begin the step that was undone.
 TEST_F(Service, TrainerWhoseCallsFail) {
   ControllerProgram controller(address());
   frugal_engine* engines[3];
