@@ -344,7 +344,7 @@ uint64_t Engine::silence_ns() const {
   return ms > UINT64_MAX / 1000000 ? UINT64_MAX : (ms - std::min<uint64_t>(ms / 8, 100)) * 1000000;
 }
 
-uint64_t Engine::silence_look_ns() const { return std::clamp<uint64_t>(silence_ns() / 8, 10'000'000, kSliceNs); }
+uint64_t Engine::silence_look_ns() const { return std::clamp<uint64_t>(silence_ns() / 8, 50'000'000, kSliceNs); }
 
 // Ranks for which calls have waited as long as a call waits, and whose processes do not say anything: as
 // good as dead. Threads of this process are never taken for that.
