@@ -1569,7 +1569,7 @@ TEST(Trainers, ClosingWakesAWaitingCall) {
   TrainStep(waits, 0, table, {1});
   std::atomic<int32_t> status{1};
   std::thread thread([&] { status = frugal_step_begin(waits, 1, kWait); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  while (Stats(engine).gate_waits == 0) std::this_thread::yield();
   EXPECT_EQ(status, 1);
   EXPECT_OK(frugal_trainer_close(waits));
   thread.join();
@@ -1585,7 +1585,7 @@ TEST(Trainers, ClosingTheEngineWakesWaitingCalls) {
   ASSERT_OK(frugal_step_begin(other, 0, kWait));
   std::atomic<int32_t> status{1};
   std::thread thread([&] { status = frugal_step_begin(waits, 1, FRUGAL_TIMEOUT_INFINITE); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  while (Stats(engine).gate_waits == 0) std::this_thread::yield();
   engine.Close();
   thread.join();
   EXPECT_EQ(status, FRUGAL_ERR_CLOSED);
@@ -1958,7 +1958,7 @@ TEST(Abort, WakesAWaitingGate) {
   ASSERT_OK(frugal_step_begin(b, 0, kWait));
   std::atomic<int32_t> status{1};
   std::thread thread([&] { status = frugal_step_begin(a, 1, FRUGAL_TIMEOUT_INFINITE); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  while (Stats(engine).gate_waits == 0) std::this_thread::yield();
   EXPECT_EQ(status, 1);
   ASSERT_OK(frugal_step_abort(b));
   thread.join();

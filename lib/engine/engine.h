@@ -508,8 +508,7 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void note_awaited(uint64_t step);  // with mu_ held: it is waited for that all ranks end it
-  // Was there one? `looked`: when the wait has looked the last time; 0: not yet.
-  bool find_silent(uint64_t* looked);
+  bool find_silent();                // was there one?
   uint64_t silence_ns() const;       // after which a process counts as silent; UINT64_MAX: never
   uint64_t silence_look_ns() const;  // so often it is looked whether one is
   Status undo(Trainer& by, Undo why);
@@ -589,7 +588,8 @@ class Engine final : public Session, private DataPath {
   Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
   std::function<void(const TrainerRef&)> silent_;
   uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // that all ranks end it
-  uint64_t went_on_ = 0;  // when a wait has last found that this process had stood still
+  // When somebody who waits has last looked, and has last found that nobody had for a while.
+  uint64_t looked_ = 0, went_on_ = 0;
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   std::atomic<uint64_t> first_step_{kNoStep}, committed_{kNoStep};  // changed with mu_ held
   Phase phase_;

@@ -349,16 +349,16 @@ uint64_t Engine::silence_look_ns() const { return std::clamp<uint64_t>(silence_n
 // Ranks for which calls have waited as long as a call waits, and whose processes do not say anything: as
 // good as dead. Threads of this process are never taken for that.
 //
-// Where this process has stood still itself, as the whole machine may have, it cannot tell who was silent meanwhile:
-// all have the whole time again.
-bool Engine::find_silent(uint64_t* looked) {
+// Who waits looks several times in so long a time, whether in one call or in many. Where nobody has, this process may
+// have stood still, with its whole machine, and cannot tell who was silent: all have the whole time again.
+bool Engine::find_silent() {
   const uint64_t limit = silence_ns();
   if (limit == UINT64_MAX) return false;
   bool found = false;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    const uint64_t step = to_commit(), now = now_ns(), last = std::exchange(*looked, now);
-    if (last != 0 && now - last > 3 * silence_look_ns()) went_on_ = now;
+    const uint64_t step = to_commit(), now = now_ns();
+    if (now - std::exchange(looked_, now) > 3 * silence_look_ns()) went_on_ = now;
     if (!silent_ || first_step_ == kNoStep || awaited_step_ != step) return false;
     if (now - std::max(awaited_since_, went_on_) < limit) return false;
     for (uint32_t r = 0; r < ranks_.size(); ++r) {

@@ -39,10 +39,9 @@ Status Engine::wait(Deadline deadline, Trainer* trainer, Ready ready, Help help)
 template <class Ready, class Help>
 Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help) {
   bool found = false;
-  uint64_t looked = 0;
   auto look = [&] {
     if (ready()) return true;
-    found = find_silent(&looked) || found;
+    found = find_silent() || found;
     return false;
   };
   Status s;

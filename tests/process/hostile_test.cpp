@@ -55,6 +55,7 @@ using frugal::Piece;
 constexpr uint32_t kWorld = 3, kRank = 2;  // the enemy's
 constexpr int64_t kSilenceMs = 2000;       // where it is found out by that
 constexpr uint32_t kInVain = 2;            // calls of honest ranks that may, on a busy machine
+constexpr uint32_t kRejoined = 3;          // that may be lost to one, in a whole job
 constexpr int kBoundMs = 60000;      // of what is waited for: a machine that has other things to do
 constexpr uint64_t kSteps = 20;      // of the job with each mode
 constexpr long kMostKib = 64 << 10;  // that the controller may have more
@@ -284,11 +285,18 @@ class Job {
       if (s == FRUGAL_OK) {
         ++step;
       } else if (Undone(s)) {
-        if (Error().find("rank 2") != std::string::npos) {
+        const std::string why = Error();
+        if (why.find("rank 2") != std::string::npos) {
           std::lock_guard<std::mutex> lock(mu_);
           ++losses_;
           lost_at_ = now_ns();
           cv_.notify_all();
+        } else if (s == FRUGAL_ERR_PEER_LOST) {
+          // On a busy machine it may have been too slow itself, or the controller.
+          if (++rejoined_ > kRejoined) Die(std::string(mode_name) + ": honest ranks are lost: " + why);
+          std::printf("%s: rank %u joins again: %s\n", mode_name, r.rank, why.c_str());
+          (void)frugal_trainer_close(r.trainer);
+          r.Join(r.rank);
         }
         step = r.Next();
       } else if (s == FRUGAL_ERR_TIMEOUT) {
@@ -308,7 +316,7 @@ class Job {
   std::condition_variable cv_;
   uint64_t limit_ = 0, lost_at_ = 0;
   uint32_t losses_ = 0;
-  std::atomic<uint32_t> in_vain_{0};
+  std::atomic<uint32_t> in_vain_{0}, rejoined_{0};
   bool over_ = false, undo_ = false;
 };
 
