@@ -63,7 +63,7 @@ void Engine::create_rows(Trainer& t, const Vector<Access>& accesses) {
   auto first_uncommitted = [&] {
     if (!stale()) return t.step;
     std::lock_guard<std::mutex> lock(mu_);
-    return to_commit();
+    return ranks_.to_commit();
   };
   for (const Access& a : accesses) {
     if (!a.table->any_key) continue;
@@ -97,7 +97,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
     while (s == FRUGAL_OK && table.window.force(slots, n, before)) {
       if (!waited) counters_.lookup_waits.fetch_add(1, std::memory_order_relaxed);
       waited = true;
-      const uint64_t base = to_commit();
+      const uint64_t base = ranks_.to_commit();
       s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
                [&] { return flush_rows(base); });
     }
@@ -153,7 +153,7 @@ Status Engine::LocalStep::begin(Use use) {
   FRUGAL_TRY(engine_.enter(t_));
   FRUGAL_TRY(engine_.inside(t_));
   if (span_) span_->step(t_.step);
-  if (use == Use::kPush) engine_.pushed_.store(t_.step + 1, std::memory_order_relaxed);
+  if (use == Use::kPush) engine_.ranks_.note_push(t_.step);
   if (use == Use::kLookup || use == Use::kPush) busy_.emplace(engine_.calls_);
   return FRUGAL_OK;
 }
@@ -204,7 +204,7 @@ Status Engine::LocalStep::end(bool) {
 }
 
 bool Engine::LocalStep::keeps_gradients() const {
-  return engine_.config_.world_size == 1 && !stale() && !engine_.caches_exist() && !engine_.ledger_;
+  return engine_.config_.world_size == 1 && !stale() && !engine_.ranks_.caches_exist() && !engine_.ledger_;
 }
 
 void Engine::LocalStep::count(Use use, const Counts& c) {
@@ -266,17 +266,10 @@ Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, s
   return t.gpu->wait_stream();
 }
 
-Status Engine::not_inside(const Trainer& t) const {  // with mu_ held
-  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
-    return fail(FRUGAL_ERR_PEER_LOST, "the process of rank %u is gone and the step undone: begin %s", lost,
-                step_again(to_commit()).c_str());
-  return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first", t.rank);
-}
-
 Status Engine::inside(const Trainer& t) {
   if (t.in_step.load(std::memory_order_relaxed)) return FRUGAL_OK;
   std::lock_guard<std::mutex> lock(mu_);
-  return not_inside(t);
+  return ranks_.not_inside(t);
 }
 
 }  // namespace frugal

@@ -102,7 +102,7 @@ Vector<PartRef> Engine::not_planned(const TrainerTable& of, const Vector<PartRef
 }
 
 bool Engine::plan_one() {
-  if (!caches_exist() || stale()) return false;
+  if (!ranks_.caches_exist() || stale()) return false;
   TrainerRef t;
   uint64_t step = 0;
   PartsByTable parts, pushed;
@@ -295,7 +295,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     backlog.swap(t.backlog);
     backlog_tables.swap(t.backlog_tables);
     tables = tables_;
-    if (to_commit() >= t.cache_from) declared_by(t, step, &parts);
+    if (ranks_.to_commit() >= t.cache_from) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches)
       if (of.planned != kNoStep && (of.planned != step || !as_planned(of.plan, parts[raw]))) cancel_plan(of);
   }
@@ -411,11 +411,11 @@ void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
 
 // No rank is inside a step, and none can begin one: the caches are ours.
 void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
-  if (!caches_exist()) return;
+  if (!ranks_.caches_exist()) return;
   Vector<TrainerRef> trainers;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    trainers = ranks_;
+    trainers.assign(ranks_.begin(), ranks_.end());
   }
   Vector<uint32_t> dropped;
   dropped.reserve(n);  // a row has one owner: from here on nothing wants memory

@@ -35,6 +35,7 @@
 #include "engine/op_check.h"
 #include "engine/pacing.h"
 #include "engine/phase.h"
+#include "engine/ranks.h"
 #include "engine/row_path.h"
 #include "engine/session.h"
 #include "engine/stats.h"
@@ -46,8 +47,6 @@
 #include "window/window.h"
 
 namespace frugal {
-
-struct Trainer;
 
 // Resolved keys, as a trainer in another process uses them.
 struct RemotePart {
@@ -64,30 +63,6 @@ struct RemotePart {
   const float* line_values = nullptr;  // of line 0; null: in memory of the trainer's device
 };
 
-// A boundary of the caches of a trainer whose lines are in device memory of another process: what is to be done
-// there (process/client_gpu.cpp does it). Lists are in the arena.
-struct RemoteBoundary {
-  struct Sums {
-    uint64_t place, bytes;
-  };
-  struct Update {
-    UpdateRef update;      // the process reads its sums
-    Vector<Sums> sums;     // of its ranks
-    Vector<Buffer> copies; // of those that are where other processes do not see them
-    Buffer lines, start, terms;  // LineUpdate
-    uint64_t count = 0, term_count = 0, now = 0;
-  };
-  struct OfTable {
-    TableRef table;
-    uint64_t lines = 0;    // that there are
-    Buffer admitted, to;
-    uint64_t count = 0;
-    Vector<Update> updates;
-  };
-  uint64_t number = 0;
-  Vector<OfTable> tables;
-};
-
 // The sums of a trainer in another process for one table in a step.
 struct RemotePush {
   TableRef table;
@@ -96,91 +71,10 @@ struct RemotePush {
   Buffer sums;
 };
 
-// What a trainer in another process has used of its step, and nobody has told the engine of yet.
-class UsedElsewhere {
- public:
-  virtual void tell() = 0;
-
- protected:
-  ~UsedElsewhere() = default;
-};
-
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
            prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
 };
-
-// Rows that a step has created, or of which it is the earliest one that has used them: with staleness ranks are in
-// different steps, and that one's undoing takes the row back. They bear its mark, and are not cached before its commit.
-struct CreatedRows {
-  TableRef table;
-  Vector<uint32_t> slots, earlier;
-};
-
-struct TrainerTable {
-  TableRef table;
-  std::unique_ptr<RowCache> host;      // on the cpu device
-  std::unique_ptr<DeviceLines> lines;  // on a GPU
-  std::unique_ptr<RowCache> elsewhere; // the index alone: the lines are another process's, on its GPU
-  uint64_t bytes = 0;                  // of the lines
-  RowCache* cache() const { return lines ? &lines->index : elsewhere ? elsewhere.get() : host.get(); }
-  // The index is what it will be after the boundary of step `planned`; the lines are not yet.
-  uint64_t planned = kNoStep;
-  CachePlan plan;
-  Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
-  void forget_plan() {
-    planned = kNoStep;
-    plan = {};
-    if (lines) lines->plan.reset();
-  }
-};
-
-struct Trainer : AnyTrainer {
-  uint64_t cache_bytes = 0;
-  double cache_ratio = 0;
-  // It is on a GPU of another process, which has the lines of its caches. Boundaries are numbered; up to which one
-  // that process has carried them out it tells when it begins a step. With call_mu held:
-  bool lines_elsewhere = false;
-  uint64_t boundaries = 0, boundaries_done = 0;
-  Vector<uint64_t> no_lines;     // tables for whose lines that device has no memory
-  RemoteBoundary boundary;
-  std::atomic<bool> reaped{false};   // its GPU (or its process's) has failed, and that is being seen to
-  std::atomic<bool> pinning{false};  // counts among the pinner's
-  // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
-  enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
-  std::atomic<uint32_t> pins{kPinned};
-  // Guarded by the engine's mu_ (its own calls may look at in_step without):
-  std::atomic<bool> in_step{false};
-  uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
-  uint64_t turned = kNoStep;     // its caches have passed the boundary of this step: the next can be planned
-  uint64_t planned = kNoStep;    // the boundary that has been planned last
-  bool planning = false;         // somebody does
-  bool plan_more = false;        // something was declared for the step that has been planned
-  std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
-  // Where else that is counted: in memory that the rank's own process sees. Or null.
-  std::atomic<std::atomic<uint32_t>*> told_elsewhere{nullptr};
-  std::mutex elsewhere_mu;  // before call_mu
-  UsedElsewhere* elsewhere = nullptr;
-  // When its process was last heard of (now_ns()); 0: a thread of this process.
-  std::atomic<uint64_t> heard{0};
-  std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
-  std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
-  Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
-  Vector<TableRef> backlog_tables;
-  // Guarded by call_mu (`caches` also by `planning`, and outside steps):
-  Vector<CreatedRows> created;
-  Map<const Table*, TrainerTable> caches;
-  std::atomic<bool> has_cache{false};
-  // Nothing is cached before this step is to be committed: steps before were begun while there was no cache. Set when
-  // it joins.
-  uint64_t cache_from = 0;
-  // Its share of the engine's counters, and the memory of its caches.
-  struct Counts {
-    std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0}, gate_wait_ns{0};
-    std::atomic<uint64_t> host_cache_bytes{0}, hbm_cache_bytes{0};
-  } counts;
-};
-using TrainerRef = std::shared_ptr<Trainer>;
 
 // What a thread works on that writes rows.
 struct Scratch : HeapObject, ApplyScratch {
@@ -311,7 +205,6 @@ class Engine final : public Session, private DataPath {
   Status op_table(const frugal_op& op, TableRef* out) const;
   // The table that another process knows by this handle.
   Status table_of(uint64_t handle, TableRef* out) const;
-  static String step_again(uint64_t next);
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
   TableRef find_table(const char* name);  // null: there is none
@@ -498,16 +391,10 @@ class Engine final : public Session, private DataPath {
   Status describe_boundary(const TrainerTable& of, RemoteBoundary::OfTable* out);
   Status describe_update(const UpdateRef& update, const LineUpdate& touched, size_t now, RemoteBoundary::OfTable* out);
   Status to_arena(const void* data, size_t bytes, Buffer* out);
-  Status give_up_lines(Trainer& t, uint64_t step);
-  uint32_t lost_rank() const;
-  static bool late(const Trainer& t, uint64_t step) {  // with mu_ held
-    return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
-  }
-  String late_ranks(uint64_t step) const;
+  Status give_up_lines(Trainer& t);
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
-  void note_awaited(uint64_t step);  // with mu_ held: it is waited for that all ranks end it
   bool find_silent();                // was there one?
   uint64_t silence_ns() const;       // after which a process counts as silent; UINT64_MAX: never
   uint64_t silence_look_ns() const;  // so often it is looked whether one is
@@ -516,27 +403,17 @@ class Engine final : public Session, private DataPath {
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
   Pacing::Measured measured() const;
-  bool caches_exist() const { return cache_count_.load(std::memory_order_relaxed) != 0; }
-  bool need_links() const { return pacing_.deferred() || caches_exist(); }
+  bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
-  // kNoStep: no step has begun. Without mu_ a commit may be about to move it on.
-  uint64_t to_commit() const {
-    const uint64_t last = committed_.load();
-    return last == kNoStep ? first_step_.load() : last + 1;
-  }
-  uint64_t soonest() const { return to_commit() == kNoStep ? 0 : to_commit(); }
   Status open_window(Table& table);
-  void start_steps(uint64_t first);
-  bool rank_has_cache(uint32_t rank) const;
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
-  bool ranks_inside(String* why);
   // --- access.cpp
   class CallHold;
   class LocalStep;
@@ -547,7 +424,6 @@ class Engine final : public Session, private DataPath {
   Status fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, uint64_t step,
                Deadline deadline);
   Status inside(const Trainer& t);
-  Status not_inside(const Trainer& t) const;
   // While a row is written by others, until the deadline, which begins with the first look.
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.
@@ -583,20 +459,11 @@ class Engine final : public Session, private DataPath {
   Vector<TableRef> tables_;
   size_t flush_at_ = 0;             // whose rows are looked at first
   uint32_t next_table_ = 0;         // number
-  Vector<TrainerRef> ranks_;        // null: nobody there
-  Vector<uint8_t> joined_;          // ever
-  Vector<uint8_t> lost_;            // its process is gone, and nobody has joined in its place
-  std::function<void(const TrainerRef&)> silent_;
-  uint64_t awaited_step_ = kNoStep, awaited_since_ = 0;  // that all ranks end it
-  // When somebody who waits has last looked, and has last found that nobody had for a while.
-  uint64_t looked_ = 0, went_on_ = 0;
+  Ranks ranks_;
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
-  std::atomic<uint64_t> first_step_{kNoStep}, committed_{kNoStep};  // changed with mu_ held
   Phase phase_;
   std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   uint64_t committing_bytes_ = 0;   // the committing thread's
-  std::atomic<uint64_t> begun_{0};  // 1 + the latest step that some rank has begun
-  std::atomic<uint64_t> pushed_{0};  // 1 + the step of the latest push
   TimedMutex outside_mu_;
   std::mutex abort_mu_;
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
@@ -612,7 +479,6 @@ class Engine final : public Session, private DataPath {
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   Scratches scratches_;
   std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
-  std::atomic<uint32_t> cache_count_{0};
   std::atomic<uint64_t> pending_bytes_{0};
   std::atomic<uint64_t> step_bytes_{0};  // sums of the last committed step
   // Gates write when more than this is pending: the budget, or less where a backlog of several steps

@@ -7,25 +7,9 @@
 
 namespace frugal {
 
-// Who has not ended a step: with mu_ held.
-String Engine::late_ranks(uint64_t step) const {
-  String who;
-  uint32_t more = 0;
-  for (uint32_t r = 0; r < ranks_.size(); ++r) {
-    const TrainerRef& t = ranks_[r];
-    if (!(t ? late(*t, step) : !joined_[r])) continue;
-    if (who.size() > 80)
-      ++more;
-    else
-      who += text("%s%u%s", who.empty() ? "" : ", ", r, joined_[r] ? "" : " (not joined)");
-  }
-  if (more) who += text(" and %u more", more);
-  return who;
-}
-
 // How far is it from the step to be committed?
 bool Engine::ranks_near(uint64_t step) const {
-  const uint64_t needed = to_commit();
+  const uint64_t needed = ranks_.to_commit();
   const bool near = config_.staleness >= step || step - config_.staleness <= needed;
   return near && (step <= needed || step - needed <= most_ahead());
 }
@@ -53,21 +37,21 @@ void Engine::list_gate() {
       [](const Pass&) { return String("an operation outside steps"); });
   add(WaitedFor::kAborting, [this](Pass&) { return phase_.may(Phase::kStep); },
       [](const Pass&) { return String("an abort"); });
-  gate_.add({0, [this](Pass&) { return lost_rank() == kNoRank; },
+  gate_.add({0, [this](Pass&) { return ranks_.lost() == kNoRank; },
              [this](const Pass&) {
                return text("somebody to join in place of rank %u, whose process is gone or "
                            "does not answer",
-                           lost_rank());
+                           ranks_.lost());
              },
              nullptr});
   add(WaitedFor::kRanks, [this](Pass& p) {
         const bool near = ranks_near(p.step);
-        if (!near) note_awaited(to_commit());
+        if (!near) ranks_.note_awaited(ranks_.to_commit());
         return near;
       },
       [this](const Pass&) {
-        return text("rank %s to end step %llu", late_ranks(to_commit()).c_str(),
-                    static_cast<unsigned long long>(to_commit()));
+        return text("rank %s to end step %llu", ranks_.late_ranks(ranks_.to_commit()).c_str(),
+                    static_cast<unsigned long long>(ranks_.to_commit()));
       });
   add(WaitedFor::kJobs, [this](Pass&) { return !workers_.applying(); },
       [](const Pass&) { return String("the updates of the last step to be applied"); },
@@ -75,7 +59,7 @@ void Engine::list_gate() {
   add(WaitedFor::kDeclared, [this](Pass& p) {
         // With unlimited staleness nothing is urgent, so links do not matter to a gate.
         const bool links = need_links() && config_.staleness < kRing;
-        p.declared = declarations_.unready(p.step, links ? to_commit() : kNoStep);
+        p.declared = declarations_.unready(p.step, links ? ranks_.to_commit() : kNoStep);
         return p.declared == kNoStep;
       },
       [](const Pass& p) {
@@ -133,7 +117,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
     gate_.open(&pass);
     // No PEER_LOST: that was told when the rank was lost, and who waits in slices is to go on
     // waiting. (An abort, which is for that, may be what the gate has met first.)
-    if (const uint32_t lost = lost_rank(); lost != kNoRank)
+    if (const uint32_t lost = ranks_.lost(); lost != kNoRank)
       return fail(s,
                   "step %llu waited for somebody to join in place of rank %u, whose process is "
                   "gone or does not answer; call again",

@@ -32,7 +32,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
       // The other one may only be on its way to be told the same.
       String why;
       std::lock_guard<std::mutex> lock(engine.mu_);
-      status_ = engine.ranks_inside(&why)
+      status_ = engine.ranks_.inside(&why)
                     ? busy(why)
                     : fail(FRUGAL_ERR_TIMEOUT, "waited for another operation outside steps; call again");
       return;
@@ -46,7 +46,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   };
   engine.workers_.settle(lock, settled);
   String why;
-  if ((engine.flying_.load() || engine.owed_.load()) && !engine.closed_.load() && !engine.ranks_inside(&why)) {
+  if ((engine.flying_.load() || engine.owed_.load()) && !engine.closed_.load() && !engine.ranks_.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
@@ -74,51 +74,14 @@ OutsideScope::~OutsideScope() {
   engine_.workers_.progress();
 }
 
-// Is some rank inside a step, or are ranks apart? With mu_ held.
-bool Engine::ranks_inside(String* why) {
-  uint64_t next = kNoStep;
-  for (const TrainerRef& t : ranks_) {
-    if (!t) continue;
-    if (t->in_step) {
-      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
-      return true;
-    }
-    if (next != kNoStep && t->next_step != kNoStep && t->next_step != next) {
-      *why = text("rank %u has ended step %llu, others have not", t->rank,
-                  static_cast<unsigned long long>(std::max(next, t->next_step) - 1));
-      return true;
-    }
-    next = t->next_step;
-  }
-  return false;
-}
-
 bool Engine::outside_allowed(String* why) {  // with mu_ held
-  uint64_t next = first_step_ == kNoStep ? kNoStep : to_commit();
-  const auto some_ended = [&](uint64_t step) {
-    const String late = late_ranks(step);
-    return late.empty() ? text("step %llu is not committed yet", static_cast<unsigned long long>(step))
-                        : text("step %llu is ended by some ranks, and not by rank %s",
-                               static_cast<unsigned long long>(step), late.c_str());
-  };
   // What a rank has ended counts after it has left, too.
   for (const auto& [step, record] : records_)
     if (!record.handovers.empty() || !record.created.empty() || record.skip) {
-      *why = some_ended(step);
+      *why = ranks_.some_ended(step);
       return false;
     }
-  for (const TrainerRef& t : ranks_) {
-    if (!t) continue;
-    if (t->in_step) {
-      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
-      return false;
-    }
-    if (t->next_step != kNoStep && next != kNoStep && t->next_step != next) {
-      *why = some_ended(t->next_step - 1);
-      return false;
-    }
-  }
-  return true;
+  return ranks_.between(why);
 }
 
 Status Engine::flush(Deadline deadline) {
@@ -331,8 +294,8 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       std::lock_guard<std::mutex> lock(mu_);
       // This rank may have been told of an abort that is still taking rows of others back.
       busy = !phase_.may(Phase::kRead);
-      const bool others = next != kNoStep && config_.staleness < next && to_commit() < next - config_.staleness;
-      if (others) note_awaited(to_commit());
+      const bool others = next != kNoStep && config_.staleness < next && ranks_.to_commit() < next - config_.staleness;
+      if (others) ranks_.note_awaited(ranks_.to_commit());
       if (busy || others) return false;
       if (!inside) {
         phase_.begin(Phase::kRead);

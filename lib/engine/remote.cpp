@@ -18,7 +18,7 @@ Status Engine::keep_ledger() {
   std::shared_ptr<Ledger> ledger;
   std::lock_guard<std::mutex> lock(mu_);
   if (ledger_) return FRUGAL_OK;
-  FRUGAL_TRY(Ledger::open(pool_, arena_, committed_, &ledger));
+  FRUGAL_TRY(Ledger::open(pool_, arena_, ranks_.committed(), &ledger));
   Vector<std::shared_ptr<TableLedger>> of(tables_.size());
   // A table does not go on telling a ledger that has come to nothing.
   struct Untell {
@@ -125,8 +125,7 @@ Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   std::lock_guard<std::mutex> lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
   // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and begins it anew.
-  t.in_step = false;
-  t.next_step = t.step;
+  ranks_.begin_again(t);
   return FRUGAL_OK;
 }
 
@@ -137,14 +136,13 @@ void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
 }
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
-Status Engine::give_up_lines(Trainer& t, uint64_t step) {
+Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches) forget_lines(of);
   for (auto& [raw, of] : t.caches)
     if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end()) of.elsewhere.reset();
   t.boundaries_done = t.boundaries;
   std::lock_guard<std::mutex> lock(mu_);
-  t.in_step = false;
-  t.next_step = step;
+  ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
   t.backlog.clear();
   t.backlog_tables.clear();
@@ -245,7 +243,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   FRUGAL_TRY(inside(t));
   Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
-  const bool for_kernels = pinner_->any() && caches_exist();
+  const bool for_kernels = pinner_->any() && ranks_.caches_exist();
   for (RemotePush& p : *pushes) {
     if (for_kernels && p.sums) {
       Buffer seen;
@@ -267,7 +265,7 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
     s.first.sums = std::move(p.sums);
   }
   t.pushes.swap(states);
-  pushed_.store(t.step + 1, std::memory_order_relaxed);
+  ranks_.note_push(t.step);
   return FRUGAL_OK;
 }
 
@@ -320,7 +318,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
     std::lock_guard<std::mutex> call(t->call_mu);  // a call of its that waits ends
     std::lock_guard<std::mutex> lock(mu_);
     if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
-    lost_[t->rank] = 1;
+    ranks_.lose(t->rank);
   }
   FRUGAL_TRY(undo(*t, Undo::kLost));
   return close_trainer(t);
@@ -328,13 +326,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
 
 void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
   std::lock_guard<std::mutex> lock(mu_);
-  silent_ = std::move(silent);
-}
-
-void Engine::note_awaited(uint64_t step) {
-  if (awaited_step_ == step) return;
-  awaited_step_ = step;
-  awaited_since_ = now_ns();
+  ranks_.on_silent(std::move(silent));
 }
 
 // A little less than the time-out: who waits for all of that began a moment before the gate was looked at.
@@ -347,46 +339,20 @@ uint64_t Engine::silence_ns() const {
 uint64_t Engine::silence_look_ns() const { return std::clamp<uint64_t>(silence_ns() / 8, 50'000'000, kSliceNs); }
 
 // Ranks for which calls have waited as long as a call waits, and whose processes do not say anything: as
-// good as dead. Threads of this process are never taken for that.
+// good as dead.
 //
 // Who waits looks several times in so long a time, whether in one call or in many. Where nobody has, this process may
 // have stood still, with its whole machine, and cannot tell who was silent: all have the whole time again.
 bool Engine::find_silent() {
   const uint64_t limit = silence_ns();
   if (limit == UINT64_MAX) return false;
-  bool found = false;
+  bool found;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    const uint64_t step = to_commit(), now = now_ns();
-    if (now - std::exchange(looked_, now) > 3 * silence_look_ns()) went_on_ = now;
-    if (!silent_ || first_step_ == kNoStep || awaited_step_ != step) return false;
-    if (now - std::max(awaited_since_, went_on_) < limit) return false;
-    for (uint32_t r = 0; r < ranks_.size(); ++r) {
-      const TrainerRef& t = ranks_[r];
-      if (!t || lost_[r] || t->closing.load() || !late(*t, step)) continue;
-      uint64_t heard = t->heard.load();
-      if (heard == 0) continue;
-      heard = std::max(heard, went_on_);
-      if (now < heard || now - heard < limit) continue;
-      // Inside a call it is the engine that takes its time.
-      if (!t->call_mu.try_lock()) continue;
-      t->call_mu.unlock();
-      silent_(t);
-      lost_[r] = 1;
-      t->lost_peer.store(r);  // what its own calls answer
-      t->closing.store(true);
-      found = true;
-    }
+    found = ranks_.find_silent(limit, 3 * silence_look_ns());
   }
   if (found) workers_.progress();
   return found;
-}
-
-// The first rank that is to be replaced; kNoRank if there is none. With mu_ held.
-uint32_t Engine::lost_rank() const {
-  for (uint32_t r = 0; r < lost_.size(); ++r)
-    if (lost_[r]) return r;
-  return kNoRank;
 }
 
 }  // namespace frugal

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "arith/fold.h"
-#include "base/assert.h"
 #include "base/handles.h"
 #include "base/insist.h"
 #include "device/pointers.h"
@@ -30,18 +29,13 @@ Status Engine::enter(Trainer& t, bool tells) {
   return FRUGAL_OK;
 }
 
-// What is to be begun after an undo; no number while no step has ever been begun.
-String Engine::step_again(uint64_t next) {
-  return next == kNoStep ? text("the first step") : text("step %llu again", static_cast<unsigned long long>(next));
-}
-
 Status Engine::aborted(Trainer& t) {
   if (t.undo_pending.load()) undo_local(t);
-  uint64_t next;
+  String again;
   {
     std::lock_guard<std::mutex> lock(mu_);
+    again = ranks_.step_again();
     t.abort_notice.fetch_sub(1);
-    next = to_commit();
   }
   if (t.heard.load()) t.heard.store(now_ns());  // it has the whole time-out to begin the step again
   t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
@@ -51,18 +45,12 @@ Status Engine::aborted(Trainer& t) {
     return fail(FRUGAL_ERR_PEER_LOST,
                 "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin %s, which "
                 "waits until somebody has joined as that rank",
-                lost, step_again(next).c_str());
+                lost, again.c_str());
   return fail(FRUGAL_ERR_STEP_ABORTED, "another rank aborted the step: it is undone on all ranks; begin %s",
-              step_again(next).c_str());
+              again.c_str());
 }
 
 // --- Beginning a step ----------------------------------------------------------------------------
-
-void Engine::start_steps(uint64_t first) {  // with mu_ held
-  first_step_ = first;
-  for (const TableRef& t : tables_)
-    if (t->window.opened()) t->window.set_base(first);
-}
 
 Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   Trainer& t = own(any);
@@ -78,21 +66,13 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   FRUGAL_TRY(check_step(step));
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (t.in_step)
-      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first",
-                  t.rank, static_cast<unsigned long long>(t.step));
-    uint64_t expected = t.next_step != kNoStep ? t.next_step : first_step_.load();
-    if (expected != kNoStep && step != expected)
-      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u must begin step %llu now, not %llu", t.rank,
-                  static_cast<unsigned long long>(expected),
-                  static_cast<unsigned long long>(step));
-    if (first_step_ == kNoStep) start_steps(step);
-    for (const TrainerRef& o : ranks_)
-      if (o && o.get() != &t && o->next_step != kNoStep &&
-          (o->in_step ? o->step < step : o->next_step < step)) {
-        counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
-        break;
-      }
+    FRUGAL_TRY(ranks_.may_begin(t, step));
+    if (ranks_.to_commit() == kNoStep) {
+      ranks_.start(step);
+      for (const TableRef& table : tables_)
+        if (table->window.opened()) table->window.set_base(step);
+    }
+    if (ranks_.others_behind(t, step)) counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   if (t.has_cache.load()) end_planning(t);
@@ -120,11 +100,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
             t.parts.push_back(std::move(p));
           });
         }
-        t.in_step = true;
-        t.step = step;
-        t.next_step = step + 1;
-        t.lost_peer.store(kNoRank);
-        if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
+        ranks_.begin(t, step);
         if (t.boundaries_done == t.boundaries) break;
         again = true;
       }
@@ -132,7 +108,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     // Lines in another process are not what the index says: rows are read in host memory, where the gate has not
     // seen to those.
     if (again) {
-      FRUGAL_TRY(give_up_lines(t, step));
+      FRUGAL_TRY(give_up_lines(t));
       continue;
     }
     // A gate that is open at once asks neither after the trainer nor after the engine: who closes
@@ -157,8 +133,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       t.backlog.clear();
       t.backlog_tables.clear();
       if (t.gpu || t.lines_elsewhere) {
-        t.in_step = false;
-        t.next_step = step;
+        ranks_.begin_again(t);
         return s;
       }
     }
@@ -170,12 +145,8 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       std::lock_guard<std::mutex> lock(mu_);
       // After an abort, of which this rank is not told yet, all begin the step again: it may be
       // declared for meanwhile, and what is staged must have passed the gates.
-      if (step == to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
-        schedule = true;
-        for (uint32_t r = 0; r < ranks_.size(); ++r) {
-          const TrainerRef& o = ranks_[r];
-          if (o ? (o->next_step == kNoStep || o->next_step <= step) : !joined_[r]) schedule = false;
-        }
+      if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
+        schedule = ranks_.all_begun(step);
         if (schedule) records_[step].prepare_scheduled = true;
       }
     } catch (const std::bad_alloc&) {
@@ -201,7 +172,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     {
       std::lock_guard<std::mutex> lock(mu_);
-      if (!t.in_step) return not_inside(t);
+      if (!t.in_step) return ranks_.not_inside(t);
       if (t.step != step)
         return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that",
                     t.rank, static_cast<unsigned long long>(t.step),
@@ -296,21 +267,14 @@ Status Engine::commit_ready() {
 Status Engine::commit_owed() { return owed_.load() ? commit_ready() : FRUGAL_OK; }
 
 bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
-  if (first_step_ == kNoStep || phase_.is(Phase::kAbort) || closed_.load() || health() != FRUGAL_OK) return false;
-  uint64_t step = to_commit();
+  const uint64_t step = ranks_.to_commit();
+  if (step == kNoStep || phase_.is(Phase::kAbort) || closed_.load() || health() != FRUGAL_OK) return false;
+  bool present;
+  if (!ranks_.ended(step, &present)) return false;
   auto at = records_.find(step);
-  bool ended = false;
-  for (uint32_t r = 0; r < ranks_.size(); ++r) {
-    if (!joined_[r]) return false;
-    const TrainerRef& t = ranks_[r];
-    if (!t) continue;
-    if (t->next_step == kNoStep || t->next_step <= step || (t->in_step && t->step <= step))
-      return false;
-    ended = true;
-  }
   // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It may be
   // empty: later ones wait behind it, and rows may be staged for it.
-  if (!ended && at == records_.end()) return false;
+  if (!present && at == records_.end()) return false;
   bool begun = false;
   try {
     if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
@@ -381,8 +345,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     settle_young(step, record);
     for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
     lock.lock();
-    FRUGAL_ASSERT(committed_ == kNoStep || step == committed_ + 1);
-    committed_ = step;
+    ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
     for (const TableRef& table : tables_)
       if (table->window.opened() && table->window.base() <= step) table->window.commit(nullptr, step);
@@ -509,11 +472,7 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
     std::lock_guard<std::mutex> lock(mu_);
     update->scalars = arith::step_scalars(optimizer_at(*table, step), step, config_.world_size,
                                           table->config.nan_policy, table->rows.layout().dim);
-    for (const TrainerRef& t : ranks_)
-      if (t && t->has_cache.load()) {
-        t->backlog.reserve(t->backlog.size() + record.commits.size());
-        t->backlog_tables.reserve(t->backlog.size() + record.commits.size());
-      }
+    ranks_.expect_backlog(record.commits.size());
   }
   Vector<uint64_t> bounds;
   if (!deferred) {
@@ -563,14 +522,9 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
 
 void Engine::publish_commit(uint64_t step, const StepRecord& record, Commit& commit) {
   Window& window = commit.table->window;
-  if (commit.update && caches_exist()) {
+  if (commit.update && ranks_.caches_exist()) {
     std::lock_guard<std::mutex> lock(mu_);
-    for (const TrainerRef& t : ranks_)
-      // (Who has joined since there was room made has no lines.)
-      if (t && t->has_cache.load() && t->backlog.size() < std::min(t->backlog.capacity(), t->backlog_tables.capacity())) {
-        t->backlog.push_back(commit.update);
-        t->backlog_tables.push_back(commit.table);
-      }
+    ranks_.add_backlog(commit.update, commit.table);
   }
   Timed timed(counters_.entry_ns, commit.staged);
   if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
@@ -625,7 +579,7 @@ Status Engine::abort_call(AnyTrainer& any) {
     std::lock_guard<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     std::lock_guard<std::mutex> lock(mu_);
-    if (!t.in_step) return not_inside(t);
+    if (!t.in_step) return ranks_.not_inside(t);
   }
   return undo(t, Undo::kCall);
 }
@@ -638,9 +592,7 @@ void Engine::undo_local(Trainer& t) {
   t.pushes.clear();
   {
     std::lock_guard<std::mutex> lock(mu_);
-    t.in_step = false;
-    t.turned = kNoStep;
-    if (t.next_step != kNoStep) t.next_step = to_commit();
+    ranks_.undo(t);
   }
   t.undo_pending.store(false);
 }
@@ -757,7 +709,7 @@ Status Engine::undo(Trainer& by, Undo why) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     phase_.end(Phase::kAbort);
-    begun_.store(committed_ == kNoStep ? 0 : committed_ + 1);
+    ranks_.undone();
   }
   counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
   workers_.progress();

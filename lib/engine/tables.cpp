@@ -18,17 +18,15 @@ Engine::Engine(const frugal_config& config)
     : Session(config),
       pacing_(config, cpu_count()),
       workers_(config.flush_threads,
-               {[this] { return pacing_.resting() && !caches_exist(); },
+               {[this] { return pacing_.resting() && !ranks_.caches_exist(); },
                 [this] { return calls_first(); },
                 [this] { log(0, "a background thread failed"); }},
-               &trace_) {
+               &trace_),
+      ranks_(config.world_size) {
   budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
-  ranks_.resize(config.world_size);
-  joined_.resize(config.world_size, 0);
-  lost_.resize(config.world_size, 0);
   undone_.reserve(config.world_size);
   scratches_.open(config.world_size);
   pinned_.pin_with(pinner_);
@@ -152,7 +150,7 @@ void Engine::shutdown() {
     TrainerRef t;
     {
       std::lock_guard<std::mutex> lock(mu_);
-      t.swap(ranks_[r]);
+      t = ranks_.take(r);
     }
     if (t) {
       t->closing.store(true);
@@ -186,7 +184,7 @@ Status Engine::committed(uint64_t* step) {
     // What cannot be committed now is not.
   }
   std::lock_guard<std::mutex> lock(mu_);
-  *step = committed_;
+  *step = ranks_.committed();
   return FRUGAL_OK;
 }
 
@@ -375,11 +373,12 @@ frugal_optimizer Engine::optimizer_at(const Table& table, uint64_t step) const {
 }
 
 Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
-  if (committed_ != kNoStep && first_step <= committed_)
+  const uint64_t committed = ranks_.committed();
+  if (committed != kNoStep && first_step <= committed)
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
-                static_cast<unsigned long long>(committed_ + 1));
-  if ((phase_.is(Phase::kCommit) || owed_.load()) && first_step <= to_commit())
+                static_cast<unsigned long long>(committed + 1));
+  if ((phase_.is(Phase::kCommit) || owed_.load()) && first_step <= ranks_.to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;
@@ -423,8 +422,8 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                         std::memcmp(&accumulator, &was.initial_accumulator, sizeof accumulator) == 0;
       if (same && !renew) {
         // What held before the last committed step is of no use any more.
-        if (committed_ != kNoStep) {
-          auto now = table.schedule.upper_bound(committed_ + 1);
+        if (ranks_.committed() != kNoStep) {
+          auto now = table.schedule.upper_bound(ranks_.to_commit());
           if (now != table.schedule.begin())
             table.schedule.erase(table.schedule.begin(), std::prev(now));
         }
@@ -507,7 +506,7 @@ Status Engine::open_window(Table& table) {
   c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
   // Under mu_, so that no commit moves the base on between.
   std::lock_guard<std::mutex> lock(mu_);
-  return table.window.open(c, first_step_ == kNoStep ? 0 : to_commit());
+  return table.window.open(c, ranks_.soonest());
 }
 
 Status Engine::stats(frugal_stats* out) {

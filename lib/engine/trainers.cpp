@@ -51,35 +51,23 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   std::unique_lock<std::mutex> lock(mu_);
   // Who was here before comes back between steps, so that it misses none. Nothing is decided before
   // this wait: another thread may take the rank meanwhile.
-  if (joined_[config.rank] && !ranks_[config.rank])
+  if (ranks_.joined(config.rank) && !ranks_[config.rank])
     workers_.settle(lock, [&] { return phase_.may(Phase::kJoin) || closed_.load(); });
   if (closed_.load()) return engine_closed();
   if (ranks_[config.rank])
     return fail(FRUGAL_ERR_EXISTS, "rank %u has a trainer already; close it first", config.rank);
-  if (joined_[config.rank]) {
+  if (ranks_.joined(config.rank)) {
     String why;
     if (!outside_allowed(&why))
       return fail(FRUGAL_ERR_BUSY, "rank %u can join again between steps only: %s", config.rank,
                   why.c_str());
   }
-  t->next_step = first_step_ == kNoStep ? kNoStep : to_commit();
+  t->next_step = ranks_.to_commit();
   t->has_cache.store(cached);
   t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
-  ranks_[config.rank] = t;
   declarations_.joined(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
-  joined_[config.rank] = 1;
-  lost_[config.rank] = 0;
-  if (cached) {
-    // Declarations of steps that were begun before the first cache came may not be linked: that holds for the
-    // caches that come after it, too, and for steps that were ended by ranks that have left.
-    // And what was pushed in them before the first GPU came is memory that no device sees.
-    const bool first = cache_count_.fetch_add(1) == 0 || t->gpu;
-    if (first && !records_.empty()) t->cache_from = records_.rbegin()->first + 1;
-    for (const TrainerRef& o : ranks_)
-      if (o && o != t && o->next_step != kNoStep)
-        t->cache_from = std::max(t->cache_from, first ? o->next_step : o->cache_from);
-  }
+  ranks_.join(t, records_.empty() ? 0 : records_.rbegin()->first + 1);
   workers_.progress();
   joining.t = nullptr;
   lock.unlock();
@@ -154,12 +142,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   for (auto& [raw, of] : caches) forget_lines(of);
   {
     std::lock_guard<std::mutex> lock(mu_);
-    ranks_[t->rank].reset();
-    // Not as if it had left: nobody goes on without it.
-    if (lost_[t->rank]) joined_[t->rank] = 0;
-    if (t->has_cache.load()) cache_count_.fetch_sub(1);
-    t->backlog.clear();
-    t->backlog_tables.clear();
+    ranks_.leave(*t);
     workers_.progress();
   }
   call.unlock();
@@ -233,7 +216,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       if (table->dropped.load())
         return fail(FRUGAL_ERR_BAD_HANDLE, "table '%s' was dropped: declare without it",
                     table->name.c_str());
-    uint64_t at = t.next_step != kNoStep ? t.next_step : first_step_.load();
+    uint64_t at = t.next_step != kNoStep ? t.next_step : ranks_.to_commit();
     uint64_t lookahead = config_.lookahead;
     if (at != kNoStep) {
       // Inside step s the next is s + 1, but the window is that of s.

@@ -71,11 +71,11 @@ void Engine::list_work() {
   });
   add(Urgency::kSoon, [this] { return workers_.help(false); });
   add(Urgency::kSoon, [this] { return pin_one(); });
-  add(Urgency::kSoon, [this] { return flush_rows(soonest()); });
-  add(Urgency::kSoon, [=, this] { return declared(soonest() + kSoon); });
+  add(Urgency::kSoon, [this] { return flush_rows(ranks_.soonest()); });
+  add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
   add(Urgency::kSoon, [this] { return prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
-  add(Urgency::kIdle, [this] { return flush_rows(soonest() + 1); });
+  add(Urgency::kIdle, [this] { return flush_rows(ranks_.soonest() + 1); });
   add(Urgency::kIdle, [this] {
     const uint64_t pending = pending_bytes_.load(std::memory_order_relaxed);
     return pending > pending_limit() / 2 && flush_rows(UINT64_MAX);
@@ -140,7 +140,7 @@ bool Engine::flush_rows(uint64_t step) {
 
 void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
   Timed timed(counters_.apply_ns);
-  uint64_t begun = begun_.load(std::memory_order_relaxed), deferred = 0;
+  uint64_t begun = ranks_.begun(), deferred = 0;
   for (const Claim::Run& run : claim.runs) {
     const StepUpdate& u = *run.update;
     const uint32_t* rows = claim.rows.data() + run.begin;
@@ -191,13 +191,8 @@ bool Engine::resolve_one(uint64_t up_to) {
   return true;
 }
 
-bool Engine::rank_has_cache(uint32_t rank) const {
-  const TrainerRef& t = ranks_[rank];
-  return t && t->has_cache.load(std::memory_order_relaxed);
-}
-
 bool Engine::link_one(uint64_t up_to, bool worker) {
-  const uint64_t base = to_commit();
+  const uint64_t base = ranks_.to_commit();
   if (base == kNoStep) return false;
   Declarations::Item item;
   const uint64_t end = std::min(base + Window::kHorizon, up_to == UINT64_MAX ? up_to : up_to + 1);
@@ -205,9 +200,9 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   bool owned = false;
-  if (caches_exist()) {
+  if (ranks_.caches_exist()) {
     std::lock_guard<std::mutex> lock(mu_);
-    owned = rank_has_cache(part->rank);
+    owned = ranks_.has_cache(part->rank);
   }
   TraceSpan span(trace_, SpanKind::kLink);
   span.step(part->step).rank(part->rank).table(table->number).count(part->distinct);
@@ -246,8 +241,8 @@ bool Engine::prepare_one() {
   UpdateRef update;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    if (first_step_ == kNoStep || !phase_.may(Phase::kStage)) return false;
-    uint64_t step = to_commit();
+    const uint64_t step = ranks_.to_commit();
+    if (step == kNoStep || !phase_.may(Phase::kStage)) return false;
     auto at = records_.find(step);
     if (at == records_.end() || !at->second.prepare_scheduled) return false;
     record = &at->second;
@@ -346,8 +341,8 @@ void Engine::add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t
 // again, for as long as a step usually takes.
 Workers::Did Engine::warm_one() {
   using Did = Workers::Did;
-  const uint64_t next = begun_.load();
-  if (!pacing_.deferred() || pushed_.load(std::memory_order_relaxed) == next)
+  const uint64_t next = ranks_.begun();
+  if (!pacing_.deferred() || ranks_.pushed() == next)
     return Did::kNothing;
   Declarations::Item item;
   std::shared_ptr<SoonRows> soon;

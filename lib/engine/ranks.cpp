@@ -1,0 +1,212 @@
+#include "engine/ranks.h"
+
+#include "base/os.h"
+
+namespace frugal {
+
+// --- Coming and going ----------------------------------------------------------------------------
+
+void Ranks::join(const TrainerRef& t, uint64_t recorded) {
+  if (t->has_cache.load()) {
+    // Declarations of steps that were begun before the first cache came may not be linked: that
+    // holds for the caches that come after it, too, and for steps that were ended by ranks that
+    // have left. And what was pushed in them before the first GPU came is memory that no device
+    // sees.
+    const bool first = caches_.fetch_add(1) == 0 || t->gpu;
+    if (first) t->cache_from = std::max(t->cache_from, recorded);
+    for (const TrainerRef& o : trainers_)
+      if (o && o->next_step != kNoStep)
+        t->cache_from = std::max(t->cache_from, first ? o->next_step : o->cache_from);
+  }
+  trainers_[t->rank] = t;
+  joined_[t->rank] = 1;
+  lost_[t->rank] = 0;
+}
+
+void Ranks::leave(Trainer& t) {
+  // Not as if it had left: nobody goes on without it.
+  if (lost_[t.rank]) joined_[t.rank] = 0;
+  if (t.has_cache.load()) caches_.fetch_sub(1);
+  t.backlog.clear();
+  t.backlog_tables.clear();
+  trainers_[t.rank].reset();
+}
+
+uint32_t Ranks::lost() const {
+  const auto at = std::find(lost_.begin(), lost_.end(), 1);
+  return at == lost_.end() ? kNoRank : static_cast<uint32_t>(at - lost_.begin());
+}
+
+void Ranks::note_awaited(uint64_t step) {
+  if (awaited_step_ == step) return;
+  awaited_step_ = step;
+  awaited_since_ = now_ns();
+}
+
+// Threads of this process are never taken for dead.
+bool Ranks::find_silent(uint64_t limit, uint64_t gap) {
+  const uint64_t step = to_commit(), now = now_ns();
+  if (now - std::exchange(looked_, now) > gap) went_on_ = now;
+  if (!silent_ || step == kNoStep || awaited_step_ != step) return false;
+  if (now - std::max(awaited_since_, went_on_) < limit) return false;
+  bool found = false;
+  for (const TrainerRef& t : trainers_) {
+    if (!t || lost_[t->rank] || t->closing.load() || !late(*t, step)) continue;
+    if (t->heard.load() == 0) continue;
+    const uint64_t heard = std::max(t->heard.load(), went_on_);
+    if (now < heard || now - heard < limit) continue;
+    // Inside a call it is the engine that takes its time.
+    if (!t->call_mu.try_lock()) continue;
+    t->call_mu.unlock();
+    silent_(t);
+    lose(t->rank);
+    t->lost_peer.store(t->rank);  // what its own calls answer
+    t->closing.store(true);
+    found = true;
+  }
+  return found;
+}
+
+// --- A rank's steps ------------------------------------------------------------------------------
+
+Status Ranks::may_begin(const Trainer& t, uint64_t step) const {
+  if (t.in_step)
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu: end or abort it first", t.rank,
+                static_cast<unsigned long long>(t.step));
+  const uint64_t expected = t.next_step != kNoStep ? t.next_step : to_commit();
+  if (expected != kNoStep && step != expected)
+    return fail(FRUGAL_ERR_STEP_ORDER, "rank %u must begin step %llu now, not %llu", t.rank,
+                static_cast<unsigned long long>(expected), static_cast<unsigned long long>(step));
+  return FRUGAL_OK;
+}
+
+void Ranks::begin(Trainer& t, uint64_t step) {
+  t.in_step = true;
+  t.step = step;
+  t.next_step = step + 1;
+  t.lost_peer.store(kNoRank);
+  if (begun_.load(std::memory_order_relaxed) < step + 1) begun_.store(step + 1);
+}
+
+void Ranks::undo(Trainer& t) const {
+  t.in_step = false;
+  t.turned = kNoStep;
+  if (t.next_step != kNoStep) t.next_step = to_commit();
+}
+
+String Ranks::step_again() const {
+  const uint64_t next = to_commit();
+  return next == kNoStep ? text("the first step")
+                         : text("step %llu again", static_cast<unsigned long long>(next));
+}
+
+Status Ranks::not_inside(const Trainer& t) const {
+  if (uint32_t lost = t.lost_peer.load(); lost != kNoRank)
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the process of rank %u is gone and the step undone: begin %s",
+                lost, step_again().c_str());
+  return fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first",
+              t.rank);
+}
+
+// --- Who has come how far ------------------------------------------------------------------------
+
+String Ranks::late_ranks(uint64_t step) const {
+  String who;
+  uint32_t more = 0;
+  for (uint32_t r = 0; r < size(); ++r) {
+    if (!late(r, step)) continue;
+    if (who.size() > 80)
+      ++more;
+    else
+      who += text("%s%u%s", who.empty() ? "" : ", ", r, joined(r) ? "" : " (not joined)");
+  }
+  if (more) who += text(" and %u more", more);
+  return who;
+}
+
+bool Ranks::ended(uint64_t step, bool* present) const {
+  *present = false;
+  for (uint32_t r = 0; r < size(); ++r) {
+    if (late(r, step)) return false;
+    *present |= trainers_[r] != nullptr;
+  }
+  return true;
+}
+
+bool Ranks::all_begun(uint64_t step) const {
+  for (uint32_t r = 0; r < size(); ++r) {
+    const TrainerRef& t = trainers_[r];
+    if (t ? t->next_step == kNoStep || t->next_step <= step : !joined(r)) return false;
+  }
+  return true;
+}
+
+bool Ranks::others_behind(const Trainer& t, uint64_t step) const {
+  return step != 0 && std::any_of(begin(), end(), [&](const TrainerRef& o) {
+           return o && o.get() != &t && o->next_step != kNoStep && late(*o, step - 1);
+         });
+}
+
+bool Ranks::inside(String* why) const {
+  uint64_t next = kNoStep;
+  for (const TrainerRef& t : trainers_) {
+    if (!t) continue;
+    if (t->in_step) {
+      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
+      return true;
+    }
+    if (next != kNoStep && t->next_step != kNoStep && t->next_step != next) {
+      *why = text("rank %u has ended step %llu, others have not", t->rank,
+                  static_cast<unsigned long long>(std::max(next, t->next_step) - 1));
+      return true;
+    }
+    next = t->next_step;
+  }
+  return false;
+}
+
+String Ranks::some_ended(uint64_t step) const {
+  const String who = late_ranks(step);
+  return who.empty() ? text("step %llu is not committed yet", static_cast<unsigned long long>(step))
+                     : text("step %llu is ended by some ranks, and not by rank %s",
+                            static_cast<unsigned long long>(step), who.c_str());
+}
+
+bool Ranks::between(String* why) const {
+  const uint64_t next = to_commit();
+  for (const TrainerRef& t : trainers_) {
+    if (!t) continue;
+    if (t->in_step) {
+      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
+      return false;
+    }
+    if (t->next_step != kNoStep && next != kNoStep && t->next_step != next) {
+      *why = some_ended(t->next_step - 1);
+      return false;
+    }
+  }
+  return true;
+}
+
+// --- Caches --------------------------------------------------------------------------------------
+
+void Ranks::expect_backlog(size_t n) {
+  for (const TrainerRef& t : trainers_)
+    if (t && t->has_cache.load()) {
+      t->backlog.reserve(t->backlog.size() + n);
+      t->backlog_tables.reserve(t->backlog.size() + n);
+    }
+}
+
+void Ranks::add_backlog(const UpdateRef& update, const TableRef& table) {
+  for (const TrainerRef& t : trainers_)
+    // (Who has joined since there was room made has no lines.)
+    if (t && t->has_cache.load() &&
+        t->backlog.size() < std::min(t->backlog.capacity(), t->backlog_tables.capacity())) {
+      t->backlog.push_back(update);
+      t->backlog_tables.push_back(table);
+    }
+}
+
+}  // namespace frugal

@@ -1,0 +1,248 @@
+// Which steps ranks may begin, who has ended which, who is missed, and what that says.
+#include "engine/ranks.h"
+
+#include <thread>
+#include <vector>
+
+#include "support/inside.h"
+
+namespace frugal {
+namespace {
+
+struct RanksTest : testing::Test {
+  Ranks ranks{3};
+  TrainerRef join(uint32_t rank, bool cached = false, uint64_t recorded = 0) {
+    TrainerRef t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
+    t->rank = rank;
+    t->has_cache.store(cached);
+    t->next_step = ranks.to_commit();
+    ranks.join(t, recorded);
+    return t;
+  }
+  void begin(const TrainerRef& t, uint64_t step) {
+    ASSERT_OK(ranks.may_begin(*t, step));
+    if (ranks.to_commit() == kNoStep) ranks.start(step);
+    ranks.begin(*t, step);
+  }
+  static void end(const TrainerRef& t) { t->in_step = false; }
+  bool ended(uint64_t step) {
+    present = false;
+    return ranks.ended(step, &present);
+  }
+  bool present = false;
+  String why;
+};
+
+TEST_F(RanksTest, TheFirstStepIsAnyAndTheSameForAll) {
+  const TrainerRef a = join(0), b = join(1);
+  EXPECT_EQ(ranks.to_commit(), kNoStep);
+  EXPECT_EQ(ranks.soonest(), 0u);
+  EXPECT_EQ(ranks.step_again(), "the first step");
+  ASSERT_OK(ranks.may_begin(*b, 7));
+  begin(a, 40);
+  EXPECT_EQ(ranks.to_commit(), 40u);
+  EXPECT_EQ(ranks.committed(), kNoStep);
+  EXPECT_EQ(ranks.begun(), 41u);
+  EXPECT_EQ(ranks.may_begin(*b, 7), FRUGAL_ERR_STEP_ORDER);
+  EXPECT_EQ(LastMessage(), "rank 1 must begin step 40 now, not 7");
+  EXPECT_EQ(ranks.may_begin(*a, 41), FRUGAL_ERR_STEP_ORDER);
+  EXPECT_EQ(LastMessage(), "rank 0 is inside step 40: end or abort it first");
+  begin(b, 40);
+  end(b);
+  EXPECT_EQ(ranks.may_begin(*b, 40), FRUGAL_ERR_STEP_ORDER);
+  ASSERT_OK(ranks.may_begin(*b, 41));
+}
+
+TEST_F(RanksTest, AStepIsEndedWhenAllHaveJoinedAndNobodyIsLate) {
+  const TrainerRef a = join(0), b = join(1);
+  begin(a, 0);
+  EXPECT_FALSE(ended(0));
+  end(a);
+  begin(b, 0);
+  end(b);
+  EXPECT_FALSE(ended(0)) << "rank 2 has not joined";
+  EXPECT_EQ(ranks.late_ranks(0), "2 (not joined)");
+  const TrainerRef c = join(2);
+  EXPECT_EQ(c->next_step, 0u);
+  EXPECT_EQ(ranks.late_ranks(0), "2");
+  EXPECT_FALSE(ranks.all_begun(0));
+  begin(c, 0);
+  EXPECT_TRUE(ranks.all_begun(0));
+  EXPECT_FALSE(ended(0)) << "rank 2 is inside of it";
+  EXPECT_EQ(ranks.some_ended(0), "step 0 is ended by some ranks, and not by rank 2");
+  end(c);
+  EXPECT_TRUE(ended(0) && present);
+  EXPECT_FALSE(ended(1));
+  EXPECT_EQ(ranks.some_ended(0), "step 0 is not committed yet");
+  ranks.commit(0);
+  EXPECT_EQ(ranks.to_commit(), 1u);
+}
+
+TEST_F(RanksTest, NobodyWaitsForWhoHasLeft) {
+  const TrainerRef a = join(0), b = join(1), c = join(2);
+  for (const TrainerRef& t : {a, b, c}) begin(t, 5);
+  for (const TrainerRef& t : {a, b}) end(t);
+  ranks.leave(*c);
+  EXPECT_TRUE(ended(5) && present);
+  EXPECT_TRUE(ranks.all_begun(5));
+  for (const TrainerRef& t : {a, b}) ranks.leave(*t);
+  EXPECT_TRUE(ended(5));
+  EXPECT_FALSE(present);
+}
+
+TEST_F(RanksTest, NobodyGoesOnWithoutWhoIsLost) {
+  const TrainerRef a = join(0), b = join(1), c = join(2);
+  for (const TrainerRef& t : {a, b}) {
+    begin(t, 5);
+    end(t);
+  }
+  EXPECT_EQ(ranks.lost(), kNoRank);
+  ranks.lose(2);
+  EXPECT_EQ(ranks.lost(), 2u);
+  ranks.leave(*c);
+  EXPECT_EQ(ranks.lost(), 2u);
+  EXPECT_FALSE(ended(5));
+  const TrainerRef again = join(2);
+  EXPECT_EQ(ranks.lost(), kNoRank);
+  EXPECT_EQ(again->next_step, 5u);
+  EXPECT_FALSE(ended(5));
+  begin(again, 5);
+  end(again);
+  EXPECT_TRUE(ended(5));
+}
+
+TEST_F(RanksTest, RanksThatAreApartAreTold) {
+  const TrainerRef a = join(0), b = join(1), c = join(2);
+  EXPECT_TRUE(ranks.between(&why));
+  begin(a, 0);
+  EXPECT_FALSE(ranks.others_behind(*a, 0));
+  EXPECT_TRUE(ranks.inside(&why));
+  EXPECT_EQ(why, "rank 0 is inside step 0");
+  EXPECT_FALSE(ranks.between(&why));
+  EXPECT_EQ(why, "rank 0 is inside step 0");
+  end(a);
+  EXPECT_FALSE(ranks.others_behind(*a, 1)) << "who has begun no step yet is not behind";
+  EXPECT_FALSE(ranks.between(&why));
+  EXPECT_EQ(why, "step 0 is ended by some ranks, and not by rank 1, 2");
+  begin(b, 0);
+  EXPECT_TRUE(ranks.others_behind(*a, 1));
+  end(b);
+  EXPECT_FALSE(ranks.others_behind(*a, 1));
+  for (int i = 0; i < 2; ++i) {
+    begin(c, i);
+    end(c);
+  }
+  EXPECT_TRUE(ranks.inside(&why));
+  EXPECT_EQ(why, "rank 2 has ended step 1, others have not");
+  EXPECT_TRUE(ended(0));
+  ranks.commit(0);
+  for (const TrainerRef& t : {a, b}) {
+    begin(t, 1);
+    end(t);
+  }
+  EXPECT_FALSE(ranks.inside(&why));
+  EXPECT_FALSE(ranks.between(&why));
+  EXPECT_EQ(why, "step 1 is not committed yet");
+  ranks.commit(1);
+  EXPECT_TRUE(ranks.between(&why));
+}
+
+TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
+  const TrainerRef a = join(0), b = join(1), c = join(2);
+  for (const TrainerRef& t : {a, b, c}) {
+    begin(t, 3);
+    end(t);
+  }
+  ranks.commit(3);
+  begin(a, 4);
+  end(a);
+  begin(a, 5);
+  begin(b, 4);
+  EXPECT_EQ(ranks.begun(), 6u);
+  a->turned = 5;
+  for (const TrainerRef& t : {a, b, c}) ranks.undo(*t);
+  ranks.undone();
+  EXPECT_EQ(ranks.begun(), 4u);
+  EXPECT_EQ(ranks.step_again(), "step 4 again");
+  for (const TrainerRef& t : {a, b, c}) {
+    EXPECT_FALSE(t->in_step.load());
+    EXPECT_EQ(t->next_step, 4u);
+    EXPECT_EQ(t->turned, kNoStep);
+  }
+  EXPECT_EQ(ranks.not_inside(*a), FRUGAL_ERR_NOT_IN_STEP);
+  a->lost_peer.store(1);
+  EXPECT_EQ(ranks.not_inside(*a), FRUGAL_ERR_PEER_LOST);
+  EXPECT_EQ(LastMessage(), "the process of rank 1 is gone and the step undone: begin step 4 again");
+  begin(a, 4);
+  EXPECT_EQ(a->lost_peer.load(), kNoRank);
+  ranks.begin_again(*a);
+  EXPECT_FALSE(a->in_step.load());
+  ASSERT_OK(ranks.may_begin(*a, 4));
+}
+
+// Who has said nothing for as long as somebody has waited, and is in no call, is lost: once.
+TEST_F(RanksTest, WhoSaysNothingIsLost) {
+  const TrainerRef a = join(0), b = join(1), c = join(2);
+  begin(a, 0);
+  end(a);
+  std::vector<uint32_t> told;
+  const uint64_t long_ago = now_ns() - 1'000'000'000;
+  for (const TrainerRef& t : {a, b}) t->heard.store(long_ago);  // c is a thread of this process
+  ranks.note_awaited(0);
+  const auto find = [&](uint64_t limit) { return ranks.find_silent(limit, UINT64_MAX); };
+  EXPECT_FALSE(find(0)) << "nobody is to be told";
+  ranks.on_silent([&](const TrainerRef& t) { told.push_back(t->rank); });
+  EXPECT_FALSE(find(3'600'000'000'000));
+  ranks.note_awaited(1);
+  EXPECT_FALSE(find(0)) << "it is another step that is waited for";
+  ranks.note_awaited(0);
+  {
+    std::lock_guard<std::mutex> in_a_call(b->call_mu);
+    std::thread([&] { EXPECT_FALSE(find(0)); }).join();
+  }
+  EXPECT_TRUE(find(0));
+  EXPECT_EQ(told, std::vector<uint32_t>{1});
+  EXPECT_EQ(ranks.lost(), 1u);
+  EXPECT_TRUE(b->closing.load());
+  EXPECT_EQ(b->lost_peer.load(), 1u);
+  EXPECT_FALSE(find(0));
+}
+
+TEST_F(RanksTest, ACacheServesFromTheFirstStepWhoseDeclarationsAreLinked) {
+  const TrainerRef a = join(0);
+  begin(a, 10);
+  end(a);
+  EXPECT_FALSE(ranks.caches_exist());
+  const TrainerRef b = join(1, true, 13);
+  EXPECT_TRUE(ranks.caches_exist());
+  EXPECT_TRUE(ranks.has_cache(1));
+  EXPECT_FALSE(ranks.has_cache(0) || ranks.has_cache(2));
+  EXPECT_EQ(b->cache_from, 13u) << "ranks that have left had ended steps before";
+  const TrainerRef c = join(2, true, 20);
+  EXPECT_EQ(c->cache_from, 13u) << "as the first";
+  ranks.leave(*b);
+  ranks.leave(*c);
+  EXPECT_FALSE(ranks.caches_exist());
+  begin(a, 11);
+  EXPECT_EQ(join(1, true, 5)->cache_from, 12u);
+}
+
+TEST_F(RanksTest, CommittedUpdatesWaitForTheCachesThatThereIsRoomFor) {
+  const TrainerRef a = join(0, true), b = join(1);
+  const UpdateRef update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+  const TableRef table = std::allocate_shared<Table>(HeapAllocator<Table>());
+  ranks.expect_backlog(2);
+  const TrainerRef late = join(2, true);
+  HeapCount count;
+  ranks.add_backlog(update, table);
+  ranks.add_backlog(update, table);
+  EXPECT_EQ(count.so_far(), 0);
+  EXPECT_EQ(a->backlog.size(), 2u);
+  EXPECT_EQ(a->backlog_tables.size(), 2u);
+  EXPECT_TRUE(b->backlog.empty() && late->backlog.empty());
+  ranks.leave(*a);
+  EXPECT_TRUE(a->backlog.empty() && a->backlog_tables.empty());
+}
+
+}  // namespace
+}  // namespace frugal
