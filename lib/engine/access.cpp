@@ -38,20 +38,20 @@ Status Engine::resolve_access(Trainer& t, const frugal_op& op, Access* a, bool s
   const bool padded = op.flags & FRUGAL_OP_PADDING;
   counters_.keys_undeclared.fetch_add(n, std::memory_order_relaxed);
   if (declared) {
-    FRUGAL_TRY(declared->take_lent(pool_, rows));
-    FRUGAL_TRY(part->take_keys(pool_, *declared));
+    FRUGAL_TRY(declared->take_lent(memory_.pool, rows));
+    FRUGAL_TRY(part->take_keys(memory_.pool, *declared));
   } else if (sorted) {
-    FRUGAL_TRY(part->take_keys(pool_, rows, op.keys, n, padded, op.padding_key));
+    FRUGAL_TRY(part->take_keys(memory_.pool, rows, op.keys, n, padded, op.padding_key));
   } else {
     part->n = n;
-    FRUGAL_TRY(pool_.get(n * sizeof(uint32_t), &part->slots));
+    FRUGAL_TRY(memory_.pool.get(n * sizeof(uint32_t), &part->slots));
     FRUGAL_TRY(rows.resolve(op.keys, n, padded ? &op.padding_key : nullptr, Rows::Missing::kReserve,
                             part->slots.as<uint32_t>(), nullptr));
   }
   if (sorted)
-    FRUGAL_TRY(part->resolve(pool_, rows, Rows::Missing::kReserve, nullptr));
+    FRUGAL_TRY(part->resolve(memory_.pool, rows, Rows::Missing::kReserve, nullptr));
   else if (declared)
-    FRUGAL_TRY(part->find_slots(pool_, rows, Rows::Missing::kReserve, nullptr));
+    FRUGAL_TRY(part->find_slots(memory_.pool, rows, Rows::Missing::kReserve, nullptr));
   a->part = std::move(part);
   return FRUGAL_OK;
 }
@@ -138,7 +138,7 @@ Status Engine::row_awaited(Deadline* until) const {
 RowSource Engine::host_rows(const Table& table) const {
   RowSource from;
   from.rows = table.rows.ref();
-  from.versions = versions_;
+  from.versions = memory_.versions();
   from.id = table.handle;
   return from;
 }
@@ -146,7 +146,7 @@ RowSource Engine::host_rows(const Table& table) const {
 // --- A step's calls ------------------------------------------------------------------------------
 
 Engine::LocalStep::LocalStep(Engine& engine, Trainer& t, TraceSpan* span, const OpNumbers* numbers)
-    : StepView(engine, t, engine, engine.pool_, engine.pinned_), engine_(engine), t_(t),
+    : StepView(engine, t, engine, engine.memory_.pool, engine.memory_.pinned), engine_(engine), t_(t),
       span_(span), numbers_(numbers) {}
 
 Status Engine::LocalStep::begin(Use use) {
@@ -252,7 +252,7 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
   const RowSource from = host_rows(table);
   Buffer pointers, copies;
   Deadline until;
-  FRUGAL_TRY(locate(from, nullptr, slots, n, pool_, &pointers, &copies, [&] { return row_awaited(&until); }));
+  FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));
   return gather(from.rows, pointers.as<const float*>(), slots, n, op);
 }
 

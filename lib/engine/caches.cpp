@@ -62,7 +62,7 @@ void Engine::open_cache(Trainer& t, const Table& table, uint64_t lines, TrainerT
     if (made->elsewhere->open(table.rows, lines, nullptr) != FRUGAL_OK) made->elsewhere.reset();
   } else if (lines) {
     made->host = std::make_unique<RowCache>();
-    if (made->host->open(table.rows, lines, &pool_) != FRUGAL_OK) made->host.reset();
+    if (made->host->open(table.rows, lines, &memory_.pool) != FRUGAL_OK) made->host.reset();
   }
 }
 
@@ -253,7 +253,7 @@ Status Engine::place_part(Trainer& t, TrainerTable& of, Part& part) {
   part.lines = {};
   part.cached = 0;
   Buffer lines;
-  FRUGAL_TRY(pool_.get(part.distinct * sizeof(uint32_t), &lines));
+  FRUGAL_TRY(memory_.pool.get(part.distinct * sizeof(uint32_t), &lines));
   const uint32_t *start = part.row_start(), *line = lines.as<uint32_t>();
   of.cache()->find(part.row_slots(), part.distinct, lines.as<uint32_t>());
   for (size_t i = 0; i < part.distinct; ++i)

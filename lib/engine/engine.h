@@ -32,6 +32,7 @@
 #include "engine/gate.h"
 #include "engine/gpu.h"
 #include "engine/ledger.h"
+#include "engine/memory.h"
 #include "engine/op_check.h"
 #include "engine/pacing.h"
 #include "engine/phase.h"
@@ -279,9 +280,9 @@ class Engine final : public Session, private DataPath {
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
   bool closed() const { return closed_.load(); }
   // Where something is in the memory that other processes see; kNoPlace if it is not there.
-  uint64_t place(const void* p) const;
-  Arena& arena() { return arena_; }
-  uint64_t versions_place() const { return place(versions_memory_.data()); }
+  uint64_t place(const void* p) const { return memory_.place(p); }
+  Arena& arena() { return memory_.arena; }
+  uint64_t versions_place() const { return place(memory_.versions()); }
 
   Status told(AnyTrainer& t, Status status) override {
     if (status == FRUGAL_ERR_DEVICE && t.gpu) {
@@ -301,9 +302,9 @@ class Engine final : public Session, private DataPath {
   void forget_trace(uint64_t id) { trace_.forget(id); }
   Status stop_trace(const char* path) override { return trace_.stop(path); }
   Status committed(uint64_t* step) override;
-  BufferPool& pool() { return pool_; }
+  BufferPool& pool() { return memory_.pool; }
   // For what no other process reads in place.
-  BufferPool& own_pool() { return arena_.opened() ? own_ : pool_; }
+  BufferPool& own_pool() { return memory_.unread(); }
   Counters& counters() { return counters_; }
 
  private:
@@ -435,17 +436,9 @@ class Engine final : public Session, private DataPath {
   }
   Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
   Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
-  // For sums: devices see them if there are any.
-  BufferPool& sums_pool() { return pinner_->any() ? pinned_ : pool_; }
 
   const uint64_t opened_ns_ = now_ns();
-  MemoryBudget budget_;
-  Arena arena_;                      // with shared memory: what `pool_` has
-  BufferPool pool_;
-  BufferPool own_;                   // with shared memory: what is nobody else's to read
-  BufferPool pinned_;                // that devices see; used when a trainer on a GPU has joined
-  // Of tables' memory, and of `pinned_`. While it has a device, sums are pinned.
-  const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
+  EngineMemory memory_;
   Counters counters_;
   Trace trace_;
 
@@ -495,8 +488,6 @@ class Engine final : public Session, private DataPath {
     return config_.staleness >= kRing ? Rows::kMarks - 2 : Window::kHorizon - 2;
   }
   bool stale() const { return config_.staleness != 0; }
-  VersionWord* versions_ = nullptr;  // staleness > 0: rows are read while others are written, also by other processes
-  Buffer versions_memory_;
   std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
 };
 

@@ -11,10 +11,10 @@ Status Engine::join_gpu(const char* device, Trainer& t) {
   std::shared_ptr<device::Runtime> runtime;
   FRUGAL_TRY(device_status(device::open_runtime(device, &runtime), device));
   try {
-    FRUGAL_TRY(Gpu::open(runtime, pinned_, &t.gpu));
+    FRUGAL_TRY(Gpu::open(runtime, memory_.pinned, &t.gpu));
     // From here on new slabs are pinned, and tables that are being created look again when they are there.
     std::lock_guard<std::mutex> pins(pins_mu_);
-    pinner_->add(runtime);
+    memory_.pinner->add(runtime);
   } catch (const std::bad_alloc&) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
                 "no memory to join on %s: free memory of the machine and call again", device);
@@ -76,7 +76,7 @@ Status Engine::await_pins(Trainer& t, Deadline deadline) {
 // What was pinned in vain goes back, where nobody else uses it.
 void Engine::unpin_all() {
   std::lock_guard<std::mutex> pins(pins_mu_);
-  if (pinner_->any()) return;
+  if (memory_.pinner->any()) return;
   Vector<TableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -88,7 +88,7 @@ void Engine::unpin_all() {
 // Nothing is pinned for this trainer any more. What is pinned stays so, for the next that joins.
 void Engine::leave_gpu(Trainer& t) noexcept {
   if (t.pins.exchange(Trainer::kPinned) == Trainer::kToPin) to_pin_.fetch_sub(1);
-  if (t.pinning.exchange(false)) pinner_->remove(&t.gpu->runtime());
+  if (t.pinning.exchange(false)) memory_.pinner->remove(&t.gpu->runtime());
 }
 
 Status Engine::set_stream(AnyTrainer& t, void* stream) {

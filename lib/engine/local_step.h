@@ -40,7 +40,7 @@ class Engine::LocalStep final : public StepView {
   Status show_device(const Access&, Flight&) override { return FRUGAL_OK; }
   Status row_awaited() override { return engine_.row_awaited(&until_); }
   Status end(bool on_device) override;
-  BufferPool& sums(bool on_device) override { return on_device ? engine_.pinned_ : engine_.sums_pool(); }
+  BufferPool& sums(bool on_device) override { return on_device ? engine_.memory_.pinned : engine_.memory_.sums(); }
   bool keeps_gradients() const override;
   bool streams_sums() const override { return engine_.pacing_.deferred(); }
   void count(Use use, const Counts& counts) override;

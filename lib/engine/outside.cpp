@@ -153,7 +153,7 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(fit_stride(t, state, n, &stride));
   Buffer slots;
-  FRUGAL_TRY(own_pool().get(n * sizeof(uint32_t), &slots));
+  FRUGAL_TRY(memory_.unread().get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
   FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
@@ -181,9 +181,9 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   const RowLayout& l = t.rows.layout();
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
   Buffer slots, row, given;
-  FRUGAL_TRY(own_pool().get(n * sizeof(uint32_t), &slots));
-  FRUGAL_TRY(own_pool().get(l.exported_bytes(true), &given));
-  FRUGAL_TRY(own_pool().get(l.bytes(), &row));
+  FRUGAL_TRY(memory_.unread().get(n * sizeof(uint32_t), &slots));
+  FRUGAL_TRY(memory_.unread().get(l.exported_bytes(true), &given));
+  FRUGAL_TRY(memory_.unread().get(l.bytes(), &row));
   uint32_t* s = slots.as<uint32_t>();
   Vector<uint32_t> created;
   // Of the places of the rows, until all exist.
@@ -340,7 +340,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     FRUGAL_TRY(op_table(op, &table));
     const uint64_t* padding = op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr;
     Buffer slots;
-    FRUGAL_TRY(own_pool().get(op.count * sizeof(uint32_t), &slots));
+    FRUGAL_TRY(memory_.unread().get(op.count * sizeof(uint32_t), &slots));
     uint32_t* s = slots.as<uint32_t>();
     FRUGAL_TRY(in_op(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr), i, n, table));
     FRUGAL_TRY(in_op(fresh(trainer, *table, s, op.count, step, deadline), i, n, table));

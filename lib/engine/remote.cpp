@@ -8,8 +8,6 @@
 
 namespace frugal {
 
-uint64_t Engine::place(const void* p) const { return p && arena_.holds(p) ? arena_.place(p) : kNoPlace; }
-
 Status Engine::keep_ledger() {
   if (ledger_) return FRUGAL_OK;
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
@@ -18,7 +16,7 @@ Status Engine::keep_ledger() {
   std::shared_ptr<Ledger> ledger;
   std::lock_guard<std::mutex> lock(mu_);
   if (ledger_) return FRUGAL_OK;
-  FRUGAL_TRY(Ledger::open(pool_, arena_, ranks_.committed(), &ledger));
+  FRUGAL_TRY(Ledger::open(memory_.pool, memory_.arena, ranks_.committed(), &ledger));
   Vector<std::shared_ptr<TableLedger>> of(tables_.size());
   // A table does not go on telling a ledger that has come to nothing.
   struct Untell {
@@ -74,7 +72,7 @@ bool Engine::describe_lines(Trainer& t, RemotePart* p) {
 
 Status Engine::to_arena(const void* data, size_t bytes, Buffer* out) {
   if (bytes == 0) return FRUGAL_OK;
-  FRUGAL_TRY(pool_.get(bytes, out));
+  FRUGAL_TRY(memory_.pool.get(bytes, out));
   std::memcpy(out->data(), data, bytes);
   return FRUGAL_OK;
 }
@@ -243,12 +241,12 @@ Status Engine::hand_over(Trainer& t, Vector<RemotePush>* pushes) {
   FRUGAL_TRY(inside(t));
   Map<const AnyTable*, PushState> states;
   // Kernels that bring lines of caches up to date see pinned memory only.
-  const bool for_kernels = pinner_->any() && ranks_.caches_exist();
+  const bool for_kernels = memory_.pinner->any() && ranks_.caches_exist();
   for (RemotePush& p : *pushes) {
     if (for_kernels && p.sums) {
       Buffer seen;
       const size_t bytes = p.part->distinct * p.table->rows.layout().sums_bytes();
-      const Status s = pinned_.get(bytes, &seen);
+      const Status s = memory_.pinned.get(bytes, &seen);
       // Where the device has failed, its own rank is told.
       if (s != FRUGAL_OK && s != FRUGAL_ERR_DEVICE) return s;
       if (s == FRUGAL_OK) {

@@ -194,7 +194,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
       Ready r{&push, {}, nullptr};
-      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, pool_, sums_pool(), &r.joined));
+      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, memory_.pool, memory_.sums(), &r.joined));
       Handover& h = push.tail.empty() ? push.first : r.joined;
       if (h.rows()) handovers.push_back(std::move(r));
     }
@@ -325,8 +325,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   if (record.commits.empty()) begin_commit(record);
   const bool alone = record.small && !record.deferred;
   lock.unlock();
-  // Of the steps before. What goes back may be much: not with locks that calls want.
-  for (BufferPool* pool : {&pool_, &own_, &pinned_}) pool->end_step();
+  memory_.end_step();  // of the steps before
   {
     std::lock_guard<std::mutex> boundary(cache_mu_);
     // First all that may want memory: after a failure it goes on from there.
@@ -360,7 +359,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   }
   step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
   committing_bytes_ = 0;
-  if (pacing_.committed(ledger_ && !pinner_->any(), [&] { return measured(); })) workers_.wake();
+  if (pacing_.committed(ledger_ && !memory_.pinner->any(), [&] { return measured(); })) workers_.wake();
   phase_.end(Phase::kCommit);
   workers_.progress();
   // Behind a small step there is nothing for them, unless declarations can be linked now.

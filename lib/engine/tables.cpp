@@ -16,6 +16,7 @@ constexpr int kLandTries = 10;         // to commit what has been ended, before 
 
 Engine::Engine(const frugal_config& config)
     : Session(config),
+      memory_(config.host_bytes),
       pacing_(config, cpu_count()),
       workers_(config.flush_threads,
                {[this] { return pacing_.resting() && !ranks_.caches_exist(); },
@@ -23,13 +24,11 @@ Engine::Engine(const frugal_config& config)
                 [this] { log(0, "a background thread failed"); }},
                &trace_),
       ranks_(config.world_size) {
-  budget_.limit = config.host_bytes;
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
   undone_.reserve(config.world_size);
   scratches_.open(config.world_size);
-  pinned_.pin_with(pinner_);
 }
 
 Engine::~Engine() {
@@ -38,18 +37,7 @@ Engine::~Engine() {
 }
 
 Status Engine::start() {
-  if (config_.backing == FRUGAL_BACKING_SHM) {
-    // Addresses only; more than the machine has will not be needed.
-    FRUGAL_TRY(arena_.open(std::max<uint64_t>(uint64_t{64} << 30, 2 * os_memory_bytes())));
-    arena_.count_in(&budget_);
-    pool_.cut_from(&arena_);
-    own_.count_in(&budget_);
-  }
-  pool_.count_in(&budget_);
-  if (stale()) {
-    FRUGAL_TRY(pool_.get(kVersionWords * sizeof(VersionWord), &versions_memory_));
-    versions_ = new (versions_memory_.data()) VersionWord[kVersionWords]();
-  }
+  FRUGAL_TRY(memory_.open(config_.backing == FRUGAL_BACKING_SHM, stale()));
   list_work();
   list_gate();
   try {
@@ -105,7 +93,7 @@ void Engine::shutdown() {
   }
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
-  pool_.leave();
+  memory_.pool.leave();
   struct End {
     Ledger* ledger;
     ~End() {
@@ -277,10 +265,10 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                arith::table_hash(config_.seed, config.name, std::strlen(config.name)),
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
-  rows.pinner = pinner_;
+  rows.pinner = memory_.pinner;
   if (stale()) scratches_.make_room(rows.layout.bytes());
   table->stride = rows.layout.sums_stride;
-  FRUGAL_TRY(table->rows.open(rows, &budget_));
+  FRUGAL_TRY(table->rows.open(rows, &memory_.budget));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
     FRUGAL_TRY(os_check_available(config.rows * rows.layout.bytes()));
@@ -293,7 +281,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                   "host_bytes is exhausted (%s are left of host_bytes, the machine has %llu bytes): drop a table, or "
                   "create a smaller one",
                   static_cast<unsigned long long>(config.rows), config.dim,
-                  pinner_->any() ? "memory that can be pinned, or " : "", budget_.left_text().c_str(),
+                  memory_.pinner->any() ? "memory that can be pinned, or " : "", memory_.budget.left_text().c_str(),
                   static_cast<unsigned long long>(available_bytes()));
   }
   std::lock_guard<std::mutex> lock(mu_);
@@ -313,7 +301,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
       if (handle) handle_remove(HandleKind::kTable, handle);
     }
   } unmade{table->handle};
-  if (stale()) table->rows.read_beside(versions_, table->handle);
+  if (stale()) table->rows.read_beside(memory_.versions(), table->handle);
   if (ledger_) {
     FRUGAL_TRY(ledger_->add_table(table->handle, table->rows, &table->ledger));
     table->rows.watch(table->ledger.get());
@@ -480,7 +468,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
       return fail(s,
                   "no memory for the state of optimizer.kind %d: memory or host_bytes is "
                   "exhausted (%s are left of host_bytes); its optimizer is what it was",
-                  o.kind, budget_.left_text().c_str());
+                  o.kind, memory_.budget.left_text().c_str());
   }
   for (uint32_t r = 0; r < config_.world_size; ++r) {
     TrainerRef t;

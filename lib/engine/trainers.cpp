@@ -146,7 +146,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
     workers_.progress();
   }
   call.unlock();
-  pool_.rest();
+  memory_.pool.rest();
   // Others may have waited for this rank alone. (What there is no memory for now is theirs to make.)
   const Status s = commit_ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? FRUGAL_OK : s;
@@ -197,7 +197,7 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       arriving.push_back(part);
     } else {
       FRUGAL_TRY(in_op(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count, padded, op.padding_key)
-                              : part->take_keys(pool_, table->rows, op.keys, op.count, padded, op.padding_key),
+                              : part->take_keys(memory_.pool, table->rows, op.keys, op.count, padded, op.padding_key),
                        i, n, table));
     }
     batch->parts.push_back(std::move(part));

@@ -165,7 +165,7 @@ bool Engine::resolve_one(uint64_t up_to) {
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   TrainerRef trainer;
-  if (pinner_->any()) {
+  if (memory_.pinner->any()) {
     std::lock_guard<std::mutex> lock(mu_);
     trainer = ranks_[part->rank];
   }
@@ -175,7 +175,7 @@ bool Engine::resolve_one(uint64_t up_to) {
   bool resolved = false;
   try {
     // Ids from a device that the table does not have are told by the calls of the step, too.
-    resolved = part->resolve(pool_, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
+    resolved = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
   } catch (const std::bad_alloc&) {
   }
   declarations_.resolved(item, resolved);
@@ -209,10 +209,10 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   bool done = false, memory = true;
   // Whatever fails: who cancels or leaves waits until nobody is linking.
   try {
-    memory = open_window(*table) == FRUGAL_OK && pool_.get(part->distinct, &part->next) == FRUGAL_OK;
+    memory = open_window(*table) == FRUGAL_OK && memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
     // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
     if (memory && config_.staleness < kRing)
-      memory = part->finder.build(pool_, part->row_slots(), part->distinct) == FRUGAL_OK;
+      memory = part->finder.build(memory_.pool, part->row_slots(), part->distinct) == FRUGAL_OK;
     for (size_t at = 0; memory;) {
       {
         Timed timed(counters_.entry_ns);
