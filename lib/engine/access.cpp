@@ -99,7 +99,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
       waited = true;
       const uint64_t base = ranks_.to_commit();
       s = wait(deadline, t, [&] { return !table.window.pending_until(base); },
-               [&] { return flush_rows(base); });
+               [&] { return flusher_.write(base); });
     }
   }
   if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborted(*t);

@@ -195,7 +195,7 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
                           Window::Urgency urgency) {
   RowCache& cache = *of.cache();
   Table& table = *of.table;
-  FRUGAL_TRY(open_window(table));
+  FRUGAL_TRY(tables_.open_window(table));
   const bool more = of.planned == step;
   flag_lines(of, urgency);
   if (!more) of.plan = {};
@@ -294,7 +294,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     std::lock_guard<std::mutex> lock(mu_);
     backlog.swap(t.backlog);
     backlog_tables.swap(t.backlog_tables);
-    tables = tables_;
+    tables = tables_.all();
     if (ranks_.to_commit() >= t.cache_from) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches)
       if (of.planned != kNoStep && (of.planned != step || !as_planned(of.plan, parts[raw]))) cancel_plan(of);

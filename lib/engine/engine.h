@@ -27,24 +27,26 @@
 #include "base/thread.h"
 #include "base/trace.h"
 #include "cache/row_cache.h"
+#include "engine/counters.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
+#include "engine/flusher.h"
 #include "engine/gate.h"
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/memory.h"
 #include "engine/op_check.h"
 #include "engine/pacing.h"
+#include "engine/pending.h"
 #include "engine/phase.h"
 #include "engine/ranks.h"
 #include "engine/row_path.h"
 #include "engine/session.h"
-#include "engine/stats.h"
 #include "engine/table.h"
+#include "engine/tables.h"
 #include "engine/workers.h"
 #include "storage/row_versions.h"
 #include "storage/rows.h"
-#include "window/apply.h"
 #include "window/window.h"
 
 namespace frugal {
@@ -75,47 +77,6 @@ struct RemotePush {
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
            prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
-};
-
-// What a thread works on that writes rows.
-struct Scratch : HeapObject, ApplyScratch {
-  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) { claim.reserve(kChunkRows); }
-  Claim claim;
-  std::unique_ptr<Scratch> next;
-};
-
-// Those of an engine. There is one at least, so that rows can be written where there is no memory.
-class Scratches {
- public:
-  void open(size_t ranks) {
-    ranks_ = ranks;
-    free_ = std::make_unique<Scratch>(ranks, 0);
-  }
-  // Who takes one from now on has room for so many bytes of a row. Throws where there is no memory.
-  void make_room(size_t row_bytes);
-  // For a piece of work, in which its thread waits for nobody who has one.
-  class Lease {
-   public:
-    explicit Lease(Scratches& of) noexcept : of_(of), is_(of.take()) {}
-    ~Lease() { of_.give(std::move(is_)); }
-    Scratch* operator->() const { return is_.get(); }
-    Scratch& operator*() const { return *is_; }
-
-   private:
-    Scratches& of_;
-    std::unique_ptr<Scratch> is_;
-  };
-
- private:
-  std::unique_ptr<Scratch> take() noexcept;
-  void give(std::unique_ptr<Scratch> scratch) noexcept {
-    std::lock_guard<std::mutex> lock(mu_);
-    scratch->next = std::move(free_);
-    free_ = std::move(scratch);
-  }
-  std::mutex mu_;
-  size_t ranks_ = 1, row_bytes_ = 0;
-  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_bytes_ came with
 };
 
 struct PreparedUpdate {
@@ -167,28 +128,6 @@ struct StepRecord {
   Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
-struct Counters {
-#define X(name, kind, help) std::atomic<uint64_t> name{0};
-#define SKIP(name, kind, help)
-  FRUGAL_STATS(X, SKIP)
-#undef X
-#undef SKIP
-};
-
-// Wall time of a scope, added to a counter.
-class Timed {
- public:
-  explicit Timed(std::atomic<uint64_t>& counter, bool counts = true)
-      : counter_(counter), start_(counts ? now_ns() : 0) {}
-  ~Timed() {
-    if (start_) counter_.fetch_add(now_ns() - start_, std::memory_order_relaxed);
-  }
-
- private:
-  std::atomic<uint64_t>& counter_;
-  uint64_t start_;
-};
-
 class Engine final : public Session, private DataPath {
  public:
   explicit Engine(const frugal_config& config);
@@ -208,7 +147,10 @@ class Engine final : public Session, private DataPath {
   Status table_of(uint64_t handle, TableRef* out) const;
   Status drop_table(const AnyTableRef& table) override;
   Status find_table(const char* name, AnyTableRef* out) override;
-  TableRef find_table(const char* name);  // null: there is none
+  TableRef find_table(const char* name) {  // null: there is none
+    std::lock_guard<std::mutex> lock(mu_);
+    return tables_.find(name);
+  }
   Status next_table(uint64_t* cursor, String* name) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
   Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) override;
@@ -315,14 +257,12 @@ class Engine final : public Session, private DataPath {
   // --- work.cpp: what flush threads do, and who waits helps with
   void list_work();
   bool calls_first() const;
-  bool flush_rows(uint64_t step);      // claim, write, finish a batch of rows
   bool resolve_one(uint64_t up_to);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
   Workers::Did warm_one();
   static void add_soon(StepRecord* record, const TableRef& table, Vector<uint32_t>&& slots);
-  void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
   [[nodiscard]] Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) override {
     return workers_.parallel(chunks, run, context);
   }
@@ -369,8 +309,6 @@ class Engine final : public Session, private DataPath {
   void list_gate();
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
   bool ranks_near(uint64_t step) const;
-  template <class Holds>
-  const Table* first_table(size_t* at, Holds holds) const;
 
   // --- steps.cpp
   Status commit_ready();
@@ -405,10 +343,8 @@ class Engine final : public Session, private DataPath {
   void undo_rows(Vector<CreatedRows>& created);
   Pacing::Measured measured() const;
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
-  frugal_optimizer optimizer_at(const Table& table, uint64_t step) const;
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
-  Status open_window(Table& table);
   void drop_batches(uint64_t step, uint32_t rank, const Batch* one);
   void give_up_reserved(Table& table);
   // Makes a call; where rows that are only reserved fill one of its tables, again without those.
@@ -446,17 +382,16 @@ class Engine final : public Session, private DataPath {
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
   std::atomic<bool> closed_{false};    // calls end
   std::atomic<bool> insists_{true};    // undo_surely; not where the engine is about to be closed
+  PendingBytes pending_;
   Pacing pacing_;
   Workers workers_;
 
-  Vector<TableRef> tables_;
-  size_t flush_at_ = 0;             // whose rows are looked at first
-  uint32_t next_table_ = 0;         // number
   Ranks ranks_;
+  Tables tables_;
+  Flusher flusher_;
   std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   Phase phase_;
   std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
-  uint64_t committing_bytes_ = 0;   // the committing thread's
   TimedMutex outside_mu_;
   std::mutex abort_mu_;
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
@@ -470,17 +405,6 @@ class Engine final : public Session, private DataPath {
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
   bool in_flight() const { return flying_.load() != 0 || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
-  Scratches scratches_;
-  std::atomic<bool> drain_{false};  // gates wait for everything: the mode changes
-  std::atomic<uint64_t> pending_bytes_{0};
-  std::atomic<uint64_t> step_bytes_{0};  // sums of the last committed step
-  // Gates write when more than this is pending: the budget, or less where a backlog of several steps
-  // shows that flushing does not keep up. A longer one would only leave the caches.
-  uint64_t pending_limit() const {
-    return std::min<uint64_t>(config_.pending_bytes,
-                              std::max<uint64_t>(step_bytes_.load(std::memory_order_relaxed) * 5 / 4,
-                                                 uint64_t{4} << 20));
-  }
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
   uint64_t most_ahead() const {

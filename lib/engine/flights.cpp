@@ -30,7 +30,7 @@ Status Engine::pin_next(bool* any) {
   Vector<TableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    tables = tables_;
+    tables = tables_.all();
   }
   for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
   return FRUGAL_OK;
@@ -80,7 +80,7 @@ void Engine::unpin_all() {
   Vector<TableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    tables = tables_;
+    tables = tables_.all();
   }
   for (const TableRef& table : tables) table->rows.unpin();
 }
@@ -150,7 +150,7 @@ Status Engine::land_all(Deadline deadline) {
   if (landed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
   Status s = wait(deadline, nullptr, landed,
-                  [&] { return owed_.load() && (workers_.help(true) || flush_rows(UINT64_MAX)); });
+                  [&] { return owed_.load() && (workers_.help(true) || flusher_.write(UINT64_MAX)); });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;

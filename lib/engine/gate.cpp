@@ -14,14 +14,6 @@ bool Engine::ranks_near(uint64_t step) const {
   return near && (step <= needed || step - needed <= most_ahead());
 }
 
-// The first table of which something holds, and its place; null: there is none. With mu_ held.
-template <class Holds>
-const Table* Engine::first_table(size_t* at, Holds holds) const {
-  for (*at = 0; *at < tables_.size(); ++*at)
-    if (tables_[*at]->window.opened() && holds(tables_[*at]->window)) return tables_[*at].get();
-  return nullptr;
-}
-
 // Conditions are looked at with mu_ held, all at each look: between two looks an operation outside
 // steps may have dropped a table, or cached rows.
 void Engine::list_gate() {
@@ -68,20 +60,19 @@ void Engine::list_gate() {
       [this](const Pass& p) { return resolve_one(p.step) || (need_links() && link_one(p.step)); });
   add(WaitedFor::kAllPending, [this](Pass& p) {
         // Out of deferred mode, declarations are no longer linked: what is pending must go first.
-        const bool any = drain_.load() || !pacing_.deferred() ||
-                         pending_bytes_.load() > pending_limit();
-        p.everything = first_table(&p.table, [&](Window& w) {
-                         return w.any_pending() && (any || w.crowded());
-                       }) != nullptr;
-        if (any && !p.everything) drain_.store(false);
+        const bool any = pending_.drains() || !pacing_.deferred() || pending_.now() > pending_.limit();
+        p.table = tables_.first([&](Window& w) { return w.any_pending() && (any || w.crowded()); });
+        p.everything = p.table != tables_.size();
+        if (any && !p.everything) pending_.drained();
         return !p.everything;
       },
       [](const Pass&) { return String("pending updates to be written"); },
-      [this](const Pass& p) { return p.everything && flush_rows(UINT64_MAX); });
+      [this](const Pass& p) { return p.everything && flusher_.write(UINT64_MAX); });
   add(WaitedFor::kPending, [this](Pass& p) {
-        const Table* t = first_table(&p.table, [&](Window& w) { return w.pending_until(p.step); });
-        if (t && !p.in_flight) p.in_flight = tables_[p.table]->window.in_flight_until(p.step);
-        return t == nullptr;
+        p.table = tables_.first([&](Window& w) { return w.pending_until(p.step); });
+        const bool none = p.table == tables_.size();
+        if (!none && !p.in_flight) p.in_flight = tables_[p.table]->window.in_flight_until(p.step);
+        return none;
       },
       [this](const Pass& p) {
         const TableRef& t = tables_[p.table];
@@ -89,7 +80,7 @@ void Engine::list_gate() {
                     t->name.c_str(), static_cast<unsigned long long>(p.step),
                     static_cast<unsigned long long>(t->window.pending_rows()));
       },
-      [this](const Pass& p) { return flush_rows(p.step); });
+      [this](const Pass& p) { return flusher_.write(p.step); });
 }
 
 Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
@@ -107,7 +98,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   Timed timed(counters_.gate_wait_ns);
   std::optional<Timed> its;
   if (t) its.emplace(t->counts.gate_wait_ns);
-  if (pending_bytes_.load() > config_.pending_bytes)
+  if (pending_.over_budget())
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
   Status s = wait_for_ranks(deadline, t, open, [&] { return gate_.help(pass); });
   span.waited(pass.waited);

@@ -94,7 +94,7 @@ Status Engine::metrics(String* text_out) {
   (void)committed(&last);
   {
     std::lock_guard<std::mutex> lock(mu_);
-    tables = tables_;
+    tables = tables_.all();
     for (const TrainerRef& t : ranks_)
       if (t) trainers.push_back({t->rank, t->step, t->in_step, t});
   }

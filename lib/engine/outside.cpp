@@ -91,18 +91,15 @@ Status Engine::flush(Deadline deadline) {
     if (workers_.applying()) return false;
     std::lock_guard<std::mutex> lock(mu_);
     if (phase_.is(Phase::kCommit)) return false;
-    for (const TableRef& t : tables_)
-      if (t->window.opened() && t->window.any_pending()) return false;
-    return true;
+    return !tables_.any_pending();
   };
   Status s = wait(deadline, nullptr, written, [&] {
-    return workers_.help(true) || flush_rows(UINT64_MAX);
+    return workers_.help(true) || flusher_.write(UINT64_MAX);
   });
   if (s != FRUGAL_ERR_TIMEOUT) return s;
   uint64_t rows = 0;
   std::lock_guard<std::mutex> lock(mu_);
-  for (const TableRef& t : tables_)
-    if (t->window.opened()) rows += t->window.pending_rows();
+  tables_.each_window([&](Window& w) { rows += w.pending_rows(); });
   return fail(s, "flush waited for updates to be written, of %llu rows now; call again", static_cast<unsigned long long>(rows));
 }
 

@@ -20,7 +20,7 @@ Status Engine::keep_ledger() {
   Vector<std::shared_ptr<TableLedger>> of(tables_.size());
   // A table does not go on telling a ledger that has come to nothing.
   struct Untell {
-    const Vector<TableRef>* tables;
+    const Tables* tables;
     ~Untell() {
       if (!tables) return;
       for (const TableRef& t : *tables) t->rows.tell_slots(nullptr);

@@ -69,8 +69,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     FRUGAL_TRY(ranks_.may_begin(t, step));
     if (ranks_.to_commit() == kNoStep) {
       ranks_.start(step);
-      for (const TableRef& table : tables_)
-        if (table->window.opened()) table->window.set_base(step);
+      tables_.each_window([&](Window& w) { w.set_base(step); });
     }
     if (ranks_.others_behind(t, step)) counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
@@ -311,7 +310,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   };
   while (!prepared()) {
     lock.unlock();
-    bool helped = flush_rows(UINT64_MAX);
+    bool helped = flusher_.write(UINT64_MAX);
     lock.lock();
     if (!helped) workers_.settle(lock, prepared);
   }
@@ -346,8 +345,9 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     lock.lock();
     ranks_.commit(step);
     // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
-    for (const TableRef& table : tables_)
-      if (table->window.opened() && table->window.base() <= step) table->window.commit(nullptr, step);
+    tables_.each_window([&](Window& w) {
+      if (w.base() <= step) w.commit(nullptr, step);
+    });
     counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
     (record.deferred ? counters_.modes_deferred : counters_.modes_at_once)
         .fetch_add(1, std::memory_order_relaxed);
@@ -357,8 +357,7 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
     retire(step);
     records_.erase(step);
   }
-  step_bytes_.store(committing_bytes_, std::memory_order_relaxed);
-  committing_bytes_ = 0;
+  pending_.committed();
   if (pacing_.committed(ledger_ && !memory_.pinner->any(), [&] { return measured(); })) workers_.wake();
   phase_.end(Phase::kCommit);
   workers_.progress();
@@ -367,38 +366,9 @@ void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, Step
   workers_.wake();
 }
 
-namespace {
-
-struct ApplyContext : HeapObject {
-  TableRef table;
-  UpdateRef update;
-  Vector<uint64_t> bounds;  // of the chunks, in slots
-  Counters* counters;
-  Trace* trace;
-  Scratches* scratches;
-};
-
-void apply_chunk(void* context, size_t chunk) {
-  auto* c = static_cast<ApplyContext*>(context);
-  Timed timed(c->counters->apply_ns);
-  TraceSpan span(*c->trace, SpanKind::kApply);
-  const StepUpdate& u = *c->update;
-  const ApplyTo to(c->table->rows);
-  std::optional<Scratches::Lease> scratch;
-  if (!is_direct(to, u)) scratch.emplace(*c->scratches);
-  const size_t rows = apply(to, u, UpdateChunk{chunk, c->bounds[chunk], c->bounds[chunk + 1]},
-                            scratch ? &**scratch : nullptr);
-  span.step(u.step).table(c->table->number).count(rows);
-  c->counters->rows_updated.fetch_add(rows, std::memory_order_relaxed);
-}
-
-}  // namespace
-
 // What it is to be of is decided once. With mu_ held.
 void Engine::begin_commit(StepRecord& record) {
-  bool any_pending = false;
-  for (const TableRef& t : tables_)
-    if (t->window.opened() && t->window.any_pending()) any_pending = true;
+  const bool any_pending = tables_.any_pending();
   Vector<Commit> commits(tables_.size());
   for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
   record.commits = std::move(commits);
@@ -409,7 +379,7 @@ void Engine::begin_commit(StepRecord& record) {
     for (const Handover& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
   record.small = pacing_.small(bytes);
   pacing_.step(bytes);
-  if (!pacing_.deferred() && any_pending) drain_.store(true);
+  if (!pacing_.deferred() && any_pending) pending_.drain();
   record.prepare_scheduled = false;
 }
 
@@ -461,15 +431,14 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
         update->ranks = std::move(*ranks);
       }
       for (const Handover& of : update->ranks) update->bytes += of.bytes();
-      committing_bytes_ += update->bytes;
-      update->account(&pending_bytes_, &counters_.pending_bytes_peak);
+      pending_.add(update.get());
     }
   }
   if (!update) return FRUGAL_OK;
   table->has_state.store(true);
   {
     std::lock_guard<std::mutex> lock(mu_);
-    update->scalars = arith::step_scalars(optimizer_at(*table, step), step, config_.world_size,
+    update->scalars = arith::step_scalars(table->optimizer_at(step), step, config_.world_size,
                                           table->config.nan_policy, table->rows.layout().dim);
     ranks_.expect_backlog(record.commits.size());
   }
@@ -478,7 +447,7 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
     if (!commit->job.empty()) return FRUGAL_OK;
     update->cut(kChunkRows, &bounds);
   } else if (!commit->staged) {
-    FRUGAL_TRY(open_window(*table));
+    FRUGAL_TRY(tables_.open_window(*table));
     Timed timed(counters_.entry_ns);
     bool declared = true;
     {
@@ -501,21 +470,7 @@ Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit)
   if (table->ledger && !update->record)
     FRUGAL_TRY(table->ledger->add(*update, deferred ? nullptr : &bounds, &update->record));
   if (deferred) return FRUGAL_OK;
-  auto context = std::allocate_shared<ApplyContext>(HeapAllocator<ApplyContext>());
-  context->table = table;
-  context->update = update;
-  context->counters = &counters_;
-  context->trace = &trace_;
-  context->scratches = &scratches_;
-  context->bounds = std::move(bounds);
-  JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
-  job->chunks = context->bounds.size() - 1;
-  job->run = apply_chunk;
-  job->finished_hook = [](void* c) { static_cast<ApplyContext*>(c)->update->written(); };
-  job->context = context.get();
-  job->keep = context;
-  job->apply = true;
-  commit->job.push_back(std::move(job));
+  commit->job.push_back(flusher_.job(table, update, std::move(bounds)));
   return FRUGAL_OK;
 }
 

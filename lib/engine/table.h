@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <memory>
 
 #include "base/heap.h"
@@ -22,6 +23,10 @@ struct Table : AnyTable {
   std::atomic<bool> has_state{false};  // there is state that is not a new row's: the kind is fixed
   std::atomic<uint32_t> calls{0};  // that hold places, besides the declarations that do
   std::atomic<uint32_t> tight{0};  // calls that need every place: nothing is reserved ahead
+  // With the engine's mu_.
+  const frugal_optimizer& optimizer_at(uint64_t step) const {
+    return std::prev(schedule.upper_bound(step))->second;
+  }
   uint32_t predict_pause = 0;           // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;  // or null
 };

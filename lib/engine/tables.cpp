@@ -17,18 +17,20 @@ constexpr int kLandTries = 10;         // to commit what has been ended, before 
 Engine::Engine(const frugal_config& config)
     : Session(config),
       memory_(config.host_bytes),
+      pending_(config.pending_bytes, &counters_.pending_bytes_peak),
       pacing_(config, cpu_count()),
       workers_(config.flush_threads,
                {[this] { return pacing_.resting() && !ranks_.caches_exist(); },
                 [this] { return calls_first(); },
                 [this] { log(0, "a background thread failed"); }},
                &trace_),
-      ranks_(config.world_size) {
+      ranks_(config.world_size),
+      tables_(config_, mu_, ranks_),
+      flusher_(mu_, tables_, ranks_, workers_, counters_, trace_) {
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
   undone_.reserve(config.world_size);
-  scratches_.open(config.world_size);
 }
 
 Engine::~Engine() {
@@ -71,7 +73,7 @@ void Engine::shutdown() {
   {
     std::lock_guard<std::mutex> lock(mu_);
     again = closed_.exchange(true);
-    if (again && !workers_.running() && tables_.empty()) return;
+    if (again && !workers_.running() && tables_.size() == 0) return;
   }
   if (!again && owed_.load() && health() == FRUGAL_OK)
     log(0, "there is no memory to commit the last step: the engine is closed without it");
@@ -106,7 +108,7 @@ void Engine::shutdown() {
       std::unique_lock<std::mutex> lock(mu_);
       workers_.settle(lock, [&] { return !phase_.is(Phase::kCommit); });
     }
-    while (health() == FRUGAL_OK && (workers_.help(true) || flush_rows(UINT64_MAX))) {
+    while (health() == FRUGAL_OK && (workers_.help(true) || flusher_.write(UINT64_MAX))) {
     }
   } catch (const std::bad_alloc&) {
   }
@@ -117,7 +119,7 @@ void Engine::shutdown() {
     // What is taken away here is in use by commits, aborts, and operations outside steps (which use the
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
     workers_.settle(lock, [&] { return phase_.may(Phase::kEnd); });
-    tables.swap(tables_);
+    tables = tables_.take();
     records.swap(records_);
   }
   workers_.forget_jobs();
@@ -181,21 +183,12 @@ Status Engine::find_table(const char* name, AnyTableRef* out) {
   return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "no table is named '%.300s': create it first", name);
 }
 
-TableRef Engine::find_table(const char* name) {
-  std::lock_guard<std::mutex> lock(mu_);
-  for (const TableRef& t : tables_)
-    if (t->name == name) return t;
-  return nullptr;
-}
-
 Status Engine::next_table(uint64_t* cursor, String* name) {
   std::lock_guard<std::mutex> lock(mu_);
-  // They come to the list with ascending numbers.
-  const auto at = std::lower_bound(tables_.begin(), tables_.end(), *cursor,
-                                   [](const TableRef& t, uint64_t number) { return t->number < number; });
-  if (at == tables_.end()) return FRUGAL_OK;
-  *name = (*at)->name;
-  *cursor = uint64_t{(*at)->number} + 1;
+  const TableRef table = tables_.from(*cursor);
+  if (!table) return FRUGAL_OK;
+  *name = table->name;
+  *cursor = uint64_t{table->number} + 1;
   return FRUGAL_OK;
 }
 
@@ -237,8 +230,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   FRUGAL_TRY(check());
   {
     std::lock_guard<std::mutex> lock(mu_);
-    for (const TableRef& t : tables_)
-      if (t->name == config.name) return is_there(t, config, out);
+    if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
     for (const TrainerRef& t : ranks_)
       if (t && t->in_step)
         return fail(FRUGAL_ERR_BUSY, "rank %u is inside step %llu: create tables outside steps",
@@ -266,7 +258,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
                                config.optimizer.kind,
                                config.optimizer.initial_accumulator);
   rows.pinner = memory_.pinner;
-  if (stale()) scratches_.make_room(rows.layout.bytes());
+  if (stale()) flusher_.make_room(rows.layout.bytes());
   table->stride = rows.layout.sums_stride;
   FRUGAL_TRY(table->rows.open(rows, &memory_.budget));
   if (!rows.hashed && !rows.lazy) {
@@ -287,12 +279,11 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   std::lock_guard<std::mutex> lock(mu_);
   // Closed meanwhile: who closes has taken the tables away already, nobody would free this one.
   FRUGAL_TRY(check());
-  for (const TableRef& t : tables_)
-    if (t->name == config.name) return is_there(t, config, out);
+  if (const TableRef t = tables_.find(config.name)) return is_there(t, config, out);
   // A trainer on a GPU that joined meanwhile has not seen this table.
   for (bool any = true; any;) FRUGAL_TRY(table->rows.pin_next(&any));
   table->schedule[0] = config.optimizer;
-  tables_.reserve(tables_.size() + 1);
+  tables_.expect();
   table->handle = handle_of<AnyTable>(table);
   if (!table->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   struct Unmade {
@@ -306,8 +297,7 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
     FRUGAL_TRY(ledger_->add_table(table->handle, table->rows, &table->ledger));
     table->rows.watch(table->ledger.get());
   }
-  table->number = next_table_++;
-  tables_.push_back(table);
+  tables_.add(table);
   unmade.handle = 0;
   if (trace_.on()) trace_.name_table(table->number, table->name);
   *out = table;
@@ -323,14 +313,13 @@ Status Engine::drop_table(const AnyTableRef& any) {
   // From here on nothing wants memory, so that it is dropped whole, or not at all.
   {
     std::unique_lock<std::mutex> lock(mu_);
-    auto at = std::find(tables_.begin(), tables_.end(), table);
-    if (at == tables_.end())
+    if (!tables_.has(table))
       return fail(FRUGAL_ERR_BAD_HANDLE, "it was dropped already: the handle is closed");
     // Background work on its declarations must have ended.
     table->dropped.store(true);
     declarations_.close_table(*table);
     workers_.settle(lock, [&] { return declarations_.drop_table(*table); });
-    tables_.erase(std::find(tables_.begin(), tables_.end(), table));
+    tables_.remove(table);
     if (table->ledger) table->ledger->forget();
   }
   for (uint32_t r = 0; r < config_.world_size; ++r) {
@@ -353,11 +342,6 @@ Status Engine::drop_table(const AnyTableRef& any) {
   }
   handle_remove(HandleKind::kTable, table->handle);
   return FRUGAL_OK;
-}
-
-frugal_optimizer Engine::optimizer_at(const Table& table, uint64_t step) const {
-  auto at = table.schedule.upper_bound(step);
-  return std::prev(at)->second;
 }
 
 Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
@@ -456,7 +440,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                                 o.initial_accumulator);
   Map<uint64_t, frugal_optimizer> schedule;
   schedule[0] = o;
-  if (stale()) scratches_.make_room(state.layout.bytes());
+  if (stale()) flusher_.make_room(state.layout.bytes());
   FRUGAL_TRY(rows.open_state(&state));
   if (!rows.lazy()) {
     const size_t bytes = c.rows * state.layout.state_pitch;
@@ -485,18 +469,6 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
   return FRUGAL_OK;
 }
 
-Status Engine::open_window(Table& table) {
-  if (table.window.opened()) return FRUGAL_OK;
-  Window::Config c;
-  c.rows = table.rows.capacity();
-  c.staleness = config_.staleness;
-  c.world_size = config_.world_size;
-  c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
-  // Under mu_, so that no commit moves the base on between.
-  std::lock_guard<std::mutex> lock(mu_);
-  return table.window.open(c, ranks_.soonest());
-}
-
 Status Engine::stats(frugal_stats* out) {
   frugal_stats s;
   std::memset(&s, 0, sizeof s);
@@ -509,7 +481,7 @@ Status Engine::stats(frugal_stats* out) {
   Vector<TableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    tables = tables_;
+    tables = tables_.all();
   }
   for (const TableRef& t : tables) {
     if (!t->window.opened()) continue;
@@ -521,7 +493,7 @@ Status Engine::stats(frugal_stats* out) {
     s.pending_rows += w.pending;
     s.active_rows += w.active;
   }
-  s.pending_bytes = pending_bytes_.load(std::memory_order_relaxed);
+  s.pending_bytes = pending_.now();
   *out = s;
   return FRUGAL_OK;
 }

@@ -322,7 +322,7 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
     return declarations_.take_out(share);
   });
   Lock declared(declarations_.mutex());
-  for (const TableRef& t : one ? one->tables : tables_) declarations_.recount(*t);
+  for (const TableRef& t : one ? one->tables : tables_.all()) declarations_.recount(*t);
   workers_.progress();
 }
 

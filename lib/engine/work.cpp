@@ -2,14 +2,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/assert.h"
 #include "engine/wait.h"
 
 namespace frugal {
 namespace {
 
-constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
-constexpr size_t kClaimRows = kChunkRows;
 constexpr uint64_t kSoon = 3;        // steps whose declarations do not wait for idle time
 constexpr uint64_t kLaterNs = 1000000;  // until rows are warmed again
 constexpr uint32_t kWarmRounds = 32;
@@ -17,34 +14,6 @@ constexpr size_t kWarmBytes = size_t{16} << 20;  // of a step's rows: more would
 constexpr size_t kWarmRows = 2048;
 
 }  // namespace
-
-void Scratches::make_room(size_t row_bytes) {
-  auto more = std::make_unique<Scratch>(ranks_, row_bytes);
-  std::lock_guard<std::mutex> lock(mu_);
-  if (row_bytes <= row_bytes_) return;
-  row_bytes_ = row_bytes;
-  more->next = std::move(free_);
-  free_ = std::move(more);
-}
-
-std::unique_ptr<Scratch> Scratches::take() noexcept {
-  for (size_t row_bytes;;) {
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      while (free_) {
-        std::unique_ptr<Scratch> first = std::move(free_);
-        free_ = std::move(first->next);
-        if (first->row.size() >= row_bytes_) return first;
-      }
-      row_bytes = row_bytes_;
-    }
-    try {
-      return std::make_unique<Scratch>(ranks_, row_bytes);
-    } catch (const std::bad_alloc&) {
-      std::this_thread::yield();  // others have them, for a moment
-    }
-  }
-}
 
 void Engine::log(int level, const char* text) {
   if (!config_.log) return;
@@ -71,17 +40,16 @@ void Engine::list_work() {
   });
   add(Urgency::kSoon, [this] { return workers_.help(false); });
   add(Urgency::kSoon, [this] { return pin_one(); });
-  add(Urgency::kSoon, [this] { return flush_rows(ranks_.soonest()); });
+  add(Urgency::kSoon, [this] { return flusher_.write(ranks_.soonest()); });
   add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
   add(Urgency::kSoon, [this] { return prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
-  add(Urgency::kIdle, [this] { return flush_rows(ranks_.soonest() + 1); });
+  add(Urgency::kIdle, [this] { return flusher_.write(ranks_.soonest() + 1); });
   add(Urgency::kIdle, [this] {
-    const uint64_t pending = pending_bytes_.load(std::memory_order_relaxed);
-    return pending > pending_limit() / 2 && flush_rows(UINT64_MAX);
+    return pending_.now() > pending_.limit() / 2 && flusher_.write(UINT64_MAX);
   });
   add(Urgency::kIdle, [=] { return declared(UINT64_MAX); });
-  add(Urgency::kIdle, [this] { return flush_rows(UINT64_MAX); });
+  add(Urgency::kIdle, [this] { return flusher_.write(UINT64_MAX); });
   workers_.add(Urgency::kFavour, [this] { return warm_one(); });
 }
 
@@ -89,69 +57,8 @@ void Engine::list_work() {
 // gather or sum want the processors, and the memory's bandwidth, of this machine.
 bool Engine::calls_first() const {
   return pacing_.deferred() &&
-         pending_bytes_.load(std::memory_order_relaxed) <= pending_limit() &&
+         pending_.now() <= pending_.limit() &&
          calls_.load(std::memory_order_relaxed) * 2 >= pacing_.cpus();
-}
-
-// --- Pending rows --------------------------------------------------------------------------------
-
-// Tables take turns, so that what is pending in many is found at once; where each has little, a
-// unit is of several.
-bool Engine::flush_rows(uint64_t step) {
-  size_t written = 0;
-  for (size_t looked = 0; written < kUrgentRows; ++looked) {
-    TableRef t;
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      for (; looked < tables_.size(); ++looked, ++flush_at_) {
-        if (flush_at_ >= tables_.size()) flush_at_ = 0;
-        const TableRef& of = tables_[flush_at_];
-        if (!of->window.opened() || !of->window.pending_until(step)) continue;
-        t = of;
-        ++flush_at_;
-        break;
-      }
-    }
-    if (!t) break;
-    const Scratches::Lease scratch(scratches_);
-    Claim& claim = scratch->claim;
-    TraceSpan span(trace_, SpanKind::kFlush);
-    {
-      Timed timed(counters_.entry_ns);
-      size_t rows = step == UINT64_MAX ? kClaimRows : kUrgentRows;
-      if (!t->window.claim(step, rows, &claim)) {
-        span.drop();
-        continue;
-      }
-    }
-    span.table(t->number).count(claim.ids.size());
-    if (!claim.runs.empty()) span.step(claim.runs[0].update->step);
-    apply_claim(*t, claim, *scratch);
-    {
-      Timed timed(counters_.entry_ns);
-      t->window.finish(claim);
-    }
-    written += claim.ids.size();
-    claim.runs.clear();  // updates that are written end here
-    workers_.progress();
-  }
-  return written != 0;
-}
-
-void Engine::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
-  Timed timed(counters_.apply_ns);
-  uint64_t begun = ranks_.begun(), deferred = 0;
-  for (const Claim::Run& run : claim.runs) {
-    const StepUpdate& u = *run.update;
-    const uint32_t* rows = claim.rows.data() + run.begin;
-    size_t n = run.end - run.begin;
-    TraceSpan span(trace_, SpanKind::kApply);
-    span.step(u.step).table(table.number).count(n);
-    apply(ApplyTo(table.rows), u, UpdateEntries{rows, n}, &scratch);
-    if (u.step + 1 < begun) deferred += n;
-  }
-  counters_.rows_updated.fetch_add(claim.ids.size(), std::memory_order_relaxed);
-  counters_.rows_deferred.fetch_add(deferred, std::memory_order_relaxed);
 }
 
 // --- Declarations --------------------------------------------------------------------------------
@@ -209,7 +116,7 @@ bool Engine::link_one(uint64_t up_to, bool worker) {
   bool done = false, memory = true;
   // Whatever fails: who cancels or leaves waits until nobody is linking.
   try {
-    memory = open_window(*table) == FRUGAL_OK && memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
+    memory = tables_.open_window(*table) == FRUGAL_OK && memory_.pool.get(part->distinct, &part->next) == FRUGAL_OK;
     // (With unlimited staleness nothing is urgent, and a gate does not wait for links.)
     if (memory && config_.staleness < kRing)
       memory = part->finder.build(memory_.pool, part->row_slots(), part->distinct) == FRUGAL_OK;

@@ -1,0 +1,140 @@
+#include "engine/flusher.h"
+
+#include <optional>
+#include <thread>
+
+namespace frugal {
+namespace {
+
+constexpr size_t kUrgentRows = 512;  // of a claim that somebody waits for
+constexpr size_t kClaimRows = kChunkRows;
+
+}  // namespace
+
+void Scratches::make_room(size_t row_bytes) {
+  auto more = std::make_unique<Scratch>(ranks_, row_bytes);
+  std::lock_guard<std::mutex> lock(mu_);
+  if (row_bytes <= row_bytes_) return;
+  row_bytes_ = row_bytes;
+  more->next = std::move(free_);
+  free_ = std::move(more);
+}
+
+std::unique_ptr<Scratch> Scratches::take() noexcept {
+  for (size_t row_bytes;;) {
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      while (free_) {
+        std::unique_ptr<Scratch> first = std::move(free_);
+        free_ = std::move(first->next);
+        if (first->row.size() >= row_bytes_) return first;
+      }
+      row_bytes = row_bytes_;
+    }
+    try {
+      return std::make_unique<Scratch>(ranks_, row_bytes);
+    } catch (const std::bad_alloc&) {
+      std::this_thread::yield();  // others have them, for a moment
+    }
+  }
+}
+
+// --- Pending rows --------------------------------------------------------------------------------
+
+// Tables take turns, so that what is pending in many is found at once; where each has little, a
+// unit is of several.
+bool Flusher::write(uint64_t step) {
+  size_t written = 0;
+  for (size_t looked = 0; written < kUrgentRows;) {
+    TableRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t = tables_.next_pending(step, &looked);
+    }
+    if (!t) break;
+    const Scratches::Lease scratch(scratches_);
+    Claim& claim = scratch->claim;
+    TraceSpan span(trace_, SpanKind::kFlush);
+    {
+      Timed timed(counters_.entry_ns);
+      size_t rows = step == UINT64_MAX ? kClaimRows : kUrgentRows;
+      if (!t->window.claim(step, rows, &claim)) {
+        span.drop();
+        continue;
+      }
+    }
+    span.table(t->number).count(claim.ids.size());
+    if (!claim.runs.empty()) span.step(claim.runs[0].update->step);
+    apply_claim(*t, claim, *scratch);
+    {
+      Timed timed(counters_.entry_ns);
+      t->window.finish(claim);
+    }
+    written += claim.ids.size();
+    claim.runs.clear();  // updates that are written end here
+    workers_.progress();
+  }
+  return written != 0;
+}
+
+void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
+  Timed timed(counters_.apply_ns);
+  uint64_t begun = ranks_.begun(), deferred = 0;
+  for (const Claim::Run& run : claim.runs) {
+    const StepUpdate& u = *run.update;
+    const uint32_t* rows = claim.rows.data() + run.begin;
+    size_t n = run.end - run.begin;
+    TraceSpan span(trace_, SpanKind::kApply);
+    span.step(u.step).table(table.number).count(n);
+    apply(ApplyTo(table.rows), u, UpdateEntries{rows, n}, &scratch);
+    if (u.step + 1 < begun) deferred += n;
+  }
+  counters_.rows_updated.fetch_add(claim.ids.size(), std::memory_order_relaxed);
+  counters_.rows_deferred.fetch_add(deferred, std::memory_order_relaxed);
+}
+
+// --- All of an update ----------------------------------------------------------------------------
+
+struct Flusher::Chunks : HeapObject {
+  Flusher* flusher = nullptr;
+  TableRef table;
+  UpdateRef update;
+  Vector<uint64_t> bounds;  // in slots
+
+  static void run(void* context, size_t chunk) {
+    const auto* of = static_cast<const Chunks*>(context);
+    of->flusher->apply_chunk(*of, chunk);
+  }
+  static void finished(void* context) { static_cast<const Chunks*>(context)->update->written(); }
+};
+
+void Flusher::apply_chunk(const Chunks& of, size_t chunk) {
+  Timed timed(counters_.apply_ns);
+  TraceSpan span(trace_, SpanKind::kApply);
+  const StepUpdate& u = *of.update;
+  const ApplyTo to(of.table->rows);
+  std::optional<Scratches::Lease> scratch;
+  if (!is_direct(to, u)) scratch.emplace(scratches_);
+  const size_t rows = apply(to, u, UpdateChunk{chunk, of.bounds[chunk], of.bounds[chunk + 1]},
+                            scratch ? &**scratch : nullptr);
+  span.step(u.step).table(of.table->number).count(rows);
+  counters_.rows_updated.fetch_add(rows, std::memory_order_relaxed);
+}
+
+JobRef Flusher::job(const TableRef& table, const UpdateRef& update, Vector<uint64_t>&& bounds) {
+  auto chunks = std::allocate_shared<Chunks>(HeapAllocator<Chunks>());
+  chunks->flusher = this;
+  chunks->table = table;
+  chunks->update = update;
+  chunks->bounds = std::move(bounds);
+  JobRef job = std::allocate_shared<Job>(HeapAllocator<Job>());
+  job->chunks = chunks->bounds.size() - 1;
+  job->run = Chunks::run;
+  job->finished_hook = Chunks::finished;
+  job->context = chunks.get();
+  job->keep = std::move(chunks);
+  job->apply = true;
+  return job;
+}
+
+}  // namespace frugal

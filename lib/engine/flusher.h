@@ -1,0 +1,83 @@
+// Writes the rows of committed updates: those that are pending, the most urgent first; or all of an
+// update, in chunks that threads share.
+#pragma once
+#include <memory>
+#include <mutex>
+
+#include "base/trace.h"
+#include "engine/counters.h"
+#include "engine/tables.h"
+#include "engine/workers.h"
+#include "window/apply.h"
+#include "window/window.h"
+
+namespace frugal {
+
+// What a thread works on that writes rows.
+struct Scratch : HeapObject, ApplyScratch {
+  Scratch(size_t ranks, size_t row_bytes) : ApplyScratch(ranks, row_bytes) { claim.reserve(kChunkRows); }
+  Claim claim;
+  std::unique_ptr<Scratch> next;
+};
+
+// There is one at least, so that rows can be written where there is no memory.
+class Scratches {
+ public:
+  explicit Scratches(size_t ranks) : ranks_(ranks), free_(std::make_unique<Scratch>(ranks, 0)) {}
+  void make_room(size_t row_bytes);
+  // For a piece of work, in which its thread waits for nobody who has one.
+  class Lease {
+   public:
+    explicit Lease(Scratches& of) noexcept : of_(of), is_(of.take()) {}
+    ~Lease() { of_.give(std::move(is_)); }
+    Scratch* operator->() const { return is_.get(); }
+    Scratch& operator*() const { return *is_; }
+
+   private:
+    Scratches& of_;
+    std::unique_ptr<Scratch> is_;
+  };
+
+ private:
+  std::unique_ptr<Scratch> take() noexcept;
+  void give(std::unique_ptr<Scratch> scratch) noexcept {
+    std::lock_guard<std::mutex> lock(mu_);
+    scratch->next = std::move(free_);
+    free_ = std::move(scratch);
+  }
+  std::mutex mu_;
+  const size_t ranks_;
+  size_t row_bytes_ = 0;
+  std::unique_ptr<Scratch> free_;  // smaller ones are behind the one that row_bytes_ came with
+};
+
+class Flusher {
+ public:
+  // `mu` guards the tables.
+  Flusher(std::mutex& mu, Tables& tables, const Ranks& ranks, Workers& workers, Counters& counters,
+          Trace& trace)
+      : mu_(mu), tables_(tables), ranks_(ranks), workers_(workers), counters_(counters),
+        trace_(trace), scratches_(ranks.size()) {}
+
+  // Rows that are written from now on have so many bytes at most. Throws where there is no memory.
+  void make_room(size_t row_bytes) { scratches_.make_room(row_bytes); }
+  // Claims, writes and finishes some pending rows that are wanted until `step`. False: there are none.
+  bool write(uint64_t step);
+  // A job that writes all of an update, in chunks between `bounds` (StepUpdate::cut).
+  JobRef job(const TableRef& table, const UpdateRef& update, Vector<uint64_t>&& bounds);
+
+ private:
+  struct Chunks;
+  void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
+  void apply_chunk(const Chunks& of, size_t chunk);
+
+  std::mutex& mu_;
+  Tables& tables_;
+  const Ranks& ranks_;
+  Workers& workers_;
+  Counters& counters_;
+  Trace& trace_;
+  Scratches scratches_;
+};
+
+}  // namespace frugal

@@ -1,0 +1,93 @@
+// The tables of an engine. Its mutex guards which there are.
+#pragma once
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "engine/ranks.h"
+#include "engine/table.h"
+
+namespace frugal {
+
+class Tables {
+ public:
+  // `config` is what the engine makes of it, as long as it lives.
+  Tables(const frugal_config& config, std::mutex& mu, const Ranks& ranks)
+      : config_(config), mu_(mu), ranks_(ranks) {}
+
+  const Vector<TableRef>& all() const { return all_; }
+  auto begin() const { return all_.begin(); }
+  auto end() const { return all_.end(); }
+  size_t size() const { return all_.size(); }
+  const TableRef& operator[](size_t i) const { return all_[i]; }
+  TableRef find(const char* name) const {  // null: there is none
+    const auto named = [&](const TableRef& t) { return t->name == name; };
+    const auto at = std::find_if(begin(), end(), named);
+    return at == end() ? TableRef() : *at;
+  }
+  // The first whose number is not below `number`. Null: there is none.
+  TableRef from(uint64_t number) const {
+    const auto before = [](const TableRef& t, uint64_t n) { return t->number < n; };
+    const auto at = std::lower_bound(begin(), end(), number, before);
+    return at == end() ? TableRef() : *at;
+  }
+  // Room for one more; and then, without any memory, that.
+  void expect() { all_.reserve(all_.size() + 1); }
+  void add(const TableRef& table) {
+    table->number = numbers_++;
+    all_.push_back(table);
+  }
+  bool has(const TableRef& table) const { return std::find(begin(), end(), table) != end(); }
+  void remove(const TableRef& table) { all_.erase(std::find(begin(), end(), table)); }
+  Vector<TableRef> take() { return std::exchange(all_, {}); }
+
+  // --- Windows
+  // The table's is there, if it was not: from the step on that is to be committed next. Takes the
+  // mutex, so that no commit moves that on between.
+  Status open_window(Table& table) const {
+    if (table.window.opened()) return FRUGAL_OK;
+    Window::Config c;
+    c.rows = table.rows.capacity();
+    c.staleness = config_.staleness;
+    c.world_size = config_.world_size;
+    c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
+    std::lock_guard<std::mutex> lock(mu_);
+    return table.window.open(c, ranks_.soonest());
+  }
+  // All that are opened.
+  template <class Visit>
+  void each_window(Visit visit) const {
+    for (const TableRef& t : all_)
+      if (t->window.opened()) visit(t->window);
+  }
+  // The place of the first table of whose window something holds; size(): there is none.
+  template <class Holds>
+  size_t first(Holds holds) const {
+    const auto its = [&](const TableRef& t) { return t->window.opened() && holds(t->window); };
+    return static_cast<size_t>(std::find_if(begin(), end(), its) - begin());
+  }
+  bool any_pending() const {
+    return first([](Window& w) { return w.any_pending(); }) != size();
+  }
+  // The next that has rows to be written until a step; they take turns. Null: none of those that
+  // are left to be looked at, after `*looked` of them.
+  TableRef next_pending(uint64_t step, size_t* looked) {
+    while (*looked < all_.size()) {
+      ++*looked;
+      if (turn_ >= all_.size()) turn_ = 0;
+      const TableRef& t = all_[turn_++];
+      if (t->window.opened() && t->window.pending_until(step)) return t;
+    }
+    return nullptr;
+  }
+
+ private:
+  const frugal_config& config_;
+  std::mutex& mu_;
+  const Ranks& ranks_;
+  Vector<TableRef> all_;  // by number
+  uint32_t numbers_ = 0;
+  size_t turn_ = 0;
+};
+
+}  // namespace frugal

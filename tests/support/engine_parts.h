@@ -1,0 +1,94 @@
+// What an engine's commits and flush threads work on, without an engine: ranks, tables whose rows
+// tell how often they were updated, and who writes them.
+#pragma once
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "engine/flusher.h"
+#include "engine/pending.h"
+#include "support/inside.h"
+#include "support/parts.h"
+#include "support/rows.h"
+
+namespace frugal {
+
+struct EngineParts {
+  explicit EngineParts(uint32_t world_size = 1) : ranks(world_size) {
+    config.world_size = world_size;
+    optimizer.lr = 1;
+  }
+  // Rows begin as zeros.
+  TableRef add_table(uint64_t rows, uint32_t dim = 4) {
+    TableRef table = std::allocate_shared<Table>(HeapAllocator<Table>());
+    table->name = text("t%zu", tables.size());
+    table->config = FRUGAL_TABLE_CONFIG_INIT;
+    table->schedule[0] = optimizer;
+    Rows::Config c = rows_config(rows, dim, FRUGAL_SGD);
+    c.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, rows, dim, 1, FRUGAL_SGD, 0);
+    EXPECT_OK(table->rows.open(c, nullptr));
+    EXPECT_OK(table->rows.initialize_range(0, rows));
+    tables.expect();
+    tables.add(table);
+    return table;
+  }
+  TrainerRef join(uint32_t rank, bool cached = false) {
+    TrainerRef t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
+    t->rank = rank;
+    t->has_cache.store(cached);
+    t->next_step = ranks.to_commit();
+    ranks.join(t, 0);
+    return t;
+  }
+  void begin(const TrainerRef& t, uint64_t step) {
+    ASSERT_OK(ranks.may_begin(*t, step));
+    if (ranks.to_commit() == kNoStep) ranks.start(step);
+    ranks.begin(*t, step);
+  }
+  // Each row of a part becomes 1 more.
+  Handover gradients(const TableRef& table, const PartRef& part) {
+    Handover h;
+    h.rank = part->rank;
+    h.part = part;
+    h.stride = table->rows.layout().sums_stride;
+    EXPECT_OK(pool.get(h.rows() * table->rows.layout().sums_bytes(), &h.sums));
+    std::fill_n(h.sums.as<float>(), h.rows() * h.stride, -1.0f);
+    return h;
+  }
+  Handover gradients(const TableRef& table, uint64_t step, uint32_t rank, const Slots& slots) {
+    return gradients(table, resolved_part(pool, step, rank, slots));
+  }
+  // What ranks hand over, each for its slots.
+  UpdateRef update(const TableRef& table, uint64_t step, const std::vector<Slots>& of_ranks) {
+    UpdateRef u = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+    u->step = step;
+    for (const Slots& slots : of_ranks)
+      u->ranks.push_back(gradients(table, step, static_cast<uint32_t>(u->ranks.size()), slots));
+    for (const Handover& h : u->ranks) u->bytes += h.bytes();
+    u->scalars = arith::step_scalars(table->optimizer_at(step), step, ranks.size(),
+                                     FRUGAL_NAN_REJECT, table->rows.layout().dim);
+    pending.add(u.get());
+    return u;
+  }
+  // How often gradients have come to the row.
+  static int times(const TableRef& table, uint32_t slot) {
+    const auto* row = table->rows.values(slot);
+    const uint32_t dim = table->rows.layout().dim;
+    EXPECT_TRUE(std::all_of(row, row + dim, [&](float x) { return x == row[0]; })) << slot;
+    return static_cast<int>(row[0]);
+  }
+
+  BufferPool pool;
+  frugal_config config = FRUGAL_CONFIG_INIT;
+  frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
+  Counters counters;
+  Trace trace;
+  std::mutex mu;
+  PendingBytes pending{uint64_t{1} << 30, &counters.pending_bytes_peak};
+  Workers workers{0, {[] { return false; }, [] { return false; }, [] {}}, &trace};
+  Ranks ranks;
+  Tables tables{config, mu, ranks};
+  Flusher flusher{mu, tables, ranks, workers, counters, trace};
+};
+
+}  // namespace frugal
