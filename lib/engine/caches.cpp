@@ -281,7 +281,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   TraceSpan span(trace_, SpanKind::kTurn);
   span.step(step).rank(t.rank);
   // No commit while rows are copied: with staleness other ranks may end steps now.
-  std::lock_guard<std::mutex> boundary(cache_mu_);
+  std::lock_guard<std::mutex> boundary(committer_.boundary());
   Vector<UpdateRef> backlog;
   Vector<TableRef> backlog_tables, tables;
   PartsByTable parts;

@@ -174,6 +174,19 @@ bool Declarations::retire_one(uint64_t step, Vector<BatchRef>* out) {
   return true;
 }
 
+void Declarations::retire(uint64_t step) {
+  for (Vector<BatchRef> gone; retire_one(step, &gone);)
+    for (const BatchRef& b : gone)
+      if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
+  end_retiring();
+}
+
+void Declarations::recount_unsure(Table& table) {
+  if (!table.rows.unsure()) return;
+  Lock lock(mu_);
+  recount(table);
+}
+
 void Declarations::close_table(const Table& table) {
   Lock lock(mu_);
   each({.table = &table}, [&](Batch& b, size_t i) {

@@ -79,6 +79,8 @@ class Declarations {
   bool retire_one(uint64_t step, Vector<BatchRef>* out);
   // and that was all.
   void end_retiring();
+  // The last two, with the handles of all of these.
+  void retire(uint64_t step);
   // A table goes: nobody begins to resolve parts of it.
   void close_table(const Table& table);
   // Its parts are none any more; not while anybody resolves or links. Returns whether they are.
@@ -118,6 +120,8 @@ class Declarations {
   // Some rows of the table are none any more: finds out who holds their places. If the table is not
   // quiet, or memory is short, that is left to the next who calls this.
   void recount(Table& table) REQUIRES(mu_);
+  // The same if it has to be, without the lock held.
+  void recount_unsure(Table& table);
 
  private:
   struct Step {

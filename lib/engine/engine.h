@@ -27,6 +27,7 @@
 #include "base/thread.h"
 #include "base/trace.h"
 #include "cache/row_cache.h"
+#include "engine/commit.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
 #include "engine/declarations.h"
@@ -77,55 +78,6 @@ struct RemotePush {
 struct RemoteCounts {
   uint64_t keys_looked_up = 0, keys_pushed = 0, cache_hits = 0, cache_misses = 0, lookup_ns = 0, push_ns = 0,
            prefetch_ns = 0, step_begin_ns = 0, step_end_ns = 0, cpu_ns = 0, stale_reads = 0;
-};
-
-struct PreparedUpdate {
-  TableRef table;
-  UpdateRef update;
-  bool ready = false;
-};
-
-// Rows of a step's prepared updates that the very next step reads: its gate will have to write them.
-struct SoonRows : HeapObject {
-  struct OfTable {
-    TableRef table;
-    Vector<uint32_t> slots;
-  };
-  Vector<OfTable> tables;  // never empty ones
-  size_t bytes = 0;        // of all rows, with their state
-  // All before this have been brought into the caches in this round.
-  size_t table = 0, row = 0;
-  uint32_t rounds = 0;     // that are over
-  uint64_t since = 0;      // the end of the last one
-};
-
-// What a step does to a table: made first for all tables, in pieces where memory is short, and let loose when the
-// step is committed.
-struct Commit {
-  TableRef table;
-  UpdateRef update;         // null: nothing is pushed
-  bool taken = false;       // it has what the ranks have pushed
-  bool added = false;       // to the table's window,
-  bool staged = false;      // which has taken all of its rows in
-  List<JobRef> job;         // where it is applied at once
-};
-
-struct StepRecord {
-  bool skip = false;
-  bool deferred = false;    // how it is committed;
-  bool small = false;       // or by the committing thread alone
-  Vector<Commit> commits;   // once its commit has begun
-  struct TableHandovers {
-    TableRef table;
-    Vector<Handover> ranks;
-  };
-  Map<const Table*, TableHandovers> handovers;
-  Vector<CreatedRows> created;
-  Map<const Table*, PreparedUpdate> prepared;
-  std::shared_ptr<SoonRows> soon;  // or null; guarded by the engine's mutex, but for the slots that are in it
-  bool prepare_scheduled = false;
-  size_t stage_at = 0;  // tables before this have been looked at
-  Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
 };
 
 class Engine final : public Session, private DataPath {
@@ -311,18 +263,7 @@ class Engine final : public Session, private DataPath {
   bool ranks_near(uint64_t step) const;
 
   // --- steps.cpp
-  Status commit_ready();
-  bool commit_one(std::unique_lock<std::mutex>& lock, Status* status);
-  void commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
-                   Status* status);
-  void begin_commit(StepRecord& record);
-  Status prepare_commit(uint64_t step, StepRecord& record, Commit* commit);
-  void publish_commit(uint64_t step, const StepRecord& record, Commit& commit);
-  Status commit_owed();
-  static void settle_young(uint64_t step, const StepRecord& record);
-  void retire(uint64_t step);
   void end_holding(Table& table);
-  void recount(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   Status aborted(Trainer& t);
   enum class Undo { kCall, kLeaving, kFailed, kLost };
@@ -341,7 +282,6 @@ class Engine final : public Session, private DataPath {
   Status undo_surely(Trainer& by, Undo why);
   void undo_local(Trainer& t);
   void undo_rows(Vector<CreatedRows>& created);
-  Pacing::Measured measured() const;
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
@@ -389,21 +329,16 @@ class Engine final : public Session, private DataPath {
   Ranks ranks_;
   Tables tables_;
   Flusher flusher_;
-  std::atomic<uint64_t> remote_cpu_ns_{0};  // of processes of trainers
   Phase phase_;
-  std::atomic<bool> owed_{false};   // a commit that there was no memory for: whoever waits, or has memory, makes it
   TimedMutex outside_mu_;
   std::mutex abort_mu_;
   Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
-  std::mutex cache_mu_;             // commits against cache boundaries
-  Map<uint64_t, StepRecord> records_;
+  StepRecords records_;
   Declarations declarations_;
   Gate gate_;
-  // Flights of records_, until what their landing allows is committed.
-  std::atomic<uint32_t> flying_{0};
   std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned
   std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
-  bool in_flight() const { return flying_.load() != 0 || declarations_.arriving(); }
+  bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
   // read must be linked, if priorities matter at all.
@@ -413,6 +348,7 @@ class Engine final : public Session, private DataPath {
   }
   bool stale() const { return config_.staleness != 0; }
   std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
+  Committer committer_;
 };
 
 // For the length of an operation outside steps: no step begins.

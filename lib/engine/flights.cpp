@@ -102,17 +102,16 @@ Status Engine::set_stream(AnyTrainer& t, void* stream) {
 // --- Landing -------------------------------------------------------------------------------------
 
 bool Engine::land() {
-  if (owed_.load()) {
-    if (commit_owed() == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
-    if (!owed_.load()) return true;
+  if (committer_.owed()) {
+    if (committer_.ready() == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
+    if (!committer_.owed()) return true;
   }
   if (!in_flight()) return false;
   Vector<FlightRef> flights;
   Vector<std::shared_ptr<Arrival>> arrivals;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    for (auto& [step, record] : records_)
-      flights.insert(flights.end(), record.flights.begin(), record.flights.end());
+    records_.each_flight([&](const FlightRef& f) { flights.push_back(f); });
   }
   arrivals = declarations_.arrivals();
   bool any = false;
@@ -128,29 +127,27 @@ bool Engine::land() {
     if (a->failed.load()) device_failed(a->parts.front()->rank, *a->gpu);
   }
   if (!any) return false;
-  uint32_t left = 0;
+  uint32_t landed;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    auto landed = [&](const auto& f) { return f->landed.load() && !f->failed.load(); };
-    for (auto& [step, record] : records_)
-      left += static_cast<uint32_t>(std::erase_if(record.flights, landed));
+    landed = records_.forget_landed();
   }
   declarations_.arrived();
   flights.clear();  // without mu_: their memory goes back
   arrivals.clear();
-  (void)commit_ready();  // what it cannot do is owed
-  flying_.fetch_sub(left);
+  (void)committer_.ready();  // what it cannot do is owed
+  records_.done(landed);
   workers_.wake();
   workers_.progress();
   return true;
 }
 
 Status Engine::land_all(Deadline deadline) {
-  auto landed = [&] { return flying_.load() == 0 && !owed_.load(); };
+  auto landed = [&] { return !records_.flying() && !committer_.owed(); };
   if (landed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
   Status s = wait(deadline, nullptr, landed,
-                  [&] { return owed_.load() && (workers_.help(true) || flusher_.write(UINT64_MAX)); });
+                  [&] { return committer_.owed() && (workers_.help(true) || flusher_.write(UINT64_MAX)); });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;
@@ -180,12 +177,13 @@ Status Engine::end_flight(Trainer& t, Flight::Found* found) {
 // What a rank that leaves has ended lands, or is undone, while it is still there to be undone.
 // OUT_OF_MEMORY: the engine is about to be closed, and neither is so.
 Status Engine::end_flights(Trainer& t) {
-  auto next = [&]() -> FlightRef {
+  auto next = [&] {
+    FlightRef its;
     std::lock_guard<std::mutex> lock(mu_);
-    for (auto& [step, record] : records_)
-      for (const FlightRef& f : record.flights)
-        if (f->gpu == t.gpu && (!f->landed.load() || f->failed.load())) return f;
-    return nullptr;
+    records_.each_flight([&](const FlightRef& f) {
+      if (!its && f->gpu == t.gpu && (!f->landed.load() || f->failed.load())) its = f;
+    });
+    return its;
   };
   while (FlightRef f = next()) {
     while (!f->ask(1000000)) {

@@ -46,7 +46,7 @@ OutsideScope::OutsideScope(Engine& engine, Deadline deadline)
   };
   engine.workers_.settle(lock, settled);
   String why;
-  if ((engine.flying_.load() || engine.owed_.load()) && !engine.closed_.load() && !engine.ranks_.inside(&why)) {
+  if ((engine.records_.flying() || engine.committer_.owed()) && !engine.closed_.load() && !engine.ranks_.inside(&why)) {
     // What all have ended is about to be committed.
     lock.unlock();
     status_ = engine.land_all(deadline);
@@ -76,12 +76,10 @@ OutsideScope::~OutsideScope() {
 
 bool Engine::outside_allowed(String* why) {  // with mu_ held
   // What a rank has ended counts after it has left, too.
-  for (const auto& [step, record] : records_)
-    if (!record.handovers.empty() || !record.created.empty() || record.skip) {
-      *why = ranks_.some_ended(step);
-      return false;
-    }
-  return ranks_.between(why);
+  const uint64_t ended = records_.ended();
+  if (ended == kNoStep) return ranks_.between(why);
+  *why = ranks_.some_ended(ended);
+  return false;
 }
 
 Status Engine::flush(Deadline deadline) {
@@ -245,7 +243,7 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
   drop_cached(t, slots.data(), slots.size());
   const uint64_t were = t.rows.uncreate(slots.data(), slots.size(), true);
-  recount(t);
+  declarations_.recount_unsure(t);
   if (deleted) *deleted = were;
   return FRUGAL_OK;
 }

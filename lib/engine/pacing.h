@@ -17,7 +17,7 @@ class Pacing {
   // Since the engine was opened, in ns.
   struct Measured {
     uint64_t wall = 0;
-    uint64_t cpu = 0;    // of all processes that train
+    uint64_t cpu = 0;    // of this process
     uint64_t apply = 0;  // spent on writing rows
     uint64_t calls = 0;  // spent by all ranks in calls
   };
@@ -32,13 +32,18 @@ class Pacing {
   }
   // So long somebody has brought rows into the caches, having nothing else to do.
   void warmed(uint64_t ns) { warm_ns_.fetch_add(ns, std::memory_order_relaxed); }
+  // So long trainers in other processes have had processors.
+  void trained_elsewhere(uint64_t cpu_ns) { elsewhere_ns_.fetch_add(cpu_ns, std::memory_order_relaxed); }
   // A step begins to be committed: what its rows have of bytes. One at a time.
   void step(uint64_t bytes) { most_ = std::max(most_, bytes); }
   // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether these
   // rest no more. One at a time.
   template <class Measure>
   bool committed(bool may_rest, Measure measure) {
-    return mode_ == FRUGAL_FLUSH_AUTO && ++steps_ % kSteps == 0 && decide(may_rest, measure());
+    if (mode_ != FRUGAL_FLUSH_AUTO || ++steps_ % kSteps != 0) return false;
+    Measured now = measure();
+    now.cpu += elsewhere_ns_.load(std::memory_order_relaxed);
+    return decide(may_rest, now);
   }
 
  private:
@@ -49,7 +54,7 @@ class Pacing {
   const bool always_;  // defers
   const uint32_t flush_threads_, world_size_, cpus_;
   std::atomic<bool> deferred_, resting_{false};
-  std::atomic<uint64_t> warm_ns_{0};
+  std::atomic<uint64_t> warm_ns_{0}, elsewhere_ns_{0};
   uint64_t steps_ = 1, most_ = 0, warm_ = 0;
   Measured last_;
   bool paid_ = false;

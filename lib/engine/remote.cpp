@@ -304,7 +304,7 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   counters_.prefetch_ns.fetch_add(c.prefetch_ns, std::memory_order_relaxed);
   counters_.step_begin_ns.fetch_add(c.step_begin_ns, std::memory_order_relaxed);
   counters_.step_end_ns.fetch_add(c.step_end_ns, std::memory_order_relaxed);
-  remote_cpu_ns_.fetch_add(c.cpu_ns, std::memory_order_relaxed);
+  pacing_.trained_elsewhere(c.cpu_ns);
 }
 
 // The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before somebody else

@@ -1,10 +1,8 @@
-// The step protocol: begin, end, commit, abort.
+// The step protocol: begin, end, abort.
 #include <algorithm>
-#include <optional>
 #include <cstring>
 
 #include "arith/fold.h"
-#include "base/handles.h"
 #include "base/insist.h"
 #include "device/pointers.h"
 #include "engine/wait.h"
@@ -146,7 +144,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       // declared for meanwhile, and what is staged must have passed the gates.
       if (step == ranks_.to_commit() && !phase_.is(Phase::kAbort) && !t.abort_notice.load()) {
         schedule = ranks_.all_begun(step);
-        if (schedule) records_[step].prepare_scheduled = true;
+        if (schedule) records_.of(step).prepare_scheduled = true;
       }
     } catch (const std::bad_alloc&) {
       schedule = false;  // staging is a favour
@@ -204,7 +202,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
       if (closed_.load()) return engine_closed();
       if (!t.abort_notice.load()) {
         // First all that may want memory; then the hand-over, which cannot fail.
-        StepRecord& record = records_[step];
+        StepRecord& record = records_.of(step);
         for (Ready& r : handovers) {
           const TableRef table = std::static_pointer_cast<Table>(r.push->table);
           r.to = &record.handovers[table.get()];
@@ -216,12 +214,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
           record.flights.reserve(record.flights.size() + 1);
           if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
         }
-        for (Ready& r : handovers) {
-          Vector<Handover>& ranks = r.to->ranks;
-          auto at = std::find_if(ranks.begin(), ranks.end(),
-                                 [&](const Handover& o) { return o.rank > t.rank; });
-          ranks.insert(at, std::move(r.push->tail.empty() ? r.push->first : r.joined));
-        }
+        for (Ready& r : handovers) r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
         if (t.gpu) landed = t.gpu->take_flight();
@@ -229,8 +222,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
           // Sums of runs are of no use any more, but kernels may still be writing them.
           for (auto& [raw, push] : t.pushes)
             if (push.runs) landed->pinned.push_back(std::move(push.runs));
-          record.flights.push_back(std::move(landed));
-          flying_.fetch_add(1);
+          records_.fly(&record, std::move(landed));
         }
         t.in_step = false;
         t.parts.clear();
@@ -244,285 +236,17 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     // committed before it.
     if (!taken) return aborted(t);
   }
-  if (flying_.load()) workers_.wake();  // one of them looks when it has landed
+  if (records_.flying()) workers_.wake();  // one of them looks when it has landed
   // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has memory, makes it.
-  const Status s = commit_ready();
+  const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
-}
-
-// --- Commit --------------------------------------------------------------------------------------
-
-Status Engine::commit_ready() {
-  Status status = FRUGAL_OK;
-  std::unique_lock<std::mutex> lock(mu_);
-  // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
-  if (phase_.is(Phase::kCommit)) return FRUGAL_OK;
-  while (commit_one(lock, &status)) {
-  }
-  return status;
-}
-
-// A commit that there was no memory for is tried again.
-Status Engine::commit_owed() { return owed_.load() ? commit_ready() : FRUGAL_OK; }
-
-bool Engine::commit_one(std::unique_lock<std::mutex>& lock, Status* status) {
-  const uint64_t step = ranks_.to_commit();
-  if (step == kNoStep || phase_.is(Phase::kAbort) || closed_.load() || health() != FRUGAL_OK) return false;
-  bool present;
-  if (!ranks_.ended(step, &present)) return false;
-  auto at = records_.find(step);
-  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It may be
-  // empty: later ones wait behind it, and rows may be staged for it.
-  if (!present && at == records_.end()) return false;
-  bool begun = false;
-  try {
-    if (at == records_.end()) at = records_.emplace(step, StepRecord{}).first;
-    if (!at->second.flights.empty()) return false;  // land() comes back
-    phase_.begin(Phase::kCommit);
-    begun = true;
-    commit_step(lock, step, at->second, status);
-    if (health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
-    return true;
-  } catch (const std::bad_alloc&) {
-    // Nothing is committed: what there is of it is gone on from, by the next who has time and memory.
-    *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
-                   static_cast<unsigned long long>(step));
-    if (!lock.owns_lock()) lock.lock();
-    if (begun) phase_.end(Phase::kCommit);
-    const bool news = !owed_.exchange(true);
-    // What has not even begun has changed nothing for who waits.
-    if (begun || news) workers_.progress();
-    if (news) workers_.wake();  // once: they try again after a while
-    return false;
-  }
-}
-
-void Engine::commit_step(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
-                         Status* status) {
-  TraceSpan span(trace_, SpanKind::kCommit);
-  span.step(step);
-  for (auto& [raw, of] : record.handovers)
-    for (const Handover& h : of.ranks) span.more(h.rows());
-  auto prepared = [&] {
-    for (auto& [raw, p] : record.prepared)
-      if (!p.ready) return false;
-    return true;
-  };
-  while (!prepared()) {
-    lock.unlock();
-    bool helped = flusher_.write(UINT64_MAX);
-    lock.lock();
-    if (!helped) workers_.settle(lock, prepared);
-  }
-  auto give_up = [&] {
-    *status = health();
-    phase_.end(Phase::kCommit);
-    // Who waits for commits to end has no time-out, and nothing else may happen any more.
-    workers_.progress();
-  };
-  if (health() != FRUGAL_OK) return give_up();
-  if (record.commits.empty()) begin_commit(record);
-  const bool alone = record.small && !record.deferred;
-  lock.unlock();
-  memory_.end_step();  // of the steps before
-  {
-    std::lock_guard<std::mutex> boundary(cache_mu_);
-    // First all that may want memory: after a failure it goes on from there.
-    for (Commit& c : record.commits) {
-      const Status s = prepare_commit(step, record, &c);
-      if (s == FRUGAL_OK) continue;
-      if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
-      workers_.fail(s);
-      lock.lock();
-      return give_up();
-    }
-    const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
-    // From here on the step is committed for whoever reads the tables out, and before no row of it is written.
-    if (ledger_) ledger_->commit(step);
-    for (Commit& c : record.commits) publish_commit(step, record, c);
-    settle_young(step, record);
-    for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
-    lock.lock();
-    ranks_.commit(step);
-    // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
-    tables_.each_window([&](Window& w) {
-      if (w.base() <= step) w.commit(nullptr, step);
-    });
-    counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
-    (record.deferred ? counters_.modes_deferred : counters_.modes_at_once)
-        .fetch_add(1, std::memory_order_relaxed);
-    uint64_t created = 0;
-    for (const CreatedRows& c : record.created) created += c.slots.size();
-    counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
-    retire(step);
-    records_.erase(step);
-  }
-  pending_.committed();
-  if (pacing_.committed(ledger_ && !memory_.pinner->any(), [&] { return measured(); })) workers_.wake();
-  phase_.end(Phase::kCommit);
-  workers_.progress();
-  // Behind a small step there is nothing for them, unless declarations can be linked now.
-  if (alone && !need_links()) return;
-  workers_.wake();
-}
-
-// What it is to be of is decided once. With mu_ held.
-void Engine::begin_commit(StepRecord& record) {
-  const bool any_pending = tables_.any_pending();
-  Vector<Commit> commits(tables_.size());
-  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
-  record.commits = std::move(commits);
-  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
-  record.deferred = pacing_.deferred() || any_pending;
-  uint64_t bytes = 0;
-  for (const auto& [raw, of] : record.handovers)
-    for (const Handover& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
-  record.small = pacing_.small(bytes);
-  pacing_.step(bytes);
-  if (!pacing_.deferred() && any_pending) pending_.drain();
-  record.prepare_scheduled = false;
-}
-
-// All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
-Status Engine::prepare_commit(uint64_t step, StepRecord& record, Commit* commit) {
-  const TableRef& table = commit->table;
-  Window& window = table->window;
-  UpdateRef& update = commit->update;
-  const bool deferred = record.deferred;
-  if (!commit->taken) {
-    auto h = record.handovers.find(table.get());
-    Vector<Handover>* ranks = h == record.handovers.end() || record.skip ? nullptr : &h->second.ranks;
-    const bool any = ranks && !ranks->empty();
-    auto prepared = record.prepared.find(table.get());
-    bool staged = false;
-    if (prepared != record.prepared.end()) {
-      // Was pushed exactly what was declared?
-      update = prepared->second.update;
-      staged = deferred && any && ranks->size() == update->ranks.size();
-      for (size_t r = 0; staged && r < ranks->size(); ++r)
-        staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
-    }
-    // Before anything changes.
-    UpdateRef made;
-    if (any && !staged) made = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
-    if (staged) {
-      // All but the part, which is the same and may be being read.
-      for (size_t r = 0; r < ranks->size(); ++r) {
-        Handover &to = update->ranks[r], &from = (*ranks)[r];
-        to.whole = from.whole;
-        to.sums = std::move(from.sums);
-        to.stride = from.stride;
-        to.lent = std::move(from.lent);
-        to.source = from.source;
-      }
-      commit->added = commit->staged = true;
-    } else if (update) {
-      window.unstage(update);
-      if (deferred && !record.skip) table->predict_pause = 16;
-    } else if (table->predict_pause) {
-      --table->predict_pause;
-    }
-    if (prepared != record.prepared.end()) record.prepared.erase(prepared);
-    if (!staged) update = std::move(made);
-    commit->taken = true;
-    if (update) {
-      if (!staged) {
-        update->step = step;
-        update->ranks = std::move(*ranks);
-      }
-      for (const Handover& of : update->ranks) update->bytes += of.bytes();
-      pending_.add(update.get());
-    }
-  }
-  if (!update) return FRUGAL_OK;
-  table->has_state.store(true);
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    update->scalars = arith::step_scalars(table->optimizer_at(step), step, config_.world_size,
-                                          table->config.nan_policy, table->rows.layout().dim);
-    ranks_.expect_backlog(record.commits.size());
-  }
-  Vector<uint64_t> bounds;
-  if (!deferred) {
-    if (!commit->job.empty()) return FRUGAL_OK;
-    update->cut(kChunkRows, &bounds);
-  } else if (!commit->staged) {
-    FRUGAL_TRY(tables_.open_window(*table));
-    Timed timed(counters_.entry_ns);
-    bool declared = true;
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
-    }
-    try {
-      update->make_list();
-      window.add(update);
-      commit->added = true;
-      window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
-    } catch (const std::bad_alloc&) {
-      window.unstage(update);
-      commit->added = false;
-      throw;
-    }
-    commit->staged = true;
-  }
-  if (deferred) window.make_room(*update);
-  if (table->ledger && !update->record)
-    FRUGAL_TRY(table->ledger->add(*update, deferred ? nullptr : &bounds, &update->record));
-  if (deferred) return FRUGAL_OK;
-  commit->job.push_back(flusher_.job(table, update, std::move(bounds)));
-  return FRUGAL_OK;
-}
-
-void Engine::publish_commit(uint64_t step, const StepRecord& record, Commit& commit) {
-  Window& window = commit.table->window;
-  if (commit.update && ranks_.caches_exist()) {
-    std::lock_guard<std::mutex> lock(mu_);
-    ranks_.add_backlog(commit.update, commit.table);
-  }
-  Timed timed(counters_.entry_ns, commit.staged);
-  if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
-  if (commit.job.empty()) return;
-  record.small ? workers_.run_alone(commit.job.front()) : workers_.publish(std::move(commit.job));
-}
-
-// What the step has created is there for good.
-void Engine::settle_young(uint64_t step, const StepRecord& record) {
-  for (const CreatedRows& c : record.created)
-    for (const Vector<uint32_t>* rows : {&c.slots, &c.earlier}) c.table->rows.settle(rows->data(), rows->size(), step);
-}
-
-// What was declared for steps up to `step` has served.
-void Engine::retire(uint64_t step) {  // with mu_ held
-  for (Vector<BatchRef> gone; declarations_.retire_one(step, &gone);)
-    for (const BatchRef& b : gone)
-      if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
-  declarations_.end_retiring();
-  for (const TableRef& t : tables_) recount(*t);
 }
 
 // A call's hold of places of a table has ended; there may be a call that waits for them.
 void Engine::end_holding(Table& table) {
   --table.calls;
-  recount(table);
+  declarations_.recount_unsure(table);
   if (table.tight.load()) workers_.progress();
-}
-
-// Rows have been undone or deleted, or somebody has done with finding some: who holds places?
-void Engine::recount(Table& table) {
-  if (!table.rows.unsure()) return;
-  Lock declared(declarations_.mutex());
-  declarations_.recount(table);
-}
-
-Pacing::Measured Engine::measured() const {
-  Pacing::Measured m;
-  m.wall = now_ns();
-  m.cpu = process_cpu_ns() + remote_cpu_ns_.load(std::memory_order_relaxed);
-  m.apply = counters_.apply_ns.load();
-  m.calls = counters_.lookup_ns.load() + counters_.push_ns.load() + counters_.step_begin_ns.load() +
-            counters_.step_end_ns.load() + counters_.prefetch_ns.load();
-  return m;
 }
 
 // --- Abort ---------------------------------------------------------------------------------------
@@ -553,9 +277,8 @@ void Engine::undo_local(Trainer& t) {
 
 // Rows that a step created exist no longer; their places stay theirs while somebody holds them.
 void Engine::undo_rows(Vector<CreatedRows>& created) {
-  for (CreatedRows& c : created)
-    for (const Vector<uint32_t>* rows : {&c.slots, &c.earlier}) c.table->rows.undo(rows->data(), rows->size());
-  for (CreatedRows& c : created) recount(*c.table);
+  for (const CreatedRows& c : created) c.undo();
+  for (const CreatedRows& c : created) declarations_.recount_unsure(*c.table);
   created.clear();
 }
 
@@ -588,8 +311,7 @@ Status Engine::undo(Trainer& by, Undo why) {
       // The others are told in any case, for they may be waiting for this rank; but not twice, if its
       // closing was first and has left nothing that will never be complete.
       bool left = by.in_step || !by.closing.load();
-      for (auto& [step, record] : records_)
-        for (const FlightRef& f : record.flights) left |= f->rank == by.rank;
+      records_.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
       if (!left) return FRUGAL_OK;
     } else if (!by.in_step && why != Undo::kLost) {
       if (leaving) return FRUGAL_OK;
@@ -599,8 +321,8 @@ Status Engine::undo(Trainer& by, Undo why) {
     workers_.settle(lock, may_abort);
     // A step that all ranks have ended is not undone for want of memory.
     Status lacking = FRUGAL_OK;
-    while (owed_.load() && commit_one(lock, &lacking)) workers_.settle(lock, may_abort);
-    if (owed_.load() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
+    while (committer_.owed() && committer_.one(lock, &lacking)) workers_.settle(lock, may_abort);
+    if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
     phase_.begin(Phase::kAbort);
     for (const TrainerRef& t : ranks_)
       if (t && t.get() != &by) {
@@ -611,27 +333,12 @@ Status Engine::undo(Trainer& by, Undo why) {
         others.push_back(t);
       }
     if (!leaving) by.undo_pending.store(true);
-    workers_.settle(lock, [&] {
-      for (auto& [step, record] : records_)
-        for (auto& [raw, p] : record.prepared)
-          if (!p.ready) return false;
-      return true;
-    });
-    records.swap(records_);
-    owed_.store(false);
-    for (auto& [step, record] : records)
-      flying_.fetch_sub(static_cast<uint32_t>(record.flights.size()));
+    workers_.settle(lock, [&] { return records_.staged(); });
+    records = records_.take();
+    committer_.forget_owed();
     workers_.progress();
   }
-  for (auto& [step, record] : records) {
-    for (auto& [raw, p] : record.prepared) p.table->window.unstage(p.update);
-    for (Commit& c : record.commits)
-      if (c.added) c.table->window.unstage(c.update);
-    for (const FlightRef& f : record.flights)
-      while (!f->ask(1000000)) {
-      }
-    record.flights.clear();
-  }
+  for (auto& [step, record] : records) record.undo();
   auto undo_part = [&](Trainer& t) {
     while (t.undo_pending.load()) {
       if (t.call_mu.try_lock()) {

@@ -26,7 +26,9 @@ Engine::Engine(const frugal_config& config)
                &trace_),
       ranks_(config.world_size),
       tables_(config_, mu_, ranks_),
-      flusher_(mu_, tables_, ranks_, workers_, counters_, trace_) {
+      flusher_(mu_, tables_, ranks_, workers_, counters_, trace_),
+      committer_(mu_, ranks_, records_, phase_, tables_, declarations_, pending_, flusher_, workers_, pacing_, memory_,
+                 ledger_, closed_, counters_, trace_) {
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
@@ -75,7 +77,7 @@ void Engine::shutdown() {
     again = closed_.exchange(true);
     if (again && !workers_.running() && tables_.size() == 0) return;
   }
-  if (!again && owed_.load() && health() == FRUGAL_OK)
+  if (!again && committer_.owed() && health() == FRUGAL_OK)
     log(0, "there is no memory to commit the last step: the engine is closed without it");
   workers_.stop();
   Vector<Thread> reapers;
@@ -120,18 +122,13 @@ void Engine::shutdown() {
     // trainers' caches without their call_mu). None begins now, and those under way notice closed_.
     workers_.settle(lock, [&] { return phase_.may(Phase::kEnd); });
     tables = tables_.take();
-    records.swap(records_);
+    records = records_.take();
   }
   workers_.forget_jobs();
   declarations_.forget_arrivals();
   // Not when the last who holds one lets go of it: tables end here.
-  for (auto& [step, record] : records)
-    for (const FlightRef& f : record.flights)
-      while (!f->ask(1000000)) {
-      }
-  for (Vector<BatchRef> gone; declarations_.retire_one(kNoStep, &gone);)
-    for (const BatchRef& b : gone)
-      if (b->handle) handle_remove(HandleKind::kBatch, b->handle);
+  for (const auto& [step, record] : records) record.await_flights();
+  declarations_.retire(kNoStep);
   for (const TableRef& t : tables) {
     t->dropped.store(true);
     handle_remove(HandleKind::kTable, t->handle);
@@ -350,7 +347,7 @@ Status Engine::first_step_allowed(uint64_t first_step) const {  // with mu_ held
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu is committed: give %llu or a later one",
                 static_cast<unsigned long long>(first_step),
                 static_cast<unsigned long long>(committed + 1));
-  if ((phase_.is(Phase::kCommit) || owed_.load()) && first_step <= ranks_.to_commit())
+  if ((phase_.is(Phase::kCommit) || committer_.owed()) && first_step <= ranks_.to_commit())
     return fail(FRUGAL_ERR_STEP_RANGE, "first_step %llu has been ended by all ranks: give a later one",
                 static_cast<unsigned long long>(first_step));
   return FRUGAL_OK;

@@ -52,6 +52,15 @@ class UsedElsewhere {
 struct CreatedRows {
   TableRef table;
   Vector<uint32_t> slots, earlier;
+  // The step is committed: they are there for good.
+  void settle(uint64_t step) const {
+    for (const Vector<uint32_t>* of : {&slots, &earlier})
+      table->rows.settle(of->data(), of->size(), step);
+  }
+  // They exist no longer; their places stay theirs while somebody holds them.
+  void undo() const {
+    for (const Vector<uint32_t>* of : {&slots, &earlier}) table->rows.undo(of->data(), of->size());
+  }
 };
 
 struct TrainerTable {

@@ -67,7 +67,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
   t->handle = handle_of<AnyTrainer>(t);
   if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   declarations_.joined(t->rank, t->next_step == kNoStep ? 0 : t->next_step);
-  ranks_.join(t, records_.empty() ? 0 : records_.rbegin()->first + 1);
+  ranks_.join(t, records_.end());
   workers_.progress();
   joining.t = nullptr;
   lock.unlock();
@@ -89,7 +89,8 @@ Status Engine::may_close(const Trainer& t) {
     std::lock_guard<std::mutex> lock(mu_);
     if (!t.in_step) return FRUGAL_OK;
   }
-  const Status s = commit_owed();
+  if (!committer_.owed()) return FRUGAL_OK;
+  const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? s : Status(FRUGAL_OK);
 }
 
@@ -148,7 +149,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   call.unlock();
   memory_.pool.rest();
   // Others may have waited for this rank alone. (What there is no memory for now is theirs to make.)
-  const Status s = commit_ready();
+  const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? FRUGAL_OK : s;
 }
 
@@ -315,11 +316,8 @@ void Engine::drop_batches(uint64_t step, uint32_t rank, const Batch* one) {
   std::unique_lock<std::mutex> lock(mu_);
   workers_.settle(lock, [&] {
     // A step that is being taken in ahead uses its declarations.
-    auto record = records_.find(step);
-    if (record != records_.end())
-      for (auto& [raw, p] : record->second.prepared)
-        if (!p.ready) return false;
-    return declarations_.take_out(share);
+    const StepRecord* record = records_.find(step);
+    return (!record || record->staged()) && declarations_.take_out(share);
   });
   Lock declared(declarations_.mutex());
   for (const TableRef& t : one ? one->tables : tables_.all()) declarations_.recount(*t);

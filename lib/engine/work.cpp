@@ -150,9 +150,8 @@ bool Engine::prepare_one() {
     std::lock_guard<std::mutex> lock(mu_);
     const uint64_t step = ranks_.to_commit();
     if (step == kNoStep || !phase_.may(Phase::kStage)) return false;
-    auto at = records_.find(step);
-    if (at == records_.end() || !at->second.prepare_scheduled) return false;
-    record = &at->second;
+    record = records_.find(step);
+    if (!record || !record->prepare_scheduled) return false;
     Lock declared(declarations_.mutex());
     // Each table is looked at once: all that is declared for the step has passed its gate.
     for (; record->stage_at < tables_.size() && !table; ++record->stage_at) {
@@ -264,8 +263,7 @@ Workers::Did Engine::warm_one() {
     slots = item.part()->row_slots();
   } else {
     std::lock_guard<std::mutex> lock(mu_);
-    auto record = records_.find(next - 1);
-    if (record != records_.end()) soon = record->second.soon;
+    if (const StepRecord* record = records_.find(next - 1)) soon = record->soon;
     if (!soon || soon->tables.empty() || soon->rounds == kWarmRounds) return Did::kNothing;
     if (soon->rounds && soon->table == 0 && soon->row == 0 && now_ns() - soon->since < kLaterNs)
       return Did::kLater;

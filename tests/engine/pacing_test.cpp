@@ -85,6 +85,17 @@ TEST_F(PacingTest, TimeSpentOnWarmingIsIdle) {
   EXPECT_TRUE(pacing->deferred());
 }
 
+TEST_F(PacingTest, TrainersInOtherProcessesHaveProcessorsToo) {
+  open(FRUGAL_FLUSH_AUTO);
+  for (int i = 0; i < 3; ++i) {
+    pacing->trained_elsewhere(300 * kMs);
+    steps(20, 100, 30);
+  }
+  EXPECT_FALSE(pacing->deferred()) << "none is idle";
+  for (int i = 0; i < 2; ++i) steps(20, 100, 30);
+  EXPECT_TRUE(pacing->deferred());
+}
+
 TEST_F(PacingTest, SmallStepsAreNotDeferred) {
   open(FRUGAL_FLUSH_AUTO);
   const uint64_t small = g_small_step.load() - 1;

@@ -5,8 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "engine/flusher.h"
-#include "engine/pending.h"
+#include "engine/commit.h"
 #include "support/inside.h"
 #include "support/parts.h"
 #include "support/rows.h"
@@ -89,6 +88,55 @@ struct EngineParts {
   Ranks ranks;
   Tables tables{config, mu, ranks};
   Flusher flusher{mu, tables, ranks, workers, counters, trace};
+};
+
+// And what commits their steps.
+struct CommitParts : EngineParts {
+  explicit CommitParts(uint32_t world_size, int32_t flush_mode)
+      : EngineParts(world_size), pacing((config.flush_mode = flush_mode, config), 2) {
+    EXPECT_OK(memory.open(false, false));
+  }
+  // The rank ends the step that it is inside of, having pushed that, if it has pushed anything.
+  void end(const TrainerRef& t, const TableRef& table, Handover&& pushed) {
+    std::lock_guard<std::mutex> lock(mu);
+    StepRecord::TableHandovers& to = records.of(t->step).handovers[table.get()];
+    to.table = table;
+    to.add(std::move(pushed));
+    t->in_step = false;
+  }
+  void end(const TrainerRef& t, const TableRef& table, const Slots& slots) {
+    end(t, table, gradients(table, t->step, t->rank, slots));
+  }
+  // What ranks, in order, have declared for a step is taken in ahead. It is the window's next.
+  UpdateRef stage(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {
+    EXPECT_OK(tables.open_window(*table));
+    for (const PartRef& p : declared) {
+      EXPECT_TRUE(table->window.link(p, 0, p->distinct, false, Window::Urgency::kUrgent));
+      p->linked = true;
+    }
+    const UpdateRef u = make_update(pool, step, declared);
+    u->make_list();
+    table->window.add(u);
+    EXPECT_TRUE(table->window.stage(*u, true, SIZE_MAX, Window::Urgency::kUrgent));
+    std::lock_guard<std::mutex> lock(mu);
+    records.of(step).prepared[table.get()] = {table, u, true};
+    return u;
+  }
+  // All that is committed is in the rows.
+  void write_all() {
+    while (workers.help(true) || flusher.write(UINT64_MAX)) {
+    }
+  }
+
+  EngineMemory memory{UINT64_MAX};
+  StepRecords records;
+  Phase phase;
+  Declarations declarations;
+  Pacing pacing;
+  std::shared_ptr<Ledger> ledger;
+  std::atomic<bool> closed{false};
+  Committer committer{mu,      ranks,   records, phase,  tables, declarations, pending, flusher,
+                      workers, pacing,  memory,  ledger, closed, counters,     trace};
 };
 
 }  // namespace frugal

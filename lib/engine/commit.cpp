@@ -1,0 +1,258 @@
+#include "engine/commit.h"
+
+#include "arith/optimizer.h"
+#include "base/os.h"
+
+namespace frugal {
+
+Status Committer::ready() {
+  Status status = FRUGAL_OK;
+  std::unique_lock<std::mutex> lock(mu_);
+  // Whoever commits looks again afterwards, so a step that becomes ready meanwhile is not lost.
+  if (phase_.is(Phase::kCommit)) return FRUGAL_OK;
+  while (one(lock, &status)) {
+  }
+  return status;
+}
+
+bool Committer::one(std::unique_lock<std::mutex>& lock, Status* status) {
+  const uint64_t step = ranks_.to_commit();
+  if (step == kNoStep || phase_.is(Phase::kAbort) || closed_.load()) return false;
+  if (workers_.health() != FRUGAL_OK) return false;
+  bool present;
+  if (!ranks_.ended(step, &present)) return false;
+  // Ranks that ended the step and left count too: their record is there, and nobody aborted it. It
+  // may be empty: later ones wait behind it, and rows may be staged for it.
+  if (!present && !records_.find(step)) return false;
+  bool begun = false;
+  try {
+    StepRecord& record = records_.of(step);
+    if (!record.flights.empty()) return false;  // land() comes back
+    phase_.begin(Phase::kCommit);
+    begun = true;
+    commit(lock, step, record, status);
+    if (workers_.health() == FRUGAL_OK && owed_.exchange(false)) workers_.progress();
+    return true;
+  } catch (const std::bad_alloc&) {
+    // Nothing is committed. The next who has time and memory goes on from what there is of it.
+    *status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to commit step %llu; call again",
+                   static_cast<unsigned long long>(step));
+    if (!lock.owns_lock()) lock.lock();
+    if (begun) phase_.end(Phase::kCommit);
+    const bool news = !owed_.exchange(true);
+    // What has not even begun has changed nothing for who waits.
+    if (begun || news) workers_.progress();
+    if (news) workers_.wake();  // once: they try again after a while
+    return false;
+  }
+}
+
+void Committer::commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+                       Status* status) {
+  TraceSpan span(trace_, SpanKind::kCommit);
+  span.step(step);
+  for (auto& [raw, of] : record.handovers)
+    for (const Handover& h : of.ranks) span.more(h.rows());
+  const auto staged = [&] { return record.staged(); };
+  while (!staged()) {
+    lock.unlock();
+    const bool helped = flusher_.write(UINT64_MAX);
+    lock.lock();
+    if (!helped) workers_.settle(lock, staged);
+  }
+  auto give_up = [&] {
+    *status = workers_.health();
+    phase_.end(Phase::kCommit);
+    // Who waits for commits to end has no time-out, and nothing else may happen any more.
+    workers_.progress();
+  };
+  if (workers_.health() != FRUGAL_OK) return give_up();
+  if (record.commits.empty()) begin(record);
+  const bool alone = record.small && !record.deferred;
+  lock.unlock();
+  memory_.end_step();  // of the steps before
+  {
+    std::lock_guard<std::mutex> boundary(boundary_);
+    // First all that may want memory: after a failure it goes on from there.
+    for (Commit& c : record.commits) {
+      const Status s = prepare(step, record, &c);
+      if (s == FRUGAL_OK) continue;
+      if (s == FRUGAL_ERR_OUT_OF_MEMORY) throw std::bad_alloc();
+      workers_.fail(s);
+      lock.lock();
+      return give_up();
+    }
+    const Vector<Declarations::Held> served = declarations_.begin_retiring(step);
+    // From here on the step is committed for whoever reads the tables out, and before no row of it
+    // is written.
+    if (ledger_) ledger_->commit(step);
+    for (Commit& c : record.commits) publish(step, record, c);
+    for (const CreatedRows& c : record.created) c.settle(step);
+    for (const Declarations::Held& h : served) h.part->let_go(h.table->rows);
+    lock.lock();
+    ranks_.commit(step);
+    // Windows that were opened meanwhile, of new tables too, began at the step that has passed.
+    tables_.each_window([&](Window& w) {
+      if (w.base() <= step) w.commit(nullptr, step);
+    });
+    counters_.steps_committed.fetch_add(1, std::memory_order_relaxed);
+    (record.deferred ? counters_.modes_deferred : counters_.modes_at_once)
+        .fetch_add(1, std::memory_order_relaxed);
+    uint64_t created = 0;
+    for (const CreatedRows& c : record.created) created += c.slots.size();
+    counters_.rows_created.fetch_add(created, std::memory_order_relaxed);
+    // What was declared for steps up to this one has served.
+    declarations_.retire(step);
+    for (const TableRef& t : tables_) declarations_.recount_unsure(*t);
+    records_.erase(step);
+  }
+  pending_.committed();
+  const bool may_rest = ledger_ && !memory_.pinner->any();
+  if (pacing_.committed(may_rest, [&] { return measured(); })) workers_.wake();
+  phase_.end(Phase::kCommit);
+  workers_.progress();
+  // Behind a small step there is nothing for them, unless declarations can be linked now.
+  if (alone && !pacing_.deferred() && !ranks_.caches_exist()) return;
+  workers_.wake();
+}
+
+// What it is to be of is decided once. With mu_ held.
+void Committer::begin(StepRecord& record) {
+  const bool any_pending = tables_.any_pending();
+  Vector<Commit> commits(tables_.size());
+  for (size_t i = 0; i < commits.size(); ++i) commits[i].table = tables_[i];
+  record.commits = std::move(commits);
+  // Updates of a row go in step order: while older ones are pending, new ones queue behind them.
+  record.deferred = pacing_.deferred() || any_pending;
+  const uint64_t bytes = record.row_bytes();
+  record.small = pacing_.small(bytes);
+  pacing_.step(bytes);
+  if (!pacing_.deferred() && any_pending) pending_.drain();
+  record.prepare_scheduled = false;
+}
+
+// What the ranks have pushed becomes the update, or, if it is what was declared, that of the one that
+// was staged ahead.
+void Committer::take(uint64_t step, StepRecord& record, Commit* commit) {
+  Table& table = *commit->table;
+  UpdateRef& update = commit->update;
+  auto h = record.handovers.find(&table);
+  Vector<Handover>* ranks = h == record.handovers.end() || record.skip ? nullptr : &h->second.ranks;
+  const bool any = ranks && !ranks->empty();
+  auto prepared = record.prepared.find(&table);
+  bool staged = false;
+  if (prepared != record.prepared.end()) {
+    // Was pushed exactly what was declared?
+    update = prepared->second.update;
+    staged = record.deferred && any && ranks->size() == update->ranks.size();
+    for (size_t r = 0; staged && r < ranks->size(); ++r)
+      staged = (*ranks)[r].whole && (*ranks)[r].part == update->ranks[r].part;
+  }
+  // Before anything changes.
+  UpdateRef made;
+  if (any && !staged) made = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+  if (staged) {
+    // All but the part, which is the same and may be being read.
+    for (size_t r = 0; r < ranks->size(); ++r) {
+      Handover &to = update->ranks[r], &from = (*ranks)[r];
+      to.whole = from.whole;
+      to.sums = std::move(from.sums);
+      to.stride = from.stride;
+      to.lent = std::move(from.lent);
+      to.source = from.source;
+    }
+    commit->added = commit->staged = true;
+  } else if (update) {
+    table.window.unstage(update);
+    if (record.deferred && !record.skip) table.predict_pause = 16;
+  } else if (table.predict_pause) {
+    --table.predict_pause;
+  }
+  if (prepared != record.prepared.end()) record.prepared.erase(prepared);
+  if (!staged) update = std::move(made);
+  commit->taken = true;
+  if (!update) return;
+  if (!staged) {
+    update->step = step;
+    update->ranks = std::move(*ranks);
+  }
+  for (const Handover& of : update->ranks) update->bytes += of.bytes();
+  pending_.add(update.get());
+}
+
+// All that a commit needs memory for, of a table. After a failure it is called again, and goes on.
+Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
+  if (!commit->taken) take(step, record, commit);
+  UpdateRef& update = commit->update;
+  if (!update) return FRUGAL_OK;
+  Table& table = *commit->table;
+  table.has_state.store(true);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    update->scalars = arith::step_scalars(table.optimizer_at(step), step, ranks_.size(),
+                                          table.config.nan_policy, table.rows.layout().dim);
+    ranks_.expect_backlog(record.commits.size());
+  }
+  Vector<uint64_t> bounds;
+  if (record.deferred) {
+    if (!commit->staged) {
+      FRUGAL_TRY(tables_.open_window(table));
+      stage(commit);
+    }
+    table.window.make_room(*update);
+  } else {
+    if (!commit->job.empty()) return FRUGAL_OK;
+    update->cut(kChunkRows, &bounds);
+  }
+  if (table.ledger && !update->record)
+    FRUGAL_TRY(table.ledger->add(*update, record.deferred ? nullptr : &bounds, &update->record));
+  if (!record.deferred) commit->job.push_back(flusher_.job(commit->table, update, std::move(bounds)));
+  return FRUGAL_OK;
+}
+
+// What was not staged ahead, or is not what was.
+void Committer::stage(Commit* commit) {
+  Timed timed(counters_.entry_ns);
+  const UpdateRef& update = commit->update;
+  Window& window = commit->table->window;
+  bool declared = true;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const Handover& h : update->ranks) declared &= h.whole && h.part->linked;
+  }
+  try {
+    update->make_list();
+    window.add(update);
+    commit->added = true;
+    window.stage(*update, declared, SIZE_MAX, Window::Urgency::kUrgent);
+  } catch (const std::bad_alloc&) {
+    window.unstage(update);
+    commit->added = false;
+    throw;
+  }
+  commit->staged = true;
+}
+
+void Committer::publish(uint64_t step, const StepRecord& record, Commit& commit) {
+  Window& window = commit.table->window;
+  if (commit.update && ranks_.caches_exist()) {
+    std::lock_guard<std::mutex> lock(mu_);
+    ranks_.add_backlog(commit.update, commit.table);
+  }
+  Timed timed(counters_.entry_ns, commit.staged);
+  if (window.opened()) window.commit(commit.staged ? commit.update.get() : nullptr, step);
+  if (commit.job.empty()) return;
+  record.small ? workers_.run_alone(commit.job.front()) : workers_.publish(std::move(commit.job));
+}
+
+Pacing::Measured Committer::measured() const {
+  Pacing::Measured m;
+  m.wall = now_ns();
+  m.cpu = process_cpu_ns();
+  m.apply = counters_.apply_ns.load();
+  m.calls = counters_.lookup_ns.load() + counters_.push_ns.load() + counters_.step_begin_ns.load() +
+            counters_.step_end_ns.load() + counters_.prefetch_ns.load();
+  return m;
+}
+
+}  // namespace frugal

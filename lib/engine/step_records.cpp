@@ -1,0 +1,60 @@
+#include "engine/step_records.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace frugal {
+
+void StepRecord::TableHandovers::add(Handover&& h) {
+  const auto behind = [&](const Handover& o) { return o.rank > h.rank; };
+  ranks.insert(std::find_if(ranks.begin(), ranks.end(), behind), std::move(h));
+}
+
+bool StepRecord::staged() const {
+  return std::all_of(prepared.begin(), prepared.end(), [](const auto& of) { return of.second.ready; });
+}
+
+uint64_t StepRecord::row_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& [raw, of] : handovers)
+    for (const Handover& h : of.ranks) bytes += h.rows() * of.table->rows.layout().bytes();
+  return bytes;
+}
+
+void StepRecord::undo() {
+  for (auto& [raw, p] : prepared) p.table->window.unstage(p.update);
+  for (Commit& c : commits)
+    if (c.added) c.table->window.unstage(c.update);
+  await_flights();
+  flights.clear();
+}
+
+void StepRecord::await_flights() const {
+  for (const FlightRef& f : flights)
+    while (!f->ask(1000000)) {
+    }
+}
+
+uint64_t StepRecords::ended() const {
+  for (const auto& [step, record] : records_)
+    if (!record.handovers.empty() || !record.created.empty() || record.skip) return step;
+  return kNoStep;
+}
+
+bool StepRecords::staged() const {
+  return std::all_of(records_.begin(), records_.end(), [](const auto& of) { return of.second.staged(); });
+}
+
+Map<uint64_t, StepRecord> StepRecords::take() {
+  for (const auto& [step, record] : records_) done(static_cast<uint32_t>(record.flights.size()));
+  return std::exchange(records_, {});
+}
+
+uint32_t StepRecords::forget_landed() {
+  const auto landed = [](const FlightRef& f) { return f->landed.load() && !f->failed.load(); };
+  size_t n = 0;
+  for (auto& [step, record] : records_) n += std::erase_if(record.flights, landed);
+  return static_cast<uint32_t>(n);
+}
+
+}  // namespace frugal

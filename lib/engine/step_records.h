@@ -1,0 +1,104 @@
+// What is known of steps that are not committed: what ranks have handed over, what devices have in
+// flight, and what is taken in ahead. The engine's mutex guards it.
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include "engine/trainer.h"
+#include "engine/workers.h"
+
+namespace frugal {
+
+struct PreparedUpdate {
+  TableRef table;
+  UpdateRef update;
+  bool ready = false;
+};
+
+// Rows of a step's prepared updates that the very next step reads: its gate will have to write them.
+struct SoonRows : HeapObject {
+  struct OfTable {
+    TableRef table;
+    Vector<uint32_t> slots;
+  };
+  Vector<OfTable> tables;  // never empty ones
+  size_t bytes = 0;        // of all rows, with their state
+  // All before this have been brought into the caches in this round.
+  size_t table = 0, row = 0;
+  uint32_t rounds = 0;     // that are over
+  uint64_t since = 0;      // the end of the last one
+};
+
+// What a step does to a table: made first for all tables, in pieces where memory is short, and let
+// loose when the step is committed.
+struct Commit {
+  TableRef table;
+  UpdateRef update;         // null: nothing is pushed
+  bool taken = false;       // it has what the ranks have pushed
+  bool added = false;       // to the table's window,
+  bool staged = false;      // which has taken all of its rows in
+  List<JobRef> job;         // where it is applied at once
+};
+
+struct StepRecord {
+  bool skip = false;
+  bool deferred = false;    // how it is committed;
+  bool small = false;       // or by the committing thread alone
+  Vector<Commit> commits;   // once its commit has begun
+  struct TableHandovers {
+    TableRef table;
+    Vector<Handover> ranks;  // ascending
+    void add(Handover&& h);  // there is room for it
+  };
+  Map<const Table*, TableHandovers> handovers;
+  Vector<CreatedRows> created;
+  Map<const Table*, PreparedUpdate> prepared;
+  std::shared_ptr<SoonRows> soon;  // or null; guarded by the engine's mutex, but for the slots that are in it
+  bool prepare_scheduled = false;
+  size_t stage_at = 0;  // tables before this have been looked at
+  Vector<FlightRef> flights;  // of ranks that have ended it: hand-overs that are not complete yet
+
+  bool staged() const;  // all that is taken in ahead is
+  uint64_t row_bytes() const;  // of rows that gradients were handed over for
+  // It will not be: windows forget what they have taken in of it, and devices are waited for.
+  void undo();
+  void await_flights() const;
+};
+
+class StepRecords {
+ public:
+  StepRecord& of(uint64_t step) { return records_[step]; }
+  StepRecord* find(uint64_t step) {  // null: there is none
+    const auto at = records_.find(step);
+    return at == records_.end() ? nullptr : &at->second;
+  }
+  void erase(uint64_t step) { records_.erase(step); }
+  uint64_t end() const { return records_.empty() ? 0 : records_.rbegin()->first + 1; }
+  // The first step that some rank has ended and told something of; kNoStep: there is none.
+  uint64_t ended() const;
+  bool staged() const;  // of all steps what is taken in ahead
+  // All of them; what they have in flight is the caller's to wait for.
+  Map<uint64_t, StepRecord> take();
+
+  // --- Flights
+  // Some are in flight, or have landed and what that allows is not committed yet.
+  bool flying() const { return flying_.load() != 0; }
+  void fly(StepRecord* record, FlightRef&& flight) {  // there is room for it
+    record->flights.push_back(std::move(flight));
+    flying_.fetch_add(1);
+  }
+  template <class Visit>
+  void each_flight(Visit visit) const {
+    for (const auto& [step, record] : records_)
+      for (const FlightRef& f : record.flights) visit(f);
+  }
+  // Those that have landed are forgotten. Their number is to be told when what follows is done.
+  uint32_t forget_landed();
+  void done(uint32_t flights) { flying_.fetch_sub(flights); }
+
+ private:
+  Map<uint64_t, StepRecord> records_;
+  std::atomic<uint32_t> flying_{0};
+};
+
+}  // namespace frugal

@@ -1,0 +1,225 @@
+// A step is committed when all ranks have ended it, whole, once, and in order; without memory it is
+// owed.
+#include "engine/commit.h"
+
+#include "support/engine_parts.h"
+
+namespace frugal {
+namespace {
+
+struct CommitTest : testing::TestWithParam<int32_t> {
+  CommitParts parts{2, GetParam()};
+  bool deferred() const { return GetParam() == FRUGAL_FLUSH_DEFERRED; }
+  uint64_t committed() const { return parts.ranks.committed(); }
+  bool open() { return parts.records.find(parts.ranks.to_commit()) != nullptr; }
+};
+
+INSTANTIATE_TEST_SUITE_P(Modes, CommitTest,
+                         testing::Values(FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED,
+                                         FRUGAL_FLUSH_AUTO));
+
+TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  const TableRef one = parts.add_table(100), other = parts.add_table(50);
+  ASSERT_OK(parts.committer.ready());
+  for (const TrainerRef& t : {a, b}) parts.begin(t, 5);
+  // (The later rank first: sums are added in the order of ranks all the same.)
+  parts.end(b, one, {2, 3});
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), kNoStep);
+  EXPECT_TRUE(open());
+  parts.end(a, one, {1, 2});
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 5u);
+  EXPECT_FALSE(open());
+  EXPECT_FALSE(parts.phase.is(Phase::kCommit));
+  EXPECT_EQ(parts.counters.steps_committed.load(), 1u);
+  EXPECT_EQ(parts.counters.modes_deferred.load(), deferred() ? 1u : 0u);
+  EXPECT_EQ(parts.tables.any_pending(), deferred());
+  // A small step is written by the call that commits it.
+  if (GetParam() == FRUGAL_FLUSH_AUTO) EXPECT_EQ(parts.times(one, 2), 2);
+  parts.write_all();
+  for (uint32_t slot : {1, 3}) EXPECT_EQ(parts.times(one, slot), 1);
+  EXPECT_EQ(parts.times(one, 2), 2);
+  EXPECT_EQ(parts.times(one, 0), 0);
+  EXPECT_EQ(parts.times(other, 2), 0);
+  EXPECT_EQ(parts.pending.now(), 0u);
+  // Steps without any gradients, too.
+  for (const TrainerRef& t : {a, b}) {
+    parts.begin(t, 6);
+    t->in_step = false;
+  }
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 6u);
+  if (other->window.opened()) EXPECT_EQ(other->window.base(), 7u);
+}
+
+TEST_P(CommitTest, AStepThatIsSkippedChangesNothing) {
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  const TableRef table = parts.add_table(100);
+  for (const TrainerRef& t : {a, b}) {
+    parts.begin(t, 0);
+    parts.end(t, table, {1});
+  }
+  parts.records.of(0).skip = true;
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 0u);
+  parts.write_all();
+  EXPECT_EQ(parts.times(table, 1), 0);
+}
+
+// What ranks have ended before they left is committed; after that nothing is, until somebody joins.
+TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  const TableRef table = parts.add_table(100);
+  for (const TrainerRef& t : {a, b}) {
+    parts.begin(t, 0);
+    parts.end(t, table, {1});
+  }
+  for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 0u);
+  parts.write_all();
+  EXPECT_EQ(parts.times(table, 1), 2);
+}
+
+TEST_P(CommitTest, NothingIsCommittedBesideAnAbortOrOnceClosed) {
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  for (const TrainerRef& t : {a, b}) {
+    parts.begin(t, 0);
+    t->in_step = false;
+  }
+  parts.phase.begin(Phase::kAbort);
+  ASSERT_OK(parts.committer.ready());
+  parts.phase.end(Phase::kAbort);
+  parts.closed = true;
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), kNoStep);
+  parts.closed = false;
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 0u);
+}
+
+// While older updates of a table are pending, a step is not applied at once: a row's updates stay in
+// order. Gates write all of it then.
+TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  const TableRef table = parts.add_table(100);
+  ASSERT_OK(parts.tables.open_window(*table));
+  const UpdateRef older = parts.update(table, 0, {{1, 2}});
+  older->make_list();
+  table->window.add(older);
+  EXPECT_TRUE(table->window.stage(*older, false, SIZE_MAX, Window::Urgency::kUrgent));
+  table->window.commit(older.get(), 0);
+  for (const TrainerRef& t : {a, b}) {
+    parts.begin(t, 1);
+    parts.end(t, table, {2});
+  }
+  ASSERT_OK(parts.committer.ready());
+  EXPECT_EQ(committed(), 1u);
+  EXPECT_EQ(parts.counters.modes_deferred.load(), 1u);
+  EXPECT_EQ(parts.pending.drains(), !deferred());
+  EXPECT_EQ(parts.times(table, 2), 0);
+  parts.write_all();
+  EXPECT_EQ(parts.times(table, 1), 1);
+  EXPECT_EQ(parts.times(table, 2), 3);
+}
+
+TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  const TableRef table = parts.add_table(100);
+  parts.ranks.start(0);
+  for (uint64_t step = 0; step < 3; ++step) {
+    const std::vector<PartRef> declared = {resolved_part(parts.pool, step, 0, {1, 2}),
+                                           resolved_part(parts.pool, step, 1, {2, 3})};
+    const UpdateRef staged = parts.stage(table, step, declared);
+    for (const TrainerRef& t : {a, b}) parts.begin(t, step);
+    Handover first = parts.gradients(table, declared[0]);
+    Handover second = parts.gradients(table, declared[1]);
+    first.whole = second.whole = true;
+    // At step 1 a rank pushes more than it has declared, at step 2 nothing.
+    if (step == 1) second = parts.gradients(table, step, 1, {2, 3, 4});
+    parts.end(a, table, std::move(first));
+    if (step == 2)
+      b->in_step = false;
+    else
+      parts.end(b, table, std::move(second));
+    ASSERT_OK(parts.committer.ready());
+    EXPECT_EQ(committed(), step);
+    EXPECT_EQ(staged->committed, deferred() && step == 0);
+    if (deferred()) EXPECT_EQ(table->predict_pause, step == 0 ? 0u : 16u);
+    parts.write_all();
+  }
+  EXPECT_EQ(parts.times(table, 1), 3);
+  EXPECT_EQ(parts.times(table, 2), 5);
+  EXPECT_EQ(parts.times(table, 3), 2);
+  EXPECT_EQ(parts.times(table, 4), 1);
+  EXPECT_EQ(parts.pending.now(), 0u);
+  EXPECT_FALSE(parts.tables.any_pending());
+}
+
+// Whatever request for memory fails: nothing of the step is written; the next who tries goes on.
+TEST_P(CommitTest, WithoutMemoryItIsOwed) {
+  const TrainerRef a = parts.join(0, true), b = parts.join(1);
+  const TableRef one = parts.add_table(2000), other = parts.add_table(100);
+  for (const TrainerRef& t : {a, b}) {
+    parts.begin(t, 0);
+    parts.end(t, other, {7});
+  }
+  parts.records.of(0).handovers[one.get()].table = one;
+  Slots many;
+  for (uint32_t i = 0; i < 2000; ++i) many.push_back(i);
+  parts.records.of(0).handovers[one.get()].add(parts.gradients(one, 0, 0, many));
+  WithoutMemory without;
+  while (without.next()) {
+    const Status s = without([&] { return parts.committer.ready(); });
+    EXPECT_FALSE(parts.phase.is(Phase::kCommit));
+    EXPECT_EQ(parts.committer.owed(), s != FRUGAL_OK);
+    if (s == FRUGAL_OK) break;
+    ASSERT_EQ(committed(), kNoStep);
+    EXPECT_FALSE(parts.workers.help(true) || parts.flusher.write(UINT64_MAX));
+    EXPECT_EQ(parts.times(other, 7), 0);
+  }
+  EXPECT_GT(without.rounds(), 3);
+  EXPECT_EQ(committed(), 0u);
+  EXPECT_EQ(a->backlog.size(), 2u);
+  parts.write_all();
+  EXPECT_EQ(parts.times(other, 7), 2);
+  for (uint32_t slot : {0, 1999}) EXPECT_EQ(parts.times(one, slot), 1);
+  a->backlog.clear();
+  EXPECT_EQ(parts.pending.now(), 0u);
+}
+
+TEST(StepRecords, TellWhatIsNotCommitted) {
+  EngineParts parts(3);
+  StepRecords records;
+  EXPECT_EQ(records.end(), 0u);
+  EXPECT_EQ(records.ended(), kNoStep);
+  EXPECT_TRUE(records.staged());
+  records.of(4).prepare_scheduled = true;
+  EXPECT_EQ(records.end(), 5u);
+  EXPECT_EQ(records.ended(), kNoStep) << "no rank has ended it";
+  const TableRef table = parts.add_table(10);
+  StepRecord& later = records.of(6);
+  StepRecord::TableHandovers& to = later.handovers[table.get()];
+  to.table = table;
+  for (uint32_t rank : {1, 0, 2}) to.add(parts.gradients(table, 6, rank, {rank, 9}));
+  for (uint32_t rank = 0; rank < 3; ++rank) EXPECT_EQ(to.ranks[rank].rank, rank);
+  EXPECT_EQ(later.row_bytes(), 6 * table->rows.layout().bytes());
+  EXPECT_EQ(records.ended(), 6u);
+  records.of(4).skip = true;
+  EXPECT_EQ(records.ended(), 4u);
+  later.prepared[table.get()] = {table, nullptr, false};
+  EXPECT_FALSE(later.staged() || records.staged());
+  later.prepared[table.get()].ready = true;
+  EXPECT_TRUE(later.staged() && records.staged());
+  records.erase(4);
+  EXPECT_EQ(records.find(4), nullptr);
+  EXPECT_EQ(records.find(6), &later);
+  EXPECT_EQ(records.take().size(), 1u);
+  EXPECT_EQ(records.end(), 0u);
+  EXPECT_FALSE(records.flying());
+}
+
+}  // namespace
+}  // namespace frugal
