@@ -102,7 +102,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
                [&] { return flusher_.write(base); });
     }
   }
-  if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborted(*t);
+  if (s == FRUGAL_ERR_STEP_ABORTED && t) return aborter_.tell(*t);
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "%zu keys that were not declared waited for their pending updates; call again", n);
   return s;
@@ -200,7 +200,7 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
 }
 
 Status Engine::LocalStep::end(bool) {
-  return t_.abort_notice.load() ? engine_.aborted(t_) : FRUGAL_OK;
+  return t_.abort_notice.load() ? engine_.aborter_.tell(t_) : FRUGAL_OK;
 }
 
 bool Engine::LocalStep::keeps_gradients() const {

@@ -1,7 +1,9 @@
 // The engine: the step protocol, and who does which work when.
 //
-// One mutex (mu_) guards the control state: ranks, step records, what runs beside what. Declared
-// batches have a lock of their own (declarations.h), and so have jobs and who waits (workers.h).
+// What commits, aborts, ranks and the writing of rows own is theirs alone (docs/architecture.md,
+// section 1); here is what calls do with them. One mutex (mu_) guards the control state: ranks,
+// tables, step records, what runs beside what. Declared batches have a lock of their own
+// (declarations.h), and so have jobs and who waits (workers.h).
 // What every step does per key runs outside them: a table's g-entries under the window's lock, key
 // mapping under the rows' lock, row updates under no lock, because at any time one thread alone has
 // claimed a row. Three rare things do go over keys under the declarations' lock, so that none comes
@@ -27,6 +29,7 @@
 #include "base/thread.h"
 #include "base/trace.h"
 #include "cache/row_cache.h"
+#include "engine/abort.h"
 #include "engine/commit.h"
 #include "engine/counters.h"
 #include "engine/data_path.h"
@@ -164,7 +167,7 @@ class Engine final : public Session, private DataPath {
   // OUT_OF_MEMORY: not now; nothing has been done.
   Status may_close(const Trainer& t);
   // The engine is about to be closed: who waits for memory to undo steps (undo_surely) gives up.
-  void insist_no_more() { insists_.store(false); }
+  void insist_no_more() { aborter_.insist_no_more(); }
   // `silent` is told of trainers in other processes that have not been heard of while a gate waited for them
   // for the engine's whole time-out; it is to have them lost. It runs under the engine's mutex: it hands
   // the trainer to another thread. Null: nobody is told any more.
@@ -265,8 +268,6 @@ class Engine final : public Session, private DataPath {
   // --- steps.cpp
   void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
-  Status aborted(Trainer& t);
-  enum class Undo { kCall, kLeaving, kFailed, kLost };
   bool describe_lines(Trainer& t, RemotePart* part);
   Status describe_boundary(const TrainerTable& of, RemoteBoundary::OfTable* out);
   Status describe_update(const UpdateRef& update, const LineUpdate& touched, size_t now, RemoteBoundary::OfTable* out);
@@ -278,10 +279,6 @@ class Engine final : public Session, private DataPath {
   bool find_silent();                // was there one?
   uint64_t silence_ns() const;       // after which a process counts as silent; UINT64_MAX: never
   uint64_t silence_look_ns() const;  // so often it is looked whether one is
-  Status undo(Trainer& by, Undo why);
-  Status undo_surely(Trainer& by, Undo why);
-  void undo_local(Trainer& t);
-  void undo_rows(Vector<CreatedRows>& created);
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
@@ -321,7 +318,6 @@ class Engine final : public Session, private DataPath {
   std::mutex mu_;
   std::atomic<uint32_t> calls_{0};     // lookups and pushes under way
   std::atomic<bool> closed_{false};    // calls end
-  std::atomic<bool> insists_{true};    // undo_surely; not where the engine is about to be closed
   PendingBytes pending_;
   Pacing pacing_;
   Workers workers_;
@@ -331,8 +327,6 @@ class Engine final : public Session, private DataPath {
   Flusher flusher_;
   Phase phase_;
   TimedMutex outside_mu_;
-  std::mutex abort_mu_;
-  Vector<TrainerRef> undone_;       // by the abort under way: the other ranks
   StepRecords records_;
   Declarations declarations_;
   Gate gate_;
@@ -349,6 +343,7 @@ class Engine final : public Session, private DataPath {
   bool stale() const { return config_.staleness != 0; }
   std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
   Committer committer_;
+  Aborter aborter_;
 };
 
 // For the length of an operation outside steps: no step begins.

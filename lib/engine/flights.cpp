@@ -62,7 +62,7 @@ bool Engine::pin_one() {
 Status Engine::await_pins(Trainer& t, Deadline deadline) {
   if (t.pins.load() == Trainer::kPinned) return FRUGAL_OK;
   Status s = wait(deadline, &t, [&] { return t.pins.load() != Trainer::kToPin; }, [&] { return pin_one(); });
-  if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
+  if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "step_begin waited for the tables' memory to be pinned for %s; call again",
                 t.gpu->runtime().name());
@@ -190,7 +190,7 @@ Status Engine::end_flights(Trainer& t) {
     }
     if (!f->failed.load()) continue;
     t.reaped.store(true);
-    const Status s = undo_surely(t, Undo::kFailed);
+    const Status s = aborter_.undo_surely(t, Aborter::Why::kFailed);
     if (s != FRUGAL_OK) {
       t.reaped.store(false);  // device_failed, where it is found again
       return s;
@@ -214,7 +214,7 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
       // Until the engine is closed: that waits for what is in flight, which this makes an end of.
-      (void)insist([&] { return undo(*t, Undo::kFailed); },
+      (void)insist([&] { return aborter_.undo(*t, Aborter::Why::kFailed); },
                    [this](int) { return closed_.load(); });
     }));
   } catch (...) {

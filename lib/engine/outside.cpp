@@ -299,7 +299,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       return true;
     };
     Status s = wait_for_ranks(deadline, trainer, ended, [&] { return workers_.help(true); });
-    if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(*trainer);
+    if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(*trainer);
     if (s == FRUGAL_ERR_TIMEOUT && busy)
       return fail(s, "read waited for an operation outside steps, or an abort; call again");
     if (s == FRUGAL_ERR_TIMEOUT)
@@ -347,7 +347,7 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
       FRUGAL_TRY(read_rows(*table, s, op.count, op));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
-  if (trainer && trainer->abort_notice.load()) return aborted(*trainer);
+  if (trainer && trainer->abort_notice.load()) return aborter_.tell(*trainer);
   return FRUGAL_OK;
 }
 

@@ -284,7 +284,7 @@ bool Engine::is_inside(const Trainer& t, uint64_t step) {
 // others wait for it to be closed.
 Status Engine::remote_failed(Trainer& t) {
   if (t.reaped.exchange(true)) return FRUGAL_OK;
-  const Status s = undo(t, Undo::kFailed);
+  const Status s = aborter_.undo(t, Aborter::Why::kFailed);
   if (s == FRUGAL_ERR_OUT_OF_MEMORY) t.reaped.store(false);  // it is told again
   return s;
 }
@@ -318,7 +318,7 @@ Status Engine::lose_trainer(const TrainerRef& t) {
     if (closed_.load() || ranks_[t->rank] != t) return FRUGAL_OK;
     ranks_.lose(t->rank);
   }
-  FRUGAL_TRY(undo(*t, Undo::kLost));
+  FRUGAL_TRY(aborter_.undo(*t, Aborter::Why::kLost));
   return close_trainer(t);
 }
 

@@ -1,9 +1,8 @@
-// The step protocol: begin, end, abort.
+// The step protocol: begin and end.
 #include <algorithm>
 #include <cstring>
 
 #include "arith/fold.h"
-#include "base/insist.h"
 #include "device/pointers.h"
 #include "engine/wait.h"
 
@@ -23,29 +22,8 @@ Status Engine::enter(Trainer& t, bool tells) {
     device_failed(t.rank, *t.gpu);
     return t.gpu->ready();
   }
-  if (tells && t.abort_notice.load()) return aborted(t);
+  if (tells && t.abort_notice.load()) return aborter_.tell(t);
   return FRUGAL_OK;
-}
-
-Status Engine::aborted(Trainer& t) {
-  if (t.undo_pending.load()) undo_local(t);
-  String again;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    again = ranks_.step_again();
-    t.abort_notice.fetch_sub(1);
-  }
-  if (t.heard.load()) t.heard.store(now_ns());  // it has the whole time-out to begin the step again
-  t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
-  const uint32_t lost = t.lost_peer.load();
-  if (t.closing.load() && lost != t.rank) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
-  if (lost != kNoRank)
-    return fail(FRUGAL_ERR_PEER_LOST,
-                "the process of rank %u is gone or does not answer: the step is undone on all ranks; begin %s, which "
-                "waits until somebody has joined as that rank",
-                lost, again.c_str());
-  return fail(FRUGAL_ERR_STEP_ABORTED, "another rank aborted the step: it is undone on all ranks; begin %s",
-              again.c_str());
 }
 
 // --- Beginning a step ----------------------------------------------------------------------------
@@ -76,7 +54,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   for (;;) {
     bool again = false;
     Status s = gate(&t, step, deadline);
-    if (s == FRUGAL_ERR_STEP_ABORTED) return aborted(t);
+    if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
     if (s != FRUGAL_OK) return s;
     {
       std::lock_guard<std::mutex> lock(mu_);
@@ -184,7 +162,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
     if (found != Flight::Found::kNothing) {
       call.unlock();
-      FRUGAL_TRY(undo(t, Undo::kCall));
+      FRUGAL_TRY(aborter_.undo(t, Aborter::Why::kCall));
       return found_in_step(found, step);
     }
     Vector<Ready> handovers;
@@ -234,7 +212,7 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     }
     // An abort that comes after the hand-over is for the next call to tell: this step may have been
     // committed before it.
-    if (!taken) return aborted(t);
+    if (!taken) return aborter_.tell(t);
   }
   if (records_.flying()) workers_.wake();  // one of them looks when it has landed
   // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has memory, makes it.
@@ -259,128 +237,7 @@ Status Engine::abort_call(AnyTrainer& any) {
     std::lock_guard<std::mutex> lock(mu_);
     if (!t.in_step) return ranks_.not_inside(t);
   }
-  return undo(t, Undo::kCall);
-}
-
-// Undoes this rank's part of uncommitted steps, but for its created rows, which the abort takes back when
-// nobody reads them any more. With call_mu held.
-void Engine::undo_local(Trainer& t) {
-  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
-  t.parts.clear();
-  t.pushes.clear();
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    ranks_.undo(t);
-  }
-  t.undo_pending.store(false);
-}
-
-// Rows that a step created exist no longer; their places stay theirs while somebody holds them.
-void Engine::undo_rows(Vector<CreatedRows>& created) {
-  for (const CreatedRows& c : created) c.undo();
-  for (const CreatedRows& c : created) declarations_.recount_unsure(*c.table);
-  created.clear();
-}
-
-// Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the call
-// notices; the others' parts are undone here. Nobody begins a step before all is done. Takes no
-// memory, but for a commit that comes first: without that it has done nothing.
-Status Engine::undo(Trainer& by, Undo why) {
-  TraceSpan span(trace_, SpanKind::kAbort);
-  span.rank(by.rank);
-  const bool leaving = why == Undo::kLeaving || why == Undo::kLost;
-  std::lock_guard<std::mutex> one(abort_mu_);
-  Vector<TrainerRef>& others = undone_;  // has room: nothing here wants memory
-  struct Clear {
-    Vector<TrainerRef>& of;
-    ~Clear() { of.clear(); }
-  } clear{others};
-  Map<uint64_t, StepRecord> records;
-  {
-    std::unique_lock<std::mutex> lock(mu_);
-    if (by.abort_notice.load() && why == Undo::kCall) {
-      lock.unlock();
-      std::lock_guard<std::mutex> call(by.call_mu);
-      return aborted(by);
-    }
-    // What a rank that has left had ended is whole, or undone.
-    if (why == Undo::kFailed && ranks_[by.rank].get() != &by) return FRUGAL_OK;
-    // Another abort, or the trainer's closing, was first: others may have begun the step again, and
-    // that is not to be undone.
-    if (why == Undo::kFailed) {
-      // The others are told in any case, for they may be waiting for this rank; but not twice, if its
-      // closing was first and has left nothing that will never be complete.
-      bool left = by.in_step || !by.closing.load();
-      records_.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
-      if (!left) return FRUGAL_OK;
-    } else if (!by.in_step && why != Undo::kLost) {
-      if (leaving) return FRUGAL_OK;
-      return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
-    }
-    auto may_abort = [&] { return phase_.may(Phase::kAbort); };
-    workers_.settle(lock, may_abort);
-    // A step that all ranks have ended is not undone for want of memory.
-    Status lacking = FRUGAL_OK;
-    while (committer_.owed() && committer_.one(lock, &lacking)) workers_.settle(lock, may_abort);
-    if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
-    phase_.begin(Phase::kAbort);
-    for (const TrainerRef& t : ranks_)
-      if (t && t.get() != &by) {
-        t->undo_pending.store(true);
-        t->lost_peer.store(why == Undo::kLost ? by.rank : kNoRank);
-        t->abort_notice.fetch_add(1);
-        if (auto* elsewhere = t->told_elsewhere.load()) elsewhere->fetch_add(1);
-        others.push_back(t);
-      }
-    if (!leaving) by.undo_pending.store(true);
-    workers_.settle(lock, [&] { return records_.staged(); });
-    records = records_.take();
-    committer_.forget_owed();
-    workers_.progress();
-  }
-  for (auto& [step, record] : records) record.undo();
-  auto undo_part = [&](Trainer& t) {
-    while (t.undo_pending.load()) {
-      if (t.call_mu.try_lock()) {
-        if (t.undo_pending.load()) undo_local(t);
-        t.call_mu.unlock();
-        break;
-      }
-      // Inside a call, which will notice.
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  };
-  if (!leaving) undo_part(by);
-  // Of a rank whose device has failed not before it is closed: it may be writing its gradients.
-  if (why != Undo::kFailed) {
-    std::lock_guard<std::mutex> call(by.call_mu);
-    by.lent.clear();
-  }
-  for (const TrainerRef& t : others) undo_part(*t);
-  if (leaving) {
-    // No call of its is under way or gets in, but the engine may be being closed.
-    std::lock_guard<std::mutex> call(by.call_mu);
-    undo_local(by);
-  }
-  // No call that began before the abort reads rows any more, and nobody is inside a step: places of rows
-  // may become others'. A rank's list is ours until it may begin a step again.
-  for (auto& [step, record] : records) undo_rows(record.created);
-  undo_rows(by.created);
-  for (const TrainerRef& t : others) undo_rows(t->created);
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    phase_.end(Phase::kAbort);
-    ranks_.undone();
-  }
-  counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
-  workers_.progress();
-  return FRUGAL_OK;
-}
-
-// The same for whoever could not be told that there was no memory: until there is, or the engine is
-// closed.
-Status Engine::undo_surely(Trainer& by, Undo why) {
-  return insist([&] { return undo(by, why); }, [this](int) { return !insists_.load(); });
+  return aborter_.undo(t, Aborter::Why::kCall);
 }
 
 }  // namespace frugal

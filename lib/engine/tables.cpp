@@ -27,12 +27,13 @@ Engine::Engine(const frugal_config& config)
       ranks_(config.world_size),
       tables_(config_, mu_, ranks_),
       flusher_(mu_, tables_, ranks_, workers_, counters_, trace_),
-      committer_(mu_, ranks_, records_, phase_, tables_, declarations_, pending_, flusher_, workers_, pacing_, memory_,
-                 ledger_, closed_, counters_, trace_) {
+      committer_(mu_, ranks_, records_, phase_, tables_, declarations_, pending_, flusher_,
+                 workers_, pacing_, memory_, ledger_, closed_, counters_, trace_),
+      aborter_(mu_, ranks_, records_, phase_, committer_, declarations_, workers_, counters_,
+               trace_) {
   // Ranks cannot run further apart than the ring is long, so a larger bound means no more than this.
   if (config_.staleness != FRUGAL_STALENESS_ASYNC)
     config_.staleness = std::min<uint64_t>(config_.staleness, Window::kHorizon - 2);
-  undone_.reserve(config.world_size);
 }
 
 Engine::~Engine() {
@@ -56,7 +57,7 @@ Status Engine::start() {
 // Before all else that closing does: calls of this process's ranks tell of that, and not of what the
 // end of ranks in other processes undoes.
 void Engine::close_ranks() {
-  insist_no_more();
+  aborter_.insist_no_more();
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (const TrainerRef& t : ranks_)

@@ -108,12 +108,12 @@ Status Engine::close_trainer(const TrainerRef& t) {
     inside = t->in_step;
   }
   if (t->undo_pending.load()) {
-    undo_local(*t);
+    aborter_.undo_part(*t);
     inside = false;
   }
   if (inside) {
     call.unlock();
-    FRUGAL_TRY(undo_surely(*t, Undo::kLeaving));
+    FRUGAL_TRY(aborter_.undo_surely(*t, Aborter::Why::kLeaving));
     call.lock();
   }
   if (t->gpu) {

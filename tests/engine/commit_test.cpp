@@ -139,11 +139,11 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
     first.whole = second.whole = true;
     // At step 1 a rank pushes more than it has declared, at step 2 nothing.
     if (step == 1) second = parts.gradients(table, step, 1, {2, 3, 4});
-    parts.end(a, table, std::move(first));
+    parts.hand_over(a, table, std::move(first));
     if (step == 2)
       b->in_step = false;
     else
-      parts.end(b, table, std::move(second));
+      parts.hand_over(b, table, std::move(second));
     ASSERT_OK(parts.committer.ready());
     EXPECT_EQ(committed(), step);
     EXPECT_EQ(staged->committed, deferred() && step == 0);

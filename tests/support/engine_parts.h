@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "engine/abort.h"
 #include "engine/commit.h"
 #include "support/inside.h"
 #include "support/parts.h"
@@ -18,15 +19,15 @@ struct EngineParts {
     optimizer.lr = 1;
   }
   // Rows begin as zeros.
-  TableRef add_table(uint64_t rows, uint32_t dim = 4) {
+  TableRef add_table(uint64_t rows, uint32_t dim = 4, bool hashed = false) {
     TableRef table = std::allocate_shared<Table>(HeapAllocator<Table>());
     table->name = text("t%zu", tables.size());
     table->config = FRUGAL_TABLE_CONFIG_INIT;
     table->schedule[0] = optimizer;
-    Rows::Config c = rows_config(rows, dim, FRUGAL_SGD);
+    Rows::Config c = rows_config(rows, dim, FRUGAL_SGD, hashed);
     c.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, rows, dim, 1, FRUGAL_SGD, 0);
     EXPECT_OK(table->rows.open(c, nullptr));
-    EXPECT_OK(table->rows.initialize_range(0, rows));
+    if (!hashed) EXPECT_OK(table->rows.initialize_range(0, rows));
     tables.expect();
     tables.add(table);
     return table;
@@ -90,14 +91,14 @@ struct EngineParts {
   Flusher flusher{mu, tables, ranks, workers, counters, trace};
 };
 
-// And what commits their steps.
+// And what commits their steps, or undoes them.
 struct CommitParts : EngineParts {
   explicit CommitParts(uint32_t world_size, int32_t flush_mode)
       : EngineParts(world_size), pacing((config.flush_mode = flush_mode, config), 2) {
     EXPECT_OK(memory.open(false, false));
   }
-  // The rank ends the step that it is inside of, having pushed that, if it has pushed anything.
-  void end(const TrainerRef& t, const TableRef& table, Handover&& pushed) {
+  // The rank ends the step that it is inside of, having pushed that.
+  void hand_over(const TrainerRef& t, const TableRef& table, Handover&& pushed) {
     std::lock_guard<std::mutex> lock(mu);
     StepRecord::TableHandovers& to = records.of(t->step).handovers[table.get()];
     to.table = table;
@@ -105,7 +106,7 @@ struct CommitParts : EngineParts {
     t->in_step = false;
   }
   void end(const TrainerRef& t, const TableRef& table, const Slots& slots) {
-    end(t, table, gradients(table, t->step, t->rank, slots));
+    hand_over(t, table, gradients(table, t->step, t->rank, slots));
   }
   // What ranks, in order, have declared for a step is taken in ahead. It is the window's next.
   UpdateRef stage(const TableRef& table, uint64_t step, const std::vector<PartRef>& declared) {
@@ -137,6 +138,8 @@ struct CommitParts : EngineParts {
   std::atomic<bool> closed{false};
   Committer committer{mu,      ranks,   records, phase,  tables, declarations, pending, flusher,
                       workers, pacing,  memory,  ledger, closed, counters,     trace};
+  Aborter aborter{mu,           ranks,   records,  phase, committer,
+                  declarations, workers, counters, trace};
 };
 
 }  // namespace frugal

@@ -1,0 +1,154 @@
+#include "engine/abort.h"
+
+#include <chrono>
+#include <thread>
+
+#include "base/insist.h"
+#include "base/os.h"
+
+namespace frugal {
+
+Status Aborter::tell(Trainer& t) {
+  if (t.undo_pending.load()) undo_part(t);
+  String again;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    again = ranks_.step_again();
+    t.abort_notice.fetch_sub(1);
+  }
+  if (t.heard.load()) t.heard.store(now_ns());  // it has the whole time-out to begin the step again
+  t.lent.clear();  // not before: until it is told, a rank may be writing its gradients
+  const uint32_t lost = t.lost_peer.load();
+  if (t.closing.load() && lost != t.rank)
+    return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
+  if (lost != kNoRank)
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the process of rank %u is gone or does not answer: the step is undone on all "
+                "ranks; begin %s, which waits until somebody has joined as that rank",
+                lost, again.c_str());
+  return fail(FRUGAL_ERR_STEP_ABORTED,
+              "another rank aborted the step: it is undone on all ranks; begin %s", again.c_str());
+}
+
+void Aborter::undo_part(Trainer& t) {
+  if (t.gpu) t.gpu->take_flight();  // waits until the device has done with it
+  t.parts.clear();
+  t.pushes.clear();
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    ranks_.undo(t);
+  }
+  t.undo_pending.store(false);
+}
+
+void Aborter::await_undone(Trainer& t) {
+  while (t.undo_pending.load()) {
+    if (t.call_mu.try_lock()) {
+      if (t.undo_pending.load()) undo_part(t);
+      t.call_mu.unlock();
+      break;
+    }
+    // Inside a call, which will notice.
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+void Aborter::undo_rows(Vector<CreatedRows>& created) {
+  for (const CreatedRows& c : created) c.undo();
+  for (const CreatedRows& c : created) declarations_.recount_unsure(*c.table);
+  created.clear();
+}
+
+// Unless there is nothing to be undone, nobody begins or commits any more, and all ranks are marked.
+Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
+  const bool leaving = why == Why::kLeaving || why == Why::kLost;
+  std::unique_lock<std::mutex> lock(mu_);
+  if (by.abort_notice.load() && why == Why::kCall) {
+    lock.unlock();
+    std::lock_guard<std::mutex> call(by.call_mu);
+    return tell(by);
+  }
+  // What a rank that has left had ended is whole, or undone.
+  if (why == Why::kFailed && ranks_[by.rank].get() != &by) return FRUGAL_OK;
+  // Another abort, or the trainer's closing, was first: others may have begun the step again, and
+  // that is not to be undone.
+  if (why == Why::kFailed) {
+    // The others are told in any case, for they may be waiting for this rank; but not twice, if
+    // its closing was first and has left nothing that will never be complete.
+    bool left = by.in_step || !by.closing.load();
+    records_.each_flight([&](const FlightRef& f) { left |= f->rank == by.rank; });
+    if (!left) return FRUGAL_OK;
+  } else if (!by.in_step && why != Why::kLost) {
+    if (leaving) return FRUGAL_OK;
+    return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+  }
+  auto may_abort = [&] { return phase_.may(Phase::kAbort); };
+  workers_.settle(lock, may_abort);
+  // A step that all ranks have ended is not undone for want of memory.
+  Status lacking = FRUGAL_OK;
+  while (committer_.owed() && committer_.one(lock, &lacking)) workers_.settle(lock, may_abort);
+  if (committer_.owed() && lacking == FRUGAL_ERR_OUT_OF_MEMORY) return lacking;
+  phase_.begin(Phase::kAbort);
+  for (const TrainerRef& t : ranks_)
+    if (t && t.get() != &by) {
+      t->undo_pending.store(true);
+      t->lost_peer.store(why == Why::kLost ? by.rank : kNoRank);
+      t->abort_notice.fetch_add(1);
+      if (auto* elsewhere = t->told_elsewhere.load()) elsewhere->fetch_add(1);
+      others_.push_back(t);
+    }
+  if (!leaving) by.undo_pending.store(true);
+  workers_.settle(lock, [&] { return records_.staged(); });
+  *records = records_.take();
+  committer_.forget_owed();
+  workers_.progress();
+  *begun = true;
+  return FRUGAL_OK;
+}
+
+Status Aborter::undo(Trainer& by, Why why) {
+  TraceSpan span(trace_, SpanKind::kAbort);
+  span.rank(by.rank);
+  const bool leaving = why == Why::kLeaving || why == Why::kLost;
+  std::lock_guard<std::mutex> one(one_);
+  struct Clear {
+    Vector<TrainerRef>& of;
+    ~Clear() { of.clear(); }
+  } clear{others_};
+  Map<uint64_t, StepRecord> records;
+  bool begun = false;
+  const Status s = begin(by, why, &records, &begun);
+  if (!begun) return s;
+  for (auto& [step, record] : records) record.undo();
+  if (!leaving) await_undone(by);
+  // Of a rank whose device has failed not before it is closed: it may be writing its gradients.
+  if (why != Why::kFailed) {
+    std::lock_guard<std::mutex> call(by.call_mu);
+    by.lent.clear();
+  }
+  for (const TrainerRef& t : others_) await_undone(*t);
+  if (leaving) {
+    // No call of its is under way or gets in, but the engine may be being closed.
+    std::lock_guard<std::mutex> call(by.call_mu);
+    undo_part(by);
+  }
+  // No call that began before the abort reads rows any more, and nobody is inside a step: places of
+  // rows may become others'. A rank's list is ours until it may begin a step again.
+  for (auto& [step, record] : records) undo_rows(record.created);
+  undo_rows(by.created);
+  for (const TrainerRef& t : others_) undo_rows(t->created);
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    phase_.end(Phase::kAbort);
+    ranks_.undone();
+  }
+  counters_.steps_aborted.fetch_add(1, std::memory_order_relaxed);
+  workers_.progress();
+  return FRUGAL_OK;
+}
+
+Status Aborter::undo_surely(Trainer& by, Why why) {
+  return insist([&] { return undo(by, why); }, [this](int) { return !insists_.load(); });
+}
+
+}  // namespace frugal

@@ -1,0 +1,69 @@
+// Undoes the steps that are not committed, and tells each rank of that once.
+#pragma once
+#include <atomic>
+#include <mutex>
+
+#include "base/trace.h"
+#include "engine/commit.h"
+#include "engine/counters.h"
+#include "engine/declarations.h"
+#include "engine/phase.h"
+#include "engine/ranks.h"
+#include "engine/step_records.h"
+#include "engine/workers.h"
+
+namespace frugal {
+
+class Aborter {
+ public:
+  enum class Why {
+    kCall,     // the rank wants it
+    kLeaving,  // it is inside a step, and leaves
+    kFailed,   // its device has failed
+    kLost,     // its process is gone
+  };
+
+  // `mu` guards ranks, records and phase.
+  Aborter(std::mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Committer& committer,
+          Declarations& declarations, Workers& workers, Counters& counters, Trace& trace)
+      : mu_(mu), ranks_(ranks), records_(records), phase_(phase), committer_(committer),
+        declarations_(declarations), workers_(workers), counters_(counters), trace_(trace) {
+    others_.reserve(ranks.size());
+  }
+
+  // Undoes every uncommitted step. A trainer that is inside a call undoes its own part when the
+  // call notices; the others' parts are undone here. Nobody begins a step before all is done. Takes
+  // no memory, but for a commit that comes first: without that it has done nothing.
+  Status undo(Trainer& by, Why why);
+  // The same for whoever could not be told that there was no memory: until there is, or the engine
+  // is about to be closed.
+  Status undo_surely(Trainer& by, Why why);
+  void insist_no_more() { insists_.store(false); }
+
+  // The next two are for calls of the rank, with its call_mu held.
+  // Undoes its part of uncommitted steps, but for its created rows, which the abort takes back when
+  // nobody reads them any more.
+  void undo_part(Trainer& t);
+  // What a call answers, once for each abort of which the rank has a notice.
+  Status tell(Trainer& t);
+
+ private:
+  Status begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun);
+  void await_undone(Trainer& t);
+  void undo_rows(Vector<CreatedRows>& created);
+
+  std::mutex& mu_;
+  Ranks& ranks_;
+  StepRecords& records_;
+  Phase& phase_;
+  Committer& committer_;
+  Declarations& declarations_;
+  Workers& workers_;
+  Counters& counters_;
+  Trace& trace_;
+  std::mutex one_;             // abort at a time. Before all other locks
+  Vector<TrainerRef> others_;  // the ranks beside that which aborts. Has room: nothing wants memory
+  std::atomic<bool> insists_{true};
+};
+
+}  // namespace frugal
