@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <thread>
 
 namespace frugal {
 
 using device::ErrorKind;
-using device::Ptr;
 using device::Result;
 
 namespace {
@@ -17,10 +15,6 @@ constexpr uint64_t kAskNs = 1000000;  // one look at an event by somebody who mu
 constexpr int kLasting = 1000;        // errors in a row of such looks
 // Handles of streams that CUDA reserves: cudaStreamLegacy, which is the default stream, and cudaStreamPerThread.
 constexpr uintptr_t kLegacy = 1, kPerThread = 2;
-
-Ptr<char> visible(const void* pinned) {
-  return device::Runtime::visible(const_cast<void*>(pinned));
-}
 
 }  // namespace
 
@@ -311,7 +305,7 @@ Status Gpu::on_device(const void* p, size_t alignment, const char* what, bool* o
 
 Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
   FRUGAL_TRY(pinned_.get(bytes, to));
-  Result r = runtime_->copy(visible(to->data()), {reinterpret_cast<uint64_t>(from)}, bytes, stream_);
+  Result r = runtime_->copy(device::Runtime::visible(to->data()), {reinterpret_cast<uint64_t>(from)}, bytes, stream_);
   return noted(r, "copying from the device");
 }
 
@@ -432,230 +426,6 @@ Status Gpu::begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out) 
   Result r = runtime_->record(a->event, stream_);
   FRUGAL_TRY(noted(r, "the keys' event"));
   *out = std::move(a);
-  return FRUGAL_OK;
-}
-
-// --- Parts ---------------------------------------------------------------------------------------
-
-Status Gpu::room(size_t bytes, OnDevice* out) {
-  out->gpu = shared_from_this();
-  FRUGAL_TRY(memory_->get(bytes, &out->memory));
-  return pinned_.get(bytes, &out->staging);
-}
-
-Status Gpu::send(size_t bytes, OnDevice* out) {
-  if (bytes == 0) return FRUGAL_OK;
-  FRUGAL_TRY(create_event(&out->sent));
-  Result r = runtime_->copy(out->memory.as<char>(), visible(out->staging.data()), bytes, upload_);
-  if (r.ok()) r = runtime_->record(out->sent, upload_);
-  if (r.ok()) return FRUGAL_OK;
-  drain(upload_);
-  give_back(out->sent);
-  out->sent = {};
-  return noted(r, "lists to the device");
-}
-
-namespace {
-
-// Arrays one behind the other in one piece of memory, each aligned to 16 bytes.
-class Pieces {
- public:
-  size_t add(size_t bytes) {
-    const size_t from = bytes_;
-    bytes_ += (bytes + 15) / 16 * 16;
-    return from;
-  }
-  template <class T>
-  size_t of(size_t n) {
-    return add(n * sizeof(T));
-  }
-  size_t bytes() const { return bytes_; }
-
- private:
-  size_t bytes_ = 0;
-};
-
-template <class T>
-T* here(const OnDevice& d, size_t at) {
-  return reinterpret_cast<T*>(d.staging.data() + at);
-}
-template <class T>
-Ptr<T> there(const OnDevice& d, size_t at) {
-  return {d.memory.as<char>().address + at};
-}
-
-}  // namespace
-
-Status Gpu::upload(Part& part, PartOnDevice** out) {
-  std::lock_guard<std::mutex> lock(upload_mu_);
-  // (A rank that has left and joined again may find what it has declared on another device: nothing of the
-  // old one is in flight any more.)
-  auto* known = static_cast<PartOnDevice*>(part.on_device.get());
-  if (known && known->gpu.get() == this) {
-    *out = known;
-    return FRUGAL_OK;
-  }
-  if (part.distinct >= device::kMostHbmRows)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "%zu distinct rows in one op: on a GPU at most 2^30 - 1; make several of it",
-                part.distinct);
-  auto made = std::allocate_shared<PartOnDevice>(HeapAllocator<PartOnDevice>());
-  PartOnDevice& d = *made;
-  const size_t n = part.distinct;
-  const uint32_t* start = part.row_start();
-  d.runs = frequent_rows(part, &d.frequent);
-  if (!d.frequent.empty()) d.item_count = static_cast<uint32_t>(n - d.frequent.size() + d.runs);
-  Pieces pieces;
-  const size_t slots_at = pieces.of<uint32_t>(n), start_at = pieces.of<uint32_t>(n + 1),
-               positions_at = pieces.of<uint32_t>(part.n), items_at = pieces.of<device::Item>(d.item_count),
-               source_at = pieces.of<uint32_t>(d.item_count ? n : 0),
-               staged_at = pieces.of<uint32_t>(d.frequent.size()),
-               heavy_at = pieces.of<device::HeavyRow>(d.frequent.size());
-  FRUGAL_TRY(room(pieces.bytes(), &d));
-  std::memcpy(here<char>(d, slots_at), part.row_slots(), n * sizeof(uint32_t));
-  std::memcpy(here<char>(d, start_at), start, (n + 1) * sizeof(uint32_t));
-  auto* positions = here<uint32_t>(d, positions_at);
-  const uint64_t* pairs = part.pairs.as<uint64_t>();
-  for (size_t i = 0; i < part.occurrences; ++i) positions[i] = static_cast<uint32_t>(pairs[i]);
-  const uint32_t* slots = part.slots.as<uint32_t>();
-  size_t zeros = part.occurrences;
-  if (zeros != part.n)
-    for (size_t i = 0; i < part.n; ++i)
-      if (slots[i] == kNoSlot) positions[zeros++] = static_cast<uint32_t>(i);
-  d.part.slots = there<uint32_t>(d, slots_at);
-  d.part.start = there<uint32_t>(d, start_at);
-  d.part.positions = there<uint32_t>(d, positions_at);
-  d.part.distinct = static_cast<uint32_t>(n);
-  d.part.zeros = static_cast<uint32_t>(part.n - part.occurrences);
-  if (d.item_count) {
-    // Rows with one run, which are read in host memory; then the runs of those that get staged.
-    auto* item = here<device::Item>(d, items_at);
-    for (uint32_t i = 0; i < n; ++i)
-      if (start[i + 1] - start[i] <= device::kRun) *item++ = {i, 0};
-    auto *source = here<uint32_t>(d, source_at), *staged = here<uint32_t>(d, staged_at);
-    std::memset(source, 0, n * sizeof(uint32_t));
-    std::memcpy(here<char>(d, heavy_at), d.frequent.data(), d.frequent.size() * sizeof(device::HeavyRow));
-    uint32_t k = 0;
-    for (const device::HeavyRow& f : d.frequent) {
-      const uint32_t runs = (start[f.row + 1] - start[f.row] + device::kRun - 1) / device::kRun;
-      for (uint32_t r = 0; r < runs; ++r) *item++ = {f.row, r};
-      source[f.row] = device::kHbm | device::kStaged | k;
-      staged[k++] = f.row;
-    }
-    d.items = there<device::Item>(d, items_at);
-    d.source = there<uint32_t>(d, source_at);
-    d.staged = there<uint32_t>(d, staged_at);
-    d.heavy = there<device::HeavyRow>(d, heavy_at);
-  }
-  FRUGAL_TRY(send(pieces.bytes(), &d));
-  part.on_device = std::move(made);
-  *out = &d;
-  return FRUGAL_OK;
-}
-
-// --- Caches --------------------------------------------------------------------------------------
-
-Status Gpu::place(Part& part, PartOnDevice** out) {
-  PartOnDevice* d;
-  FRUGAL_TRY(upload(part, &d));
-  if (out) *out = d;
-  return cached_places(part, *d);
-}
-
-// (A part's places are one thread's: of who plans, or of the rank's calls.)
-Status Gpu::cached_places(Part& part, PartOnDevice& d) {
-  if (d.cached) return FRUGAL_OK;
-  auto made = std::allocate_shared<SourcesOnDevice>(HeapAllocator<SourcesOnDevice>());
-  SourcesOnDevice& s = *made;
-  const size_t n = part.distinct, items = d.item_count ? d.item_count : n;
-  const uint32_t *start = part.row_start(), *line = part.lines.as<uint32_t>();
-  Pieces pieces;
-  const size_t items_at = pieces.of<device::Item>(items), source_at = pieces.of<uint32_t>(n),
-               host_at = pieces.of<uint32_t>(n);
-  FRUGAL_TRY(room(pieces.bytes(), &s));
-  auto* item = here<device::Item>(s, items_at);
-  auto *source = here<uint32_t>(s, source_at), *host = here<uint32_t>(s, host_at);
-  Vector<uint32_t> frequent;  // in no line
-  size_t last = items;        // items of rows in device memory, from the end
-  for (uint32_t i = 0; i < n; ++i) {
-    const uint32_t runs = (start[i + 1] - start[i] + device::kRun - 1) / device::kRun;
-    if (line[i] != RowCache::kNone) {
-      source[i] = device::kHbm | line[i];
-    } else if (runs > 1) {
-      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(frequent.size());
-      frequent.push_back(i);
-    } else {
-      source[i] = 0;
-      host[s.host_items] = i;
-      item[s.host_items++] = {i, 0};
-      continue;
-    }
-    for (uint32_t r = 0; r < runs; ++r) item[--last] = {i, r};
-  }
-  // (Every row has its runs: the two ends meet.)
-  std::copy(frequent.begin(), frequent.end(), host + s.host_items);
-  s.staged = static_cast<uint32_t>(frequent.size());
-  s.hbm_items = static_cast<uint32_t>(items - last);
-  s.source = there<uint32_t>(s, source_at);
-  s.items = there<device::Item>(s, items_at);
-  s.host_rows = there<uint32_t>(s, host_at);
-  {
-    std::lock_guard<std::mutex> lock(upload_mu_);
-    FRUGAL_TRY(send(pieces.bytes(), &s));
-  }
-  d.cached = std::move(made);
-  return FRUGAL_OK;
-}
-
-void Gpu::forget_places(Part& part) {
-  std::shared_ptr<SourcesOnDevice> gone;
-  std::lock_guard<std::mutex> lock(upload_mu_);
-  auto* d = static_cast<PartOnDevice*>(part.on_device.get());
-  if (d) gone = std::move(d->cached);
-}
-
-Status Gpu::send_lines(const LineUpdate& u, std::shared_ptr<LinesOnDevice>* out) {
-  static_assert(sizeof(LineUpdate::Term) == sizeof(device::Term));
-  auto made = std::allocate_shared<LinesOnDevice>(HeapAllocator<LinesOnDevice>());
-  LinesOnDevice& l = *made;
-  l.count = u.lines.size();
-  l.urgent = u.urgent;
-  if (l.count) {
-    Pieces pieces;
-    const size_t lines_at = pieces.of<uint32_t>(l.count), start_at = pieces.of<uint32_t>(l.count + 1),
-                 terms_at = pieces.of<device::Term>(u.terms.size());
-    FRUGAL_TRY(room(pieces.bytes(), &l));
-    std::memcpy(here<char>(l, lines_at), u.lines.data(), l.count * sizeof(uint32_t));
-    std::memcpy(here<char>(l, start_at), u.start.data(), (l.count + 1) * sizeof(uint32_t));
-    std::memcpy(here<char>(l, terms_at), u.terms.data(), u.terms.size() * sizeof(device::Term));
-    l.lines = there<uint32_t>(l, lines_at);
-    l.start = there<uint32_t>(l, start_at);
-    l.terms = there<device::Term>(l, terms_at);
-    std::lock_guard<std::mutex> lock(upload_mu_);
-    FRUGAL_TRY(send(pieces.bytes(), &l));
-  }
-  *out = std::move(made);
-  return FRUGAL_OK;
-}
-
-Status Gpu::send_plan(const CachePlan& plan, DeviceLines* lines) {
-  if (lines->plan) return FRUGAL_OK;
-  auto made = std::allocate_shared<PlanOnDevice>(HeapAllocator<PlanOnDevice>());
-  PlanOnDevice& p = *made;
-  p.count = plan.admitted.size();
-  FRUGAL_TRY(send_lines(plan.update, &p.update));
-  if (p.count) {
-    Pieces pieces;
-    const size_t slots_at = pieces.of<uint32_t>(p.count), to_at = pieces.of<uint32_t>(p.count);
-    FRUGAL_TRY(room(pieces.bytes(), &p));
-    std::memcpy(here<char>(p, slots_at), plan.admitted.data(), p.count * sizeof(uint32_t));
-    std::memcpy(here<char>(p, to_at), plan.to.data(), p.count * sizeof(uint32_t));
-    p.slots = there<uint32_t>(p, slots_at);
-    p.to = there<uint32_t>(p, to_at);
-    std::lock_guard<std::mutex> lock(upload_mu_);
-    FRUGAL_TRY(send(pieces.bytes(), &p));
-  }
-  lines->plan = std::move(made);
   return FRUGAL_OK;
 }
 
