@@ -282,8 +282,8 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   span.step(step).rank(t.rank);
   // No commit while rows are copied: with staleness other ranks may end steps now.
   std::lock_guard<std::mutex> boundary(committer_.boundary());
-  Vector<UpdateRef> backlog;
-  Vector<TableRef> backlog_tables, tables;
+  Vector<Trainer::Late> backlog;
+  Vector<TableRef> tables;
   PartsByTable parts;
   auto as_planned = [&](const CachePlan& plan, const Vector<PartRef>& declared) {
     for (const PartRef& p : plan.parts)
@@ -293,7 +293,6 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   {
     std::lock_guard<std::mutex> lock(mu_);
     backlog.swap(t.backlog);
-    backlog_tables.swap(t.backlog_tables);
     tables = tables_.all();
     if (ranks_.to_commit() >= t.cache_from) declared_by(t, step, &parts);
     for (auto& [raw, of] : t.caches)
@@ -314,8 +313,8 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
     TrainerTable* of = named ? &cache_of(t, table) : cache_in(t, *table);
     if (!of || !of->cache()) continue;
     Turn turn{of, {}, {}};
-    for (size_t i = 0; i < backlog.size(); ++i)
-      if (backlog_tables[i] == table) turn.updates.push_back(backlog[i]);
+    for (const Trainer::Late& late : backlog)
+      if (late.table == table) turn.updates.push_back(late.update);
     turns.push_back(std::move(turn));
   }
   TermList scratch;

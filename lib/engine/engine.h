@@ -224,6 +224,9 @@ class Engine final : public Session, private DataPath {
   template <class Ready, class Help>
   Status wait(Deadline deadline, Trainer* trainer, Ready ready, Help help);
   void log(int level, const char* text);
+  // Each trainer that is there: without mu_ held, and without any memory.
+  template <class Visit>
+  void each_trainer(Visit visit);
 
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);

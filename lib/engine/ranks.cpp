@@ -28,7 +28,6 @@ void Ranks::leave(Trainer& t) {
   if (lost_[t.rank]) joined_[t.rank] = 0;
   if (t.has_cache.load()) caches_.fetch_sub(1);
   t.backlog.clear();
-  t.backlog_tables.clear();
   trainers_[t.rank].reset();
 }
 
@@ -193,20 +192,14 @@ bool Ranks::between(String* why) const {
 
 void Ranks::expect_backlog(size_t n) {
   for (const TrainerRef& t : trainers_)
-    if (t && t->has_cache.load()) {
-      t->backlog.reserve(t->backlog.size() + n);
-      t->backlog_tables.reserve(t->backlog.size() + n);
-    }
+    if (t && t->has_cache.load()) t->backlog.reserve(t->backlog.size() + n);
 }
 
 void Ranks::add_backlog(const UpdateRef& update, const TableRef& table) {
   for (const TrainerRef& t : trainers_)
     // (Who has joined since there was room made has no lines.)
-    if (t && t->has_cache.load() &&
-        t->backlog.size() < std::min(t->backlog.capacity(), t->backlog_tables.capacity())) {
-      t->backlog.push_back(update);
-      t->backlog_tables.push_back(table);
-    }
+    if (t && t->has_cache.load() && t->backlog.size() < t->backlog.capacity())
+      t->backlog.push_back({update, table});
 }
 
 }  // namespace frugal

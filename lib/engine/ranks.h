@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <utility>
 
 #include "base/assert.h"
 #include "base/heap.h"
@@ -31,8 +30,6 @@ class Ranks {
   // `recorded`: before this step ranks may have ended some.
   void join(const TrainerRef& t, uint64_t recorded);
   void leave(Trainer& t);
-  // The engine ends.
-  TrainerRef take(uint32_t rank) { return std::exchange(trainers_[rank], nullptr); }
 
   // --- Who is gone
   // The rank's process is gone, or does not answer: no step begins before it is replaced.

@@ -143,7 +143,6 @@ Status Engine::give_up_lines(Trainer& t) {
   ranks_.begin_again(t);
   // What had been committed for them is in host rows, too.
   t.backlog.clear();
-  t.backlog_tables.clear();
   return health();
 }
 

@@ -106,7 +106,6 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       t.boundary = {};
       std::lock_guard<std::mutex> lock(mu_);
       t.backlog.clear();
-      t.backlog_tables.clear();
       if (t.gpu || t.lines_elsewhere) {
         ranks_.begin_again(t);
         return s;

@@ -66,6 +66,18 @@ void Engine::close_ranks() {
   workers_.progress();
 }
 
+template <class Visit>
+void Engine::each_trainer(Visit visit) {
+  for (uint32_t r = 0; r < ranks_.size(); ++r) {
+    TrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      t = ranks_[r];
+    }
+    if (t) visit(*t);
+  }
+}
+
 // Ends the threads and lets go of everything, and takes no memory for it. Calls of other threads that are under way notice
 // closed_ and keep what they use alive by their references.
 void Engine::shutdown() {
@@ -88,14 +100,7 @@ void Engine::shutdown() {
   }
   for (Thread& r : reapers) r.join();
   // Calls that are under way write rows, too, and put what they have claimed back into queues: they notice closed_.
-  for (uint32_t r = 0; r < config_.world_size; ++r) {
-    TrainerRef t;
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      t = ranks_[r];
-    }
-    if (t) std::lock_guard<std::mutex> call(t->call_mu);
-  }
+  each_trainer([](Trainer& t) { std::lock_guard<std::mutex> call(t.call_mu); });
   workers_.await_nobody();
   // Processes that are attached read the tables out from when all of this is gone.
   memory_.pool.leave();
@@ -134,26 +139,21 @@ void Engine::shutdown() {
     t->dropped.store(true);
     handle_remove(HandleKind::kTable, t->handle);
   }
-  for (uint32_t r = 0; r < config_.world_size; ++r) {
-    TrainerRef t;
+  each_trainer([this](Trainer& t) {
     {
       std::lock_guard<std::mutex> lock(mu_);
-      t = ranks_.take(r);
+      ranks_.leave(t);
     }
-    if (t) {
-      t->closing.store(true);
-      handle_remove(HandleKind::kTrainer, t->handle);
-      std::lock_guard<std::mutex> call(t->call_mu);
-      if (t->gpu) t->gpu->take_flight();
-      t->parts.clear();
-      t->pushes.clear();
-      t->created.clear();
-      t->lent.clear();
-      t->caches.clear();
-      t->backlog.clear();
-      t->backlog_tables.clear();
-    }
-  }
+    t.closing.store(true);
+    handle_remove(HandleKind::kTrainer, t.handle);
+    std::lock_guard<std::mutex> call(t.call_mu);
+    if (t.gpu) t.gpu->take_flight();
+    t.parts.clear();
+    t.pushes.clear();
+    t.created.clear();
+    t.lent.clear();
+    t.caches.clear();
+  });
 }
 
 Status Engine::check() const {
@@ -320,24 +320,13 @@ Status Engine::drop_table(const AnyTableRef& any) {
     tables_.remove(table);
     if (table->ledger) table->ledger->forget();
   }
-  for (uint32_t r = 0; r < config_.world_size; ++r) {
-    TrainerRef t;
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      t = ranks_[r];
-    }
-    if (t) {
-      // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
-      // nobody uses a cache.
-      drop_cache(*t, *table);
-      std::lock_guard<std::mutex> lock(mu_);
-      for (size_t i = t->backlog.size(); i-- > 0;)
-        if (t->backlog_tables[i] == table) {
-          t->backlog.erase(t->backlog.begin() + static_cast<long>(i));
-          t->backlog_tables.erase(t->backlog_tables.begin() + static_cast<long>(i));
-        }
-    }
-  }
+  each_trainer([&](Trainer& t) {
+    // Not under call_mu: its holder may be at the gate, waiting for us. Nobody is inside a step, so
+    // nobody uses a cache.
+    drop_cache(t, *table);
+    std::lock_guard<std::mutex> lock(mu_);
+    std::erase_if(t.backlog, [&](const Trainer::Late& late) { return late.table == table; });
+  });
   handle_remove(HandleKind::kTable, table->handle);
   return FRUGAL_OK;
 }
@@ -452,14 +441,7 @@ Status Engine::change_kind(Table& table, const frugal_optimizer& o) {
                   "exhausted (%s are left of host_bytes); its optimizer is what it was",
                   o.kind, memory_.budget.left_text().c_str());
   }
-  for (uint32_t r = 0; r < config_.world_size; ++r) {
-    TrainerRef t;
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      t = ranks_[r];
-    }
-    if (t) drop_cache(*t, table);
-  }
+  each_trainer([&](Trainer& t) { drop_cache(t, table); });
   FRUGAL_TRY(rows.take_state(&state));
   table.has_state.store(false);
   std::lock_guard<std::mutex> lock(mu_);

@@ -111,8 +111,11 @@ struct Trainer : AnyTrainer {
   std::atomic<uint64_t> heard{0};
   std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
-  Vector<UpdateRef> backlog;     // committed updates that the caches have not applied
-  Vector<TableRef> backlog_tables;
+  struct Late {
+    UpdateRef update;
+    TableRef table;
+  };
+  Vector<Late> backlog;  // committed updates that the caches have not applied
   // Guarded by call_mu (`caches` also by `planning`, and outside steps):
   Vector<CreatedRows> created;
   Map<const Table*, TrainerTable> caches;

@@ -237,11 +237,12 @@ TEST_F(RanksTest, CommittedUpdatesWaitForTheCachesThatThereIsRoomFor) {
   ranks.add_backlog(update, table);
   ranks.add_backlog(update, table);
   EXPECT_EQ(count.so_far(), 0);
-  EXPECT_EQ(a->backlog.size(), 2u);
-  EXPECT_EQ(a->backlog_tables.size(), 2u);
+  ASSERT_EQ(a->backlog.size(), 2u);
+  EXPECT_EQ(a->backlog[1].update, update);
+  EXPECT_EQ(a->backlog[1].table, table);
   EXPECT_TRUE(b->backlog.empty() && late->backlog.empty());
   ranks.leave(*a);
-  EXPECT_TRUE(a->backlog.empty() && a->backlog_tables.empty());
+  EXPECT_TRUE(a->backlog.empty());
 }
 
 }  // namespace
