@@ -47,6 +47,22 @@ TEST_F(FlusherTest, TheRowsThatAreWantedFirstAreWrittenFirst) {
   EXPECT_EQ(parts.counters.rows_updated.load(), 3u);
 }
 
+// Also of updates whose rows are written in one go.
+TEST_F(FlusherTest, EachUpdateHasTheHyperParametersOfItsStep) {
+  parts.ranks.start(0);
+  const TableRef table = parts.add_table(100);
+  for (int step = 0; step < 3; ++step) {
+    parts.optimizer.lr = static_cast<float>(1 + step);
+    table->schedule[static_cast<uint64_t>(step)] = parts.optimizer;
+  }
+  for (uint32_t step = 0; step < 3; ++step) commit(table, parts.update(table, step, {{step, 9}}));
+  while (parts.flusher.write(UINT64_MAX)) {
+  }
+  for (uint32_t step = 0; step < 3; ++step)
+    EXPECT_EQ(parts.times(table, step), 1 + static_cast<int>(step));
+  EXPECT_EQ(parts.times(table, 9), 6);
+}
+
 TEST_F(FlusherTest, TablesTakeTurns) {
   parts.ranks.start(0);
   TableRef tables[3];

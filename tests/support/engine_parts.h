@@ -27,7 +27,7 @@ struct EngineParts {
     Rows::Config c = rows_config(rows, dim, FRUGAL_SGD, hashed);
     c.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, rows, dim, 1, FRUGAL_SGD, 0);
     EXPECT_OK(table->rows.open(c, nullptr));
-    if (!hashed) EXPECT_OK(table->rows.initialize_range(0, rows));
+    EXPECT_OK(hashed ? FRUGAL_OK : table->rows.initialize_range(0, rows));
     tables.expect();
     tables.add(table);
     return table;

@@ -99,7 +99,7 @@ inline void FillValues(Team& team, const Rows& shape, float* out) {
 
 // --- Batches ------------------------------------------------------------------------------------
 
-// Keys sorted by row, with runs, sources and staged rows, as lib/engine/gpu.cpp makes them.
+// Keys sorted by row, with runs, sources and staged rows, as lib/engine/gpu_parts.cpp makes them.
 class KernelBatch {
  public:
   // Rows of which `is_line` is true are read in device memory, at the same index.
