@@ -24,6 +24,7 @@ void Ranks::join(const TrainerRef& t, uint64_t recorded) {
 }
 
 void Ranks::leave(Trainer& t) {
+  if (trainers_[t.rank].get() != &t) return;  // who closes the engine was first
   // Not as if it had left: nobody goes on without it.
   if (lost_[t.rank]) joined_[t.rank] = 0;
   if (t.has_cache.load()) caches_.fetch_sub(1);
