@@ -200,6 +200,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
     std::lock_guard<std::mutex> in_a_call(b->call_mu);
     std::thread([&] { EXPECT_FALSE(find(0)); }).join();
   }
+  EXPECT_FALSE(ranks.find_silent(1, 0)) << "nobody had looked for a while";
   EXPECT_TRUE(find(0));
   EXPECT_EQ(told, std::vector<uint32_t>{1});
   EXPECT_EQ(ranks.lost(), 1u);
