@@ -19,7 +19,6 @@
 #include "controller.h"
 #include "frugal.h"
 #include "proc.h"
-#include "support/never.h"
 
 namespace {
 
@@ -44,6 +43,7 @@ static_assert(sizeof kNames / sizeof *kNames == kPoints);
 constexpr int kPageFd = 100;
 constexpr uint32_t kMaxWorld = 8;
 constexpr int kDone = 0, kLost = 3, kWrong = 4;
+constexpr int64_t kTimeoutMs = 20000;  // who is stopped is replaced; less than watch() waits
 constexpr uint32_t kMaxSteps = 2000;
 
 struct Page {  // shared by all
@@ -110,7 +110,7 @@ frugal_config engine_config(const Options& o, const char* service) {
   frugal_config c = FRUGAL_CONFIG_INIT;
   c.world_size = o.world;
   c.seed = 5;
-  c.timeout_ms = kNeverMs;
+  c.timeout_ms = kTimeoutMs;
   c.flush_mode = o.flush;
   c.service = service;
   return c;
@@ -696,7 +696,7 @@ class Harness {
       readouts_ += read;
       without_ += !read;
     }
-    if (now_ms() - began > kNeverMs) return fail("a trainer takes its time without a controller");
+    if (now_ms() - began > kTimeoutMs + 5000) return fail("a trainer takes its time without a controller");
     // There nobody is replaced before.
     if (options_.mode == "controller" && having != options_.world) return fail("a rank in the middle of the job has no tables");
     if (having) ++events_, ++kinds_[3];
