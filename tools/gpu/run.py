@@ -98,7 +98,7 @@ class Run:
         options.append(f'-DCMAKE_CUDA_COMPILER={os.environ["CUDACXX"]}')
     options += shlex.split(os.environ.get('FRUGAL_GPU_CMAKE', ''))
     commands = [['cmake', '-S', '.', '-B', str(self.build_folder), '-G', 'Ninja', *options],
-                ['cmake', '--build', str(self.build_folder), '--target', 'gpu_tools']]
+                ['cmake', '--build', str(self.build_folder), '--target', 'gpu_tools', 'frugal']]
     for i, command in enumerate(commands):
       log = self.logs / f'{self.build_folder.name}-{("configure", "build")[i]}.log'
       code, _ = self.call(command, log=log, timeout=self.left() - 30)
@@ -298,7 +298,7 @@ def own_lines(run, command, most, kept):
     if 'skipped' in case:
       run.skipped += 1
       run.over |= case['skipped'] == 'the time is over'
-    elif 'error' in case or (case['case'].startswith('litmus') and not case['met']):
+    elif 'error' in case or (case['case'].startswith(('litmus', 'torch')) and not case['met']):
       run.failed += 1
     else:
       run.passed += 1
@@ -387,6 +387,12 @@ def bench(run):
       run.no_time(**case)
 
 
+def check_torch(run):
+  own_lines(run, [run.args.python, str(HERE / 'torch_check.py'), '--device', run.args.device,
+                  '--library', str(run.build_folder / 'libfrugal.so'),
+                  *(['--quick'] if run.args.quick else [])], LIMIT, 5)
+
+
 def pack(target):
   """The packed tree, and its size."""
   target = pathlib.Path(target).resolve()
@@ -405,7 +411,7 @@ def pack(target):
 
 
 def rehearse(args):
-  """All four from the packed tree, in a fresh folder, without what a machine with a GPU may lack."""
+  """All from the packed tree, in a fresh folder, without what a machine with a GPU may lack."""
   folder = ROOT / 'build/gpu-rehearsal'
   shutil.rmtree(folder, ignore_errors=True)
   archive = pack(folder / 'frugal.tar.gz')
@@ -418,7 +424,7 @@ def rehearse(args):
                  '-DCMAKE_DISABLE_FIND_PACKAGE_CapnProto=ON'}
   bad = []
   # The second time nothing is left to do but what could not be done.
-  names = ('oracle', 'litmus', 'sanitize', 'bench', 'bench')
+  names = ('oracle', 'litmus', 'torch', 'sanitize', 'bench', 'bench')
   for name in names:
     command = ['./dev', 'gpu', name, '--device', args.device, '--quick', '--python', args.python]
     began = time.monotonic()
@@ -488,10 +494,11 @@ def record(files):
             f'Commit {begin["commit"]}; {begin["gpu"]}, driver {begin["driver"]}, CUDA {begin["cuda"]}, '
             f'{begin["cores"]} cores.' + (' Small sizes (--quick).' if begin['quick'] else ''), '',
             '| case | of | figures | aim | met |', '|---|---|---|---|---|']
-    equal = [c for c in cases if c['case'] == 'oracle' and c['met']]
+    equal = [c for c in cases if c['case'] in ('oracle', 'torch') and c.get('met')]
     if equal:
-      rows = sum(c['figures']['rows_compared'] for c in equal)
-      out.append(f'| oracle | {len(equal)} seeds | rows compared {rows} | bit for bit | met |')
+      figure = next(iter(equal[0]['figures']))
+      compared = sum(c['figures'][figure] for c in equal)
+      out.append(f'| {equal[0]["case"]} | {len(equal)} | {figure} {compared} | bit for bit | met |')
     for case in cases:
       if case in equal:
         continue
@@ -518,13 +525,13 @@ def record(files):
 
 def main():
   parser = argparse.ArgumentParser(prog='./dev gpu')
-  parser.add_argument('command', choices=['oracle', 'litmus', 'sanitize', 'bench', 'pack', 'rehearse',
-                                          'record'])
+  parser.add_argument('command', choices=['oracle', 'litmus', 'torch', 'sanitize', 'bench', 'pack',
+                                          'rehearse', 'record'])
   parser.add_argument('files', nargs='*', help='pack: the archive; record: results')
   parser.add_argument('--device', help='cuda:N or sim:N')
   parser.add_argument('--quick', action='store_true')
   parser.add_argument('--only', help='bench: cases with this text')
-  parser.add_argument('--python', default=sys.executable, help='bench: where torch may be')
+  parser.add_argument('--python', default=sys.executable, help='bench and torch: where torch may be')
   parser.add_argument('--commit', help='what the results are of, where there is no git')
   parser.add_argument('--done', action='append', default=[], metavar='FILE',
                       help='results of earlier runs: what they have told is not run again')
@@ -555,7 +562,8 @@ def main():
       parser.error(f'cannot read {file}')
   run = Run(args)
   if run.build() and run.open():
-    {'oracle': oracle, 'litmus': litmus, 'sanitize': sanitize, 'bench': bench}[args.command](run)
+    {'oracle': oracle, 'litmus': litmus, 'torch': check_torch, 'sanitize': sanitize,
+     'bench': bench}[args.command](run)
   return run.end()
 
 
