@@ -43,7 +43,6 @@ uint32_t RowCache::find(uint32_t slot) const {
 }
 
 void RowCache::find(const uint32_t* slots, size_t n, uint32_t* lines) const {
-  constexpr size_t kAhead = 16;
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&index_[place(slots[i + kAhead])]);
     lines[i] = find(slots[i]);
@@ -74,21 +73,28 @@ void RowCache::index_erase(uint32_t slot) {
   }
 }
 
-// Marks are those of this boundary; lines whose step has come and that nobody reads in it any more are
-// never read, as far as we know.
 void RowCache::begin_turn(uint64_t step) {
-  for (const Pinned& p : pinned_) line_[p.line].marks = 0;
+  step_before_ = step_;
+  step_ = step;
+  if (++turn_ == 1u << 31) {
+    for (Line& line : line_) line.mark = 0;
+    turn_ = 1;
+  }
   pinned_.clear();
   const uint32_t passing = list_of(step);
   List& passed = lists_[passing];
-  for (size_t i = passed.first; i < passed.lines.size(); ++i)
-    if (listed(passed.lines[i], passing)) list_line(passed.lines[i], UINT64_MAX);
-  passed = {};  // as many lists have memory as steps are declared
+  passed.lines.erase(passed.lines.begin(), passed.lines.begin() + static_cast<ptrdiff_t>(passed.first));
+  passed.first = 0;
+  passed_ = std::move(passed.lines);
   if (unlisted_) {
     unlisted_ = false;
+    passed_.clear();
     for (List& list : lists_) list.forget();
-    for (uint32_t line = 0; line < line_.size(); ++line)
-      if (line_[line].slot != kNone) list_line(line, line_[line].next_read);
+    for (uint32_t line = 0; line < line_.size(); ++line) {
+      if (line_[line].slot == kNone) continue;
+      const uint64_t next_read = line_[line].next_read;
+      list_line(line, list_of(next_read) == passing ? UINT64_MAX : next_read);
+    }
   }
   List& never = lists_[kNever];
   if (never.lines.size() < 2 * lines_ + 64) return;  // else most of it is out of date
@@ -96,18 +102,32 @@ void RowCache::begin_turn(uint64_t step) {
   for (size_t i = never.first; i < never.lines.size(); ++i) {
     const uint32_t line = never.lines[i];
     if (!listed(line, kNever)) continue;
-    line_[line].marks = kRead;  // so that it stays once
+    line_[line].mark = turn_ << 1;  // so that it stays once
     never.lines[kept++] = line;
   }
   never.lines.resize(kept);
   never.first = 0;
-  for (uint32_t line : never.lines) line_[line].marks = 0;
+  for (uint32_t line : never.lines) line_[line].mark = 0;
+}
+
+// Lines whose step has come and that nobody reads in it any more are never read, as far as we know.
+void RowCache::end_turn(uint64_t step) {
+  const uint32_t passing = list_of(step);
+  for (size_t i = 0; i < passed_.size(); ++i) {
+    if (i + kAhead < passed_.size()) __builtin_prefetch(&line_[passed_[i + kAhead]]);
+    if (listed(passed_[i], passing)) list_line(passed_[i], UINT64_MAX);
+  }
+  passed_.clear();
+  if (passed_.capacity() > spare_.capacity()) spare_.swap(passed_);
 }
 
 void RowCache::list_line(uint32_t line, uint64_t next_read) noexcept {
   line_[line].next_read = next_read;
+  Vector<uint32_t>& list = lists_[list_of(next_read)].lines;
+  // One list is done with, another one begun: as many have memory as steps are declared.
+  if (list.capacity() == 0) list.swap(spare_);
   try {
-    lists_[list_of(next_read)].lines.push_back(line);
+    list.push_back(line);
   } catch (const std::bad_alloc&) {
     unlisted_ = true;  // it stays, until lists are made anew
   }
@@ -117,7 +137,7 @@ void RowCache::remove(uint32_t line) {
   FRUGAL_ASSERT(line_[line].slot != kNone && find(line_[line].slot) == line);
   index_erase(line_[line].slot);
   line_[line].slot = kNone;
-  line_[line].marks = 0;
+  line_[line].mark = 0;
   --size_;
 }
 
@@ -137,7 +157,6 @@ size_t RowCache::drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcep
     free_.push_back(*line);
   }
   if (n) return n;
-  for (const Pinned& p : pinned_) line_[p.line].marks = 0;
   pinned_.clear();
   for (List& list : lists_) list.forget();
   return 0;
@@ -152,37 +171,41 @@ void RowCache::fill(const Rows& host, const Vector<uint32_t>& slots, const Vecto
   }
 }
 
-void RowCache::touched(const Vector<PartRef>& ranks, LineUpdate* out) const {
-  struct Hit {
-    uint32_t slot, line;
-    LineUpdate::Term term;
-  };
-  Vector<Hit> hits;
-  Vector<uint32_t> lines;
+void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out) {
+  hits_.clear();
   for (uint32_t r = 0; r < ranks.size() && size_; ++r) {
-    const uint32_t* slots = ranks[r]->row_slots();
-    const size_t n = ranks[r]->distinct, before = hits.size();
-    lines.resize(n);
-    find(slots, n, lines.data());
-    for (uint32_t i = 0; i < n; ++i)
-      if (lines[i] != kNone && !(line_[lines[i]].marks & kNew))
-        hits.push_back({slots[i], lines[i], {r, i}});
-    std::inplace_merge(hits.begin(), hits.begin() + static_cast<ptrdiff_t>(before), hits.end(),
+    const Part& part = *ranks[r];
+    const uint32_t* slots = part.row_slots();
+    const size_t n = part.distinct, before = hits_.size();
+    const uint32_t* lines;
+    if (part.rank == owner && part.step == step_before_ && part.lines) {
+      // Where its rows were: those that have gone since have left their lines, and those that have come are new.
+      lines = part.lines.as<uint32_t>();
+    } else {
+      hit_lines_.resize(n);
+      find(slots, n, hit_lines_.data());
+      lines = hit_lines_.data();
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+      if (i + kAhead < n && lines[i + kAhead] != kNone) __builtin_prefetch(&line_[lines[i + kAhead]]);
+      if (lines[i] == kNone) continue;
+      const Line& line = line_[lines[i]];
+      if (line.slot == slots[i] && !is_new(line)) hits_.push_back({slots[i], lines[i], {r, i}, read_now(line)});
+    }
+    std::inplace_merge(hits_.begin(), hits_.begin() + static_cast<ptrdiff_t>(before), hits_.end(),
                        [](const Hit& a, const Hit& b) { return a.slot < b.slot; });
   }
-  out->lines.clear();
-  out->start.clear();
-  out->terms.clear();
+  out->clear();
   for (const bool urgent : {true, false}) {
-    for (size_t i = 0; i < hits.size();) {
-      const uint32_t line = hits[i].line;
-      const bool take = ((line_[line].marks & kRead) != 0) == urgent;
+    for (size_t i = 0; i < hits_.size();) {
+      const uint32_t line = hits_[i].line;
+      const bool take = hits_[i].urgent == urgent;
       if (take) {
         out->lines.push_back(line);
         out->start.push_back(static_cast<uint32_t>(out->terms.size()));
       }
-      for (; i < hits.size() && hits[i].line == line; ++i)
-        if (take) out->terms.push_back(hits[i].term);
+      for (; i < hits_.size() && hits_[i].line == line; ++i)
+        if (take) out->terms.push_back(hits_[i].term);
     }
     if (urgent) out->urgent = out->lines.size();
   }

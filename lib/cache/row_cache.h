@@ -36,6 +36,12 @@ struct LineUpdate {
   Vector<uint32_t> lines, start;
   Vector<Term> terms;
   size_t urgent = 0;  // lines that the next step reads
+  void clear() {
+    lines.clear();
+    start.clear();
+    terms.clear();
+    urgent = 0;
+  }
 };
 
 // A cache's boundary, at the beginning of a step.
@@ -46,15 +52,22 @@ struct CachePlan {
   // The update of the step before, if what is pushed is what was declared (by rank, ascending).
   Vector<PartRef> pushed;
   LineUpdate update;
+  // Its arrays keep their memory: each step has such a plan.
+  void clear() {
+    parts.clear();
+    admitted.clear();
+    to.clear();
+    pushed.clear();
+    update.clear();
+  }
 };
 
 class RowCache : public HeapObject {
   struct Line {
     uint32_t slot;  // kNone: free
-    uint8_t marks;  // of the last boundary
+    uint32_t mark;  // the last turn whose step reads it, times two, and 1 if it came in for that
     uint64_t next_read;
   };
-  static constexpr uint8_t kRead = 1, kNew = 2;  // the step reads it; it came in for that
   struct Pinned {
     uint32_t line;
     uint64_t next_read;
@@ -81,17 +94,20 @@ class RowCache : public HeapObject {
   float* values(uint32_t line) const { return ref_.row(line); }
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
-  // owns; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells which
-  // rows come, to which lines, and which go. `next_of(slot)` asks again for a row that is a
-  // candidate to go. `more`: further rows of the boundary that was turned over last. Memory is wanted
+  // owns, ascending; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells
+  // which rows come, to which lines, and which go. `next_of(slots, n, next)` asks again for rows that are
+  // candidates to go. `more`: further rows of the boundary that was turned over last. Memory is wanted
   // before anything of it is changed.
   template <class NextOf>
   void turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                  NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                  Vector<uint32_t>* evicted);
+  // The lines of the slots of the last call of turn_over(), or kNone.
+  const Vector<uint32_t>& turned() const { return found_; }
   // What an update of the step before that boundary means for the lines: new ones have it already. Of
-  // the parts, one a rank, all rows are updated.
-  void touched(const Vector<PartRef>& ranks, LineUpdate* out) const;
+  // the parts, one a rank, all rows are updated. The owner's own part tells its lines (Part::lines) where
+  // the boundary before this one was that of its step.
+  void touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out);
   // Applies it.
   void apply(const LineUpdate& touched, const StepUpdate& update, TermList* scratch);
   // Copies of host rows, which are up to date, into lines.
@@ -120,14 +136,22 @@ class RowCache : public HeapObject {
     return next_read == UINT64_MAX ? kNever : static_cast<uint32_t>(next_read & 63);
   }
 
+  static constexpr uint64_t kNoStep = UINT64_MAX;
+  static constexpr size_t kAhead = 16;  // entries between the request of a line and its use
+
   template <class NextOf>
   uint32_t take_line(uint64_t step, uint64_t next_read, NextOf next_of,
                      Vector<uint32_t>* evicted);
+  template <class NextOf>
+  void ask(uint32_t list, NextOf next_of);
   void begin_turn(uint64_t step);
+  void end_turn(uint64_t step);
   void list_line(uint32_t line, uint64_t next_read) noexcept;
+  bool read_now(const Line& l) const { return l.mark >> 1 == turn_; }
+  bool is_new(const Line& l) const { return l.mark == (turn_ << 1 | 1); }
   bool listed(uint32_t line, uint32_t list) const {
     const Line& l = line_[line];
-    return l.slot != kNone && !(l.marks & kRead) && list_of(l.next_read) == list;
+    return l.slot != kNone && !read_now(l) && list_of(l.next_read) == list;
   }
   void index_insert(uint32_t slot, uint32_t line);
   void index_erase(uint32_t slot);
@@ -146,8 +170,21 @@ class RowCache : public HeapObject {
   Vector<Place> index_;
   int shift_ = 63;
   List lists_[kLists];
-  bool unlisted_ = false;   // a line is in no list, for want of memory
-  uint32_t asked_ = kNone;  // a line whose next read is known to be what it says
+  Vector<uint32_t> passed_;  // lines that were listed for the step of this turn
+  Vector<uint32_t> spare_;   // memory of a list that is done with
+  bool unlisted_ = false;  // a line is in no list, for want of memory
+  // Of this list the next reads of lines before place `asked_end_` are what they say.
+  uint32_t asked_list_ = kLists;
+  size_t asked_end_ = 0;
+  uint32_t turn_ = 0;
+  uint64_t step_ = kNoStep, step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
+  struct Hit {
+    uint32_t slot, line;
+    LineUpdate::Term term;
+    bool urgent;
+  };
+  Vector<Hit> hits_;             // touched()'s
+  Vector<uint32_t> hit_lines_;
 };
 
 template <class NextOf>
@@ -157,34 +194,44 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
   const size_t most = std::min<size_t>(n, lines_);
   found_.reserve(n);
   for (Vector<uint32_t>* v : {admitted, lines, evicted}) v->reserve(v->size() + most);
-  if (!more) begin_turn(step);
-  asked_ = kNone;
+  if (more)
+    step_ = kNoStep;
+  else
+    begin_turn(step);
+  asked_list_ = kLists;
   const size_t pinned_before = pinned_.size();
   found_.resize(n);
   find(slots, n, found_.data());
   // Lines that are read in this step are pinned: none of them goes. (The host row of a line may have
   // updates pending that count on the line being here.)
   for (size_t i = 0; i < n; ++i) {
-    constexpr size_t kAhead = 16;
     if (i + kAhead < n && found_[i + kAhead] != kNone) __builtin_prefetch(&line_[found_[i + kAhead]], 1);
-    if (found_[i] == kNone || (line_[found_[i]].marks & kRead)) continue;
-    line_[found_[i]].marks = kRead;
+    if (found_[i] == kNone) continue;
+    Line& line = line_[found_[i]];
+    if (read_now(line)) continue;
+    line.mark = turn_ << 1;
     pinned_.push_back({found_[i], next[i]});
   }
   for (size_t i = 0; i < n && pinned_.size() < lines_; ++i) {
+    if (i + kAhead < n && found_[i + kAhead] == kNone) __builtin_prefetch(&index_[place(slots[i + kAhead])], 1);
     if (found_[i] != kNone) continue;
     const uint32_t line = take_line(step, next[i], next_of, evicted);
     if (line == kNone) continue;
     FRUGAL_ASSERT(line_[line].slot == kNone && find(slots[i]) == kNone);
     line_[line].slot = slots[i];
-    line_[line].marks = kRead | kNew;
+    line_[line].mark = turn_ << 1 | 1;
     index_insert(slots[i], line);
     ++size_;
+    found_[i] = line;
     admitted->push_back(slots[i]);
     lines->push_back(line);
     pinned_.push_back({line, next[i]});
   }
-  for (size_t i = pinned_before; i < pinned_.size(); ++i) list_line(pinned_[i].line, pinned_[i].next_read);
+  for (size_t i = pinned_before; i < pinned_.size(); ++i) {
+    if (i + kAhead < pinned_.size()) __builtin_prefetch(&line_[pinned_[i + kAhead].line], 1);
+    list_line(pinned_[i].line, pinned_[i].next_read);
+  }
+  if (!more) end_turn(step);
   FRUGAL_ASSERT(pinned_.size() <= lines_ && size_ + free_.size() == lines_);
 }
 
@@ -206,28 +253,42 @@ uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
       at = static_cast<uint32_t>((step + d) & 63);
     List& list = lists_[at];
     if (list.empty()) return kNone;
+    if (at != asked_list_ || list.first >= asked_end_) ask(at, next_of);
     const uint32_t candidate = list.lines[list.first];
     if (!listed(candidate, at)) {
       ++list.first;
       continue;
     }
-    if (candidate != asked_) {
-      const uint64_t now = next_of(line_[candidate].slot);
-      if (now != line_[candidate].next_read) {
-        ++list.first;
-        list_line(candidate, now);
-        continue;
-      }
-      asked_ = candidate;
-    }
     // A row that is read no sooner than the one that would go stays out.
     if (line_[candidate].next_read <= next_read) return kNone;
-    asked_ = kNone;
     ++list.first;
     evicted->push_back(line_[candidate].slot);
     remove(candidate);
     return candidate;
   }
+}
+
+// Asks for the next reads of the lines at the front of a list. Those that have another one go to its list.
+template <class NextOf>
+void RowCache::ask(uint32_t at, NextOf next_of) {
+  constexpr size_t kAsked = 64;
+  uint32_t line[kAsked], slots[kAsked];
+  uint64_t next[kAsked];
+  const List& list = lists_[at];
+  const size_t end = std::min(list.lines.size(), list.first + kAsked);
+  for (size_t i = list.first; i < end; ++i) __builtin_prefetch(&line_[list.lines[i]], 1);
+  size_t n = 0;
+  for (size_t i = list.first; i < end; ++i) {
+    if (!listed(list.lines[i], at)) continue;
+    line[n] = list.lines[i];
+    slots[n++] = line_[list.lines[i]].slot;
+  }
+  for (size_t i = 0; i < n; ++i) __builtin_prefetch(&index_[place(slots[i])], 1);  // most of them go
+  next_of(slots, n, next);
+  for (size_t i = 0; i < n; ++i)
+    if (next[i] != line_[line[i]].next_read) list_line(line[i], next[i]);
+  asked_list_ = at;
+  asked_end_ = end;
 }
 
 }  // namespace frugal

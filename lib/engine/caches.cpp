@@ -146,7 +146,7 @@ bool Engine::plan_one() {
     workers_.help(false);  // whoever looks rows up meanwhile is helped
     const auto before = pushed.find(raw);
     if (before != pushed.end()) {
-      of.cache()->touched(before->second, &of.plan.update);
+      of.cache()->touched(before->second, t->rank, &of.plan.update);
       of.plan.pushed = before->second;
     }
     // Ahead of the boundary.
@@ -198,9 +198,11 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   FRUGAL_TRY(tables_.open_window(table));
   const bool more = of.planned == step;
   flag_lines(of, urgency);
-  if (!more) of.plan = {};
+  if (!more) of.plan.clear();
   if (of.lines) of.lines->plan.reset();
-  Vector<uint32_t> slots, waiting, young, evicted;
+  Vector<uint32_t>&slots = of.slots, &evicted = of.evicted, waiting, young;
+  slots.clear();
+  evicted.clear();
   for (const PartRef& p : parts)
     for (size_t i = 0; i < p->distinct; ++i)
       if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
@@ -224,15 +226,14 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
       return std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone;
     });
   }
-  Vector<uint64_t> next(slots.size());
+  Vector<uint64_t>& next = of.next;
+  next.resize(slots.size());
   of.plan.parts.reserve(of.plan.parts.size() + parts.size());
   table.window.next_owner_reads(slots.data(), slots.size(), step, next.data(), urgency);
   cache.turn_over(
       more, step, slots.data(), next.data(), slots.size(),
-      [&](uint32_t slot) {
-        uint64_t n;
-        table.window.next_owner_reads(&slot, 1, step, &n, urgency);
-        return n;
+      [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
+        table.window.next_owner_reads(of_lines, n, step, reads, urgency);
       },
       &of.plan.admitted, &of.plan.to, &evicted);
   of.planned = step;
@@ -247,17 +248,21 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   return FRUGAL_OK;
 }
 
-// Where the cache has the rows of a part.
+// Where the cache has the rows of a part, by what has been turned over: the others are in no line.
 Status Engine::place_part(Trainer& t, TrainerTable& of, Part& part) {
   if (t.gpu) t.gpu->forget_places(part);
   part.lines = {};
   part.cached = 0;
   Buffer lines;
   FRUGAL_TRY(memory_.pool.get(part.distinct * sizeof(uint32_t), &lines));
-  const uint32_t *start = part.row_start(), *line = lines.as<uint32_t>();
-  of.cache()->find(part.row_slots(), part.distinct, lines.as<uint32_t>());
-  for (size_t i = 0; i < part.distinct; ++i)
+  const uint32_t *start = part.row_start(), *row = part.row_slots();
+  const uint32_t *turned = of.cache()->turned().data(), *slot = of.slots.data(), *end = slot + of.slots.size();
+  auto* line = lines.as<uint32_t>();
+  for (size_t i = 0; i < part.distinct; ++i) {
+    for (; slot != end && *slot < row[i]; ++slot) ++turned;  // both ascend
+    line[i] = slot != end && *slot == row[i] ? *turned : RowCache::kNone;
     if (line[i] != RowCache::kNone) part.cached += start[i + 1] - start[i];
+  }
   part.lines = std::move(lines);
   return FRUGAL_OK;
 }
@@ -346,7 +351,7 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
       if (!expected) {
         Vector<PartRef> pushed;
         for (const Handover& h : ranks) pushed.push_back(h.part);
-        of.cache()->touched(pushed, &other);
+        of.cache()->touched(pushed, t.rank, &other);
       }
       const LineUpdate& touched = expected ? of.plan.update : other;
       if (of.host) {

@@ -73,10 +73,13 @@ struct TrainerTable {
   // The index is what it will be after the boundary of step `planned`; the lines are not yet.
   uint64_t planned = kNoStep;
   CachePlan plan;
+  // Of who plans: the rows of the boundary, and their next reads; those that go.
+  Vector<uint32_t> slots, evicted;
+  Vector<uint64_t> next;
   Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
   void forget_plan() {
     planned = kNoStep;
-    plan = {};
+    plan.clear();
     if (lines) lines->plan.reset();
   }
 };

@@ -42,7 +42,10 @@ struct RowCacheTest : testing::Test {
     for (Vector<uint32_t>* v : {&admitted, &lines, &evicted}) v->clear();
     cache.turn_over(
         more, step, slots.data(), next.data(), slots.size(),
-        [&](uint32_t slot) { return known[slot]; }, &admitted, &lines, &evicted);
+        [&](const uint32_t* of, size_t n, uint64_t* reads) {
+          for (size_t i = 0; i < n; ++i) reads[i] = known[of[i]];
+        },
+        &admitted, &lines, &evicted);
   }
   Slots cached() const {
     Slots all;
@@ -240,6 +243,7 @@ class Walk {
 
  private:
   static constexpr uint64_t kAhead = 6;
+  static constexpr uint32_t kOwner = 1;
 
   uint32_t some_row() {
     return static_cast<uint32_t>(hot_ && !random_.one_in(3) ? random_.below(9)
@@ -256,6 +260,10 @@ class Walk {
     std::vector<PartRef> pushed;
     const uint64_t ranks = 1 + random_.below(3);
     for (uint32_t r = 0; r < ranks; ++r) {
+      if (r == kOwner && own_ && !random_.one_in(4)) {
+        pushed.push_back(own_);  // as declared
+        continue;
+      }
       Slots slots(random_.below(25));
       for (uint32_t& s : slots) s = some_row();
       pushed.push_back(resolved_part(pool_, step_ - 1, r, slots));
@@ -280,12 +288,15 @@ class Walk {
       }
     std::sort(rest.begin(), rest.end());
     read_.clear();
+    Slots declared = slots;
+    if (late && random_.one_in(2)) declared.insert(declared.end(), rest.begin(), rest.end());
     turn(false, slots);
+    own_ = placed_part(declared);
     if (late) turn(true, rest);
     if (testing::Test::HasFailure()) return;
     Vector<PartRef> parts(pushed.begin(), pushed.end());
     LineUpdate touched;
-    cache_.touched(parts, &touched);
+    cache_.touched(parts, kOwner, &touched);
     check_touched(*update, touched);
     // The host rows, and the lines that were there.
     update->make_list();
@@ -316,6 +327,14 @@ class Walk {
     check_places();
   }
 
+  // A part of the owner, who is told where its rows are when the boundary has been turned over.
+  PartRef placed_part(const Slots& slots) {
+    PartRef part = resolved_part(pool_, step_, kOwner, slots);
+    EXPECT_EQ(pool_.get((part->distinct + 1) * sizeof(uint32_t), &part->lines), FRUGAL_OK);
+    cache_.find(part->row_slots(), part->distinct, part->lines.as<uint32_t>());
+    return part;
+  }
+
   void turn(bool more, const Slots& slots) {
     std::vector<uint64_t> next;
     for (uint32_t s : slots) {
@@ -327,7 +346,10 @@ class Walk {
     const auto call = [&] {
       cache_.turn_over(
           more, step_, slots.data(), next.data(), slots.size(),
-          [&](uint32_t s) { return next_read(s); }, &admitted, &lines, &evicted);
+          [&](const uint32_t* of, size_t n, uint64_t* reads) {
+            for (size_t i = 0; i < n; ++i) reads[i] = next_read(of[i]);
+          },
+          &admitted, &lines, &evicted);
     };
     bool again = true;
     if (memory_fails_ && random_.one_in(4)) {
@@ -347,6 +369,7 @@ class Walk {
     }
     if (again) call();
     ASSERT_EQ(admitted.size(), lines.size());
+    for (size_t i = 0; i < slots.size(); ++i) ASSERT_EQ(cache_.turned()[i], cache_.find(slots[i]));
     for (uint32_t s : evicted) {
       ASSERT_EQ(model_.erase(s), 1u) << "row " << s << " was not there";
       ASSERT_FALSE(read_.count(s)) << "row " << s << " is read by the step";
@@ -444,6 +467,7 @@ class Walk {
   bool hot_, added_to_, memory_fails_;
   std::map<uint64_t, std::set<uint32_t>> reads_;  // by step
   std::map<uint32_t, uint32_t> model_;            // row to line
+  PartRef own_;                                   // of the step before
   std::set<uint32_t> read_, fresh_;               // by the step; came in at its boundary
   Vector<uint32_t> admitted_, to_;
 };

@@ -279,10 +279,8 @@ class World {
     for (uint64_t read : next) HOLDS(s_, read > kFirst + i);
     cache_.turn_over(
         more, kFirst + i, slots.data(), next.data(), slots.size(),
-        [&](uint32_t slot) {
-          uint64_t read;
-          window_.next_owner_reads(&slot, 1, kFirst + i, &read, urgency);
-          return read;
+        [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
+          window_.next_owner_reads(of_lines, n, kFirst + i, reads, urgency);
         },
         &plan_.admitted, &plan_.to, &evicted);
     plan_of_ = i;
@@ -325,7 +323,7 @@ class World {
       for (const Handover& h : update->ranks) pushed.push_back(h.part);
       LineUpdate other;
       const bool expected = pushed == plan_.pushed;
-      if (!expected) cache_.touched(pushed, &other);
+      if (!expected) cache_.touched(pushed, 0, &other);
       cache_.apply(expected ? plan_.update : other, *update, &scratch);
     }
     cache_.fill(host_, plan_.admitted, plan_.to);
@@ -357,7 +355,7 @@ class World {
         turned_ = kNone;
       }
       plan_table(i, part, kBackground);
-      cache_.touched(pushed, &plan_.update);
+      cache_.touched(pushed, 0, &plan_.update);
       plan_.pushed = std::move(pushed);
       Lock lock(control_);
       planning_ = false;

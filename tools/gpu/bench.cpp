@@ -419,7 +419,7 @@ class Bench {
     o.figures.Set("copy_gb_s", CopyBytes() / turns.Seconds("copy") * 1e-9);
     for (const auto& [n, name] : blocks)
       o.figures.Set(name + "_blocks_of_copy", turns.Ratio(name.c_str(), "copy", bytes, CopyBytes()));
-    o.figures.Count("engine_uses", extent_.link_blocks);
+    o.figures.Count("engine_uses", link_blocks(extent_));
     return o;
   }
 

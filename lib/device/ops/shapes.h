@@ -17,7 +17,7 @@ inline constexpr uint32_t kBlockThreads = 256;  // at most; what kernels are com
 // What a device has.
 struct Extent {
   uint32_t processors = 132;
-  uint32_t link_blocks = 16;  // blocks that saturate the link to the host
+  uint32_t link_blocks = 0;  // blocks that read the link to the host; 0: one a processor
   uint32_t threads = kBlockThreads;  // of a block
 };
 
@@ -28,6 +28,9 @@ inline Shape shape_of(uint64_t lanes, uint64_t most_blocks, const Extent& e) {
   return {static_cast<uint32_t>(blocks < 1 ? 1 : blocks < most ? blocks : most), e.threads, 0};
 }
 // 1,024 threads a processor: what all architectures hold with the registers that kernels may have.
+// An H100 reads rows of 512 bytes at the link's speed with 16 blocks; rows of 128 bytes that lie far apart take one a
+// processor, which leaves most of the processor to others.
+inline uint64_t link_blocks(const Extent& e) { return e.link_blocks ? e.link_blocks : e.processors; }
 inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 1024 / e.threads; }
 
 // Lanes of `items` rows of `vectors` vectors, of which each lane handles `each`.
@@ -43,7 +46,7 @@ inline uint64_t row_lanes(uint64_t items, uint32_t dim, uint32_t each = 1) {
 inline Shape gather_shape(GatherArgs* a, const Extent& e = {}) {
   const uint64_t hbm_items = uint64_t{a->hbm_items} + a->part.zeros;
   const Cut cut = cut_rows<Float4>(a->dim);
-  const Shape host = shape_of(lanes_of(a->host_items, cut, kInFlight), e.link_blocks, e);
+  const Shape host = shape_of(lanes_of(a->host_items, cut, kInFlight), link_blocks(e), e);
   a->host_blocks = a->host_items == 0 ? 0 : host.blocks;
   // The host's blocks leave most of their processors' time to the others.
   const Shape hbm = shape_of(lanes_of(hbm_items, cut, kInFlight), all_blocks(e), e);
@@ -51,12 +54,12 @@ inline Shape gather_shape(GatherArgs* a, const Extent& e = {}) {
 }
 
 inline Shape stage_shape(const StageArgs& a, const Extent& e = {}) {
-  return shape_of(lanes_of(a.count, cut_rows<Float4>(a.dim), kInFlight), e.link_blocks, e);
+  return shape_of(lanes_of(a.count, cut_rows<Float4>(a.dim), kInFlight), link_blocks(e), e);
 }
 
 inline Shape fill_shape(const FillArgs& a, const Extent& e = {}) {
   const Cut cut = cut_vectors((a.dim + 3) / 4 + a.state_floats / 4);
-  return shape_of(lanes_of(a.count, cut, kInFlight), e.link_blocks, e);
+  return shape_of(lanes_of(a.count, cut, kInFlight), link_blocks(e), e);
 }
 
 inline Shape place_shape(const PlaceArgs& a, const Extent& e = {}) {
@@ -114,7 +117,7 @@ inline Shape expand_shape(const ExpandArgs& a, uint64_t keys, const Extent& e = 
 }
 
 inline Shape sum_terms_shape(const SumTermsArgs& a, const Extent& e = {}) {
-  return shape_of(lanes_of(a.count, cut_rows<Float4>(a.dim), kInFlight), e.link_blocks, e);
+  return shape_of(lanes_of(a.count, cut_rows<Float4>(a.dim), kInFlight), link_blocks(e), e);
 }
 
 inline Shape apply_shape(const ApplyArgs& a, const Extent& e = {}) {
