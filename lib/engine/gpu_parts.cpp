@@ -63,14 +63,17 @@ Ptr<T> there(const OnDevice& d, size_t at) {
 }  // namespace
 
 Status Gpu::upload(Part& part, PartOnDevice** out) {
-  std::lock_guard<std::mutex> lock(upload_mu_);
   // (A rank that has left and joined again may find what it has declared on another device: nothing of the
   // old one is in flight any more.)
-  auto* known = static_cast<PartOnDevice*>(part.on_device.get());
-  if (known && known->gpu.get() == this) {
-    *out = known;
-    return FRUGAL_OK;
+  auto known = [&] {
+    *out = static_cast<PartOnDevice*>(part.on_device.get());
+    return *out && (*out)->gpu.get() == this;
+  };
+  {
+    std::lock_guard<std::mutex> lock(upload_mu_);
+    if (known()) return FRUGAL_OK;
   }
+  // Without the lock: calls of a step ask for parts that are there while those of later steps are made.
   if (part.distinct >= device::kMostHbmRows)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "%zu distinct rows in one op: on a GPU at most 2^30 - 1; make several of it",
@@ -123,6 +126,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     d.staged = there<uint32_t>(d, staged_at);
     d.heavy = there<device::HeavyRow>(d, heavy_at);
   }
+  std::lock_guard<std::mutex> lock(upload_mu_);
+  if (known()) return FRUGAL_OK;  // somebody else was faster
   FRUGAL_TRY(send(pieces.bytes(), &d));
   part.on_device = std::move(made);
   *out = &d;
