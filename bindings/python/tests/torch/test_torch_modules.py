@@ -840,6 +840,38 @@ def test_a_seed_that_is_set_later_is_told_of(monkeypatch: pytest.MonkeyPatch, ro
     assert sum("torch.manual_seed" in str(w.message) for w in caught) == (rows == "initial")
 
 
+@pytest.mark.parametrize(
+    ("device", "default", "name"),
+    [(None, "cpu", "cpu"), ("cuda:1", "cpu", "cuda:1"), (None, "cuda:2", "cuda:2"), ("meta", "cpu", "cpu"),
+     ("cuda", "cpu", "cuda:3"), (None, "meta", "cpu"), ("cpu", "cuda:1", "cpu")],
+)  # fmt: skip
+def test_the_process_s_trainer_is_where_its_first_module_is(
+    monkeypatch: pytest.MonkeyPatch, device: Any, default: str, name: str
+) -> None:
+    asked: List[str] = []
+
+    def create_trainer(self: frugal.Engine, rank: int, *, device: str, replace: bool) -> frugal.Trainer:
+        asked.append(device)
+        raise frugal.Busy("told enough")
+
+    monkeypatch.setattr(_default, "_trainer", None)
+    monkeypatch.setattr(_default, "_seed", None)
+    monkeypatch.setattr(frugal.Engine, "create_trainer", create_trainer)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(default))
+    with pytest.raises(frugal.Busy):
+        ft.EmbeddingBag(ROWS, DIM, device=device)
+    assert asked == [name]
+
+
+def test_a_module_for_another_device_is_refused(trainer: frugal.Trainer) -> None:
+    with pytest.raises(ValueError, match="device cuda:1: the rows come to the trainer's device, cpu$"):
+        ft.Embedding(ROWS, DIM, device="cuda:1", trainer=trainer)
+    ft.default_trainer()
+    with pytest.raises(ValueError, match="device cuda:1: .*, cpu, which is that of the process's first module"):
+        ft.Embedding(ROWS, DIM, device="cuda:1")
+
+
 def test_hashed_tables_take_any_key(engine: frugal.Engine, trainer: frugal.Trainer) -> None:
     module = ft.EmbeddingBag(100, DIM, mode="sum", hashed=True, padding_idx=-7, trainer=trainer, optimizer=sgd())
     keys = torch.tensor([[-1, 2**62, -7], [-7, -7, 5]])

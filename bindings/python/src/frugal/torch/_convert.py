@@ -59,17 +59,18 @@ def _check(name: str, module: torch.nn.Module) -> None:
 
 def _made(module: Any, trainer: Optional[frugal.Trainer]) -> torch.nn.Module:
     weight: torch.Tensor = module.weight
+    device = weight.device if trainer is None and weight.is_cuda else None
     new: torch.nn.Module
     if isinstance(module, torch.nn.Embedding):
         new = Embedding(
             module.num_embeddings, module.embedding_dim, module.padding_idx, module.max_norm, module.norm_type,
             module.scale_grad_by_freq, module.sparse, weight.detach(), _freeze=not weight.requires_grad,
-            dtype=weight.dtype, trainer=trainer,
+            dtype=weight.dtype, trainer=trainer, device=device,
         )  # fmt: skip
     else:
         new = EmbeddingBag(
             module.num_embeddings, module.embedding_dim, module.max_norm, module.norm_type, module.scale_grad_by_freq,
             module.mode, module.sparse, weight.detach(), module.include_last_offset, module.padding_idx,
-            freeze=not weight.requires_grad, dtype=weight.dtype, trainer=trainer,
+            freeze=not weight.requires_grad, dtype=weight.dtype, trainer=trainer, device=device,
         )  # fmt: skip
     return new.train(module.training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from typing import Optional
+from typing import Optional, cast
 
 import torch
 
@@ -19,8 +19,10 @@ _pid = 0
 _seed: Optional[int] = None  # of torch, that initial rows follow; None: they follow none
 
 
-def trainer() -> frugal.Trainer:
+def trainer(device: object = None) -> frugal.Trainer:
     """The trainer of the process's own engine, which opens with the first module and closes at exit.
+
+    It is on the GPU that the first module is made for (`device`, or else torch.get_default_device()), or on the CPU.
 
     With FRUGAL_SERVICE in the environment the engine is the controller's there; RANK and WORLD_SIZE say which rank of how
     many this process is. Initial rows follow torch.manual_seed, as it was when the engine was opened.
@@ -28,17 +30,26 @@ def trainer() -> frugal.Trainer:
     global _trainer, _pid
     with _lock:
         if _trainer is None or _pid != os.getpid():
-            _trainer, _pid = _open(), os.getpid()
+            _trainer, _pid = _open(place_of(device)), os.getpid()
         return _trainer
 
 
-def _open() -> frugal.Trainer:
+def place_of(device: object) -> torch.device:
+    """Where PyTorch would put a tensor that is made for `device`; None is the program's default."""
+    place = torch.get_default_device() if device is None else torch.device(device)  # type: ignore[call-overload]
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return cast(torch.device, place)
+
+
+def _open(device: torch.device) -> frugal.Trainer:
     global _seed
     place = world(alone=True)
     # Ranks of a script that seeds them apart share the tables.
     _seed = torch.initial_seed() % 2**64 if place.size == 1 else None
     engine = frugal.Engine(world_size=place.size, seed=_seed or 0)
-    trainer = engine.create_trainer(place.rank, replace=place.again and bool(engine.service))
+    name = str(device) if device.type == "cuda" else "cpu"
+    trainer = engine.create_trainer(place.rank, device=name, replace=place.again and bool(engine.service))
     atexit.register(_close, engine, trainer, os.getpid())
     return trainer
 

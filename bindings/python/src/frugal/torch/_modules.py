@@ -85,10 +85,11 @@ class _Module(torch.nn.Module):
 
     def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
         super().__init__()
-        self._trainer = _default.trainer() if trainer is None else trainer
+        self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
-        if device is not None and torch.device(device) != self._steps.device:  # type: ignore[call-overload]
-            raise ValueError(f"device {device}: the rows come to the trainer's device, {self._steps.device}")
+        if device is not None and _default.place_of(device) != self._steps.device:
+            first = ", which is that of the process's first module" if trainer is None else ""
+            raise ValueError(f"device {device}: the rows come to the trainer's device, {self._steps.device}{first}")
 
     @property
     def trainer(self) -> frugal.Trainer:
@@ -128,7 +129,10 @@ class _Module(torch.nn.Module):
                 anchor.grad = grad if grad is None or grad.dtype == anchor.dtype else grad.to(anchor.dtype)
                 self._parameters[name] = anchor
         if where is not None:
-            raise ValueError(f"a {type(self).__name__} cannot be moved to {where}: its rows are where the trainer is")
+            raise ValueError(
+                f"a {type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
+                f" {self._steps.device}. Make it with device={str(where)!r}, or with a trainer there"
+            )
         return self
 
     def _tables(self) -> Dict[str, _steps.Table]:
