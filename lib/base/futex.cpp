@@ -10,6 +10,8 @@
 
 #include <climits>
 
+#include "base/os.h"
+
 namespace frugal {
 
 void futex_wait(const uint32_t* word, uint32_t seen, uint64_t ns) {
@@ -17,6 +19,17 @@ void futex_wait(const uint32_t* word, uint32_t seen, uint64_t ns) {
   time.tv_sec = static_cast<time_t>(ns / 1000000000u);
   time.tv_nsec = static_cast<long>(ns % 1000000000u);
   syscall(SYS_futex, word, FUTEX_WAIT, seen, ns == UINT64_MAX ? nullptr : &time, nullptr, 0);
+}
+
+WaitTime WaitTime::until(uint64_t at) {
+  const uint64_t now = now_ns();
+  return WaitTime(at > now ? at - now : 0);
+}
+
+void futex_wait(const uint32_t* word, uint32_t seen, WaitTime* time) {
+  const uint64_t began = now_ns();
+  futex_wait(word, seen, time->slice());
+  time->slept(now_ns() - began);
 }
 
 void futex_wake(const uint32_t* word) {

@@ -1,6 +1,7 @@
-// Sleeping on a 32-bit word in memory that processes share. Both calls only read the word: it may be
+// Sleeping on a 32-bit word in memory that processes share. All calls only read the word: it may be
 // mapped read-only.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 namespace frugal {
@@ -8,6 +9,24 @@ namespace frugal {
 // Sleeps while the word is `seen`, at most `ns` (UINT64_MAX: for ever). It may also return early:
 // callers look again.
 void futex_wait(const uint32_t* word, uint32_t seen, uint64_t ns);
+
+// What is left of the time of a wait. A sleep counts for no more than it was to take: where this
+// process stands still, as its whole machine may, it cannot tell that what it waits for is late.
+class WaitTime {
+ public:
+  explicit WaitTime(uint64_t ns) : left_(ns) {}
+  static WaitTime until(uint64_t at);  // a value of now_ns(); UINT64_MAX: never, which is centuries
+  bool over() const { return left_ == 0; }
+  uint64_t slice() const { return std::min(left_, std::max(left_ / 8, kSliceNs)); }  // of a sleep
+  void slept(uint64_t ns) { left_ -= std::min(slice(), ns); }
+
+ private:
+  static constexpr uint64_t kSliceNs = 50'000'000;  // no shorter one counts
+  uint64_t left_;
+};
+// Sleeps for one slice of it.
+void futex_wait(const uint32_t* word, uint32_t seen, WaitTime* time);
+
 // Wakes all who sleep on the word, in any process.
 void futex_wake(const uint32_t* word);
 

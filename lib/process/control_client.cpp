@@ -67,10 +67,10 @@ struct Call {
     finish(how);
   }
   bool wait(uint64_t until) const {  // false: it is not finished by then
+    WaitTime time = WaitTime::until(until);
     while (!done.load(std::memory_order_acquire)) {
-      const uint64_t now = until == UINT64_MAX ? 0 : now_ns();
-      if (now >= until) return false;
-      futex_wait(reinterpret_cast<const uint32_t*>(&done), 0, until == UINT64_MAX ? until : until - now);
+      if (time.over()) return false;
+      futex_wait(reinterpret_cast<const uint32_t*>(&done), 0, &time);
     }
     return true;
   }

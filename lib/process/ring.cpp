@@ -15,7 +15,6 @@ namespace frugal {
 namespace {
 
 constexpr uint64_t kSpinNs = 50000;          // about what a sleep and a wake-up cost
-constexpr uint64_t kSliceNs = 50'000'000;    // a sleep that may count takes no less
 constexpr size_t kPiece = size_t{64} << 10;  // the other side begins before all is copied
 
 const char kOver[] =
@@ -72,23 +71,14 @@ Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64
   mine->wanted.store(wanted, std::memory_order_relaxed);  // with the next but one
   sleepers_.fetch_add(1);  // before the look at ended_; end() does it the other way round
   mine->asleep.store(1);   // before the look at the count; publish() does it the other way round
-  // Where this process stands still, as the whole machine may, it cannot tell that the peer is silent: a sleep counts
-  // for no more than it was to take.
-  uint64_t left = until;
-  if (until != UINT64_MAX) {
-    const uint64_t now = now_ns();
-    left = until > now ? until - now : 0;
-  }
-  for (;;) {
+  for (WaitTime time = WaitTime::until(until);;) {
     const uint64_t count = peer->count.load();
     if (over(count) || ended_.load()) break;
-    if (left == 0) {
+    if (time.over()) {
       status = FRUGAL_ERR_TIMEOUT;
       break;
     }
-    const uint64_t slice = left == UINT64_MAX ? left : std::min(left, std::max(left / 8, kSliceNs)), began = now_ns();
-    futex_wait(low_half(peer->count), static_cast<uint32_t>(count), slice);
-    if (left != UINT64_MAX) left -= std::min(slice, now_ns() - began);
+    futex_wait(low_half(peer->count), static_cast<uint32_t>(count), &time);
   }
   mine->asleep.store(0);
   sleepers_.fetch_sub(1);

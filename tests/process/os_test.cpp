@@ -295,6 +295,31 @@ TEST(Futex, WordThatIsMappedReadOnly) {
   os_release(&theirs);
 }
 
+// A sleep that takes longer than it was to take has stood still meanwhile, and counts for no more.
+TEST(Futex, WhoStoodStillHasNotWaited) {
+  constexpr uint64_t kMs = 1'000'000, kHour = 3'600'000 * kMs;
+  WaitTime time(800 * kMs);
+  EXPECT_EQ(100 * kMs, time.slice());
+  time.slept(kHour);
+  EXPECT_EQ(700 * kMs / 8, time.slice());
+  time.slept(kMs);  // it was woken early
+  EXPECT_EQ(699 * kMs / 8, time.slice());
+  int sleeps = 0;
+  for (; !time.over(); ++sleeps) time.slept(kHour);
+  EXPECT_EQ(13, sleeps) << "the last ones are of 50 ms, and of what is left";
+  EXPECT_EQ(0u, time.slice());
+
+  EXPECT_TRUE(WaitTime::until(now_ns()).over());
+  EXPECT_TRUE(WaitTime(0).over());
+  WaitTime never = WaitTime::until(kNever);
+  for (int i = 0; i < 1000; ++i) never.slept(kHour);
+  EXPECT_GT(never.slice(), 100'000 * kHour);
+  const uint32_t word = 0;
+  WaitTime some(5 * kMs);
+  while (!some.over()) futex_wait(&word, 0, &some);  // nobody wakes it
+  futex_wait(&word, 1, &never);                       // not what it is: returns at once
+}
+
 // Nobody goes on as if a thread had ended that has not.
 TEST(ThreadDeathTest, AJoinThatCannotBe) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
