@@ -159,6 +159,10 @@ uint64_t now_ns() {
 #endif
   return clock_ns(CLOCK_MONOTONIC);
 }
+uint64_t after_ns(uint64_t ns) {
+  const uint64_t now = now_ns();
+  return ns < UINT64_MAX - now ? now + ns : UINT64_MAX;
+}
 uint64_t process_cpu_ns() { return clock_ns(CLOCK_PROCESS_CPUTIME_ID); }
 
 uint32_t cpu_count() {

@@ -14,6 +14,11 @@
 namespace frugal {
 
 uint64_t now_ns();          // monotonic
+uint64_t after_ns(uint64_t ns);  // that much from now; UINT64_MAX: never
+// A time-out's. UINT64_MAX, for ever: that of a negative one, or of one of more than a century.
+constexpr uint64_t ns_of_ms(int64_t ms) {
+  return ms < 0 || ms > INT64_MAX / 2'000'000 ? UINT64_MAX : static_cast<uint64_t>(ms) * 1'000'000;
+}
 uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
 // The calling thread does not push others off their processors when it is woken (SCHED_BATCH).

@@ -6,9 +6,7 @@ namespace frugal {
 
 Deadline Session::deadline(int64_t timeout_ms) const {
   if (timeout_ms == FRUGAL_TIMEOUT_DEFAULT) timeout_ms = config_.timeout_ms;
-  if (timeout_ms < 0) return {UINT64_MAX};
-  const uint64_t ms = static_cast<uint64_t>(timeout_ms);
-  return {now_ns() + (ms > UINT64_MAX / 4000000u ? UINT64_MAX / 4 : ms * 1000000u)};
+  return {after_ns(ns_of_ms(timeout_ms))};
 }
 
 Status Session::op_table(const frugal_op& op, AnyTableRef* out) const {

@@ -200,9 +200,7 @@ Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
 }
 
 // For so long the controller need not hear of a process.
-uint64_t Client::silence() const {
-  return config_.timeout_ms < 0 ? UINT64_MAX : static_cast<uint64_t>(config_.timeout_ms) * 250000;
-}
+uint64_t Client::silence() const { return ns_of_ms(config_.timeout_ms) / 4; }
 
 // In waits that go on until the device has done its work, since they may not leave it the memory.
 void Client::say_here(RemoteTrainer& t) noexcept {

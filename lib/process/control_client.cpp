@@ -28,14 +28,6 @@
 namespace frugal {
 namespace {
 
-uint64_t until_of(int64_t timeout_ms) {
-  if (timeout_ms < 0) return UINT64_MAX;
-  const uint64_t now = now_ns();
-  return static_cast<uint64_t>(timeout_ms) > (UINT64_MAX - now) / 1000000
-             ? UINT64_MAX
-             : now + static_cast<uint64_t>(timeout_ms) * 1000000;
-}
-
 int64_t left_of(uint64_t until) {
   if (until == UINT64_MAX) return -1;
   const uint64_t now = now_ns();
@@ -181,7 +173,7 @@ struct ControlClient::Impl final : HeapObject {
   Status call(const char* what, int64_t timeout_ms, Fill fill, Take take, uint64_t until = 0) {
     if (generation != process_generation())
       return fail(FRUGAL_ERR_FORKED, "the connection to the controller belongs to the parent of this process");
-    if (until == 0) until = until_of(timeout_ms);
+    if (until == 0) until = after_ns(ns_of_ms(timeout_ms));
     struct Made final : Call {
       explicit Made(Take& t) : taking(t) {}
       Status take(wire::Answer::Reader answer, Incoming& in) override { return taking(answer, in); }
@@ -321,7 +313,7 @@ struct ControlClient::Impl final : HeapObject {
 Status ControlClient::connect(const char* address, int64_t timeout_ms,
                               std::unique_ptr<ControlClient>* out, uint32_t version) {
   out->reset();
-  const uint64_t until = until_of(timeout_ms);
+  const uint64_t until = after_ns(ns_of_ms(timeout_ms));
   try {
     for (uint64_t pause = 1000000;; pause = std::min<uint64_t>(pause * 2, 50000000)) {
       Attempt attempt = connect_once(address);

@@ -218,11 +218,6 @@ Status Lane::take_list(uint64_t count, Vector<T>* out) {
   return FRUGAL_OK;
 }
 
-Deadline Lane::deadline_in(uint64_t ns) const {
-  const uint64_t now = now_ns();
-  return {ns >= UINT64_MAX - now ? UINT64_MAX : now + ns};
-}
-
 Status Lane::handle(const Header& request) {
   const Call call = static_cast<Call>(request.type);
   if (trainer_) {
@@ -264,7 +259,7 @@ Status Lane::handle(const Header& request) {
   if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
     return fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE, which only looks: open without it to change the engine");
   if (call == Call::kRead) return read(request);
-  if (call == Call::kFlush) return engine_->flush(deadline_in(request.args[0]));
+  if (call == Call::kFlush) return engine_->flush({after_ns(request.args[0])});
   if (call == Call::kMetrics) {
     FRUGAL_TRY(engine_->metrics(&text_));
     add(text_.data(), text_.size());
@@ -395,7 +390,7 @@ Status Lane::step_begin(const Header& request) {
   FRUGAL_TRY(engine_->carried_out(*trainer_, request.args[2], request.args[3]));
   // Who begins the step again that it is inside of has not had the answer: for lack of memory, here or there.
   if (!engine_->is_inside(*trainer_, step))
-    FRUGAL_TRY(engine_->step_begin(*trainer_, step, deadline_in(request.args[1])));
+    FRUGAL_TRY(engine_->step_begin(*trainer_, step, {after_ns(request.args[1])}));
   handed_over_ = kNoStep;
   // Those of steps that are committed are closed.
   std::erase_if(batches_, [](auto& item) { return !handle_get(HandleKind::kBatch, item.second); });
@@ -632,7 +627,7 @@ Status Lane::read(const Header& request) {
       add(op.found_out, head.op.keys);
     }
   }
-  Status s = engine_->read(trainer_.get(), ops.data(), ops.size(), deadline_in(request.args[1]));
+  Status s = engine_->read(trainer_.get(), ops.data(), ops.size(), {after_ns(request.args[1])});
   for (Buffer& b : rows) kept_.push_back(std::move(b));
   for (Buffer& b : found) kept_.push_back(std::move(b));
   return s;

@@ -89,7 +89,6 @@ class Lane final : public HeapObject, private UsedElsewhere {
   Status rows_call(Call call, const Header& request);
   Status answer_parts(size_t from);
   Status answer_boundary();
-  Deadline deadline_in(uint64_t ns) const;
   // What the answer has beside its header.
   void add(const void* data, size_t bytes) { pieces_.push_back({data, bytes}); }
 

@@ -261,6 +261,19 @@ TEST(Shared, LimitsAreAStatus) {
   os_release(&m);
 }
 
+TEST(Os, TimeOutsThatNeverRunOut) {
+  EXPECT_EQ(0u, ns_of_ms(0));
+  EXPECT_EQ(5'000'000u, ns_of_ms(5));
+  const int64_t most = INT64_MAX / 2'000'000;
+  EXPECT_EQ(static_cast<uint64_t>(most) * 1'000'000, ns_of_ms(most));
+  for (int64_t ms : {most + 1, INT64_MAX, int64_t{-1}, INT64_MIN}) EXPECT_EQ(kNever, ns_of_ms(ms));
+  const uint64_t now = now_ns();
+  EXPECT_GE(after_ns(5), now + 5);
+  // Clocks of the standard library count in half of the numbers.
+  EXPECT_LT(after_ns(ns_of_ms(most)), static_cast<uint64_t>(INT64_MAX));
+  for (uint64_t ns : {UINT64_MAX - 1, kNever}) EXPECT_EQ(kNever, after_ns(ns));
+}
+
 TEST(Futex, WordThatIsMappedReadOnly) {
   Mapping mine, theirs;
   ASSERT_OK(os_reserve(kHugePage, true, &mine));
