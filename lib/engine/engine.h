@@ -279,9 +279,7 @@ class Engine final : public Session, private DataPath {
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>
   Status wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, Help help);
-  bool find_silent();                // was there one?
-  uint64_t silence_ns() const;       // after which a process counts as silent; UINT64_MAX: never
-  uint64_t silence_look_ns() const;  // so often it is looked whether one is
+  bool find_silent();  // was there one?
   bool need_links() const { return pacing_.deferred() || ranks_.caches_exist(); }
   Status first_step_allowed(uint64_t first_step) const;
   Status change_kind(Table& table, const frugal_optimizer& optimizer);
@@ -325,6 +323,7 @@ class Engine final : public Session, private DataPath {
   Pacing pacing_;
   Workers workers_;
 
+  const Silence silence_ = Silence::of(config_.timeout_ms);
   Ranks ranks_;
   Tables tables_;
   Flusher flusher_;

@@ -44,17 +44,16 @@ void Ranks::note_awaited(uint64_t step) {
 }
 
 // Threads of this process are never taken for dead.
-bool Ranks::find_silent(uint64_t limit, uint64_t gap) {
+bool Ranks::find_silent(const Silence& silence) {
   const uint64_t step = to_commit(), now = now_ns();
-  if (now - std::exchange(looked_, now) > gap) went_on_ = now;
+  if (now - std::exchange(looked_, now) > silence.gap) went_on_ = now;
   if (!silent_ || step == kNoStep || awaited_step_ != step) return false;
-  if (now - std::max(awaited_since_, went_on_) < limit) return false;
+  if (now - std::max(awaited_since_, went_on_) < silence.limit) return false;
   bool found = false;
   for (const TrainerRef& t : trainers_) {
     if (!t || lost_[t->rank] || t->closing.load() || !late(*t, step)) continue;
-    if (t->heard.load() == 0) continue;
-    const uint64_t heard = std::max(t->heard.load(), went_on_);
-    if (now < heard || now - heard < limit) continue;
+    const uint64_t heard = t->heard.load(), from = std::max(heard, went_on_);
+    if (heard == 0 || now < from || now - from < silence.limit) continue;
     // Inside a call it is the engine that takes its time.
     if (!t->call_mu.try_lock()) continue;
     t->call_mu.unlock();

@@ -9,10 +9,30 @@
 
 #include "base/assert.h"
 #include "base/heap.h"
+#include "base/os.h"
 #include "base/status.h"
 #include "engine/trainer.h"
 
 namespace frugal {
+
+// When the process of a rank that says nothing is as good as dead: calls have waited for the rank for
+// as long as a call waits.
+//
+// Who waits looks several times in so long a time, whether in one call or in many. Where nobody has,
+// this process may have stood still, with its whole machine, and cannot tell who was silent: all have
+// the whole time again.
+struct Silence {
+  uint64_t limit;  // ns; UINT64_MAX: never
+  uint64_t gap;    // of looks
+  uint64_t look() const { return gap / 3; }
+
+  // A little less than the time-out: who waits for all of that began a moment before it was looked.
+  static Silence of(int64_t timeout_ms) {
+    const uint64_t ns = ns_of_ms(timeout_ms);
+    const uint64_t limit = ns == UINT64_MAX ? ns : ns - std::min<uint64_t>(ns / 8, 100'000'000);
+    return {limit, 3 * std::clamp<uint64_t>(limit / 8, 50'000'000, 1'000'000'000)};
+  }
+};
 
 class Ranks {
  public:
@@ -35,12 +55,11 @@ class Ranks {
   // The rank's process is gone, or does not answer: no step begins before it is replaced.
   void lose(uint32_t rank) { lost_[rank] = 1; }
   uint32_t lost() const;  // the first such rank; kNoRank: there is none
-  // `silent` is told of trainers in other processes that have said nothing for as long as somebody
-  // has waited for them, at most `limit` ns. Null: nobody is told any more.
+  // `silent` is told of trainers in other processes that are as good as dead. Null: nobody is told
+  // any more.
   void on_silent(std::function<void(const TrainerRef&)> silent) { silent_ = std::move(silent); }
   void note_awaited(uint64_t step);  // somebody waits for all ranks to end it
-  // Was there one? After `gap` ns without a look all have the whole time again.
-  bool find_silent(uint64_t limit, uint64_t gap);
+  bool find_silent(const Silence& silence);  // was there one?
 
   // --- Steps of all
   // kNoStep: no step has begun, or none is committed.

@@ -326,27 +326,12 @@ void Engine::on_silent(std::function<void(const TrainerRef&)> silent) {
   ranks_.on_silent(std::move(silent));
 }
 
-// A little less than the time-out: who waits for all of that began a moment before the gate was looked at.
-uint64_t Engine::silence_ns() const {
-  if (config_.timeout_ms < 0) return UINT64_MAX;
-  const uint64_t ms = static_cast<uint64_t>(config_.timeout_ms);
-  return ms > UINT64_MAX / 1000000 ? UINT64_MAX : (ms - std::min<uint64_t>(ms / 8, 100)) * 1000000;
-}
-
-uint64_t Engine::silence_look_ns() const { return std::clamp<uint64_t>(silence_ns() / 8, 50'000'000, kSliceNs); }
-
-// Ranks for which calls have waited as long as a call waits, and whose processes do not say anything: as
-// good as dead.
-//
-// Who waits looks several times in so long a time, whether in one call or in many. Where nobody has, this process may
-// have stood still, with its whole machine, and cannot tell who was silent: all have the whole time again.
 bool Engine::find_silent() {
-  const uint64_t limit = silence_ns();
-  if (limit == UINT64_MAX) return false;
+  if (silence_.limit == UINT64_MAX) return false;
   bool found;
   {
     std::lock_guard<std::mutex> lock(mu_);
-    found = ranks_.find_silent(limit, 3 * silence_look_ns());
+    found = ranks_.find_silent(silence_);
   }
   if (found) workers_.progress();
   return found;

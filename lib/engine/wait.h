@@ -45,7 +45,7 @@ Status Engine::wait_for_ranks(Deadline deadline, Trainer* trainer, Ready ready, 
     return false;
   };
   Status s;
-  do s = wait(deadline.within(silence_look_ns()), trainer, look, help);
+  do s = wait(deadline.within(silence_.look()), trainer, look, help);
   while (s == FRUGAL_ERR_TIMEOUT && !deadline.passed());
   // As a rule that is at the end of the time-out. The abort that tells of it is on its way.
   if (s == FRUGAL_ERR_TIMEOUT && found && trainer)

@@ -180,6 +180,21 @@ TEST_F(RanksTest, UndoneStepsAreBegunAgain) {
   ASSERT_OK(ranks.may_begin(*a, 4));
 }
 
+TEST(SilenceTest, IsALittleLessThanTheTimeOut) {
+  constexpr uint64_t kMs = 1'000'000;
+  const auto is = [](int64_t timeout_ms, uint64_t limit, uint64_t look) {
+    const Silence s = Silence::of(timeout_ms);
+    EXPECT_EQ(limit, s.limit);
+    EXPECT_EQ(look, s.look());
+    EXPECT_EQ(3 * look, s.gap);
+  };
+  is(0, 0, 50 * kMs);
+  is(80, 70 * kMs, 50 * kMs);
+  is(4100, 4000 * kMs, 500 * kMs);
+  is(60'000, 59'900 * kMs, 1000 * kMs);
+  is(-1, UINT64_MAX, 1000 * kMs);
+}
+
 // Who has said nothing for as long as somebody has waited, and is in no call, is lost: once.
 TEST_F(RanksTest, WhoSaysNothingIsLost) {
   const TrainerRef a = join(0), b = join(1), c = join(2);
@@ -189,7 +204,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
   const uint64_t long_ago = now_ns() - 1'000'000'000;
   for (const TrainerRef& t : {a, b}) t->heard.store(long_ago);  // c is a thread of this process
   ranks.note_awaited(0);
-  const auto find = [&](uint64_t limit) { return ranks.find_silent(limit, UINT64_MAX); };
+  const auto find = [&](uint64_t limit) { return ranks.find_silent({limit, UINT64_MAX}); };
   EXPECT_FALSE(find(0)) << "nobody is to be told";
   ranks.on_silent([&](const TrainerRef& t) { told.push_back(t->rank); });
   EXPECT_FALSE(find(3'600'000'000'000));
@@ -200,7 +215,7 @@ TEST_F(RanksTest, WhoSaysNothingIsLost) {
     std::lock_guard<std::mutex> in_a_call(b->call_mu);
     std::thread([&] { EXPECT_FALSE(find(0)); }).join();
   }
-  EXPECT_FALSE(ranks.find_silent(1, 0)) << "nobody had looked for a while";
+  EXPECT_FALSE(ranks.find_silent({1, 0})) << "nobody had looked for a while";
   EXPECT_TRUE(find(0));
   EXPECT_EQ(told, std::vector<uint32_t>{1});
   EXPECT_EQ(ranks.lost(), 1u);
