@@ -147,17 +147,16 @@ bool Ranks::others_behind(const Trainer& t, uint64_t step) const {
          });
 }
 
-bool Ranks::inside(String* why) const {
-  uint64_t next = kNoStep;
+bool Ranks::apart(uint64_t next, String* why) const {
   for (const TrainerRef& t : trainers_) {
     if (!t) continue;
     if (t->in_step) {
       *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
       return true;
     }
-    if (next != kNoStep && t->next_step != kNoStep && t->next_step != next) {
-      *why = text("rank %u has ended step %llu, others have not", t->rank,
-                  static_cast<unsigned long long>(std::max(next, t->next_step) - 1));
+    if (t->next_step == kNoStep) continue;
+    if (next != kNoStep && t->next_step != next) {
+      *why = some_ended(std::max(next, t->next_step) - 1);
       return true;
     }
     next = t->next_step;
@@ -170,22 +169,6 @@ String Ranks::some_ended(uint64_t step) const {
   return who.empty() ? text("step %llu is not committed yet", static_cast<unsigned long long>(step))
                      : text("step %llu is ended by some ranks, and not by rank %s",
                             static_cast<unsigned long long>(step), who.c_str());
-}
-
-bool Ranks::between(String* why) const {
-  const uint64_t next = to_commit();
-  for (const TrainerRef& t : trainers_) {
-    if (!t) continue;
-    if (t->in_step) {
-      *why = text("rank %u is inside step %llu", t->rank, static_cast<unsigned long long>(t->step));
-      return false;
-    }
-    if (t->next_step != kNoStep && next != kNoStep && t->next_step != next) {
-      *why = some_ended(t->next_step - 1);
-      return false;
-    }
-  }
-  return true;
 }
 
 // --- Caches --------------------------------------------------------------------------------------

@@ -104,9 +104,9 @@ class Ranks {
   // Some other rank has not ended all steps before.
   bool others_behind(const Trainer& t, uint64_t step) const;
   // Some rank is inside a step, or two are apart.
-  bool inside(String* why) const;
+  bool inside(String* why) const { return apart(kNoStep, why); }
   // None is inside a step, and what they have ended is committed.
-  bool between(String* why) const;
+  bool between(String* why) const { return !apart(to_commit(), why); }
   String some_ended(uint64_t step) const;  // and others not
 
   // --- Caches
@@ -120,6 +120,8 @@ class Ranks {
   void add_backlog(const UpdateRef& update, const TableRef& table);
 
  private:
+  // Some rank is inside a step, or is to begin another than `next`; kNoStep: than others.
+  bool apart(uint64_t next, String* why) const;
   static bool late(const Trainer& t, uint64_t step) {  // it has not ended the step
     return t.next_step == kNoStep || (t.in_step ? t.step <= step : t.next_step <= step);
   }

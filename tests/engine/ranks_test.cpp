@@ -124,16 +124,18 @@ TEST_F(RanksTest, RanksThatAreApartAreTold) {
   EXPECT_FALSE(ranks.others_behind(*a, 1)) << "who has begun no step yet is not behind";
   EXPECT_FALSE(ranks.between(&why));
   EXPECT_EQ(why, "step 0 is ended by some ranks, and not by rank 1, 2");
-  begin(b, 0);
-  EXPECT_TRUE(ranks.others_behind(*a, 1));
-  end(b);
-  EXPECT_FALSE(ranks.others_behind(*a, 1));
   for (int i = 0; i < 2; ++i) {
     begin(c, i);
     end(c);
   }
+  EXPECT_TRUE(ranks.inside(&why)) << "although a rank between them has begun no step";
+  EXPECT_EQ(why, "step 1 is ended by some ranks, and not by rank 0, 1");
+  begin(b, 0);
+  EXPECT_TRUE(ranks.others_behind(*a, 1));
+  end(b);
+  EXPECT_FALSE(ranks.others_behind(*a, 1));
   EXPECT_TRUE(ranks.inside(&why));
-  EXPECT_EQ(why, "rank 2 has ended step 1, others have not");
+  EXPECT_EQ(why, "step 1 is ended by some ranks, and not by rank 0, 1");
   EXPECT_TRUE(ended(0));
   ranks.commit(0);
   for (const TrainerRef& t : {a, b}) {
