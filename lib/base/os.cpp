@@ -151,6 +151,12 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
   return FRUGAL_OK;
 }
 
+Status no_addresses(size_t bytes) {
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
+                    "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?",
+                    bytes);
+}
+
 }  // namespace
 
 uint64_t now_ns() {
@@ -281,12 +287,6 @@ uint64_t os_memory_bytes() { return number_in("/proc/meminfo", "MemTotal:", 0) <
 uint64_t available_bytes() {
   uint64_t kib = number_in("/proc/meminfo", "MemAvailable:", 0);
   return std::min(kib ? kib << 10 : UINT64_MAX, group_bytes());
-}
-
-static Status no_addresses(size_t bytes) {
-  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
-                    "%zu bytes of addresses cannot be had: is the process limited (ulimit -v)?",
-                    bytes);
 }
 
 Status os_reserve_range(size_t bytes, Mapping* out) {

@@ -28,7 +28,6 @@ struct Down {
 };
 static_assert(sizeof(Up) <= kPage && sizeof(Down) <= kPage);
 
-
 // Where things lie. Up: a page of ends, the ring. Down: a page, releases, the ring.
 struct Layout {
   explicit Layout(size_t ring)
