@@ -170,11 +170,11 @@ class ControlServer::Impl::Connection : public HeapObject {
   }
 
   // Waits for the next request, one thread at a time. False: there comes none. What has come is taken before the time
-  // is looked at: this process may be the one that was late.
+  // is looked at, by the wait: this process may be the one that was late.
   bool next(Incoming& in) noexcept {
     std::lock_guard<std::mutex> lock(reading_);
     Progress p = Progress::kNothing;
-    while (!over_.load() && (p = in.pull(socket_)) == Progress::kNothing && !late())
+    while (!over_.load() && (p = in.pull(socket_)) == Progress::kNothing)
       if (!wait(POLLIN)) break;
     if (p != Progress::kWhole) {
       over_.store(true);
@@ -221,7 +221,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     try {
       const auto request = in.read<wire::Request>();
       if (request.isAttach() == attached()) return false;
-      if (late() && !request.isAttach() && !request.isOpen()) return false;
+      // Only what it was late with may come late.
+      if (!request.isAttach() && !request.isOpen() && late()) return false;
       Given given;
       const Status s = make(request, out, given);
       if (end_call(s) != FRUGAL_OK) {
