@@ -9,6 +9,14 @@ namespace {
 
 struct CommitTest : testing::TestWithParam<int32_t> {
   CommitParts parts{2, GetParam()};
+  const TrainerRef a = parts.join(0), b = parts.join(1);
+  // All ranks begin the step and end it, having pushed that.
+  void all_end(uint64_t step, const TableRef& table, const Slots& slots) {
+    for (const TrainerRef& t : parts.ranks) {
+      parts.begin(t, step);
+      parts.end(t, table, slots);
+    }
+  }
   bool deferred() const { return GetParam() == FRUGAL_FLUSH_DEFERRED; }
   uint64_t committed() const { return parts.ranks.committed(); }
   bool open() { return parts.records.find(parts.ranks.to_commit()) != nullptr; }
@@ -19,7 +27,6 @@ INSTANTIATE_TEST_SUITE_P(Modes, CommitTest,
                                          FRUGAL_FLUSH_AUTO));
 
 TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
-  const TrainerRef a = parts.join(0), b = parts.join(1);
   const TableRef one = parts.add_table(100), other = parts.add_table(50);
   parts.optimizer.lr = 3;
   one->schedule[6] = parts.optimizer;  // from the next step on
@@ -64,12 +71,8 @@ TEST_P(CommitTest, WaitsForAllRanksAndHasWhatAllHavePushed) {
 }
 
 TEST_P(CommitTest, AStepThatIsSkippedChangesNothing) {
-  const TrainerRef a = parts.join(0), b = parts.join(1);
   const TableRef table = parts.add_table(100);
-  for (const TrainerRef& t : {a, b}) {
-    parts.begin(t, 0);
-    parts.end(t, table, {1});
-  }
+  all_end(0, table, {1});
   parts.records.of(0).skip = true;
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 0u);
@@ -79,12 +82,8 @@ TEST_P(CommitTest, AStepThatIsSkippedChangesNothing) {
 
 // What ranks have ended before they left is committed; after that nothing is, until somebody joins.
 TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
-  const TrainerRef a = parts.join(0), b = parts.join(1);
   const TableRef table = parts.add_table(100);
-  for (const TrainerRef& t : {a, b}) {
-    parts.begin(t, 0);
-    parts.end(t, table, {1});
-  }
+  all_end(0, table, {1});
   for (const TrainerRef& t : {a, b}) parts.ranks.leave(*t);
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 0u);
@@ -93,7 +92,6 @@ TEST_P(CommitTest, WhatThoseHaveEndedWhoHaveLeftCounts) {
 }
 
 TEST_P(CommitTest, NothingIsCommittedBesideAnAbortOrOnceClosed) {
-  const TrainerRef a = parts.join(0), b = parts.join(1);
   for (const TrainerRef& t : {a, b}) {
     parts.begin(t, 0);
     t->in_step = false;
@@ -112,7 +110,6 @@ TEST_P(CommitTest, NothingIsCommittedBesideAnAbortOrOnceClosed) {
 // While older updates of a table are pending, a step is not applied at once: a row's updates stay
 // in order. Gates write all of it then.
 TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
-  const TrainerRef a = parts.join(0), b = parts.join(1);
   const TableRef table = parts.add_table(100);
   ASSERT_OK(parts.tables.open_window(*table));
   const UpdateRef older = parts.update(table, 0, {{1, 2}});
@@ -120,10 +117,7 @@ TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
   table->window.add(older);
   EXPECT_TRUE(table->window.stage(*older, false, SIZE_MAX, Window::Urgency::kUrgent));
   table->window.commit(older.get(), 0);
-  for (const TrainerRef& t : {a, b}) {
-    parts.begin(t, 1);
-    parts.end(t, table, {2});
-  }
+  all_end(1, table, {2});
   ASSERT_OK(parts.committer.ready());
   EXPECT_EQ(committed(), 1u);
   EXPECT_EQ(parts.counters.modes_deferred.load(), 1u);
@@ -135,7 +129,6 @@ TEST_P(CommitTest, UpdatesQueueBehindThoseThatArePending) {
 }
 
 TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
-  const TrainerRef a = parts.join(0), b = parts.join(1);
   const TableRef table = parts.add_table(100);
   parts.ranks.start(0);
   for (uint64_t step = 0; step < 3; ++step) {
@@ -169,12 +162,9 @@ TEST_P(CommitTest, WhatWasStagedAheadIsPublishedIfItIsWhatWasPushed) {
 
 // Whatever request for memory fails: nothing of the step is written; the next who tries goes on.
 TEST_P(CommitTest, WithoutMemoryItIsOwed) {
-  const TrainerRef a = parts.join(0, true), b = parts.join(1);
+  const TrainerRef cached = parts.join(0, true);
   const TableRef one = parts.add_table(2000), other = parts.add_table(100);
-  for (const TrainerRef& t : {a, b}) {
-    parts.begin(t, 0);
-    parts.end(t, other, {7});
-  }
+  all_end(0, other, {7});
   parts.records.of(0).handovers[one.get()].table = one;
   Slots many;
   for (uint32_t i = 0; i < 2000; ++i) many.push_back(i);
@@ -191,11 +181,11 @@ TEST_P(CommitTest, WithoutMemoryItIsOwed) {
   }
   EXPECT_GT(without.rounds(), 3);
   EXPECT_EQ(committed(), 0u);
-  EXPECT_EQ(a->backlog.size(), 2u);
+  EXPECT_EQ(cached->backlog.size(), 2u);
   parts.write_all();
   EXPECT_EQ(parts.times(other, 7), 2);
   for (uint32_t slot : {0, 1999}) EXPECT_EQ(parts.times(one, slot), 1);
-  a->backlog.clear();
+  cached->backlog.clear();
   EXPECT_EQ(parts.pending.now(), 0u);
 }
 
