@@ -19,6 +19,7 @@
 #include "oracle/random.h"
 #include "oracle/replay.h"
 #include "reference/reference.h"
+#include "support/child.h"
 
 extern char** environ;
 
@@ -116,13 +117,10 @@ class Leader {
 
  private:
   void Fork(const std::string& address, uint32_t number) {
-    const pid_t parent = getpid();
-    const pid_t process = fork();
+    const pid_t process = fork_child();
     if (process < 0) meeting_.Fail("no process");
     if (process > 0) processes_.push_back(process);
     if (process != 0) return;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
     const size_t pages = 1 + Random(script_.seed * 331 + number).Below(1 << 18);
     mmap(nullptr, pages * 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     Party party;

@@ -11,7 +11,6 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
@@ -179,7 +178,7 @@ class Host {
   Host(const std::string& address, int64_t timeout_ms) {
     int up[2], down[2];
     if (pipe2(up, O_CLOEXEC) || pipe2(down, O_CLOEXEC)) std::abort();
-    pid_ = fork();
+    pid_ = fork_child();
     if (pid_ == 0) {
       close(up[1]);
       close(down[0]);
@@ -239,9 +238,8 @@ TEST_F(Clock, Attached) {
 
 // A process that joins as rank 1, begins step 0, and is stopped.
 void SilentRank(const std::string& address, pid_t* silent) {
-  *silent = fork();
+  *silent = fork_child();
   if (*silent == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
     frugal_engine* e = nullptr;
     if (Attach(address, kNeverMs, &e)) _exit(1);
     frugal_trainer* t = Join(e, 1);

@@ -2,7 +2,6 @@
 #pragma once
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "proc.h"
+#include "support/child.h"
 
 // Of the build's programs (cmake/tests.cmake).
 extern "C" const char frugal_controller_path[], frugal_top_path[];
@@ -40,11 +40,8 @@ class ControllerProgram {
   explicit ControllerProgram(const std::string& address, const std::function<bool()>& before = nullptr) {
     int out[2];
     if (pipe2(out, O_CLOEXEC) != 0) std::abort();
-    const pid_t parent = getpid();
-    pid_ = fork();
+    pid_ = fork_child();
     if (pid_ == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       if (before && !before()) _exit(77);
       dup2(out[1], 1);
       execl(FRUGAL_CONTROLLER, FRUGAL_CONTROLLER, address.c_str(), nullptr);

@@ -13,7 +13,6 @@
 // with threads, bit for bit. Printed is what each mode cost.
 #include <capnp/serialize.h>
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -333,11 +332,8 @@ class Process {
     std::vector<char*> argv;
     for (std::string& a : arguments) argv.push_back(a.data());
     argv.push_back(nullptr);
-    const pid_t parent = getpid();
-    pid_ = fork();
+    pid_ = fork_child();
     if (pid_ == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       dup2(out[1], 1);
       execv("/proc/self/exe", argv.data());
       _exit(127);

@@ -521,10 +521,8 @@ class Harness {
     std::vector<char*> raw;
     for (std::string& a : args) raw.push_back(a.data());
     raw.push_back(nullptr);
-    const pid_t parent = getpid(), pid = fork();
+    const pid_t pid = fork_child();
     if (pid == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       execv("/proc/self/exe", raw.data());
       _exit(127);
     }

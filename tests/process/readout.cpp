@@ -227,10 +227,8 @@ bool between(const Tables& got, const Tables& a, const Tables& b) {
 pid_t start_controller(const char* address, int64_t n) {
   int out[2];
   if (pipe2(out, 0) != 0) std::exit(1);
-  const pid_t parent = getpid(), pid = fork();
+  const pid_t pid = fork_child();
   if (pid == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
     close(out[0]);
     const std::string point = std::to_string(n), fd = std::to_string(out[1]);
     execl("/proc/self/exe", "readout_test", "--controller", address, point.c_str(), fd.c_str(), nullptr);

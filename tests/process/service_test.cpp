@@ -122,7 +122,7 @@ class Service : public testing::Test {
  protected:
   const std::string& address() const { return address_; }
   static int InChild(const std::function<int()>& body) {
-    const pid_t pid = fork();
+    const pid_t pid = fork_child();
     if (pid == 0) _exit(body());
     int status = 0;
     waitpid(pid, &status, 0);
@@ -421,7 +421,7 @@ TEST_F(Service, TheKernelHasNoPidfds) {
   };
   {
     ControllerProgram controller(address());
-    const pid_t child = fork();
+    const pid_t child = fork_child();
     if (child == 0) _exit(refuse() ? outlives(ready[1], "controller") : 9);
     kill_when_ready(controller.pid());
     int status = 0;
@@ -429,7 +429,7 @@ TEST_F(Service, TheKernelHasNoPidfds) {
     EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
   }
   ControllerProgram controller(address(), refuse);
-  const pid_t other = fork();
+  const pid_t other = fork_child();
   if (other == 0) {
     frugal_engine* e = nullptr;
     frugal_trainer* t = nullptr;
@@ -437,7 +437,7 @@ TEST_F(Service, TheKernelHasNoPidfds) {
     for (;;) pause();
   }
   ASSERT_EQ(1, read(ready[0], &word, 1));
-  const pid_t child = fork();
+  const pid_t child = fork_child();
   if (child == 0) _exit(outlives(ready[1], "rank 1"));
   kill_when_ready(other);
   int status = 0;
@@ -1216,13 +1216,10 @@ TEST_F(Service, AJobThatStandsStill) {
   auto* shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   ASSERT_NE(MAP_FAILED, static_cast<void*>(shared));
   ControllerProgram controller(address());
-  const pid_t parent = getpid();
   pid_t ranks[2];
   for (uint32_t r : {0, 1}) {
-    ranks[r] = fork();
+    ranks[r] = fork_child();
     if (ranks[r] != 0) continue;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
     frugal_engine* e = nullptr;
     frugal_trainer* t = nullptr;
     int status = Open(address(), &e, kSilenceMs);
@@ -1537,7 +1534,7 @@ class Traced {
     auto* phase = static_cast<std::atomic<int>*>(
         mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     new (phase) std::atomic<int>(0);
-    const pid_t pid = fork();
+    const pid_t pid = fork_child();
     if (pid == 0) {
       if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) _exit(77);
       raise(SIGSTOP);
@@ -1917,10 +1914,8 @@ void Host::EndsBy(char way) {
   int said[2], told[2];
   ASSERT_EQ(0, pipe2(said, O_CLOEXEC));
   ASSERT_EQ(0, pipe2(told, O_CLOEXEC));
-  const pid_t parent = getpid(), host = fork();
+  const pid_t host = fork_child();
   if (host == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
     frugal_config c = Config("");
     c.backing = FRUGAL_BACKING_SHM;
     Job job;
@@ -2077,10 +2072,8 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
     int said[2], told[2];
     ASSERT_EQ(0, pipe2(said, O_CLOEXEC));
     ASSERT_EQ(0, pipe2(told, O_CLOEXEC));
-    const pid_t parent = getpid(), host = fork();
+    const pid_t host = fork_child();
     if (host == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       Alone alone;
       char word;
       // It steps, or six threads flush what three steps have left.
@@ -2306,10 +2299,8 @@ TEST_F(Service, HostileTrainers) {
   for (uint32_t number = 0; number < kEnemies; ++number) {
     int begin[2];
     ASSERT_EQ(0, pipe2(begin, O_CLOEXEC));
-    const pid_t parent = getpid(), pid = fork();
+    const pid_t pid = fork_child();
     if (pid == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       char word;
       if (read(begin[0], &word, 1) != 1) _exit(1);
       Job as;
@@ -2396,10 +2387,8 @@ TEST_F(Service, HandedOverBeforeTheLoss) {
     frugal_config c = Config(address(), kNeverMs);
     c.flush_mode = FRUGAL_FLUSH_DEFERRED;
     c.flush_threads = 0;
-    const pid_t parent = getpid(), pid = fork();
+    const pid_t pid = fork_child();
     if (pid == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       auto await = [&](char order) {
         char word;
         if (read(orders[0], &word, 1) != 1 || word != order) _exit(1);
@@ -2476,7 +2465,7 @@ std::string Printed(std::vector<std::string> arguments) {
   std::vector<char*> raw;
   for (std::string& a : arguments) raw.push_back(a.data());
   raw.push_back(nullptr);
-  const pid_t pid = fork();
+  const pid_t pid = fork_child();
   if (pid == 0) {
     dup2(out[1], 1);
     execv(raw[0], raw.data());
@@ -2826,10 +2815,8 @@ TEST_F(Service, ARankIsLostBeforeTheFirstStep) {
   ControllerProgram controller(address());
   int joined[2];
   ASSERT_EQ(0, pipe(joined));
-  const pid_t parent = getpid(), other = fork();
+  const pid_t other = fork_child();
   if (other == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);
     frugal_engine* e = nullptr;
     frugal_trainer* t = nullptr;
     if (Open(address(), &e) != FRUGAL_OK || Join(e, 1, &t) != FRUGAL_OK) _exit(2);
@@ -2888,10 +2875,8 @@ TEST_F(Service, CloseBesideRanks) {
 // The same of the process that serves the engine.
 TEST_F(Service, CloseOfTheEngineBesideItsRank) {
   for (int round = 0; round < 20; ++round) {
-    const pid_t parent = getpid(), other = fork();
+    const pid_t other = fork_child();
     if (other == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
-      if (getppid() != parent) _exit(1);
       frugal_engine* e = nullptr;
       frugal_trainer* t = nullptr;
       if (Open(address(), &e) != FRUGAL_OK || Join(e, 1, &t) != FRUGAL_OK) {
