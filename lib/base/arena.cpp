@@ -43,7 +43,8 @@ void Arena::over(const Mapping& mapping, size_t first, size_t bytes) {
 }
 
 Arena::Segment& Arena::segment_of(size_t at) {
-  auto next = std::find_if(segments_.begin(), segments_.end(), [&](auto& s) { return s.first > at; });
+  auto next =
+      std::find_if(segments_.begin(), segments_.end(), [&](auto& s) { return s.first > at; });
   return *std::prev(next);
 }
 
@@ -63,14 +64,15 @@ Status Arena::add_segment(size_t bytes) {
   size_t all = 0;
   for (const Segment& s : segments_)
     if (s.large == large) all += s.end - s.first;
-  size_t size = std::max({bytes, large ? 0 : kSmallSegment, in_huge_pages(all / kShare)}), at = kNowhere;
+  size_t size = std::max({bytes, large ? 0 : kSmallSegment, in_huge_pages(all / kShare)}),
+         at = kNowhere;
   for (const size_t wanted : {size, bytes})
     for (const size_t from : {next_, size_t{0}})
       if (at == kNowhere && own_) at = room(from, size = wanted);
   if (at == kNowhere)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "%zu bytes more than there is room for in the %zu bytes of shared memory for buffers: "
-                "declare less at a time",
+                "%zu bytes more than there is room for in the %zu bytes of shared memory for "
+                "buffers: declare less at a time",
                 bytes, mapping_.bytes);
   if (segments_.capacity() == segments_.size()) segments_.reserve(2 * segments_.size() + 4);
   Mapping made;
@@ -82,7 +84,8 @@ Status Arena::add_segment(size_t bytes) {
   });
   if (made_so == FRUGAL_ERR_UNSUPPORTED)
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "%zu bytes of shared memory cannot be had, as others could before; call again", size);
+                "%zu bytes of shared memory cannot be had, as others could before; call again",
+                size);
   FRUGAL_TRY(made_so);
   uint64_t place = 0;
   made_so = os_commit(made, 0, bytes);
@@ -153,7 +156,8 @@ void Arena::put_back(char* taken, size_t bytes) noexcept {
   Lock lock(mu_);
   --taken_;
   used_ -= bytes;
-  auto next = std::find_if(free_.begin(), free_.end(), [&](const Range& r) { return r.first > first; });
+  auto next =
+      std::find_if(free_.begin(), free_.end(), [&](const Range& r) { return r.first > first; });
   next = free_.insert(next, {first, first + bytes, segment_of(first).large});
   if (next + 1 != free_.end() && next->end == (next + 1)->first) {
     next->end = (next + 1)->end;

@@ -1,8 +1,8 @@
 // Commits steps that all ranks have ended, one after the other.
 //
-// A commit first takes all memory that it wants, table by table, and then lets go of the step, which
-// wants none. Where memory runs short between, the commit is owed: who has time and memory next goes
-// on where it stopped, and nothing of the step touches a row before.
+// A commit first takes all memory that it wants, table by table, and then lets go of the step,
+// which wants none. Where memory runs short between, the commit is owed: who has time and memory
+// next goes on where it stopped, and nothing of the step touches a row before.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -24,7 +24,7 @@ namespace frugal {
 
 class Committer {
  public:
-  // `mu` guards ranks, records, phase and tables. Once it is `closed`, no step is committed any more.
+  // `mu` guards ranks, records, phase and tables. Once it is `closed`, no step is committed.
   Committer(std::mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, const Tables& tables,
             Declarations& declarations, PendingBytes& pending, Flusher& flusher, Workers& workers,
             Pacing& pacing, EngineMemory& memory, const std::shared_ptr<Ledger>& ledger,
@@ -45,7 +45,8 @@ class Committer {
   std::mutex& boundary() { return boundary_; }
 
  private:
-  void commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record, Status* status);
+  void commit(std::unique_lock<std::mutex>& lock, uint64_t step, StepRecord& record,
+              Status* status);
   void begin(StepRecord& record);
   void take(uint64_t step, StepRecord& record, Commit* commit);
   Status prepare(uint64_t step, StepRecord& record, Commit* commit);

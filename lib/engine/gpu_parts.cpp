@@ -1,5 +1,5 @@
-// What goes to a trainer's GPU ahead of its use: arrays of parts, where their rows are cached, and what
-// boundaries do to lines.
+// What goes to a trainer's GPU ahead of its use: arrays of parts, where their rows are cached, and
+// what boundaries do to lines.
 #include <algorithm>
 #include <cstring>
 
@@ -86,7 +86,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
   if (!d.frequent.empty()) d.item_count = static_cast<uint32_t>(n - d.frequent.size() + d.runs);
   Pieces pieces;
   const size_t slots_at = pieces.of<uint32_t>(n), start_at = pieces.of<uint32_t>(n + 1),
-               positions_at = pieces.of<uint32_t>(part.n), items_at = pieces.of<device::Item>(d.item_count),
+               positions_at = pieces.of<uint32_t>(part.n),
+               items_at = pieces.of<device::Item>(d.item_count),
                source_at = pieces.of<uint32_t>(d.item_count ? n : 0),
                staged_at = pieces.of<uint32_t>(d.frequent.size()),
                heavy_at = pieces.of<device::HeavyRow>(d.frequent.size());
@@ -113,7 +114,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
       if (start[i + 1] - start[i] <= device::kRun) *item++ = {i, 0};
     auto *source = here<uint32_t>(d, source_at), *staged = here<uint32_t>(d, staged_at);
     std::memset(source, 0, n * sizeof(uint32_t));
-    std::memcpy(here<char>(d, heavy_at), d.frequent.data(), d.frequent.size() * sizeof(device::HeavyRow));
+    std::memcpy(here<char>(d, heavy_at), d.frequent.data(),
+                d.frequent.size() * sizeof(device::HeavyRow));
     uint32_t k = 0;
     for (const device::HeavyRow& f : d.frequent) {
       const uint32_t runs = (start[f.row + 1] - start[f.row] + device::kRun - 1) / device::kRun;
@@ -203,7 +205,8 @@ Status Gpu::send_lines(const LineUpdate& u, std::shared_ptr<LinesOnDevice>* out)
   l.urgent = u.urgent;
   if (l.count) {
     Pieces pieces;
-    const size_t lines_at = pieces.of<uint32_t>(l.count), start_at = pieces.of<uint32_t>(l.count + 1),
+    const size_t lines_at = pieces.of<uint32_t>(l.count),
+                 start_at = pieces.of<uint32_t>(l.count + 1),
                  terms_at = pieces.of<device::Term>(u.terms.size());
     FRUGAL_TRY(room(pieces.bytes(), &l));
     std::memcpy(here<char>(l, lines_at), u.lines.data(), l.count * sizeof(uint32_t));

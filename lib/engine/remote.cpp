@@ -1,5 +1,5 @@
-// Trainers in other processes: they gather rows and sum gradients for themselves, from what lies in shared
-// memory. What they need of the engine beside the calls that all trainers make.
+// Trainers in other processes: they gather rows and sum gradients for themselves, from what lies in
+// shared memory. What they need of the engine beside the calls that all trainers make.
 #include <algorithm>
 #include <cstring>
 
@@ -115,14 +115,17 @@ Status Engine::describe_update(const UpdateRef& update, const LineUpdate& touche
 
 Status Engine::carried_out(Trainer& t, uint64_t number, uint64_t table) {
   std::lock_guard<std::mutex> call(t.call_mu);
-  if (number > t.boundaries) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such boundary of a cache");
+  if (number > t.boundaries)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "there was no such boundary of a cache");
   t.boundaries_done = number;
   if (number == t.boundaries) return FRUGAL_OK;
-  if (table && std::find(t.no_lines.begin(), t.no_lines.end(), table) == t.no_lines.end() && t.no_lines.size() < t.caches.size())
+  if (table && std::find(t.no_lines.begin(), t.no_lines.end(), table) == t.no_lines.end() &&
+      t.no_lines.size() < t.caches.size())
     t.no_lines.push_back(table);
   std::lock_guard<std::mutex> lock(mu_);
   if (!t.in_step) return FRUGAL_OK;
-  // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and begins it anew.
+  // It is inside of the step whose boundary it has not carried out: it has read nothing in it, and
+  // begins it anew.
   ranks_.begin_again(t);
   return FRUGAL_OK;
 }
@@ -137,7 +140,8 @@ void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
 Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches) forget_lines(of);
   for (auto& [raw, of] : t.caches)
-    if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end()) of.elsewhere.reset();
+    if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end())
+      of.elsewhere.reset();
   t.boundaries_done = t.boundaries;
   std::lock_guard<std::mutex> lock(mu_);
   ranks_.begin_again(t);
@@ -146,9 +150,9 @@ Status Engine::give_up_lines(Trainer& t) {
   return health();
 }
 
-// --- Undeclared keys ------------------------------------------------------------------------------
+// --- Undeclared keys -----------------------------------------------------------------------------
 
-// Keys that were not declared, or not as they are used: resolved, created, and their rows up to date.
+// Keys that were not declared, or not as they are used: resolved, created, their rows up to date.
 Status Engine::access_rows(Trainer& t, const frugal_op* ops, const OpNumbers& numbers,
                            Vector<RemotePart>* out) {
   const size_t n = numbers.at.size();
@@ -201,8 +205,8 @@ void Engine::create_used(Trainer& t, const Vector<RemotePart>& used) {
   create_rows(t, accesses);
 }
 
-// The same on behalf of somebody else, who wants to know which rows exist. What the trainer is to be told of
-// stays for itself.
+// The same on behalf of somebody else, who wants to know which rows exist. What the trainer is to
+// be told of stays for itself.
 void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
   auto inside = [&] {
     std::lock_guard<std::mutex> lock(mu_);
@@ -215,11 +219,13 @@ void Engine::use_marked(Trainer& t, const Vector<RemotePart>& used) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   std::lock_guard<std::mutex> call(t.call_mu, std::adopt_lock);
-  if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed_.load() && health() == FRUGAL_OK)
+  if (inside() && !t.closing.load() && !t.abort_notice.load() && !closed_.load() &&
+      health() == FRUGAL_OK)
     create_used(t, used);
 }
 
-// Rows that the other ranks have made before this rank's call: those of processes may not be told of yet.
+// Rows that the other ranks have made before this rank's call: those of processes may not be told
+// of yet.
 void Engine::tell_used(const Trainer& by) {
   Vector<TrainerRef> others;
   {
@@ -279,8 +285,8 @@ bool Engine::is_inside(const Trainer& t, uint64_t step) {
   return t.in_step && t.step == step && !t.abort_notice.load();
 }
 
-// The device of a trainer in another process has failed: what it has not ended is undone on all ranks, and the
-// others wait for it to be closed.
+// The device of a trainer in another process has failed: what it has not ended is undone on all
+// ranks, and the others wait for it to be closed.
 Status Engine::remote_failed(Trainer& t) {
   if (t.reaped.exchange(true)) return FRUGAL_OK;
   const Status s = aborter_.undo(t, Aborter::Why::kFailed);
@@ -306,8 +312,9 @@ void Engine::count_remote(Trainer& t, const RemoteCounts& c) {
   pacing_.trained_elsewhere(c.cpu_ns);
 }
 
-// The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before somebody else
-// has joined with its rank. OUT_OF_MEMORY: a commit comes first, and lacks it; call again.
+// The process of a trainer is gone. Every uncommitted step is undone; nobody goes on before
+// somebody else has joined with its rank. OUT_OF_MEMORY: a commit comes first, and lacks it; call
+// again.
 Status Engine::lose_trainer(const TrainerRef& t) {
   t->closing.store(true);
   workers_.progress();

@@ -47,7 +47,8 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       ranks_.start(step);
       tables_.each_window([&](Window& w) { w.set_base(step); });
     }
-    if (ranks_.others_behind(t, step)) counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
+    if (ranks_.others_behind(t, step))
+      counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   if (t.has_cache.load()) end_planning(t);
@@ -80,8 +81,8 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
         again = true;
       }
     }
-    // Lines in another process are not what the index says: rows are read in host memory, where the gate has not
-    // seen to those.
+    // Lines in another process are not what the index says: rows are read in host memory, where the
+    // gate has not seen to those.
     if (again) {
       FRUGAL_TRY(give_up_lines(t));
       continue;
@@ -99,7 +100,8 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
                "no memory to bring the cache of rank %u up to date; call again", t.rank);
     }
     if (s != FRUGAL_OK) {
-      // A cache that there is no memory for is empty, and the step does without: updates may be lost to it.
+      // A cache that there is no memory for is empty, and the step does without: updates may be
+      // lost to it.
       for (auto& [raw, of] : t.caches) forget_lines(of);
       forget_places(t, step);
       if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
@@ -143,7 +145,8 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     std::unique_lock<std::mutex> call(t.call_mu);
     FRUGAL_TRY(enter(t));
     if (flags & ~FRUGAL_STEP_SKIP)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                  "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.in_step) return ranks_.not_inside(t);
@@ -168,7 +171,9 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     for (auto& [raw, push] : t.pushes) {
       if (push.table->dropped.load()) continue;
       Ready r{&push, {}, nullptr};
-      if (!push.tail.empty()) FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, memory_.pool, memory_.sums(), &r.joined));
+      if (!push.tail.empty())
+        FRUGAL_TRY(join_pushes(push, push.table->dim, t.rank, memory_.pool, memory_.sums(),
+                               &r.joined));
       Handover& h = push.tail.empty() ? push.first : r.joined;
       if (h.rows()) handovers.push_back(std::move(r));
     }
@@ -189,9 +194,11 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
         record.created.reserve(record.created.size() + t.created.size());
         if (t.gpu) {
           record.flights.reserve(record.flights.size() + 1);
-          if (Flight* f = t.gpu->current_flight()) f->pinned.reserve(f->pinned.size() + t.pushes.size());
+          if (Flight* f = t.gpu->current_flight())
+            f->pinned.reserve(f->pinned.size() + t.pushes.size());
         }
-        for (Ready& r : handovers) r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
+        for (Ready& r : handovers)
+          r.to->add(std::move(r.push->tail.empty() ? r.push->first : r.joined));
         for (CreatedRows& c : t.created) record.created.push_back(std::move(c));
         if (flags & FRUGAL_STEP_SKIP) record.skip = true;
         if (t.gpu) landed = t.gpu->take_flight();
@@ -214,7 +221,8 @@ Status Engine::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     if (!taken) return aborter_.tell(t);
   }
   if (records_.flying()) workers_.wake();  // one of them looks when it has landed
-  // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has memory, makes it.
+  // The rank has ended the step. A commit that there is no memory for is owed: who waits, or has
+  // memory, makes it.
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY && health() == FRUGAL_OK ? FRUGAL_OK : s;
 }

@@ -14,8 +14,8 @@
 
 namespace frugal {
 
-// A boundary of the caches of a trainer whose lines are in device memory of another process: what is to be done
-// there (process/client_gpu.cpp does it). Lists are in the arena.
+// A boundary of the caches of a trainer whose lines are in device memory of another process: what
+// is to be done there (process/client_gpu.cpp does it). Lists are in the arena.
 struct RemoteBoundary {
   struct Sums {
     uint64_t place, bytes;
@@ -47,8 +47,9 @@ class UsedElsewhere {
   ~UsedElsewhere() = default;
 };
 
-// Rows that a step has created, or of which it is the earliest one that has used them: with staleness ranks are in
-// different steps, and that one's undoing takes the row back. They bear its mark, and are not cached before its commit.
+// Rows that a step has created, or of which it is the earliest one that has used them: with
+// staleness ranks are in different steps, and that one's undoing takes the row back. They bear its
+// mark, and are not cached before its commit.
 struct CreatedRows {
   TableRef table;
   Vector<uint32_t> slots, earlier;
@@ -67,9 +68,11 @@ struct TrainerTable {
   TableRef table;
   std::unique_ptr<RowCache> host;      // on the cpu device
   std::unique_ptr<DeviceLines> lines;  // on a GPU
-  std::unique_ptr<RowCache> elsewhere; // the index alone: the lines are another process's, on its GPU
+  std::unique_ptr<RowCache> elsewhere;  // the index: the lines are another process's, on its GPU
   uint64_t bytes = 0;                  // of the lines
-  RowCache* cache() const { return lines ? &lines->index : elsewhere ? elsewhere.get() : host.get(); }
+  RowCache* cache() const {
+    return lines ? &lines->index : elsewhere ? elsewhere.get() : host.get();
+  }
   // The index is what it will be after the boundary of step `planned`; the lines are not yet.
   uint64_t planned = kNoStep;
   CachePlan plan;
@@ -87,13 +90,13 @@ struct TrainerTable {
 struct Trainer : AnyTrainer {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
-  // It is on a GPU of another process, which has the lines of its caches. Boundaries are numbered; up to which one
-  // that process has carried them out it tells when it begins a step. With call_mu held:
+  // It is on a GPU of another process, which has the lines of its caches. Boundaries are numbered.
+  // With a step that it begins that process tells which it has carried out. With call_mu held:
   bool lines_elsewhere = false;
   uint64_t boundaries = 0, boundaries_done = 0;
   Vector<uint64_t> no_lines;     // tables for whose lines that device has no memory
   RemoteBoundary boundary;
-  std::atomic<bool> reaped{false};   // its GPU (or its process's) has failed, and that is being seen to
+  std::atomic<bool> reaped{false};   // its GPU, or its process's, has failed; that is seen to
   std::atomic<bool> pinning{false};  // counts among the pinner's
   // Has a GPU, and the tables' memory is being pinned for it: no step begins before all is.
   enum Pins : uint32_t { kPinned, kToPin, kPinFailed };
@@ -101,7 +104,7 @@ struct Trainer : AnyTrainer {
   // Guarded by the engine's mu_ (its own calls may look at in_step without):
   std::atomic<bool> in_step{false};
   uint64_t next_step = kNoStep;  // to begin next; kNoStep: any (the first step)
-  uint64_t turned = kNoStep;     // its caches have passed the boundary of this step: the next can be planned
+  uint64_t turned = kNoStep;     // whose boundary its caches have passed: the next can be planned
   uint64_t planned = kNoStep;    // the boundary that has been planned last
   bool planning = false;         // somebody does
   bool plan_more = false;        // something was declared for the step that has been planned
@@ -112,7 +115,8 @@ struct Trainer : AnyTrainer {
   UsedElsewhere* elsewhere = nullptr;
   // When its process was last heard of (now_ns()); 0: a thread of this process.
   std::atomic<uint64_t> heard{0};
-  std::atomic<uint32_t> lost_peer{kNoRank};  // whose loss the last abort was for; until the rank begins a step
+  // Whose loss the last abort was for; until the rank begins a step.
+  std::atomic<uint32_t> lost_peer{kNoRank};
   std::atomic<bool> undo_pending{false};  // what follows under call_mu is of an aborted step
   struct Late {
     UpdateRef update;
@@ -123,12 +127,13 @@ struct Trainer : AnyTrainer {
   Vector<CreatedRows> created;
   Map<const Table*, TrainerTable> caches;
   std::atomic<bool> has_cache{false};
-  // Nothing is cached before this step is to be committed: steps before were begun while there was no cache. Set when
-  // it joins.
+  // Nothing is cached before this step is to be committed: steps before were begun while there was
+  // no cache. Set when it joins.
   uint64_t cache_from = 0;
   // Its share of the engine's counters, and the memory of its caches.
   struct Counts {
-    std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0}, gate_wait_ns{0};
+    std::atomic<uint64_t> keys_looked_up{0}, keys_pushed{0}, cache_hits{0}, cache_misses{0},
+        gate_wait_ns{0};
     std::atomic<uint64_t> host_cache_bytes{0}, hbm_cache_bytes{0};
   } counts;
 };

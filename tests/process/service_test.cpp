@@ -1,5 +1,5 @@
-// A controller and its trainer processes when something is wrong: other configurations, ranks that are taken, a peer
-// that is stopped, forked, of another user, hostile, or has no memory.
+// A controller and its trainer processes when something is wrong: other configurations, ranks that
+// are taken, a peer that is stopped, forked, of another user, hostile, or has no memory.
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -39,8 +39,8 @@ bool Says(const char* what) { return Error().find(what) != std::string::npos; }
 
 #define OK(call) ASSERT_EQ(FRUGAL_OK, (call)) << #call << ": " << Error()
 
-// After which who says nothing is taken for lost, in tests that wait for that: longer than a machine that has other things
-// to do lets a process wait for its turn.
+// After which who says nothing is taken for lost, in tests that wait for that: longer than a
+// machine that has other things to do lets a process wait for its turn.
 constexpr int64_t kSilenceMs = 4000;
 
 frugal_config Config(const std::string& address, int64_t timeout_ms = kNeverMs) {
@@ -50,12 +50,14 @@ frugal_config Config(const std::string& address, int64_t timeout_ms = kNeverMs) 
   c.service = address.empty() ? nullptr : address.c_str();
   return c;
 }
-int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = kNeverMs, uint32_t world = 2) {
+int Open(const std::string& address, frugal_engine** e, int64_t timeout_ms = kNeverMs,
+         uint32_t world = 2) {
   frugal_config c = Config(address, timeout_ms);
   c.world_size = world;
   return frugal_open(&c, e);
 }
-// For one rank. Where the processors have other things to do than to connect in so short a time, it is done again.
+// For one rank. Where the processors have other things to do than to connect in so short a time, it
+// is done again.
 void OpenPatiently(const std::string& address, frugal_engine** e, int64_t timeout_ms) {
   int status;
   do {
@@ -99,7 +101,8 @@ int PushOnes(frugal_trainer* t, frugal_table* table, uint64_t key) {
   return frugal_push_grad(t, &op, 1);
 }
 // Steps until a call fails, whose status it answers; `ended` is called after each.
-int Train(frugal_trainer* t, frugal_table* table, uint64_t step, const std::function<void()>& ended) {
+int Train(frugal_trainer* t, frugal_table* table, uint64_t step,
+          const std::function<void()>& ended) {
   const uint64_t key = 1;
   float row[8];
   frugal_op op = FRUGAL_OP_INIT;
@@ -476,14 +479,17 @@ TEST_F(Service, FilesOfAnother) {
   EXPECT_TRUE(folder_.entries().empty());
 }
 
-// A controller that was given a relative address and goes to another folder removes its files all the same.
+// A controller that was given a relative address and goes to another folder removes its files all
+// the same.
 TEST_F(Service, ARelativeAddress) {
   const int status = InChild([&] {
     frugal_config c = Config("");
     c.backing = FRUGAL_BACKING_SHM;
     frugal_engine *host = nullptr, *other = nullptr;
     if (chdir(folder_.path().c_str()) || frugal_open(&c, &host)) return 1;
-    if (frugal_serve(host, "nowhere/service") != FRUGAL_ERR_INVALID_ARGUMENT || !Says("is its folder there")) return 2;
+    if (frugal_serve(host, "nowhere/service") != FRUGAL_ERR_INVALID_ARGUMENT ||
+        !Says("is its folder there"))
+      return 2;
     if (frugal_serve(host, "service") || chdir("/")) return 3;
     if (Open(address(), &other) || frugal_close(other)) return 4;
     return frugal_close(host) ? 5 : 0;
@@ -608,7 +614,8 @@ TEST_F(Service, Serving) {
     OK(frugal_step_end(there, s, 0));
   }
   std::thread waits([&] {
-    const int s = frugal_step_begin(there, 3, kNeverMs) || frugal_step_end(there, 3, 0) || frugal_step_begin(there, 4, kNeverMs);
+    const int s = frugal_step_begin(there, 3, kNeverMs) || frugal_step_end(there, 3, 0) ||
+                  frugal_step_begin(there, 4, kNeverMs);
     EXPECT_TRUE(s);
   });
   usleep(20000);
@@ -653,8 +660,10 @@ TEST_F(Service, ForkedChild) {
   OK(frugal_table_create(e, &c, &t));
   EXPECT_EQ(0, InChild([&] {
     uint64_t n;
-    return frugal_table_count(t, &n) == FRUGAL_ERR_FORKED && frugal_flush(e, 100) == FRUGAL_ERR_FORKED &&
-                   frugal_close(e) == FRUGAL_ERR_FORKED ? 0 : 1;
+    return frugal_table_count(t, &n) == FRUGAL_ERR_FORKED &&
+                   frugal_flush(e, 100) == FRUGAL_ERR_FORKED && frugal_close(e) == FRUGAL_ERR_FORKED
+               ? 0
+               : 1;
   }));
   uint64_t n = 0;
   OK(frugal_table_count(t, &n));
@@ -712,9 +721,10 @@ TEST_F(Service, SmallDevShm) {
   constexpr uint64_t kRows = 6000000;  // 192 MB of them
   ControllerProgram controller(address(), [] {
     struct statvfs shm;
-    return unshare(CLONE_NEWNS) == 0 && mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-           mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=64m") == 0 && statvfs("/dev/shm", &shm) == 0 &&
-           shm.f_blocks * shm.f_frsize == size_t{64} << 20;
+    return unshare(CLONE_NEWNS) == 0 &&
+           mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+           mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=64m") == 0 &&
+           statvfs("/dev/shm", &shm) == 0 && shm.f_blocks * shm.f_frsize == size_t{64} << 20;
   });
   if (!controller.serves()) {
     ASSERT_EQ(77, controller.wait_for());
@@ -819,8 +829,8 @@ TEST_F(Service, ATraceEndsWithItsProcess) {
   OK(frugal_close(e));
 }
 
-// A call that fails before its rows have come lets them go by, however long they take, though the controller is about
-// to give back what an answer before has left it.
+// A call that fails before its rows have come lets them go by, however long they take, though the
+// controller is about to give back what an answer before has left it.
 TEST_F(Service, ALargeCallFails) {
   constexpr uint32_t kDim = 65536;
   constexpr size_t kGot = 200, kPut = 2048;  // 50 MiB; 512 MiB of pages that nobody has written
@@ -841,10 +851,13 @@ TEST_F(Service, ALargeCallFails) {
   const std::vector<uint64_t> keys(kPut, 0);
   std::vector<float> rows(kGot * kDim);
   const size_t bytes = kPut * kDim * sizeof(float);
-  void* nothing = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* nothing =
+      mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   ASSERT_NE(nothing, MAP_FAILED);
   OK(frugal_get(got, keys.data(), kGot, 0, rows.data(), 0, nullptr));
-  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_put(dropped, keys.data(), kPut, 0, static_cast<float*>(nothing), 0)) << Error();
+  EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE,
+            frugal_put(dropped, keys.data(), kPut, 0, static_cast<float*>(nothing), 0))
+      << Error();
   OK(frugal_step_begin(trainer, 0, -1));
   OK(frugal_step_end(trainer, 0, 0));
   munmap(nothing, bytes);
@@ -852,8 +865,8 @@ TEST_F(Service, ALargeCallFails) {
   OK(frugal_close(other));
 }
 
-// What the gate has let through needs nobody's help, new rows of a hashed table and cached ones neither; and who
-// never answers is not waited for for ever.
+// What the gate has let through needs nobody's help, new rows of a hashed table and cached ones
+// neither; and who never answers is not waited for for ever.
 TEST_F(Service, StoppedController) {
   for (const double cache : {0.0, 1.0}) {
     ControllerProgram controller(address());
@@ -880,16 +893,19 @@ TEST_F(Service, StoppedController) {
     trainer.cache_ratio = cache;
     OK(frugal_trainer_create(e, &trainer, &t));
     for (uint64_t s = 0; s < 3; ++s) {
-      for (size_t i = 0; i < kKeys; ++i) keys[i] = i + (s == 2 ? 100 : 0);  // hashed: new ones in the first and last
+      for (size_t i = 0; i < kKeys; ++i)
+        keys[i] = i + (s == 2 ? 100 : 0);  // hashed: new ones in the first and last
       OK(frugal_prefetch(t, s, ops, 2, nullptr));
-      while (int status = frugal_step_begin(t, s, 5000)) ASSERT_EQ(FRUGAL_ERR_TIMEOUT, status) << Error();
+      while (int status = frugal_step_begin(t, s, 5000))
+        ASSERT_EQ(FRUGAL_ERR_TIMEOUT, status) << Error();
       controller.stop();
       for (const frugal_op& op : ops) {
         std::fill(rows.begin(), rows.end(), 0.0f);
         OK(frugal_lookup(t, &op, 1));
         for (size_t i = 0; i < kKeys; ++i) {
           const float trained = s < 2 ? static_cast<float>(s) : keys[i] < kKeys ? 2 : 0;
-          for (size_t d = 0; d < kDim; ++d) ASSERT_EQ(7 - trained, rows[i * kDim + d]) << s << " " << keys[i];
+          for (size_t d = 0; d < kDim; ++d)
+            ASSERT_EQ(7 - trained, rows[i * kDim + d]) << s << " " << keys[i];
         }
         OK(frugal_push_grad(t, &op, 1));
       }
@@ -909,7 +925,8 @@ TEST_F(Service, StoppedController) {
   }
 }
 
-// It may stop in the middle of an answer, too, which is larger than a ring: most of such a call is that.
+// It may stop in the middle of an answer, too, which is larger than a ring: most of such a call is
+// that.
 TEST_F(Service, StoppedInAnAnswer) {
   constexpr size_t kKeys = 1000000, kDim = 8;
   ControllerProgram controller(address());
@@ -924,7 +941,9 @@ TEST_F(Service, StoppedInAnAnswer) {
   std::atomic<int> answered{0};
   int status = FRUGAL_OK;
   std::thread gets([&] {
-    while ((status = frugal_get(table, keys.data(), kKeys, 0, rows.data(), 0, nullptr)) == FRUGAL_OK) ++answered;
+    while ((status = frugal_get(table, keys.data(), kKeys, 0, rows.data(), 0, nullptr)) ==
+           FRUGAL_OK)
+      ++answered;
   });
   while (answered.load() < 2) usleep(1000);
   controller.stop();
@@ -934,7 +953,8 @@ TEST_F(Service, StoppedInAnAnswer) {
   OK(frugal_close(e));
 }
 
-// Large declarations lie in memory of the trainer's until they are resolved: more of them, and sums, follow at once.
+// Large declarations lie in memory of the trainer's until they are resolved: more of them, and
+// sums, follow at once.
 TEST_F(Service, DeclarationsLieUntilTheyAreResolved) {
   constexpr size_t kKeys = 30000, kDim = 8;
   constexpr uint64_t kAhead = 6, kRows = 100000;
@@ -962,7 +982,8 @@ TEST_F(Service, DeclarationsLieUntilTheyAreResolved) {
   auto make = [&](uint64_t step) {
     for (int k = 0; k < 2; ++k) {
       keys[k].resize(kKeys);
-      for (size_t i = 0; i < kKeys; ++i) keys[k][i] = ((step * kKeys + i) * 0x9e3779b97f4a7c15 >> 32) % kRows;
+      for (size_t i = 0; i < kKeys; ++i)
+        keys[k][i] = ((step * kKeys + i) * 0x9e3779b97f4a7c15 >> 32) % kRows;
       ops[k].keys = keys[k].data();
     }
   };
@@ -997,7 +1018,8 @@ TEST_F(Service, DeclarationsLieUntilTheyAreResolved) {
   OK(frugal_close(e));
 }
 
-// Inside of a step a declaration needs nobody's answer, and what is wrong with it after all is told where it is used.
+// Inside of a step a declaration needs nobody's answer, and what is wrong with it after all is told
+// where it is used.
 TEST_F(Service, DeclarationsWithoutAnAnswer) {
   constexpr size_t kKeys = 5000, kDim = 8;
   ControllerProgram controller(address());
@@ -1059,16 +1081,20 @@ TEST_F(Service, DeclarationsWithoutAnAnswer) {
   OK(frugal_prefetch_cancel(t, later));
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_prefetch_cancel(t, later));
   EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5, ops, 1, nullptr));
-  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5 + FRUGAL_MAX_LOOKAHEAD + 1, ops, 1, nullptr));
+  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE,
+            frugal_prefetch(t, 5 + FRUGAL_MAX_LOOKAHEAD + 1, ops, 1, nullptr));
   OK(frugal_prefetch(t, 6, ops, 2, &later));
-  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5, ops, 1, nullptr));  // whose words are not the other's
+  // Whose words are not the other's.
+  EXPECT_EQ(FRUGAL_ERR_STEP_RANGE, frugal_prefetch(t, 5, ops, 1, nullptr));
   OK(frugal_prefetch(t, 6, ops, 2, &wrong));
   OK(frugal_prefetch(t, 6, ops, 1, &batches[0]));
   OK(frugal_step_end(t, 5, 0));
   OK(frugal_step_begin(t, 6, -1));
   frugal_op op = use(later, 0);
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_lookup(t, &op, 1));
-  EXPECT_TRUE(Says("could not be declared") && Says("another process of the job has dropped the table")) << Error();
+  EXPECT_TRUE(Says("could not be declared") &&
+              Says("another process of the job has dropped the table"))
+      << Error();
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_push_grad(t, &op, 1));
   op.keys = keys.data();
   op.count = kKeys;
@@ -1111,7 +1137,8 @@ TEST_F(Service, AskedBesideADeclaration) {
   OK(frugal_close(e));
 }
 
-// An undo comes between: what was declared without an answer stays declared, and the undo is told all the same, once.
+// An undo comes between: what was declared without an answer stays declared, and the undo is told
+// all the same, once.
 TEST_F(Service, AnUndoBesideADeclaration) {
   constexpr size_t kKeys = 1000, kDim = 8;
   ControllerProgram controller(address());
@@ -1181,7 +1208,8 @@ struct Waiting {
   frugal_table* table = nullptr;
 };
 
-// A trainer that says nothing while others wait for it is taken for lost, in however many slices they wait.
+// A trainer that says nothing while others wait for it is taken for lost, in however many slices
+// they wait.
 TEST_F(Service, SilentTrainer) {
   ControllerProgram controller(address());
   Waiting ranks;
@@ -1206,14 +1234,15 @@ TEST_F(Service, SilentTrainer) {
   OK(frugal_close(b));
 }
 
-// Where all stand still together, as with their machine, for longer than a process may be silent, nobody is taken for
-// lost: neither who computes in a step, nor the controller, nor who waits.
+// Where all stand still together, as with their machine, for longer than a process may be silent,
+// nobody is taken for lost: neither who computes in a step, nor the controller, nor who waits.
 TEST_F(Service, AJobThatStandsStill) {
   struct Shared {
     std::atomic<uint64_t> steps[2];
     std::atomic<bool> over;
   };
-  auto* shared = static_cast<Shared*>(mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  auto* shared = static_cast<Shared*>(
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   ASSERT_NE(MAP_FAILED, static_cast<void*>(shared));
   ControllerProgram controller(address());
   pid_t ranks[2];
@@ -1236,7 +1265,9 @@ TEST_F(Service, AJobThatStandsStill) {
     std::fprintf(stderr, "rank %u: %s\n", r, Error().c_str());
     _exit(2);
   }
-  const auto ended = [&] { return waitpid(ranks[0], nullptr, WNOHANG) != 0 || waitpid(ranks[1], nullptr, WNOHANG) != 0; };
+  const auto ended = [&] {
+    return waitpid(ranks[0], nullptr, WNOHANG) != 0 || waitpid(ranks[1], nullptr, WNOHANG) != 0;
+  };
   const auto comes_to = [&](uint64_t steps) {
     while (shared->steps[0] < steps || shared->steps[1] < steps) {
       if (ended()) return false;
@@ -1260,7 +1291,8 @@ TEST_F(Service, AJobThatStandsStill) {
   munmap(shared, sizeof(Shared));
 }
 
-// A trainer whose calls all fail is taken for lost as a silent one is: it does not begin the step that was undone.
+// A trainer whose calls all fail is taken for lost as a silent one is: it does not begin the step
+// that was undone.
 TEST_F(Service, TrainerWhoseCallsFail) {
   ControllerProgram controller(address());
   frugal_engine* engines[3];
@@ -1340,7 +1372,8 @@ TEST_F(Service, ReplacedTrainersAreClosed) {
   OK(frugal_close(e));
 }
 
-// However many a process has that it does not close: they keep nobody out, and their end is not that of the last.
+// However many a process has that it does not close: they keep nobody out, and their end is not
+// that of the last.
 TEST_F(Service, ReplacedTrainersAreLeftOpen) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer leaves no addresses for the staging memory of so many trainers";
@@ -1368,7 +1401,8 @@ TEST_F(Service, ReplacedTrainersAreLeftOpen) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// Who replaces a trainer does not stand in the way of who closes it at the same time, nor the other way round.
+// Who replaces a trainer does not stand in the way of who closes it at the same time, nor the other
+// way round.
 TEST_F(Service, ReplacedWhileClosed) {
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
@@ -1412,7 +1446,8 @@ TEST_F(Service, OneHandleOfATable) {
     frugal_table* found[4] = {};
     std::vector<std::thread> threads;
     for (frugal_table*& f : found)
-      threads.emplace_back([&] { EXPECT_EQ(FRUGAL_OK, frugal_table_find(e, name.c_str(), &f)) << Error(); });
+      threads.emplace_back(
+          [&] { EXPECT_EQ(FRUGAL_OK, frugal_table_find(e, name.c_str(), &f)) << Error(); });
     for (std::thread& t : threads) t.join();
     for (frugal_table* f : found) EXPECT_EQ(f, found[0]);
   }
@@ -1420,14 +1455,16 @@ TEST_F(Service, OneHandleOfATable) {
 }
 
 // An engine of one rank with a table of 100 rows, and the rank's trainer.
-void OneRank(const std::string& address, frugal_engine** e, frugal_table** table, frugal_trainer** t) {
+void OneRank(const std::string& address, frugal_engine** e, frugal_table** table,
+             frugal_trainer** t) {
   OK(Open(address, e, FRUGAL_TIMEOUT_INFINITE, 1));
   const frugal_table_config tc = TableConfig("t", 100);
   OK(frugal_table_create(*e, &tc, table));
   OK(Join(*e, 0, t));
 }
 
-// One process takes a rank over from itself: the old trainer reads nothing more, and its end is not the new one's.
+// One process takes a rank over from itself: the old trainer reads nothing more, and its end is not
+// the new one's.
 TEST_F(Service, ReplacedBySelf) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -1460,7 +1497,8 @@ TEST_F(Service, ReplacedBySelf) {
   OK(frugal_close(e));
 }
 
-// A batch is its trainer's alone, although batches of whoever has the rank next have the same numbers for the controller.
+// A batch is its trainer's alone, although batches of whoever has the rank next have the same
+// numbers for the controller.
 TEST_F(Service, ABatchOfAReplacedTrainer) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -1522,7 +1560,8 @@ double CpuSeconds(pid_t pid) {
 
 // What a process moves by system calls, as its tracer sees them: whatever library makes them.
 struct Moved {
-  uint64_t calls = 0, socket = 0, other = 0, unclear = 0;  // calls, bytes, bytes, calls whose bytes are not told
+  uint64_t calls = 0, socket = 0, other = 0;  // calls, bytes, bytes
+  uint64_t unclear = 0;                       // calls whose bytes are not told
 };
 
 // Runs `body` in a child, and sums up for each value of the number that it sets.
@@ -1542,7 +1581,8 @@ class Traced {
     }
     int status = 0;
     if (waitpid(pid, &status, 0) != pid || !WIFSTOPPED(status)) return -1;
-    ptrace(PTRACE_SETOPTIONS, pid, nullptr, PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL);
+    ptrace(PTRACE_SETOPTIONS, pid, nullptr,
+           PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL);
     std::map<pid_t, uint64_t> calls;  // by thread: the call that it is in, with its descriptor
     std::map<pid_t, int> descriptors;
     ptrace(PTRACE_SYSCALL, pid, nullptr, nullptr);
@@ -1578,19 +1618,21 @@ class Traced {
   static void Note(Moved* m, pid_t pid, uint64_t call, int fd, int64_t result) {
     ++m->calls;
     switch (call) {
-      case SYS_read: case SYS_write: case SYS_readv: case SYS_writev: case SYS_pread64: case SYS_pwrite64:
-      case SYS_preadv: case SYS_pwritev: case SYS_preadv2: case SYS_pwritev2: case SYS_sendto: case SYS_recvfrom:
+      case SYS_read: case SYS_write: case SYS_readv: case SYS_writev: case SYS_pread64:
+      case SYS_pwrite64: case SYS_preadv: case SYS_pwritev: case SYS_preadv2: case SYS_pwritev2:
+      case SYS_sendto: case SYS_recvfrom:
       case SYS_sendmsg: case SYS_recvmsg: {
         if (result <= 0) return;
         char link[64] = {};
         const std::string name = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
         const bool told = readlink(name.c_str(), link, sizeof link - 1) > 0;
-        (told && std::strncmp(link, "socket:", 7) != 0 ? m->other : m->socket) += static_cast<uint64_t>(result);
+        (told && std::strncmp(link, "socket:", 7) != 0 ? m->other : m->socket) +=
+            static_cast<uint64_t>(result);
         return;
       }
-      case SYS_sendmmsg: case SYS_recvmmsg: case SYS_splice: case SYS_tee: case SYS_vmsplice: case SYS_sendfile:
-      case SYS_copy_file_range: case SYS_process_vm_readv: case SYS_process_vm_writev: case SYS_io_uring_setup:
-      case SYS_io_uring_enter:
+      case SYS_sendmmsg: case SYS_recvmmsg: case SYS_splice: case SYS_tee: case SYS_vmsplice:
+      case SYS_sendfile: case SYS_copy_file_range: case SYS_process_vm_readv:
+      case SYS_process_vm_writev: case SYS_io_uring_setup: case SYS_io_uring_enter:
         ++m->unclear;
     }
   }
@@ -1646,14 +1688,16 @@ TEST_F(Service, NoKeyGoesOverTheSocket) {
   const Moved& m = traced.in(1);
   EXPECT_EQ(0u, m.socket);
   EXPECT_EQ(0u, m.unclear);
-  EXPECT_LT(m.other, kSteps * 8);  // an eventfd's wake-up has eight bytes: less than one for each step
-  std::printf("%lu steps of %zu keys: %lu system calls, %lu bytes on sockets, %lu by others; before and after %lu "
-              "and %lu bytes on sockets\n", kSteps, kKeys, m.calls, m.socket, m.other, traced.in(0).socket,
-              traced.in(2).socket);
+  // An eventfd's wake-up has eight bytes: less than one for each step.
+  EXPECT_LT(m.other, kSteps * 8);
+  std::printf(
+      "%lu steps of %zu keys: %lu system calls, %lu bytes on sockets, %lu by others; before and "
+      "after %lu and %lu bytes on sockets\n",
+      kSteps, kKeys, m.calls, m.socket, m.other, traced.in(0).socket, traced.in(2).socket);
 }
 
-// Keys that were not declared go through a ring of 4 MiB: more than fit there at once, and their gradients, and the
-// rows of a get and a put.
+// Keys that were not declared go through a ring of 4 MiB: more than fit there at once, and their
+// gradients, and the rows of a get and a put.
 TEST_F(Service, MoreThanARing) {
   ControllerProgram controller(address());
   constexpr size_t kKeys = 1'200'000;
@@ -1717,9 +1761,10 @@ uint64_t Sleeps(pid_t pid) {
   return all;
 }
 
-// Who is idle sleeps: no processor time is used, and nobody looks from time to time whether there is something to do. 20
-// wake-ups in 3 s of all threads of a process would be a thread that does; one that looks all the time never sleeps, and
-// is seen by the processor time. What the steps have left to do comes to its end first.
+// Who is idle sleeps: no processor time is used, and nobody looks from time to time whether there
+// is something to do. 20 wake-ups in 3 s of all threads of a process would be a thread that does;
+// one that looks all the time never sleeps, and is seen by the processor time. What the steps have
+// left to do comes to its end first.
 TEST_F(Service, Idleness) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer has a thread of its own that wakes up";
@@ -1744,8 +1789,8 @@ TEST_F(Service, Idleness) {
     woken = Sleeps(controller.pid()) + Sleeps(getpid()) - before;
     controllers = CpuSeconds(controller.pid()) - its_before;
     own = CpuSeconds(getpid()) - own_before;
-    std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core, %lu wake-ups\n", controllers / 3 * 100,
-                own / 3 * 100, woken);
+    std::printf("idle for 3 s: controller %.4f%%, trainer %.4f%% of a core, %lu wake-ups\n",
+                controllers / 3 * 100, own / 3 * 100, woken);
   }
   EXPECT_LT(woken, kWakeUps);
   EXPECT_LT(controllers, kSeconds);
@@ -1762,15 +1807,17 @@ double Metric(frugal_engine* e, const std::string& name) {
   return at == std::string::npos ? -1 : std::atof(text.c_str() + at + name.size() + 2);
 }
 
-// Where trainers have all processors, the controller's flush threads rest, and work again when there is idle time. Rows
-// are right all the while, of batches that were declared ahead of the steps, too.
+// Where trainers have all processors, the controller's flush threads rest, and work again when
+// there is idle time. Rows are right all the while, of batches that were declared ahead of the
+// steps, too.
 TEST_F(Service, FlushThreadsRest) {
   cpu_set_t mine, one;
   ASSERT_EQ(0, sched_getaffinity(0, sizeof mine, &mine));
   CPU_ZERO(&one);
   for (int i = 0; CPU_COUNT(&one) == 0; ++i)
     if (CPU_ISSET(i, &mine)) CPU_SET(i, &one);
-  ControllerProgram controller(address(), [&] { return sched_setaffinity(0, sizeof one, &one) == 0; });
+  ControllerProgram controller(address(),
+                               [&] { return sched_setaffinity(0, sizeof one, &one) == 0; });
   frugal_config c = Config(address(), kNeverMs);
   c.world_size = 1;
   c.lookahead = 8;
@@ -1808,7 +1855,8 @@ TEST_F(Service, FlushThreadsRest) {
     op.rows_out = rows.data();
     OK(frugal_lookup(t, &op, 1));
     for (size_t i = 0; i < rows.size(); ++i)
-      ASSERT_EQ(-static_cast<float>(pushed[keys[i / 8]]), rows[i]) << "step " << step << ", key " << keys[i / 8];
+      ASSERT_EQ(-static_cast<float>(pushed[keys[i / 8]]), rows[i])
+          << "step " << step << ", key " << keys[i / 8];
     op.rows_out = nullptr;
     op.grads = grads.data();
     OK(frugal_push_grad(t, &op, 1));
@@ -1819,8 +1867,9 @@ TEST_F(Service, FlushThreadsRest) {
   };
   const auto until = [&](double threads, unsigned pause_ms) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    // What other programs take looks like idle time, and a sanitizer's programs are seldom alone: so much is trained,
-    // whether they rest or not. When they do is for the optimized build, and for pacing_test.
+    // What other programs take looks like idle time, and a sanitizer's programs are seldom alone:
+    // so much is trained, whether they rest or not. When they do is for the optimized build, and
+    // for pacing_test.
     for (int i = 0; i < 100 && !HasFailure(); ++i) {
       train();
       if (pause_ms) std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
@@ -1856,7 +1905,8 @@ TEST_F(Service, FlushThreadsRest) {
   std::vector<uint64_t> ids(tc.rows);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
   OK(frugal_get(table, ids.data(), ids.size(), 0, all.data(), 0, nullptr));
-  for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(-static_cast<float>(pushed[i / 8]), all[i]) << "key " << i / 8;
+  for (size_t i = 0; i < all.size(); ++i)
+    ASSERT_EQ(-static_cast<float>(pushed[i / 8]), all[i]) << "key " << i / 8;
   std::printf("%lu steps\n", step);
   OK(frugal_close(e));
 }
@@ -1881,7 +1931,8 @@ struct Job {
   }
   void Step() {
     int status;
-    while ((status = frugal_step_begin(t0, step, kNeverMs)) == FRUGAL_ERR_PEER_LOST && Says("begin step")) {
+    while ((status = frugal_step_begin(t0, step, kNeverMs)) == FRUGAL_ERR_PEER_LOST &&
+           Says("begin step")) {
     }
     ASSERT_EQ(FRUGAL_OK, status) << Error();
     OK(frugal_step_begin(t1, step, kNeverMs));
@@ -1900,8 +1951,9 @@ struct Job {
   }
 };
 
-// The first trainer's process may be the controller, and its death is then the controller's: the others learn of it at
-// once, read out what is committed, and find the address free. So they do when it only closes the engine.
+// The first trainer's process may be the controller, and its death is then the controller's: the
+// others learn of it at once, read out what is committed, and find the address free. So they do
+// when it only closes the engine.
 class Host : public Service {
  protected:
   void EndsBy(char way);
@@ -1921,8 +1973,9 @@ void Host::EndsBy(char way) {
     Job job;
     frugal_table_config tc = TableConfig("t", 4);
     tc.optimizer.lr = 1;
-    if (frugal_open(&c, &job.a) || frugal_table_create(job.a, &tc, &job.ta) || Join(job.a, 0, &job.t0) ||
-        frugal_serve(job.a, address().c_str()) || write(said[1], "s", 1) != 1)
+    if (frugal_open(&c, &job.a) || frugal_table_create(job.a, &tc, &job.ta) ||
+        Join(job.a, 0, &job.t0) || frugal_serve(job.a, address().c_str()) ||
+        write(said[1], "s", 1) != 1)
       _exit(2);
     for (;; ++job.step) {
       if (frugal_step_begin(job.t0, job.step, -1)) _exit(3);
@@ -1956,7 +2009,8 @@ void Host::EndsBy(char way) {
   ASSERT_EQ(1, read(said[0], &word, 1));
   close(said[0]);
   // One call is under way, and another is made afterwards.
-  std::thread waits([&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1)) << Error(); });
+  std::thread waits(
+      [&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1)) << Error(); });
   usleep(10000);
   if (way == 'k') kill(host, SIGKILL);
   else ASSERT_EQ(1, write(told[1], &way, 1));
@@ -1965,14 +2019,16 @@ void Host::EndsBy(char way) {
   int status = 0;
   if (way != 'c') {
     ASSERT_EQ(host, waitpid(host, &status, 0));
-    ASSERT_TRUE(way == 'k' ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+    ASSERT_TRUE(way == 'k' ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0)
+        << status;
   }
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t1, 7, -1));
   job.ta = job.tb;
   uint64_t committed = 99;
   // A host may take its time to close. The first call that is made then reads out, whichever it is.
   int first;
-  for (int i = 0; (first = frugal_table_count(job.tb, &committed)) == FRUGAL_ERR_PEER_LOST && i < 10; ++i) {
+  for (int i = 0;
+       (first = frugal_table_count(job.tb, &committed)) == FRUGAL_ERR_PEER_LOST && i < 10; ++i) {
   }
   ASSERT_EQ(FRUGAL_OK, first) << Error();
   EXPECT_EQ(4u, committed);
@@ -2030,7 +2086,8 @@ struct Alone {
     if (int s = frugal_prefetch(trainer, step, &op, 1, nullptr)) return s;
     if (int s = frugal_step_begin(trainer, step, -1)) return s;
     if (int s = frugal_lookup(trainer, &op, 1)) return s;
-    for (size_t i = 0; i < rows.size(); ++i) rows[i] = rows[i] * 0.1f + static_cast<float>((i + step) % 13) - 6;
+    for (size_t i = 0; i < rows.size(); ++i)
+      rows[i] = rows[i] * 0.1f + static_cast<float>((i + step) % 13) - 6;
     if (int s = frugal_push_grad(trainer, &op, 1)) return s;
     return frugal_step_end(trainer, step, 0);
   }
@@ -2039,15 +2096,16 @@ struct Alone {
     std::vector<uint64_t> all(kRows);
     for (size_t i = 0; i < kRows; ++i) all[i] = i;
     std::vector<uint32_t> bits(kRows * (kDim + kDim));
-    const int s = frugal_get(of, all.data(), kRows, FRUGAL_WITH_STATE, reinterpret_cast<float*>(bits.data()), 0, nullptr);
+    const int s = frugal_get(of, all.data(), kRows, FRUGAL_WITH_STATE,
+                             reinterpret_cast<float*>(bits.data()), 0, nullptr);
     *out = 14695981039346656037u;
     for (uint32_t b : bits) *out = (*out ^ b) * 1099511628211u;
     return s;
   }
 };
 
-// While the host trains and other threads of it flush, it closes: no call writes any more when the tables are read out, and
-// nothing that is committed is missing.
+// While the host trains and other threads of it flush, it closes: no call writes any more when the
+// tables are read out, and nothing that is committed is missing.
 TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
   // In a child, as the hosts: this process has no threads when it forks.
   constexpr size_t kBytes = (Alone::kSteps + 1) * sizeof(uint64_t);
@@ -2078,8 +2136,8 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
       char word;
       // It steps, or six threads flush what three steps have left.
       const bool steps = round % 2;
-      if (alone.Start(steps ? 0.5 : 0) || frugal_serve(alone.engine, address().c_str()) || write(said[1], "s", 1) != 1 ||
-          read(told[0], &word, 1) != 1)
+      if (alone.Start(steps ? 0.5 : 0) || frugal_serve(alone.engine, address().c_str()) ||
+          write(said[1], "s", 1) != 1 || read(told[0], &word, 1) != 1)
         _exit(2);
       std::vector<std::thread> threads;
       if (steps)
@@ -2087,12 +2145,14 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
           uint64_t s = 0;
           int status = FRUGAL_OK;
           for (; s < Alone::kSteps && status == FRUGAL_OK; ++s) status = alone.Step(s);
-          if (status != FRUGAL_OK && status != FRUGAL_ERR_CLOSED && status != FRUGAL_ERR_BAD_HANDLE) _exit(3);
+          if (status != FRUGAL_OK && status != FRUGAL_ERR_CLOSED && status != FRUGAL_ERR_BAD_HANDLE)
+            _exit(3);
         });
       else if (alone.Step(0) || alone.Step(1) || alone.Step(2))
         _exit(3);
       else
-        for (int i = 0; i < 6; ++i) threads.emplace_back([&] { (void)frugal_flush(alone.engine, -1); });
+        for (int i = 0; i < 6; ++i)
+          threads.emplace_back([&] { (void)frugal_flush(alone.engine, -1); });
       usleep(steps ? 1000 + round * 7919 % 24 * 2000 : round * 7919 % 12 * 400);
       if (frugal_close(alone.engine)) _exit(4);
       for (std::thread& t : threads) t.join();
@@ -2115,7 +2175,9 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
     }
     uint64_t read_out;
     int status;
-    for (int i = 0; (status = Alone::Hash(table, &read_out)) == FRUGAL_ERR_PEER_LOST && !Says("lost in") && i < 10; ++i) {
+    for (int i = 0; (status = Alone::Hash(table, &read_out)) == FRUGAL_ERR_PEER_LOST &&
+                    !Says("lost in") && i < 10;
+         ++i) {
     }
     ASSERT_EQ(FRUGAL_OK, status) << round << ": " << Error();
     uint64_t step = 0;
@@ -2133,7 +2195,8 @@ TEST_F(Host, ClosesInTheMiddleOfItsOwnCalls) {
   munmap(shared, kBytes);
 }
 
-// A controller that is told to stop is as good as dead: no call says that the engine was closed, which it was not.
+// A controller that is told to stop is as good as dead: no call says that the engine was closed,
+// which it was not.
 TEST_F(Service, StoppedInGoodOrder) {
   for (int round = 0; round < 10; ++round) {
     ControllerProgram controller(address());
@@ -2146,13 +2209,17 @@ TEST_F(Service, StoppedInGoodOrder) {
     OK(frugal_step_begin(job.t1, 2, -1));
     job.Push(job.t0, job.ta);
     OK(frugal_step_end(job.t0, 2, 0));
-    std::thread waits([&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t0, 3, -1)) << Error(); });
+    std::thread waits(
+        [&] { EXPECT_EQ(FRUGAL_ERR_PEER_LOST, frugal_step_begin(job.t0, 3, -1)) << Error(); });
     usleep(static_cast<useconds_t>(round * 500));
     kill(controller.pid(), SIGTERM);
     waits.join();
-    if (round % 2) {  // a call beside it may be made before its process has ended, and waits for that
+    if (round % 2) {
+      // A call beside it may be made before its process has ended, and waits for that.
       int beside;
-      for (int i = 0; (beside = frugal_table_count(job.ta, &job.rows)) == FRUGAL_ERR_PEER_LOST && i < 10; ++i) {
+      for (int i = 0;
+           (beside = frugal_table_count(job.ta, &job.rows)) == FRUGAL_ERR_PEER_LOST && i < 10;
+           ++i) {
       }
       EXPECT_EQ(FRUGAL_OK, beside) << Error();
       job.Check();
@@ -2171,7 +2238,8 @@ TEST_F(Service, StoppedInGoodOrder) {
   }
 }
 
-// An abandoned trainer is as one whose process has ended: it is waited for, and what it did is undone.
+// An abandoned trainer is as one whose process has ended: it is waited for, and what it did is
+// undone.
 TEST_F(Service, AbandonedTrainer) {
   ControllerProgram controller(address());
   Job job;
@@ -2223,8 +2291,9 @@ TEST_F(Service, GarbageOnTheSocket) {
     std::mt19937 random(seed);
     std::vector<uint32_t> words(2 + random() % 500);
     for (uint32_t& w : words) w = random();
-    if (seed % 3 == 1) words[0] = 0, words[1] = static_cast<uint32_t>(words.size());  // what follows is less than that
-    if (seed % 3 == 2) words[0] = 0, words[1] = UINT32_MAX;                           // more than it takes
+    if (seed % 3 != 0) words[0] = 0;
+    if (seed % 3 == 1) words[1] = static_cast<uint32_t>(words.size());  // what follows is less
+    if (seed % 3 == 2) words[1] = UINT32_MAX;                           // more than it takes
     (void)send(fd, words.data(), words.size() * 4 - seed % 7, MSG_NOSIGNAL);
     if (seed % 2) open.push_back(fd);
     else close(fd);
@@ -2273,7 +2342,8 @@ size_t Scribble(uint32_t seed) {
   return found;
 }
 
-// All staging memory of this process gets other bytes. Returns in how many places there was `value`.
+// All staging memory of this process gets other bytes. Returns in how many places there was
+// `value`.
 size_t Overwrite(float value) {
   size_t found = 0;
   for (const auto& [from, to] : WritableShared()) {
@@ -2336,11 +2406,13 @@ TEST_F(Service, HostileTrainers) {
     close(enemy.begin);
     // It takes part, and then it is lost, by its end or because it does not answer.
     int status;
-    while ((status = frugal_step_begin(job.t0, job.step, 5000)) == FRUGAL_ERR_TIMEOUT || status == FRUGAL_ERR_PEER_LOST) {
+    while ((status = frugal_step_begin(job.t0, job.step, 5000)) == FRUGAL_ERR_TIMEOUT ||
+           status == FRUGAL_ERR_PEER_LOST) {
     }
     ASSERT_EQ(FRUGAL_OK, status) << Error();
     status = frugal_step_end(job.t0, job.step, 0);
-    while (status == FRUGAL_OK || status == FRUGAL_ERR_TIMEOUT) status = frugal_step_begin(job.t0, job.step + 1, 200);
+    while (status == FRUGAL_OK || status == FRUGAL_ERR_TIMEOUT)
+      status = frugal_step_begin(job.t0, job.step + 1, 200);
     EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status) << Error();
     while ((status = Join(job.b, 1, &job.t1, FRUGAL_TRAINER_REPLACE)) == FRUGAL_ERR_TIMEOUT) {
     }
@@ -2360,8 +2432,9 @@ TEST_F(Service, HostileTrainers) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// What a rank has handed over for a step that is committed counts, however the rank is lost. It lies in memory that goes
-// with the rank, and that a process which was replaced, and lives on, can still write.
+// What a rank has handed over for a step that is committed counts, however the rank is lost. It
+// lies in memory that goes with the rank, and that a process which was replaced, and lives on, can
+// still write.
 TEST_F(Service, HandedOverBeforeTheLoss) {
   constexpr size_t kKeys = 512;
   std::vector<uint64_t> keys(kKeys);
@@ -2400,7 +2473,9 @@ TEST_F(Service, HandedOverBeforeTheLoss) {
       frugal_table* table = nullptr;
       frugal_trainer* t = nullptr;
       await('s');
-      if (frugal_open(&c, &e) || frugal_table_find(e, "t", &table) || Join(e, 1, &t) || step(t, table, 2)) _exit(2);
+      if (frugal_open(&c, &e) || frugal_table_find(e, "t", &table) || Join(e, 1, &t) ||
+          step(t, table, 2))
+        _exit(2);
       tell();
       await(way);
       // Who abandons has not the memory any more; who was replaced has.
@@ -2474,7 +2549,8 @@ std::string Printed(std::vector<std::string> arguments) {
   close(out[1]);
   std::string all;
   char some[4096];
-  for (ssize_t n; (n = read(out[0], some, sizeof some)) > 0;) all.append(some, static_cast<size_t>(n));
+  for (ssize_t n; (n = read(out[0], some, sizeof some)) > 0;)
+    all.append(some, static_cast<size_t>(n));
   close(out[0]);
   int status = 0;
   return waitpid(pid, &status, 0) == pid && status == 0 ? all : "";
@@ -2593,10 +2669,11 @@ TEST_F(Service, Observers) {
   EXPECT_EQ(kSteps - 1, Field(told, "committed_step")) << told;
   EXPECT_NEAR(kSteps, Field(told, "steps_per_second") * Field(told, "seconds"), 1e-6) << told;
   EXPECT_NE(told.find("\"health\":\"FRUGAL_OK\""), std::string::npos) << told;
-  const size_t ranks = told.find("\"trainers\":["), second = told.find("{\"rank\":1"), tables = told.find("\"tables\":["),
-               last = told.find("{\"name\":\"u\"");
+  const size_t ranks = told.find("\"trainers\":["), second = told.find("{\"rank\":1"),
+               tables = told.find("\"tables\":["), last = told.find("{\"name\":\"u\"");
   ASSERT_TRUE(ranks < second && second < tables && tables < last && last < told.size()) << told;
-  const std::string rank0 = told.substr(ranks, second - ranks), rank1 = told.substr(second, tables - second),
+  const std::string rank0 = told.substr(ranks, second - ranks),
+                    rank1 = told.substr(second, tables - second),
                     t = told.substr(tables, last - tables), u = told.substr(last);
   const double seconds = Field(told, "seconds");
   EXPECT_EQ(0, Field(rank0, "rank"));
@@ -2626,8 +2703,8 @@ TEST_F(Service, Observers) {
   OK(frugal_close(b));
 }
 
-// A push that is refused makes no rows, whichever of its ops is at fault: those of keys that nobody has declared are the
-// controller's to make, who does not see the gradients.
+// A push that is refused makes no rows, whichever of its ops is at fault: those of keys that nobody
+// has declared are the controller's to make, who does not see the gradients.
 TEST_F(Service, RefusedPush) {
   ControllerProgram controller(address());
   frugal_engine* e = nullptr;
@@ -2742,7 +2819,8 @@ TEST_F(Service, RowsThatOthersRead) {
   OK(frugal_close(e));
 }
 
-// Calls of other threads end when the engine is closed, or the trainer, and touch nothing that is gone.
+// Calls of other threads end when the engine is closed, or the trainer, and touch nothing that is
+// gone.
 TEST_F(Service, CloseBesideCalls) {
   ControllerProgram controller(address());
   for (int round = 0; round < 20; ++round) {
@@ -2755,9 +2833,10 @@ TEST_F(Service, CloseBesideCalls) {
     std::atomic<int> wrong{FRUGAL_OK};
     std::atomic<bool> over{false};
     auto allowed = [&](int status) {
-      static const int all[] = {FRUGAL_OK, FRUGAL_ERR_CLOSED, FRUGAL_ERR_BAD_HANDLE, FRUGAL_ERR_EXISTS, FRUGAL_ERR_BUSY,
-                                FRUGAL_ERR_NOT_IN_STEP, FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_STEP_ORDER,
-                                FRUGAL_ERR_STEP_RANGE};
+      static const int all[] = {
+          FRUGAL_OK,               FRUGAL_ERR_CLOSED,     FRUGAL_ERR_BAD_HANDLE,
+          FRUGAL_ERR_EXISTS,       FRUGAL_ERR_BUSY,       FRUGAL_ERR_NOT_IN_STEP,
+          FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_STEP_ORDER, FRUGAL_ERR_STEP_RANGE};
       if (std::find(std::begin(all), std::end(all), status) == std::end(all)) wrong.store(status);
       return status == FRUGAL_OK;
     };
@@ -2781,9 +2860,9 @@ TEST_F(Service, CloseBesideCalls) {
       if (!allowed(frugal_committed_step(e, &s))) return;
       s = s == FRUGAL_NO_STEP ? 0 : s + 1;
       frugal_trainer* t = trainer.load();
-      while (t && !over.load() && allowed(frugal_prefetch(t, s, &op, 1, nullptr)) && allowed(frugal_step_begin(t, s, -1)) &&
-             allowed(frugal_lookup(t, &op, 1)) && allowed(frugal_push_grad(t, &op, 1)) &&
-             allowed(frugal_step_end(t, s, 0)))
+      while (t && !over.load() && allowed(frugal_prefetch(t, s, &op, 1, nullptr)) &&
+             allowed(frugal_step_begin(t, s, -1)) && allowed(frugal_lookup(t, &op, 1)) &&
+             allowed(frugal_push_grad(t, &op, 1)) && allowed(frugal_step_end(t, s, 0)))
         ++s;
     });
     again([&] {  // outside steps
@@ -2838,7 +2917,8 @@ TEST_F(Service, ARankIsLostBeforeTheFirstStep) {
   frugal_error why;
   frugal_last_error(&why);
   EXPECT_EQ(FRUGAL_ERR_PEER_LOST, status) << why.message;
-  EXPECT_NE(std::string::npos, std::string(why.message).find("begin the first step")) << why.message;
+  EXPECT_NE(std::string::npos, std::string(why.message).find("begin the first step"))
+      << why.message;
   OK(frugal_close(e));
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
@@ -2912,15 +2992,16 @@ TEST_F(Service, CloseOfTheEngineBesideItsRank) {
     while (going.load() < 3 + round % 7) std::this_thread::yield();
     EXPECT_EQ(FRUGAL_OK, frugal_close(e)) << Error();
     rank.join();
-    EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE) << round << ": " << why;
+    EXPECT_TRUE(status == FRUGAL_ERR_CLOSED || status == FRUGAL_ERR_BAD_HANDLE)
+        << round << ": " << why;
     int others = 0;
     ASSERT_EQ(other, waitpid(other, &others, 0));
     EXPECT_TRUE(WIFEXITED(others) && WEXITSTATUS(others) == 0) << round << ": " << others;
   }
 }
 
-// A call that has failed because the controller did not answer in time may have been done all the same: the same call
-// again is right, and does what the first was to do.
+// A call that has failed because the controller did not answer in time may have been done all the
+// same: the same call again is right, and does what the first was to do.
 TEST_F(Service, CallsAreMadeAgain) {
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
@@ -2981,7 +3062,8 @@ TEST_F(Service, CallsAreMadeAgain) {
   EXPECT_EQ(0, controller.end(SIGTERM));
 }
 
-// Of threads of a process that join as the same rank at once one has it, also where a call before may have had it.
+// Of threads of a process that join as the same rank at once one has it, also where a call before
+// may have had it.
 TEST_F(Service, JoinsBesideEachOther) {
   ControllerProgram controller(address());
   frugal_engine *e = nullptr, *other = nullptr;
@@ -3090,7 +3172,8 @@ TEST_F(Service, StopAfterDeath) {
     EXPECT_EQ(0, InChild([&] {
       frugal_engine* e = nullptr;
       frugal_trainer* t = nullptr;
-      return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;  // and ends without a word
+      // And ends without a word.
+      return Open(address(), &e) != FRUGAL_OK || Join(e, 0, &t) != FRUGAL_OK;
     }));
     EXPECT_EQ(0, controller.end(SIGTERM)) << round;
   }
@@ -3105,7 +3188,9 @@ TEST_F(Service, AttachDuringShutdown) {
       while (!over.load()) {
         frugal_engine* e = nullptr;
         const int status = Open(address(), &e, 20);
-        EXPECT_TRUE(status == FRUGAL_OK || status == FRUGAL_ERR_PEER_LOST || status == FRUGAL_ERR_TIMEOUT) << Error();
+        EXPECT_TRUE(status == FRUGAL_OK || status == FRUGAL_ERR_PEER_LOST ||
+                    status == FRUGAL_ERR_TIMEOUT)
+            << Error();
         if (status != FRUGAL_OK) continue;
         frugal_trainer* t = nullptr;
         (void)Join(e, 0, &t);
