@@ -495,6 +495,32 @@ def test_epochs_that_are_short_are_measured_together(
     assert declared[0] > 50 and not any(declared[5:])
 
 
+@pytest.mark.parametrize("without", [2.0, 0.5])
+@pytest.mark.parametrize("batches", [1, 5, 7])
+def test_epochs_that_are_over_before_anything_is_left_to_time(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, batches: int, without: float
+) -> None:
+    clock = Clock(1.0, without)
+    monkeypatch.setattr(_lookahead, "_clock", clock)
+    monkeypatch.setattr(_lookahead._Trial, "TURNS", 4)
+    monkeypatch.setattr(_lookahead._Trial, "SECONDS", 8.0)
+    engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
+    tables = ft.Optimizer(bag)
+    loader = [torch.randint(0, ROWS, (5,)) for _ in range(batches)]
+    ahead = ft.Lookahead(loader, lambda keys: {bag: keys}, depth=4)
+    declared = []
+    for _ in range(60):
+        before = engine.stats()["keys_declared"]
+        for keys in ahead:
+            clock.now += clock.costs[engine.stats()["keys_declared"] > before]
+            bag(keys).sum().backward()
+            tables.step()
+        declared.append(engine.stats()["keys_declared"] > before)
+        clock.now += 100.0 * len(declared)  # what the loop does between epochs counts for nothing
+    assert declared[0] and not all(declared)
+    assert declared[-5:] == [without > 1.0] * 5
+
+
 def test_it_does_not_measure_if_it_is_told_so(trainer: frugal.Trainer) -> None:
     engine, bag = trainer.engine, ft.Embedding(ROWS, DIM, trainer=trainer, optimizer=sgd())
     tables = ft.Optimizer(bag)

@@ -45,7 +45,7 @@ class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
     What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead
-    any more. Two turns are enough where they tell much. The next epochs go on with what was found.
+    any more. An iteration that ends before that is timed as a whole. Two turns are enough where they tell much. The next epochs go on with what was found.
     Long afterwards the trial is made again, since loops change.
     """
 
@@ -70,12 +70,18 @@ class _Trial:
     def _begin_turn(self) -> None:
         self._batches = 0  # that were timed
         self._seconds = 0.0
-        self.resume()
+        self._leave_out(whole=False)
+
+    def _leave_out(self, whole: bool) -> None:
+        self._skip = self._ahead
+        self._asked: List[float] = []  # when the loop has asked for batches
+        self._whole = whole  # that is since its beginning, and nothing of it is timed
 
     def resume(self) -> None:
         """Another iteration of the loop begins."""
-        self._skip = self._ahead
-        self._last: Optional[float] = None
+        if self._whole and len(self._asked) > 1:
+            self._took(self._asked[-1] - self._asked[0], len(self._asked) - 1)
+        self._leave_out(whole=True)
 
     def batch(self) -> None:
         """The loop asks for a batch."""
@@ -85,14 +91,17 @@ class _Trial:
                 self.on = True
                 self._begin()
             return
-        now = _clock()
-        last, self._last = self._last, now
+        self._asked.append(_clock())
         if self._skip:
             self._skip -= 1
-        elif last is not None:
-            self._times[self._turn % 2].append(now - last)
-            self._batches += 1
-            self._seconds += now - last
+            return
+        self._whole = False
+        self._took(self._asked[-1] - self._asked[-2], 1)
+
+    def _took(self, seconds: float, batches: int) -> None:
+        self._times[self._turn % 2].append(seconds / batches)
+        self._batches += batches
+        self._seconds += seconds
         short = self._batches < self.FEW or self._seconds < self.SECONDS
         if short and self._batches < self.COUNT:
             return
@@ -322,6 +331,8 @@ class _Iteration(Iterator[T]):
                 " trainer=trainer) says whose steps these are"
             )
         self._base = ahead.step = self._steps.next
+        if self._trial is not None:
+            self._trial.batch()
         declare = self._trial is None or self._trial.on
         if declare:
             self._declare(self._steps, ahead)
