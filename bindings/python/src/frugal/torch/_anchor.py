@@ -71,9 +71,7 @@ class Held:
 
     __slots__ = ("lookup", "tensors", "grad", "number", "version", "graph")
 
-    def __init__(
-        self, lookup: "Lookup", tensors: Sequence[Optional[torch.Tensor]], grad: torch.Tensor, number: int
-    ) -> None:
+    def __init__(self, lookup: "Lookup", tensors: Sequence[Any], grad: torch.Tensor, number: int) -> None:
         self.lookup = lookup
         self.tensors = tensors
         self.grad = grad

@@ -17,7 +17,7 @@ import operator
 import warnings
 import weakref
 from collections import OrderedDict
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, cast
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -47,6 +47,8 @@ class _Count(int):
     is_cpu = False
 
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 _MOST_MADE = 64  # optimizers of the engine that are remembered of a group
 
 
@@ -61,73 +63,73 @@ class _Entry:
         self.table = anchor.table
 
 
-class _Group:
-    """What the engine's optimizers of a group's tables are: tables that are at the same step share one."""
+class _Made:
+    """The engine's optimizers that are made of some values of a group: tables that are at the same step share one."""
 
-    kind: Optional[Type[torch.optim.Optimizer]] = None
+    def __init__(self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any], values: Dict[str, Any]) -> None:
+        self.kind, self.values = kind, values
+        self.translator = _translator(kind)
+        decays = self.translator is _adagrad and bool(group["lr_decay"])
+        self.by_step = self.translator is _adam or decays  # each step has another
+        self.plain: Dict[Tuple[int, bool], frugal.Optimizer] = {}
+        self.scaled: Dict[Tuple[int, float, float], Tuple[frugal.Optimizer, frugal.Optimizer]] = {}
+
+
+def _remember(made: Dict[_K, _V], key: _K, value: _V) -> _V:
+    if len(made) > _MOST_MADE:
+        made.clear()
+    made[key] = value
+    return value
+
+
+class _Group:
+    """What the engine's optimizers of a group's tables are."""
+
     group: Dict[str, Any]
+    made: Any = None  # a _Made, from the first look on
 
     def __init__(self) -> None:
         self.names: Tuple[str, ...] = ()
         # The group's values by these names, where none can change in place.
         self.seen: Tuple[Any, ...] = ()
-        self.values: Dict[str, Any] = {}  # what the optimizers below were made from
-        self.translator: Optional[Callable[[_Hyper], frugal.Optimizer]] = None
-        self.by_step = False  # whether each step has another
-        self.made: Dict[Tuple[int, bool], frugal.Optimizer] = {}
-        self.scaled: Dict[Tuple[int, float, float], Tuple[frugal.Optimizer, frugal.Optimizer]] = {}
 
     def look(self, kind: Type[torch.optim.Optimizer], group: Dict[str, Any]) -> None:
         """Comes before a step: hyper-parameters are as they are now."""
         self.group = group
         seen = self.seen
         if (
-            kind is self.kind
-            and len(seen) == len(group)
+            len(seen) == len(group)
+            and kind is self.made.kind
             and all(map(operator.is_, group.values(), seen))
             and tuple(group) == self.names
         ):
             return
-        values = _values(group)
-        if kind is not self.kind or values != self.values:
-            self.kind, self.values, self.translator = kind, values, None
-            self.made.clear()
-            self.scaled.clear()
+        values, made = _values(group), self.made
+        if made is None or kind is not made.kind or values != made.values:
+            self.made = _Made(kind, group, values)
         self.names = tuple(group)
         plain = all(name == "params" or _is_plain(value) for name, value in group.items())
         self.seen = tuple(group.values()) if plain else ()
 
     def optimizer(self, step: int, mean_ranks: bool) -> frugal.Optimizer:
         """That of the `step`-th step of a table, from 1."""
-        translator = self.translator
-        if translator is None:
-            assert self.kind is not None
-            translator = self.translator = _translator(self.kind)
-            decays = translator is _adagrad and bool(self.group["lr_decay"])
-            self.by_step = translator is _adam or decays
-        key = step if self.by_step else 1, mean_ranks
-        made = self.made.get(key)
-        if made is None:
-            assert self.kind is not None
-            made = translator(_Hyper(self.group, key[0], self.kind.__name__))
-            made = dataclasses.replace(made, mean_ranks=mean_ranks)
-            if len(self.made) > _MOST_MADE:
-                self.made.clear()
-                self.scaled.clear()
-            self.made[key] = made
-        return made
+        made = self.made
+        key = step if made.by_step else 1, mean_ranks
+        found: Optional[frugal.Optimizer] = made.plain.get(key)
+        if found is None:
+            found = made.translator(_Hyper(self.group, key[0], made.kind.__name__))
+            found = _remember(made.plain, key, dataclasses.replace(found, mean_ranks=mean_ranks))
+        return found
 
-    def with_scale(self, made: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
+    def with_scale(self, optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
         """The same with what PyTorch has done to the gradient."""
         common = 1.0 if gradient is None else gradient.common()
         if gradient is None or (common == 1.0 and not gradient.clip_limit):
-            return made
-        key = id(made), common, gradient.clip_limit
-        found = self.scaled.get(key)
-        if found is None:
-            if len(self.scaled) > _MOST_MADE:
-                self.scaled.clear()
-            found = self.scaled[key] = made, scaled(made, gradient)
+            return optimizer
+        key = id(optimizer), common, gradient.clip_limit
+        made: _Made = self.made
+        # (What has an id must live.)
+        found = made.scaled.get(key) or _remember(made.scaled, key, (optimizer, scaled(optimizer, gradient)))
         return found[1]
 
 

@@ -27,8 +27,8 @@ _op, _add, _float32 = _native.op, torch.add, torch.float32
 _CHUNK = 16384  # keys whose rows are held at once where gradients of weights are computed here
 _FEW = 16384  # elements of an output that an addition has written sooner than an indexed write has begun
 
-# Of each feature: keys, offsets (pooled), factors of keys.
-Tensors = Sequence[Optional[torch.Tensor]]
+# Of each feature: a tensor of keys, one of offsets (else None), one of factors of keys (else None).
+Tensors = Sequence[Any]
 
 
 class Feature(NamedTuple):
@@ -114,7 +114,7 @@ class Lookup:
         self, anchors: Sequence[torch.Tensor], shape: Sequence[int], tensors: Tensors, mine: int
     ) -> Any:
         """Rows in a step, whose gradient is held for the step of an optimizer that has the anchors, and when they were
-        read. `mine`: see _kept."""
+        read. `mine`: a bit for each tensor that is not the caller's."""
         if is_dynamo_compiling():  # a caller whose graph would be empty, and which is run as it is
             return _train_uncompiled(self, anchors, shape, tensors, mine)
         if len(anchors) == 1 and anchors[0].dtype is _float32:
@@ -156,7 +156,6 @@ class Lookup:
         out: List[Optional[torch.Tensor]] = []
         for i, feature in enumerate(self.features):
             keys, offsets, weights = tensors[3 * i : 3 * i + 3]
-            assert keys is not None
             keys = keys.reshape(-1).view(torch.int64)
             _, at, counts = torch.unique(keys, return_inverse=True, return_counts=True)
             scale = counts[at].to(torch.float64).reciprocal_()  # as PyTorch computes it
@@ -174,7 +173,6 @@ class Lookup:
         """Keys of a feature, without padding, and the gradient of each, `chunk` keys at a time."""
         feature = self.features[i]
         keys, offsets, weights = held.tensors[3 * i : 3 * i + 3]
-        assert keys is not None
         grad, dim = held.grad, feature.table.dim
         if grad.shape[1] != dim:
             grad = grad[:, feature.column : feature.column + dim]
@@ -209,7 +207,6 @@ class Lookup:
     def _weight_grad(self, i: int, grad: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         feature = self.features[i]
         keys, offsets, weights = tensors[3 * i : 3 * i + 3]
-        assert keys is not None and offsets is not None and weights is not None
         grad = grad[:, feature.column : feature.column + feature.table.dim]
         one = type(self)(self.steps, [feature._replace(pooling=_native.POOL_NONE, column=0)], feature.table.dim)
         out = torch.empty_like(weights)
@@ -234,7 +231,6 @@ class EmptyLookup(Lookup):
     def look_up(self, out: torch.Tensor, tensors: Tensors) -> Moment:
         (table,) = self.tables
         keys = tensors[0]
-        assert keys is not None
         keys = keys.view(torch.int64)
         bad = keys[(keys < 0) | (keys >= table.capacity)]
         if bad.numel():
@@ -257,13 +253,14 @@ class EmptyLookup(Lookup):
 class _Backward:
     """A hook of the node that made an output: holds the output's gradient for the step of an optimizer."""
 
-    __slots__ = ("lookup", "tensors", "versions", "mine", "source", "count")
+    __slots__ = ("lookup", "tensors", "theirs", "versions", "source", "count")
 
     def __init__(self, lookup: Lookup, tensors: Tensors, mine: int, source: Any, count: int) -> None:
         self.lookup = lookup
         self.tensors: Optional[Tensors] = tensors
-        self.versions = _writes(tensors, mine)
-        self.mine = mine
+        # Those whose memory the caller may use again before the optimizer's step.
+        self.theirs = [i for i, tensor in enumerate(tensors) if tensor is not None and not mine >> i & 1]
+        self.versions = self._writes(tensors)
         self.source = source  # the node of the anchor, or of what was computed of several
         self.count = count
 
@@ -317,30 +314,30 @@ class _Backward:
 
     def _hold(self, grad: torch.Tensor, tensors: Tensors, anchor: Any) -> Held:
         """What the optimizer's step will push."""
-        lookup, mine = self.lookup, self.mine
-        if _writes(tensors, mine) != self.versions:
+        lookup = self.lookup
+        if self._writes(tensors) != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
                 " inplace operation: keys, offsets or per_sample_weights of table"
                 f" {anchor.table.name!r}, since the forward"
             )
         number = next(lookup.steps.backwards)
-        if lookup.weighted is None:
-            return Held(lookup, _kept(tensors, mine), grad, number)
-        return Held(lookup.weighted, lookup.factors(tensors), grad, number)
+        if lookup.weighted is not None:
+            return Held(lookup.weighted, lookup.factors(tensors), grad, number)
+        kept = list(tensors)
+        for i in self.theirs:
+            kept[i] = tensors[i].clone()  # a key is small beside its gradient
+        return Held(lookup, kept, grad, number)
+
+    def _writes(self, tensors: Tensors) -> int:
+        """How often the caller's have been written to in place."""
+        total = 0
+        for i in self.theirs:
+            total += tensors[i]._version
+        return total
 
 
 _NOTHING = (None,)  # is what autograd goes on with
-
-
-def _writes(tensors: Tensors, mine: int) -> int:
-    """How often the caller's (see _kept) have been written to in place."""
-    total = 0
-    for tensor in tensors:
-        if tensor is not None and not mine & 1:
-            total += tensor._version
-        mine >>= 1
-    return total
 
 
 def _leaves(source: Any, count: int) -> List[Any]:
@@ -391,16 +388,6 @@ def _weight_grads(
             " of per_sample_weights needs them as they were; call backward() before"
         )
     return lookup.weight_grads(grad, tensors, wanted)
-
-
-def _kept(tensors: Tensors, mine: int) -> Tensors:
-    """The tensors to keep until the optimizer's step. The caller may use the memory of those that are not ours (a bit of
-    `mine` each) again before it; a key is small beside its gradient."""
-    kept = []
-    for tensor in tensors:
-        kept.append(tensor if tensor is None or mine & 1 else tensor.clone())
-        mine >>= 1
-    return kept
 
 
 def _counted(feature: Feature, keys: torch.Tensor) -> Optional[torch.Tensor]:

@@ -38,7 +38,7 @@ def op(
     table: int,
     pooling: int,
     padding: Optional[int],
-    keys: Optional[torch.Tensor],
+    keys: torch.Tensor,
     offsets: Optional[torch.Tensor] = None,
     weights: Optional[torch.Tensor] = None,
     rows_out: int = 0,
@@ -47,7 +47,6 @@ def op(
 ) -> bytes:
     """An op of the table with this handle. The tensors must live until the call that gets it
     returns."""
-    assert keys is not None
     return _pack(
         _SIZE,
         table,
@@ -102,43 +101,36 @@ class Trainer:
         self._call(lib.frugal_step_end, self._handle, step, _abi.FRUGAL_STEP_SKIP if skip else 0)
 
     def lookup(self, ops: Sequence[bytes]) -> None:
-        if self.on_gpu:
-            self._use_stream()
-        self._call(lib.frugal_lookup, self._handle, b"".join(ops), len(ops))
+        self._call_with(ops, lib.frugal_lookup)
 
     def push(self, ops: Sequence[bytes]) -> None:
-        if self.on_gpu:
-            self._use_stream()
-        self._call(lib.frugal_push_grad, self._handle, b"".join(ops), len(ops))
+        self._call_with(ops, lib.frugal_push_grad)
 
     def read(self, ops: Sequence[bytes]) -> None:
-        if self.on_gpu:
-            self._use_stream()
-        engine, packed, tell = self._engine, b"".join(ops), self._trainer()._tell
+        engine, tell = self._engine, self._trainer()._tell
 
-        def call() -> int:
-            wait(
-                lambda ms: lib.frugal_read(engine.handle, self._handle, packed, len(ops), ms),
-                engine._timeout_ms,
-                tell,
-            )
+        def call(handle: int, packed: bytes, count: int) -> int:
+            wait(lambda ms: lib.frugal_read(engine.handle, handle, packed, count, ms), engine._timeout_ms, tell)
             return 0
 
-        self._call(call)
+        self._call_with(ops, call)
 
     def prefetch(self, step: int, ops: Sequence[bytes]) -> Batch:
-        handle = c_void_p()
-        self._call(lib.frugal_prefetch, self._handle, step, b"".join(ops), len(ops), byref(handle))
-        return Batch(handle.value or 0, step)
+        batch = c_void_p()
+        self._call(lib.frugal_prefetch, self._handle, step, b"".join(ops), len(ops), byref(batch))
+        return Batch(batch.value or 0, step)
 
     def cancel(self, batch: Batch) -> None:
         self._call(lib.frugal_prefetch_cancel, self._handle, batch.handle)
 
-    def _use_stream(self) -> None:
-        stream = int(torch.cuda.current_stream(self.device).cuda_stream)
-        if stream != self._stream:
-            self._trainer().set_stream(stream)
-            self._stream = stream
+    def _call_with(self, ops: Sequence[bytes], call: Callable[..., int]) -> None:
+        """A call that the caller's stream waits for."""
+        if self.on_gpu:
+            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
+            if stream != self._stream:
+                self._trainer().set_stream(stream)
+                self._stream = stream
+        self._call(call, self._handle, b"".join(ops), len(ops))
 
     def _trainer(self) -> frugal.Trainer:
         trainer = self._weak()
