@@ -81,8 +81,8 @@ Status Client::open(const frugal_config& config, std::shared_ptr<Client>* out) {
   return FRUGAL_OK;
 }
 
-Status Client::attach(const frugal_config& config) {
-  if (Status s = ControlClient::connect(config.service, config.timeout_ms, &control_)) {
+Status Client::connect(const frugal_config& config, int64_t timeout_ms) {
+  if (Status s = ControlClient::connect(config.service, timeout_ms, &control_)) {
     if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_CLOSED) return s;
     frugal_error error;  // nobody serves the address
     end_call(s);
@@ -90,13 +90,27 @@ Status Client::attach(const frugal_config& config) {
     error.status = FRUGAL_ERR_PEER_LOST;
     return fail_as(error);
   }
-  FRUGAL_TRY(Watch::open(&watch_));
+  return watch_ ? FRUGAL_OK : Watch::open(&watch_);
+}
+
+Status Client::attach(const frugal_config& config) {
   frugal_config asked = config;
   asked.service = nullptr;
   asked.log = nullptr;
   asked.log_context = nullptr;
   OpenReply reply;
-  FRUGAL_TRY(of_controller(control_->open(asked, config.timeout_ms, &reply)));
+  const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
+  int64_t left_ms = config.timeout_ms;
+  for (int again = 2;; --again) {
+    const uint64_t began = now_ns();
+    FRUGAL_TRY(connect(config, left_ms));
+    const Status s = of_controller(control_->open(asked, left_ms, &reply));
+    if (s == FRUGAL_OK) break;
+    // The controller waits for so long. A process that stood still meanwhile attaches again.
+    const bool late = s == FRUGAL_ERR_PEER_LOST && now_ns() - began >= ControlLimits().open_ns;
+    if (!late || again == 0 || until.passed()) return s;
+    left_ms = static_cast<int64_t>(left_until(until) / 1'000'000);
+  }
   Descriptors d{reply.descriptors};
   if (reply.numbers.size() != 3) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   if (d.all.empty())

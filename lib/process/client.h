@@ -162,6 +162,7 @@ class Client final : public Session, private DataPath {
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;
   // Null: it is no batch of this session.
   RemoteBatchRef batch_of(const void* handle) const;
+  Status connect(const frugal_config& config, int64_t timeout_ms);
   Status attach(const frugal_config& config);
   Status lost() const;
   Status check() const;

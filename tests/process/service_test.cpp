@@ -4,6 +4,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sched.h>
+#include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
@@ -134,6 +135,27 @@ class Service : public testing::Test {
   const Folder folder_;
   const std::string address_ = folder_.address();
 };
+
+// Called when the library begins its watch of other processes, which is when it has attached, and
+// has not opened the engine yet.
+std::function<void()> g_attached;
+
+TEST_F(Service, WhoStandsStillBeforeItOpensAttachesAgain) {
+  ControllerProgram controller(address());
+  const long before = descriptors_of(controller.pid());
+  int stood = 0;
+  g_attached = [&] {
+    ++stood;
+    while (descriptors_of(controller.pid()) > before) usleep(10'000);  // the connection is ended
+  };
+  frugal_engine* e = nullptr;
+  const int status = Open(address(), &e);
+  g_attached = nullptr;
+  OK(status);
+  EXPECT_EQ(1, stood);
+  OK(frugal_close(e));
+  EXPECT_EQ(0, controller.end(SIGTERM));
+}
 
 TEST_F(Service, NobodyThere) {
   frugal_engine* e = nullptr;
@@ -3205,3 +3227,8 @@ TEST_F(Service, AttachDuringShutdown) {
 }
 
 }  // namespace
+
+int epoll_create1(int flags) noexcept {
+  if (g_attached) g_attached();
+  return static_cast<int>(syscall(SYS_epoll_create1, flags));
+}
