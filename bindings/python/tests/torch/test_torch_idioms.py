@@ -895,6 +895,7 @@ def test_what_replaces_a_weight_is_refused(trainer: frugal.Trainer) -> None:
         prune.l1_unstructured(module, "weight", amount=0.5)
     for compute in (
         torch.nn.utils.weight_norm,
+        torch.nn.utils.spectral_norm,
         torch.nn.utils.parametrizations.spectral_norm,
         torch.nn.utils.parametrizations.orthogonal,
     ):

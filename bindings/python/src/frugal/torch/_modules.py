@@ -304,6 +304,24 @@ class Options(NamedTuple):
     lazy: bool
 
 
+class _Parameters(Dict[str, Optional[torch.nn.Parameter]]):
+    """A module's. Its weight is none of them, and torch.nn.utils.spectral_norm looks for it here."""
+
+    table = ""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.spectral_norm":
+            _refuse_computed(self.table, "spectral_norm")
+        raise KeyError(name)
+
+
+def _refuse_computed(table: str, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"table {table!r}: {what} would compute its weight from a parameter, and the engine trains the rows"
+        " themselves: change the dense layers so, or write rows to module.weight between steps"
+    )
+
+
 class _Single(_Module):
     """One table."""
 
@@ -348,6 +366,8 @@ class _Single(_Module):
             table.mean_ranks, table.nan_policy, table.lazy,
         )  # fmt: skip
         self._make_lookup(pooling)
+        self._parameters = _Parameters()
+        self._parameters.table = self._table.name
         self._hold_anchors(dtype, freeze)
         if self._table.created:
             if weight is not None:
@@ -371,7 +391,7 @@ class _Single(_Module):
         if self._instead is not None:
             return self._instead
         if sys._getframe(1).f_globals.get("__name__") in _COMPUTE_WEIGHT:
-            self._refuse_computed("a parametrization")
+            _refuse_computed(self._table.name, "a parametrization")
         shown = self._shown
         if shown is None or not shown.is_as_now(self.sparse):
             shown = Weight(self._table, self._lookup.features[0], self.sparse)
@@ -425,14 +445,8 @@ class _Single(_Module):
 
     def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
         if name == "weight_orig":
-            self._refuse_computed("pruning")
+            _refuse_computed(self._table.name, "pruning")
         super().register_parameter(name, param)
-
-    def _refuse_computed(self, what: str) -> NoReturn:
-        raise NotImplementedError(
-            f"table {self._table.name!r}: {what} would compute its weight from a parameter, and the engine trains the"
-            " rows themselves: change the dense layers so, or write rows to module.weight between steps"
-        )
 
     def _make_lookup(self, pooling: int) -> None:
         padding = _inputs.padding_idx(self.padding_idx, self.num_embeddings, self._table.hashed)
