@@ -72,16 +72,18 @@ class Sides:
     compared = sum(self.same(a, b, f'output of step {i}') for i, (a, b) in enumerate(zip(here[0], there[0])))
     return compared + self.same(here[1], there[1], 'rows')
 
-  def model(self, ahead, cache, own_stream):
+  def model(self, ahead, cache, own_stream, moved=False):
     """Losses and rows of a model with dense layers: they depend on nothing but the data."""
     torch = self.torch
     torch.manual_seed(3)
     device = torch.device(self.name)
     more = {'cache_ratio': cache} if cache else {}
-    with self.frugal.Engine(lookahead=8) as engine, engine.create_trainer(device=self.name, **more) as trainer:
+    first = 'cpu' if moved else self.name
+    with self.frugal.Engine(lookahead=8) as engine, engine.create_trainer(device=first, **more) as trainer:
       bags = self.layers.EmbeddingBag(5000, 16, mode='sum', trainer=trainer)
       rows = self.layers.Embedding(3000, 16, trainer=trainer)
-      top = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
+      top = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+      torch.nn.ModuleList([bags, rows, top]).to(device)
       parameters = [*bags.parameters(), *rows.parameters(), *top.parameters()]
       optimizer = torch.optim.Adagrad(parameters, lr=0.1)
       data = []
@@ -111,10 +113,10 @@ class Sides:
         raise AssertionError('the model has learned nothing')
       return [torch.stack(losses).cpu(), *(m.weight.detach().cpu().clone() for m in (bags, rows))]
 
-  def models(self, ahead, cache, own_stream):
+  def models(self, ahead, cache, own_stream, moved=False):
     self.plain = self.plain or self.model(False, 0, False)
     return sum(self.same(a, b, 'losses and rows')
-               for a, b in zip(self.model(ahead, cache, own_stream), self.plain))
+               for a, b in zip(self.model(ahead, cache, own_stream, moved), self.plain))
 
 
 def main():
@@ -149,6 +151,8 @@ def main():
             (sides.modules, {'mode': 'rows', 'optimizer': 'Adam', 'dim': 7, 'cache': 0.25})]
   cases += [(sides.models, {'ahead': ahead, 'cache': cache, 'own_stream': own_stream})
             for ahead in (False, True) for cache in (0, 0.3) for own_stream in (False, True)]
+  cases += [(sides.models, {'ahead': ahead, 'cache': 0.3, 'own_stream': False, 'moved': True})
+            for ahead in (False, True)]
   for run, params in cases[::9] if args.quick else cases:
     began = time.monotonic()
     torch.manual_seed(7)

@@ -255,6 +255,12 @@ class Engine(Single):
         as a share of each table's rows, 0..1; the larger counts. replace: takes the rank over from a trainer process
         that does not answer; with a service only.
         """
+        handle = self._join(rank, device, cache_bytes, cache_ratio, replace)
+        trainer = Trainer(self, handle, rank, device, cache_bytes, cache_ratio)
+        self._trainers.add(trainer)
+        return trainer
+
+    def _join(self, rank: int, device: str, cache_bytes: int, cache_ratio: float, replace: bool) -> int:
         config = _abi.frugal_trainer_config()
         lib.frugal_trainer_config_init(addressof(config))
         config.rank = uint32(rank, "rank")
@@ -265,9 +271,7 @@ class Engine(Single):
             config.flags = _abi.FRUGAL_TRAINER_REPLACE
         handle = c_void_p()
         check(lib.frugal_trainer_create(self._handle, addressof(config), byref(handle)))
-        trainer = Trainer(self, handle.value or 0, config.rank, device)
-        self._trainers.add(trainer)
-        return trainer
+        return handle.value or 0
 
     def health(self) -> int:
         """0, or the status of the first background failure, which every later call reports as Unhealthy."""

@@ -112,6 +112,7 @@ class Trainer(Single):
     __slots__ = (
         "__weakref__",
         "_address",
+        "_cache",
         "_device",
         "_engine",
         "_finalizer",
@@ -123,22 +124,46 @@ class Trainer(Single):
         "rank",
     )
 
-    def __init__(self, engine: Engine, handle: int, rank: int, device: str) -> None:
+    def __init__(
+        self, engine: Engine, handle: int, rank: int, device: str, cache_bytes: int, cache_ratio: float
+    ) -> None:
         self._engine = engine  # lives as long as its trainers
-        self._handle = handle
-        self._finalizer = weakref.finalize(self, _close, handle, os.getpid(), engine._finalizer)
         self.rank = rank
         """The rank."""
-        self._device = device
+        self._cache = cache_bytes, cache_ratio
         self._told = engine.world_size == 1  # of ranks that nobody has joined as
-        gpu = re.fullmatch(r"cuda:(\d+)", device)
-        self._place = Place(int(gpu[1]) if gpu else None)
+        self._joined(handle, device)
         # The ops of a call, written anew by each.
         self._memory = create_string_buffer(_OP_SIZE)
         self._address = addressof(self._memory)
         # Whose turn it is: a call takes the only element and puts one back. To delete it is one bytecode: it is
         # done or raises, and no signal comes between it and the `try` behind it, as one could after a call.
         self._turn: List[None] = [None]
+
+    def _joined(self, handle: int, device: str) -> None:
+        self._handle = handle
+        self._finalizer = weakref.finalize(self, _close, handle, os.getpid(), self._engine._finalizer)
+        self._device = device
+        gpu = re.fullmatch(r"cuda:(\d+)", device)
+        self._place = Place(int(gpu[1]) if gpu else None)
+
+    def _move(self, device: str) -> None:
+        """Leaves, and joins again on another device; where that fails, on the one of before. Declarations are cancelled.
+        Nobody else may be in the engine: others would go on without this rank meanwhile."""
+        try:
+            del self._turn[0]
+        except IndexError:
+            raise self._refusal() from None
+        try:
+            self._finalizer()
+            try:
+                handle = self._engine._join(self.rank, device, *self._cache, False)
+            except Error:
+                self._joined(self._engine._join(self.rank, self._device, *self._cache, False), self._device)
+                raise
+            self._joined(handle, device)
+        finally:
+            self._turn.append(None)
 
     @property
     def handle(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
-from torch_support import DIM, ROWS, bag_pair, integers, sgd
+from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
@@ -862,6 +862,34 @@ def test_the_process_s_trainer_is_where_its_first_module_is(
     with pytest.raises(frugal.Busy):
         ft.EmbeddingBag(ROWS, DIM, device=device)
     assert asked == [name]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_trainer_goes_to_another_device_and_goes_on(ahead: bool) -> None:
+    """Here to one that takes host memory, too: the host implementation of a GPU."""
+    torch.manual_seed(5)
+    weight, rows = integers(ROWS, DIM), []
+    data = [torch.randint(0, ROWS, (4, 3)) for _ in range(12)]
+    for moves in (False, True):
+        with frugal.Engine() as engine, engine.create_trainer(cache_ratio=0.5) as trainer:
+            bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=trainer)
+            other = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
+            optimizer = torch.optim.Adagrad([*bags.parameters(), *other.parameters()], lr=0.5)
+            source = ft.Lookahead(data, lambda keys: {bags: keys, other: keys}, measure=False) if ahead else data
+            for i, keys in enumerate(source):
+                if moves and i % 4 == 2:
+                    bags._steps.move_to("cpu" if i == 6 else "sim:0")
+                (bags(keys).sum(1) * other(keys)[:, 0, 0]).sum().backward()
+                if i == 3:
+                    with pytest.raises(RuntimeError, match="has a gradient on cpu: before the model moves to cuda:1"):
+                        bags._steps.move(torch.device("cuda:1"))
+                optimizer.step()
+                optimizer.zero_grad()
+            rows.append([snapshot(bags), snapshot(other)])
+            with pytest.raises(frugal.Error):
+                bags._steps.move_to("cuda:77")  # it stays
+            assert ("sim:0" in repr(trainer)) == moves and torch.equal(bags(data[0]), rows[-1][0][data[0]].sum(1))
+    assert all(torch.equal(a, b) for a, b in zip(*rows))
 
 
 def test_a_module_for_another_device_is_refused(trainer: frugal.Trainer) -> None:

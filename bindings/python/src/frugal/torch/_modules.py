@@ -110,7 +110,7 @@ class _Module(torch.nn.Module):
         self._first = next(iter(self._parameters))
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # half(), double(), to(): outputs change their dtype, rows stay where they are.
+        # half(), double(), to(): outputs change their dtype; to another device goes the trainer, with all its modules.
         old = [(name, a, a.value, a.grad) for name, a in self._parameters.items() if isinstance(a, Anchor)]
         where = None
         for name, anchor, data, _ in old:
@@ -122,17 +122,18 @@ class _Module(torch.nn.Module):
                 new = self._parameters[name]
                 assert new is not None
                 anchor.grad = None
-                if new.device == data.device:
-                    anchor.value = new.data
-                else:
-                    anchor.value, where = data, new.device
+                if new.device != data.device:
+                    where = new.device
+                anchor.value = new.data.to(data.device) if new.device.type != "meta" else data
                 anchor.grad = grad if grad is None or grad.dtype == anchor.dtype else grad.to(anchor.dtype)
                 self._parameters[name] = anchor
         if where is not None:
-            raise ValueError(
-                f"a {type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
-                f" {self._steps.device}. Make it with device={str(where)!r}, or with a trainer there"
-            )
+            if where.type not in ("cpu", "cuda") or not self._steps.can_move():
+                raise ValueError(
+                    f"a {type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
+                    f" {self._steps.device}. Make it with a trainer there"
+                )
+            self._steps.move(where)
         return self
 
     def _tables(self) -> Dict[str, _steps.Table]:

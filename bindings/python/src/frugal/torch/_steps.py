@@ -83,15 +83,19 @@ class Table:
         self._without = 0  # steps of optimizers that had no part in this table
         self._seen = optimizer_steps  # of them all, by the last backward
 
+    def held_anchor(self) -> Optional[Anchor]:
+        """The anchor, if somebody has it."""
+        return None if self._anchor is None else self._anchor()
+
     @property
     def anchor(self) -> Anchor:
-        anchor = None if self._anchor is None else self._anchor()
+        anchor = self.held_anchor()
         assert anchor is not None, "the modules of a table and their weights hold its anchor"
         return anchor
 
     def make_anchor(self, dtype: torch.dtype, requires_grad: bool) -> Anchor:
         """The anchor, for a module to hold. The first module says its dtype."""
-        anchor = None if self._anchor is None else self._anchor()
+        anchor = self.held_anchor()
         if anchor is None:
             anchor = Anchor(self, dtype, requires_grad)
             self._anchor = weakref.ref(anchor)
@@ -100,7 +104,7 @@ class Table:
         return anchor
 
     def trains(self) -> bool:
-        anchor = None if self._anchor is None else self._anchor()
+        anchor = self.held_anchor()
         return anchor is not None and anchor.requires_grad
 
     def get(self, keys: torch.Tensor, rows: torch.Tensor, with_state: bool) -> torch.Tensor:
@@ -303,7 +307,7 @@ class Steps:
         # The registry below holds this object for as long as there is a trainer; a strong reference would be for ever.
         self._trainer = weakref.ref(trainer)
         self.native = _native.Trainer(trainer)
-        self.device = self.native.device
+        self.device = self.native.device  # where rows come to
         self.lock: Any = threading.RLock()
         self.rank: int = trainer.rank
         self.shared = _shared_of(trainer.engine)
@@ -323,6 +327,42 @@ class Steps:
         self._dropped: List[frugal.Table] = []
         self._untold: Optional[frugal.StepAborted] = None  # each is told once, and a destructor cannot raise it
         self._names: Dict[str, int] = {}
+
+    def can_move(self) -> bool:
+        """Whether the trainer can go to another device: nobody would go on without it meanwhile."""
+        return self.world_size == 1 and not self.trainer.engine.service
+
+    def move(self, device: torch.device) -> None:
+        """The trainer and all modules that have it go to another device."""
+        with self.lock:
+            if device == self.device:
+                return
+            held = [table.held_anchor() for table in self.tables.values()]
+            anchors = [anchor for anchor in held if anchor is not None]
+            for anchor in anchors:
+                if anchor.grad is not None:
+                    raise RuntimeError(
+                        f"table {anchor.table.name!r} has a gradient on {self.device}: before the model moves to {device},"
+                        " let its optimizer step, or zero_grad()"
+                    )
+            self.move_to(str(device) if device.type == "cuda" else "cpu")
+            for anchor in anchors:
+                anchor.value = anchor.value.to(self.device)
+
+    def move_to(self, name: str) -> None:
+        """The trainer goes to the engine's device of that name. What is declared is taken back."""
+        with self.lock:
+            self.outside()
+            running = None if self.lookahead is None else self.lookahead()
+            if running is not None:
+                running.retire()
+            self.cancel()
+            trainer = self.trainer
+            try:
+                trainer._move(name)
+            finally:
+                self.native = _native.Trainer(trainer)
+                self.device = self.native.device
 
     @property
     def trainer(self) -> frugal.Trainer:
