@@ -299,6 +299,24 @@ struct Batch {
   PartPtr part;
 };
 
+// A word of four bytes, of which no two kinds of rows share one.
+TEST(Source, Kinds) {
+  static_assert(sizeof(Source) == 4);
+  EXPECT_FALSE(Source().is_own());
+  for (const uint32_t i : {0u, 1u, 77u, Source::kMost - 1}) {
+    const Source place = Source::place(i), line = Source::line(i), staged = Source::staged(i);
+    EXPECT_FALSE(place.is_own());
+    EXPECT_EQ(place.word, i);
+    EXPECT_TRUE(line.is_own() && !line.is_staged());
+    EXPECT_TRUE(staged.is_own() && staged.is_staged());
+    EXPECT_EQ(line.index(), i);
+    EXPECT_EQ(staged.index(), i);
+    for (const Source s : {place, line, staged}) EXPECT_FALSE(s.is_padding() || s.is_missing());
+  }
+  EXPECT_TRUE(Source::place(kPaddingSlot).is_padding());
+  EXPECT_TRUE(Source::place(kMissingSlot).is_missing());
+}
+
 // Occurrences that are at the edges of runs, and large ones where rows are narrow.
 std::vector<uint32_t> frequent(Random& random, uint32_t dim) {
   std::vector<uint32_t> counts;
@@ -333,19 +351,19 @@ struct Places {
     random.shuffle(line);
     for (uint32_t i = 0; i < batch.distinct.size(); ++i) {
       const float* from = host->made().data() + batch.distinct[i] * stride;
-      source.push_back(0);
+      source.push_back({});
       if (hbm && random.chance(0.4)) {
-        source[i] = kHbm | line[i];
+        source[i] = Source::line(line[i]);
         from = lines->made().data() + line[i] * stride;
       } else if (!all_staged && (batch.runs_of(i) > 1 || (hbm && random.chance(0.1)))) {
-        source[i] = kHbm | kStaged | static_cast<uint32_t>(to_stage.size());
+        source[i] = Source::staged(static_cast<uint32_t>(to_stage.size()));
         to_stage.push_back(i);
       }
       row.push_back(from);
     }
     if (all_staged) {  // row i goes to i
       for (uint32_t i = 0; i < source.size(); ++i) {
-        if (source[i] == 0) to_stage.push_back(i);
+        if (!source[i].is_own()) to_stage.push_back(i);
       }
     }
     sources = make(d, Where::kHost, source);
@@ -356,7 +374,7 @@ struct Places {
   // The runs of positions of rows that are read in host rows, and those of the others.
   void split(const Batch& batch, std::vector<Item>* host_items, std::vector<Item>* hbm_items) const {
     for (uint32_t i = 0; i < batch.distinct.size(); ++i)
-      for (uint32_t run = 0; run < batch.runs_of(i); ++run) (source[i] == 0 ? host_items : hbm_items)->push_back({i, run});
+      for (uint32_t run = 0; run < batch.runs_of(i); ++run) (source[i].is_own() ? hbm_items : host_items)->push_back({i, run});
   }
   // For each key the row that it reads; NULL for padding.
   std::vector<const float*> of_keys(const Batch& batch) const {
@@ -370,8 +388,9 @@ struct Places {
   }
   size_t stride;
   std::unique_ptr<Array<float>> host, lines, staged;
-  std::unique_ptr<Array<uint32_t>> sources;
-  std::vector<uint32_t> source, to_stage;
+  std::unique_ptr<Array<Source>> sources;
+  std::vector<Source> source;
+  std::vector<uint32_t> to_stage;
   std::vector<const float*> row;
 };
 
@@ -481,7 +500,7 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     launch(Kernel::gather_rows, shape, a);
     std::vector<uint64_t> expected(rows);
     for (uint32_t i = 0; i < batch.distinct.size(); ++i)
-      if (!(places.source[i] & kHbm) || places.source[i] & kStaged) expected[batch.distinct[i]] = dim * sizeof(float);
+      if (!places.source[i].is_own() || places.source[i].is_staged()) expected[batch.distinct[i]] = dim * sizeof(float);
     EXPECT_EQ(reads.now(), expected) << "dim " << dim;
   });
 }
@@ -545,7 +564,7 @@ TEST_F(ReadTest, FarRows) {
   std::memset(far_out, 0, kDim * sizeof(float));
   PoolArgs pool{};
   pool.host = a.host;
-  pool.places = slot_memory->ptr();
+  pool.places = as<Source>(slot_memory->ptr());
   pool.bags = {offsets->ptr(), kKeys, kKeys, {}};
   pool.dim = kDim;
   pool.out = a.out;
@@ -557,7 +576,7 @@ TEST_F(ReadTest, FarRows) {
   auto dots = make(*runtime_, Where::kDevice, std::vector<float>(kKeys, -1));
   WeightGradArgs w{};
   w.host = a.host;
-  w.places = slot_memory->ptr();
+  w.places = as<Source>(slot_memory->ptr());
   w.grads = one->ptr();
   w.bag = zero->ptr();
   w.keys = kKeys;
@@ -566,7 +585,7 @@ TEST_F(ReadTest, FarRows) {
   launch(Kernel::weight_grads, weight_grads_shape(w), w);
   auto near_dots = make(*runtime_, Where::kDevice, std::vector<float>(kKeys, -1));
   w.host = st.staged;
-  w.places = count->ptr();
+  w.places = as<Source>(count->ptr());
   w.out = near_dots->ptr();
   launch(Kernel::weight_grads, weight_grads_shape(w), w);
   EXPECT_TRUE(same(dots->now(), near_dots->now()));
@@ -643,17 +662,17 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     Places places(*runtime_, random, rows, dim, batch, random.chance(0.7), all_staged);
     stage(random, batch, places, dim, !all_staged);
     const size_t n = batch.slots.size();
-    auto memory = make(*runtime_, anywhere(random), std::vector<uint32_t>(n, 0x12345678u));
+    auto memory = make(*runtime_, anywhere(random), std::vector<Source>(n, Source{0x12345678u}));
     PlaceArgs p{};
     p.part = batch.part;
     p.source = places.sources->ptr();
     p.all_staged = all_staged;
     p.out = memory->ptr();
     launch(Kernel::place_keys, place_shape(p, extent(random)), p);
-    std::vector<uint32_t> place = memory->now();
+    std::vector<Source> place = memory->now();
     for (size_t i = 0; i < n; ++i) {
-      ASSERT_EQ(place[i] == kPaddingSlot, batch.slots[i] == kPaddingSlot);
-      if (place[i] != kPaddingSlot && all_staged) { ASSERT_TRUE(place[i] & kHbm); }
+      ASSERT_EQ(place[i].is_padding(), batch.slots[i] == kPaddingSlot);
+      if (!place[i].is_padding() && all_staged) { ASSERT_TRUE(place[i].is_own()); }
     }
     // Rows that are missing read as zeros and are terms.
     std::vector<const float*> row = places.of_keys(batch);
@@ -661,7 +680,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     const double missing = random.chance(0.3) ? 0.1 : 0.0;
     for (size_t i = 0; i < n; ++i) {
       if (!random.chance(missing)) continue;
-      place[i] = kMissingSlot;
+      place[i] = Source::place(kMissingSlot);
       row[i] = zeros.data();
     }
     auto place_memory = make(*runtime_, anywhere(random), place);
@@ -718,7 +737,7 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     for (size_t b = 0; of.terms && b < bags; ++b) {
       expected_terms[b] = 0;
       for (uint64_t k = offsets[b]; k < offsets[b + 1]; ++k)
-        expected_terms[b] += !of.places || place[k] != kPaddingSlot;
+        expected_terms[b] += !of.places || !place[k].is_padding();
     }
     EXPECT_TRUE(same(terms->now(), expected_terms));
     EXPECT_EQ(wrong->now()[0], 0u);

@@ -49,6 +49,13 @@ void RowCache::find(const uint32_t* slots, size_t n, uint32_t* lines) const {
   }
 }
 
+void RowCache::sources(const uint32_t* slots, size_t n, device::Source* out) const {
+  static_assert(sizeof(device::Source) == sizeof(uint32_t));
+  auto* line = reinterpret_cast<uint32_t*>(out);
+  find(slots, n, line);
+  for (size_t i = 0; i < n; ++i) out[i] = line[i] == kNone ? device::Source{} : device::Source::line(line[i]);
+}
+
 void RowCache::index_insert(uint32_t slot, uint32_t line) {
   uint64_t mask = index_.size() - 1, p = place(slot);
   while (index_[p].line != kNone) p = (p + 1) & mask;
@@ -177,20 +184,21 @@ void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate*
     const Part& part = *ranks[r];
     const uint32_t* slots = part.row_slots();
     const size_t n = part.distinct, before = hits_.size();
-    const uint32_t* lines;
-    if (part.rank == owner && part.step == step_before_ && part.lines) {
+    const device::Source* from;
+    if (part.rank == owner && part.step == step_before_ && part.sources) {
       // Where its rows were: those that have gone since have left their lines, and those that have come are new.
-      lines = part.lines.as<uint32_t>();
+      from = part.sources.as<device::Source>();
     } else {
-      hit_lines_.resize(n);
-      find(slots, n, hit_lines_.data());
-      lines = hit_lines_.data();
+      hit_sources_.resize(n);
+      sources(slots, n, hit_sources_.data());
+      from = hit_sources_.data();
     }
     for (uint32_t i = 0; i < n; ++i) {
-      if (i + kAhead < n && lines[i + kAhead] != kNone) __builtin_prefetch(&line_[lines[i + kAhead]]);
-      if (lines[i] == kNone) continue;
-      const Line& line = line_[lines[i]];
-      if (line.slot == slots[i] && !is_new(line)) hits_.push_back({slots[i], lines[i], {r, i}, read_now(line)});
+      if (i + kAhead < n && from[i + kAhead].is_own()) __builtin_prefetch(&line_[from[i + kAhead].index()]);
+      if (!from[i].is_own()) continue;
+      const uint32_t at = from[i].index();
+      const Line& line = line_[at];
+      if (line.slot == slots[i] && !is_new(line)) hits_.push_back({slots[i], at, {r, i}, read_now(line)});
     }
     std::inplace_merge(hits_.begin(), hits_.begin() + static_cast<ptrdiff_t>(before), hits_.end(),
                        [](const Hit& a, const Hit& b) { return a.slot < b.slot; });

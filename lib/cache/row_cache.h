@@ -22,6 +22,7 @@
 
 #include "base/assert.h"
 #include "base/buffer.h"
+#include "device/source.h"
 #include "storage/rows.h"
 #include "window/step_update.h"
 
@@ -46,7 +47,7 @@ struct LineUpdate {
 
 // A cache's boundary, at the beginning of a step.
 struct CachePlan {
-  Vector<PartRef> parts;      // what the owner has declared for the step; their `lines` are set
+  Vector<PartRef> parts;      // what the owner has declared for the step; their `sources` are set
   Vector<uint32_t> admitted;  // slots that come in,
   Vector<uint32_t> to;        // and their lines
   // The update of the step before, if what is pushed is what was declared (by rank, ascending).
@@ -91,6 +92,8 @@ class RowCache : public HeapObject {
 
   uint32_t find(uint32_t slot) const;  // line or kNone
   void find(const uint32_t* slots, size_t n, uint32_t* lines) const;
+  // Where the owner reads rows: the line, or the host row.
+  void sources(const uint32_t* slots, size_t n, device::Source* out) const;
   float* values(uint32_t line) const { return ref_.row(line); }
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
@@ -105,7 +108,7 @@ class RowCache : public HeapObject {
   // The lines of the slots of the last call of turn_over(), or kNone.
   const Vector<uint32_t>& turned() const { return found_; }
   // What an update of the step before that boundary means for the lines: new ones have it already. Of
-  // the parts, one a rank, all rows are updated. The owner's own part tells its lines (Part::lines) where
+  // the parts, one a rank, all rows are updated. The owner's own part tells its lines (Part::sources) where
   // the boundary before this one was that of its step.
   void touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out);
   // Applies it.
@@ -184,7 +187,7 @@ class RowCache : public HeapObject {
     bool urgent;
   };
   Vector<Hit> hits_;             // touched()'s
-  Vector<uint32_t> hit_lines_;
+  Vector<device::Source> hit_sources_;
 };
 
 template <class NextOf>

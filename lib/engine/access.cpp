@@ -113,7 +113,7 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
 // The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
 // declared, rows are fresh in host memory.
 TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
-  if (!a.whole || !a.part->lines || !t.has_cache.load()) return nullptr;
+  if (!a.whole || !a.part->sources || !t.has_cache.load()) return nullptr;
   TrainerTable* of = cache_in(t, own(*a.table));
   return of && of->cache() ? of : nullptr;
 }
@@ -122,7 +122,7 @@ TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
 Status Engine::fresh_access(Trainer& t, const Access& a) {
   if (a.whole) {
     TrainerTable* of = t.has_cache.load() ? cache_in(t, own(*a.table)) : nullptr;
-    if (!of || !of->cache() || a.part->lines || a.part->distinct == 0) return FRUGAL_OK;
+    if (!of || !of->cache() || a.part->sources || a.part->distinct == 0) return FRUGAL_OK;
   }
   return fresh(&t, own(*a.table), a.part->slots.as<uint32_t>(), a.part->n, t.step,
                deadline(FRUGAL_TIMEOUT_DEFAULT));

@@ -35,7 +35,7 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
   lines = std::min<uint64_t>(lines, table->rows.capacity());
-  if (t.gpu || t.lines_elsewhere) lines = std::min<uint64_t>(lines, device::kMostHbmRows - 1);
+  if (t.gpu || t.lines_elsewhere) lines = std::min<uint64_t>(lines, device::Source::kMost);
   // No memory for a cache: the trainer works without one.
   try {
     open_cache(t, *table, lines, &made);
@@ -251,19 +251,20 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
 // Where the cache has the rows of a part, by what has been turned over: the others are in no line.
 Status Engine::place_part(Trainer& t, TrainerTable& of, Part& part) {
   if (t.gpu) t.gpu->forget_places(part);
-  part.lines = {};
+  part.sources = {};
   part.cached = 0;
-  Buffer lines;
-  FRUGAL_TRY(memory_.pool.get(part.distinct * sizeof(uint32_t), &lines));
+  Buffer sources;
+  FRUGAL_TRY(memory_.pool.get(part.distinct * sizeof(device::Source), &sources));
   const uint32_t *start = part.row_start(), *row = part.row_slots();
   const uint32_t *turned = of.cache()->turned().data(), *slot = of.slots.data(), *end = slot + of.slots.size();
-  auto* line = lines.as<uint32_t>();
+  auto* source = sources.as<device::Source>();
   for (size_t i = 0; i < part.distinct; ++i) {
     for (; slot != end && *slot < row[i]; ++slot) ++turned;  // both ascend
-    line[i] = slot != end && *slot == row[i] ? *turned : RowCache::kNone;
-    if (line[i] != RowCache::kNone) part.cached += start[i + 1] - start[i];
+    const bool there = slot != end && *slot == row[i] && *turned != RowCache::kNone;
+    source[i] = there ? device::Source::line(*turned) : device::Source{};
+    if (there) part.cached += start[i + 1] - start[i];
   }
-  part.lines = std::move(lines);
+  part.sources = std::move(sources);
   return FRUGAL_OK;
 }
 
@@ -408,7 +409,7 @@ void Engine::forget_lines(TrainerTable& of) noexcept {
 void Engine::forget_places(const Trainer& t, uint64_t step) noexcept {
   Lock declared(declarations_.mutex());
   declarations_.each({step, step, t.rank}, [](const Batch& b, size_t i) {
-    b.parts[i]->lines = {};
+    b.parts[i]->sources = {};
     b.parts[i]->cached = 0;
   });
 }

@@ -39,7 +39,7 @@ struct OnDevice : HeapObject {
 
 // Where the rows of a part are in the step's cache: sources and items (docs/cuda.md, section 5).
 struct SourcesOnDevice : OnDevice {
-  device::Ptr<uint32_t> source;
+  device::Ptr<device::Source> source;
   device::Ptr<device::Item> items;  // of host rows that are not staged, then of the others
   uint32_t host_items = 0, hbm_items = 0;
   device::Ptr<uint32_t> host_rows;  // distinct rows that are in no line: `host_items`, then `staged`
@@ -69,7 +69,8 @@ struct PartOnDevice : OnDevice {
   // row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
   device::Ptr<device::Item> items;
   uint32_t item_count = 0;
-  device::Ptr<uint32_t> source, staged;
+  device::Ptr<device::Source> source;
+  device::Ptr<uint32_t> staged;
   device::Ptr<device::HeavyRow> heavy;  // `frequent`
   std::shared_ptr<SourcesOnDevice> cached;  // once there is a cache, and it is known
 };
@@ -80,8 +81,8 @@ struct Placed {
   const Part* part;
   void* stream;
   bool pooled;
-  device::Ptr<uint32_t> places;  // pooled
-  device::Ptr<uint32_t> source;  // else: sources and items; null: all are host rows
+  device::Ptr<device::Source> places;  // pooled
+  device::Ptr<device::Source> source;  // else: sources and items; null: all are host rows
   device::Ptr<device::Item> items;
   uint32_t host_items, hbm_items;
   device::RowsPtr lines, staged;

@@ -9,6 +9,7 @@ namespace frugal {
 
 using device::Kernel;
 using device::Ptr;
+using device::Source;
 
 namespace {
 
@@ -176,7 +177,8 @@ Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDe
                    const DeviceLines* lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
-  Ptr<uint32_t> host, source;
+  Ptr<uint32_t> host;
+  Ptr<Source> source;
   size_t host_count = part.distinct;
   if (lines) {
     FRUGAL_TRY(cached_places(part, d));
@@ -189,8 +191,8 @@ Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDe
   }
   FRUGAL_TRY(stage(f, d, rows, host, host, host_count, &out->staged));
   DeviceBuffer memory;
-  FRUGAL_TRY(memory_->get(part.n * sizeof(uint32_t), &memory));
-  out->places = memory.as<uint32_t>();
+  FRUGAL_TRY(memory_->get(part.n * sizeof(Source), &memory));
+  out->places = memory.as<Source>();
   f.memory.push_back(std::move(memory));
   if (part.n == 0) return FRUGAL_OK;
   device::PlaceArgs p{};
@@ -291,10 +293,10 @@ Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t 
     a.terms = g->divisor = terms.as<float>();
     f.memory.push_back(std::move(terms));
     if (d->part.zeros) {
-      FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &places));
+      FRUGAL_TRY(memory_->get(part->n * sizeof(Source), &places));
       device::PlaceArgs p{};
       p.part = d->part;
-      p.out = a.places = places.as<uint32_t>();
+      p.out = a.places = places.as<Source>();
       f.memory.push_back(std::move(places));
       FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
     }
@@ -401,8 +403,8 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_
     FRUGAL_TRY(memory_->get(part->n * sizeof(uint32_t), &slots));
     device::PlaceArgs p{};
     p.part = d->part;
-    p.out = slots.as<uint32_t>();
-    a.slots = p.out;
+    p.out = slots.as<Source>();  // host rows: their slots
+    a.slots = slots.as<uint32_t>();
     f.memory.push_back(std::move(slots));
     FRUGAL_TRY(launch(Kernel::place_keys, device::place_shape(p, extent_), p));
   }
@@ -439,12 +441,12 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
   if (n == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(stream_));
   Buffer places;
-  FRUGAL_TRY(pinned_.get(n * sizeof(uint32_t), &places));
+  FRUGAL_TRY(pinned_.get(n * sizeof(Source), &places));
   for (size_t i = 0; i < n; ++i)
-    places.as<uint32_t>()[i] = slots[i] == kNoSlot ? device::kPaddingSlot : static_cast<uint32_t>(i);
+    places.as<Source>()[i] = Source::place(slots[i] == kNoSlot ? kNoSlot : static_cast<uint32_t>(i));
   device::WeightGradArgs a{};
   a.host = {seen<float>(pinned), stride};
-  a.places = seen<uint32_t>(places);
+  a.places = seen<Source>(places);
   a.grads = source.grads;
   a.grads_stride = source.stride;
   a.bag = source.bag;

@@ -9,6 +9,7 @@ namespace frugal {
 
 using device::Ptr;
 using device::Result;
+using device::Source;
 
 // --- Parts ---------------------------------------------------------------------------------------
 
@@ -74,9 +75,9 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     if (known()) return FRUGAL_OK;
   }
   // Without the lock: calls of a step ask for parts that are there while those of later steps are made.
-  if (part.distinct >= device::kMostHbmRows)
+  if (part.distinct > Source::kMost)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "%zu distinct rows in one op: on a GPU at most 2^30 - 1; make several of it",
+                "%zu distinct rows in one op: on a GPU at most 2^30 - 2; make several of it",
                 part.distinct);
   auto made = std::allocate_shared<PartOnDevice>(HeapAllocator<PartOnDevice>());
   PartOnDevice& d = *made;
@@ -88,7 +89,7 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
   const size_t slots_at = pieces.of<uint32_t>(n), start_at = pieces.of<uint32_t>(n + 1),
                positions_at = pieces.of<uint32_t>(part.n),
                items_at = pieces.of<device::Item>(d.item_count),
-               source_at = pieces.of<uint32_t>(d.item_count ? n : 0),
+               source_at = pieces.of<Source>(d.item_count ? n : 0),
                staged_at = pieces.of<uint32_t>(d.frequent.size()),
                heavy_at = pieces.of<device::HeavyRow>(d.frequent.size());
   FRUGAL_TRY(room(pieces.bytes(), &d));
@@ -112,19 +113,20 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     auto* item = here<device::Item>(d, items_at);
     for (uint32_t i = 0; i < n; ++i)
       if (start[i + 1] - start[i] <= device::kRun) *item++ = {i, 0};
-    auto *source = here<uint32_t>(d, source_at), *staged = here<uint32_t>(d, staged_at);
-    std::memset(source, 0, n * sizeof(uint32_t));
+    auto* source = here<Source>(d, source_at);
+    auto* staged = here<uint32_t>(d, staged_at);
+    std::fill_n(source, n, Source{});
     std::memcpy(here<char>(d, heavy_at), d.frequent.data(),
                 d.frequent.size() * sizeof(device::HeavyRow));
     uint32_t k = 0;
     for (const device::HeavyRow& f : d.frequent) {
       const uint32_t runs = (start[f.row + 1] - start[f.row] + device::kRun - 1) / device::kRun;
       for (uint32_t r = 0; r < runs; ++r) *item++ = {f.row, r};
-      source[f.row] = device::kHbm | device::kStaged | k;
+      source[f.row] = Source::staged(k);
       staged[k++] = f.row;
     }
     d.items = there<device::Item>(d, items_at);
-    d.source = there<uint32_t>(d, source_at);
+    d.source = there<Source>(d, source_at);
     d.staged = there<uint32_t>(d, staged_at);
     d.heavy = there<device::HeavyRow>(d, heavy_at);
   }
@@ -151,24 +153,25 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
   auto made = std::allocate_shared<SourcesOnDevice>(HeapAllocator<SourcesOnDevice>());
   SourcesOnDevice& s = *made;
   const size_t n = part.distinct, items = d.item_count ? d.item_count : n;
-  const uint32_t *start = part.row_start(), *line = part.lines.as<uint32_t>();
+  const uint32_t* start = part.row_start();
+  const Source* known = part.sources.as<Source>();
   Pieces pieces;
-  const size_t items_at = pieces.of<device::Item>(items), source_at = pieces.of<uint32_t>(n),
+  const size_t items_at = pieces.of<device::Item>(items), source_at = pieces.of<Source>(n),
                host_at = pieces.of<uint32_t>(n);
   FRUGAL_TRY(room(pieces.bytes(), &s));
   auto* item = here<device::Item>(s, items_at);
-  auto *source = here<uint32_t>(s, source_at), *host = here<uint32_t>(s, host_at);
+  auto* source = here<Source>(s, source_at);
+  auto* host = here<uint32_t>(s, host_at);
   Vector<uint32_t> frequent;  // in no line
   size_t last = items;        // items of rows in device memory, from the end
   for (uint32_t i = 0; i < n; ++i) {
     const uint32_t runs = (start[i + 1] - start[i] + device::kRun - 1) / device::kRun;
-    if (line[i] != RowCache::kNone) {
-      source[i] = device::kHbm | line[i];
-    } else if (runs > 1) {
-      source[i] = device::kHbm | device::kStaged | static_cast<uint32_t>(frequent.size());
+    source[i] = known[i];
+    if (!source[i].is_own() && runs > 1) {
+      source[i] = Source::staged(static_cast<uint32_t>(frequent.size()));
       frequent.push_back(i);
-    } else {
-      source[i] = 0;
+    }
+    if (!source[i].is_own()) {
       host[s.host_items] = i;
       item[s.host_items++] = {i, 0};
       continue;
@@ -179,7 +182,7 @@ Status Gpu::cached_places(Part& part, PartOnDevice& d) {
   std::copy(frequent.begin(), frequent.end(), host + s.host_items);
   s.staged = static_cast<uint32_t>(frequent.size());
   s.hbm_items = static_cast<uint32_t>(items - last);
-  s.source = there<uint32_t>(s, source_at);
+  s.source = there<Source>(s, source_at);
   s.items = there<device::Item>(s, items_at);
   s.host_rows = there<uint32_t>(s, host_at);
   {

@@ -62,7 +62,7 @@ bool Engine::describe_lines(Trainer& t, RemotePart* p) {
   TrainerTable* of = t.has_cache.load() ? cache_in(t, *p->table) : nullptr;
   if (!of || !of->cache()) return true;
   p->cached = true;
-  if (!p->part->lines) return p->part->distinct == 0;
+  if (!p->part->sources) return p->part->distinct == 0;
   p->in_lines = true;
   if (!of->elsewhere) p->line_values = of->cache()->values(0);
   return true;

@@ -44,12 +44,13 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
   std::fill(p, p + n, nullptr);
   const size_t pitch = from.rows.value_pitch;
   if (from.lines) {
-    const uint32_t *start = part->row_start(), *line = part->lines.as<uint32_t>();
+    const uint32_t* start = part->row_start();
+    const auto* source = part->sources.as<device::Source>();
     const uint64_t* pairs = part->pairs.as<uint64_t>();
     for (size_t i = 0; i < part->distinct; ++i) {
-      if (line[i] == RowCache::kNone) continue;
+      if (!source[i].is_own()) continue;
       for (uint32_t k = start[i]; k < start[i + 1]; ++k)
-        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines, line[i] * pitch);
+        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines, source[i].index() * pitch);
     }
   }
   if (from.versions) FRUGAL_TRY(pool.get(n * pitch, copies));

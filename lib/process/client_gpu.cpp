@@ -175,7 +175,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
 
 // The lines that have rows of an access; null if there are none.
 const DeviceLines* Client::lines_for(const RemoteTrainer& t, const Access& a) {
-  if (!t.gpu || !a.part->lines) return nullptr;
+  if (!t.gpu || !a.part->sources) return nullptr;
   auto at = t.lines.find(own(*a.table).id);
   return at == t.lines.end() ? nullptr : at->second.lines.get();
 }

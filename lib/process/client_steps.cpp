@@ -359,7 +359,7 @@ Status Client::take_parts(RemoteTrainer& t, Channel& channel, uint64_t bytes, ui
     FRUGAL_TRY(see(p.rows, p.distinct, sizeof(uint32_t), &s.part->rows));
     FRUGAL_TRY(see(p.start, p.distinct + 1, sizeof(uint32_t), &s.part->start));
     FRUGAL_TRY(see(p.keys, p.n, sizeof(uint64_t), &s.part->keys));
-    FRUGAL_TRY(see(p.lines, p.distinct, sizeof(uint32_t), &s.part->lines));
+    FRUGAL_TRY(see(p.sources, p.distinct, sizeof(device::Source), &s.part->sources));
     Buffer lines;
     FRUGAL_TRY(see(p.line_values, 1, sizeof(float), &lines));
     s.line_values = lines.as<float>();
@@ -596,7 +596,7 @@ class Client::AttachedStep final : public StepView {
     out->cached = p.cached;
     out->stale_keys = p.stale_keys;
     out->device_lines = lines_for(t_, a);
-    if (p.part->lines) out->lines = p.line_values;
+    if (p.part->sources) out->lines = p.line_values;
     return FRUGAL_OK;
   }
   Status show_device(const Access& a, Flight& flight) override { return client_.show_device(a, flight); }

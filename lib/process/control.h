@@ -17,7 +17,7 @@
 namespace frugal {
 
 constexpr uint64_t kAnyJoin = UINT64_MAX;
-constexpr uint32_t kControlVersion = 9;  // of the protocol; both sides must have the same
+constexpr uint32_t kControlVersion = 10;  // of the protocol; both sides must have the same
 
 // What a server takes.
 struct ControlLimits {

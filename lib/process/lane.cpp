@@ -472,7 +472,7 @@ Status Lane::answer_parts(size_t from) {
     place.stale = r.stale;
     place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
                   (r.cached ? kPartCached : 0);
-    place.slots = place.pairs = place.rows = place.start = place.keys = place.lines = place.line_values = kNoPlace;
+    place.slots = place.pairs = place.rows = place.start = place.keys = place.sources = place.line_values = kNoPlace;
     // Where they are slots they are let go of when they are resolved, whenever that is.
     if (p.resolved() || !r.table->rows.keys_are_slots()) place.keys = engine_->place(p.keys.data());
     if (p.resolved()) {
@@ -483,7 +483,7 @@ Status Lane::answer_parts(size_t from) {
       place.rows = engine_->place(p.rows.data());
       place.start = engine_->place(p.start.data());
       if (r.in_lines) {
-        place.lines = engine_->place(p.lines.data());
+        place.sources = engine_->place(p.sources.data());
         place.line_values = engine_->place(r.line_values);
         place.cached = p.cached;
       }

@@ -76,7 +76,7 @@ struct PartPlace {
   uint64_t table;
   uint64_t n, distinct, occurrences;
   uint64_t slots, pairs, rows, start, keys;
-  uint64_t lines, line_values;  // of the trainer's cache
+  uint64_t sources, line_values;  // where the trainer's cache has its rows, if it has rows of the table
   uint64_t cached;       // keys of rows that are in it
   uint64_t stale;        // keys of rows that had updates pending
   uint64_t padding;

@@ -330,8 +330,8 @@ class Walk {
   // A part of the owner, who is told where its rows are when the boundary has been turned over.
   PartRef placed_part(const Slots& slots) {
     PartRef part = resolved_part(pool_, step_, kOwner, slots);
-    EXPECT_EQ(pool_.get((part->distinct + 1) * sizeof(uint32_t), &part->lines), FRUGAL_OK);
-    cache_.find(part->row_slots(), part->distinct, part->lines.as<uint32_t>());
+    EXPECT_EQ(pool_.get((part->distinct + 1) * sizeof(device::Source), &part->sources), FRUGAL_OK);
+    cache_.sources(part->row_slots(), part->distinct, part->sources.as<device::Source>());
     return part;
   }
 

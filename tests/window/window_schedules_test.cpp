@@ -251,9 +251,10 @@ class World {
     for (size_t k = 0; k < part.distinct; ++k) {
       const uint32_t slot = part.row_slots()[k];
       const Row& row = rows_[slot];
-      if (rank == 0 && kind_.caches && part.lines.as<uint32_t>()[k] != RowCache::kNone) {
-        s_.note("reads row %llu in line %llu", slot, part.lines.as<uint32_t>()[k]);
-        HOLDS(s_, std::memcmp(cache_.values(part.lines.as<uint32_t>()[k]), row.values[before(row, kFirst + i)].data(),
+      const auto* source = part.sources.as<device::Source>();
+      if (rank == 0 && kind_.caches && source[k].is_own()) {
+        s_.note("reads row %llu in line %llu", slot, source[k].index());
+        HOLDS(s_, std::memcmp(cache_.values(source[k].index()), row.values[before(row, kFirst + i)].data(),
                               kDim * sizeof(float)) == 0);
         s_.point();
         continue;
@@ -287,8 +288,8 @@ class World {
     uint64_t dirty = 0;
     window_.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
     if (!part) return;
-    HOLDS(s_, tables_.pool.get((part->distinct + 1) * sizeof(uint32_t), &part->lines) == FRUGAL_OK);
-    cache_.find(part->row_slots(), part->distinct, part->lines.as<uint32_t>());
+    HOLDS(s_, tables_.pool.get((part->distinct + 1) * sizeof(device::Source), &part->sources) == FRUGAL_OK);
+    cache_.sources(part->row_slots(), part->distinct, part->sources.as<device::Source>());
     plan_.parts.push_back(part);
   }
 

@@ -121,14 +121,15 @@ class KernelBatch {
     start.push_back(static_cast<uint32_t>(positions.size()));
     distinct_ = slots.size();
     std::vector<Item> host, hbm;
-    std::vector<uint32_t> source(distinct_), staged;
+    std::vector<Source> source(distinct_);
+    std::vector<uint32_t> staged;
     for (uint32_t i = 0; i < distinct_; ++i) {
       const uint32_t runs = (start[i + 1] - start[i] + kRun - 1) / kRun;
       if (is_line(slots[i])) {
-        source[i] = kHbm | slots[i];
+        source[i] = Source::line(slots[i]);
         ++lines_;
       } else if (runs > 1) {
-        source[i] = kHbm | kStaged | static_cast<uint32_t>(staged.size());
+        source[i] = Source::staged(static_cast<uint32_t>(staged.size()));
         staged.push_back(i);
       } else {
         host.push_back({i, 0});
@@ -198,7 +199,8 @@ class KernelBatch {
   std::vector<uint32_t> keys_;
   size_t distinct_ = 0, lines_ = 0;
   uint32_t host_items_ = 0, hbm_items_ = 0, staged_rows_ = 0;
-  OnDevice<uint32_t> slots_, start_, positions_, index_, source_, staged_;
+  OnDevice<uint32_t> slots_, start_, positions_, index_, staged_;
+  OnDevice<frugal::device::Source> source_;
   OnDevice<frugal::device::Item> items_;
   OnDevice<float> memory_;
 };

@@ -343,7 +343,7 @@ class Litmus {
     uint32_t* places = &lists_[d * 2 * kMostRows];
     for (uint32_t i = 0; i < n; ++i) {
       places[i] = 2 * ((start + i * step) % kTested);
-      places[kMostRows + i] = frugal::device::kHbm | places[i];
+      places[kMostRows + i] = frugal::device::Source::line(places[i]).word;
     }
     return n;
   }
@@ -374,7 +374,7 @@ class Litmus {
   // Rows one after the other to the chosen places of `out`.
   void Scatter(Lane& s, uint32_t d, uint32_t n, Ptr<float> from, bool device, Ptr<float> out) {
     if (device) {
-      for (uint32_t i = 0; i < n; ++i) lists_[d * 2 * kMostRows + kMostRows + i] = frugal::device::kHbm | i;
+      for (uint32_t i = 0; i < n; ++i) lists_[d * 2 * kMostRows + kMostRows + i] = frugal::device::Source::line(i).word;
     }
     GatherArgs a{};
     a.part.slots = a.part.start = identity_.seen();
@@ -386,7 +386,7 @@ class Litmus {
     a->part.distinct = n;
     (device ? a->lines : a->host) = {from, 4};
     (device ? a->hbm_items : a->host_items) = n;
-    if (device) a->source = source;
+    if (device) a->source = {source.address};
     a->dim = 4;
     a->out = out;
     a->out_stride = sizeof(Row);

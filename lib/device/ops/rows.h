@@ -5,6 +5,7 @@
 #include "device/kernels.h"
 #include "device/ops/lanes.h"
 #include "device/simt.h"
+#include "device/source.h"
 
 namespace frugal::device {
 
@@ -24,9 +25,6 @@ struct PartPtr {
   uint32_t distinct, zeros;
 };
 
-// Bits of a source: the row is in device memory, and there among the staged ones; the rest is its index.
-inline constexpr uint32_t kHbm = 0x80000000u, kStaged = 0x40000000u;
-inline constexpr uint32_t kMostHbmRows = kStaged;
 inline constexpr uint32_t kRun = 32;           // positions of an item; the run of fold32
 
 // A run of positions of a row: its row, and which run of the row.
@@ -39,8 +37,8 @@ FRUGAL_DEVICE Ptr<float> row_of(const RowsPtr& rows, uint32_t index) {
 }
 
 // The row in device memory that a source names.
-FRUGAL_DEVICE Ptr<float> hbm_row(const RowsPtr& lines, const RowsPtr& staged, uint32_t source) {
-  return row_of(source & kStaged ? staged : lines, source & ~(kHbm | kStaged));
+FRUGAL_DEVICE Ptr<float> hbm_row(const RowsPtr& lines, const RowsPtr& staged, Source source) {
+  return row_of(source.is_staged() ? staged : lines, source.index());
 }
 
 // The positions of an item: positions[begin] .. positions[end - 1].
@@ -63,7 +61,7 @@ FRUGAL_DEVICE Span span_of(const PartPtr& part, Item item) {
 struct GatherArgs {
   PartPtr part;
   RowsPtr host, lines, staged;
-  Ptr<uint32_t> source;  // of distinct rows; null: all are host rows
+  Ptr<Source> source;    // of distinct rows; null: all are host rows
   Ptr<Item> items;       // host rows' first; null: item i is row i, each with one run
   uint32_t host_items, hbm_items;
   uint32_t host_blocks;  // blocks of the first group; the others take HBM rows, and the zeros
@@ -94,10 +92,10 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
       if (a.items && reads[k]) item[k] = load(a.items + at);
       walk.next();
     }
-    uint32_t source[kInFlight];
+    uint32_t at[kInFlight];  // a source, or a slot
     Span span[kInFlight];
     for (uint32_t k = 0; k < kInFlight; ++k) {
-      source[k] = reads[k] ? load((kFromHbm ? a.source : a.part.slots) + item[k].row) : 0;
+      at[k] = reads[k] ? load((kFromHbm ? as<uint32_t>(a.source) : a.part.slots) + item[k].row) : 0;
       span[k].begin = reads[k] ? load(a.part.start + item[k].row) : 0;
       span[k].end = reads[k] ? load(a.part.start + (item[k].row + 1)) : 0;
     }
@@ -114,7 +112,7 @@ FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
       value[k] = {};
       if (reads[k]) {
         const Ptr<float> row =
-            kFromHbm ? hbm_row(a.lines, a.staged, source[k]) : row_of(a.host, source[k]);
+            kFromHbm ? hbm_row(a.lines, a.staged, Source{at[k]}) : row_of(a.host, at[k]);
         value[k] = load_vector<Float4>(row, vector[k]);
       }
       position[k] = 0;
@@ -215,13 +213,12 @@ FRUGAL_DEVICE void fill_lines_body(const FillArgs& a) {
 
 // --- Places of keys -----------------------------------------------------------------------------
 
-// A *place* tells for one key where its row is read: its source if it is in device memory, or the slot
-// of a host row (rows of slots from 2^31 on must be staged), or kPaddingSlot, or kMissingSlot.
+// Sources of keys, from those of distinct rows.
 struct PlaceArgs {
   PartPtr part;
-  Ptr<uint32_t> source;  // of distinct rows, as in GatherArgs; null: all are host rows
-  uint32_t all_staged;   // 1: host row i is staged, at i
-  Ptr<uint32_t> out;     // one a key
+  Ptr<Source> source;   // of distinct rows, as in GatherArgs; null: all are host rows
+  uint32_t all_staged;  // 1: host row i is staged, at i
+  Ptr<Source> out;      // one a key
 };
 
 // What pool_rows and weight_grads read: the source of each row, at all its positions. The zeros are
@@ -231,9 +228,9 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   Walk walk(Cut{kWarp, kWarp, 1}, block(), blocks());
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
-    uint32_t place = a.source ? load(a.source + row) : 0;
-    if (a.all_staged && (place & kStaged)) place = 0;  // a host row, staged among the frequent ones only
-    if (!(place & kHbm)) place = a.all_staged ? kHbm | kStaged | row : load(a.part.slots + row);
+    Source place = a.source ? load(a.source + row) : Source{};
+    if (a.all_staged && place.is_staged()) place = {};  // a host row, staged among the frequent ones only
+    if (!place.is_own()) place = a.all_staged ? Source::staged(row) : Source::place(load(a.part.slots + row));
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
       store(a.out + load(a.part.positions + p), place);
@@ -242,15 +239,15 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   const uint32_t first_zero = load(a.part.start + a.part.distinct);
   for (uint64_t z = uint64_t{block()} * threads() + thread(); z < a.part.zeros;
        z += uint64_t{blocks()} * threads()) {
-    store(a.out + load(a.part.positions + (first_zero + z)), kPaddingSlot);
+    store(a.out + load(a.part.positions + (first_zero + z)), Source{kPaddingSlot});
   }
 }
 
 // Vector `index` of the row at a place that is not padding.
 FRUGAL_DEVICE Float4 load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
-                                uint32_t place, uint32_t index) {
-  if (place == kMissingSlot) return {};
-  return load_vector<Float4>(place & kHbm ? hbm_row(lines, staged, place) : row_of(host, place), index);
+                                Source place, uint32_t index) {
+  if (place.is_missing()) return {};
+  return load_vector<Float4>(place.is_own() ? hbm_row(lines, staged, place) : row_of(host, place.word), index);
 }
 
 }  // namespace frugal::device
