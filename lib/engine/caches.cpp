@@ -205,8 +205,7 @@ Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vec
   evicted.clear();
   for (const PartRef& p : parts)
     for (size_t i = 0; i < p->distinct; ++i)
-      if (Window::owner(p->row_slots()[i], config_.world_size) == t.rank)
-        slots.push_back(p->row_slots()[i]);
+      if (table.window.placement().may_cache(t.rank, p->row_slots()[i])) slots.push_back(p->row_slots()[i]);
   if (parts.size() > 1) {  // one part's rows are ascending
     std::sort(slots.begin(), slots.end());
     slots.erase(std::unique(slots.begin(), slots.end()), slots.end());

@@ -49,7 +49,7 @@ class Tables {
     Window::Config c;
     c.rows = table.rows.capacity();
     c.staleness = config_.staleness;
-    c.world_size = config_.world_size;
+    c.placement = config_.world_size;
     c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
     std::lock_guard<std::mutex> lock(mu_);
     return table.window.open(c, ranks_.soonest());

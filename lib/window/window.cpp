@@ -91,12 +91,6 @@ void Window::set_base(uint64_t base) {
   queue_->set_base(base);
 }
 
-uint32_t Window::owner(uint32_t slot, uint32_t world_size) {
-  uint64_t x = (slot + 1) * 0x9e3779b97f4a7c15ull;
-  x ^= x >> 32;
-  return static_cast<uint32_t>(((x & 0xffffffffu) * world_size) >> 32);
-}
-
 // --- Words ---------------------------------------------------------------------------------------
 
 // The word with its stamp at `base`.
@@ -251,7 +245,7 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     for (size_t i = at; i < stop; ++i) {
       if (i + kAhead < stop) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
       Word w = aged(words_[slots[i]], base);
-      bool apart = owned && owner(slots[i], config_.world_size) == part.rank;
+      bool apart = owned && config_.placement.may_cache(part.rank, slots[i]);
       Word linked = w | (apart ? bit << kOwnerAt : bit << kPast);
       words_[slots[i]] = linked;
       if (words_only_) {
@@ -310,7 +304,7 @@ void Window::unlink(const PartRef& part) {
     for (size_t i = 0; i < p.distinct; ++i) {
       uint32_t slot = p.row_slots()[i];
       Word& w = words_[slot];
-      bool apart = p.owner_apart && owner(slot, config_.world_size) == p.rank;
+      bool apart = p.owner_apart && config_.placement.may_cache(p.rank, slot);
       Word mask = apart ? bit << kOwnerAt : bit << kPast;
       w = on ? aged(w, base_) | mask : aged(w, base_) & ~mask;
     }

@@ -40,6 +40,7 @@
 
 #include "base/sync.h"
 #include "flush/queue.h"
+#include "window/placement.h"
 #include "window/step_update.h"
 
 namespace frugal {
@@ -81,12 +82,13 @@ class Window : public HeapObject {
   struct Config {
     uint64_t rows = 0;
     uint64_t staleness = 0;
-    uint32_t world_size = 1;
+    Placement placement;
     bool tree_heap = false;
   };
   Window() = default;
   ~Window();
   Status open(const Config& config, uint64_t base);
+  const Placement& placement() const { return config_.placement; }
   bool opened() const { return opened_.load(std::memory_order_acquire); }
 
   // The first step that is not committed.
@@ -143,7 +145,6 @@ class Window : public HeapObject {
   // Those of `slots` that have updates pending, in their order (null: their number alone).
   size_t collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
   WindowStats stats();
-  static uint32_t owner(uint32_t slot, uint32_t world_size);
 
  private:
   // A row in the flat index, from the lowest bit (bit fields are slower here than shifts):

@@ -30,7 +30,7 @@ struct DeclarationsTest : testing::Test {
     c.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, 1000, 4, number, FRUGAL_SGD, 0);
     EXPECT_OK(t->rows.open(c, &budget));
     EXPECT_OK(t->window.open(
-        {.rows = 1000, .staleness = 0, .world_size = kRanks, .tree_heap = false}, 0));
+        {.rows = 1000, .staleness = 0, .placement = kRanks, .tree_heap = false}, 0));
     return t;
   }
   void SetUp() override {

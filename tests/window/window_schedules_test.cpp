@@ -67,7 +67,7 @@ class World {
       if (cache_.open(host_, 1 + r_.below(3), &tables_.pool) != FRUGAL_OK) throw std::bad_alloc();
     }
     for (size_t i = 0; i < steps_.size(); ++i) draw(i);
-    if (window_.open({.rows = rows_.size(), .staleness = tau_, .world_size = ranks_, .tree_heap = kind.tree_heap}, kFirst) !=
+    if (window_.open({.rows = rows_.size(), .staleness = tau_, .placement = ranks_, .tree_heap = kind.tree_heap}, kFirst) !=
         FRUGAL_OK)
       throw std::bad_alloc();
   }
@@ -274,7 +274,7 @@ class World {
     if (!more) plan_ = {};
     Vector<uint32_t> slots, evicted;
     for (size_t k = 0; part && k < part->distinct; ++k)
-      if (Window::owner(part->row_slots()[k], ranks_) == 0) slots.push_back(part->row_slots()[k]);
+      if (window_.placement().may_cache(0, part->row_slots()[k])) slots.push_back(part->row_slots()[k]);
     Vector<uint64_t> next(slots.size());
     window_.next_owner_reads(slots.data(), slots.size(), kFirst + i, next.data(), urgency);
     for (uint64_t read : next) HOLDS(s_, read > kFirst + i);

@@ -12,6 +12,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <thread>
 #include <vector>
@@ -30,7 +31,7 @@ struct WindowTest : testing::Test {
     ASSERT_OK(window.open(config, base));
   }
   void open(uint64_t staleness = 0, bool tree_heap = false) {
-    open({.rows = 10000, .staleness = staleness, .world_size = 2, .tree_heap = tree_heap});
+    open({.rows = 10000, .staleness = staleness, .placement = 2, .tree_heap = tree_heap});
   }
   PartRef link(uint64_t step, const Slots& slots, uint32_t rank = 0, bool owned = false) {
     PartRef part = resolved_part(pool, step, rank, slots);
@@ -451,12 +452,26 @@ TEST_F(WindowTest, Staleness) {
   EXPECT_TRUE(all.pending_until(UINT64_MAX));
 }
 
+// A row has one rank that may cache it, and ranks have as many rows each as chance gives them.
+TEST(Placement, OneRankHasARow) {
+  for (const uint32_t ranks : {1u, 2u, 3u, 8u, 4096u}) {
+    const Placement placement(ranks);
+    std::vector<uint32_t> rows(ranks, 0);
+    const uint32_t n = ranks == 4096 ? 2000 : 20000;
+    for (uint32_t slot = 0; slot < n; ++slot)
+      for (uint32_t rank = 0; rank < ranks; ++rank) rows[rank] += placement.may_cache(rank, slot);
+    EXPECT_EQ(std::accumulate(rows.begin(), rows.end(), 0u), n);
+    if (ranks > 8) continue;
+    for (const uint32_t of : rows) EXPECT_NEAR(of, n / ranks, n / ranks / 10) << ranks << " ranks";
+  }
+}
+
 // Reads of a rank that has the row cached do not count; those of others do.
 TEST_F(WindowTest, CachedRows) {
   open();
   Slots mine, theirs;  // rows of rank 0 and of rank 1
   for (uint32_t s = 0; mine.size() < 3 || theirs.empty(); ++s)
-    (Window::owner(s, 2) == 0 ? mine : theirs).push_back(s);
+    (window.placement().may_cache(0, s) ? mine : theirs).push_back(s);
   const PartRef a = link(100, {mine[0], mine[1], mine[2], theirs[0]}, 0, true);
   link(101, {mine[0], theirs[0]}, 0, true);
   link(103, {mine[0], mine[1]}, 1, true);
@@ -688,7 +703,8 @@ class Walk {
   explicit Walk(uint64_t seed) : random_(seed) {
     const uint64_t choices[] = {0, 0, 0, 0, 1, 3, kNever};
     config_.staleness = choices[random_.below(7)];
-    config_.world_size = 1 + static_cast<uint32_t>(random_.below(4));
+    ranks_ = 1 + static_cast<uint32_t>(random_.below(4));
+    config_.placement = ranks_;
     config_.tree_heap = random_.one_in(4);
     // Most walks meet the same few rows again and again. Some have updates of several pages, and
     // few steps.
@@ -697,7 +713,7 @@ class Walk {
     most_ = large_ ? 2500 : 1 + random_.below(20);
     lazy_ = random_.one_in(3);  // little is written in the background: updates become old
     if (random_.one_in(3))
-      for (uint32_t r = 0; r < config_.world_size; ++r) has_cache_[r] = random_.one_in(2);
+      for (uint32_t r = 0; r < ranks_; ++r) has_cache_[r] = random_.one_in(2);
     base_ = random_.below(1000);
     EXPECT_EQ(window_.open(config_, base_), FRUGAL_OK);
   }
@@ -791,7 +807,7 @@ class Walk {
 
   void declare() {
     if (links_.size() > (large_ ? 5 : 14)) return;
-    const uint32_t rank = static_cast<uint32_t>(random_.below(config_.world_size));
+    const uint32_t rank = static_cast<uint32_t>(random_.below(ranks_));
     const uint64_t step = base_ + random_.below(random_.one_in(8) ? Window::kHorizon + 3 : 8);
     Link link{resolved_part(pool_, step, rank, some_slots()), has_cache_[rank]};
     if (step >= base_ + Window::kHorizon) {
@@ -860,7 +876,7 @@ class Walk {
       }
       for (auto& [rank, part] : declared) parts.push_back(part);
     } else {
-      for (uint32_t r = 0; r < config_.world_size; ++r)
+      for (uint32_t r = 0; r < ranks_; ++r)
         if (parts.empty() || random_.one_in(2))
           parts.push_back(resolved_part(pool_, base_, r, some_slots()));
     }
@@ -998,8 +1014,7 @@ class Walk {
   void cache() {
     Slots slots;
     for (uint32_t s : some_slots()) {
-      if (has_cache_[Window::owner(s, config_.world_size)] &&
-          std::find(slots.begin(), slots.end(), s) == slots.end())
+      if (has_cache_[owner(s)] && std::find(slots.begin(), slots.end(), s) == slots.end())
         slots.push_back(s);
     }
     if (slots.empty()) return;
@@ -1041,8 +1056,13 @@ class Walk {
 
   // --- What it should know ---
 
+  uint32_t owner(uint32_t slot) const {
+    uint32_t rank = 0;
+    while (!config_.placement.may_cache(rank, slot)) ++rank;
+    return rank;
+  }
   bool apart(const Link& link, uint32_t slot) const {
-    return link.owned && Window::owner(slot, config_.world_size) == link.part->rank;
+    return link.owned && owner(slot) == link.part->rank;
   }
 
   // By when an update of `step` to the row has to be written: between these. A step that was taken
@@ -1113,6 +1133,7 @@ class Walk {
   BufferPool pool_;
   Window window_;
   Window::Config config_;
+  uint32_t ranks_ = 1;
   bool large_, lazy_, words_only_ = false;
   size_t most_;
   bool has_cache_[4] = {};
@@ -1146,7 +1167,7 @@ TEST(WindowWalks, AsTheModelSays) {
 class Threads {
  public:
   Threads(uint64_t seed, bool tree_heap, bool owned) : seed_(seed), owned_(owned) {
-    EXPECT_EQ(window_.open({.rows = kRows, .world_size = kRanks, .tree_heap = tree_heap}, 0),
+    EXPECT_EQ(window_.open({.rows = kRows, .placement = kRanks, .tree_heap = tree_heap}, 0),
               FRUGAL_OK);
     for (uint64_t s = 0; s < kSteps; ++s)
       for (uint32_t r = 0; r < kRanks; ++r) {
