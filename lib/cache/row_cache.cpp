@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
 namespace frugal {
 
@@ -16,14 +15,8 @@ uint64_t RowCache::bytes_for(const RowLayout& l, uint64_t lines) {
          places_for(lines) * sizeof(Place);
 }
 
-Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
+void RowCache::open(uint64_t lines) {
   lines_ = lines;
-  const RowLayout& layout = rows.layout();
-  if (pool) {
-    FRUGAL_TRY(pool->get(lines * layout.value_pitch, &values_));
-    FRUGAL_TRY(pool->get(lines * layout.state_pitch, &state_));
-  }
-  ref_ = layout.at(values_.data(), state_.data());
   line_.resize(lines, Line{kNone, 0, UINT64_MAX});
   free_.reserve(lines);
   pinned_.reserve(lines);
@@ -31,7 +24,6 @@ Status RowCache::open(const Rows& rows, uint64_t lines, BufferPool* pool) {
   uint64_t places = places_for(lines);
   index_.resize(places, Place{0, kNone});
   shift_ = 64 - std::countr_zero(places);
-  return FRUGAL_OK;
 }
 
 uint32_t RowCache::find(uint32_t slot) const {
@@ -169,15 +161,6 @@ size_t RowCache::drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcep
   return 0;
 }
 
-void RowCache::fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines) {
-  FRUGAL_ASSERT(slots.size() == lines.size());
-  for (size_t i = 0; i < slots.size(); ++i) {
-    FRUGAL_ASSERT(find(slots[i]) == lines[i]);
-    std::memcpy(values(lines[i]), host.values(slots[i]), ref_.value_pitch);
-    if (ref_.state_pitch) std::memcpy(ref_.state_row(lines[i]), host.state(slots[i]), ref_.state_pitch);
-  }
-}
-
 void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out) {
   hits_.clear();
   for (uint32_t r = 0; r < ranks.size() && size_; ++r) {
@@ -218,20 +201,6 @@ void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate*
     if (urgent) out->urgent = out->lines.size();
   }
   out->start.push_back(static_cast<uint32_t>(out->terms.size()));
-}
-
-void RowCache::apply(const LineUpdate& touched, const StepUpdate& update, TermList* t) {
-  t->clear();
-  for (size_t i = 0; i < touched.lines.size(); ++i) {
-    t->begin_row(touched.lines[i]);
-    for (uint32_t k = touched.start[i]; k < touched.start[i + 1]; ++k) {
-      const Handover& h = update.ranks[touched.terms[k].rank];
-      t->add(h.sums.as<float>() + touched.terms[k].row * h.stride);
-    }
-  }
-  t->close();
-  device::kernels().apply_terms(ref_, update.scalars, t->slots.data(), t->slots.size(),
-                                t->terms.data(), t->start.data(), nullptr);
 }
 
 }  // namespace frugal

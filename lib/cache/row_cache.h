@@ -1,7 +1,8 @@
-// The private cache of one trainer for one table (contract: cached rows; FRUGAL section 3.2).
+// The private cache of one trainer for one table (contract: cached rows; FRUGAL section 3.2): which
+// rows it has, in which lines (cache/lines.h), and who comes and who goes.
 //
-// Holds copies of rows, values and optimizer state, of which this trainer is the owner; only the
-// owner may cache a row. A step's update is applied twice, to the host row by the flush threads and
+// It has copies of rows, values and optimizer state, that its trainer may cache
+// (window/placement.h). A step's update is applied twice, to the host row by the flush threads and
 // to the cached row by the owner at its next step boundary, before anyone reads it: bit equality
 // makes the two the same, a trainer's death loses nothing, and eviction writes nothing back. What
 // the cache saves is the wait: the owner's own reads no longer make an update of the row urgent.
@@ -13,7 +14,7 @@
 //
 // A boundary is worked out before it is carried out: turn_over() changes the index, find() and
 // touched() tell what that means for the lookups and the update of the steps around it (a
-// CachePlan), and apply() and fill() move bytes. So all but the last can be done ahead.
+// CachePlan), by which Lines move bytes. So all but the last can be done ahead.
 //
 // Threads: one at a time; who that is the engine knows.
 #pragma once
@@ -79,11 +80,11 @@ class RowCache : public HeapObject {
 
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
-  // Lines in memory of `pool`, or (null) elsewhere: then who calls fills and updates them.
-  Status open(const Rows& rows, uint64_t lines, BufferPool* pool);
+  void open(uint64_t lines);
   uint64_t lines() const { return lines_; }
   uint64_t size() const { return size_; }
-  // At most, beside the rounding of the two arrays; bytes_for counts exactly.
+  // With lines in host memory. At most, beside the rounding of the two arrays; bytes_for counts
+  // exactly.
   static uint64_t line_bytes(const RowLayout& layout) {
     return layout.bytes() + sizeof(Line) + sizeof(Pinned) +
            (1 + kListed) * sizeof(uint32_t) + 4 * sizeof(Place);
@@ -94,7 +95,6 @@ class RowCache : public HeapObject {
   void find(const uint32_t* slots, size_t n, uint32_t* lines) const;
   // Where the owner reads rows: the line, or the host row.
   void sources(const uint32_t* slots, size_t n, device::Source* out) const;
-  float* values(uint32_t line) const { return ref_.row(line); }
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
   // owns, ascending; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells
@@ -111,10 +111,6 @@ class RowCache : public HeapObject {
   // the parts, one a rank, all rows are updated. The owner's own part tells its lines (Part::sources) where
   // the boundary before this one was that of its step.
   void touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out);
-  // Applies it.
-  void apply(const LineUpdate& touched, const StepUpdate& update, TermList* scratch);
-  // Copies of host rows, which are up to date, into lines.
-  void fill(const Rows& host, const Vector<uint32_t>& slots, const Vector<uint32_t>& lines);
 
   void drop(uint32_t slot) noexcept;
   // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if it were new.
@@ -165,8 +161,6 @@ class RowCache : public HeapObject {
   static uint64_t places_for(uint64_t lines);
 
   uint64_t lines_ = 0, size_ = 0;
-  device::RowsRef ref_{};
-  Buffer values_, state_;
   Vector<Line> line_;
   Vector<Pinned> pinned_;
   Vector<uint32_t> free_, found_;

@@ -115,14 +115,14 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
 TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
   if (!a.whole || !a.part->sources || !t.has_cache.load()) return nullptr;
   TrainerTable* of = cache_in(t, own(*a.table));
-  return of && of->cache() ? of : nullptr;
+  return of && of->lines ? of : nullptr;
 }
 
 // Rows that the gate has not seen to.
 Status Engine::fresh_access(Trainer& t, const Access& a) {
   if (a.whole) {
     TrainerTable* of = t.has_cache.load() ? cache_in(t, own(*a.table)) : nullptr;
-    if (!of || !of->cache() || a.part->sources || a.part->distinct == 0) return FRUGAL_OK;
+    if (!of || !of->lines || a.part->sources || a.part->distinct == 0) return FRUGAL_OK;
   }
   return fresh(&t, own(*a.table), a.part->slots.as<uint32_t>(), a.part->n, t.step,
                deadline(FRUGAL_TIMEOUT_DEFAULT));
@@ -191,10 +191,7 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
   *out = engine_.host_rows(table);
   if (!t_.has_cache.load() && !stale()) return FRUGAL_OK;
   out->cached = cache_in(t_, table) != nullptr;
-  if (const TrainerTable* of = engine_.lines_for(t_, a)) {
-    out->device_lines = of->lines.get();
-    if (!of->lines) out->lines = of->cache()->values(0);
-  }
+  if (const TrainerTable* of = engine_.lines_for(t_, a)) out->lines = of->lines->at();
   out->stale_keys = engine_.stale_keys(table, a.part->slots.as<uint32_t>(), a.part->n);
   return FRUGAL_OK;
 }

@@ -38,31 +38,28 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   if (t.gpu || t.lines_elsewhere) lines = std::min<uint64_t>(lines, device::Source::kMost);
   // No memory for a cache: the trainer works without one.
   try {
-    open_cache(t, *table, lines, &made);
+    open_cache(t, lines, &made);
   } catch (const std::bad_alloc&) {
     made = {};
     made.table = table;
   }
   TrainerTable& of = t.caches[table.get()] = std::move(made);
-  if (of.cache()) of.bytes = lines * per_line;
+  if (of.lines) of.bytes = lines * per_line;
   cache_bytes(t).fetch_add(of.bytes);
   return of;
 }
 
-void Engine::open_cache(Trainer& t, const Table& table, uint64_t lines, TrainerTable* made) {
-  if (lines && t.gpu) {
-    if (t.gpu->open_lines(table.rows.ref(), lines, &made->lines) != FRUGAL_OK ||
-        made->lines->index.open(table.rows, lines, nullptr) != FRUGAL_OK) {
-      made->lines.reset();
-      log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
-                  t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table.name.c_str()).c_str());
-    }
-  } else if (lines && t.lines_elsewhere) {
-    made->elsewhere = std::make_unique<RowCache>();
-    if (made->elsewhere->open(table.rows, lines, nullptr) != FRUGAL_OK) made->elsewhere.reset();
-  } else if (lines) {
-    made->host = std::make_unique<RowCache>();
-    if (made->host->open(table.rows, lines, &memory_.pool) != FRUGAL_OK) made->host.reset();
+void Engine::open_cache(Trainer& t, uint64_t lines, TrainerTable* made) {
+  if (lines == 0) return;
+  const TableRef& table = made->table;
+  made->index.open(lines);
+  if (t.lines_elsewhere) {
+    made->lines = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger_, &t.boundary);
+  } else if (!t.gpu) {
+    (void)HostLines::open(table->rows, lines, memory_.pool, &made->lines);
+  } else if (DeviceLines::open(*t.gpu, table->rows.ref(), lines, &made->lines) != FRUGAL_OK) {
+    log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
+                t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table->name.c_str()).c_str());
   }
 }
 
@@ -146,16 +143,13 @@ bool Engine::plan_one() {
     workers_.help(false);  // whoever looks rows up meanwhile is helped
     const auto before = pushed.find(raw);
     if (before != pushed.end()) {
-      of.cache()->touched(before->second, t->rank, &of.plan.update);
+      of.index.touched(before->second, t->rank, &of.plan.update);
       of.plan.pushed = before->second;
     }
-    // Ahead of the boundary.
-    if (!of.lines || t->gpu->sticky()) return;
-    for (const PartRef& p : of.plan.parts) (void)t->gpu->place(*p);
-    (void)t->gpu->send_plan(of.plan, of.lines.get());
+    of.lines->send(of.plan);
   };
   for (auto& [raw, of] : t->caches) {
-    if (!of.cache() || t->closing.load()) continue;
+    if (!of.lines || t->closing.load()) continue;
     try {
       plan(raw, of);
     } catch (const std::bad_alloc&) {
@@ -193,13 +187,13 @@ void Engine::begin_planning(Trainer& t, uint64_t step) {
 // besides others, if it has been planned already.
 Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
                           Window::Urgency urgency) {
-  RowCache& cache = *of.cache();
+  RowCache& cache = of.index;
   Table& table = *of.table;
   FRUGAL_TRY(tables_.open_window(table));
   const bool more = of.planned == step;
   flag_lines(of, urgency);
   if (!more) of.plan.clear();
-  if (of.lines) of.lines->plan.reset();
+  of.lines->forget_plan();
   Vector<uint32_t>&slots = of.slots, &evicted = of.evicted, waiting, young;
   slots.clear();
   evicted.clear();
@@ -255,7 +249,7 @@ Status Engine::place_part(Trainer& t, TrainerTable& of, Part& part) {
   Buffer sources;
   FRUGAL_TRY(memory_.pool.get(part.distinct * sizeof(device::Source), &sources));
   const uint32_t *start = part.row_start(), *row = part.row_slots();
-  const uint32_t *turned = of.cache()->turned().data(), *slot = of.slots.data(), *end = slot + of.slots.size();
+  const uint32_t *turned = of.index.turned().data(), *slot = of.slots.data(), *end = slot + of.slots.size();
   auto* source = sources.as<device::Source>();
   for (size_t i = 0; i < part.distinct; ++i) {
     for (; slot != end && *slot < row[i]; ++slot) ++turned;  // both ascend
@@ -276,7 +270,7 @@ void Engine::flag_lines(TrainerTable& of, Window::Urgency urgency) {
 // The boundary will not be as planned. Rows that were to come in stay out; those that were to go have gone.
 void Engine::cancel_plan(TrainerTable& of) {
   if (of.planned == kNoStep) return;
-  for (uint32_t slot : of.plan.admitted) of.cache()->drop(slot);
+  for (uint32_t slot : of.plan.admitted) of.index.drop(slot);
   of.forget_plan();
 }
 
@@ -306,100 +300,65 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
   t.boundary = {};
   if (t.lines_elsewhere) t.boundary.number = ++t.boundaries;
-  struct Turn {
-    TrainerTable* of;
-    Vector<UpdateRef> updates;
-    Vector<std::shared_ptr<LinesOnDevice>> later;  // lines that the step does not read
-  };
-  Vector<Turn> turns;
+  Vector<TrainerTable*> turned;
   for (const TableRef& table : tables) {
-    auto declared = parts.find(table.get());
-    const bool named = declared != parts.end() && !declared->second.empty();
-    TrainerTable* of = named ? &cache_of(t, table) : cache_in(t, *table);
-    if (!of || !of->cache()) continue;
-    Turn turn{of, {}, {}};
+    const Vector<PartRef>& declared = parts[table.get()];
+    TrainerTable* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
+    if (!of || !of->lines) continue;
+    turned.push_back(of);
+    Vector<UpdateRef> updates;
     for (const Trainer::Late& late : backlog)
-      if (late.table == table) turn.updates.push_back(late.update);
-    turns.push_back(std::move(turn));
-  }
-  TermList scratch;
-  for (Turn& turn : turns) {
-    TrainerTable& of = *turn.of;
-    const Vector<PartRef>& declared = parts[of.table.get()];
+      if (late.table == table) updates.push_back(late.update);
     counters_.cache_turns.fetch_add(1, std::memory_order_relaxed);
-    bool all_now = turn.updates.size() > 1;
-    if (of.planned != step) {
-      FRUGAL_TRY(plan_table(t, of, step, declared, Window::Urgency::kUrgent));
-    } else if (const Vector<PartRef> late = not_planned(of, declared); !late.empty()) {
+    bool all_now = updates.size() > 1;
+    if (of->planned != step) {
+      FRUGAL_TRY(plan_table(t, *of, step, declared, Window::Urgency::kUrgent));
+    } else if (const Vector<PartRef> late = not_planned(*of, declared); !late.empty()) {
       // These may read lines that the plan has for later; lines that they take from it are filled anew.
-      FRUGAL_TRY(plan_table(t, of, step, late, Window::Urgency::kUrgent));
+      FRUGAL_TRY(plan_table(t, *of, step, late, Window::Urgency::kUrgent));
       all_now = true;
     } else {
       counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
     }
-    if (of.lines) FRUGAL_TRY(t.gpu->send_plan(of.plan, of.lines.get()));
-    RemoteBoundary::OfTable* there = nullptr;
-    if (of.elsewhere) {
-      there = &t.boundary.tables.emplace_back();
-      FRUGAL_TRY(describe_boundary(of, there));
-    }
-    for (const UpdateRef& update : turn.updates) {
-      LineUpdate other;
-      const Vector<Handover>& ranks = update->ranks;
-      bool expected = of.plan.pushed.size() == ranks.size();
-      for (size_t r = 0; expected && r < ranks.size(); ++r) expected = ranks[r].part == of.plan.pushed[r];
-      if (!expected) {
-        Vector<PartRef> pushed;
-        for (const Handover& h : ranks) pushed.push_back(h.part);
-        of.cache()->touched(pushed, t.rank, &other);
-      }
-      const LineUpdate& touched = expected ? of.plan.update : other;
-      if (of.host) {
-        of.host->apply(touched, *update, &scratch);
-        continue;
-      }
-      const size_t now = all_now ? touched.lines.size() : touched.urgent;
-      if (there) {
-        FRUGAL_TRY(describe_update(update, touched, now, there));
-        continue;
-      }
-      std::shared_ptr<LinesOnDevice> lists;
-      if (expected)
-        lists = of.lines->plan->update;
-      else
-        FRUGAL_TRY(t.gpu->send_lines(other, &lists));
-      FRUGAL_TRY(t.gpu->apply_lines(*flight, *of.lines, update, lists, 0, now));
-      if (!all_now) turn.later.push_back(std::move(lists));
-    }
-    if (of.host) {
-      of.host->fill(of.table->rows, of.plan.admitted, of.plan.to);
-    } else if (of.lines) {
-      FRUGAL_TRY(t.gpu->fill_lines(*flight, *of.lines, of.table->rows.ref()));
-    }
-    counters_.cache_admitted.fetch_add(of.plan.admitted.size(), std::memory_order_relaxed);
-    of.unflagged.insert(of.unflagged.end(), of.plan.admitted.begin(), of.plan.admitted.end());
+    Vector<DueUpdate> due;
+    for (const UpdateRef& update : updates) due.push_back(due_update(*of, t.rank, update, all_now));
+    FRUGAL_TRY(of->lines->turn(of->plan, due));
+    counters_.cache_admitted.fetch_add(of->plan.admitted.size(), std::memory_order_relaxed);
+    of->unflagged.insert(of->unflagged.end(), of->plan.admitted.begin(), of->plan.admitted.end());
     // Where nobody plans ahead, nobody else would do it while the step is computed.
-    if (stale() || !config_.flush_threads) flag_lines(of, Window::Urgency::kUrgent);
+    if (stale() || !config_.flush_threads) flag_lines(*of, Window::Urgency::kUrgent);
   }
   if (t.gpu) FRUGAL_TRY(t.gpu->end_boundary(*flight));
-  for (Turn& turn : turns) {
-    // What the step does not read is brought up to date while it is computed.
-    for (size_t i = 0; i < turn.later.size(); ++i)
-      FRUGAL_TRY(t.gpu->apply_lines(*flight, *turn.of->lines, turn.updates[i], turn.later[i],
-                                    turn.later[i]->urgent, turn.later[i]->count));
-    turn.of->forget_plan();
+  for (TrainerTable* of : turned) {
+    FRUGAL_TRY(of->lines->finish());
+    of->forget_plan();
   }
   return t.gpu ? flight->mark() : FRUGAL_OK;
+}
+
+// What a committed update does to the lines of a cache: as planned, if what was pushed is what was declared.
+DueUpdate Engine::due_update(TrainerTable& of, uint32_t owner, const UpdateRef& update, bool all_now) {
+  DueUpdate due{update, of.plan.pushed.size() == update->ranks.size(), {}, 0};
+  for (size_t r = 0; due.planned && r < update->ranks.size(); ++r)
+    due.planned = update->ranks[r].part == of.plan.pushed[r];
+  if (!due.planned) {
+    Vector<PartRef> pushed;
+    for (const Handover& h : update->ranks) pushed.push_back(h.part);
+    of.index.touched(pushed, owner, &due.other);
+  }
+  const LineUpdate& touched = due.touched(of.plan);
+  due.now = all_now ? touched.lines.size() : touched.urgent;
+  return due;
 }
 
 // After a boundary that has not been carried out whole, no line is what the index says. Host rows are, or
 // will be: updates go there in any case.
 void Engine::forget_lines(TrainerTable& of) noexcept {
-  if (!of.cache()) return;
+  if (!of.lines) return;
   of.unflagged.clear();
   of.forget_plan();
   uint32_t line = 0, slots[512];
-  while (const size_t n = of.cache()->drop_some(&line, slots, 512))
+  while (const size_t n = of.index.drop_some(&line, slots, 512))
     if (of.table->window.opened())
       of.table->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
 }
@@ -425,7 +384,7 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
   for (const TrainerRef& t : trainers) {
     TrainerTable* of = t ? cache_in(*t, table) : nullptr;
-    if (!of || !of->cache()) continue;
+    if (!of || !of->lines) continue;
     flag_lines(*of, Window::Urgency::kUrgent);
     cancel_plan(*of);
     {
@@ -433,8 +392,8 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
       t->planned = kNoStep;
     }
     for (size_t i = 0; i < n; ++i)
-      if (slots[i] < kMissingSlot && of->cache()->find(slots[i]) != RowCache::kNone) {
-        of->cache()->drop(slots[i]);
+      if (slots[i] < kMissingSlot && of->index.find(slots[i]) != RowCache::kNone) {
+        of->index.drop(slots[i]);
         dropped.push_back(slots[i]);
       }
   }

@@ -244,7 +244,8 @@ class Engine final : public Session, private DataPath {
   // --- caches.cpp: boundaries of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
   TrainerTable& cache_of(Trainer& t, const TableRef& table);
-  void open_cache(Trainer& t, const Table& table, uint64_t lines, TrainerTable* made);
+  void open_cache(Trainer& t, uint64_t lines, TrainerTable* made);
+  static DueUpdate due_update(TrainerTable& of, uint32_t owner, const UpdateRef& update, bool all_now);
   static TrainerTable* cache_in(Trainer& t, const Table& table);
   bool plan_one();
   bool to_plan(const Trainer& t) const;
@@ -272,9 +273,6 @@ class Engine final : public Session, private DataPath {
   void end_holding(Table& table);
   Status enter(Trainer& t, bool tells = true);  // tells: what has undone the step
   bool describe_lines(Trainer& t, RemotePart* part);
-  Status describe_boundary(const TrainerTable& of, RemoteBoundary::OfTable* out);
-  Status describe_update(const UpdateRef& update, const LineUpdate& touched, size_t now, RemoteBoundary::OfTable* out);
-  Status to_arena(const void* data, size_t bytes, Buffer* out);
   Status give_up_lines(Trainer& t);
   // For the other ranks to end steps: with who does not answer.
   template <class Ready, class Help>

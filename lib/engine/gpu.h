@@ -14,7 +14,7 @@
 #include "base/buffer.h"
 #include "base/heap.h"
 #include "base/status.h"
-#include "cache/row_cache.h"
+#include "cache/lines.h"
 #include "device/ops/kernels.h"
 #include "device/ops/shapes.h"
 #include "device/runtime.h"
@@ -50,7 +50,7 @@ struct SourcesOnDevice : OnDevice {
 struct LinesOnDevice : OnDevice {
   device::Ptr<uint32_t> lines, start;
   device::Ptr<device::Term> terms;
-  size_t count = 0, urgent = 0;
+  size_t count = 0;
 };
 
 // A cache's boundary (CachePlan), on the device.
@@ -154,15 +154,6 @@ struct GpuOp {
   device::Ptr<float> device_weights, device_weight_grads;
 };
 
-// A table's cache in device memory: the index and the policy are here, the lines there.
-struct DeviceLines : HeapObject {
-  RowCache index;
-  DeviceBuffer value_memory, state_memory;
-  size_t stride = 0, state_stride = 0, state_second = 0;  // elements
-  std::shared_ptr<PlanOnDevice> plan;  // of the next boundary, once it is there
-  device::RowsPtr values() const { return {value_memory.as<float>(), stride}; }
-};
-
 class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
  public:
   // `pinned` outlives it.
@@ -233,8 +224,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
 
-  // Rows of a part, pooled or not, to the op's rows_out. `lines` (may be null) hold some of them.
-  Status gather(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
+  // Rows of a part, pooled or not, to the op's rows_out. `lines` hold some of them, if there are any.
+  Status gather(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
                 const GpuOp& op);
   // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
@@ -262,29 +253,21 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Where an op's keys are on the device, and those of the part, which the device finds out, they need not come
   // to the host: then it has none any more. Waits for the answer.
   Status match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* op);
-  Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
+  Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
                       const GpuOp& op, const device::GradPtr& source);
 
   // The same with a row for each key in pinned memory.
   Status weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n, uint32_t dim,
                          const GpuOp& op, const device::GradPtr& source);
 
-  // The cache's boundary, in a stream of its own: updates of lines, new lines, the end.
-  // `layout`'s pointers are not looked at; the index is for who calls to open.
-  Status open_lines(const device::RowsView& layout, uint64_t count, std::unique_ptr<DeviceLines>* out);
-  // A boundary's lists to the device; lines->plan keeps them (not made if they are there).
-  Status send_plan(const CachePlan& plan, DeviceLines* lines);
-  Status send_lines(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
-  // Lines [from, to) of the lists get the update.
-  Status apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
-                     const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to);
-  Status fill_lines(Flight& f, DeviceLines& lines, const device::RowsView& rows);
+  // Lookups of the step come after what caches' boundaries have launched so far (DeviceLines).
   Status end_boundary(Flight& f);
 
   Status create_event(device::Event* out);
   void give_back(device::Event e);
 
  private:
+  friend class DeviceLines;
   device::Result take_event(device::Event* out);  // one that was given back, or a new one
   Status take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied);
   Status same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys, bool* same);
@@ -304,13 +287,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   template <class T>
   Status keep(Flight& f, const T* from, size_t n, device::Ptr<T>* out);
   Status sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                 const DeviceLines* lines, Placed* out);
+                 const device::RowsPtr& lines, Placed* out);
   Status cached_places(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
   Status stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows, device::Ptr<uint32_t> which,
                device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
-  Status places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d, const DeviceLines* lines,
-                Placed* out);
+  Status places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
+                const device::RowsPtr& lines, Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
   Status identity(size_t n, device::Ptr<uint32_t>* out);
   Status bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* out);
@@ -335,6 +318,35 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   std::atomic<Status> failed_{FRUGAL_OK};
   std::function<void()> while_waiting_;
   device::Result failure_;
+};
+
+// A cache's lines on the trainer's GPU, brought up to date in a stream of their own within the flight of its step.
+class DeviceLines final : public Lines {
+ public:
+  // `rows`: the table's, where kernels see them.
+  static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t lines, std::unique_ptr<Lines>* out);
+  DeviceLines(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
+  void send(const CachePlan& plan) override;
+  void forget_plan() noexcept override;
+  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override;
+  Status finish() override;
+
+ private:
+  Status send_plan(const CachePlan& plan);  // if it is not there
+  Status send_lists(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
+  // Lines [from, to) of the lists get the update.
+  Status apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to);
+  Status fill();
+  Gpu& gpu_;
+  const device::RowsView rows_;
+  DeviceBuffer values_, state_;
+  std::shared_ptr<PlanOnDevice> plan_;  // of the next boundary, once it is there
+  struct Later {
+    UpdateRef update;
+    std::shared_ptr<LinesOnDevice> lists;
+    size_t from;
+  };
+  Vector<Later> later_;
 };
 
 // What the end of a step answers where its flight has found something; the step is undone by then.

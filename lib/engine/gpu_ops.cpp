@@ -133,12 +133,12 @@ bool placed_before(const Flight& f, const Part& part, device::Stream stream, boo
 // Where the rows of a part are read: sources and items, and frequent host rows staged. Without lines
 // sources and items are the same for all steps, and came with the part.
 Status Gpu::sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                    const DeviceLines* lines, Placed* out) {
+                    const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> staged_rows;
   size_t staged_count = 0;
-  if (lines) {
+  if (lines.values) {
     FRUGAL_TRY(cached_places(part, d));
     const SourcesOnDevice& c = *d.cached;
     FRUGAL_TRY(behind(c));
@@ -146,7 +146,7 @@ Status Gpu::sources(Flight& f, Part& part, const device::RowsView& rows, PartOnD
     out->hbm_items = c.hbm_items;
     out->items = c.items;
     out->source = c.source;
-    out->lines = lines->values();
+    out->lines = lines;
     staged_rows = c.host_rows + c.host_items;
     staged_count = c.staged;
   } else {
@@ -174,17 +174,17 @@ Status Gpu::behind(const OnDevice& sent) {
 // Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
 // once, however many bags it is in.
 Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
-                   const DeviceLines* lines, Placed* out) {
+                   const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
   f.placed.reserve(f.placed.size() + 1);
   Ptr<uint32_t> host;
   Ptr<Source> source;
   size_t host_count = part.distinct;
-  if (lines) {
+  if (lines.values) {
     FRUGAL_TRY(cached_places(part, d));
     const SourcesOnDevice& c = *d.cached;
     FRUGAL_TRY(behind(c));
-    out->lines = lines->values();
+    out->lines = lines;
     source = c.source;
     host = c.host_rows;
     host_count = c.host_items + c.staged;
@@ -211,7 +211,7 @@ Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out)
   return keep(f, op.op.weights, keys, out);
 }
 
-Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
+Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
                    const GpuOp& op) {
   const uint32_t dim = rows.dim;
   PartOnDevice* d;
@@ -415,7 +415,7 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_
   return FRUGAL_OK;
 }
 
-Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const DeviceLines* lines,
+Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
                          const GpuOp& op, const device::GradPtr& source) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -460,31 +460,56 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
 
 // --- Lines ---------------------------------------------------------------------------------------
 
-Status Gpu::open_lines(const device::RowsView& layout, uint64_t count, std::unique_ptr<DeviceLines>* out) {
-  auto lines = std::make_unique<DeviceLines>();
-  lines->stride = elements(layout.value_pitch);
-  lines->state_stride = elements(layout.state_pitch);
-  lines->state_second = elements(layout.state_second);
-  FRUGAL_TRY(memory_->get_exactly(count * layout.value_pitch, &lines->value_memory));
-  FRUGAL_TRY(memory_->get_exactly(count * layout.state_pitch, &lines->state_memory));
-  *out = std::move(lines);
+Status DeviceLines::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines, std::unique_ptr<Lines>* out) {
+  auto made = std::make_unique<DeviceLines>(gpu, rows);
+  FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.value_pitch, &made->values_));
+  FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.state_pitch, &made->state_));
+  made->at_.device = {made->values_.as<float>(), elements(rows.value_pitch)};
+  *out = std::move(made);
+  return FRUGAL_OK;
+}
+
+void DeviceLines::send(const CachePlan& plan) {
+  if (gpu_.sticky()) return;
+  for (const PartRef& p : plan.parts) (void)gpu_.place(*p);
+  (void)send_plan(plan);
+}
+
+void DeviceLines::forget_plan() noexcept {
+  plan_.reset();
+  later_.clear();
+}
+
+Status DeviceLines::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
+  FRUGAL_TRY(send_plan(plan));
+  for (const DueUpdate& d : due) {
+    std::shared_ptr<LinesOnDevice> lists = plan_->update;
+    if (!d.planned) FRUGAL_TRY(send_lists(d.other, &lists));
+    FRUGAL_TRY(apply(d.update, lists, 0, d.now));
+    later_.push_back({d.update, std::move(lists), d.now});
+  }
+  return fill();
+}
+
+Status DeviceLines::finish() {
+  for (const Later& l : later_) FRUGAL_TRY(apply(l.update, l.lists, l.from, l.lists->count));
   return FRUGAL_OK;
 }
 
 // Lines that a committed step touches: rank sums in order, then the optimizer.
-Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
-                        const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to) {
+Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to) {
   const size_t n = to - from;
   if (n == 0) return FRUGAL_OK;
-  FRUGAL_TRY(f.use(boundary_));
+  Flight& f = *gpu_.current_flight();
+  FRUGAL_TRY(f.use(gpu_.boundary_));
   f.updates.push_back(update);
   f.sent.push_back(lists);
   DeviceBuffer sums, ranks;
-  FRUGAL_TRY(memory_->get(n * lines.stride * sizeof(float), &sums));
+  FRUGAL_TRY(gpu_.memory_->get(n * rows_.value_pitch, &sums));
   const size_t ranks_bytes = update->ranks.size() * sizeof(Ptr<float>);
-  FRUGAL_TRY(memory_->get(ranks_bytes, &ranks));
+  FRUGAL_TRY(gpu_.memory_->get(ranks_bytes, &ranks));
   Buffer handed_over;
-  FRUGAL_TRY(pinned_.get(ranks_bytes, &handed_over));
+  FRUGAL_TRY(gpu_.pinned_.get(ranks_bytes, &handed_over));
   for (size_t r = 0; r < update->ranks.size(); ++r)
     handed_over.as<Ptr<float>>()[r] = seen<float>(update->ranks[r].sums);
   const Ptr<Ptr<float>> to_ranks = ranks.as<Ptr<float>>(), from_ranks = seen<Ptr<float>>(handed_over);
@@ -492,9 +517,9 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
   f.pinned.push_back(std::move(handed_over));
   f.memory.push_back(std::move(sums));
   f.memory.push_back(std::move(ranks));
-  device::Result r = runtime_->wait(boundary_, lists->sent);
-  if (r.ok()) r = runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes, boundary_);
-  FRUGAL_TRY(noted(r, "the update of a cache"));
+  device::Result r = gpu_.runtime_->wait(gpu_.boundary_, lists->sent);
+  if (r.ok()) r = gpu_.runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes, gpu_.boundary_);
+  FRUGAL_TRY(gpu_.noted(r, "the update of a cache"));
   const uint32_t dim = update->scalars.dim;
   device::SumTermsArgs s{};
   s.ranks = to_ranks;
@@ -504,40 +529,41 @@ Status Gpu::apply_lines(Flight& f, DeviceLines& lines, const UpdateRef& update,
   s.count = static_cast<uint32_t>(n);
   s.dim = dim;
   s.sums = to_sums;
-  s.sums_stride = lines.stride;
-  FRUGAL_TRY(launch(Kernel::sum_terms, device::sum_terms_shape(s, extent_), s, boundary_));
+  s.sums_stride = at_.device.stride;
+  FRUGAL_TRY(gpu_.launch(Kernel::sum_terms, device::sum_terms_shape(s, gpu_.extent_), s, gpu_.boundary_));
   device::ApplyArgs a{};
   a.step = update->scalars;
-  a.lines = lines.values();
-  a.state = lines.state_memory.as<float>();
-  a.state_stride = lines.state_stride;
-  a.state_second = lines.state_second;
+  a.lines = at_.device;
+  a.state = state_.as<float>();
+  a.state_stride = elements(rows_.state_pitch);
+  a.state_second = elements(rows_.state_second);
   a.to = lists->lines + from;
   a.count = s.count;
   a.dim = dim;
   a.sums = s.sums;
   a.sums_stride = s.sums_stride;
-  return launch(device::apply_kernel(update->scalars.kind), device::apply_shape(a, extent_), a, boundary_);
+  return gpu_.launch(device::apply_kernel(update->scalars.kind), device::apply_shape(a, gpu_.extent_), a, gpu_.boundary_);
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.
-Status Gpu::fill_lines(Flight& f, DeviceLines& lines, const device::RowsView& rows) {
-  const PlanOnDevice& plan = *lines.plan;
+Status DeviceLines::fill() {
+  const PlanOnDevice& plan = *plan_;
   if (plan.count == 0) return FRUGAL_OK;
-  FRUGAL_TRY(f.use(boundary_));
-  f.sent.push_back(lines.plan);
-  FRUGAL_TRY(noted(runtime_->wait(boundary_, plan.sent), "rows that come into a cache"));
+  Flight& f = *gpu_.current_flight();
+  FRUGAL_TRY(f.use(gpu_.boundary_));
+  f.sent.push_back(plan_);
+  FRUGAL_TRY(gpu_.noted(gpu_.runtime_->wait(gpu_.boundary_, plan.sent), "rows that come into a cache"));
   device::FillArgs a{};
-  a.host = host_rows(rows);
-  a.lines = lines.values();
-  a.host_state = {seen_at(rows.state), elements(rows.state_pitch)};
-  a.line_state = {lines.state_memory.as<float>(), lines.state_stride};
+  a.host = host_rows(rows_);
+  a.lines = at_.device;
+  a.host_state = {seen_at(rows_.state), elements(rows_.state_pitch)};
+  a.line_state = {state_.as<float>(), elements(rows_.state_pitch)};
   a.slots = plan.slots;
   a.to = plan.to;
   a.count = static_cast<uint32_t>(plan.count);
-  a.dim = rows.dim;
-  a.state_floats = static_cast<uint32_t>(lines.state_stride);
-  return launch(Kernel::fill_lines, device::fill_shape(a, extent_), a, boundary_);
+  a.dim = rows_.dim;
+  a.state_floats = static_cast<uint32_t>(a.line_state.stride);
+  return gpu_.launch(Kernel::fill_lines, device::fill_shape(a, gpu_.extent_), a, gpu_.boundary_);
 }
 
 // What is launched from now on in the caller's stream comes after the boundary's work.

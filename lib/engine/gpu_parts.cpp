@@ -200,49 +200,48 @@ void Gpu::forget_places(Part& part) {
   if (d) gone = std::move(d->cached);
 }
 
-Status Gpu::send_lines(const LineUpdate& u, std::shared_ptr<LinesOnDevice>* out) {
+Status DeviceLines::send_lists(const LineUpdate& u, std::shared_ptr<LinesOnDevice>* out) {
   static_assert(sizeof(LineUpdate::Term) == sizeof(device::Term));
   auto made = std::allocate_shared<LinesOnDevice>(HeapAllocator<LinesOnDevice>());
   LinesOnDevice& l = *made;
   l.count = u.lines.size();
-  l.urgent = u.urgent;
   if (l.count) {
     Pieces pieces;
     const size_t lines_at = pieces.of<uint32_t>(l.count),
                  start_at = pieces.of<uint32_t>(l.count + 1),
                  terms_at = pieces.of<device::Term>(u.terms.size());
-    FRUGAL_TRY(room(pieces.bytes(), &l));
+    FRUGAL_TRY(gpu_.room(pieces.bytes(), &l));
     std::memcpy(here<char>(l, lines_at), u.lines.data(), l.count * sizeof(uint32_t));
     std::memcpy(here<char>(l, start_at), u.start.data(), (l.count + 1) * sizeof(uint32_t));
     std::memcpy(here<char>(l, terms_at), u.terms.data(), u.terms.size() * sizeof(device::Term));
     l.lines = there<uint32_t>(l, lines_at);
     l.start = there<uint32_t>(l, start_at);
     l.terms = there<device::Term>(l, terms_at);
-    std::lock_guard<std::mutex> lock(upload_mu_);
-    FRUGAL_TRY(send(pieces.bytes(), &l));
+    std::lock_guard<std::mutex> lock(gpu_.upload_mu_);
+    FRUGAL_TRY(gpu_.send(pieces.bytes(), &l));
   }
   *out = std::move(made);
   return FRUGAL_OK;
 }
 
-Status Gpu::send_plan(const CachePlan& plan, DeviceLines* lines) {
-  if (lines->plan) return FRUGAL_OK;
+Status DeviceLines::send_plan(const CachePlan& plan) {
+  if (plan_) return FRUGAL_OK;
   auto made = std::allocate_shared<PlanOnDevice>(HeapAllocator<PlanOnDevice>());
   PlanOnDevice& p = *made;
   p.count = plan.admitted.size();
-  FRUGAL_TRY(send_lines(plan.update, &p.update));
+  FRUGAL_TRY(send_lists(plan.update, &p.update));
   if (p.count) {
     Pieces pieces;
     const size_t slots_at = pieces.of<uint32_t>(p.count), to_at = pieces.of<uint32_t>(p.count);
-    FRUGAL_TRY(room(pieces.bytes(), &p));
+    FRUGAL_TRY(gpu_.room(pieces.bytes(), &p));
     std::memcpy(here<char>(p, slots_at), plan.admitted.data(), p.count * sizeof(uint32_t));
     std::memcpy(here<char>(p, to_at), plan.to.data(), p.count * sizeof(uint32_t));
     p.slots = there<uint32_t>(p, slots_at);
     p.to = there<uint32_t>(p, to_at);
-    std::lock_guard<std::mutex> lock(upload_mu_);
-    FRUGAL_TRY(send(pieces.bytes(), &p));
+    std::lock_guard<std::mutex> lock(gpu_.upload_mu_);
+    FRUGAL_TRY(gpu_.send(pieces.bytes(), &p));
   }
-  lines->plan = std::move(made);
+  plan_ = std::move(made);
   return FRUGAL_OK;
 }
 

@@ -60,55 +60,51 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
 // Where the trainer's cache has rows of a part. Returns whether the gate has seen to all others.
 bool Engine::describe_lines(Trainer& t, RemotePart* p) {
   TrainerTable* of = t.has_cache.load() ? cache_in(t, *p->table) : nullptr;
-  if (!of || !of->cache()) return true;
+  if (!of || !of->lines) return true;
   p->cached = true;
   if (!p->part->sources) return p->part->distinct == 0;
   p->in_lines = true;
-  if (!of->elsewhere) p->line_values = of->cache()->values(0);
+  p->line_values = of->lines->at().host;
   return true;
 }
 
 // --- Lines in another process --------------------------------------------------------------------
 
-Status Engine::to_arena(const void* data, size_t bytes, Buffer* out) {
-  if (bytes == 0) return FRUGAL_OK;
-  FRUGAL_TRY(memory_.pool.get(bytes, out));
-  std::memcpy(out->data(), data, bytes);
-  return FRUGAL_OK;
-}
-
-// What comes into a table's cache at a boundary.
-Status Engine::describe_boundary(const TrainerTable& of, RemoteBoundary::OfTable* out) {
-  const CachePlan& plan = of.plan;
-  out->table = of.table;
-  out->lines = of.elsewhere->lines();
-  out->count = plan.admitted.size();
-  FRUGAL_TRY(to_arena(plan.admitted.data(), out->count * sizeof(uint32_t), &out->admitted));
-  return to_arena(plan.to.data(), out->count * sizeof(uint32_t), &out->to);
-}
-
-// What a committed update does to lines: the first `now` of them at once.
-Status Engine::describe_update(const UpdateRef& update, const LineUpdate& touched, size_t now,
-                               RemoteBoundary::OfTable* out) {
-  if (touched.lines.empty()) return FRUGAL_OK;
-  RemoteBoundary::Update& u = out->updates.emplace_back();
-  u.update = update;
-  u.count = touched.lines.size();
-  u.term_count = touched.terms.size();
-  u.now = now;
-  FRUGAL_TRY(to_arena(touched.lines.data(), u.count * sizeof(uint32_t), &u.lines));
-  FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
-  FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
-  for (const Handover& h : update->ranks) {
-    RemoteBoundary::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
-    if (s.bytes) s.place = ledger_->find(h.sums.data());
-    if (s.bytes && s.place == kNoPlace) {  // which no other process sees
-      Buffer copy;
-      FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
-      s.place = ledger_->find(copy.data());
-      u.copies.push_back(std::move(copy));
+Status LinesElsewhere::turn(const CachePlan& plan, const Vector<DueUpdate>& due) {
+  auto to_arena = [&](const void* data, size_t bytes, Buffer* out) -> Status {
+    if (bytes == 0) return FRUGAL_OK;
+    FRUGAL_TRY(pool_.get(bytes, out));
+    std::memcpy(out->data(), data, bytes);
+    return FRUGAL_OK;
+  };
+  RemoteBoundary::OfTable& out = out_->tables.emplace_back();
+  out.table = table_;
+  out.lines = lines_;
+  out.count = plan.admitted.size();
+  FRUGAL_TRY(to_arena(plan.admitted.data(), out.count * sizeof(uint32_t), &out.admitted));
+  FRUGAL_TRY(to_arena(plan.to.data(), out.count * sizeof(uint32_t), &out.to));
+  for (const DueUpdate& d : due) {
+    const LineUpdate& touched = d.touched(plan);
+    if (touched.lines.empty()) continue;
+    RemoteBoundary::Update& u = out.updates.emplace_back();
+    u.update = d.update;
+    u.count = touched.lines.size();
+    u.term_count = touched.terms.size();
+    u.now = d.now;
+    FRUGAL_TRY(to_arena(touched.lines.data(), u.count * sizeof(uint32_t), &u.lines));
+    FRUGAL_TRY(to_arena(touched.start.data(), (u.count + 1) * sizeof(uint32_t), &u.start));
+    FRUGAL_TRY(to_arena(touched.terms.data(), u.term_count * sizeof(LineUpdate::Term), &u.terms));
+    for (const Handover& h : d.update->ranks) {
+      RemoteBoundary::Sums s{kNoPlace, h.rows() * h.stride * sizeof(float)};
+      if (s.bytes) s.place = ledger_.find(h.sums.data());
+      if (s.bytes && s.place == kNoPlace) {  // which no other process sees
+        Buffer copy;
+        FRUGAL_TRY(to_arena(h.sums.data(), s.bytes, &copy));
+        s.place = ledger_.find(copy.data());
+        u.copies.push_back(std::move(copy));
+      }
+      u.sums.push_back(s);
     }
-    u.sums.push_back(s);
   }
   return FRUGAL_OK;
 }
@@ -141,7 +137,7 @@ Status Engine::give_up_lines(Trainer& t) {
   for (auto& [raw, of] : t.caches) forget_lines(of);
   for (auto& [raw, of] : t.caches)
     if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end())
-      of.elsewhere.reset();
+      of.lines.reset();
   t.boundaries_done = t.boundaries;
   std::lock_guard<std::mutex> lock(mu_);
   ranks_.begin_again(t);

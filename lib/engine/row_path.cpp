@@ -160,14 +160,14 @@ Status RowPath::lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     counts.keys += a.part->n;
     counts.stale += from.stale_keys;
     if (from.cached) {
-      const uint64_t hits = from.lines || from.device_lines ? a.part->cached : 0;
+      const uint64_t hits = from.lines ? a.part->cached : 0;
       counts.hits += hits;
       counts.misses += (a.part->pairs || a.part->resolved() ? a.part->occurrences : a.part->n) - hits;
     }
     if (gpu && gpu[i].rows_on_device) {
       FRUGAL_TRY(gather_on_device(a, from, gpu[i]));
       reading = !step_.stale();
-    } else if (from.device_lines) {
+    } else if (from.lines.device.values) {
       FRUGAL_TRY(bring_rows(a, from, gpu[i]));
     } else {
       FRUGAL_TRY(gather(a, from, ops[i]));
@@ -194,7 +194,7 @@ Status RowPath::gather_on_device(const Access& a, const RowSource& from, const G
     return t_.gpu->send_rows(flight, op, a.part->n, a.table->dim, a.table->stride,
                              [&](const frugal_op& host) { return gather(a, from, host); });
   FRUGAL_TRY(step_.show_device(a, flight));
-  return t_.gpu->gather(flight, a.part, from.rows, from.device_lines, op);
+  return t_.gpu->gather(flight, a.part, from.rows, from.lines.device, op);
 }
 
 // Into host memory, where rows may be newer in lines of the device.
@@ -279,7 +279,7 @@ Status RowPath::weight_grads(const Access& a, const device::GradSource& grads, f
   RowSource from;
   FRUGAL_TRY(step_.rows_of(a, &from));
   Buffer pointers, copies;
-  if (from.device_lines) {
+  if (from.lines.device.values) {
     const size_t stride = a.table->stride;
     GpuOp rows;
     rows.op.row_stride = stride * sizeof(float);
@@ -355,7 +355,7 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
     } else {
       FRUGAL_TRY(step_.show_device(a, flight));
       *reading = true;
-      FRUGAL_TRY(t_.gpu->weight_grads(flight, a.part, from.rows, from.device_lines, op, source));
+      FRUGAL_TRY(t_.gpu->weight_grads(flight, a.part, from.rows, from.lines.device, op, source));
     }
   }
   const bool first = !state->table;

@@ -24,12 +24,11 @@ struct Access {
 // Where an access's rows are read.
 struct RowSource {
   device::RowsView rows{};
-  const float* lines = nullptr;              // line 0 of the trainer's cache, where it has some of them in host memory
-  const DeviceLines* device_lines = nullptr;  // the same on its GPU
-  const VersionWord* versions = nullptr;     // staleness > 0: rows are written meanwhile
-  uint64_t id = 0;                           // by which a row's word is known
-  bool cached = false;                       // the trainer caches rows of the table
-  uint64_t stale_keys = 0;                   // keys of rows that have updates pending
+  LinesAt lines;                          // of the trainer's cache, where it has some of them
+  const VersionWord* versions = nullptr;  // staleness > 0: rows are written meanwhile
+  uint64_t id = 0;                        // by which a row's word is known
+  bool cached = false;                    // the trainer caches rows of the table
+  uint64_t stale_keys = 0;                // keys of rows that have updates pending
 };
 
 // Where each of a part's rows is to be read: a line, the host row, or (staleness) a copy. Empty `pointers`: all in the
@@ -37,20 +36,20 @@ struct RowSource {
 template <class GoOn>
 Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n, BufferPool& pool,
               Buffer* pointers, Buffer* copies, GoOn go_on) {
-  if (!from.lines && !from.versions) return FRUGAL_OK;
+  if (!from.lines.host && !from.versions) return FRUGAL_OK;
   static const float zeros[65536] = {};  // the largest row
   FRUGAL_TRY(pool.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();
   std::fill(p, p + n, nullptr);
   const size_t pitch = from.rows.value_pitch;
-  if (from.lines) {
+  if (from.lines.host) {
     const uint32_t* start = part->row_start();
     const auto* source = part->sources.as<device::Source>();
     const uint64_t* pairs = part->pairs.as<uint64_t>();
     for (size_t i = 0; i < part->distinct; ++i) {
       if (!source[i].is_own()) continue;
       for (uint32_t k = start[i]; k < start[i + 1]; ++k)
-        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines, source[i].index() * pitch);
+        p[static_cast<uint32_t>(pairs[k])] = device::behind(from.lines.host, source[i].index() * pitch);
     }
   }
   if (from.versions) FRUGAL_TRY(pool.get(n * pitch, copies));

@@ -6,7 +6,7 @@
 
 #include "base/buffer.h"
 #include "base/heap.h"
-#include "cache/row_cache.h"
+#include "cache/lines.h"
 #include "engine/gpu.h"
 #include "engine/session.h"
 #include "engine/table.h"
@@ -38,6 +38,21 @@ struct RemoteBoundary {
   Vector<OfTable> tables;
 };
 
+// Lines there. `pool` is in the arena.
+class LinesElsewhere final : public Lines {
+ public:
+  LinesElsewhere(TableRef table, uint64_t lines, BufferPool& pool, const Ledger& ledger, RemoteBoundary* out)
+      : table_(std::move(table)), lines_(lines), pool_(pool), ledger_(ledger), out_(out) {}
+  Status turn(const CachePlan& plan, const Vector<DueUpdate>& due) override;
+
+ private:
+  const TableRef table_;
+  const uint64_t lines_;
+  BufferPool& pool_;
+  const Ledger& ledger_;
+  RemoteBoundary* const out_;
+};
+
 // What a trainer in another process has used of its step, and nobody has told the engine of yet.
 class UsedElsewhere {
  public:
@@ -66,13 +81,9 @@ struct CreatedRows {
 
 struct TrainerTable {
   TableRef table;
-  std::unique_ptr<RowCache> host;      // on the cpu device
-  std::unique_ptr<DeviceLines> lines;  // on a GPU
-  std::unique_ptr<RowCache> elsewhere;  // the index: the lines are another process's, on its GPU
-  uint64_t bytes = 0;                  // of the lines
-  RowCache* cache() const {
-    return lines ? &lines->index : elsewhere ? elsewhere.get() : host.get();
-  }
+  RowCache index;
+  std::unique_ptr<Lines> lines;  // null: there is no memory for a cache
+  uint64_t bytes = 0;            // of the lines
   // The index is what it will be after the boundary of step `planned`; the lines are not yet.
   uint64_t planned = kNoStep;
   CachePlan plan;
@@ -83,7 +94,7 @@ struct TrainerTable {
   void forget_plan() {
     planned = kNoStep;
     plan.clear();
-    if (lines) lines->plan.reset();
+    if (lines) lines->forget_plan();
   }
 };
 

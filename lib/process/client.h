@@ -82,11 +82,11 @@ struct RemoteTrainer : AnyTrainer {
   bool left_gpu = false;       // while it is closed
   bool let_go = false;         // it has lost its rank, and the controller holds nothing of it any more
   // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants done to them.
-  struct Lines {
+  struct OfTable {
     RemoteTableRef table;
-    std::unique_ptr<DeviceLines> lines;
+    std::unique_ptr<Lines> lines;
   };
-  Map<uint64_t, Lines> lines;
+  Map<uint64_t, OfTable> lines;
   uint64_t boundary = 0;       // the last that was carried out
   uint64_t said = 0;           // when the controller was told last that this process waits for its device
   uint64_t joined = 0;         // what the controller knows this trainer by, of all that had the rank
@@ -269,7 +269,7 @@ class Client final : public Session, private DataPath {
   Status show_device(const Access& access, Flight& flight);
   Status turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without);
   Status pin_shared(const SumsPlace& sums, Flight& flight, const char** out);
-  static const DeviceLines* lines_for(const RemoteTrainer& t, const Access& access);
+  static device::RowsPtr device_lines(const RemoteTrainer& t, const AnyTable& table);
   template <class Wait>
   Status await_device(RemoteTrainer& t, const char* what, Wait wait);
   Status end_flight(RemoteTrainer& t, Flight::Found* found);

@@ -87,40 +87,31 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
     out->assign(from, from + n);
     return FRUGAL_OK;
   };
-  struct Update {
-    UpdateRef update;
-    std::shared_ptr<LinesOnDevice> lists;
-    uint64_t count, now;
-  };
-  struct Turn {
-    DeviceLines* lines;
-    const device::RowsView* rows;
-    Vector<Update> updates;
-  };
   Gpu& gpu = *t.gpu;
   Flight& flight = gpu.flight(t.rank, t.step);
-  Vector<Turn> turns;
+  Vector<Lines*> turned;
   for (uint64_t i = 0; i < tables; ++i) {
     LinesPlace of;
     FRUGAL_TRY(take(&of));
     auto known = t.lines.find(of.table);
     if (known == t.lines.end()) {
-      RemoteTrainer::Lines made;
+      RemoteTrainer::OfTable made;
       {
         std::lock_guard<std::mutex> lock(mu_);
         for (auto& weak : tables_)
           if (auto table = weak.lock(); table && table->id == of.table) made.table = std::move(table);
       }
       if (!made.table) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
-      if (gpu.open_lines(made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
+      if (DeviceLines::open(gpu, made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
         *without = of.table;
         return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows", gpu.runtime().name());
       }
       known = t.lines.emplace(of.table, std::move(made)).first;
     }
     RemoteTable& table = *known->second.table;
-    Turn turn{known->second.lines.get(), &table.rows, {}};
+    Lines& lines = *known->second.lines;
     CachePlan plan;
+    Vector<DueUpdate> due;
     FRUGAL_TRY(list(of.admitted, of.count, &plan.admitted));
     FRUGAL_TRY(list(of.to, of.count, &plan.to));
     Vector<uint32_t> ascending = plan.admitted;
@@ -130,13 +121,13 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
     for (uint64_t u = 0; u < of.updates; ++u) {
       UpdatePlace place;
       FRUGAL_TRY(take(&place));
-      LineUpdate lines;
-      FRUGAL_TRY(list(place.lines, place.count, &lines.lines));
-      FRUGAL_TRY(list(place.start, place.count + 1, &lines.start));
-      FRUGAL_TRY(list(place.terms, place.term_count, &lines.terms));
-      lines.urgent = place.now;
-      Update update{std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>()), nullptr, place.count, place.now};
-      update.update->scalars = place.scalars;
+      DueUpdate& d = due.emplace_back();
+      FRUGAL_TRY(list(place.lines, place.count, &d.other.lines));
+      FRUGAL_TRY(list(place.start, place.count + 1, &d.other.start));
+      FRUGAL_TRY(list(place.terms, place.term_count, &d.other.terms));
+      d.now = place.now;
+      d.update = std::allocate_shared<StepUpdate>(HeapAllocator<StepUpdate>());
+      d.update->scalars = place.scalars;
       for (uint64_t r = 0; r < place.ranks; ++r) {
         SumsPlace from;
         FRUGAL_TRY(take(&from));
@@ -145,39 +136,29 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
         const char* sums = nullptr;
         if (from.bytes) FRUGAL_TRY(pin_shared(from, flight, &sums));
         h.sums = Buffer::view(sums, from.bytes);
-        update.update->ranks.push_back(std::move(h));
+        d.update->ranks.push_back(std::move(h));
       }
       if (place.now > place.count || place.ranks == 0)
         return fail(FRUGAL_ERR_INTERNAL, "the controller sent a boundary that cannot be");
-      FRUGAL_TRY(gpu.send_lines(lines, &update.lists));
-      turn.updates.push_back(std::move(update));
     }
-    turn.lines->plan.reset();
-    FRUGAL_TRY(gpu.send_plan(plan, turn.lines));
-    turns.push_back(std::move(turn));
     flight.kept.push_back(known->second.table);
+    lines.forget_plan();
+    FRUGAL_TRY(lines.turn(plan, due));
+    turned.push_back(&lines);
   }
   // Tables that the controller does not name have been dropped.
   std::erase_if(t.lines, [&](auto& item) {
-    return std::none_of(turns.begin(), turns.end(), [&](const Turn& turn) { return turn.lines == item.second.lines.get(); });
+    return std::find(turned.begin(), turned.end(), item.second.lines.get()) == turned.end();
   });
-  for (const Turn& turn : turns) {
-    for (const Update& u : turn.updates) FRUGAL_TRY(gpu.apply_lines(flight, *turn.lines, u.update, u.lists, 0, u.now));
-    FRUGAL_TRY(gpu.fill_lines(flight, *turn.lines, *turn.rows));
-    turn.lines->plan.reset();
-  }
   FRUGAL_TRY(gpu.end_boundary(flight));
-  for (const Turn& turn : turns)
-    for (const Update& u : turn.updates)
-      FRUGAL_TRY(gpu.apply_lines(flight, *turn.lines, u.update, u.lists, u.now, u.count));
+  for (Lines* lines : turned) FRUGAL_TRY(lines->finish());
   return flight.mark();
 }
 
-// The lines that have rows of an access; null if there are none.
-const DeviceLines* Client::lines_for(const RemoteTrainer& t, const Access& a) {
-  if (!t.gpu || !a.part->sources) return nullptr;
-  auto at = t.lines.find(own(*a.table).id);
-  return at == t.lines.end() ? nullptr : at->second.lines.get();
+// The lines of a table; none if there are none.
+device::RowsPtr Client::device_lines(const RemoteTrainer& t, const AnyTable& table) {
+  const auto at = t.lines.find(static_cast<const RemoteTable&>(table).id);
+  return at == t.lines.end() ? device::RowsPtr{} : at->second.lines->at().device;
 }
 
 // --- A step's calls ------------------------------------------------------------------------------

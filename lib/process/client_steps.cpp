@@ -595,8 +595,7 @@ class Client::AttachedStep final : public StepView {
     out->id = own(*a.table).id;
     out->cached = p.cached;
     out->stale_keys = p.stale_keys;
-    out->device_lines = lines_for(t_, a);
-    if (p.part->sources) out->lines = p.line_values;
+    if (p.part->sources) out->lines = {p.line_values, device_lines(t_, *a.table)};
     return FRUGAL_OK;
   }
   Status show_device(const Access& a, Flight& flight) override { return client_.show_device(a, flight); }

@@ -1,7 +1,7 @@
 // A trainer's cache of a table: which rows are in which lines, who comes and who goes, and that
 // lines have the bits of the host rows. Random boundaries beside a model that knows all declared
 // reads and looks for the best row to evict.
-#include "cache/row_cache.h"
+#include "cache/lines.h"
 
 #include <algorithm>
 #include <cstring>
@@ -23,11 +23,16 @@ constexpr uint64_t kNever = UINT64_MAX;
 constexpr uint32_t kNone = RowCache::kNone;
 constexpr uint32_t kRows = 90;
 
+const float* line_values(const Lines& lines, const Rows& host, uint32_t line) {
+  return device::behind(lines.at().host, line * host.layout().value_pitch);
+}
+
 struct RowCacheTest : testing::Test {
   void open(uint64_t lines, int32_t optimizer = FRUGAL_ADAM) {
     ASSERT_OK(host.open(rows_config(kRows, 6, optimizer), nullptr));
     ASSERT_OK(host.initialize_range(0, kRows));
-    ASSERT_OK(cache.open(host, lines, &pool));
+    cache.open(lines);
+    ASSERT_OK(HostLines::open(host, lines, pool, &of_cache));
   }
   // A boundary. Rows come with their next reads.
   void turn(uint64_t step, const std::vector<std::pair<uint32_t, uint64_t>>& reads,
@@ -55,11 +60,12 @@ struct RowCacheTest : testing::Test {
   }
   bool same_bits(uint32_t slot, uint32_t line) const {
     const RowLayout& l = host.layout();
-    return std::memcmp(cache.values(line), host.values(slot), l.dim * sizeof(float)) == 0;
+    return std::memcmp(line_values(*of_cache, host, line), host.values(slot), l.dim * sizeof(float)) == 0;
   }
   BufferPool pool;
   Rows host;
   RowCache cache;
+  std::unique_ptr<Lines> of_cache;
   std::map<uint32_t, uint64_t> known;  // next reads, as a window would tell
   Vector<uint32_t> admitted, lines, evicted;
 };
@@ -174,15 +180,16 @@ TEST_F(RowCacheTest, Bytes) {
   }
 }
 
-// Lines in the memory of a device: who calls moves the bytes. A table without state has none to
-// copy.
-TEST_F(RowCacheTest, LinesElsewhere) {
+// A table without state has none to copy.
+TEST_F(RowCacheTest, LinesWithoutState) {
   open(2, FRUGAL_SGD);
-  RowCache elsewhere;
-  ASSERT_OK(elsewhere.open(host, 5, nullptr));
-  EXPECT_EQ(elsewhere.values(0), nullptr);
+  EXPECT_TRUE(of_cache->at().host);
+  EXPECT_FALSE(of_cache->at().device.values);
   turn(1, {{8, 2}});
-  cache.fill(host, admitted, lines);
+  CachePlan plan;
+  plan.admitted = admitted;
+  plan.to = lines;
+  ASSERT_OK(of_cache->turn(plan, {}));
   EXPECT_TRUE(same_bits(8, lines[0]));
 }
 
@@ -191,11 +198,13 @@ TEST_F(RowCacheTest, WithoutMemoryForLines) {
   for (int64_t n = 1; n < 40; ++n) {
     BufferPool own;
     RowCache other;
+    std::unique_ptr<Lines> its;
     Status s;
     {
       HeapFails fails(n);
       try {
-        s = other.open(host, 50, &own);
+        other.open(50);
+        s = HostLines::open(host, 50, own, &its);
       } catch (const std::bad_alloc&) {
         s = FRUGAL_ERR_OUT_OF_MEMORY;
       }
@@ -226,7 +235,8 @@ class Walk {
     memory_fails_ = random_.one_in(4);
     EXPECT_EQ(host_.open(rows_config(kRows, 6, optimizer_), nullptr), FRUGAL_OK);
     EXPECT_EQ(host_.initialize_range(0, kRows), FRUGAL_OK);
-    EXPECT_EQ(cache_.open(host_, lines_, &pool_), FRUGAL_OK);
+    cache_.open(lines_);
+    EXPECT_EQ(HostLines::open(host_, lines_, pool_, &of_cache_), FRUGAL_OK);
   }
 
   void run() {
@@ -295,7 +305,13 @@ class Walk {
     if (late) turn(true, rest);
     if (testing::Test::HasFailure()) return;
     Vector<PartRef> parts(pushed.begin(), pushed.end());
-    LineUpdate touched;
+    CachePlan plan;
+    plan.admitted = admitted_;
+    plan.to = to_;
+    Vector<DueUpdate> due(1);
+    due[0].update = update;
+    due[0].planned = random_.one_in(2);
+    LineUpdate& touched = due[0].planned ? plan.update : due[0].other;
     cache_.touched(parts, kOwner, &touched);
     check_touched(*update, touched);
     // The host rows, and the lines that were there.
@@ -304,12 +320,11 @@ class Walk {
     std::vector<uint32_t> all(update->n);
     std::iota(all.begin(), all.end(), 0);
     if (!all.empty()) apply(ApplyTo(host_), *update, UpdateEntries{all.data(), all.size()}, &scratch);
-    cache_.apply(touched, *update, &scratch.terms);
-    cache_.fill(host_, admitted_, to_);
+    ASSERT_OK(of_cache_->turn(plan, due));
     const RowLayout& l = host_.layout();
     // (State is not to be seen. It shows in what the next update makes of the row.)
     for (auto& [slot, line] : model_) {
-      ASSERT_EQ(std::memcmp(cache_.values(line), host_.values(slot), l.dim * 4), 0)
+      ASSERT_EQ(std::memcmp(line_values(*of_cache_, host_, line), host_.values(slot), l.dim * 4), 0)
           << "row " << slot;
     }
     if (random_.one_in(4) && !model_.empty()) {
@@ -462,6 +477,7 @@ class Walk {
   BufferPool pool_;
   Rows host_;
   RowCache cache_;
+  std::unique_ptr<Lines> of_cache_;
   uint64_t lines_, step_ = 0, declared_ = 0;
   int32_t optimizer_;
   bool hot_, added_to_, memory_fails_;

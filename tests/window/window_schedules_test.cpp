@@ -16,7 +16,7 @@
 #include <set>
 #include <vector>
 
-#include "cache/row_cache.h"
+#include "cache/lines.h"
 #include "support/parts.h"
 #include "support/rows.h"
 #include "support/schedule.h"
@@ -64,7 +64,9 @@ class World {
     if (kind.caches) {
       tables_.begin();
       for (uint32_t slot = 0; slot < rows_.size(); ++slot) keep_values(slot);
-      if (cache_.open(host_, 1 + r_.below(3), &tables_.pool) != FRUGAL_OK) throw std::bad_alloc();
+      const uint64_t lines = 1 + r_.below(3);
+      cache_.open(lines);
+      if (HostLines::open(host_, lines, tables_.pool, &lines_) != FRUGAL_OK) throw std::bad_alloc();
     }
     for (size_t i = 0; i < steps_.size(); ++i) draw(i);
     if (window_.open({.rows = rows_.size(), .staleness = tau_, .placement = ranks_, .tree_heap = kind.tree_heap}, kFirst) !=
@@ -254,8 +256,8 @@ class World {
       const auto* source = part.sources.as<device::Source>();
       if (rank == 0 && kind_.caches && source[k].is_own()) {
         s_.note("reads row %llu in line %llu", slot, source[k].index());
-        HOLDS(s_, std::memcmp(cache_.values(source[k].index()), row.values[before(row, kFirst + i)].data(),
-                              kDim * sizeof(float)) == 0);
+        const float* line = device::behind(lines_->at().host, source[k].index() * host_.layout().value_pitch);
+        HOLDS(s_, std::memcmp(line, row.values[before(row, kFirst + i)].data(), kDim * sizeof(float)) == 0);
         s_.point();
         continue;
       }
@@ -318,16 +320,16 @@ class World {
       plan_of_ = kNone;
     }
     if (plan_of_ != i || (part && plan_.parts.empty())) plan_table(i, part, kUrgent);
-    TermList scratch;
+    Vector<DueUpdate> due;
     for (const UpdateRef& update : backlog) {
       Vector<PartRef> pushed;
       for (const Handover& h : update->ranks) pushed.push_back(h.part);
-      LineUpdate other;
-      const bool expected = pushed == plan_.pushed;
-      if (!expected) cache_.touched(pushed, 0, &other);
-      cache_.apply(expected ? plan_.update : other, *update, &scratch);
+      DueUpdate& d = due.emplace_back();
+      d.update = update;
+      d.planned = pushed == plan_.pushed;
+      if (!d.planned) cache_.touched(pushed, 0, &d.other);
     }
-    cache_.fill(host_, plan_.admitted, plan_.to);
+    HOLDS(s_, lines_->turn(plan_, due) == FRUGAL_OK);
     unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
     if (r_.one_in(4)) flag_lines(kUrgent);
     plan_of_ = kNone;
@@ -481,6 +483,7 @@ class World {
   std::vector<Step> steps_;
   Window window_;
   RowCache cache_;
+  std::unique_ptr<Lines> lines_;
   CachePlan plan_;
   size_t plan_of_ = kNone;
   Vector<uint32_t> unflagged_;
