@@ -112,17 +112,17 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
 
 // The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
 // declared, rows are fresh in host memory.
-TrainerTable* Engine::lines_for(Trainer& t, const Access& a) {
+TableCache* Engine::lines_for(Trainer& t, const Access& a) {
   if (!a.whole || !a.part->sources || !t.has_cache.load()) return nullptr;
-  TrainerTable* of = cache_in(t, own(*a.table));
-  return of && of->lines ? of : nullptr;
+  TableCache* of = cache_in(t, own(*a.table));
+  return of && of->there() ? of : nullptr;
 }
 
 // Rows that the gate has not seen to.
 Status Engine::fresh_access(Trainer& t, const Access& a) {
   if (a.whole) {
-    TrainerTable* of = t.has_cache.load() ? cache_in(t, own(*a.table)) : nullptr;
-    if (!of || !of->lines || a.part->sources || a.part->distinct == 0) return FRUGAL_OK;
+    TableCache* of = t.has_cache.load() ? cache_in(t, own(*a.table)) : nullptr;
+    if (!of || !of->there() || a.part->sources || a.part->distinct == 0) return FRUGAL_OK;
   }
   return fresh(&t, own(*a.table), a.part->slots.as<uint32_t>(), a.part->n, t.step,
                deadline(FRUGAL_TIMEOUT_DEFAULT));
@@ -191,7 +191,7 @@ Status Engine::LocalStep::rows_of(const Access& a, RowSource* out) {
   *out = engine_.host_rows(table);
   if (!t_.has_cache.load() && !stale()) return FRUGAL_OK;
   out->cached = cache_in(t_, table) != nullptr;
-  if (const TrainerTable* of = engine_.lines_for(t_, a)) out->lines = of->lines->at();
+  if (const TableCache* of = engine_.lines_for(t_, a)) out->lines = of->at();
   out->stale_keys = engine_.stale_keys(table, a.part->slots.as<uint32_t>(), a.part->n);
   return FRUGAL_OK;
 }

@@ -16,10 +16,8 @@
 
 namespace frugal {
 
-TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
-  if (TrainerTable* of = cache_in(t, *table)) return *of;
-  TrainerTable made;
-  made.table = table;
+TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
+  if (TableCache* of = cache_in(t, *table)) return *of;
   // On a GPU the bytes are the device's, where the index is not.
   auto line_bytes = [&](const RowLayout& layout) {
     return t.gpu || t.lines_elsewhere ? layout.bytes() : RowCache::line_bytes(layout);
@@ -36,34 +34,32 @@ TrainerTable& Engine::cache_of(Trainer& t, const TableRef& table) {
   }
   lines = std::min<uint64_t>(lines, table->rows.capacity());
   if (t.gpu || t.lines_elsewhere) lines = std::min<uint64_t>(lines, device::Source::kMost);
+  TableCache& of =
+      t.caches.try_emplace(table.get(), t, table, memory_.pool, counters_, stale()).first->second;
   // No memory for a cache: the trainer works without one.
   try {
-    open_cache(t, lines, &made);
+    std::unique_ptr<Lines> made;
+    if (lines && open_lines(t, table, lines, &made) == FRUGAL_OK) of.open(lines, std::move(made), lines * per_line);
   } catch (const std::bad_alloc&) {
-    made = {};
-    made.table = table;
   }
-  TrainerTable& of = t.caches[table.get()] = std::move(made);
-  if (of.lines) of.bytes = lines * per_line;
-  cache_bytes(t).fetch_add(of.bytes);
+  cache_bytes(t).fetch_add(of.bytes());
   return of;
 }
 
-void Engine::open_cache(Trainer& t, uint64_t lines, TrainerTable* made) {
-  if (lines == 0) return;
-  const TableRef& table = made->table;
-  made->index.open(lines);
+Status Engine::open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out) {
   if (t.lines_elsewhere) {
-    made->lines = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger_, &t.boundary);
-  } else if (!t.gpu) {
-    (void)HostLines::open(table->rows, lines, memory_.pool, &made->lines);
-  } else if (DeviceLines::open(*t.gpu, table->rows.ref(), lines, &made->lines) != FRUGAL_OK) {
+    *out = std::make_unique<LinesElsewhere>(table, lines, memory_.pool, *ledger_, &t.boundary);
+    return FRUGAL_OK;
+  }
+  if (!t.gpu) return HostLines::open(table->rows, lines, memory_.pool, out);
+  const Status s = DeviceLines::open(*t.gpu, table->rows.ref(), lines, out);
+  if (s != FRUGAL_OK)
     log(1, text("rank %u: no memory of %s for %llu cached rows of table '%s': it has no cache", t.rank,
                 t.gpu->runtime().name(), static_cast<unsigned long long>(lines), table->name.c_str()).c_str());
-  }
+  return s;
 }
 
-TrainerTable* Engine::cache_in(Trainer& t, const Table& table) {
+TableCache* Engine::cache_in(Trainer& t, const Table& table) {
   auto at = t.caches.find(&table);
   return at == t.caches.end() ? nullptr : &at->second;
 }
@@ -89,13 +85,6 @@ bool Engine::to_plan(const Trainer& t) const {  // with mu_ held
   return t.has_cache.load() && !t.planning && t.turned != kNoStep && t.next_step == t.turned + 1 &&
          (t.planned != t.next_step || t.plan_more) && t.next_step >= t.cache_from && !t.closing.load() &&
          !t.abort_notice.load() && !t.undo_pending.load();
-}
-
-Vector<PartRef> Engine::not_planned(const TrainerTable& of, const Vector<PartRef>& declared) {
-  Vector<PartRef> late;
-  for (const PartRef& p : declared)
-    if (std::find(of.plan.parts.begin(), of.plan.parts.end(), p) == of.plan.parts.end()) late.push_back(p);
-  return late;
 }
 
 bool Engine::plan_one() {
@@ -132,26 +121,13 @@ bool Engine::plan_one() {
   }
   TraceSpan span(trace_, SpanKind::kPlan);
   span.step(step).rank(t->rank);
-  // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
-  auto plan = [&](const Table* raw, TrainerTable& of) {
-    const auto declared = parts.find(raw);
-    const Vector<PartRef> late =
-        declared == parts.end() ? Vector<PartRef>() : not_planned(of, declared->second);
-    if (of.planned == step && late.empty()) return;
-    of.plan.pushed.clear();  // what the update touches changes with it
-    if (plan_table(*t, of, step, late, Window::Urgency::kBackground) != FRUGAL_OK) return;
-    workers_.help(false);  // whoever looks rows up meanwhile is helped
-    const auto before = pushed.find(raw);
-    if (before != pushed.end()) {
-      of.index.touched(before->second, t->rank, &of.plan.update);
-      of.plan.pushed = before->second;
-    }
-    of.lines->send(of.plan);
-  };
   for (auto& [raw, of] : t->caches) {
-    if (!of.lines || t->closing.load()) continue;
+    if (!of.there() || t->closing.load()) continue;
+    // What fails here is done at the boundary, which can tell: a plan that is not there, or not whole, is right.
     try {
-      plan(raw, of);
+      if (tables_.open_window(*of.table()) != FRUGAL_OK || !of.plan_ahead(step, parts[raw])) continue;
+      workers_.help(false);  // whoever looks rows up meanwhile is helped
+      of.expect(pushed[raw]);
     } catch (const std::bad_alloc&) {
     }
   }
@@ -183,97 +159,6 @@ void Engine::begin_planning(Trainer& t, uint64_t step) {
   if (config_.flush_threads) workers_.wake();
 }
 
-// What the boundary of `step` does to the cache of a table, for whose rows the rank has declared `parts`: those
-// besides others, if it has been planned already.
-Status Engine::plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
-                          Window::Urgency urgency) {
-  RowCache& cache = of.index;
-  Table& table = *of.table;
-  FRUGAL_TRY(tables_.open_window(table));
-  const bool more = of.planned == step;
-  flag_lines(of, urgency);
-  if (!more) of.plan.clear();
-  of.lines->forget_plan();
-  Vector<uint32_t>&slots = of.slots, &evicted = of.evicted, waiting, young;
-  slots.clear();
-  evicted.clear();
-  for (const PartRef& p : parts)
-    for (size_t i = 0; i < p->distinct; ++i)
-      if (table.window.placement().may_cache(t.rank, p->row_slots()[i])) slots.push_back(p->row_slots()[i]);
-  if (parts.size() > 1) {  // one part's rows are ascending
-    std::sort(slots.begin(), slots.end());
-    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-  }
-  // Rows that do not exist yet have nothing to cache, young ones may be undone, rows with pending updates (staleness) are
-  // not what the cache would have to hold.
-  table.rows.collect_new(slots.data(), slots.size(), &waiting, &young);
-  if (!waiting.empty() || !young.empty())
-    std::erase_if(slots, [&](uint32_t s) {
-      return std::binary_search(young.begin(), young.end(), s) ||
-             (std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone);
-    });
-  if (stale()) {
-    waiting.clear();
-    table.window.collect_pending(slots.data(), slots.size(), &waiting);
-    std::erase_if(slots, [&](uint32_t s) {
-      return std::binary_search(waiting.begin(), waiting.end(), s) && cache.find(s) == RowCache::kNone;
-    });
-  }
-  Vector<uint64_t>& next = of.next;
-  next.resize(slots.size());
-  of.plan.parts.reserve(of.plan.parts.size() + parts.size());
-  table.window.next_owner_reads(slots.data(), slots.size(), step, next.data(), urgency);
-  cache.turn_over(
-      more, step, slots.data(), next.data(), slots.size(),
-      [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
-        table.window.next_owner_reads(of_lines, n, step, reads, urgency);
-      },
-      &of.plan.admitted, &of.plan.to, &evicted);
-  of.planned = step;
-  uint64_t dirty = 0;
-  table.window.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
-  counters_.cache_evicted.fetch_add(evicted.size(), std::memory_order_relaxed);
-  counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
-  for (const PartRef& p : parts) {
-    FRUGAL_TRY(place_part(t, of, *p));
-    of.plan.parts.push_back(p);
-  }
-  return FRUGAL_OK;
-}
-
-// Where the cache has the rows of a part, by what has been turned over: the others are in no line.
-Status Engine::place_part(Trainer& t, TrainerTable& of, Part& part) {
-  if (t.gpu) t.gpu->forget_places(part);
-  part.sources = {};
-  part.cached = 0;
-  Buffer sources;
-  FRUGAL_TRY(memory_.pool.get(part.distinct * sizeof(device::Source), &sources));
-  const uint32_t *start = part.row_start(), *row = part.row_slots();
-  const uint32_t *turned = of.index.turned().data(), *slot = of.slots.data(), *end = slot + of.slots.size();
-  auto* source = sources.as<device::Source>();
-  for (size_t i = 0; i < part.distinct; ++i) {
-    for (; slot != end && *slot < row[i]; ++slot) ++turned;  // both ascend
-    const bool there = slot != end && *slot == row[i] && *turned != RowCache::kNone;
-    source[i] = there ? device::Source::line(*turned) : device::Source{};
-    if (there) part.cached += start[i + 1] - start[i];
-  }
-  part.sources = std::move(sources);
-  return FRUGAL_OK;
-}
-
-// The owner's own reads of rows that have come in wait for nothing any more.
-void Engine::flag_lines(TrainerTable& of, Window::Urgency urgency) {
-  of.table->window.set_cached(of.unflagged.data(), of.unflagged.size(), true, nullptr, urgency);
-  of.unflagged.clear();
-}
-
-// The boundary will not be as planned. Rows that were to come in stay out; those that were to go have gone.
-void Engine::cancel_plan(TrainerTable& of) {
-  if (of.planned == kNoStep) return;
-  for (uint32_t slot : of.plan.admitted) of.index.drop(slot);
-  of.forget_plan();
-}
-
 // --- The boundary --------------------------------------------------------------------------------
 
 Status Engine::turn_caches(Trainer& t, uint64_t step) {
@@ -284,83 +169,33 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   Vector<Trainer::Late> backlog;
   Vector<TableRef> tables;
   PartsByTable parts;
-  auto as_planned = [&](const CachePlan& plan, const Vector<PartRef>& declared) {
-    for (const PartRef& p : plan.parts)
-      if (!p->linked || std::find(declared.begin(), declared.end(), p) == declared.end()) return false;
-    return true;
-  };
   {
     std::lock_guard<std::mutex> lock(mu_);
     backlog.swap(t.backlog);
     tables = tables_.all();
     if (ranks_.to_commit() >= t.cache_from) declared_by(t, step, &parts);
-    for (auto& [raw, of] : t.caches)
-      if (of.planned != kNoStep && (of.planned != step || !as_planned(of.plan, parts[raw]))) cancel_plan(of);
+    for (auto& [raw, of] : t.caches) of.check_plan(step, parts[raw]);
   }
   Flight* flight = t.gpu ? &t.gpu->flight(t.rank, step) : nullptr;
   t.boundary = {};
   if (t.lines_elsewhere) t.boundary.number = ++t.boundaries;
-  Vector<TrainerTable*> turned;
+  Vector<TableCache*> turned;
   for (const TableRef& table : tables) {
     const Vector<PartRef>& declared = parts[table.get()];
-    TrainerTable* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
-    if (!of || !of->lines) continue;
-    turned.push_back(of);
-    Vector<UpdateRef> updates;
+    TableCache* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
+    if (!of || !of->there()) continue;
+    Vector<UpdateRef> committed;
     for (const Trainer::Late& late : backlog)
-      if (late.table == table) updates.push_back(late.update);
-    counters_.cache_turns.fetch_add(1, std::memory_order_relaxed);
-    bool all_now = updates.size() > 1;
-    if (of->planned != step) {
-      FRUGAL_TRY(plan_table(t, *of, step, declared, Window::Urgency::kUrgent));
-    } else if (const Vector<PartRef> late = not_planned(*of, declared); !late.empty()) {
-      // These may read lines that the plan has for later; lines that they take from it are filled anew.
-      FRUGAL_TRY(plan_table(t, *of, step, late, Window::Urgency::kUrgent));
-      all_now = true;
-    } else {
-      counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
-    }
-    Vector<DueUpdate> due;
-    for (const UpdateRef& update : updates) due.push_back(due_update(*of, t.rank, update, all_now));
-    FRUGAL_TRY(of->lines->turn(of->plan, due));
-    counters_.cache_admitted.fetch_add(of->plan.admitted.size(), std::memory_order_relaxed);
-    of->unflagged.insert(of->unflagged.end(), of->plan.admitted.begin(), of->plan.admitted.end());
+      if (late.table == table) committed.push_back(late.update);
+    FRUGAL_TRY(tables_.open_window(*table));
+    FRUGAL_TRY(of->turn(step, declared, committed));
     // Where nobody plans ahead, nobody else would do it while the step is computed.
-    if (stale() || !config_.flush_threads) flag_lines(*of, Window::Urgency::kUrgent);
+    if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
+    turned.push_back(of);
   }
   if (t.gpu) FRUGAL_TRY(t.gpu->end_boundary(*flight));
-  for (TrainerTable* of : turned) {
-    FRUGAL_TRY(of->lines->finish());
-    of->forget_plan();
-  }
+  for (TableCache* of : turned) FRUGAL_TRY(of->finish());
   return t.gpu ? flight->mark() : FRUGAL_OK;
-}
-
-// What a committed update does to the lines of a cache: as planned, if what was pushed is what was declared.
-DueUpdate Engine::due_update(TrainerTable& of, uint32_t owner, const UpdateRef& update, bool all_now) {
-  DueUpdate due{update, of.plan.pushed.size() == update->ranks.size(), {}, 0};
-  for (size_t r = 0; due.planned && r < update->ranks.size(); ++r)
-    due.planned = update->ranks[r].part == of.plan.pushed[r];
-  if (!due.planned) {
-    Vector<PartRef> pushed;
-    for (const Handover& h : update->ranks) pushed.push_back(h.part);
-    of.index.touched(pushed, owner, &due.other);
-  }
-  const LineUpdate& touched = due.touched(of.plan);
-  due.now = all_now ? touched.lines.size() : touched.urgent;
-  return due;
-}
-
-// After a boundary that has not been carried out whole, no line is what the index says. Host rows are, or
-// will be: updates go there in any case.
-void Engine::forget_lines(TrainerTable& of) noexcept {
-  if (!of.lines) return;
-  of.unflagged.clear();
-  of.forget_plan();
-  uint32_t line = 0, slots[512];
-  while (const size_t n = of.index.drop_some(&line, slots, 512))
-    if (of.table->window.opened())
-      of.table->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
 }
 
 // So what the trainer has declared for the step is read there, when it is up to date.
@@ -383,19 +218,11 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
   Vector<uint32_t> dropped;
   dropped.reserve(n);  // a row has one owner: from here on nothing wants memory
   for (const TrainerRef& t : trainers) {
-    TrainerTable* of = t ? cache_in(*t, table) : nullptr;
-    if (!of || !of->lines) continue;
-    flag_lines(*of, Window::Urgency::kUrgent);
-    cancel_plan(*of);
-    {
-      std::lock_guard<std::mutex> lock(mu_);
-      t->planned = kNoStep;
-    }
-    for (size_t i = 0; i < n; ++i)
-      if (slots[i] < kMissingSlot && of->index.find(slots[i]) != RowCache::kNone) {
-        of->index.drop(slots[i]);
-        dropped.push_back(slots[i]);
-      }
+    TableCache* of = t ? cache_in(*t, table) : nullptr;
+    if (!of || !of->there()) continue;
+    of->drop(slots, n, &dropped);
+    std::lock_guard<std::mutex> lock(mu_);
+    t->planned = kNoStep;
   }
   if (table.window.opened())
     table.window.set_cached(dropped.data(), dropped.size(), false, nullptr, Window::Urgency::kUrgent);
@@ -403,10 +230,10 @@ void Engine::drop_cached(Table& table, const uint32_t* slots, size_t n) {
 
 // The same, for a whole table. A boundary that wants a cache makes it anew.
 void Engine::drop_cache(Trainer& t, const Table& table) noexcept {
-  TrainerTable* of = cache_in(t, table);
+  TableCache* of = cache_in(t, table);
   if (!of) return;
-  forget_lines(*of);
-  cache_bytes(t).fetch_sub(of->bytes);
+  of->forget();
+  cache_bytes(t).fetch_sub(of->bytes());
   t.caches.erase(&table);
   std::lock_guard<std::mutex> lock(mu_);
   t.planned = kNoStep;

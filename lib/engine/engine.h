@@ -243,23 +243,15 @@ class Engine final : public Session, private DataPath {
 
   // --- caches.cpp: boundaries of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
-  TrainerTable& cache_of(Trainer& t, const TableRef& table);
-  void open_cache(Trainer& t, uint64_t lines, TrainerTable* made);
-  static DueUpdate due_update(TrainerTable& of, uint32_t owner, const UpdateRef& update, bool all_now);
-  static TrainerTable* cache_in(Trainer& t, const Table& table);
+  TableCache& cache_of(Trainer& t, const TableRef& table);
+  Status open_lines(Trainer& t, const TableRef& table, uint64_t lines, std::unique_ptr<Lines>* out);
+  static TableCache* cache_in(Trainer& t, const Table& table);
   bool plan_one();
   bool to_plan(const Trainer& t) const;
   void begin_planning(Trainer& t, uint64_t step);
   void end_planning(Trainer& t);
   bool declared_by(const Trainer& t, uint64_t step, PartsByTable* parts);
-  Status plan_table(Trainer& t, TrainerTable& of, uint64_t step, const Vector<PartRef>& parts,
-                    Window::Urgency urgency);
-  static Vector<PartRef> not_planned(const TrainerTable& of, const Vector<PartRef>& declared);
-  Status place_part(Trainer& t, TrainerTable& of, Part& part);
-  void flag_lines(TrainerTable& of, Window::Urgency urgency);
-  void cancel_plan(TrainerTable& of);
   Status turn_caches(Trainer& t, uint64_t step);
-  void forget_lines(TrainerTable& of) noexcept;
   void forget_places(const Trainer& t, uint64_t step) noexcept;
   void drop_cached(Table& table, const uint32_t* slots, size_t n);
   void drop_cache(Trainer& t, const Table& table) noexcept;
@@ -301,7 +293,7 @@ class Engine final : public Session, private DataPath {
   Status row_awaited(Deadline* until) const;
   // Rows outside of steps, and not of a cache.
   RowSource host_rows(const Table& table) const;
-  TrainerTable* lines_for(Trainer& t, const Access& access);
+  TableCache* lines_for(Trainer& t, const Access& access);
   Status fresh_access(Trainer& t, const Access& access);
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;

@@ -59,12 +59,12 @@ Status Engine::declared_parts(Trainer& t, Vector<RemotePart>* out) {
 
 // Where the trainer's cache has rows of a part. Returns whether the gate has seen to all others.
 bool Engine::describe_lines(Trainer& t, RemotePart* p) {
-  TrainerTable* of = t.has_cache.load() ? cache_in(t, *p->table) : nullptr;
-  if (!of || !of->lines) return true;
+  TableCache* of = t.has_cache.load() ? cache_in(t, *p->table) : nullptr;
+  if (!of || !of->there()) return true;
   p->cached = true;
   if (!p->part->sources) return p->part->distinct == 0;
   p->in_lines = true;
-  p->line_values = of->lines->at().host;
+  p->line_values = of->at().host;
   return true;
 }
 
@@ -134,10 +134,10 @@ void Engine::take_boundary(Trainer& t, RemoteBoundary* out) {
 
 // Inside of the step that is about to begin, whose gate is to be passed again.
 Status Engine::give_up_lines(Trainer& t) {
-  for (auto& [raw, of] : t.caches) forget_lines(of);
+  for (auto& [raw, of] : t.caches) of.forget();
   for (auto& [raw, of] : t.caches)
-    if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table->handle) != t.no_lines.end())
-      of.lines.reset();
+    if (std::find(t.no_lines.begin(), t.no_lines.end(), of.table()->handle) != t.no_lines.end())
+      of.close();
   t.boundaries_done = t.boundaries;
   std::lock_guard<std::mutex> lock(mu_);
   ranks_.begin_again(t);

@@ -102,7 +102,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     if (s != FRUGAL_OK) {
       // A cache that there is no memory for is empty, and the step does without: updates may be
       // lost to it.
-      for (auto& [raw, of] : t.caches) forget_lines(of);
+      for (auto& [raw, of] : t.caches) of.forget();
       forget_places(t, step);
       if (t.gpu) t.gpu->take_flight();  // waits until the device has done with what it has taken
       t.boundary = {};

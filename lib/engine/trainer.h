@@ -6,10 +6,9 @@
 
 #include "base/buffer.h"
 #include "base/heap.h"
-#include "cache/lines.h"
 #include "engine/gpu.h"
 #include "engine/session.h"
-#include "engine/table.h"
+#include "engine/table_cache.h"
 #include "window/step_update.h"
 
 namespace frugal {
@@ -79,25 +78,6 @@ struct CreatedRows {
   }
 };
 
-struct TrainerTable {
-  TableRef table;
-  RowCache index;
-  std::unique_ptr<Lines> lines;  // null: there is no memory for a cache
-  uint64_t bytes = 0;            // of the lines
-  // The index is what it will be after the boundary of step `planned`; the lines are not yet.
-  uint64_t planned = kNoStep;
-  CachePlan plan;
-  // Of who plans: the rows of the boundary, and their next reads; those that go.
-  Vector<uint32_t> slots, evicted;
-  Vector<uint64_t> next;
-  Vector<uint32_t> unflagged;  // rows that have come in, which the window does not know yet
-  void forget_plan() {
-    planned = kNoStep;
-    plan.clear();
-    if (lines) lines->forget_plan();
-  }
-};
-
 struct Trainer : AnyTrainer {
   uint64_t cache_bytes = 0;
   double cache_ratio = 0;
@@ -136,7 +116,7 @@ struct Trainer : AnyTrainer {
   Vector<Late> backlog;  // committed updates that the caches have not applied
   // Guarded by call_mu (`caches` also by `planning`, and outside steps):
   Vector<CreatedRows> created;
-  Map<const Table*, TrainerTable> caches;
+  Map<const Table*, TableCache> caches;
   std::atomic<bool> has_cache{false};
   // Nothing is cached before this step is to be committed: steps before were begun while there was
   // no cache. Set when it joins.

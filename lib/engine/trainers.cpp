@@ -140,7 +140,7 @@ Status Engine::close_trainer(const TrainerRef& t) {
   if (pins_failed) unpin_all();
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
-  for (auto& [raw, of] : caches) forget_lines(of);
+  for (auto& [raw, of] : caches) of.forget();
   {
     std::lock_guard<std::mutex> lock(mu_);
     ranks_.leave(*t);

@@ -1,0 +1,209 @@
+#include "engine/table_cache.h"
+
+#include <algorithm>
+
+#include "engine/gpu.h"
+
+namespace frugal {
+
+void TableCache::open(uint64_t lines, std::unique_ptr<Lines> made, uint64_t bytes) {
+  RowCache index;
+  index.open(lines);
+  index_ = std::move(index);
+  lines_ = std::move(made);
+  bytes_ = bytes;
+}
+
+// --- Planning ------------------------------------------------------------------------------------
+
+Vector<PartRef> TableCache::not_planned(const Vector<PartRef>& declared) const {
+  const Vector<PartRef>& known = plan_.parts;
+  Vector<PartRef> late;
+  for (const PartRef& p : declared)
+    if (std::find(known.begin(), known.end(), p) == known.end()) late.push_back(p);
+  return late;
+}
+
+bool TableCache::plan_ahead(uint64_t step, const Vector<PartRef>& declared) {
+  const Vector<PartRef> late = not_planned(declared);
+  if (planned_ == step && late.empty()) return false;
+  plan_.pushed.clear();  // what the update touches changes with it
+  return plan(step, late, Window::Urgency::kBackground) == FRUGAL_OK;
+}
+
+void TableCache::expect(const Vector<PartRef>& pushed) {
+  if (!pushed.empty()) index_.touched(pushed, owner_.rank, &plan_.update);
+  plan_.pushed = pushed;
+  lines_->send(plan_);
+}
+
+// What the boundary of `step` does for these parts: those besides others, if it has been planned
+// already.
+Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urgency urgency) {
+  const bool more = planned_ == step;
+  Window& window = table_->window;
+  flag(urgency);
+  if (!more) plan_.clear();
+  lines_->forget_plan();
+  slots_.clear();
+  evicted_.clear();
+  slots_to_cache(parts, &slots_);
+  next_.resize(slots_.size());
+  plan_.parts.reserve(plan_.parts.size() + parts.size());
+  window.next_owner_reads(slots_.data(), slots_.size(), step, next_.data(), urgency);
+  index_.turn_over(
+      more, step, slots_.data(), next_.data(), slots_.size(),
+      [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
+        window.next_owner_reads(of_lines, n, step, reads, urgency);
+      },
+      &plan_.admitted, &plan_.to, &evicted_);
+  planned_ = step;
+  uint64_t dirty = 0;
+  window.set_cached(evicted_.data(), evicted_.size(), false, &dirty, urgency);
+  counters_.cache_evicted.fetch_add(evicted_.size(), std::memory_order_relaxed);
+  counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
+  for (const PartRef& p : parts) {
+    FRUGAL_TRY(place(*p));
+    plan_.parts.push_back(p);
+  }
+  return FRUGAL_OK;
+}
+
+// Rows of the parts that the cache may have. Those that do not exist yet have nothing to cache,
+// young ones may be undone, those with pending updates (staleness) are not what the cache would
+// have to hold.
+void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* slots) {
+  const Placement placement = table_->window.placement();
+  for (const PartRef& p : parts)
+    for (size_t i = 0; i < p->distinct; ++i)
+      if (placement.may_cache(owner_.rank, p->row_slots()[i])) slots->push_back(p->row_slots()[i]);
+  if (parts.size() > 1) {  // one part's rows are ascending
+    std::sort(slots->begin(), slots->end());
+    slots->erase(std::unique(slots->begin(), slots->end()), slots->end());
+  }
+  Vector<uint32_t> waiting, young;
+  table_->rows.collect_new(slots->data(), slots->size(), &waiting, &young);
+  auto has = [](const Vector<uint32_t>& list, uint32_t s) {
+    return std::binary_search(list.begin(), list.end(), s);
+  };
+  auto waits = [&](uint32_t s) { return has(waiting, s) && index_.find(s) == RowCache::kNone; };
+  if (!waiting.empty() || !young.empty())
+    std::erase_if(*slots, [&](uint32_t s) { return has(young, s) || waits(s); });
+  if (!stale_) return;
+  waiting.clear();
+  table_->window.collect_pending(slots->data(), slots->size(), &waiting);
+  std::erase_if(*slots, waits);
+}
+
+// Where the cache has the rows of a part, by what has been turned over: the others are in no line.
+Status TableCache::place(Part& part) {
+  if (owner_.gpu) owner_.gpu->forget_places(part);
+  part.sources = {};
+  part.cached = 0;
+  Buffer sources;
+  FRUGAL_TRY(pool_.get(part.distinct * sizeof(device::Source), &sources));
+  const uint32_t *start = part.row_start(), *row = part.row_slots();
+  const uint32_t *turned = index_.turned().data(), *slot = slots_.data();
+  const uint32_t* const end = slot + slots_.size();
+  auto* source = sources.as<device::Source>();
+  for (size_t i = 0; i < part.distinct; ++i) {
+    for (; slot != end && *slot < row[i]; ++slot) ++turned;  // both ascend
+    const bool there = slot != end && *slot == row[i] && *turned != RowCache::kNone;
+    source[i] = there ? device::Source::line(*turned) : device::Source{};
+    if (there) part.cached += start[i + 1] - start[i];
+  }
+  part.sources = std::move(sources);
+  return FRUGAL_OK;
+}
+
+void TableCache::check_plan(uint64_t step, const Vector<PartRef>& declared) {
+  const auto stands = [&](const PartRef& p) {
+    return p->linked && std::find(declared.begin(), declared.end(), p) != declared.end();
+  };
+  if (planned_ != step || !std::all_of(plan_.parts.begin(), plan_.parts.end(), stands))
+    cancel_plan();
+}
+
+void TableCache::cancel_plan() {
+  if (planned_ == kNoStep) return;
+  for (uint32_t slot : plan_.admitted) index_.drop(slot);
+  forget_plan();
+}
+
+void TableCache::forget_plan() noexcept {
+  planned_ = kNoStep;
+  plan_.clear();
+  if (lines_) lines_->forget_plan();
+}
+
+// --- The boundary --------------------------------------------------------------------------------
+
+Status TableCache::turn(uint64_t step, const Vector<PartRef>& declared,
+                        const Vector<UpdateRef>& committed) {
+  counters_.cache_turns.fetch_add(1, std::memory_order_relaxed);
+  bool all_now = committed.size() > 1;
+  if (planned_ != step) {
+    FRUGAL_TRY(plan(step, declared, Window::Urgency::kUrgent));
+  } else if (const Vector<PartRef> late = not_planned(declared); !late.empty()) {
+    // These may read lines that the plan has for later; lines that they take from it are filled
+    // anew.
+    FRUGAL_TRY(plan(step, late, Window::Urgency::kUrgent));
+    all_now = true;
+  } else {
+    counters_.cache_planned.fetch_add(1, std::memory_order_relaxed);
+  }
+  Vector<DueUpdate> dues;
+  for (const UpdateRef& update : committed) dues.push_back(due(update, all_now));
+  FRUGAL_TRY(lines_->turn(plan_, dues));
+  counters_.cache_admitted.fetch_add(plan_.admitted.size(), std::memory_order_relaxed);
+  unflagged_.insert(unflagged_.end(), plan_.admitted.begin(), plan_.admitted.end());
+  return FRUGAL_OK;
+}
+
+// What a committed update does to lines: as planned, if what was pushed is what was declared.
+DueUpdate TableCache::due(const UpdateRef& update, bool all_now) {
+  DueUpdate d{update, plan_.pushed.size() == update->ranks.size(), {}, 0};
+  for (size_t r = 0; d.planned && r < update->ranks.size(); ++r)
+    d.planned = update->ranks[r].part == plan_.pushed[r];
+  if (!d.planned) {
+    Vector<PartRef> pushed;
+    for (const Handover& h : update->ranks) pushed.push_back(h.part);
+    index_.touched(pushed, owner_.rank, &d.other);
+  }
+  const LineUpdate& touched = d.touched(plan_);
+  d.now = all_now ? touched.lines.size() : touched.urgent;
+  return d;
+}
+
+Status TableCache::finish() {
+  FRUGAL_TRY(lines_->finish());
+  forget_plan();
+  return FRUGAL_OK;
+}
+
+void TableCache::flag(Window::Urgency urgency) {
+  table_->window.set_cached(unflagged_.data(), unflagged_.size(), true, nullptr, urgency);
+  unflagged_.clear();
+}
+
+void TableCache::drop(const uint32_t* slots, size_t n, Vector<uint32_t>* dropped) {
+  flag(Window::Urgency::kUrgent);
+  cancel_plan();
+  for (size_t i = 0; i < n; ++i)
+    if (slots[i] < kMissingSlot && index_.find(slots[i]) != RowCache::kNone) {
+      index_.drop(slots[i]);
+      dropped->push_back(slots[i]);
+    }
+}
+
+void TableCache::forget() noexcept {
+  if (!lines_) return;
+  unflagged_.clear();
+  forget_plan();
+  uint32_t line = 0, slots[512];
+  while (const size_t n = index_.drop_some(&line, slots, 512))
+    if (table_->window.opened())
+      table_->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
+}
+
+}  // namespace frugal
