@@ -117,8 +117,8 @@ class RowCache : public HeapObject {
   size_t drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcept;
 
  private:
-  // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date: it
-  // is in the list of its next_read, and perhaps still in others.
+  // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date: between
+  // turns it is in the list of its next_read, and perhaps still in others.
   static constexpr uint32_t kNever = 64, kLists = 65;
   struct List {
     Vector<uint32_t> lines;
@@ -170,6 +170,7 @@ class RowCache : public HeapObject {
   Vector<uint32_t> passed_;  // lines that were listed for the step of this turn
   Vector<uint32_t> spare_;   // memory of a list that is done with
   bool unlisted_ = false;  // a line is in no list, for want of memory
+  bool skipped_ = false;   // what a list says of a line that the step reads is gone
   // Of this list the next reads of lines before place `asked_end_` are what they say.
   uint32_t asked_list_ = kLists;
   size_t asked_end_ = 0;
@@ -196,6 +197,7 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
   else
     begin_turn(step);
   asked_list_ = kLists;
+  skipped_ = false;
   const size_t pinned_before = pinned_.size();
   found_.resize(n);
   find(slots, n, found_.data());
@@ -224,7 +226,8 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     lines->push_back(line);
     pinned_.push_back({line, next[i]});
   }
-  for (size_t i = pinned_before; i < pinned_.size(); ++i) {
+  // Those of before are listed, unless that was passed over just now.
+  for (size_t i = skipped_ ? 0 : pinned_before; i < pinned_.size(); ++i) {
     if (i + kAhead < pinned_.size()) __builtin_prefetch(&line_[pinned_[i + kAhead].line], 1);
     list_line(pinned_[i].line, pinned_[i].next_read);
   }
@@ -253,6 +256,7 @@ uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
     if (at != asked_list_ || list.first >= asked_end_) ask(at, next_of);
     const uint32_t candidate = list.lines[list.first];
     if (!listed(candidate, at)) {
+      skipped_ |= read_now(line_[candidate]);
       ++list.first;
       continue;
     }

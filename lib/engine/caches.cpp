@@ -32,8 +32,7 @@ TableCache& Engine::cache_of(Trainer& t, const TableRef& table) {
       all += static_cast<long double>(line_bytes(o->rows.layout())) * o->rows.capacity();
     lines = std::max<uint64_t>(lines, static_cast<uint64_t>(t.cache_bytes * (mine / all) / per_line));
   }
-  lines = std::min<uint64_t>(lines, table->rows.capacity());
-  if (t.gpu || t.lines_elsewhere) lines = std::min<uint64_t>(lines, device::Source::kMost);
+  lines = std::min<uint64_t>({lines, table->rows.capacity(), device::Source::kMost});
   TableCache& of =
       t.caches.try_emplace(table.get(), t, table, memory_.pool, counters_, stale()).first->second;
   // No memory for a cache: the trainer works without one.

@@ -216,7 +216,7 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Keys of parts that were taken from the device: an event in the caller's stream.
   Status begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out);
 
-  // The part's arrays on the device; made if they are not there. Threads: any.
+  // The part's arrays on the device; made if they are not there. Threads: any; of two that make them one wins.
   Status upload(Part& part, PartOnDevice** out);
   // Also where its rows are in the step's cache. forget_places: that will be another.
   Status place(Part& part, PartOnDevice** out = nullptr);

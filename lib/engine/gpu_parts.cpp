@@ -92,7 +92,10 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
                source_at = pieces.of<Source>(d.item_count ? n : 0),
                staged_at = pieces.of<uint32_t>(d.frequent.size()),
                heavy_at = pieces.of<device::HeavyRow>(d.frequent.size());
-  FRUGAL_TRY(room(pieces.bytes(), &d));
+  if (const Status s = room(pieces.bytes(), &d)) {
+    std::lock_guard<std::mutex> lock(upload_mu_);
+    return known() ? FRUGAL_OK : s;  // who was faster has the memory
+  }
   std::memcpy(here<char>(d, slots_at), part.row_slots(), n * sizeof(uint32_t));
   std::memcpy(here<char>(d, start_at), start, (n + 1) * sizeof(uint32_t));
   auto* positions = here<uint32_t>(d, positions_at);

@@ -151,7 +151,10 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
     return std::find(turned.begin(), turned.end(), item.second.lines.get()) == turned.end();
   });
   FRUGAL_TRY(gpu.end_boundary(flight));
-  for (Lines* lines : turned) FRUGAL_TRY(lines->finish());
+  for (Lines* lines : turned) {
+    FRUGAL_TRY(lines->finish());
+    lines->forget_plan();
+  }
   return flight.mark();
 }
 

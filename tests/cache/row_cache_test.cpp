@@ -132,6 +132,17 @@ TEST_F(RowCacheTest, RowsThatTheStepReadsStay) {
   EXPECT_EQ(evicted, Vector<uint32_t>{1});
 }
 
+// Who looks for a line passes over those that the step reads. They may go later all the same.
+TEST_F(RowCacheTest, LinesThatAreAddedToGoLater) {
+  open(2);
+  turn(1, {{1, 9}});
+  turn(2, {{2, kNever}});
+  turn(2, {{4, 3}}, true);
+  EXPECT_EQ(evicted, Vector<uint32_t>{1});
+  turn(3, {{4, kNever}, {5, 4}});
+  EXPECT_EQ(evicted, Vector<uint32_t>{2});
+}
+
 // Declarations come and go: what is known of a line is asked again before it goes.
 TEST_F(RowCacheTest, WhatIsKnownMayBeOld) {
   open(2);

@@ -27,10 +27,10 @@ inline Shape shape_of(uint64_t lanes, uint64_t most_blocks, const Extent& e) {
   const uint64_t most = most_blocks < 1 ? 1 : most_blocks;
   return {static_cast<uint32_t>(blocks < 1 ? 1 : blocks < most ? blocks : most), e.threads, 0};
 }
-// 1,024 threads a processor: what all architectures hold with the registers that kernels may have.
 // An H100 reads rows of 512 bytes at the link's speed with 16 blocks; rows of 128 bytes that lie far apart take one a
 // processor, which leaves most of the processor to others.
 inline uint64_t link_blocks(const Extent& e) { return e.link_blocks ? e.link_blocks : e.processors; }
+// 1,024 threads a processor: what all architectures hold with the registers that kernels may have.
 inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 1024 / e.threads; }
 
 // Lanes of `items` rows of `vectors` vectors, of which each lane handles `each`.

@@ -255,12 +255,15 @@ class Engine(Single):
         as a share of each table's rows, 0..1; the larger counts. replace: takes the rank over from a trainer process
         that does not answer; with a service only.
         """
-        handle = self._join(rank, device, cache_bytes, cache_ratio, replace)
+        handle = c_void_p()
+        self._join(handle, rank, device, cache_bytes, cache_ratio, replace)
         trainer = Trainer(self, handle, rank, device, cache_bytes, cache_ratio)
         self._trainers.add(trainer)
         return trainer
 
-    def _join(self, rank: int, device: str, cache_bytes: int, cache_ratio: float, replace: bool) -> int:
+    def _join(
+        self, handle: c_void_p, rank: int, device: str, cache_bytes: int, cache_ratio: float, replace: bool
+    ) -> None:
         config = _abi.frugal_trainer_config()
         lib.frugal_trainer_config_init(addressof(config))
         config.rank = uint32(rank, "rank")
@@ -269,9 +272,7 @@ class Engine(Single):
         config.cache_ratio = cache_ratio
         if replace:
             config.flags = _abi.FRUGAL_TRAINER_REPLACE
-        handle = c_void_p()
         check(lib.frugal_trainer_create(self._handle, addressof(config), byref(handle)))
-        return handle.value or 0
 
     def health(self) -> int:
         """0, or the status of the first background failure, which every later call reports as Unhealthy."""

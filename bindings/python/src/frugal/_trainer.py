@@ -20,7 +20,7 @@ from ._ops import LOOKUP, PREFETCH, PUSH, Op, pack, uint64
 from ._single import Single
 from ._table import Table
 from ._wait import milliseconds, wait
-from .errors import FORKED, Error, Forked, check, last_error
+from .errors import FORKED, Closed, Error, Forked, check, last_error
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -117,6 +117,7 @@ class Trainer(Single):
         "_engine",
         "_finalizer",
         "_handle",
+        "_left",
         "_memory",
         "_place",
         "_told",
@@ -125,12 +126,13 @@ class Trainer(Single):
     )
 
     def __init__(
-        self, engine: Engine, handle: int, rank: int, device: str, cache_bytes: int, cache_ratio: float
+        self, engine: Engine, handle: c_void_p, rank: int, device: str, cache_bytes: int, cache_ratio: float
     ) -> None:
         self._engine = engine  # lives as long as its trainers
         self.rank = rank
         """The rank."""
         self._cache = cache_bytes, cache_ratio
+        self._left = False  # for good
         self._told = engine.world_size == 1  # of ranks that nobody has joined as
         self._joined(handle, device)
         # The ops of a call, written anew by each.
@@ -140,12 +142,12 @@ class Trainer(Single):
         # done or raises, and no signal comes between it and the `try` behind it, as one could after a call.
         self._turn: List[None] = [None]
 
-    def _joined(self, handle: int, device: str) -> None:
-        self._handle = handle
-        self._finalizer = weakref.finalize(self, _close, handle, os.getpid(), self._engine._finalizer)
-        self._device = device
+    def _joined(self, joined: c_void_p, device: str) -> None:
         gpu = re.fullmatch(r"cuda:(\d+)", device)
-        self._place = Place(int(gpu[1]) if gpu else None)
+        self._handle = joined.value or 0
+        self._finalizer = weakref.finalize(self, _close, self._handle, os.getpid(), self._engine._finalizer)
+        self._device, self._place = device, Place(int(gpu[1]) if gpu else None)
+        joined.value = None  # from here on it is the finalizer's
 
     def _move(self, device: str) -> None:
         """Leaves, and joins again on another device; where that fails, on the one of before. Declarations are cancelled.
@@ -155,13 +157,23 @@ class Trainer(Single):
         except IndexError:
             raise self._refusal() from None
         try:
+            if not self._finalizer.alive:
+                raise Closed(f"rank {self.rank} has left: its trainer cannot go to {device}", _abi.STATUS["FRUGAL_ERR_CLOSED"])
             self._finalizer()
+            handle = c_void_p()
             try:
-                handle = self._engine._join(self.rank, device, *self._cache, False)
-            except Error:
-                self._joined(self._engine._join(self.rank, self._device, *self._cache, False), self._device)
+                self._engine._join(handle, self.rank, device, *self._cache, False)
+                self._joined(handle, device)
+            except BaseException:  # an interrupt, too
+                if handle.value:
+                    check(lib.frugal_trainer_close(handle))
+                handle = c_void_p()
+                self._engine._join(handle, self.rank, self._device, *self._cache, False)
+                self._joined(handle, self._device)
                 raise
-            self._joined(handle, device)
+            finally:
+                if self._left:  # meanwhile, in another thread
+                    self._finalizer()
         finally:
             self._turn.append(None)
 
@@ -213,12 +225,14 @@ class Trainer(Single):
         block that an exception leaves it is abandon() that is called, and so at the end of a program that no one has
         caught an exception of.
         """
+        self._left = True
         self._finalizer()
 
     def abandon(self) -> None:
         """Gives the rank up as if this process had ended: with a service all uncommitted steps are undone, the others
         are told by PeerLost, and somebody who joins as this rank is waited for. Without a service: close().
         """
+        self._left = True
         ended = self._finalizer.detach()
         if ended is not None and self._engine._finalizer.alive and os.getpid() == self._engine._pid:
             check(lib.frugal_trainer_abandon(self._handle))

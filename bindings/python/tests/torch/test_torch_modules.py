@@ -17,7 +17,8 @@ from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _default, _steps
+from frugal.torch import _default, _inputs, _steps
+from frugal.torch._anchor import Gradient
 
 
 def other_keys(*shape: int, but: Optional[int]) -> torch.Tensor:
@@ -865,31 +866,61 @@ def test_the_process_s_trainer_is_where_its_first_module_is(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_trainer_goes_to_another_device_and_goes_on(ahead: bool) -> None:
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_a_trainer_goes_to_another_device_and_goes_on(ahead: bool, mode: str) -> None:
     """Here to one that takes host memory, too: the host implementation of a GPU."""
     torch.manual_seed(5)
     weight, rows = integers(ROWS, DIM), []
     data = [torch.randint(0, ROWS, (4, 3)) for _ in range(12)]
     for moves in (False, True):
         with frugal.Engine() as engine, engine.create_trainer(cache_ratio=0.5) as trainer:
-            bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", _weight=weight, trainer=trainer)
+            bags = ft.EmbeddingBag(ROWS, DIM, mode=mode, _weight=weight, trainer=trainer)
             other = ft.Embedding(ROWS, DIM, _weight=weight, trainer=trainer)
             optimizer = torch.optim.Adagrad([*bags.parameters(), *other.parameters()], lr=0.5)
-            source = ft.Lookahead(data, lambda keys: {bags: keys, other: keys}, measure=False) if ahead else data
+            source = ft.Lookahead(data, lambda keys: {bags: keys, other: keys}) if ahead else data
             for i, keys in enumerate(source):
+                name = "cpu" if i == 6 else "sim:0"
                 if moves and i % 4 == 2:
-                    bags._steps.move_to("cpu" if i == 6 else "sim:0")
+                    bags._steps.move_to(name)
                 (bags(keys).sum(1) * other(keys)[:, 0, 0]).sum().backward()
-                if i == 3:
-                    with pytest.raises(RuntimeError, match="has a gradient on cpu: before the model moves to cuda:1"):
-                        bags._steps.move(torch.device("cuda:1"))
+                if moves and i == 8:  # with gradients, and an open step
+                    bags._steps.move_to("cpu")
                 optimizer.step()
                 optimizer.zero_grad()
             rows.append([snapshot(bags), snapshot(other)])
             with pytest.raises(frugal.Error):
                 bags._steps.move_to("cuda:77")  # it stays
-            assert ("sim:0" in repr(trainer)) == moves and torch.equal(bags(data[0]), rows[-1][0][data[0]].sum(1))
+            assert ("sim:0" in repr(trainer)) == moves and torch.equal(other(data[0]), rows[-1][1][data[0]])
+        with pytest.raises(frugal.Closed, match="rank 0 has left"):
+            trainer._move("cpu")
     assert all(torch.equal(a, b) for a, b in zip(*rows))
+
+
+def test_what_is_of_a_device_is_made_anew_on_another(trainer: frugal.Trainer) -> None:
+    """Which one a tensor is on says torch.device; a meta one has no memory, so that here nothing is moved there."""
+    module = ft.Embedding(ROWS, DIM, trainer=trainer)
+    steps, here = module._steps, torch.device("cpu")
+    anchor = module._anchors[0]
+    module(torch.arange(4)).sum().backward()
+    shown, like = module.weight, module._lookup._like
+    assert module.weight is shown and like is not None and like[3] is steps.device
+    steps.device = torch.device("meta")
+    assert module.weight.device.type == "meta" and shown.device == here
+    grad = anchor.grad
+    assert isinstance(grad, Gradient)
+    batch = torch.arange(4)
+    assert _inputs.declared(batch, "keys", steps.device) is batch  # as a loader has them
+    with pytest.raises(ValueError, match="keys is on meta, the trainer on cpu"):
+        _inputs.declared(batch.to("meta"), "keys", here)
+    steps.device = here
+    held = grad.parts[0].held
+    held.move(here)
+    held.check()
+    held.grad.zero_()
+    held.move(torch.device("meta"))  # that it was written is known there, too
+    assert held.grad.device.type == "meta" and held.tensors[0] is not None and held.tensors[0].device.type == "meta"
+    with pytest.raises(RuntimeError, match="changed in place"):
+        held.check()
 
 
 def test_a_module_for_another_device_is_refused(trainer: frugal.Trainer) -> None:

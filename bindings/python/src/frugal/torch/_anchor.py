@@ -79,6 +79,13 @@ class Held:
         self.version = grad._version
         self.graph = False  # whether PyTorch's gradients of this backward have one (create_graph=True)
 
+    def move(self, device: torch.device) -> None:
+        """To another device, where the trainer is now."""
+        changed = self.grad._version - self.version
+        self.grad = self.grad.to(device)
+        self.tensors = [None if tensor is None else tensor.to(device) for tensor in self.tensors]
+        self.version = self.grad._version - changed
+
     def check(self) -> None:
         """An error, if somebody has written to the gradient since."""
         if self.grad._version != self.version:
@@ -127,10 +134,18 @@ class Anchor(torch.nn.Parameter):
         """The element, for who changes its dtype."""
         return cast(torch.Tensor, _data.__get__(self))
 
-    @value.setter
-    def value(self, value: torch.Tensor) -> None:
-        _data.__set__(self, value)
+    def become(self, dtype: torch.dtype, grad: Optional[torch.Tensor]) -> None:
+        """Of this dtype, where the trainer is, and with this gradient."""
+        device = self.table.steps.device
+        set_grad(self, None)
+        _data.__set__(self, torch.zeros(1, dtype=dtype, device=device))
         self.seen = self._version
+        if isinstance(grad, Gradient) and grad.device != device:
+            moved = Gradient(self)
+            moved.become(grad)
+            grad, self.begun = moved, None
+        if grad is not None:
+            self.grad = grad if grad.dtype == dtype else grad.to(dtype)
         self.begun = None  # it has a dtype
 
     @property

@@ -68,6 +68,12 @@ def _signed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int64) if tensor.dtype == _UNSIGNED else tensor
 
 
+def declared(value: object, what: str, device: torch.device) -> torch.Tensor:
+    """Keys that are declared: as a loader has them, or where the forward will have them."""
+    on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return _integers(value, what, torch.device("cpu") if on_host else device)
+
+
 def keys(value: object, what: str, device: torch.device) -> torch.Tensor:
     """Keys of 64 bits, contiguous."""
     return _integers(value, what, device)

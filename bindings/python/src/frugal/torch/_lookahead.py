@@ -44,9 +44,9 @@ _clock = time.perf_counter
 class _Trial:
     """Whether declaring pays, by the time of a batch: the loop runs some batches with it and some without, in turns.
 
-    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead
-    any more. An iteration that ends before that is timed as a whole. Two turns are enough where they tell much. The next epochs go on with what was found.
-    Long afterwards the trial is made again, since loops change.
+    What follows a turn's beginning, or an iteration's, is left out until nothing of before is ahead any more. An iteration
+    that ends before that is timed as a whole, but for the first. Two turns are enough where they tell much. The next epochs
+    go on with what was found. Long afterwards the trial is made again, since loops change.
     """
 
     TURNS = 4  # with, without, with, without
@@ -63,6 +63,7 @@ class _Trial:
         self._begin()
 
     def _begin(self) -> None:
+        self._warm = False  # the first iteration does much that later ones do not
         self._turn = 0
         self._times: Tuple[List[float], List[float]] = ([], [])
         self._begin_turn()
@@ -80,7 +81,9 @@ class _Trial:
     def resume(self) -> None:
         """Another iteration of the loop begins."""
         if self._whole and len(self._asked) > 1:
-            self._took(self._asked[-1] - self._asked[0], len(self._asked) - 1)
+            if self._warm:
+                self._took(self._asked[-1] - self._asked[0], len(self._asked) - 1)
+            self._warm = True
         self._leave_out(whole=True)
 
     def batch(self) -> None:
@@ -118,10 +121,11 @@ class _Trial:
 class _Ahead(Generic[T]):
     """A batch that waits for its step."""
 
-    def __init__(self, batch: T, inputs: List[Tuple[_Module, Any]], step: int) -> None:
+    def __init__(self, batch: T, inputs: List[Tuple[_Module, Any]], step: int, device: object) -> None:
         self.batch = batch
         self.inputs = inputs
         self.step = step
+        self.device = device  # the trainer's when the batch was taken
         self.declared: Optional[_native.Batch] = None
 
 
@@ -267,6 +271,11 @@ class _Iteration(Iterator[T]):
         self._waiting_are_over()
         self.retire()
 
+    def moved(self) -> None:
+        """The trainer goes to another device, where times are others."""
+        self.retire()
+        self._trial = None
+
     def retire(self) -> None:
         """Takes the declarations back. Whoever comes next may declare."""
         steps = self._steps
@@ -390,9 +399,12 @@ class _Iteration(Iterator[T]):
             return None
         wanted = self._keys(batch)
         self._fetched += 1
-        return _Ahead(batch, list(wanted.items() if isinstance(wanted, Mapping) else wanted), step)
+        inputs = list(wanted.items() if isinstance(wanted, Mapping) else wanted)
+        return _Ahead(batch, inputs, step, None if self._steps is None else self._steps.device)
 
     def _declare(self, steps: Steps, ahead: _Ahead[T]) -> None:
+        if ahead.device is not None and ahead.device is not steps.device:
+            return  # its inputs are where the trainer was
         declarations = []
         for module, value in ahead.inputs:
             if not isinstance(module, _Module) or module.trainer is not self._trainer:

@@ -61,7 +61,7 @@ class Lookup:
         # What gradients go through whose keys have a factor each.
         self.weighted: Optional[Lookup] = None
         # The last output's shape, a tensor of that shape and one element, whether to add to it.
-        self._like: Optional[Tuple[Sequence[int], torch.Tensor, bool]] = None
+        self._like: Optional[Tuple[Sequence[int], torch.Tensor, bool, torch.device]] = None
 
     def by_frequency(self) -> "Lookup":
         """The same, but the gradient of a key is divided by how often the key is in the input."""
@@ -123,9 +123,10 @@ class Lookup:
             each = [anchor if anchor.dtype is torch.float32 else anchor.to(torch.float32) for anchor in anchors]
             source = torch.cat(each).sum(0, keepdim=True)
         known = self._like
-        if known is None or known[0] != shape:
-            like = torch.zeros((), dtype=torch.float32, device=self.steps.device).expand(shape)
-            known = self._like = shape, like, like.numel() <= _FEW
+        device = self.steps.device
+        if known is None or known[0] != shape or known[3] is not device:
+            like = torch.zeros((), dtype=torch.float32, device=device).expand(shape)
+            known = self._like = shape, like, like.numel() <= _FEW, device
         if known[2]:
             out = _add(known[1], source)
         else:  # none of its elements are written

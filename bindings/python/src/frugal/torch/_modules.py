@@ -88,7 +88,8 @@ class _Module(torch.nn.Module):
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
         if device is not None and _default.place_of(device) != self._steps.device:
-            first = ", which is that of the process's first module" if trainer is None else ""
+            first = ", which is that of the process's first module: make it without, and move the model with .to()"
+            first = "" if trainer is not None else first
             raise ValueError(f"device {device}: the rows come to the trainer's device, {self._steps.device}{first}")
 
     @property
@@ -124,14 +125,13 @@ class _Module(torch.nn.Module):
                 anchor.grad = None
                 if new.device != data.device:
                     where = new.device
-                anchor.value = new.data.to(data.device) if new.device.type != "meta" else data
-                anchor.grad = grad if grad is None or grad.dtype == anchor.dtype else grad.to(anchor.dtype)
+                anchor.become(new.dtype, grad)
                 self._parameters[name] = anchor
         if where is not None:
             if where.type not in ("cpu", "cuda") or not self._steps.can_move():
                 raise ValueError(
                     f"a {type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
-                    f" {self._steps.device}. Make it with a trainer there"
+                    f" {self._steps.device}, and one of several ranks or of a controller stays. Make it with a trainer there"
                 )
             self._steps.move(where)
         return self
@@ -426,7 +426,7 @@ class _Single(_Module):
             write(self._table, value)
         if dtype != anchor.dtype:
             anchor.requires_grad_(False)  # which integers cannot
-            anchor.value = anchor.value.to(dtype)
+            anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
         anchor.requires_grad_(requires_grad)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -480,7 +480,7 @@ class _Single(_Module):
     def _declarations(self, value: Any) -> List[Tuple[Feature, torch.Tensor]]:
         if self._table.empty:
             return []
-        return [(self._lookup.features[0], _inputs.keys(value, "keys", self._steps.device))]
+        return [(self._lookup.features[0], _inputs.declared(value, "keys", self._steps.device))]
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}, table={self._table.name!r}"
@@ -847,7 +847,7 @@ class EmbeddingBagCollection(_Module):
         return [
             (
                 feature,
-                _inputs.keys(keys[0] if isinstance(keys, tuple) else keys, f"feature {name!r}", self._steps.device),
+                _inputs.declared(keys[0] if isinstance(keys, tuple) else keys, f"feature {name!r}", self._steps.device),
             )
             for name, feature, keys in pairs
         ]

@@ -117,6 +117,8 @@ class Trainer:
 
     def prefetch(self, step: int, ops: Sequence[bytes]) -> Batch:
         batch = c_void_p()
+        if self.on_gpu:
+            self._use_stream()
         self._call(lib.frugal_prefetch, self._handle, step, b"".join(ops), len(ops), byref(batch))
         return Batch(batch.value or 0, step)
 
@@ -126,11 +128,14 @@ class Trainer:
     def _call_with(self, ops: Sequence[bytes], call: Callable[..., int]) -> None:
         """A call that the caller's stream waits for."""
         if self.on_gpu:
-            stream = int(torch.cuda.current_stream(self.device).cuda_stream)
-            if stream != self._stream:
-                self._trainer().set_stream(stream)
-                self._stream = stream
+            self._use_stream()
         self._call(call, self._handle, b"".join(ops), len(ops))
+
+    def _use_stream(self) -> None:
+        stream = int(torch.cuda.current_stream(self.device).cuda_stream)
+        if stream != self._stream:
+            self._trainer().set_stream(stream)
+            self._stream = stream
 
     def _trainer(self) -> frugal.Trainer:
         trainer = self._weak()

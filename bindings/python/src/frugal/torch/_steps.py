@@ -26,7 +26,7 @@ from frugal import _wait
 from frugal.errors import FORKED
 
 from . import _native
-from ._anchor import Anchor, Gradient, Part
+from ._anchor import Anchor, Gradient, Part, get_grad
 
 T = TypeVar("T")
 
@@ -337,17 +337,15 @@ class Steps:
         with self.lock:
             if device == self.device:
                 return
-            held = [table.held_anchor() for table in self.tables.values()]
-            anchors = [anchor for anchor in held if anchor is not None]
-            for anchor in anchors:
-                if anchor.grad is not None:
-                    raise RuntimeError(
-                        f"table {anchor.table.name!r} has a gradient on {self.device}: before the model moves to {device},"
-                        " let its optimizer step, or zero_grad()"
-                    )
             self.move_to(str(device) if device.type == "cuda" else "cpu")
-            for anchor in anchors:
-                anchor.value = anchor.value.to(self.device)
+            found = [table.held_anchor() for table in self.tables.values()]
+            anchors = [anchor for anchor in found if anchor is not None]
+            grads = [get_grad(anchor) for anchor in anchors]
+            parts = [part for grad in grads if isinstance(grad, Gradient) for part in grad.parts]
+            for held in {id(part.held): part.held for part in parts}.values():
+                held.move(self.device)
+            for anchor, grad in zip(anchors, grads):
+                anchor.become(anchor.dtype, grad)
 
     def move_to(self, name: str) -> None:
         """The trainer goes to the engine's device of that name. What is declared is taken back."""
@@ -355,7 +353,8 @@ class Steps:
             self.outside()
             running = None if self.lookahead is None else self.lookahead()
             if running is not None:
-                running.retire()
+                running.moved()
+            self.trials.clear()
             self.cancel()
             trainer = self.trainer
             try:

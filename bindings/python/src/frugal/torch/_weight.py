@@ -96,13 +96,13 @@ class Weight(torch.Tensor):
         self._sparse = sparse
         self._at = at
         self._own = False if detached else None
-        self._made = (table.anchor.dtype, table.anchor.requires_grad)
+        self._made = (table.anchor.dtype, table.anchor.requires_grad, table.steps.device)
         self._is_param = at is None and not detached  # isinstance(weight, torch.nn.Parameter)
 
     def is_as_now(self, sparse: bool) -> bool:
         """Whether a new one would be alike."""
         table = self._table
-        made = table.anchor.dtype, table.anchor.requires_grad
+        made = table.anchor.dtype, table.anchor.requires_grad, table.steps.device
         return self._sparse == sparse and self._made == made and tuple(self.shape) == _shape(table)
 
     def is_whole(self) -> bool:
