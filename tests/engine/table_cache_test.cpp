@@ -95,6 +95,15 @@ struct TableCacheTest : testing::Test {
     ASSERT_OK(cache->turn(step, declared, committed));
     ASSERT_OK(cache->finish());
   }
+  // After the boundary of step 10 that of step 11 is planned, by what is declared so far.
+  void plan_the_next() {
+    open(4);
+    a = declare(10, {mine[0], mine[1]});
+    b = declare(11, {mine[0]});
+    turn(10, {a});
+    EXPECT_TRUE(cache->plan_ahead(11, {b}));
+    cache->expect({a});
+  }
   // How many updates a lookup of the part's row finds; of a host row not, if it is to be one.
   int read(const PartRef& part, uint32_t slot) {
     for (size_t i = 0; i < part->distinct; ++i) {
@@ -114,6 +123,7 @@ struct TableCacheTest : testing::Test {
   TableRef table;
   TrainerRef owner;
   std::optional<TableCache> cache;
+  PartRef a, b;  // of plan_the_next()
   ToldLines* told = nullptr;
 };
 
@@ -216,11 +226,7 @@ TEST_F(TableCacheTest, APlanThatDoesNotStandIsCancelled) {
 
 // It reads lines that the plan has for later, so all of them are brought up to date at once.
 TEST_F(TableCacheTest, ADeclarationThatComesAfterThePlan) {
-  open(4);
-  const PartRef a = declare(10, {mine[0], mine[1]}), b = declare(11, {mine[0]});
-  turn(10, {a});
-  EXPECT_TRUE(cache->plan_ahead(11, {b}));
-  cache->expect({a});
+  plan_the_next();
   const PartRef late = declare(11, {mine[1], mine[3]});
   const UpdateRef u = commit(10, {a});
   turn(11, {b, late}, {u});
@@ -232,11 +238,7 @@ TEST_F(TableCacheTest, ADeclarationThatComesAfterThePlan) {
 
 // A plan that is added to ahead: what the update touches is found out again.
 TEST_F(TableCacheTest, APlanThatIsAddedTo) {
-  open(4);
-  const PartRef a = declare(10, {mine[0], mine[1]}), b = declare(11, {mine[0]});
-  turn(10, {a});
-  EXPECT_TRUE(cache->plan_ahead(11, {b}));
-  cache->expect({a});
+  plan_the_next();
   const PartRef late = declare(11, {mine[1], mine[3]});
   const size_t before = told->forgotten;
   EXPECT_TRUE(cache->plan_ahead(11, {b, late}));
@@ -249,11 +251,7 @@ TEST_F(TableCacheTest, APlanThatIsAddedTo) {
 }
 
 TEST_F(TableCacheTest, APushThatIsNotAsDeclared) {
-  open(4);
-  const PartRef a = declare(10, {mine[0], mine[1]}), b = declare(11, {mine[0]});
-  turn(10, {a});
-  EXPECT_TRUE(cache->plan_ahead(11, {b}));
-  cache->expect({a});
+  plan_the_next();
   const PartRef other = resolved_part(parts.pool, 10, 1, {mine[1], theirs[0]});
   const UpdateRef u = commit(10, {other});
   turn(11, {b}, {u});
