@@ -1,0 +1,393 @@
+#include "window/nodes.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "base/assert.h"
+
+namespace frugal {
+
+void Nodes::open(bool tree_heap, uint64_t base) {
+  queue_.reset(tree_heap ? make_tree_heap() : make_two_level_queue());
+  set_base(base);
+}
+
+void Nodes::set_base(uint64_t base) {
+  base_ = base;
+  queue_->set_base(base);
+}
+
+// --- Whose nodes ---------------------------------------------------------------------------------
+
+uint64_t Nodes::written_mask(bool* ancient) const {
+  uint64_t mask = 0;
+  *ancient = false;
+  for (const UpdateRef& u : updates_) {
+    if (u->step + Words::kPast < base_)
+      *ancient = true;
+    else
+      mask |= uint64_t{1} << (u->step + Words::kPast - base_);
+  }
+  return mask;
+}
+
+StepUpdate* Nodes::find_update(uint32_t seq) const {
+  for (const UpdateRef& u : updates_)
+    if (u->seq == seq) return u.get();
+  return nullptr;
+}
+
+Nodes::Node Nodes::find_node(StepUpdate& u, uint32_t slot) {
+  uint32_t row;
+  if (u.ranks.size() == 1 && u.ranks[0].part->finder.built()) {
+    row = RowFinder::find(u.slots, u.ranks[0].part->finder.near(slot), slot);
+    if (row == UINT32_MAX) return {};
+  } else {
+    const uint32_t* at = std::lower_bound(u.slots, u.slots + u.n, slot);
+    if (at == u.slots + u.n || *at != slot) return {};
+    row = static_cast<uint32_t>(at - u.slots);
+  }
+  return {&u, row, node_id(u, row)};
+}
+
+Nodes::Node Nodes::pending(Word aged, uint32_t slot) {
+  for (const UpdateRef& u : updates_) {
+    // Of old steps words know nothing.
+    if (u->step + Words::kPast >= base_ && !(aged >> (u->step + Words::kPast - base_) & 1)) continue;
+    Node node = find_node(*u, slot);
+    if (!node.update) continue;
+    uint8_t state = state_[node.id];
+    if (state != kDone && state != kBlocked) return node;
+  }
+  return {};
+}
+
+void Nodes::reprioritize(const Node& node, uint8_t prio) noexcept {
+  uint8_t state = state_[node.id], old = state & ~kClaimed;
+  FRUGAL_ASSERT(old <= kInfinity);
+  if (old == prio) return;
+  // The queue first: it may want memory. Where there is none the row stays where it is.
+  try {
+    if (!node.update->committed)
+      queue_->stage(&node.id, 1, prio);
+    else if (!(state & kClaimed))
+      queue_->move(node.id, prio);
+  } catch (const std::bad_alloc&) {
+    (node.update->committed ? astray_ : node.update->astray) = true;
+    return;
+  }
+  if (!node.update->committed) {
+    --node.update->staged[old];
+    ++node.update->staged[prio];
+  } else {
+    if (!(state & kClaimed)) {
+      --queued_[old];
+      ++queued_[prio];
+    }
+    prio_rank(prio, base_) < prio_rank(old, base_) ? ++stats_.rises : ++stats_.falls;
+    --count_[old];
+    ++count_[prio];
+  }
+  state_[node.id] = static_cast<uint8_t>(prio | (state & kClaimed));
+}
+
+// --- Updates come and go -------------------------------------------------------------------------
+
+void Nodes::add(const UpdateRef& update) {
+  FRUGAL_ASSERT(update->pages.empty() && update->staged_rows == 0);
+  FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
+  FRUGAL_ASSERT(std::adjacent_find(update->slots, update->slots + update->n, std::greater_equal<>()) ==
+                update->slots + update->n);
+  // First all that may want memory.
+  const size_t wanted = (update->n + kPage - 1) / kPage;
+  while (free_pages_.size() < wanted) {
+    const size_t before = pages_.size(), pages = std::max<size_t>(4, before * 2);
+    state_.resize(pages * kPage, kDone);
+    queue_->reserve_ids(state_.data(), static_cast<uint32_t>(pages * kPage));
+    free_pages_.reserve(pages);
+    pages_.resize(pages);
+    for (size_t p = pages; p > before; --p) free_pages_.push_back(static_cast<uint32_t>(p - 1));
+  }
+  update->pages.reserve(wanted);
+  updates_.reserve(updates_.size() + 1);
+  while (update->pages.size() < wanted) {
+    pages_[free_pages_.back()] = {update.get(),
+                                  static_cast<uint32_t>(update->pages.size() * kPage)};
+    update->pages.push_back(free_pages_.back());
+    free_pages_.pop_back();
+  }
+  update->seq = next_seq_++;
+  updates_.push_back(update);
+  live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
+}
+
+// By priority, so that a bag gets its rows at once. Most have none.
+void Nodes::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
+  uint32_t ids[kPage];
+  uint16_t read[kPage];
+  uint32_t start[kRing + 1], next[kRing];
+  const uint32_t first = u.pages[u.staged_rows / kPage] * kPage;
+  std::copy_n(prio, n, state_.data() + first);
+  size_t reads = 0, unread = 0;
+  for (size_t i = 0; i < n; ++i) {
+    ids[unread] = first + static_cast<uint32_t>(i);
+    unread += prio[i] == kInfinity;
+    read[reads] = static_cast<uint16_t>(i);
+    reads += prio[i] < kInfinity;
+  }
+  u.staged[kInfinity] += unread;
+  queue_->stage(ids, unread, kInfinity);
+  std::fill_n(start, kRing + 1, 0);
+  for (size_t i = 0; i < reads; ++i) ++start[prio[read[i]] + 1];
+  for (uint32_t p = 0; p < kRing; ++p) {
+    u.staged[p] += start[p + 1];
+    start[p + 1] += start[p];
+  }
+  std::copy_n(start, kRing, next);
+  for (size_t i = 0; i < reads; ++i) ids[next[prio[read[i]]]++] = first + read[i];
+  for (uint32_t p = 0; p < kRing; ++p)
+    if (start[p + 1] != start[p])
+      queue_->stage(ids + start[p], start[p + 1] - start[p], static_cast<uint8_t>(p));
+  u.staged_rows += n;
+}
+
+void Nodes::staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots) {
+  if (page == 0) slots->reserve(u.staged[prio]);
+  const uint8_t* state = state_.data() + u.pages[page] * kPage;
+  const size_t at = page * kPage, n = std::min<size_t>(kPage, u.n - at);
+  for (size_t i = 0; i < n; ++i)
+    if (state[i] == prio) slots->push_back(u.slots[at + i]);
+}
+
+void Nodes::unstage(StepUpdate& u) {
+  FRUGAL_ASSERT(!u.committed);
+  queue_->drop_stage();
+  // (Of a piece that memory ran short for some rows are in.)
+  for (uint32_t page : u.pages) std::fill_n(state_.begin() + page * kPage, kPage, kDone);
+  std::fill_n(u.staged, kRing + 1, 0);
+  u.late.clear();
+  u.astray = false;
+  release(u);
+}
+
+void Nodes::make_room() {
+  for (const UpdateRef& older : updates_)
+    if (older->committed) older->next.reserve(older->n);
+}
+
+uint64_t Nodes::commit(StepUpdate& u) {
+  u.committed = true;
+  u.remaining = u.n;
+  astray_ |= u.astray;
+  uint64_t rows = 0;
+  for (uint32_t p = 0; p <= kRing; ++p) {
+    count_[p] += u.staged[p];
+    queued_[p] += u.staged[p];
+    rows += u.staged[p];
+  }
+  queue_->commit_stage();
+  stats_.enqueued += u.n;
+  return rows;
+}
+
+// Behind the older ones, so that updates of a row are applied in step order.
+void Nodes::chain(StepUpdate& u, uint32_t row, const Node& before) {
+  StepUpdate* last = before.update;
+  uint32_t last_row = before.row;
+  while (!last->next.empty() && last->next[last_row]) {
+    uint64_t link = last->next[last_row] - 1;
+    last = find_update(static_cast<uint32_t>(link >> 32));
+    last_row = static_cast<uint32_t>(link);
+  }
+  FRUGAL_ASSERT(last->committed && last->step < u.step);
+  if (last->next.empty()) last->next.resize(last->n, 0);
+  last->next[last_row] = (uint64_t{u.seq} << 32 | row) + 1;
+}
+
+// A row that waited for nothing but its turn becomes pending.
+void Nodes::enqueue(uint32_t id, uint8_t prio) noexcept {
+  FRUGAL_ASSERT(state_[id] == kBlocked);
+  state_[id] = prio;
+  ++count_[prio];
+  ++queued_[prio];
+  try {
+    queue_->push(id, prio);
+  } catch (const std::bad_alloc&) {
+    astray_ = true;
+  }
+}
+
+void Nodes::now_pending(uint64_t rows) {
+  schedule_point();
+  pending_total_.fetch_add(rows, std::memory_order_acq_rel);
+}
+
+void Nodes::release(StepUpdate& u) {
+  FRUGAL_ASSERT(!u.committed || u.remaining == 0);
+  for (uint32_t page : u.pages) {
+    FRUGAL_ASSERT(pages_[page].update == &u);
+    pages_[page] = {};
+    free_pages_.push_back(page);
+  }
+  u.pages.clear();
+  u.staged_rows = 0;
+  for (auto at = updates_.begin(); at != updates_.end(); ++at)
+    if (at->get() == &u) {
+      updates_.erase(at);
+      break;
+    }
+  live_.store(static_cast<uint32_t>(updates_.size()), std::memory_order_relaxed);
+}
+
+// --- Taking rows ---------------------------------------------------------------------------------
+
+uint32_t Nodes::limit_rank(uint64_t step) const {
+  if (step == UINT64_MAX || astray_) return kRing;
+  return step < base_ ? 0 : static_cast<uint32_t>(std::min<uint64_t>(step - base_, kRing - 1));
+}
+
+// What pending_until() asks, once a section: gates look at many tables again and again.
+void Nodes::note_soonest() {
+  uint64_t soonest = astray_ ? 0 : UINT64_MAX;
+  for (uint32_t r = 0; r < kRing && soonest == UINT64_MAX; ++r)
+    if (count_[(base_ + r) & (kRing - 1)]) soonest = r ? base_ + r : 0;
+  if (soonest != soonest_.load(std::memory_order_relaxed))
+    soonest_.store(soonest, std::memory_order_release);
+}
+
+bool Nodes::in_flight_until(uint64_t step) const {
+  uint32_t limit = limit_rank(step);
+  for (uint32_t r = 0; r <= std::min(limit, kRing - 1); ++r) {
+    uint32_t p = (base_ + r) & (kRing - 1);
+    if (count_[p] != queued_[p]) return true;
+  }
+  return limit == kRing && count_[kInfinity] != queued_[kInfinity];
+}
+
+void Nodes::pop(uint64_t step, size_t max, Claim* c) {
+  c->ids.resize(max);
+  c->rows.resize(max);
+  // Neighbours are mostly of one page and one priority: what holds for them is looked up once.
+  uint32_t kept = 0, first_id = 0, first_row = 0, same = 0;
+  StepUpdate* u = nullptr;
+  uint8_t last = 0;
+  constexpr size_t kAhead = 32;
+  for (bool more = true; more && kept < max;) {
+    uint32_t* const ids = c->ids.data() + kept;
+    uint8_t lowest = 0;
+    const size_t n =
+        astray_ ? search(ids, max) : queue_->pop(base_, limit_rank(step), ids, max - kept, &lowest);
+    more = n != 0 && !astray_;
+    for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&state_[ids[i]], 1);
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n) __builtin_prefetch(&state_[ids[i + kAhead]], 1);
+      const uint32_t id = ids[i];
+      const uint8_t prio = state_[id];
+      if (prio != lowest && !astray_) continue;  // a stale place
+      if (!u || id / kPage != first_id / kPage) {
+        const Page& page = pages_[id / kPage];
+        FRUGAL_ASSERT(page.update);
+        if (!page.update->committed) continue;  // stale, too: the row is staged for the same priority
+        first_id = id / kPage * kPage;
+        first_row = page.first_row;
+        if (page.update != u) {
+          u = page.update;
+          if (!c->runs.empty()) c->runs.back().end = kept;
+          c->runs.push_back({u, kept, kept, nullptr});
+        }
+      }
+      FRUGAL_ASSERT(prio <= kInfinity);
+      if (prio != last) {
+        FRUGAL_ASSERT(queued_[last] >= same);
+        queued_[last] -= same;
+        last = prio;
+        same = 0;
+      }
+      ++same;
+      state_[id] = prio | kClaimed;
+      c->ids[kept] = id;
+      c->rows[kept++] = first_row + (id - first_id);
+    }
+  }
+  FRUGAL_ASSERT(queued_[last] >= same);
+  queued_[last] -= same;
+  if (!c->runs.empty()) c->runs.back().end = kept;
+  c->ids.resize(kept);
+  c->rows.resize(kept);
+  stats_.dequeued += kept;
+}
+
+// Pending rows, wherever the queue has them.
+size_t Nodes::search(uint32_t* ids, size_t max) {
+  size_t n = 0;
+  for (size_t p = 0; p < pages_.size(); ++p) {
+    if (!pages_[p].update || !pages_[p].update->committed) continue;
+    for (uint32_t id = static_cast<uint32_t>(p * kPage), end = id + kPage; id < end; ++id) {
+      if (state_[id] > kInfinity) continue;
+      if (n == max) return n;
+      ids[n++] = id;
+    }
+  }
+  return n;
+}
+
+bool Nodes::finish(Claim& c) {
+  bool chained = false;
+  for (const Claim::Run& run : c.runs) chained |= !run.update->next.empty();
+  if (chained) return false;
+  for (Claim::Run& run : c.runs) {
+    written(c, run);
+    wrote(run.end - run.begin);
+    settle(run);
+  }
+  return true;
+}
+
+void Nodes::wrote(uint64_t rows) {
+  FRUGAL_ASSERT(pending_total_.load() >= rows);
+  schedule_point();
+  if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
+  // Each pending row counts under one priority, claimed ones too.
+  for (uint32_t p = 0; p <= kRing; ++p) FRUGAL_ASSERT(queued_[p] <= count_[p]);
+  FRUGAL_ASSERT(std::accumulate(count_, count_ + kRing + 1, uint64_t{0}) == pending_total_.load());
+}
+
+// The nodes of a run are done.
+void Nodes::written(const Claim& c, const Claim::Run& run) {
+  uint64_t same = 0;
+  uint8_t last = 0;
+  for (uint32_t i = run.begin; i < run.end; ++i) {
+    uint8_t& state = state_[c.ids[i]];
+    FRUGAL_ASSERT(state & kClaimed);
+    uint8_t prio = state & static_cast<uint8_t>(~kClaimed);
+    if (prio != last) {
+      FRUGAL_ASSERT(count_[last] >= same);
+      count_[last] -= same;
+      last = prio;
+      same = 0;
+    }
+    ++same;
+    state = kDone;
+  }
+  FRUGAL_ASSERT(count_[last] >= same);
+  count_[last] -= same;
+}
+
+void Nodes::settle(Claim::Run& run) {
+  StepUpdate* u = run.update;
+  FRUGAL_ASSERT(u->committed && u->remaining >= run.end - run.begin);
+  if ((u->remaining -= run.end - run.begin) != 0) return;
+  u->written();
+  for (const UpdateRef& ref : updates_)
+    if (ref.get() == u) run.finished = ref;
+  release(*u);
+}
+
+WindowStats Nodes::stats() const {
+  WindowStats s = stats_;
+  s.pending = s.active = pending_total_.load(std::memory_order_relaxed);
+  return s;
+}
+
+}  // namespace frugal

@@ -1,0 +1,183 @@
+// The updates of a window's rows that are not in the host rows yet: the W sets.
+//
+// An update of a row is a node (6 bytes, with the queue's). The oldest unwritten one of a row is in the queue, with a
+// priority that the window tells: it knows who reads the row next. Younger nodes of the row are blocked behind it, in a
+// chain, and enter the queue one after the other.
+//
+// Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
+// therefore means written, not merely taken (contract, gate condition c).
+//
+// Without memory for a place in the queue a row that has to become more urgent has gone astray: until all that was
+// pending then is written, every gate waits for all of it, and claims search the nodes.
+//
+// Threads: `mu`, by a Section. What says so takes no lock.
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include "flush/queue.h"
+#include "window/step_update.h"
+#include "window/urgent_lock.h"
+#include "window/words.h"
+
+namespace frugal {
+
+// Rows taken out of the queue by one claim: their oldest unwritten updates.
+struct Claim {
+  struct Run {
+    StepUpdate* update;
+    uint32_t begin, end;   // of ids and rows
+    UpdateRef finished;    // finish(): the update, if it is wholly written by now
+  };
+  void reserve(size_t most) {
+    ids.reserve(most);
+    rows.reserve(most);
+    runs.reserve(most);
+  }
+  Vector<uint32_t> ids;    // nodes
+  Vector<uint32_t> rows;   // row of the update
+  Vector<Run> runs;        // neighbours of one update
+};
+
+struct WindowStats {
+  uint64_t rises = 0, falls = 0, enqueued = 0, dequeued = 0;
+  uint64_t pending = 0, active = 0;
+};
+
+class Nodes {
+ public:
+  // Nodes are handed out in pages, row i of an update lies in the update's page i / kPage.
+  static constexpr uint32_t kPage = 1024;
+  struct Node {
+    StepUpdate* update = nullptr;
+    uint32_t row = 0, id = 0;
+  };
+
+  UrgentMutex mu;
+  class SCOPED_CAPABILITY Section {
+   public:
+    Section(Nodes& nodes, UrgentMutex::Urgency urgency) ACQUIRE(nodes.mu) : nodes_(nodes), lock_(nodes.mu, urgency) {}
+    ~Section() RELEASE() NO_THREAD_SAFETY_ANALYSIS { nodes_.note_soonest(); }
+
+   private:
+    Nodes& nodes_;
+    UrgentLock lock_;
+  };
+
+  void open(bool tree_heap, uint64_t base) REQUIRES(mu);
+  void set_base(uint64_t base) REQUIRES(mu);
+  uint64_t base() const REQUIRES(mu) { return base_; }
+
+  // Gives an update its number and nodes. Without memory: nothing.
+  void add(const UpdateRef& update) REQUIRES(mu);
+  // The next n rows of the update, a page, are staged with these priorities, or kBlocked.
+  static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
+  void stage(StepUpdate& u, size_t n, const uint8_t* prio) REQUIRES(mu);
+  // The rows among them, in a page, that have this priority.
+  void staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots) REQUIRES(mu);
+  void unstage(StepUpdate& u) REQUIRES(mu);
+  void make_room() REQUIRES(mu);
+  // The staged rows of the update are in the queue: so many.
+  uint64_t commit(StepUpdate& u) REQUIRES(mu);
+  // A row of a committed update that was blocked when it was staged. `before`: its row's oldest unwritten node.
+  void chain(StepUpdate& u, uint32_t row, const Node& before) REQUIRES(mu);
+  void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu);
+  void now_pending(uint64_t rows) REQUIRES(mu);
+
+  // Bits of a word's reads that stand for unwritten updates. `ancient`: there are some of older steps, too.
+  uint64_t written_mask(bool* ancient) const REQUIRES(mu);
+  // The row's oldest unwritten update.
+  Node pending(Word aged, uint32_t slot) REQUIRES(mu);
+  void reprioritize(const Node& node, uint8_t prio) noexcept REQUIRES(mu);
+  // Calls of(node) for all nodes of committed updates with this priority.
+  template <class F>
+  void each_of(uint8_t prio, F of) REQUIRES(mu) {
+    if (count_[prio] == 0) return;
+    for (const UpdateRef& u : updates_) {
+      if (!u->committed) continue;
+      for (uint32_t row = 0; row < u->n; ++row)
+        if (const uint32_t id = node_id(*u, row); (state_[id] & ~kClaimed) == prio) of(Node{u.get(), row, id});
+    }
+  }
+
+  // Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last).
+  void pop(uint64_t step, size_t max, Claim* c) REQUIRES(mu);
+  // The rows of the claim are written. False, and nothing is done: there are rows behind them.
+  bool finish(Claim& c) REQUIRES(mu);
+  // The same where there are: prio(update, row) is the priority of one that is the oldest now.
+  template <class Priority>
+  void finish_chained(Claim& c, Priority prio) REQUIRES(mu) {
+    uint64_t done = 0;
+    for (Claim::Run& run : c.runs) {
+      StepUpdate* u = run.update;
+      written(c, run);
+      for (uint32_t i = run.begin; i < run.end; ++i) {
+        uint64_t link = u->next.empty() ? 0 : u->next[c.rows[i]];
+        if (!link) {
+          ++done;
+          continue;
+        }
+        StepUpdate* after = find_update(static_cast<uint32_t>((link - 1) >> 32));
+        uint32_t row = static_cast<uint32_t>(link - 1);
+        enqueue(node_id(*after, row), prio(*after, row));
+      }
+      settle(run);
+    }
+    wrote(done);
+  }
+
+  uint32_t node_id(const StepUpdate& u, uint32_t row) const {
+    return u.pages[row / kPage] * kPage + row % kPage;
+  }
+  // Rows that are claimed but unwritten, of priorities up to `step`.
+  bool in_flight_until(uint64_t step) const REQUIRES(mu);
+  WindowStats stats() const REQUIRES(mu);
+
+  // These take no lock.
+  bool pending_until(uint64_t step) const {
+    return pending_rows() != 0 && soonest_.load(std::memory_order_acquire) <= step;
+  }
+  uint64_t pending_rows() const {
+    schedule_point();
+    return pending_total_.load(std::memory_order_acquire);
+  }
+  uint32_t updates() const { return live_.load(std::memory_order_relaxed); }
+
+ private:
+  // What a node is, one byte: a priority; with kClaimed, somebody is writing it; or kBlocked; or kDone.
+  static constexpr uint8_t kClaimed = 0x80;
+  static constexpr uint8_t kDone = 0x7f;     // nothing is pending
+  struct Page {
+    StepUpdate* update = nullptr;
+    uint32_t first_row = 0;
+  };
+
+  StepUpdate* find_update(uint32_t seq) const REQUIRES(mu);
+  Node find_node(StepUpdate& u, uint32_t slot) REQUIRES(mu);
+  void release(StepUpdate& u) REQUIRES(mu);
+  uint32_t limit_rank(uint64_t step) const REQUIRES(mu);
+  size_t search(uint32_t* ids, size_t max) REQUIRES(mu);
+  void written(const Claim& c, const Claim::Run& run) REQUIRES(mu);
+  void settle(Claim::Run& run) REQUIRES(mu);
+  void wrote(uint64_t rows) REQUIRES(mu);
+  void note_soonest() REQUIRES(mu);
+
+  std::atomic<uint64_t> pending_total_{0};
+  // The step that the most urgent pending row waits for; 0 if that is the base, or not known;
+  // UINT64_MAX if none waits for any. Set at the end of each section.
+  std::atomic<uint64_t> soonest_{UINT64_MAX};
+  std::atomic<uint32_t> live_{0};                  // updates_.size()
+  uint64_t base_ GUARDED_BY(mu) = 0;               // the window's
+  Vector<uint8_t> state_ GUARDED_BY(mu);           // by node
+  Vector<Page> pages_ GUARDED_BY(mu);
+  Vector<uint32_t> free_pages_ GUARDED_BY(mu);
+  std::unique_ptr<Queue> queue_ GUARDED_BY(mu);
+  uint64_t count_[kRing + 1] GUARDED_BY(mu) = {};  // pending rows by priority, claimed ones included
+  uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, not claimed
+  Vector<UpdateRef> updates_ GUARDED_BY(mu);       // unwritten ones, and the staged one; ascending steps
+  uint32_t next_seq_ GUARDED_BY(mu) = 0;
+  bool astray_ GUARDED_BY(mu) = false;             // a place in the queue is missing, or wrong
+  WindowStats stats_ GUARDED_BY(mu);
+};
+
+}  // namespace frugal

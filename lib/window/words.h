@@ -1,0 +1,79 @@
+// The flat index of a window: a word of 8 bytes for each row of the table, by slot. It is the row's R set.
+//
+// Bits of a word count from the step in its stamp, so it is brought up to date when it is next touched and no pass is
+// needed to take back what has passed. Stamps wrap around: a row that nobody touched for some 500 steps may seem to be
+// read soon. That makes an update too urgent, never too late.
+//
+// Threads: the window's lock of links.
+#pragma once
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "base/os.h"
+#include "flush/queue.h"
+
+namespace frugal {
+
+// From the lowest bit (bit fields are slower here than shifts):
+// - reads, kPast + kHorizon bits: bit i says that step stamp - kPast + i reads the row by a declaration, or updates it;
+// - owner, kHorizon bits: bit i says that the row's owner, which may have it cached, reads it in step stamp + i;
+// - cached: it has, so its own reads do not count;
+// - stamp, 9 bits of a step.
+using Word = uint64_t;
+
+class Words {
+ public:
+  // Declared steps in [base, base + kHorizon) can be linked. Later ones wait for the base.
+  static constexpr uint32_t kHorizon = 21;
+  // Words remember this many steps. Unwritten updates of older ones are searched for every row that
+  // is looked at.
+  static constexpr uint32_t kPast = 12;
+  static constexpr int kOwnerAt = kPast + kHorizon, kCachedAt = kOwnerAt + kHorizon, kStampAt = 55;
+  static constexpr Word kReads = (Word{1} << kOwnerAt) - 1, kOwner = (Word{1} << kHorizon) - 1;
+  static constexpr Word kPassed = (Word{1} << kPast) - 1, kCached = Word{1} << kCachedAt;
+  static constexpr Word kStamp = 511;
+  static_assert(kCachedAt < kStampAt && kStampAt + 9 == 64);
+
+  Words() = default;
+  Words(const Words&) = delete;
+  Words& operator=(const Words&) = delete;
+  ~Words() { os_release(&map_); }
+  // Addresses only: pages come with use, and are zero then, as nobody's row should be.
+  Status open(uint64_t rows) {
+    FRUGAL_TRY(os_reserve(rows * sizeof(Word), false, &map_));
+    words_ = reinterpret_cast<Word*>(map_.base);
+    return FRUGAL_OK;
+  }
+  Word& operator[](uint32_t slot) { return words_[slot]; }
+
+  // The word with its stamp at `base`.
+  static Word aged(Word w, uint64_t base) {
+    uint64_t passed = std::min<uint64_t>((base - (w >> kStampAt)) & kStamp, 63);
+    Word reads = (w & kReads) >> passed;
+    // What the owner has read is of the past like all else.
+    Word owner = (w >> kOwnerAt & kOwner) << kPast >> passed;
+    return reads | (owner & kPassed) | owner >> kPast << kOwnerAt | (w & kCached) |
+           (base & kStamp) << kStampAt;
+  }
+  // Steps from the stamp on whose reads count.
+  static uint64_t effective_reads(Word aged) {
+    uint64_t owner = aged & kCached ? 0 : aged >> kOwnerAt & kOwner;
+    return (aged & kReads) >> kPast | owner;
+  }
+  // As a priority: the first declared step, of those from `first` on, that reads the row, of a word with its stamp at
+  // `base`.
+  static uint8_t next_read(Word aged, uint64_t base, uint64_t first) {
+    uint64_t skip = std::min<uint64_t>(first > base ? first - base : 0, 63);
+    uint64_t reads = effective_reads(aged) >> skip;
+    if (reads == 0) return kInfinity;
+    return static_cast<uint8_t>((base + skip + static_cast<uint64_t>(std::countr_zero(reads))) &
+                                (kRing - 1));
+  }
+
+ private:
+  Mapping map_;
+  Word* words_ = nullptr;
+};
+
+}  // namespace frugal
