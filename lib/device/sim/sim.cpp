@@ -5,57 +5,29 @@
 
 #include <algorithm>
 #include <atomic>
-#include <iterator>
 #include <mutex>
 #include <new>
-#include <set>
 #include <system_error>
-#include <unordered_map>
 #include <utility>
 
 #include "device/sim/memory.h"
 #include "device/sim/order.h"
-#include "device/sim/stream.h"
+#include "device/sim/streams.h"
 
 namespace frugal::device::sim {
 namespace {
-
-// The codes that CUDA has for it.
-enum Code : int32_t {
-  kInvalidValue = 1,
-  kMemoryAllocation = 2,
-  kInvalidConfiguration = 9,
-  kInvalidDeviceFunction = 98,
-  kNoSuchDevice = 101,
-  kInvalidHandle = 400,
-  kLaunchFailure = 719,
-  kAlreadyRegistered = 712,
-  kCaptureUnsupported = 900,
-};
-
-Result misuse(const char* call, int32_t code, const char* text) {
-  return {ErrorKind::kMisuse, code, call, text};
-}
 
 Result no_memory(const char* call, const char* text) {
   return {ErrorKind::kOutOfMemory, kMemoryAllocation, call, text};
 }
 
-constexpr size_t kMaxNames = 256;  // of kernels
-constexpr char kCopy[] = "copy", kFill[] = "fill";
 constexpr const char* kAskedFor = "a failure that was asked for";
 constexpr const char* kNoHostMemory = "out of host memory";
-
-// Of streams and events, over all devices; none is used twice.
-void* new_handle() {
-  static std::atomic<uintptr_t> last{0x51000000};
-  return reinterpret_cast<void*>(++last);
-}
 
 class SimRuntime final : public Sim {
  public:
   SimRuntime(uint32_t index, int32_t device)
-      : device_(device), health_(std::make_shared<Health>(device)) {
+      : device_(device), health_(std::make_shared<Health>(device)), streams_(health_) {
     snprintf(name_, sizeof name_, "sim:%u", index);
   }
   ~SimRuntime() override;
@@ -96,9 +68,6 @@ class SimRuntime final : public Sim {
   void set_test_kernels(const KernelEntry* kernels, uint32_t count) override;
 
  private:
-  using StreamRef = std::shared_ptr<StreamThread>;
-  using MarkRef = std::shared_ptr<Mark>;
-
   enum class Wants { kNothing, kMemory };  // of the device
 
   // What every call with a Result begins with: sticky faults, failures on request.
@@ -107,13 +76,6 @@ class SimRuntime final : public Sim {
   Result faulted(const char* call) const;
   // A call without a Result that makes no sense: a fault, so that it does not go unnoticed.
   void fault(const char* call, const void* what);
-  StreamRef new_stream();
-  void retire(const StreamRef& stream);
-  StreamRef find_stream(Stream s);
-  void need_default();
-  Result enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation,
-                 const Event* event);
-  Result mark_of(const char* call, Event e, MarkRef* out);
   Result passed(const char* call, Event e, uint64_t timeout_ns, bool* passed);
   bool usable(uint64_t address) const;
   template <class F>
@@ -122,16 +84,12 @@ class SimRuntime final : public Sim {
   // Tells its memory; another one each time that the device is opened.
   const int32_t device_;
   const std::shared_ptr<Health> health_;
+  Streams streams_;
   char name_[16];
 
   // Of all that follows. Threads that call are ordered by it only where ThreadSanitizer does not see.
   mutable std::mutex mutex_;
-  std::unordered_map<void*, StreamRef> streams_;
-  std::unordered_map<void*, MarkRef> events_;  // and their last records
-  std::vector<StreamRef> retired_;  // destroyed, may still work
-  StreamRef default_;
-  uint64_t seed_ = 1, created_ = 0, calls_ = 0, violations_ = 0;
-  Delays delays_;
+  uint64_t calls_ = 0;
   uint64_t fail_in_ = 0;
   ErrorKind fail_kind_ = ErrorKind::kNone;
   bool fail_forever_ = false;
@@ -139,28 +97,15 @@ class SimRuntime final : public Sim {
   uint64_t exhausted_in_ = 0;  // 1: it is
   std::atomic<bool> reset_{false};
   uint64_t memory_limit_ = uint64_t{1} << 30, allocations_ = 0, allocated_ = 0;
-  uint64_t allocations_ever_ = 0, streams_ever_ = 0, events_ever_ = 0;
+  uint64_t allocations_ever_ = 0;
   Random random_{1};
-  // Names, static: of kernels, kCopy, kFill; and the priorities of the streams that were given them.
-  std::set<std::pair<const char*, Priority>> given_;
   const KernelEntry* test_kernels_ = nullptr;
   uint32_t test_kernel_count_ = 0;
 };
 
 SimRuntime::~SimRuntime() {
-  {
-    Unseen unseen;
-    for (auto& [handle, stream] : streams_) retired_.push_back(stream);
-    if (default_) retired_.push_back(default_);
-    for (const StreamRef& stream : retired_) stream->close();
-  }
-  for (const StreamRef& stream : retired_) stream->join();
+  streams_.end();
   free_all_device_memory(device_);
-  Unseen unseen;
-  events_.clear();
-  streams_.clear();
-  retired_.clear();
-  default_.reset();
 }
 
 Result SimRuntime::faulted(const char* call) const {
@@ -305,121 +250,30 @@ Result SimRuntime::kind_of(const void* p, Memory* out) {
 
 // --- Streams and events -------------------------------------------------------------------------
 
-// What a thread runs is seen, the table of streams is not.
-SimRuntime::StreamRef SimRuntime::new_stream() {
-  uint64_t seed;
-  Delays delays;
-  {
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto ended = [](const StreamRef& stream) {
-      if (!stream->ended()) return false;
-      stream->join();
-      return true;
-    };
-    retired_.erase(std::remove_if(retired_.begin(), retired_.end(), ended), retired_.end());
-    seed = mix(seed_ + mix(++created_));
-    delays = delays_;
-  }
-  auto stream = std::make_shared<StreamThread>(health_, seed, delays);
-  stream->start();
-  return stream;
-}
-
-// `mutex_` is held.
-void SimRuntime::retire(const StreamRef& stream) {
-  retired_.push_back(stream);
-  stream->close();
-}
-
 Result SimRuntime::create_stream(Priority priority, Stream* out) {
   return guarded("create_stream", [&]() -> Result {
-    StreamRef stream = new_stream();
-    stream->priority = priority;
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    out->handle = new_handle();
-    streams_.emplace(out->handle, std::move(stream));
-    ++streams_ever_;
+    streams_.create(priority, out);
     return {};
   }, Wants::kMemory);
 }
 
-// As in CUDA it returns at once, and what the stream still has to do is done.
 void SimRuntime::destroy_stream(Stream s) {
-  Unseen unseen;
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto at = streams_.find(s.handle);
-  if (at == streams_.end()) return fault("destroy_stream", s.handle);
-  retire(at->second);
-  streams_.erase(at);
+  if (!streams_.destroy(s)) fault("destroy_stream", s.handle);
 }
 
 Result SimRuntime::create_event(Event* out) {
   return guarded("create_event", [&]() -> Result {
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    out->handle = new_handle();
-    events_.emplace(out->handle, nullptr);
-    ++events_ever_;
+    streams_.create(out);
     return {};
   }, Wants::kMemory);
 }
 
 void SimRuntime::destroy_event(Event e) {
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (events_.erase(e.handle) == 0) fault("destroy_event", e.handle);
+  if (!streams_.destroy(e)) fault("destroy_event", e.handle);
 }
 
-// Null: no such stream. The lock is held.
-SimRuntime::StreamRef SimRuntime::find_stream(Stream s) {
-  if (!s.handle) return default_;
-  const auto at = streams_.find(s.handle);
-  return at == streams_.end() ? nullptr : at->second;
-}
-
-void SimRuntime::need_default() {
-  {
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (default_) return;
-  }
-  StreamRef stream = new_stream();
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (default_)
-    retire(stream);
-  else
-    default_ = std::move(stream);
-}
-
-// With an event, its record: the operation's mark becomes what the event stands for.
-Result SimRuntime::enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation,
-                           const Event* event) {
-  if (!s.handle) need_default();
-  release_order(operation.get());
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  const StreamRef stream = find_stream(s);
-  if (!stream) return misuse(call, kInvalidHandle, "no such stream");
-  if (stream->capturing) {
-    ++violations_;
-    return misuse(call, kCaptureUnsupported, "the stream is being captured");
-  }
-  if (!event) {
-    if (operation->kind != Operation::Kind::kWait)
-      given_.emplace(operation->kind == Operation::Kind::kKernel ? operation->kernel->name : call, stream->priority);
-    stream->add(std::move(operation));
-    return {};
-  }
-  const auto at = events_.find(event->handle);
-  if (at == events_.end()) return misuse(call, kInvalidHandle, "no such event");
-  const MarkRef mark = operation->mark;
-  mark->stream = stream;
-  mark->position = stream->add(std::move(operation));
-  at->second = mark;
-  return {};
+Result SimRuntime::capturing(Stream s, bool* out) {
+  return guarded("capturing", [&] { return streams_.capturing(s, out); });
 }
 
 Result SimRuntime::record(Event e, Stream s) {
@@ -427,16 +281,8 @@ Result SimRuntime::record(Event e, Stream s) {
     auto operation = std::make_unique<Operation>();
     operation->kind = Operation::Kind::kRecord;
     operation->mark = std::make_shared<Mark>();
-    return enqueue("record", s, std::move(operation), &e);
+    return streams_.enqueue("record", s, std::move(operation), &e);
   });
-}
-
-Result SimRuntime::mark_of(const char* call, Event e, MarkRef* out) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = events_.find(e.handle);
-  if (at == events_.end()) return misuse(call, kInvalidHandle, "no such event");
-  *out = at->second;
-  return {};
 }
 
 Result SimRuntime::wait(Stream s, Event e) {
@@ -446,19 +292,19 @@ Result SimRuntime::wait(Stream s, Event e) {
     {
       Unseen unseen;
       // What was recorded last before this call; nothing: nothing to wait for.
-      const Result result = mark_of("wait", e, &operation->mark);
+      const Result result = streams_.mark_of("wait", e, &operation->mark);
       if (!result.ok() || !operation->mark) return result;
     }
-    return enqueue("wait", s, std::move(operation), nullptr);
+    return streams_.enqueue("wait", s, std::move(operation), nullptr);
   });
 }
 
 Result SimRuntime::passed(const char* call, Event e, uint64_t timeout_ns, bool* passed) {
   return guarded(call, [&]() -> Result {
-    MarkRef mark;
+    Streams::MarkRef mark;
     {
       Unseen unseen;
-      const Result result = mark_of(call, e, &mark);
+      const Result result = streams_.mark_of(call, e, &mark);
       if (!result.ok()) return result;
     }
     *passed = !mark || StreamThread::wait(mark, timeout_ns);
@@ -475,17 +321,6 @@ Result SimRuntime::query(Event e, bool* out) { return passed("query", e, 0, out)
 
 Result SimRuntime::synchronize(Event e, uint64_t timeout_ns, bool* out) {
   return passed("synchronize", e, std::max<uint64_t>(timeout_ns, 1), out);
-}
-
-Result SimRuntime::capturing(Stream s, bool* out) {
-  return guarded("capturing", [&]() -> Result {
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    const StreamRef stream = find_stream(s);
-    if (s.handle && !stream) return misuse("capturing", kInvalidHandle, "no such stream");
-    *out = stream && stream->capturing;
-    return {};
-  });
 }
 
 // --- Work ---------------------------------------------------------------------------------------
@@ -506,7 +341,7 @@ Result SimRuntime::copy(Ptr<char> to, Ptr<char> from, size_t bytes, Stream s) {
     operation->to = to.address;
     operation->from = from.address;
     operation->bytes = bytes;
-    return enqueue(kCopy, s, std::move(operation), nullptr);
+    return streams_.enqueue(Streams::kCopy, s, std::move(operation), nullptr);
   }, Wants::kMemory);
 }
 
@@ -520,7 +355,7 @@ Result SimRuntime::fill(Ptr<char> to, int value, size_t bytes, Stream s) {
     operation->to = to.address;
     operation->value = value;
     operation->bytes = bytes;
-    return enqueue(kFill, s, std::move(operation), nullptr);
+    return streams_.enqueue(Streams::kFill, s, std::move(operation), nullptr);
   }, Wants::kMemory);
 }
 
@@ -549,27 +384,20 @@ Result SimRuntime::launch(uint32_t kernel, const Shape& shape, const void* argum
     operation->shape = shape;
     const char* from = static_cast<const char*>(arguments);
     operation->arguments.assign(from, from + bytes);
-    return enqueue("launch", s, std::move(operation), nullptr);
+    return streams_.enqueue("launch", s, std::move(operation), nullptr);
   }, Wants::kMemory);
 }
 
 // --- For tests ----------------------------------------------------------------------------------
 
 void SimRuntime::set_seed(uint64_t seed) {
+  streams_.set_seed(seed);
   Unseen unseen;
   std::lock_guard<std::mutex> lock(mutex_);
-  seed_ = seed;
-  created_ = 0;
   random_ = Random(seed);
 }
 
-void SimRuntime::set_delays(const Delays& delays) {
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  delays_ = delays;
-  for (auto& [handle, stream] : streams_) stream->set_delays(delays);
-  if (default_) default_->set_delays(delays);
-}
+void SimRuntime::set_delays(const Delays& delays) { streams_.set_delays(delays); }
 
 void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) { fail(n, kind, forever, false); }
 
@@ -602,56 +430,28 @@ void SimRuntime::set_memory_bytes(uint64_t bytes) {
   memory_limit_ = bytes;
 }
 
-void SimRuntime::set_capturing(Stream s, bool capturing) {
-  if (!s.handle) need_default();
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (const StreamRef stream = find_stream(s)) stream->capturing = capturing;
-}
+void SimRuntime::set_capturing(Stream s, bool capturing) { streams_.set_capturing(s, capturing); }
 
-uint64_t SimRuntime::capture_violations() const {
-  Unseen unseen;
-  std::lock_guard<std::mutex> lock(mutex_);
-  return violations_;
-}
+uint64_t SimRuntime::capture_violations() const { return streams_.capture_violations(); }
 
 Live SimRuntime::live() const {
+  Live live = {};
+  streams_.count(&live);
   Unseen unseen;
   std::lock_guard<std::mutex> lock(mutex_);
   const Pinned pinned = pinned_memory();
-  return {allocations_,      allocated_,        streams_.size(), events_.size(), pinned.ranges, pinned.bytes,
-          allocations_ever_, streams_ever_, events_ever_, pinned.ever};
+  live.allocations = allocations_;
+  live.bytes = allocated_;
+  live.allocations_ever = allocations_ever_;
+  live.pinned = pinned.ranges;
+  live.pinned_bytes = pinned.bytes;
+  live.pinned_ever = pinned.ever;
+  return live;
 }
 
-std::vector<std::string> SimRuntime::launched() const {
-  std::vector<const char*> names(kMaxNames, nullptr);
-  {
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    size_t n = 0;
-    for (const auto& [name, priority] : given_)
-      if (name != kCopy && name != kFill && n < kMaxNames && (n == 0 || names[n - 1] != name)) names[n++] = name;
-  }
-  std::vector<std::string> out;
-  for (const char* name : names)
-    if (name) out.push_back(name);
-  return out;
-}
+std::vector<std::string> SimRuntime::launched() const { return streams_.launched(); }
 
-std::vector<Priority> SimRuntime::priorities(const char* of) const {
-  constexpr Priority kAll[] = {Priority::kLow, Priority::kNormal, Priority::kHigh};
-  bool found[std::size(kAll)] = {};
-  {
-    Unseen unseen;
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [name, priority] : given_)
-      if (strcmp(name, of) == 0) found[static_cast<int32_t>(priority)] = true;
-  }
-  std::vector<Priority> out;
-  for (const Priority p : kAll)
-    if (found[static_cast<int32_t>(p)]) out.push_back(p);
-  return out;
-}
+std::vector<Priority> SimRuntime::priorities(const char* of) const { return streams_.priorities(of); }
 
 void SimRuntime::set_test_kernels(const KernelEntry* kernels, uint32_t count) {
   Unseen unseen;
