@@ -1,5 +1,7 @@
-// The controller's side of a channel: a thread that makes the calls which its requests ask for.
+// The controller's side of a channel: a thread that makes the calls which its requests ask for. What calls those may be
+// is the peer's kind: a trainer (trainer_lane.h), or a process outside of steps (process_lane.h).
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <memory>
 
@@ -10,23 +12,7 @@
 
 namespace frugal {
 
-// Staging memory of a trainer process that waits to be read. Lives until the lane and all buffers are gone.
-class Staging final : public Buffer::Owner, public HeapObject {
- public:
-  explicit Staging(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
-  // Null data: it is not within the staging memory, or more is lent than there is: no place is to be lent twice.
-  Buffer lend(uint64_t offset, uint64_t bytes);
-  void give_back(char* data, size_t bytes) noexcept override;
-  void let_go() noexcept {
-    if (users_.fetch_sub(1) == 1) delete this;
-  }
-
- private:
-  ~Staging() = default;
-  const std::shared_ptr<Channel> channel_;
-  std::atomic<uint32_t> users_{1};
-  std::atomic<uint64_t> lent_{0};  // bytes
-};
+class Patience;
 
 // Whom a lane tells that it has ended by itself, from its thread: its peer has broken the protocol. `trainer`: or null,
 // of the lane of a process. The lane ends, for whoever waits for that, when this has come back.
@@ -38,86 +24,71 @@ class LaneOwner {
   ~LaneOwner() = default;
 };
 
-class Lane final : public HeapObject, private UsedElsewhere {
+class Lane : public HeapObject {
  public:
-  // Of a trainer, or (null) of a process. `owner`: or null.
-  Lane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel, bool observes,
-       LaneOwner* owner = nullptr, uint64_t peer = 0);
-  // Cuts the channel and waits for the thread. Not to be called by that.
-  ~Lane();
-  Status start();
+  virtual ~Lane();
+  virtual Status start();
   void cut() noexcept {
     cut_.store(true);
     channel_->cut();
   }
-  // Its trainer has lost its place: it is to ask before it reads anything more.
-  void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
   Channel& channel() { return *channel_; }
-  const TrainerRef& trainer() const { return trainer_; }
-  uint64_t request = 0;  // that has asked for it
-  // What its trainer is known by, of all that had the rank, and where its aborts are counted.
+  // What it is known by, of all lanes; and its trainer, of all that had the rank.
   uint64_t joined() const { return number_; }
-  uint64_t notices_place() const { return engine_->place(notices_.data()); }
 
- private:
-  void loop();
-  void serve();
-  Status receive(Header* request);
-  Status handle(const Header& request);
+ protected:
+  // `owner`: or null.
+  Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner, uint64_t peer);
+  // Cuts the channel and waits for the thread, which runs what follows. Before anything of a derived class ends, and not
+  // by that thread.
+  void end() noexcept;
+  virtual Status handle(const Header& request) = 0;
+  // Before a request is handled, and behind it.
+  virtual void begins(const Header& request, Patience& patience);
+  virtual void answered(const Header& request, Status status, uint64_t began, uint64_t now);
+  virtual TrainerRef of_trainer() const { return nullptr; }
+
+  // Of the request: what it has beside its header.
   Status broken(const char* what);
-  Status no_part(const char* what);
   Status take(void* out, uint64_t bytes);
   Status take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out);
   template <class T>
-  Status take_list(uint64_t count, Vector<T>* out);
-  Status take_used(uint64_t count);
-  void tell() override;
-  struct Ops {
-    Vector<frugal_op> ops;
-    Vector<Buffer> keys;
-    OpNumbers numbers;
-  };
-  // `of`: ops of the call. `declared`: of dense tables come slots, in place of keys.
-  Status take_ops(uint64_t count, uint64_t of, bool declared, Ops* out);
-  Status prefetch(const Header& request);
-  Status step_begin(const Header& request);
-  Status access(const Header& request);
-  Status step_end(const Header& request);
-  static bool may_push(const RemotePart& p, const TableRef& table);
-  Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
-  Status read(const Header& request);
-  Status rows_call(Call call, const Header& request);
-  Status answer_parts(size_t from);
-  Status answer_boundary();
-  // What the answer has beside its header.
+  Status take_list(uint64_t count, Vector<T>* out) {
+    if (count > kMostOps || count > channel_->payload_left() / sizeof(T)) return broken("a list is too long");
+    for (size_t have = 0, n; have < count; have += n) {
+      n = std::min<size_t>(kListPiece, count - have);
+      out->resize(have + n);
+      FRUGAL_TRY(take(out->data() + have, n * sizeof(T)));
+    }
+    return FRUGAL_OK;
+  }
+  // Of the answer, likewise.
   void add(const void* data, size_t bytes) { pieces_.push_back({data, bytes}); }
+  // Evaluation, for a trainer or (null) nobody.
+  Status read(const Header& request, Trainer* trainer);
 
   const std::shared_ptr<Engine> engine_;
-  const TrainerRef trainer_;
   const std::shared_ptr<Channel> channel_;
-  const bool observes_;          // changes nothing
+  // Of the answer under way; `kept_` is what it has pieces of.
+  uint64_t args_[5] = {};
+  Vector<Buffer> kept_;
+
+ private:
+  // What a request takes memory for before it has come: items of a list at a time, bytes of a buffer.
+  static constexpr size_t kListPiece = 1024, kFirstBytes = size_t{4} << 20;
+
+  void loop();
+  void serve();
+  Status receive(Header* request);
+  Status answer(const Header& request, Status status);
+
   LaneOwner* const owner_;
   const uint64_t peer_;
   static inline std::atomic<uint64_t> lanes_{0};
   const uint64_t number_ = lanes_++;
   std::atomic<bool> cut_{false};  // by this side
-  bool broken_ = false;          // its peer has broken the protocol
-  Staging* staging_ = nullptr;
-  bool shown_ = false;  // it is sealed
-  Buffer notices_;
-  Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
-  Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
-  RemoteCounts here_;           // time inside the engine's calls since the last end of a step
-  RemoteBoundary boundary_;     // of the last step: what it reads stays until the next one's is there
-  uint64_t trace_ = 0;          // that its process has begun; 0: none
-  uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
-  // Of the answer under way.
-  uint64_t args_[5] = {};
+  bool broken_ = false;           // its peer has broken the protocol
   Vector<Piece> pieces_;
-  Vector<Buffer> kept_;
-  Vector<PartPlace> places_;
-  Vector<char> lines_;
-  String text_;
   Thread thread_;
 };
 

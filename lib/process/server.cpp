@@ -2,21 +2,17 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <thread>
 
-#include "base/forked.h"
 #include "base/handles.h"
 #include "base/insist.h"
 #include "engine/config_check.h"
-#include "process/control_socket.h"
-#include "process/lane.h"
+#include "process/attached.h"
+#include "process/reaper.h"
 #include "process/watch.h"
 
 namespace frugal {
@@ -25,87 +21,17 @@ namespace {
 // Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
 // All of a ring is committed, and a process may have many engines open. Calls outside steps have such rings where it
-// observes, or has so many with rings like a trainer's.
+// observes, or has too many with rings like a trainer's (LargeRings).
 constexpr size_t kSmallRingBytes = size_t{128} << 10;
-constexpr ptrdiff_t kLargeRings = 2;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
 constexpr size_t kAllStagingBytes = size_t{16} << 40;
 // Trainers that a process has lost, and not closed: each holds its channel.
 constexpr size_t kMostReplaced = 16;
 
-// Who has large rings for calls outside steps.
-class LargeRings {
- public:
-  bool take(pid_t pid) {
-    std::lock_guard<std::mutex> lock(mu_);
-    if (std::count(taken_.begin(), taken_.end(), pid) >= kLargeRings) return false;
-    taken_.push_back(pid);
-    return true;
-  }
-  void give(pid_t pid) noexcept {
-    std::lock_guard<std::mutex> lock(mu_);
-    taken_.erase(std::find(taken_.begin(), taken_.end(), pid));
-  }
-
- private:
-  std::mutex mu_;
-  Vector<pid_t> taken_;
-};
-
 }  // namespace
 
-// A process that has attached, and what it has here.
-struct Attached : HeapObject {  // with the server's mu_
-  Attached(std::shared_ptr<Engine> engine, LargeRings& rings, pid_t of, bool looks)
-      : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
-        large(!looks && rings.take(of)) {}
-  const std::shared_ptr<Engine> engine_;
-  uint64_t told = 0;                 // as which the arena's teller knows it
-  uint64_t watched = 0;              // in the watch; 0: not there
-  LargeRings& rings_;
-  const pid_t pid_;
-  const bool observes, large;        // large: so are its rings
-  bool gone = false;                 // it has ended, or its connection has
-  std::unique_ptr<Lane> calls;       // for calls outside steps
-  Vector<std::unique_ptr<Lane>> trainers;
-  // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
-  Vector<std::unique_ptr<Lane>> replaced;
-  Map<uint32_t, uint64_t> given_up;  // by rank: nobody waits for joins before this request
-  int pidfd = -1;
-  ~Attached() {
-    calls.reset();
-    engine_->arena().teller()->forget(told);
-    if (large) rings_.give(pid_);
-    if (pidfd >= 0) close(pidfd);
-  }
-};
-
-// Of a socket on which a process is told of memory, and its connection, until they have been given
-// away.
-struct Ends : HeapObject {
-  int sockets[2] = {-1, -1}, connection = -1;
-  std::shared_ptr<void> keep;
-  Status open(int socket) {
-    const bool made = ForkedDescriptors::open(sockets, [](int (&fds)[2]) {
-      if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) != 0) return false;
-      // The same everywhere: a reader that is slow has time, and one that is stopped keeps so much.
-      constexpr int kBytes = 212992;
-      (void)setsockopt(fds[0], SOL_SOCKET, SO_SNDBUF, &kBytes, sizeof kBytes);
-      for (int& fd : fds) fd = above_standard(fd);
-      return true;
-    });
-    connection = ForkedDescriptors::open(
-        [&] { return fcntl(socket, F_DUPFD_CLOEXEC, STDERR_FILENO + 1); });
-    if (made && sockets[0] >= 0 && sockets[1] >= 0 && connection >= 0) return FRUGAL_OK;
-    return os_no_descriptor(errno, "what tells this process of the controller's memory");
-  }
-  ~Ends() {
-    for (int fd : {sockets[0], sockets[1], connection}) ForkedDescriptors::close(fd);
-  }
-};
-
-struct Server::Impl final : ControlHandler, LaneOwner {
+struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   std::mutex mu_;
   std::shared_ptr<Engine> engine_;   // null: nobody has opened it yet
   uint64_t engine_handle_ = 0;
@@ -125,43 +51,19 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   std::condition_variable left_;
   std::unique_ptr<Watch> watch_;
   std::unique_ptr<ControlServer> control_;
-  std::mutex silent_mu_;             // what follows; under the engine's mutex, so nothing is done with it held
-  std::condition_variable silence_;
-  Vector<TrainerRef> silent_;
-  bool stopping_ = false;
-  Thread reaper_;
+  Reaper reaper_{*this};
   std::atomic<bool> ending_{false};  // nobody waits for memory any more
 
-  // The trainers that the engine takes for lost because they do not answer.
-  void reap() {
-    std::unique_lock<std::mutex> lock(silent_mu_);
-    for (;;) {
-      silence_.wait(lock, [&] { return stopping_ || !silent_.empty(); });
-      if (stopping_) return;
-      const TrainerRef trainer = silent_.front();
-      lock.unlock();
-      insist([&] { take_over(trainer->rank, trainer.get()); });
-      lock.lock();
-      silent_.erase(silent_.begin());
-      lock.unlock();
-      {
-        std::lock_guard<std::mutex> waiters(mu_);
-        left_.notify_all();
-      }
-      lock.lock();
-    }
-  }
-  void lose_soon(const TrainerRef& trainer) {
-    std::lock_guard<std::mutex> lock(silent_mu_);
-    if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) silent_.push_back(trainer);
-    silence_.notify_one();
-  }
   void listen() {
-    {
-      std::lock_guard<std::mutex> lock(silent_mu_);
-      silent_.reserve(engine_->config().world_size);  // one of a rank, until it is taken out
-    }
-    engine_->on_silent([this](const TrainerRef& t) { lose_soon(t); });
+    reaper_.reserve(engine_->config().world_size);
+    engine_->on_silent([this](const TrainerRef& t) { reaper_.lose_soon(t); });
+  }
+  void reap(const TrainerRef& trainer) override {
+    insist([&] { take_over(trainer->rank, trainer.get()); });
+  }
+  void reaped() override {
+    std::lock_guard<std::mutex> waiters(mu_);
+    left_.notify_all();
   }
   // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its ranks.
   void broken(uint64_t peer, const TrainerRef& trainer) noexcept override {
@@ -170,26 +72,12 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       auto at = processes_.find(peer);
       if (at == processes_.end()) return;
       for (auto& lane : at->second->trainers)
-        if (!trainer || lane->trainer() == trainer) lose_soon(lane->trainer());
+        if (!trainer || lane->trainer() == trainer) reaper_.lose_soon(lane->trainer());
     });
-  }
-  Status start_reaper() {
-    try {
-      reaper_ = quiet_thread([this] { reap(); });
-      return FRUGAL_OK;
-    } catch (...) {
-      return no_thread("a thread of the controller");
-    }
   }
   void stop_reaper() {
     if (engine_) engine_->on_silent(nullptr);
-    if (!reaper_.joinable()) return;
-    {
-      std::lock_guard<std::mutex> lock(silent_mu_);
-      stopping_ = true;
-      silence_.notify_one();
-    }
-    reaper_.join();
+    reaper_.stop();
   }
 
   std::shared_ptr<Attached> process_of(const Peer& peer) {
@@ -253,26 +141,20 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     return FRUGAL_OK;
   }
 
-  // The reply keeps what the descriptors are of. The process may end, and its lanes with it, before they are sent.
+  // `staging`: of a trainer; or null. The reply keeps what the descriptors are of. The process may end, and its lanes with
+  // it, before they are sent.
   template <class Reply>
-  Status channel(TrainerRef trainer, uint64_t peer, const Attached& process, std::unique_ptr<Lane>* out, Reply* reply) {
-    std::shared_ptr<StagingMemory> staging;
-    if (trainer) {
-      const size_t bytes = std::min(kStagingBytes, kAllStagingBytes / engine_->config().world_size);
-      FRUGAL_TRY(StagingMemory::make(bytes, engine_->arena().teller(), &staging));
-    }
+  static Status channel(size_t ring, std::shared_ptr<StagingMemory> staging, Reply* reply, std::shared_ptr<Channel>* out) {
+    const bool staged = staging != nullptr;
     std::unique_ptr<Channel> c;
-    const size_t ring = trainer || process.large ? kRingBytes : kSmallRingBytes;
     FRUGAL_TRY(Channel::create(ring, std::move(staging), &c));
     std::shared_ptr<Channel> shared(std::move(c));
     reply->descriptors.push_back(shared->up_fd());
     reply->descriptors.push_back(shared->down_fd());
     reply->read_only.push_back(shared->down_fd());
-    if (trainer) reply->descriptors.push_back(shared->staging_fd());
+    if (staged) reply->descriptors.push_back(shared->staging_fd());
     reply->keep = shared;
-    out->reset(new Lane(engine_, std::move(trainer), std::move(shared), process.observes, this, peer));
-    FRUGAL_TRY((*out)->start());
-    reply->numbers.push_back((*out)->joined());
+    *out = std::move(shared);
     return FRUGAL_OK;
   }
 
@@ -286,7 +168,11 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     FRUGAL_TRY(engine_->arena().teller()->add(ends->sockets[0], ends->connection, &process->told));
     ends->sockets[0] = ends->connection = -1;
     reply->descriptors.push_back(ends->sockets[1]);
-    FRUGAL_TRY(channel(nullptr, peer.id, *process, &process->calls, reply));
+    std::shared_ptr<Channel> shared;
+    FRUGAL_TRY(channel(process->large ? kRingBytes : kSmallRingBytes, nullptr, reply, &shared));
+    process->calls.reset(new ProcessLane(engine_, std::move(shared), process->observes, this, peer.id));
+    FRUGAL_TRY(process->calls->start());
+    reply->numbers.push_back(process->calls->joined());
     ends->keep = std::move(reply->keep);
     reply->keep = std::move(ends);
     reply->numbers.push_back(engine_->versions_place());
@@ -375,7 +261,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
                     process->replaced.size());
     }
     // The lane ends last: an abort counts in its memory while the trainer is there.
-    std::unique_ptr<Lane> lane;
+    std::unique_ptr<TrainerLane> lane;
     struct Joined {
       Impl& impl;
       TrainerRef trainer;
@@ -387,7 +273,14 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     } joined{*this, nullptr};
     TrainerRef& trainer = joined.trainer;
     FRUGAL_TRY(engine_->create_trainer(config, &trainer, true));
-    FRUGAL_TRY(channel(trainer, peer.id, *process, &lane, reply));
+    std::shared_ptr<StagingMemory> staging;
+    const size_t bytes = std::min(kStagingBytes, kAllStagingBytes / engine_->config().world_size);
+    FRUGAL_TRY(StagingMemory::make(bytes, engine_->arena().teller(), &staging));
+    std::shared_ptr<Channel> shared;
+    FRUGAL_TRY(channel(kRingBytes, std::move(staging), reply, &shared));
+    lane.reset(new TrainerLane(engine_, trainer, std::move(shared), this, peer.id));
+    FRUGAL_TRY(lane->start());
+    reply->numbers.push_back(lane->joined());
     reply->numbers.push_back(lane->notices_place());
     std::lock_guard<std::mutex> lock(mu_);
     if (joins.ends()) return not_awaited();
@@ -409,7 +302,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   }
 
   // The lane that has this rank, in its process's list, or null. With mu_ held.
-  static std::unique_ptr<Lane>* lane_of(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
+  static std::unique_ptr<TrainerLane>* lane_of(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
     for (auto& lane : process.trainers)
       if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer)) return &lane;
     return nullptr;
@@ -420,12 +313,12 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     std::shared_ptr<Attached> of;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
     for (auto& [id, process] : processes_) {
-      std::unique_ptr<Lane>* lane = lane_of(*process, rank, trainer);
+      std::unique_ptr<TrainerLane>* lane = lane_of(*process, rank, trainer);
       if (!lane) continue;
       of = process;
       of->replaced.push_back(std::move(*lane));
       std::erase(of->trainers, nullptr);
-      Lane& replaced = *of->replaced.back();
+      TrainerLane& replaced = *of->replaced.back();
       lose(lock, replaced);
       return;
     }
@@ -448,10 +341,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
         if (j == &mine) before = false;
         else if (j->rank == rank) soon |= before || j->ends();
       }
-      {
-        std::lock_guard<std::mutex> silent(silent_mu_);
-        for (const TrainerRef& t : silent_) soon |= t->rank == rank;
-      }
+      soon |= reaper_.has(rank);
       if (!soon) return true;
       left_.wait(lock);
     }
@@ -502,7 +392,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   };
 
   // Takes the trainer of a lane out of the engine. With mu_ held, which is let go meanwhile.
-  void lose(std::unique_lock<std::mutex>& lock, Lane& lane) {
+  void lose(std::unique_lock<std::mutex>& lock, TrainerLane& lane) {
     const TrainerRef trainer = lane.trainer();
     const LeavingScope leaving(*this, lock, trainer->rank);
     lane.cut();
@@ -516,9 +406,9 @@ struct Server::Impl final : ControlHandler, LaneOwner {
   Status leave(Peer& peer, uint64_t request, uint32_t rank, bool lost, uint64_t joined) override {
     std::shared_ptr<Attached> process;
     FRUGAL_TRY(attached(peer, &process));
-    std::unique_ptr<Lane> lane, replaced;  // lanes end without the lock
+    std::unique_ptr<TrainerLane> lane, replaced;  // lanes end without the lock
     std::unique_lock<std::mutex> lock(mu_);
-    if (std::unique_ptr<Lane>* its = lane_of(*process, rank); its && !lost) {
+    if (std::unique_ptr<TrainerLane>* its = lane_of(*process, rank); its && !lost) {
       const TrainerRef trainer = (*its)->trainer();
       lock.unlock();
       FRUGAL_TRY(engine_->may_close(*trainer));
@@ -539,7 +429,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
       std::erase(process->replaced, nullptr);
       return FRUGAL_OK;
     }
-    if (std::unique_ptr<Lane>* its = lane_of(*process, rank);
+    if (std::unique_ptr<TrainerLane>* its = lane_of(*process, rank);
         its && (joined == kAnyJoin ? (*its)->request < request : (*its)->joined() == joined)) {
       lane = std::move(*its);
       std::erase(process->trainers, nullptr);
@@ -596,7 +486,7 @@ struct Server::Impl final : ControlHandler, LaneOwner {
     left_.notify_all();
     process->calls->cut();
     while (!process->trainers.empty()) {
-      std::unique_ptr<Lane> lane = std::move(process->trainers.back());
+      std::unique_ptr<TrainerLane> lane = std::move(process->trainers.back());
       process->trainers.pop_back();
       lose(lock, *lane);
       lock.unlock();
@@ -630,7 +520,7 @@ Status Server::start(const char* address, std::shared_ptr<Engine> engine,
       impl->stop_reaper();
     }
   } undo{impl.get()};
-  FRUGAL_TRY(impl->start_reaper());
+  FRUGAL_TRY(impl->reaper_.start());
   if (impl->engine_) {
     FRUGAL_TRY(impl->make_readable(*impl->engine_));
     impl->listen();

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "base/handles.h"
-#include "process/lane.h"
+#include "process/process_lane.h"
+#include "process/trainer_lane.h"
 
 namespace {
 
@@ -309,8 +310,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const TrainerRef trainer = as_trainer ? world->Join(1) : nullptr;
   int taken = 0;
   {
-    Lane lane(world->engine, trainer, std::shared_ptr<Channel>(std::move(made)), false);
-    Check(lane.start() == FRUGAL_OK);
+    std::shared_ptr<Channel> channel(std::move(made));
+    std::unique_ptr<Lane> lane;
+    if (trainer) lane.reset(new TrainerLane(world->engine, trainer, std::move(channel)));
+    else lane.reset(new ProcessLane(world->engine, std::move(channel), false));
+    Check(lane->start() == FRUGAL_OK);
     Enemy enemy(*world, in, *mine, as_trainer);
     if (as_trainer) {
       Header shown{}, answer;
@@ -322,7 +326,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     while (in.left > 0 && enemy.Ask()) {
     }
     taken = enemy.taken();
-    lane.cut();
+    lane->cut();
     if (trainer) world->Lose(trainer);
     Check(world->engine->flush({UINT64_MAX}) == FRUGAL_OK);
   }

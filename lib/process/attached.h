@@ -1,0 +1,64 @@
+// Processes that have attached to a controller.
+#pragma once
+#include <sys/types.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+
+#include "process/process_lane.h"
+#include "process/trainer_lane.h"
+
+namespace frugal {
+
+// Who has large rings for calls outside steps.
+class LargeRings {
+ public:
+  bool take(pid_t pid) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (std::count(taken_.begin(), taken_.end(), pid) >= kLargeRings) return false;
+    taken_.push_back(pid);
+    return true;
+  }
+  void give(pid_t pid) noexcept {
+    std::lock_guard<std::mutex> lock(mu_);
+    taken_.erase(std::find(taken_.begin(), taken_.end(), pid));
+  }
+
+ private:
+  static constexpr ptrdiff_t kLargeRings = 2;  // of a process
+  std::mutex mu_;
+  Vector<pid_t> taken_;
+};
+
+// A process that has attached, and what it has here: with the server's lock.
+struct Attached : HeapObject {
+  Attached(std::shared_ptr<Engine> engine, LargeRings& rings, pid_t of, bool looks)
+      : engine_(std::move(engine)), rings_(rings), pid_(of), observes(looks),
+        large(!looks && rings.take(of)) {}
+  const std::shared_ptr<Engine> engine_;
+  uint64_t told = 0;                 // as which the arena's teller knows it
+  uint64_t watched = 0;              // in the watch; 0: not there
+  LargeRings& rings_;
+  const pid_t pid_;
+  const bool observes, large;        // large: so are its rings
+  bool gone = false;                 // it has ended, or its connection has
+  std::unique_ptr<ProcessLane> calls;  // for calls outside steps
+  Vector<std::unique_ptr<TrainerLane>> trainers;
+  // Cut off, while the process lives: it may be stopped in the middle of reading what they hold.
+  Vector<std::unique_ptr<TrainerLane>> replaced;
+  Map<uint32_t, uint64_t> given_up;  // by rank: nobody waits for joins before this request
+  int pidfd = -1;
+  ~Attached();
+};
+
+// Of a socket on which a process is told of memory, and its connection, until they have been given
+// away.
+struct Ends : HeapObject {
+  int sockets[2] = {-1, -1}, connection = -1;
+  std::shared_ptr<void> keep;
+  Status open(int socket);
+  ~Ends();
+};
+
+}  // namespace frugal

@@ -1,0 +1,26 @@
+// The lane of a process: its calls outside steps.
+#pragma once
+#include <memory>
+
+#include "process/lane.h"
+
+namespace frugal {
+
+class ProcessLane final : public Lane {
+ public:
+  // `observes`: changes nothing.
+  ProcessLane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, bool observes,
+              LaneOwner* owner = nullptr, uint64_t peer = 0)
+      : Lane(std::move(engine), std::move(channel), owner, peer), observes_(observes) {}
+  ~ProcessLane();
+
+ private:
+  Status handle(const Header& request) override;
+  Status rows_call(Call call, const Header& request);
+
+  const bool observes_;
+  uint64_t trace_ = 0;  // that its process has begun; 0: none
+  String text_;         // of an answer
+};
+
+}  // namespace frugal

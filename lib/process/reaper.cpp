@@ -1,0 +1,58 @@
+#include "process/reaper.h"
+
+#include <algorithm>
+
+namespace frugal {
+
+Status Reaper::start() {
+  try {
+    thread_ = quiet_thread([this] { loop(); });
+    return FRUGAL_OK;
+  } catch (...) {
+    return no_thread("a thread of the controller");
+  }
+}
+
+void Reaper::reserve(size_t ranks) {
+  std::lock_guard<std::mutex> lock(mu_);
+  silent_.reserve(ranks);  // one of a rank, until it is taken out
+}
+
+void Reaper::lose_soon(const TrainerRef& trainer) {
+  std::lock_guard<std::mutex> lock(mu_);
+  if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) silent_.push_back(trainer);
+  silence_.notify_one();
+}
+
+bool Reaper::has(uint32_t rank) {
+  std::lock_guard<std::mutex> lock(mu_);
+  return std::any_of(silent_.begin(), silent_.end(), [&](const TrainerRef& t) { return t->rank == rank; });
+}
+
+void Reaper::stop() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    stopping_ = true;
+    silence_.notify_one();
+  }
+  thread_.join();
+}
+
+void Reaper::loop() {
+  std::unique_lock<std::mutex> lock(mu_);
+  for (;;) {
+    silence_.wait(lock, [&] { return stopping_ || !silent_.empty(); });
+    if (stopping_) return;
+    const TrainerRef trainer = silent_.front();
+    lock.unlock();
+    owner_.reap(trainer);
+    lock.lock();
+    silent_.erase(silent_.begin());
+    lock.unlock();
+    owner_.reaped();
+    lock.lock();
+  }
+}
+
+}  // namespace frugal

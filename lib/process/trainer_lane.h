@@ -1,0 +1,63 @@
+// The lane of a trainer in another process: its step protocol.
+#pragma once
+#include <atomic>
+#include <memory>
+
+#include "process/lane.h"
+#include "process/staging.h"
+
+namespace frugal {
+
+class TrainerLane final : public Lane, private UsedElsewhere {
+ public:
+  TrainerLane(std::shared_ptr<Engine> engine, TrainerRef trainer, std::shared_ptr<Channel> channel,
+              LaneOwner* owner = nullptr, uint64_t peer = 0)
+      : Lane(std::move(engine), std::move(channel), owner, peer), trainer_(std::move(trainer)) {}
+  ~TrainerLane();
+  Status start() override;
+  // Its trainer has lost its place: it is to ask before it reads anything more.
+  void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
+  const TrainerRef& trainer() const { return trainer_; }
+  uint64_t request = 0;  // that has asked for it
+  // Where its trainer's aborts are counted.
+  uint64_t notices_place() const { return engine_->place(notices_.data()); }
+
+ private:
+  Status handle(const Header& request) override;
+  void begins(const Header& request, Patience& patience) override;
+  void answered(const Header& request, Status status, uint64_t began, uint64_t now) override;
+  TrainerRef of_trainer() const override { return trainer_; }
+  Status no_part(const char* what);
+  Status take_used(uint64_t count);
+  void tell() override;
+  struct Ops {
+    Vector<frugal_op> ops;
+    Vector<Buffer> keys;
+    OpNumbers numbers;
+  };
+  // `of`: ops of the call. `declared`: of dense tables come slots, in place of keys.
+  Status take_ops(uint64_t count, uint64_t of, bool declared, Ops* out);
+  Status prefetch(const Header& request);
+  Status step_begin(const Header& request);
+  Status access(const Header& request);
+  Status step_end(const Header& request);
+  static bool may_push(const RemotePart& p, const TableRef& table);
+  Status joined_part(const PushPlace& push, const TableRef& table, PartRef* out);
+  Status answer_parts(size_t from);
+  Status answer_boundary();
+
+  const TrainerRef trainer_;
+  Staging* staging_ = nullptr;
+  bool shown_ = false;  // it is sealed
+  Buffer notices_;
+  Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
+  Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
+  RemoteCounts here_;           // time inside the engine's calls since the last end of a step
+  RemoteBoundary boundary_;     // of the last step: what it reads stays until the next one's is there
+  uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
+  // Of the answer under way.
+  Vector<PartPlace> places_;
+  Vector<char> lines_;
+};
+
+}  // namespace frugal
