@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "base/handles.h"
-#include "process/exchange.h"
+#include "process/client.h"
 
 namespace frugal {
 
@@ -17,23 +17,8 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
                 "as a thread of the controller's process",
                 config.device, config.rank);
   FRUGAL_TRY(Gpu::open(runtime, pinned_, out));
-  std::lock_guard<std::mutex> lock(gpus_mu_);
-  pinner_->add(std::move(runtime));
+  pins_->add(std::move(runtime));
   return FRUGAL_OK;
-}
-
-// The last lets go of what was pinned for all.
-void Client::leave_gpu(const Gpu& gpu) noexcept {
-  std::lock_guard<std::mutex> lock(gpus_mu_);
-  pinner_->remove(&gpu.runtime());
-  if (pinner_->any()) return;
-  std::lock_guard<std::mutex> tables(mu_);
-  for (auto& weak : tables_)
-    if (auto table = weak.lock()) {
-      table->pinned.unpin(*pinner_);
-      table->pinned_state.unpin(*pinner_);
-    }
-  regions_.unpin();
 }
 
 // Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in them are used.
@@ -44,14 +29,14 @@ Status Client::pin_tables() {
     for (auto& weak : tables_)
       if (auto table = weak.lock(); table && !table->lazy && !table->dropped.load()) tables.push_back(std::move(table));
   }
-  for (const RemoteTableRef& table : tables) FRUGAL_TRY(table->pinned.pin_all(*pinner_));
+  for (const RemoteTableRef& table : tables) FRUGAL_TRY(table->pinned.pin_all());
   return FRUGAL_OK;
 }
 
 // Before kernels read an access's rows: they stay mapped until the flight has landed.
 Status Client::show_device(const Access& a, Flight& f) {
   const RemoteTableRef table = std::static_pointer_cast<RemoteTable>(a.table);
-  FRUGAL_TRY(table->pinned.pin(*pinner_, a.part->row_slots(), a.part->distinct));
+  FRUGAL_TRY(table->pinned.pin(a.part->row_slots(), a.part->distinct));
   if (std::find(f.kept.begin(), f.kept.end(), table) == f.kept.end()) f.kept.push_back(table);
   return FRUGAL_OK;
 }
@@ -61,7 +46,7 @@ Status Client::show_device(const Access& a, Flight& f) {
 // Shared memory that the flight's kernels read from now on: staging memory, or the arena.
 Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) {
   RegionRefs reads;
-  FRUGAL_TRY(regions_.find(s.place, s.bytes, &reads, out));
+  FRUGAL_TRY(controller_.regions().find(s.place, s.bytes, &reads, out));
   if (s.place % 64) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place that cannot be");
   FRUGAL_TRY(reads[0]->pin(s.place, s.bytes));
   flight.kept.push_back(reads[0]);  // it stays mapped until the flight has landed
@@ -83,7 +68,7 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
   auto list = [&](uint64_t place, uint64_t n, auto* out) -> Status {
     using T = typename std::remove_reference_t<decltype(*out)>::value_type;
     const T* from = nullptr;
-    if (n) FRUGAL_TRY(in_arena(place, &reads, &from, n));
+    if (n) FRUGAL_TRY(controller_.in_arena(place, &reads, &from, n));
     out->assign(from, from + n);
     return FRUGAL_OK;
   };
@@ -116,8 +101,8 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
     FRUGAL_TRY(list(of.to, of.count, &plan.to));
     Vector<uint32_t> ascending = plan.admitted;
     std::sort(ascending.begin(), ascending.end());
-    FRUGAL_TRY(table.pinned.pin(*pinner_, ascending.data(), ascending.size()));
-    if (table.rows.state) FRUGAL_TRY(table.pinned_state.pin(*pinner_, ascending.data(), ascending.size()));
+    FRUGAL_TRY(table.pinned.pin(ascending.data(), ascending.size()));
+    if (table.rows.state) FRUGAL_TRY(table.pinned_state.pin(ascending.data(), ascending.size()));
     for (uint64_t u = 0; u < of.updates; ++u) {
       UpdatePlace place;
       FRUGAL_TRY(take(&place));
@@ -158,12 +143,6 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
   return flight.mark();
 }
 
-// The lines of a table; none if there are none.
-device::RowsPtr Client::device_lines(const RemoteTrainer& t, const AnyTable& table) {
-  const auto at = t.lines.find(static_cast<const RemoteTable&>(table).id);
-  return at == t.lines.end() ? device::RowsPtr{} : at->second.lines->at().device;
-}
-
 // --- A step's calls ------------------------------------------------------------------------------
 
 // wait(go_on) until the device has done something, as long as a call may wait and the trainer is wanted. The
@@ -173,13 +152,13 @@ Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
   t.said = now_ns();
   return wait([&]() -> Status {
-    FRUGAL_TRY(check());
+    FRUGAL_TRY(controller_.check());
     if (t.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer is being closed");
     if (until.passed()) return fail(FRUGAL_ERR_TIMEOUT, "%s; call again", what);
     if (now_ns() - t.said < silence()) return FRUGAL_OK;
     t.said = now_ns();
     Exchange e{Call::kInside, {}, {}};
-    return ask(t, e);
+    return t.ask(e);
   });
 }
 
@@ -193,9 +172,7 @@ void Client::say_here(RemoteTrainer& t) noexcept {
   t.said = now;
   const KeepError why;
   try {
-    Exchange e{Call::kHere, {}, {}};
-    if (settle(t) != FRUGAL_OK) return;
-    (void)ask(*t.channel, &t.sequence, e, [](Channel&, uint64_t, uint64_t) { return FRUGAL_OK; });
+    (void)t.say_here();
   } catch (const std::bad_alloc&) {  // the next time
   }
 }
@@ -242,7 +219,7 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
     op.rows_out = rows[i].as<float>();
     op.row_stride = strides[i] * sizeof(float);
   }
-  if (Remaining remains{*this}) FRUGAL_TRY(read_out(&t, host.data(), n));
+  if (Controller::Remaining remains{controller_}) FRUGAL_TRY(read_out(&t, host.data(), n));
   else FRUGAL_TRY(read_rows(&t, host.data(), n, deadline));
   Flight flight;
   flight.gpu = t.gpu;
@@ -259,11 +236,11 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
 // call_mu held.
 Status Client::device_failed(RemoteTrainer& t) {
   if (!t.failed) {
-    pinner_->remove(&t.gpu->runtime());
+    pins_->failed(&t.gpu->runtime());
     Exchange e{Call::kAbort, {1}, {}};
-    t.failed = ask(t, e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
-    if (t.failed && !lost_.load()) t.begun.store(kNoStep);
-    leave_step(t);
+    t.failed = t.ask(e) != FRUGAL_ERR_OUT_OF_MEMORY;  // else the next call tells
+    if (t.failed && !controller_.is_lost()) t.begun.store(kNoStep);
+    t.leave_step();
   }
   return t.gpu->ready();
 }

@@ -1,10 +1,11 @@
-// Which parts of a mapping, which this process only reads, its devices can see.
+// Which parts of mappings, which this process only reads, its devices can see.
 //
 // Memory is pinned in the slabs in which the controller takes it: a slab is there as a whole before anything in it
 // is anybody's, and what is not there is not touched.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 #include "base/heap.h"
@@ -13,22 +14,54 @@
 
 namespace frugal {
 
+class PinnedSlabs;
+
+// The devices of a process that has attached, and all that is pinned for them, as long as there is one of them. Devices
+// come and go under its lock.
+class Pins {
+ public:
+  void add(std::shared_ptr<device::Runtime> runtime);
+  // The last lets go of what was pinned for all.
+  void remove(const device::Runtime* runtime) noexcept;
+  // It does not work any more: nothing is to be pinned for it.
+  void failed(const device::Runtime* runtime) noexcept { pinner_->remove(runtime); }
+  // No kernel reads any of it any more.
+  void unpin() noexcept;
+  const std::shared_ptr<DevicePinner>& pinner() const { return pinner_; }
+
+ private:
+  friend class PinnedSlabs;
+  void unpin_all() noexcept;  // with mu_
+
+  const std::shared_ptr<DevicePinner> pinner_ = std::make_shared<DevicePinner>();
+  std::mutex mu_;
+  PinnedSlabs* first_ = nullptr;  // all that there are
+};
+
 class PinnedSlabs {
  public:
+  // `pins`: null: nothing is ever pinned.
+  explicit PinnedSlabs(std::shared_ptr<Pins> pins);
+  ~PinnedSlabs();
+  PinnedSlabs(const PinnedSlabs&) = delete;
+  PinnedSlabs& operator=(const PinnedSlabs&) = delete;
   // A mapping, which lives longer: of `count` rows of `row_bytes` each, or of buffers.
   void over_rows(const Mapping& mapping, uint64_t count, size_t row_bytes);
   void over_buffers(const Mapping& mapping);
   // From now on kernels may read these rows, in ascending order; these bytes; or all, which are there.
-  Status pin(DevicePinner& pinner, const uint32_t* slots, size_t n);
-  Status pin_bytes(DevicePinner& pinner, uint64_t from, uint64_t bytes);
-  Status pin_all(DevicePinner& pinner);
+  Status pin(const uint32_t* slots, size_t n);
+  Status pin_bytes(uint64_t from, uint64_t bytes);
+  Status pin_all();
   // No kernel reads them any more. Before the memory is unmapped.
-  void unpin(DevicePinner& pinner) noexcept;
+  void unpin() noexcept;
 
  private:
+  friend class Pins;
   // With mu_ held.
-  Status pin_slab(DevicePinner& pinner, uint64_t slab);
+  Status pin_slab(uint64_t slab);
 
+  const std::shared_ptr<Pins> pins_;
+  PinnedSlabs *next_ = nullptr, **from_ = nullptr;  // among the pins', with their lock
   std::mutex mu_;
   char* base_ = nullptr;
   size_t row_bytes_ = 0, slab_ = 0;

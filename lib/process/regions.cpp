@@ -61,7 +61,7 @@ Status Regions::take_in(RegionRefs* gone) {
     } unmap{&memory};
     if (memory.bytes != news.bytes || news.place < told_) return cannot_be();
     there_.push_back(
-        std::allocate_shared<Region>(HeapAllocator<Region>(), news.place, memory, pinner_));
+        std::allocate_shared<Region>(HeapAllocator<Region>(), news.place, memory, pins_));
     unmap.memory = nullptr;
     told_ = news.place + news.bytes;
   }
@@ -109,11 +109,6 @@ Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const ch
 } catch (const std::bad_alloc&) {
   return fail(FRUGAL_ERR_OUT_OF_MEMORY,
               "no memory to list the memory of the controller; call again");
-}
-
-void Regions::unpin() noexcept {
-  Lock lock(mu_);
-  for (const RegionRef& r : there_) r->unpin();
 }
 
 void Regions::close() noexcept {

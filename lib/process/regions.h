@@ -17,12 +17,12 @@ namespace frugal {
 
 class Region : public HeapObject {
  public:
-  Region(uint64_t place, const Mapping& memory, std::shared_ptr<DevicePinner> pinner)
-      : place_(place), memory_(memory), pinner_(std::move(pinner)) {
+  Region(uint64_t place, const Mapping& memory, std::shared_ptr<Pins> pins)
+      : place_(place), memory_(memory), pinned_(std::move(pins)) {
     pinned_.over_buffers(memory_);
   }
   ~Region() {
-    unpin();
+    pinned_.unpin();
     os_release(&memory_);
   }
   Region(const Region&) = delete;
@@ -34,16 +34,12 @@ class Region : public HeapObject {
   uint64_t place() const { return place_; }
   // From now on kernels may read there, which have the region.
   Status pin(uint64_t place, uint64_t bytes) {
-    return pinned_.pin_bytes(*pinner_, place - place_, bytes);
-  }
-  void unpin() noexcept {
-    if (pinner_) pinned_.unpin(*pinner_);
+    return pinned_.pin_bytes(place - place_, bytes);
   }
 
  private:
   const uint64_t place_;
   Mapping memory_;
-  const std::shared_ptr<DevicePinner> pinner_;
   PinnedSlabs pinned_;
 };
 using RegionRef = std::shared_ptr<Region>;
@@ -54,7 +50,7 @@ using RegionRefs = Vector<RegionRef>;
 // Threads: any.
 class Regions {
  public:
-  explicit Regions(std::shared_ptr<DevicePinner> pinner = nullptr) : pinner_(std::move(pinner)) {}
+  explicit Regions(std::shared_ptr<Pins> pins = nullptr) : pins_(std::move(pins)) {}
   ~Regions() { close(); }
   // The other end of the socket is the teller's; it is this one's from now on.
   void open(int socket) { socket_ = socket; }
@@ -64,8 +60,6 @@ class Regions {
   // Where a place is, and the region for who reads there. INTERNAL: it cannot be. PEER_LOST: it may
   // be, but this process is told nothing any more. CLOSED: close() has come before.
   Status find(uint64_t place, uint64_t bytes, RegionRefs* reads, const char** out);
-  // No kernel reads any of them any more.
-  void unpin() noexcept;
   // Calls of other threads find nothing any more.
   void close() noexcept;
 
@@ -73,7 +67,7 @@ class Regions {
   Status take_in(RegionRefs* gone) REQUIRES(mu_);
   RegionRef of(uint64_t place, uint64_t bytes) const REQUIRES(mu_);
 
-  const std::shared_ptr<DevicePinner> pinner_;
+  const std::shared_ptr<Pins> pins_;
   Mutex mu_;
   int socket_ = -1;
   RegionRefs there_ GUARDED_BY(mu_);

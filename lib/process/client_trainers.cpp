@@ -1,0 +1,201 @@
+// Trainers join and leave.
+#include <cstring>
+#include <utility>
+
+#include "base/handles.h"
+#include "process/client.h"
+
+namespace frugal {
+
+// A call to the controller that has failed so may have been done there: it can be made again.
+static bool may_be_done(Status s) { return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY; }
+
+Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
+  FRUGAL_TRY(controller_.check());
+  // What another thread has just joined as would seem to be left from a call that has failed.
+  if (joins_[config.rank].exchange(true))
+    return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u", config.rank);
+  struct Joins {
+    std::atomic<bool>& now;
+    ~Joins() { now.store(false); }
+  } joins_now{joins_[config.rank]};
+  auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), controller_);
+  t->session = shared_from_this();
+  t->rank = config.rank;
+  // The device is this process's own: the controller sees a rank that reads host memory, hands over sums, and is told
+  // what to do to the lines of its caches.
+  if (config.device && std::strcmp(config.device, "cpu") != 0) FRUGAL_TRY(open_gpu(config, &t->gpu));
+  struct Joining {  // where it does not join after all
+    Pins& pins;
+    const Gpu* gpu;
+    ~Joining() {
+      if (gpu) pins.remove(&gpu->runtime());
+    }
+  } joining{*pins_, t->gpu.get()};
+  JoinReply reply;
+  auto join = [&] {
+    try {
+      return controller_.answered(controller_.control().join(config, config_.timeout_ms, &reply));
+    } catch (const std::bad_alloc&) {
+      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
+    }
+  };
+  Status joins = join();
+  // It may be this process's by an earlier call.
+  if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load()) {
+    const Status lost = lose_rank(config.rank, kAnyJoin);
+    joins = lost == FRUGAL_OK ? join() : lost;  // nor is it known to be another's
+  }
+  if (joins == FRUGAL_ERR_BUSY && let_go_of_lost()) joins = join();
+  if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
+  unsure_[config.rank].store(false);
+  // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
+  struct Joined {
+    Client* client;
+    const uint32_t rank;
+    const uint64_t joined;
+    ~Joined() {
+      if (!client) return;
+      const KeepError why;
+      (void)client->lose_rank(rank, joined);
+    }
+  } joined{this, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
+  Descriptors d{reply.descriptors};
+  auto set_up = [&]() -> Status {
+    std::lock_guard<std::mutex> lock(mu_);
+    FRUGAL_TRY(controller_.check());
+    FRUGAL_TRY(controller_.connected());
+    if (reply.numbers.size() != 2)
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+    t->joined = reply.numbers[0];
+    FRUGAL_TRY(controller_.in_arena(reply.numbers[1], &t->home, &t->notices));
+    std::unique_ptr<Channel> channel;
+    FRUGAL_TRY(d.channel(0, true, &channel));
+    t->talk.open(std::move(channel));
+    t->patience.emplace(config_.world_size, &t->channel());
+    t->channel().staging_arena(&t->staging);
+    t->sums.cut_from(&t->staging);
+    if (t->gpu) {
+      t->sums.pin_with(pins_->pinner());
+      t->gpu->while_waiting([this, trainer = t.get()] { say_here(*trainer); });
+    }
+    t->cpu_ns = process_cpu_ns();
+    std::erase_if(trainers_, [](auto& w) { return w.expired(); });
+    trainers_.reserve(trainers_.size() + 1);
+    t->handle = handle_of<AnyTrainer>(t);
+    if (!t->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
+    trainers_.push_back(t);
+    return FRUGAL_OK;
+  };
+  FRUGAL_TRY(set_up());
+  struct Known {  // to handles, until all others are told of its staging memory
+    RemoteTrainer* t;
+    ~Known() {
+      if (t) handle_remove(HandleKind::kTrainer, t->handle);
+    }
+  } known{t.get()};
+  {
+    std::lock_guard<std::mutex> call(t->call_mu);
+    Exchange e{Call::kMapped, {}, {}};
+    FRUGAL_TRY(t->ask(e));
+  }
+  // With its own staging memory: who has too few addresses for that joins nothing.
+  FRUGAL_TRY(controller_.regions().look());
+  known.t = nullptr;
+  joined.client = nullptr;
+  joining.gpu = nullptr;
+  *out = std::move(t);
+  return FRUGAL_OK;
+}
+
+// Where that fails the rank stays taken until this process ends, or calls again.
+Status Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
+  unsure_[rank].store(true);
+  Status s;
+  try {
+    s = controller_.answered(controller_.control().leave(rank, true, config_.timeout_ms, joined));
+  } catch (const std::bad_alloc&) {
+    s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to leave rank %u, which this process may have joined; call again", rank);
+  }
+  if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_FOUND) return s;
+  unsure_[rank].store(false);
+  return FRUGAL_OK;
+}
+
+// What the controller holds for trainers that have lost their ranks, of which it holds so many: they read none of it any
+// more. True: it may have less by now.
+bool Client::let_go_of_lost() {
+  const KeepError why;
+  bool any = false;
+  for (size_t i = 0;; ++i) {
+    RemoteTrainerRef t;
+    {
+      std::lock_guard<std::mutex> lock(mu_);
+      if (i >= trainers_.size()) return any;
+      t = trainers_[i].lock();
+    }
+    if (!t || t->closing.load()) continue;
+    const std::unique_lock<std::mutex> call(t->call_mu, std::try_to_lock);
+    if (!call || t->let_go) continue;
+    {
+      const std::unique_lock<std::mutex> late(t->late.mu, std::try_to_lock);
+      if (!late || t->channel().look() == FRUGAL_OK) continue;
+    }
+    t->leave_step();
+    const Status s = controller_.control().leave(t->rank, true, config_.timeout_ms, t->joined);
+    t->let_go = s == FRUGAL_OK || s == FRUGAL_ERR_NOT_FOUND;
+    any |= t->let_go;
+  }
+}
+
+// A call to join has failed. The controller may have done its part of it: then the connection gives the rank back when the
+// answer comes, and the next call here, if that is earlier.
+Status Client::give_up_join(uint32_t rank, Status why) {
+  std::lock_guard<std::mutex> lock(mu_);
+  bool ours = !may_be_done(why);  // another trainer of this process has the rank
+  for (auto& weak : trainers_)
+    if (auto t = weak.lock()) ours |= t->rank == rank && !t->closing.load() && !t->channel().is_cut();
+  if (!ours) unsure_[rank].store(true);
+  return why;
+}
+
+Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
+  const RemoteTrainerRef t = std::static_pointer_cast<RemoteTrainer>(trainer);
+  if (t->closer.exchange(true)) return closes_already();
+  struct Closer {  // what has failed can be made again
+    RemoteTrainer& t;
+    Status s = FRUGAL_ERR_OUT_OF_MEMORY;
+    ~Closer() {
+      if (s == FRUGAL_OK) handle_remove(HandleKind::kTrainer, t.handle);
+      else t.closer.store(false);
+    }
+  } closer{*t};
+  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
+  t->closing.store(true);
+  t->channel().cut();
+  std::lock_guard<std::mutex> call(t->call_mu);
+  // Before anything can fail: nobody comes here again where the engine is being closed.
+  for (auto& [id, batch] : t->batches) handle_remove(HandleKind::kBatch, batch->handle);
+  t->batches.clear();
+  // Kernels may be writing its staging memory, which may be another's when it has left.
+  if (t->gpu) t->gpu->take_flight();
+  Status s = controller_.is_lost() || t->let_go ? FRUGAL_OK
+                                       : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);
+  t->leave_step();
+  t->handed.clear();
+  t->lines.clear();
+  if (t->gpu && !std::exchange(t->left_gpu, true)) pins_->remove(&t->gpu->runtime());
+  // The controller may not know it any more, if another process has taken its place, or if it has been told already.
+  closer.s = s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
+  return closer.s;
+}
+
+Status Client::set_stream(AnyTrainer& t, void* stream) {
+  // No call of the step protocol: an abort is told by the next one.
+  std::lock_guard<std::mutex> call(t.call_mu);
+  FRUGAL_TRY(controller_.check());
+  if (!t.gpu) return no_streams(t.rank);
+  return t.gpu->set_stream(stream);
+}
+
+}  // namespace frugal
