@@ -43,6 +43,7 @@
 #include "engine/pacing.h"
 #include "engine/pending.h"
 #include "engine/phase.h"
+#include "engine/pinned_tables.h"
 #include "engine/ranks.h"
 #include "engine/row_path.h"
 #include "engine/session.h"
@@ -230,16 +231,13 @@ class Engine final : public Session, private DataPath {
 
   // --- flights.cpp: what GPUs have in flight
   Status join_gpu(const char* device, Trainer& t);
-  Status pin_next(bool* any);        // a slab of what was there before the first GPU
-  bool pin_one();
-  void unpin_all();
+  bool pin_one();                    // a slab of what was there before the first GPU
   Status await_pins(Trainer& t, Deadline deadline);
   bool land();                       // takes in what has landed since the last look
   Status land_all(Deadline deadline);  // waits for all that is in flight
   Status end_flights(Trainer& leaving);
   Status end_flight(Trainer& t, Flight::Found* found);
   void device_failed(uint32_t rank, const Gpu& gpu);
-  void leave_gpu(Trainer& t) noexcept;
 
   // --- caches.cpp: boundaries of caches
   using PartsByTable = Map<const Table*, Vector<PartRef>>;
@@ -322,8 +320,7 @@ class Engine final : public Session, private DataPath {
   StepRecords records_;
   Declarations declarations_;
   Gate gate_;
-  std::atomic<uint32_t> to_pin_{0};     // ranks for which memory is being pinned
-  std::mutex pins_mu_;                  // joins on GPUs against taking all pins back
+  PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
   // How far a rank may run ahead of the last commit when staleness allows it: what it is about to

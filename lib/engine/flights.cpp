@@ -12,83 +12,30 @@ Status Engine::join_gpu(const char* device, Trainer& t) {
   FRUGAL_TRY(device_status(device::open_runtime(device, &runtime), device));
   try {
     FRUGAL_TRY(Gpu::open(runtime, memory_.pinned, &t.gpu));
-    // From here on new slabs are pinned, and tables that are being created look again when they are there.
-    std::lock_guard<std::mutex> pins(pins_mu_);
-    memory_.pinner->add(runtime);
+    pins_.join(t, std::move(runtime));
   } catch (const std::bad_alloc&) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
                 "no memory to join on %s: free memory of the machine and call again", device);
   }
-  t.pinning.store(true);
-  t.pins.store(Trainer::kToPin);
-  to_pin_.fetch_add(1);
-  return FRUGAL_OK;
-}
-
-Status Engine::pin_next(bool* any) {
-  *any = false;
-  Vector<TableRef> tables;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    tables = tables_.all();
-  }
-  for (size_t i = 0; i < tables.size() && !*any; ++i) FRUGAL_TRY(tables[i]->rows.pin_next(any));
   return FRUGAL_OK;
 }
 
 bool Engine::pin_one() {
-  if (to_pin_.load() == 0) return false;
-  // Of these, and not of who joins from here on, it can be told below that all is pinned.
-  Vector<TrainerRef> waiting;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    for (const TrainerRef& t : ranks_)
-      if (t && t->pins.load() == Trainer::kToPin) waiting.push_back(t);
-  }
-  if (waiting.empty()) return false;
-  bool any;
-  const Status status = pin_next(&any);
-  if (status == FRUGAL_OK && any) return true;
-  for (const TrainerRef& t : waiting) {
-    uint32_t now = Trainer::kToPin;
-    if (t->pins.compare_exchange_strong(now, status == FRUGAL_OK ? Trainer::kPinned : Trainer::kPinFailed))
-      to_pin_.fetch_sub(1);
-  }
-  workers_.progress();
-  return true;
+  bool changed;
+  const bool did = pins_.one(&changed);
+  if (changed) workers_.progress();
+  return did;
 }
 
 // Before a rank's kernels may read rows.
 Status Engine::await_pins(Trainer& t, Deadline deadline) {
-  if (t.pins.load() == Trainer::kPinned) return FRUGAL_OK;
-  Status s = wait(deadline, &t, [&] { return t.pins.load() != Trainer::kToPin; }, [&] { return pin_one(); });
+  if (pins_.done(t)) return FRUGAL_OK;
+  Status s = wait(deadline, &t, [&] { return !pins_.waits(t); }, [&] { return pin_one(); });
   if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "step_begin waited for the tables' memory to be pinned for %s; call again",
                 t.gpu->runtime().name());
-  if (s != FRUGAL_OK || t.pins.load() == Trainer::kPinned) return s;
-  // It cannot be: here again, to tell why, or to go on if it can by now.
-  for (bool any = true; any;) FRUGAL_TRY(pin_next(&any));
-  t.pins.store(Trainer::kPinned);
-  return FRUGAL_OK;
-}
-
-// What was pinned in vain goes back, where nobody else uses it.
-void Engine::unpin_all() {
-  std::lock_guard<std::mutex> pins(pins_mu_);
-  if (memory_.pinner->any()) return;
-  Vector<TableRef> tables;
-  {
-    std::lock_guard<std::mutex> lock(mu_);
-    tables = tables_.all();
-  }
-  for (const TableRef& table : tables) table->rows.unpin();
-}
-
-// Nothing is pinned for this trainer any more. What is pinned stays so, for the next that joins.
-void Engine::leave_gpu(Trainer& t) noexcept {
-  if (t.pins.exchange(Trainer::kPinned) == Trainer::kToPin) to_pin_.fetch_sub(1);
-  if (t.pinning.exchange(false)) memory_.pinner->remove(&t.gpu->runtime());
+  return s != FRUGAL_OK || pins_.done(t) ? s : pins_.again(t);
 }
 
 Status Engine::set_stream(AnyTrainer& t, void* stream) {
@@ -210,7 +157,7 @@ void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
     t = ranks_[rank];
     if (!t || t->gpu.get() != &gpu) return;
     if (t->reaped.exchange(true)) return;
-    leave_gpu(*t);
+    pins_.leave(*t);
     reapers_.reserve(reapers_.size() + 1);
     reapers_.push_back(quiet_thread([this, t] {
       // Until the engine is closed: that waits for what is in flight, which this makes an end of.

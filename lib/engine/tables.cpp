@@ -27,6 +27,7 @@ Engine::Engine(const frugal_config& config)
       ranks_(config.world_size),
       tables_(config_, mu_, ranks_),
       flusher_(mu_, tables_, ranks_, workers_, counters_, trace_),
+      pins_(mu_, ranks_, tables_, *memory_.pinner),
       committer_(mu_, ranks_, records_, phase_, tables_, declarations_, pending_, flusher_,
                  workers_, pacing_, memory_, ledger_, closed_, counters_, trace_),
       aborter_(mu_, ranks_, records_, phase_, committer_, declarations_, workers_, counters_,

@@ -43,7 +43,7 @@ Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* o
     Engine& engine;
     Trainer* t;
     ~Joining() {
-      if (t) engine.leave_gpu(*t);
+      if (t) engine.pins_.leave(*t);
     }
   } joining{*this, t.get()};
   // What was ended but is still in flight would make the ranks look apart.
@@ -135,9 +135,9 @@ Status Engine::close_trainer(const TrainerRef& t) {
     caches.swap(t->caches);
   }
   t->lent.clear();
-  const bool pins_failed = t->pins.load() == Trainer::kPinFailed;
-  leave_gpu(*t);
-  if (pins_failed) unpin_all();
+  const bool pins_failed = pins_.failed(*t);
+  pins_.leave(*t);
+  if (pins_failed) pins_.unpin();
   // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
   // rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
