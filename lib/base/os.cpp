@@ -4,14 +4,10 @@
 #define _GNU_SOURCE 1
 #endif
 #include <fcntl.h>
-#include <pthread.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +15,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #ifndef MADV_POPULATE_WRITE
@@ -44,12 +39,6 @@ bool injected_failure() {
   const int64_t left = g_fail_after.load(std::memory_order_relaxed);
   if (left <= 0) return false;
   return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
-}
-
-uint64_t clock_ns(clockid_t id) {
-  timespec t;
-  clock_gettime(id, &t);
-  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
 
 // The bytes that a file may have. Beyond them the system would not only refuse, it would send a deadly signal.
@@ -158,80 +147,6 @@ Status no_addresses(size_t bytes) {
 }
 
 }  // namespace
-
-uint64_t now_ns() {
-#ifdef FRUGAL_SCHEDULES
-  if (Scheduler* s = this_scheduler) return s->now();
-#endif
-  return clock_ns(CLOCK_MONOTONIC);
-}
-uint64_t after_ns(uint64_t ns) {
-  const uint64_t now = now_ns();
-  return ns < UINT64_MAX - now ? now + ns : UINT64_MAX;
-}
-uint64_t process_cpu_ns() { return clock_ns(CLOCK_PROCESS_CPUTIME_ID); }
-
-uint32_t cpu_count() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) {
-    int n = CPU_COUNT(&set);
-    if (n > 0) return static_cast<uint32_t>(n);
-  }
-  long n = sysconf(_SC_NPROCESSORS_ONLN);
-  return n > 0 ? static_cast<uint32_t>(n) : 1;
-}
-
-void os_batch_thread() {
-  sched_param none{};
-  sched_setscheduler(0, SCHED_BATCH, &none);  // a wish: without it, the default holds
-}
-
-void os_brief_thread() {
-  struct {  // sched_attr, for which the C library has no name yet
-    uint32_t size, policy;
-    uint64_t flags;
-    int32_t nice;
-    uint32_t priority;
-    uint64_t runtime, deadline, period;
-  } wish{};
-  wish.size = sizeof wish;
-  wish.policy = SCHED_OTHER;
-  wish.runtime = 100'000;
-  errno = 0;
-  wish.nice = getpriority(PRIO_PROCESS, 0);
-  if (errno == 0) syscall(SYS_sched_setattr, 0, &wish, 0);
-}
-
-int os_processor() { return sched_getcpu(); }
-
-void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) {
-  if (pthread_atfork(before, in_parent, in_child) != 0) throw std::bad_alloc();
-}
-
-Processors Processors::mine() {
-  Processors p;
-  if (sched_getaffinity(0, sizeof p.set, &p.set) != 0) CPU_ZERO(&p.set);
-  return p;
-}
-
-Processors Processors::only(int processor) {
-  Processors p;
-  CPU_ZERO(&p.set);
-  if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(processor, &p.set);
-  return p;
-}
-
-Processors Processors::but(int processor) const {
-  if (!has(processor) || CPU_COUNT(&set) == 1) return *this;
-  Processors p = *this;
-  CPU_CLR(processor, &p.set);
-  return p;
-}
-
-bool Processors::place(Thread* thread) const {
-  if (CPU_COUNT(&set) == 0) return false;
-  return pthread_setaffinity_np(thread ? thread->native_handle() : pthread_self(), sizeof set, &set) == 0;
-}
 
 namespace {
 
