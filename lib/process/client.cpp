@@ -36,8 +36,7 @@ Status Client::attach(const frugal_config& config) {
   config_.lookahead = reply.config.lookahead;
   config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
-  unsure_ = Vector<std::atomic<bool>>(reply.config.world_size);
-  joins_ = Vector<std::atomic<bool>>(reply.config.world_size);
+  joins_.open(reply.config.world_size);
   // Where ranks share the processors out among themselves, more threads would only be in each other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));

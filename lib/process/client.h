@@ -11,6 +11,7 @@
 #include "engine/data_path.h"
 #include "process/controller.h"
 #include "process/helpers.h"
+#include "process/joins.h"
 #include "process/pinned_slabs.h"
 #include "process/remote_table.h"
 #include "process/remote_trainer.h"
@@ -88,9 +89,8 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status ask(Exchange& e) { return ask(e, nothing_more); }
 
   Status take_table(TableReply& reply, const char* name, AnyTableRef* out);
-  Status lose_rank(uint32_t rank, uint64_t joined) noexcept;
   bool let_go_of_lost();
-  Status give_up_join(uint32_t rank, Status why);
+  bool has_rank(uint32_t rank);
   Status enter(RemoteTrainer& t);
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
@@ -122,11 +122,10 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Helpers helpers_;
   std::mutex talk_mu_;
   Talk talk_{controller_};            // for calls outside steps
+  Joins joins_{controller_};
   mutable std::mutex mu_;             // what follows
   Vector<std::weak_ptr<RemoteTrainer>> trainers_;
   Vector<std::weak_ptr<RemoteTable>> tables_;
-  Vector<std::atomic<bool>> unsure_;  // of each rank: a call to join has failed, and may have done it
-  Vector<std::atomic<bool>> joins_;   // of each rank: a thread is about to join as it
 };
 
 }  // namespace frugal

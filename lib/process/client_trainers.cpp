@@ -1,4 +1,5 @@
 // Trainers join and leave.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -7,18 +8,11 @@
 
 namespace frugal {
 
-// A call to the controller that has failed so may have been done there: it can be made again.
-static bool may_be_done(Status s) { return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY; }
-
 Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
   FRUGAL_TRY(controller_.check());
-  // What another thread has just joined as would seem to be left from a call that has failed.
-  if (joins_[config.rank].exchange(true))
+  const Joins::Scope one(joins_, config.rank);
+  if (!one.alone())
     return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u", config.rank);
-  struct Joins {
-    std::atomic<bool>& now;
-    ~Joins() { now.store(false); }
-  } joins_now{joins_[config.rank]};
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), controller_);
   t->session = shared_from_this();
   t->rank = config.rank;
@@ -33,33 +27,21 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
     }
   } joining{*pins_, t->gpu.get()};
   JoinReply reply;
-  auto join = [&] {
-    try {
-      return controller_.answered(controller_.control().join(config, config_.timeout_ms, &reply));
-    } catch (const std::bad_alloc&) {
-      return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
-    }
-  };
-  Status joins = join();
-  // It may be this process's by an earlier call.
-  if (joins == FRUGAL_ERR_EXISTS && unsure_[config.rank].load()) {
-    const Status lost = lose_rank(config.rank, kAnyJoin);
-    joins = lost == FRUGAL_OK ? join() : lost;  // nor is it known to be another's
+  if (Status s = joins_.join(config, &reply, [&] { return let_go_of_lost(); })) {
+    joins_.failed(config.rank, s, has_rank(config.rank));
+    return s;
   }
-  if (joins == FRUGAL_ERR_BUSY && let_go_of_lost()) joins = join();
-  if (joins != FRUGAL_OK) return give_up_join(config.rank, joins);
-  unsure_[config.rank].store(false);
   // The rank is this process's now. If that comes to nothing it is lost: it has not done its part.
   struct Joined {
-    Client* client;
+    Joins* joins;
     const uint32_t rank;
     const uint64_t joined;
     ~Joined() {
-      if (!client) return;
+      if (!joins) return;
       const KeepError why;
-      (void)client->lose_rank(rank, joined);
+      (void)joins->lose(rank, joined);
     }
-  } joined{this, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
+  } joined{&joins_, config.rank, reply.numbers.empty() ? kAnyJoin : reply.numbers[0]};
   Descriptors d{reply.descriptors};
   auto set_up = [&]() -> Status {
     std::lock_guard<std::mutex> lock(mu_);
@@ -102,23 +84,9 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   // With its own staging memory: who has too few addresses for that joins nothing.
   FRUGAL_TRY(controller_.regions().look());
   known.t = nullptr;
-  joined.client = nullptr;
+  joined.joins = nullptr;
   joining.gpu = nullptr;
   *out = std::move(t);
-  return FRUGAL_OK;
-}
-
-// Where that fails the rank stays taken until this process ends, or calls again.
-Status Client::lose_rank(uint32_t rank, uint64_t joined) noexcept {
-  unsure_[rank].store(true);
-  Status s;
-  try {
-    s = controller_.answered(controller_.control().leave(rank, true, config_.timeout_ms, joined));
-  } catch (const std::bad_alloc&) {
-    s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to leave rank %u, which this process may have joined; call again", rank);
-  }
-  if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_FOUND) return s;
-  unsure_[rank].store(false);
   return FRUGAL_OK;
 }
 
@@ -148,15 +116,12 @@ bool Client::let_go_of_lost() {
   }
 }
 
-// A call to join has failed. The controller may have done its part of it: then the connection gives the rank back when the
-// answer comes, and the next call here, if that is earlier.
-Status Client::give_up_join(uint32_t rank, Status why) {
+bool Client::has_rank(uint32_t rank) {
   std::lock_guard<std::mutex> lock(mu_);
-  bool ours = !may_be_done(why);  // another trainer of this process has the rank
-  for (auto& weak : trainers_)
-    if (auto t = weak.lock()) ours |= t->rank == rank && !t->closing.load() && !t->channel().is_cut();
-  if (!ours) unsure_[rank].store(true);
-  return why;
+  return std::any_of(trainers_.begin(), trainers_.end(), [&](auto& weak) {
+    const RemoteTrainerRef t = weak.lock();
+    return t && t->rank == rank && !t->closing.load() && !t->channel().is_cut();
+  });
 }
 
 Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {

@@ -1,0 +1,27 @@
+#include "process/joins.h"
+
+namespace frugal {
+
+Status Joins::ask(const frugal_trainer_config& config, JoinReply* reply) {
+  try {
+    return controller_.answered(controller_.control().join(config, controller_.timeout_ms(), reply));
+  } catch (const std::bad_alloc&) {
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
+  }
+}
+
+Status Joins::lose(uint32_t rank, uint64_t joined) noexcept {
+  ranks_[rank].unsure.store(true);
+  Status s;
+  try {
+    s = controller_.answered(controller_.control().leave(rank, true, controller_.timeout_ms(), joined));
+  } catch (const std::bad_alloc&) {
+    s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+             "no memory to leave rank %u, which this process may have joined; call again", rank);
+  }
+  if (s != FRUGAL_OK && s != FRUGAL_ERR_NOT_FOUND) return s;
+  ranks_[rank].unsure.store(false);
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal
