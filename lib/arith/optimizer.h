@@ -189,7 +189,7 @@ inline StepScalars step_scalars(const frugal_optimizer& o, uint64_t step, uint32
   s.beta2 = o.beta2;
   s.one_minus_beta2 = 1.0f - o.beta2;
   s.alpha = o.lr;
-  if (o.kind == FRUGAL_ADAM && !(o.flags & FRUGAL_OPT_NO_BIAS_CORRECTION)) {
+  if (~o.flags & optimizer_of(o.kind).flags & FRUGAL_OPT_NO_BIAS_CORRECTION) {
     const uint64_t t = step + 1;
     const double correction2 = root_double(1.0 - power(static_cast<double>(o.beta2), t));
     const double correction1 = 1.0 - power(static_cast<double>(o.beta1), t);

@@ -179,15 +179,14 @@ Status Engine::turn_caches(Trainer& t, uint64_t step) {
   t.boundary = {};
   if (t.lines_elsewhere) t.boundary.number = ++t.boundaries;
   Vector<TableCache*> turned;
+  Map<const Table*, Vector<UpdateRef>> committed;
+  for (const Trainer::Late& late : backlog) committed[late.table.get()].push_back(late.update);
   for (const TableRef& table : tables) {
     const Vector<PartRef>& declared = parts[table.get()];
     TableCache* const of = declared.empty() ? cache_in(t, *table) : &cache_of(t, table);
     if (!of || !of->there()) continue;
-    Vector<UpdateRef> committed;
-    for (const Trainer::Late& late : backlog)
-      if (late.table == table) committed.push_back(late.update);
     FRUGAL_TRY(tables_.open_window(*table));
-    FRUGAL_TRY(of->turn(step, declared, committed));
+    FRUGAL_TRY(of->turn(step, declared, committed[table.get()]));
     // Where nobody plans ahead, nobody else would do it while the step is computed.
     if (stale() || !config_.flush_threads) of->flag(Window::Urgency::kUrgent);
     turned.push_back(of);

@@ -45,6 +45,9 @@ Status join_pushes(const PushSums& pushes, uint32_t dim, uint32_t rank, BufferPo
 // Memory for the sums of a hand-over, and for those of the runs of frequent rows.
 Status room_for_sums(PushSums* push, uint32_t dim, BufferPool& pool);
 
+// What a key without a row reads as, as long as the longest row.
+const float* row_of_zeros();
+
 // Of rows or gradients: of less than this the caller sees to all. Sharing, and waking a thread, would cost more.
 constexpr size_t kParallelBytes = 256 << 10;
 

@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/assert.h"
 #include "base/buffer.h"
 #include "storage/rows.h"
 #include "window/step_update.h"
@@ -106,6 +107,7 @@ class TableLedger final : public HeapObject, public RowWatcher, public std::enab
 
   uint32_t before(const RowWrite& write, device::Undo* undo) noexcept override;
   void after(const RowWrite& write, uint32_t image) noexcept override;
+  void new_state() noexcept override { FRUGAL_ASSERT(!"a served table keeps its kind of optimizer"); }
   size_t most_outside() const override { return rows_; }
 
  private:

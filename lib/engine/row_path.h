@@ -37,7 +37,6 @@ template <class GoOn>
 Status locate(const RowSource& from, const Part* part, const uint32_t* slots, size_t n, BufferPool& pool,
               Buffer* pointers, Buffer* copies, GoOn go_on) {
   if (!from.lines.host && !from.versions) return FRUGAL_OK;
-  static const float zeros[65536] = {};  // the largest row
   FRUGAL_TRY(pool.get(n * sizeof(float*), pointers));
   const float** p = pointers->as<const float*>();
   std::fill(p, p + n, nullptr);
@@ -57,7 +56,7 @@ Status locate(const RowSource& from, const Part* part, const uint32_t* slots, si
     const uint32_t s = slots[i];
     if (p[i] || s == kNoSlot) continue;
     if (s == kMissingSlot) {
-      p[i] = zeros;
+      p[i] = row_of_zeros();
       continue;
     }
     p[i] = from.rows.row(s);

@@ -304,7 +304,6 @@ Status Client::abort_call(AnyTrainer& any) {
 // From what a dead controller has left. A trainer is to see what it has done, which is not there if it was not
 // committed.
 Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) {
-  static const float zeros[65536] = {};  // the largest row
   if (t) {
     uint64_t committed;
     FRUGAL_TRY(controller_.remains().committed(&committed));
@@ -334,7 +333,7 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
       const bool there = slots[k] < kMissingSlot;
       if (op.found_out) op.found_out[k] = there;
       if (!there) {
-        rows[k] = slots[k] == kNoSlot ? nullptr : zeros;
+        rows[k] = slots[k] == kNoSlot ? nullptr : row_of_zeros();
         continue;
       }
       rows[k] = from->row(slots[k], next).values;

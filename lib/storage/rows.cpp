@@ -135,6 +135,7 @@ Status Rows::take_state(State* s) {
   ref_.state = to.state;
   ref_.state_pitch = to.state_pitch;
   ref_.state_second = to.state_second;
+  for (uint32_t i = 0; i < watcher_count_; ++i) watchers_[i]->new_state();
   return FRUGAL_OK;
 }
 

@@ -218,7 +218,7 @@ TEST_F(WorkersTest, GatesWaitForUpdates) {
 // Who settles on control state, or waits for it, while two others change it, one after the other.
 // Nobody wakes by himself who settles, so a wake-up that is lost is a deadlock.
 TEST(WorkersSchedules, NoWakeUpIsLost) {
-  explore("workers.wait", test_rounds(10000), [](Schedule& s) {
+  explore("workers.wait", 10000, [](Schedule& s) {
     Trace trace;
     Workers workers(0, {[] { return false; }, [] { return false; }, [] {}}, &trace);
     Mutex mu;
@@ -254,7 +254,7 @@ TEST(WorkersSchedules, NoWakeUpIsLost) {
 
 // Two loops are shared by their callers and a third thread, which ends with them.
 TEST(WorkersSchedules, LoopsThatAreShared) {
-  explore("workers.loops", test_rounds(10000), [](Schedule& s) {
+  explore("workers.loops", 10000, [](Schedule& s) {
     Trace trace;
     Workers workers(1, {[] { return false; }, [] { return false; }, [] {}}, &trace);
     Mutex mu;

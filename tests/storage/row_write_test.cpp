@@ -59,6 +59,7 @@ struct Watcher final : RowWatcher {
     hear(write, false);
     tokens.push_back(token);
   }
+  void new_state() noexcept override { ++new_states; }
   size_t most_outside() const override { return most; }
   void hear(const RowWrite& write, bool begun) {
     Heard h{write.purpose().what, {}, begun, write.is_chunk_done(), {}};
@@ -72,6 +73,7 @@ struct Watcher final : RowWatcher {
   size_t most;
   std::function<void(device::Undo*)> follow;
   uint32_t next_token = 0;
+  int new_states = 0;
   std::vector<uint32_t> tokens;
   std::vector<Heard> heard;
 };
@@ -306,6 +308,20 @@ TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
 }
 
 // Rows that are copies have no watchers, and no versions.
+// The state of all rows is made anew at once: no list of rows, and the watchers are told when it is there.
+TEST_F(RowWriteTest, NewStateOfAllRows) {
+  open(true, false);
+  Watcher watcher(rows);
+  Rows::State state;
+  state.layout = RowLayout::of(kDim, FRUGAL_SGD);
+  state.init = arith::init_spec(FRUGAL_INIT_UNIFORM, -1, 1, kRows, kDim, 42, FRUGAL_SGD, 0);
+  ASSERT_OK(rows.open_state(&state));
+  EXPECT_EQ(watcher.new_states, 0);
+  ASSERT_OK(rows.take_state(&state));
+  EXPECT_EQ(watcher.new_states, 1);
+  EXPECT_TRUE(watcher.heard.empty());
+}
+
 TEST_F(RowWriteTest, Copies) {
   open(false, false);
   Made copies(rows.layout(), 5);

@@ -653,6 +653,7 @@ TEST(RowWatchers, OneComesWhileRowsAreMade) {
       ++heard;
       wrong += token != 7;
     }
+    void new_state() noexcept override { ++wrong; }
     size_t most_outside() const override { return 1000; }
     uint64_t heard = 0, wrong = 0;
   };

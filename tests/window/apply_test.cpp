@@ -38,6 +38,7 @@ struct Watcher final : RowWatcher {
     if (write.is_chunk_done()) chunks[write.purpose().chunk] = true;
     EXPECT_FALSE(write.purpose().entries && write.is_chunk_done());
   }
+  void new_state() noexcept override { ADD_FAILURE(); }
   size_t most_outside() const override { return SIZE_MAX; }
   const StepUpdate* update = nullptr;
   std::set<uint32_t> slots;
