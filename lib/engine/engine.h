@@ -35,7 +35,6 @@
 #include "engine/data_path.h"
 #include "engine/declarations.h"
 #include "engine/flusher.h"
-#include "engine/gate.h"
 #include "engine/gpu.h"
 #include "engine/ledger.h"
 #include "engine/memory.h"
@@ -47,6 +46,7 @@
 #include "engine/ranks.h"
 #include "engine/row_path.h"
 #include "engine/session.h"
+#include "engine/step_gate.h"
 #include "engine/table.h"
 #include "engine/tables.h"
 #include "engine/workers.h"
@@ -255,9 +255,7 @@ class Engine final : public Session, private DataPath {
   void drop_cache(Trainer& t, const Table& table) noexcept;
 
   // --- gate.cpp
-  void list_gate();
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
-  bool ranks_near(uint64_t step) const;
 
   // --- steps.cpp
   void end_holding(Table& table);
@@ -319,16 +317,11 @@ class Engine final : public Session, private DataPath {
   TimedMutex outside_mu_;
   StepRecords records_;
   Declarations declarations_;
-  Gate gate_;
+  StepGate gate_{{config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
+                 [this](uint64_t step) { return resolve_one(step) || (need_links() && link_one(step)); }};
   PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed
-  // How far a rank may run ahead of the last commit when staleness allows it: what it is about to
-  // read must be linked, if priorities matter at all.
-  uint64_t most_ahead() const {
-    // The marks of young rows tell a step from the 62 after it.
-    return config_.staleness >= kRing ? Rows::kMarks - 2 : Window::kHorizon - 2;
-  }
   bool stale() const { return config_.staleness != 0; }
   std::shared_ptr<Ledger> ledger_;  // null: nobody is to read the tables out; set between steps
   Committer committer_;

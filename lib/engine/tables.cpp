@@ -45,7 +45,6 @@ Engine::~Engine() {
 Status Engine::start() {
   FRUGAL_TRY(memory_.open(config_.backing == FRUGAL_BACKING_SHM, stale()));
   list_work();
-  list_gate();
   try {
     workers_.start();
   } catch (...) {

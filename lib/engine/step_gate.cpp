@@ -1,0 +1,81 @@
+#include "engine/step_gate.h"
+
+namespace frugal {
+
+StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_(of) {
+  add({waited_for(WaitedFor::kOutside),
+       [this](Pass& p) {
+         p.everything = false;
+         return !of_.phase.is(Phase::kOutside);
+       },
+       [](const Pass&) { return String("an operation outside steps"); }, nullptr});
+  add({waited_for(WaitedFor::kAborting), [this](Pass&) { return of_.phase.may(Phase::kStep); },
+       [](const Pass&) { return String("an abort"); }, nullptr});
+  add({0, [this](Pass&) { return of_.ranks.lost() == kNoRank; },
+       [this](const Pass&) {
+         return text("somebody to join in place of rank %u, whose process is gone or does not answer",
+                     of_.ranks.lost());
+       },
+       nullptr});
+  add({waited_for(WaitedFor::kRanks),
+       [this](Pass& p) {
+         const bool is_near = near(p.step);
+         if (!is_near) of_.ranks.note_awaited(of_.ranks.to_commit());
+         return is_near;
+       },
+       [this](const Pass&) {
+         return text("rank %s to end step %llu", of_.ranks.late_ranks(of_.ranks.to_commit()).c_str(),
+                     static_cast<unsigned long long>(of_.ranks.to_commit()));
+       },
+       nullptr});
+  add({waited_for(WaitedFor::kJobs), [this](Pass&) { return !of_.workers.applying(); },
+       [](const Pass&) { return String("the updates of the last step to be applied"); },
+       [this](const Pass&) { return of_.workers.help(true); }});
+  add({waited_for(WaitedFor::kDeclared),
+       [this](Pass& p) {
+         // With unlimited staleness nothing is urgent, so links do not matter to a gate.
+         const bool links =
+             (of_.pacing.deferred() || of_.ranks.caches_exist()) && of_.config.staleness < kRing;
+         p.declared = of_.declarations.unready(p.step, links ? of_.ranks.to_commit() : kNoStep);
+         return p.declared == kNoStep;
+       },
+       [](const Pass& p) {
+         return text("the keys declared for step %llu", static_cast<unsigned long long>(p.declared));
+       },
+       [declare](const Pass& p) { return declare(p.step); }});
+  add({waited_for(WaitedFor::kAllPending),
+       [this](Pass& p) {
+         // Out of deferred mode, declarations are no longer linked: what is pending must go first.
+         PendingBytes& pending = of_.pending;
+         const bool any = pending.drains() || !of_.pacing.deferred() || pending.now() > pending.limit();
+         p.table = of_.tables.first([&](Window& w) { return w.any_pending() && (any || w.crowded()); });
+         p.everything = p.table != of_.tables.size();
+         if (any && !p.everything) pending.drained();
+         return !p.everything;
+       },
+       [](const Pass&) { return String("pending updates to be written"); },
+       [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
+  add({waited_for(WaitedFor::kPending),
+       [this](Pass& p) {
+         p.table = of_.tables.first([&](Window& w) { return w.pending_until(p.step); });
+         const bool none = p.table == of_.tables.size();
+         if (!none && !p.in_flight) p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
+         return none;
+       },
+       [this](const Pass& p) {
+         const TableRef& t = of_.tables[p.table];
+         return text("pending updates of table '%s' that step %llu reads (%llu rows pending)", t->name.c_str(),
+                     static_cast<unsigned long long>(p.step),
+                     static_cast<unsigned long long>(t->window.pending_rows()));
+       },
+       [this](const Pass& p) { return of_.flusher.write(p.step); }});
+}
+
+// How far is it from the step to be committed?
+bool StepGate::near(uint64_t step) const {
+  const uint64_t needed = of_.ranks.to_commit(), staleness = of_.config.staleness;
+  const bool is_near = staleness >= step || step - staleness <= needed;
+  return is_near && (step <= needed || step - needed <= most_ahead(of_.config));
+}
+
+}  // namespace frugal
