@@ -1,4 +1,4 @@
-"""Runs the benchmarks: ./dev bench gather|train|flush|queue|processes [--quick] [--json FILE] [--case TEXT].
+"""Runs the benchmarks: ./dev bench gather|train|flush|calls|queue|processes [--quick] [--json FILE] [--case TEXT].
 
 With --before FOLDER, a build folder of another revision, only the library is measured, against that
 revision's: three sides take turns, `now`, `before` and `before` a second time (class Before).
@@ -30,7 +30,7 @@ NOTES_GATHER = {
     ('zipf0.99', 1): 161e6, ('zipf0.99', 2): 310e6,
 }
 UNITS = {
-    'throughput': {'gather': 'rows/s', 'train': 'keys/s', 'flush': 'keys/s', 'queue': 'updates/s',
+    'throughput': {'gather': 'rows/s', 'train': 'keys/s', 'flush': 'keys/s', 'queue': 'updates/s', 'calls': 'keys/s',
                    'processes': 'rows/s'},
     'stall': 'us', 'stall_mean': 'us', 'calls': 'us', 'calls_nothing_pending': 'us',
     'entry_time': 'us', 'apply_time': 'us', 'gate_wait': 'us', 'cpu_per_step': 'us',
@@ -125,7 +125,9 @@ class Workers:
         command = [ARGS.python, os.path.join(ROOT, 'bench', f'peer_{kind}.py')]
       else:
         exe = {'copy': 'bench_loop', 'loop': 'bench_loop', 'stages': 'bench_loop',
-               'queue': 'bench_queue', 'processes': 'bench_processes'}
+               'queue': 'bench_queue', 'processes': 'bench_processes', 'calls': 'bench_calls'}
+        if kind == 'calls' and revision:  # the other revision may have none: this one's, with that library
+          build, env['LD_LIBRARY_PATH'] = ARGS.build, ARGS.before
         command = [executable(exe.get(kind, 'bench_frugal'), build)]
       self.workers[name] = Worker(name, command, env)
     return self.workers[name]
@@ -246,15 +248,15 @@ class Before:
                       for side in ('@before', '@again')]
 
   def judge(self, entry, before, again):
-    for metric in ('throughput', 'stall'):
-      if metric not in entry.samples:
+    for metric in ('throughput', 'stall', 'lookup_time'):
+      if metric not in entry.samples or (metric == 'lookup_time' and not entry.worker.startswith('calls')):
         continue
       if metric == 'stall' and min(before.samples[metric]) < 50:
         continue  # of less than 50 us the clock decides
 
       def ratio(side):
         pairs_ = zip(side.samples[metric], before.samples[metric])
-        return statistics.median(x / y if metric == 'throughput' else y / max(x, 1.0) for x, y in pairs_)
+        return statistics.median(x / y if metric == 'throughput' else y / max(x, 1e-3) for x, y in pairs_)
 
       now, itself = ratio(entry), ratio(again)
       slower = now < 0.98 and now < min(itself, 1 / itself)
@@ -711,6 +713,28 @@ def bench_queue(workers, report):
 
 
 # -------------------------------------------------------------------------------------------
+# calls
+# -------------------------------------------------------------------------------------------
+
+
+def bench_calls(workers, report):
+  """Steps of few keys, and of many tables: what a call costs beside the rows that it moves."""
+  machine(workers)
+  a_key = {}
+  for tables in (1, 10, 1000):
+    case = pairs(tables=tables, keys=64, dim=32, threads=1)
+    if not wanted(case):
+      continue
+    entry = Entry(case, 'frugal', 'calls', f'rows=10000 {case}')
+    alternate(workers, [entry], 5 if ARGS.quick else 15, 0.3)
+    report.add(entry)
+    a_key[tables] = 1e9 / entry.median()
+    say(f'calls  {case}: {a_key[tables]:.0f} ns a key, lookups of a step {entry.median("lookup_time"):.2f} us')
+  if {10, 1000} <= a_key.keys():
+    report.aim('a key of 1,000 tables / of 10', a_key[1000] / a_key[10], 1.3, most=True)
+
+
+# -------------------------------------------------------------------------------------------
 # processes
 # -------------------------------------------------------------------------------------------
 
@@ -787,7 +811,7 @@ def same_processes(workers, names, base):
   say(f'  results of {" and ".join(names)}, {base["ranks"]} ranks, {base["opt"]}: the same bits')
 
 
-BENCHES = {'gather': bench_gather, 'train': bench_train, 'flush': bench_flush,
+BENCHES = {'gather': bench_gather, 'train': bench_train, 'flush': bench_flush, 'calls': bench_calls,
            'queue': bench_queue, 'processes': bench_processes}
 
 

@@ -48,7 +48,7 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
          // Out of deferred mode, declarations are no longer linked: what is pending must go first.
          PendingBytes& pending = of_.pending;
          const bool any = pending.drains() || !of_.pacing.deferred() || pending.now() > pending.limit();
-         p.table = of_.tables.first([&](Window& w) { return w.any_pending() && (any || w.crowded()); });
+         p.table = of_.tables.first_pending([&](Window& w) { return w.any_pending() && (any || w.crowded()); });
          p.everything = p.table != of_.tables.size();
          if (any && !p.everything) pending.drained();
          return !p.everything;
@@ -57,7 +57,7 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
        [this](const Pass& p) { return p.everything && of_.flusher.write(UINT64_MAX); }});
   add({waited_for(WaitedFor::kPending),
        [this](Pass& p) {
-         p.table = of_.tables.first([&](Window& w) { return w.pending_until(p.step); });
+         p.table = of_.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
          const bool none = p.table == of_.tables.size();
          if (!none && !p.in_flight) p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
          return none;

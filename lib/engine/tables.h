@@ -51,6 +51,7 @@ class Tables {
     c.staleness = config_.staleness;
     c.placement = config_.world_size;
     c.tree_heap = config_.flush_mode == FRUGAL_FLUSH_TREE_HEAP;
+    c.pending_rows = &pending_rows_;
     std::lock_guard<std::mutex> lock(mu_);
     return table.window.open(c, ranks_.soonest());
   }
@@ -60,18 +61,20 @@ class Tables {
     for (const TableRef& t : all_)
       if (t->window.opened()) visit(t->window);
   }
-  // The place of the first table of whose window something holds; size(): there is none.
+  // The place of the first table whose window has pending rows of which something holds; size(): there is none.
   template <class Holds>
-  size_t first(Holds holds) const {
+  size_t first_pending(Holds holds) const {
+    if (none_pending()) return size();
     const auto its = [&](const TableRef& t) { return t->window.opened() && holds(t->window); };
     return static_cast<size_t>(std::find_if(begin(), end(), its) - begin());
   }
   bool any_pending() const {
-    return first([](Window& w) { return w.any_pending(); }) != size();
+    return first_pending([](Window& w) { return w.any_pending(); }) != size();
   }
   // The next that has rows to be written until a step; they take turns. Null: none of those that
   // are left to be looked at, after `*looked` of them.
   TableRef next_pending(uint64_t step, size_t* looked) {
+    if (none_pending()) return nullptr;
     while (*looked < all_.size()) {
       ++*looked;
       if (turn_ >= all_.size()) turn_ = 0;
@@ -85,7 +88,11 @@ class Tables {
   const frugal_config& config_;
   std::mutex& mu_;
   const Ranks& ranks_;
+  // So a look at many tables of which none has any is one look.
+  bool none_pending() const { return pending_rows_.load(std::memory_order_acquire) == 0; }
+
   Vector<TableRef> all_;  // by number
+  mutable std::atomic<uint64_t> pending_rows_{0};  // of all windows
   uint32_t numbers_ = 0;
   size_t turn_ = 0;
 };

@@ -8,7 +8,8 @@
 
 namespace frugal {
 
-void Nodes::open(bool tree_heap, uint64_t base) {
+void Nodes::open(bool tree_heap, uint64_t base, std::atomic<uint64_t>* pending_rows) {
+  pending_of_all_ = pending_rows;
   queue_.reset(tree_heap ? make_tree_heap() : make_two_level_queue());
   set_base(base);
 }
@@ -137,7 +138,7 @@ void Nodes::stage(StepUpdate& u, size_t n, const uint8_t* prio) {
     reads += prio[i] < kInfinity;
   }
   u.staged[kInfinity] += unread;
-  queue_->stage(ids, unread, kInfinity);
+  if (unread != 0) queue_->stage(ids, unread, kInfinity);
   std::fill_n(start, kRing + 1, 0);
   for (size_t i = 0; i < reads; ++i) ++start[prio[read[i]] + 1];
   for (uint32_t p = 0; p < kRing; ++p) {
@@ -220,6 +221,7 @@ void Nodes::enqueue(uint32_t id, uint8_t prio) noexcept {
 
 void Nodes::now_pending(uint64_t rows) {
   schedule_point();
+  if (pending_of_all_) pending_of_all_->fetch_add(rows, std::memory_order_acq_rel);
   pending_total_.fetch_add(rows, std::memory_order_acq_rel);
 }
 
@@ -348,6 +350,7 @@ void Nodes::wrote(uint64_t rows) {
   FRUGAL_ASSERT(pending_total_.load() >= rows);
   schedule_point();
   if (pending_total_.fetch_sub(rows, std::memory_order_acq_rel) == rows) astray_ = false;
+  if (pending_of_all_) pending_of_all_->fetch_sub(rows, std::memory_order_acq_rel);
   // Each pending row counts under one priority, claimed ones too.
   for (uint32_t p = 0; p <= kRing; ++p) FRUGAL_ASSERT(queued_[p] <= count_[p]);
   FRUGAL_ASSERT(std::accumulate(count_, count_ + kRing + 1, uint64_t{0}) == pending_total_.load());

@@ -64,7 +64,8 @@ class Nodes {
     UrgentLock lock_;
   };
 
-  void open(bool tree_heap, uint64_t base) REQUIRES(mu);
+  // `pending_rows`: where those of several windows are counted, or null.
+  void open(bool tree_heap, uint64_t base, std::atomic<uint64_t>* pending_rows) REQUIRES(mu);
   void set_base(uint64_t base) REQUIRES(mu);
   uint64_t base() const REQUIRES(mu) { return base_; }
 
@@ -163,6 +164,7 @@ class Nodes {
   void note_soonest() REQUIRES(mu);
 
   std::atomic<uint64_t> pending_total_{0};
+  std::atomic<uint64_t>* pending_of_all_ = nullptr;  // never less than pending_total_
   // The step that the most urgent pending row waits for; 0 if that is the base, or not known;
   // UINT64_MAX if none waits for any. Set at the end of each section.
   std::atomic<uint64_t> soonest_{UINT64_MAX};

@@ -36,7 +36,7 @@ Status Window::open(const Config& config, uint64_t base) {
   config_.staleness = std::min<uint64_t>(config.staleness, kRing);
   words_only_ = config.staleness != 0;
   base_ = base;
-  nodes_.open(config.tree_heap, base);
+  nodes_.open(config.tree_heap, base, config.pending_rows);
   // Last, so that an open that fails holds none.
   FRUGAL_TRY(words_.open(config.rows));
   opened_.store(true, std::memory_order_release);

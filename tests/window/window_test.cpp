@@ -520,6 +520,26 @@ TEST_F(WindowTest, Unstaging) {
   EXPECT_EQ(write(UINT64_MAX), (Slots{1, 2, 1}));
 }
 
+// Rows are counted where those of all windows are from before they are pending until they are written.
+TEST_F(WindowTest, PendingRowsOfSeveralWindows) {
+  std::atomic<uint64_t> of_all{5};
+  open({.rows = 100, .placement = 1, .pending_rows = &of_all});
+  const UpdateRef u = stage(100, {resolved_part(pool, 100, 0, {1, 2})}, false);
+  EXPECT_EQ(of_all, 5u);
+  window.make_room(*u);
+  window.commit(u.get(), 100);
+  EXPECT_EQ(of_all, 7u);
+  commit(101, Slots{3});
+  EXPECT_EQ(of_all, 8u);
+  Claim c;
+  EXPECT_EQ(claim(UINT64_MAX, 2, &c).size(), 2u);
+  EXPECT_EQ(of_all, 8u) << "they are claimed, and not written";
+  window.finish(c);
+  EXPECT_EQ(of_all, 6u);
+  write(UINT64_MAX);
+  EXPECT_EQ(of_all, 5u);
+}
+
 TEST_F(WindowTest, Crowded) {
   open();
   for (uint64_t i = 0; i <= Window::kPast; ++i) {
