@@ -1,8 +1,8 @@
 // The tables' memory as GPUs of this process see it: a step of a trainer on one begins when all slabs are pinned.
 //
-// Slabs that come while a device is there are pinned by who takes them (storage/slab.h); those that were there before, one
-// after the other, by flush threads or by who waits.
-// Threads: any. It takes the engine's mutex, which is not held by its callers.
+// Slabs that come while a device is there are pinned by who takes them (storage/slab.h); those that were there before,
+// one after the other, by flush threads or by who waits.
+// Threads: any. unpin(), one() and again() take the engine's mutex.
 #pragma once
 #include <atomic>
 #include <memory>

@@ -1,15 +1,12 @@
 // Attaching, tables, rows outside steps.
 #include "process/client.h"
 
-#include <fcntl.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "base/forked.h"
 #include "base/handles.h"
 #include "engine/config_check.h"
 

@@ -44,6 +44,7 @@ PinnedSlabs::~PinnedSlabs() {
 }
 
 void PinnedSlabs::over_rows(const Mapping& mapping, uint64_t count, size_t row_bytes) {
+  std::lock_guard<std::mutex> lock(mu_);  // the last device may go just now
   base_ = mapping.base;
   row_bytes_ = row_bytes;
   slab_ = SlabArray::slab_bytes(count, row_bytes);
@@ -51,13 +52,16 @@ void PinnedSlabs::over_rows(const Mapping& mapping, uint64_t count, size_t row_b
 }
 
 void PinnedSlabs::over_buffers(const Mapping& mapping) {
+  std::lock_guard<std::mutex> lock(mu_);
   base_ = mapping.base;
   slab_ = kHugePage;  // as an Arena takes it
   pinned_.assign(mapping.bytes / slab_, 0);
 }
 
 Status PinnedSlabs::pin_slab(uint64_t slab) {
-  if (slab >= pinned_.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a row that its table does not have, or a place outside of its memory");
+  if (slab >= pinned_.size()) 
+    return fail(FRUGAL_ERR_INTERNAL,
+                "the controller sent a row that its table does not have, or a place outside of its memory");
   if (pinned_[slab]) return FRUGAL_OK;
   bool pinned = false;
   FRUGAL_TRY(pins_->pinner()->pin_read_only(base_ + slab * slab_, slab_, &pinned));

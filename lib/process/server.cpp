@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <cstring>
 
 #include "base/handles.h"
 #include "base/insist.h"
