@@ -240,7 +240,8 @@ TEST(Library, LastErrorIsOfACallThatFailed) {
   frugal_last_error(&before);
   const std::string message = before.message;
   RowOp row(table, {1, 2, 3}, 1);
-  ASSERT_OK(frugal_prefetch(trainer, 0, &row.op, 1, nullptr));  // resolves here: the table is too small
+  ASSERT_OK(
+      frugal_prefetch(trainer, 0, &row.op, 1, nullptr));  // resolves here: the table is too small
   frugal_last_error(&after);
   EXPECT_EQ(after.status, FRUGAL_ERR_NOT_FOUND);
   EXPECT_EQ(message, before.message);
@@ -330,21 +331,24 @@ TEST(Open, RefusesBadConfigs) {
   EXPECT_REFUSED(frugal_open(&config, nullptr), invalid);
 }
 
-// As long as there are no processes to attach: nothing is guessed, and the engine stays this process's own.
+// As long as there are no processes to attach: nothing is guessed, and the engine stays this
+// process's own.
 TEST(Open, ServicesThatAreNotThere) {
   frugal_config config = FRUGAL_CONFIG_INIT;
   EXPECT_EQ(config.service, nullptr);
   config.service = "/tmp/no such service";
   config.timeout_ms = 100;
   frugal_engine* none = nullptr;
-  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_PEER_LOST, FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_PEER_LOST, FRUGAL_ERR_TIMEOUT,
+                 FRUGAL_ERR_UNSUPPORTED);
   EXPECT_NE(LastMessage().find(config.service), std::string::npos);
   EXPECT_EQ(none, nullptr);
   config.service = nullptr;
   config.flags = FRUGAL_OBSERVE;
   EXPECT_REFUSED(frugal_open(&config, &none), FRUGAL_ERR_INVALID_ARGUMENT);
   Engine engine(1, [](frugal_config* c) { c->backing = FRUGAL_BACKING_SHM; });
-  EXPECT_REFUSED(frugal_serve(engine, "/no such folder/service"), FRUGAL_ERR_INVALID_ARGUMENT, FRUGAL_ERR_UNSUPPORTED);
+  EXPECT_REFUSED(frugal_serve(engine, "/no such folder/service"), FRUGAL_ERR_INVALID_ARGUMENT,
+                 FRUGAL_ERR_UNSUPPORTED);
   EXPECT_REFUSED(frugal_serve(Engine(), "/tmp/frugal_none"), FRUGAL_ERR_INVALID_ARGUMENT);
   TrainStep(engine.Trainer(0), 0, engine.Table("t", FRUGAL_DENSE, 10, 1), {1});
 }
@@ -716,7 +720,8 @@ std::string Next(frugal_engine* engine, uint64_t* cursor, size_t capacity = 256)
   std::vector<char> name(300, '?');
   size_t size = 999;
   const uint64_t before = *cursor;
-  int32_t status = frugal_table_next(engine, cursor, capacity ? name.data() : nullptr, capacity, &size);
+  int32_t status =
+      frugal_table_next(engine, cursor, capacity ? name.data() : nullptr, capacity, &size);
   if (status == FRUGAL_ERR_OVERFLOW) {
     EXPECT_GT(size, capacity);
     EXPECT_EQ(before, *cursor);
@@ -748,7 +753,8 @@ TEST(Tables, AllByName) {
       EXPECT_EQ("", Next(engine, &cursor, capacity));
     }
   }
-  // What comes and goes meanwhile disturbs nobody: here the table that the cursor has passed, and the next one.
+  // What comes and goes meanwhile disturbs nobody: here the table that the cursor has passed, and
+  // the next one.
   cursor = 0;
   EXPECT_EQ("a", Next(engine, &cursor));
   ASSERT_OK(frugal_table_drop(a));
@@ -838,7 +844,8 @@ TEST(Tables, SetOptimizer) {
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 7, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_REFUSED(frugal_table_set_optimizer(table, 0, &good), FRUGAL_ERR_STEP_RANGE);
   EXPECT_OK(frugal_table_set_optimizer(table, 8, &good));
-  EXPECT_REFUSED(frugal_table_set_optimizer(table, UINT64_MAX - 64, &good), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, UINT64_MAX - 64, &good),
+                 FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_OK(frugal_table_set_optimizer(table, UINT64_MAX - 65, &good));  // the last step
 }
 
@@ -853,7 +860,8 @@ TEST(Tables, MostChangesOfTheOptimizer) {
     optimizer.lr = static_cast<float>(step);
     ASSERT_OK(frugal_table_set_optimizer(table, step, &optimizer));
   }
-  EXPECT_REFUSED(frugal_table_set_optimizer(table, kMost + 1, &optimizer), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_REFUSED(frugal_table_set_optimizer(table, kMost + 1, &optimizer),
+                 FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_NE(LastMessage().find("4096"), std::string::npos) << LastMessage();
   optimizer.lr = 7;
   EXPECT_OK(frugal_table_set_optimizer(table, 2, &optimizer));
@@ -862,10 +870,11 @@ TEST(Tables, MostChangesOfTheOptimizer) {
   EXPECT_OK(frugal_table_set_optimizer(table, kMost + 1, &optimizer));
 }
 
-// What three steps make of a table that is created with `kind`, or gets it behind lookups, puts, and a step that was
-// skipped.
-std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uint32_t flags, int32_t backing,
-                                uint32_t flush_threads, double cache_ratio, const char* device) {
+// What three steps make of a table that is created with `kind`, or gets it behind lookups, puts,
+// and a step that was skipped.
+std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uint32_t flags,
+                                int32_t backing, uint32_t flush_threads, double cache_ratio,
+                                const char* device) {
   constexpr uint64_t kRows = 40;
   constexpr uint32_t kDim = 3;
   Engine engine(1, [&](frugal_config* c) {
@@ -934,7 +943,8 @@ std::vector<float> TrainedLater(bool later, int32_t kind, int32_t key_space, uin
   return rows;
 }
 
-// Two ways to train a table come to the same bits: for each kind and variant, dense, lazy and hashed in turn.
+// Two ways to train a table come to the same bits: for each kind and variant, dense, lazy and
+// hashed in turn.
 template <class Train>
 void SameBothWays(uint32_t variants, Train train) {
   for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
@@ -958,9 +968,10 @@ TEST(Tables, TheKindMayComeUntilTheFirstUpdate) {
   });
 }
 
-// Two steps of Adagrad and two of `kind`, with new state; or the same rows in a table that is made anew.
-std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint32_t flags, uint32_t flush_threads,
-                               double cache_ratio) {
+// Two steps of Adagrad and two of `kind`, with new state; or the same rows in a table that is made
+// anew.
+std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint32_t flags,
+                               uint32_t flush_threads, double cache_ratio) {
   constexpr uint64_t kRows = 40;
   constexpr uint32_t kDim = 3;
   Engine engine(1, [&](frugal_config* c) {
@@ -991,7 +1002,8 @@ std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint3
       optimizer.lr = 0.125f;
       optimizer.initial_accumulator = 0.5f;
       if (kind != FRUGAL_ADAGRAD) {
-        EXPECT_REFUSED(frugal_table_set_optimizer(table, s, &optimizer), FRUGAL_ERR_INVALID_ARGUMENT);
+        EXPECT_REFUSED(frugal_table_set_optimizer(table, s, &optimizer),
+                       FRUGAL_ERR_INVALID_ARGUMENT);
       }
       if (anew) {
         frugal_optimizer with_new_state = optimizer;
@@ -1010,7 +1022,8 @@ std::vector<float> TrainedAnew(bool anew, int32_t kind, int32_t key_space, uint3
         }
       }
     }
-    RowOp op(table, s % 2 ? std::vector<uint64_t>{1, 2, 3, 30} : std::vector<uint64_t>{2, 3, 5, 7}, kDim);
+    RowOp op(table, s % 2 ? std::vector<uint64_t>{1, 2, 3, 30} : std::vector<uint64_t>{2, 3, 5, 7},
+             kDim);
     EXPECT_OK(frugal_step_begin(trainer, s, kWait));
     EXPECT_OK(frugal_lookup(trainer, &op.op, 1));
     EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
@@ -1296,8 +1309,8 @@ TEST(Tables, MemoryNeededIsEnough) {
         EXPECT_LE(info.memory_bytes, needed);
         continue;
       }
-      // Where rows fill one slab, the index alone needs more as they come: it is refused its growth, the
-      // call as a whole, and the rest goes on.
+      // Where rows fill one slab, the index alone needs more as they come: it is refused its
+      // growth, the call as a whole, and the rest goes on.
       if (rows == 131'073 || rows == 300'000) {
         ASSERT_OK(created);
         ASSERT_OK(frugal_put(table, keys.data(), rows / 3, 0, values.data(), 0));
@@ -1365,8 +1378,8 @@ TEST(Tables, SmallOnesTakeLittleMemory) {
   const long before = resident_kib(getpid());
   for (int i = 0; i < 100; ++i) {
     frugal_table* table =
-        engine.Table(("t" + std::to_string(i)).c_str(), i % 2 ? FRUGAL_HASHED : FRUGAL_DENSE, 100, 8,
-                     [](frugal_table_config* c) { c->optimizer.kind = FRUGAL_ADAGRAD; });
+        engine.Table(("t" + std::to_string(i)).c_str(), i % 2 ? FRUGAL_HASHED : FRUGAL_DENSE, 100,
+                     8, [](frugal_table_config* c) { c->optimizer.kind = FRUGAL_ADAGRAD; });
     const uint64_t key = 7;
     const float row[8] = {};
     ASSERT_OK(frugal_put(table, &key, 1, 0, row, 0));
@@ -1393,8 +1406,8 @@ class OddEnvironment {
   std::fenv_t before_;
 };
 
-// All that a training gives: rows looked up, and in the end rows with their state. The squares of some gradients are
-// denormal.
+// All that a training gives: rows looked up, and in the end rows with their state. The squares of
+// some gradients are denormal.
 std::vector<uint32_t> Trained(bool odd, int32_t kind, uint32_t flush_threads) {
   constexpr size_t kRows = 40, kDim = 8, kKeys = 25, kSteps = 12, kWorld = 2;
   std::mt19937 random(7);
@@ -1440,7 +1453,8 @@ std::vector<uint32_t> Trained(bool odd, int32_t kind, uint32_t flush_threads) {
 TEST(Arithmetic, IsTheLibrarysWhateverTheCallersIs) {
   for (int32_t kind : {FRUGAL_SGD, FRUGAL_ADAGRAD, FRUGAL_ADAM})
     for (uint32_t flush_threads : {0u, 2u}) {
-      SCOPED_TRACE(testing::Message() << "kind " << kind << ", " << flush_threads << " flush threads");
+      SCOPED_TRACE(testing::Message()
+                   << "kind " << kind << ", " << flush_threads << " flush threads");
       EXPECT_EQ(Trained(false, kind, 0), Trained(true, kind, flush_threads));
     }
 }
@@ -1465,11 +1479,14 @@ TEST(Trainers, RefusesBadConfigs) {
   refuses({FRUGAL_ERR_STRUCT_SIZE}, [](frugal_trainer_config* c) { c->struct_size = 0; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->rank = 2; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->rank = UINT32_MAX; });
-  EXPECT_NE(LastMessage().find("rank -1 (unsigned 4294967295)"), std::string::npos) << LastMessage();
+  EXPECT_NE(LastMessage().find("rank -1 (unsigned 4294967295)"), std::string::npos)
+      << LastMessage();
   refuses({FRUGAL_ERR_EXISTS}, [](frugal_trainer_config* c) { c->rank = 0; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 2; });
-  refuses({invalid}, [](frugal_trainer_config* c) { c->flags = 0x80000000u | FRUGAL_TRAINER_REPLACE; });
-  refuses({FRUGAL_ERR_UNSUPPORTED}, [](frugal_trainer_config* c) { c->flags = FRUGAL_TRAINER_REPLACE; });
+  refuses({invalid},
+          [](frugal_trainer_config* c) { c->flags = 0x80000000u | FRUGAL_TRAINER_REPLACE; });
+  refuses({FRUGAL_ERR_UNSUPPORTED},
+          [](frugal_trainer_config* c) { c->flags = FRUGAL_TRAINER_REPLACE; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->cache_ratio = -0.5; });
   refuses({invalid}, [](frugal_trainer_config* c) { c->cache_ratio = 1.5; });
   refuses({invalid}, [](frugal_trainer_config* c) {
@@ -2026,9 +2043,11 @@ TEST(Prefetch, Range) {
     frugal_table* there = last.Table("t", FRUGAL_HASHED, 10, 1);
     frugal_trainer* rank = last.Trainer(0);
     RowOp its(there, {1}, 1);
-    EXPECT_REFUSED(frugal_prefetch(rank, UINT64_MAX - 64, &its.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+    EXPECT_REFUSED(frugal_prefetch(rank, UINT64_MAX - 64, &its.op, 1, nullptr),
+                   FRUGAL_ERR_INVALID_ARGUMENT);
     ASSERT_OK(frugal_step_begin(rank, UINT64_MAX - 65, kWait));
-    EXPECT_REFUSED(frugal_prefetch(rank, UINT64_MAX - 64, &its.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+    EXPECT_REFUSED(frugal_prefetch(rank, UINT64_MAX - 64, &its.op, 1, nullptr),
+                   FRUGAL_ERR_INVALID_ARGUMENT);
     ASSERT_OK(frugal_step_end(rank, UINT64_MAX - 65, 0));
   }
   ASSERT_OK(frugal_step_begin(trainer, 21, kWait));
@@ -2151,7 +2170,8 @@ TEST(Prefetch, Cancel) {
   ASSERT_OK(frugal_step_end(trainer, 0, 0));
 }
 
-// So many batches a rank may declare for a step. What is taken back, or of another rank or step, does not count.
+// So many batches a rank may declare for a step. What is taken back, or of another rank or step,
+// does not count.
 TEST(Prefetch, MostBatches) {
   constexpr uint32_t kMost = 4096;
   Engine engine(2, [](frugal_config* c) { c->lookahead = 2; });
@@ -2161,7 +2181,8 @@ TEST(Prefetch, MostBatches) {
   RowOp row(table, {1}, 1);
   frugal_batch *first = nullptr, *more = nullptr;
   ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, 1, &first));
-  for (uint32_t i = 1; i < kMost; ++i) ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, i % 2, nullptr));
+  for (uint32_t i = 1; i < kMost; ++i)
+    ASSERT_OK(frugal_prefetch(trainer, 1, &row.op, i % 2, nullptr));
   for (size_t n : {0, 1}) {
     EXPECT_REFUSED(frugal_prefetch(trainer, 1, &row.op, n, &more), FRUGAL_ERR_INVALID_ARGUMENT);
     EXPECT_NE(LastMessage().find("4096"), std::string::npos) << LastMessage();
@@ -2234,7 +2255,8 @@ TEST(Prefetch, MostBatchesAfterAFormerTrainer) {
   frugal_trainer* former = engine.Trainer(0);
   frugal_trainer* other = engine.Trainer(1);
   RowOp row(table, {1}, 1);
-  for (uint32_t i = 0; i < kMost; ++i) ASSERT_OK(frugal_prefetch(former, 0, &row.op, i % 2, nullptr));
+  for (uint32_t i = 0; i < kMost; ++i)
+    ASSERT_OK(frugal_prefetch(former, 0, &row.op, i % 2, nullptr));
   ASSERT_OK(frugal_step_begin(former, 0, kWait));
   ASSERT_OK(frugal_step_begin(other, 0, kWait));
   ASSERT_OK(frugal_step_end(former, 0, 0));
@@ -2242,7 +2264,8 @@ TEST(Prefetch, MostBatchesAfterAFormerTrainer) {
   ASSERT_OK(frugal_step_abort(other));
   for (int again = 0; again < 2; ++again) {
     frugal_trainer* now = engine.Trainer(0);
-    for (uint32_t i = 0; i < kMost; ++i) ASSERT_OK(frugal_prefetch(now, 0, &row.op, i % 2, nullptr));
+    for (uint32_t i = 0; i < kMost; ++i)
+      ASSERT_OK(frugal_prefetch(now, 0, &row.op, i % 2, nullptr));
     EXPECT_REFUSED(frugal_prefetch(now, 0, &row.op, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
     ASSERT_OK(frugal_trainer_close(now));
   }
@@ -2436,8 +2459,9 @@ TEST_F(Ops, PaddingOfADenseTableMayBeNoId) {
   EXPECT_EQ(GetOne(dense_, 1), -1.0f);
 }
 
-// Whatever the engine keeps of a pooled push (gradients of bags are fewer than rows here, or as many as keys),
-// its rows get what the gradient of each key gives, and nothing points into the caller's memory.
+// Whatever the engine keeps of a pooled push (gradients of bags are fewer than rows here, or as
+// many as keys), its rows get what the gradient of each key gives, and nothing points into the
+// caller's memory.
 TEST(Bags, UpdateRowsAsTheirKeysWould) {
   constexpr uint32_t kDim = 16;
   constexpr size_t kKeys = 600;
@@ -2506,7 +2530,8 @@ TEST(Bags, UpdateRowsAsTheirKeysWould) {
     std::vector<float> a(2 * kDim * all.size()), b(a.size());
     ASSERT_OK(frugal_get(pooled, all.data(), all.size(), FRUGAL_WITH_STATE, a.data(), 0, nullptr));
     ASSERT_OK(frugal_get(plain, all.data(), all.size(), FRUGAL_WITH_STATE, b.data(), 0, nullptr));
-    EXPECT_EQ(0, std::memcmp(a.data(), b.data(), a.size() * sizeof(float))) << "flush mode " << mode;
+    EXPECT_EQ(0, std::memcmp(a.data(), b.data(), a.size() * sizeof(float)))
+        << "flush mode " << mode;
     EXPECT_NE(a[0], 0.0f);
   }
 }
@@ -2572,8 +2597,8 @@ TEST(Nan, WhatRejectLooksAt) {
   const float inf = std::numeric_limits<float>::infinity();
   Engine engine;
   frugal_table* table = engine.Table("t", FRUGAL_DENSE, 10, 1);
-  frugal_table* skip = engine.Table("s", FRUGAL_DENSE, 10, 1,
-                                    [](frugal_table_config* c) { c->nan_policy = FRUGAL_NAN_SKIP; });
+  frugal_table* skip = engine.Table(
+      "s", FRUGAL_DENSE, 10, 1, [](frugal_table_config* c) { c->nan_policy = FRUGAL_NAN_SKIP; });
   frugal_trainer* trainer = engine.Trainer(0);
   ASSERT_OK(frugal_step_begin(trainer, 0, kWait));
   for (frugal_table* t : {table, skip}) {
@@ -3213,12 +3238,14 @@ TEST(Read, BesideTheRestOfAnAbort) {
 }
 
 // The window keeps the low bits of the step in which a row was touched last. Rows that are left
-// alone until those have wrapped around, with an update that nobody has written yet, are read right.
-// By the call that ends the step, without other threads; nor does AUTO defer them, however idle the processors are.
+// alone until those have wrapped around, with an update that nobody has written yet, are read
+// right. By the call that ends the step, without other threads; nor does AUTO defer them, however
+// idle the processors are.
 TEST(Steps, SmallOnesAreWrittenWhenTheyEnd) {
   for (uint32_t world : {1u, 2u}) {
     Engine engine(world, [](frugal_config* c) { c->flush_threads = 2; });
-    frugal_table* tables[] = {engine.Table("dense", FRUGAL_DENSE, 1000, 8), engine.Table("hashed", FRUGAL_HASHED, 1000, 8)};
+    frugal_table* tables[] = {engine.Table("dense", FRUGAL_DENSE, 1000, 8),
+                              engine.Table("hashed", FRUGAL_HASHED, 1000, 8)};
     std::vector<frugal_trainer*> trainers;
     for (uint32_t r = 0; r < world; ++r) trainers.push_back(engine.Trainer(r));
     uint64_t updates = 0;

@@ -1,6 +1,7 @@
-// Memory that runs out, in one call after the other: each answers with a status, can be repeated, and the
-// bits are right; the engine stays healthy; nobody hangs. Linked with the objects of the library, for the hooks
-// that make memory calls fail where tests/failing, which sweeps whole jobs, cannot: under a sanitizer.
+// Memory that runs out, in one call after the other: each answers with a status, can be repeated,
+// and the bits are right; the engine stays healthy; nobody hangs. Linked with the objects of the
+// library, for the hooks that make memory calls fail where tests/failing, which sweeps whole jobs,
+// cannot: under a sanitizer.
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/wait.h>
@@ -62,7 +63,8 @@ struct Engine {
   frugal_engine* handle = nullptr;
 };
 
-// An engine that is served. Who attaches is in this process, too: the memory that fails may be either side's.
+// An engine that is served. Who attaches is in this process, too: the memory that fails may be
+// either side's.
 struct Served {
   explicit Served(const std::function<void(frugal_config*)>& change) {
     char name[] = "/tmp/frugal-test-XXXXXX";
@@ -147,8 +149,8 @@ int Plain(const std::function<int32_t()>& call) {
   return 1;
 }
 
-// Two ranks; rank 0 pushes once to one table and several times to another; rank 1 ends the step. `attached`: all calls
-// are made through a controller.
+// Two ranks; rank 0 pushes once to one table and several times to another; rank 1 ends the step.
+// `attached`: all calls are made through a controller.
 std::vector<float> SeveralPushes(uint32_t threads, Arm arm, int* failures, bool attached = false) {
   const uint32_t dim = 32;
   const uint64_t n = 20'000;  // sums of more than 2 MiB, which are mapped
@@ -210,7 +212,8 @@ TEST(Memory, PushesAndStepEndCanBeRepeated) {
   const std::vector<float> expected = SeveralPushes(0, nullptr, &none);
   for (uint32_t threads : {0u, 1u})
     for (Arm arm : {frugal::os_test_fail_after, frugal::heap_test_fail_after}) {
-      SCOPED_TRACE(std::to_string(threads) + (arm == frugal::heap_test_fail_after ? " heap" : " os"));
+      SCOPED_TRACE(std::to_string(threads) +
+                   (arm == frugal::heap_test_fail_after ? " heap" : " os"));
       int failures = 0;
       EXPECT_TRUE(SameBits(SeveralPushes(threads, arm, &failures), expected));
       EXPECT_GE(failures, 6);
@@ -239,7 +242,8 @@ TEST(Memory, AnotherKindIsTakenWholeOrNotAtAll) {
       std::vector<float> rows[2];
       for (bool later : {false, true}) {
         Engine engine([](frugal_config* c) { c->flush_threads = 0; });
-        frugal_table* table = engine.Table("t", key_space, n, dim, later ? FRUGAL_ROWWISE_ADAGRAD : FRUGAL_ADAGRAD);
+        frugal_table* table =
+            engine.Table("t", key_space, n, dim, later ? FRUGAL_ROWWISE_ADAGRAD : FRUGAL_ADAGRAD);
         frugal_trainer* trainer = engine.Trainer(0);
         Op op(table, Range(0, n), dim, 0.5f);
         EXPECT_OK(frugal_step_begin(trainer, 0, kWait));
@@ -247,7 +251,9 @@ TEST(Memory, AnotherKindIsTakenWholeOrNotAtAll) {
         EXPECT_OK(frugal_step_end(trainer, 0, 0));
         frugal_optimizer optimizer = FRUGAL_OPTIMIZER_INIT;
         optimizer.kind = FRUGAL_ADAGRAD;
-        const int failed = later ? Sweep(arm, [&] { return frugal_table_set_optimizer(table, 1, &optimizer); }) : 1;
+        const int failed =
+            later ? Sweep(arm, [&] { return frugal_table_set_optimizer(table, 1, &optimizer); })
+                  : 1;
         EXPECT_GE(failed, 1) << "no request for memory";
         EXPECT_OK(frugal_step_begin(trainer, 1, kWait));
         EXPECT_OK(frugal_push_grad(trainer, &op.op, 1));
@@ -288,7 +294,8 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
     if (status != FRUGAL_OK) {
       ++told;
       EXPECT_EQ(status, FRUGAL_ERR_OUT_OF_MEMORY) << LastMessage();
-      EXPECT_EQ(frugal_step_begin(trainer, step + 1, 0), FRUGAL_ERR_STEP_ORDER) << "it is still inside the step";
+      EXPECT_EQ(frugal_step_begin(trainer, step + 1, 0), FRUGAL_ERR_STEP_ORDER)
+          << "it is still inside the step";
       EXPECT_OK(frugal_step_end(trainer, step, 0));
     } else {
       owed += fired;
@@ -300,7 +307,8 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
     if (testing::Test::HasFailure()) break;
   }
   if (failing) {
-    std::printf("mode %d%s: %d ends told, %d commits later\n", mode, attached ? ", attached" : "", told, owed);
+    std::printf("mode %d%s: %d ends told, %d commits later\n", mode, attached ? ", attached" : "",
+                told, owed);
     EXPECT_GT(told, 0);
     EXPECT_GT(owed, 0);
     *steps = step;
@@ -308,8 +316,9 @@ std::vector<float> EndSteps(int32_t mode, bool attached, bool failing, uint64_t*
   return Rows(table, n, dim);
 }
 
-// Where the end of a step lacks memory the rank is inside the step as before. Where it is the commit that does, the end is
-// none the worse, and the commit comes later. Both sides of a controller tell the same.
+// Where the end of a step lacks memory the rank is inside the step as before. Where it is the
+// commit that does, the end is none the worse, and the commit comes later. Both sides of a
+// controller tell the same.
 TEST(Memory, AStepEndsOrIsTold) {
   for (const bool attached : {false, true})
     for (int32_t mode : {FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_DEFERRED}) {
@@ -322,8 +331,9 @@ TEST(Memory, AStepEndsOrIsTold) {
     }
 }
 
-// Whoever undoes steps does not undo one that all ranks have ended, though its commit has lacked memory: he commits it
-// first. Where even that lacks memory a call can be made again, and who takes a lost rank out tries again by himself.
+// Whoever undoes steps does not undo one that all ranks have ended, though its commit has lacked
+// memory: he commits it first. Where even that lacks memory a call can be made again, and who takes
+// a lost rank out tries again by himself.
 TEST(Memory, EndsBesideAnOwedCommit) {
   enum Way { kAbort, kClose, kCloseThere, kLose };  // the last two from another process
   const uint32_t dim = 8;
@@ -338,7 +348,8 @@ TEST(Memory, EndsBesideAnOwedCommit) {
         const bool attached = way >= kCloseThere;
         // A controller takes its time: of each request one `again`. The other ways have all.
         if (attached && (!serves || again != request % (way == kCloseThere ? 2 : 4))) continue;
-        SCOPED_TRACE(testing::Message() << "request " << request << ", way " << way << ", again " << again);
+        SCOPED_TRACE(testing::Message()
+                     << "request " << request << ", way " << way << ", again " << again);
         const auto change = [](frugal_config* c) {
           c->world_size = 2;
           c->flush_threads = 0;
@@ -403,8 +414,8 @@ TEST(Memory, EndsBesideAnOwedCommit) {
         if (HasFailure()) return;
       }
   for (const Way way : {kAbort, kClose, kCloseThere, kLose}) {
-    std::printf("way %d: %d commit first, %d lack memory once more, %d are told\n", way, committed_first[way],
-                lacked[way], told_of[way]);
+    std::printf("way %d: %d commit first, %d lack memory once more, %d are told\n", way,
+                committed_first[way], lacked[way], told_of[way]);
     if (way >= kCloseThere && !serves) continue;
     EXPECT_GT(committed_first[way], 0);
     EXPECT_GT(lacked[way], 0);
@@ -489,14 +500,17 @@ Outcome Training(int32_t mode, uint32_t threads, double cache_ratio, Arm arm, in
   for (frugal_table* t : {dense, hashed}) {
     const std::vector<uint64_t> all = Range(0, keys);
     std::vector<float> rows(keys * 2 * dim, -77.5f);
-    repeat("get", [&] { return frugal_get(t, all.data(), keys, FRUGAL_WITH_STATE, rows.data(), 0, nullptr); });
+    repeat("get", [&] {
+      return frugal_get(t, all.data(), keys, FRUGAL_WITH_STATE, rows.data(), 0, nullptr);
+    });
     out.rows.insert(out.rows.end(), rows.begin(), rows.end());
   }
   EXPECT_OK(frugal_health(engine.handle));
   return out;
 }
 
-void EveryPlace(int32_t mode, Arm arm, std::vector<uint32_t> flush_threads, double cache_ratio = 0, int apart = 1) {
+void EveryPlace(int32_t mode, Arm arm, std::vector<uint32_t> flush_threads, double cache_ratio = 0,
+                int apart = 1) {
   for (uint32_t threads : flush_threads) {
     const std::vector<float> expected = Training(mode, threads, cache_ratio, arm, 0).rows;
     int fired = 0, told = 0, quiet = 0;
@@ -511,7 +525,8 @@ void EveryPlace(int32_t mode, Arm arm, std::vector<uint32_t> flush_threads, doub
       EXPECT_TRUE(SameBits(out.rows, expected));
       if (testing::Test::HasFailure()) return;
     }
-    std::printf("mode %d, threads %u: %d requests failed, %d told by calls\n", mode, threads, fired, told);
+    std::printf("mode %d, threads %u: %d requests failed, %d told by calls\n", mode, threads, fired,
+                told);
     EXPECT_GT(fired, 100);
   }
 }
@@ -534,7 +549,8 @@ TEST(Memory, Leaving) {
     for (bool closing : {false, true}) {
       int quiet = 0;
       for (int n = 1; n < 400 && quiet < 3; ++n) {
-        SCOPED_TRACE(testing::Message() << "mode " << mode << ", closing " << closing << ", request " << n);
+        SCOPED_TRACE(testing::Message()
+                     << "mode " << mode << ", closing " << closing << ", request " << n);
         Engine engine([&](frugal_config* c) {
           c->flush_threads = 0;
           c->flush_mode = mode;
@@ -612,7 +628,8 @@ TEST(Memory, DropAndCloseCanBeRepeated) {
     }
     Op again(stays, Range(0, 1000), 4, 0.5f);
     ASSERT_OK(frugal_prefetch(trainers[1], step + 1, &again.op, 1, nullptr));
-    EXPECT_GE(Sweep(frugal::heap_test_fail_after, [&] { return frugal_trainer_close(trainers[1]); }), 0);
+    EXPECT_GE(
+        Sweep(frugal::heap_test_fail_after, [&] { return frugal_trainer_close(trainers[1]); }), 0);
     trainers[1] = engine.Trainer(1);
     ASSERT_OK(frugal_health(engine.handle));
     goes = engine.Table("goes", FRUGAL_DENSE, 1000, 4);
@@ -653,7 +670,8 @@ TEST(Memory, CloseNeedsNone) {
   }
 }
 
-// It commits what all ranks have ended, though that has lacked memory, and does once more: who is attached reads it.
+// It commits what all ranks have ended, though that has lacked memory, and does once more: who is
+// attached reads it.
 TEST(Memory, CloseCommitsWhatIsOwed) {
   if (!CanServe()) GTEST_SKIP() << "a build without trainer processes";
   const uint32_t dim = 8;
@@ -764,8 +782,8 @@ frugal_table_config Large(int32_t key_space, uint64_t rows, uint32_t dim) {
   return config;
 }
 
-// What goes on while no more shared memory can be had. Returns 0, or the line of what went wrong. The
-// dense table does not fit; of the hashed one, at least `some` rows and not all do.
+// What goes on while no more shared memory can be had. Returns 0, or the line of what went wrong.
+// The dense table does not fit; of the hashed one, at least `some` rows and not all do.
 int UseFullSharedMemory(uint64_t rows, uint64_t some, const std::function<void(bool)>& full) {
 #define CHECK_THAT(x)                                                                      \
   do {                                                                                     \
@@ -809,7 +827,8 @@ int UseFullSharedMemory(uint64_t rows, uint64_t some, const std::function<void(b
   CHECK_THAT(frugal_table_create(engine, &dense, &large) == FRUGAL_ERR_OUT_OF_MEMORY);
   CHECK_THAT(LastMessage().find("large") != std::string::npos);
   CHECK_THAT(LastMessage().find("memory or host_bytes") != std::string::npos);
-  CHECK_THAT(large == nullptr && frugal_table_find(engine, "large", &large) == FRUGAL_ERR_NOT_FOUND);
+  CHECK_THAT(large == nullptr &&
+             frugal_table_find(engine, "large", &large) == FRUGAL_ERR_NOT_FOUND);
   // Rows that do not fit, outside steps and in one.
   CHECK_THAT(frugal_put(growing, keys.data(), rows, 0, values.data(), 0) ==
              FRUGAL_ERR_OUT_OF_MEMORY);
@@ -845,8 +864,8 @@ TEST(SharedMemory, NoMoreCanBeHad) {
   frugal::os_test_fail_after(0);
 }
 
-// In a child that mounts a /dev/shm of its own with no room at all, where the machine lets it: tables in
-// shared memory do not lie there.
+// In a child that mounts a /dev/shm of its own with no room at all, where the machine lets it:
+// tables in shared memory do not lie there.
 TEST(SharedMemory, NothingInDevShm) {
   constexpr int kCannot = 77;
   const pid_t child = fork();

@@ -1,8 +1,9 @@
-// Trainers on GPUs through the C ABI, on the host implementation of the device seam: what the oracle does
-// not do, because it goes wrong. NaNs, captures, pointers of the wrong device, memory that cannot be
-// pinned, and every call of the seam failing once.
+// Trainers on GPUs through the C ABI, on the host implementation of the device seam: what the
+// oracle does not do, because it goes wrong. NaNs, captures, pointers of the wrong device, memory
+// that cannot be pinned, and every call of the seam failing once.
 //
-// With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, engines are controllers' that the test attaches to.
+// With FRUGAL_TEST_CONTROLLER, the path of frugal-controller, engines are controllers' that the
+// test attaches to.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -67,7 +68,8 @@ class DeviceBytes {
 bool Attached() { return FRUGAL_CONTROLLER != nullptr; }
 
 struct Engine {
-  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {}, bool here = false) {
+  explicit Engine(uint32_t world = 1, const std::function<void(frugal_config*)>& change = {},
+                  bool here = false) {
     frugal_config config = FRUGAL_CONFIG_INIT;
     config.world_size = world;
     config.timeout_ms = kNeverMs;
@@ -142,7 +144,8 @@ struct Batch {
     uint64_t x = step * 1000003 + rank * 7919 + 1;
     auto next = [&] { return x = x * 6364136223846793005u + 1442695040888963407u, x >> 33; };
     for (size_t i = 0; i < n; ++i) keys.push_back(next() % 3 ? next() % rows : next() % 3);
-    for (size_t i = 0; i < n * dim; ++i) grads.push_back(static_cast<float>(next() % 2001) / 1000 - 1);
+    for (size_t i = 0; i < n * dim; ++i)
+      grads.push_back(static_cast<float>(next() % 2001) / 1000 - 1);
   }
   uint32_t dim;
   std::vector<uint64_t> keys;
@@ -157,7 +160,8 @@ frugal_op OpOf(frugal_table* table, const Batch& b) {
   return op;
 }
 
-// One step of one rank with rows and gradients on the device. Answers the first status that is not OK.
+// One step of one rank with rows and gradients on the device. Answers the first status that is not
+// OK.
 int32_t DeviceStep(frugal_trainer* trainer, RankDevice& memory, frugal_table* table, uint64_t step,
                    const Batch& b, std::vector<float>* rows = nullptr, bool end = true) {
 #define TRY(call) \
@@ -212,10 +216,11 @@ std::vector<float> Reference(uint32_t world, uint64_t steps, uint64_t rows, uint
   return engine.Rows(table, rows, dim);
 }
 
-// --- Caches ---------------------------------------------------------------------------------------
+// --- Caches
+// ---------------------------------------------------------------------------------------
 
-// A declaration that comes when the boundary of its step has been planned reads lines which the plan has for
-// later: they are brought up to date at the boundary all the same.
+// A declaration that comes when the boundary of its step has been planned reads lines which the
+// plan has for later: they are brought up to date at the boundary all the same.
 TEST(GpuCache, ADeclarationAfterThePlan) {
   constexpr uint32_t kRows = 100, kDim = 16;
   Device device(5);
@@ -233,7 +238,8 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
     op.count = n;
     return op;
   };
-  const frugal_op all = op_of(table, 0, kRows), half = op_of(table, 0, 50), late = op_of(table, 50, 50);
+  const frugal_op all = op_of(table, 0, kRows), half = op_of(table, 0, 50),
+                  late = op_of(table, 50, 50);
   std::vector<float> grads(kRows * kDim), out(50 * kDim), host_out = out;
   ASSERT_OK(frugal_prefetch(gpu, 0, &all, 1, nullptr));
   for (uint64_t s = 0; s < 80; ++s) {
@@ -256,14 +262,16 @@ TEST(GpuCache, ADeclarationAfterThePlan) {
       ASSERT_TRUE(Same(out, host_out)) << "step " << s;
       device.sim->set_delays({});
     } else {
-      for (size_t i = 0; i < grads.size(); ++i) grads[i] = static_cast<float>((s * 31 + i * 7) % 101) / 50 - 1;
+      for (size_t i = 0; i < grads.size(); ++i)
+        grads[i] = static_cast<float>((s * 31 + i * 7) % 101) / 50 - 1;
       frugal_op there = all, here = op_of(same, 0, kRows);
       there.grads = static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
       here.grads = grads.data();
       ASSERT_OK(frugal_push_grad(gpu, &there, 1));
       ASSERT_OK(frugal_push_grad(cpu, &here, 1));
       device.memory->Collect();
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // so that it is likely to be planned
+      std::this_thread::sleep_for(
+          std::chrono::milliseconds(2));  // so that it is likely to be planned
       // What nobody waits for stays undone.
       device.sim->set_delays({0, 0, 100, 0, 30'000});
     }
@@ -318,8 +326,9 @@ TEST(Gpu, TheBitsOfTheCpu) {
   EXPECT_EQ(device.memory->Error(), "");
 }
 
-// With a handle and no keys, lookup and push of a declared batch give work to the stream and nothing
-// else, and so does the end of the step: they come back although nothing of the stream runs before somebody waits for it.
+// With a handle and no keys, lookup and push of a declared batch give work to the stream and
+// nothing else, and so does the end of the step: they come back although nothing of the stream runs
+// before somebody waits for it.
 void DeclaredBatchesDoNotWait(double cache) {
   Device device;
   // No flush threads: one that looks whether the flight has landed would wait for it.
@@ -369,7 +378,8 @@ void DeclaredBatchesDoNotWait(double cache) {
   ASSERT_OK(frugal_step_end(gpu, last, 0));
   // Not a measurement: what is held would take a minute.
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::microseconds(kHold));
-  EXPECT_EQ(engine.Committed(), last ? last - 1 : FRUGAL_NO_STEP) << "nothing has run, so nothing may be committed";
+  EXPECT_EQ(engine.Committed(), last ? last - 1 : FRUGAL_NO_STEP)
+      << "nothing has run, so nothing may be committed";
   EXPECT_EQ(engine.Stats().cache_hits > hits_before, cache != 0);
   device.memory->Fetch(out.data(), use.rows_out, out.size() * 4);
   device.memory->Collect();
@@ -381,7 +391,8 @@ void DeclaredBatchesDoNotWait(double cache) {
 TEST(Gpu, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0); }
 TEST(GpuCache, DeclaredBatchesDoNotWait) { DeclaredBatchesDoNotWait(0.5); }
 
-// Offsets of a declared batch are for kernels alone; what is wrong with them is told when the step ends.
+// Offsets of a declared batch are for kernels alone; what is wrong with them is told when the step
+// ends.
 TEST(Gpu, OffsetsOnTheDevice) {
   Device device;
   Engine engine(2);
@@ -450,7 +461,8 @@ TEST(Gpu, OtherKeysThanTheDeclaredOnes) {
       frugal_op use = OpOf(table, used);
       use.batch = batch;
       std::vector<float> out(used.keys.size() * 16), host = out;
-      use.keys = static_cast<uint64_t*>(device.memory->Send(used.keys.data(), used.keys.size() * 8, 8));
+      use.keys =
+          static_cast<uint64_t*>(device.memory->Send(used.keys.data(), used.keys.size() * 8, 8));
       use.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
       ASSERT_OK(frugal_lookup(gpu, &use, 1));
       device.memory->Fetch(out.data(), use.rows_out, out.size() * 4);
@@ -646,7 +658,8 @@ TEST(Gpu, GradientsOfWeightsWithStaleness) {
   there.table = table;
   there.weights = static_cast<float*>(device.memory->Send(weights.data(), weights.size() * 4, 4));
   there.grads = static_cast<float*>(device.memory->Send(b.grads.data(), 4 * 12 * 4, 4));
-  there.weight_grads_out = static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
+  there.weight_grads_out =
+      static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
   ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
   ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
   ASSERT_OK(frugal_push_grad(gpu, &there, 1));
@@ -670,14 +683,17 @@ TEST(Gpu, PointersOfADeviceForARankOnTheCpu) {
   frugal_op keys = OpOf(table, b);
   keys.keys = static_cast<uint64_t*>(there);
   EXPECT_EQ(frugal_prefetch(cpu, 0, &keys, 1, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_NE(LastMessage().find("frugal_op.keys is memory of a GPU"), std::string::npos) << LastMessage();
-  EXPECT_EQ(frugal_get(table, keys.keys, n, 0, rows.data(), 0, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_NE(LastMessage().find("frugal_op.keys is memory of a GPU"), std::string::npos)
+      << LastMessage();
+  EXPECT_EQ(frugal_get(table, keys.keys, n, 0, rows.data(), 0, nullptr),
+            FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(frugal_get(table, b.keys.data(), n, 0, static_cast<float*>(there), 0, nullptr),
             FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(frugal_get(table, b.keys.data(), n, 0, rows.data(), 0, static_cast<uint8_t*>(there)),
             FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(frugal_put(table, keys.keys, n, 0, rows.data(), 0), FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(frugal_put(table, b.keys.data(), n, 0, static_cast<float*>(there), 0), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_put(table, b.keys.data(), n, 0, static_cast<float*>(there), 0),
+            FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(frugal_delete(table, keys.keys, n, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
   ASSERT_OK(frugal_step_begin(cpu, 0, kWait));
   for (int at = 0; at < 7; ++at) {
@@ -752,8 +768,8 @@ TEST(Gpu, StreamsAreForGpus) {
   EXPECT_EQ(frugal_set_stream(cpu, nullptr), FRUGAL_ERR_UNSUPPORTED);
 }
 
-// Pooled with weights, several pushes to a table, all optimizers on cached rows: the names of what was
-// launched go to a file, which is compared with the kernels that the CUDA build contains.
+// Pooled with weights, several pushes to a table, all optimizers on cached rows: the names of what
+// was launched go to a file, which is compared with the kernels that the CUDA build contains.
 TEST(Gpu, EveryKernelIsLaunched) {
   Device device(4);
   for (int32_t kind = FRUGAL_SGD; kind <= FRUGAL_FTRL; ++kind) {
@@ -782,7 +798,8 @@ TEST(Gpu, EveryKernelIsLaunched) {
       };
       frugal_op there = pooled(table, batch), here = pooled(same, nullptr);
       there.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
-      there.weights = static_cast<float*>(device.memory->Send(weights.data(), weights.size() * 4, 4));
+      there.weights =
+          static_cast<float*>(device.memory->Send(weights.data(), weights.size() * 4, 4));
       here.weights = weights.data();
       there.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
       here.rows_out = host_out.data();
@@ -790,7 +807,8 @@ TEST(Gpu, EveryKernelIsLaunched) {
       ASSERT_OK(frugal_lookup(cpu, &here, 1));
       there.grads = static_cast<float*>(device.memory->Send(b.grads.data(), out.size() * 4, 4));
       here.grads = b.grads.data();
-      there.weight_grads_out = static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
+      there.weight_grads_out =
+          static_cast<float*>(device.memory->Send(grads.data(), grads.size() * 4, 4));
       here.weight_grads_out = host_grads.data();
       ASSERT_OK(frugal_push_grad(gpu, &there, 1));
       ASSERT_OK(frugal_push_grad(cpu, &here, 1));
@@ -849,7 +867,8 @@ TEST(GpuMemory, ThatCannotBePinned) {
   Engine engine(1, [](frugal_config* c) { c->host_bytes = uint64_t{1} << 30; });
   frugal_table* small = engine.Table("small", FRUGAL_DENSE, 100, 16);
   frugal_table* hashed = engine.Table("hashed", FRUGAL_HASHED, 4'000'000, 16);
-  frugal_table* large = engine.Table("large", FRUGAL_DENSE, 2'000'000, 16);  // 128 MB and as much state
+  frugal_table* large =
+      engine.Table("large", FRUGAL_DENSE, 2'000'000, 16);  // 128 MB and as much state
   const uint64_t pinned = device.sim->live().pinned;
   frugal::device::sim::set_pinnable_bytes(uint64_t{64} << 20);
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
@@ -876,7 +895,8 @@ TEST(GpuMemory, ThatCannotBePinned) {
   }
   ASSERT_OK(frugal_table_drop(large));
   ASSERT_OK(frugal_trainer_create(engine.handle, &config, &trainer)) << LastMessage();
-  // Grows until no slab can be pinned any more: the call that needs one is refused, and nothing else.
+  // Grows until no slab can be pinned any more: the call that needs one is refused, and nothing
+  // else.
   int32_t status = FRUGAL_OK;
   uint64_t step = 1;
   for (uint64_t from = 0; status == FRUGAL_OK && from < 4'000'000; from += 100'000) {
@@ -899,8 +919,9 @@ TEST(GpuMemory, ThatCannotBePinned) {
   frugal::device::sim::set_pinnable_bytes(UINT64_MAX);
 }
 
-// After some steps all sizes of memory have occurred: nothing is allocated, pinned or created any more.
-// With each step done before the next, so that how many buffers are in use at once is no matter of timing.
+// After some steps all sizes of memory have occurred: nothing is allocated, pinned or created any
+// more. With each step done before the next, so that how many buffers are in use at once is no
+// matter of timing.
 TEST(GpuMemory, StepsAllocateNothing) {
   Device device(2);
   Engine engine(1, [](frugal_config* c) {
@@ -940,7 +961,8 @@ TEST(GpuMemory, StepsAllocateNothing) {
   EXPECT_GT(stats.cache_hits, 0u);
 }
 
-// Batches of many sizes, each wanted once: what is kept for the next is bounded by what small steps want later.
+// Batches of many sizes, each wanted once: what is kept for the next is bounded by what small steps
+// want later.
 TEST(GpuMemory, WhatNobodyWantsAnyMoreGoesBack) {
   Device device;
   constexpr uint64_t kRows = 800'000;
@@ -989,7 +1011,8 @@ TEST(GpuMemory, StepsInFlightKeepTheirMemory) {
   for (uint64_t s = 0; s < 200; ++s) step(s);
   most = device.sim->live();
   for (uint64_t s = 200; s < 600; ++s) step(s);
-  // (How many are in use at once is a matter of timing: some buffers or events more are no leak. One a step is.)
+  // (How many are in use at once is a matter of timing: some buffers or events more are no leak.
+  // One a step is.)
   const auto now = device.sim->live();
   EXPECT_LE(now.allocations, most.allocations + 100);
   EXPECT_LE(now.pinned, most.pinned + 100);
@@ -1054,8 +1077,9 @@ TEST(GpuMemory, NothingIsLeftBehind) {
 
 // --- Failures ------------------------------------------------------------------------------------
 
-// Two ranks train; the n-th call of the seam fails once. A call that answers so is made again; if that
-// cannot be (the gradients may be lost), the step is aborted and done again. The bits are right at the end.
+// Two ranks train; the n-th call of the seam fails once. A call that answers so is made again; if
+// that cannot be (the gradients may be lost), the step is aborted and done again. The bits are
+// right at the end.
 void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bool* reached) {
   constexpr uint64_t kSteps = 4;
   Device device;
@@ -1083,7 +1107,8 @@ void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bo
     int32_t status = FRUGAL_OK;
     for (int tries = 0; tries < 3; ++tries) {
       status = DeviceStep(gpu, *device.memory, table, step, mine);
-      // The test's own work on the device may be what failed, too: then what it pushed is not right.
+      // The test's own work on the device may be what failed, too: then what it pushed is not
+      // right.
       const bool mine_failed = !device.memory->Error().empty();
       device.memory->Forgive();
       if (status == FRUGAL_OK && !mine_failed) break;
@@ -1105,8 +1130,9 @@ void FailOnce(uint64_t n, ErrorKind kind, const std::vector<float>& expected, bo
   EXPECT_TRUE(Same(engine.Rows(table, 200, 12), expected)) << "call " << n;
 }
 
-// Which calls fail: each, of attached engines every `attached`-th (a controller for each takes its time). Under a
-// sanitizer one of three of them, others at each run: the optimized build has them all.
+// Which calls fail: each, of attached engines every `attached`-th (a controller for each takes its
+// time). Under a sanitizer one of three of them, others at each run: the optimized build has them
+// all.
 struct Calls {
   explicit Calls(uint64_t attached) : step(Attached() ? attached : 1) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -1130,8 +1156,9 @@ TEST(GpuFailures, EachCallOnce) {
   }
 }
 
-// The device's memory is used up with the n-th call of the seam and stays so: calls of the rank are refused, its step
-// can be undone, and the other rank goes on. When there is memory again, the rank goes on, too.
+// The device's memory is used up with the n-th call of the seam and stays so: calls of the rank are
+// refused, its step can be undone, and the other rank goes on. When there is memory again, the rank
+// goes on, too.
 void NoMemoryFrom(uint64_t n, const std::vector<float>& expected, bool* reached) {
   constexpr uint64_t kSteps = 4;
   Device device;
@@ -1146,7 +1173,8 @@ void NoMemoryFrom(uint64_t n, const std::vector<float>& expected, bool* reached)
   for (const Batch& b : batches) {
     const std::vector<float> out(b.grads.size());
     frugal_op op = OpOf(table, b);
-    if (ops.size() % 2) op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
+    if (ops.size() % 2)
+      op.keys = static_cast<uint64_t*>(device.memory->Send(b.keys.data(), b.keys.size() * 8, 8));
     op.rows_out = static_cast<float*>(device.memory->Send(out.data(), out.size() * 4, 4));
     op.grads = static_cast<float*>(device.memory->Send(b.grads.data(), b.grads.size() * 4, 4));
     ops.push_back(op);
@@ -1190,12 +1218,13 @@ TEST(GpuFailures, NoMemoryForGood) {
   bool reached = true;
   uint64_t n;
   const Calls calls(4);
-  for (n = calls.first; reached && !testing::Test::HasFailure(); n += calls.step) NoMemoryFrom(n, expected, &reached);
+  for (n = calls.first; reached && !testing::Test::HasFailure(); n += calls.step)
+    NoMemoryFrom(n, expected, &reached);
   EXPECT_GT(n, 60u) << "there are more calls than that";
 }
 
-// The device dies: the other rank is freed, tables are those of the last committed step, and after the
-// rank has been closed another device goes on from there.
+// The device dies: the other rank is freed, tables are those of the last committed step, and after
+// the rank has been closed another device goes on from there.
 TEST(GpuFailures, ADeviceThatDies) {
   const std::vector<float> expected = Reference(2, 6, 200, 12);
   for (uint64_t n : {1, 2, 5, 9, 14, 20, 27, 35, 44, 54, 65, 77, 90}) {
@@ -1225,7 +1254,8 @@ TEST(GpuFailures, ADeviceThatDies) {
     });
     int32_t status = FRUGAL_OK;
     for (uint64_t s = 2; s < 100 && status == FRUGAL_OK; ++s)
-      status = DeviceStep(gpu, *device.memory, table, s, Batch(std::min<uint64_t>(s, 5), 0, 200, 12));
+      status =
+          DeviceStep(gpu, *device.memory, table, s, Batch(std::min<uint64_t>(s, 5), 0, 200, 12));
     // A rank whose own call was not the one that failed is told by the next.
     if (status == FRUGAL_ERR_STEP_ABORTED) status = frugal_step_begin(gpu, 0, 0);
     EXPECT_EQ(status, FRUGAL_ERR_DEVICE) << n << ": " << LastMessage();
@@ -1246,7 +1276,8 @@ TEST(GpuFailures, ADeviceThatDies) {
   }
 }
 
-// A GPU that has failed pins nothing any more: other ranks' tables grow, on the cpu and on another GPU.
+// A GPU that has failed pins nothing any more: other ranks' tables grow, on the cpu and on another
+// GPU.
 TEST(GpuFailures, ADeadDevicePinsForNobody) {
   Device dead(2), alive(3);
   Engine engine(3);
@@ -1287,7 +1318,8 @@ TEST(GpuFailures, ADeadDevicePinsForNobody) {
 
 // --- Beside each other ---------------------------------------------------------------------------
 
-// A rank leaves with a declaration that the others' step still needs, and comes back on another device.
+// A rank leaves with a declaration that the others' step still needs, and comes back on another
+// device.
 TEST(GpuRanks, LeavesAndJoinsOnAnotherDevice) {
   Device first(0), second(1);
   Engine engine(2);
@@ -1349,16 +1381,19 @@ TEST(Gpu, ANanInAPushThatFails) {
   Device device;
   Engine engine(1);
   frugal_table* first = engine.Table("a", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
-  frugal_table* second = engine.Table("b", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
+  frugal_table* second =
+      engine.Table("b", FRUGAL_DENSE, 300, 16, FRUGAL_ADAGRAD, FRUGAL_NAN_REJECT);
   frugal_trainer* gpu = engine.Trainer(0, device.name.c_str());
   Batch bad(0, 0, 300, 16), good(0, 0, 300, 16);
   bad.grads[333] = std::nanf("");
   ASSERT_OK(frugal_step_begin(gpu, 0, kWait));
   frugal_op ops[] = {OpOf(first, bad), OpOf(second, bad)};
-  ops[0].grads = static_cast<float*>(device.memory->Send(bad.grads.data(), bad.grads.size() * 4, 4));
+  ops[0].grads =
+      static_cast<float*>(device.memory->Send(bad.grads.data(), bad.grads.size() * 4, 4));
   ops[1].grads = bad.grads.data();
   EXPECT_EQ(frugal_push_grad(gpu, ops, 2), FRUGAL_ERR_NAN);
-  ops[0].grads = static_cast<float*>(device.memory->Send(good.grads.data(), good.grads.size() * 4, 4));
+  ops[0].grads =
+      static_cast<float*>(device.memory->Send(good.grads.data(), good.grads.size() * 4, 4));
   ops[1].grads = good.grads.data();
   ASSERT_OK(frugal_push_grad(gpu, ops, 2));
   EXPECT_OK(frugal_step_end(gpu, 0, 0));
@@ -1398,7 +1433,8 @@ TEST(Gpu, AStepEndThatWaitsTooLong) {
   EXPECT_EQ(engine.Committed(), 1u);
 }
 
-// Work of the caller's that is behind the step in its stream, and does not end, is none of step_begin's.
+// Work of the caller's that is behind the step in its stream, and does not end, is none of
+// step_begin's.
 TEST(Gpu, AStepBeginWaitsForTheStepAlone) {
   for (const double cache : {0.0, 0.5}) {
     Device device;
@@ -1456,7 +1492,8 @@ TEST(Gpu, StepsLandByThemselves) {
   EXPECT_EQ(stats.steps_committed, 1u);
 }
 
-// Who looks at what has landed while the engine is closed holds what is in flight: tables wait for it, too.
+// Who looks at what has landed while the engine is closed holds what is in flight: tables wait for
+// it, too.
 TEST(Gpu, ClosedBesideALook) {
   for (int i = 0; i < 10; ++i) {
     Device device;
@@ -1484,8 +1521,8 @@ TEST(Gpu, ClosedBesideALook) {
 
 // --- Devices that die ----------------------------------------------------------------------------
 
-// The program resets the device: no call's error is one that stays, and all the same everything ends. Closing the rank
-// undoes what is not whole, and the other one goes on.
+// The program resets the device: no call's error is one that stays, and all the same everything
+// ends. Closing the rank undoes what is not whole, and the other one goes on.
 TEST(GpuFailures, ADeviceThatIsReset) {
   constexpr uint64_t kSteps = 8;
   // The tables if the first rank has been there for so many steps.
@@ -1537,12 +1574,14 @@ TEST(GpuFailures, ADeviceThatIsReset) {
     EXPECT_EQ(engine.Committed(), kSteps - 1) << n;
     EXPECT_OK(frugal_health(engine.handle));
     const std::vector<float> rows = engine.Rows(table, 200, 12);
-    EXPECT_TRUE(std::any_of(right.begin(), right.end(), [&](const auto& r) { return Same(rows, r); })) << n;
+    EXPECT_TRUE(std::any_of(right.begin(), right.end(), [&](const auto& r) {
+      return Same(rows, r);
+    })) << n;
   }
 }
 
-// A rank at the gate finds out that another one's device has been reset: it is told, and goes on. So it is where one
-// request for memory fails meanwhile.
+// A rank at the gate finds out that another one's device has been reset: it is told, and goes on.
+// So it is where one request for memory fails meanwhile.
 TEST(GpuReset, TheGateOfAnotherRank) {
   for (int64_t request = 0; request < 6; ++request) {
     SCOPED_TRACE(testing::Message() << "request " << request);
@@ -1587,9 +1626,9 @@ TEST(GpuReset, TheEngineIsClosed) {
   }
 }
 
-// A rank whose device has been reset is closed. What it has ended is to be undone, but a commit that comes
-// first lacks memory until the engine is being closed: the rank stays, and closing commits the one step and
-// undoes the other. It would wait for the other forever.
+// A rank whose device has been reset is closed. What it has ended is to be undone, but a commit
+// that comes first lacks memory until the engine is being closed: the rank stays, and closing
+// commits the one step and undoes the other. It would wait for the other forever.
 TEST(GpuReset, TheEngineIsClosedBesideAnOwedCommit) {
   int owed = 0;
   bool fired = true;
@@ -1707,7 +1746,8 @@ void LosesKeys(bool reset) {
   else
     device.sim->fail_after(1, ErrorKind::kFault, false);
   int32_t status = FRUGAL_OK;
-  for (uint64_t s = 0; status == FRUGAL_OK; ++s) status = HostStep(cpu, table, s, Batch(s, 1, 300, 16));
+  for (uint64_t s = 0; status == FRUGAL_OK; ++s)
+    status = HostStep(cpu, table, s, Batch(s, 1, 300, 16));
   EXPECT_EQ(status, FRUGAL_ERR_STEP_ABORTED) << LastMessage();
   EXPECT_EQ(frugal_step_begin(gpu, 0, kWait), FRUGAL_ERR_DEVICE);
   ASSERT_OK(frugal_trainer_close(gpu));
@@ -1720,7 +1760,8 @@ TEST(GpuFailures, KeysThatNeverArrive) {
   LosesKeys(true);
 }
 
-// --- Attached: with a controller only --------------------------------------------------------------
+// --- Attached: with a controller only
+// --------------------------------------------------------------
 
 class AttachedGpu : public testing::Test {
   void SetUp() override {
@@ -1733,13 +1774,15 @@ TEST_F(AttachedGpu, NoSuchDevice) {
   frugal_trainer_config config = FRUGAL_TRAINER_CONFIG_INIT;
   frugal_trainer* trainer = nullptr;
   config.device = "sim:99";
-  EXPECT_EQ(frugal_trainer_create(engine.handle, &config, &trainer), FRUGAL_ERR_DEVICE) << LastMessage();
+  EXPECT_EQ(frugal_trainer_create(engine.handle, &config, &trainer), FRUGAL_ERR_DEVICE)
+      << LastMessage();
   config.device = "sim:0";
   // The rank is still free.
   EXPECT_OK(frugal_trainer_create(engine.handle, &config, &trainer));
 }
 
-// Rows and staging memory that cannot be pinned: the call that needs them is refused, and can be made again.
+// Rows and staging memory that cannot be pinned: the call that needs them is refused, and can be
+// made again.
 TEST_F(AttachedGpu, MemoryThatCannotBePinned) {
   Device device;
   Engine engine(1);
@@ -1780,8 +1823,8 @@ TEST_F(AttachedGpu, MemoryThatCannotBePinned) {
 }
 
 // Steps whose keys are declared: lookups, pushes, and what is cached is right.
-void DeclaredSteps(frugal_trainer* trainer, Device& device, frugal_table* table, uint64_t rows, uint64_t from,
-                   uint64_t end) {
+void DeclaredSteps(frugal_trainer* trainer, Device& device, frugal_table* table, uint64_t rows,
+                   uint64_t from, uint64_t end) {
   for (uint64_t s = from; s < end; ++s) {
     for (uint64_t ahead = s; ahead < s + 2; ++ahead) {
       const Batch batch(ahead, 0, rows, 16);
@@ -1808,7 +1851,8 @@ TEST_F(AttachedGpu, NoMemoryForLines) {
   EXPECT_TRUE(Same(engine.Rows(table, kRows, 16), Reference(1, 6, kRows, 16)));
 }
 
-// A boundary that cannot be carried out: the step has not begun, and begins the next time, with an empty cache.
+// A boundary that cannot be carried out: the step has not begun, and begins the next time, with an
+// empty cache.
 TEST_F(AttachedGpu, ABoundaryThatFails) {
   Device device;
   Engine engine(1);
@@ -1835,7 +1879,8 @@ TEST_F(AttachedGpu, ABoundaryThatFails) {
   EXPECT_TRUE(Same(engine.Rows(table, 300, 16), Reference(1, 9, 300, 16)));
 }
 
-// The controller is killed while the device has work: calls tell, and closing leaves nothing behind.
+// The controller is killed while the device has work: calls tell, and closing leaves nothing
+// behind.
 TEST_F(AttachedGpu, TheControllerEnds) {
   Device device;
   const auto before = device.sim->live();
@@ -1859,7 +1904,8 @@ TEST_F(AttachedGpu, TheControllerEnds) {
   EXPECT_EQ(device.memory->Error(), "");
 }
 
-// Rows that a step has created are other rows' when it has been undone: what was looked up before is right.
+// Rows that a step has created are other rows' when it has been undone: what was looked up before
+// is right.
 TEST_F(AttachedGpu, AnAbortBesideALookup) {
   constexpr size_t kKeys = 50;
   Device device;
@@ -1900,7 +1946,8 @@ TEST_F(AttachedGpu, AnAbortBesideALookup) {
   EXPECT_OK(frugal_step_end(cpu, 0, 0));
 }
 
-// A rank that is taken over in mid-step: the step is undone, and what its device does yet reaches nobody.
+// A rank that is taken over in mid-step: the step is undone, and what its device does yet reaches
+// nobody.
 TEST_F(AttachedGpu, TakenOver) {
   Device device, spare(1);
   Engine engine(1);

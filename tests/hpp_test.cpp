@@ -128,7 +128,8 @@ TEST(Hpp, OpsOfManyTablesAndBags) {
   const std::vector<uint64_t> keys = {1, 2, 3}, none, offsets = {0, 2, 3};
   const std::vector<float> weights = {1, 2, 4};
   std::vector<float> rows(6), bags(4), grads = {1, 1, 0, 0};
-  frugal::Batch batch = trainer.Prefetch(0, std::vector<frugal_op>{frugal::Op(a, keys), frugal::Op(b, keys)});
+  frugal::Batch batch =
+      trainer.Prefetch(0, std::vector<frugal_op>{frugal::Op(a, keys), frugal::Op(b, keys)});
   trainer.StepBegin(0);
   std::vector<frugal_op> ops = {frugal::Op(a, batch, 0), frugal::Op(b, batch, 1)};
   frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, offsets, weights);
@@ -157,7 +158,9 @@ TEST(Hpp, OpsOfManyTablesAndBags) {
   EXPECT_EQ(rows, (std::vector<float>{0, 0, -1, -1, 1, 1}));
   EXPECT_EQ(StatusOf([&] { frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, none); }),
             FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(StatusOf([&] { frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, offsets, {grads.data(), 2}); }),
+  EXPECT_EQ(StatusOf([&] {
+              frugal::SetBags(&ops[0], FRUGAL_POOL_SUM, offsets, {grads.data(), 2});
+            }),
             FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
@@ -165,8 +168,8 @@ TEST(Hpp, TellsWhatItDoes) {
   frugal::Engine engine;
   // More text than a first guess would hold.
   for (int i = 0; i < 100; ++i) {
-    const std::string name = "a table with a long name, so that the text is long, too " + std::to_string(i) +
-                             std::string(150, 'x');
+    const std::string name = "a table with a long name, so that the text is long, too " +
+                             std::to_string(i) + std::string(150, 'x');
     engine.CreateTable(frugal::TableConfig(name.c_str(), 1, 1));
   }
   const std::string text = engine.Metrics();
@@ -189,7 +192,8 @@ TEST(Hpp, TellsWhatItDoes) {
   std::remove(path.c_str());
   EXPECT_EQ(StatusOf([&] { engine.TraceStop(nullptr); }), FRUGAL_ERR_NOT_FOUND);
 
-  EXPECT_EQ(StatusOf([&] { engine.Serve("/tmp/none"); }), FRUGAL_ERR_INVALID_ARGUMENT);  // private memory
+  EXPECT_EQ(StatusOf([&] { engine.Serve("/tmp/none"); }),
+            FRUGAL_ERR_INVALID_ARGUMENT);  // private memory
   frugal_config config = frugal::Config();
   config.service = "/tmp/none";
   config.timeout_ms = 100;

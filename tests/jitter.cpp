@@ -1,12 +1,15 @@
-// Shifts threads against each other: loaded before everything else (LD_PRELOAD), it now and then lets a
-// thread sleep, or yield, around a call on a mutex, a condition variable or the clock. What is right only as
-// long as nobody is interrupted between two sections then goes wrong within seconds, not once a month.
+// Shifts threads against each other: loaded before everything else (LD_PRELOAD), it now and then
+// lets a thread sleep, or yield, around a call on a mutex, a condition variable or the clock. What
+// is right only as long as nobody is interrupted between two sections then goes wrong within
+// seconds, not once a month.
 //
-//   FRUGAL_JITTER_SEED=7 FRUGAL_JITTER_ONE_IN=128 FRUGAL_JITTER_US=300 LD_PRELOAD=libfrugal_jitter.so PROGRAM
+//   FRUGAL_JITTER_SEED=7 FRUGAL_JITTER_ONE_IN=128 FRUGAL_JITTER_US=300
+//   LD_PRELOAD=libfrugal_jitter.so PROGRAM
 //
-// One call in ONE_IN is delayed before it and one after, half of these by a sleep of up to US microseconds,
-// half by a yield. The seed repeats each thread's delays, though not what they meet. It is called from
-// wherever locks are: before main, within malloc, in threads that end. So nothing here allocates or locks.
+// One call in ONE_IN is delayed before it and one after, half of these by a sleep of up to US
+// microseconds, half by a yield. The seed repeats each thread's delays, though not what they meet.
+// It is called from wherever locks are: before main, within malloc, in threads that end. So nothing
+// here allocates or locks.
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
@@ -69,16 +72,16 @@ void jitter() {
 
 extern "C" {
 
-#define JITTERED(function, parameters, arguments)                                                   \
-  __attribute__((visibility("default"))) int function parameters                                    \
-      noexcept(noexcept(function arguments)) {                                                      \
-    static constinit std::atomic<void*> slot{nullptr};                                              \
-    void* next = slot.load(std::memory_order_acquire);                                              \
-    if (!next) next = find(slot, #function);                                                        \
-    jitter();                                                                                       \
-    const int answer = reinterpret_cast<int(*) parameters>(next) arguments;                         \
-    jitter();                                                                                       \
-    return answer;                                                                                  \
+#define JITTERED(function, parameters, arguments)                           \
+  __attribute__((visibility("default"))) int function parameters noexcept(  \
+      noexcept(function arguments)) {                                       \
+    static constinit std::atomic<void*> slot{nullptr};                      \
+    void* next = slot.load(std::memory_order_acquire);                      \
+    if (!next) next = find(slot, #function);                                \
+    jitter();                                                               \
+    const int answer = reinterpret_cast<int(*) parameters>(next) arguments; \
+    jitter();                                                               \
+    return answer;                                                          \
   }
 
 // After a lock, and after a wait, the thread sleeps with the mutex held: others come upon it.
@@ -86,9 +89,11 @@ JITTERED(pthread_mutex_lock, (pthread_mutex_t* m), (m))
 JITTERED(pthread_mutex_trylock, (pthread_mutex_t* m), (m))
 JITTERED(pthread_mutex_unlock, (pthread_mutex_t* m), (m))
 JITTERED(pthread_cond_wait, (pthread_cond_t* c, pthread_mutex_t* m), (c, m))
-JITTERED(pthread_cond_timedwait, (pthread_cond_t* c, pthread_mutex_t* m, const timespec* t), (c, m, t))
+JITTERED(pthread_cond_timedwait, (pthread_cond_t * c, pthread_mutex_t* m, const timespec* t),
+         (c, m, t))
 JITTERED(pthread_cond_clockwait,
-         (pthread_cond_t* c, pthread_mutex_t* m, clockid_t clock, const timespec* t), (c, m, clock, t))
+         (pthread_cond_t * c, pthread_mutex_t* m, clockid_t clock, const timespec* t),
+         (c, m, clock, t))
 JITTERED(pthread_cond_signal, (pthread_cond_t* c), (c))
 JITTERED(pthread_cond_broadcast, (pthread_cond_t* c), (c))
 // The engine looks at the clock where it begins and ends what it counts: places between two locks.

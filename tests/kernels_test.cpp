@@ -375,7 +375,8 @@ struct Sorted {
   Sorted(const std::vector<uint32_t>& keys, size_t rows) {
     pairs.resize(keys.size() + 1);
     std::vector<uint64_t> scratch(sort_scratch(keys.size(), rows) / 8);
-    const size_t count = sort_pairs(keys.data(), keys.size(), 0, rows, pairs.data(), scratch.data());
+    const size_t count =
+        sort_pairs(keys.data(), keys.size(), 0, rows, pairs.data(), scratch.data());
     pairs.resize(count);
     slots.resize(count + 1);
     start.resize(count + 2);
@@ -571,7 +572,8 @@ TEST_P(KernelsTest, Reduce) {
   });
 }
 
-// An infinite weight makes no NaN of gradients that are not 0, whatever lies beside the row in a vector.
+// An infinite weight makes no NaN of gradients that are not 0, whatever lies beside the row in a
+// vector.
 TEST_P(KernelsTest, InfiniteFactors) {
   for_seeds(20, [&](Random& random) {
     const uint32_t dim = random_dim(random);
@@ -628,7 +630,8 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
   return o;
 }
 
-// What an Undo tells of each row: before it is written it is kept whole and named, behind that it is told to be written.
+// What an Undo tells of each row: before it is written it is kept whole and named, behind that it
+// is told to be written.
 struct UndoWatch {
   const RowsRef before;
   const bool by_marks, watched;  // or the kernel tells by itself
@@ -637,13 +640,19 @@ struct UndoWatch {
   uint64_t progress = 0;
   std::vector<uint8_t> marks;
   std::vector<uint32_t> index, written;
-  std::vector<std::vector<float>> then;  // the values of those rows when they were told to be written
+  std::vector<std::vector<float>>
+      then;               // the values of those rows when they were told to be written
   size_t kept, told = 0;  // floats of state; calls
   Undo undo{};
 
-  UndoWatch(const RowsRef& rows, int32_t kind, size_t entries, bool marked, bool watch, Random& random)
-      : before(rows), by_marks(marked), watched(watch), values(rows.value_pitch / 4),
-        state(rows.state ? rows.state_pitch / 4 : 0), marks(2 * entries),
+  UndoWatch(const RowsRef& rows, int32_t kind, size_t entries, bool marked, bool watch,
+            Random& random)
+      : before(rows),
+        by_marks(marked),
+        watched(watch),
+        values(rows.value_pitch / 4),
+        state(rows.state ? rows.state_pitch / 4 : 0),
+        marks(2 * entries),
         kept(kind == FRUGAL_ROWWISE_ADAGRAD ? 1 : rows.state_pitch / 4) {
     for (uint32_t i = 0; i < 2 * entries; ++i) index.push_back(i);
     for (size_t i = index.size(); i > 1; --i) std::swap(index[i - 1], index[random.below(i)]);
@@ -663,7 +672,9 @@ struct UndoWatch {
   static void tell(const Undo& undo, const RowsRef& of, uint32_t row, size_t i, bool is_written) {
     UndoWatch& w = *static_cast<UndoWatch*>(undo.context);
     const RowsRef& was = w.before;
-    auto same = [&](const float* a, const float* b, size_t n) { return std::memcmp(a, b, n * sizeof(float)) == 0; };
+    auto same = [&](const float* a, const float* b, size_t n) {
+      return std::memcmp(a, b, n * sizeof(float)) == 0;
+    };
     EXPECT_EQ(is_written, w.told++ % 2 == 1);
     const float* old = was.row(row);
     EXPECT_TRUE(same(w.values.data(), old, was.dim));
@@ -684,7 +695,8 @@ struct UndoWatch {
     }
   }
   // Rows `which` of the list, the last of which was written last.
-  void check(const char* what, const RowsRef& now, const std::vector<uint32_t>& which, uint32_t last) {
+  void check(const char* what, const RowsRef& now, const std::vector<uint32_t>& which,
+             uint32_t last) {
     if (watched) {
       for (size_t i = 0; i < written.size(); ++i)
         EXPECT_EQ(std::memcmp(then[i].data(), now.row(written[i]), now.dim * sizeof(float)), 0)
@@ -752,22 +764,25 @@ TEST_P(KernelsTest, Apply) {
     size_t touched_all, touched_some;
     const Table expect_all = reference(all, sums, &touched_all);
     const Table expect_some = reference(some, sums, &touched_some);
-    // The last row that is written is entry `last` of `which`. run(rows, undo_at): undo_at(first) is the Undo of a call with entries first and on, or NULL.
-    auto check = [&](const char* what, const Table& expected, size_t touched, const std::vector<uint32_t>& which,
-                     size_t last, auto run) {
+    // The last row that is written is entry `last` of `which`. run(rows, undo_at): undo_at(first)
+    // is the Undo of a call with entries first and on, or NULL.
+    auto check = [&](const char* what, const Table& expected, size_t touched,
+                     const std::vector<uint32_t>& which, size_t last, auto run) {
       std::vector<uint32_t> rows_of;
       for (uint32_t i : which) rows_of.push_back(sorted.slots[i]);
       enum { kWithout, kTold, kWatched, kWays };
       for (int way = kWithout; way < kWays; ++way) {
         Table was = before, t = before;
         UndoWatch watch(was.ref(), kind, distinct, random.chance(0.5), way == kWatched, random);
-        const size_t got = run(t.ref(), [&](size_t first) { return way == kWithout ? nullptr : watch.at(first); });
+        const size_t got =
+            run(t.ref(), [&](size_t first) { return way == kWithout ? nullptr : watch.at(first); });
         EXPECT_EQ(got, touched) << what;
         EXPECT_TRUE(same_bits(t.values, expected.values))
             << what << " values, kind " << kind << " dim " << dim;
         EXPECT_TRUE(same_bits(t.state, expected.state))
             << what << " state, kind " << kind << " dim " << dim;
-        if (way != kWithout) watch.check(what, t.ref(), rows_of, last < which.size() ? rows_of[last] : 0);
+        if (way != kWithout)
+          watch.check(what, t.ref(), rows_of, last < which.size() ? rows_of[last] : 0);
       }
     };
 
@@ -779,22 +794,27 @@ TEST_P(KernelsTest, Apply) {
     check("apply", expect_all, touched_all, all, distinct - 1, [&](const RowsRef& r, auto undo) {
       return k_->apply(r, scalars, sorted.slots.data(), distinct, packed.data(), stride, undo(0));
     });
-    check("apply_indexed", expect_some, touched_some, some, some.size() - 1, [&](const RowsRef& r, auto undo) {
-      return k_->apply_indexed(r, scalars, sorted.slots.data(), some.data(), some.size(),
-                               packed.data(), stride, undo(0));
-    });
+    check("apply_indexed", expect_some, touched_some, some, some.size() - 1,
+          [&](const RowsRef& r, auto undo) {
+            return k_->apply_indexed(r, scalars, sorted.slots.data(), some.data(), some.size(),
+                                     packed.data(), stride, undo(0));
+          });
     const size_t cut = random.below(distinct + 1);
-    check("apply_fused", expect_all, touched_all, all, (cut ? cut : distinct) - 1, [&](const RowsRef& r, auto undo) {
-      size_t touched = k_->apply_fused(r, scalars, sorted.pairs.data(), sorted.slots.data(),
-                                       sorted.start.data(), cut, distinct, gradients.source, undo(cut));
-      return touched + k_->apply_fused(r, scalars, sorted.pairs.data(), sorted.slots.data(),
-                                       sorted.start.data(), 0, cut, gradients.source, undo(0));
-    });
-    check("apply_fused_indexed", expect_some, touched_some, some, some.size() - 1, [&](const RowsRef& r, auto undo) {
-      return k_->apply_fused_indexed(r, scalars, sorted.pairs.data(), sorted.slots.data(),
-                                     sorted.start.data(), some.data(), some.size(),
-                                     gradients.source, undo(0));
-    });
+    check("apply_fused", expect_all, touched_all, all, (cut ? cut : distinct) - 1,
+          [&](const RowsRef& r, auto undo) {
+            size_t touched =
+                k_->apply_fused(r, scalars, sorted.pairs.data(), sorted.slots.data(),
+                                sorted.start.data(), cut, distinct, gradients.source, undo(cut));
+            return touched + k_->apply_fused(r, scalars, sorted.pairs.data(), sorted.slots.data(),
+                                             sorted.start.data(), 0, cut, gradients.source,
+                                             undo(0));
+          });
+    check("apply_fused_indexed", expect_some, touched_some, some, some.size() - 1,
+          [&](const RowsRef& r, auto undo) {
+            return k_->apply_fused_indexed(r, scalars, sorted.pairs.data(), sorted.slots.data(),
+                                           sorted.start.data(), some.data(), some.size(),
+                                           gradients.source, undo(0));
+          });
 
     // Several ranks: each row has one to four terms, added serially.
     std::vector<const float*> terms;
@@ -817,10 +837,11 @@ TEST_P(KernelsTest, Apply) {
     }
     size_t touched_terms;
     const Table expect_terms = reference(all, rank_sums, &touched_terms);
-    check("apply_terms", expect_terms, touched_terms, all, distinct - 1, [&](const RowsRef& r, auto undo) {
-      return k_->apply_terms(r, scalars, sorted.slots.data(), distinct, terms.data(), start.data(),
-                             undo(0));
-    });
+    check("apply_terms", expect_terms, touched_terms, all, distinct - 1,
+          [&](const RowsRef& r, auto undo) {
+            return k_->apply_terms(r, scalars, sorted.slots.data(), distinct, terms.data(),
+                                   start.data(), undo(0));
+          });
   });
 }
 

@@ -3,10 +3,9 @@
 //
 // What: random rows, duplicates (also by the thousand), padding, strides and misaligned outputs,
 // special values, all optimizers with all of their options, and shapes that make kernels loop.
-// Invariants: all memory is given to kernels with its exact size, so the host implementation faults on
-// any access beyond it; what a kernel has not to write is compared, too. A failing case prints its
-// seed; FRUGAL_TEST_SEED in the environment replays one.
-// Callers: ctest.
+// Invariants: all memory is given to kernels with its exact size, so the host implementation faults
+// on any access beyond it; what a kernel has not to write is compared, too. A failing case prints
+// its seed; FRUGAL_TEST_SEED in the environment replays one. Callers: ctest.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -141,8 +140,9 @@ class Array {
     if (where_ == Where::kDevice) {
       EXPECT_TRUE(device.alloc(std::max<size_t>(bytes, 1), &memory_).ok());
       at_ = {memory_.address + offset};
-      copy(memory_, Runtime::visible(pinned_->p), [&] { put(static_cast<char*>(pinned_->p) + offset); },
-           bytes);
+      copy(
+          memory_, Runtime::visible(pinned_->p),
+          [&] { put(static_cast<char*>(pinned_->p) + offset); }, bytes);
     } else {
       char* p = static_cast<char*>(pinned_->p) + (pinned_->bytes - bytes) / 256 * 256 + offset;
       put(p);
@@ -264,7 +264,8 @@ struct Batch {
     random.shuffle(slots);
     pairs.resize(slots.size() + 1);
     std::vector<uint64_t> scratch(sort_scratch(slots.size(), rows) / 8);
-    const size_t count = sort_pairs(slots.data(), slots.size(), 0, rows, pairs.data(), scratch.data());
+    const size_t count =
+        sort_pairs(slots.data(), slots.size(), 0, rows, pairs.data(), scratch.data());
     pairs.resize(count);
     distinct.resize(count + 1);
     start.resize(count + 2);
@@ -337,8 +338,8 @@ Batch random_batch(Runtime& d, Random& random, uint32_t rows, uint32_t dim) {
 
 size_t row_stride(uint32_t dim) { return RowLayout::of(dim, FRUGAL_SGD).sums_stride; }
 
-// Where rows are read: in host rows, lines, or staged rows. Lines hold other values than the host row
-// of their slot, so that it shows which was read.
+// Where rows are read: in host rows, lines, or staged rows. Lines hold other values than the host
+// row of their slot, so that it shows which was read.
 struct Places {
   Places(Runtime& d, Random& random, uint32_t rows, uint32_t dim, const Batch& batch, bool hbm,
          bool all_staged)
@@ -372,9 +373,11 @@ struct Places {
   RowsPtr line_rows() const { return {lines->ptr(), stride}; }
   RowsPtr staged_rows() const { return {staged->ptr(), stride}; }
   // The runs of positions of rows that are read in host rows, and those of the others.
-  void split(const Batch& batch, std::vector<Item>* host_items, std::vector<Item>* hbm_items) const {
+  void split(const Batch& batch, std::vector<Item>* host_items,
+             std::vector<Item>* hbm_items) const {
     for (uint32_t i = 0; i < batch.distinct.size(); ++i)
-      for (uint32_t run = 0; run < batch.runs_of(i); ++run) (source[i].is_own() ? hbm_items : host_items)->push_back({i, run});
+      for (uint32_t run = 0; run < batch.runs_of(i); ++run)
+        (source[i].is_own() ? hbm_items : host_items)->push_back({i, run});
   }
   // For each key the row that it reads; NULL for padding.
   std::vector<const float*> of_keys(const Batch& batch) const {
@@ -398,7 +401,8 @@ struct Places {
 
 class ReadTest : public OpsTest {
  protected:
-  void stage(Random& random, const Batch& batch, const Places& places, uint32_t dim, bool in_order) {
+  void stage(Random& random, const Batch& batch, const Places& places, uint32_t dim,
+             bool in_order) {
     if (places.to_stage.empty()) return;
     auto rows = make(*runtime_, anywhere(random), places.to_stage);
     StageArgs a{};
@@ -463,15 +467,16 @@ TEST_F(ReadTest, GatherRows) {
   });
 }
 
-// A row of host memory crosses the link once, however often it is in the batch: gathered, or staged if it has more
-// than a run of positions.
+// A row of host memory crosses the link once, however often it is in the batch: gathered, or staged
+// if it has more than a run of positions.
 TEST_F(ReadTest, HostRowsAreReadOnce) {
   for_seeds(20, [&](Random& random) {
     const uint32_t dim = random.one_of({32u, 64u, 128u}), rows = 200;
     const Batch batch(*runtime_, random, rows, {2, 31, 32, 33, 100}, 200, 5);
     Places places(*runtime_, random, rows, dim, batch, random.chance(0.5), false);
     ASSERT_EQ(places.stride, dim);
-    const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address), dim * sizeof(float), rows);
+    const sim::ReadCounts reads(reinterpret_cast<const void*>(places.host->ptr().address),
+                                dim * sizeof(float), rows);
     stage(random, batch, places, dim, true);
     std::vector<Item> items, later;
     places.split(batch, &items, &later);
@@ -500,7 +505,8 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
     launch(Kernel::gather_rows, shape, a);
     std::vector<uint64_t> expected(rows);
     for (uint32_t i = 0; i < batch.distinct.size(); ++i)
-      if (!places.source[i].is_own() || places.source[i].is_staged()) expected[batch.distinct[i]] = dim * sizeof(float);
+      if (!places.source[i].is_own() || places.source[i].is_staged())
+        expected[batch.distinct[i]] = dim * sizeof(float);
     EXPECT_EQ(reads.now(), expected) << "dim " << dim;
   });
 }
@@ -508,7 +514,8 @@ TEST_F(ReadTest, HostRowsAreReadOnce) {
 // Rows beyond 2^32 bytes and 2^32 elements of a table, of which few pages exist; and the same of an
 // output, by its stride.
 TEST_F(ReadTest, FarRows) {
-  constexpr size_t kRows = (size_t{1} << 27) + 64, kStride = 32, kBytes = kRows * kStride * sizeof(float);
+  constexpr size_t kRows = (size_t{1} << 27) + 64, kStride = 32,
+                   kBytes = kRows * kStride * sizeof(float);
   constexpr size_t kOutStride = (size_t{5} << 30) + 16;
   constexpr uint32_t kDim = 32, kKeys = 4;
   const size_t out_bytes = (kKeys * kOutStride + 4095) / 4096 * 4096;
@@ -644,7 +651,8 @@ TEST_F(ReadTest, FarRows) {
   launch(Kernel::apply_sgd, apply_shape(u), u);
   for (size_t i = 0; i < kKeys * kDim; ++i) {
     float now;
-    std::memcpy(&now, far_out + slots[i / kDim] * line_bytes + i % kDim * sizeof(float), sizeof now);
+    std::memcpy(&now, far_out + slots[i / kDim] * line_bytes + i % kDim * sizeof(float),
+                sizeof now);
     EXPECT_EQ(now, 0.0f) << i;
   }
   runtime_->unpin(table);
@@ -744,11 +752,13 @@ TEST_F(ReadTest, PlacesPoolsAndWeightGrads) {
     {
       std::vector<uint32_t> expected_bags;
       for (size_t b = 0; b < bags; ++b)
-        expected_bags.insert(expected_bags.end(), offsets[b + 1] - offsets[b], static_cast<uint32_t>(b));
+        expected_bags.insert(expected_bags.end(), offsets[b + 1] - offsets[b],
+                             static_cast<uint32_t>(b));
       EXPECT_EQ(of_keys->now(), expected_bags);
     }
 
-    // Offsets that are none: nothing behind the last key is touched (a fault would tell), and it is told.
+    // Offsets that are none: nothing behind the last key is touched (a fault would tell), and it is
+    // told.
     if (n != 0) {
       std::vector<uint64_t> none = offsets;
       switch (random.below(4)) {
@@ -806,7 +816,8 @@ TEST_F(ReadTest, SameKeys) {
     std::vector<uint32_t> slots(n);
     std::vector<uint64_t> keys(n);
     for (size_t i = 0; i < n; ++i) {
-      slots[i] = random.chance(0.1) ? kPaddingSlot : static_cast<uint32_t>(random.below(1u << 31) * 2);
+      slots[i] =
+          random.chance(0.1) ? kPaddingSlot : static_cast<uint32_t>(random.below(1u << 31) * 2);
       keys[i] = hashed ? random.below(~uint64_t{0}) : slots[i] == kPaddingSlot ? padding : slots[i];
     }
     auto declared = make(*runtime_, anywhere(random), keys);
@@ -1038,15 +1049,17 @@ frugal_optimizer random_optimizer(Random& random, int32_t kind) {
 // Host rows come into lines, the terms of several ranks are added up, lines are updated: the same
 // bits as in the host rows.
 TEST_F(OpsTest, LinesFollowHostRows) {
-  constexpr int32_t kKinds[] = {FRUGAL_SGD,  FRUGAL_MOMENTUM, FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD,
-                                FRUGAL_ADAM, FRUGAL_RMSPROP,  FRUGAL_FTRL};
+  constexpr int32_t kKinds[] = {
+      FRUGAL_SGD,  FRUGAL_MOMENTUM, FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD,
+      FRUGAL_ADAM, FRUGAL_RMSPROP,  FRUGAL_FTRL};
   for_seeds(350, [&](Random& random) {
     const int32_t kind = random.one_of(kKinds);
     const uint32_t dim = random.chance(0.01) ? 65536 : random.one_of(kDims);
     const double special = random.chance(0.5) ? 0.0 : 0.02;
     const RowLayout layout = RowLayout::of(dim, kind);
     const size_t stride = layout.value_pitch / 4, state_stride = layout.state_pitch / 4;
-    const uint32_t rows = dim > 1000 ? 3 : static_cast<uint32_t>(random.from(1, dim > 128 ? 20 : 150));
+    const uint32_t rows =
+        dim > 1000 ? 3 : static_cast<uint32_t>(random.from(1, dim > 128 ? 20 : 150));
     const uint32_t lines = rows + static_cast<uint32_t>(random.below(5));
 
     std::vector<float> values = filled<float>(rows * stride, random, special);

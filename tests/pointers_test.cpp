@@ -1,5 +1,5 @@
-// Pointers of a GPU that is the program's and not ours: they are found out by the driver that the program has
-// loaded, and not before it has.
+// Pointers of a GPU that is the program's and not ours: they are found out by the driver that the
+// program has loaded, and not before it has.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -16,8 +16,8 @@ namespace {
 
 const void* at(uint64_t address) { return reinterpret_cast<const void*>(address); }
 
-// The loader's lock, which a look takes, is not given back in a child whose fork came in the middle of a look of
-// another thread. (Before a driver is found: then nobody looks any more.)
+// The loader's lock, which a look takes, is not given back in a child whose fork came in the middle
+// of a look of another thread. (Before a driver is found: then nobody looks any more.)
 TEST(Pointers, ForksBesideLooks) {
   std::atomic<bool> stop{false};
   std::atomic<int> looking{0};
@@ -45,7 +45,8 @@ TEST(Pointers, ForksBesideLooks) {
 TEST(Pointers, OfADriverThatComesLate) {
   using frugal::device::look_for_devices;
   using frugal::device::only_on_device;
-  constexpr uint64_t kDevice = uint64_t{1} << 40, kManaged = uint64_t{2} << 40, kPinned = uint64_t{3} << 40;
+  constexpr uint64_t kDevice = uint64_t{1} << 40, kManaged = uint64_t{2} << 40,
+                     kPinned = uint64_t{3} << 40;
   look_for_devices();
   EXPECT_FALSE(only_on_device(at(kDevice)));
   ASSERT_NE(dlopen(FAKE_LIBCUDA, RTLD_NOW), nullptr) << dlerror();

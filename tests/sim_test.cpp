@@ -1,6 +1,6 @@
-// The host implementation of the device seam: kernels in fibers, what they may touch, streams at random
-// moments, failures on request. Its own mistakes would hide those of everything that is tested on it,
-// so most tests here show that something goes wrong when it should.
+// The host implementation of the device seam: kernels in fibers, what they may touch, streams at
+// random moments, failures on request. Its own mistakes would hide those of everything that is
+// tested on it, so most tests here show that something goes wrong when it should.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -348,7 +348,8 @@ std::vector<uint32_t> Tickets(uint64_t seed, uint32_t blocks) {
   Pinned out(device, blocks * 32 * 4);
   Ptr<char> counter = device.Alloc(4);
   EXPECT_FINE(device.sim->fill(counter, 0, 4, {}));
-  EXPECT_FINE(device.Launch(kTicket, {blocks, 32, 0}, TicketArgs{as<uint32_t>(counter), out.words()}));
+  EXPECT_FINE(
+      device.Launch(kTicket, {blocks, 32, 0}, TicketArgs{as<uint32_t>(counter), out.words()}));
   EXPECT_FINE(device.Finish());
   device.sim->free(counter);
   return std::vector<uint32_t>(&out[0], &out[blocks * 32]);
@@ -373,7 +374,8 @@ TEST(Kernels, FreshMemoryIsGarbage) {
   Device device;
   Pinned out(device, 4096);
   Ptr<char> p = device.Alloc(4096);
-  ASSERT_FINE(device.Launch(kWords, {1, 32, 0}, WordsArgs{as<uint32_t>(p), out.words(), 1024, 1, 0}));
+  ASSERT_FINE(
+      device.Launch(kWords, {1, 32, 0}, WordsArgs{as<uint32_t>(p), out.words(), 1024, 1, 0}));
   ASSERT_FINE(device.Finish());
   for (int i = 0; i < 1024; ++i) ASSERT_NE(out[i], 0u);
   device.sim->free(p);
@@ -453,8 +455,10 @@ TEST(Faults, OfMemory) {
       {kWrite4, pinned_memory(8188), ""},
       {kAdd4, device_memory(0), ""},
       {kRead4, device_memory(1000), "read of 4 bytes at 0x"},
-      {kRead4, device_memory(1000), "out of bounds: 0 bytes behind the end of device memory of 1000"},
-      {kRead16, device_memory(992), "out of bounds: 8 bytes before the end of device memory of 1000"},
+      {kRead4, device_memory(1000),
+       "out of bounds: 0 bytes behind the end of device memory of 1000"},
+      {kRead16, device_memory(992),
+       "out of bounds: 8 bytes before the end of device memory of 1000"},
       {kRead16, device_memory(992), "out of bounds: 8 bytes before", 992},
       {kRead4, device_memory(1000), "out of bounds: 0 bytes behind", 1000},
       {kRead16, device_memory(976), "", 976},
@@ -754,7 +758,8 @@ TEST(Memory, RangesChangeUnderKernels) {
   for (uint32_t i = 0; i < 16384; ++i) in[i] = i;
   Stream s = device.NewStream();
   for (int round = 0; round < 50; ++round) {
-    ASSERT_FINE(device.Launch(kWords, {32, 32, 0}, WordsArgs{in.words(), out.words(), 16384, 3, 1}, s));
+    ASSERT_FINE(
+        device.Launch(kWords, {32, 32, 0}, WordsArgs{in.words(), out.words(), 16384, 3, 1}, s));
     Ptr<char> p[8];
     for (Ptr<char>& q : p) q = device.Alloc(5000);
     Pinned other(device, 4096);
@@ -799,7 +804,8 @@ TEST(Streams, AreInOrder) {
     Stream s = device.NewStream();
     uint32_t expected = 1;
     for (uint32_t i = 0; i < 60; ++i) {
-      ASSERT_FINE(device.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 3, i}, s));
+      ASSERT_FINE(
+          device.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 3, i}, s));
       expected = expected * 3 + i;
     }
     ASSERT_FINE(device.Finish(s));
@@ -816,7 +822,8 @@ bool FirstIsFirst(uint64_t seed, bool joined) {
   Event e = device.NewEvent();
   EXPECT_FINE(device.sim->fill(counter, 0, 4, a));
   EXPECT_FINE(device.Finish(a));
-  EXPECT_FINE(device.Launch(kTicket, {1, 32, 0}, TicketArgs{as<uint32_t>(counter), out.words()}, a));
+  EXPECT_FINE(
+      device.Launch(kTicket, {1, 32, 0}, TicketArgs{as<uint32_t>(counter), out.words()}, a));
   EXPECT_FINE(device.sim->record(e, a));
   if (joined) {
     EXPECT_FINE(device.sim->wait(b, e));
@@ -873,13 +880,15 @@ TEST(Streams, TimeOuts) {
   ASSERT_FINE(device.sim->record(e, a));
   ASSERT_FINE(device.sim->query(e, &passed));
   EXPECT_FALSE(passed);
-  // A wait of a nanosecond is over before the thread of the stream has woken up, or finds it passed.
+  // A wait of a nanosecond is over before the thread of the stream has woken up, or finds it
+  // passed.
   ASSERT_FINE(device.sim->synchronize(e, 1, &passed));
   ASSERT_FINE(device.sim->synchronize(e, kLong, &passed));
   EXPECT_TRUE(passed);
 }
 
-// Operations that are held until somebody waits: whoever waits frees all that is before, on all streams.
+// Operations that are held until somebody waits: whoever waits frees all that is before, on all
+// streams.
 TEST(Streams, HeldWorkIsFreedByWhoWaits) {
   const double start = Seconds();
   Device device(0, 1, kHeld);
@@ -893,7 +902,8 @@ TEST(Streams, HeldWorkIsFreedByWhoWaits) {
     if (i > 0) {
       ASSERT_FINE(device.sim->wait(s, e));
     }
-    ASSERT_FINE(device.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 2, i}, s));
+    ASSERT_FINE(
+        device.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 2, i}, s));
     ASSERT_FINE(device.sim->record(e, s));
   }
   bool passed = false;
@@ -916,7 +926,8 @@ TEST(Streams, HeldWorkIsFreedByWhoWaits) {
     // So does one of a device that is closed.
     Device other(1, 1, kHeld);
     for (int i = 0; i < 3; ++i)
-      ASSERT_FINE(other.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 1, 1}));
+      ASSERT_FINE(
+          other.Launch(kWords, {1, 32, 0}, WordsArgs{words.words(), words.words(), 1, 1, 1}));
   }
   EXPECT_EQ(words[0], expected + 8);
   EXPECT_LT(Seconds() - start, 29) << "something was held for its whole time";
@@ -975,7 +986,8 @@ TEST(Streams, PrioritiesAreTold) {
   }
   EXPECT_FINE(device.sim->fill(p, 0, 64, low));
   EXPECT_FINE(device.Finish(low));
-  EXPECT_EQ(device.sim->priorities("words"), (std::vector<Priority>{Priority::kNormal, Priority::kHigh}));
+  EXPECT_EQ(device.sim->priorities("words"),
+            (std::vector<Priority>{Priority::kNormal, Priority::kHigh}));
   EXPECT_EQ(device.sim->priorities("fill"), std::vector<Priority>{Priority::kLow});
   EXPECT_EQ(device.sim->priorities("copy"), std::vector<Priority>{});
   EXPECT_EQ(device.sim->launched(), std::vector<std::string>{"words"});
@@ -1056,14 +1068,16 @@ Result Scenario(Device& device) {
     if (r.ok()) r = device.sim->copy(p, Runtime::visible(memory), 4096, s);
     if (r.ok()) r = device.sim->fill(p, 1, 64, s);
     if (r.ok())
-      r = device.Launch(kWords, {1, 32, 0}, WordsArgs{as<uint32_t>(p), as<uint32_t>(p), 8, 1, 1}, s);
+      r = device.Launch(kWords, {1, 32, 0}, WordsArgs{as<uint32_t>(p), as<uint32_t>(p), 8, 1, 1},
+                        s);
     if (r.ok()) r = device.sim->record(e, s);
     if (r.ok()) r = device.sim->wait(s, e);
     if (r.ok()) r = device.sim->query(e, &flag);
     if (r.ok()) r = device.sim->synchronize(e, kLong, &flag);
     return r;
   }();
-  // What is on its way is waited for, unless the device has failed or was reset: then nothing runs any more.
+  // What is on its way is waited for, unless the device has failed or was reset: then nothing runs
+  // any more.
   if (s.handle && result.kind != ErrorKind::kFault && result.code != 400) {
     EXPECT_FINE(device.Finish(s));
   }
@@ -1165,10 +1179,20 @@ TEST(Open, OneDeviceIsOneRuntime) {
 // --- What ThreadSanitizer sees ------------------------------------------------------------------
 
 #if defined(FRUGAL_TSAN)
-enum class Race { kNone, kStreams, kHostReads, kHostWrites, kFree, kShared, kThreads, kLanes, kBlocks };
+enum class Race {
+  kNone,
+  kStreams,
+  kHostReads,
+  kHostWrites,
+  kFree,
+  kShared,
+  kThreads,
+  kLanes,
+  kBlocks
+};
 
-// Two streams, the host, threads and blocks that share memory. Without a race: by events, sync() and
-// the results of calls alone.
+// Two streams, the host, threads and blocks that share memory. Without a race: by events, sync()
+// and the results of calls alone.
 void Provoke(Race race) {
   for (uint64_t seed = 1; seed <= 6; ++seed) {
     Device device(0, seed);

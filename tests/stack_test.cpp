@@ -1,5 +1,6 @@
-// Calls from a thread with a small stack: the header wants 64 KiB of every thread that calls, these have half of that.
-// So a frame that has grown shows here before it hurts anybody. A stack that is too small is a segmentation fault.
+// Calls from a thread with a small stack: the header wants 64 KiB of every thread that calls, these
+// have half of that. So a frame that has grown shows here before it hurts anybody. A stack that is
+// too small is a segmentation fault.
 //
 //   stack_test [KIB]
 #include <pthread.h>
@@ -44,7 +45,8 @@ struct Job {
 };
 
 // One table, and three steps with it.
-void train(Job& job, frugal_engine* engine, int32_t key_space, int32_t kind, uint32_t dim, size_t count) {
+void train(Job& job, frugal_engine* engine, int32_t key_space, int32_t kind, uint32_t dim,
+           size_t count) {
   frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;
   config.name = "table";
   config.key_space = key_space;
@@ -65,7 +67,8 @@ void train(Job& job, frugal_engine* engine, int32_t key_space, int32_t kind, uin
   const uint64_t first = committed + 1;
 
   job.keys.resize(count);
-  for (size_t i = 0; i < count; ++i) job.keys[i] = (i % 8 ? i * 2654435761u : i / 512) % config.rows;
+  for (size_t i = 0; i < count; ++i)
+    job.keys[i] = (i % 8 ? i * 2654435761u : i / 512) % config.rows;
   job.rows.assign(count * dim, 0);
   job.grads.assign(count * dim, .25f);
   job.weights.assign(count, 2);
@@ -80,7 +83,8 @@ void train(Job& job, frugal_engine* engine, int32_t key_space, int32_t kind, uin
   rows.keys = job.keys.data();
   rows.count = count;
   frugal_batch* batches[3];
-  for (uint64_t s = 0; s < 3; ++s) CHECK(frugal_prefetch(trainer, first + s, &rows, 1, &batches[s]));
+  for (uint64_t s = 0; s < 3; ++s)
+    CHECK(frugal_prefetch(trainer, first + s, &rows, 1, &batches[s]));
   for (uint64_t s = 0; s < 3; ++s) {
     CHECK(frugal_step_begin(trainer, first + s, -1));
     frugal_op op = rows;
@@ -127,7 +131,8 @@ void train(Job& job, frugal_engine* engine, int32_t key_space, int32_t kind, uin
   config.optimizer.lr = .5f;
   CHECK(frugal_table_set_optimizer(table, first + 100, &config.optimizer));
   expect(FRUGAL_ERR_EXISTS, frugal_table_create(engine, &config, &table), "a table of that name");
-  expect(FRUGAL_ERR_NOT_FOUND, frugal_table_find(engine, "nobody", &table), "a table that is not there");
+  expect(FRUGAL_ERR_NOT_FOUND, frugal_table_find(engine, "nobody", &table),
+         "a table that is not there");
   CHECK(frugal_table_find(engine, "table", &table));
   CHECK(frugal_table_drop(table));
 }
@@ -171,7 +176,8 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     job.trace = std::string(folder) + "/trace";
     pthread_t thread;
-    if (pthread_create(&thread, &small, run, &job) != 0 || pthread_join(thread, nullptr) != 0) std::abort();
+    if (pthread_create(&thread, &small, run, &job) != 0 || pthread_join(thread, nullptr) != 0)
+      std::abort();
     std::remove(job.trace.c_str());
   };
   for (uint32_t threads : {0, 1}) {

@@ -1,6 +1,7 @@
 // A tiny job of very many steps: memory must stay what it is.
 //
-//   steady_test STEPS [MODE] [FLUSH_THREADS] [KIB]     MODE: 0 auto, 1 at once, 2 deferred (frugal.h)
+//   steady_test STEPS [MODE] [FLUSH_THREADS] [KIB]     MODE: 0 auto, 1 at once, 2 deferred
+//   (frugal.h)
 //
 // Resident memory after all steps may exceed that after a tenth of them by KIB (1024) at most.
 #include <unistd.h>
@@ -98,10 +99,11 @@ int main(int argc, char** argv) {
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   const long late = resident_kib(getpid());
   CHECK(frugal_close(engine));
-  std::printf("%llu steps in %.1f s (%.2f us a step); resident %ld KiB after %llu, %ld KiB at the end\n",
-              static_cast<unsigned long long>(steps), seconds.count(),
-              seconds.count() * 1e6 / static_cast<double>(steps), early,
-              static_cast<unsigned long long>(steps / 10), late);
+  std::printf(
+      "%llu steps in %.1f s (%.2f us a step); resident %ld KiB after %llu, %ld KiB at the end\n",
+      static_cast<unsigned long long>(steps), seconds.count(),
+      seconds.count() * 1e6 / static_cast<double>(steps), early,
+      static_cast<unsigned long long>(steps / 10), late);
   if (late > early + bound) {
     std::fprintf(stderr, "memory grew by %ld KiB\n", late - early);
     return 1;

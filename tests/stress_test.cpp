@@ -1,13 +1,16 @@
-// Everything at once: several threads make random calls on one engine over the C ABI, ranks join, leave and
-// are closed by others, steps are aborted, tables dropped and made again, and at a random moment the engine
-// is closed beside all of it. What can be checked without knowing who was first, is:
+// Everything at once: several threads make random calls on one engine over the C ABI, ranks join,
+// leave and are closed by others, steps are aborted, tables dropped and made again, and at a random
+// moment the engine is closed beside all of it. What can be checked without knowing who was first,
+// is:
 //
-// - a call answers only what frugal.h names for it, and only where that can be: CLOSED and BAD_HANDLE need
+// - a call answers only what frugal.h names for it, and only where that can be: CLOSED and
+// BAD_HANDLE need
 //   somebody who closed or dropped something, for instance;
 // - no call hangs;
-// - no row is torn or another key's. Most tables hold whole numbers: the elements of a row are n, and the
-//   first is n x a factor of the key. Puts write such rows, gradients are such rows, SGD with a rate of 1
-//   keeps them so. In the other tables all elements of a row are equal;
+// - no row is torn or another key's. Most tables hold whole numbers: the elements of a row are n,
+// and the
+//   first is n x a factor of the key. Puts write such rows, gradients are such rows, SGD with a
+//   rate of 1 keeps them so. In the other tables all elements of a row are equal;
 // - without staleness a row is the same each time that a step looks it up;
 // - at the end nothing is pending, and a table has room for as many rows as it says.
 //
@@ -74,8 +77,8 @@ void Pause(uint64_t microseconds) {
 
 // --- Hangs ---------------------------------------------------------------------------------------
 
-// What a thread is at. The watchdog counts its own ticks: a machine that stands still for a while stops
-// them, too.
+// What a thread is at. The watchdog counts its own ticks: a machine that stands still for a while
+// stops them, too.
 struct Beat {
   std::atomic<uint64_t> calls{0};
   std::atomic<const char*> doing{nullptr};  // null: no call
@@ -108,8 +111,10 @@ class Watchdog {
     }
   }
   [[noreturn]] void Report(size_t hung) {
-    std::printf("HANGS seed %" PRIu64 ": thread %zu does not come back\n  repeat: stress_test --seeds 1 "
-                "--first %" PRIu64 "\n", seed_, hung, seed_);
+    std::printf("HANGS seed %" PRIu64
+                ": thread %zu does not come back\n  repeat: stress_test --seeds 1 "
+                "--first %" PRIu64 "\n",
+                seed_, hung, seed_);
     for (size_t i = 0; i < beats_.size(); ++i) {
       const char* doing = beats_[i]->doing;
       std::printf("  thread %zu: %s, call %" PRIu64 "\n", i, doing ? doing : "between calls",
@@ -135,8 +140,8 @@ struct TableSpec {
   uint32_t dim = 2;
   uint64_t capacity = 0, universe = 0;
   uint64_t salt = 0;
-  // Who drops it takes the handle away first, and counts: a thread that has the handle from before, and
-  // it alone, may be told that it is bad.
+  // Who drops it takes the handle away first, and counts: a thread that has the handle from before,
+  // and it alone, may be told that it is bad.
   std::atomic<frugal_table*> handle{nullptr};
   std::atomic<uint64_t> drops{0};
 
@@ -173,7 +178,8 @@ struct Session {
   frugal_trainer* handle = nullptr;
   uint32_t rank = 0;
   std::atomic<bool> closed{false};  // set before it is closed
-  std::mutex lent_mu;  // lent memory is gone when the trainer is closed: held by who writes there, or closes
+  std::mutex lent_mu;  // lent memory is gone when the trainer is closed: held by who writes there,
+                       // or closes
 };
 
 // Rows of one table in one call.
@@ -293,11 +299,13 @@ Scene::Scene(uint64_t seed) : seed_(seed), random_(seed) {
     t.hashed = i >= 2;
     t.lazy = i == 1;
     t.numbers = i == 0 || i == 2 || random_.Chance(0.5);
-    if (!t.numbers) t.optimizer = random_.OneOf({FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAM});
+    if (!t.numbers)
+      t.optimizer = random_.OneOf({FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAM});
     t.dim = static_cast<uint32_t>(random_.OneOf({2, 5, 16, 32, 70}));
     t.universe = large ? random_.Between(1000, 6000) : random_.Between(8, 48);
     // A hashed table may be too small for all.
-    t.capacity = t.hashed ? std::max<uint64_t>(4, t.universe * random_.Between(7, 15) / 10) : t.universe;
+    t.capacity =
+        t.hashed ? std::max<uint64_t>(4, t.universe * random_.Between(7, 15) / 10) : t.universe;
     t.salt = random_.Next() >> 32;
   }
   for (uint32_t r = 0; r < config_.world_size; ++r)
@@ -323,18 +331,21 @@ void Scene::Caller::Fault(const char* call, int32_t status, const char* why) {
 }
 
 // BAD_HANDLE and CLOSED are for the callers to judge: they know who may have closed what.
-int32_t Scene::Caller::Answer(const char* call, int32_t status, std::initializer_list<int32_t> own) {
+int32_t Scene::Caller::Answer(const char* call, int32_t status,
+                              std::initializer_list<int32_t> own) {
   beat_->doing = nullptr;
   ++run_.calls_;
   ++answers_[{call, status}];
-  if (status == FRUGAL_OK || status == FRUGAL_ERR_BAD_HANDLE || status == FRUGAL_ERR_CLOSED) return status;
+  if (status == FRUGAL_OK || status == FRUGAL_ERR_BAD_HANDLE || status == FRUGAL_ERR_CLOSED)
+    return status;
   for (int32_t s : own)
     if (s == status) return status;
   Fault(call, status, "not an answer that it may give here");
   return status;
 }
 
-void Scene::Caller::EngineCall(const char* call, int32_t status, std::initializer_list<int32_t> own) {
+void Scene::Caller::EngineCall(const char* call, int32_t status,
+                               std::initializer_list<int32_t> own) {
   Answer(call, status, own);
   if ((status == FRUGAL_ERR_BAD_HANDLE || status == FRUGAL_ERR_CLOSED) && !run_.closing_)
     Fault(call, status, "nobody has closed the engine");
@@ -409,12 +420,14 @@ void Scene::Caller::Gradients(RowOp* op, size_t rows) {
   op->op.grads = op->grads.data();
 }
 
-void Scene::Caller::CheckRow(const TableSpec& spec, uint64_t id, const float* row, const char* call) {
+void Scene::Caller::CheckRow(const TableSpec& spec, uint64_t id, const float* row,
+                             const char* call) {
   bool right = spec.numbers ? row[0] == row[1] * Factor(id) : row[0] == row[1];
   for (uint32_t d = 2; d < spec.dim; ++d) right = right && row[d] == row[1];
   if (right) return;
   std::ostringstream text;
-  text << "row of id " << id << " of " << spec.name << (spec.numbers ? " (numbers)" : " (equal elements)") << " is";
+  text << "row of id " << id << " of " << spec.name
+       << (spec.numbers ? " (numbers)" : " (equal elements)") << " is";
   for (uint32_t d = 0; d < spec.dim; ++d) text << " " << row[d];
   Fault(call, FRUGAL_OK, text.str().c_str());
 }
@@ -464,7 +477,8 @@ void Scene::Caller::Leave(Session* session) {
   EngineCall("frugal_trainer_close", frugal_trainer_close(session->handle), {});
 }
 
-// The step that comes after the last committed one: this rank has not ended it, so nobody commits it.
+// The step that comes after the last committed one: this rank has not ended it, so nobody commits
+// it.
 void Scene::Caller::ReadStep(Life* life) {
   uint64_t committed = FRUGAL_NO_STEP;
   Doing("frugal_committed_step");
@@ -500,16 +514,19 @@ void Scene::Caller::Live(std::shared_ptr<Session> session) {
       Pause(50);
     }
     bool inside = false;
-    for (uint64_t tries = random_.Between(1, 40); tries > 0 && !life.over && !inside && !run_.stop_; --tries) {
+    for (uint64_t tries = random_.Between(1, 40); tries > 0 && !life.over && !inside && !run_.stop_;
+         --tries) {
       const int64_t wait = random_.OneOf<int64_t>({0, 1, 3, 10});
       Doing("frugal_step_begin");
       const int32_t status = frugal_step_begin(session->handle, life.next, wait);
-      const In in = Told(&life, "frugal_step_begin", status, {FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_STEP_ABORTED});
+      const In in =
+          Told(&life, "frugal_step_begin", status, {FRUGAL_ERR_TIMEOUT, FRUGAL_ERR_STEP_ABORTED});
       if (in == In::kAborted) ReadStep(&life);
       inside = status == FRUGAL_OK;
     }
     if (!inside) continue;
-    for (uint64_t most = run_.begun_; most < life.next && !run_.begun_.compare_exchange_weak(most, life.next);) {
+    for (uint64_t most = run_.begun_;
+         most < life.next && !run_.begun_.compare_exchange_weak(most, life.next);) {
     }
     const uint64_t step = life.next;
     life.next = step + 1;
@@ -532,7 +549,8 @@ Scene::Caller::In Scene::Caller::Declare(Life* life, uint64_t step) {
     ops.push_back(d.ops.back()->op);
   }
   Doing("frugal_prefetch");
-  const int32_t status = frugal_prefetch(life->session->handle, step, ops.data(), ops.size(), &d.batch);
+  const int32_t status =
+      frugal_prefetch(life->session->handle, step, ops.data(), ops.size(), &d.batch);
   const In in = Told(life, "frugal_prefetch", status, {FRUGAL_ERR_STEP_ABORTED}, &d.ops);
   if (status == FRUGAL_OK) life->declared.push_back(std::move(d));
   return in;
@@ -557,8 +575,9 @@ Scene::Caller::In Scene::Caller::ReadRows(Life* life, bool inside) {
   RowOp& op = *ops[0];
   op.op.found_out = op.found.data();
   Doing("frugal_read");
-  const int32_t status = frugal_read(run_.engine_, life->session->handle, &op.op, 1,
-                                     inside ? FRUGAL_TIMEOUT_DEFAULT : random_.OneOf<int64_t>({0, 1, 5}));
+  const int32_t status =
+      frugal_read(run_.engine_, life->session->handle, &op.op, 1,
+                  inside ? FRUGAL_TIMEOUT_DEFAULT : random_.OneOf<int64_t>({0, 1, 5}));
   In in;
   if (inside)
     in = Told(life, "frugal_read", status, {FRUGAL_ERR_STEP_ABORTED}, &ops);
@@ -619,7 +638,8 @@ Scene::Caller::In Scene::Caller::Lookup(Life* life, uint64_t step) {
   }
   Doing("frugal_lookup");
   const int32_t status = frugal_lookup(life->session->handle, ops.data(), ops.size());
-  const In in = Told(life, "frugal_lookup", status, {FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_TABLE_FULL}, &rows);
+  const In in =
+      Told(life, "frugal_lookup", status, {FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_TABLE_FULL}, &rows);
   if (status != FRUGAL_OK) return in;
   for (const auto& op : rows) {
     CheckRows(*op, "frugal_lookup");
@@ -630,8 +650,8 @@ Scene::Caller::In Scene::Caller::Lookup(Life* life, uint64_t step) {
       const auto [at, added] = life->seen.emplace(std::make_pair(&spec, op->ids[i]), row);
       if (added || at->second == row) continue;
       std::ostringstream text;
-      text << "row of id " << op->ids[i] << " of " << spec.name << " was " << at->second[1] << " in step "
-           << step << ", and is " << row[1];
+      text << "row of id " << op->ids[i] << " of " << spec.name << " was " << at->second[1]
+           << " in step " << step << ", and is " << row[1];
       Fault("frugal_lookup", status, text.str().c_str());
     }
   }
@@ -674,7 +694,8 @@ Scene::Caller::In Scene::Caller::Push(Life* life, uint64_t step) {
       const std::lock_guard<std::mutex> lock(life->session->lent_mu);
       void* lent = nullptr;
       Doing("frugal_borrow");
-      const int32_t status = frugal_borrow(life->session->handle, op.grads.size() * sizeof(float), &lent);
+      const int32_t status =
+          frugal_borrow(life->session->handle, op.grads.size() * sizeof(float), &lent);
       const In in = Told(life, "frugal_borrow", status, {FRUGAL_ERR_STEP_ABORTED});
       if (in != In::kGoesOn || status != FRUGAL_OK) return in;
       std::copy(op.grads.begin(), op.grads.end(), static_cast<float*>(lent));
@@ -684,8 +705,8 @@ Scene::Caller::In Scene::Caller::Push(Life* life, uint64_t step) {
   }
   Doing("frugal_push_grad");
   const int32_t status = frugal_push_grad(life->session->handle, ops.data(), ops.size());
-  const In in =
-      Told(life, "frugal_push_grad", status, {FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_TABLE_FULL}, &rows);
+  const In in = Told(life, "frugal_push_grad", status,
+                     {FRUGAL_ERR_STEP_ABORTED, FRUGAL_ERR_TABLE_FULL}, &rows);
   if (status != FRUGAL_OK) return in;
   for (const auto& op : rows) {
     const TableSpec& spec = *op->table.spec;
@@ -737,9 +758,10 @@ Scene::Caller::In Scene::Caller::Inside(Life* life, uint64_t step) {
     if (in != In::kGoesOn) return in;
   }
   Doing("frugal_step_end");
-  return Told(life, "frugal_step_end",
-              frugal_step_end(life->session->handle, step, random_.Chance(0.05) ? FRUGAL_STEP_SKIP : 0),
-              {FRUGAL_ERR_STEP_ABORTED});
+  return Told(
+      life, "frugal_step_end",
+      frugal_step_end(life->session->handle, step, random_.Chance(0.05) ? FRUGAL_STEP_SKIP : 0),
+      {FRUGAL_ERR_STEP_ABORTED});
 }
 
 // --- Beside the steps ----------------------------------------------------------------------------
@@ -800,8 +822,9 @@ void Scene::Caller::OutsideCall() {
       const size_t floats = use.spec->dim + (state ? use.spec->StateFloats() : 0);
       op->rows.assign(op->keys.size() * floats, kNan);
       Doing("frugal_get");
-      const int32_t status = frugal_get(use.handle, op->keys.data(), op->keys.size(),
-                                        state ? FRUGAL_WITH_STATE : 0, op->rows.data(), 0, op->found.data());
+      const int32_t status =
+          frugal_get(use.handle, op->keys.data(), op->keys.size(), state ? FRUGAL_WITH_STATE : 0,
+                     op->rows.data(), 0, op->found.data());
       TableCall(use, "frugal_get", status, {FRUGAL_ERR_BUSY});
       if (status != FRUGAL_OK) break;
       for (size_t i = 0; i < op->ids.size(); ++i) {
@@ -822,11 +845,12 @@ void Scene::Caller::OutsideCall() {
       const size_t floats = use.spec->dim + (state ? use.spec->StateFloats() : 0);
       op->rows.assign(op->keys.size() * floats, 0.25f);
       for (size_t i = 0; i < op->ids.size(); ++i)
-        Fill(*use.spec, op->ids[i], static_cast<float>(random_.Below(200)) - 100, &op->rows[i * floats]);
+        Fill(*use.spec, op->ids[i], static_cast<float>(random_.Below(200)) - 100,
+             &op->rows[i * floats]);
       Doing("frugal_put");
       TableCall(use, "frugal_put",
-                frugal_put(use.handle, op->keys.data(), op->keys.size(), state ? FRUGAL_WITH_STATE : 0,
-                           op->rows.data(), 0),
+                frugal_put(use.handle, op->keys.data(), op->keys.size(),
+                           state ? FRUGAL_WITH_STATE : 0, op->rows.data(), 0),
                 {FRUGAL_ERR_BUSY, FRUGAL_ERR_TABLE_FULL});
       break;
     }
@@ -834,7 +858,8 @@ void Scene::Caller::OutsideCall() {
       auto op = MakeOp(use, random_.Between(1, run_.most_keys_));
       uint64_t deleted = 0;
       Doing("frugal_delete");
-      TableCall(use, "frugal_delete", frugal_delete(use.handle, op->keys.data(), op->keys.size(), &deleted),
+      TableCall(use, "frugal_delete",
+                frugal_delete(use.handle, op->keys.data(), op->keys.size(), &deleted),
                 {FRUGAL_ERR_BUSY});
       break;
     }
@@ -896,10 +921,12 @@ void Scene::Caller::OutsideCall() {
       // Traces come and go beside all else.
       if (random_.Chance(0.5)) {
         Doing("frugal_trace_start");
-        EngineCall("frugal_trace_start", frugal_trace_start(engine, random_.Between(1, 2000)), {FRUGAL_ERR_EXISTS});
+        EngineCall("frugal_trace_start", frugal_trace_start(engine, random_.Between(1, 2000)),
+                   {FRUGAL_ERR_EXISTS});
       } else {
         Doing("frugal_trace_stop");
-        EngineCall("frugal_trace_stop", frugal_trace_stop(engine, random_.Chance(0.5) ? "/dev/null/t" : nullptr),
+        EngineCall("frugal_trace_stop",
+                   frugal_trace_stop(engine, random_.Chance(0.5) ? "/dev/null/t" : nullptr),
                    {FRUGAL_ERR_NOT_FOUND, FRUGAL_ERR_INVALID_ARGUMENT});
       }
       break;
@@ -915,7 +942,8 @@ void Scene::Caller::OutsideCall() {
         const int32_t status = frugal_table_next(engine, &cursor, name, sizeof name, &size);
         EngineCall("frugal_table_next", status, {});
         if (status != FRUGAL_OK) break;
-        if (size > 0 && std::strlen(name) + 1 != size) Fault("frugal_table_next", status, "the size is not that of the name");
+        if (size > 0 && std::strlen(name) + 1 != size)
+          Fault("frugal_table_next", status, "the size is not that of the name");
       }
       frugal_table_info info;
       std::memset(&info, 0, sizeof info);
@@ -966,7 +994,8 @@ void Scene::Caller::OutsideLoop() {
 void Scene::FinalChecks(Caller* caller) {
   auto expect = [&](const char* call, int32_t status) {
     caller->Answer(call, status, {});
-    if (status != FRUGAL_OK && fault_.empty()) caller->Fault(call, status, "nobody else calls any more");
+    if (status != FRUGAL_OK && fault_.empty())
+      caller->Fault(call, status, "nobody else calls any more");
     return status == FRUGAL_OK && fault_.empty();
   };
 #define EXPECT_ANSWER(function, ...) \
@@ -1005,7 +1034,8 @@ void Scene::FinalChecks(Caller* caller) {
   if (stats.pending_rows != 0 || stats.pending_bytes != 0)
     caller->Fault("frugal_get_stats", FRUGAL_OK, "rows or bytes are pending after a flush");
   if (stats.steps_committed != committed - kFirstStep + 1)
-    caller->Fault("frugal_get_stats", FRUGAL_OK, "steps_committed is not the number of committed steps");
+    caller->Fault("frugal_get_stats", FRUGAL_OK,
+                  "steps_committed is not the number of committed steps");
   for (TableSpec& spec : tables_) {
     frugal_table* table = spec.handle;
     if (!table) continue;
@@ -1013,14 +1043,17 @@ void Scene::FinalChecks(Caller* caller) {
     for (uint64_t i = 0; i < spec.universe; ++i) keys.push_back(spec.Key(i));
     std::vector<float> rows(keys.size() * spec.dim, kNan);
     std::vector<uint8_t> found(keys.size(), 2);
-    if (!EXPECT_ANSWER(frugal_get, table, keys.data(), keys.size(), 0, rows.data(), 0, found.data())) return;
+    if (!EXPECT_ANSWER(frugal_get, table, keys.data(), keys.size(), 0, rows.data(), 0,
+                       found.data()))
+      return;
     uint64_t there = 0, count = 0;
     for (size_t i = 0; i < keys.size(); ++i) {
       there += found[i];
       if (found[i]) caller->CheckRow(spec, i, &rows[i * spec.dim], "frugal_get");
     }
     if (!EXPECT_ANSWER(frugal_table_count, table, &count)) return;
-    if (count != there) caller->Fault("frugal_table_count", FRUGAL_OK, "not the number of rows that get finds");
+    if (count != there)
+      caller->Fault("frugal_table_count", FRUGAL_OK, "not the number of rows that get finds");
     // No place is lost to a step that was aborted, or to a declaration.
     if (!EXPECT_ANSWER(frugal_delete, table, keys.data(), keys.size(), nullptr)) return;
     keys.clear();
@@ -1028,7 +1061,8 @@ void Scene::FinalChecks(Caller* caller) {
     rows.assign(keys.size() * spec.dim, 1.0f);
     if (!EXPECT_ANSWER(frugal_put, table, keys.data(), keys.size(), 0, rows.data(), 0)) return;
     if (!EXPECT_ANSWER(frugal_table_count, table, &count)) return;
-    if (count != spec.capacity) caller->Fault("frugal_table_count", FRUGAL_OK, "not all rows that were put");
+    if (count != spec.capacity)
+      caller->Fault("frugal_table_count", FRUGAL_OK, "not all rows that were put");
   }
 #undef EXPECT_ANSWER
 }
@@ -1089,29 +1123,34 @@ void Scene::Execute() {
   for (const auto& caller : callers)
     for (const auto& [answer, n] : caller->answers_) all_answers[answer] += n;
   EXPECT_EQ(FRUGAL_ERR_BAD_HANDLE, frugal_health(engine_));
-  EXPECT_TRUE(fault_.empty())
-      << fault_ << "\n  ranks " << config_.world_size << ", lookahead " << config_.lookahead
-      << ", flush threads " << config_.flush_threads << ", mode " << config_.flush_mode << ", staleness "
-      << config_.staleness << ", trainers " << trainers << ", cached " << cached_;
+  EXPECT_TRUE(fault_.empty()) << fault_ << "\n  ranks " << config_.world_size << ", lookahead "
+                              << config_.lookahead << ", flush threads " << config_.flush_threads
+                              << ", mode " << config_.flush_mode << ", staleness "
+                              << config_.staleness << ", trainers " << trainers << ", cached "
+                              << cached_;
 }
 
 TEST(Stress, RandomCallsFromManyThreads) {
   for (uint64_t i = 0; i < seeds; ++i) {
     const uint64_t seed = first_seed + i;
     Scene(seed).Execute();
-    ASSERT_FALSE(HasFailure()) << "seed " << seed << "\n  repeat: stress_test --seeds 1 --first " << seed;
+    ASSERT_FALSE(HasFailure()) << "seed " << seed << "\n  repeat: stress_test --seeds 1 --first "
+                               << seed;
   }
   if (verbose)
     for (const auto& [answer, n] : all_answers)
-      std::printf("%8" PRIu64 "  %s %s\n", n, answer.first.c_str(), frugal_status_name(answer.second));
+      std::printf("%8" PRIu64 "  %s %s\n", n, answer.first.c_str(),
+                  frugal_status_name(answer.second));
   if (seeds < 10) return;
-  for (const char* call : {"frugal_step_end", "frugal_lookup", "frugal_push_grad", "frugal_prefetch",
-                           "frugal_prefetch_cancel", "frugal_step_abort", "frugal_get", "frugal_put",
-                           "frugal_delete", "frugal_read", "frugal_table_drop", "frugal_trainer_close"})
+  for (const char* call :
+       {"frugal_step_end", "frugal_lookup", "frugal_push_grad", "frugal_prefetch",
+        "frugal_prefetch_cancel", "frugal_step_abort", "frugal_get", "frugal_put", "frugal_delete",
+        "frugal_read", "frugal_table_drop", "frugal_trainer_close"})
     EXPECT_GE((all_answers[{call, FRUGAL_OK}]), 10u) << call;
   // Ranks are told that a step was undone by whatever call is next.
   uint64_t told = 0;
-  for (const auto& [answer, n] : all_answers) told += answer.second == FRUGAL_ERR_STEP_ABORTED ? n : 0;
+  for (const auto& [answer, n] : all_answers)
+    told += answer.second == FRUGAL_ERR_STEP_ABORTED ? n : 0;
   EXPECT_GE(told, seeds / 4);
 }
 

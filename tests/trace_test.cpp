@@ -1,5 +1,5 @@
-// What an engine tells about itself: the trace of its pipeline, and the text for Prometheus. Linked with
-// the objects of the library, for the hooks that make memory and file calls fail.
+// What an engine tells about itself: the trace of its pipeline, and the text for Prometheus. Linked
+// with the objects of the library, for the hooks that make memory and file calls fail.
 #include <dirent.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -255,7 +255,8 @@ void Train(frugal_trainer* trainer, frugal_table* table, uint64_t from, uint64_t
   std::vector<float> rows(kKeys * 8);
   const std::vector<float> grads(kKeys * 8, 0.5f);
   for (uint64_t s = from; s < to; ++s) {
-    for (uint64_t d = s == from ? s : s + 2; d <= s + 2 && d < to; ++d) Declare(trainer, table, d, &batches[d]);
+    for (uint64_t d = s == from ? s : s + 2; d <= s + 2 && d < to; ++d)
+      Declare(trainer, table, d, &batches[d]);
     ASSERT_OK(frugal_step_begin(trainer, s, kWait));
     frugal_op op = FRUGAL_OP_INIT;
     op.batch = batches[s];
@@ -293,7 +294,8 @@ TEST(Trace, HasTheSpansOfATraining) {
       EXPECT_EQ(trace.json["otherData"]["clock"].text, "CLOCK_MONOTONIC");
       EXPECT_EQ(trace.dropped(), 0u);
       // Each call of each rank, with its step.
-      for (const char* name : {"prefetch", "step_begin", "gate", "turn", "lookup", "push", "step_end"}) {
+      for (const char* name :
+           {"prefetch", "step_begin", "gate", "turn", "lookup", "push", "step_end"}) {
         std::set<std::pair<uint64_t, uint64_t>> seen;
         for (const Json* e : trace.spans[name])
           seen.emplace((*e)["args"]["rank"].whole(), (*e)["args"]["step"].whole());
@@ -301,14 +303,16 @@ TEST(Trace, HasTheSpansOfATraining) {
         EXPECT_TRUE(seen.count({1, 5 + steps - 1})) << name;
       }
       for (const char* name : {"prefetch", "lookup", "push", "resolve"})
-        for (const Json* e : trace.spans[name]) EXPECT_EQ((*e)["args"]["keys"].whole(), kKeys) << name;
+        for (const Json* e : trace.spans[name])
+          EXPECT_EQ((*e)["args"]["keys"].whole(), kKeys) << name;
       // Each flush thread may have been about to end one.
       for (const char* name : {"resolve", "link"}) {
         EXPECT_LE(trace.spans[name].size(), 2 * steps) << name;
         EXPECT_GE(trace.spans[name].size() + flush_threads, 2 * steps) << name;
       }
       EXPECT_EQ(trace.spans["commit"].size(), steps);
-      for (const Json* e : trace.spans["commit"]) EXPECT_EQ((*e)["args"]["rows"].whole(), 2 * kKeys);
+      for (const Json* e : trace.spans["commit"])
+        EXPECT_EQ((*e)["args"]["rows"].whole(), 2 * kKeys);
       // Both ranks push the same rows: each is written once a step, in chunks or from the queue.
       std::map<uint64_t, uint64_t> applied;
       for (const Json* e : trace.spans["apply"]) {
@@ -327,8 +331,10 @@ TEST(Trace, HasTheSpansOfATraining) {
       for (const Json* gate : trace.spans["gate"]) {
         bool inside = false;
         for (const Json* begin : trace.spans["step_begin"])
-          inside |= (*begin)["tid"].text == (*gate)["tid"].text && (*begin)["ts"].number <= (*gate)["ts"].number &&
-                    (*begin)["ts"].number + (*begin)["dur"].number >= (*gate)["ts"].number + (*gate)["dur"].number;
+          inside |= (*begin)["tid"].text == (*gate)["tid"].text &&
+                    (*begin)["ts"].number <= (*gate)["ts"].number &&
+                    (*begin)["ts"].number + (*begin)["dur"].number >=
+                        (*gate)["ts"].number + (*gate)["dur"].number;
         EXPECT_TRUE(inside);
         EXPECT_TRUE((*gate)["args"].has("waited_for"));
       }
@@ -407,11 +413,13 @@ TEST(Trace, BadInput) {
   ASSERT_OK(frugal_trace_start(engine.handle, 10));
   EXPECT_EQ(frugal_trace_start(engine.handle, 10), FRUGAL_ERR_EXISTS);
   // What cannot be written is kept, and can be written elsewhere.
-  EXPECT_EQ(frugal_trace_stop(engine.handle, (folder / "none/t").c_str()), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_trace_stop(engine.handle, (folder / "none/t").c_str()),
+            FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(SystemCode(), ENOENT);
   EXPECT_EQ(frugal_trace_start(engine.handle, 10), FRUGAL_ERR_EXISTS);
   ASSERT_EQ(mkdir((folder / "place").c_str(), 0700), 0);
-  EXPECT_EQ(frugal_trace_stop(engine.handle, (folder / "place").c_str()), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_trace_stop(engine.handle, (folder / "place").c_str()),
+            FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(SystemCode(), EISDIR);
   rmdir((folder / "place").c_str());
   EXPECT_EQ(frugal_trace_stop(engine.handle, ""), FRUGAL_ERR_INVALID_ARGUMENT);
@@ -468,7 +476,8 @@ TEST(Trace, EveryFailureIsAStatus) {
       status = frugal_trace_stop(engine.handle, path.c_str());
       const bool stop_fired = arm(0) <= 0;
       if (status != FRUGAL_OK) {
-        EXPECT_TRUE(status == FRUGAL_ERR_OUT_OF_MEMORY || status == FRUGAL_ERR_INVALID_ARGUMENT) << LastMessage();
+        EXPECT_TRUE(status == FRUGAL_ERR_OUT_OF_MEMORY || status == FRUGAL_ERR_INVALID_ARGUMENT)
+            << LastMessage();
         EXPECT_TRUE(stop_fired);
         EXPECT_TRUE(folder.Files().empty());
         ++stopped;
@@ -549,7 +558,8 @@ std::string Metrics(frugal_engine* engine) {
 }
 
 // Each line by the exposition format; value by name and labels as they are written.
-std::map<std::string, std::string> Samples(const std::string& text, std::map<std::string, std::string>* types = nullptr) {
+std::map<std::string, std::string> Samples(const std::string& text,
+                                           std::map<std::string, std::string>* types = nullptr) {
   std::map<std::string, std::string> samples;
   std::string family, help_of, type;
   std::set<std::string> families;
@@ -640,7 +650,8 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_EQ(samples["frugal_pending_bytes_peak"], std::to_string(stats.pending_bytes_peak));
   EXPECT_EQ(types["frugal_pending_bytes"], "gauge");
   char seconds[64];
-  std::snprintf(seconds, sizeof(seconds), "%llu.%09llu", static_cast<unsigned long long>(stats.lookup_ns / 1000000000),
+  std::snprintf(seconds, sizeof(seconds), "%llu.%09llu",
+                static_cast<unsigned long long>(stats.lookup_ns / 1000000000),
                 static_cast<unsigned long long>(stats.lookup_ns % 1000000000));
   EXPECT_EQ(samples["frugal_lookup_seconds_total"], seconds);
   EXPECT_EQ(samples["frugal_committed_step"], "9");
@@ -668,7 +679,8 @@ TEST(Metrics, EveryLineIsRight) {
   EXPECT_EQ(types["frugal_trainer_gate_wait_seconds_total"], "counter");
   // All of frugal_stats, and sixteen families more.
   EXPECT_EQ(types.size(), (sizeof(frugal_stats) - sizeof(size_t)) / sizeof(uint64_t) + 16);
-  EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]), std::stod(before["frugal_uptime_seconds"]));
+  EXPECT_GT(std::stod(samples["frugal_uptime_seconds"]),
+            std::stod(before["frugal_uptime_seconds"]));
   EXPECT_EQ(frugal_table_drop(odd), FRUGAL_ERR_BUSY);
 
 }
@@ -691,13 +703,17 @@ TEST(Metrics, CachesOfTrainers) {
     second.join();
   }
   auto samples = Samples(Metrics(engine.handle));
-  const auto bytes = [&] { return std::stod(samples["frugal_trainer_host_cache_bytes{rank=\"0\"}"]); };
+  const auto bytes = [&] {
+    return std::stod(samples["frugal_trainer_host_cache_bytes{rank=\"0\"}"]);
+  };
   const double both = bytes();
   EXPECT_GT(both, 2 * 2000 * sizeof(float));
   EXPECT_EQ(samples["frugal_trainer_host_cache_bytes{rank=\"1\"}"], "0");
   EXPECT_EQ(samples["frugal_trainer_hbm_cache_bytes{rank=\"0\"}"], "0");
-  EXPECT_EQ(samples["frugal_trainer_cache_hits_total{rank=\"0\"}"], samples["frugal_cache_hits_total"]);
-  EXPECT_EQ(samples["frugal_trainer_cache_misses_total{rank=\"0\"}"], samples["frugal_cache_misses_total"]);
+  EXPECT_EQ(samples["frugal_trainer_cache_hits_total{rank=\"0\"}"],
+            samples["frugal_cache_hits_total"]);
+  EXPECT_EQ(samples["frugal_trainer_cache_misses_total{rank=\"0\"}"],
+            samples["frugal_cache_misses_total"]);
   EXPECT_GT(std::stod(samples["frugal_cache_misses_total"]), 0);
   ASSERT_OK(frugal_table_drop(other));
   samples = Samples(Metrics(engine.handle));
@@ -716,7 +732,8 @@ TEST(Metrics, TheSizeIsTold) {
   EXPECT_EQ(size, needed);
   EXPECT_EQ(text.back(), 0);
   EXPECT_EQ(frugal_metrics(engine.handle, nullptr, 10, &size), FRUGAL_ERR_INVALID_ARGUMENT);
-  EXPECT_EQ(frugal_metrics(engine.handle, text.data(), needed, nullptr), FRUGAL_ERR_INVALID_ARGUMENT);
+  EXPECT_EQ(frugal_metrics(engine.handle, text.data(), needed, nullptr),
+            FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(frugal_metrics(nullptr, text.data(), needed, &size), FRUGAL_ERR_BAD_HANDLE);
 }
 

@@ -1,5 +1,5 @@
-// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share; and what
-// each of the two has its own instruction or function for.
+// FRUGAL_HD: marks the operation bodies that the host kernels and the device kernels share; and
+// what each of the two has its own instruction or function for.
 //
 // What: on the host a body is always inlined. Beside speed that keeps the program right: the CPU
 // kernels are compiled several times with different instruction sets, and an inline function that

@@ -10,7 +10,8 @@
 
 namespace frugal::arith {
 
-inline constexpr uint32_t kCanonicalNanBits = 0x7fc00000u;  // sign clear, quiet bit set, payload zero
+inline constexpr uint32_t kCanonicalNanBits =
+    0x7fc00000u;  // sign clear, quiet bit set, payload zero
 
 FRUGAL_HD float canonical_nan() { return float_of_bits(kCanonicalNanBits); }
 

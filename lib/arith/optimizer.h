@@ -107,7 +107,8 @@ FRUGAL_HD constexpr Optimizer optimizer_of(int32_t kind) {
     case FRUGAL_RMSPROP:
       return {"RMSProp", 1, false, 0, kEps | kRho, 0, false};
     case FRUGAL_FTRL:
-      return {"FTRL", 2, false, 2, kFtrlLambda1 | kFtrlLambda2 | kFtrlBeta | kInitialAccumulator, 0, true};
+      return {"FTRL", 2,   false, 2, kFtrlLambda1 | kFtrlLambda2 | kFtrlBeta | kInitialAccumulator,
+              0,      true};
   }
   return {};  // configurations are checked
 }
@@ -143,7 +144,9 @@ FRUGAL_HD auto for_kind(int32_t kind, F f) {
 FRUGAL_HD constexpr uint32_t state_columns(int32_t kind) { return optimizer_of(kind).columns; }
 
 // Floats of one state column.
-FRUGAL_HD constexpr uint32_t column_floats(int32_t kind, uint32_t dim) { return optimizer_of(kind).of_row ? 1 : dim; }
+FRUGAL_HD constexpr uint32_t column_floats(int32_t kind, uint32_t dim) {
+  return optimizer_of(kind).of_row ? 1 : dim;
+}
 
 // Floats of state of a row as it travels with FRUGAL_WITH_STATE.
 FRUGAL_HD uint32_t state_floats(int32_t kind, uint32_t dim) {

@@ -1,7 +1,9 @@
-// What a lock guards, told so that clang checks it (-Wthread-safety; tests/annotations.sh). Other compilers see nothing.
+// What a lock guards, told so that clang checks it (-Wthread-safety; tests/annotations.sh). Other
+// compilers see nothing.
 //
-// A member that is GUARDED_BY(mu) is touched with mu held, a function that REQUIRES(mu) is called so, and one that
-// EXCLUDES(mu) is not. A lambda says it behind its parameters: [&]() REQUIRES(mu) { ... }.
+// A member that is GUARDED_BY(mu) is touched with mu held, a function that REQUIRES(mu) is called
+// so, and one that EXCLUDES(mu) is not. A lambda says it behind its parameters: [&]() REQUIRES(mu)
+// { ... }.
 #pragma once
 #ifdef __clang__
 #define FRUGAL_ATTRIBUTE(x) __attribute__((x))

@@ -1,8 +1,8 @@
 // What must hold and is nobody's mistake but ours.
 //
-// FRUGAL_ASSERT(condition): in builds for tests (the option FRUGAL_ASSERTS, which is on with a sanitizer) a condition
-// that does not hold ends the process, with its text and place. In others it is not evaluated: a library does not end
-// its program.
+// FRUGAL_ASSERT(condition): in builds for tests (the option FRUGAL_ASSERTS, which is on with a
+// sanitizer) a condition that does not hold ends the process, with its text and place. In others it
+// is not evaluated: a library does not end its program.
 #pragma once
 #ifdef FRUGAL_ASSERTS
 #include <cstdio>

@@ -18,8 +18,8 @@
 namespace frugal {
 namespace {
 
-// AddressSanitizer takes all of a pool's memory for used: it is told which buffers nobody has. Those that have
-// lain longest are taken first then, so that who still reads one is found.
+// AddressSanitizer takes all of a pool's memory for used: it is told which buffers nobody has.
+// Those that have lain longest are taken first then, so that who still reads one is found.
 #ifdef FRUGAL_ASAN
 constexpr bool kOldestFirst = true;
 void mark_free(char* data, size_t bytes) { __asan_poison_memory_region(data, bytes); }
@@ -40,7 +40,8 @@ size_t class_of(size_t bytes, size_t* rounded) {
     *rounded = kSmallest;
     return 0;
   }
-  unsigned log = static_cast<unsigned>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes <= 2^(log+1)
+  unsigned log =
+      static_cast<unsigned>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes <= 2^(log+1)
   size_t quarter = (size_t{1} << log) / 4;
   size_t q = (bytes - (size_t{1} << log) + quarter - 1) / quarter;  // 1..4
   *rounded = (size_t{1} << log) + q * quarter;
@@ -73,7 +74,8 @@ BufferPool::~BufferPool() {
       if (budget_ && counts(f.capacity)) budget_->give(f.capacity);
       release(f.data, f.capacity);
     }
-  if (budget_) std::replace(budget_->spares, budget_->spares + 2, this, static_cast<BufferPool*>(nullptr));
+  if (budget_)
+    std::replace(budget_->spares, budget_->spares + 2, this, static_cast<BufferPool*>(nullptr));
   for (char* piece : pieces_) unmap(piece, kPiece);
 }
 
@@ -90,7 +92,8 @@ Status BufferPool::map(size_t bytes, char** out) {
   }
   bool pinned = true;
   if (s == FRUGAL_OK && pinner_) s = pinner_->pin(m.base, m.bytes, &pinned);
-  if (s == FRUGAL_OK && !pinned) s = fail(FRUGAL_ERR_DEVICE, "no device is left that memory could be pinned for");
+  if (s == FRUGAL_OK && !pinned)
+    s = fail(FRUGAL_ERR_DEVICE, "no device is left that memory could be pinned for");
   if (s != FRUGAL_OK) {
     if (arena_)
       arena_->put_back(m.base, m.bytes);
@@ -112,7 +115,8 @@ void BufferPool::unmap(char* data, size_t bytes) noexcept {
   os_release(&m);
 }
 
-// Of a buffer that nobody has, and that is in no list. (A part of a piece waits for the pool's end.)
+// Of a buffer that nobody has, and that is in no list. (A part of a piece waits for the pool's
+// end.)
 void BufferPool::release(char* data, size_t capacity) noexcept {
   mark_used(data, capacity);
   held_.fetch_sub(capacity, std::memory_order_relaxed);

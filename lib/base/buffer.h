@@ -3,8 +3,8 @@
 // A step needs the same few sizes again and again, so freed buffers are kept by size class and
 // handed out again; nothing is allocated in steady state. Sizes are rounded up to a quarter of a
 // power of two. What is kept is bounded by what was in use of late: those that have lain longest go
-// back to the system. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a Pinner
-// all of a pool's memory is pinned, until it goes back; with an Arena it is that's.
+// back to the system. Thread-safe. A Buffer is move-only and returns its memory to its pool. With a
+// Pinner all of a pool's memory is pinned, until it goes back; with an Arena it is that's.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -156,7 +156,8 @@ class BufferPool {
   void end_step() noexcept;
   // Likewise, of all that was in use before now: who used it has left.
   void rest() noexcept;
-  // From now on what lies in the arena stays there, for other processes that look at it when the pool has ended.
+  // From now on what lies in the arena stays there, for other processes that look at it when the
+  // pool has ended.
   void leave() noexcept { left_.store(true); }
   // A buffer of at least `bytes` bytes, 64-byte aligned (2 MiB and up: huge pages). bytes 0 gives
   // an empty Buffer.
@@ -178,8 +179,8 @@ class BufferPool {
     uint64_t since;  // by the clock
   };
   static constexpr size_t kClasses = 256;
-  // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they are kept for ever, and not
-  // counted.
+  // Small buffers that are pinned, or an arena's, are cut from pieces of this size; they are kept
+  // for ever, and not counted.
   static constexpr size_t kPiece = kHugePage;
   void trim(int spans) noexcept;
   Status map(size_t bytes, char** out);

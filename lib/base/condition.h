@@ -1,5 +1,6 @@
-// Waiting with a time-out by the steady clock: by the system's clock a wait takes as much longer as that is set back
-// meanwhile. (The standard library's waits use that one where the C library has no better, and do not tell.)
+// Waiting with a time-out by the steady clock: by the system's clock a wait takes as much longer as
+// that is set back meanwhile. (The standard library's waits use that one where the C library has no
+// better, and do not tell.)
 #pragma once
 #include <pthread.h>
 #include <time.h>
@@ -39,7 +40,8 @@ class Condition {
       if (scheduled(*lock.mutex(), at)) continue;
       // (A time beyond what the system can wait for is far enough away.)
       const uint64_t ns = at < uint64_t{1} << 62 ? at : uint64_t{1} << 62;
-      const timespec until{static_cast<time_t>(ns / 1000000000u), static_cast<long>(ns % 1000000000u)};
+      const timespec until{static_cast<time_t>(ns / 1000000000u),
+                           static_cast<long>(ns % 1000000000u)};
       pthread_cond_timedwait(&cond_, lock.mutex()->native_handle(), &until);
     }
     return true;

@@ -1,6 +1,6 @@
-// Descriptors that a child made by fork() must not keep: close-on-exec does not help where nothing is
-// executed. A child that kept a connection, a listening socket or a lock would make its dead parent
-// look alive. They are closed in the child before fork() comes back to it.
+// Descriptors that a child made by fork() must not keep: close-on-exec does not help where nothing
+// is executed. A child that kept a connection, a listening socket or a lock would make its dead
+// parent look alive. They are closed in the child before fork() comes back to it.
 #pragma once
 #include <mutex>
 

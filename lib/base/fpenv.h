@@ -5,7 +5,8 @@
 // Exception flags that the engine's arithmetic raises are not left behind either.
 // Invariants: the arithmetic of docs/arithmetic.md holds only inside such a scope. Restoring does
 // not throw or fail.
-// Callers: each call of the interface (capi/frugal.cpp), and each thread of the library (base/thread.h).
+// Callers: each call of the interface (capi/frugal.cpp), and each thread of the library
+// (base/thread.h).
 #ifndef FRUGAL_BASE_FPENV_H_
 #define FRUGAL_BASE_FPENV_H_
 

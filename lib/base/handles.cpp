@@ -33,8 +33,8 @@ std::atomic<uint32_t> g_generation{1};
 Registry& registry() {
   static Registry* r = [] {
     auto made = std::make_unique<Registry>();
-    // The child gets an unlocked registry and a generation of its own. Without that it would take its parent's
-    // handles for its own.
+    // The child gets an unlocked registry and a generation of its own. Without that it would take
+    // its parent's handles for its own.
     os_at_fork([]() NO_THREAD_SAFETY_ANALYSIS { registry().mu.lock(); },
                []() NO_THREAD_SAFETY_ANALYSIS { registry().mu.unlock(); },
                []() NO_THREAD_SAFETY_ANALYSIS {
@@ -64,7 +64,8 @@ uint64_t handle_add(HandleKind kind, std::shared_ptr<void> object) {
     r.free.pop_back();
   } else {
     if (r.slots.size() == kIndexMask) {
-      fail(FRUGAL_ERR_OUT_OF_MEMORY, "a million handles are open: close some, or end steps that keep many batches");
+      fail(FRUGAL_ERR_OUT_OF_MEMORY,
+           "a million handles are open: close some, or end steps that keep many batches");
       return 0;
     }
     index = static_cast<uint32_t>(r.slots.size());

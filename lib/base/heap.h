@@ -2,9 +2,9 @@
 //
 // Rule: an object of the engine derives from HeapObject, and a container is a Vector, Map or String
 // (or takes HeapAllocator). Rows, large keys and gradients are not here: they live in slabs and
-// buffers (storage/slab.h, base/buffer.h). mimalloc is loaded with its names kept to itself: linked,
-// its malloc and operator new could become those of the program. Under sanitizers, and where it is
-// not installed, this is plain malloc.
+// buffers (storage/slab.h, base/buffer.h). mimalloc is loaded with its names kept to itself:
+// linked, its malloc and operator new could become those of the program. Under sanitizers, and
+// where it is not installed, this is plain malloc.
 #pragma once
 #include <cstddef>
 #include <cstdint>

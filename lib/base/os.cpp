@@ -41,10 +41,12 @@ bool injected_failure() {
   return g_fail_after.fetch_sub(1, std::memory_order_relaxed) == 1;
 }
 
-// The bytes that a file may have. Beyond them the system would not only refuse, it would send a deadly signal.
+// The bytes that a file may have. Beyond them the system would not only refuse, it would send a
+// deadly signal.
 uint64_t most_of_file() {
   rlimit limit{};
-  return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur : UINT64_MAX;
+  return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY ? limit.rlim_cur
+                                                                                 : UINT64_MAX;
 }
 
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
@@ -64,24 +66,30 @@ Status make_memfd(size_t bytes, int* out) {
   if (const uint64_t most = most_of_file(); bytes > most) {
     close(fd);
     return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "%zu bytes of shared memory exceed the limit of file sizes (%llu bytes); raise it (ulimit -f)", bytes,
-                static_cast<unsigned long long>(most));
+                "%zu bytes of shared memory exceed the limit of file sizes (%llu bytes); raise it "
+                "(ulimit -f)",
+                bytes, static_cast<unsigned long long>(most));
   }
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
       fcntl(fd, F_ADD_SEALS, kSizeSeals) != 0) {
     const int code = errno;
     close(fd);
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                      "shared memory of %zu bytes cannot be had; free memory of the machine, or raise its limit", bytes);
+    return fail_errno(
+        FRUGAL_ERR_OUT_OF_MEMORY, code,
+        "shared memory of %zu bytes cannot be had; free memory of the machine, or raise its limit",
+        bytes);
   }
   *out = fd;
   return FRUGAL_OK;
 }
 
-// Nobody adds a seal any more. Without `others_write` only mappings that there are by now can write.
+// Nobody adds a seal any more. Without `others_write` only mappings that there are by now can
+// write.
 Status seal(int fd, bool others_write) {
-  if (!others_write && fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0) return FRUGAL_OK;
-  if ((others_write || errno == EINVAL) && fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL) == 0) return FRUGAL_OK;
+  if (!others_write && fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0)
+    return FRUGAL_OK;
+  if ((others_write || errno == EINVAL) && fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL) == 0)
+    return FRUGAL_OK;
   return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno,
                     "shared memory cannot be sealed: a sandbox may forbid it; without processes "
                     "FRUGAL_BACKING_PRIVATE needs none");
@@ -99,8 +107,10 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
                       "reserving %zu bytes of addresses: no process has so many; ask for less",
                       bytes);
   if (raw == MAP_FAILED)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno, "reserving %zu bytes of addresses: is the process (or the "
-                      "controller's) limited (ulimit -v)?", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, errno,
+                      "reserving %zu bytes of addresses: is the process (or the "
+                      "controller's) limited (ulimit -v)?",
+                      bytes);
   const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
   const uintptr_t aligned = in_huge_pages(start);
   if (aligned > start) munmap(raw, aligned - start);
@@ -110,7 +120,8 @@ Status reserve_aligned(size_t bytes, int protection, char** out) {
   return FRUGAL_OK;
 }
 
-// `used`: of the bytes, from the first on. What is small does without huge pages: its first touch would fill one.
+// `used`: of the bytes, from the first on. What is small does without huge pages: its first touch
+// would fill one.
 void advise(char* base, size_t bytes, size_t used) {
   if (used >= kHugePage) madvise(base, bytes, MADV_HUGEPAGE);  // advice: failing changes speed only
   madvise(base, bytes, MADV_DONTFORK);  // a child must not copy, or write, the tables
@@ -129,12 +140,13 @@ Status map_fd(int fd, size_t bytes, size_t used, bool writable, char** out) {
       return fail_errno(FRUGAL_ERR_INVALID_ARGUMENT, code,
                         "%zu bytes of shared memory are not to be mapped so: another version of "
                         "this library sent them", bytes);
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                      "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
+    return fail_errno(
+        FRUGAL_ERR_OUT_OF_MEMORY, code,
+        "%zu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?", bytes);
   }
   advise(base, bytes, used);
-  // Into a core dump it does not go: others have it as well, reading its holes would fill them, and the process is
-  // not seen as dead until all is written.
+  // Into a core dump it does not go: others have it as well, reading its holes would fill them, and
+  // the process is not seen as dead until all is written.
   madvise(base, bytes, MADV_DONTDUMP);
   *out = base;
   return FRUGAL_OK;
@@ -186,7 +198,8 @@ uint64_t group_bytes() {
     if (limit != UINT64_MAX && used != UINT64_MAX) {
       std::snprintf(path, sizeof path, "%s%s/memory.stat", kRoot, group);
       // Pages of files it can let go of.
-      used -= std::min(used, number_in(path, "inactive_file ", 0) + number_in(path, "active_file ", 0));
+      used -=
+          std::min(used, number_in(path, "inactive_file ", 0) + number_in(path, "active_file ", 0));
       least = std::min(least, limit > used ? limit - used : 0);
     }
     char* slash = std::strrchr(group, '/');
@@ -265,18 +278,22 @@ Status os_map_shared(int fd, bool writable, Mapping* out) {
   // Only memfds have seals (and files of a tmpfs, which cannot get these two).
   const int seals = S_ISREG(info.st_mode) ? fcntl(fd, F_GET_SEALS) : -1;
   if (seals < 0 || (seals & kSizeSeals) != kSizeSeals)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "descriptor %d is not shared memory sealed at its size: another program sent it, or "
-                "another version of this library",
-                fd);
+    return fail(
+        FRUGAL_ERR_INVALID_ARGUMENT,
+        "descriptor %d is not shared memory sealed at its size: another program sent it, or "
+        "another version of this library",
+        fd);
   const uint64_t bytes = static_cast<uint64_t>(info.st_size);
   if (bytes == 0 || bytes % kHugePage != 0 || bytes > SIZE_MAX / 2)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "descriptor %d is shared memory of %llu bytes, which is "
-                "no multiple of 2 MiB: another version of this library sent it", fd,
-                static_cast<unsigned long long>(bytes));
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "descriptor %d is shared memory of %llu bytes, which is "
+                "no multiple of 2 MiB: another version of this library sent it",
+                fd, static_cast<unsigned long long>(bytes));
   if (injected_failure())
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
-                      static_cast<unsigned long long>(bytes));
+    return fail_errno(
+        FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
+        "%llu bytes of shared memory cannot be mapped: is the process limited (ulimit -v)?",
+        static_cast<unsigned long long>(bytes));
   char* base = nullptr;
   FRUGAL_TRY(map_fd(fd, bytes, bytes, writable, &base));
   *out = {base, static_cast<size_t>(bytes), fd};
@@ -295,12 +312,15 @@ Status os_no_descriptor(int code, const char* what) {
   rlimit limit{};
   if (code == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                      "no file descriptor is left for %s: process %d may have %llu; close some, or raise the limit "
+                      "no file descriptor is left for %s: process %d may have %llu; close some, or "
+                      "raise the limit "
                       "(ulimit -n)",
-                      what, static_cast<int>(getpid()), static_cast<unsigned long long>(limit.rlim_cur));
+                      what, static_cast<int>(getpid()),
+                      static_cast<unsigned long long>(limit.rlim_cur));
   if (code == ENFILE)
     return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                      "no file descriptor is left for %s: the machine has no more; end programs that have many, or "
+                      "no file descriptor is left for %s: the machine has no more; end programs "
+                      "that have many, or "
                       "raise its limit (fs.file-max)",
                       what);
   return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
@@ -310,7 +330,8 @@ Status os_no_descriptor(int code, const char* what) {
 Status os_check_available(uint64_t bytes) {
   const uint64_t available = available_bytes();
   if (bytes <= available) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu bytes are more than the memory available, which is %llu bytes: ask for less",
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "%llu bytes are more than the memory available, which is %llu bytes: ask for less",
               static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(available));
 }
 
@@ -342,18 +363,21 @@ void take_huge_pages(char* base, size_t bytes) {
 
 Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
   if (injected_failure() || g_fail_after.load(std::memory_order_relaxed) < 0)
-    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM, "%zu bytes of memory cannot be had; free memory of the machine or raise the container's limit", bytes);
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOMEM,
+                      "%zu bytes of memory cannot be had; free memory of the machine or raise the "
+                      "container's limit",
+                      bytes);
   // Without this check an overcommitting kernel would kill the process, now or later, on a touch. A
   // slab is large enough: tables grow by them.
   if (bytes >= kManyBytes) FRUGAL_TRY(os_check_available(bytes));
   if (m.fd >= 0 && bytes >= kManyBytes) take_huge_pages(m.base + offset, bytes);
-  // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones where the
-  // machine has them on advice only.
+  // Through the mapping, which asks for huge pages: of shared memory fallocate gives small ones
+  // where the machine has them on advice only.
   const int refused = madvise(m.base + offset, bytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
   if (refused == 0) return FRUGAL_OK;
   if (m.fd >= 0 && refused == EINVAL) {  // before Linux 5.14
-    // In pieces, because a signal undoes a piece: a profiler's may come more often than all would take.
-    // Pieces that were had before a failure stay.
+    // In pieces, because a signal undoes a piece: a profiler's may come more often than all would
+    // take. Pieces that were had before a failure stay.
     for (size_t done = 0; done < bytes;) {
       const size_t piece = std::min(bytes - done, kHugePage);
       const int code = posix_fallocate(m.fd, static_cast<off_t>(offset + done),
@@ -369,8 +393,10 @@ Status os_commit(const Mapping& m, size_t offset, size_t bytes) {
     return FRUGAL_OK;
   }
   if (refused == EINVAL) return FRUGAL_OK;
-  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, refused, "%zu bytes of memory cannot be had; free memory of the machine "
-                    "or raise the container's limit", bytes);
+  return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, refused,
+                    "%zu bytes of memory cannot be had; free memory of the machine "
+                    "or raise the container's limit",
+                    bytes);
 }
 
 int os_read_only(int fd) {

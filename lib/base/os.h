@@ -23,10 +23,12 @@ uint64_t process_cpu_ns();  // CPU time of all threads of the process
 uint32_t cpu_count();       // processors that this process may run on
 // The calling thread does not push others off their processors when it is woken (SCHED_BATCH).
 void os_batch_thread();
-// The calling thread runs briefly and is waited for: it may push others off their processors (Linux 6.12 and later).
+// The calling thread runs briefly and is waited for: it may push others off their processors
+// (Linux 6.12 and later).
 void os_brief_thread();
 int os_processor();  // that the calling thread is on; or -1
-// Calls these around each fork() from now on. Throws std::bad_alloc where there is no memory for that.
+// Calls these around each fork() from now on. Throws std::bad_alloc where there is no memory for
+// that.
 void os_at_fork(void (*before)(), void (*in_parent)(), void (*in_child)());
 
 // Processors that a thread may run on.
@@ -34,7 +36,9 @@ struct Processors {
   cpu_set_t set;
   static Processors mine();  // the calling thread's; none if they are not known
   static Processors only(int processor);
-  bool has(int processor) const { return processor >= 0 && processor < CPU_SETSIZE && CPU_ISSET(processor, &set); }
+  bool has(int processor) const {
+    return processor >= 0 && processor < CPU_SETSIZE && CPU_ISSET(processor, &set);
+  }
   // Without one; all if there is no other.
   Processors but(int processor) const;
   // From now on the thread, or the calling one, runs on these. False: it goes on where it was.
@@ -42,7 +46,8 @@ struct Processors {
 };
 uint64_t os_memory_bytes();  // that the machine has
 uint64_t available_bytes(); // memory that can be had without swapping
-// A file descriptor for `what` could not be had, for that errno. OUT_OF_MEMORY, with the limit and what helps.
+// A file descriptor for `what` could not be had, for that errno. OUT_OF_MEMORY, with the limit and
+// what helps.
 Status os_no_descriptor(int code, const char* what);
 Status os_check_available(uint64_t bytes);  // OUT_OF_MEMORY if it is less
 
@@ -70,19 +75,19 @@ constexpr size_t in_huge_pages(size_t bytes) {
   return (bytes + kHugePage - 1) / kHugePage * kHugePage;
 }
 
-// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd, which
-// has no name, sealed at this size. No memory is taken. Unless others write it, too, this mapping is the only one
-// through which shared memory can be written, whoever opens it (F_SEAL_FUTURE_WRITE, Linux 5.1; not before that).
-// `at`: a place of a range, for shared memory.
+// Reserves `bytes` (rounded up to 2 MiB) of address space, private or as shared memory: a memfd,
+// which has no name, sealed at this size. No memory is taken. Unless others write it, too, this
+// mapping is the only one through which shared memory can be written, whoever opens it
+// (F_SEAL_FUTURE_WRITE, Linux 5.1; not before that). `at`: a place of a range, for shared memory.
 Status os_reserve(size_t bytes, bool shared, Mapping* out, bool others_write = false,
                   char* at = nullptr);
-// Shared memory that another process is to write, and this one reads. Nothing but its size is sealed
-// until os_seal(): from then on only mappings that there are write it.
+// Shared memory that another process is to write, and this one reads. Nothing but its size is
+// sealed until os_seal(): from then on only mappings that there are write it.
 Status os_reserve_to_read(size_t bytes, Mapping* out);
 Status os_seal(const Mapping& mapping);
-// Maps the whole of what os_reserve made in another process. The descriptor may be anything: what is
-// no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On success
-// it belongs to *out, else to the caller as before.
+// Maps the whole of what os_reserve made in another process. The descriptor may be anything: what
+// is no memfd sealed at its size is refused, for its owner could cut it off under the mapping. On
+// success it belongs to *out, else to the caller as before.
 Status os_map_shared(int fd, bool writable, Mapping* out);
 // Addresses for shared memory that comes and goes there. Where there is none they read as zeros.
 Status os_reserve_range(size_t bytes, Mapping* out);
@@ -101,14 +106,14 @@ int os_read_only(int fd);
 // A message, and a descriptor (-1: none), through a socket of messages. At once or not at all, and
 // then it answers errno: EAGAIN where the other side has left too many.
 int os_send(int socket, const void* message, size_t bytes, int fd);
-// The next message, of which it answers the size; it stays the next until it is dropped. 0: there is
-// none. -1, and errno: it cannot be told. The descriptor (-1: none has come, or none is left) is the
-// caller's. *ended: none will come.
+// The next message, of which it answers the size; it stays the next until it is dropped. 0: there
+// is none. -1, and errno: it cannot be told. The descriptor (-1: none has come, or none is left) is
+// the caller's. *ended: none will come.
 ssize_t os_peek(int socket, void* message, size_t bytes, int* fd, bool* ended);
 void os_drop(int socket);
 
-// A file that comes into being as a whole: written beside its place under another name, and then moved
-// there. Who can read it is its owner alone. What was not published is removed.
+// A file that comes into being as a whole: written beside its place under another name, and then
+// moved there. Who can read it is its owner alone. What was not published is removed.
 class NewFile {
  public:
   NewFile() = default;
@@ -127,8 +132,8 @@ class NewFile {
   uint64_t written_ = 0;
 };
 
-// Test hook: the n-th os_reserve, os_map_shared, os_commit, os_send or call of a NewFile from now on fails (0: off; -1:
-// each os_commit). Returns what was left of the last n.
+// Test hook: the n-th os_reserve, os_map_shared, os_commit, os_send or call of a NewFile from now
+// on fails (0: off; -1: each os_commit). Returns what was left of the last n.
 int64_t os_test_fail_after(int64_t n);
 
 }  // namespace frugal

@@ -97,7 +97,8 @@ Processors Processors::but(int processor) const {
 
 bool Processors::place(Thread* thread) const {
   if (CPU_COUNT(&set) == 0) return false;
-  return pthread_setaffinity_np(thread ? thread->native_handle() : pthread_self(), sizeof set, &set) == 0;
+  return pthread_setaffinity_np(thread ? thread->native_handle() : pthread_self(), sizeof set,
+                                &set) == 0;
 }
 
 }  // namespace frugal

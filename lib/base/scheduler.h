@@ -1,8 +1,9 @@
 // The seam under which a test decides which of its threads goes on (tests/support/schedule.h).
 //
-// Locks, waits, clocks and spinning of the library come here (base/sync.h, base/condition.h, base/os.h), and so do some
-// atomics, by schedule_point(). In a build without FRUGAL_SCHEDULES nothing of it is compiled. FRUGAL_ASSERTS, which is
-// for tests alone, too, turns it on; a thread of no schedule pays a look at a pointer there.
+// Locks, waits, clocks and spinning of the library come here (base/sync.h, base/condition.h,
+// base/os.h), and so do some atomics, by schedule_point(). In a build without FRUGAL_SCHEDULES
+// nothing of it is compiled. FRUGAL_ASSERTS, which is for tests alone, too, turns it on; a thread
+// of no schedule pays a look at a pointer there.
 #pragma once
 #include <cstdint>
 
@@ -24,7 +25,8 @@ class Scheduler {
   virtual void lock(const void* mutex) = 0;
   virtual bool try_lock(const void* mutex) = 0;
   virtual void unlock(const void* mutex) = 0;
-  // Gives the mutex up until the condition is told or now() is `until` (UINT64_MAX: never), or for no reason.
+  // Gives the mutex up until the condition is told or now() is `until` (UINT64_MAX: never), or for
+  // no reason.
   virtual void wait(const void* condition, const void* mutex, uint64_t until) = 0;
   virtual void notify(const void* condition, bool all) = 0;
   virtual uint64_t now() = 0;

@@ -84,7 +84,8 @@ String text(const char* format, ...) {
 
 String number_text(uint64_t value) {
   const auto number = static_cast<unsigned long long>(value);
-  return value >> 63 ? text("%lld (unsigned %llu)", static_cast<long long>(value), number) : text("%llu", number);
+  return value >> 63 ? text("%lld (unsigned %llu)", static_cast<long long>(value), number)
+                     : text("%llu", number);
 }
 
 String number_text(uint32_t value) {

@@ -14,7 +14,8 @@ namespace frugal {
 
 using Status = int32_t;
 
-// Records `status` and the message, which end_call makes this thread's last error; returns `status`.
+// Records `status` and the message, which end_call makes this thread's last error; returns
+// `status`.
 [[gnu::format(printf, 2, 3)]] Status fail(Status status, const char* format, ...);
 // The same with the errno behind it.
 [[gnu::format(printf, 3, 4)]] Status fail_errno(Status status, int code, const char* format, ...);
@@ -40,8 +41,8 @@ void last_error(frugal_error* out);
 // What the last fail() of this thread has recorded, before any end_call.
 const char* met_message();
 
-// What this thread has recorded is so again at the end: for clean-up after a failure, which may meet
-// others.
+// What this thread has recorded is so again at the end: for clean-up after a failure, which may
+// meet others.
 class KeepError {
  public:
   KeepError() noexcept : thread_(this_thread()) {

@@ -1,4 +1,5 @@
-// Locks that say what they guard (base/annotations.h), and that a test can schedule (base/scheduler.h).
+// Locks that say what they guard (base/annotations.h), and that a test can schedule
+// (base/scheduler.h).
 #pragma once
 #include <chrono>
 #include <mutex>

@@ -20,9 +20,10 @@ struct ToRead {
 
 Status none_left() { return os_no_descriptor(errno, "shared memory that other processes read"); }
 Status cannot_tell() {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-              "another process cannot be told of shared memory: free memory of the machine, or raise "
-              "the limits of open files (ulimit -n) or of sockets (net.core.wmem_max), and call again");
+  return fail(
+      FRUGAL_ERR_OUT_OF_MEMORY,
+      "another process cannot be told of shared memory: free memory of the machine, or raise "
+      "the limits of open files (ulimit -n) or of sockets (net.core.wmem_max), and call again");
 }
 
 }  // namespace
@@ -75,7 +76,8 @@ Status Teller::come(const Mapping& memory, uint64_t* place, bool can_do_without)
   *place = first;
   return FRUGAL_OK;
 } catch (const std::bad_alloc&) {
-  return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to list shared memory; free some and call again");
+  return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+              "no memory to list shared memory; free some and call again");
 }
 
 void Teller::go(uint64_t place) noexcept {

@@ -1,10 +1,10 @@
 // Memory that other processes read, and who is told of it.
 //
-// It is told in regions, each with a descriptor to map it by. A region has places, as many as bytes,
-// and no place is ever another region's. So who has not heard yet of what came or went may find a
-// place nowhere, but never in memory that is meant otherwise. Who reads has a socket of its own, on
-// which it is told of each region before anybody can know a place in it, and when it is gone
-// (process/regions.h). Thread-safe.
+// It is told in regions, each with a descriptor to map it by. A region has places, as many as
+// bytes, and no place is ever another region's. So who has not heard yet of what came or went may
+// find a place nowhere, but never in memory that is meant otherwise. Who reads has a socket of its
+// own, on which it is told of each region before anybody can know a place in it, and when it is
+// gone (process/regions.h). Thread-safe.
 #pragma once
 #include "base/heap.h"
 #include "base/os.h"

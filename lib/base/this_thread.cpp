@@ -68,7 +68,8 @@ const ThisThread* this_thread_if_any(bool* tried) noexcept {
 
 const char* no_thread() noexcept {
   if (key() == kNoKey)
-    return "no pthread key is left for what the library keeps of a thread: the process may have 1024, "
+    return "no pthread key is left for what the library keeps of a thread: the process may have "
+           "1024, "
            "of all its libraries; delete one, or load this library earlier, and call again";
   return "memory for what the library keeps of a thread is exhausted; free some and call again";
 }

@@ -20,8 +20,8 @@
 
 namespace frugal {
 
-// A thread as std::thread is one, but for its stack: the system's default follows the program's limit (ulimit -s), which
-// may be less than a call of the library takes.
+// A thread as std::thread is one, but for its stack: the system's default follows the program's
+// limit (ulimit -s), which may be less than a call of the library takes.
 class Thread {
  public:
   static constexpr size_t kLeastStack = size_t{1} << 20;

@@ -38,7 +38,11 @@ static_assert(std::size(kWaitedNames) <= 8, "TraceEvent::waited has 8 bits");
 // The bytes of the UTF-8 character at `p`, or 0 if there is none.
 size_t utf8_bytes(const unsigned char* p, size_t left) {
   const unsigned char c = p[0];
-  const size_t n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+  const size_t n = c < 0x80                ? 1
+                   : c >= 0xc2 && c < 0xe0 ? 2
+                   : c >= 0xe0 && c < 0xf0 ? 3
+                   : c >= 0xf0 && c < 0xf5 ? 4
+                                           : 0;
   if (n == 0 || n > left) return 0;
   for (size_t i = 1; i < n; ++i)
     if ((p[i] & 0xc0) != 0x80) return 0;
@@ -145,7 +149,8 @@ Trace::~Trace() = default;
 
 Status Trace::start(size_t events, uint64_t* id) {
   if (events < 1 || events > kMostEvents)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %zu: it must be 1..%zu", events, kMostEvents);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "events is %zu: it must be 1..%zu", events,
+                kMostEvents);
   Lock lock(mu_);
   if (kept_)
     return fail(FRUGAL_ERR_EXISTS, on() ? "a trace is being recorded already; stop it first"
@@ -217,7 +222,8 @@ void Trace::forget(uint64_t id) noexcept {
 
 Status Trace::stop(const char* path) {
   Lock lock(mu_);
-  if (!kept_) return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started: call frugal_trace_start first");
+  if (!kept_)
+    return fail(FRUGAL_ERR_NOT_FOUND, "no trace was started: call frugal_trace_start first");
   end();
   Map<uint32_t, String> names;
   if (path) {
@@ -253,8 +259,10 @@ Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const 
   const uint64_t next = ring.next.load(std::memory_order_relaxed);
   const uint64_t first = next > ring.size ? next - ring.size : 0;
   uint64_t written = 0;
-  out.print("{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"frugal %d\"}}",
-            pid, pid);
+  out.print(
+      "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":"
+      "\"frugal %d\"}}",
+      pid, pid);
   struct Thread {
     uint32_t worker = 0;
     Vector<uint32_t> ranks;
@@ -268,13 +276,13 @@ Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const 
     Thread& thread = threads[e.thread];
     thread.worker = e.worker;
     // Ranks that it has made calls for; work in the background is for any.
-    if (!e.worker && e.rank != kNoTraceRank && e.span != SpanKind::kResolve && e.span != SpanKind::kLink &&
-        e.span != SpanKind::kPlan && thread.ranks.size() < 8 &&
+    if (!e.worker && e.rank != kNoTraceRank && e.span != SpanKind::kResolve &&
+        e.span != SpanKind::kLink && e.span != SpanKind::kPlan && thread.ranks.size() < 8 &&
         std::find(thread.ranks.begin(), thread.ranks.end(), e.rank) == thread.ranks.end())
       thread.ranks.push_back(e.rank);
     const auto kind = static_cast<size_t>(e.span);
-    out.print(",\n{\"name\":\"%s\",\"cat\":\"frugal\",\"ph\":\"X\",\"pid\":%d,\"tid\":%u", kSpanNames[kind], pid,
-              e.thread);
+    out.print(",\n{\"name\":\"%s\",\"cat\":\"frugal\",\"ph\":\"X\",\"pid\":%d,\"tid\":%u",
+              kSpanNames[kind], pid, e.thread);
     put_time(out, "ts", e.begin);
     put_time(out, "dur", e.end - e.begin);
     out.put(",\"args\":{");
@@ -308,7 +316,9 @@ Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const 
     out.put("}}");
   }
   for (auto& [number, thread] : threads) {
-    out.print(",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%u,\"args\":{\"name\":\"", pid, number);
+    out.print(
+        ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%u,\"args\":{\"name\":\"",
+        pid, number);
     if (thread.worker) {
       out.print("flush %u", thread.worker - 1);
     } else if (thread.ranks.empty()) {
@@ -323,8 +333,10 @@ Status Trace::write(const Ring& ring, const Map<uint32_t, String>& names, const 
     }
     out.put("\"}}");
   }
-  out.print("\n],\n\"displayTimeUnit\":\"ns\",\"otherData\":{\"clock\":\"CLOCK_MONOTONIC\",\"dropped\":%llu}}\n",
-            static_cast<unsigned long long>(next - written));
+  out.print(
+      "\n],\n\"displayTimeUnit\":\"ns\",\"otherData\":{\"clock\":\"CLOCK_MONOTONIC\",\"dropped\":%"
+      "llu}}\n",
+      static_cast<unsigned long long>(next - written));
   FRUGAL_TRY(out.flush());
   return file.publish();
 }

@@ -45,7 +45,8 @@ void RowCache::sources(const uint32_t* slots, size_t n, device::Source* out) con
   static_assert(sizeof(device::Source) == sizeof(uint32_t));
   auto* line = reinterpret_cast<uint32_t*>(out);
   find(slots, n, line);
-  for (size_t i = 0; i < n; ++i) out[i] = line[i] == kNone ? device::Source{} : device::Source::line(line[i]);
+  for (size_t i = 0; i < n; ++i)
+    out[i] = line[i] == kNone ? device::Source{} : device::Source::line(line[i]);
 }
 
 void RowCache::index_insert(uint32_t slot, uint32_t line) {
@@ -82,7 +83,8 @@ void RowCache::begin_turn(uint64_t step) {
   pinned_.clear();
   const uint32_t passing = list_of(step);
   List& passed = lists_[passing];
-  passed.lines.erase(passed.lines.begin(), passed.lines.begin() + static_cast<ptrdiff_t>(passed.first));
+  passed.lines.erase(passed.lines.begin(),
+                     passed.lines.begin() + static_cast<ptrdiff_t>(passed.first));
   passed.first = 0;
   passed_ = std::move(passed.lines);
   if (unlisted_) {
@@ -169,7 +171,8 @@ void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate*
     const size_t n = part.distinct, before = hits_.size();
     const device::Source* from;
     if (part.rank == owner && part.step == step_before_ && part.sources) {
-      // Where its rows were: those that have gone since have left their lines, and those that have come are new.
+      // Where its rows were: those that have gone since have left their lines, and those that have
+      // come are new.
       from = part.sources.as<device::Source>();
     } else {
       hit_sources_.resize(n);
@@ -177,11 +180,13 @@ void RowCache::touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate*
       from = hit_sources_.data();
     }
     for (uint32_t i = 0; i < n; ++i) {
-      if (i + kAhead < n && from[i + kAhead].is_own()) __builtin_prefetch(&line_[from[i + kAhead].index()]);
+      if (i + kAhead < n && from[i + kAhead].is_own())
+        __builtin_prefetch(&line_[from[i + kAhead].index()]);
       if (!from[i].is_own()) continue;
       const uint32_t at = from[i].index();
       const Line& line = line_[at];
-      if (line.slot == slots[i] && !is_new(line)) hits_.push_back({slots[i], at, {r, i}, read_now(line)});
+      if (line.slot == slots[i] && !is_new(line))
+        hits_.push_back({slots[i], at, {r, i}, read_now(line)});
     }
     std::inplace_merge(hits_.begin(), hits_.begin() + static_cast<ptrdiff_t>(before), hits_.end(),
                        [](const Hit& a, const Hit& b) { return a.slot < b.slot; });

@@ -10,7 +10,8 @@
 // Admission and eviction look ahead: of the rows that a step reads, those come in whose next read
 // by the owner is near, and the row whose next read is farthest goes out (Belady's rule within the
 // window; of rows that nobody has declared, the one that has been so for longest). Index: open
-// addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 76 .. 92.
+// addressing, slot -> line, 2 to 4 places of 8 bytes a line. Bytes per line: values + state + 76
+// .. 92.
 //
 // A boundary is worked out before it is carried out: turn_over() changes the index, find() and
 // touched() tell what that means for the lookups and the update of the steps around it (a
@@ -29,8 +30,8 @@
 
 namespace frugal {
 
-// The lines that a step's update touches, those first that the next step reads. Line i has the rank sums
-// terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank order.
+// The lines that a step's update touches, those first that the next step reads. Line i has the rank
+// sums terms[start[i]] .. terms[start[i + 1] - 1], in ascending rank order.
 struct LineUpdate {
   struct Term {
     uint32_t rank, row;  // which of the update's hand-overs, and which row of it
@@ -97,28 +98,29 @@ class RowCache : public HeapObject {
   void sources(const uint32_t* slots, size_t n, device::Source* out) const;
 
   // The boundary of step `step`. `slots` are the distinct rows that the owner reads in it and
-  // owns, ascending; next[i] is the owner's next declared read after `step` (UINT64_MAX: none). Tells
-  // which rows come, to which lines, and which go. `next_of(slots, n, next)` asks again for rows that are
-  // candidates to go. `more`: further rows of the boundary that was turned over last. Memory is wanted
-  // before anything of it is changed.
+  // owns, ascending; next[i] is the owner's next declared read after `step` (UINT64_MAX: none).
+  // Tells which rows come, to which lines, and which go. `next_of(slots, n, next)` asks again for
+  // rows that are candidates to go. `more`: further rows of the boundary that was turned over last.
+  // Memory is wanted before anything of it is changed.
   template <class NextOf>
   void turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
                  NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
                  Vector<uint32_t>* evicted);
   // The lines of the slots of the last call of turn_over(), or kNone.
   const Vector<uint32_t>& turned() const { return found_; }
-  // What an update of the step before that boundary means for the lines: new ones have it already. Of
-  // the parts, one a rank, all rows are updated. The owner's own part tells its lines (Part::sources) where
-  // the boundary before this one was that of its step.
+  // What an update of the step before that boundary means for the lines: new ones have it already.
+  // Of the parts, one a rank, all rows are updated. The owner's own part tells its lines
+  // (Part::sources) where the boundary before this one was that of its step.
   void touched(const Vector<PartRef>& ranks, uint32_t owner, LineUpdate* out);
 
   void drop(uint32_t slot) noexcept;
-  // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if it were new.
+  // Takes up to `most` rows out, of lines from *line on; tells how many. 0: it is empty, and as if
+  // it were new.
   size_t drop_some(uint32_t* line, uint32_t* slots, size_t most) noexcept;
 
  private:
-  // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date: between
-  // turns it is in the list of its next_read, and perhaps still in others.
+  // Lines by next read: step mod 64, then "never". What a list says of a line may be out of date:
+  // between turns it is in the list of its next_read, and perhaps still in others.
   static constexpr uint32_t kNever = 64, kLists = 65;
   struct List {
     Vector<uint32_t> lines;
@@ -175,7 +177,8 @@ class RowCache : public HeapObject {
   uint32_t asked_list_ = kLists;
   size_t asked_end_ = 0;
   uint32_t turn_ = 0;
-  uint64_t step_ = kNoStep, step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
+  uint64_t step_ = kNoStep,
+           step_before_ = kNoStep;  // of the last two turns; kNoStep: one that was added to
   struct Hit {
     uint32_t slot, line;
     LineUpdate::Term term;
@@ -186,9 +189,9 @@ class RowCache : public HeapObject {
 };
 
 template <class NextOf>
-void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next, size_t n,
-                         NextOf next_of, Vector<uint32_t>* admitted, Vector<uint32_t>* lines,
-                         Vector<uint32_t>* evicted) {
+void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const uint64_t* next,
+                         size_t n, NextOf next_of, Vector<uint32_t>* admitted,
+                         Vector<uint32_t>* lines, Vector<uint32_t>* evicted) {
   const size_t most = std::min<size_t>(n, lines_);
   found_.reserve(n);
   for (Vector<uint32_t>* v : {admitted, lines, evicted}) v->reserve(v->size() + most);
@@ -201,10 +204,11 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
   const size_t pinned_before = pinned_.size();
   found_.resize(n);
   find(slots, n, found_.data());
-  // Lines that are read in this step are pinned: none of them goes. (The host row of a line may have
-  // updates pending that count on the line being here.)
+  // Lines that are read in this step are pinned: none of them goes. (The host row of a line may
+  // have updates pending that count on the line being here.)
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && found_[i + kAhead] != kNone) __builtin_prefetch(&line_[found_[i + kAhead]], 1);
+    if (i + kAhead < n && found_[i + kAhead] != kNone)
+      __builtin_prefetch(&line_[found_[i + kAhead]], 1);
     if (found_[i] == kNone) continue;
     Line& line = line_[found_[i]];
     if (read_now(line)) continue;
@@ -212,7 +216,8 @@ void RowCache::turn_over(bool more, uint64_t step, const uint32_t* slots, const 
     pinned_.push_back({found_[i], next[i]});
   }
   for (size_t i = 0; i < n && pinned_.size() < lines_; ++i) {
-    if (i + kAhead < n && found_[i + kAhead] == kNone) __builtin_prefetch(&index_[place(slots[i + kAhead])], 1);
+    if (i + kAhead < n && found_[i + kAhead] == kNone)
+      __builtin_prefetch(&index_[place(slots[i + kAhead])], 1);
     if (found_[i] != kNone) continue;
     const uint32_t line = take_line(step, next[i], next_of, evicted);
     if (line == kNone) continue;
@@ -269,7 +274,8 @@ uint32_t RowCache::take_line(uint64_t step, uint64_t next_read, NextOf next_of,
   }
 }
 
-// Asks for the next reads of the lines at the front of a list. Those that have another one go to its list.
+// Asks for the next reads of the lines at the front of a list. Those that have another one go to
+// its list.
 template <class NextOf>
 void RowCache::ask(uint32_t at, NextOf next_of) {
   constexpr size_t kAsked = 64;
@@ -284,7 +290,8 @@ void RowCache::ask(uint32_t at, NextOf next_of) {
     line[n] = list.lines[i];
     slots[n++] = line_[list.lines[i]].slot;
   }
-  for (size_t i = 0; i < n; ++i) __builtin_prefetch(&index_[place(slots[i])], 1);  // most of them go
+  for (size_t i = 0; i < n; ++i)
+    __builtin_prefetch(&index_[place(slots[i])], 1);  // most of them go
   next_of(slots, n, next);
   for (size_t i = 0; i < n; ++i)
     if (next[i] != line_[line[i]].next_read) list_line(line[i], next[i]);

@@ -24,7 +24,8 @@ Status guarded(F&& body) noexcept {
     return end_call(body());
   } catch (const std::bad_alloc&) {
     return end_call(
-        fail(FRUGAL_ERR_OUT_OF_MEMORY, "memory for the engine's own objects is exhausted; free some and call again"));
+        fail(FRUGAL_ERR_OUT_OF_MEMORY,
+             "memory for the engine's own objects is exhausted; free some and call again"));
   } catch (const std::exception& e) {
     return end_call(fail(FRUGAL_ERR_INTERNAL, "unexpected: %s; please report this", e.what()));
   } catch (...) {
@@ -32,9 +33,9 @@ Status guarded(F&& body) noexcept {
   }
 }
 
-// What is computed in a call or by a thread of the library (base/thread.h) does not depend on the caller's rounding. And
-// a thread is not cancelled in the middle of a call, which would leave locks and steps behind: at the next point of
-// cancellation after it.
+// What is computed in a call or by a thread of the library (base/thread.h) does not depend on the
+// caller's rounding. And a thread is not cancelled in the middle of a call, which would leave locks
+// and steps behind: at the next point of cancellation after it.
 template <class F>
 Status guard(F&& body) {
   const FpEnvironment fp;
@@ -55,11 +56,14 @@ uint32_t generation_of(const T& t) {
 template <class T, class F>
 Status having(const void* handle, F&& body) {
   const std::shared_ptr<T> object = object_of<T>(handle);
-  if (!object && !handle) return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is NULL: give an open one", T::kNoun);
+  if (!object && !handle)
+    return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle is NULL: give an open one", T::kNoun);
   if (!object)
-    return fail(FRUGAL_ERR_BAD_HANDLE, "the %s handle %p is closed, or never was one: give an open one", T::kNoun, handle);
+    return fail(FRUGAL_ERR_BAD_HANDLE,
+                "the %s handle %p is closed, or never was one: give an open one", T::kNoun, handle);
   if (generation_of(*object) != process_generation())
-    return fail(FRUGAL_ERR_FORKED, "the engine belongs to the process that opened it; open one after fork()");
+    return fail(FRUGAL_ERR_FORKED,
+                "the engine belongs to the process that opened it; open one after fork()");
   return body(object);
 }
 
@@ -68,12 +72,15 @@ Status with(const void* handle, F&& body) {
   return guard([&] { return having<T>(handle, body); });
 }
 
-Status in_table(Status status, const char* name) { return name ? fail_in(status, "table '%s'", name) : status; }
+Status in_table(Status status, const char* name) {
+  return name ? fail_in(status, "table '%s'", name) : status;
+}
 
 // Of calls on a table the messages begin with its name.
 template <class F>
 Status with_table(const void* handle, F&& body) {
-  return with<AnyTable>(handle, [&](const AnyTableRef& t) -> Status { return in_table(body(t), t->name.c_str()); });
+  return with<AnyTable>(
+      handle, [&](const AnyTableRef& t) -> Status { return in_table(body(t), t->name.c_str()); });
 }
 
 // Memory of calls outside steps, which is the host's.
@@ -102,7 +109,8 @@ Status open_session(const frugal_config& config, SessionRef* out) {
 Status end_trainer(frugal_trainer* trainer, bool abandoned) {
   return guard([&]() -> Status {
     if (!trainer) return FRUGAL_OK;
-    return having<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) { return t->session->close_trainer(t, abandoned); });
+    return having<AnyTrainer>(
+        trainer, [&](const AnyTrainerRef& t) { return t->session->close_trainer(t, abandoned); });
   });
 }
 
@@ -112,7 +120,8 @@ Status null(const char* what) {
 
 Status check_timeout(int64_t ms) {
   if (ms >= FRUGAL_TIMEOUT_INFINITE) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "timeout_ms %lld: give milliseconds (0 or more) or FRUGAL_TIMEOUT_*",
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+              "timeout_ms %lld: give milliseconds (0 or more) or FRUGAL_TIMEOUT_*",
               static_cast<long long>(ms));
 }
 
@@ -125,7 +134,8 @@ Status check_count(size_t n, const char* what) {
 Status check_ops(const frugal_op* ops, size_t n) {
   if (!ops && n) return null("ops");
   if (n <= kMostOps) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu ops in one call: at most 2^20; make several calls", n);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu ops in one call: at most 2^20; make several calls",
+              n);
 }
 
 }  // namespace
@@ -197,9 +207,11 @@ int32_t frugal_close(frugal_engine* engine) {
     if (!engine) return FRUGAL_OK;
     return having<Session>(engine, [&](const SessionRef& e) -> Status {
       if (!handle_remove(Session::kHandle, reinterpret_cast<uint64_t>(engine)))
-        return fail(FRUGAL_ERR_BAD_HANDLE, "the engine is being closed by another thread: leave that to it");
+        return fail(FRUGAL_ERR_BAD_HANDLE,
+                    "the engine is being closed by another thread: leave that to it");
       e->close_ranks();
-      // Before, so that attached processes are told; and again, for who begins to serve it meanwhile.
+      // Before, so that attached processes are told; and again, for who begins to serve it
+      // meanwhile.
       stop_serving(*e);
       e->shutdown();
       stop_serving(*e);
@@ -253,7 +265,9 @@ int32_t frugal_table_create(frugal_engine* engine, const frugal_table_config* co
 int32_t frugal_table_drop(frugal_table* table) {
   return guard([&]() -> Status {
     if (!table) return FRUGAL_OK;
-    return having<AnyTable>(table, [&](const AnyTableRef& t) { return in_table(t->session->drop_table(t), t->name.c_str()); });
+    return having<AnyTable>(table, [&](const AnyTableRef& t) {
+      return in_table(t->session->drop_table(t), t->name.c_str());
+    });
   });
 }
 
@@ -282,8 +296,10 @@ int32_t frugal_table_next(const frugal_engine* engine, uint64_t* cursor, char* n
     const size_t size = name.empty() ? 0 : name.size() + 1;  // no table is without a name
     *size_out = size;
     if (capacity < size)
-      return fail(FRUGAL_ERR_OVERFLOW, "table '%s': its name takes %zu bytes, and capacity is %zu: give 256, enough for any",
-                  name.c_str(), size, capacity);
+      return fail(
+          FRUGAL_ERR_OVERFLOW,
+          "table '%s': its name takes %zu bytes, and capacity is %zu: give 256, enough for any",
+          name.c_str(), size, capacity);
     if (size) std::memcpy(name_out, name.c_str(), size);
     *cursor = next;
     return FRUGAL_OK;
@@ -349,7 +365,8 @@ int32_t frugal_memory_needed(const frugal_config* engine_config,
     m.values = slabs(l.value_pitch);
     m.state = slabs(l.state_pitch);
     if (table_config->key_space == FRUGAL_HASHED)
-      m.index = slabs(8) + slabs(1) + slabs(Holders::kPlaceBytes) + KeyIndex::peak_bytes(table_config->rows);
+      m.index = slabs(8) + slabs(1) + slabs(Holders::kPlaceBytes) +
+                KeyIndex::peak_bytes(table_config->rows);
     else if (table_config->flags & FRUGAL_TABLE_LAZY)
       m.index = slabs(1);
     bool deferred = (c.flush_mode != FRUGAL_FLUSH_AT_ONCE &&
@@ -370,7 +387,8 @@ int32_t frugal_get(const frugal_table* table, const uint64_t* keys, size_t count
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows_out && count) return null("rows_out");
     if (flags & ~FRUGAL_WITH_STATE)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE", flags);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE",
+                  flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows_out, "rows_out"}, {found_out, "found_out"}}));
     return t->session->get(*t, keys, count, flags, rows_out, row_stride, found_out);
   });
@@ -383,7 +401,8 @@ int32_t frugal_put(frugal_table* table, const uint64_t* keys, size_t count, uint
     FRUGAL_TRY(check_count(count, "keys"));
     if (!rows && count) return null("rows");
     if (flags & ~FRUGAL_WITH_STATE)
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE", flags);
+      return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x: give 0 or FRUGAL_WITH_STATE",
+                  flags);
     FRUGAL_TRY(on_host({{keys, "keys"}, {rows, "rows"}}));
     return t->session->put(*t, keys, count, flags, rows, row_stride);
   });
@@ -427,7 +446,8 @@ int32_t frugal_prefetch(frugal_trainer* trainer, uint64_t step, const frugal_op*
   return with<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
     FRUGAL_TRY(check_ops(ops, op_count));
     uint64_t handle = 0;
-    FRUGAL_TRY(told(*t, t->session->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
+    FRUGAL_TRY(
+        told(*t, t->session->prefetch(*t, step, ops, op_count, batch_out != nullptr, &handle)));
     if (batch_out) *batch_out = reinterpret_cast<frugal_batch*>(handle);
     return FRUGAL_OK;
   });
@@ -438,7 +458,8 @@ int32_t frugal_prefetch_cancel(frugal_trainer* trainer, frugal_batch* batch) {
     const AnyBatchRef b = object_of<AnyBatch>(batch);
     if (!b)
       return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is %s",
-                  batch ? "closed: its step has ended, or it was cancelled" : "NULL: give one of frugal_prefetch");
+                  batch ? "closed: its step has ended, or it was cancelled"
+                        : "NULL: give one of frugal_prefetch");
     return t->session->cancel(*t, b);
   });
 }
@@ -490,8 +511,10 @@ int32_t frugal_read(const frugal_engine* engine, frugal_trainer* trainer, const 
     FRUGAL_TRY(check_ops(ops, op_count));
     if (!trainer) return e->read(nullptr, ops, op_count, e->deadline(timeout_ms));
     return having<AnyTrainer>(trainer, [&](const AnyTrainerRef& t) -> Status {
-      if (t->session == e) return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
-      return fail(FRUGAL_ERR_BAD_HANDLE, "the trainer belongs to another engine: read with the one that it has joined");
+      if (t->session == e)
+        return told(*t, e->read(t.get(), ops, op_count, e->deadline(timeout_ms)));
+      return fail(FRUGAL_ERR_BAD_HANDLE,
+                  "the trainer belongs to another engine: read with the one that it has joined");
     });
   });
 }
@@ -513,7 +536,8 @@ int32_t frugal_metrics(const frugal_engine* engine, char* text_out, size_t capac
     FRUGAL_TRY(e->metrics(&text));
     *size_out = text.size() + 1;
     if (capacity < *size_out)
-      return fail(FRUGAL_ERR_OVERFLOW, "the text takes %zu bytes, and capacity is %zu: give some more than it takes",
+      return fail(FRUGAL_ERR_OVERFLOW,
+                  "the text takes %zu bytes, and capacity is %zu: give some more than it takes",
                   *size_out, capacity);
     std::memcpy(text_out, text.c_str(), *size_out);
     return FRUGAL_OK;

@@ -10,8 +10,8 @@ namespace {
 
 std::mutex g_mutex;
 
-// Null while it starts. Never destroyed: engines may be closed while the program exits. Nor is memory wanted for
-// it, which closing an engine has to do without.
+// Null while it starts. Never destroyed: engines may be closed while the program exits. Nor is
+// memory wanted for it, which closing an engine has to do without.
 using Servers = Map<const Session*, std::unique_ptr<Server>>;
 Servers& servers() {
   alignas(Servers) static char memory[sizeof(Servers)];
@@ -24,7 +24,9 @@ Servers& servers() {
 Status serve(const std::shared_ptr<Engine>& engine, const char* address) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
-    if (!servers().try_emplace(engine.get()).second) return fail(FRUGAL_ERR_EXISTS, "the engine is served already: close it to serve another address");
+    if (!servers().try_emplace(engine.get()).second)
+      return fail(FRUGAL_ERR_EXISTS,
+                  "the engine is served already: close it to serve another address");
   }
   struct Place {
     const Engine* engine;

@@ -46,7 +46,8 @@ struct RowsAt {
   FRUGAL_HD E* state_row(size_t slot) const { return behind(state, slot * state_pitch); }
   FRUGAL_HD E* second_column(E* state_row) const { return behind(state_row, state_second); }
 };
-// For who reads, and for who may write: of a table's rows that is RowWrite alone (storage/row_write.h).
+// For who reads, and for who may write: of a table's rows that is RowWrite alone
+// (storage/row_write.h).
 using RowsView = RowsAt<const Element>;
 struct RowsRef : RowsAt<Element> {
   operator RowsView() const { return {values, value_pitch, state, state_pitch, state_second, dim}; }
@@ -61,9 +62,10 @@ struct GradSource {
   const float* divisor;  // per gradient row: divides the gradient (mean pooling); or NULL
 };
 
-// What the update kernels tell of each row before and behind its write, for who finds the memory after this process was
-// killed between any two instructions (engine/ledger.h). In the order of the program: the row as it was is copied,
-// `slot` tells whose copy that is, the row is written, and then it is told to be.
+// What the update kernels tell of each row before and behind its write, for who finds the memory
+// after this process was killed between any two instructions (engine/ledger.h). In the order of the
+// program: the row as it was is copied, `slot` tells whose copy that is, the row is written, and
+// then it is told to be.
 struct Undo {
   float* values;       // of one row, as in the table
   float* state;        // the same, state_pitch bytes; or NULL
@@ -71,8 +73,8 @@ struct Undo {
   uint64_t* progress;  // becomes a written row's slot + 1; or NULL, and then ...
   uint8_t* marks;      // ... marks[rows[i]] becomes 1 for entry i of the call; or NULL, too
   const uint32_t* rows;
-  // For tests: tells in place of these, when entry i has been copied, and when it is written. Then progress and marks
-  // are NULL. Else NULL.
+  // For tests: tells in place of these, when entry i has been copied, and when it is written. Then
+  // progress and marks are NULL. Else NULL.
   void (*instead)(const Undo& undo, const RowsRef& of, uint32_t slot, size_t i, bool written);
   void* context;  // of that
 };

@@ -13,8 +13,8 @@
 namespace frugal::device {
 namespace {
 
-// cuPointerGetAttribute of the driver, which is asked only if the program has loaded it: before that no
-// pointer is one of its own. (Not by its header, which builds without CUDA do not have.)
+// cuPointerGetAttribute of the driver, which is asked only if the program has loaded it: before
+// that no pointer is one of its own. (Not by its header, which builds without CUDA do not have.)
 using PointerGetAttribute = int (*)(void* data, int attribute, unsigned long long pointer);
 constexpr int kMemoryType = 2, kIsManaged = 8;  // CU_POINTER_ATTRIBUTE_...
 constexpr uint32_t kTypeDevice = 2;             // CU_MEMORYTYPE_DEVICE
@@ -22,8 +22,9 @@ constexpr uint32_t kTypeDevice = 2;             // CU_MEMORYTYPE_DEVICE
 std::atomic<PointerGetAttribute> g_attribute{nullptr};
 std::atomic<uint64_t> g_loads{0};  // libraries that the process had ever loaded at the last look
 
-// dl_iterate_phdr takes a lock of the loader's, which glibc does not give back in a child whose fork came in the
-// middle: the child's next dlopen, or look, would wait for ever. So no fork comes in the middle.
+// dl_iterate_phdr takes a lock of the loader's, which glibc does not give back in a child whose
+// fork came in the middle: the child's next dlopen, or look, would wait for ever. So no fork comes
+// in the middle.
 std::mutex& asking() {
   static std::mutex& mutex = []() -> std::mutex& {
     static constinit std::mutex made;
@@ -33,7 +34,8 @@ std::mutex& asking() {
   return mutex;
 }
 
-// To ask for one that is not there takes 50 us; to ask whether anything has come since, a tenth of one.
+// To ask for one that is not there takes 50 us; to ask whether anything has come since, a tenth of
+// one.
 uint64_t loads() {
   uint64_t adds = 0;
   std::lock_guard<std::mutex> lock(asking());

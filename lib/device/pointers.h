@@ -1,9 +1,8 @@
 // Pointers of callers that are memory of a GPU, where host memory is meant.
 //
-// What: a host access of such memory is a crash, so whoever takes pointers asks first. Answers without a
-// device of ours: the program may use GPUs while the engine does not.
-// Invariants: initializes no driver and no context; without a GPU in use it costs a load.
-// Threads: any.
+// What: a host access of such memory is a crash, so whoever takes pointers asks first. Answers
+// without a device of ours: the program may use GPUs while the engine does not. Invariants:
+// initializes no driver and no context; without a GPU in use it costs a load. Threads: any.
 // Callers: calls of trainers on the cpu device, and operations outside steps.
 #ifndef FRUGAL_DEVICE_POINTERS_H_
 #define FRUGAL_DEVICE_POINTERS_H_

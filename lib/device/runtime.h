@@ -3,11 +3,11 @@
 // What: everything that the engine asks of a GPU. Two implementations: cuda/ on the CUDA run-time
 // library, and sim/ on the host, where streams are threads and kernels run in fibers, for tests on
 // machines without a GPU. Kernels are named by their number in ops/kernels.h.
-// Invariants: no call changes the calling thread's current device or its last CUDA error. Errors are
-// results, never exceptions. Work of a stream runs in order; work of different streams in any order
-// that events do not forbid. All sizes and offsets are 64-bit.
-// Threads: any, several at once; one stream is fed by one thread at a time.
-// Callers: the engine's part for GPUs, slabs and buffer pools that pin memory.
+// Invariants: no call changes the calling thread's current device or its last CUDA error. Errors
+// are results, never exceptions. Work of a stream runs in order; work of different streams in any
+// order that events do not forbid. All sizes and offsets are 64-bit. Threads: any, several at once;
+// one stream is fed by one thread at a time. Callers: the engine's part for GPUs, slabs and buffer
+// pools that pin memory.
 #ifndef FRUGAL_DEVICE_RUNTIME_H_
 #define FRUGAL_DEVICE_RUNTIME_H_
 
@@ -91,8 +91,8 @@ class Runtime {
 
   virtual Result alloc(size_t bytes, Ptr<char>* out) = 0;  // aligned to 256 bytes
   virtual void free(Ptr<char> p) = 0;
-  // Pins and maps host memory, for every device of the process; page-aligned, not yet pinned. Where the
-  // process itself cannot write, `read_only`: then kernels do not either.
+  // Pins and maps host memory, for every device of the process; page-aligned, not yet pinned. Where
+  // the process itself cannot write, `read_only`: then kernels do not either.
   virtual Result pin(void* p, size_t bytes, bool read_only) = 0;
   Result pin(void* p, size_t bytes) { return pin(p, bytes, false); }
   virtual void unpin(void* p) = 0;

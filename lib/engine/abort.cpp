@@ -59,7 +59,8 @@ void Aborter::undo_rows(Vector<CreatedRows>& created) {
   created.clear();
 }
 
-// Unless there is nothing to be undone, nobody begins or commits any more, and all ranks are marked.
+// Unless there is nothing to be undone, nobody begins or commits any more, and all ranks are
+// marked.
 Status Aborter::begin(Trainer& by, Why why, Map<uint64_t, StepRecord>* records, bool* begun) {
   const bool leaving = why == Why::kLeaving || why == Why::kLost;
   std::unique_lock<std::mutex> lock(mu_);

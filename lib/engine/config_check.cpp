@@ -17,16 +17,18 @@ Status refused(const char* option, double value, const char* bounds) {
   return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %.10g: it must be %s", option, value, bounds);
 }
 Status refused(const char* option, uint64_t value, const char* bounds) {
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %s: it must be %s", option, number_text(value).c_str(), bounds);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %s: it must be %s", option,
+              number_text(value).c_str(), bounds);
 }
 Status one_of(const char* option, int32_t value, int32_t last, const char* which) {
   if (value >= 0 && value <= last) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %d, which is unknown: it must be %s", option, value, which);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%s is %d, which is unknown: it must be %s", option,
+              value, which);
 }
 Status known_flags(const char* option, uint32_t flags, uint32_t known) {
   if (!(flags & ~known)) return FRUGAL_OK;
-  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in %s: this library knows 0x%x", flags & ~known, option,
-              known);
+  return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in %s: this library knows 0x%x",
+              flags & ~known, option, known);
 }
 
 // The hyper-parameters, in the order in which they are checked.
@@ -49,7 +51,8 @@ constexpr struct HyperParameter {
     {"ftrl_lambda1", &frugal_optimizer::ftrl_lambda1, kMore, arith::kFtrlLambda1, false},
     {"ftrl_lambda2", &frugal_optimizer::ftrl_lambda2, kMore, arith::kFtrlLambda2, false},
     {"ftrl_beta", &frugal_optimizer::ftrl_beta, kMore, arith::kFtrlBeta, false},
-    {"initial_accumulator", &frugal_optimizer::initial_accumulator, kMore, arith::kInitialAccumulator, true},
+    {"initial_accumulator", &frugal_optimizer::initial_accumulator, kMore,
+     arith::kInitialAccumulator, true},
     {"weight_decay_l2", &frugal_optimizer::weight_decay_l2, kMore, 0, true},
     {"weight_decay", &frugal_optimizer::weight_decay, kMore, 0, true},
     {"clip_value", &frugal_optimizer::clip_value, kMore, 0, true},
@@ -65,39 +68,49 @@ Status check_config(const frugal_config& c) {
   if (c.flags && !c.service)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "FRUGAL_OBSERVE has a meaning with a service only, and service is NULL: give one");
-  if (c.world_size < 1 || c.world_size > 4096) return refused("world_size", uint64_t{c.world_size}, "1..4096");
-  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD) return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
+  if (c.world_size < 1 || c.world_size > 4096)
+    return refused("world_size", uint64_t{c.world_size}, "1..4096");
+  if (c.lookahead > FRUGAL_MAX_LOOKAHEAD)
+    return refused("lookahead", uint64_t{c.lookahead}, "0..40 (FRUGAL_MAX_LOOKAHEAD)");
   if (c.flush_threads > 256) return refused("flush_threads", uint64_t{c.flush_threads}, "0..256");
   FRUGAL_TRY(one_of("flush_mode", c.flush_mode, FRUGAL_FLUSH_TREE_HEAP, "one of FRUGAL_FLUSH_*"));
   FRUGAL_TRY(one_of("backing", c.backing, FRUGAL_BACKING_SHM, "one of FRUGAL_BACKING_*"));
   if (c.timeout_ms < 0 && c.timeout_ms != FRUGAL_TIMEOUT_INFINITE)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "timeout_ms is %lld: it must be 0 or more, or FRUGAL_TIMEOUT_INFINITE",
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "timeout_ms is %lld: it must be 0 or more, or FRUGAL_TIMEOUT_INFINITE",
                 static_cast<long long>(c.timeout_ms));
   return FRUGAL_OK;
 }
 
 Status check_optimizer(const frugal_optimizer& o) {
   FRUGAL_TRY(check_size(&o, "frugal_optimizer"));
-  FRUGAL_TRY(one_of("optimizer.kind", o.kind, arith::kLastOptimizer, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
+  FRUGAL_TRY(
+      one_of("optimizer.kind", o.kind, arith::kLastOptimizer, "one of FRUGAL_SGD .. FRUGAL_FTRL"));
   const arith::Optimizer is = arith::optimizer_of(o.kind);
   FRUGAL_TRY(known_flags("optimizer.flags", o.flags,
-                         FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS | FRUGAL_OPT_NO_BIAS_CORRECTION |
-                             FRUGAL_OPT_NEW_STATE));
+                         FRUGAL_OPT_NESTEROV | FRUGAL_OPT_MEAN_RANKS |
+                             FRUGAL_OPT_NO_BIAS_CORRECTION | FRUGAL_OPT_NEW_STATE));
   for (const HyperParameter& h : kHyperParameters) {
-    // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps from leading away
-    // from where gradients point.
+    // Of those that a kind looks at the bounds that keep its rows from being NaNs, and its steps
+    // from leading away from where gradients point.
     const float value = o.*h.at;
-    const char* bounds = h.bound == kMore ? "0 or more" : h.bound == kUnit ? "0..1" : "0 or more and less than 1";
+    const char* bounds = h.bound == kMore   ? "0 or more"
+                         : h.bound == kUnit ? "0..1"
+                                            : "0 or more and less than 1";
     if (!std::isfinite(value)) bounds = "finite";
-    else if (h.bound == kAny || !(h.bounded_for_all || (is.hypers & h.of)) || (value >= 0 && value <= h.bound)) continue;
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", h.name, double{value}, bounds);
+    else if (h.bound == kAny || !(h.bounded_for_all || (is.hypers & h.of)) ||
+             (value >= 0 && value <= h.bound))
+      continue;
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "optimizer.%s is %.10g: it must be %s", h.name,
+                double{value}, bounds);
   }
   const bool state_of_0 = !(is.hypers & arith::kInitialAccumulator) || !(o.initial_accumulator > 0);
   if ((is.hypers & arith::kEps) && o.eps == 0 && state_of_0)
     return refused("optimizer.eps", 0.0,
                    text("above 0 for %s: a gradient of 0 makes NaNs where a row's state is 0",
                         is.name).c_str());
-  if (is.divides_by_lr && o.lr == 0) return refused("optimizer.lr", 0.0, text("above 0 for %s", is.name).c_str());
+  if (is.divides_by_lr && o.lr == 0)
+    return refused("optimizer.lr", 0.0, text("above 0 for %s", is.name).c_str());
   return FRUGAL_OK;
 }
 
@@ -110,7 +123,8 @@ Status check_name(const char* name, Status status) {
 
 Status check_name(const frugal_table_config& c) {
   FRUGAL_TRY(check_size(&c, "frugal_table_config"));
-  if (!c.name) return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is NULL: a table's name must have 1..255 bytes");
+  if (!c.name)
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "name is NULL: a table's name must have 1..255 bytes");
   return check_name(c.name, FRUGAL_ERR_INVALID_ARGUMENT);
 }
 
@@ -123,14 +137,17 @@ Status check_table(const frugal_table_config& c) {
   if (!std::isfinite(c.init_a)) return refused("init_a", c.init_a, "finite");
   if (!std::isfinite(c.init_b)) return refused("init_b", c.init_b, "finite");
   if (c.init == FRUGAL_INIT_UNIFORM && c.init_a > c.init_b)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "init_a is %.9g and init_b %.9g: of FRUGAL_INIT_UNIFORM init_a is "
-                "the lower bound, and must be at most init_b", double{c.init_a}, double{c.init_b});
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "init_a is %.9g and init_b %.9g: of FRUGAL_INIT_UNIFORM init_a is "
+                "the lower bound, and must be at most init_b",
+                double{c.init_a}, double{c.init_b});
   if (c.init == FRUGAL_INIT_XAVIER && c.init_a < 0)
     return refused("init_a", c.init_a, "0 or more for FRUGAL_INIT_XAVIER, whose gain it is");
   if (c.init > FRUGAL_INIT_UNIFORM && c.init_b < 0)
     return refused("init_b", double{c.init_b},
-                   c.init == FRUGAL_INIT_XAVIER ? "0 (rows) or more for FRUGAL_INIT_XAVIER, whose fan_in it is"
-                                                : "0 or more: it is a standard deviation");
+                   c.init == FRUGAL_INIT_XAVIER
+                       ? "0 (rows) or more for FRUGAL_INIT_XAVIER, whose fan_in it is"
+                       : "0 or more: it is a standard deviation");
   const double most = arith::initial_bound(
       arith::init_spec(c.init, c.init_a, c.init_b, c.rows, c.dim, 0, FRUGAL_SGD, 0));
   if (!(most <= FLT_MAX))
@@ -150,14 +167,15 @@ Status check_trainer(const frugal_trainer_config& c, uint32_t world_size) {
   FRUGAL_TRY(check_size(&c, "frugal_trainer_config"));
   FRUGAL_TRY(known_flags("frugal_trainer_config.flags", c.flags, FRUGAL_TRAINER_REPLACE));
   if (c.rank >= world_size)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %s: the ranks are 0..%u (world_size %u)", number_text(c.rank).c_str(),
-                world_size - 1, world_size);
-  if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1)) return refused("cache_ratio", c.cache_ratio, "0..1");
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "rank %s: the ranks are 0..%u (world_size %u)",
+                number_text(c.rank).c_str(), world_size - 1, world_size);
+  if (!(c.cache_ratio >= 0 && c.cache_ratio <= 1))
+    return refused("cache_ratio", c.cache_ratio, "0..1");
   if (c.device && std::strcmp(c.device, "cpu") != 0 &&
       ((std::strncmp(c.device, "cuda:", 5) != 0 && std::strncmp(c.device, "sim:", 4) != 0) ||
        strnlen(c.device, kMostDevice + 1) > kMostDevice))
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"",
-                c.device);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "device '%.64s' is unknown: give \"cpu\" or \"cuda:N\"", c.device);
   return FRUGAL_OK;
 }
 
@@ -177,15 +195,17 @@ bool same_table(const frugal_table_config& a, const frugal_table_config& b) {
   static_assert(kBytes == sizeof(size_t) + 19 * sizeof(float));
   auto same = [](float x, float y) { return std::memcmp(&x, &y, sizeof x) == 0; };
   const frugal_optimizer oa = of_its_kind(a.optimizer), ob = of_its_kind(b.optimizer);
-  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim && a.init == b.init &&
-         same(a.init_a, b.init_a) && (a.init == FRUGAL_INIT_CONSTANT || same(a.init_b, b.init_b)) &&
+  return a.key_space == b.key_space && a.dtype == b.dtype && a.rows == b.rows && a.dim == b.dim &&
+         a.init == b.init && same(a.init_a, b.init_a) &&
+         (a.init == FRUGAL_INIT_CONSTANT || same(a.init_b, b.init_b)) &&
          a.nan_policy == b.nan_policy && a.flags == b.flags && std::memcmp(&oa, &ob, kBytes) == 0;
 }
 
 Status meant_table(const Table& there, const frugal_table_config& config) {
   if (same_table(there.config, config)) return FRUGAL_OK;
   return fail(FRUGAL_ERR_EXISTS,
-              "a table of this name exists already, with another configuration: ask for the same, or choose another name");
+              "a table of this name exists already, with another configuration: ask for the same, "
+              "or choose another name");
 }
 
 Status table_exists() {

@@ -20,8 +20,8 @@ void bags_of_keys(const frugal_op& op, uint32_t* out) {
     std::fill(out + op.offsets[b], out + op.offsets[b + 1], static_cast<uint32_t>(b));
 }
 
-// Has every bag exactly one key? Then a bag is its key's row, or its gradient the key's: what is divided
-// by 1 or summed alone stays as it is, and padding is zeros and no occurrence anyway.
+// Has every bag exactly one key? Then a bag is its key's row, or its gradient the key's: what is
+// divided by 1 or summed alone stays as it is, and padding is zeros and no occurrence anyway.
 bool bags_are_keys(const frugal_op& op, size_t keys) {
   if (op.bags != keys || op.weights) return false;
   for (size_t b = 0; b < keys; ++b)
@@ -134,7 +134,8 @@ void reduce_chunk(void* context, size_t i) {
 void expand(const device::GradSource& s, size_t n, uint32_t dim, float* out) {
   for (size_t i = 0; i < n; ++i) {
     size_t row = s.bag ? s.bag[i] : i;
-    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(s.grads) + row * s.stride);
+    const float* g =
+        reinterpret_cast<const float*>(reinterpret_cast<const char*>(s.grads) + row * s.stride);
     float* to = out + i * dim;
     for (uint32_t d = 0; d < dim; ++d) {
       float x = g[d];
@@ -179,8 +180,8 @@ Status PushSource::of(const frugal_op& op, const Part& part, uint32_t dim, Buffe
   return FRUGAL_OK;
 }
 
-Status DataPath::gather(const device::RowsView& rows, const float* const* pointers, const uint32_t* slots,
-                        size_t n, const frugal_op& op) {
+Status DataPath::gather(const device::RowsView& rows, const float* const* pointers,
+                        const uint32_t* slots, size_t n, const frugal_op& op) {
   GatherContext c{};
   c.rows = &rows;
   c.slots = slots;
@@ -212,9 +213,11 @@ Status DataPath::find_nan(const device::GradSource& source, size_t n, uint32_t d
   } c{source, n, std::max<size_t>(64, size_t{kParallelBytes} / (dim * sizeof(float))), dim};
   FRUGAL_TRY(parallel((n + c.chunk - 1) / c.chunk, [](void* context, size_t i) {
     auto& at = *static_cast<Context*>(context);
-    const char* from = reinterpret_cast<const char*>(at.source.grads) + i * at.chunk * at.source.stride;
+    const char* from =
+        reinterpret_cast<const char*>(at.source.grads) + i * at.chunk * at.source.stride;
     size_t rows = std::min(at.chunk, at.n - i * at.chunk);
-    if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows, at.dim, at.source.stride))
+    if (device::kernels().has_nan(reinterpret_cast<const float*>(from), rows, at.dim,
+                                  at.source.stride))
       at.nan.store(true, std::memory_order_relaxed);
   }, &c));
   *nan = c.nan.load();
@@ -229,8 +232,8 @@ Status room_for_sums(PushSums* state, uint32_t dim, BufferPool& pool) {
   return pool.get(2 * size_t{state->all_runs} * dim * sizeof(float), &state->runs);
 }
 
-Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSource& source, BufferPool& pool,
-                           bool streaming, bool* nan) {
+Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSource& source,
+                           BufferPool& pool, bool streaming, bool* nan) {
   Handover& h = state->first;
   const Part& part = *h.part;
   FRUGAL_TRY(room_for_sums(state, dim, pool));
@@ -254,8 +257,9 @@ Status DataPath::sum_first(PushSums* state, uint32_t dim, const device::GradSour
   return FRUGAL_OK;
 }
 
-Status DataPath::add_tail(PushSums* push, const PartRef& part, uint32_t dim, const device::GradSource& source,
-                          BufferPool& pool, bool reject, bool* nan) {
+Status DataPath::add_tail(PushSums* push, const PartRef& part, uint32_t dim,
+                          const device::GradSource& source, BufferPool& pool, bool reject,
+                          bool* nan) {
   PushSums::Tail tail;
   FRUGAL_TRY(pool.get(part->n * dim * sizeof(float), &tail.grads));
   expand(source, part->n, dim, tail.grads.as<float>());
@@ -271,8 +275,8 @@ Status DataPath::add_tail(PushSums* push, const PartRef& part, uint32_t dim, con
   return FRUGAL_OK;
 }
 
-Status join_pushes(const PushSums& p, uint32_t dim, uint32_t rank, BufferPool& rows, BufferPool& sums_pool,
-                   Handover* out) {
+Status join_pushes(const PushSums& p, uint32_t dim, uint32_t rank, BufferPool& rows,
+                   BufferPool& sums_pool, Handover* out) {
   const size_t stride = p.first.stride;
   // The union of the rows of all pushes.
   Vector<uint32_t> slots(p.first.slots(), p.first.slots() + p.first.rows());

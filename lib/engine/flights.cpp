@@ -93,15 +93,16 @@ Status Engine::land_all(Deadline deadline) {
   auto landed = [&] { return !records_.flying() && !committer_.owed(); };
   if (landed()) return FRUGAL_OK;
   // Updates that are written make room for a commit that lacks memory.
-  Status s = wait(deadline, nullptr, landed,
-                  [&] { return committer_.owed() && (workers_.help(true) || flusher_.write(UINT64_MAX)); });
+  Status s = wait(deadline, nullptr, landed, [&] {
+    return committer_.owed() && (workers_.help(true) || flusher_.write(UINT64_MAX));
+  });
   if (s == FRUGAL_ERR_TIMEOUT)
     return fail(s, "waited for the device to end steps that ranks have ended; call again");
   return s;
 }
 
-// The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot be
-// told later. May be repeated.
+// The end of a step of a rank on a GPU, before its hand-over is taken: the events, and what cannot
+// be told later. May be repeated.
 Status Engine::end_flight(Trainer& t, Flight::Found* found) {
   Flight* f = t.gpu->current_flight();
   if (!f) return FRUGAL_OK;
@@ -112,7 +113,8 @@ Status Engine::end_flight(Trainer& t, Flight::Found* found) {
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
   FRUGAL_TRY(f->land([&]() -> Status {
     if (until.passed())
-      return fail(FRUGAL_ERR_TIMEOUT, "step_end waited for the device to end the step's work; call again");
+      return fail(FRUGAL_ERR_TIMEOUT,
+                  "step_end waited for the device to end the step's work; call again");
     FRUGAL_TRY(check());
     return t.closing.load() ? fail(FRUGAL_ERR_CLOSED, "the trainer is being closed") : FRUGAL_OK;
   }));
@@ -147,8 +149,9 @@ Status Engine::end_flights(Trainer& t) {
 }
 
 // A rank's GPU does not work any more: its step is undone on all ranks, and the others wait for
-// the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call that the
-// undoing waits for. Of no interest any more when the rank has left, whose closing has seen to it.
+// the rank to be closed. In a thread of its own, since whoever finds out may be inside of a call
+// that the undoing waits for. Of no interest any more when the rank has left, whose closing has
+// seen to it.
 void Engine::device_failed(uint32_t rank, const Gpu& gpu) {
   TrainerRef t;
   try {

@@ -13,7 +13,8 @@ namespace {
 
 constexpr uint64_t kAskNs = 1000000;  // one look at an event by somebody who must wait for it
 constexpr int kLasting = 1000;        // errors in a row of such looks
-// Handles of streams that CUDA reserves: cudaStreamLegacy, which is the default stream, and cudaStreamPerThread.
+// Handles of streams that CUDA reserves: cudaStreamLegacy, which is the default stream, and
+// cudaStreamPerThread.
 constexpr uintptr_t kLegacy = 1, kPerThread = 2;
 
 }  // namespace
@@ -118,10 +119,11 @@ Status found_in_step(Flight::Found found, uint64_t step) {
     case Flight::Found::kNothing:
       return FRUGAL_OK;
     case Flight::Found::kWrongOffsets:
-      return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
-                  "step is undone on all ranks; begin it again",
-                  static_cast<unsigned long long>(step));
+      return fail(
+          FRUGAL_ERR_INVALID_ARGUMENT,
+          "offsets on the device in step %llu do not ascend from 0 to the number of keys: the "
+          "step is undone on all ranks; begin it again",
+          static_cast<unsigned long long>(step));
     case Flight::Found::kNan:
       break;
   }
@@ -213,7 +215,9 @@ Result Gpu::take_event(device::Event* out) {
   return runtime_->create_event(out);
 }
 
-Status Gpu::create_event(device::Event* out) { return device_status(take_event(out), "an event of the engine"); }
+Status Gpu::create_event(device::Event* out) {
+  return device_status(take_event(out), "an event of the engine");
+}
 
 void Gpu::give_back(device::Event e) {
   std::lock_guard<std::mutex> lock(events_mu_);
@@ -244,7 +248,8 @@ void Gpu::look() {
 }
 
 Status Gpu::ready(device::Stream stream) {
-  if (failed_.load(std::memory_order_acquire)) return device_status(failure_, "the device failed earlier");
+  if (failed_.load(std::memory_order_acquire))
+    return device_status(failure_, "the device failed earlier");
   bool capturing = false;
   Result r = runtime_->capturing(stream, &capturing);
   FRUGAL_TRY(noted(r, "the caller's stream"));
@@ -258,7 +263,8 @@ Status Gpu::set_stream(void* stream) {
   const auto handle = reinterpret_cast<uintptr_t>(stream);
   if (handle == kPerThread)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "cudaStreamPerThread is another stream in each thread, and work of a step goes on in others: create a "
+                "cudaStreamPerThread is another stream in each thread, and work of a step goes on "
+                "in others: create a "
                 "stream, or give NULL for the default stream");
   if (handle == kLegacy) stream = nullptr;
   FRUGAL_TRY(ready({stream}));
@@ -267,7 +273,8 @@ Status Gpu::set_stream(void* stream) {
   FRUGAL_TRY(create_event(&probe));
   const Result r = runtime_->record(probe, {stream});
   give_back(probe);
-  FRUGAL_TRY(noted(r, "the stream given to frugal_set_stream, which must be of the trainer's device"));
+  FRUGAL_TRY(
+      noted(r, "the stream given to frugal_set_stream, which must be of the trainer's device"));
   stream_ = {stream};
   return FRUGAL_OK;
 }
@@ -305,7 +312,8 @@ Status Gpu::on_device(const void* p, size_t alignment, const char* what, bool* o
 
 Status Gpu::copy_in(const void* from, size_t bytes, Buffer* to) {
   FRUGAL_TRY(pinned_.get(bytes, to));
-  Result r = runtime_->copy(device::Runtime::visible(to->data()), {reinterpret_cast<uint64_t>(from)}, bytes, stream_);
+  Result r = runtime_->copy(device::Runtime::visible(to->data()),
+                            {reinterpret_cast<uint64_t>(from)}, bytes, stream_);
   return noted(r, "copying from the device");
 }
 
@@ -316,7 +324,8 @@ Status Gpu::bring(const void* from, size_t bytes, Buffer* to) {
   return s;
 }
 
-// (One that lasts without being a fault: where the program has called cudaDeviceReset, there are no such events any more.)
+// (One that lasts without being a fault: where the program has called cudaDeviceReset, there are no
+// such events any more.)
 void Gpu::answered(const Result& r, std::atomic<int>* errors) {
   failed(r);
   if (r.ok())
@@ -331,9 +340,9 @@ bool Gpu::await(device::Event e, std::atomic<int>* errors) {
   return passed || sticky();
 }
 
-// Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be used
-// again. (It is called because something has failed, which may have been for want of memory, and then a new event
-// may be refused, too.)
+// Comes back when nothing is left in the stream, whatever fails: memory that it used is about to be
+// used again. (It is called because something has failed, which may have been for want of memory,
+// and then a new event may be refused, too.)
 void Gpu::drain(device::Stream stream) {
   device::Event e;
   std::unique_lock<std::mutex> last(drained_mu_, std::defer_lock);
@@ -356,18 +365,21 @@ void Gpu::drain(device::Stream stream) {
   if (!sticky()) failed({ErrorKind::kFault, 0, "cudaEventRecord", "streams cannot be waited for"});
 }
 
-Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out) {
+Status Gpu::take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
+                     Vector<GpuOp>* out) {
   out->resize(n);
   bool copied = false;
   Status s = FRUGAL_OK;
   for (size_t i = 0; i < n && s == FRUGAL_OK; ++i)
-    s = in_op(take_pointers(ops[i], use, offsets_stay, &(*out)[i], &copied), i, n, static_cast<const char*>(nullptr));
+    s = in_op(take_pointers(ops[i], use, offsets_stay, &(*out)[i], &copied), i, n,
+              static_cast<const char*>(nullptr));
   if (s == FRUGAL_OK && copied) s = wait_stream();
   if (s != FRUGAL_OK) drain(stream_);  // copies may be under way into what is given back
   return s;
 }
 
-Status Gpu::take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out, bool* copied) {
+Status Gpu::take_pointers(const frugal_op& from, Use use, bool offsets_stay, GpuOp* out,
+                          bool* copied) {
   GpuOp& o = *out;
   o.op = from;
   frugal_op& op = o.op;
@@ -382,7 +394,8 @@ Status Gpu::take_pointers(const frugal_op& from, Use use, bool offsets_stay, Gpu
   }
   if (use == Use::kDeclare) return FRUGAL_OK;
   const float* rows = use == Use::kPush ? op.grads : op.rows_out;
-  FRUGAL_TRY(on_device(rows, sizeof(float), use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
+  FRUGAL_TRY(on_device(rows, sizeof(float),
+                       use == Use::kPush ? "frugal_op.grads" : "frugal_op.rows_out",
                        &o.rows_on_device));
   if (op.pooling != FRUGAL_POOL_NONE) {
     FRUGAL_TRY(on_device(op.offsets, sizeof(uint64_t), "frugal_op.offsets", &device));

@@ -1,9 +1,10 @@
 // A trainer's GPU: its streams, its memory, and what its steps have in flight (docs/cuda.md).
 //
-// What: Gpu is the engine's side of one trainer on an accelerator: a thread of the engine's process, or one
-// that has attached (process/client.h). A Flight is what a step of a rank has given to the device: while it is
-// in flight, its memory is not used again and its step not committed.
-// Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a time (call_mu).
+// What: Gpu is the engine's side of one trainer on an accelerator: a thread of the engine's
+// process, or one that has attached (process/client.h). A Flight is what a step of a rank has given
+// to the device: while it is in flight, its memory is not used again and its step not committed.
+// Threads: a Gpu's streams are fed under its own mutexes; a step's calls come one at a time
+// (call_mu).
 #pragma once
 #include <atomic>
 #include <cstring>
@@ -42,7 +43,8 @@ struct SourcesOnDevice : OnDevice {
   device::Ptr<device::Source> source;
   device::Ptr<device::Item> items;  // of host rows that are not staged, then of the others
   uint32_t host_items = 0, hbm_items = 0;
-  device::Ptr<uint32_t> host_rows;  // distinct rows that are in no line: `host_items`, then `staged`
+  device::Ptr<uint32_t>
+      host_rows;  // distinct rows that are in no line: `host_items`, then `staged`
   uint32_t staged = 0;
 };
 
@@ -65,8 +67,8 @@ struct PartOnDevice : OnDevice {
   device::PartPtr part{};
   Vector<device::HeavyRow> frequent;  // rows with more than a run of positions
   uint32_t runs = 0;                // of the frequent rows
-  // Where some row is frequent: all runs of all rows, those of the frequent ones last; the source of each
-  // row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
+  // Where some row is frequent: all runs of all rows, those of the frequent ones last; the source
+  // of each row, frequent ones staged; which rows to stage, in order. Else null: item i is row i.
   device::Ptr<device::Item> items;
   uint32_t item_count = 0;
   device::Ptr<device::Source> source;
@@ -75,8 +77,8 @@ struct PartOnDevice : OnDevice {
   std::shared_ptr<SourcesOnDevice> cached;  // once there is a cache, and it is known
 };
 
-// Where the rows of a part are read, as kernels are told: for rows as they are, and for pooled forms. It
-// holds for the step and the stream, so that its next op stages nothing again.
+// Where the rows of a part are read, as kernels are told: for rows as they are, and for pooled
+// forms. It holds for the step and the stream, so that its next op stages nothing again.
 struct Placed {
   const Part* part;
   void* stream;
@@ -112,7 +114,8 @@ struct Flight : HeapObject {
   std::atomic<bool> landed{false};
   std::atomic<bool> failed{false};
 
-  // What the words say when it has landed. Where offsets are wrong, what was summed may be anything.
+  // What the words say when it has landed. Where offsets are wrong, what was summed may be
+  // anything.
   enum class Found { kNothing, kNan, kWrongOffsets };
   Found found() const;
 
@@ -173,8 +176,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   Status ready(device::Stream stream);
   Status sticky() const { return failed_.load(std::memory_order_acquire); }
   void failed(const device::Result& result);
-  // What an event that is asked for again and again has answered; `errors` counts those in a row. One that lasts is a
-  // failure, of whatever kind it is.
+  // What an event that is asked for again and again has answered; `errors` counts those in a row.
+  // One that lasts is a failure, of whatever kind it is.
   void answered(const device::Result& result, std::atomic<int>* errors);
   void look();  // whether it has
   // What the device said, as device_status, and kept if it is a failure.
@@ -187,14 +190,17 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   FlightRef share_flight() { return flight_; }
 
   // Sorts out which pointers of the ops are on the device. Keys, offsets and weights that are and
-  // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a batch.
+  // that the host needs are copied and waited for. `offsets_stay`: kernels alone need those of a
+  // batch.
   Status take_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Vector<GpuOp>* out);
-  // A lookup's or a push's call(ops, taken), its keys and offsets on the host. `match` may take keys that are
-  // those of a batch out of an op before.
+  // A lookup's or a push's call(ops, taken), its keys and offsets on the host. `match` may take
+  // keys that are those of a batch out of an op before.
   template <class Match, class Call>
-  Status with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match, Call call);
+  Status with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match,
+                  Call call);
   Status on_device(const void* p, size_t alignment, const char* what, bool* device);
-  // Copies from the device in the caller's stream; wait_stream() or an event tells when it is there.
+  // Copies from the device in the caller's stream; wait_stream() or an event tells when it is
+  // there.
   Status copy_in(const void* from, size_t bytes, Buffer* to);
   // The same, and it is there.
   Status bring(const void* from, size_t bytes, Buffer* to);
@@ -216,7 +222,8 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // Keys of parts that were taken from the device: an event in the caller's stream.
   Status begin_arrival(Vector<PartRef> parts, std::shared_ptr<Arrival>* out);
 
-  // The part's arrays on the device; made if they are not there. Threads: any; of two that make them one wins.
+  // The part's arrays on the device; made if they are not there. Threads: any; of two that make
+  // them one wins.
   Status upload(Part& part, PartOnDevice** out);
   // Also where its rows are in the step's cache. forget_places: that will be another.
   Status place(Part& part, PartOnDevice** out = nullptr);
@@ -224,20 +231,26 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
 
   // What follows launches kernels in the caller's stream. (gpu_ops.cpp)
 
-  // Rows of a part, pooled or not, to the op's rows_out. `lines` hold some of them, if there are any.
-  Status gather(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
-                const GpuOp& op);
-  // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes apart.
+  // Rows of a part, pooled or not, to the op's rows_out. `lines` hold some of them, if there are
+  // any.
+  Status gather(Flight& f, const PartRef& part, const device::RowsView& rows,
+                const device::RowsPtr& lines, const GpuOp& op);
+  // Rows 0 .. n - 1 of pinned memory, `stride` floats apart, to the device, `out_stride` bytes
+  // apart.
   Status put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t dim, float* out,
                   size_t out_stride);
-  // Rows that gather(op) gathers on the host, `stride` floats apart, to the op's rows_out; `n` keys.
+  // Rows that gather(op) gathers on the host, `stride` floats apart, to the op's rows_out; `n`
+  // keys.
   template <class Gather>
-  Status send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride, Gather gather);
-  // Rows that gather(op) puts into device memory, for an op that wants them in host memory; `n` keys. Waits.
+  Status send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
+                   Gather gather);
+  // Rows that gather(op) puts into device memory, for an op that wants them in host memory; `n`
+  // keys. Waits.
   template <class Gather>
   Status bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather);
   // Where the gradients of an op come from.
-  Status gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim, device::GradPtr* out);
+  Status gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim,
+                   device::GradPtr* out);
   // fold32 of each distinct row into `sums`, of the frequent ones' runs into `runs`, both pinned;
   // `nan` (may be null) becomes 1 if a term is a NaN.
   Status reduce(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
@@ -245,20 +258,20 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   // A gradient for each key into pinned memory.
   Status expand(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
                 const Buffer& out, const uint32_t* nan);
-  // A push of a table's gradients: the first of a step, whose hand-over is begun, is summed into memory of
-  // `sums`; a later one is gone on with on the host, from the gradient of each key. With `reject` the flight
-  // tells of NaNs.
-  Status push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim, bool first,
-              bool reject, BufferPool& sums, PushSums* push);
-  // Where an op's keys are on the device, and those of the part, which the device finds out, they need not come
-  // to the host: then it has none any more. Waits for the answer.
+  // A push of a table's gradients: the first of a step, whose hand-over is begun, is summed into
+  // memory of `sums`; a later one is gone on with on the host, from the gradient of each key. With
+  // `reject` the flight tells of NaNs.
+  Status push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+              bool first, bool reject, BufferPool& sums, PushSums* push);
+  // Where an op's keys are on the device, and those of the part, which the device finds out, they
+  // need not come to the host: then it has none any more. Waits for the answer.
   Status match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* op);
-  Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
-                      const GpuOp& op, const device::GradPtr& source);
+  Status weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows,
+                      const device::RowsPtr& lines, const GpuOp& op, const device::GradPtr& source);
 
   // The same with a row for each key in pinned memory.
-  Status weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n, uint32_t dim,
-                         const GpuOp& op, const device::GradPtr& source);
+  Status weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n,
+                         uint32_t dim, const GpuOp& op, const device::GradPtr& source);
 
   // Lookups of the step come after what caches' boundaries have launched so far (DeviceLines).
   Status end_boundary(Flight& f);
@@ -290,8 +303,9 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
                  const device::RowsPtr& lines, Placed* out);
   Status cached_places(Part& part, PartOnDevice& d);
   Status behind(const OnDevice& sent);
-  Status stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows, device::Ptr<uint32_t> which,
-               device::Ptr<uint32_t> to, size_t count, device::RowsPtr* out);
+  Status stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows,
+               device::Ptr<uint32_t> which, device::Ptr<uint32_t> to, size_t count,
+               device::RowsPtr* out);
   Status places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                 const device::RowsPtr& lines, Placed* out);
   // 0, 1, 2 ...: at least n of them, pinned.
@@ -320,11 +334,13 @@ class Gpu : public HeapObject, public std::enable_shared_from_this<Gpu> {
   device::Result failure_;
 };
 
-// A cache's lines on the trainer's GPU, brought up to date in a stream of their own within the flight of its step.
+// A cache's lines on the trainer's GPU, brought up to date in a stream of their own within the
+// flight of its step.
 class DeviceLines final : public Lines {
  public:
   // `rows`: the table's, where kernels see them.
-  static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t lines, std::unique_ptr<Lines>* out);
+  static Status open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
+                     std::unique_ptr<Lines>* out);
   DeviceLines(Gpu& gpu, const device::RowsView& rows) : gpu_(gpu), rows_(rows) {}
   void send(const CachePlan& plan) override;
   void forget_plan() noexcept override;
@@ -335,7 +351,8 @@ class DeviceLines final : public Lines {
   Status send_plan(const CachePlan& plan);  // if it is not there
   Status send_lists(const LineUpdate& update, std::shared_ptr<LinesOnDevice>* out);
   // Lines [from, to) of the lists get the update.
-  Status apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to);
+  Status apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists, size_t from,
+               size_t to);
   Status fill();
   Gpu& gpu_;
   const device::RowsView rows_;
@@ -353,7 +370,8 @@ class DeviceLines final : public Lines {
 Status found_in_step(Flight::Found found, uint64_t step);
 
 template <class Gather>
-Status Gpu::send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride, Gather gather) {
+Status Gpu::send_rows(Flight& f, const GpuOp& op, size_t n, uint32_t dim, size_t stride,
+                      Gather gather) {
   const size_t rows = op.op.pooling != FRUGAL_POOL_NONE ? op.op.bags : n;
   Buffer copies, weights;
   FRUGAL_TRY(pinned_.get(rows * stride * sizeof(float), &copies));
@@ -403,12 +421,14 @@ Status Gpu::bring_rows(const GpuOp& op, size_t n, uint32_t dim, Gather gather) {
   FRUGAL_TRY(s);
   const size_t stride = op.op.row_stride ? op.op.row_stride : row_bytes;
   for (size_t i = 0; i < rows; ++i)
-    std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes, row_bytes);
+    std::memcpy(reinterpret_cast<char*>(op.op.rows_out) + i * stride, back.data() + i * row_bytes,
+                row_bytes);
   return FRUGAL_OK;
 }
 
 template <class Match, class Call>
-Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match, Call call) {
+Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay, Match match,
+                     Call call) {
   FRUGAL_TRY(ready());
   Vector<GpuOp> taken;
   Vector<frugal_op> known(ops, ops + n);
@@ -418,7 +438,8 @@ Status Gpu::with_ops(const frugal_op* ops, size_t n, Use use, bool offsets_stay,
   for (size_t i = 0; i < n; ++i) host[i] = taken[i].op;
   // What a call that fails has given to the device to look at is of no interest.
   const Flight* before = current_flight();
-  const size_t nans = before ? before->nans.size() : 0, wrong_offsets = before ? before->wrong_offsets.size() : 0;
+  const size_t nans = before ? before->nans.size() : 0,
+               wrong_offsets = before ? before->wrong_offsets.size() : 0;
   Status s = call(host.data(), taken.data());
   if (Flight* f = current_flight(); f && s != FRUGAL_OK) {
     if (f->nans.size() > nans) f->nans.resize(nans);

@@ -37,8 +37,9 @@ Ptr<T> seen_at(const T* pinned) {
 template <class Arguments>
 Status Gpu::launch(Kernel kernel, const device::Shape& shape, const Arguments& arguments,
                    device::Stream stream) {
-  return noted(runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments, sizeof arguments, stream),
-               "launching a kernel");
+  return noted(
+      runtime_->launch(static_cast<uint32_t>(kernel), shape, &arguments, sizeof arguments, stream),
+      "launching a kernel");
 }
 
 template <class T>
@@ -65,7 +66,8 @@ Status Gpu::identity(size_t n, Ptr<uint32_t>* out) {
   if (identity_.capacity() < n * sizeof(uint32_t)) {
     Buffer larger;
     FRUGAL_TRY(pinned_.get(std::max<size_t>(n, 4096) * sizeof(uint32_t), &larger));
-    std::iota(larger.as<uint32_t>(), larger.as<uint32_t>() + larger.capacity() / sizeof(uint32_t), 0u);
+    std::iota(larger.as<uint32_t>(), larger.as<uint32_t>() + larger.capacity() / sizeof(uint32_t),
+              0u);
     // Kernels may still read the old one.
     if (identity_) outgrown_.push_back(std::move(identity_));
     identity_ = std::move(larger);
@@ -91,10 +93,10 @@ Status Gpu::put_rows(Flight& f, Buffer pinned, size_t stride, size_t n, uint32_t
   return launch(Kernel::gather_rows, device::gather_shape(&a, extent_), a);
 }
 
-// Host rows into device memory: `count` of the part's distinct rows (null: all), to places there (null: one
-// after the other).
-Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows, Ptr<uint32_t> which,
-                  Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
+// Host rows into device memory: `count` of the part's distinct rows (null: all), to places there
+// (null: one after the other).
+Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows,
+                  Ptr<uint32_t> which, Ptr<uint32_t> to, size_t count, device::RowsPtr* out) {
   DeviceBuffer memory;
   out->stride = elements(rows.value_pitch);
   const size_t places = to ? d.part.distinct : count;
@@ -115,7 +117,8 @@ Status Gpu::stage(Flight& f, const PartOnDevice& d, const device::RowsView& rows
 
 namespace {
 
-bool placed_before(const Flight& f, const Part& part, device::Stream stream, bool pooled, Placed* out) {
+bool placed_before(const Flight& f, const Part& part, device::Stream stream, bool pooled,
+                   Placed* out) {
   for (const Placed& p : f.placed)
     if (p.part == &part && p.stream == stream.handle && p.pooled == pooled) {
       *out = p;
@@ -130,8 +133,8 @@ bool placed_before(const Flight& f, const Part& part, device::Stream stream, boo
 
 }  // namespace
 
-// Where the rows of a part are read: sources and items, and frequent host rows staged. Without lines
-// sources and items are the same for all steps, and came with the part.
+// Where the rows of a part are read: sources and items, and frequent host rows staged. Without
+// lines sources and items are the same for all steps, and came with the part.
 Status Gpu::sources(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                     const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, false, out)) return FRUGAL_OK;
@@ -171,8 +174,8 @@ Status Gpu::behind(const OnDevice& sent) {
   return noted(runtime_->wait(stream_, sent.sent), "waiting for lists of the cache");
 }
 
-// Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the link
-// once, however many bags it is in.
+// Where each key's row is read by pooled forms. All host rows are staged, so that each crosses the
+// link once, however many bags it is in.
 Status Gpu::places(Flight& f, Part& part, const device::RowsView& rows, PartOnDevice& d,
                    const device::RowsPtr& lines, Placed* out) {
   if (placed_before(f, part, stream_, true, out)) return FRUGAL_OK;
@@ -211,8 +214,8 @@ Status Gpu::weights_of(Flight& f, const GpuOp& op, size_t keys, Ptr<float>* out)
   return keep(f, op.op.weights, keys, out);
 }
 
-Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
-                   const GpuOp& op) {
+Status Gpu::gather(Flight& f, const PartRef& part, const device::RowsView& rows,
+                   const device::RowsPtr& lines, const GpuOp& op) {
   const uint32_t dim = rows.dim;
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
@@ -270,7 +273,8 @@ Status Gpu::bags_of(Flight& f, const GpuOp& op, size_t keys, device::BagsPtr* ou
   return FRUGAL_OK;
 }
 
-Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim, device::GradPtr* g) {
+Status Gpu::gradients(Flight& f, const PartRef& part, const GpuOp& op, uint32_t dim,
+                      device::GradPtr* g) {
   *g = {};
   g->grads = {reinterpret_cast<uint64_t>(op.op.grads)};
   g->stride = bytes_or(op.op.row_stride, dim);
@@ -349,8 +353,8 @@ Status Gpu::expand(Flight& f, const PartRef& part, const device::GradPtr& source
   return launch(Kernel::expand_terms, device::expand_shape(a, part->n, extent_), a);
 }
 
-Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim, bool first,
-                 bool reject, BufferPool& sums, PushSums* push) {
+Status Gpu::push(Flight& f, const PartRef& part, const device::GradPtr& source, uint32_t dim,
+                 bool first, bool reject, BufferPool& sums, PushSums* push) {
   const uint32_t* nan = nullptr;
   if (reject && part->n) FRUGAL_TRY(f.look_at(&f.nans, &nan));
   if (!first) {
@@ -381,7 +385,8 @@ Status Gpu::match_keys(Flight& f, const PartRef& part, bool by_key, frugal_op* o
   return FRUGAL_OK;
 }
 
-Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys, bool* same) {
+Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_t* keys,
+                      bool* same) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
   Buffer memory;
@@ -415,8 +420,9 @@ Status Gpu::same_keys(Flight& f, const PartRef& part, bool by_key, const uint64_
   return FRUGAL_OK;
 }
 
-Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows, const device::RowsPtr& lines,
-                         const GpuOp& op, const device::GradPtr& source) {
+Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView& rows,
+                         const device::RowsPtr& lines, const GpuOp& op,
+                         const device::GradPtr& source) {
   PartOnDevice* d;
   FRUGAL_TRY(begin(f, part, &d));
   if (part->n == 0) return FRUGAL_OK;
@@ -436,14 +442,16 @@ Status Gpu::weight_grads(Flight& f, const PartRef& part, const device::RowsView&
   return launch(Kernel::weight_grads, device::weight_grads_shape(a, extent_), a);
 }
 
-Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots, size_t n,
-                            uint32_t dim, const GpuOp& op, const device::GradPtr& source) {
+Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint32_t* slots,
+                            size_t n, uint32_t dim, const GpuOp& op,
+                            const device::GradPtr& source) {
   if (n == 0) return FRUGAL_OK;
   FRUGAL_TRY(f.use(stream_));
   Buffer places;
   FRUGAL_TRY(pinned_.get(n * sizeof(Source), &places));
   for (size_t i = 0; i < n; ++i)
-    places.as<Source>()[i] = Source::place(slots[i] == kNoSlot ? kNoSlot : static_cast<uint32_t>(i));
+    places.as<Source>()[i] =
+        Source::place(slots[i] == kNoSlot ? kNoSlot : static_cast<uint32_t>(i));
   device::WeightGradArgs a{};
   a.host = {seen<float>(pinned), stride};
   a.places = seen<Source>(places);
@@ -460,7 +468,8 @@ Status Gpu::weight_grads_of(Flight& f, Buffer pinned, size_t stride, const uint3
 
 // --- Lines ---------------------------------------------------------------------------------------
 
-Status DeviceLines::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines, std::unique_ptr<Lines>* out) {
+Status DeviceLines::open(Gpu& gpu, const device::RowsView& rows, uint64_t lines,
+                         std::unique_ptr<Lines>* out) {
   auto made = std::make_unique<DeviceLines>(gpu, rows);
   FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.value_pitch, &made->values_));
   FRUGAL_TRY(gpu.memory_->get_exactly(lines * rows.state_pitch, &made->state_));
@@ -497,7 +506,8 @@ Status DeviceLines::finish() {
 }
 
 // Lines that a committed step touches: rank sums in order, then the optimizer.
-Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists, size_t from, size_t to) {
+Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOnDevice>& lists,
+                          size_t from, size_t to) {
   const size_t n = to - from;
   if (n == 0) return FRUGAL_OK;
   Flight& f = *gpu_.current_flight();
@@ -512,13 +522,15 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   FRUGAL_TRY(gpu_.pinned_.get(ranks_bytes, &handed_over));
   for (size_t r = 0; r < update->ranks.size(); ++r)
     handed_over.as<Ptr<float>>()[r] = seen<float>(update->ranks[r].sums);
-  const Ptr<Ptr<float>> to_ranks = ranks.as<Ptr<float>>(), from_ranks = seen<Ptr<float>>(handed_over);
+  const Ptr<Ptr<float>> to_ranks = ranks.as<Ptr<float>>(),
+                        from_ranks = seen<Ptr<float>>(handed_over);
   const Ptr<float> to_sums = sums.as<float>();
   f.pinned.push_back(std::move(handed_over));
   f.memory.push_back(std::move(sums));
   f.memory.push_back(std::move(ranks));
   device::Result r = gpu_.runtime_->wait(gpu_.boundary_, lists->sent);
-  if (r.ok()) r = gpu_.runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes, gpu_.boundary_);
+  if (r.ok())
+    r = gpu_.runtime_->copy({to_ranks.address}, {from_ranks.address}, ranks_bytes, gpu_.boundary_);
   FRUGAL_TRY(gpu_.noted(r, "the update of a cache"));
   const uint32_t dim = update->scalars.dim;
   device::SumTermsArgs s{};
@@ -530,7 +542,8 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   s.dim = dim;
   s.sums = to_sums;
   s.sums_stride = at_.device.stride;
-  FRUGAL_TRY(gpu_.launch(Kernel::sum_terms, device::sum_terms_shape(s, gpu_.extent_), s, gpu_.boundary_));
+  FRUGAL_TRY(
+      gpu_.launch(Kernel::sum_terms, device::sum_terms_shape(s, gpu_.extent_), s, gpu_.boundary_));
   device::ApplyArgs a{};
   a.step = update->scalars;
   a.lines = at_.device;
@@ -542,7 +555,8 @@ Status DeviceLines::apply(const UpdateRef& update, const std::shared_ptr<LinesOn
   a.dim = dim;
   a.sums = s.sums;
   a.sums_stride = s.sums_stride;
-  return gpu_.launch(device::apply_kernel(update->scalars.kind), device::apply_shape(a, gpu_.extent_), a, gpu_.boundary_);
+  return gpu_.launch(device::apply_kernel(update->scalars.kind),
+                     device::apply_shape(a, gpu_.extent_), a, gpu_.boundary_);
 }
 
 // Rows that the plan lets in: values and state from the host rows, which are up to date.
@@ -552,7 +566,8 @@ Status DeviceLines::fill() {
   Flight& f = *gpu_.current_flight();
   FRUGAL_TRY(f.use(gpu_.boundary_));
   f.sent.push_back(plan_);
-  FRUGAL_TRY(gpu_.noted(gpu_.runtime_->wait(gpu_.boundary_, plan.sent), "rows that come into a cache"));
+  FRUGAL_TRY(
+      gpu_.noted(gpu_.runtime_->wait(gpu_.boundary_, plan.sent), "rows that come into a cache"));
   device::FillArgs a{};
   a.host = host_rows(rows_);
   a.lines = at_.device;

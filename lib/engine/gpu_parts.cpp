@@ -64,8 +64,8 @@ Ptr<T> there(const OnDevice& d, size_t at) {
 }  // namespace
 
 Status Gpu::upload(Part& part, PartOnDevice** out) {
-  // (A rank that has left and joined again may find what it has declared on another device: nothing of the
-  // old one is in flight any more.)
+  // (A rank that has left and joined again may find what it has declared on another device: nothing
+  // of the old one is in flight any more.)
   auto known = [&] {
     *out = static_cast<PartOnDevice*>(part.on_device.get());
     return *out && (*out)->gpu.get() == this;
@@ -74,7 +74,8 @@ Status Gpu::upload(Part& part, PartOnDevice** out) {
     std::lock_guard<std::mutex> lock(upload_mu_);
     if (known()) return FRUGAL_OK;
   }
-  // Without the lock: calls of a step ask for parts that are there while those of later steps are made.
+  // Without the lock: calls of a step ask for parts that are there while those of later steps are
+  // made.
   if (part.distinct > Source::kMost)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                 "%zu distinct rows in one op: on a GPU at most 2^30 - 2; make several of it",

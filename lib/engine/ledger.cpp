@@ -123,7 +123,8 @@ uint32_t TableLedger::before(const RowWrite& write, device::Undo* undo) noexcept
 }
 
 // Each row is kept, and told of, when its turn comes.
-void TableLedger::begin_update(const RowWrite& write, const Record& record, uint32_t i, device::Undo* undo) {
+void TableLedger::begin_update(const RowWrite& write, const Record& record, uint32_t i,
+                               device::Undo* undo) {
   LedgerImage& image = at(i);
   undo->slot = slots_of(image);
   undo->values = values_of(image);
@@ -162,7 +163,8 @@ void TableLedger::begin_outside(const RowWrite& write, LedgerImage& image) {
     state.values = rows.state;
     state.value_pitch = rows.state_pitch;
     state.dim = static_cast<uint32_t>(rows.state_pitch / sizeof(device::Element));
-    k.gather(state, slots, n, device::behind(values, rows_ * rows.value_pitch), rows.state_pitch, false);
+    k.gather(state, slots, n, device::behind(values, rows_ * rows.value_pitch), rows.state_pitch,
+             false);
   }
   ledger_point();
   image.update.store(LedgerImage::kOutside, std::memory_order_release);
@@ -185,12 +187,14 @@ void TableLedger::after(const RowWrite& write, uint32_t i) noexcept {
 }
 
 // In the place of the kernels: the row's copy is whole, or the row is written.
-void TableLedger::tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written) {
+void TableLedger::tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i,
+                       bool written) {
   const auto* t = static_cast<const Taken*>(undo.context);
   ledger_point();
   std::atomic_signal_fence(std::memory_order_seq_cst);
   if (!written) std::atomic_ref(*undo.slot).store(slot, std::memory_order_release);
-  else if (t->progress) std::atomic_ref(*t->progress).store(slot + uint64_t{1}, std::memory_order_release);
+  else if (t->progress)
+    std::atomic_ref(*t->progress).store(slot + uint64_t{1}, std::memory_order_release);
   else std::atomic_ref(t->marks[undo.rows[i]]).store(1, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
   if (written) ledger_point();
@@ -205,15 +209,18 @@ uint32_t TableLedger::take() {
   for (uint32_t tries = 0;; ++tries, ++last) {
     const uint32_t i = last % count_;
     std::atomic<bool>& busy = taken_[i].busy;
-    if (!busy.load(std::memory_order_relaxed) && !busy.exchange(true, std::memory_order_acquire)) return i;
+    if (!busy.load(std::memory_order_relaxed) && !busy.exchange(true, std::memory_order_acquire))
+      return i;
     if (tries % count_ == count_ - 1) std::this_thread::yield();  // all are taken, for a moment
   }
 }
 
-Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std::shared_ptr<UpdateRecord>* record) {
+Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds,
+                        std::shared_ptr<UpdateRecord>* record) {
   const size_t chunks = bounds ? bounds->size() - 1 : 0;
   const size_t terms = sizeof(LedgerUpdate), arrays = terms + u.ranks.size() * sizeof(LedgerTerms);
-  const size_t bytes = arrays + (bounds ? (chunks + 1 + LedgerUpdate::kApart * chunks) * sizeof(uint64_t) : u.n);
+  const size_t bytes =
+      arrays + (bounds ? (chunks + 1 + LedgerUpdate::kApart * chunks) * sizeof(uint64_t) : u.n);
   auto r = std::make_unique<Record>();
   FRUGAL_TRY(ledger_->pool_.get(bytes, &r->memory));
   {
@@ -264,7 +271,8 @@ Status TableLedger::add(const StepUpdate& u, const Vector<uint64_t>* bounds, std
   std::lock_guard<std::mutex> lock(mu_);
   const uint64_t place = ledger_->place_of(added->update);
   ledger_point();
-  (records_.empty() ? table_->first : records_.back()->update->next).store(place, std::memory_order_release);
+  (records_.empty() ? table_->first : records_.back()->update->next)
+      .store(place, std::memory_order_release);
   ledger_point();
   records_.push_back(added);
   *record = std::move(owner);
@@ -284,8 +292,10 @@ void TableLedger::remove(Record* record) noexcept {
   }
   const uint64_t next = record->update->next.load(std::memory_order_relaxed);
   ledger_point();
-  (at == records_.begin() ? table_->first : (*std::prev(at))->update->next).store(next, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // its memory, and that of its sums, is others' only now
+  (at == records_.begin() ? table_->first : (*std::prev(at))->update->next)
+      .store(next, std::memory_order_release);
+  std::atomic_thread_fence(
+      std::memory_order_seq_cst);  // its memory, and that of its sums, is others' only now
   ledger_point();
   records_.erase(at);
 }

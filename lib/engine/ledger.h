@@ -1,20 +1,22 @@
-// The ledger: what a process that has mapped the tables needs to read them out, as of the last committed
-// step, when the process that writes them has been killed between any two instructions.
+// The ledger: what a process that has mapped the tables needs to read them out, as of the last
+// committed step, when the process that writes them has been killed between any two instructions.
 //
-// It lies in the arena, in places of it (base/teller.h). The root tells the last committed step; the record of a
-// table has the list of its committed updates that are not wholly written: hyper-parameters, lists of rows,
-// places of sums, and which rows are written. Who writes a row copies it first into an image of the table, and names
-// it there: a row in the middle of its write is found whole in an image. An update's rows have one image after the
-// other in the same memory, which stays in the nearest cache, and the copy is made where the row is read anyway, by
-// the kernels (device::Undo). So rows + images + unwritten updates are the tables (process/readout.h).
+// It lies in the arena, in places of it (base/teller.h). The root tells the last committed step;
+// the record of a table has the list of its committed updates that are not wholly written:
+// hyper-parameters, lists of rows, places of sums, and which rows are written. Who writes a row
+// copies it first into an image of the table, and names it there: a row in the middle of its write
+// is found whole in an image. An update's rows have one image after the other in the same memory,
+// which stays in the nearest cache, and the copy is made where the row is read anyway, by the
+// kernels (device::Undo). So rows + images + unwritten updates are the tables (process/readout.h).
 //
-// A killed thread has done what its program says up to some instruction, and nothing behind it: the order of
-// stores in the program is all that counts. An update is in its list before the step is told as committed, and
-// that before the first row is written; a row's mark follows its last byte; an update leaves the list when
-// all rows are written, and its memory is given back afterwards.
+// A killed thread has done what its program says up to some instruction, and nothing behind it: the
+// order of stores in the program is all that counts. An update is in its list before the step is
+// told as committed, and that before the first row is written; a row's mark follows its last byte;
+// an update leaves the list when all rows are written, and its memory is given back afterwards.
 //
-// Rows that an uncommitted step has created bear its mark in their flags (storage/rows.h); a committed step's
-// marks are taken away before the next one commits, so mark_of(committed) tells nothing but a row that is there.
+// Rows that an uncommitted step has created bear its mark in their flags (storage/rows.h); a
+// committed step's marks are taken away before the next one commits, so mark_of(committed) tells
+// nothing but a row that is there.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -46,12 +48,14 @@ struct LedgerTerms {  // of one rank in an update
 };
 
 struct LedgerUpdate {
-  static constexpr uint64_t kApart = 8;  // progress of chunk c is [kApart * c]: threads write them at each row
+  static constexpr uint64_t kApart =
+      8;  // progress of chunk c is [kApart * c]: threads write them at each row
   std::atomic<uint64_t> next;  // place of the table's next update, of a later step; or kNoPlace
   uint64_t step;
   arith::StepScalars scalars;
-  // Which rows are written. In chunks of slots: those of chunk c, which has [bounds[c], bounds[c + 1]), that
-  // are below its progress. Or, without chunks, those that are marked; i is the row of the merged list.
+  // Which rows are written. In chunks of slots: those of chunk c, which has [bounds[c], bounds[c +
+  // 1]), that are below its progress. Or, without chunks, those that are marked; i is the row of
+  // the merged list.
   uint64_t chunks;
   uint64_t bounds, progress;  // places of uint64_t[chunks + 1], uint64_t[kApart * chunks]
   uint64_t marks, rows;       // place of uint8_t[rows]
@@ -60,9 +64,11 @@ struct LedgerUpdate {
 
 struct LedgerImage {
   static constexpr uint64_t kOutside = UINT64_MAX - 1;  // rows are written outside of steps
-  std::atomic<uint64_t> update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
+  std::atomic<uint64_t>
+      update;  // place of the one that is being written; kOutside; kNoPlace: the image is free
   uint64_t rows;                 // 1 of an update
-  // uint32_t slots[image_rows]; from values_at() values, one every value_pitch, and then state, one every state_pitch
+  // uint32_t slots[image_rows]; from values_at() values, one every value_pitch, and then state, one
+  // every state_pitch
   static constexpr size_t values_at(size_t image_rows) {
     return (sizeof(LedgerImage) + image_rows * sizeof(uint32_t) + 63) / 64 * 64;
   }
@@ -72,7 +78,8 @@ struct LedgerImage {
 
 struct LedgerTable {
   std::atomic<uint64_t> handle;  // 0: the table was dropped
-  std::atomic<uint64_t> lost;   // the first step of which a committed update was given up unwritten; kNoStep: none
+  std::atomic<uint64_t>
+      lost;  // the first step of which a committed update was given up unwritten; kNoStep: none
   std::atomic<uint64_t> first;  // update that is not wholly written
   std::atomic<uint64_t> slots;  // handed out so far, of a hashed table
   uint64_t images;              // place of the first
@@ -84,26 +91,30 @@ struct LedgerTable {
 
 class Ledger;
 
-// Test hook: the process is killed at the n-th point from now on where the ledger or rows change (0: off). Where
-// that is the middle of a write, the rows have lost what they were.
+// Test hook: the process is killed at the n-th point from now on where the ledger or rows change
+// (0: off). Where that is the middle of a write, the rows have lost what they were.
 void ledger_test_kill_at(int64_t n);
 extern std::atomic<int64_t> g_ledger_points;
 void ledger_pass_point(const device::RowsRef* rows, const uint32_t* slots, size_t n);
-inline void ledger_point(const device::RowsRef* rows = nullptr, const uint32_t* slots = nullptr, size_t n = 0) {
+inline void ledger_point(const device::RowsRef* rows = nullptr, const uint32_t* slots = nullptr,
+                         size_t n = 0) {
   if (g_ledger_points.load(std::memory_order_relaxed) != 0) ledger_pass_point(rows, slots, n);
 }
 
 // Of one table, whose writes it watches. Thread-safe but for add().
-class TableLedger final : public HeapObject, public RowWatcher, public std::enable_shared_from_this<TableLedger> {
+class TableLedger final : public HeapObject,
+                          public RowWatcher,
+                          public std::enable_shared_from_this<TableLedger> {
  public:
   uint64_t place() const;
   // The table is about to be dropped, when all is written.
   void forget() noexcept;
 
-  // A committed update: until the last reference to *record is gone it is in the list. If it is not wholly written
-  // then, because something has failed, that is told in its place. `bounds` of its chunks,
-  // or null: its rows, of which there is a list by now, are written in any order.
-  Status add(const StepUpdate& update, const Vector<uint64_t>* bounds, std::shared_ptr<UpdateRecord>* record);
+  // A committed update: until the last reference to *record is gone it is in the list. If it is not
+  // wholly written then, because something has failed, that is told in its place. `bounds` of its
+  // chunks, or null: its rows, of which there is a list by now, are written in any order.
+  Status add(const StepUpdate& update, const Vector<uint64_t>* bounds,
+             std::shared_ptr<UpdateRecord>* record);
 
   uint32_t before(const RowWrite& write, device::Undo* undo) noexcept override;
   void after(const RowWrite& write, uint32_t image) noexcept override;
@@ -113,8 +124,8 @@ class TableLedger final : public HeapObject, public RowWatcher, public std::enab
  private:
   friend class Ledger;
   struct Record;
-  // What this process knows of an image: whether a thread has it, and, for tests, what it tells in the place of the
-  // kernels.
+  // What this process knows of an image: whether a thread has it, and, for tests, what it tells in
+  // the place of the kernels.
   struct Taken {
     std::atomic<bool> busy{false};
     uint64_t* progress = nullptr;
@@ -124,12 +135,15 @@ class TableLedger final : public HeapObject, public RowWatcher, public std::enab
   TableLedger() = default;
   uint32_t take();
   void begin_outside(const RowWrite& write, LedgerImage& image);
-  void begin_update(const RowWrite& write, const Record& record, uint32_t image, device::Undo* undo);
-  static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i, bool written);
+  void begin_update(const RowWrite& write, const Record& record, uint32_t image,
+                    device::Undo* undo);
+  static void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i,
+                   bool written);
   LedgerImage& at(uint32_t i) const;
   static uint32_t* slots_of(LedgerImage& image) { return reinterpret_cast<uint32_t*>(&image + 1); }
   float* values_of(LedgerImage& image) const {
-    return reinterpret_cast<float*>(reinterpret_cast<char*>(&image) + LedgerImage::values_at(rows_));
+    return reinterpret_cast<float*>(reinterpret_cast<char*>(&image) +
+                                    LedgerImage::values_at(rows_));
   }
   void remove(Record* record) noexcept;
 

@@ -18,7 +18,9 @@ class Exposition {
     name_ = name;
     add("# HELP frugal_%s %s\n# TYPE frugal_%s %s\n", name, help, name, type);
   }
-  void sample(uint64_t value) { add("frugal_%s %llu\n", name_.c_str(), static_cast<unsigned long long>(value)); }
+  void sample(uint64_t value) {
+    add("frugal_%s %llu\n", name_.c_str(), static_cast<unsigned long long>(value));
+  }
   void sample(const char* label, const String& of, uint64_t value) {
     add("frugal_%s{%s=\"", name_.c_str(), label);
     append_escaped(of.data(), of.size(), false, &out_);
@@ -31,7 +33,8 @@ class Exposition {
   void seconds(const char* label, const String& of, uint64_t ns) {
     add("frugal_%s{%s=\"", name_.c_str(), label);
     append_escaped(of.data(), of.size(), false, &out_);
-    add("\"} %llu.%09u\n", static_cast<unsigned long long>(ns / 1000000000u), static_cast<unsigned>(ns % 1000000000u));
+    add("\"} %llu.%09u\n", static_cast<unsigned long long>(ns / 1000000000u),
+        static_cast<unsigned>(ns % 1000000000u));
   }
   void status(Status value) { add("frugal_%s %d\n", name_.c_str(), static_cast<int>(value)); }
 
@@ -71,8 +74,9 @@ constexpr bool ends_in_ns(const char* name) {
   while (name[n]) ++n;
   return n > 3 && name[n - 3] == '_' && name[n - 2] == 'n' && name[n - 1] == 's';
 }
-#define X(name, kind, help) \
-  static_assert((Kind::kind == Kind::kTime) == ends_in_ns(#name), "of times the names end in _ns: " #name);
+#define X(name, kind, help)                                       \
+  static_assert((Kind::kind == Kind::kTime) == ends_in_ns(#name), \
+                "of times the names end in _ns: " #name);
 FRUGAL_STATS(X, X)
 #undef X
 
@@ -109,7 +113,8 @@ Status Engine::metrics(String* text_out) {
   e.seconds(now - opened_ns_);
   e.family("health", "gauge", "0, or the status of the first background failure.");
   e.status(health());
-  e.family("flush_threads", "gauge", "Flush threads; 0 while they rest and the trainers' calls do their work.");
+  e.family("flush_threads", "gauge",
+           "Flush threads; 0 while they rest and the trainers' calls do their work.");
   e.sample(workers_.callers_work() ? 0 : config_.flush_threads);
   e.family("world_size", "gauge", "Ranks.");
   e.sample(config_.world_size);
@@ -125,18 +130,27 @@ Status Engine::metrics(String* text_out) {
   e.family("trainer_in_step", "gauge", "Whether the rank is inside of that step.");
   for (const OfTrainer& t : trainers) e.sample("rank", text("%u", t.rank), t.in_step);
   using Counts = Trainer::Counts;
-  const auto of_each = [&](const char* name, const char* type, const char* help, std::atomic<uint64_t> Counts::*count) {
+  const auto of_each = [&](const char* name, const char* type, const char* help,
+                           std::atomic<uint64_t> Counts::*count) {
     e.family(name, type, help);
-    for (const OfTrainer& t : trainers) e.sample("rank", text("%u", t.rank), (t.trainer->counts.*count).load());
+    for (const OfTrainer& t : trainers)
+      e.sample("rank", text("%u", t.rank), (t.trainer->counts.*count).load());
   };
-  of_each("trainer_keys_looked_up_total", "counter", "Keys of lookups of the rank, since it joined.", &Counts::keys_looked_up);
+  of_each("trainer_keys_looked_up_total", "counter",
+          "Keys of lookups of the rank, since it joined.", &Counts::keys_looked_up);
   of_each("trainer_keys_pushed_total", "counter", "Keys of its pushes.", &Counts::keys_pushed);
-  of_each("trainer_cache_hits_total", "counter", "Keys served from its cache.", &Counts::cache_hits);
-  of_each("trainer_cache_misses_total", "counter", "Keys that its cache did not have.", &Counts::cache_misses);
-  of_each("trainer_host_cache_bytes", "gauge", "Memory of its cache, in host memory.", &Counts::host_cache_bytes);
-  of_each("trainer_hbm_cache_bytes", "gauge", "Memory of its cache, on its GPU.", &Counts::hbm_cache_bytes);
-  e.family("trainer_gate_wait_seconds_total", "counter", "Time that its calls of step_begin waited.");
-  for (const OfTrainer& t : trainers) e.seconds("rank", text("%u", t.rank), t.trainer->counts.gate_wait_ns.load());
+  of_each("trainer_cache_hits_total", "counter", "Keys served from its cache.",
+          &Counts::cache_hits);
+  of_each("trainer_cache_misses_total", "counter", "Keys that its cache did not have.",
+          &Counts::cache_misses);
+  of_each("trainer_host_cache_bytes", "gauge", "Memory of its cache, in host memory.",
+          &Counts::host_cache_bytes);
+  of_each("trainer_hbm_cache_bytes", "gauge", "Memory of its cache, on its GPU.",
+          &Counts::hbm_cache_bytes);
+  e.family("trainer_gate_wait_seconds_total", "counter",
+           "Time that its calls of step_begin waited.");
+  for (const OfTrainer& t : trainers)
+    e.seconds("rank", text("%u", t.rank), t.trainer->counts.gate_wait_ns.load());
   *text_out = std::move(out);
   return FRUGAL_OK;
 }

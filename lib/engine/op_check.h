@@ -25,14 +25,17 @@ Status check_stride(size_t stride, size_t row_bytes, size_t rows);
 
 // An op by itself, before anything that it points to is looked at.
 Status check_form(const frugal_op& op, Use use);
-// What follows from its table, and from the number of its keys. `offsets_elsewhere`: on a device, where kernels will
-// look at them.
-Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use, bool offsets_elsewhere = false);
+// What follows from its table, and from the number of its keys. `offsets_elsewhere`: on a device,
+// where kernels will look at them.
+Status check_op(const frugal_op& op, uint32_t dim, size_t keys, Use use,
+                bool offsets_elsewhere = false);
 
-// A push of step `step` is refused: gradients of the op have a NaN, of rows of `dim`. Looks for the first one, to name it.
+// A push of step `step` is refused: gradients of the op have a NaN, of rows of `dim`. Looks for the
+// first one, to name it.
 Status nan_refused(const frugal_op& op, uint32_t dim, uint64_t step);
 
-// What op `i` of a call's `n` has met: the message begins with the op, if there are several, and its table.
+// What op `i` of a call's `n` has met: the message begins with the op, if there are several, and
+// its table.
 Status in_op(Status status, size_t i, size_t n, const char* table);
 template <class TableRef>
 Status in_op(Status status, size_t i, size_t n, const TableRef& table) {

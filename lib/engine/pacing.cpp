@@ -37,8 +37,9 @@ bool Pacing::decide(bool may_rest, const Measured& now) {
   // One pause of the program says nothing: it has to pay twice in a row.
   const bool deferred = was ? pays : pays && paid_;
   paid_ = pays;
-  // Where trainers in other processes have all processors, flush threads only take turns with them, and the
-  // system leaves a processor idle while who could use it stands behind a flush thread on another one.
+  // Where trainers in other processes have all processors, flush threads only take turns with them,
+  // and the system leaves a processor idle while who could use it stands behind a flush thread on
+  // another one.
   const bool rest = (resting() || !pays) && !deferred && may_rest && world_size_ >= cpus_;
   deferred_.store(deferred || always_, std::memory_order_relaxed);
   return resting_.exchange(rest) && !rest;

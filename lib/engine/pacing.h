@@ -1,5 +1,5 @@
-// How an engine works: whether updates are deferred, and whether flush threads rest. In mode AUTO that is
-// decided by measurement (docs/architecture.md, section 10).
+// How an engine works: whether updates are deferred, and whether flush threads rest. In mode AUTO
+// that is decided by measurement (docs/architecture.md, section 10).
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -9,7 +9,8 @@
 
 namespace frugal {
 
-// In mode AUTO a step whose rows have fewer bytes is written by the call that commits it. Tests change it.
+// In mode AUTO a step whose rows have fewer bytes is written by the call that commits it. Tests
+// change it.
 extern std::atomic<uint64_t> g_small_step;
 
 class Pacing {
@@ -33,11 +34,13 @@ class Pacing {
   // So long somebody has brought rows into the caches, having nothing else to do.
   void warmed(uint64_t ns) { warm_ns_.fetch_add(ns, std::memory_order_relaxed); }
   // So long trainers in other processes have had processors.
-  void trained_elsewhere(uint64_t cpu_ns) { elsewhere_ns_.fetch_add(cpu_ns, std::memory_order_relaxed); }
+  void trained_elsewhere(uint64_t cpu_ns) {
+    elsewhere_ns_.fetch_add(cpu_ns, std::memory_order_relaxed);
+  }
   // A step begins to be committed: what its rows have of bytes. One at a time.
   void step(uint64_t bytes) { most_ = std::max(most_, bytes); }
-  // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether these
-  // rest no more. One at a time.
+  // It has been. `may_rest`: trainers in other processes could do what flush threads do. Whether
+  // these rest no more. One at a time.
   template <class Measure>
   bool committed(bool may_rest, Measure measure) {
     if (mode_ != FRUGAL_FLUSH_AUTO || ++steps_ % kSteps != 0) return false;

@@ -14,8 +14,8 @@ class PendingBytes {
   PendingBytes(uint64_t budget, std::atomic<uint64_t>* peak) : budget_(budget), peak_(peak) {}
 
   uint64_t now() const { return bytes_.load(); }
-  // Gates write when more than this is pending: the budget, or less where a backlog of several steps
-  // shows that flushing does not keep up. A longer one would only leave the caches.
+  // Gates write when more than this is pending: the budget, or less where a backlog of several
+  // steps shows that flushing does not keep up. A longer one would only leave the caches.
   uint64_t limit() const {
     return std::min(budget_, std::max(last_.load(std::memory_order_relaxed) * 5 / 4, kLeast));
   }

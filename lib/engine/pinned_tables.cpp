@@ -57,7 +57,8 @@ bool PinnedTables::one(bool* changed) {
   if (status == FRUGAL_OK && any) return true;
   for (const TrainerRef& t : waiting) {
     uint32_t now = Trainer::kToPin;
-    if (t->pins.compare_exchange_strong(now, status == FRUGAL_OK ? Trainer::kPinned : Trainer::kPinFailed))
+    if (t->pins.compare_exchange_strong(
+            now, status == FRUGAL_OK ? Trainer::kPinned : Trainer::kPinFailed))
       waiting_.fetch_sub(1);
   }
   *changed = true;

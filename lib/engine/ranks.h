@@ -15,12 +15,12 @@
 
 namespace frugal {
 
-// When the process of a rank that says nothing is as good as dead: calls have waited for the rank for
-// as long as a call waits.
+// When the process of a rank that says nothing is as good as dead: calls have waited for the rank
+// for as long as a call waits.
 //
-// Who waits looks several times in so long a time, whether in one call or in many. Where nobody has,
-// this process may have stood still, with its whole machine, and cannot tell who was silent: all have
-// the whole time again.
+// Who waits looks several times in so long a time, whether in one call or in many. Where nobody
+// has, this process may have stood still, with its whole machine, and cannot tell who was silent:
+// all have the whole time again.
 struct Silence {
   uint64_t limit;  // ns; UINT64_MAX: never
   uint64_t gap;    // of looks

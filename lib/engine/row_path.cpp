@@ -25,13 +25,14 @@ const StepPart* RowPath::declared_part(const AnyBatch& batch, uint32_t index) co
   return part_that([&](const StepPart& p) { return p.batch == batch.id && p.index == index; });
 }
 
-// The table of an op. One of a part of the step stays as long as the step does, if it was there when the step began: no
-// handle has to be looked up.
+// The table of an op. One of a part of the step stays as long as the step does, if it was there
+// when the step began: no handle has to be looked up.
 Status RowPath::table_of(const frugal_op& op, AnyTableRef* out) const {
   const size_t from = t_.next_part, to = std::min(from + 2, t_.parts.size());
   for (size_t i = from; i < to; ++i) {
     const AnyTableRef& table = t_.parts[i].table;
-    if (!table || table->handle != reinterpret_cast<uint64_t>(op.table) || table->dropped.load()) continue;
+    if (!table || table->handle != reinterpret_cast<uint64_t>(op.table) || table->dropped.load())
+      continue;
     *out = table;
     return FRUGAL_OK;
   }
@@ -49,11 +50,13 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
   const StepPart* found = nullptr;
   if (op.batch) {
     const AnyBatchRef batch = object_of<AnyBatch>(op.batch);
-    // Who declared it may not have come here since its step was committed. A rank that is inside a step knows that steps
-    // which are further back are.
+    // Who declared it may not have come here since its step was committed. A rank that is inside a
+    // step knows that steps which are further back are.
     const uint64_t kept = std::min<uint64_t>(step_.session.config().staleness, 62);
-    if (!batch || batch->session != &step_.session || (t_.step > batch->step && t_.step - batch->step > kept))
-      return fail(FRUGAL_ERR_BAD_HANDLE, "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
+    if (!batch || batch->session != &step_.session ||
+        (t_.step > batch->step && t_.step - batch->step > kept))
+      return fail(FRUGAL_ERR_BAD_HANDLE,
+                  "frugal_op.batch is no open batch: its step has ended, or it was cancelled");
     if (batch->trainer && batch->trainer != &t_)
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "the batch was declared by another trainer than this one of rank %u: give one of "
@@ -65,7 +68,8 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
                   static_cast<unsigned long long>(batch->step), batch->rank,
                   static_cast<unsigned long long>(t_.step), t_.rank);
     if (batch->failed != FRUGAL_OK && !op.keys)
-      return fail(batch->failed, "the batch could not be declared, so give the keys: %s", batch->why.c_str());
+      return fail(batch->failed, "the batch could not be declared, so give the keys: %s",
+                  batch->why.c_str());
     if (op.part >= batch->size())
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                   "frugal_op.part %u: the batch has %zu parts, give one from 0 on", op.part,
@@ -81,7 +85,8 @@ Status RowPath::find(const frugal_op& op, Use use, const GpuOp* gpu, Access* out
           return fail(FRUGAL_ERR_INVALID_ARGUMENT,
                       "the padding key differs from the declared one; give the keys too");
         found = p;
-      } else if (p->part->resolved() && same_padding(*p->part) && p->part->same_keys(op.keys, op.count)) {
+      } else if (p->part->resolved() && same_padding(*p->part) &&
+                 p->part->same_keys(op.keys, op.count)) {
         found = p;
       }
     }
@@ -115,7 +120,8 @@ Status RowPath::accesses_of(const frugal_op* ops, size_t n, Use use, const GpuOp
   return step_.resolve(ops, gpu, use);
 }
 
-// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is not.
+// Calls with ops whose keys and offsets are on the host, and for a trainer on a GPU with what is
+// not.
 template <class Call>
 Status RowPath::with_gpu_ops(const frugal_op* ops, size_t n, Use use, Call call) {
   FRUGAL_TRY(check_ops(step_.session, ops, n, use));
@@ -123,7 +129,8 @@ Status RowPath::with_gpu_ops(const frugal_op* ops, size_t n, Use use, Call call)
     FRUGAL_TRY(host_memory(ops, n));
     return call(ops, nullptr);
   }
-  return t_.gpu->with_ops(ops, n, use, !step_.stale(), [&](frugal_op* op) { return match_batch(op); }, call);
+  return t_.gpu->with_ops(
+      ops, n, use, !step_.stale(), [&](frugal_op* op) { return match_batch(op); }, call);
 }
 
 // Keys on the device beside a batch.
@@ -133,19 +140,22 @@ Status RowPath::match_batch(frugal_op* op) {
   FRUGAL_TRY(t_.gpu->on_device(op->keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
   const AnyBatchRef batch = object_of<AnyBatch>(op->batch);
   // What is wrong is told where ops are checked.
-  if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank || batch->step != t_.step ||
-      (batch->trainer && batch->trainer != &t_))
+  if (!on_device || !batch || batch->session != &step_.session || batch->rank != t_.rank ||
+      batch->step != t_.step || (batch->trainer && batch->trainer != &t_))
     return FRUGAL_OK;
   const StepPart* p = declared_part(*batch, op->part);
-  return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part, !p->table->keys_are_slots, op) : FRUGAL_OK;
+  return p && p->table ? t_.gpu->match_keys(t_.gpu->flight(t_.rank, t_.step), p->part,
+                                            !p->table->keys_are_slots, op)
+                       : FRUGAL_OK;
 }
 
 // --- Lookup --------------------------------------------------------------------------------------
 
 Status RowPath::lookup(const frugal_op* ops, size_t n) {
   FRUGAL_TRY(step_.begin(Use::kLookup));
-  return with_gpu_ops(ops, n, Use::kLookup,
-                      [&](const frugal_op* host, const GpuOp* gpu) { return lookup_rows(host, n, gpu); });
+  return with_gpu_ops(ops, n, Use::kLookup, [&](const frugal_op* host, const GpuOp* gpu) {
+    return lookup_rows(host, n, gpu);
+  });
 }
 
 Status RowPath::lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
@@ -162,7 +172,8 @@ Status RowPath::lookup_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     if (from.cached) {
       const uint64_t hits = from.lines ? a.part->cached : 0;
       counts.hits += hits;
-      counts.misses += (a.part->pairs || a.part->resolved() ? a.part->occurrences : a.part->n) - hits;
+      counts.misses +=
+          (a.part->pairs || a.part->resolved() ? a.part->occurrences : a.part->n) - hits;
     }
     if (gpu && gpu[i].rows_on_device) {
       FRUGAL_TRY(gather_on_device(a, from, gpu[i]));
@@ -183,11 +194,13 @@ Status RowPath::gather(const Access& a, const RowSource& from, const frugal_op& 
   const Part& part = *a.part;
   const uint32_t* slots = part.slots.as<uint32_t>();
   Buffer pointers, copies;
-  FRUGAL_TRY(locate(from, &part, slots, part.n, step_.pool, &pointers, &copies, [&] { return step_.row_awaited(); }));
+  FRUGAL_TRY(locate(from, &part, slots, part.n, step_.pool, &pointers, &copies,
+                    [&] { return step_.row_awaited(); }));
   return step_.data.gather(from.rows, pointers.as<const float*>(), slots, part.n, op);
 }
 
-// Into memory of the device, in the caller's stream. With staleness rows are written meanwhile: they are read here.
+// Into memory of the device, in the caller's stream. With staleness rows are written meanwhile:
+// they are read here.
 Status RowPath::gather_on_device(const Access& a, const RowSource& from, const GpuOp& op) {
   Flight& flight = t_.gpu->flight(t_.rank, t_.step);
   if (step_.stale())
@@ -207,8 +220,9 @@ Status RowPath::bring_rows(const Access& a, const RowSource& from, const GpuOp& 
 
 Status RowPath::push(const frugal_op* ops, size_t n) {
   FRUGAL_TRY(step_.begin(Use::kPush));
-  return with_gpu_ops(ops, n, Use::kPush,
-                      [&](const frugal_op* host, const GpuOp* gpu) { return push_rows(host, n, gpu); });
+  return with_gpu_ops(ops, n, Use::kPush, [&](const frugal_op* host, const GpuOp* gpu) {
+    return push_rows(host, n, gpu);
+  });
 }
 
 Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
@@ -244,7 +258,8 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
     // As in a lookup: rows were read if gradients of weights are wanted.
     if (status == FRUGAL_OK) status = step_.end(reading);
   } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for the push; nothing of it was taken: free some and call again");
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                  "no memory for the push; nothing of it was taken: free some and call again");
   }
   if (status != FRUGAL_OK) {
     if (gpu) t_.gpu->drain();  // kernels may be writing what is dropped here
@@ -257,7 +272,8 @@ Status RowPath::push_rows(const frugal_op* ops, size_t n, const GpuOp* gpu) {
   t_.pushes.merge(fresh);  // moves nodes: cannot fail
   for (size_t i = 0; i < n; ++i)
     if (weight_grads[i])
-      std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(), step_.accesses[i].part->n * sizeof(float));
+      std::memcpy(ops[i].weight_grads_out, weight_grads[i].data(),
+                  step_.accesses[i].part->n * sizeof(float));
   step_.count(Use::kPush, counts);
   return FRUGAL_OK;
 }
@@ -288,15 +304,18 @@ Status RowPath::weight_grads(const Access& a, const device::GradSource& grads, f
     FRUGAL_TRY(bring_rows(a, from, rows));
     FRUGAL_TRY(step_.pool.get(part.n * sizeof(float*), &pointers));
     for (size_t i = 0; i < part.n; ++i)
-      pointers.as<const float*>()[i] = slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * stride;
+      pointers.as<const float*>()[i] =
+          slots[i] == kNoSlot ? nullptr : copies.as<float>() + i * stride;
   } else {
-    FRUGAL_TRY(locate(from, &part, slots, part.n, step_.pool, &pointers, &copies, [&] { return step_.row_awaited(); }));
+    FRUGAL_TRY(locate(from, &part, slots, part.n, step_.pool, &pointers, &copies,
+                      [&] { return step_.row_awaited(); }));
   }
   device::GradSource plain = grads;
   plain.factor = nullptr;
   plain.divisor = nullptr;
   if (pointers)
-    device::kernels().weight_grads_pointers(pointers.as<const float*>(), part.n, a.table->dim, plain, out);
+    device::kernels().weight_grads_pointers(pointers.as<const float*>(), part.n, a.table->dim,
+                                            plain, out);
   else
     device::kernels().weight_grads(from.rows, slots, part.n, plain, out);
   return FRUGAL_OK;
@@ -331,8 +350,8 @@ Status RowPath::push_one(const frugal_op& op, const Access& a, PushState* state)
   return reject && nan ? nan_refused(op, dim, t_.step) : FRUGAL_OK;
 }
 
-// A push of gradients in memory of the device, in the caller's stream. What it finds is told when the step ends.
-// `reading`: kernels read rows for it.
+// A push of gradients in memory of the device, in the caller's stream. What it finds is told when
+// the step ends. `reading`: kernels read rows for it.
 Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* state, bool* reading) {
   Flight& flight = t_.gpu->flight(t_.rank, t_.step);
   const uint32_t dim = a.table->dim;
@@ -350,8 +369,8 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
       plain.rows_out = rows.as<float>();
       plain.row_stride = stride * sizeof(float);
       FRUGAL_TRY(gather(a, from, plain));
-      FRUGAL_TRY(t_.gpu->weight_grads_of(flight, std::move(rows), stride, a.part->slots.as<uint32_t>(), a.part->n, dim,
-                                         op, source));
+      FRUGAL_TRY(t_.gpu->weight_grads_of(flight, std::move(rows), stride,
+                                         a.part->slots.as<uint32_t>(), a.part->n, dim, op, source));
     } else {
       FRUGAL_TRY(step_.show_device(a, flight));
       *reading = true;
@@ -363,12 +382,13 @@ Status RowPath::push_on_device(const Access& a, const GpuOp& op, PushState* stat
     begin_handover(a, state);
   else
     FRUGAL_TRY(sum_lent(state));
-  return t_.gpu->push(flight, a.part, source, dim, first, a.table->nan_policy == FRUGAL_NAN_REJECT, step_.sums(true),
-                      state);
+  return t_.gpu->push(flight, a.part, source, dim, first, a.table->nan_policy == FRUGAL_NAN_REJECT,
+                      step_.sums(true), state);
 }
 
 // The lent memory that holds all gradients of a push, one for each key; null if there is none.
-std::shared_ptr<Buffer> RowPath::lent_for(const device::GradSource& source, const Part& part, uint32_t dim) const {
+std::shared_ptr<Buffer> RowPath::lent_for(const device::GradSource& source, const Part& part,
+                                          uint32_t dim) const {
   if (source.bag || source.factor || part.n == 0 || part.occurrences != part.n) return nullptr;
   const char* from = reinterpret_cast<const char*>(source.grads);
   size_t bytes = (part.n - 1) * source.stride + dim * sizeof(float);
@@ -379,9 +399,11 @@ std::shared_ptr<Buffer> RowPath::lent_for(const device::GradSource& source, cons
   return nullptr;
 }
 
-// Gradients of bags may be far fewer than rows: then a copy of them, with the bag of each key, is handed over
-// in place of the rows' sums. Not where a NaN may be to be refused: the summing finds out of which term.
-Status RowPath::keep_bags(size_t bags, bool reject, const device::GradSource& source, PushState* state) {
+// Gradients of bags may be far fewer than rows: then a copy of them, with the bag of each key, is
+// handed over in place of the rows' sums. Not where a NaN may be to be refused: the summing finds
+// out of which term.
+Status RowPath::keep_bags(size_t bags, bool reject, const device::GradSource& source,
+                          PushState* state) {
   Handover& h = state->first;
   const Part& part = *h.part;
   const uint32_t dim = state->table->dim;
@@ -401,10 +423,12 @@ Status RowPath::keep_bags(size_t bags, bool reject, const device::GradSource& so
   Buffer kept;
   FRUGAL_TRY(step_.pool.get(at[3], &kept));
   for (size_t b = 0; b < bags; ++b)
-    std::memcpy(kept.data() + b * row, reinterpret_cast<const char*>(source.grads) + b * source.stride,
+    std::memcpy(kept.data() + b * row,
+                reinterpret_cast<const char*>(source.grads) + b * source.stride,
                 dim * sizeof(float));
   std::memcpy(kept.data() + at[0], source.bag, part.n * sizeof(uint32_t));
-  h.source = {kept.as<float>(), row, reinterpret_cast<uint32_t*>(kept.data() + at[0]), nullptr, nullptr};
+  h.source = {kept.as<float>(), row, reinterpret_cast<uint32_t*>(kept.data() + at[0]), nullptr,
+              nullptr};
   if (source.factor) {
     std::memcpy(kept.data() + at[1], source.factor, part.n * sizeof(float));
     h.source.factor = reinterpret_cast<float*>(kept.data() + at[1]);
@@ -427,7 +451,8 @@ Status RowPath::sum_lent(PushState* state) {
 }
 
 Status RowPath::sum_push(PushState* state, const device::GradSource& source, bool* nan) {
-  return step_.data.sum_first(state, state->table->dim, source, step_.sums(false), step_.streams_sums(), nan);
+  return step_.data.sum_first(state, state->table->dim, source, step_.sums(false),
+                              step_.streams_sums(), nan);
 }
 
 Status RowPath::borrow(size_t bytes, void** out) {

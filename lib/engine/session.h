@@ -1,9 +1,9 @@
 // A session: an opened engine as the C boundary calls it.
 //
-// An Engine (engine/engine.h) is one of this process, a Client (process/client.h) one in another process. A session's
-// tables, trainers and batches are of its own kind; what is common to both kinds stands here. The boundary gives a
-// session its own objects alone, but for the table and the batch that an op names, and the batch of cancel(): those
-// are looked at where they are used.
+// An Engine (engine/engine.h) is one of this process, a Client (process/client.h) one in another
+// process. A session's tables, trainers and batches are of its own kind; what is common to both
+// kinds stands here. The boundary gives a session its own objects alone, but for the table and the
+// batch that an op names, and the batch of cancel(): those are looked at where they are used.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -45,7 +45,7 @@ using AnyTableRef = std::shared_ptr<AnyTable>;
 
 // A part of the step that a rank is inside of.
 struct StepPart {
-  uint64_t batch = 0;         // its AnyBatch::id; 0: it was not declared, or nobody wants its handle
+  uint64_t batch = 0;  // its AnyBatch::id; 0: it was not declared, or nobody wants its handle
   uint32_t index = 0;         // of the part in it
   AnyTableRef table;
   PartRef part;
@@ -132,7 +132,8 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
 
   // The engine, if it is one of this process: null otherwise.
   virtual std::shared_ptr<Engine> here() { return nullptr; }
-  // Before shutdown(): calls of this process's ranks tell of that, and not of what the end of others undoes.
+  // Before shutdown(): calls of this process's ranks tell of that, and not of what the end of
+  // others undoes.
   virtual void close_ranks() {}
   virtual void shutdown() = 0;
   virtual Status health() = 0;
@@ -145,26 +146,29 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
 
   virtual Status create_table(const frugal_table_config& config, AnyTableRef* out) = 0;
   virtual Status find_table(const char* name, AnyTableRef* out) = 0;
-  virtual Status next_table(uint64_t* cursor, String* name) = 0;  // without a name: there are no more
+  virtual Status next_table(uint64_t* cursor,
+                            String* name) = 0;  // without a name: there are no more
   virtual Status drop_table(const AnyTableRef& table) = 0;
   virtual Status describe(AnyTable& table, frugal_table_info* out) = 0;
-  virtual Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) = 0;
+  virtual Status set_optimizer(AnyTable& table, uint64_t first_step,
+                               const frugal_optimizer& optimizer) = 0;
 
   // Rows outside steps.
   virtual Status count(AnyTable& table, uint64_t* out) = 0;
-  virtual Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) = 0;
-  virtual Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-                     uint8_t* found) = 0;
-  virtual Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
-                     size_t stride) = 0;
+  virtual Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity,
+                      size_t* n) = 0;
+  virtual Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+                     size_t stride, uint8_t* found) = 0;
+  virtual Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags,
+                     const float* in, size_t stride) = 0;
   virtual Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) = 0;
 
   virtual Status create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) = 0;
   // `abandoned`: as if its process had ended, where it has attached.
   virtual Status close_trainer(const AnyTrainerRef& trainer, bool abandoned) = 0;
   virtual Status set_stream(AnyTrainer& t, void* stream) = 0;
-  virtual Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                          uint64_t* batch_out) = 0;
+  virtual Status prefetch(AnyTrainer& t, uint64_t step, const frugal_op* ops, size_t n,
+                          bool want_handle, uint64_t* batch_out) = 0;
   virtual Status cancel(AnyTrainer& t, const AnyBatchRef& batch) = 0;
   virtual Status step_begin(AnyTrainer& t, uint64_t step, Deadline deadline) = 0;
   virtual Status lookup(AnyTrainer& t, const frugal_op* ops, size_t n) = 0;
@@ -180,7 +184,8 @@ class Session : public HeapObject, public std::enable_shared_from_this<Session> 
   explicit Session(const frugal_config& config) : config_(config) { config_.service = nullptr; }
 
   const uint32_t generation_ = process_generation();
-  frugal_config config_;  // without the name of the service, which is the caller's, for the call alone
+  frugal_config
+      config_;  // without the name of the service, which is the caller's, for the call alone
 };
 using SessionRef = std::shared_ptr<Session>;
 

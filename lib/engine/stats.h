@@ -1,8 +1,10 @@
-// Every counter of frugal_stats, in its order: what Engine::stats fills, and what Engine::metrics writes.
+// Every counter of frugal_stats, in its order: what Engine::stats fills, and what Engine::metrics
+// writes.
 //
-// COUNTED is kept in Counters; GATHERED is put together when somebody asks. Kinds: kCount only grows; kTime the
-// same, in nanoseconds, with a name that ends in _ns; kGauge goes up and down, or is a peak. The text is the
-// HELP line of the metric, so it has no quotes, backslashes or line ends.
+// COUNTED is kept in Counters; GATHERED is put together when somebody asks. Kinds: kCount only
+// grows; kTime the same, in nanoseconds, with a name that ends in _ns; kGauge goes up and down, or
+// is a peak. The text is the HELP line of the metric, so it has no quotes, backslashes or line
+// ends.
 #pragma once
 #include "frugal.h"
 
@@ -55,7 +57,8 @@ struct FrugalStatsOfTheList {
   FRUGAL_STATS(X, X)
 #undef X
 };
-static_assert(sizeof(FrugalStatsOfTheList) == sizeof(frugal_stats), "a counter is missing in FRUGAL_STATS");
+static_assert(sizeof(FrugalStatsOfTheList) == sizeof(frugal_stats),
+              "a counter is missing in FRUGAL_STATS");
 #define X(name, kind, help)                                                               \
   static_assert(offsetof(FrugalStatsOfTheList, name) == offsetof(frugal_stats, name),     \
                 "FRUGAL_STATS has another order than frugal_stats: " #name);

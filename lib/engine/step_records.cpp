@@ -11,7 +11,8 @@ void StepRecord::TableHandovers::add(Handover&& h) {
 }
 
 bool StepRecord::staged() const {
-  return std::all_of(prepared.begin(), prepared.end(), [](const auto& of) { return of.second.ready; });
+  return std::all_of(prepared.begin(), prepared.end(),
+                     [](const auto& of) { return of.second.ready; });
 }
 
 uint64_t StepRecord::row_bytes() const {
@@ -42,7 +43,8 @@ uint64_t StepRecords::ended() const {
 }
 
 bool StepRecords::staged() const {
-  return std::all_of(records_.begin(), records_.end(), [](const auto& of) { return of.second.staged(); });
+  return std::all_of(records_.begin(), records_.end(),
+                     [](const auto& of) { return of.second.staged(); });
 }
 
 Map<uint64_t, StepRecord> StepRecords::take() {

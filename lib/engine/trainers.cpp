@@ -13,14 +13,16 @@ constexpr uint64_t kFewKeys = 512;  // of a declaration
 Status Engine::create_trainer(const frugal_trainer_config& config, AnyTrainerRef* out) {
   if (config.flags & FRUGAL_TRAINER_REPLACE)
     return fail(FRUGAL_ERR_UNSUPPORTED,
-                "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's trainer instead");
+                "FRUGAL_TRAINER_REPLACE has a meaning with a service only: close the rank's "
+                "trainer instead");
   TrainerRef trainer;
   FRUGAL_TRY(create_trainer(config, &trainer, false));
   *out = std::move(trainer);
   return FRUGAL_OK;
 }
 
-Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out, bool elsewhere) {
+Status Engine::create_trainer(const frugal_trainer_config& config, TrainerRef* out,
+                              bool elsewhere) {
   FRUGAL_TRY(check());
   auto t = std::allocate_shared<Trainer>(HeapAllocator<Trainer>());
   t->session = shared_from_this();
@@ -138,8 +140,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   const bool pins_failed = pins_.failed(*t);
   pins_.leave(*t);
   if (pins_failed) pins_.unpin();
-  // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after the
-  // rank: who takes that next may declare these rows, and its gate must wait for them.
+  // Rows that it cached: its own reads are gone with its declarations, the flags go too. Not after
+  // the rank: who takes that next may declare these rows, and its gate must wait for them.
   for (auto& [raw, of] : caches) of.forget();
   {
     std::lock_guard<std::mutex> lock(mu_);
@@ -148,7 +150,8 @@ Status Engine::close_trainer(const TrainerRef& t) {
   }
   call.unlock();
   memory_.pool.rest();
-  // Others may have waited for this rank alone. (What there is no memory for now is theirs to make.)
+  // Others may have waited for this rank alone. (What there is no memory for now is theirs to
+  // make.)
   const Status s = committer_.ready();
   return s == FRUGAL_ERR_OUT_OF_MEMORY ? FRUGAL_OK : s;
 }
@@ -187,7 +190,8 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
     TableRef table;
     FRUGAL_TRY(in_op(op_table(op, &table), i, n, table));
     bool padded = op.flags & FRUGAL_OP_PADDING, on_device = false;
-    if (t.gpu && op.count) FRUGAL_TRY(t.gpu->on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
+    if (t.gpu && op.count)
+      FRUGAL_TRY(t.gpu->on_device(op.keys, sizeof(uint64_t), "frugal_op.keys", &on_device));
     PartRef part = make_part();
     part->step = step;
     part->rank = t.rank;
@@ -197,8 +201,10 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       FRUGAL_TRY(t.gpu->copy_in(op.keys, op.count * sizeof(uint64_t), &part->keys));
       arriving.push_back(part);
     } else {
-      FRUGAL_TRY(in_op(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count, padded, op.padding_key)
-                              : part->take_keys(memory_.pool, table->rows, op.keys, op.count, padded, op.padding_key),
+      FRUGAL_TRY(in_op(copies ? part->adopt_keys(table->rows, std::move(copies[i]), op.count,
+                                                 padded, op.padding_key)
+                              : part->take_keys(memory_.pool, table->rows, op.keys, op.count,
+                                                padded, op.padding_key),
                        i, n, table));
     }
     batch->parts.push_back(std::move(part));
@@ -243,9 +249,10 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
       }
       if (most - least > lookahead)
         return fail(FRUGAL_ERR_STEP_RANGE,
-                    "steps %llu and %llu do not fit into one window of lookahead %u: begin the first before",
-                    static_cast<unsigned long long>(least),
-                    static_cast<unsigned long long>(most), config_.lookahead);
+                    "steps %llu and %llu do not fit into one window of lookahead %u: begin the "
+                    "first before",
+                    static_cast<unsigned long long>(least), static_cast<unsigned long long>(most),
+                    config_.lookahead);
     }
     FRUGAL_TRY(check_step(step));
     FRUGAL_TRY(declarations_.enter(batch, want_handle, std::move(arrival), &alone));
@@ -272,9 +279,9 @@ Status Engine::prefetch(Trainer& t, uint64_t step, const frugal_op* ops, size_t 
   return FRUGAL_OK;
 }
 
-// A call needs the places of a full table that declarations have reserved. Those for steps that their
-// ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve again.
-// Until the caller takes `tight` back no declaration reserves a row of the table.
+// A call needs the places of a full table that declarations have reserved. Those for steps that
+// their ranks have not begun are given up: nobody uses them yet, and the calls of the step resolve
+// again. Until the caller takes `tight` back no declaration reserves a row of the table.
 void Engine::give_up_reserved(Table& table) {
   std::unique_lock<std::mutex> lock(mu_);
   const Declarations::Which of_table{.table = &table};

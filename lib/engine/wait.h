@@ -1,5 +1,5 @@
-// How a call of the engine waits: look, help, sleep; and how it makes room. Included by the engine's
-// sources only.
+// How a call of the engine waits: look, help, sleep; and how it makes room. Included by the
+// engine's sources only.
 #pragma once
 #include "base/handles.h"
 #include "engine/engine.h"
@@ -67,7 +67,8 @@ Status Engine::with_room(const frugal_op* ops, size_t n, Call call) {
   for (size_t i = 0; i < n; ++i) {
     const TableRef table = std::static_pointer_cast<Table>(object_of<AnyTable>(ops[i].table));
     if (!table || table->rows.keys_are_slots()) continue;
-    // (Also where nothing is reserved by now: a declaration that found no room had taken some for a moment.)
+    // (Also where nothing is reserved by now: a declaration that found no room had taken some for a
+    // moment.)
     ++table->tight;
     tight.tables.push_back(table);
     give_up_reserved(*table);

@@ -2,10 +2,11 @@
 //
 // A change of priority appends the entry to the new bag and leaves the old place stale: its owner
 // skips it. (An entry that leaves a bag and comes back stands there twice; the first place serves
-// it, the second is stale.) A bag is a list of fixed blocks from a pool: appending is a store, a pop
-// copies pieces of blocks, a staged bag joins the queue by linking its list. A 64-bit mask of bags
-// in use finds the lowest priority in O(1). After as many moves as half of the places, these are
-// rewritten without the stale ones, so memory stays proportional to the entries that are queued.
+// it, the second is stale.) A bag is a list of fixed blocks from a pool: appending is a store, a
+// pop copies pieces of blocks, a staged bag joins the queue by linking its list. A 64-bit mask of
+// bags in use finds the lowest priority in O(1). After as many moves as half of the places, these
+// are rewritten without the stale ones, so memory stays proportional to the entries that are
+// queued.
 #include <algorithm>
 #include <bit>
 #include <cstring>

@@ -7,7 +7,8 @@ namespace frugal {
 
 namespace {
 
-// Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names without keys.
+// Whether a term of the sums that an op's gradients make is a NaN. `declared`: what it names
+// without keys.
 bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
   const size_t stride = op.row_stride ? op.row_stride : dim * sizeof(float);
   const bool pooled = op.pooling != FRUGAL_POOL_NONE;
@@ -24,11 +25,15 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
     else keys = declared->keys.as<uint64_t>();
   }
   if (!keys && !slots) return false;  // the controller is asked, and refuses it
-  auto is_term = [&](size_t k) { return !padded || (slots ? slots[k] != kNoSlot : keys[k] != padding); };
+  auto is_term = [&](size_t k) {
+    return !padded || (slots ? slots[k] != kNoSlot : keys[k] != padding);
+  };
   for (size_t row = 0; row < (pooled ? op.bags : n); ++row) {
-    const float* g = reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
+    const float* g =
+        reinterpret_cast<const float*>(reinterpret_cast<const char*>(op.grads) + row * stride);
     // Of a bag without weights the terms are the same, or all divided by their number.
-    const size_t first = pooled ? op.offsets[row] : row, end = pooled ? op.offsets[row + 1] : row + 1;
+    const size_t first = pooled ? op.offsets[row] : row,
+                 end = pooled ? op.offsets[row + 1] : row + 1;
     for (size_t k = first; k < end; ++k) {
       if (!is_term(k)) continue;
       for (uint32_t d = 0; d < dim; ++d) {
@@ -46,20 +51,24 @@ bool has_nan_term(const frugal_op& op, uint32_t dim, const Part* declared) {
 // A step of a trainer of this process, whose engine is another's.
 class Client::AttachedStep final : public StepView {
  public:
-  AttachedStep(Client& c, RemoteTrainer& t) : StepView(c, t, c, c.pool_, c.pinned_), client_(c), t_(t) {}
+  AttachedStep(Client& c, RemoteTrainer& t)
+      : StepView(c, t, c, c.pool_, c.pinned_), client_(c), t_(t) {}
 
   Status begin(Use use) override {
     FRUGAL_TRY(client_.enter(t_));
     FRUGAL_TRY(t_.inside());
     if (use == Use::kPush && t_.ending)
-      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first", t_.rank);
+      return fail(FRUGAL_ERR_STEP_ORDER, "rank %u: step_end has failed: call it again first",
+                  t_.rank);
     return FRUGAL_OK;
   }
-  // The controller makes the rows that it is asked for, and a push that is refused makes none. (What a device finds undoes
-  // the step, with its rows.)
+  // The controller makes the rows that it is asked for, and a push that is refused makes none.
+  // (What a device finds undoes the step, with its rows.)
   Status resolve(const frugal_op* ops, const GpuOp* gpu, Use use) override {
     const size_t n = accesses.size();
-    if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.part != nullptr; })) return FRUGAL_OK;
+    if (std::all_of(accesses.begin(), accesses.end(),
+                    [](const Access& a) { return a.part != nullptr; }))
+      return FRUGAL_OK;
     for (size_t i = 0; i < n && use == Use::kPush; ++i) {
       const Access& a = accesses[i];
       if (a.table->nan_policy != FRUGAL_NAN_REJECT || (gpu && gpu[i].rows_on_device)) continue;
@@ -79,12 +88,15 @@ class Client::AttachedStep final : public StepView {
     if (p.part->sources) out->lines = {p.line_values, t_.device_lines(*a.table)};
     return FRUGAL_OK;
   }
-  Status show_device(const Access& a, Flight& flight) override { return client_.show_device(a, flight); }
+  Status show_device(const Access& a, Flight& flight) override {
+    return client_.show_device(a, flight);
+  }
   Status row_awaited() override {
     if (!until_) until_ = answer_until(client_.deadline(FRUGAL_TIMEOUT_DEFAULT).at);
     const bool cut = t_.channel().is_cut();  // who closes marks that before the cut
     FRUGAL_TRY(client_.controller_.check());
-    if (t_.closing.load()) return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
+    if (t_.closing.load())
+      return fail(FRUGAL_ERR_CLOSED, "the trainer was closed while a call waited");
     return cut || now_ns() > until_ ? t_.talk.not_answered(FRUGAL_ERR_TIMEOUT) : FRUGAL_OK;
   }
   // The controller does not wait for this device when it undoes a step.
@@ -132,8 +144,8 @@ Status Client::AttachedStep::ask_for(const frugal_op* ops) {
     if (op.batch)
       if (const RemoteBatchRef b = client_.batch_of(op.batch))
         batch = b->failed == FRUGAL_OK ? b->id : 0;
-    heads.push_back({own(*a->table).id, batch, op.keys ? op.count : 0, op.padding_key, op.part, op.flags,
-                     op.keys != nullptr, static_cast<uint32_t>(number), kNoPlace});
+    heads.push_back({own(*a->table).id, batch, op.keys ? op.count : 0, op.padding_key, op.part,
+                     op.flags, op.keys != nullptr, static_cast<uint32_t>(number), kNoPlace});
     if (op.keys) e.add(op.keys, op.count * sizeof(uint64_t));
   }
   // After a failure there are as many as before, and the next request tells how many that is.
@@ -141,12 +153,16 @@ Status Client::AttachedStep::ask_for(const frugal_op* ops) {
     Vector<StepPart>& parts;
     size_t keep;
     ~Taken() {
-      if (parts.size() > keep) parts.erase(parts.begin() + static_cast<ptrdiff_t>(keep), parts.end());
+      if (parts.size() > keep)
+        parts.erase(parts.begin() + static_cast<ptrdiff_t>(keep), parts.end());
     }
   } taken{t_.parts, from};
-  FRUGAL_TRY(t_.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) { return t_.take_parts(c, bytes, until, &which); }));
+  FRUGAL_TRY(t_.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) {
+    return t_.take_parts(c, bytes, until, &which);
+  }));
   if (t_.parts.size() != from + which.size() || e.args[0] != from)
-    return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t_.parts.size() - from, which.size());
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent %zu parts of %zu", t_.parts.size() - from,
+                which.size());
   for (size_t k = 0; k < which.size(); ++k) {
     StepPart& p = t_.parts[from + k];
     which[k]->part = p.part;

@@ -37,7 +37,9 @@ struct Layout {
   size_t up_bytes, down_ring, down_bytes;
 };
 
-bool size_valid(uint64_t ring) { return std::has_single_bit(ring) && ring >= kPage && ring <= kMaxRing; }
+bool size_valid(uint64_t ring) {
+  return std::has_single_bit(ring) && ring >= kPage && ring <= kMaxRing;
+}
 
 const char kBroken[] = "cannot be talked to: a call timed out in the middle of a message";
 
@@ -55,7 +57,8 @@ Channel::~Channel() {
 Status StagingMemory::make(size_t bytes, std::shared_ptr<Teller> teller,
                            std::shared_ptr<StagingMemory>* out) {
   if (bytes > kMaxStaging)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bytes of staging memory: it is at most 64 TiB", bytes);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "%zu bytes of staging memory: it is at most 64 TiB",
+                bytes);
   auto m = std::allocate_shared<StagingMemory>(HeapAllocator<StagingMemory>());
   Status made;
   // A forked child that kept it would keep the memory.
@@ -81,11 +84,12 @@ Status StagingMemory::show() {
   return place_ == kNoPlace && teller_ ? teller_->come(mapping_, &place_, true) : FRUGAL_OK;
 }
 
-Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging, std::unique_ptr<Channel>* out,
-                       uint64_t start) {
+Status Channel::create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging,
+                       std::unique_ptr<Channel>* out, uint64_t start) {
   if (!size_valid(ring_bytes))
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "a channel with rings of %zu bytes: a ring has a power of two from 4 KiB to 1 GiB", ring_bytes);
+                "a channel with rings of %zu bytes: a ring has a power of two from 4 KiB to 1 GiB",
+                ring_bytes);
   const Layout layout(ring_bytes);
   std::unique_ptr<Channel> c(new Channel(true));
   FRUGAL_TRY(os_reserve(layout.up_bytes, true, &c->up_, true));
@@ -130,11 +134,12 @@ Status Channel::attach(int up_fd, int down_fd, int staging_fd, std::unique_ptr<C
   // The smallest region has 2 MiB: the page can be read.
   const Down* down = reinterpret_cast<const Down*>(c->down_.base);
   const uint64_t magic = down->magic, ring = down->ring_bytes, staging = down->staging_bytes;
-  if (magic != kMagic || !size_valid(ring) || staging != c->own_.bytes || Layout(ring).up_bytes != c->up_.bytes ||
-      Layout(ring).down_bytes != c->down_.bytes)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "the shared memory is no channel of this version of the library; the controller and "
-                "the trainer processes must use the same");
+  if (magic != kMagic || !size_valid(ring) || staging != c->own_.bytes ||
+      Layout(ring).up_bytes != c->up_.bytes || Layout(ring).down_bytes != c->down_.bytes)
+    return fail(
+        FRUGAL_ERR_INVALID_ARGUMENT,
+        "the shared memory is no channel of this version of the library; the controller and "
+        "the trainer processes must use the same");
   c->staging_bytes_ = staging;
   c->staging_ = c->own_.base;
   c->connect(ring);

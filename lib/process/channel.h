@@ -1,12 +1,13 @@
-// What a trainer process and the controller say to each other: regions of shared memory, each written by
-// one of them.
+// What a trainer process and the controller say to each other: regions of shared memory, each
+// written by one of them.
 //
 //   up, written by the trainer process:      ring of requests, counters
-//   staging, written by the trainer process: memory for sums and declared keys; a process that only asks has none
-//   down, written by the controller:         ring of answers, ring of releases of staging memory
+//   staging, written by the trainer process: memory for sums and declared keys; a process that only
+//   asks has none down, written by the controller:         ring of answers, ring of releases of
+//   staging memory
 //
-// The controller makes all and maps what it does not write read-only; so does the trainer process. A read
-// of staging memory that was not committed takes memory and reads zeros.
+// The controller makes all and maps what it does not write read-only; so does the trainer process.
+// A read of staging memory that was not committed takes memory and reads zeros.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -58,12 +59,13 @@ class StagingMemory : public HeapObject {
   uint64_t place_ = kNoPlace;
 };
 
-// The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one receives
-// at a time (it may be the same), one takes releases; release(), cut() and what only looks: any.
+// The times of calls are values of now_ns(), UINT64_MAX is never. Threads: one sends and one
+// receives at a time (it may be the same), one takes releases; release(), cut() and what only
+// looks: any.
 //
-// FRUGAL_ERR_PEER_LOST is final: the peer was cut off, broke the protocol, or a call timed out in the
-// middle of a message (the two sides do not agree any more where one begins). A time-out before a
-// message leaves the channel as it was.
+// FRUGAL_ERR_PEER_LOST is final: the peer was cut off, broke the protocol, or a call timed out in
+// the middle of a message (the two sides do not agree any more where one begins). A time-out before
+// a message leaves the channel as it was.
 class Channel : public HeapObject {
  public:
   static constexpr size_t kCounters = 128;
@@ -71,10 +73,10 @@ class Channel : public HeapObject {
   // memory at a time.
   static constexpr size_t kReleases = size_t{1} << 16;
 
-  // The controller's side. `ring_bytes`: of each ring of messages, a power of two of 4 KiB to 1 GiB.
-  // `staging`: or null. The counts begin at `start`, for tests.
-  static Status create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging, std::unique_ptr<Channel>* out,
-                       uint64_t start = 0);
+  // The controller's side. `ring_bytes`: of each ring of messages, a power of two of 4 KiB to 1
+  // GiB. `staging`: or null. The counts begin at `start`, for tests.
+  static Status create(size_t ring_bytes, std::shared_ptr<StagingMemory> staging,
+                       std::unique_ptr<Channel>* out, uint64_t start = 0);
   // What the peer attaches to; they remain the channel's. -1: there is no staging memory.
   int up_fd() const { return up_.fd; }
   int down_fd() const { return down_.fd; }
@@ -84,10 +86,11 @@ class Channel : public HeapObject {
   // No call may be under way.
   ~Channel();
 
-  // `header.payload` is set here. A message of at most a quarter of the ring is sent as a whole or not
-  // at all.
+  // `header.payload` is set here. A message of at most a quarter of the ring is sent as a whole or
+  // not at all.
   Status send(const Header& header, const Piece* pieces, size_t count, uint64_t until);
-  // How long calls of this side look before they sleep: processors may be wanted. Not beside a call.
+  // How long calls of this side look before they sleep: processors may be wanted. Not beside a
+  // call.
   void look_for(uint64_t ns, bool polite) { link_.look_for(ns, polite); }
   // The other side runs on this one's processor: the controller knows, and its answers tell.
   void set_together(bool together) { link_.set_together(together); }
@@ -101,12 +104,13 @@ class Channel : public HeapObject {
   Status skip(uint64_t bytes, uint64_t until) { return read(nullptr, bytes, until); }
   uint64_t payload_left() const { return left_; }
 
-  // The peer is gone: every call of this side answers FRUGAL_ERR_PEER_LOST, those that wait, too. The
-  // peer's calls learn of it by their own means.
+  // The peer is gone: every call of this side answers FRUGAL_ERR_PEER_LOST, those that wait, too.
+  // The peer's calls learn of it by their own means.
   void cut() noexcept {
     link_.end("is gone, or its channel was cut: close the trainer or the engine");
   }
-  // Tells the peer that nothing is sent or received any more. The last call of the thread that does both.
+  // Tells the peer that nothing is sent or received any more. The last call of the thread that does
+  // both.
   void close() {
     sender_.close();
     receiver_.close();

@@ -34,7 +34,8 @@ Status Client::attach(const frugal_config& config) {
   config_.world_size = reply.config.world_size;
   config_.timeout_ms = config.timeout_ms;
   joins_.open(reply.config.world_size);
-  // Where ranks share the processors out among themselves, more threads would only be in each other's way.
+  // Where ranks share the processors out among themselves, more threads would only be in each
+  // other's way.
   const uint32_t share = std::max<uint32_t>(1, cpu_count() / reply.config.world_size);
   FRUGAL_TRY(helpers_.start(std::min(config.flush_threads, share - 1)));
   return controller_.watch();
@@ -54,8 +55,8 @@ Client::~Client() {
 
 void Client::shutdown() {
   if (!controller_.begin_close()) return;
-  // All of them are marked before the first is cut: what the end of one undoes is not for the calls of the others to
-  // tell.
+  // All of them are marked before the first is cut: what the end of one undoes is not for the calls
+  // of the others to tell.
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& weak : trainers_)
@@ -77,7 +78,8 @@ void Client::shutdown() {
     } catch (const std::bad_alloc&) {
     }
     if (!ended) {
-      // Another thread closes it, or nobody can. A call of its may be reading what is let go of below.
+      // Another thread closes it, or nobody can. A call of its may be reading what is let go of
+      // below.
       std::lock_guard<std::mutex> call(t->call_mu);
       if (t->gpu) t->gpu->take_flight();  // kernels read what is about to be unmapped
     }
@@ -97,7 +99,9 @@ Status Client::health() {
   if (talk_.channel().is_cut()) {
     if (controller_.see_end(FRUGAL_ERR_PEER_LOST)) return controller_.lost();
     FRUGAL_TRY(controller_.check());
-    return fail(FRUGAL_ERR_PEER_LOST, "the controller did not answer a call of this process: close the engine and open it again");
+    return fail(
+        FRUGAL_ERR_PEER_LOST,
+        "the controller did not answer a call of this process: close the engine and open it again");
   }
   if (Status s = controller_.answered(controller_.control().health(config_.timeout_ms, &h))) {
     (void)controller_.see_end(s);
@@ -151,8 +155,8 @@ Status Client::stop_trace(const char* path) {
     absolute = path;
   }
   if (absolute.size() > kMostPath)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "a path of %zu bytes: it has at most %llu", absolute.size(),
-                static_cast<unsigned long long>(kMostPath));
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "a path of %zu bytes: it has at most %llu",
+                absolute.size(), static_cast<unsigned long long>(kMostPath));
   Exchange e{Call::kTraceStop, {path != nullptr}, {}};
   e.add(absolute.data(), absolute.size());
   return ask(e);
@@ -162,7 +166,8 @@ Status Client::stop_trace(const char* path) {
 
 Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out) {
   Descriptors d{reply.descriptors};
-  if (reply.numbers.size() != 4) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+  if (reply.numbers.size() != 4)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   // A table has one handle in an engine, though two threads take it at once. With mu_ held.
   auto taken = [&] {
     *out = nullptr;
@@ -213,7 +218,8 @@ Status Client::take_table(TableReply& reply, const char* name, AnyTableRef* out)
 Status Client::create_table(const frugal_table_config& config, AnyTableRef* out) {
   FRUGAL_TRY(controller_.check());
   TableReply reply;
-  FRUGAL_TRY(controller_.answered(controller_.control().create_table(config, config_.timeout_ms, &reply)));
+  FRUGAL_TRY(
+      controller_.answered(controller_.control().create_table(config, config_.timeout_ms, &reply)));
   FRUGAL_TRY(take_table(reply, config.name, out));
   if (!(*out)->created_here.exchange(true)) return FRUGAL_OK;
   return table_exists();
@@ -222,14 +228,16 @@ Status Client::create_table(const frugal_table_config& config, AnyTableRef* out)
 Status Client::find_table(const char* name, AnyTableRef* out) {
   FRUGAL_TRY(controller_.check());
   TableReply reply;
-  FRUGAL_TRY(controller_.answered(controller_.control().find_table(name, config_.timeout_ms, &reply)));
+  FRUGAL_TRY(
+      controller_.answered(controller_.control().find_table(name, config_.timeout_ms, &reply)));
   return take_table(reply, name, out);
 }
 
 Status Client::next_table(uint64_t* cursor, String* name) {
   Exchange e{Call::kNextTable, {*cursor}, {}};
   FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
-    if (bytes > kMostName) return fail(FRUGAL_ERR_INTERNAL, "the controller sent a longer name than a table has");
+    if (bytes > kMostName)
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent a longer name than a table has");
     name->resize(bytes);
     return c.read(name->data(), bytes, until);
   }));
@@ -240,8 +248,10 @@ Status Client::next_table(uint64_t* cursor, String* name) {
 Status Client::drop_table(const AnyTableRef& table) {
   FRUGAL_TRY(controller_.check());
   settle_all(deadline(FRUGAL_TIMEOUT_DEFAULT).at);
-  const Status s = controller_.answered(controller_.control().drop_table(own(*table).id, config_.timeout_ms));
-  // The controller does not know it any more: an earlier call of this process has dropped it, or another process has.
+  const Status s =
+      controller_.answered(controller_.control().drop_table(own(*table).id, config_.timeout_ms));
+  // The controller does not know it any more: an earlier call of this process has dropped it, or
+  // another process has.
   if (s != FRUGAL_OK && s != FRUGAL_ERR_BAD_HANDLE) return s;
   table->dropped.store(true);
   handle_remove(HandleKind::kTable, table->handle);
@@ -259,11 +269,13 @@ Status Client::describe(AnyTable& any, frugal_table_info* out) {
       return FRUGAL_OK;
     }
     Exchange e{Call::kDescribe, {table.id}, {}};
-    return ask(e, [&](Channel& c, uint64_t, uint64_t until) { return c.read(out, sizeof *out, until); });
+    return ask(
+        e, [&](Channel& c, uint64_t, uint64_t until) { return c.read(out, sizeof *out, until); });
   });
 }
 
-Status Client::set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) {
+Status Client::set_optimizer(AnyTable& table, uint64_t first_step,
+                             const frugal_optimizer& optimizer) {
   Exchange e{Call::kSetOptimizer, {own(table).id, first_step}, {}};
   e.add(&optimizer, sizeof optimizer);
   return ask(e);
@@ -298,7 +310,8 @@ Status Client::keys(AnyTable& any, uint64_t* cursor, uint64_t* out, size_t capac
     }
     Exchange e{Call::kKeys, {table.id, *cursor, capacity}, {}};
     FRUGAL_TRY(ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
-      if (bytes / sizeof(uint64_t) > capacity) return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
+      if (bytes / sizeof(uint64_t) > capacity)
+        return fail(FRUGAL_ERR_INTERNAL, "more keys than were asked for");
       return c.read(out, bytes, until);
     }));
     *cursor = e.args[0];
@@ -312,8 +325,8 @@ static size_t row_bytes(const RemoteTable& t, uint32_t flags) {
   return (t.info.dim + (flags & FRUGAL_WITH_STATE ? t.info.state_floats : 0)) * sizeof(float);
 }
 
-Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-                   uint8_t* found) {
+Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+                   size_t stride, uint8_t* found) {
   RemoteTable& table = own(any);
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(stride, bytes, n));
@@ -322,7 +335,8 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
     if (Controller::Remaining remains{controller_}) {
       TableReadout* t;
       FRUGAL_TRY(table.remains(controller_.remains(), pool_, &t));
-      if (table.info.key_space != FRUGAL_HASHED) FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
+      if (table.info.key_space != FRUGAL_HASHED)
+        FRUGAL_TRY(check_dense_ids(keys, n, nullptr, table.info.capacity));
       Vector<uint32_t> slots(n);
       Vector<char> scratch(t->layout().bytes());
       t->find(keys, n, nullptr, slots.data());
@@ -346,7 +360,8 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
       for (size_t i = 0; i < n;) {
         size_t end = i + 1;
         while (stride == bytes && end < n && there[end] == there[i]) ++end;
-        if (there[i]) FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
+        if (there[i])
+          FRUGAL_TRY(c.read(reinterpret_cast<char*>(out) + i * stride, (end - i) * bytes, until));
         i = end;
       }
       if (found) std::copy(there.begin(), there.end(), found);
@@ -355,7 +370,8 @@ Status Client::get(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags
   });
 }
 
-Status Client::put(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, const float* in, size_t stride) {
+Status Client::put(AnyTable& any, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
+                   size_t stride) {
   const RemoteTable& table = own(any);
   const size_t bytes = row_bytes(table, flags);
   FRUGAL_TRY(check_stride(stride, bytes, n));

@@ -1,7 +1,7 @@
 // An engine in another process: the calls of engine.h, made through a controller.
 //
-// What has keys, rows or gradients goes through channels (protocol.h); a trainer gathers rows and sums
-// gradients of declared keys by itself, from the controller's memory into its own.
+// What has keys, rows or gradients goes through channels (protocol.h); a trainer gathers rows and
+// sums gradients of declared keys by itself, from the controller's memory into its own.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -40,11 +40,13 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status next_table(uint64_t* cursor, String* name) override;
   Status drop_table(const AnyTableRef& table) override;
   Status describe(AnyTable& table, frugal_table_info* out) override;
-  Status set_optimizer(AnyTable& table, uint64_t first_step, const frugal_optimizer& optimizer) override;
+  Status set_optimizer(AnyTable& table, uint64_t first_step,
+                       const frugal_optimizer& optimizer) override;
   Status count(AnyTable& table, uint64_t* out) override;
-  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity, size_t* n) override;
-  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out, size_t stride,
-             uint8_t* found) override;
+  Status keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t capacity,
+              size_t* n) override;
+  Status get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, float* out,
+             size_t stride, uint8_t* found) override;
   Status put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t flags, const float* in,
              size_t stride) override;
   Status remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t* deleted) override;
@@ -65,7 +67,9 @@ class Client final : public Session, private DataPath, private Controller::Owner
   Status told(AnyTrainer& t, Status status) override;
 
  private:
-  explicit Client(const frugal_config& config) : Session(config) { pinned_.pin_with(pins_->pinner()); }
+  explicit Client(const frugal_config& config) : Session(config) {
+    pinned_.pin_with(pins_->pinner());
+  }
   static RemoteTable& own(AnyTable& t) { return static_cast<RemoteTable&>(t); }
   static RemoteTrainer& own(AnyTrainer& t) { return static_cast<RemoteTrainer&>(t); }
   Status op_table(const frugal_op& op, RemoteTableRef* out) const;
@@ -95,9 +99,10 @@ class Client final : public Session, private DataPath, private Controller::Owner
   // A rank that is inside a step knows that steps which are further back are committed.
   uint64_t kept_steps() const { return std::min<uint64_t>(config_.staleness, 62); }
   class AttachedStep;
-  // Where the controller finds the keys of a declaration: at head->place if `stages`, or in `e`, for either in `memory`.
-  Status declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages, OpHead* head,
-                       Buffer* memory, Exchange* e);
+  // Where the controller finds the keys of a declaration: at head->place if `stages`, or in `e`,
+  // for either in `memory`.
+  Status declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages,
+                       OpHead* head, Buffer* memory, Exchange* e);
   Status read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadline deadline);
 
   // --- client_gpu.cpp: trainers on GPUs

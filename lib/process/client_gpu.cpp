@@ -1,5 +1,6 @@
-// Trainers on GPUs in a process that attaches (docs/cuda.md, section 9): the device is this process's own, and the
-// controller sees a rank that reads rows and hands over sums, as on the cpu, and tells it what to do to cached rows.
+// Trainers on GPUs in a process that attaches (docs/cuda.md, section 9): the device is this
+// process's own, and the controller sees a rank that reads rows and hands over sums, as on the cpu,
+// and tells it what to do to cached rows.
 #include <algorithm>
 #include <cstring>
 
@@ -13,7 +14,8 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
   FRUGAL_TRY(device_status(device::open_runtime(config.device, &runtime), config.device));
   if (!runtime->info().pins_read_only)
     return fail(FRUGAL_ERR_UNSUPPORTED,
-                "%s cannot pin memory that its process must not write, as rows are where a trainer attaches: run rank %u "
+                "%s cannot pin memory that its process must not write, as rows are where a trainer "
+                "attaches: run rank %u "
                 "as a thread of the controller's process",
                 config.device, config.rank);
   FRUGAL_TRY(Gpu::open(runtime, pinned_, out));
@@ -21,13 +23,15 @@ Status Client::open_gpu(const frugal_trainer_config& config, std::shared_ptr<Gpu
   return FRUGAL_OK;
 }
 
-// Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in them are used.
+// Before a step begins: tables whose rows are all there. Slabs of others are pinned when rows in
+// them are used.
 Status Client::pin_tables() {
   Vector<RemoteTableRef> tables;
   {
     std::lock_guard<std::mutex> lock(mu_);
     for (auto& weak : tables_)
-      if (auto table = weak.lock(); table && !table->lazy && !table->dropped.load()) tables.push_back(std::move(table));
+      if (auto table = weak.lock(); table && !table->lazy && !table->dropped.load())
+        tables.push_back(std::move(table));
   }
   for (const RemoteTableRef& table : tables) FRUGAL_TRY(table->pinned.pin_all());
   return FRUGAL_OK;
@@ -53,13 +57,15 @@ Status Client::pin_shared(const SumsPlace& s, Flight& flight, const char** out) 
   return FRUGAL_OK;
 }
 
-// What the controller has told of a step's boundary, done to the lines: updates of what the step reads, new lines,
-// and behind the event for which lookups wait the other updates. `without`: a table for whose lines there is no
-// memory. A failure leaves the lines as they may be.
-Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables, uint64_t* without) {
+// What the controller has told of a step's boundary, done to the lines: updates of what the step
+// reads, new lines, and behind the event for which lookups wait the other updates. `without`: a
+// table for whose lines there is no memory. A failure leaves the lines as they may be.
+Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t tables,
+                          uint64_t* without) {
   size_t at = 0;
   auto take = [&](auto* item) -> Status {
-    if (sizeof *item > told.size() - at) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a boundary");
+    if (sizeof *item > told.size() - at)
+      return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a boundary");
     std::memcpy(item, told.data() + at, sizeof *item);
     at += sizeof *item;
     return FRUGAL_OK;
@@ -84,12 +90,15 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
       {
         std::lock_guard<std::mutex> lock(mu_);
         for (auto& weak : tables_)
-          if (auto table = weak.lock(); table && table->id == of.table) made.table = std::move(table);
+          if (auto table = weak.lock(); table && table->id == of.table)
+            made.table = std::move(table);
       }
-      if (!made.table) return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
+      if (!made.table)
+        return fail(FRUGAL_ERR_INTERNAL, "the controller sent lines of an unknown table");
       if (DeviceLines::open(gpu, made.table->rows, of.lines, &made.lines) != FRUGAL_OK) {
         *without = of.table;
-        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows", gpu.runtime().name());
+        return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory of %s for cached rows",
+                    gpu.runtime().name());
       }
       known = t.lines.emplace(of.table, std::move(made)).first;
     }
@@ -145,8 +154,9 @@ Status Client::turn_lines(RemoteTrainer& t, const Vector<char>& told, uint64_t t
 
 // --- A step's calls ------------------------------------------------------------------------------
 
-// wait(go_on) until the device has done something, as long as a call may wait and the trainer is wanted. The
-// controller is asked from time to time: it hears that this process lives, and tells if the step was undone.
+// wait(go_on) until the device has done something, as long as a call may wait and the trainer is
+// wanted. The controller is asked from time to time: it hears that this process lives, and tells if
+// the step was undone.
 template <class Wait>
 Status Client::await_device(RemoteTrainer& t, const char* what, Wait wait) {
   const Deadline until = deadline(FRUGAL_TIMEOUT_DEFAULT);
@@ -179,22 +189,25 @@ void Client::say_here(RemoteTrainer& t) noexcept {
 
 // Until rows have been read that a call has given to the caller's stream to read.
 Status Client::await_stream(RemoteTrainer& t) {
-  return await_device(t, "a call waited for the device to read rows", [&](auto go_on) { return t.gpu->wait_stream(go_on); });
+  return await_device(t, "a call waited for the device to read rows",
+                      [&](auto go_on) { return t.gpu->wait_stream(go_on); });
 }
 
-// What a step has given to the device has landed when its end is sent: the controller reads the sums at once, and
-// others may write the rows that were read. May be repeated.
+// What a step has given to the device has landed when its end is sent: the controller reads the
+// sums at once, and others may write the rows that were read. May be repeated.
 Status Client::end_flight(RemoteTrainer& t, Flight::Found* found) {
   const FlightRef f = t.gpu->share_flight();  // it stays if the step is undone meanwhile
   if (!f) return FRUGAL_OK;
   FRUGAL_TRY(f->end());
-  FRUGAL_TRY(await_device(t, "step_end waited for the device to end the step's work", [&](auto go_on) { return f->land(go_on); }));
+  FRUGAL_TRY(await_device(t, "step_end waited for the device to end the step's work",
+                          [&](auto go_on) { return f->land(go_on); }));
   FRUGAL_TRY(t.gpu->sticky() ? t.gpu->ready() : FRUGAL_OK);
   *found = f->found();
   return FRUGAL_OK;
 }
 
-// Evaluation: what is on the device comes to the host before, and rows go there behind. Complete when it returns.
+// Evaluation: what is on the device comes to the host before, and rows go there behind. Complete
+// when it returns.
 Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, Deadline deadline) {
   FRUGAL_TRY(t.gpu->ready());
   Vector<GpuOp> taken;
@@ -226,14 +239,14 @@ Status Client::read_with_gpu(RemoteTrainer& t, const frugal_op* ops, size_t n, D
   for (size_t i = 0; i < n; ++i) {
     const frugal_op& op = taken[i].op;
     if (taken[i].rows_on_device)
-      FRUGAL_TRY(t.gpu->put_rows(flight, std::move(rows[i]), strides[i], counts[i], static_cast<uint32_t>(dims[i]),
-                                 op.rows_out, op.row_stride));
+      FRUGAL_TRY(t.gpu->put_rows(flight, std::move(rows[i]), strides[i], counts[i],
+                                 static_cast<uint32_t>(dims[i]), op.rows_out, op.row_stride));
   }
   return t.gpu->wait_stream();
 }
 
-// The device does not work any more: the step is undone on all ranks, of which the controller is told once. With
-// call_mu held.
+// The device does not work any more: the step is undone on all ranks, of which the controller is
+// told once. With call_mu held.
 Status Client::device_failed(RemoteTrainer& t) {
   if (!t.failed) {
     pins_->failed(&t.gpu->runtime());

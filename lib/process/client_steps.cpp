@@ -10,7 +10,8 @@
 namespace frugal {
 namespace {
 
-// Declared keys of so many bytes are written once, where the controller finds them later; fewer go with the request.
+// Declared keys of so many bytes are written once, where the controller finds them later; fewer go
+// with the request.
 constexpr size_t kStagedBytes = size_t{2} << 10;
 
 }  // namespace
@@ -33,7 +34,8 @@ Status Client::enter(RemoteTrainer& t) {
   if (t.gpu && t.gpu->sticky()) return device_failed(t);
   Status s = FRUGAL_OK;
   if (std::unique_lock<std::mutex> one(t.late.mu, std::try_to_lock); one) s = t.channel().look();
-  if (s != FRUGAL_OK) {  // another has its place, or the controller has ended, or this trainer is closed meanwhile
+  if (s != FRUGAL_OK) {  // another has its place, or the controller has ended, or this trainer is
+                         // closed meanwhile
     t.leave_step();
     return t.concluded(t.talk.not_answered(s));
   }
@@ -57,29 +59,31 @@ Status Client::op_table(const frugal_op& op, RemoteTableRef* out) const {
 
 RemoteBatchRef Client::batch_of(const void* handle) const {
   AnyBatchRef batch = object_of<AnyBatch>(handle);
-  return batch && batch->session == this ? std::static_pointer_cast<RemoteBatch>(std::move(batch)) : nullptr;
+  return batch && batch->session == this ? std::static_pointer_cast<RemoteBatch>(std::move(batch))
+                                         : nullptr;
 }
 
 namespace {
 
 Status check_keys(const AnyTable& table, const frugal_op& op) {
   if (table.any_key || !op.keys) return FRUGAL_OK;
-  return check_dense_ids(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
-                         table.capacity);
+  return check_dense_ids(op.keys, op.count,
+                         op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr, table.capacity);
 }
 
 }  // namespace
 
 // Of a dense table they are slots: half the bytes, and this side looks at the ids meanwhile.
-Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op, bool stages, OpHead* head,
-                             Buffer* memory, Exchange* e) {
+Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const frugal_op& op,
+                             bool stages, OpHead* head, Buffer* memory, Exchange* e) {
   const bool hashed = table.info.key_space == FRUGAL_HASHED;
   const size_t bytes = op.count * (hashed ? sizeof(uint64_t) : sizeof(uint32_t));
   const bool staged = stages && bytes >= kStagedBytes && t.sums.get(bytes, memory) == FRUGAL_OK;
   if (staged) head->place = t.place(*memory);
   if (!staged && !hashed) FRUGAL_TRY(pool_.get(bytes, memory));
   if (!hashed)
-    FRUGAL_TRY(dense_slots(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
+    FRUGAL_TRY(dense_slots(op.keys, op.count,
+                           op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
                            table.info.capacity, memory->as<uint32_t>()));
   else if (staged)
     std::memcpy(memory->data(), op.keys, bytes);
@@ -87,8 +91,8 @@ Status Client::declared_keys(RemoteTrainer& t, const RemoteTable& table, const f
   return FRUGAL_OK;
 }
 
-Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, size_t n, bool want_handle,
-                        uint64_t* batch_out) {
+Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, size_t n,
+                        bool want_handle, uint64_t* batch_out) {
   RemoteTrainer& t = own(any);
   const uint64_t began = now_ns();
   std::lock_guard<std::mutex> call(t.call_mu);
@@ -121,7 +125,8 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
     FRUGAL_TRY(in_op(op_table(ops[i], &table), i, n, table));
     heads[i] = {table->id, 0, ops[i].count, ops[i].padding_key, 0, ops[i].flags, 1,
                 static_cast<uint32_t>(i), kNoPlace};
-    FRUGAL_TRY(in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
+    FRUGAL_TRY(
+        in_op(declared_keys(t, *table, ops[i], stages, &heads[i], &keys[i], &e), i, n, table));
     batch->tables.push_back(std::move(table));
   }
   struct Undo {  // where it is not declared after all
@@ -145,8 +150,10 @@ Status Client::prefetch(AnyTrainer& any, uint64_t step, const frugal_op* ops, si
     if (!batch->handle) return FRUGAL_ERR_OUT_OF_MEMORY;
   }
   t.batches[batch->id] = batch;
-  // Inside of a step nothing is left to be wrong with it but the controller's memory, or that it is one too many.
-  const bool staged = n > 0 && std::all_of(heads.begin(), heads.end(), [](auto& h) { return h.place != kNoPlace; });
+  // Inside of a step nothing is left to be wrong with it but the controller's memory, or that it is
+  // one too many.
+  const bool staged =
+      n > 0 && std::all_of(heads.begin(), heads.end(), [](auto& h) { return h.place != kNoPlace; });
   const bool late = staged && t.in_step && step > t.step && step - t.step <= config_.lookahead;
   FRUGAL_TRY(late ? t.declare_late(e, heads, batch) : t.ask(e));
   undo.t = nullptr;
@@ -196,14 +203,16 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   t.step = step;
   bool traced = false;
   for (uint64_t without = 0;;) {
-    Exchange e{Call::kStepBegin, {step, left_until(deadline), t.boundary, without}, {}, deadline.at};
+    Exchange e{
+        Call::kStepBegin, {step, left_until(deadline), t.boundary, without}, {}, deadline.at};
     t.forget_used();
     t.parts.clear();
     t.reads.clear();
     t.next_part = 0;
     Vector<char> told;
     FRUGAL_TRY(t.ask(e, [&](Channel& c, uint64_t bytes, uint64_t until) -> Status {
-      if (e.args[1] > bytes / sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
+      if (e.args[1] > bytes / sizeof(PartPlace))
+        return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
       const uint64_t parts = e.args[1] * sizeof(PartPlace);
       FRUGAL_TRY(t.take_parts(c, parts, until, nullptr));
       told.resize(bytes - parts);
@@ -218,7 +227,8 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       s = turn_lines(t, told, e.args[3], &without);
     } catch (const std::bad_alloc&) {
       without = 0;
-      s = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to bring the cache of rank %u up to date; call again", t.rank);
+      s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+               "no memory to bring the cache of rank %u up to date; call again", t.rank);
     }
     if (s == FRUGAL_OK) {
       t.boundary = e.args[2];
@@ -232,8 +242,8 @@ Status Client::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   t.in_step = true;
   t.begun.store(step);
   t.traced = traced;
-  // Until it is committed a step may be undone, and is done again with the same declarations. No rank is more
-  // than 62 steps ahead of the last commit.
+  // Until it is committed a step may be undone, and is done again with the same declarations. No
+  // rank is more than 62 steps ahead of the last commit.
   std::erase_if(t.batches, [&](auto& item) {
     if (item.second->step >= step || step - item.second->step <= kept_steps()) return false;
     handle_remove(HandleKind::kBatch, item.second->handle);
@@ -253,7 +263,8 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
     return fail(FRUGAL_ERR_STEP_ORDER, "rank %u is inside step %llu, not %llu: end that", t.rank,
                 static_cast<unsigned long long>(t.step), static_cast<unsigned long long>(step));
   if (flags & ~FRUGAL_STEP_SKIP)
-    return fail(FRUGAL_ERR_INVALID_ARGUMENT, "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
+    return fail(FRUGAL_ERR_INVALID_ARGUMENT,
+                "unknown flags 0x%x in step_end: give 0 or FRUGAL_STEP_SKIP", flags);
   if (!t.ending) {
     Flight::Found found = Flight::Found::kNothing;
     if (t.gpu) FRUGAL_TRY(end_flight(t, &found));
@@ -269,8 +280,9 @@ Status Client::step_end(AnyTrainer& any, uint64_t step, uint32_t flags) {
   e.add(&t.counts, sizeof t.counts);
   e.add(t.places.data(), t.places.size() * sizeof(PushPlace));
   e.add(t.events.data(), t.events.size() * sizeof(TraceEvent));
-  // So that nothing can fail when they are the controller's, which tells when it has read them. An attempt that
-  // failed may have had some for a while: what it told of that is taken by now, and they are still here.
+  // So that nothing can fail when they are the controller's, which tells when it has read them. An
+  // attempt that failed may have had some for a while: what it told of that is taken by now, and
+  // they are still here.
   for (const Handover& h : t.sent)
     if (h.sums) t.handed[t.place(h.sums)] = Buffer();
   Status s = t.ask(e);
@@ -301,8 +313,8 @@ Status Client::abort_call(AnyTrainer& any) {
 
 // --- Evaluation ----------------------------------------------------------------------------------
 
-// From what a dead controller has left. A trainer is to see what it has done, which is not there if it was not
-// committed.
+// From what a dead controller has left. A trainer is to see what it has done, which is not there if
+// it was not committed.
 Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) {
   if (t) {
     uint64_t committed;
@@ -310,7 +322,8 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
     const uint64_t begun = t->begun.load();
     if (begun != kNoStep && (committed == kNoStep || begun > committed))
       return fail(FRUGAL_ERR_PEER_LOST,
-                  "the controller is gone, and step %llu, which rank %u has begun, was not committed: read without a "
+                  "the controller is gone, and step %llu, which rank %u has begun, was not "
+                  "committed: read without a "
                   "trainer, for the rows as of the last step that was",
                   static_cast<unsigned long long>(begun), t->rank);
   }
@@ -323,7 +336,8 @@ Status Client::read_out(const RemoteTrainer* t, const frugal_op* ops, size_t n) 
     TableReadout* from;
     FRUGAL_TRY(table->remains(controller_.remains(), pool_, &from));
     Vector<uint32_t> slots(op.count);
-    from->find(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr, slots.data());
+    from->find(op.keys, op.count, op.flags & FRUGAL_OP_PADDING ? &op.padding_key : nullptr,
+               slots.data());
     size_t made = 0;
     for (uint32_t s : slots) made += s < kMissingSlot && from->untouched(s);
     Vector<char> scratch(made * from->layout().bytes());
@@ -388,7 +402,8 @@ Status Client::read_rows(RemoteTrainer* t, const frugal_op* ops, size_t n, Deadl
     for (size_t i = 0; i < n; ++i) {
       const frugal_op& op = ops[i];
       const size_t rows = op.pooling != FRUGAL_POOL_NONE ? op.bags : op.count;
-      const size_t bytes = tables[i]->info.dim * sizeof(float), stride = op.row_stride ? op.row_stride : bytes;
+      const size_t bytes = tables[i]->info.dim * sizeof(float),
+                   stride = op.row_stride ? op.row_stride : bytes;
       if (stride == bytes) {
         FRUGAL_TRY(c.read(op.rows_out, rows * bytes, until));
       } else {

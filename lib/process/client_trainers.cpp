@@ -12,13 +12,15 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   FRUGAL_TRY(controller_.check());
   const Joins::Scope one(joins_, config.rank);
   if (!one.alone())
-    return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u", config.rank);
+    return fail(FRUGAL_ERR_EXISTS, "another thread of this process is joining as rank %u",
+                config.rank);
   auto t = std::allocate_shared<RemoteTrainer>(HeapAllocator<RemoteTrainer>(), controller_);
   t->session = shared_from_this();
   t->rank = config.rank;
-  // The device is this process's own: the controller sees a rank that reads host memory, hands over sums, and is told
-  // what to do to the lines of its caches.
-  if (config.device && std::strcmp(config.device, "cpu") != 0) FRUGAL_TRY(open_gpu(config, &t->gpu));
+  // The device is this process's own: the controller sees a rank that reads host memory, hands over
+  // sums, and is told what to do to the lines of its caches.
+  if (config.device && std::strcmp(config.device, "cpu") != 0)
+    FRUGAL_TRY(open_gpu(config, &t->gpu));
   struct Joining {  // where it does not join after all
     Pins& pins;
     const Gpu* gpu;
@@ -90,8 +92,8 @@ Status Client::create_trainer(const frugal_trainer_config& config, AnyTrainerRef
   return FRUGAL_OK;
 }
 
-// What the controller holds for trainers that have lost their ranks, of which it holds so many: they read none of it any
-// more. True: it may have less by now.
+// What the controller holds for trainers that have lost their ranks, of which it holds so many:
+// they read none of it any more. True: it may have less by now.
 bool Client::let_go_of_lost() {
   const KeepError why;
   bool any = false;
@@ -135,7 +137,8 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
       else t.closer.store(false);
     }
   } closer{*t};
-  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let go there.
+  // A call of its that waits ends. The controller is told afterwards: what a call reads here is let
+  // go there.
   t->closing.store(true);
   t->channel().cut();
   std::lock_guard<std::mutex> call(t->call_mu);
@@ -144,14 +147,18 @@ Status Client::close_trainer(const AnyTrainerRef& trainer, bool abandoned) {
   t->batches.clear();
   // Kernels may be writing its staging memory, which may be another's when it has left.
   if (t->gpu) t->gpu->take_flight();
-  Status s = controller_.is_lost() || t->let_go ? FRUGAL_OK
-                                       : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);
+  Status s = controller_.is_lost() || t->let_go
+                 ? FRUGAL_OK
+                 : controller_.control().leave(t->rank, abandoned, config_.timeout_ms, t->joined);
   t->leave_step();
   t->handed.clear();
   t->lines.clear();
   if (t->gpu && !std::exchange(t->left_gpu, true)) pins_->remove(&t->gpu->runtime());
-  // The controller may not know it any more, if another process has taken its place, or if it has been told already.
-  closer.s = s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED ? FRUGAL_OK : s;
+  // The controller may not know it any more, if another process has taken its place, or if it has
+  // been told already.
+  closer.s = s == FRUGAL_ERR_NOT_FOUND || s == FRUGAL_ERR_PEER_LOST || s == FRUGAL_ERR_CLOSED
+                 ? FRUGAL_OK
+                 : s;
   return closer.s;
 }
 

@@ -1,6 +1,6 @@
 // The control plane of docs/processes.md, section 3: a controller's server and a trainer process's
-// client, over a Unix-domain socket. Cap'n Proto is behind this header and not in it. Keys, rows and
-// gradients never come this way.
+// client, over a Unix-domain socket. Cap'n Proto is behind this header and not in it. Keys, rows
+// and gradients never come this way.
 //
 // Neither side prints, touches the dispositions of signals, or throws. Both have a thread of their
 // own, in which all signals are blocked.
@@ -22,8 +22,10 @@ constexpr uint32_t kControlVersion = 10;  // of the protocol; both sides must ha
 // What a server takes.
 struct ControlLimits {
   size_t connections = 1024;
-  size_t of_process = 32;  // of them that have attached: each has threads, and a ring in either direction
-  // Since it was taken a connection has to have attached, and to have opened the engine. Or it is ended.
+  size_t of_process =
+      32;  // of them that have attached: each has threads, and a ring in either direction
+  // Since it was taken a connection has to have attached, and to have opened the engine. Or it is
+  // ended.
   uint64_t attach_ns = 3'000'000'000, open_ns = 5'000'000'000;
 };
 
@@ -39,9 +41,10 @@ struct Peer {
   int socket = -1;  // while the connection lives; who shuts it down ends that
 };
 
-// Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and live as
-// long as `keep`; those that a client is given belong to its caller, who closes them. Of a handler's `read_only`
-// ones nothing can be written through what the client gets; that it opens it anew, a seal is against (base/os.h).
+// Answers. Descriptors: a handler's stay its own, they are duplicated when it has answered, and
+// live as long as `keep`; those that a client is given belong to its caller, who closes them. Of a
+// handler's `read_only` ones nothing can be written through what the client gets; that it opens it
+// anew, a seal is against (base/os.h).
 struct OpenReply {
   frugal_config config;  // the engine's, without a log
   Vector<int> descriptors;
@@ -64,9 +67,10 @@ struct JoinReply {
   std::shared_ptr<void> keep;
 };
 
-// What the controller does. Each connection has some threads of its own that make these calls, so one
-// that takes its time holds nobody else up; a peer's calls of several threads come at once, too. A
-// status other than FRUGAL_OK goes to the peer with its message (fail()), and nothing else of the reply.
+// What the controller does. Each connection has some threads of its own that make these calls, so
+// one that takes its time holds nobody else up; a peer's calls of several threads come at once,
+// too. A status other than FRUGAL_OK goes to the peer with its message (fail()), and nothing else
+// of the reply.
 class ControlHandler {
  public:
   virtual ~ControlHandler() = default;
@@ -83,21 +87,23 @@ class ControlHandler {
   virtual Status stats(Peer& peer, frugal_stats* stats) = 0;
   virtual Status health(Peer& peer, int32_t* health) = 0;
   virtual Status committed(Peer& peer, uint64_t* step) = 0;
-  // The connection of a peer that has attached has ended, its process maybe, too. Called once, after
-  // the peer's last call has come back; `peer` is no more afterwards.
+  // The connection of a peer that has attached has ended, its process maybe, too. Called once,
+  // after the peer's last call has come back; `peer` is no more afterwards.
   virtual void gone(Peer& peer) = 0;
 };
 
 class ControlServer : public HeapObject {
  public:
-  // Listens at the path `address`. FRUGAL_ERR_EXISTS: a living controller does so already, or a file
-  // that is no socket is there; INVALID_ARGUMENT: the path is too long, or its folder is not there.
-  // `handler` must outlive the server. Without an address there are only adopted connections.
+  // Listens at the path `address`. FRUGAL_ERR_EXISTS: a living controller does so already, or a
+  // file that is no socket is there; INVALID_ARGUMENT: the path is too long, or its folder is not
+  // there. `handler` must outlive the server. Without an address there are only adopted
+  // connections.
   static Status start(const char* address, ControlHandler* handler,
                       std::unique_ptr<ControlServer>* out,
                       const ControlLimits& limits = {});
-  // Takes nobody more, answers calls that have not begun with FRUGAL_ERR_CLOSED, waits for those under
-  // way, tells the handler of each peer that it is gone, and closes all. Not to be called by a handler.
+  // Takes nobody more, answers calls that have not begun with FRUGAL_ERR_CLOSED, waits for those
+  // under way, tells the handler of each peer that it is gone, and closes all. Not to be called by
+  // a handler.
   void stop();
   ~ControlServer();  // stops
 
@@ -113,15 +119,15 @@ class ControlServer : public HeapObject {
 };
 
 // Calls may be made by any threads at once. Each waits for its answer for `timeout_ms` at most, a
-// negative one for ever; what has answered FRUGAL_ERR_TIMEOUT may be done by the controller all the same.
-// FRUGAL_ERR_PEER_LOST: the connection has ended, and is never made again. In a child made by fork() all
-// answer FRUGAL_ERR_FORKED, and the parent's connection is not touched.
+// negative one for ever; what has answered FRUGAL_ERR_TIMEOUT may be done by the controller all the
+// same. FRUGAL_ERR_PEER_LOST: the connection has ended, and is never made again. In a child made by
+// fork() all answer FRUGAL_ERR_FORKED, and the parent's connection is not touched.
 class ControlClient : public HeapObject {
  public:
   // Tries again until a controller is there or time is up. FRUGAL_ERR_UNSUPPORTED: it is of another
   // version; INVALID_ARGUMENT: it is another user's, or the path is too long.
-  static Status connect(const char* address, int64_t timeout_ms, std::unique_ptr<ControlClient>* out,
-                        uint32_t version = kControlVersion);
+  static Status connect(const char* address, int64_t timeout_ms,
+                        std::unique_ptr<ControlClient>* out, uint32_t version = kControlVersion);
   ~ControlClient();  // closes; no call may be under way
   // `ended` is called once when the connection has ended, on the client's thread; here if it has by
   // now. It throws nothing. disconnect() waits for it.

@@ -1,5 +1,6 @@
-// A trainer process's side: one thread reads the socket. A call stands on its caller's stack, who sends its request
-// and sleeps until the thread has put the answer there, so calls want no memory but for what an answer gives.
+// A trainer process's side: one thread reads the socket. A call stands on its caller's stack, who
+// sends its request and sleeps until the thread has put the answer there, so calls want no memory
+// but for what an answer gives.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -34,7 +35,8 @@ int64_t left_of(uint64_t until) {
   return until > now ? static_cast<int64_t>((until - now + 999999) / 1000000) : 0;
 }
 
-// A call under way: its caller's, and known to the reading thread until it is finished or forgotten.
+// A call under way: its caller's, and known to the reading thread until it is finished or
+// forgotten.
 struct Call {
   Call* next = nullptr;
   uint64_t id = 0;
@@ -42,7 +44,8 @@ struct Call {
   frugal_error error{};
   char text[512] = "";
 
-  // What the answer to a call that has ended well says; only if that is well, too, the caller gets any of it.
+  // What the answer to a call that has ended well says; only if that is well, too, the caller gets
+  // any of it.
   virtual Status take(wire::Answer::Reader answer, Incoming& in) = 0;
 
   void finish(const frugal_error& how) {
@@ -164,7 +167,8 @@ struct ControlClient::Impl final : HeapObject {
       if (!lock) lock.lock();
     }
     // After half of a message nothing can follow. All who wait are told.
-    if (p == Progress::kEnd || (p == Progress::kNothing && out.on_its_way())) shutdown(socket, SHUT_RDWR);
+    if (p == Progress::kEnd || (p == Progress::kNothing && out.on_its_way()))
+      shutdown(socket, SHUT_RDWR);
     return p;
   }
 
@@ -172,7 +176,8 @@ struct ControlClient::Impl final : HeapObject {
   template <class Fill, class Take>
   Status call(const char* what, int64_t timeout_ms, Fill fill, Take take, uint64_t until = 0) {
     if (generation != process_generation())
-      return fail(FRUGAL_ERR_FORKED, "the connection to the controller belongs to the parent of this process");
+      return fail(FRUGAL_ERR_FORKED,
+                  "the connection to the controller belongs to the parent of this process");
     if (until == 0) until = after_ns(ns_of_ms(timeout_ms));
     struct Made final : Call {
       explicit Made(Take& t) : taking(t) {}
@@ -240,7 +245,8 @@ struct ControlClient::Impl final : HeapObject {
       tell = std::move(ended);
     }
     if (tell) tell();
-    // A thread that has ended and is not joined is a leak to ThreadSanitizer, in programs that exit without closing.
+    // A thread that has ended and is not joined is a leak to ThreadSanitizer, in programs that exit
+    // without closing.
     while (!joined.load()) futex_wait(reinterpret_cast<const uint32_t*>(&joined), 0, UINT64_MAX);
   }
 
@@ -254,7 +260,8 @@ struct ControlClient::Impl final : HeapObject {
       Call* call = *at;
       if (!call) {
         lock.unlock();
-        if (status == FRUGAL_OK && answer.isJoined()) give_back(answer.getJoined(), first_number(answer));
+        if (status == FRUGAL_OK && answer.isJoined())
+          give_back(answer.getJoined(), first_number(answer));
         return true;
       }
       if (status == FRUGAL_OK) {
@@ -263,8 +270,8 @@ struct ControlClient::Impl final : HeapObject {
         call->finish(taken);
         return true;
       }
-      const frugal_error how{status < 0 ? status : FRUGAL_ERR_INTERNAL, answer.getSystemCode(), answer.getDeviceCode(), 0,
-                             answer.getMessage().cStr()};
+      const frugal_error how{status < 0 ? status : FRUGAL_ERR_INTERNAL, answer.getSystemCode(),
+                             answer.getDeviceCode(), 0, answer.getMessage().cStr()};
       *at = call->next;
       call->finish(how);
       return true;
@@ -279,7 +286,8 @@ struct ControlClient::Impl final : HeapObject {
     fill_leave(out.begin<wire::Request>(), rank, true, joined);
     if (send(out, 0) != Progress::kWhole) shutdown(socket, SHUT_RDWR);
   }
-  static void fill_leave(wire::Request::Builder request, uint32_t rank, bool lost, uint64_t joined) {
+  static void fill_leave(wire::Request::Builder request, uint32_t rank, bool lost,
+                         uint64_t joined) {
     auto leave = request.initLeave();
     leave.setRank(rank);
     leave.setLost(lost);
@@ -337,8 +345,12 @@ Status ControlClient::connect(const char* address, int64_t timeout_ms,
       if (!again) return s;
       if (now_ns() + pause >= until) {
         if (attempt.socket >= 0)
-          return fail(s, "the controller at %.200s ends the connection at once: it is stopping, has as many "
-                         "connections as it takes, is of another user, or lacks memory, threads or descriptors", address);
+          return fail(
+              s,
+              "the controller at %.200s ends the connection at once: it is stopping, has as many "
+              "connections as it takes, is of another user, or lacks memory, threads or "
+              "descriptors",
+              address);
         return fail_errno(FRUGAL_ERR_TIMEOUT, attempt.code,
                           "no controller at %.200s within %lld ms: start one, or raise timeout_ms",
                           address, static_cast<long long>(timeout_ms));
@@ -384,10 +396,12 @@ Status ControlClient::open(const frugal_config& config, int64_t timeout_ms, Open
       });
 }
 
-Status ControlClient::create_table(const frugal_table_config& config, int64_t timeout_ms, TableReply* reply) {
+Status ControlClient::create_table(const frugal_table_config& config, int64_t timeout_ms,
+                                   TableReply* reply) {
   FRUGAL_TRY(check_text(config.name, "table's name"));
   return impl_->call(
-      "createTable", timeout_ms, [&](wire::Request::Builder r) { put(config, r.initCreateTable()); },
+      "createTable", timeout_ms,
+      [&](wire::Request::Builder r) { put(config, r.initCreateTable()); },
       [&](wire::Answer::Reader answer, Incoming& in) { return take_table(answer, in, reply); });
 }
 
@@ -399,10 +413,12 @@ Status ControlClient::find_table(const char* name, int64_t timeout_ms, TableRepl
 }
 
 Status ControlClient::drop_table(uint64_t id, int64_t timeout_ms) {
-  return impl_->call("dropTable", timeout_ms, [&](wire::Request::Builder r) { r.setDropTable(id); });
+  return impl_->call("dropTable", timeout_ms,
+                     [&](wire::Request::Builder r) { r.setDropTable(id); });
 }
 
-Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_ms, JoinReply* reply) {
+Status ControlClient::join(const frugal_trainer_config& config, int64_t timeout_ms,
+                           JoinReply* reply) {
   FRUGAL_TRY(check_text(config.device, "trainer's device"));
   bool joined = false;
   uint64_t number = kAnyJoin;
@@ -430,7 +446,8 @@ Status ControlClient::stats(int64_t timeout_ms, frugal_stats* stats) {
       [&](wire::Answer::Reader answer, Incoming&) -> Status {
         std::array<uint64_t, sizeof *stats / sizeof(uint64_t)> all;
         const auto numbers = answer.getNumbers();
-        if (numbers.size() != all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller has other statistics");
+        if (numbers.size() != all.size())
+          return fail(FRUGAL_ERR_INTERNAL, "the controller has other statistics");
         for (capnp::uint i = 0; i < numbers.size(); ++i) all[i] = numbers[i];
         *stats = std::bit_cast<frugal_stats>(all);
         return FRUGAL_OK;

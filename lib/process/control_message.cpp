@@ -15,7 +15,8 @@
 namespace frugal {
 namespace {
 
-constexpr size_t kHead = sizeof(capnp::word);  // the number of segments less one, and of the first one's words
+constexpr size_t kHead =
+    sizeof(capnp::word);  // the number of segments less one, and of the first one's words
 
 bool touch_kj() noexcept {
   try {
@@ -63,7 +64,8 @@ Progress Outgoing::push(int socket, const int* descriptors, size_t count) {
     const ssize_t n = sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n >= 0) sent_ += static_cast<size_t>(n);
     else if (later(errno)) return Progress::kNothing;
-    else if (errno == EPIPE || errno == ECONNRESET || (errno != EINTR && sent_ > 0)) return Progress::kEnd;
+    else if (errno == EPIPE || errno == ECONNRESET || (errno != EINTR && sent_ > 0))
+      return Progress::kEnd;
     else if (errno != EINTR) return Progress::kRefused;
   }
   return Progress::kWhole;

@@ -1,9 +1,10 @@
-// Messages of the control plane over a stream socket that does not block: Cap'n Proto's encoding, in the framing
-// that it has for streams, with one segment. Descriptors come with a message's first byte.
+// Messages of the control plane over a stream socket that does not block: Cap'n Proto's encoding,
+// in the framing that it has for streams, with one segment. Descriptors come with a message's first
+// byte.
 //
-// A message is made and read in memory of its own, and none is taken for it: making, sending and receiving
-// cannot fail for want of memory. Reading throws where the bytes are no message (kj::Exception, or
-// std::bad_alloc where there is no memory to say so).
+// A message is made and read in memory of its own, and none is taken for it: making, sending and
+// receiving cannot fail for want of memory. Reading throws where the bytes are no message
+// (kj::Exception, or std::bad_alloc where there is no memory to say so).
 #pragma once
 #include <capnp/message.h>
 

@@ -4,11 +4,16 @@
 namespace frugal {
 namespace {
 
-Status none() { return fail(FRUGAL_ERR_UNSUPPORTED, "this build has no Cap'n Proto: no trainers as processes; build it with that, or open without a service"); }
+Status none() {
+  return fail(FRUGAL_ERR_UNSUPPORTED,
+              "this build has no Cap'n Proto: no trainers as processes; build it with that, or "
+              "open without a service");
+}
 
 }  // namespace
 
-Status ControlServer::start(const char*, ControlHandler*, std::unique_ptr<ControlServer>* out, const ControlLimits&) {
+Status ControlServer::start(const char*, ControlHandler*, std::unique_ptr<ControlServer>* out,
+                            const ControlLimits&) {
   out->reset();
   return none();
 }
@@ -26,7 +31,9 @@ void ControlClient::on_end(std::function<void()>) {}
 void ControlClient::disconnect() {}
 Status ControlClient::ping(int64_t) { return none(); }
 Status ControlClient::open(const frugal_config&, int64_t, OpenReply*) { return none(); }
-Status ControlClient::create_table(const frugal_table_config&, int64_t, TableReply*) { return none(); }
+Status ControlClient::create_table(const frugal_table_config&, int64_t, TableReply*) {
+  return none();
+}
 Status ControlClient::find_table(const char*, int64_t, TableReply*) { return none(); }
 Status ControlClient::drop_table(uint64_t, int64_t) { return none(); }
 Status ControlClient::join(const frugal_trainer_config&, int64_t, JoinReply*) { return none(); }

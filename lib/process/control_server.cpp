@@ -1,7 +1,7 @@
-// The controller's side: one thread takes connections, and each connection has some threads of its own. One of
-// them waits for the next request; who has one makes the handler's call and sends the answer, while another
-// waits. So nothing is queued here: what a peer asks for beyond its threads lies in its socket, and so do
-// answers that it does not take.
+// The controller's side: one thread takes connections, and each connection has some threads of its
+// own. One of them waits for the next request; who has one makes the handler's call and sends the
+// answer, while another waits. So nothing is queued here: what a peer asks for beyond its threads
+// lies in its socket, and so do answers that it does not take.
 #include <fcntl.h>
 #include <kj/exception.h>
 #include <poll.h>
@@ -31,7 +31,8 @@ namespace {
 
 constexpr size_t kThreadsOfPeer = 8;  // calls of one connection that are made at once
 constexpr int kLookMs = 1000;  // for the end of an open that takes longer than the time to open
-constexpr size_t kNotAttached = 64;  // connections; of more one is ended: the oldest of the process that has most
+constexpr size_t kNotAttached =
+    64;  // connections; of more one is ended: the oldest of the process that has most
 
 Status stopping() {
   return fail(FRUGAL_ERR_CLOSED, "the controller is stopping: attach to another");
@@ -43,7 +44,8 @@ void put_numbers(const Numbers& from, wire::Answer::Builder answer) {
   for (capnp::uint i = 0; i < to.size(); ++i) to.set(i, from[i]);
 }
 
-// What an answer gives, until it is sent: the handler's descriptors, and those that were opened for it.
+// What an answer gives, until it is sent: the handler's descriptors, and those that were opened for
+// it.
 struct Given {
   std::shared_ptr<void> keep;
   Vector<int> descriptors, opened;
@@ -54,7 +56,8 @@ struct Given {
   Status take(Reply& reply, wire::Answer::Builder answer) noexcept {
     const Vector<uint64_t>& numbers = reply.numbers;
     if (reply.descriptors.size() > kMostDescriptors || numbers.size() > kMostNumbers)
-      return fail(FRUGAL_ERR_INTERNAL, "an answer with %zu descriptors and %zu numbers is too large",
+      return fail(FRUGAL_ERR_INTERNAL,
+                  "an answer with %zu descriptors and %zu numbers is too large",
                   reply.descriptors.size(), numbers.size());
     try {
       opened.reserve(reply.descriptors.size());
@@ -64,11 +67,13 @@ struct Given {
                   "again");
     }
     for (int& fd : reply.descriptors) {
-      if (std::find(reply.read_only.begin(), reply.read_only.end(), fd) == reply.read_only.end()) continue;
+      if (std::find(reply.read_only.begin(), reply.read_only.end(), fd) == reply.read_only.end())
+        continue;
       fd = above_standard(os_read_only(fd));
       if (fd < 0)
-        return errno == EBADF ? fail_errno(FRUGAL_ERR_INTERNAL, errno, "an answer's descriptor is closed")
-                              : os_no_descriptor(errno, "an answer of the controller");
+        return errno == EBADF
+                   ? fail_errno(FRUGAL_ERR_INTERNAL, errno, "an answer's descriptor is closed")
+                   : os_no_descriptor(errno, "an answer of the controller");
       opened.push_back(fd);
     }
     keep = std::move(reply.keep);
@@ -136,7 +141,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     ++started_;
     return true;
   }
-  // Its threads come to an end soon. What has been sent by then is still read, and answered as far as that goes.
+  // Its threads come to an end soon. What has been sent by then is still read, and answered as far
+  // as that goes.
   void end() noexcept { shutdown(socket_, SHUT_RDWR); }
   void read_no_more() noexcept { shutdown(socket_, SHUT_RD); }
   pid_t pid() const { return peer_.pid; }
@@ -169,8 +175,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     leave();
   }
 
-  // Waits for the next request, one thread at a time. False: there comes none. What has come is taken before the time
-  // is looked at, by the wait: this process may be the one that was late.
+  // Waits for the next request, one thread at a time. False: there comes none. What has come is
+  // taken before the time is looked at, by the wait: this process may be the one that was late.
   bool next(Incoming& in) noexcept {
     std::lock_guard<std::mutex> lock(reading_);
     Progress p = Progress::kNothing;
@@ -208,7 +214,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     if (late()) return false;
     int ms = -1;
     if (const uint64_t by = due(), now = now_ns(); by != UINT64_MAX)
-      ms = now < by ? static_cast<int>(std::min<uint64_t>((by - now) / 1000000 + 1, 3600000)) : kLookMs;
+      ms = now < by ? static_cast<int>(std::min<uint64_t>((by - now) / 1000000 + 1, 3600000))
+                    : kLookMs;
     const int n = poll(all, 3, ms);
     if (n < 0) return errno == EINTR;
     // The process is dead, whoever else may hold the socket: what it has sent is still read.
@@ -249,7 +256,8 @@ class ControlServer::Impl::Connection : public HeapObject {
     if (request.isAttach()) return server_.attach(*this, request.getAttach());
     if (request.isPing()) return FRUGAL_OK;
     try {
-      return server_.stopping.load() ? frugal::stopping() : call(*server_.handler, request, answer, given);
+      return server_.stopping.load() ? frugal::stopping()
+                                     : call(*server_.handler, request, answer, given);
     } catch (const kj::Exception&) {
       throw;
     } catch (const std::bad_alloc&) {
@@ -260,7 +268,8 @@ class ControlServer::Impl::Connection : public HeapObject {
   }
 
   // Nothing fails once the handler has done what was asked, but for `given`.
-  Status call(ControlHandler& handler, wire::Request::Reader request, wire::Answer::Builder answer, Given& given) {
+  Status call(ControlHandler& handler, wire::Request::Reader request, wire::Answer::Builder answer,
+              Given& given) {
     switch (request.which()) {
       case wire::Request::OPEN: {
         frugal_config config;
@@ -277,11 +286,13 @@ class ControlServer::Impl::Connection : public HeapObject {
       case wire::Request::CREATE_TABLE: {
         frugal_table_config config;
         take(request.getCreateTable(), &config);
-        return table([&](TableReply* reply) { return handler.create_table(peer_, config, reply); }, answer, given);
+        return table([&](TableReply* reply) { return handler.create_table(peer_, config, reply); },
+                     answer, given);
       }
       case wire::Request::FIND_TABLE: {
         const char* name = request.getFindTable().cStr();
-        return table([&](TableReply* reply) { return handler.find_table(peer_, name, reply); }, answer, given);
+        return table([&](TableReply* reply) { return handler.find_table(peer_, name, reply); },
+                     answer, given);
       }
       case wire::Request::DROP_TABLE:
         return handler.drop_table(peer_, request.getDropTable());
@@ -308,7 +319,8 @@ class ControlServer::Impl::Connection : public HeapObject {
         frugal_stats stats{};
         stats.struct_size = sizeof stats;
         FRUGAL_TRY(handler.stats(peer_, &stats));
-        const auto numbers = std::bit_cast<std::array<uint64_t, sizeof stats / sizeof(uint64_t)>>(stats);
+        const auto numbers =
+            std::bit_cast<std::array<uint64_t, sizeof stats / sizeof(uint64_t)>>(stats);
         put_numbers(numbers, answer);
         return FRUGAL_OK;
       }
@@ -344,7 +356,8 @@ class ControlServer::Impl::Connection : public HeapObject {
   bool send(Outgoing& out, const Given& given) noexcept {
     std::lock_guard<std::mutex> lock(writing_);
     Progress p;
-    while ((p = out.push(socket_, given.descriptors.data(), given.descriptors.size())) == Progress::kNothing)
+    while ((p = out.push(socket_, given.descriptors.data(), given.descriptors.size())) ==
+           Progress::kNothing)
       if (!wait(POLLOUT)) break;
     if (p != Progress::kWhole) end();  // so that whoever waits for it is told
     return true;                       // what the peer has sent is still read
@@ -382,7 +395,9 @@ class ControlServer::Impl::Connection : public HeapObject {
 void ControlServer::Impl::run() noexcept {
   bool full = false, serves = true;
   for (;;) {
-    pollfd all[] = {{serves ? end : -1, POLLIN, 0}, {bell, POLLIN, 0}, {serves && !full ? place.listener() : -1, POLLIN, 0}};
+    pollfd all[] = {{serves ? end : -1, POLLIN, 0},
+                    {bell, POLLIN, 0},
+                    {serves && !full ? place.listener() : -1, POLLIN, 0}};
     if (poll(all, 3, full ? 100 : -1) < 0) usleep(10000);  // no memory for a moment
     eventfd_t rings;
     if (all[1].revents) eventfd_read(bell, &rings);
@@ -450,7 +465,9 @@ void ControlServer::Impl::add(int socket) noexcept {
     long most = 0;
     for (auto c = connections.begin(); c != connections.end(); ++c) {
       if (!waits(*c)) continue;
-      const auto same = [&](const auto& other) { return waits(other) && other->pid() == (*c)->pid(); };
+      const auto same = [&](const auto& other) {
+        return waits(other) && other->pid() == (*c)->pid();
+      };
       const auto n = std::count_if(connections.begin(), connections.end(), same);
       if (n > most) {
         most = n;
@@ -470,7 +487,8 @@ void ControlServer::Impl::reap() noexcept {
   for (;;) {
     std::unique_ptr<Connection> one;
     std::lock_guard<std::mutex> lock(mutex);
-    const auto at = std::find_if(connections.begin(), connections.end(), [](const auto& c) { return c->ended(); });
+    const auto at = std::find_if(connections.begin(), connections.end(),
+                                 [](const auto& c) { return c->ended(); });
     if (at == connections.end()) return;
     one = std::move(*at);
     connections.erase(at);
@@ -479,11 +497,13 @@ void ControlServer::Impl::reap() noexcept {
 
 Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
   if (version != kControlVersion)
-    return fail(FRUGAL_ERR_UNSUPPORTED,
-                "this process speaks version %u of the control protocol, the controller version %u; "
-                "both must be of the same build",
-                version, kControlVersion);
-  // Without this bound one process takes all places. (Of one in another PID namespace the system tells no number.)
+    return fail(
+        FRUGAL_ERR_UNSUPPORTED,
+        "this process speaks version %u of the control protocol, the controller version %u; "
+        "both must be of the same build",
+        version, kControlVersion);
+  // Without this bound one process takes all places. (Of one in another PID namespace the system
+  // tells no number.)
   std::unique_lock<std::mutex> lock(mutex);
   size_t there = 0;
   const auto decided = [&] {
@@ -496,7 +516,8 @@ Status ControlServer::Impl::attach(Connection& connection, uint32_t version) {
   if (stopping.load() || connection.given_up) return frugal::stopping();
   if (there >= limits.of_process)
     return fail(FRUGAL_ERR_BUSY,
-                "process %d has %zu engines of this controller open, and the controller takes no more of one: close "
+                "process %d has %zu engines of this controller open, and the controller takes no "
+                "more of one: close "
                 "those that are not used",
                 static_cast<int>(connection.pid()), there);
   return connection.attach();

@@ -30,8 +30,8 @@ Status socket_address(const char* address, sockaddr_un* out) {
                 "the controller's address is empty: give the path of a socket");
   if (length >= sizeof out->sun_path)
     return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                "the controller's address has %zu bytes, a socket's path at most %zu: %.200s", length,
-                sizeof out->sun_path - 1, address);
+                "the controller's address has %zu bytes, a socket's path at most %zu: %.200s",
+                length, sizeof out->sun_path - 1, address);
   std::memcpy(out->sun_path, address, length);
   return FRUGAL_OK;
 }
@@ -43,7 +43,8 @@ int new_socket() {
 
 // The status where the system refuses what a controller cannot do without.
 Status refused(int code) {
-  const bool lacks = code == ENOMEM || code == ENOBUFS || code == EMFILE || code == ENFILE || code == ENOLCK;
+  const bool lacks =
+      code == ENOMEM || code == ENOBUFS || code == EMFILE || code == ENFILE || code == ENOLCK;
   return lacks ? FRUGAL_ERR_OUT_OF_MEMORY : FRUGAL_ERR_UNSUPPORTED;
 }
 
@@ -73,7 +74,8 @@ Status peer_of(int socket, Credentials* out) {
   socklen_t size = sizeof credentials;
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0)
     return fail_errno(FRUGAL_ERR_UNSUPPORTED, errno,
-                      "this system, or a sandbox, does not tell who is at the other end of a socket (SO_PEERCRED): "
+                      "this system, or a sandbox, does not tell who is at the other end of a "
+                      "socket (SO_PEERCRED): "
                       "no trainers as processes");
   *out = {credentials.pid, credentials.uid};
   return FRUGAL_OK;
@@ -110,8 +112,10 @@ Status ControlPlace::take(const char* address) {
   address_ = address;
   lock_path_ = address_ + ".lock";
   const size_t slash = address_.rfind('/');
-  const String folder = slash == String::npos ? "." : address_.substr(0, std::max<size_t>(slash, 1));
-  folder_ = ForkedDescriptors::open([&] { return open(folder.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC); });
+  const String folder =
+      slash == String::npos ? "." : address_.substr(0, std::max<size_t>(slash, 1));
+  folder_ = ForkedDescriptors::open(
+      [&] { return open(folder.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC); });
   Status s = folder_ >= 0 ? lock() : no_lock(errno);
   if (s == FRUGAL_OK) s = bind();
   if (s != FRUGAL_OK) leave();
@@ -138,11 +142,13 @@ Status ControlPlace::lock() {
       ForkedDescriptors::close(lock_);
       lock_ = -1;
       if (code == EWOULDBLOCK)
-        return fail(FRUGAL_ERR_EXISTS, "a controller lives at %s (%s is locked); stop it or choose another address",
+        return fail(FRUGAL_ERR_EXISTS,
+                    "a controller lives at %s (%s is locked); stop it or choose another address",
                     address_.c_str(), lock_path_.c_str());
-      return fail_errno(refused(code), code,
-                        "the controller's lock %s cannot be taken: choose an address on another file system",
-                        lock_path_.c_str());
+      return fail_errno(
+          refused(code), code,
+          "the controller's lock %s cannot be taken: choose an address on another file system",
+          lock_path_.c_str());
     }
     // Who stops removes the file before the lock is let go: this one may be of no name any more.
     struct stat mine, there;
@@ -160,7 +166,8 @@ Status ControlPlace::bind() {
   struct stat there;
   if (lstat(address_.c_str(), &there) == 0) {
     if (!S_ISSOCK(there.st_mode))
-      return fail(FRUGAL_ERR_EXISTS, "%s is there and is no socket; remove it or choose another address",
+      return fail(FRUGAL_ERR_EXISTS,
+                  "%s is there and is no socket; remove it or choose another address",
                   address_.c_str());
     // Nobody holds the lock: the controller that made it is dead.
     if (unlink(address_.c_str()) != 0)
@@ -196,11 +203,13 @@ Status ControlPlace::bind() {
                 address_.c_str());
   if (chmod(address_.c_str(), 0600) != 0)  // the umask may have taken from the owner, too
     return fail_errno(refused(errno), errno,
-                      "the mode of %s cannot be set: choose an address on another file system", address_.c_str());
-  if (listen(listener_, 128) != 0)
-    return fail_errno(refused(errno), errno,
-                      "the controller's socket at %s cannot listen: choose an address on another file system",
+                      "the mode of %s cannot be set: choose an address on another file system",
                       address_.c_str());
+  if (listen(listener_, 128) != 0)
+    return fail_errno(
+        refused(errno), errno,
+        "the controller's socket at %s cannot listen: choose an address on another file system",
+        address_.c_str());
   return FRUGAL_OK;
 }
 
@@ -209,7 +218,8 @@ void ControlPlace::leave() {
   auto remove = [&](const String& path, uint64_t device, uint64_t inode) {
     const char* name = path.c_str() + (path.rfind('/') + 1);  // npos + 1 is 0
     struct stat there;
-    if (fstatat(folder_, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && there.st_dev == device && there.st_ino == inode)
+    if (fstatat(folder_, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && there.st_dev == device &&
+        there.st_ino == inode)
       unlinkat(folder_, name, 0);
   };
   if (bound_) remove(address_, device_, inode_);
@@ -256,9 +266,10 @@ Attempt connect_once(const char* address) {
   Credentials other;
   out.status = peer_of(made, &other);
   if (out.status == FRUGAL_OK && other.uid != geteuid())
-    out.status = fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                      "the controller at %s is of user %u, this process of user %u; both must be the same",
-                      address, static_cast<unsigned>(other.uid), static_cast<unsigned>(geteuid()));
+    out.status =
+        fail(FRUGAL_ERR_INVALID_ARGUMENT,
+             "the controller at %s is of user %u, this process of user %u; both must be the same",
+             address, static_cast<unsigned>(other.uid), static_cast<unsigned>(geteuid()));
   if (out.status != FRUGAL_OK) {
     ForkedDescriptors::close(made);
     return out;

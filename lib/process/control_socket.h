@@ -15,8 +15,8 @@ struct Credentials {
 Status peer_of(int socket, Credentials* out);
 // A pidfd of the process at the other end; -1 where the kernel has none. `pid` is peer_of()'s.
 Status pidfd_of(int socket, pid_t pid, int* out);
-// The descriptor, which is closed where it has to be another: a program that has closed its standard descriptors goes on
-// to write to their numbers. -1 and errno: there is no other.
+// The descriptor, which is closed where it has to be another: a program that has closed its
+// standard descriptors goes on to write to their numbers. -1 and errno: there is no other.
 int above_standard(int fd);
 
 // The controller's place: the lock that a living controller holds, and the socket that listens. The

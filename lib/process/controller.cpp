@@ -10,7 +10,8 @@
 namespace frugal {
 namespace {
 
-constexpr uint64_t kLostNs = 50'000'000;   // until the end of the connection is known that has ended with the channel
+constexpr uint64_t kLostNs =
+    50'000'000;  // until the end of the connection is known that has ended with the channel
 constexpr uint64_t kEndNs = 2'000'000'000;  // between a controller's last connection and its end
 constexpr int kLookMs = 5;                  // of which there is no event where its process lives
 
@@ -48,7 +49,8 @@ Status Controller::open(const frugal_config& config, OpenReply* reply) {
 }
 
 Status Controller::take(const OpenReply& reply, Descriptors& d) {
-  if (reply.numbers.size() != 3) return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
+  if (reply.numbers.size() != 3)
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent other numbers than expected");
   if (d.all.empty()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
   regions_.open(ForkedDescriptors::open([&] { return d.take(0); }));
   if (const uint64_t versions = reply.numbers[1]; versions != kNoPlace)
@@ -105,7 +107,8 @@ void Controller::connection_ended() noexcept {
 }
 
 Status Controller::lost() const {
-  return fail(FRUGAL_ERR_PEER_LOST, "the controller is gone: open the engine again when there is another");
+  return fail(FRUGAL_ERR_PEER_LOST,
+              "the controller is gone: open the engine again when there is another");
 }
 
 Status Controller::check() const {
@@ -115,9 +118,10 @@ Status Controller::check() const {
 
 Status Controller::answered(Status s) const {
   if (s != FRUGAL_ERR_CLOSED || closed_.load()) return s;
-  return fail(FRUGAL_ERR_PEER_LOST,
-              "the controller is stopping: the tables can be read out when it has ended; open the engine "
-              "again when there is another");
+  return fail(
+      FRUGAL_ERR_PEER_LOST,
+      "the controller is stopping: the tables can be read out when it has ended; open the engine "
+      "again when there is another");
 }
 
 bool Controller::see_end(Status s) {
@@ -136,7 +140,8 @@ bool Controller::see_end(Status s) {
 
 void Controller::disconnect() {
   watch_.reset();
-  if (control_) control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
+  if (control_)
+    control_->disconnect();  // and there it stays: calls of other threads may be on their way to it
 }
 
 void Controller::let_go(std::mutex& calls, std::mutex& trainers) {

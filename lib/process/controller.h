@@ -1,6 +1,8 @@
-// The controller that a process has attached to: the connection, the memory that it has told of, and its end.
+// The controller that a process has attached to: the connection, the memory that it has told of,
+// and its end.
 //
-// Threads: any. Its end is seen by a thread of the watch or of the connection, or by a call that fails.
+// Threads: any. Its end is seen by a thread of the watch or of the connection, or by a call that
+// fails.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -49,15 +51,16 @@ class Controller {
   Status lost() const;
   // One that stops in good order says that it is closed, which this engine is not.
   Status answered(Status s) const;
-  // A controller that ends loses its connections a moment before its process, or its engine, counts as ended. Whether
-  // that was it.
+  // A controller that ends loses its connections a moment before its process, or its engine, counts
+  // as ended. Whether that was it.
   bool see_end(Status s);
-  // Whether it has ended, its process or only the engine there, so that rows are read out of what it has left: which
-  // stays until this does.
+  // Whether it has ended, its process or only the engine there, so that rows are read out of what
+  // it has left: which stays until this does.
   class Remaining {
    public:
     explicit Remaining(Controller& c)
-        : stay_(c.remains_mu_), there_(!c.closed_.load() && (c.lost_.load() || c.remains_.ended())) {}
+        : stay_(c.remains_mu_),
+          there_(!c.closed_.load() && (c.lost_.load() || c.remains_.ended())) {}
     explicit operator bool() const { return there_; }
 
    private:
@@ -84,8 +87,8 @@ class Controller {
   }
   const VersionWord* versions() const { return versions_; }  // with staleness
 
-  // Closing: true for the first call. Then nothing of it is heard any more, and its memory is let go of when nobody reads
-  // it: what it has left, or with these locks of calls.
+  // Closing: true for the first call. Then nothing of it is heard any more, and its memory is let
+  // go of when nobody reads it: what it has left, or with these locks of calls.
   bool begin_close() { return !closed_.exchange(true); }
   void disconnect();
   void let_go(std::mutex& calls, std::mutex& trainers);

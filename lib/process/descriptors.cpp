@@ -24,7 +24,8 @@ Status Descriptors::map(size_t i, Mapping* out) {
 }
 
 Status Descriptors::channel(size_t i, bool with_staging, std::unique_ptr<Channel>* out) {
-  if (i + 1 >= all.size()) return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
+  if (i + 1 >= all.size())
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent too few descriptors");
   const bool staging = i + 2 < all.size() && with_staging;
   FRUGAL_TRY(Channel::attach(all[i], all[i + 1], staging ? all[i + 2] : -1, out));
   take(i);

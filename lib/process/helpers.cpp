@@ -59,7 +59,8 @@ void Helpers::main() {
       const uint64_t count = loops_.load();
       if (count == seen && !stopping_) {
         lock.unlock();
-        for (uint64_t until = now_ns() + kSpinNs; loops_.load(std::memory_order_relaxed) == seen && now_ns() < until;)
+        for (uint64_t until = now_ns() + kSpinNs;
+             loops_.load(std::memory_order_relaxed) == seen && now_ns() < until;)
           cpu_relax();
         lock.lock();
       }
@@ -85,8 +86,8 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
   std::unique_lock<std::mutex> mine(one_, std::defer_lock);
   const bool shared = chunks > 1 && mine.try_lock() && !threads_.empty();
   if (shared) {
-    // The system may think of an idle processor as a busy one, as in a virtual machine, and have a helper wait for
-    // the caller's.
+    // The system may think of an idle processor as a busy one, as in a virtual machine, and have a
+    // helper wait for the caller's.
     if (const int on = os_processor(); on != kept_off_) {
       for (Thread& t : threads_) processors_.but(on).place(&t);
       kept_off_ = on;
@@ -110,7 +111,10 @@ Status Helpers::parallel(size_t chunks, void (*run)(void*, size_t), void* contex
     waits_ = false;
   }
   const Status s = loop.status.load();
-  return s == FRUGAL_OK ? s : fail(s, "no memory for the work of the call; nothing was taken: free some and call again");
+  return s == FRUGAL_OK ? s
+                        : fail(s,
+                               "no memory for the work of the call; nothing was taken: free some "
+                               "and call again");
 }
 
 }  // namespace frugal

@@ -16,8 +16,8 @@ class Helpers {
   ~Helpers() { stop(); }
   Status start(uint32_t threads);
   void stop();
-  // Runs chunks 0 .. chunks - 1, the caller and idle helpers together. Of several callers at once those that
-  // come later run theirs alone.
+  // Runs chunks 0 .. chunks - 1, the caller and idle helpers together. Of several callers at once
+  // those that come later run theirs alone.
   Status parallel(size_t chunks, void (*run)(void*, size_t), void* context);
 
  private:

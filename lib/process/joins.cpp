@@ -4,7 +4,8 @@ namespace frugal {
 
 Status Joins::ask(const frugal_trainer_config& config, JoinReply* reply) {
   try {
-    return controller_.answered(controller_.control().join(config, controller_.timeout_ms(), reply));
+    return controller_.answered(
+        controller_.control().join(config, controller_.timeout_ms(), reply));
   } catch (const std::bad_alloc&) {
     return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to join as rank %u", config.rank);
   }
@@ -14,7 +15,8 @@ Status Joins::lose(uint32_t rank, uint64_t joined) noexcept {
   ranks_[rank].unsure.store(true);
   Status s;
   try {
-    s = controller_.answered(controller_.control().leave(rank, true, controller_.timeout_ms(), joined));
+    s = controller_.answered(
+        controller_.control().leave(rank, true, controller_.timeout_ms(), joined));
   } catch (const std::bad_alloc&) {
     s = fail(FRUGAL_ERR_OUT_OF_MEMORY,
              "no memory to leave rank %u, which this process may have joined; call again", rank);

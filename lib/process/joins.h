@@ -1,5 +1,5 @@
-// Calls of an attached process to join as a rank: one at a time for each rank, and what the controller may have done of
-// one that has failed.
+// Calls of an attached process to join as a rank: one at a time for each rank, and what the
+// controller may have done of one that has failed.
 //
 // Threads: any.
 #pragma once
@@ -19,10 +19,12 @@ class Joins {
   explicit Joins(Controller& controller) : controller_(controller) {}
   void open(uint32_t ranks) { ranks_ = Vector<Rank>(ranks); }
 
-  // A thread is about to join as a rank. What another has just joined as would seem to be left from a call that has failed.
+  // A thread is about to join as a rank. What another has just joined as would seem to be left from
+  // a call that has failed.
   class Scope {
    public:
-    Scope(Joins& joins, uint32_t rank) : rank_(joins.ranks_[rank]), alone_(!rank_.now.exchange(true)) {}
+    Scope(Joins& joins, uint32_t rank)
+        : rank_(joins.ranks_[rank]), alone_(!rank_.now.exchange(true)) {}
     ~Scope() {
       if (alone_) rank_.now.store(false);
     }
@@ -34,8 +36,9 @@ class Joins {
     Rank& rank_;
     const bool alone_;
   };
-  // Asks for the rank. If it may be this process's by an earlier call it is lost before. make_room() lets go of what the
-  // controller holds of trainers that are lost, and tells whether there was any.
+  // Asks for the rank. If it may be this process's by an earlier call it is lost before.
+  // make_room() lets go of what the controller holds of trainers that are lost, and tells whether
+  // there was any.
   template <class MakeRoom>
   Status join(const frugal_trainer_config& config, JoinReply* reply, MakeRoom make_room) {
     Status s = ask(config, reply);
@@ -47,8 +50,9 @@ class Joins {
     if (s == FRUGAL_OK) ranks_[config.rank].unsure.store(false);
     return s;
   }
-  // The call to join has failed. `taken`: another trainer of this process has the rank. If not, the controller may have done
-  // its part: then the connection gives the rank back when the answer comes, and the next call here, if that is earlier.
+  // The call to join has failed. `taken`: another trainer of this process has the rank. If not, the
+  // controller may have done its part: then the connection gives the rank back when the answer
+  // comes, and the next call here, if that is earlier.
   void failed(uint32_t rank, Status why, bool taken) {
     if (!taken && may_be_done(why)) ranks_[rank].unsure.store(true);
   }
@@ -57,7 +61,9 @@ class Joins {
 
  private:
   // A call to the controller that has failed so may have been done there: it can be made again.
-  static bool may_be_done(Status s) { return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY; }
+  static bool may_be_done(Status s) {
+    return s == FRUGAL_ERR_TIMEOUT || s == FRUGAL_ERR_OUT_OF_MEMORY;
+  }
   Status ask(const frugal_trainer_config& config, JoinReply* reply);
 
   Controller& controller_;

@@ -19,7 +19,8 @@ constexpr size_t kFailurePieces = 2;
 
 }  // namespace
 
-Lane::Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner, uint64_t peer)
+Lane::Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner,
+           uint64_t peer)
     : engine_(std::move(engine)), channel_(std::move(channel)), owner_(owner), peer_(peer) {}
 
 Lane::~Lane() = default;
@@ -86,7 +87,8 @@ void Lane::serve() {
     } catch (const std::bad_alloc&) {
       status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "the controller has no memory for the call");
     } catch (...) {
-      status = fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
+      status =
+          fail(FRUGAL_ERR_INTERNAL, "unexpected failure in the controller; please report this");
     }
     end_call(status);
     answered(request, status, began, now_ns());
@@ -136,7 +138,8 @@ Status Lane::take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffe
   if (count > UINT32_MAX) return broken("more than 2^32 - 1 keys, rows or bags");
   if (count > channel_->payload_left() / element) return broken("it is shorter than it says");
   const uint64_t bytes = count * element;
-  // The buffer grows as its bytes come: who only says that they will takes no memory from the others.
+  // The buffer grows as its bytes come: who only says that they will takes no memory from the
+  // others.
   for (uint64_t have = 0; have < bytes;) {
     Buffer more;
     const uint64_t room = std::min(bytes, std::max<uint64_t>(kFirstBytes, 4 * have));
@@ -161,7 +164,8 @@ Status Lane::read(const Header& request, Trainer* trainer) {
     static const uint64_t none[2] = {};
     Buffer b;
     FRUGAL_TRY(take_buffer(engine_->own_pool(), n, element, &b));
-    *out = reinterpret_cast<std::remove_reference_t<decltype(*out)>>(n ? b.data() : reinterpret_cast<const char*>(none));
+    *out = reinterpret_cast<std::remove_reference_t<decltype(*out)>>(
+        n ? b.data() : reinterpret_cast<const char*>(none));
     kept_.push_back(std::move(b));
     return FRUGAL_OK;
   };
@@ -184,7 +188,8 @@ Status Lane::read(const Header& request, Trainer* trainer) {
       FRUGAL_TRY(array(head.bags + 1, sizeof(uint64_t), &op.offsets));
       if (head.has & kHasWeights) FRUGAL_TRY(array(head.op.keys, sizeof(float), &op.weights));
     }
-    FRUGAL_TRY(engine_->own_pool().get(outputs * table->rows.layout().dim * sizeof(float) + 64, &rows[i]));
+    FRUGAL_TRY(
+        engine_->own_pool().get(outputs * table->rows.layout().dim * sizeof(float) + 64, &rows[i]));
     op.rows_out = rows[i].as<float>();
     add(op.rows_out, outputs * table->rows.layout().dim * sizeof(float));
     if (head.has & kHasFound) {

@@ -1,5 +1,6 @@
-// The controller's side of a channel: a thread that makes the calls which its requests ask for. What calls those may be
-// is the peer's kind: a trainer (trainer_lane.h), or a process outside of steps (process_lane.h).
+// The controller's side of a channel: a thread that makes the calls which its requests ask for.
+// What calls those may be is the peer's kind: a trainer (trainer_lane.h), or a process outside of
+// steps (process_lane.h).
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -14,8 +15,9 @@ namespace frugal {
 
 class Patience;
 
-// Whom a lane tells that it has ended by itself, from its thread: its peer has broken the protocol. `trainer`: or null,
-// of the lane of a process. The lane ends, for whoever waits for that, when this has come back.
+// Whom a lane tells that it has ended by itself, from its thread: its peer has broken the protocol.
+// `trainer`: or null, of the lane of a process. The lane ends, for whoever waits for that, when
+// this has come back.
 class LaneOwner {
  public:
   virtual void broken(uint64_t peer, const TrainerRef& trainer) noexcept = 0;
@@ -38,9 +40,10 @@ class Lane : public HeapObject {
 
  protected:
   // `owner`: or null.
-  Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner, uint64_t peer);
-  // Cuts the channel and waits for the thread, which runs what follows. Before anything of a derived class ends, and not
-  // by that thread.
+  Lane(std::shared_ptr<Engine> engine, std::shared_ptr<Channel> channel, LaneOwner* owner,
+       uint64_t peer);
+  // Cuts the channel and waits for the thread, which runs what follows. Before anything of a
+  // derived class ends, and not by that thread.
   void end() noexcept;
   virtual Status handle(const Header& request) = 0;
   // Before a request is handled, and behind it.
@@ -54,7 +57,8 @@ class Lane : public HeapObject {
   Status take_buffer(BufferPool& pool, uint64_t count, size_t element, Buffer* out);
   template <class T>
   Status take_list(uint64_t count, Vector<T>* out) {
-    if (count > kMostOps || count > channel_->payload_left() / sizeof(T)) return broken("a list is too long");
+    if (count > kMostOps || count > channel_->payload_left() / sizeof(T))
+      return broken("a list is too long");
     for (size_t have = 0, n; have < count; have += n) {
       n = std::min<size_t>(kListPiece, count - have);
       out->resize(have + n);
@@ -74,7 +78,8 @@ class Lane : public HeapObject {
   Vector<Buffer> kept_;
 
  private:
-  // What a request takes memory for before it has come: items of a list at a time, bytes of a buffer.
+  // What a request takes memory for before it has come: items of a list at a time, bytes of a
+  // buffer.
   static constexpr size_t kListPiece = 1024, kFirstBytes = size_t{4} << 20;
 
   void loop();

@@ -1,13 +1,15 @@
 // How the two sides of a trainer's channel wait for each other.
 //
-// A sleep and a wake-up on another processor cost some 50 us, twice in each exchange; with small batches that is most
-// of a step. Where there are processors for trainers and lanes, who waits looks for as long as that pays, if what it
-// waits for came so soon the last time, and lets flush threads on its processor run meanwhile. Else it sleeps soon: a
-// thread that is woken up comes before those, one that looks does not.
+// A sleep and a wake-up on another processor cost some 50 us, twice in each exchange; with small
+// batches that is most of a step. Where there are processors for trainers and lanes, who waits
+// looks for as long as that pays, if what it waits for came so soon the last time, and lets flush
+// threads on its processor run meanwhile. Else it sleeps soon: a thread that is woken up comes
+// before those, one that looks does not.
 //
-// Where a rank has no more than a processor for itself and one for flush threads, its lane runs on the trainer's: one
-// of the two waits for the other at any time, a change of turns on one processor costs some 4 us, and the other
-// processor is left to those who work beside both. Nobody looks then.
+// Where a rank has no more than a processor for itself and one for flush threads, its lane runs on
+// the trainer's: one of the two waits for the other at any time, a change of turns on one processor
+// costs some 4 us, and the other processor is left to those who work beside both. Nobody looks
+// then.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +22,8 @@ namespace frugal {
 
 class Patience {
  public:
-  Patience(uint32_t ranks, Channel* channel) : channel_(channel), each_(cpu_count() / std::max(1u, ranks)) {}
+  Patience(uint32_t ranks, Channel* channel)
+      : channel_(channel), each_(cpu_count() / std::max(1u, ranks)) {}
   // For the wait that follows a message of this kind. `least`: to look where it does not pay.
   void set(Call call, uint64_t least) const {
     const bool together = channel_->together();

@@ -1,7 +1,7 @@
 // Which parts of mappings, which this process only reads, its devices can see.
 //
-// Memory is pinned in the slabs in which the controller takes it: a slab is there as a whole before anything in it
-// is anybody's, and what is not there is not touched.
+// Memory is pinned in the slabs in which the controller takes it: a slab is there as a whole before
+// anything in it is anybody's, and what is not there is not touched.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace frugal {
 
 class PinnedSlabs;
 
-// The devices of a process that has attached, and all that is pinned for them, as long as there is one of them. Devices
-// come and go under its lock.
+// The devices of a process that has attached, and all that is pinned for them, as long as there is
+// one of them. Devices come and go under its lock.
 class Pins {
  public:
   void add(std::shared_ptr<device::Runtime> runtime);
@@ -48,7 +48,8 @@ class PinnedSlabs {
   // A mapping, which lives longer: of `count` rows of `row_bytes` each, or of buffers.
   void over_rows(const Mapping& mapping, uint64_t count, size_t row_bytes);
   void over_buffers(const Mapping& mapping);
-  // From now on kernels may read these rows, in ascending order; these bytes; or all, which are there.
+  // From now on kernels may read these rows, in ascending order; these bytes; or all, which are
+  // there.
   Status pin(const uint32_t* slots, size_t n);
   Status pin_bytes(uint64_t from, uint64_t bytes);
   Status pin_all();

@@ -20,7 +20,9 @@ ProcessLane::~ProcessLane() {
 Status ProcessLane::handle(const Header& request) {
   const Call call = static_cast<Call>(request.type);
   if (observes_ && (call == Call::kPut || call == Call::kDelete || call == Call::kSetOptimizer))
-    return fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE, which only looks: open without it to change the engine");
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "this process has attached with FRUGAL_OBSERVE, which only looks: open without it "
+                "to change the engine");
   if (call == Call::kRead) return read(request, nullptr);
   if (call == Call::kFlush) return engine_->flush({after_ns(request.args[0])});
   if (call == Call::kMetrics) {
@@ -84,11 +86,13 @@ Status ProcessLane::rows_call(Call call, const Header& request) {
       return engine_->count(*table, &args_[0]);
     case Call::kKeys: {
       args_[0] = request.args[1];
-      // Room for the rows that exist: a request names any number. One more key than none, since a row may come now.
+      // Room for the rows that exist: a request names any number. One more key than none, since a
+      // row may come now.
       const size_t capacity = std::min(request.args[2], std::max<uint64_t>(1, table->rows.count()));
       FRUGAL_TRY(room(capacity * sizeof(uint64_t), &out));
       size_t found = 0;
-      FRUGAL_TRY(engine_->keys(*table, &args_[0], reinterpret_cast<uint64_t*>(out), capacity, &found));
+      FRUGAL_TRY(
+          engine_->keys(*table, &args_[0], reinterpret_cast<uint64_t*>(out), capacity, &found));
       args_[1] = found;
       add(out, found * sizeof(uint64_t));
       return FRUGAL_OK;

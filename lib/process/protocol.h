@@ -1,9 +1,10 @@
 // What goes through a channel (channel.h) between a trainer process and the controller.
 //
-// Each request is answered by one message with its type and sequence, whose status is that of the call. An
-// answer that is no success has a Failure and its text as payload. Numbers of tables, batches and parts,
-// counts and places are checked by the controller: they come from another process. Structs lie in the
-// payload as they are: both sides are the same version of the library on the same machine.
+// Each request is answered by one message with its type and sequence, whose status is that of the
+// call. An answer that is no success has a Failure and its text as payload. Numbers of tables,
+// batches and parts, counts and places are checked by the controller: they come from another
+// process. Structs lie in the payload as they are: both sides are the same version of the library
+// on the same machine.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,30 +14,35 @@
 namespace frugal {
 
 enum class Call : uint32_t {
-  // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that were looked
+  // Of a trainer. The payload begins with the numbers of parts (uint32_t, args[4] of them) that
+  // were looked
   // up or pushed since the last request: their rows exist from now on.
-  kPrefetch = 1,  // args: step, ops, number of the batch, 1: the trainer does not wait for the answer, so that what has
-                  // undone its step is for another. OpHead[ops], keys, of a dense table their slots (uint32_t): they
-                  // follow, or lie in staging memory until their place is released
-  kCancel,        // args: number of the batch
-  kStepBegin,     // args: step, time-out in ns, boundaries that were carried out, a table for whose lines there is no
-                  // memory (or 0). Answer's args: is a trace recorded, parts, number of the boundary, its tables;
-                  // PartPlace[parts], LinesPlace[tables], each followed by its updates
-  kAccess,        // args: ops, parts that the trainer has, ops of its call. OpHead[ops], keys.
-                  // Answer: PartPlace[], numbered behind those
-  kStepEnd,       // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
-  kAbort,         // args: 1: its device has failed
-  kHere,          // nothing: its process lives, and waits for its device. Only of a rank that has one
-  kInside,        // whether the trainer is inside a step, or what has undone it
-  kMapped,        // it has mapped its staging memory. From now on sums may lie there, and others read them
+  kPrefetch = 1,  // args: step, ops, number of the batch, 1: the trainer does not wait for the
+                  // answer, so that what has
+  // undone its step is for another. OpHead[ops], keys, of a dense table their slots (uint32_t):
+  // they
+  // follow, or lie in staging memory until their place is released
+  kCancel,     // args: number of the batch
+  kStepBegin,  // args: step, time-out in ns, boundaries that were carried out, a table for whose
+               // lines there is no
+  // memory (or 0). Answer's args: is a trace recorded, parts, number of the boundary, its tables;
+  // PartPlace[parts], LinesPlace[tables], each followed by its updates
+  kAccess,   // args: ops, parts that the trainer has, ops of its call. OpHead[ops], keys.
+             // Answer: PartPlace[], numbered behind those
+  kStepEnd,  // args: step, flags, pushes, events. Counts, PushPlace[pushes], TraceEvent[events]
+  kAbort,    // args: 1: its device has failed
+  kHere,     // nothing: its process lives, and waits for its device. Only of a rank that has one
+  kInside,   // whether the trainer is inside a step, or what has undone it
+  kMapped,   // it has mapped its staging memory. From now on sums may lie there, and others read
+             // them
   // Of a trainer, or (without used parts) of a process.
-  kRead,          // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
+  kRead,  // args: ops, time-out in ns. ReadHead[ops], then of each keys, offsets, weights
   // Of a process.
-  kCount = 32,    // args: table. Answer's args: rows
-  kKeys,          // args: table, cursor, capacity. Answer's args: cursor, keys; the keys
-  kGet,           // args: table, keys, flags. Keys. Answer: a byte for each: found; the rows that are
-  kPut,           // args: table, keys, flags. Keys, rows
-  kDelete,        // args: table, keys. Keys. Answer's args: rows deleted
+  kCount = 32,  // args: table. Answer's args: rows
+  kKeys,        // args: table, cursor, capacity. Answer's args: cursor, keys; the keys
+  kGet,         // args: table, keys, flags. Keys. Answer: a byte for each: found; the rows that are
+  kPut,         // args: table, keys, flags. Keys, rows
+  kDelete,      // args: table, keys. Keys. Answer's args: rows deleted
   kSetOptimizer,  // args: table, first step. frugal_optimizer
   kDescribe,      // args: table. Answer: frugal_table_info
   kFlush,         // args: time-out in ns
@@ -76,7 +82,8 @@ struct PartPlace {
   uint64_t table;
   uint64_t n, distinct, occurrences;
   uint64_t slots, pairs, rows, start, keys;
-  uint64_t sources, line_values;  // where the trainer's cache has its rows, if it has rows of the table
+  uint64_t sources,
+      line_values;       // where the trainer's cache has its rows, if it has rows of the table
   uint64_t cached;       // keys of rows that are in it
   uint64_t stale;        // keys of rows that had updates pending
   uint64_t padding;
@@ -96,10 +103,12 @@ struct LinesPlace {
   uint64_t count, updates;  // so many UpdatePlace follow
 };
 
-// An update of lines: before rows come in those that are `now`, the others while the step is computed.
+// An update of lines: before rows come in those that are `now`, the others while the step is
+// computed.
 struct UpdatePlace {
   arith::StepScalars scalars;
-  uint64_t lines, start, terms;  // places of uint32_t[count], uint32_t[count + 1], LineUpdate::Term[term_count]
+  uint64_t lines, start,
+      terms;  // places of uint32_t[count], uint32_t[count + 1], LineUpdate::Term[term_count]
   uint64_t count, term_count, now;
   uint64_t stride, ranks;        // so many SumsPlace follow
 };
@@ -111,8 +120,8 @@ struct SumsPlace {
 
 constexpr uint64_t kMostPath = 4096;      // bytes of the path of a file
 constexpr uint32_t kMostEvents = 64;  // of a trainer's calls in a step, for a trace
-// Of the first parts of a step: in the up region's counters there is a bit for each that was looked up or
-// pushed, before the controller is told. Who wants to know which rows exist looks there.
+// Of the first parts of a step: in the up region's counters there is a bit for each that was looked
+// up or pushed, before the controller is told. Who wants to know which rows exist looks there.
 constexpr size_t kMarkedParts = 8192;
 
 constexpr uint32_t kJoined = UINT32_MAX;  // no part of the step: rows of several pushes

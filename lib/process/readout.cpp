@@ -66,11 +66,13 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   const LedgerTable* record = reach.at<LedgerTable>(source.record);
   if (!record) return reach.missing("a table's record");
   if (record->handle.load() != source.handle)
-    return fail(FRUGAL_ERR_NOT_FOUND, "it had been dropped when the controller died: drop its handle");
+    return fail(FRUGAL_ERR_NOT_FOUND,
+                "it had been dropped when the controller died: drop its handle");
   if (const uint64_t lost = record->lost.load(); lost != kNoStep)
-    return fail(FRUGAL_ERR_PEER_LOST,
-                "it cannot be read out: updates of step %llu were lost in a failure of the controller",
-                static_cast<unsigned long long>(lost));
+    return fail(
+        FRUGAL_ERR_PEER_LOST,
+        "it cannot be read out: updates of step %llu were lost in a failure of the controller",
+        static_cast<unsigned long long>(lost));
   t->name_ = source.name;
   t->layout_ = source.layout;
   t->optimizer_ = source.optimizer;
@@ -78,7 +80,8 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
   t->lazy_ = source.lazy && !source.hashed;
   t->init_ = record->init;
   // Kernels go by these numbers.
-  if (t->init_.dim != t->layout_.dim || t->init_.state_columns != arith::state_columns(source.optimizer) ||
+  if (t->init_.dim != t->layout_.dim ||
+      t->init_.state_columns != arith::state_columns(source.optimizer) ||
       t->init_.column_floats != arith::column_floats(source.optimizer, t->layout_.dim))
     return damaged("a table's record");
   const uint64_t n = source.capacity;
@@ -107,7 +110,8 @@ Status TableReadout::open(const Remains& remains, const Source& source, BufferPo
 // Is there a row in the slot, as of the last committed step?
 bool TableReadout::exists(uint32_t slot) const {
   const uint8_t flag = flags_[slot], mark = Rows::flag_mark(flag);
-  return Rows::flag_exists(flag) && (mark == 0 || (committed_ != kNoStep && mark == Rows::mark_of(committed_)));
+  return Rows::flag_exists(flag) &&
+         (mark == 0 || (committed_ != kNoStep && mark == Rows::mark_of(committed_)));
 }
 
 Status TableReadout::index_keys() {
@@ -153,9 +157,11 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
       h.part->distinct = t.rows;
       const uint32_t* slots = reach.at<uint32_t>(t.slots, t.rows);
       if (!slots) return reach.missing("a table's updates");
-      if (t.stride < layout_.dim || t.stride > layout_.sums_stride) return damaged("a table's updates");
+      if (t.stride < layout_.dim || t.stride > layout_.sums_stride)
+        return damaged("a table's updates");
       for (uint64_t i = 0; i < t.rows; ++i)
-        if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1])) return damaged("a table's updates");
+        if (slots[i] >= slots_ || (i && slots[i] <= slots[i - 1]))
+          return damaged("a table's updates");
       h.part->rows = Buffer::view(slots, t.rows * sizeof(uint32_t));
       const uint64_t floats = t.rows * t.stride;
       if (t.sums == kNoPlace) {
@@ -178,9 +184,11 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
         if (!marks[i]) u->rows.push_back(i);
     } else {
       const uint64_t chunks = from->chunks;
-      const uint64_t* bounds = chunks < SIZE_MAX ? reach.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
+      const uint64_t* bounds =
+          chunks < SIZE_MAX ? reach.at<uint64_t>(from->bounds, chunks + 1) : nullptr;
       // (So many bounds are there, so that cannot overflow.)
-      const uint64_t* progress = bounds ? reach.at<uint64_t>(from->progress, LedgerUpdate::kApart * chunks) : nullptr;
+      const uint64_t* progress =
+          bounds ? reach.at<uint64_t>(from->progress, LedgerUpdate::kApart * chunks) : nullptr;
       if (!bounds || !progress) return reach.missing("a table's updates");
       if (bounds[0] != 0) return damaged("a table's updates");
       size_t chunk = 0;
@@ -191,8 +199,10 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
     }
     if (!seen && !u->rows.empty())
       return fail(FRUGAL_ERR_PEER_LOST,
-                  "it cannot be read out: gradients of step %llu, which is committed, lie in memory that this "
-                  "process has not mapped", static_cast<unsigned long long>(from->step));
+                  "it cannot be read out: gradients of step %llu, which is committed, lie in "
+                  "memory that this "
+                  "process has not mapped",
+                  static_cast<unsigned long long>(from->step));
     for (uint32_t i : u->rows) changed_.push_back(u->update.slots[i]);
     place = from->next.load();
     updates.push_back(std::move(u));
@@ -203,17 +213,19 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
     const char *values, *state;
   };
   Vector<Torn> torn;
-  if (record.image_count > LedgerImage::kMost || record.image_rows == 0 || record.image_rows > LedgerImage::kMost ||
-      record.image_bytes == 0 || record.image_bytes % 64)
+  if (record.image_count > LedgerImage::kMost || record.image_rows == 0 ||
+      record.image_rows > LedgerImage::kMost || record.image_bytes == 0 || record.image_bytes % 64)
     return damaged("a table's images");
   for (uint64_t i = 0; i < record.image_count; ++i) {
     const uint64_t place = record.images + i * record.image_bytes;
     const LedgerImage* image = reach.at<LedgerImage>(place);
-    if (!image || !reach.at<char>(place, record.image_bytes)) return reach.missing("a table's images");
+    if (!image || !reach.at<char>(place, record.image_bytes))
+      return reach.missing("a table's images");
     const uint64_t update = image->update.load();
     if (update == kNoPlace) continue;
     const size_t header = LedgerImage::values_at(record.image_rows);
-    if (image->rows > record.image_rows || header + record.image_rows * layout_.bytes() > record.image_bytes)
+    if (image->rows > record.image_rows ||
+        header + record.image_rows * layout_.bytes() > record.image_bytes)
       return damaged("a table's images");
     const Unwritten* of = nullptr;
     for (auto& u : updates)
@@ -228,8 +240,9 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
       auto missing = [&] {
         // Rows of a list ascend by slot.
         const auto& list = of->rows;
-        auto at = std::lower_bound(list.begin(), list.end(), slots[k],
-                                   [&](uint32_t row, uint32_t slot) { return of->update.slots[row] < slot; });
+        auto at = std::lower_bound(
+            list.begin(), list.end(), slots[k],
+            [&](uint32_t row, uint32_t slot) { return of->update.slots[row] < slot; });
         return at != list.end() && of->update.slots[*at] == slots[k];
       };
       if (of && !missing()) continue;
@@ -245,7 +258,8 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
   FRUGAL_TRY(pool.get(changed_.size() * layout_.state_pitch, &changed_state_));
   const device::RowsRef to = copies();
   auto index_of = [&](uint32_t slot) {
-    return static_cast<uint32_t>(std::lower_bound(changed_.begin(), changed_.end(), slot) - changed_.begin());
+    return static_cast<uint32_t>(std::lower_bound(changed_.begin(), changed_.end(), slot) -
+                                 changed_.begin());
   };
   for (size_t i = 0; i < changed_.size(); ++i) {
     std::memcpy(to.row(i), rows_.row(changed_[i]), to.value_pitch);
@@ -260,7 +274,8 @@ Status TableReadout::work_out(Reach& reach, const LedgerTable& record, BufferPoo
   for (auto& u : updates) most = std::max(most, u->update.ranks.size());
   ApplyScratch scratch(most, 0);
   for (auto& u : updates)
-    apply(ApplyTo(to, changed_), u->update, UpdateEntries{u->rows.data(), u->rows.size()}, &scratch);
+    apply(ApplyTo(to, changed_), u->update, UpdateEntries{u->rows.data(), u->rows.size()},
+          &scratch);
   return FRUGAL_OK;
 }
 
@@ -274,7 +289,8 @@ size_t TableReadout::keys(uint64_t* cursor, uint64_t* out, size_t capacity) cons
   return n;
 }
 
-void TableReadout::find(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots) const {
+void TableReadout::find(const uint64_t* keys, size_t n, const uint64_t* padding,
+                        uint32_t* slots) const {
   if (hashed_) index_.find(keys, n, slots);
   for (size_t i = 0; i < n; ++i) {
     if (padding && keys[i] == *padding) slots[i] = kNoSlot;

@@ -1,8 +1,8 @@
-// Reading tables out after the controller's death: as of the last committed step, from what this process has
-// mapped (engine/ledger.h tells what that is and why it is enough).
+// Reading tables out after the controller's death: as of the last committed step, from what this
+// process has mapped (engine/ledger.h tells what that is and why it is enough).
 //
-// Nobody writes any more. Places and counts are checked all the same: a controller that died of its own
-// fault may have left anything.
+// Nobody writes any more. Places and counts are checked all the same: a controller that died of its
+// own fault may have left anything.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -26,7 +26,8 @@ struct Remains {
   }
 };
 
-// A table's. All that waits to be written is worked out when it is opened; the rows stay where they are.
+// A table's. All that waits to be written is worked out when it is opened; the rows stay where they
+// are.
 class TableReadout : public HeapObject {
  public:
   struct Source {
@@ -44,7 +45,8 @@ class TableReadout : public HeapObject {
   uint64_t count() const { return count_; }
   // As Rows::enumerate.
   size_t keys(uint64_t* cursor, uint64_t* out, size_t capacity) const;
-  // Slots of keys: kNoSlot for *padding (if not null), kMissingSlot where there is no row. Ids were checked.
+  // Slots of keys: kNoSlot for *padding (if not null), kMissingSlot where there is no row. Ids were
+  // checked.
   void find(const uint64_t* keys, size_t n, const uint64_t* padding, uint32_t* slots) const;
   struct Row {
     const float *values, *state;

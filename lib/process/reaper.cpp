@@ -20,13 +20,15 @@ void Reaper::reserve(size_t ranks) {
 
 void Reaper::lose_soon(const TrainerRef& trainer) {
   std::lock_guard<std::mutex> lock(mu_);
-  if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end()) silent_.push_back(trainer);
+  if (std::find(silent_.begin(), silent_.end(), trainer) == silent_.end())
+    silent_.push_back(trainer);
   silence_.notify_one();
 }
 
 bool Reaper::has(uint32_t rank) {
   std::lock_guard<std::mutex> lock(mu_);
-  return std::any_of(silent_.begin(), silent_.end(), [&](const TrainerRef& t) { return t->rank == rank; });
+  return std::any_of(silent_.begin(), silent_.end(),
+                     [&](const TrainerRef& t) { return t->rank == rank; });
 }
 
 void Reaper::stop() {

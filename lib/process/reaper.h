@@ -1,5 +1,5 @@
-// Trainers that the controller takes for lost, because they do not answer or break the protocol: a thread takes each
-// out, for whoever finds it holds locks, or is what is to end.
+// Trainers that the controller takes for lost, because they do not answer or break the protocol: a
+// thread takes each out, for whoever finds it holds locks, or is what is to end.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -14,7 +14,8 @@ class Reaper {
  public:
   class Owner {
    public:
-    // From its thread: takes the trainer out, and tells who waits for its rank when it is taken for lost no more.
+    // From its thread: takes the trainer out, and tells who waits for its rank when it is taken for
+    // lost no more.
     virtual void reap(const TrainerRef& trainer) = 0;
     virtual void reaped() = 0;
 

@@ -36,9 +36,10 @@ Status Regions::take_in(RegionRefs* gone) {
     ended_ |= ended;
     if (got == 0) return FRUGAL_OK;
     if (got < 0)
-      return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, code,
-                        "the controller's memory cannot be heard of: free memory of the machine and "
-                        "call again");
+      return fail_errno(
+          FRUGAL_ERR_OUT_OF_MEMORY, code,
+          "the controller's memory cannot be heard of: free memory of the machine and "
+          "call again");
     if (got != sizeof news) return cannot_be();
     if (!news.there) {
       const auto of = std::find_if(there_.begin(), there_.end(),
@@ -98,9 +99,10 @@ Status Regions::find(uint64_t place, uint64_t bytes, RegionRefs* reads, const ch
     found = of(place, bytes);
   }
   if (!found && ended_ && place >= told_ && place < kNoPlaceFrom)
-    return fail(FRUGAL_ERR_PEER_LOST,
-                "the controller has memory that this process has not mapped, which it could not tell "
-                "it of: close the engine and open it again");
+    return fail(
+        FRUGAL_ERR_PEER_LOST,
+        "the controller has memory that this process has not mapped, which it could not tell "
+        "it of: close the engine and open it again");
   if (!found)
     return fail(FRUGAL_ERR_INTERNAL, "the controller sent a place outside of its memory");
   reads->push_back(found);

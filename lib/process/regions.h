@@ -1,8 +1,8 @@
 // What the controller has told this process of its memory (base/teller.h), mapped here.
 //
-// A region stays mapped as long as anybody has it, gone or not: a call that reads, a part of a step,
-// a kernel that is under way. Where the controller gives memory back, nothing here reads zeros, or
-// nothing, instead of what was there.
+// A region stays mapped as long as anybody has it, gone or not: a call that reads, a part of a
+// step, a kernel that is under way. Where the controller gives memory back, nothing here reads
+// zeros, or nothing, instead of what was there.
 #pragma once
 #include <memory>
 

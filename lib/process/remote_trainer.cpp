@@ -15,10 +15,12 @@ constexpr auto kLateSleep = std::chrono::microseconds(50);
 
 // --- Asking --------------------------------------------------------------------------------------
 
-// What was used comes first: the call may need its rows. Telling twice, after a failure, does no harm.
+// What was used comes first: the call may need its rows. Telling twice, after a failure, does no
+// harm.
 void RemoteTrainer::add_used(Exchange* e) const {
   e->args[4] = used.size();
-  if (!used.empty()) e->pieces.insert(e->pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
+  if (!used.empty())
+    e->pieces.insert(e->pieces.begin(), Piece{used.data(), used.size() * sizeof(uint32_t)});
 }
 
 // What an answer says of the step.
@@ -38,8 +40,8 @@ Status RemoteTrainer::say_here() {
   return talk.ask(e, nothing_more);
 }
 
-// Takes the answer to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come, and may be waited for
-// again. late.mu is held.
+// Takes the answer to a declaration that was not waited for. FRUGAL_ERR_TIMEOUT: it has not come,
+// and may be waited for again. late.mu is held.
 Status RemoteTrainer::answer_late(uint64_t until) {
   Header h;
   if (Status s = channel().receive(&h, until)) return s;
@@ -73,7 +75,8 @@ Status RemoteTrainer::take_settled() {
   const RemoteBatchRef batch = std::move(late.batch);
   late.batch = nullptr;
   if (batch->failed == FRUGAL_OK) {
-    used.erase(used.begin(), used.begin() + static_cast<ptrdiff_t>(std::min(late.used, used.size())));
+    used.erase(used.begin(),
+               used.begin() + static_cast<ptrdiff_t>(std::min(late.used, used.size())));
     return FRUGAL_OK;
   }
   // The keys are not the controller's, but for those that it has had for a while.
@@ -101,7 +104,8 @@ void RemoteTrainer::take_releases() {
 }
 
 // The trainer computes meanwhile, and its next request comes after the answer.
-Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch) {
+Status RemoteTrainer::declare_late(Exchange& e, const Vector<OpHead>& heads,
+                                   const RemoteBatchRef& batch) {
   FRUGAL_TRY(take_settled());
   e.args[3] = 1;
   add_used(&e);
@@ -125,7 +129,9 @@ Status RemoteTrainer::inside() {
   if (in_step) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};
   Status s = ask(e);
-  return s == FRUGAL_OK ? fail(FRUGAL_ERR_NOT_IN_STEP, "rank %u is not inside a step: call step_begin first", rank) : s;
+  return s == FRUGAL_OK ? fail(FRUGAL_ERR_NOT_IN_STEP,
+                               "rank %u is not inside a step: call step_begin first", rank)
+                        : s;
 }
 
 Status RemoteTrainer::abort() {
@@ -149,8 +155,10 @@ void RemoteTrainer::leave_step() {
   lent.clear();
 }
 
-Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until, const Vector<Access*>* asked) {
-  if (bytes % sizeof(PartPlace)) return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
+Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until,
+                                 const Vector<Access*>* asked) {
+  if (bytes % sizeof(PartPlace))
+    return fail(FRUGAL_ERR_INTERNAL, "the controller sent half a part");
   Vector<PartPlace> answered(bytes / sizeof(PartPlace));
   FRUGAL_TRY(from.read(answered.data(), bytes, until));
   for (size_t i = 0; i < answered.size(); ++i) {
@@ -160,7 +168,8 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until, 
     s.index = p.index;
     if (asked)
       s.table = i < asked->size() ? (*asked)[i]->table : nullptr;
-    else if (auto b = batches.find(p.batch); b != batches.end() && p.index < b->second->tables.size())
+    else if (auto b = batches.find(p.batch);
+             b != batches.end() && p.index < b->second->tables.size())
       s.table = b->second->tables[p.index];
     s.whole = p.flags & kPartWhole;
     s.fresh = p.flags & kPartFresh;
@@ -197,8 +206,8 @@ Status RemoteTrainer::take_parts(Channel& from, uint64_t bytes, uint64_t until, 
   return FRUGAL_OK;
 }
 
-// Rows of hashed tables exist once they have been used; the controller is told with the next request. It
-// looks at the marks where another rank wants to know before that.
+// Rows of hashed tables exist once they have been used; the controller is told with the next
+// request. It looks at the marks where another rank wants to know before that.
 Status RemoteTrainer::use(const Vector<Access>& accesses) {
   used.reserve(used.size() + accesses.size());
   bool unmarked = false;
@@ -211,7 +220,8 @@ Status RemoteTrainer::use(const Vector<Access>& accesses) {
     unmarked = unmarked || a.number >= kMarkedParts;
     if (a.number >= kMarkedParts) continue;
     std::atomic<uint64_t>& marks = channel().counter(a.number / 64);
-    marks.store(marks.load(std::memory_order_relaxed) | uint64_t{1} << a.number % 64, std::memory_order_release);
+    marks.store(marks.load(std::memory_order_relaxed) | uint64_t{1} << a.number % 64,
+                std::memory_order_release);
   }
   if (!unmarked) return FRUGAL_OK;
   Exchange e{Call::kInside, {}, {}};

@@ -1,5 +1,5 @@
-// A trainer of this process whose engine is in another: its step as far as this side knows it, and its conversation with
-// the controller.
+// A trainer of this process whose engine is in another: its step as far as this side knows it, and
+// its conversation with the controller.
 //
 // Threads: with call_mu held, but for what says otherwise.
 #pragma once
@@ -21,14 +21,17 @@ namespace frugal {
 
 struct RemoteTrainer : AnyTrainer {
   explicit RemoteTrainer(Controller& controller) : talk(controller), controller_(controller) {}
-  // What has buffers of `sums` ends before that. (What the GPU has in flight has landed when a step's end is sent.)
+  // What has buffers of `sums` ends before that. (What the GPU has in flight has landed when a
+  // step's end is sent.)
   ~RemoteTrainer() {
     parts.clear();
     pushes.clear();
     gpu.reset();
   }
   // Of memory from `sums`, as the controller is told.
-  uint64_t place(const Buffer& b) const { return static_cast<uint64_t>(b.data() - channel().staging()); }
+  uint64_t place(const Buffer& b) const {
+    return static_cast<uint64_t>(b.data() - channel().staging());
+  }
   Channel& channel() const { return talk.channel(); }
 
   // --- Asking. What was used comes first, and what an answer says of the step is done.
@@ -51,7 +54,8 @@ struct RemoteTrainer : AnyTrainer {
   Status declare_late(Exchange& e, const Vector<OpHead>& heads, const RemoteBatchRef& batch);
   // First thing before anything else is asked.
   Status take_settled();
-  // The same for any thread, which waits at most so long: the trainer's own calls do what follows from the answer.
+  // The same for any thread, which waits at most so long: the trainer's own calls do what follows
+  // from the answer.
   void settle_within(uint64_t until);
   void take_releases();
 
@@ -61,13 +65,15 @@ struct RemoteTrainer : AnyTrainer {
   Status abort();
   // Nothing of the step is of use any more, but for sums that the controller may be reading.
   void leave_step();
-  // Parts that the controller answers. `asked`: the accesses that they are for; or null: they are the declared ones.
+  // Parts that the controller answers. `asked`: the accesses that they are for; or null: they are
+  // the declared ones.
   Status take_parts(Channel& from, uint64_t bytes, uint64_t until, const Vector<Access*>* asked);
   // Rows of hashed tables exist once they have been used.
   Status use(const Vector<Access>& accesses);
   // Before parts get other numbers.
   void forget_used();
-  // The sums of the step, for its end: the same however often that is tried, since the controller may have them.
+  // The sums of the step, for its end: the same however often that is tried, since the controller
+  // may have them.
   Status place_sums();
   // A call that this process has made by itself.
   void trace(SpanKind span, uint64_t begin, uint64_t keys) noexcept;
@@ -75,31 +81,34 @@ struct RemoteTrainer : AnyTrainer {
   device::RowsPtr device_lines(const AnyTable& table) const;
 
   Talk talk;
-  RegionRefs home, reads;      // of the controller's memory: where `notices` are, and what `parts` look at
+  RegionRefs home,
+      reads;  // of the controller's memory: where `notices` are, and what `parts` look at
   // Aborts that the controller has counted for this rank, and those that it has told of.
   const std::atomic<uint32_t>* notices = nullptr;
   uint32_t told = 0;
   std::atomic<bool> closer{false};  // a thread is about it
   Arena staging;
-  BufferPool sums;             // and declared keys: in the staging memory, which its GPU sees; before who has its buffers
+  BufferPool sums;  // and declared keys: in the staging memory, which its GPU sees; before who has
+                    // its buffers
   std::optional<Patience> patience;
   uint64_t last_batch = 0;     // number of the last declaration
   bool in_step = false;
-  bool ending = false;         // step_end has sent what follows; if it has failed it is to be called again
+  bool ending = false;  // step_end has sent what follows; if it has failed it is to be called again
   Vector<PushPlace> places;
   Vector<Handover> sent;       // whose memory the places name
   bool failed = false;         // its GPU has, and the controller knows
   bool left_gpu = false;       // while it is closed
-  bool let_go = false;         // it has lost its rank, and the controller holds nothing of it any more
-  // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants done to them.
+  bool let_go = false;  // it has lost its rank, and the controller holds nothing of it any more
+  // Its caches: lines in memory of its GPU. The controller has the index, and numbers what it wants
+  // done to them.
   struct OfTable {
     RemoteTableRef table;
     std::unique_ptr<Lines> lines;
   };
   Map<uint64_t, OfTable> lines;
   uint64_t boundary = 0;       // the last that was carried out
-  uint64_t said = 0;           // when the controller was told last that this process waits for its device
-  uint64_t joined = 0;         // what the controller knows this trainer by, of all that had the rank
+  uint64_t said = 0;    // when the controller was told last that this process waits for its device
+  uint64_t joined = 0;  // what the controller knows this trainer by, of all that had the rank
   std::atomic<uint64_t> begun{kNoStep};  // the last step that it has begun, if that was not undone
   Map<uint64_t, Buffer> handed;  // sums and declared keys, by place, until they have been read
   Map<uint64_t, RemoteBatchRef> batches;
@@ -108,8 +117,8 @@ struct RemoteTrainer : AnyTrainer {
   bool traced = false;         // the controller records a trace
   Vector<TraceEvent> events;   // of the step, for it
 
-  // A declaration whose answer its call has not waited for. Any thread takes the answer, with `mu`; the trainer's calls
-  // do what follows from it.
+  // A declaration whose answer its call has not waited for. Any thread takes the answer, with `mu`;
+  // the trainer's calls do what follows from it.
   struct Late {
     std::mutex mu;
     bool open = false;         // the next message is its answer
@@ -119,7 +128,8 @@ struct RemoteTrainer : AnyTrainer {
   } late;
 
  private:
-  static constexpr uint64_t kLookNs = 15000;  // for an answer before sleeping: the controller wants the processors
+  static constexpr uint64_t kLookNs =
+      15000;  // for an answer before sleeping: the controller wants the processors
 
   void add_used(Exchange* e) const;
   Status settle();

@@ -37,8 +37,8 @@ RingLink::RingLink(const char* peer)
 void RingLink::end(const char* why) noexcept {
   const char* none = nullptr;
   ended_.compare_exchange_strong(none, why);
-  // The peer's words cannot be changed from here, so a thread that is about to sleep is not stopped by
-  // them. It is counted and will be asleep in a moment.
+  // The peer's words cannot be changed from here, so a thread that is about to sleep is not stopped
+  // by them. It is counted and will be asleep in a moment.
   while (sleepers_.load() != 0) {
     for (size_t i = 0; i < peers_used_; ++i) futex_wake(low_half(peers_[i]->count));
     if (sleepers_.load() != 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -55,11 +55,14 @@ Status RingLink::refuse(const char* why) {
   return check();
 }
 
-Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted, uint64_t until) {
+Status RingLink::wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted,
+                      uint64_t until) {
   // One that goes backwards, too, is for the caller to look at.
   auto over = [=](uint64_t count) { return count - known >= wanted - known; };
   const uint64_t begun = now_ns();
-  for (uint64_t now = begun, spin = std::min(begun + spin_ns_.load(std::memory_order_relaxed), until); now < spin; now = now_ns())
+  for (uint64_t now = begun,
+                spin = std::min(begun + spin_ns_.load(std::memory_order_relaxed), until);
+       now < spin; now = now_ns())
     for (int i = 0; i < 16; ++i) {
       if (i == 0 && polite_.load(std::memory_order_relaxed)) sched_yield();
       cpu_relax();
@@ -189,12 +192,12 @@ void RingReader::publish() {
 Status RingReader::read(void* to, uint64_t bytes, uint64_t until) {
   char* target = static_cast<char*>(to);
   while (bytes > 0) {
-    // What is worth a wake-up. The writer goes on while there is less: three quarters of the ring are
-    // free for it.
+    // What is worth a wake-up. The writer goes on while there is less: three quarters of the ring
+    // are free for it.
     if (available() == 0)
       FRUGAL_TRY(wait(static_cast<size_t>(std::min<uint64_t>(bytes, capacity_ / 4)), until));
-    const size_t n = static_cast<size_t>(
-        std::min<uint64_t>(bytes, target ? std::min({available(), kPiece, capacity_ / 8}) : available()));
+    const size_t n = static_cast<size_t>(std::min<uint64_t>(
+        bytes, target ? std::min({available(), kPiece, capacity_ / 8}) : available()));
     if (target) {
       const size_t at = static_cast<size_t>(read_) & (capacity_ - 1);
       const size_t first = std::min(n, capacity_ - at);

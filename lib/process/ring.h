@@ -1,14 +1,15 @@
 // A stream of bytes from one process to another through shared memory: one writer, one reader.
 //
 // Each side has a RingEnd in memory that only its process writes: how many bytes it has written, or
-// read, so far. Data lies in the writer's memory. What the other side writes is taken for an enemy's:
-// a count is copied once, and refused if it goes backwards or is further away than the capacity.
+// read, so far. Data lies in the writer's memory. What the other side writes is taken for an
+// enemy's: a count is copied once, and refused if it goes backwards or is further away than the
+// capacity.
 //
-// Who waits looks for a while and then sleeps on the low half of the other's count. It says so in its own
-// end, and for which count, before it looks for the last time; who moves a count looks there afterwards.
-// Both in the order that all threads agree on, so one of the two sees the other; without sleepers, and
-// while there is not enough for them, nobody calls the system. A count moves by at most the capacity
-// while the other side waits: its low half tells.
+// Who waits looks for a while and then sleeps on the low half of the other's count. It says so in
+// its own end, and for which count, before it looks for the last time; who moves a count looks
+// there afterwards. Both in the order that all threads agree on, so one of the two sees the other;
+// without sleepers, and while there is not enough for them, nobody calls the system. A count moves
+// by at most the capacity while the other side waits: its low half tells.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -27,13 +28,13 @@ struct RingEnd {
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(std::atomic<uint64_t>) == 8);
 
 constexpr size_t kMaxRing = size_t{1} << 30;
-// A count that is so far ahead says that its side has done with the ring: no other message is left to say
-// it with. Its low half is another, so nobody goes on sleeping.
+// A count that is so far ahead says that its side has done with the ring: no other message is left
+// to say it with. Its low half is another, so nobody goes on sleeping.
 constexpr uint64_t kRingOver = (uint64_t{1} << 62) + (uint64_t{1} << 31);
 
 // What the ends of rings to one peer share in a process: whether the peer is there, and the waits.
-// The times are values of now_ns(), UINT64_MAX is never; for how long a wait's process has stood still, the wait takes
-// longer.
+// The times are values of now_ns(), UINT64_MAX is never; for how long a wait's process has stood
+// still, the wait takes longer.
 class RingLink {
  public:
   // `peer` begins the messages, as in "the controller"; a string for ever.
@@ -42,25 +43,26 @@ class RingLink {
   // The counts that calls of this process sleep on. Before the first wait.
   void sleeps_on(const RingEnd* peer) { peers_[peers_used_++] = peer; }
 
-  // From now on every call answers FRUGAL_ERR_PEER_LOST, those that wait, too. The first reason holds; a
-  // string for ever. Threads: any.
+  // From now on every call answers FRUGAL_ERR_PEER_LOST, those that wait, too. The first reason
+  // holds; a string for ever. Threads: any.
   void end(const char* why) noexcept;
   bool ended() const { return ended_.load() != nullptr; }
   Status check() const;
 
-  // How long a wait looks before it sleeps, and whether it lets others on its processor run meanwhile. By the
-  // thread that waits.
+  // How long a wait looks before it sleeps, and whether it lets others on its processor run
+  // meanwhile. By the thread that waits.
   void look_for(uint64_t ns, bool polite) {
     spin_ns_.store(alone_ ? 0 : ns, std::memory_order_relaxed);
     polite_.store(polite, std::memory_order_relaxed);
   }
 
-  // The peer's thread runs on this thread's processor: there is no time to gain by telling it early.
+  // The peer's thread runs on this thread's processor: there is no time to gain by telling it
+  // early.
   void set_together(bool together) { together_.store(together, std::memory_order_relaxed); }
   bool together() const { return together_.load(std::memory_order_relaxed); }
 
-  // Waits until the peer's count has come from `known` to `wanted`, or is none that it can be on the way there.
-  // FRUGAL_ERR_TIMEOUT has no message: the caller knows what it waits for.
+  // Waits until the peer's count has come from `known` to `wanted`, or is none that it can be on
+  // the way there. FRUGAL_ERR_TIMEOUT has no message: the caller knows what it waits for.
   Status wait(RingEnd* mine, const RingEnd* peer, uint64_t known, uint64_t wanted, uint64_t until);
   // A protocol error: ends.
   Status refuse(const char* why);
@@ -80,8 +82,8 @@ class RingLink {
   size_t peers_used_ = 0;
 };
 
-// One thread at a time for each of the two classes. The capacity is a power of two, at most kMaxRing.
-// Both begin at the count that their ends have, which is the same.
+// One thread at a time for each of the two classes. The capacity is a power of two, at most
+// kMaxRing. Both begin at the count that their ends have, which is the same.
 class RingWriter {
  public:
   RingWriter() = default;

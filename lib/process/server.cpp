@@ -17,10 +17,11 @@
 namespace frugal {
 namespace {
 
-// Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000 keys.
+// Of a trainer: a message of a quarter of it goes without waiting, that is a declaration of 100,000
+// keys.
 constexpr size_t kRingBytes = size_t{4} << 20;
-// All of a ring is committed, and a process may have many engines open. Calls outside steps have such rings where it
-// observes, or has too many with rings like a trainer's (LargeRings).
+// All of a ring is committed, and a process may have many engines open. Calls outside steps have
+// such rings where it observes, or has too many with rings like a trainer's (LargeRings).
 constexpr size_t kSmallRingBytes = size_t{128} << 10;
 // Addresses only: memory is taken as it is used.
 constexpr size_t kStagingBytes = size_t{64} << 30;
@@ -64,7 +65,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     std::lock_guard<std::mutex> waiters(mu_);
     left_.notify_all();
   }
-  // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its ranks.
+  // A process that breaks the protocol has lost the rank; where it was outside of steps, all of its
+  // ranks.
   void broken(uint64_t peer, const TrainerRef& trainer) noexcept override {
     insist([&] {
       std::lock_guard<std::mutex> lock(mu_);
@@ -86,13 +88,17 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
   Status attached(const Peer& peer, std::shared_ptr<Attached>* out) {
     *out = process_of(peer);
-    return *out ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_IN_STEP, "no engine was opened by this connection");
+    return *out ? FRUGAL_OK
+                : fail(FRUGAL_ERR_NOT_IN_STEP, "no engine was opened by this connection");
   }
 
   // The same, of one that takes part.
   Status taking_part(const Peer& peer, std::shared_ptr<Attached>* out) {
     FRUGAL_TRY(attached(peer, out));
-    return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED, "this process has attached with FRUGAL_OBSERVE, which only looks: open without it to change the engine") : FRUGAL_OK;
+    return (*out)->observes ? fail(FRUGAL_ERR_UNSUPPORTED,
+                                   "this process has attached with FRUGAL_OBSERVE, which only "
+                                   "looks: open without it to change the engine")
+                            : FRUGAL_OK;
   }
 
   // The first to come says what it is to be, the others must mean the same.
@@ -100,10 +106,12 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     const frugal_config& c = engine_->config();
     auto differs = [](const char* what, unsigned long long a, unsigned long long b) {
       return fail(FRUGAL_ERR_INVALID_ARGUMENT,
-                  "the controller's engine has %s %llu, this process asks for %llu: all must ask for the same", what,
-                  a, b);
+                  "the controller's engine has %s %llu, this process asks for %llu: all must ask "
+                  "for the same",
+                  what, a, b);
     };
-    if (c.world_size != asked.world_size) return differs("world_size", c.world_size, asked.world_size);
+    if (c.world_size != asked.world_size)
+      return differs("world_size", c.world_size, asked.world_size);
     if (c.lookahead != asked.lookahead) return differs("lookahead", c.lookahead, asked.lookahead);
     const uint64_t staleness = asked.staleness == FRUGAL_STALENESS_ASYNC
                                    ? asked.staleness
@@ -116,7 +124,9 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   Status open_engine(const frugal_config& asked) {
     std::lock_guard<std::mutex> lock(mu_);
     if (asked.flags & FRUGAL_OBSERVE)
-      return engine_ ? FRUGAL_OK : fail(FRUGAL_ERR_NOT_FOUND, "there is no engine to look at yet: nobody has opened one");
+      return engine_ ? FRUGAL_OK
+                     : fail(FRUGAL_ERR_NOT_FOUND,
+                            "there is no engine to look at yet: nobody has opened one");
     if (engine_) return same_engine(asked);
     frugal_config c = asked;
     c.backing = FRUGAL_BACKING_SHM;
@@ -140,10 +150,11 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     return FRUGAL_OK;
   }
 
-  // `staging`: of a trainer; or null. The reply keeps what the descriptors are of. The process may end, and its lanes with
-  // it, before they are sent.
+  // `staging`: of a trainer; or null. The reply keeps what the descriptors are of. The process may
+  // end, and its lanes with it, before they are sent.
   template <class Reply>
-  static Status channel(size_t ring, std::shared_ptr<StagingMemory> staging, Reply* reply, std::shared_ptr<Channel>* out) {
+  static Status channel(size_t ring, std::shared_ptr<StagingMemory> staging, Reply* reply,
+                        std::shared_ptr<Channel>* out) {
     const bool staged = staging != nullptr;
     std::unique_ptr<Channel> c;
     FRUGAL_TRY(Channel::create(ring, std::move(staging), &c));
@@ -158,7 +169,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
 
   Status open(Peer& peer, const frugal_config& config, OpenReply* reply) override {
-    if (process_of(peer)) return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
+    if (process_of(peer))
+      return fail(FRUGAL_ERR_EXISTS, "this connection has opened the engine already");
     FRUGAL_TRY(open_engine(config));
     auto process = std::allocate_shared<Attached>(HeapAllocator<Attached>(), engine_, large_rings_,
                                                   peer.pid, (config.flags & FRUGAL_OBSERVE) != 0);
@@ -169,7 +181,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     reply->descriptors.push_back(ends->sockets[1]);
     std::shared_ptr<Channel> shared;
     FRUGAL_TRY(channel(process->large ? kRingBytes : kSmallRingBytes, nullptr, reply, &shared));
-    process->calls.reset(new ProcessLane(engine_, std::move(shared), process->observes, this, peer.id));
+    process->calls.reset(
+        new ProcessLane(engine_, std::move(shared), process->observes, this, peer.id));
     FRUGAL_TRY(process->calls->start());
     reply->numbers.push_back(process->calls->joined());
     ends->keep = std::move(reply->keep);
@@ -219,8 +232,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     FRUGAL_TRY(check_table(config));
     TableRef table;
     Status s = engine_->create_table(config, &table, false);
-    // Each rank of a job creates its tables: those of the others are meant, if they are the same, and its own where
-    // it has not had the answer. A process that has had it knows.
+    // Each rank of a job creates its tables: those of the others are meant, if they are the same,
+    // and its own where it has not had the answer. A process that has had it knows.
     if (s != FRUGAL_ERR_EXISTS || !table) FRUGAL_TRY(s);
     describe(table, reply);
     return FRUGAL_OK;
@@ -256,7 +269,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (process->replaced.size() >= kMostReplaced)
-        return fail(FRUGAL_ERR_BUSY, "this process has %zu trainers that have lost their ranks: close them first",
+        return fail(FRUGAL_ERR_BUSY,
+                    "this process has %zu trainers that have lost their ranks: close them first",
                     process->replaced.size());
     }
     // The lane ends last: an abort counts in its memory while the trainer is there.
@@ -301,9 +315,11 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
   }
 
   // The lane that has this rank, in its process's list, or null. With mu_ held.
-  static std::unique_ptr<TrainerLane>* lane_of(Attached& process, uint32_t rank, const Trainer* trainer = nullptr) {
+  static std::unique_ptr<TrainerLane>* lane_of(Attached& process, uint32_t rank,
+                                               const Trainer* trainer = nullptr) {
     for (auto& lane : process.trainers)
-      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer)) return &lane;
+      if (lane->trainer()->rank == rank && (!trainer || lane->trainer().get() == trainer))
+        return &lane;
     return nullptr;
   }
 
@@ -368,7 +384,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     return process.pidfd >= 0 && poll(&p, 1, 0) == 1;
   }
 
-  // While it lives the rank's trainer is on its way out, and mu_, which is held before and after, is let go.
+  // While it lives the rank's trainer is on its way out, and mu_, which is held before and after,
+  // is let go.
   class LeavingScope {
    public:
     LeavingScope(Impl& impl, std::unique_lock<std::mutex>& lock, uint32_t rank)
@@ -397,8 +414,8 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     lane.cut();
     lane.tell_lost();
     take_out(trainer);
-    // What it has handed over for steps that are committed is read from its memory: not after this. It may
-    // go on, if it was only stopped, and write there.
+    // What it has handed over for steps that are committed is read from its memory: not after this.
+    // It may go on, if it was only stopped, and write there.
     (void)insist([&] { return engine_->flush({UINT64_MAX}); });
   }
 
@@ -418,12 +435,14 @@ struct Server::Impl final : ControlHandler, LaneOwner, Reaper::Owner {
     if (any) process->given_up[rank] = std::max(process->given_up[rank], request);
     bool given_up = false;  // or that is under way
     for (Joining* j : joining_)
-      if (any && j->rank == rank && j->process == process.get() && j->request < request) given_up = j->given_up = true;
+      if (any && j->rank == rank && j->process == process.get() && j->request < request)
+        given_up = j->given_up = true;
     if (given_up) left_.notify_all();
     // The lane may be one that somebody is about to lose.
     left_.wait(lock, [&] { return rank >= leaving_.size() || leaving_[rank] == 0; });
     for (auto& old : process->replaced)
-      if (joined != kAnyJoin && old->trainer()->rank == rank && old->joined() == joined) replaced = std::move(old);
+      if (joined != kAnyJoin && old->trainer()->rank == rank && old->joined() == joined)
+        replaced = std::move(old);
     if (replaced) {  // nothing reads what it held any more
       std::erase(process->replaced, nullptr);
       return FRUGAL_OK;

@@ -9,11 +9,13 @@
 
 namespace frugal {
 
-// Staging memory of a trainer process that waits to be read. Lives until the lane and all buffers are gone.
+// Staging memory of a trainer process that waits to be read. Lives until the lane and all buffers
+// are gone.
 class Staging final : public Buffer::Owner, public HeapObject {
  public:
   explicit Staging(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
-  // Null data: it is not within the staging memory, or more is lent than there is: no place is to be lent twice.
+  // Null data: it is not within the staging memory, or more is lent than there is: no place is to
+  // be lent twice.
   Buffer lend(uint64_t offset, uint64_t bytes);
   void give_back(char* data, size_t bytes) noexcept override;
   void let_go() noexcept {

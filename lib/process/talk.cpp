@@ -9,7 +9,9 @@ constexpr uint64_t kGraceNs = 5'000'000'000;  // that an answer may be late
 
 }  // namespace
 
-uint64_t answer_until(uint64_t at) { return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs; }
+uint64_t answer_until(uint64_t at) {
+  return at >= UINT64_MAX - kGraceNs ? UINT64_MAX : at + kGraceNs;
+}
 
 Status Talk::request(const Exchange& e) {
   ++sequence_;
@@ -22,27 +24,31 @@ Status Talk::request(const Exchange& e) {
   return not_answered(channel_->send(h, e.pieces.data(), e.pieces.size(), overdue(e)));
 }
 
-// The controller keeps to the call's time-out, which may be a short slice of a long wait. One that does not answer for
-// the engine's time-out is as good as gone: what it would say later fits to nothing.
+// The controller keeps to the call's time-out, which may be a short slice of a long wait. One that
+// does not answer for the engine's time-out is as good as gone: what it would say later fits to
+// nothing.
 uint64_t Talk::overdue(const Exchange& e) const {
   return answer_until(std::max(e.until, controller_.deadline().at));
 }
 
-// The engine's closing, or the end of the controller, is why a channel is cut if either has begun: who cuts for such a
-// reason marks it first.
+// The engine's closing, or the end of the controller, is why a channel is cut if either has begun:
+// who cuts for such a reason marks it first.
 Status Talk::not_answered(Status s) {
   if (s != FRUGAL_ERR_TIMEOUT && s != FRUGAL_ERR_PEER_LOST) return s;
   if (s == FRUGAL_ERR_TIMEOUT) channel_->cut();
   FRUGAL_TRY(controller_.check());
   if (s == FRUGAL_ERR_PEER_LOST) return s;
-  return fail(FRUGAL_ERR_PEER_LOST, "the controller's process does not answer: close the engine, or the trainer");
+  return fail(FRUGAL_ERR_PEER_LOST,
+              "the controller's process does not answer: close the engine, or the trainer");
 }
 
-Status Talk::begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered, uint64_t* bytes) {
+Status Talk::begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered,
+                          uint64_t* bytes) {
   channel_->set_together(h.type & kTogether);
   if ((h.type & ~kTogether) != static_cast<uint32_t>(e.call) || h.sequence != sequence_) {
     channel_->cut();
-    return fail(FRUGAL_ERR_PEER_LOST, "the controller broke the protocol: an answer to no question");
+    return fail(FRUGAL_ERR_PEER_LOST,
+                "the controller broke the protocol: an answer to no question");
   }
   // It has begun to answer: the rest comes as soon.
   *until = std::max(*until, answer_until(controller_.deadline().at));

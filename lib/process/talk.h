@@ -65,7 +65,8 @@ class Talk {
   Status not_answered(Status s);
 
  private:
-  Status begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered, uint64_t* bytes);
+  Status begin_answer(const Header& h, uint64_t* until, Exchange& e, bool* answered,
+                      uint64_t* bytes);
 
   Controller& controller_;
   std::unique_ptr<Channel> channel_;

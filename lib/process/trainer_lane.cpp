@@ -72,8 +72,10 @@ Status TrainerLane::handle(const Header& request) {
     case Call::kCancel: {
       auto at = batches_.find(request.args[0]);
       AnyBatchRef batch;
-      if (at != batches_.end()) batch = object_of<AnyBatch>(reinterpret_cast<const void*>(at->second));
-      if (!batch) return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed: declare the rows again");
+      if (at != batches_.end())
+        batch = object_of<AnyBatch>(reinterpret_cast<const void*>(at->second));
+      if (!batch)
+        return fail(FRUGAL_ERR_BAD_HANDLE, "the batch handle is closed: declare the rows again");
       FRUGAL_TRY(engine_->cancel(*trainer_, batch));
       batches_.erase(at);
       return FRUGAL_OK;
@@ -87,7 +89,8 @@ Status TrainerLane::handle(const Header& request) {
     case Call::kAbort:
       return request.args[0] ? engine_->remote_failed(*trainer_) : engine_->abort_call(*trainer_);
     case Call::kHere:
-      return trainer_->lines_elsewhere ? FRUGAL_OK : broken("a rank on the cpu has no device to wait for");
+      return trainer_->lines_elsewhere ? FRUGAL_OK
+                                       : broken("a rank on the cpu has no device to wait for");
     case Call::kInside:
       return engine_->inside_step(*trainer_);
     case Call::kMapped:
@@ -161,7 +164,8 @@ Status TrainerLane::take_ops(uint64_t count, uint64_t of, bool declared, Ops* ou
     if (!head.given) continue;
     TableRef table;
     if (declared) FRUGAL_TRY(in_op(engine_->table_of(head.table, &table), head.number, of, table));
-    const size_t element = table && table->rows.keys_are_slots() ? sizeof(uint32_t) : sizeof(uint64_t);
+    const size_t element =
+        table && table->rows.keys_are_slots() ? sizeof(uint32_t) : sizeof(uint64_t);
     if (declared && head.place != kNoPlace) {
       if (head.keys <= UINT32_MAX) out->keys[i] = staging_->lend(head.place, head.keys * element);
       if (!out->keys[i]) return broken("keys lie outside of its memory");
@@ -184,8 +188,8 @@ Status TrainerLane::prefetch(const Header& request) {
   decltype(batches_) made;
   uint64_t& handle = made[number];
   // Always with a handle: that is how the trainer finds the parts in its step.
-  FRUGAL_TRY(engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true, &handle,
-                               ops.keys.data(), request.args[3] != 0));
+  FRUGAL_TRY(engine_->prefetch(*trainer_, request.args[0], ops.ops.data(), ops.ops.size(), true,
+                               &handle, ops.keys.data(), request.args[3] != 0));
   batches_.merge(made);
   return FRUGAL_OK;
 }
@@ -198,7 +202,8 @@ Status TrainerLane::step_begin(const Header& request) {
   }
   const uint64_t step = request.args[0];
   FRUGAL_TRY(engine_->carried_out(*trainer_, request.args[2], request.args[3]));
-  // Who begins the step again that it is inside of has not had the answer: for lack of memory, here or there.
+  // Who begins the step again that it is inside of has not had the answer: for lack of memory, here
+  // or there.
   if (!engine_->is_inside(*trainer_, step))
     FRUGAL_TRY(engine_->step_begin(*trainer_, step, {after_ns(request.args[1])}));
   handed_over_ = kNoStep;
@@ -224,7 +229,8 @@ Status TrainerLane::answer_boundary() {
   RemoteBoundary made;
   engine_->take_boundary(*trainer_, &made);
   if (made.number == 0) return FRUGAL_OK;
-  // The trainer has left the steps before, and its device reads nothing any more that they were given.
+  // The trainer has left the steps before, and its device reads nothing any more that they were
+  // given.
   boundary_ = std::move(made);
   lines_.clear();
   auto put = [&](const auto& item) {
@@ -233,10 +239,11 @@ Status TrainerLane::answer_boundary() {
   };
   auto place = [&](const Buffer& b) { return engine_->place(b.data()); };
   for (const RemoteBoundary::OfTable& of : boundary_.tables) {
-    put(LinesPlace{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count, of.updates.size()});
+    put(LinesPlace{of.table->handle, of.lines, place(of.admitted), place(of.to), of.count,
+                   of.updates.size()});
     for (const RemoteBoundary::Update& u : of.updates) {
-      put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count, u.term_count, u.now,
-                      u.update->ranks[0].stride, u.sums.size()});
+      put(UpdatePlace{u.update->scalars, place(u.lines), place(u.start), place(u.terms), u.count,
+                      u.term_count, u.now, u.update->ranks[0].stride, u.sums.size()});
       for (const RemoteBoundary::Sums& s : u.sums) put(SumsPlace{s.place, s.bytes});
     }
   }
@@ -270,7 +277,8 @@ Status TrainerLane::answer_parts(size_t from) {
   for (size_t i = from; i < parts_.size(); ++i) {
     const RemotePart& r = parts_[i];
     Part& p = *r.part;
-    // One that was not resolved ahead: nobody else will look at it. What is wrong with it is told where it is used.
+    // One that was not resolved ahead: nobody else will look at it. What is wrong with it is told
+    // where it is used.
     if (!p.resolved() && p.take_lent(engine_->pool(), r.table->rows) == FRUGAL_ERR_OUT_OF_MEMORY)
       return fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory for declared keys; call again");
     PartPlace place{};
@@ -280,9 +288,10 @@ Status TrainerLane::answer_parts(size_t from) {
     place.n = p.n;
     place.padding = p.padding;
     place.stale = r.stale;
-    place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) | (r.fresh ? kPartFresh : 0) |
-                  (r.cached ? kPartCached : 0);
-    place.slots = place.pairs = place.rows = place.start = place.keys = place.sources = place.line_values = kNoPlace;
+    place.flags = (p.has_padding ? kPartPadding : 0) | (r.whole ? kPartWhole : 0) |
+                  (r.fresh ? kPartFresh : 0) | (r.cached ? kPartCached : 0);
+    place.slots = place.pairs = place.rows = place.start = place.keys = place.sources =
+        place.line_values = kNoPlace;
     // Where they are slots they are let go of when they are resolved, whenever that is.
     if (p.resolved() || !r.table->rows.keys_are_slots()) place.keys = engine_->place(p.keys.data());
     if (p.resolved()) {
@@ -309,7 +318,8 @@ bool TrainerLane::may_push(const RemotePart& p, const TableRef& table) {
   return p.table == table && p.used && p.part->resolved();
 }
 
-// A list of rows that the trainer has made of several pushes: each of them is in a part of its step.
+// A list of rows that the trainer has made of several pushes: each of them is in a part of its
+// step.
 Status TrainerLane::joined_part(const PushPlace& push, const TableRef& table, PartRef* out) {
   uint64_t most = 0;  // before memory is taken: what it says is no proof
   for (const RemotePart& p : parts_)
@@ -343,7 +353,8 @@ Status TrainerLane::step_end(const Header& request) {
   Vector<PushPlace> places;
   FRUGAL_TRY(take_list(pushes, &places));
   // The engine has counted the time inside its own calls; the way to it and back is what is left.
-  for (auto of : {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
+  for (auto of :
+       {&RemoteCounts::prefetch_ns, &RemoteCounts::step_begin_ns, &RemoteCounts::step_end_ns})
     counts.*of -= std::min(counts.*of, here_.*of);
   here_ = {};
   engine_->count_remote(*trainer_, counts);

@@ -16,7 +16,9 @@ class TrainerLane final : public Lane, private UsedElsewhere {
   ~TrainerLane();
   Status start() override;
   // Its trainer has lost its place: it is to ask before it reads anything more.
-  void tell_lost() noexcept { reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1); }
+  void tell_lost() noexcept {
+    reinterpret_cast<std::atomic<uint32_t>*>(notices_.data())->fetch_add(1);
+  }
   const TrainerRef& trainer() const { return trainer_; }
   uint64_t request = 0;  // that has asked for it
   // Where its trainer's aborts are counted.
@@ -51,10 +53,12 @@ class TrainerLane final : public Lane, private UsedElsewhere {
   bool shown_ = false;  // it is sealed
   Buffer notices_;
   Map<uint64_t, uint64_t> batches_;  // numbers that the trainer has given -> handles
-  Vector<RemotePart> parts_;    // of the step, then those that were asked for; changed with elsewhere_mu
+  Vector<RemotePart>
+      parts_;  // of the step, then those that were asked for; changed with elsewhere_mu
   RemoteCounts here_;           // time inside the engine's calls since the last end of a step
-  RemoteBoundary boundary_;     // of the last step: what it reads stays until the next one's is there
-  uint64_t handed_over_ = kNoStep;  // the step whose sums the engine has, while its end may be repeated
+  RemoteBoundary boundary_;  // of the last step: what it reads stays until the next one's is there
+  uint64_t handed_over_ =
+      kNoStep;  // the step whose sums the engine has, while its end may be repeated
   // Of the answer under way.
   Vector<PartPlace> places_;
   Vector<char> lines_;

@@ -21,16 +21,16 @@ class Watch : public HeapObject {
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // Calls `gone` once, on the thread of the watch, when the process has ended (as a zombie, too); if it
-  // has already, then soon. The descriptor is the watch's on success. `gone` is
-  // called again when it throws, for a second.
+  // Calls `gone` once, on the thread of the watch, when the process has ended (as a zombie, too);
+  // if it has already, then soon. The descriptor is the watch's on success. `gone` is called again
+  // when it throws, for a second.
   Status add(int process_fd, std::function<void()> gone, uint64_t* id);
   // Calls `some`, which throws nothing, whenever there is something to read, and once more when the
   // other end is closed. It is called again soon as long as it leaves something. The descriptor
   // (ForkedDescriptors) is the watch's on success.
   Status follow(int socket, std::function<void()> some, uint64_t* id);
-  // Afterwards the callback does not run and will not: waits while it does, unless it is the caller,
-  // which only one of add() may be.
+  // Afterwards the callback does not run and will not: waits while it does, unless it is the
+  // caller, which only one of add() may be.
   void remove(uint64_t id);
 
  private:

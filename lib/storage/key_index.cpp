@@ -22,7 +22,8 @@ uint64_t KeyIndex::hash(uint64_t x) {
 uint64_t KeyIndex::buckets_for(uint64_t keys) { return keys / 4 + 8; }  // filled to 4 of 5 at most
 
 uint64_t KeyIndex::bytes_for(uint64_t keys) {
-  const uint64_t bytes = buckets_for(keys) * sizeof(Bucket), page = bytes < kHugePage ? 4096 : kHugePage;
+  const uint64_t bytes = buckets_for(keys) * sizeof(Bucket),
+                 page = bytes < kHugePage ? 4096 : kHugePage;
   return (bytes + page - 1) / page * page;
 }
 
@@ -47,10 +48,12 @@ Status KeyIndex::open(uint64_t capacity, MemoryBudget* budget) {
   return make_room(std::min(capacity, kFirst));
 }
 
-// The slot of the key in a bucket plus 1, or 0. Without branches: which way it is cannot be predicted.
+// The slot of the key in a bucket plus 1, or 0. Without branches: which way it is cannot be
+// predicted.
 inline uint32_t KeyIndex::match(const Bucket& bucket, uint64_t key) {
   uint32_t hit = 0;
-  for (int w = 0; w < kWays; ++w) hit |= bucket.slot[w] & -static_cast<uint32_t>(bucket.key[w] == key);
+  for (int w = 0; w < kWays; ++w)
+    hit |= bucket.slot[w] & -static_cast<uint32_t>(bucket.key[w] == key);
   return hit;  // a key that was erased is still there, with slot 0
 }
 
@@ -71,8 +74,8 @@ void KeyIndex::find(const uint64_t* keys, size_t n, uint32_t* slots) const {
     homes[i] = home(keys[i]);
     __builtin_prefetch(&t[homes[i]]);
   }
-  // One key in ten is not in its home bucket. It waits until the next bucket has come: to go there at
-  // once would cost the whole way to memory, because nobody can predict which key it is.
+  // One key in ten is not in its home bucket. It waits until the next bucket has come: to go there
+  // at once would cost the whole way to memory, because nobody can predict which key it is.
   struct {
     uint32_t at;
     uint64_t bucket;
@@ -110,11 +113,12 @@ Status KeyIndex::make_room(uint64_t n) {
   FRUGAL_TRY(os_reserve(bytes, false, &bigger));
   if (budget_ && !budget_->take(bytes)) {
     os_release(&bigger);
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                "the key index has to grow from %llu to %llu bytes, both at once for a moment, and the "
-                "engine's host_bytes, of which %s are left, do not allow it; raise the limit",
-                static_cast<unsigned long long>(old_bytes), static_cast<unsigned long long>(bytes),
-                budget_->left_text().c_str());
+    return fail(
+        FRUGAL_ERR_OUT_OF_MEMORY,
+        "the key index has to grow from %llu to %llu bytes, both at once for a moment, and the "
+        "engine's host_bytes, of which %s are left, do not allow it; raise the limit",
+        static_cast<unsigned long long>(old_bytes), static_cast<unsigned long long>(bytes),
+        budget_->left_text().c_str());
   }
   if (Status s = os_commit(bigger, 0, bytes)) {
     if (budget_) budget_->give(bytes);

@@ -3,9 +3,9 @@
 // Buckets of one cache line hold five keys with their slots. A key lies in its home bucket or,
 // where that is full, in one after it; `overflow` of a bucket counts the keys that had to pass it,
 // so a search ends at the first bucket that nobody passed. Every 64-bit value is a key (a slot of
-// 0 marks an empty place; slots are stored + 1). Grows by doubling, at last to the table's capacity;
-// while it is copied both copies are there, and both count against the budget. Bytes a key: 64 / (5 *
-// fill), 16 .. 32 between two doublings; the most it ever holds is peak_bytes().
+// 0 marks an empty place; slots are stored + 1). Grows by doubling, at last to the table's
+// capacity; while it is copied both copies are there, and both count against the budget. Bytes a
+// key: 64 / (5 * fill), 16 .. 32 between two doublings; the most it ever holds is peak_bytes().
 //
 // Callers serialize all calls (the table's index mutex).
 #pragma once

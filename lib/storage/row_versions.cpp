@@ -24,7 +24,8 @@ void begin_write(VersionWord& word) {
   for (uint32_t looks = 0;; ++looks) {
     uint32_t version = word.load(std::memory_order_relaxed);
     if (!(version & 1) &&
-        word.compare_exchange_weak(version, version + 1, std::memory_order_acquire, std::memory_order_relaxed))
+        word.compare_exchange_weak(version, version + 1, std::memory_order_acquire,
+                                   std::memory_order_relaxed))
       break;
     pause_for_version(looks);
   }

@@ -1,9 +1,10 @@
 // Rows that are read while others write them (staleness > 0), by threads and by other processes.
 //
-// A row shares a version word with others. A writer makes the word odd, stores the row and makes the word even; two
-// writers of one word exclude each other. A reader copies the row, and the copy is good if the word was even before
-// and is the same behind. So a reader stores nothing, and a process can read what it has mapped read-only. Rows are
-// stored and copied by relaxed atomic accesses: a copy that is thrown away has met no data race.
+// A row shares a version word with others. A writer makes the word odd, stores the row and makes
+// the word even; two writers of one word exclude each other. A reader copies the row, and the copy
+// is good if the word was even before and is the same behind. So a reader stores nothing, and a
+// process can read what it has mapped read-only. Rows are stored and copied by relaxed atomic
+// accesses: a copy that is thrown away has met no data race.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -21,18 +22,20 @@ inline size_t version_of(uint64_t table, uint32_t slot) {
   return (slot * 0x9e3779b1u ^ static_cast<uint32_t>(table * 0x85ebca6bu)) % kVersionWords;
 }
 
-// What who waits for a word does between two looks: a row is soon written, but its writer may be off the processor.
+// What who waits for a word does between two looks: a row is soon written, but its writer may be
+// off the processor.
 void pause_for_version(uint32_t looks);
 
 void begin_write(VersionWord& word);
 void end_write(VersionWord& word);
 
-// Floats between a row and its copy: n of them, rounded up to an even number. Both are aligned to 8 bytes.
+// Floats between a row and its copy: n of them, rounded up to an even number. Both are aligned to 8
+// bytes.
 void store_shared(float* row, const float* from, size_t n);
 void load_shared(const float* row, float* to, size_t n);
 
-// Copies n floats of a row, as load_shared does. Where it finds that the row is being written it asks go_on(), whose
-// failure ends it: the writer may be gone for good.
+// Copies n floats of a row, as load_shared does. Where it finds that the row is being written it
+// asks go_on(), whose failure ends it: the writer may be gone for good.
 template <class GoOn>
 Status read_row(const VersionWord& word, const float* row, size_t n, float* to, GoOn go_on) {
   for (uint32_t looks = 0;; ++looks) {

@@ -22,7 +22,8 @@ void keep(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, si
 void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, size_t i) {
   std::atomic_signal_fence(std::memory_order_seq_cst);
   if (undo.instead) undo.instead(undo, of, slot, i, true);
-  else if (undo.progress) std::atomic_ref(*undo.progress).store(slot + uint64_t{1}, std::memory_order_release);
+  else if (undo.progress)
+    std::atomic_ref(*undo.progress).store(slot + uint64_t{1}, std::memory_order_release);
   else std::atomic_ref(undo.marks[undo.rows[i]]).store(1, std::memory_order_release);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
@@ -32,11 +33,13 @@ void tell(const device::Undo& undo, const device::RowsRef& of, uint32_t slot, si
 void RowWrite::tell_before() noexcept {
   FRUGAL_ASSERT(slots_);
   undo_ = {};
-  for (uint32_t i = 0; i < table_->watcher_count_; ++i) tokens_[i] = table_->watchers_[i]->before(*this, &undo_);
+  for (uint32_t i = 0; i < table_->watcher_count_; ++i)
+    tokens_[i] = table_->watchers_[i]->before(*this, &undo_);
 }
 
 void RowWrite::tell_after() noexcept {
-  for (uint32_t i = table_->watcher_count_; i-- > 0;) table_->watchers_[i]->after(*this, tokens_[i]);
+  for (uint32_t i = table_->watcher_count_; i-- > 0;)
+    table_->watchers_[i]->after(*this, tokens_[i]);
 }
 
 const device::RowsRef& RowWrite::in_place() const {

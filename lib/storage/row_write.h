@@ -1,11 +1,13 @@
 // The one way to write rows of a table: before the rows, the rows, after the rows.
 //
-// Rows gives const pointers. Who writes rows makes a RowWrite of them, writes through it, and lets it go. Who has to
-// know of each write is a RowWatcher of the table: it hears of a list of rows before the first of them changes, and
-// when the last has changed. It may also let the kernels keep each row as it was and tell when the row is written
-// (device::Undo). Where nobody watches, a list of rows costs nothing more.
+// Rows gives const pointers. Who writes rows makes a RowWrite of them, writes through it, and lets
+// it go. Who has to know of each write is a RowWatcher of the table: it hears of a list of rows
+// before the first of them changes, and when the last has changed. It may also let the kernels keep
+// each row as it was and tell when the row is written (device::Undo). Where nobody watches, a list
+// of rows costs nothing more.
 //
-// A row that may be read meanwhile (staleness) is made elsewhere and stored under its version word (row_versions.h).
+// A row that may be read meanwhile (staleness) is made elsewhere and stored under its version word
+// (row_versions.h).
 #pragma once
 #include "device/kernels.h"
 #include "storage/row_versions.h"
@@ -23,8 +25,8 @@ class UpdateRecord {
 
 class RowWatcher {
  public:
-  // Rows are about to be written. If undo->slot is set, the kernels tell of each row by *undo; one watcher of a table
-  // may do that. What it answers comes back in after().
+  // Rows are about to be written. If undo->slot is set, the kernels tell of each row by *undo; one
+  // watcher of a table may do that. What it answers comes back in after().
   virtual uint32_t before(const RowWrite& write, device::Undo* undo) noexcept = 0;
   virtual void after(const RowWrite& write, uint32_t token) noexcept = 0;
   // All rows have the state of new rows, of which there may be more or fewer columns. Nobody is inside a step.
@@ -46,16 +48,18 @@ class RowWrite {
   };
   struct Purpose {
     What what;
-    // Of an update: what the watcher keeps of it, or null; and which of its rows these are: entries of its list, or,
-    // if that is null, rows of a chunk.
+    // Of an update: what the watcher keeps of it, or null; and which of its rows these are: entries
+    // of its list, or, if that is null, rows of a chunk.
     const UpdateRecord* record = nullptr;
     const uint32_t* entries = nullptr;
     size_t chunk = 0;
   };
   static constexpr size_t kMostWatchers = 4;  // of a table
 
-  // Rows slots[i], or slots[index[i]], for i in 0 .. n - 1. No slots: all rows of a table that nobody has seen yet.
-  RowWrite(Rows& rows, const uint32_t* slots, size_t n, const Purpose& purpose, const uint32_t* index = nullptr) noexcept;
+  // Rows slots[i], or slots[index[i]], for i in 0 .. n - 1. No slots: all rows of a table that
+  // nobody has seen yet.
+  RowWrite(Rows& rows, const uint32_t* slots, size_t n, const Purpose& purpose,
+           const uint32_t* index = nullptr) noexcept;
   // Copies of rows, which are the caller's alone.
   explicit RowWrite(const device::RowsRef& copies) noexcept : to_(&copies), purpose_{What::kNew} {
     undo_.slot = nullptr;
@@ -64,11 +68,12 @@ class RowWrite {
   RowWrite(const RowWrite&) = delete;
   RowWrite& operator=(const RowWrite&) = delete;
 
-  // The rows, by slot, for kernels that get undo(). Not for updates of rows that may be read meanwhile.
+  // The rows, by slot, for kernels that get undo(). Not for updates of rows that may be read
+  // meanwhile.
   const device::RowsRef& in_place() const;
   const device::Undo* undo() const { return undo_.slot ? &undo_ : nullptr; }
-  // Row i of the list becomes what was made elsewhere: values as wide as the row, in which it may be read meanwhile,
-  // and state.
+  // Row i of the list becomes what was made elsewhere: values as wide as the row, in which it may
+  // be read meanwhile, and state.
   void store(size_t i, const device::Element* values, const device::Element* state);
   // All rows of the purpose's chunk are written, these the last.
   void chunk_done() { chunk_done_ = true; }

@@ -28,7 +28,8 @@ Status SlabArray::reserve(uint64_t count, size_t stride, bool shared, MemoryBudg
   pinner_ = std::move(pinner);
   if (count == 0 || stride == 0) return FRUGAL_OK;
   if (count > (UINT64_MAX >> 2) / stride)
-    return fail(FRUGAL_ERR_OUT_OF_MEMORY, "%llu rows of %zu bytes exceed the address space: ask for fewer",
+    return fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                "%llu rows of %zu bytes exceed the address space: ask for fewer",
                 static_cast<unsigned long long>(count), stride);
   slab_ = slab_bytes(count, stride);
   slabs_ = (count * stride + slab_ - 1) / slab_;
@@ -46,7 +47,8 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
     if (!(done_[i] & kTaken)) {
       if (budget_ && !budget_->take(slab_))
         return fail(FRUGAL_ERR_OUT_OF_MEMORY,
-                    "%zu bytes more for rows, and %s are left of the engine's host_bytes; raise the limit or drop a table",
+                    "%zu bytes more for rows, and %s are left of the engine's host_bytes; raise "
+                    "the limit or drop a table",
                     slab_, budget_->left_text().c_str());
       if (Status s = os_commit(mapping_, i * slab_, slab_)) {
         if (budget_) budget_->give(slab_);
@@ -55,7 +57,8 @@ Status SlabArray::ensure(uint64_t first, uint64_t n) {
       committed_.fetch_add(slab_, std::memory_order_relaxed);
       done_[i] = kTaken;
     }
-    // Where it cannot be pinned its memory stays, for who asks again: a part of a table does not go back.
+    // Where it cannot be pinned its memory stays, for who asks again: a part of a table does not go
+    // back.
     bool pinned = false;
     if (pinner_) FRUGAL_TRY(pinner_->pin(mapping_.base + i * slab_, slab_, &pinned));
     done_[i] |= pinned ? kCommitted | kPinned : kCommitted;

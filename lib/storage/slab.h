@@ -18,17 +18,19 @@ class SlabArray {
   SlabArray() = default;
   ~SlabArray();
   SlabArray(const SlabArray&) = delete;
-  // Reserves room for `count` records of `stride` bytes. stride 0: an empty array. With a pinner slabs
-  // are pinned when they are committed, if there is a device.
+  // Reserves room for `count` records of `stride` bytes. stride 0: an empty array. With a pinner
+  // slabs are pinned when they are committed, if there is a device.
   Status reserve(uint64_t count, size_t stride, bool shared, MemoryBudget* budget,
                  std::shared_ptr<Pinner> pinner = nullptr);
   // Commits the slabs under records [first, first + n). Idempotent; callers serialize calls that
   // may share a slab.
   Status ensure(uint64_t first, uint64_t n);
-  bool committed(uint64_t record) const { return done_ && (done_[record * stride_ / slab_] & kCommitted); }
+  bool committed(uint64_t record) const {
+    return done_ && (done_[record * stride_ / slab_] & kCommitted);
+  }
   void swap(SlabArray& other) noexcept;
-  // Pins one more of the slabs that were committed while there was no device (*any: there was one); or
-  // takes all pins back. Callers serialize these with ensure().
+  // Pins one more of the slabs that were committed while there was no device (*any: there was one);
+  // or takes all pins back. Callers serialize these with ensure().
   Status pin_next(bool* any);
   void unpin();
   char* base() const { return mapping_.base; }

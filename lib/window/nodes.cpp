@@ -55,7 +55,8 @@ Nodes::Node Nodes::find_node(StepUpdate& u, uint32_t slot) {
 Nodes::Node Nodes::pending(Word aged, uint32_t slot) {
   for (const UpdateRef& u : updates_) {
     // Of old steps words know nothing.
-    if (u->step + Words::kPast >= base_ && !(aged >> (u->step + Words::kPast - base_) & 1)) continue;
+    if (u->step + Words::kPast >= base_ && !(aged >> (u->step + Words::kPast - base_) & 1))
+      continue;
     Node node = find_node(*u, slot);
     if (!node.update) continue;
     uint8_t state = state_[node.id];
@@ -98,8 +99,8 @@ void Nodes::reprioritize(const Node& node, uint8_t prio) noexcept {
 void Nodes::add(const UpdateRef& update) {
   FRUGAL_ASSERT(update->pages.empty() && update->staged_rows == 0);
   FRUGAL_ASSERT(updates_.empty() || updates_.back()->step < update->step);
-  FRUGAL_ASSERT(std::adjacent_find(update->slots, update->slots + update->n, std::greater_equal<>()) ==
-                update->slots + update->n);
+  FRUGAL_ASSERT(std::adjacent_find(update->slots, update->slots + update->n,
+                                   std::greater_equal<>()) == update->slots + update->n);
   // First all that may want memory.
   const size_t wanted = (update->n + kPage - 1) / kPage;
   while (free_pages_.size() < wanted) {
@@ -290,7 +291,8 @@ void Nodes::pop(uint64_t step, size_t max, Claim* c) {
       if (!u || id / kPage != first_id / kPage) {
         const Page& page = pages_[id / kPage];
         FRUGAL_ASSERT(page.update);
-        if (!page.update->committed) continue;  // stale, too: the row is staged for the same priority
+        if (!page.update->committed)
+          continue;  // stale, too: the row is staged for the same priority
         first_id = id / kPage * kPage;
         first_row = page.first_row;
         if (page.update != u) {

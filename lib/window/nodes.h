@@ -1,14 +1,15 @@
 // The updates of a window's rows that are not in the host rows yet: the W sets.
 //
-// An update of a row is a node (6 bytes, with the queue's). The oldest unwritten one of a row is in the queue, with a
-// priority that the window tells: it knows who reads the row next. Younger nodes of the row are blocked behind it, in a
-// chain, and enter the queue one after the other.
+// An update of a row is a node (6 bytes, with the queue's). The oldest unwritten one of a row is in
+// the queue, with a priority that the window tells: it knows who reads the row next. Younger nodes
+// of the row are blocked behind it, in a chain, and enter the queue one after the other.
 //
 // Counts per priority include rows that were claimed but not yet finished: pending(rank) == 0
 // therefore means written, not merely taken (contract, gate condition c).
 //
-// Without memory for a place in the queue a row that has to become more urgent has gone astray: until all that was
-// pending then is written, every gate waits for all of it, and claims search the nodes.
+// Without memory for a place in the queue a row that has to become more urgent has gone astray:
+// until all that was pending then is written, every gate waits for all of it, and claims search the
+// nodes.
 //
 // Threads: `mu`, by a Section. What says so takes no lock.
 #pragma once
@@ -56,7 +57,8 @@ class Nodes {
   UrgentMutex mu;
   class SCOPED_CAPABILITY Section {
    public:
-    Section(Nodes& nodes, UrgentMutex::Urgency urgency) ACQUIRE(nodes.mu) : nodes_(nodes), lock_(nodes.mu, urgency) {}
+    Section(Nodes& nodes, UrgentMutex::Urgency urgency) ACQUIRE(nodes.mu)
+        : nodes_(nodes), lock_(nodes.mu, urgency) {}
     ~Section() RELEASE() NO_THREAD_SAFETY_ANALYSIS { nodes_.note_soonest(); }
 
    private:
@@ -75,17 +77,20 @@ class Nodes {
   static constexpr uint8_t kBlocked = 0x7e;  // an older update of the row is unwritten
   void stage(StepUpdate& u, size_t n, const uint8_t* prio) REQUIRES(mu);
   // The rows among them, in a page, that have this priority.
-  void staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots) REQUIRES(mu);
+  void staged_for(uint8_t prio, const StepUpdate& u, size_t page, Vector<uint32_t>* slots)
+      REQUIRES(mu);
   void unstage(StepUpdate& u) REQUIRES(mu);
   void make_room() REQUIRES(mu);
   // The staged rows of the update are in the queue: so many.
   uint64_t commit(StepUpdate& u) REQUIRES(mu);
-  // A row of a committed update that was blocked when it was staged. `before`: its row's oldest unwritten node.
+  // A row of a committed update that was blocked when it was staged. `before`: its row's oldest
+  // unwritten node.
   void chain(StepUpdate& u, uint32_t row, const Node& before) REQUIRES(mu);
   void enqueue(uint32_t id, uint8_t prio) noexcept REQUIRES(mu);
   void now_pending(uint64_t rows) REQUIRES(mu);
 
-  // Bits of a word's reads that stand for unwritten updates. `ancient`: there are some of older steps, too.
+  // Bits of a word's reads that stand for unwritten updates. `ancient`: there are some of older
+  // steps, too.
   uint64_t written_mask(bool* ancient) const REQUIRES(mu);
   // The row's oldest unwritten update.
   Node pending(Word aged, uint32_t slot) REQUIRES(mu);
@@ -97,7 +102,8 @@ class Nodes {
     for (const UpdateRef& u : updates_) {
       if (!u->committed) continue;
       for (uint32_t row = 0; row < u->n; ++row)
-        if (const uint32_t id = node_id(*u, row); (state_[id] & ~kClaimed) == prio) of(Node{u.get(), row, id});
+        if (const uint32_t id = node_id(*u, row); (state_[id] & ~kClaimed) == prio)
+          of(Node{u.get(), row, id});
     }
   }
 
@@ -145,7 +151,8 @@ class Nodes {
   uint32_t updates() const { return live_.load(std::memory_order_relaxed); }
 
  private:
-  // What a node is, one byte: a priority; with kClaimed, somebody is writing it; or kBlocked; or kDone.
+  // What a node is, one byte: a priority; with kClaimed, somebody is writing it; or kBlocked; or
+  // kDone.
   static constexpr uint8_t kClaimed = 0x80;
   static constexpr uint8_t kDone = 0x7f;     // nothing is pending
   struct Page {
@@ -174,9 +181,10 @@ class Nodes {
   Vector<Page> pages_ GUARDED_BY(mu);
   Vector<uint32_t> free_pages_ GUARDED_BY(mu);
   std::unique_ptr<Queue> queue_ GUARDED_BY(mu);
-  uint64_t count_[kRing + 1] GUARDED_BY(mu) = {};  // pending rows by priority, claimed ones included
+  uint64_t count_[kRing + 1] GUARDED_BY(
+      mu) = {};  // pending rows by priority, claimed ones included
   uint64_t queued_[kRing + 1] GUARDED_BY(mu) = {}; // of these, not claimed
-  Vector<UpdateRef> updates_ GUARDED_BY(mu);       // unwritten ones, and the staged one; ascending steps
+  Vector<UpdateRef> updates_ GUARDED_BY(mu);  // unwritten ones, and the staged one; ascending steps
   uint32_t next_seq_ GUARDED_BY(mu) = 0;
   bool astray_ GUARDED_BY(mu) = false;             // a place in the queue is missing, or wrong
   WindowStats stats_ GUARDED_BY(mu);

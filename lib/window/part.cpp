@@ -18,20 +18,22 @@ Status Part::expect_keys(size_t count, bool padded, uint64_t padding_key) {
   return FRUGAL_OK;
 }
 
-Status Part::take_keys(BufferPool& pool, const Rows& table, const uint64_t* from, size_t count, bool padded,
-                       uint64_t padding_key) {
+Status Part::take_keys(BufferPool& pool, const Rows& table, const uint64_t* from, size_t count,
+                       bool padded, uint64_t padding_key) {
   FRUGAL_TRY(expect_keys(count, padded, padding_key));
   state.store(kDeclared);
   if (table.keys_are_slots()) {
     FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
-    return dense_slots(from, n, has_padding ? &padding : nullptr, table.capacity(), slots.as<uint32_t>());
+    return dense_slots(from, n, has_padding ? &padding : nullptr, table.capacity(),
+                       slots.as<uint32_t>());
   }
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &keys));
   if (n) std::memcpy(keys.data(), from, n * sizeof(uint64_t));
   return FRUGAL_OK;
 }
 
-Status Part::adopt_keys(const Rows& table, Buffer&& copy, size_t count, bool padded, uint64_t padding_key) {
+Status Part::adopt_keys(const Rows& table, Buffer&& copy, size_t count, bool padded,
+                        uint64_t padding_key) {
   FRUGAL_TRY(expect_keys(count, padded, padding_key));
   state.store(kDeclared);
   if (copy.is_lent())
@@ -53,7 +55,8 @@ Status Part::take_slots(const Rows& table, Buffer&& copy) {
   else
     for (size_t i = 0; i < n; ++i) bad |= (s[i] > last) & (s[i] != kNoSlot);
   if (bad)
-    return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE, "a row beyond the %llu of the table; nothing was taken",
+    return fail(FRUGAL_ERR_KEY_OUT_OF_RANGE,
+                "a row beyond the %llu of the table; nothing was taken",
                 static_cast<unsigned long long>(capacity));
   slots = std::move(copy);
   return FRUGAL_OK;
@@ -85,12 +88,13 @@ Status Part::take_keys(BufferPool& pool, const Part& from) {
   return FRUGAL_OK;
 }
 
-Status Part::find_slots(BufferPool& pool, Rows& table, Rows::Missing missing, Vector<uint32_t>* created) {
+Status Part::find_slots(BufferPool& pool, Rows& table, Rows::Missing missing,
+                        Vector<uint32_t>* created) {
   FRUGAL_TRY(take_lent(pool, table));
   if (slots) return table.begin_rows(slots.as<uint32_t>(), n);
   FRUGAL_TRY(pool.get(n * sizeof(uint32_t), &slots));
-  return table.resolve(keys.as<uint64_t>(), n, has_padding ? &padding : nullptr, missing, slots.as<uint32_t>(),
-                       created);
+  return table.resolve(keys.as<uint64_t>(), n, has_padding ? &padding : nullptr, missing,
+                       slots.as<uint32_t>(), created);
 }
 
 Status Part::resolve(BufferPool& pool, Rows& table, Rows::Missing missing,
@@ -111,8 +115,8 @@ Status Part::sort_rows(BufferPool& pool, const Rows& table) {
   Buffer sorted, scratch;
   FRUGAL_TRY(pool.get(n * sizeof(uint64_t), &sorted));
   FRUGAL_TRY(pool.get(device::sort_scratch(n, table.capacity()), &scratch));
-  occurrences = device::sort_pairs(slots.as<uint32_t>(), n, 0, table.capacity(), sorted.as<uint64_t>(),
-                                   scratch.data());
+  occurrences = device::sort_pairs(slots.as<uint32_t>(), n, 0, table.capacity(),
+                                   sorted.as<uint64_t>(), scratch.data());
   pairs = std::move(sorted);
   FRUGAL_TRY(pool.get((occurrences + RowFinder::kPadding) * sizeof(uint32_t), &rows));
   FRUGAL_TRY(pool.get((occurrences + 1) * sizeof(uint32_t), &start));
@@ -144,14 +148,16 @@ bool Part::same_keys(const uint64_t* other, size_t count) const {
 Status RowFinder::build(BufferPool& pool, const uint32_t* slots, size_t n) {
   if (n == 0) return FRUGAL_OK;
   // About eight rows a range: a cache line holds them twice.
-  int bits = std::bit_width(slots[n - 1]), wanted = std::max(0, static_cast<int>(std::bit_width(n)) - 3);
+  int bits = std::bit_width(slots[n - 1]),
+      wanted = std::max(0, static_cast<int>(std::bit_width(n)) - 3);
   shift_ = std::max(0, bits - wanted);
   uint32_t ranges = static_cast<uint32_t>(uint64_t{slots[n - 1]} >> shift_) + 1;
   FRUGAL_TRY(pool.get((size_t{ranges} + 1) * sizeof(uint32_t), &starts_));
   uint32_t* starts = starts_.as<uint32_t>();
   size_t next = 0;
   for (size_t i = 0; i < n; ++i)
-    for (size_t b = uint64_t{slots[i]} >> shift_; next <= b; ++next) starts[next] = static_cast<uint32_t>(i);
+    for (size_t b = uint64_t{slots[i]} >> shift_; next <= b; ++next)
+      starts[next] = static_cast<uint32_t>(i);
   starts[ranges] = static_cast<uint32_t>(n);
   ranges_ = ranges;
   return FRUGAL_OK;

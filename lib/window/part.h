@@ -15,8 +15,8 @@
 
 namespace frugal {
 
-// Finds rows in a sorted list, which is followed by kPadding places of UINT32_MAX: where the slots of
-// each of some equal ranges begin.
+// Finds rows in a sorted list, which is followed by kPadding places of UINT32_MAX: where the slots
+// of each of some equal ranges begin.
 class RowFinder {
  public:
   static constexpr uint32_t kPadding = 16;
@@ -59,14 +59,15 @@ struct Part : HeapObject {
   uint64_t padding = 0;
   Buffer keys;   // uint64_t[n]; of a dense table only while ids from a device are not resolved
   Buffer slots;  // uint32_t[n]; else of a dense table from the beginning
-  Buffer lent;   // either, in memory that another process may still write to: copied when they are resolved
+  Buffer lent;   // either, in memory that another process may still write to: copied when they are
+                 // resolved
   Buffer pairs;  // uint64_t[n]: slot << 32 | position, sorted, padding left out
   Buffer rows;   // uint32_t[distinct]
   Buffer start;  // uint32_t[distinct + 1]
   Buffer next;   // uint8_t[distinct]: priority of the row's next declared read, once linked
   RowFinder finder;  // of rows, once linked
-  Buffer sources;  // device::Source[distinct]: where its rank reads the row in its step, a line or the host row; set by
-                   // the step's boundary, if there is a cache
+  Buffer sources;  // device::Source[distinct]: where its rank reads the row in its step, a line or
+                   // the host row; set by the step's boundary, if there is a cache
   size_t cached = 0;  // keys of rows that are in lines
   size_t distinct = 0;
   size_t occurrences = 0;  // pairs: keys that are not padding
@@ -75,26 +76,31 @@ struct Part : HeapObject {
   bool linking = false;  // guarded by the declarations' lock (engine/declarations.h)
   size_t warmed = 0;     // so guarded, too: rows [0, warmed) have been brought into the caches
   bool owner_apart = false;  // how it was linked: its rank has a cache
-  std::shared_ptr<void> on_device;  // the engine's: these arrays on its rank's GPU; ends before them
+  std::shared_ptr<void>
+      on_device;  // the engine's: these arrays on its rank's GPU; ends before them
 
   bool resolved() const { return state.load(std::memory_order_acquire) == kResolved; }
   const uint32_t* row_slots() const { return rows.as<uint32_t>(); }
   const uint32_t* row_start() const { return start.as<uint32_t>(); }
 
   // Takes a copy of `count` keys, or of a dense table the slots that they are (dense_slots).
-  Status take_keys(BufferPool& pool, const Rows& rows, const uint64_t* keys, size_t count, bool has_padding,
-                   uint64_t padding);
-  // The same, and another process has made the copy, or the slots: they become the part's, now or (lent ones) later.
-  Status adopt_keys(const Rows& rows, Buffer&& copy, size_t count, bool has_padding, uint64_t padding);
+  Status take_keys(BufferPool& pool, const Rows& rows, const uint64_t* keys, size_t count,
+                   bool has_padding, uint64_t padding);
+  // The same, and another process has made the copy, or the slots: they become the part's, now or
+  // (lent ones) later.
+  Status adopt_keys(const Rows& rows, Buffer&& copy, size_t count, bool has_padding,
+                    uint64_t padding);
   // Copies what is lent, if anything is. After a failure it still is.
   Status take_lent(BufferPool& pool, const Rows& rows);
   // Those of a part that could not be resolved.
   Status take_keys(BufferPool& pool, const Part& from);
   // For keys that a device sends; nobody has looked at the ids yet.
   Status expect_keys(size_t count, bool has_padding, uint64_t padding);
-  // Keys -> slots. With kReserve their places are held from then on, and nothing is after a failure.
+  // Keys -> slots. With kReserve their places are held from then on, and nothing is after a
+  // failure.
   Status find_slots(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
-  // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`. Holds as find_slots does.
+  // Keys -> slots -> sorted pairs -> distinct rows. Newly existing rows go to `created`. Holds as
+  // find_slots does.
   Status resolve(BufferPool& pool, Rows& rows, Rows::Missing missing, Vector<uint32_t>* created);
   // Of a part that holds its rows' places: it does so no longer. Once, by who takes it out of use.
   void let_go(Rows& rows) const;

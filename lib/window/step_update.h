@@ -26,9 +26,9 @@ struct Handover {
   bool whole = false;   // `part` was declared and pushed exactly
   Buffer sums;          // distinct x stride floats, row order; empty if `lent`
   size_t stride = 0;    // floats
-  // Gradients in memory that the engine lent, which nobody writes any more, or copies of those of bags:
-  // they are summed when the rows are written. One rank's update only (`ranks` has no other), without
-  // caches.
+  // Gradients in memory that the engine lent, which nobody writes any more, or copies of those of
+  // bags: they are summed when the rows are written. One rank's update only (`ranks` has no other),
+  // without caches.
   std::shared_ptr<Buffer> lent;
   device::GradSource source{};
   size_t bytes() const {
@@ -118,8 +118,8 @@ struct StepUpdate : HeapObject {
 
   void make_list();               // merges the ranks; fills slots, n and the terms
   void add_terms(size_t row, TermList* out) const;
-  // The rows with slots in [low, high) of all ranks, merged: whenever `out` is full, and in the end, take(last) makes
-  // use of them. Takes no memory.
+  // The rows with slots in [low, high) of all ranks, merged: whenever `out` is full, and in the
+  // end, take(last) makes use of them. Takes no memory.
   template <class Take>
   void merge_range(uint64_t low, uint64_t high, TermList* out, Take take) const;
   // Slot values that cut the rows into chunks of about `rows` rows.

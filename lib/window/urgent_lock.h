@@ -1,6 +1,6 @@
-// A lock from which passes in the background step back while an urgent thread waits: a plain mutex would let them take
-// it again and again. It is held for tens of microseconds, a chunk of rows; to sleep and to be woken costs as much, so
-// threads look again for a while first.
+// A lock from which passes in the background step back while an urgent thread waits: a plain mutex
+// would let them take it again and again. It is held for tens of microseconds, a chunk of rows; to
+// sleep and to be woken costs as much, so threads look again for a while first.
 #pragma once
 #include <atomic>
 
@@ -31,7 +31,9 @@ class CAPABILITY("mutex") UrgentMutex : public Mutex {
 
 class SCOPED_CAPABILITY UrgentLock {
  public:
-  UrgentLock(UrgentMutex& mu, UrgentMutex::Urgency urgency) ACQUIRE(mu) : mu_(mu) { mu_.lock(urgency); }
+  UrgentLock(UrgentMutex& mu, UrgentMutex::Urgency urgency) ACQUIRE(mu) : mu_(mu) {
+    mu_.lock(urgency);
+  }
   ~UrgentLock() RELEASE() { mu_.unlock(); }
   UrgentLock(const UrgentLock&) = delete;
   UrgentLock& operator=(const UrgentLock&) = delete;

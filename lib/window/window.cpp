@@ -89,7 +89,8 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
     bool ancient;
     {
       Nodes::Section nodes(nodes_, urgency);
-      written = nodes_.written_mask(&ancient);  // who takes an update in holds both locks, so no bit is missing
+      written = nodes_.written_mask(
+          &ancient);  // who takes an update in holds both locks, so no bit is missing
     }
     // Earlier steps that will read, or that have an unwritten update.
     const uint64_t matters = ((bit << kPast) - 1) & (~Words::kPassed | written);
@@ -110,12 +111,14 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
       next[i] = deadline(w, part.step);
       if ((w & matters) == 0 && !ancient) continue;
       uint64_t earlier = w & ((bit << kPast) - 1) & Words::kReads;
-      found[finds++] = {slots[i], static_cast<int>(std::bit_width(earlier)) - 1 - static_cast<int>(kPast), 0};
+      found[finds++] = {slots[i],
+                        static_cast<int>(std::bit_width(earlier)) - 1 - static_cast<int>(kPast), 0};
     }
     // In two passes, so that the lists' cache lines come meanwhile.
     for (size_t f = 0; f < finds; ++f) {
       if (found[f].step < 0) continue;
-      const Vector<PartRef>& there = parts_[(base + static_cast<uint64_t>(found[f].step)) & (kRing - 1)];
+      const Vector<PartRef>& there =
+          parts_[(base + static_cast<uint64_t>(found[f].step)) & (kRing - 1)];
       if (there.size() != 1 || !there[0]->finder.built()) continue;
       found[f].from = there[0]->finder.near(found[f].slot);
       __builtin_prefetch(there[0]->row_slots() + found[f].from);
@@ -135,7 +138,8 @@ bool Window::link(const PartRef& ref, size_t from, size_t n, bool owned, Urgency
         }
       }
       // Its update may be there already.
-      // (Whatever the step before seems to be, if the update is so old that the stamp may have wrapped.)
+      // (Whatever the step before seems to be, if the update is so old that the stamp may have
+      // wrapped.)
       if (ancient || (found[f].step <= 0 && (words_[slot] & written))) found[kept++] = found[f];
     }
     if (kept == 0) continue;
@@ -177,7 +181,8 @@ void Window::unlink(const PartRef& part) {
         learn_next(step, slot, deadline(w, part->step));
       }
     }
-    if (Node node = nodes_.pending(w, slot); node.update) nodes_.reprioritize(node, deadline(w, node.update->step));
+    if (Node node = nodes_.pending(w, slot); node.update)
+      nodes_.reprioritize(node, deadline(w, node.update->step));
   }
 }
 
@@ -192,16 +197,18 @@ bool Window::stage(StepUpdate& u, bool declared, size_t most, Urgency urgency) {
   uint8_t prio[Nodes::kPage];
   static_assert(kPiece % Nodes::kPage == 0);
   FRUGAL_ASSERT(!u.committed);
-  for (const size_t end = std::min(u.n, u.staged_rows + std::min(most, u.n)); u.staged_rows < end;) {
+  for (const size_t end = std::min(u.n, u.staged_rows + std::min(most, u.n));
+       u.staged_rows < end;) {
     Both lock(*this, urgency);
     const size_t at = u.staged_rows;
-    nodes_.stage(u, declared && !words_only_ ? next_of(u, at, prio) : read_words(u, at, prio), prio);
+    nodes_.stage(u, declared && !words_only_ ? next_of(u, at, prio) : read_words(u, at, prio),
+                 prio);
   }
   return u.staged_rows == u.n;
 }
 
-// Priorities of a page of the update's rows. All ranks have passed the gate of the step: the rows that it reads have
-// nothing unwritten.
+// Priorities of a page of the update's rows. All ranks have passed the gate of the step: the rows
+// that it reads have nothing unwritten.
 size_t Window::next_of(const StepUpdate& u, size_t at, uint8_t* prio) const {
   const size_t n = std::min<size_t>(Nodes::kPage, u.n - at);
   if (u.ranks.size() == 1) {
@@ -223,7 +230,8 @@ size_t Window::read_words(StepUpdate& u, size_t at, uint8_t* prio) {
   const uint64_t own = u.step + kPast - base_;
   bool ancient;
   const uint64_t written = nodes_.written_mask(&ancient) & ~(uint64_t{1} << own);
-  if ((written || ancient) && u.late.capacity() < u.late.size() + n) u.late.reserve(2 * u.late.size() + n);
+  if ((written || ancient) && u.late.capacity() < u.late.size() + n)
+    u.late.reserve(2 * u.late.size() + n);
   for (size_t i = 0; i < std::min(n, kAhead); ++i) __builtin_prefetch(&words_[slots[i]], 1);
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n) __builtin_prefetch(&words_[slots[i + kAhead]], 1);
@@ -349,7 +357,8 @@ constexpr size_t kLockedRows = 2048;
 
 }  // namespace
 
-void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty, Urgency urgency) {
+void Window::set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty,
+                        Urgency urgency) {
   for (size_t from = 0; from < n; from += kLockedRows) {
     Both lock(*this, urgency);
     words_only_ = true;
@@ -376,7 +385,8 @@ void Window::next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, u
       if (i + kRowsAhead < end) __builtin_prefetch(&words_[slots[i + kRowsAhead]]);
       next[i] = UINT64_MAX;
       uint64_t skip = after >= base_ ? std::min<uint64_t>(after + 1 - base_, 63) : 0;
-      uint64_t ahead = (Words::aged(words_[slots[i]], base_) >> Words::kOwnerAt & Words::kOwner) >> skip << skip;
+      uint64_t ahead =
+          (Words::aged(words_[slots[i]], base_) >> Words::kOwnerAt & Words::kOwner) >> skip << skip;
       if (ahead) next[i] = base_ + static_cast<uint64_t>(std::countr_zero(ahead));
     }
   }

@@ -1,10 +1,11 @@
 // The window of a table: who reads a row next, and which of its updates are not in the host row yet
 // (FRUGAL section 3.3: g-entries).
 //
-// A row's g-entry has two parts. Its word in the flat index (words.h) is the R set: the declared steps that read the
-// row, and which of the latest steps did. While updates of it are unwritten, each of them is a node (nodes.h): the W
-// set, found through the word. The priority of a row is that of its oldest node: the first declared step > the node's
-// step + staleness, else infinity. The window is what joins the two.
+// A row's g-entry has two parts. Its word in the flat index (words.h) is the R set: the declared
+// steps that read the row, and which of the latest steps did. While updates of it are unwritten,
+// each of them is a node (nodes.h): the W set, found through the word. The priority of a row is
+// that of its oldest node: the first declared step > the node's step + staleness, else infinity.
+// The window is what joins the two.
 //
 // A word costs a cache line from memory, so it is touched once for each declared row, when that is
 // linked. Then the row's declaration before learns its next read (Part::next), and when its update
@@ -34,8 +35,8 @@ class Window : public HeapObject {
  public:
   using Urgency = UrgentMutex::Urgency;
   static constexpr uint32_t kHorizon = Words::kHorizon, kPast = Words::kPast;
-  // A background thread takes in so many rows at a time, of a declaration or an update, and looks in between
-  // whether it is wanted: whoever looks rows up wants it at once.
+  // A background thread takes in so many rows at a time, of a declaration or an update, and looks
+  // in between whether it is wanted: whoever looks rows up wants it at once.
   static constexpr size_t kPiece = 1024;
 
   struct Config {
@@ -60,12 +61,13 @@ class Window : public HeapObject {
   // Takes back the bits of a linked part.
   void unlink(const PartRef& part);
 
-  // Gives an update, whose list is made, its number and nodes, before it is staged. Without memory: nothing.
+  // Gives an update, whose list is made, its number and nodes, before it is staged. Without memory:
+  // nothing.
   void add(const UpdateRef& update);
   // So many unwritten updates that all should be written.
   bool crowded() const { return nodes_.updates() > kPast; }
-  // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`: they are
-  // the linked parts of its ranks.
+  // Takes the next `most` rows of the update's list in, and tells whether that was all. `declared`:
+  // they are the linked parts of its ranks.
   bool stage(StepUpdate& update, bool declared, size_t most, Urgency urgency);
   // The rows that `stage` has taken in, all of them, and that the very next step reads.
   void staged_for_next(const StepUpdate& update, Vector<uint32_t>* slots);
@@ -87,8 +89,8 @@ class Window : public HeapObject {
   // Rows that are claimed but unwritten, of priorities up to `step`.
   bool in_flight_until(uint64_t step);
 
-  // Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last). All that can want memory, before
-  // anything changes, is room for the claim.
+  // Takes up to `max` rows with priorities up to `step` (UINT64_MAX: all, infinity last). All that
+  // can want memory, before anything changes, is room for the claim.
   bool claim(uint64_t step, size_t max, Claim* claim);
   // The rows of the claim are written.
   void finish(Claim& claim);
@@ -96,7 +98,8 @@ class Window : public HeapObject {
   // The owner's cache took (or gave up) these rows: its own reads no longer (again) count.
   void set_cached(const uint32_t* slots, size_t n, bool cached, uint64_t* dirty, Urgency urgency);
   // Next declared read > `after` by the owner of the row; UINT64_MAX if none. For cache policy.
-  void next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next, Urgency urgency);
+  void next_owner_reads(const uint32_t* slots, size_t n, uint64_t after, uint64_t* next,
+                        Urgency urgency);
 
   // Those of `slots` that have updates pending, in their order (null: their number alone).
   size_t collect_pending(const uint32_t* slots, size_t n, Vector<uint32_t>* out);
@@ -121,11 +124,13 @@ class Window : public HeapObject {
   std::atomic<bool> opened_{false};
   UrgentMutex links_mu_ ACQUIRED_BEFORE(nodes_.mu);
   Nodes nodes_;
-  uint64_t base_ GUARDED_BY(links_mu_) = 0;             // set with both locks held: the nodes have it, too
+  uint64_t base_ GUARDED_BY(links_mu_) = 0;  // set with both locks held: the nodes have it, too
   Words words_ GUARDED_BY(links_mu_);
   Vector<PartRef> parts_[kRing] GUARDED_BY(links_mu_);  // linked, by step mod kRing
-  bool words_only_ GUARDED_BY(links_mu_) = false;   // staleness or a cache: Part::next does not tell everything
-  Found found_[2048] GUARDED_BY(links_mu_);  // of the piece that is being linked: too much for a caller's stack
+  bool words_only_ GUARDED_BY(links_mu_) =
+      false;  // staleness or a cache: Part::next does not tell everything
+  Found found_[2048] GUARDED_BY(
+      links_mu_);  // of the piece that is being linked: too much for a caller's stack
 };
 
 }  // namespace frugal

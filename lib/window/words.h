@@ -1,8 +1,10 @@
-// The flat index of a window: a word of 8 bytes for each row of the table, by slot. It is the row's R set.
+// The flat index of a window: a word of 8 bytes for each row of the table, by slot. It is the row's
+// R set.
 //
-// Bits of a word count from the step in its stamp, so it is brought up to date when it is next touched and no pass is
-// needed to take back what has passed. Stamps wrap around: a row that nobody touched for some 500 steps may seem to be
-// read soon. That makes an update too urgent, never too late.
+// Bits of a word count from the step in its stamp, so it is brought up to date when it is next
+// touched and no pass is needed to take back what has passed. Stamps wrap around: a row that nobody
+// touched for some 500 steps may seem to be read soon. That makes an update too urgent, never too
+// late.
 //
 // Threads: the window's lock of links.
 #pragma once
@@ -16,8 +18,10 @@
 namespace frugal {
 
 // From the lowest bit (bit fields are slower here than shifts):
-// - reads, kPast + kHorizon bits: bit i says that step stamp - kPast + i reads the row by a declaration, or updates it;
-// - owner, kHorizon bits: bit i says that the row's owner, which may have it cached, reads it in step stamp + i;
+// - reads, kPast + kHorizon bits: bit i says that step stamp - kPast + i reads the row by a
+// declaration, or updates it;
+// - owner, kHorizon bits: bit i says that the row's owner, which may have it cached, reads it in
+// step stamp + i;
 // - cached: it has, so its own reads do not count;
 // - stamp, 9 bits of a step.
 using Word = uint64_t;
@@ -61,8 +65,8 @@ class Words {
     uint64_t owner = aged & kCached ? 0 : aged >> kOwnerAt & kOwner;
     return (aged & kReads) >> kPast | owner;
   }
-  // As a priority: the first declared step, of those from `first` on, that reads the row, of a word with its stamp at
-  // `base`.
+  // As a priority: the first declared step, of those from `first` on, that reads the row, of a word
+  // with its stamp at `base`.
   static uint8_t next_read(Word aged, uint64_t base, uint64_t first) {
     uint64_t skip = std::min<uint64_t>(first > base ? first - base : 0, 63);
     uint64_t reads = effective_reads(aged) >> skip;

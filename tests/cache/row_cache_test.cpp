@@ -60,7 +60,8 @@ struct RowCacheTest : testing::Test {
   }
   bool same_bits(uint32_t slot, uint32_t line) const {
     const RowLayout& l = host.layout();
-    return std::memcmp(line_values(*of_cache, host, line), host.values(slot), l.dim * sizeof(float)) == 0;
+    return std::memcmp(line_values(*of_cache, host, line), host.values(slot),
+                       l.dim * sizeof(float)) == 0;
   }
   BufferPool pool;
   Rows host;
@@ -330,7 +331,8 @@ class Walk {
     ApplyScratch scratch(ranks, 0);
     std::vector<uint32_t> all(update->n);
     std::iota(all.begin(), all.end(), 0);
-    if (!all.empty()) apply(ApplyTo(host_), *update, UpdateEntries{all.data(), all.size()}, &scratch);
+    if (!all.empty())
+      apply(ApplyTo(host_), *update, UpdateEntries{all.data(), all.size()}, &scratch);
     ASSERT_OK(of_cache_->turn(plan, due));
     const RowLayout& l = host_.layout();
     // (State is not to be seen. It shows in what the next update makes of the row.)

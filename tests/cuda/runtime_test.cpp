@@ -166,12 +166,15 @@ TEST_F(CudaRuntime, TellsWhatFailed) {
 
 // What the driver refuses one call is no end of the device.
 TEST_F(CudaRuntime, RefusalsAreNotForEver) {
-  for (const cudaError_t code : {cudaErrorNotSupported, cudaErrorNotPermitted, cudaErrorSymbolNotFound}) {
+  for (const cudaError_t code :
+       {cudaErrorNotSupported, cudaErrorNotPermitted, cudaErrorSymbolNotFound}) {
     for (const Use& use : uses(pinned, device, stream, event)) {
-      const bool pins = std::string(use.call) == "cudaHostRegister" && code != cudaErrorSymbolNotFound;
+      const bool pins =
+          std::string(use.call) == "cudaHostRegister" && code != cudaErrorSymbolNotFound;
       for (const char* call : {use.call, "cudaSetDevice"}) {
         fake::state().fails = {{call, code}};
-        EXPECT_EQ(use.use(*runtime).kind, pins && call == use.call ? ErrorKind::kOutOfMemory : ErrorKind::kMisuse)
+        EXPECT_EQ(use.use(*runtime).kind,
+                  pins && call == use.call ? ErrorKind::kOutOfMemory : ErrorKind::kMisuse)
             << use.call << " " << code;
       }
     }
@@ -187,10 +190,11 @@ TEST_F(CudaRuntime, PinsMappedAndPortable) {
   fake::state().calls.clear();
   ASSERT_TRUE(runtime->pin(page, 8192, true).ok());
   EXPECT_EQ(find_call("cudaHostRegister")->arguments,
-            (std::vector<uint64_t>{0x30000, 8192,
-                                   cudaHostRegisterMapped | cudaHostRegisterPortable | cudaHostRegisterReadOnly}));
-  for (const cudaError_t code :
-       {cudaErrorMemoryAllocation, cudaErrorOperatingSystem, cudaErrorNotSupported, cudaErrorNotPermitted}) {
+            (std::vector<uint64_t>{
+                0x30000, 8192,
+                cudaHostRegisterMapped | cudaHostRegisterPortable | cudaHostRegisterReadOnly}));
+  for (const cudaError_t code : {cudaErrorMemoryAllocation, cudaErrorOperatingSystem,
+                                 cudaErrorNotSupported, cudaErrorNotPermitted}) {
     fake::state().fails["cudaHostRegister"] = code;
     EXPECT_EQ(runtime->pin(page, 8192).kind, ErrorKind::kOutOfMemory);
   }
@@ -331,8 +335,9 @@ TEST_F(CudaOpen, TellsWhyNot) {
        {"cudaGetDeviceCount", "cudaGetDriverEntryPointByVersion", "cudaSetDevice",
         "cudaDeviceGetAttribute", "cudaGetDeviceProperties", "cudaDeviceGetStreamPriorityRange",
         "cudaFuncGetAttributes"}) {
-    for (const cudaError_t code : {cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorNotSupported,
-                                   cudaErrorNotPermitted, cudaErrorSymbolNotFound, cudaErrorInvalidDeviceFunction}) {
+    for (const cudaError_t code :
+         {cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice, cudaErrorNotSupported,
+          cudaErrorNotPermitted, cudaErrorSymbolNotFound, cudaErrorInvalidDeviceFunction}) {
       fake::state().fails = {{call, code}};
       const Result result = open_runtime("cuda:0", &out);
       EXPECT_EQ(result.kind, ErrorKind::kNoDevice) << call;

@@ -200,8 +200,11 @@ TEST_F(DeclarationsTest, WhoJoinsAsARankDoesNotPayForItsPredecessor) {
   for (uint32_t i = 0; i < kMostBatches; ++i) enter(2, 1, {});
   all.joined(1, 2);
   EXPECT_TRUE(full());
-  EXPECT_NE(LastMessage().find("rank 1, its former trainers included, has declared 8192 batches for "
-                               "step 2: at most 8192"), std::string::npos) << LastMessage();
+  EXPECT_NE(
+      LastMessage().find("rank 1, its former trainers included, has declared 8192 batches for "
+                         "step 2: at most 8192"),
+      std::string::npos)
+      << LastMessage();
   ASSERT_TRUE(all.take_out({2, 1}));
   EXPECT_FALSE(full());
 }

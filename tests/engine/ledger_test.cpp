@@ -74,8 +74,8 @@ struct LedgerTest : TableWithLedger {
   RowWrite::Purpose of_chunk(size_t chunk) const {
     return {RowWrite::What::kUpdate, update->record.get(), nullptr, chunk};
   }
-  // The first rows of a chunk, at most n and not all, where it is left; returns how far that is. look() looks at
-  // them before they are let go.
+  // The first rows of a chunk, at most n and not all, where it is left; returns how far that is.
+  // look() looks at them before they are let go.
   template <class Look>
   uint64_t write_some(size_t chunk, size_t n, Look look) {
     TermList terms;

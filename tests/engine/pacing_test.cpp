@@ -21,8 +21,8 @@ struct PacingTest : testing::Test {
     now.wall = 7 * kMs;
     steps(0, 0, 0, 15);  // its first look
   }
-  // Until the next decision: 16 steps that took 100 ms, of which so many were in calls; all processors
-  // together were busy for `cpu` ms, and `apply` of these were spent on writing rows.
+  // Until the next decision: 16 steps that took 100 ms, of which so many were in calls; all
+  // processors together were busy for `cpu` ms, and `apply` of these were spent on writing rows.
   bool steps(uint64_t calls, uint64_t cpu, uint64_t apply, int n = 16, uint64_t bytes = kLarge) {
     now.wall += 100 * kMs;
     now.calls += calls * kMs * config.world_size;
@@ -38,7 +38,8 @@ struct PacingTest : testing::Test {
 };
 
 TEST_F(PacingTest, OtherModesAreWhatTheySay) {
-  for (int32_t mode : {FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_TREE_HEAP, FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_WRITE_THROUGH}) {
+  for (int32_t mode : {FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_TREE_HEAP, FRUGAL_FLUSH_AT_ONCE,
+                       FRUGAL_FLUSH_WRITE_THROUGH}) {
     open(mode);
     const bool deferred = mode == FRUGAL_FLUSH_DEFERRED || mode == FRUGAL_FLUSH_TREE_HEAP;
     EXPECT_EQ(pacing->deferred(), deferred);

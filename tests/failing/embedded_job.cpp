@@ -136,7 +136,8 @@ struct Job : JobBase {
       AGAIN(frugal_table_keys(other, &cursor, keys, 100, &n));
       char name[256];
       n = 1;
-      for (uint64_t from = 0; n > 0;) AGAIN(frugal_table_next(g_engine, &from, name, sizeof name, &n));
+      for (uint64_t from = 0; n > 0;)
+        AGAIN(frugal_table_next(g_engine, &from, name, sizeof name, &n));
       AGAIN(frugal_table_drop(other));
     }
     train(3);

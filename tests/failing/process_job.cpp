@@ -78,7 +78,8 @@ void again(const char* call, const std::function<int32_t()>& make,
     const std::string why = said(call, status);
     if (status == FRUGAL_ERR_STEP_ABORTED) throw Undone{};
     if (status == FRUGAL_ERR_TIMEOUT && !g_peer && !failing::fired()) {
-      // On a busy machine the other process is late; whether it comes at all is the watchdog's to say.
+      // On a busy machine the other process is late; whether it comes at all is the watchdog's to
+      // say.
       look_after_other();
       --tries;
       continue;
@@ -263,7 +264,8 @@ struct Job : JobBase {
     AGAIN(frugal_table_find(g_engine, "dense", &found));
     char name[256];
     n = 1;
-    for (uint64_t from = 0; n > 0;) AGAIN(frugal_table_next(g_engine, &from, name, sizeof name, &n));
+    for (uint64_t from = 0; n > 0;)
+      AGAIN(frugal_table_next(g_engine, &from, name, sizeof name, &n));
     frugal_table_info info;
     info.struct_size = sizeof info;
     AGAIN(frugal_table_describe(found, &info));
@@ -370,8 +372,8 @@ struct Job : JobBase {
         }
         if (g_said.compare(0, 3, "ok ") != 0) other_has_ended(g_said);
         g_other = nullptr;
-        // A step that this rank has ended was undone if the other one was lost before it was committed. That is told
-        // by the next call.
+        // A step that this rank has ended was undone if the other one was lost before it was
+        // committed. That is told by the next call.
         for (uint32_t r : ranks) {
           Op some(dense, keys_of(0, r, 3, 1), 0);
           AGAIN(frugal_prefetch(trainers[r], kSteps + 1, &some.op, 1, nullptr));

@@ -1,6 +1,7 @@
-// The queues with the threads of a window beside each other, in chosen interleavings (support/schedule.h): who stages a step and
-// commits or drops it, who changes priorities, who takes entries and holds them for a while. Calls are serialized, as
-// their owner does (flush/queue.h); the model is a map.
+// The queues with the threads of a window beside each other, in chosen interleavings
+// (support/schedule.h): who stages a step and commits or drops it, who changes priorities, who
+// takes entries and holds them for a while. Calls are serialized, as their owner does
+// (flush/queue.h); the model is a map.
 #include "flush/queue.h"
 
 #include <algorithm>
@@ -44,7 +45,9 @@ class World {
     bool staged;
   };
 
-  uint8_t some_prio() { return r_.one_in(4) ? kInfinity : static_cast<uint8_t>((base_ + r_.below(4)) & (kRing - 1)); }
+  uint8_t some_prio() {
+    return r_.one_in(4) ? kInfinity : static_cast<uint8_t>((base_ + r_.below(4)) & (kRing - 1));
+  }
   std::vector<uint32_t> some_free(uint64_t most) REQUIRES(mu_) {
     std::vector<uint32_t> ids;
     for (uint64_t n = r_.below(most + 1); n > 0 && !free_.empty(); --n) {
@@ -135,12 +138,14 @@ class World {
         HOLDS(s_, !at->second.staged);
         const uint32_t rank = prio_rank(at->second.prio, base_);
         HOLDS(s_, rank <= limit);
-        for (const auto& [id, entry] : entries_) HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) >= rank);
+        for (const auto& [id, entry] : entries_)
+          HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) >= rank);
         entries_.erase(at);
         held.push_back(ids[i]);
       }
       if (n < most)
-        for (const auto& [id, entry] : entries_) HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) > limit);
+        for (const auto& [id, entry] : entries_)
+          HOLDS(s_, entry.staged || prio_rank(entry.prio, base_) > limit);
     }
     s_.note("has taken %llu", held.size());
     schedule_point();
@@ -164,10 +169,12 @@ class World {
   std::vector<uint32_t> free_;
 };
 
-// The two-level queue, whose calls have a lock, and marks that are looked at and changed without it.
+// The two-level queue, whose calls have a lock, and marks that are looked at and changed without
+// it.
 class Unlocked {
  public:
-  explicit Unlocked(Schedule& schedule) : s_(schedule), r_(schedule.random()), queue_(make_two_level_queue()) {
+  explicit Unlocked(Schedule& schedule)
+      : s_(schedule), r_(schedule.random()), queue_(make_two_level_queue()) {
     queue_->reserve_ids(marks_, kIds);
     std::fill_n(marks_, kIds, kAbsent);
   }

@@ -1,6 +1,6 @@
-// Runs control_fuzz without a fuzzer: control_fuzz COUNT [FIRST] [FOLDER]. Inputs are random, or what a
-// real client sends, changed in some places. With FOLDER, what the client sends is written there, as the
-// first input of a fuzzer. Prints the seed before an input is tried.
+// Runs control_fuzz without a fuzzer: control_fuzz COUNT [FIRST] [FOLDER]. Inputs are random, or
+// what a real client sends, changed in some places. With FOLDER, what the client sends is written
+// there, as the first input of a fuzzer. Prints the seed before an input is tried.
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -32,7 +32,8 @@ Bytes record() {
   name.sun_family = AF_UNIX;
   std::strcpy(name.sun_path, address.c_str());
   int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0 || listen(listener, 1) != 0)
+  if (bind(listener, reinterpret_cast<sockaddr*>(&name), sizeof name) != 0 ||
+      listen(listener, 1) != 0)
     std::abort();
   Bytes sent;
   std::thread between([&] {
@@ -122,7 +123,8 @@ int main(int argc, char** argv) {
   const Bytes good = record();
   if (argc > 3) {
     std::FILE* f = std::fopen((std::string(argv[3]) + "/client").c_str(), "wb");
-    if (!f || std::fwrite(good.data(), 1, good.size(), f) != good.size() || std::fclose(f) != 0) return 2;
+    if (!f || std::fwrite(good.data(), 1, good.size(), f) != good.size() || std::fclose(f) != 0)
+      return 2;
   }
   const uint64_t before = frugal::fuzzed_handler().calls;
   LLVMFuzzerTestOneInput(good.data(), good.size());

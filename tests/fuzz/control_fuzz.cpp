@@ -14,8 +14,8 @@
 
 namespace {
 
-// Bytes of the message that begins here, or all that there are. *asks: it is one that is answered, so that
-// the next may name what the answer gives.
+// Bytes of the message that begins here, or all that there are. *asks: it is one that is answered,
+// so that the next may name what the answer gives.
 size_t message(const uint8_t* data, size_t size, bool* asks) {
   *asks = false;
   uint32_t segments, words;

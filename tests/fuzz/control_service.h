@@ -1,5 +1,5 @@
-// The service whose input is fuzzed: a control server without an address, and a handler that answers
-// at once.
+// The service whose input is fuzzed: a control server without an address, and a handler that
+// answers at once.
 #pragma once
 #include <atomic>
 #include <cstdlib>
@@ -33,7 +33,9 @@ struct FuzzedHandler : ControlHandler {
     reply->descriptors = {0, 0};
     return count();
   }
-  Status leave(Peer&, uint64_t, uint32_t, bool, uint64_t) override { return fail(FRUGAL_ERR_NOT_FOUND, "no such rank"); }
+  Status leave(Peer&, uint64_t, uint32_t, bool, uint64_t) override {
+    return fail(FRUGAL_ERR_NOT_FOUND, "no such rank");
+  }
   Status stats(Peer&, frugal_stats*) override { return count(); }
   Status health(Peer&, int32_t*) override { return count(); }
   Status committed(Peer&, uint64_t*) override { return count(); }

@@ -1,6 +1,7 @@
-// Requests of a hostile trainer process, from bytes: valid ones with wrong counts, places, numbers of parts,
-// lists of rows, marks of parts that were used, and payloads that end too early. The controller never crashes or hangs, nothing that no step has
-// committed reaches a table, and the engine serves honest trainers afterwards.
+// Requests of a hostile trainer process, from bytes: valid ones with wrong counts, places, numbers
+// of parts, lists of rows, marks of parts that were used, and payloads that end too early. The
+// controller never crashes or hangs, nothing that no step has committed reaches a table, and the
+// engine serves honest trainers afterwards.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -82,7 +83,8 @@ struct World {
     Status s = engine->get(*tables[0], keys.data(), kRows, 0, rows->data(), 0, nullptr);
     return s == FRUGAL_OK ? engine->count(*tables[1], hashed) : s;
   }
-  // What the honest rank reads has to do with what the enemy says that it has used. Any answer is right.
+  // What the honest rank reads has to do with what the enemy says that it has used. Any answer is
+  // right.
   void Look() {
     const uint64_t keys[] = {0, 1, 2, 3};
     float rows[4 * kDim];
@@ -136,11 +138,12 @@ class Enemy {
     Header h{};
     parts_.clear();
     const uint64_t what = in_.Number(1);
-    static const Call calls[] = {Call::kPrefetch, Call::kStepBegin, Call::kAccess, Call::kStepEnd, Call::kAbort,
-                                 Call::kInside, Call::kCancel, Call::kRead, Call::kStepBegin, Call::kPrefetch,
-                                 Call::kAccess, Call::kStepEnd};
-    static const Call others[] = {Call::kCount, Call::kKeys, Call::kGet, Call::kDescribe, Call::kFlush,
-                                  Call::kMetrics, Call::kRead, Call::kSetOptimizer, Call::kNextTable};
+    static const Call calls[] = {Call::kPrefetch,  Call::kStepBegin, Call::kAccess, Call::kStepEnd,
+                                 Call::kAbort,     Call::kInside,    Call::kCancel, Call::kRead,
+                                 Call::kStepBegin, Call::kPrefetch,  Call::kAccess, Call::kStepEnd};
+    static const Call others[] = {Call::kCount,    Call::kKeys,         Call::kGet,
+                                  Call::kDescribe, Call::kFlush,        Call::kMetrics,
+                                  Call::kRead,     Call::kSetOptimizer, Call::kNextTable};
     const Call call = trainer_ ? calls[what % 12] : others[what % 9];
     h.type = what >= 250 ? static_cast<uint32_t>(Value()) : static_cast<uint32_t>(call);
     h.sequence = ++sequence_;
@@ -172,7 +175,8 @@ class Enemy {
           p.sums = Place();
           p.rows = Place();
           p.distinct = Near(in_.Number(1) % 5);
-          p.part = in_.Number(1) % 3 == 0 ? kJoined : static_cast<uint32_t>(Near(in_.Number(1) % 3));
+          p.part =
+              in_.Number(1) % 3 == 0 ? kJoined : static_cast<uint32_t>(Near(in_.Number(1) % 3));
           p.whole = static_cast<uint32_t>(in_.Number(1));
           Add(p);
         }
@@ -180,7 +184,8 @@ class Enemy {
         h.args[3] = in_.Number(1) % 16 == 0 ? Value() : events;
         for (uint64_t i = 0; i < events; ++i) {
           TraceEvent e;
-          e.span = in_.Number(1) % 8 == 0 ? static_cast<SpanKind>(in_.Number(1)) : SpanKind::kLookup;
+          e.span =
+              in_.Number(1) % 8 == 0 ? static_cast<SpanKind>(in_.Number(1)) : SpanKind::kLookup;
           e.end = in_.Number(1) % 8 == 0 ? Value() : e.begin;
           Add(e);
         }
@@ -200,14 +205,19 @@ class Enemy {
         Noise(in_.Number(1));
         break;
       default:
-        h.args[0] = in_.Number(1) % 4 == 0 ? Value() : call == Call::kCancel ? batch_ : call == Call::kFlush ? 1000 : Table();
-        for (int i = 1; i < 4; ++i) h.args[i] = in_.Number(1) % 3 == 0 ? Value() : in_.Number(1) % 5;
+        h.args[0] = in_.Number(1) % 4 == 0  ? Value()
+                    : call == Call::kCancel ? batch_
+                    : call == Call::kFlush  ? 1000
+                                            : Table();
+        for (int i = 1; i < 4; ++i)
+          h.args[i] = in_.Number(1) % 3 == 0 ? Value() : in_.Number(1) % 5;
         Noise(in_.Number(1));
     }
     if (in_.Number(1) % 8 == 0) parts_.resize(parts_.size() / 2);
     Noise(in_.Number(1) % 16 == 0 ? 64 : 0);
     // Marks of parts that were used, or are not there.
-    if (trainer_ && in_.Number(1) % 4 == 0) channel_.counter(in_.Number(1) % 8 ? 0 : Channel::kCounters - 1).store(Value());
+    if (trainer_ && in_.Number(1) % 4 == 0)
+      channel_.counter(in_.Number(1) % 8 ? 0 : Channel::kCounters - 1).store(Value());
     if (trainer_ && in_.Number(1) % 4 == 0) world_.Look();
     const Piece piece{parts_.data(), parts_.size()};
     if (channel_.send(h, &piece, 1, now_ns() + 100000000) != FRUGAL_OK) return false;
@@ -270,7 +280,9 @@ class Enemy {
     for (const OpHead& op : heads) {
       if (!op.given) continue;
       const bool slots = declares && op.table == world_.tables[0]->handle;
-      char* staged = declares && op.place < channel_.staging_bytes() / 2 ? channel_.staging() + op.place : nullptr;
+      char* staged = declares && op.place < channel_.staging_bytes() / 2
+                         ? channel_.staging() + op.place
+                         : nullptr;
       for (uint64_t k = 0; k < op.keys && k < 6; ++k) {
         const uint64_t key = in_.Number(1) % 64 == 0 ? Value() : in_.Number(1);
         const size_t bytes = slots ? sizeof(uint32_t) : sizeof(uint64_t);
@@ -300,7 +312,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::shared_ptr<StagingMemory> staging;
   Check(StagingMemory::make(size_t{2} << 20, nullptr, &staging) == FRUGAL_OK);
   Check(Channel::create(size_t{64} << 10, staging, &made) == FRUGAL_OK);
-  Check(Channel::attach(dup(made->up_fd()), dup(made->down_fd()), dup(made->staging_fd()), &mine) == FRUGAL_OK);
+  Check(Channel::attach(dup(made->up_fd()), dup(made->down_fd()), dup(made->staging_fd()), &mine) ==
+        FRUGAL_OK);
   Check(mine->commit_staging(0, 65536) == FRUGAL_OK);
   // Lists of rows among what lies there.
   for (size_t i = 0; i < 16384; ++i) {

@@ -1,6 +1,6 @@
-// A hostile peer's region of a channel, and when it changes, from bytes: the calls of the other side never
-// crash, never hang, never touch anything outside. Some bytes choose calls, the others are written
-// where the peer may write.
+// A hostile peer's region of a channel, and when it changes, from bytes: the calls of the other
+// side never crash, never hang, never touch anything outside. Some bytes choose calls, the others
+// are written where the peer may write.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -46,8 +46,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Check(Channel::create(kRing, staging, &controller, start) == FRUGAL_OK);
   const int fd = dup(attack_controller ? controller->up_fd() : controller->down_fd());
   if (!attack_controller)
-    Check(Channel::attach(dup(controller->up_fd()), dup(controller->down_fd()), dup(controller->staging_fd()), &trainer) ==
-          FRUGAL_OK);
+    Check(Channel::attach(dup(controller->up_fd()), dup(controller->down_fd()),
+                          dup(controller->staging_fd()), &trainer) == FRUGAL_OK);
   // What the controller alone writes is sealed, so its own mapping is used.
   frugal::Mapping region;
   if (attack_controller) {

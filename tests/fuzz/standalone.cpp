@@ -1,5 +1,6 @@
-// Runs a fuzz target without a fuzzer: standalone COUNT [FIRST]: random inputs of seeds from FIRST; or
-// FILE...: these inputs. Prints the seed before an input is tried, so that the last one is the guilty.
+// Runs a fuzz target without a fuzzer: standalone COUNT [FIRST]: random inputs of seeds from FIRST;
+// or FILE...: these inputs. Prints the seed before an input is tried, so that the last one is the
+// guilty.
 #include <cctype>
 #include <cstdint>
 #include <cstdio>

@@ -1,6 +1,6 @@
 // Makes an op script (docs/bindings.md, section 3) from a seed, and what the one-thread reference
-// makes of it: PREFIX.jsonl and PREFIX.expected, or PREFIX.expected0, 1, … if the script is dealt to several
-// processes. Nothing of the library is used but the structs of its header.
+// makes of it: PREFIX.jsonl and PREFIX.expected, or PREFIX.expected0, 1, … if the script is dealt
+// to several processes. Nothing of the library is used but the structs of its header.
 //
 // One thread plays all ranks in turn, so that every answer of every call is known beforehand. The
 // order within a step is drawn call by call; what is drawn is written and done to the reference at
@@ -316,7 +316,8 @@ class Maker {
       config.init_a = random_.Float(-0.5f, 0.5f);
       config.init_b = random_.Float(0.1f, 1);
       if (config.init == FRUGAL_INIT_XAVIER) config.init_a = std::abs(config.init_a);
-      if (config.init == FRUGAL_INIT_UNIFORM && config.init_a > config.init_b) std::swap(config.init_a, config.init_b);
+      if (config.init == FRUGAL_INIT_UNIFORM && config.init_a > config.init_b)
+        std::swap(config.init_a, config.init_b);
       config.nan_policy = static_cast<int32_t>(random_.Weighted({60, 20, 20}));
       const int32_t kind = static_cast<int32_t>((seed_ + t) % 7);  // all of them, over few scripts
       config.optimizer = DrawOptimizer(kind, random_.Chance(0.5) ? 0.0f : random_.Float(0, 1));
@@ -1083,7 +1084,8 @@ int Main(int argc, char** argv) {
   const long shares = argc == 6 ? std::strtol(argv[5], nullptr, 10) : 1;
   if ((argc != 4 && argc != 6) || ranks < 1 || ranks > 64 || shares < 1 || shares > ranks) {
     std::cerr << "usage: opscript_maker SEED STEPS PREFIX [RANKS SHARES]\n"
-                 "writes PREFIX.jsonl and PREFIX.expected; if there are several shares, PREFIX.expected0, 1, …\n";
+                 "writes PREFIX.jsonl and PREFIX.expected; if there are several shares, "
+                 "PREFIX.expected0, 1, …\n";
     return 2;
   }
   Maker maker(seed, std::strtoull(argv[2], nullptr, 10), argv[3], static_cast<uint32_t>(ranks),

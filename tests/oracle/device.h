@@ -35,8 +35,8 @@ extern const bool kDeviceMemory;
 // `name` as a trainer's device.
 std::unique_ptr<RankDevice> OpenDevice(const std::string& name, uint64_t seed);
 
-// In mode AUTO: do steps of few bytes, as all here are, go the way of small ones, or that of large ones? Where only
-// the C ABI is seen they are small.
+// In mode AUTO: do steps of few bytes, as all here are, go the way of small ones, or that of large
+// ones? Where only the C ABI is seen they are small.
 void TakeStepsAsSmall(bool small);
 
 }  // namespace frugal_oracle

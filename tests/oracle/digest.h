@@ -1,4 +1,5 @@
-// A hash of what a run has given, for the record (--record). It is the same on every machine with this byte order.
+// A hash of what a run has given, for the record (--record). It is the same on every machine with
+// this byte order.
 #ifndef FRUGAL_TESTS_ORACLE_DIGEST_H_
 #define FRUGAL_TESTS_ORACLE_DIGEST_H_
 
@@ -15,7 +16,8 @@ class Digest {
  public:
   void Add(const void* data, size_t bytes) {
     const unsigned char* p = static_cast<const unsigned char*>(data);
-    for (; bytes >= sizeof(uint64_t); p += sizeof(uint64_t), bytes -= sizeof(uint64_t)) Word(p, sizeof(uint64_t));
+    for (; bytes >= sizeof(uint64_t); p += sizeof(uint64_t), bytes -= sizeof(uint64_t))
+      Word(p, sizeof(uint64_t));
     if (bytes > 0) Word(p, bytes);
   }
   template <typename T>

@@ -14,8 +14,8 @@
 
 namespace frugal_oracle {
 
-// Where a run is, for a watchdog to print when it hangs. A run hangs when nothing in it moves for many ticks of
-// the watchdog: a machine that is slow, or that stands still for a while, is no hang.
+// Where a run is, for a watchdog to print when it hangs. A run hangs when nothing in it moves for
+// many ticks of the watchdog: a machine that is slow, or that stands still for a while, is no hang.
 struct Progress {
   static constexpr size_t kRanks = 8;
   struct Rank {
@@ -54,12 +54,13 @@ struct Outcome {
   frugal_stats stats = {};
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;  // rows that were of an earlier step than the one that read them
-  // Digests, if the run was recorded: what lookups (with staleness 0) and calls outside steps gave, and what the
-  // tables were at last.
+  // Digests, if the run was recorded: what lookups (with staleness 0) and calls outside steps gave,
+  // and what the tables were at last.
   uint64_t lookups = 0, outside = 0, tables = 0;
 };
 
-// Runs `script` after Replay() has seen it. If it is `recorded`, the reference has to know the tables alone.
+// Runs `script` after Replay() has seen it. If it is `recorded`, the reference has to know the
+// tables alone.
 Outcome RunScript(const Script& script, const frugal_reference::Reference& reference, bool recorded,
                   Progress* progress);
 
@@ -78,8 +79,8 @@ struct Party {
 };
 
 // What one process does of a run. Whatever fails is told to `meeting`.
-void RunParty(const Script& script, const frugal_reference::Reference& reference, const Party& party,
-              Meeting* meeting);
+void RunParty(const Script& script, const frugal_reference::Reference& reference,
+              const Party& party, Meeting* meeting);
 
 }  // namespace frugal_oracle
 

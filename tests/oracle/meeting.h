@@ -1,5 +1,5 @@
-// What the ranks of a run tell each other, wherever they are: threads of one process, or processes that have
-// this struct in shared memory. Plain data and atomics, hence.
+// What the ranks of a run tell each other, wherever they are: threads of one process, or processes
+// that have this struct in shared memory. Plain data and atomics, hence.
 #ifndef FRUGAL_TESTS_ORACLE_MEETING_H_
 #define FRUGAL_TESTS_ORACLE_MEETING_H_
 
@@ -33,11 +33,13 @@ struct Meeting {
   std::atomic<uint32_t> checked{0};
   std::atomic<uint32_t> closed{0};
 
-  // With Script::killed: processes that have done their last call to the controller, and whether it is dead.
+  // With Script::killed: processes that have done their last call to the controller, and whether it
+  // is dead.
   std::atomic<uint32_t> waiting_for_death{0};
   std::atomic<bool> controller_dead{false};
 
-  // A run that is recorded: nothing is compared. Of results whose order depends on timing the digests are added up.
+  // A run that is recorded: nothing is compared. Of results whose order depends on timing the
+  // digests are added up.
   bool recording = false;
   std::atomic<uint64_t> lookups{0};  // with staleness 0
   std::atomic<uint64_t> outside{0};
@@ -48,7 +50,8 @@ struct Meeting {
   std::atomic<bool> told{false};
   char message[4096] = {};  // of the first failure; there when `told` is
 
-  // The text that a program gives to `progress` is at the same place in processes that were forked from one.
+  // The text that a program gives to `progress` is at the same place in processes that were forked
+  // from one.
   Progress progress;
 
   void Fail(const std::string& text) {
@@ -61,7 +64,8 @@ struct Meeting {
   bool failed() const { return failures != 0; }
 };
 
-static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<const char*>::is_always_lock_free,
+static_assert(std::atomic<uint64_t>::is_always_lock_free &&
+                  std::atomic<const char*>::is_always_lock_free,
               "processes share them");
 
 }  // namespace frugal_oracle

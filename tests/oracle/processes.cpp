@@ -37,7 +37,8 @@ pid_t Spawn(const std::string& program, std::vector<std::string> arguments, int 
   posix_spawn_file_actions_init(&files);
   posix_spawn_file_actions_adddup2(&files, here, there);
   pid_t process = -1;
-  if (posix_spawn(&process, program.c_str(), &files, nullptr, argv.data(), environ) != 0) process = -1;
+  if (posix_spawn(&process, program.c_str(), &files, nullptr, argv.data(), environ) != 0)
+    process = -1;
   posix_spawn_file_actions_destroy(&files);
   return process;
 }
@@ -92,7 +93,8 @@ class Leader {
 
   int Run(const std::string& controller, int hang_seconds) {
     const char* temporary = std::getenv("TMPDIR");
-    std::string folder = std::string(temporary != nullptr ? temporary : "/tmp") + "/frugal-oracle-XXXXXX";
+    std::string folder =
+        std::string(temporary != nullptr ? temporary : "/tmp") + "/frugal-oracle-XXXXXX";
     if (mkdtemp(folder.data()) == nullptr) {
       meeting_.Fail("no folder " + folder);
       return 1;
@@ -170,7 +172,8 @@ class Leader {
 
   std::string WhereItHangs(int hang_seconds) const {
     std::ostringstream out;
-    out << "HANGS (" << meeting_.progress.phase.load() << "): nothing moves for " << hang_seconds << " s";
+    out << "HANGS (" << meeting_.progress.phase.load() << "): nothing moves for " << hang_seconds
+        << " s";
     for (size_t r = 0; r < script_.ranks.size(); ++r) {
       const Progress::Rank& rank = meeting_.progress.ranks[r];
       const char* const doing = rank.doing;
@@ -187,7 +190,8 @@ class Leader {
 };
 
 Meeting* MapMeeting(int descriptor) {
-  void* const memory = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* const memory =
+      mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<Meeting*>(memory);
 }
 
@@ -195,7 +199,8 @@ Meeting* MapMeeting(int descriptor) {
 
 std::string Layout::Describe() const {
   std::ostringstream out;
-  out << processes << " processes of " << (program ? "frugal-controller" : "process 0") << ", ranks in";
+  out << processes << " processes of " << (program ? "frugal-controller" : "process 0")
+      << ", ranks in";
   for (uint32_t process : process_of_rank) out << ' ' << process;
   return out.str();
 }
@@ -210,9 +215,11 @@ Layout MakeLayout(const Script& script) {
   const bool own = random.Chance(0.65);
   if (!own) layout.processes = static_cast<uint32_t>(random.Between(1, ranks));
   for (uint32_t r = 0; r < ranks; ++r) {
-    layout.process_of_rank.push_back(own ? r : static_cast<uint32_t>(random.Below(layout.processes)));
+    layout.process_of_rank.push_back(own ? r
+                                         : static_cast<uint32_t>(random.Below(layout.processes)));
   }
-  if (random.Chance(0.2)) {  // one without a rank: the first, which may have the engine, or the last
+  if (random.Chance(
+          0.2)) {  // one without a rank: the first, which may have the engine, or the last
     ++layout.processes;
     const uint32_t by = random.Chance(0.5) ? 1 : 0;
     for (uint32_t& process : layout.process_of_rank) process += by;
@@ -225,7 +232,8 @@ std::string ForProcesses(Script* script) {
   return "one thread for all ranks";
 }
 
-int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds, int descriptor) {
+int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds,
+         int descriptor) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   Meeting* const meeting = MapMeeting(descriptor);
   close(descriptor);

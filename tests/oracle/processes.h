@@ -1,9 +1,10 @@
-// A run whose ranks are processes that attach to one engine (docs/processes.md), of a controller program or of
-// one of them.
+// A run whose ranks are processes that attach to one engine (docs/processes.md), of a controller
+// program or of one of them.
 //
-// The oracle starts a leader for each run: itself again, with one thread. The leader replays the script on the
-// reference and then forks the processes of the run, which therefore have both, and the meeting, in
-// shared memory. Each of them maps some memory at once, so that what they map later lies elsewhere in each.
+// The oracle starts a leader for each run: itself again, with one thread. The leader replays the
+// script on the reference and then forks the processes of the run, which therefore have both, and
+// the meeting, in shared memory. Each of them maps some memory at once, so that what they map later
+// lies elsewhere in each.
 #ifndef FRUGAL_TESTS_ORACLE_PROCESSES_H_
 #define FRUGAL_TESTS_ORACLE_PROCESSES_H_
 
@@ -26,11 +27,14 @@ struct Layout {
 
 Layout MakeLayout(const Script& script);
 
-// What cannot be said over processes becomes something that can. Returns what that was; "" for nothing.
+// What cannot be said over processes becomes something that can. Returns what that was; "" for
+// nothing.
 std::string ForProcesses(Script* script);
 
-// A leader: the run of `seed`, with what the caller has in memory behind `descriptor`. Returns its exit status.
-int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds, int descriptor);
+// A leader: the run of `seed`, with what the caller has in memory behind `descriptor`. Returns its
+// exit status.
+int Lead(uint64_t seed, const Options& options, const std::string& controller, int hang_seconds,
+         int descriptor);
 
 // Starts a leader with `arguments` for oracle and waits for it.
 Outcome RunLeader(const std::vector<std::string>& arguments);

@@ -35,7 +35,9 @@ struct Region {
     base = mapping.base;
   }
   ~Region() { os_release(&mapping); }
-  std::atomic<uint64_t>& word(size_t offset) { return *reinterpret_cast<std::atomic<uint64_t>*>(base + offset); }
+  std::atomic<uint64_t>& word(size_t offset) {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(base + offset);
+  }
   char* base;
   Mapping mapping;
 };
@@ -193,7 +195,8 @@ TEST(Channel, EdgesOfTheCapacity) {
   for (size_t i = 0; i < kRing / 64; ++i) ASSERT_OK(trainer->send(h, nullptr, 0, 0));
   EXPECT_EQ(trainer->send(h, nullptr, 0, 0), FRUGAL_ERR_TIMEOUT);
   for (size_t i = 0; i < kRing / 64; ++i) ASSERT_OK(controller->receive(&r, 0));
-  // A time-out before a message changes nothing: a quarter of the ring goes as a whole or not at all.
+  // A time-out before a message changes nothing: a quarter of the ring goes as a whole or not at
+  // all.
   const Piece most{data.data(), kRing - 64 - 512}, quarter{data.data(), kRing / 4 - 64};
   ASSERT_OK(trainer->send(h, &most, 1, 0));
   EXPECT_EQ(trainer->send(h, &quarter, 1, 0), FRUGAL_ERR_TIMEOUT);
@@ -276,8 +279,9 @@ TEST(Channel, PeerIsKilledInAMessage) {
     controller->cut();  // as the watch does
     reader.join();
     EXPECT_EQ(status, FRUGAL_ERR_PEER_LOST);
-    EXPECT_NE(Message(controller->send(Header{}, nullptr, 0, 0)).find("the trainer process is gone"),
-              std::string::npos);
+    EXPECT_NE(
+        Message(controller->send(Header{}, nullptr, 0, 0)).find("the trainer process is gone"),
+        std::string::npos);
   }
 }
 
@@ -428,7 +432,8 @@ TEST(Channel, CountsThatCannotBe) {
     ASSERT_OK(trainer->send(h, nullptr, 0, 0));
     ASSERT_OK(controller->receive(&h, 0));
     up.word(kUpRequests).fetch_add(add);
-    EXPECT_EQ(controller->receive(&h, 0), add == 4096 - 64 ? FRUGAL_OK : FRUGAL_ERR_PEER_LOST) << add;
+    EXPECT_EQ(controller->receive(&h, 0), add == 4096 - 64 ? FRUGAL_OK : FRUGAL_ERR_PEER_LOST)
+        << add;
   }
   // A payload that the message has not.
   Peer controller, trainer;

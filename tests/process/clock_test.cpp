@@ -36,7 +36,8 @@ namespace {
 
 std::atomic<long> g_ahead{0};  // seconds
 
-// The steady clock of this program and its forks: it can be made 1000 times slower, and be set forward.
+// The steady clock of this program and its forks: it can be made 1000 times slower, and be set
+// forward.
 struct Steady {
   std::atomic<int64_t> slow_since{0}, jumped{0};  // ns; 0: it is the kernel's
 };
@@ -335,7 +336,8 @@ TEST_F(Clock, AStoppedController) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  void* shared = mmap(nullptr, sizeof(Steady), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* shared =
+      mmap(nullptr, sizeof(Steady), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) return 1;
   g_steady = new (shared) Steady;
   testing::InitGoogleTest(&argc, argv);

@@ -1,5 +1,5 @@
-// The control plane: round trips of every call, descriptors, and what goes wrong. Processes that are to
-// be killed are this program again, with an argument.
+// The control plane: round trips of every call, descriptors, and what goes wrong. Processes that
+// are to be killed are this program again, with an argument.
 #include "process/control.h"
 
 #include <capnp/serialize.h>
@@ -408,7 +408,9 @@ TEST_F(Control, RoundTrips) {
 
 TEST_F(Control, FailuresComeWithTheirMessage) {
   both();
-  fake.status = [] { return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOSPC, "no room for %d rows", 7); };
+  fake.status = [] {
+    return fail_errno(FRUGAL_ERR_OUT_OF_MEMORY, ENOSPC, "no room for %d rows", 7);
+  };
   fake.descriptors = {memory_with("not given")};
   std::string message, here;
   const frugal_error expected = failure(fake.status, &here);
@@ -489,7 +491,8 @@ TEST_F(Control, DescriptorsArriveInOrderAndWork) {
 
 TEST_F(Control, DescriptorsThatAreReadOnly) {
   both();
-  for (const char* what : {"first", "second", "third"}) fake.descriptors.push_back(memory_with(what));
+  for (const char* what : {"first", "second", "third"})
+    fake.descriptors.push_back(memory_with(what));
   fake.read_only = {fake.descriptors[1]};
   OpenReply opened;
   ASSERT_EQ(client->open(FRUGAL_CONFIG_INIT, kNeverMs, &opened), FRUGAL_OK);
@@ -593,7 +596,8 @@ TEST_F(Control, StopWhileCallsWait) {
 TEST_F(Control, AddressesThatCannotBe) {
   std::string message;
   const auto start = [&](const std::string& where) {
-    return failure([&] { return ControlServer::start(where.c_str(), &fake, &server); }, &message).status;
+    return failure([&] { return ControlServer::start(where.c_str(), &fake, &server); }, &message)
+        .status;
   };
   EXPECT_EQ(start(""), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(start(folder + "/none/socket"), FRUGAL_ERR_INVALID_ARGUMENT);
@@ -612,7 +616,8 @@ TEST_F(Control, AddressesThatCannotBe) {
   client.reset();
   server.reset();
   const auto connect = [&](const std::string& where, int64_t ms) {
-    return failure([&] { return ControlClient::connect(where.c_str(), ms, &client); }, &message).status;
+    return failure([&] { return ControlClient::connect(where.c_str(), ms, &client); }, &message)
+        .status;
   };
   EXPECT_EQ(connect(longest + "x", kNeverMs), FRUGAL_ERR_INVALID_ARGUMENT);
   EXPECT_EQ(connect("", kNeverMs), FRUGAL_ERR_INVALID_ARGUMENT);
@@ -632,7 +637,8 @@ TEST_F(Control, ASecondControllerIsRefused) {
   EXPECT_EQ(st.st_mode & 0777, 0600u);
   Server second;
   std::string message;
-  EXPECT_EQ(failure([&] { return ControlServer::start(address.c_str(), &fake, &second); }, &message).status,
+  EXPECT_EQ(failure([&] { return ControlServer::start(address.c_str(), &fake, &second); }, &message)
+                .status,
             FRUGAL_ERR_EXISTS);
   EXPECT_NE(message.find(address), std::string::npos) << message;
   EXPECT_FALSE(second);
@@ -664,7 +670,9 @@ TEST_F(Control, ConnectTellsTheTimeItWasGiven) {
   std::string message;
   int32_t status;  // PEER_LOST: its time has passed while the ends came
   do {
-    status = failure([&] { return ControlClient::connect(address.c_str(), 300, &client); }, &message).status;
+    status =
+        failure([&] { return ControlClient::connect(address.c_str(), 300, &client); }, &message)
+            .status;
   } while (status == FRUGAL_ERR_PEER_LOST);
   EXPECT_EQ(status, FRUGAL_ERR_TIMEOUT);
   EXPECT_NE(message.find("\"attach\" within 300 ms"), std::string::npos) << message;
@@ -677,10 +685,13 @@ TEST_F(Control, ConnectTellsTheTimeItWasGiven) {
 TEST_F(Control, AnotherVersion) {
   serve();
   std::string message;
-  EXPECT_EQ(failure([&] { return ControlClient::connect(address.c_str(), kNeverMs, &client, 77); }, &message).status,
+  EXPECT_EQ(failure([&] { return ControlClient::connect(address.c_str(), kNeverMs, &client, 77); },
+                    &message)
+                .status,
             FRUGAL_ERR_UNSUPPORTED);
   EXPECT_NE(message.find("77"), std::string::npos) << message;
-  EXPECT_NE(message.find(" " + std::to_string(kControlVersion) + ";"), std::string::npos) << message;
+  EXPECT_NE(message.find(" " + std::to_string(kControlVersion) + ";"), std::string::npos)
+      << message;
   EXPECT_FALSE(client);
   EXPECT_TRUE(fake.left.empty());
   EXPECT_EQ(connected()->ping(kNeverMs), FRUGAL_OK);
@@ -746,7 +757,8 @@ TEST_F(Control, AKilledControllersChildKeepsNothingAlive) {
   EXPECT_EQ(s, FRUGAL_ERR_PEER_LOST);
   kill(static_cast<pid_t>(child), SIGKILL);
   // The lock was that child's, too: it is free when it is dead.
-  for (Status t; (t = ControlServer::start(address.c_str(), &fake, &server)) != FRUGAL_OK; usleep(1000))
+  for (Status t; (t = ControlServer::start(address.c_str(), &fake, &server)) != FRUGAL_OK;
+       usleep(1000))
     ASSERT_EQ(t, FRUGAL_ERR_EXISTS);
 }
 
@@ -780,7 +792,8 @@ TEST_F(Control, AForkedChildDisturbsNobody) {
   pid_t pid = fork();
   if (pid == 0) {
     uint64_t step;
-    int bad = client->ping(kNeverMs) != FRUGAL_ERR_FORKED || client->committed(kNeverMs, &step) != FRUGAL_ERR_FORKED;
+    int bad = client->ping(kNeverMs) != FRUGAL_ERR_FORKED ||
+              client->committed(kNeverMs, &step) != FRUGAL_ERR_FORKED;
     client.reset();
     server.reset();
     _exit(bad);
@@ -835,8 +848,9 @@ TEST_F(Control, BadBytesEndTheirConnectionOnly) {
 
 TEST_F(Control, OversizedMessagesAreNotWaitedFor) {
   both();
-  const uint32_t headers[][4] = {{0, UINT32_MAX, 0, 0}, {UINT32_MAX, 1, 0, 0}, {200, 1, 1, 1},
-                                 {0, 8192, 0, 0},       {2, 4000, 4000, 4000}, {63, UINT32_MAX, 0, 0}};
+  const uint32_t headers[][4] = {{0, UINT32_MAX, 0, 0}, {UINT32_MAX, 1, 0, 0},
+                                 {200, 1, 1, 1},        {0, 8192, 0, 0},
+                                 {2, 4000, 4000, 4000}, {63, UINT32_MAX, 0, 0}};
   for (auto& header : headers) {
     int fd = raw();
     send_all(fd, header, sizeof header);
@@ -942,8 +956,8 @@ TEST_F(Control, CallsThatAreNotFinishedAreBounded) {
   fake.wait_for([&] { return fake.left.size() == 1; });
 }
 
-// A process that gives up its joins as a rank gives up those that it has asked for before: also one that begins late,
-// because its thread had to wait, and none that comes later.
+// A process that gives up its joins as a rank gives up those that it has asked for before: also one
+// that begins late, because its thread had to wait, and none that comes later.
 TEST_F(Control, JoinsThatAreGivenUp) {
   std::unique_ptr<frugal::Server> controller;
   ASSERT_EQ(frugal::Server::start(address.c_str(), nullptr, &controller), FRUGAL_OK);
@@ -1012,7 +1026,8 @@ TEST_F(Control, WhoDoesNotOpenIsEnded) {
   std::thread pings([&] {
     // Nor does it help to say something.
     char bytes[4096];
-    while (send(busy, ping.data(), ping.size(), MSG_NOSIGNAL) > 0 && recv(busy, bytes, sizeof bytes, 0) > 0) {
+    while (send(busy, ping.data(), ping.size(), MSG_NOSIGNAL) > 0 &&
+           recv(busy, bytes, sizeof bytes, 0) > 0) {
     }
   });
   EXPECT_TRUE(ends(fd));
@@ -1060,7 +1075,8 @@ TEST_F(Control, OneProcessHasSoManyConnections) {
   Client one_more;
   const auto connect = [&] { return ControlClient::connect(address.c_str(), kNeverMs, &one_more); };
   EXPECT_EQ(failure(connect, &message).status, FRUGAL_ERR_BUSY);
-  EXPECT_NE(message.find("process " + std::to_string(getpid()) + " has 3 "), std::string::npos) << message;
+  EXPECT_NE(message.find("process " + std::to_string(getpid()) + " has 3 "), std::string::npos)
+      << message;
   EXPECT_NE(message.find("close"), std::string::npos) << message;
   const pid_t another = other("attach", &line);
   EXPECT_EQ(line, "0");
@@ -1125,7 +1141,8 @@ TEST_F(Control, TheFirstRequestAttaches) {
   EXPECT_EQ(client->ping(kNeverMs), FRUGAL_OK);
 }
 
-// The answer to open() is the last that comes, and the connection ends before the engine is made of it: there is none.
+// The answer to open() is the last that comes, and the connection ends before the engine is made of
+// it: there is none.
 TEST_F(Control, AConnectionEndsWhileItIsOpened) {
   ASSERT_EQ(ControlServer::start(nullptr, &fake, &server), FRUGAL_OK);
   Mapping arena;
@@ -1204,7 +1221,8 @@ TEST_F(Control, AnAnswerThatCannotBeSentEndsTheConnection) {
   close_all(&fake.descriptors);
 }
 
-// Memory fails at each place, of either side: a status, and a rank that nobody has got is given back.
+// Memory fails at each place, of either side: a status, and a rank that nobody has got is given
+// back.
 TEST_F(Control, EachAllocationMayFail) {
   both();
   fake.descriptors = {memory_with("a"), memory_with("b")};
@@ -1224,13 +1242,16 @@ TEST_F(Control, EachAllocationMayFail) {
     if (s == FRUGAL_OK) s = c->find_table("x", kNeverMs, &table);
     if (s == FRUGAL_OK) s = c->join(FRUGAL_TRAINER_CONFIG_INIT, kNeverMs, &joined);
     const int64_t left = heap_test_fail_after(0);
-    EXPECT_TRUE(s == FRUGAL_OK || s == FRUGAL_ERR_OUT_OF_MEMORY || s == FRUGAL_ERR_PEER_LOST) << n << ": " << s;
+    EXPECT_TRUE(s == FRUGAL_OK || s == FRUGAL_ERR_OUT_OF_MEMORY || s == FRUGAL_ERR_PEER_LOST)
+        << n << ": " << s;
     if (s != FRUGAL_OK && c && !c->lost()) {
       EXPECT_EQ(fake.joins, fake.leaves) << n;
       EXPECT_EQ(c->ping(kNeverMs), FRUGAL_OK) << n;
       EXPECT_EQ(c->open(FRUGAL_CONFIG_INIT, kNeverMs, &again), FRUGAL_OK) << n;
     }
-    for (Vector<int>* fds : {&opened.descriptors, &again.descriptors, &table.descriptors, &joined.descriptors}) close_all(fds);
+    for (Vector<int>* fds :
+         {&opened.descriptors, &again.descriptors, &table.descriptors, &joined.descriptors})
+      close_all(fds);
     if (left > 0) break;
   }
   EXPECT_GT(n, 15);
@@ -1273,7 +1294,8 @@ TEST_F(Control, NoMoreConnectionsThanTheLimit) {
   serve({.connections = 3, .open_ns = UINT64_MAX / 2});
   Client a = connected(), b = connected(), c = connected(), d;
   std::string message;
-  frugal_error e = failure([&] { return ControlClient::connect(address.c_str(), 50, &d); }, &message);
+  frugal_error e =
+      failure([&] { return ControlClient::connect(address.c_str(), 50, &d); }, &message);
   EXPECT_TRUE(e.status == FRUGAL_ERR_PEER_LOST || e.status == FRUGAL_ERR_TIMEOUT) << message;
   EXPECT_EQ(a->ping(kNeverMs), FRUGAL_OK);
   b.reset();
@@ -1356,7 +1378,8 @@ TEST_F(Control, SignalsAreTheProgramsOwn) {
     }
     bool operator==(const Now& o) const {
       for (size_t s = 1; s <= 64; ++s)
-        if (actions[s].sa_handler != o.actions[s].sa_handler || actions[s].sa_flags != o.actions[s].sa_flags)
+        if (actions[s].sa_handler != o.actions[s].sa_handler ||
+            actions[s].sa_flags != o.actions[s].sa_flags)
           return false;
       for (int s = 1; s <= 64; ++s)
         if (sigismember(&mask, s) != sigismember(&o.mask, s)) return false;

@@ -36,8 +36,10 @@ class Folder {
 
 class ControllerProgram {
  public:
-  // Comes back when it serves the address, or has ended. `before` is called in its process; false: it ends with 77.
-  explicit ControllerProgram(const std::string& address, const std::function<bool()>& before = nullptr) {
+  // Comes back when it serves the address, or has ended. `before` is called in its process; false:
+  // it ends with 77.
+  explicit ControllerProgram(const std::string& address,
+                             const std::function<bool()>& before = nullptr) {
     int out[2];
     if (pipe2(out, O_CLOEXEC) != 0) std::abort();
     pid_ = fork_child();

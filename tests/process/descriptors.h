@@ -5,7 +5,8 @@
 #include <cstring>
 
 // At most 253 of them. What sendmsg answers.
-inline ssize_t send_descriptors(int socket, const void* bytes, size_t size, const int* fds, size_t n) {
+inline ssize_t send_descriptors(int socket, const void* bytes, size_t size, const int* fds,
+                                size_t n) {
   iovec piece{const_cast<void*>(bytes), size};
   alignas(cmsghdr) char room[CMSG_SPACE(253 * sizeof(int))] = {};
   msghdr message{};

@@ -126,8 +126,8 @@ TEST(Fence, TrainerAndObserver) {
   OK(frugal_flush(e, kNeverMs));
   for (int i = 0; i < 3; ++i) Get(tables[i], &before[i]);
 
-  // values and state of three tables, keys of one, flags of two, and the down regions of the process
-  // and its trainer. Its own: two up regions, its staging memory.
+  // values and state of three tables, keys of one, flags of two, and the down regions of the
+  // process and its trainer. Its own: two up regions, its staging memory.
   AttackAll(3, 3 * 2 + 1 + 2 + 2);
   AttackMappings();
   // An observer: the same of its own attachment, beside the trainer's.

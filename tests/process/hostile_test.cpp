@@ -274,7 +274,8 @@ class Job {
         cv_.wait(lock, [&] { return over_ || step < limit_; });
         if (over_) return;
       }
-      // As long as a call waits: whose silence is found out by that is found by the call that waits for it.
+      // As long as a call waits: whose silence is found out by that is found by the call that waits
+      // for it.
       int s = r.Begin(step, FRUGAL_TIMEOUT_DEFAULT);
       if (s == FRUGAL_OK && r.rank == 0 && Undoes()) {
         OK(frugal_step_abort(r.trainer));
@@ -292,7 +293,8 @@ class Job {
           cv_.notify_all();
         } else if (s == FRUGAL_ERR_PEER_LOST) {
           // On a busy machine it may have been too slow itself, or the controller.
-          if (++rejoined_ > kRejoined) Die(std::string(mode_name) + ": honest ranks are lost: " + why);
+          if (++rejoined_ > kRejoined)
+            Die(std::string(mode_name) + ": honest ranks are lost: " + why);
           std::printf("%s: rank %u joins again: %s\n", mode_name, r.rank, why.c_str());
           (void)frugal_trainer_close(r.trainer);
           r.Join(r.rank);
@@ -562,7 +564,8 @@ struct Mode {
   How how;
   const char* what;
   std::function<void(Enemy&)> act;  // after it comes back it stays, and does nothing
-  bool first = false;  // the others begin when it has acted: what it does is refused while a step is under way
+  bool first = false;  // the others begin when it has acted: what it does is refused while a step
+                       // is under way
   long asked_mib = 0;  // what it is given, and the controller has for so long
   bool undone = false;  // an honest rank undoes its step
 };
@@ -581,7 +584,8 @@ void OpenAll(Enemy& e, uint32_t flags) {
     frugal::OpenReply opened;
     OK(one->open(c, kBoundMs, &opened));
     // Who cannot be told of memory any more loses its connection.
-    std::for_each(opened.descriptors.begin() + 1, opened.descriptors.end(), [](int fd) { close(fd); });
+    std::for_each(opened.descriptors.begin() + 1, opened.descriptors.end(),
+                  [](int fd) { close(fd); });
     all.push_back(std::move(one));
   }
   if (all.size() != 32) Die("it has " + std::to_string(all.size()) + " engines open");
@@ -599,7 +603,8 @@ uint64_t LargeTable(Enemy& e, int32_t key_space, uint64_t rows, uint32_t dim) {
 }
 constexpr size_t kManyKeys = size_t{1} << 22;
 // Lets the answers go that it does not want to see.
-void AskForMuch(Enemy& e, Call call, const std::vector<uint64_t>& args, const std::vector<char>& payload) {
+void AskForMuch(Enemy& e, Call call, const std::vector<uint64_t>& args,
+                const std::vector<char>& payload) {
   for (int i = 0; i < 2; ++i) {
     OK(e.Ask(*e.process, call, args, payload));
     OK(e.process->skip(e.process->payload_left(), now_ns() + uint64_t{kBoundMs} * 1000000));
@@ -777,8 +782,10 @@ const std::vector<Mode>& Modes() {
        [](Enemy& e) {
          std::vector<int> all;
          for (int i = 0; i < 32; ++i) all.push_back(ConnectAttached(e.address));
-         OK(frugal::ControlClient::connect(e.address.c_str(), kBoundMs, &e.control) == FRUGAL_ERR_BUSY
-                ? FRUGAL_OK : FRUGAL_ERR_INTERNAL);
+         OK(frugal::ControlClient::connect(e.address.c_str(), kBoundMs, &e.control) ==
+                    FRUGAL_ERR_BUSY
+                ? FRUGAL_OK
+                : FRUGAL_ERR_INTERNAL);
          for (int fd : all) AwaitEnd(fd), close(fd);
        }},
       {"half-an-attach", How::kEnded, "half of the first message",
@@ -806,7 +813,8 @@ const std::vector<Mode>& Modes() {
            const std::vector<char> ping = Request([](auto r) { r.setPing(); });
            int sent[200];
            std::fill(std::begin(sent), std::end(sent), fd);
-           if (send_descriptors(fd, ping.data(), ping.size(), sent, std::size(sent)) < 0) Die("sendmsg");
+           if (send_descriptors(fd, ping.data(), ping.size(), sent, std::size(sent)) < 0)
+             Die("sendmsg");
            AwaitEnd(fd);
            close(fd);
          }
@@ -849,14 +857,16 @@ const std::vector<Mode>& Modes() {
          OK(e.control->drop_table(large, kBoundMs));
        },
        true},
-      {"engines", How::kBeside, "opens the engine until it is refused", [](Enemy& e) { OpenAll(e, 0); }, true},
+      {"engines", How::kBeside, "opens the engine until it is refused",
+       [](Enemy& e) { OpenAll(e, 0); }, true},
       {"observers", How::kBeside, "observes until it is refused",
        [](Enemy& e) { OpenAll(e, FRUGAL_OBSERVE); }, true},
       // Afterwards the controller has no more than before.
       {"gets", How::kBeside, "gets 2^22 rows, twice",
        [](Enemy& e) {
          e.Attach(false);
-         AskForMuch(e, Call::kGet, {e.table, kManyKeys, 0}, std::vector<char>(kManyKeys * sizeof(uint64_t)));
+         AskForMuch(e, Call::kGet, {e.table, kManyKeys, 0},
+                    std::vector<char>(kManyKeys * sizeof(uint64_t)));
        },
        true, 256},
       {"reads", How::kBeside, "reads 2^22 rows, twice",

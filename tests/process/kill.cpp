@@ -1,11 +1,13 @@
-// Kills and stops processes of a job at random moments, and replaces them. In the end the tables are those of an
-// undisturbed run with threads, bit for bit; nothing is left over, and nobody hangs. When the controller is killed,
-// each trainer process that has the tables reads them out: those of the last committed step, bit for bit.
+// Kills and stops processes of a job at random moments, and replaces them. In the end the tables
+// are those of an undisturbed run with threads, bit for bit; nothing is left over, and nobody
+// hangs. When the controller is killed, each trainer process that has the tables reads them out:
+// those of the last committed step, bit for bit.
 //
-//   kill_test --kills N --seed S --cache R --world W --steps T --mode trainer|all|stop|controller|mixed
+//   kill_test --kills N --seed S --cache R --world W --steps T --mode
+//   trainer|all|stop|controller|mixed
 //
-// One run after another, each with its own controller at the same address, until there were N events. The gradients
-// depend on rank, step, and the rows that were looked up.
+// One run after another, each with its own controller at the same address, until there were N
+// events. The gradients depend on rank, step, and the rows that were looked up.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -33,11 +35,24 @@ struct Options {
 };
 
 enum Point : uint32_t {
-  kStarted, kOpened, kTables, kJoining, kJoined, kDeclared, kBeginning, kBegun, kLooked, kPushing, kPushed, kEnding,
-  kEnded, kPoints
+  kStarted,
+  kOpened,
+  kTables,
+  kJoining,
+  kJoined,
+  kDeclared,
+  kBeginning,
+  kBegun,
+  kLooked,
+  kPushing,
+  kPushed,
+  kEnding,
+  kEnded,
+  kPoints
 };
-constexpr const char* kNames[] = {"started", "opened", "tables", "joining", "joined", "declared", "beginning",
-                                  "begun", "looked", "pushing", "pushed", "ending", "ended"};
+constexpr const char* kNames[] = {"started",  "opened",    "tables", "joining", "joined",
+                                  "declared", "beginning", "begun",  "looked",  "pushing",
+                                  "pushed",   "ending",    "ended"};
 static_assert(sizeof kNames / sizeof *kNames == kPoints);
 
 constexpr int kPageFd = 100;
@@ -84,7 +99,8 @@ std::string last_error() {
 }
 
 int told(const char* call, int status, int result) {
-  std::fprintf(stderr, "%d: %s: %s: %s\n", getpid(), call, frugal_status_name(status), last_error().c_str());
+  std::fprintf(stderr, "%d: %s: %s: %s\n", getpid(), call, frugal_status_name(status),
+               last_error().c_str());
   return result;
 }
 
@@ -103,7 +119,8 @@ int told(const char* call, int status, int result) {
 // --- The job -------------------------------------------------------------------------------------
 
 constexpr uint64_t kDense = 1500, kHashed = 2500;
-// So many that the declarations of the hashed table lie in staging memory, those of the other in the ring.
+// So many that the declarations of the hashed table lie in staging memory, those of the other in
+// the ring.
 constexpr size_t kKeys = 260, kDim[2] = {12, 5};
 
 frugal_config engine_config(const Options& o, const char* service) {
@@ -188,7 +205,8 @@ struct Trainer {
     at(kLooked);
     for (int t = 0; t < 2; ++t)
       for (size_t i = 0; i < grads[t].size(); ++i)
-        grads[t][i] = rows[t][i] * 0.05f + static_cast<float>(mix(step * 8 + rank, i, t) % 1000) / 1000.0f - 0.4f;
+        grads[t][i] = rows[t][i] * 0.05f +
+                      static_cast<float>(mix(step * 8 + rank, i, t) % 1000) / 1000.0f - 0.4f;
     if (abort) return frugal_step_abort(handle);
     at(kPushing);
     if (int s = frugal_push_grad(handle, op, 2)) return s;
@@ -213,7 +231,8 @@ struct Trainer {
         if (page) page->ranks[rank].step.store(step);
         // Held so, the job does not end before that has happened to it which is to happen.
         while (page && step > page->limit.load() && page->replaced.load() != getpid()) usleep(100);
-        for (declared = std::max(declared, step); s == FRUGAL_OK && declared < std::min<uint64_t>(step + 6, options.steps);)
+        for (declared = std::max(declared, step);
+             s == FRUGAL_OK && declared < std::min<uint64_t>(step + 6, options.steps);)
           if ((s = declare(declared)) == FRUGAL_OK) ++declared;
         if (s != FRUGAL_OK) break;
         at(kDeclared);
@@ -232,14 +251,18 @@ struct Trainer {
       const bool lost = s == FRUGAL_ERR_PEER_LOST && process;
       // Who is cut off is told so at once, again and again.
       if (lost && ++refused > 20) {
-        if (g_says) std::fprintf(stderr, "rank %u, step %llu: refused: %s\n", rank, static_cast<unsigned long long>(step), last_error().c_str());
+        if (g_says)
+          std::fprintf(stderr, "rank %u, step %llu: refused: %s\n", rank,
+                       static_cast<unsigned long long>(step), last_error().c_str());
         return kLost;
       }
-      if (s != FRUGAL_OK && s != FRUGAL_ERR_STEP_ABORTED && !lost && !(s == FRUGAL_ERR_TIMEOUT && step == options.steps)) {
+      if (s != FRUGAL_OK && s != FRUGAL_ERR_STEP_ABORTED && !lost &&
+          !(s == FRUGAL_ERR_TIMEOUT && step == options.steps)) {
         // The step to begin may have become another while this rank asked for it.
         if (s == FRUGAL_ERR_STEP_ORDER && ++refused < 20) continue;
-        std::fprintf(stderr, "rank %u, step %llu: %s: %s\n", rank, static_cast<unsigned long long>(step),
-                     frugal_status_name(s), last_error().c_str());
+        std::fprintf(stderr, "rank %u, step %llu: %s: %s\n", rank,
+                     static_cast<unsigned long long>(step), frugal_status_name(s),
+                     last_error().c_str());
         return kWrong;
       }
     }
@@ -263,7 +286,8 @@ int hash_of(frugal_table* const tables[2], uint64_t* out) {
     NEEDS(frugal_table_describe(tables[t], &info));
     const size_t floats = info.dim + info.state_floats;
     std::vector<float> rows(keys.size() * floats);
-    NEEDS(frugal_get(tables[t], keys.data(), keys.size(), FRUGAL_WITH_STATE, rows.data(), 0, nullptr));
+    NEEDS(frugal_get(tables[t], keys.data(), keys.size(), FRUGAL_WITH_STATE, rows.data(), 0,
+                     nullptr));
     for (uint64_t k : keys) h = (h ^ k) * 1099511628211u;
     for (float f : rows) {
       uint32_t bits;
@@ -282,7 +306,8 @@ int read_out(frugal_engine* e, uint32_t rank, frugal_table* const tables[2], Pag
   if (int bad = hash_of(tables, &hash)) return bad;
   const uint64_t next = step == FRUGAL_NO_STEP ? 0 : step + 1;
   if (hash != page->hashes[next]) {
-    std::fprintf(stderr, "%d: the tables are not those before step %llu", getpid(), static_cast<unsigned long long>(next));
+    std::fprintf(stderr, "%d: the tables are not those before step %llu", getpid(),
+                 static_cast<unsigned long long>(next));
     for (uint32_t s = 0; s <= kMaxSteps; ++s)
       if (page->hashes[s] == hash) std::fprintf(stderr, ", but before step %u", s);
     std::fprintf(stderr, "\n");
@@ -317,7 +342,8 @@ int read_out(frugal_engine* e, uint32_t rank, frugal_table* const tables[2], Pag
   return kDone;
 }
 
-int trainer_process(const Options& o, const char* address, uint32_t rank, bool replace, Page* page) {
+int trainer_process(const Options& o, const char* address, uint32_t rank, bool replace,
+                    Page* page) {
   Trainer t{o, rank, page, {}};
   t.at(kStarted);
 #if defined(__SANITIZE_THREAD__)
@@ -341,7 +367,9 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   // Who was killed may not be dead as yet: a signal takes its time on a machine with much to do.
   int32_t joined;
   const uint64_t until = now_ms() + 5000;
-  while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS && now_ms() < until) usleep(1000);
+  while ((joined = frugal_trainer_create(e, &tc, &t.handle)) == FRUGAL_ERR_EXISTS &&
+         now_ms() < until)
+    usleep(1000);
   if (joined != FRUGAL_ERR_PEER_LOST) {
     NEEDS(joined);
     t.at(kJoined);
@@ -350,14 +378,17 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   const int result = joined == FRUGAL_OK ? t.train(e, true) : kLost;
   const bool ended = page->ended.load();
   const int health = frugal_health(e);
-  if (ended && health != FRUGAL_ERR_PEER_LOST) return told("frugal_health without a controller", health, kWrong);
+  if (ended && health != FRUGAL_ERR_PEER_LOST)
+    return told("frugal_health without a controller", health, kWrong);
   if (health == FRUGAL_ERR_PEER_LOST)
     if (int bad = read_out(e, rank, t.tables, page)) return bad;
-  // Whatever has happened to the others, and to the controller, leaves nothing here. AddressSanitizer's build does not
-  // judge: on some machines two descriptors more were seen in it, in no other one, and for a second.
+      // Whatever has happened to the others, and to the controller, leaves nothing here.
+      // AddressSanitizer's build does not judge: on some machines two descriptors more were seen in
+      // it, in no other one, and for a second.
 #if !defined(__SANITIZE_ADDRESS__)
   std::vector<std::string> holds;
-  for (int i = 0; i < 1000 && (holds = open_files_of(getpid())).size() > held.size(); ++i) usleep(1000);
+  for (int i = 0; i < 1000 && (holds = open_files_of(getpid())).size() > held.size(); ++i)
+    usleep(1000);
   if (holds.size() > held.size()) {
     for (const std::string& file : holds)
       if (std::find(held.begin(), held.end(), file) == held.end())
@@ -368,10 +399,13 @@ int trainer_process(const Options& o, const char* address, uint32_t rank, bool r
   if (rank % 2 == 0) return result;  // without closing
   NEEDS(frugal_close(e));
   // A thread that was joined stands in /proc for a moment longer.
-  for (int i = 0; i < 1000 && (threads_of(getpid()) > threads || descriptors_of(getpid()) > descriptors); ++i) usleep(1000);
-  if (descriptors_of(getpid()) != descriptors || threads_of(getpid()) > threads || mapped_of(getpid(), "memfd:frugal") != 0) {
-    std::fprintf(stderr, "rank %u: closing leaves %ld descriptors, %ld threads, %ld mappings\n", rank,
-                 descriptors_of(getpid()) - descriptors, threads_of(getpid()) - threads,
+  for (int i = 0;
+       i < 1000 && (threads_of(getpid()) > threads || descriptors_of(getpid()) > descriptors); ++i)
+    usleep(1000);
+  if (descriptors_of(getpid()) != descriptors || threads_of(getpid()) > threads ||
+      mapped_of(getpid(), "memfd:frugal") != 0) {
+    std::fprintf(stderr, "rank %u: closing leaves %ld descriptors, %ld threads, %ld mappings\n",
+                 rank, descriptors_of(getpid()) - descriptors, threads_of(getpid()) - threads,
                  mapped_of(getpid(), "memfd:frugal"));
     return kWrong;
   }
@@ -458,25 +492,29 @@ class Harness {
   Harness(const Options& o, Page* page) : options_(o), page_(page), random_(o.seed) {}
 
   int run() {
-    std::printf("kill_test: seed %llu, mode %s, %u ranks, cache %g\n", static_cast<unsigned long long>(options_.seed),
-                options_.mode.c_str(), options_.world, options_.cache);
+    std::printf("kill_test: seed %llu, mode %s, %u ranks, cache %g\n",
+                static_cast<unsigned long long>(options_.seed), options_.mode.c_str(),
+                options_.world, options_.cache);
     g_alive.store(now_ms());
     std::thread([this] { watch(); }).detach();
     doing("reference");
     if (wait_for(spawn({"--reference"}), true) != kDone) return fail("the reference fails");
     expected_ = page_->hash.load();
-    if (page_->hashes[options_.steps] != expected_) return fail("one thread and several do not agree");
+    if (page_->hashes[options_.steps] != expected_)
+      return fail("one thread and several do not agree");
     uint32_t runs = 0;
     while (events_ < options_.kills) {
       if (int bad = one_run()) return bad;
       ++runs;
     }
-    std::printf("kill_test: %llu events in %u runs (%llu trainers, %llu jobs, %llu stopped, %llu controllers): all equal, "
-                "%llu read-outs, %llu without tables\n",
-                static_cast<unsigned long long>(events_), runs, static_cast<unsigned long long>(kinds_[0]),
-                static_cast<unsigned long long>(kinds_[1]), static_cast<unsigned long long>(kinds_[2]),
-                static_cast<unsigned long long>(kinds_[3]), static_cast<unsigned long long>(readouts_),
-                static_cast<unsigned long long>(without_));
+    std::printf(
+        "kill_test: %llu events in %u runs (%llu trainers, %llu jobs, %llu stopped, %llu "
+        "controllers): all equal, "
+        "%llu read-outs, %llu without tables\n",
+        static_cast<unsigned long long>(events_), runs, static_cast<unsigned long long>(kinds_[0]),
+        static_cast<unsigned long long>(kinds_[1]), static_cast<unsigned long long>(kinds_[2]),
+        static_cast<unsigned long long>(kinds_[3]), static_cast<unsigned long long>(readouts_),
+        static_cast<unsigned long long>(without_));
     return 0;
   }
 
@@ -487,7 +525,8 @@ class Harness {
     g_alive.store(now_ms());
   }
   int fail(const std::string& what) {
-    std::printf("kill_test: FAILED, seed %llu, event %llu (%s): %s\n", static_cast<unsigned long long>(options_.seed),
+    std::printf("kill_test: FAILED, seed %llu, event %llu (%s): %s\n",
+                static_cast<unsigned long long>(options_.seed),
                 static_cast<unsigned long long>(events_), g_doing.c_str(), what.c_str());
     dump();
     return 1;
@@ -495,7 +534,8 @@ class Harness {
   void dump() {
     for (uint32_t r = 0; r < options_.world; ++r)
       std::printf("  rank %u: pid %d, step %llu, %s\n", r, pids_[r],
-                  static_cast<unsigned long long>(page_->ranks[r].step.load()), kNames[page_->ranks[r].point.load()]);
+                  static_cast<unsigned long long>(page_->ranks[r].step.load()),
+                  kNames[page_->ranks[r].point.load()]);
     std::printf("  controller: pid %d\n", controller_pid_);
     std::fflush(stdout);
   }
@@ -514,9 +554,15 @@ class Harness {
     }
   }
   pid_t spawn(std::vector<std::string> more) {
-    std::vector<std::string> args = {"kill_test", "--world", std::to_string(options_.world), "--steps",
-                                     std::to_string(options_.steps), "--cache", std::to_string(options_.cache),
-                                     "--flush", std::to_string(options_.flush)};
+    std::vector<std::string> args = {"kill_test",
+                                     "--world",
+                                     std::to_string(options_.world),
+                                     "--steps",
+                                     std::to_string(options_.steps),
+                                     "--cache",
+                                     std::to_string(options_.cache),
+                                     "--flush",
+                                     std::to_string(options_.flush)};
     args.insert(args.end(), more.begin(), more.end());
     std::vector<char*> raw;
     for (std::string& a : args) raw.push_back(a.data());
@@ -539,16 +585,19 @@ class Harness {
   }
   void start(uint32_t rank, bool replace) {
     page_->ranks[rank].point.store(kStarted);
-    pids_[rank] = spawn({"--trainer", folder_.address(), "--rank", std::to_string(rank), replace ? "--replace" : "--new"});
+    pids_[rank] = spawn({"--trainer", folder_.address(), "--rank", std::to_string(rank),
+                         replace ? "--replace" : "--new"});
   }
   uint64_t progress() const {
     uint64_t least = UINT64_MAX;
-    for (uint32_t r = 0; r < options_.world; ++r) least = std::min(least, page_->ranks[r].step.load());
+    for (uint32_t r = 0; r < options_.world; ++r)
+      least = std::min(least, page_->ranks[r].step.load());
     return least;
   }
   bool has_exited(uint32_t rank, siginfo_t* info) {
     *info = {};
-    return waitid(P_PID, static_cast<id_t>(pids_[rank]), info, WEXITED | WNOHANG | WNOWAIT) == 0 && info->si_pid;
+    return waitid(P_PID, static_cast<id_t>(pids_[rank]), info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+           info->si_pid;
   }
   // False: a trainer has ended, which none may before.
   bool await_step(uint64_t step) {
@@ -557,7 +606,8 @@ class Harness {
       for (uint32_t r = 0; r < options_.world; ++r) {
         siginfo_t info;
         if (!has_exited(r, &info)) continue;
-        g_doing += ", rank " + std::to_string(r) + (info.si_code == CLD_EXITED ? " exited with " : " was ended by signal ") +
+        g_doing += ", rank " + std::to_string(r) +
+                   (info.si_code == CLD_EXITED ? " exited with " : " was ended by signal ") +
                    std::to_string(info.si_status);
         return false;
       }
@@ -572,9 +622,11 @@ class Harness {
   void await_moment(uint32_t rank, uint32_t first, uint32_t last) {
     Page::Rank& r = page_->ranks[rank];
     if (random(3)) {
-      const uint32_t point = first + static_cast<uint32_t>(random(last - first + 1)), visits = r.visits.load();
+      const uint32_t point = first + static_cast<uint32_t>(random(last - first + 1)),
+                     visits = r.visits.load();
       g_doing += std::string(" at ") + kNames[point];
-      for (uint64_t until = now_ms() + 50; now_ms() < until && (r.point.load() != point || r.visits.load() == visits);) {
+      for (uint64_t until = now_ms() + 50;
+           now_ms() < until && (r.point.load() != point || r.visits.load() == visits);) {
       }
     }
     timespec t{0, static_cast<long>(random(4) ? random(60000) : random(3000000))};
@@ -583,14 +635,16 @@ class Harness {
 
   int one_run() {
     doing("controller");
-    constexpr int kModes[] = {FRUGAL_FLUSH_AUTO, FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_AT_ONCE, FRUGAL_FLUSH_WRITE_THROUGH};
+    constexpr int kModes[] = {FRUGAL_FLUSH_AUTO, FRUGAL_FLUSH_DEFERRED, FRUGAL_FLUSH_AT_ONCE,
+                              FRUGAL_FLUSH_WRITE_THROUGH};
     options_.flush = kModes[random(4)];
     ControllerProgram controller(folder_.address());
     if (!controller.serves()) return fail("a controller does not start");
     controller_pid_ = controller.pid();
     // With one process that has come and gone it has what it needs itself.
     if (wait_for(spawn({"--read", folder_.address()})) != kDone) return fail("nobody can attach");
-    const long descriptors = settled(descriptors_of, LONG_MAX), threads = settled(threads_of, LONG_MAX);
+    const long descriptors = settled(descriptors_of, LONG_MAX),
+               threads = settled(threads_of, LONG_MAX);
     for (auto& r : page_->ranks) r.step.store(0);
     page_->ended.store(false);
     page_->limit.store(0);
@@ -600,10 +654,14 @@ class Harness {
     for (uint32_t i = 0; i < events && events_ < options_.kills; ++i) {
       // Not before what is awaited next, and so that nobody ends the last step.
       page_->limit.store((i + 3) * options_.steps / (events + 2) - 2);
-      if (!await_step((i + 1) * options_.steps / (events + 2))) return fail("a trainer has ended too early");
+      if (!await_step((i + 1) * options_.steps / (events + 2)))
+        return fail("a trainer has ended too early");
       if (i == 2) resident = resident_kib(controller.pid());
-      uint32_t kind = options_.mode == "trainer" ? 0 : options_.mode == "all" ? 1 : options_.mode == "stop" ? 2
-                      : options_.mode == "controller" ? 3 : static_cast<uint32_t>(random(8));
+      uint32_t kind = options_.mode == "trainer"      ? 0
+                      : options_.mode == "all"        ? 1
+                      : options_.mode == "stop"       ? 2
+                      : options_.mode == "controller" ? 3
+                                                      : static_cast<uint32_t>(random(8));
       if (kind >= 4) kind = kind == 7 ? 2 : 0;
       if (kind == 3 && options_.mode == "mixed" && i < 4) kind = 0;
       if (kind != 3) ++events_, ++kinds_[kind];
@@ -616,7 +674,8 @@ class Harness {
       if (kind == 0) {
         await_moment(rank, kDeclared, kEnded);
         kill(pids_[rank], SIGKILL);
-        if (random(2)) wait_for(pids_[rank]);  // else its successor may come before its death is known
+        if (random(2))
+          wait_for(pids_[rank]);  // else its successor may come before its death is known
         const pid_t old = pids_[rank];
         start(rank, false);
         if (random(5) == 0) {  // one that dies young
@@ -632,7 +691,9 @@ class Harness {
         for (uint32_t r = 0; r < options_.world; ++r) wait_for(pids_[r]);
         for (uint32_t r = 0; r < options_.world; ++r) start(r, false);
       } else {
-        for (uint64_t last = now_ms() + 20000; page_->ranks[rank].point.load() < kJoined && now_ms() < last;) usleep(100);
+        for (uint64_t last = now_ms() + 20000;
+             page_->ranks[rank].point.load() < kJoined && now_ms() < last;)
+          usleep(100);
         await_moment(rank, kDeclared, kEnded);
         kill(pids_[rank], SIGSTOP);
         zombie_ = pids_[rank];
@@ -642,7 +703,9 @@ class Harness {
         const uint64_t until = now_ms() + random(60);
         while (now_ms() < until) usleep(200);
         // Before it is replaced it would only be slow.
-        for (uint64_t last = now_ms() + 20000; page_->ranks[rank].point.load() < kJoined && now_ms() < last;) usleep(200);
+        for (uint64_t last = now_ms() + 20000;
+             page_->ranks[rank].point.load() < kJoined && now_ms() < last;)
+          usleep(200);
         page_->replaced.store(zombie_);
         kill(zombie_, SIGCONT);
         const int status = wait_for(zombie_);
@@ -657,22 +720,25 @@ class Harness {
         return fail("rank " + std::to_string(r) + " ends with " + std::to_string(status));
     doing("reading");
     page_->hash.store(0);
-    if (wait_for(spawn({"--read", folder_.address()})) != kDone) return fail("the tables cannot be read");
+    if (wait_for(spawn({"--read", folder_.address()})) != kDone)
+      return fail("the tables cannot be read");
     if (page_->hash.load() != expected_) return fail("the tables are not those of the reference");
     if (long n = settled(descriptors_of, descriptors); n > descriptors)
       return fail(std::to_string(n - descriptors) + " descriptors are left in the controller");
     if (long n = settled(threads_of, threads); n > threads)
       return fail(std::to_string(n - threads) + " threads are left in the controller");
     if (long kib = resident_kib(controller.pid()); resident && kib > 2 * resident + 65536)
-      return fail("the controller has " + std::to_string(kib) + " KiB, had " + std::to_string(resident));
+      return fail("the controller has " + std::to_string(kib) + " KiB, had " +
+                  std::to_string(resident));
     doing("stopping the controller");
-    if (int status = controller.end(SIGTERM)) return fail("the controller ends with " + std::to_string(status));
+    if (int status = controller.end(SIGTERM))
+      return fail("the controller ends with " + std::to_string(status));
     if (!folder_.entries().empty()) return fail("files are left: " + folder_.entries()[0]);
     return 0;
   }
 
-  // Who has opened both tables reads them out. Who has not has nothing to read out as yet; if that is so of all, nothing
-  // was tried, and it does not count.
+  // Who has opened both tables reads them out. Who has not has nothing to read out as yet; if that
+  // is so of all, nothing was tried, and it does not count.
   int end_by_controller(ControllerProgram& controller) {
     bool has[kMaxWorld];
     uint32_t having = 0;
@@ -688,15 +754,19 @@ class Harness {
     page_->limit.store(UINT64_MAX);
     for (uint32_t r = 0; r < options_.world; ++r) {
       if (int status = wait_for(pids_[r]); status != kLost)
-        return fail("without a controller rank " + std::to_string(r) + " ends with " + std::to_string(status));
+        return fail("without a controller rank " + std::to_string(r) + " ends with " +
+                    std::to_string(status));
       const bool read = page_->ranks[r].read_out.load() == pids_[r];
-      if (has[r] && !read) return fail("rank " + std::to_string(r) + " has not read out the tables that it had");
+      if (has[r] && !read)
+        return fail("rank " + std::to_string(r) + " has not read out the tables that it had");
       readouts_ += read;
       without_ += !read;
     }
-    if (now_ms() - began > kTimeoutMs + 5000) return fail("a trainer takes its time without a controller");
+    if (now_ms() - began > kTimeoutMs + 5000)
+      return fail("a trainer takes its time without a controller");
     // There nobody is replaced before.
-    if (options_.mode == "controller" && having != options_.world) return fail("a rank in the middle of the job has no tables");
+    if (options_.mode == "controller" && having != options_.world)
+      return fail("a rank in the middle of the job has no tables");
     if (having) ++events_, ++kinds_[3];
     return 0;
   }
@@ -746,7 +816,9 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  if (o.steps > kMaxSteps || o.steps / (o.events + 2) < 4 || o.world < 1 || o.world > kMaxWorld || rank >= o.world) return 2;
+  if (o.steps > kMaxSteps || o.steps / (o.events + 2) < 4 || o.world < 1 || o.world > kMaxWorld ||
+      rank >= o.world)
+    return 2;
   int fd = kPageFd;
   if (role.empty()) {
     fd = memfd_create("kill_test", 0);

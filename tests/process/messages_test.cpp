@@ -62,9 +62,11 @@ void Says(const char* call, int32_t answer, int32_t status, const std::vector<st
   for (const std::string& word : words)
     EXPECT_NE(said.find(word), std::string::npos) << call << ": no '" << word << "' in: " << said;
   // What is wrong has a name or a value, and something is said of what would do.
-  static const std::regex name("[0-9]|/|'|_|NULL|\\b(rank|engine|controller|trainer|batch|trace)\\b");
+  static const std::regex name(
+      "[0-9]|/|'|_|NULL|\\b(rank|engine|controller|trainer|batch|trace)\\b");
   static const std::regex advice(
-      "\\b(must|gives?|needs?|call|use|ask|choose|close|open|opened|create|raise|drop|stop|end|begin|join|"
+      "\\b(must|gives?|needs?|call|use|ask|choose|close|open|opened|create|raise|drop|stop|end|"
+      "begin|join|"
       "declare|knows|at most|is its|may|cancel|remove|restore|outside)\\b|\\.\\.");
   EXPECT_TRUE(std::regex_search(said, name)) << call << ": no name and no value in: " << said;
   EXPECT_TRUE(std::regex_search(said, advice)) << call << ": nothing of what would do in: " << said;
@@ -215,7 +217,9 @@ TEST_P(Messages, OfTooManyOps) {
   const std::vector<frugal_op> ops((size_t{1} << 20) + 1, Op(Table("t"), &key, 1, rows));
   const size_t n = ops.size();
   const std::vector<std::string> words = {"1048577 ops", "at most 2^20"};
-  auto refused = [&](const char* call, int32_t s) { Says(call, s, FRUGAL_ERR_INVALID_ARGUMENT, words); };
+  auto refused = [&](const char* call, int32_t s) {
+    Says(call, s, FRUGAL_ERR_INVALID_ARGUMENT, words);
+  };
   refused("prefetch", frugal_prefetch(t, 0, ops.data(), n, nullptr));
   refused("read", frugal_read(engine, nullptr, ops.data(), n, -1));
   OK(frugal_step_begin(t, 0, 20000));
@@ -550,7 +554,8 @@ TEST_P(Messages, OfOthers) {
   SAYS(frugal_table_drop(table), BAD_HANDLE, "table", "closed");
   SAYS(frugal_table_find(engine, "t", &second), NOT_FOUND, "'t'", "create");
   SAYS(frugal_table_find(engine, "", &second), NOT_FOUND, "''", "1..255");
-  SAYS(frugal_table_find(engine, std::string(300, 'n').c_str(), &second), NOT_FOUND, "nnnn", "1..255");
+  SAYS(frugal_table_find(engine, std::string(300, 'n').c_str(), &second), NOT_FOUND, "nnnn",
+       "1..255");
   OK(frugal_trainer_close(trainer));
   SAYS(frugal_trainer_close(trainer), BAD_HANDLE, "trainer", "closed");
   OK(frugal_close(other));

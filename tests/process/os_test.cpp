@@ -24,7 +24,8 @@ namespace {
 
 int Memfd(size_t bytes, int seals) {
   const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || (seals && fcntl(fd, F_ADD_SEALS, seals) != 0))
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
+      (seals && fcntl(fd, F_ADD_SEALS, seals) != 0))
     return -1;
   return fd;
 }
@@ -89,7 +90,8 @@ size_t HugeBytes(const char* base) {
   return kb << 10;
 }
 
-// What is large lies in huge pages where the kernel makes them when asked. What is small is not worth asking.
+// What is large lies in huge pages where the kernel makes them when asked. What is small is not
+// worth asking.
 TEST(Shared, HugePagesOfWhatIsLarge) {
   constexpr size_t kLarge = size_t{8} << 20;
   Mapping asked, large, small;
@@ -111,8 +113,8 @@ TEST(Shared, HugePagesOfWhatIsLarge) {
   for (Mapping* m : {&asked, &large, &small}) os_release(m);
 }
 
-// Nobody writes but through the mapping that was made first, whoever opens the memory anew. That one goes on to grow;
-// parts of it do not go back.
+// Nobody writes but through the mapping that was made first, whoever opens the memory anew. That
+// one goes on to grow; parts of it do not go back.
 TEST(Shared, WrittenByOneMapping) {
   Mapping mine;
   ASSERT_OK(os_reserve(3 * kHugePage, true, &mine));
@@ -159,12 +161,14 @@ std::string FlagsOf(const char* base) {
   return "";
 }
 
-// What a dying process dumps is its own memory; of a mapping of 64 GiB the holes would be filled, too.
+// What a dying process dumps is its own memory; of a mapping of 64 GiB the holes would be filled,
+// too.
 TEST(Shared, IsInNoCoreDump) {
   Mapping mine, theirs;
   ASSERT_OK(os_reserve(kHugePage, true, &mine));
   ASSERT_OK(os_map_shared(dup(mine.fd), false, &theirs));
-  for (const Mapping* m : {&mine, &theirs}) EXPECT_NE(FlagsOf(m->base).find(" dd "), std::string::npos);
+  for (const Mapping* m : {&mine, &theirs})
+    EXPECT_NE(FlagsOf(m->base).find(" dd "), std::string::npos);
   ASSERT_OK(os_make_read_only(mine));
   EXPECT_NE(FlagsOf(mine.base).find(" dd "), std::string::npos);
   os_release(&mine);
@@ -248,7 +252,8 @@ TEST(Shared, LimitsAreAStatus) {
               Mapping m;
               if (os_reserve(size_t{8} << 20, true, &m) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
               const std::string said = LastMessage();
-              const bool whole = said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
+              const bool whole =
+                  said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
               return whole ? 0 : 2;
             }).Wait());
   // More than the machine has.

@@ -20,8 +20,8 @@ inline std::vector<std::string> entries_of(const std::string& folder) {
   return all;
 }
 
-// What a process has open, each with its number, but pipes: nothing here has any, and a sanitizer's check of a pointer
-// has one for a moment, in any thread.
+// What a process has open, each with its number, but pipes: nothing here has any, and a sanitizer's
+// check of a pointer has one for a moment, in any thread.
 inline std::vector<std::string> open_files_of(pid_t pid) {
   std::vector<std::string> files;
   const std::string folder = "/proc/" + std::to_string(pid) + "/fd/";
@@ -40,7 +40,9 @@ inline long number_of(const std::vector<std::string>& entries) {
   return entries.empty() ? -1 : static_cast<long>(entries.size());
 }
 inline long descriptors_of(pid_t pid) { return number_of(open_files_of(pid)); }
-inline long threads_of(pid_t pid) { return number_of(entries_of("/proc/" + std::to_string(pid) + "/task")); }
+inline long threads_of(pid_t pid) {
+  return number_of(entries_of("/proc/" + std::to_string(pid) + "/task"));
+}
 // Of its status: "VmRSS: %ld" and others. -1: there is none.
 inline long status_kib(pid_t pid, const char* line_of) {
   std::FILE* f = std::fopen(("/proc/" + std::to_string(pid) + "/status").c_str(), "r");
@@ -86,8 +88,8 @@ inline char* writable_mapping_of(int fd) {
   unsigned long from, inode;
   char* base = nullptr;
   while (!base && std::fgets(line, sizeof line, f))
-    if (std::sscanf(line, "%lx-%*x %4s %*x %*x:%*x %lu", &from, mode, &inode) == 3 && inode == info.st_ino &&
-        std::strcmp(mode, "rw-s") == 0)
+    if (std::sscanf(line, "%lx-%*x %4s %*x %*x:%*x %lu", &from, mode, &inode) == 3 &&
+        inode == info.st_ino && std::strcmp(mode, "rw-s") == 0)
       base = reinterpret_cast<char*>(from);
   std::fclose(f);
   return base;

@@ -1,7 +1,7 @@
-// The controller is killed at each point where its ledger or its rows change, one after the other; in the middle of
-// a write the rows that are written are spoilt first. Each time the tables are read out, and are what they
-// were after the last committed step, or after the last operation outside of steps: of one that was under way
-// each row may be as before or as after it.
+// The controller is killed at each point where its ledger or its rows change, one after the other;
+// in the middle of a write the rows that are written are spoilt first. Each time the tables are
+// read out, and are what they were after the last committed step, or after the last operation
+// outside of steps: of one that was under way each row may be as before or as after it.
 //
 //   readout_test [EVERY]: each EVERY-th point
 #include <fcntl.h>
@@ -50,7 +50,8 @@ struct Mode {
   double cache;
 };
 
-using Tables = std::vector<std::map<uint64_t, std::vector<float>>>;  // of each: key -> values and state
+using Tables =
+    std::vector<std::map<uint64_t, std::vector<float>>>;  // of each: key -> values and state
 
 struct Job {
   frugal_engine* engine = nullptr;
@@ -67,7 +68,8 @@ struct Job {
     c.staleness = m.staleness;
     c.timeout_ms = kNeverMs;
     if (int s = frugal_open(&c, &engine)) return s;
-    constexpr int kOptimizers[kTables] = {FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_SGD, FRUGAL_ADAM};
+    constexpr int kOptimizers[kTables] = {FRUGAL_ADAGRAD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_SGD,
+                                          FRUGAL_ADAM};
     for (uint32_t i = 0; i < kTables; ++i) {
       frugal_table_config t = FRUGAL_TABLE_CONFIG_INIT;
       const std::string name(1, static_cast<char>('a' + i));
@@ -117,7 +119,8 @@ struct Job {
     for (int round = abort_first ? 0 : 1; round < 2; ++round)
       for (uint32_t r = 0; r < kWorld; ++r) {
         int begun = frugal_step_begin(ranks[r], s, FRUGAL_TIMEOUT_DEFAULT);
-        if (begun == FRUGAL_ERR_STEP_ABORTED) begun = frugal_step_begin(ranks[r], s, FRUGAL_TIMEOUT_DEFAULT);
+        if (begun == FRUGAL_ERR_STEP_ABORTED)
+          begun = frugal_step_begin(ranks[r], s, FRUGAL_TIMEOUT_DEFAULT);
         if (begun) return begun;
         frugal_op ops[kTables];
         std::vector<uint64_t> keys[kTables];
@@ -155,7 +158,8 @@ struct Job {
       std::sort(keys.begin(), keys.end());
       keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
       std::vector<float> rows(keys.size() * kDim[t]);
-      for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(mix(s, i) % 1000) / 100.0f;
+      for (size_t i = 0; i < rows.size(); ++i)
+        rows[i] = static_cast<float>(mix(s, i) % 1000) / 100.0f;
       if (int bad = frugal_put(tables[t], keys.data(), keys.size(), 0, rows.data(), 0)) return bad;
     }
     return FRUGAL_OK;
@@ -170,7 +174,9 @@ struct Job {
 
   // One thing after the other: of each `operation`, its step if it is one, else kNoStep.
   static constexpr uint32_t kOperations = 3 * kSteps;
-  static uint64_t step_of(uint32_t operation) { return operation % 3 == 0 ? operation / 3 : UINT64_MAX; }
+  static uint64_t step_of(uint32_t operation) {
+    return operation % 3 == 0 ? operation / 3 : UINT64_MAX;
+  }
   int run(uint32_t operation) {
     const uint64_t s = operation / 3;
     return operation % 3 == 0 ? step(s, s % 3 == 2) : operation % 3 == 1 ? put(s) : remove(s);
@@ -191,10 +197,13 @@ struct Job {
       const size_t floats = info.dim + info.state_floats;
       std::vector<float> rows(n * floats);
       std::vector<uint8_t> found(n);
-      if (int bad = frugal_get(tables[t], keys.data(), n, FRUGAL_WITH_STATE, rows.data(), 0, found.data())) return bad;
+      if (int bad = frugal_get(tables[t], keys.data(), n, FRUGAL_WITH_STATE, rows.data(), 0,
+                               found.data()))
+        return bad;
       for (size_t i = 0; i < n; ++i) {
         if (!found[i]) return FRUGAL_ERR_INTERNAL;
-        (*out)[t][keys[i]].assign(rows.begin() + static_cast<long>(i * floats), rows.begin() + static_cast<long>((i + 1) * floats));
+        (*out)[t][keys[i]].assign(rows.begin() + static_cast<long>(i * floats),
+                                  rows.begin() + static_cast<long>((i + 1) * floats));
       }
     }
     return FRUGAL_OK;
@@ -202,7 +211,8 @@ struct Job {
 };
 
 bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 // Is each row as in one of the two, or missing where it is missing in one?
@@ -231,7 +241,8 @@ pid_t start_controller(const char* address, int64_t n) {
   if (pid == 0) {
     close(out[0]);
     const std::string point = std::to_string(n), fd = std::to_string(out[1]);
-    execl("/proc/self/exe", "readout_test", "--controller", address, point.c_str(), fd.c_str(), nullptr);
+    execl("/proc/self/exe", "readout_test", "--controller", address, point.c_str(), fd.c_str(),
+          nullptr);
     _exit(127);
   }
   close(out[1]);
@@ -262,9 +273,10 @@ int serve(const char* address, int64_t n, int fd) {
   return 0;
 }
 
-// What the modes below cannot have: ranks that are far apart, and a cache that joins late. In a process of its own
-// each, since the controller is killed.
-int special(const char* name, const Mode& m, uint32_t joining, int (*train)(Job& job, std::vector<uint64_t>* keys)) {
+// What the modes below cannot have: ranks that are far apart, and a cache that joins late. In a
+// process of its own each, since the controller is killed.
+int special(const char* name, const Mode& m, uint32_t joining,
+            int (*train)(Job& job, std::vector<uint64_t>* keys)) {
   Folder folder;
   const pid_t controller = start_controller(folder.address().c_str(), 0);
   Job job;
@@ -274,7 +286,8 @@ int special(const char* name, const Mode& m, uint32_t joining, int (*train)(Job&
   kill(controller, SIGKILL);
   int ended = 0;
   waitpid(controller, &ended, 0);
-  for (int tries = 0; frugal_health(job.engine) != FRUGAL_ERR_PEER_LOST && tries < 5000; ++tries) usleep(1000);
+  for (int tries = 0; frugal_health(job.engine) != FRUGAL_ERR_PEER_LOST && tries < 5000; ++tries)
+    usleep(1000);
   Tables got;
   OK(job.read(&got));
   std::sort(expected.begin(), expected.end());
@@ -282,14 +295,16 @@ int special(const char* name, const Mode& m, uint32_t joining, int (*train)(Job&
   std::vector<uint64_t> keys;
   for (auto& [k, row] : got[3]) keys.push_back(k);
   if (keys != expected) {
-    std::printf("readout_test: FAILED: %s: %zu rows of the hashed table, not %zu\n", name, keys.size(), expected.size());
+    std::printf("readout_test: FAILED: %s: %zu rows of the hashed table, not %zu\n", name,
+                keys.size(), expected.size());
     return 1;
   }
   std::printf("readout_test: %s: right\n", name);
   return frugal_close(job.engine) != FRUGAL_OK;
 }
 
-// An allocation of the controller fails. If it goes on, or not, what is read out is right, or is told to be missing.
+// An allocation of the controller fails. If it goes on, or not, what is read out is right, or is
+// told to be missing.
 int out_of_memory(const Mode& m, const std::vector<Tables>& expected, int64_t every) {
   uint64_t right = 0, told = 0;
   for (int64_t n = 1; n < 1500; n += 1 + n % 7 + 3 * every) {
@@ -303,7 +318,8 @@ int out_of_memory(const Mode& m, const std::vector<Tables>& expected, int64_t ev
     kill(controller, n % 2 ? SIGKILL : SIGTERM);
     int ended = 0;
     waitpid(controller, &ended, 0);
-    for (int tries = 0; frugal_health(job.engine) != FRUGAL_ERR_PEER_LOST && tries < 5000; ++tries) usleep(1000);
+    for (int tries = 0; frugal_health(job.engine) != FRUGAL_ERR_PEER_LOST && tries < 5000; ++tries)
+      usleep(1000);
     uint64_t committed = 0;
     OK(frugal_committed_step(job.engine, &committed));
     Tables got;
@@ -313,16 +329,18 @@ int out_of_memory(const Mode& m, const std::vector<Tables>& expected, int64_t ev
     } else {
       const uint64_t next = committed == FRUGAL_NO_STEP ? 0 : committed + 1;
       if (!between(got, expected[next], expected[next])) {
-        std::printf("readout_test: FAILED: allocation %lld failed, %s: not the tables before step %llu\n",
-                    static_cast<long long>(n), m.name, static_cast<unsigned long long>(next));
+        std::printf(
+            "readout_test: FAILED: allocation %lld failed, %s: not the tables before step %llu\n",
+            static_cast<long long>(n), m.name, static_cast<unsigned long long>(next));
         return 1;
       }
       ++right;
     }
     OK(frugal_close(job.engine));
   }
-  std::printf("readout_test: %s, an allocation fails: %llu right, %llu told to be incomplete\n", m.name,
-              static_cast<unsigned long long>(right), static_cast<unsigned long long>(told));
+  std::printf("readout_test: %s, an allocation fails: %llu right, %llu told to be incomplete\n",
+              m.name, static_cast<unsigned long long>(right),
+              static_cast<unsigned long long>(told));
   return 0;
 }
 
@@ -352,7 +370,8 @@ int far_ahead(Job& job, std::vector<uint64_t>* keys) {
     if (int bad = look_up(job, 0, {step})) return bad;
     if (int bad = frugal_step_end(job.ranks[0], step, 0)) return bad;
   }
-  std::printf("readout_test: a rank has begun %llu steps ahead of the last commit\n", static_cast<unsigned long long>(step - 1));
+  std::printf("readout_test: a rank has begun %llu steps ahead of the last commit\n",
+              static_cast<unsigned long long>(step - 1));
   return step > 40 ? FRUGAL_OK : FRUGAL_ERR_INTERNAL;
 }
 
@@ -384,7 +403,9 @@ int main(int argc, char** argv) {
   if (argc == 5 && std::strcmp(argv[1], "--controller") == 0)
     return serve(argv[2], std::atoll(argv[3]), std::atoi(argv[4]));
   const int64_t every = argc > 1 ? std::atoll(argv[1]) : 1;
-  if (special("ranks far apart", {"", FRUGAL_FLUSH_DEFERRED, 1, FRUGAL_STALENESS_ASYNC, 0}, kWorld, far_ahead)) return 1;
+  if (special("ranks far apart", {"", FRUGAL_FLUSH_DEFERRED, 1, FRUGAL_STALENESS_ASYNC, 0}, kWorld,
+              far_ahead))
+    return 1;
   if (special("a late cache", {"", FRUGAL_FLUSH_DEFERRED, 1, 0, 0}, 1, late_cache)) return 1;
   const Mode modes[] = {{"at once", FRUGAL_FLUSH_AT_ONCE, 1, 0, 0},
                         {"deferred", FRUGAL_FLUSH_DEFERRED, 2, 0, 0},
@@ -433,7 +454,9 @@ int main(int argc, char** argv) {
       int ended = 0;
       waitpid(controller, &ended, 0);
       // What it has left is read where it is known to be dead, at once or soon.
-      for (int tries = 0; frugal_health(job.engine) != FRUGAL_ERR_PEER_LOST && tries < 5000; ++tries) usleep(1000);
+      for (int tries = 0; frugal_health(job.engine) != FRUGAL_ERR_PEER_LOST && tries < 5000;
+           ++tries)
+        usleep(1000);
       uint64_t committed = 0;
       OK(frugal_committed_step(job.engine, &committed));
       Tables got;
@@ -442,22 +465,26 @@ int main(int argc, char** argv) {
       const uint64_t before = done == 0 ? FRUGAL_NO_STEP : (done - 1) / 3;
       bool right;
       if (step == UINT64_MAX) {  // an operation outside of steps, or none, was under way
-        right = committed == before && between(got, expected[done], expected[std::min(done + 1, Job::kOperations)]);
+        right = committed == before &&
+                between(got, expected[done], expected[std::min(done + 1, Job::kOperations)]);
       } else {
         const bool in = committed == step;
-        right = (in || committed == before) && between(got, expected[done + in], expected[done + in]);
+        right =
+            (in || committed == before) && between(got, expected[done + in], expected[done + in]);
       }
       if (!right) {
-        std::printf("readout_test: FAILED: %s, point %lld: operation %u was under way, step %lld is the last\n", m.name,
-                    static_cast<long long>(n), done, static_cast<long long>(committed));
+        std::printf(
+            "readout_test: FAILED: %s, point %lld: operation %u was under way, step %lld is the "
+            "last\n",
+            m.name, static_cast<long long>(n), done, static_cast<long long>(committed));
         return 1;
       }
       ++points;
       torn += !whole;
       OK(frugal_close(job.engine));
     }
-    std::printf("readout_test: %s: killed at %llu points, %llu read-outs\n", m.name, static_cast<unsigned long long>(torn),
-                static_cast<unsigned long long>(points));
+    std::printf("readout_test: %s: killed at %llu points, %llu read-outs\n", m.name,
+                static_cast<unsigned long long>(torn), static_cast<unsigned long long>(points));
     std::fflush(stdout);
     if (torn * static_cast<uint64_t>(every) < 300) {
       std::printf("readout_test: FAILED: so few are no test\n");

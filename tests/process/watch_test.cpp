@@ -165,7 +165,8 @@ TEST(Watch, WithoutDescriptors) {
               std::unique_ptr<Watch> watch;
               if (Watch::open(&watch) != FRUGAL_ERR_OUT_OF_MEMORY) return 1;
               const std::string said = LastMessage();
-              const bool whole = said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
+              const bool whole =
+                  said.find("may have 0;") != said.npos && said.find("ulimit -n") != said.npos;
               return whole ? 0 : 2;
             }).Wait());
 }

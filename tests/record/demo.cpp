@@ -1,6 +1,7 @@
-// The record's part of the demo (examples/kge): its first 20 steps on a made-up graph, for some models, optimizers and
-// engines. A line for each, as record.py has it: hashes of the keys, of both tables with their state, and of the rows
-// that were looked up. The back end, which makes all calls to the library, is the demo's own.
+// The record's part of the demo (examples/kge): its first 20 steps on a made-up graph, for some
+// models, optimizers and engines. A line for each, as record.py has it: hashes of the keys, of both
+// tables with their state, and of the rows that were looked up. The back end, which makes all calls
+// to the library, is the demo's own.
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -39,7 +40,8 @@ kge::Graph MakeGraph() {
   return graph;
 }
 
-// The engine, with what goes in and comes out. Ranks come in any order, so their digests are added up.
+// The engine, with what goes in and comes out. Ranks come in any order, so their digests are added
+// up.
 class Recorder : public kge::Backend {
  public:
   explicit Recorder(std::unique_ptr<kge::Backend> engine) : engine_(std::move(engine)) {}
@@ -62,13 +64,18 @@ class Recorder : public kge::Backend {
     digest.Add(relations, batch.relations.size() * dim * sizeof(float));
     lookups += digest.value();
   }
-  float* GradientMemory(uint32_t rank, size_t floats) override { return engine_->GradientMemory(rank, floats); }
-  void Push(uint32_t rank, const kge::Batch& batch, const float* entity_grads, const float* relation_grads) override {
+  float* GradientMemory(uint32_t rank, size_t floats) override {
+    return engine_->GradientMemory(rank, floats);
+  }
+  void Push(uint32_t rank, const kge::Batch& batch, const float* entity_grads,
+            const float* relation_grads) override {
     engine_->Push(rank, batch, entity_grads, relation_grads);
   }
   void End(uint32_t rank, const kge::Batch& batch) override { engine_->End(rank, batch); }
   void Leave(uint32_t rank) override { engine_->Leave(rank); }
-  std::vector<float> Rows(kge::Table table, bool with_state) override { return engine_->Rows(table, with_state); }
+  std::vector<float> Rows(kge::Table table, bool with_state) override {
+    return engine_->Rows(table, with_state);
+  }
   bool Stats(frugal_stats* stats) override { return engine_->Stats(stats); }
 
   size_t dim = 0;
@@ -92,9 +99,11 @@ void Record(const char* name, const kge::Graph& graph, const kge::Options& optio
   kge::Trainer trainer(sampler, options, &recorder, /*quiet=*/true);
   trainer.Run(kSteps, 0, kSteps);
   Digest tables;
-  for (const kge::Table table : {kge::Table::kEntity, kge::Table::kRelation}) tables.Add(recorder.Rows(table, true));
+  for (const kge::Table table : {kge::Table::kEntity, kge::Table::kRelation})
+    tables.Add(recorder.Rows(table, true));
   std::printf("demo %s %016llx %016llx - %016llx ranks=%u steps=%llu\n", name,
-              static_cast<unsigned long long>(recorder.keys.load()), static_cast<unsigned long long>(tables.value()),
+              static_cast<unsigned long long>(recorder.keys.load()),
+              static_cast<unsigned long long>(tables.value()),
               static_cast<unsigned long long>(recorder.lookups.load()), options.world,
               static_cast<unsigned long long>(kSteps));
 }

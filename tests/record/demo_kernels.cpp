@@ -1,4 +1,5 @@
-// The demo's kernels for any machine, and no others: without fused operations they give the same bits everywhere.
+// The demo's kernels for any machine, and no others: without fused operations they give the same
+// bits everywhere.
 #define KGE_LANES 4
 #define KGE_ROWS 4
 #define KGE_NAME kSameKernels

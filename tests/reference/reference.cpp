@@ -269,7 +269,8 @@ bool ApplyUpdate(const frugal_optimizer& o, int32_t nan_policy, uint32_t world_s
       const float alpha =
           (o.flags & FRUGAL_OPT_NO_BIAS_CORRECTION)
               ? o.lr
-              : static_cast<float>((static_cast<double>(o.lr) * std::sqrt(correction2)) / correction1);
+              : static_cast<float>((static_cast<double>(o.lr) * std::sqrt(correction2)) /
+                                   correction1);
       for (size_t i = 0; i < dim; ++i) {
         float& m = state[i];
         float& v = state[dim + i];

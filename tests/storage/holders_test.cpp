@@ -1,4 +1,5 @@
-// The life of a hashed table's places: free, reserved while somebody holds it, here. Beside models of it.
+// The life of a hashed table's places: free, reserved while somebody holds it, here. Beside models
+// of it.
 #include "storage/holders.h"
 
 #include <array>
@@ -54,7 +55,8 @@ TEST_F(HoldersTest, CountsHaveNoLargestValue) {
 TEST_F(HoldersTest, ManyAtOnce) {
   for (uint64_t all = kPiece; all < 6 * kPiece; all += kPiece / 2)
     for (const uint64_t off : {-1, 0, 1})
-      for (uint64_t back : {uint64_t{1}, kPiece - 1, kPiece, 2 * kPiece - 1, 2 * kPiece, 3 * kPiece, all + off}) {
+      for (uint64_t back :
+           {uint64_t{1}, kPiece - 1, kPiece, 2 * kPiece - 1, 2 * kPiece, 3 * kPiece, all + off}) {
         back = std::min(back, all + off);
         hold(3, all + off);
         ASSERT_EQ(holders.let_go(3, back), back != all + off);
@@ -77,7 +79,8 @@ TEST_F(HoldersTest, RandomOperations) {
       hold(place, times);
       count += times;
     } else if (count) {
-      const uint64_t times = random.one_in(4) ? count : 1 + random.below(std::min<uint64_t>(count, 30000));
+      const uint64_t times =
+          random.one_in(4) ? count : 1 + random.below(std::min<uint64_t>(count, 30000));
       count -= times;
       ASSERT_EQ(holders.let_go(place, times), count != 0);
     }
@@ -110,7 +113,8 @@ TEST_F(HoldersTest, Unknown) {
     EXPECT_TRUE(holders.let_go(1, 10));
     holders.hold(1);
     EXPECT_TRUE(holders.unknown(1));
-    for (const uint64_t known : {uint64_t{1}, 2 * kPiece - 2, 2 * kPiece - 1, 2 * kPiece, 3 * kPiece - 1, 100 * kPiece}) {
+    for (const uint64_t known :
+         {uint64_t{1}, 2 * kPiece - 2, 2 * kPiece - 1, 2 * kPiece, 3 * kPiece - 1, 100 * kPiece}) {
       holders.clear(1);
       EXPECT_FALSE(holders.held(1));
       holders.hold(1, known);
@@ -139,7 +143,8 @@ struct PlacesTest : testing::Test {
     return rows.resolve(keys.data(), keys.size(), &kPadding, missing, slots->data(), nullptr);
   }
   float first_value(uint64_t key) const {
-    return arith::initial_value(rows.init(), arith::column_bits(arith::row_hash(rows.init().table, key), 0));
+    return arith::initial_value(rows.init(),
+                                arith::column_bits(arith::row_hash(rows.init().table, key), 0));
   }
   Rows rows;
 };
@@ -203,7 +208,8 @@ TEST_F(PlacesTest, FreeingTakesNoMemory) {
   }
 }
 
-// Declarations, calls, undone and deleted rows in any order, beside a model that knows each of them.
+// Declarations, calls, undone and deleted rows in any order, beside a model that knows each of
+// them.
 TEST_F(PlacesTest, RandomLives) {
   Random random(test_seed());
   constexpr uint64_t kCapacity = 30, kKeys = 60;
@@ -233,7 +239,8 @@ TEST_F(PlacesTest, RandomLives) {
     const uint64_t what = random.below(8);
     if (what < 3 && holders.size() < 6) {
       Holder h;
-      for (uint64_t n = 1 + random.below(9); n-- > 0;) h.keys.push_back(random.one_in(9) ? kPadding : random.below(kKeys));
+      for (uint64_t n = 1 + random.below(9); n-- > 0;)
+        h.keys.push_back(random.one_in(9) ? kPadding : random.below(kKeys));
       std::set<uint64_t> wanted;
       for (uint64_t k : h.keys)
         if (k != kPadding && !here.count(k)) wanted.insert(k);

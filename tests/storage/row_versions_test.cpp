@@ -1,5 +1,6 @@
-// Rows that are read while they are written: a reader gets a row as it was before a write or behind it, however many
-// write and read; and it waits no longer than it wants to for a writer that is gone.
+// Rows that are read while they are written: a reader gets a row as it was before a write or behind
+// it, however many write and read; and it waits no longer than it wants to for a writer that is
+// gone.
 #include "storage/row_versions.h"
 
 #include <signal.h>
@@ -73,8 +74,9 @@ TEST(RowVersions, WhatIsCopied) {
   }
 }
 
-// A row that changes between a reader's two looks at its word is copied again. The change comes from the reader's own
-// question whether to go on, which it is asked for the write that it finds first.
+// A row that changes between a reader's two looks at its word is copied again. The change comes
+// from the reader's own question whether to go on, which it is asked for the write that it finds
+// first.
 TEST(RowVersions, ALookThatMissesIsRepeated) {
   VersionWord word{0};
   Row row, copy;
@@ -96,7 +98,8 @@ TEST(RowVersions, ALookThatMissesIsRepeated) {
   EXPECT_EQ(word.load(), 4u) << "a reader leaves the word alone";
 }
 
-// Two rows of one word, a writer each, and readers beside them: every copy is whole, and no reader goes back in time.
+// Two rows of one word, a writer each, and readers beside them: every copy is whole, and no reader
+// goes back in time.
 TEST(RowVersions, ReadersBesideWriters) {
   auto rows = std::make_unique<Row[]>(2);
   VersionWord word{0};
@@ -130,13 +133,15 @@ TEST(RowVersions, ReadersBesideWriters) {
   for (int r = 0; r < 2; ++r) EXPECT_EQ(rows[r].at[0], static_cast<float>(writes % 1000000));
 }
 
-// A process that is killed while it writes leaves the word odd for good: who reads decides how long it waits.
+// A process that is killed while it writes leaves the word odd for good: who reads decides how long
+// it waits.
 TEST(RowVersions, AWriterThatDies) {
   struct Shared {
     Row row;
     VersionWord word;
   };
-  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* memory =
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(memory, MAP_FAILED);
   auto* shared = new (memory) Shared{};
   const pid_t child = fork();
@@ -154,8 +159,11 @@ TEST(RowVersions, AWriterThatDies) {
   ASSERT_TRUE(WIFSIGNALED(status));
   Row copy{};
   int asked = 0;
-  const auto go_on = [&] { return ++asked < 1200 ? Status{FRUGAL_OK} : fail(FRUGAL_ERR_PEER_LOST, "it is gone"); };
-  EXPECT_EQ(read_row(shared->word, shared->row.at, Row::kFloats, copy.at, go_on), FRUGAL_ERR_PEER_LOST);
+  const auto go_on = [&] {
+    return ++asked < 1200 ? Status{FRUGAL_OK} : fail(FRUGAL_ERR_PEER_LOST, "it is gone");
+  };
+  EXPECT_EQ(read_row(shared->word, shared->row.at, Row::kFloats, copy.at, go_on),
+            FRUGAL_ERR_PEER_LOST);
   EXPECT_EQ(asked, 1200);
   EXPECT_EQ(LastMessage(), "it is gone");
   munmap(memory, sizeof(Shared));

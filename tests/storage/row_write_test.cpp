@@ -90,7 +90,8 @@ struct RowWriteTest : testing::Test {
   // A row that was made elsewhere, of which each element differs.
   struct Made {
     explicit Made(const RowLayout& l, float first)
-        : memory(l.bytes() / sizeof(float)), rows(l.at(memory.data(), device::behind(memory.data(), l.value_pitch))) {
+        : memory(l.bytes() / sizeof(float)),
+          rows(l.at(memory.data(), device::behind(memory.data(), l.value_pitch))) {
       for (float& f : memory) f = first++;
     }
     std::vector<float> memory;
@@ -231,7 +232,8 @@ TEST_F(RowWriteTest, RowsOutsideOfStepsInPieces) {
 
 // Each row as it was, before it changes; then it is told as written, by its place in the list.
 TEST_F(RowWriteTest, AWatcherFollowsEachRow) {
-  for (const int32_t optimizer : {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
+  for (const int32_t optimizer :
+       {FRUGAL_SGD, FRUGAL_ROWWISE_ADAGRAD, FRUGAL_ADAGRAD, FRUGAL_ADAM}) {
     for (const bool marked : {false, true}) {
       Rows some;
       ASSERT_OK(some.open(rows_config(kRows, kDim, optimizer), &budget));
@@ -280,7 +282,8 @@ TEST_F(RowWriteTest, NobodyFollowsWhereNobodyWants) {
   EXPECT_EQ(RowWrite(rows, &slot, 1, {What::kUpdate}).undo(), nullptr);
 }
 
-// A row that may be read meanwhile has a new version behind its write, and an odd one during that; others keep theirs.
+// A row that may be read meanwhile has a new version behind its write, and an odd one during that;
+// others keep theirs.
 TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
   open(false, false);
   std::vector<VersionWord> words(kVersionWords);
@@ -289,7 +292,8 @@ TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
   EXPECT_EQ(rows.version(3), nullptr);
   rows.read_beside(words.data(), 77);
   EXPECT_TRUE(rows.versioned());
-  for (uint32_t slot = 0; slot < kRows; ++slot) EXPECT_EQ(rows.version(slot), &words[version_of(77, slot)]);
+  for (uint32_t slot = 0; slot < kRows; ++slot)
+    EXPECT_EQ(rows.version(slot), &words[version_of(77, slot)]);
   const Slots slots{5, 6, 39};
   RowWrite write(rows, slots.data(), slots.size(), {What::kUpdate});
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -299,7 +303,8 @@ TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
     store(write, i, static_cast<float>(i * 100));
     EXPECT_EQ(rows.version(slots[i])->load(), version + 2);
     expect_stored(slots[i], static_cast<float>(i * 100));
-    ASSERT_OK(read_row(*rows.version(slots[i]), rows.values(slots[i]), kDim, copy, [] { return FRUGAL_OK; }));
+    ASSERT_OK(read_row(*rows.version(slots[i]), rows.values(slots[i]), kDim, copy,
+                       [] { return FRUGAL_OK; }));
     EXPECT_EQ(std::vector<float>(copy, copy + kDim), row_of(rows, slots[i]).values);
   }
   uint32_t changed = 0;

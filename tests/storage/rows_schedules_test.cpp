@@ -1,8 +1,10 @@
-// Who holds places of a hashed table beside each other, in chosen interleavings (support/schedule.h): declarations and calls
-// that find rows, let them exist and let go, and who undoes or deletes rows.
+// Who holds places of a hashed table beside each other, in chosen interleavings
+// (support/schedule.h): declarations and calls that find rows, let them exist and let go, and who
+// undoes or deletes rows.
 //
-// A place that somebody holds is its row's: it has the row's key, and what the row began with or what was written to
-// that row since. In the end, when all have let go, every place that has no row is free.
+// A place that somebody holds is its row's: it has the row's key, and what the row began with or
+// what was written to that row since. In the end, when all have let go, every place that has no row
+// is free.
 #include "storage/rows.h"
 
 #include <vector>
@@ -18,8 +20,10 @@ constexpr uint64_t kKeys = 12, kPadding = 999;
 
 class World {
  public:
-  explicit World(Schedule& schedule) : s_(schedule), r_(schedule.random()), capacity_(2 + r_.below(6)) {
-    if (rows_.open(rows_config(capacity_, 1, FRUGAL_SGD, true), nullptr) != FRUGAL_OK) throw std::bad_alloc();
+  explicit World(Schedule& schedule)
+      : s_(schedule), r_(schedule.random()), capacity_(2 + r_.below(6)) {
+    if (rows_.open(rows_config(capacity_, 1, FRUGAL_SGD, true), nullptr) != FRUGAL_OK)
+      throw std::bad_alloc();
   }
 
   void run() {
@@ -46,7 +50,8 @@ class World {
     std::vector<uint64_t> others(capacity_);
     for (uint64_t i = 0; i < capacity_; ++i) others[i] = 1000 + i;
     std::vector<uint32_t> slots(capacity_);
-    HOLDS(s_, rows_.resolve(others.data(), capacity_, nullptr, Rows::Missing::kReserve, slots.data(), nullptr) == FRUGAL_OK);
+    HOLDS(s_, rows_.resolve(others.data(), capacity_, nullptr, Rows::Missing::kReserve,
+                            slots.data(), nullptr) == FRUGAL_OK);
     for (uint64_t i = 0; i < capacity_; ++i) look(slots[i], others[i]);
   }
 
@@ -93,7 +98,8 @@ class World {
       if (round == 1 && turn.writes)
         for (size_t i = 0; i < part->n; ++i)
           if (turn.keys[i] != kPadding)
-            *RowWrite(rows_, &slots[i], 1, {RowWrite::What::kNew}).in_place().row(slots[i]) = written(turn.keys[i]);
+            *RowWrite(rows_, &slots[i], 1, {RowWrite::What::kNew}).in_place().row(slots[i]) =
+                written(turn.keys[i]);
       schedule_point();
     }
     if (!turn.sorted) {
@@ -115,13 +121,16 @@ class World {
     rows_.recount([this] { return finding_.load() == 0; },
                   [this](auto visit) {
                     control_.assert_held();
-                    for (const PartRef& p : declared_) visit(p->row_slots(), p->distinct, p->row_start());
+                    for (const PartRef& p : declared_)
+                      visit(p->row_slots(), p->distinct, p->row_start());
                   });
   }
 
   void remove(uint64_t key) {
     uint32_t slot;
-    if (rows_.resolve(&key, 1, nullptr, Rows::Missing::kLeave, &slot, nullptr) != FRUGAL_OK || slot == kMissingSlot) return;
+    if (rows_.resolve(&key, 1, nullptr, Rows::Missing::kLeave, &slot, nullptr) != FRUGAL_OK ||
+        slot == kMissingSlot)
+      return;
     // Nobody lets a row exist meanwhile, or undoes it.
     rows_.uncreate(&slot, 1, r_.one_in(2));
     Lock lock(control_);
@@ -131,8 +140,8 @@ class World {
   static float written(uint64_t key) { return 100 + static_cast<float>(key); }
   void look(uint32_t slot, uint64_t key) {
     HOLDS(s_, rows_.key_of(slot) == key);
-    const float first =
-        arith::initial_value(rows_.init(), arith::column_bits(arith::row_hash(rows_.init().table, key), 0));
+    const float first = arith::initial_value(
+        rows_.init(), arith::column_bits(arith::row_hash(rows_.init().table, key), 0));
     HOLDS(s_, *rows_.values(slot) == first || *rows_.values(slot) == written(key));
   }
 

@@ -67,7 +67,8 @@ struct RowsTest : testing::Test {
     std::sort(held.begin(), held.end());
     Slots start(held.size() + 1);
     for (uint32_t i = 0; i < start.size(); ++i) start[i] = i;
-    rows.recount([] { return true; }, [&](auto visit) { visit(held.data(), held.size(), start.data()); });
+    rows.recount([] { return true; },
+                 [&](auto visit) { visit(held.data(), held.size(), start.data()); });
   }
   Keys all_keys() {
     Keys keys(100000);
@@ -279,7 +280,8 @@ TEST_F(RowsTest, APlaceBecomesAnotherRows) {
   EXPECT_EQ(slots_of({10}, Missing::kLeave), Slots{kMissingSlot});
 }
 
-// A deleted row that a declaration names is reserved, and new. Nobody names the other one: its place is free.
+// A deleted row that a declaration names is reserved, and new. Nobody names the other one: its
+// place is free.
 TEST_F(RowsTest, DeletedRows) {
   ASSERT_OK(rows.open(config(2, true), &budget));
   const Slots slots = slots_of({10, 11}, Missing::kCreate);
@@ -299,8 +301,8 @@ TEST_F(RowsTest, DeletedRows) {
   EXPECT_TRUE(is_new(rows, slots[1], 12));
 }
 
-// Rows of which it could not be noted that they exist no longer are found all the same, and so are those whose holders
-// there was no memory to count.
+// Rows of which it could not be noted that they exist no longer are found all the same, and so are
+// those whose holders there was no memory to count.
 TEST_F(RowsTest, DeletedWithoutMemory) {
   ASSERT_OK(rows.open(config(3, true), &budget));
   const Slots slots = slots_of({10, 11, 12}, Missing::kCreate);
@@ -386,7 +388,8 @@ TEST_F(RowsTest, MarkedRows) {
   EXPECT_EQ(sgd.mappings(&descriptors), 13u);
 }
 
-// A row is young until the earliest step that has used it is committed, or undone; whichever steps there are.
+// A row is young until the earliest step that has used it is committed, or undone; whichever steps
+// there are.
 TEST_F(RowsTest, YoungRows) {
   ASSERT_OK(rows.open(config(100, true), &budget));
   for (uint64_t base = 1; base < 200; base += 7) {
@@ -445,7 +448,8 @@ TEST_F(RowsTest, UsedWithoutMemory) {
   EXPECT_EQ(earlier, Vector<uint32_t>{slots[0]});
 }
 
-// A table that is full fails the whole call, of which nothing is left; what others hold stays theirs.
+// A table that is full fails the whole call, of which nothing is left; what others hold stays
+// theirs.
 TEST_F(RowsTest, AFullTable) {
   ASSERT_OK(rows.open(config(50, true), &budget));
   slots_of({0, 1}, Missing::kCreate);
@@ -669,7 +673,8 @@ TEST(RowWatchers, OneComesWhileRowsAreMade) {
     std::thread makes([&] {
       Slots slots(kRows);
       for (uint64_t i = 0; i < kRows; ++i) {
-        // The last of them are made with the watcher there, however the threads are given processors.
+        // The last of them are made with the watcher there, however the threads are given
+        // processors.
         while (i == kRows - 100 && !watched.load()) std::this_thread::yield();
         EXPECT_OK(rows.resolve(&keys[i], 1, nullptr, Missing::kReserve, &slots[i], nullptr));
         begun.store(true);

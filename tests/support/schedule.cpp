@@ -74,7 +74,8 @@ std::string command() {
   const ssize_t n = readlink("/proc/self/exe", path, sizeof path - 1);
   const auto* test = testing::UnitTest::GetInstance()->current_test_info();
   std::ostringstream out;
-  out << "FRUGAL_SCHEDULE=" << g_name << ":" << g_seed << " " << std::string(path, n > 0 ? static_cast<size_t>(n) : 0);
+  out << "FRUGAL_SCHEDULE=" << g_name << ":" << g_seed << " "
+      << std::string(path, n > 0 ? static_cast<size_t>(n) : 0);
   if (test) out << " --gtest_filter=" << test->test_suite_name() << "." << test->name();
   return out.str();
 }
@@ -82,8 +83,9 @@ std::string command() {
 void tell_failure(const Schedule* schedule) {
   if (schedule) schedule->print();
   if (!*g_name) return;  // of no exploration
-  std::fprintf(stderr, "\nTo repeat it:\n  %s\nTo keep it, a line of tests/schedules.txt:\n  %s %llu\n", command().c_str(),
-               g_name, static_cast<unsigned long long>(g_seed));
+  std::fprintf(stderr,
+               "\nTo repeat it:\n  %s\nTo keep it, a line of tests/schedules.txt:\n  %s %llu\n",
+               command().c_str(), g_name, static_cast<unsigned long long>(g_seed));
   std::ofstream(FRUGAL_FAILED_SCHEDULES, std::ios::app) << g_name << " " << g_seed << "\n";
 }
 
@@ -133,7 +135,8 @@ struct Schedule::State {
   uint64_t clock = 1000000000;
   uint64_t points = 0, choices = 0;
   uint32_t keep_of = 0;        // of so many points all but one keep the thread; 0: by priorities
-  std::vector<uint64_t> changes;  // points at which the running thread's priority becomes the lowest
+  std::vector<uint64_t>
+      changes;  // points at which the running thread's priority becomes the lowest
   int64_t lowest = 0;
   std::unordered_map<const void*, int> holders;
   Point last[kKeptPoints];
@@ -187,7 +190,8 @@ struct Schedule::State {
     for (;;) {
       int able[kMostThreads], m = 0;
       for (uint32_t i = 0; i < n; ++i)
-        if (can_go_on(static_cast<int>(i)) && !(leave && static_cast<int>(i) == running)) able[m++] = static_cast<int>(i);
+        if (can_go_on(static_cast<int>(i)) && !(leave && static_cast<int>(i) == running))
+          able[m++] = static_cast<int>(i);
       if (m) {
         if (keep_of) {
           if (!leave && running >= 0 && can_go_on(running) && random.below(keep_of)) return running;
@@ -202,7 +206,8 @@ struct Schedule::State {
       // All wait: time goes on to the next moment that one of them waits for.
       int next = -1;
       for (uint32_t i = 0; i < n; ++i)
-        if (timed(static_cast<int>(i)) && (next < 0 || threads[i].until < threads[next].until)) next = static_cast<int>(i);
+        if (timed(static_cast<int>(i)) && (next < 0 || threads[i].until < threads[next].until))
+          next = static_cast<int>(i);
       if (next < 0) return -1;
       clock = std::max(clock, threads[next].until);
       wake(threads[next]);
@@ -239,7 +244,8 @@ void Schedule::run() {
       state.tell("ends");
       this_scheduler = nullptr;
       for (const auto& [mutex, holder] : state.holders)
-        if (holder == static_cast<int>(i)) fails("a thread has ended with a mutex held", __FILE__, __LINE__);
+        if (holder == static_cast<int>(i))
+          fails("a thread has ended with a mutex held", __FILE__, __LINE__);
       state.me().kind = State::kDone;
       bool any = false;
       for (uint32_t t = 0; t < state.n; ++t) any |= state.threads[t].kind != State::kDone;
@@ -263,7 +269,9 @@ void Schedule::fails(const char* what, const char* file, int line) {
   _exit(1);
 }
 
-void Schedule::note(const char* format, uint64_t a, uint64_t b) { state_->tell(format, nullptr, a, b); }
+void Schedule::note(const char* format, uint64_t a, uint64_t b) {
+  state_->tell(format, nullptr, a, b);
+}
 
 uint64_t Schedule::points() const { return state_->points; }
 uint64_t Schedule::choices() const { return state_->choices; }
@@ -276,14 +284,17 @@ void Schedule::print() const {
   for (uint64_t i = first; i < s.told; ++i) {
     const State::Point& p = s.last[i % kKeptPoints];
     std::fprintf(stderr, "  %-12s ", p.thread < s.n ? s.threads[p.thread].name : "");
-    std::fprintf(stderr, p.what, static_cast<unsigned long long>(p.a), static_cast<unsigned long long>(p.b));
-    if (p.object) std::fprintf(stderr, " #%zu", names.emplace(p.object, names.size() + 1).first->second);
+    std::fprintf(stderr, p.what, static_cast<unsigned long long>(p.a),
+                 static_cast<unsigned long long>(p.b));
+    if (p.object)
+      std::fprintf(stderr, " #%zu", names.emplace(p.object, names.size() + 1).first->second);
     std::fputc('\n', stderr);
   }
   constexpr const char* kKinds[] = {"could go on", "locks", "waits", "sleeps", "has ended"};
   for (uint32_t i = 0; i < s.n; ++i) {
     const State::Thread& t = s.threads[i];
-    std::fprintf(stderr, "  %-12s %s", t.name, static_cast<int>(i) == s.running ? "runs" : kKinds[t.kind]);
+    std::fprintf(stderr, "  %-12s %s", t.name,
+                 static_cast<int>(i) == s.running ? "runs" : kKinds[t.kind]);
     if (t.kind == State::kLocking || t.kind == State::kWaiting) {
       const auto named = names.find(t.kind == State::kLocking ? t.mutex : t.condition);
       std::fprintf(stderr, " #%zu", named == names.end() ? 0 : named->second);
@@ -295,7 +306,8 @@ void Schedule::print() const {
   }
 }
 
-// --- Points ----------------------------------------------------------------------------------------
+// --- Points
+// ----------------------------------------------------------------------------------------
 
 namespace {
 enum Leave : bool { kStay, kLeave };
@@ -305,7 +317,8 @@ enum Leave : bool { kStay, kLeave };
 template <class State>
 static void pass(Schedule& schedule, State& s, Leave leave) {
   const int from = s.running;
-  if (++s.points > kMostPoints) schedule.fails("livelock: nothing moves any more", __FILE__, __LINE__);
+  if (++s.points > kMostPoints)
+    schedule.fails("livelock: nothing moves any more", __FILE__, __LINE__);
   if (!s.keep_of) {
     bool lowers = leave == kLeave;  // who looks again and again gives way to all others
     for (uint64_t at : s.changes) lowers |= at == s.points;
@@ -333,7 +346,8 @@ void Schedule::lock(const void* mutex) {
   State& s = *state_;
   s.tell("locks", mutex);
   const auto holder = s.holders.find(mutex);
-  if (holder != s.holders.end() && holder->second == s.running) fails("a mutex is locked twice", __FILE__, __LINE__);
+  if (holder != s.holders.end() && holder->second == s.running)
+    fails("a mutex is locked twice", __FILE__, __LINE__);
   s.me().kind = State::kLocking;
   s.me().mutex = mutex;
   pass(*this, s, kStay);
@@ -374,7 +388,8 @@ void Schedule::notify(const void* condition, bool all) {
   s.tell(all ? "tells all" : "tells one", condition);
   uint32_t waiters[kMostThreads], m = 0;
   for (uint32_t i = 0; i < s.n; ++i)
-    if (s.threads[i].kind == State::kWaiting && s.threads[i].condition == condition) waiters[m++] = i;
+    if (s.threads[i].kind == State::kWaiting && s.threads[i].condition == condition)
+      waiters[m++] = i;
   if (m && !all) {
     waiters[0] = waiters[s.random.below(m)];
     m = 1;
@@ -393,7 +408,8 @@ void Schedule::sleep(uint64_t ns) {
   pass(*this, s, kStay);
 }
 
-// --- Many ------------------------------------------------------------------------------------------
+// --- Many
+// ------------------------------------------------------------------------------------------
 
 void explore(const char* name, uint64_t rounds, const std::function<void(Schedule&)>& one) {
   struct sigaction on {}, before;
@@ -406,7 +422,8 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
   const int here = os_processor();
   if (here >= 0) {
     Processors::only(here).place();
-    for (uint32_t i = 0; i < Schedule::kMostThreads; ++i) Processors::only(here).place(&workers()[i].thread);
+    for (uint32_t i = 0; i < Schedule::kMostThreads; ++i)
+      Processors::only(here).place(&workers()[i].thread);
   }
   uint64_t points = 0, most = 0, runs = 0;
   std::unordered_set<uint64_t> distinct;
@@ -426,17 +443,20 @@ void explore(const char* name, uint64_t rounds, const std::function<void(Schedul
   const char* given = std::getenv("FRUGAL_SCHEDULE");
   if (given) {
     const size_t n = std::strlen(name);
-    if (std::strncmp(given, name, n) == 0 && given[n] == ':') run(std::strtoull(given + n + 1, nullptr, 10));
+    if (std::strncmp(given, name, n) == 0 && given[n] == ':')
+      run(std::strtoull(given + n + 1, nullptr, 10));
   } else {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     rounds /= 10;  // threads that take turns have no races to report
 #endif
     for (uint64_t seed : kept_seeds(name)) run(seed);
-    for (uint64_t i = 0, n = test_rounds(rounds), first = mix(test_seed()); i < n; ++i) run(mix(first + i));
+    for (uint64_t i = 0, n = test_rounds(rounds), first = mix(test_seed()); i < n; ++i)
+      run(mix(first + i));
   }
-  std::printf("%s: %llu schedules, %zu of them distinct; points: %llu on average, %llu at most\n", name,
-              static_cast<unsigned long long>(runs), distinct.size(),
-              static_cast<unsigned long long>(runs ? points / runs : 0), static_cast<unsigned long long>(most));
+  std::printf("%s: %llu schedules, %zu of them distinct; points: %llu on average, %llu at most\n",
+              name, static_cast<unsigned long long>(runs), distinct.size(),
+              static_cast<unsigned long long>(runs ? points / runs : 0),
+              static_cast<unsigned long long>(most));
   whole.place();
   sigaction(SIGABRT, &before, nullptr);
 }

@@ -1,17 +1,20 @@
-// Chosen interleavings: real threads of which one runs at a time. At each point of the seam (base/scheduler.h) a seed
-// decides who goes on. So whatever a run does can be repeated, and a rare order of two threads is not rare.
+// Chosen interleavings: real threads of which one runs at a time. At each point of the seam
+// (base/scheduler.h) a seed decides who goes on. So whatever a run does can be repeated, and a rare
+// order of two threads is not rare.
 //
-// Half of the seeds switch at random, often or seldom. The others give the threads priorities, which change at a few
-// points of the run: a fault that needs d switches at certain points is met by one run in about n k^(d-1), for n threads and k
-// points (Burckhardt et al., "A randomized scheduler with probabilistic guarantees of finding bugs"). Time is the run's
-// own: it goes on when somebody looks at it, and jumps when all threads wait for it. A wait may also end at its time
+// Half of the seeds switch at random, often or seldom. The others give the threads priorities,
+// which change at a few points of the run: a fault that needs d switches at certain points is met
+// by one run in about n k^(d-1), for n threads and k points (Burckhardt et al., "A randomized
+// scheduler with probabilistic guarantees of finding bugs"). Time is the run's own: it goes on when
+// somebody looks at it, and jumps when all threads wait for it. A wait may also end at its time
 // though others could go on, or for no reason.
 //
-// Memory is sequentially consistent here: what needs a weaker order of two atomics to go wrong, no schedule shows.
+// Memory is sequentially consistent here: what needs a weaker order of two atomics to go wrong, no
+// schedule shows.
 //
-// A failure ends the process: who still waits could not be ended otherwise. It prints the last points of the run, its
-// seed, and the command that repeats it; the seed goes to the file of kept ones in the build folder, too. Kept seeds run first:
-// of that file, and of tests/schedules.txt.
+// A failure ends the process: who still waits could not be ended otherwise. It prints the last
+// points of the run, its seed, and the command that repeats it; the seed goes to the file of kept
+// ones in the build folder, too. Kept seeds run first: of that file, and of tests/schedules.txt.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -59,12 +62,13 @@ class Schedule final : public Scheduler {
   Random random_;
 };
 
-// Runs `one` once for each of so many schedules (test_rounds of them), or for that of FRUGAL_SCHEDULE in the environment
-// alone. `name` is that of its kept seeds.
+// Runs `one` once for each of so many schedules (test_rounds of them), or for that of
+// FRUGAL_SCHEDULE in the environment alone. `name` is that of its kept seeds.
 void explore(const char* name, uint64_t rounds, const std::function<void(Schedule&)>& one);
 
 }  // namespace frugal
 
 // In a schedule's thread, or behind its run.
-#define HOLDS(schedule, condition) \
-  ((condition) ? static_cast<void>(0) : (schedule).fails("does not hold: " #condition, __FILE__, __LINE__))
+#define HOLDS(schedule, condition)    \
+  ((condition) ? static_cast<void>(0) \
+               : (schedule).fails("does not hold: " #condition, __FILE__, __LINE__))

@@ -92,7 +92,9 @@ TEST(Schedules, ALostWakeUp) {
         UniqueLock lock(c.mu);
         const uint64_t until = now_ns() + kHour;
         bool looked = false;
-        if (!there) c.changed.wait_until(lock, until, [&] { return (locks && c.n != 0) || std::exchange(looked, true); });
+        if (!there)
+          c.changed.wait_until(lock, until,
+                               [&] { return (locks && c.n != 0) || std::exchange(looked, true); });
         in_time = now_ns() < until;
       });
       s.run();
@@ -189,7 +191,8 @@ TEST_F(EndsDeathTest, ADeadlock) {
     second.unlock();
     first.unlock();
   };
-  EXPECT_EXIT(run([&] { both(x, y); }, [&] { both(y, x); }), testing::ExitedWithCode(1), "deadlock(.|\n)*which . has");
+  EXPECT_EXIT(run([&] { both(x, y); }, [&] { both(y, x); }), testing::ExitedWithCode(1),
+              "deadlock(.|\n)*which . has");
 }
 
 TEST_F(EndsDeathTest, ALivelock) {
@@ -198,7 +201,8 @@ TEST_F(EndsDeathTest, ALivelock) {
 
 TEST_F(EndsDeathTest, AMutexThatIsKept) {
   static Mutex x;
-  EXPECT_EXIT(run([]() NO_THREAD_SAFETY_ANALYSIS { x.lock(); }, [] {}), testing::ExitedWithCode(1), "with a mutex held");
+  EXPECT_EXIT(run([]() NO_THREAD_SAFETY_ANALYSIS { x.lock(); }, [] {}), testing::ExitedWithCode(1),
+              "with a mutex held");
 }
 
 TEST_F(EndsDeathTest, WhatDoesNotHold) {

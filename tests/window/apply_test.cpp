@@ -1,5 +1,6 @@
-// From an update to rows: in chunks, as claims, and in a read-out an update gives each row the same bits, those of
-// the sum in the order of the ranks and the optimizer's step; and each row is told to who watches, once.
+// From an update to rows: in chunks, as claims, and in a read-out an update gives each row the same
+// bits, those of the sum in the order of the ranks and the optimizer's step; and each row is told
+// to who watches, once.
 #include "window/apply.h"
 
 #include <algorithm>
@@ -28,7 +29,8 @@ struct Watcher final : RowWatcher {
     for (size_t i = 0; i < write.size(); ++i) {
       const uint32_t slot = write.slot(i);
       EXPECT_TRUE(slots.insert(slot).second) << slot << " is written twice";
-      if (const uint32_t* entries = write.purpose().entries) EXPECT_EQ(update->slots[entries[i]], slot);
+      if (const uint32_t* entries = write.purpose().entries)
+        EXPECT_EQ(update->slots[entries[i]], slot);
       else EXPECT_FALSE(chunks[write.purpose().chunk]) << "the chunk had ended";
     }
     ++lists;
@@ -83,13 +85,15 @@ struct ApplyTest : testing::Test {
       h.stride = dense.layout().sums_stride;
       gradients.emplace_back(keys.size() * dim);
       for (float& g : gradients.back()) g = any();
-      const device::GradSource source{gradients.back().data(), dim * sizeof(float), nullptr, nullptr, nullptr};
+      const device::GradSource source{gradients.back().data(), dim * sizeof(float), nullptr,
+                                      nullptr, nullptr};
       ASSERT_OK(pool.get(h.rows() * dense.layout().sums_bytes(), &h.sums));
-      device::kernels().reduce(h.part->pairs.as<uint64_t>(), h.part->row_start(), 0, h.rows(), dim, source,
-                               h.sums.as<float>(), h.stride, false);
+      device::kernels().reduce(h.part->pairs.as<uint64_t>(), h.part->row_start(), 0, h.rows(), dim,
+                               source, h.sums.as<float>(), h.stride, false);
       update->ranks.push_back(std::move(h));
     }
-    update->scalars = arith::step_scalars(optimizer, 7, static_cast<uint32_t>(ranks), FRUGAL_NAN_ACCEPT, dim);
+    update->scalars =
+        arith::step_scalars(optimizer, 7, static_cast<uint32_t>(ranks), FRUGAL_NAN_ACCEPT, dim);
     // As it should be, a row at a time.
     expected = std::make_unique<Rows>();
     open(expected.get());
@@ -106,7 +110,8 @@ struct ApplyTest : testing::Test {
         first = false;
       }
       const RowWrite write(*expected, &slot, 1, {RowWrite::What::kUpdate});
-      device::kernels().apply(write.in_place(), update->scalars, &slot, 1, sum.data(), sum.size(), nullptr);
+      device::kernels().apply(write.in_place(), update->scalars, &slot, 1, sum.data(), sum.size(),
+                              nullptr);
     }
     if (lent) {
       Handover& h = update->ranks[0];
@@ -120,7 +125,8 @@ struct ApplyTest : testing::Test {
     std::vector<float> is(l.state_floats), should(l.state_floats);
     l.export_state(state, is.data());
     expected->export_state(slot, should.data());
-    ASSERT_EQ(std::memcmp(values, expected->values(slot), l.value_bytes()), 0) << way << ", row " << slot;
+    ASSERT_EQ(std::memcmp(values, expected->values(slot), l.value_bytes()), 0)
+        << way << ", row " << slot;
     for (size_t i = 0; i < is.size(); ++i)
       ASSERT_EQ(std::memcmp(&is[i], &should[i], sizeof(float)), 0) << way << ", state " << slot;
   }
@@ -151,7 +157,8 @@ struct ApplyTest : testing::Test {
     for (const bool versions : {false, true}) {
       if (versions && update->ranks[0].lent) continue;
       for (const bool chunks : {false, true}) {
-        const std::string way = std::string(chunks ? "chunks" : "claims") + (versions ? ", read beside" : "");
+        const std::string way =
+            std::string(chunks ? "chunks" : "claims") + (versions ? ", read beside" : "");
         Rows rows;
         open(&rows);
         std::vector<VersionWord> words(kVersionWords);
@@ -164,7 +171,8 @@ struct ApplyTest : testing::Test {
         if (chunks) {
           size_t n = 0;
           for (size_t c = bounds.size() - 1; c-- > 0;) {
-            n += apply(to, *update, UpdateChunk{c, bounds[c], bounds[c + 1]}, is_direct(to, *update) ? nullptr : &scratch);
+            n += apply(to, *update, UpdateChunk{c, bounds[c], bounds[c + 1]},
+                       is_direct(to, *update) ? nullptr : &scratch);
             EXPECT_TRUE(watcher.chunks[c]);
           }
           EXPECT_EQ(n, update->n);
@@ -195,12 +203,15 @@ struct ApplyTest : testing::Test {
       if (wanted(update->slots[i])) entries.push_back(i);
     const RowLayout& l = rows.layout();
     std::vector<float> memory(slots.size() * l.bytes() / sizeof(float));
-    const device::RowsRef copies = l.at(memory.data(), device::behind(memory.data(), slots.size() * l.value_pitch));
+    const device::RowsRef copies =
+        l.at(memory.data(), device::behind(memory.data(), slots.size() * l.value_pitch));
     for (size_t i = 0; i < slots.size(); ++i) {
       std::memcpy(copies.row(i), rows.values(slots[i]), l.value_pitch);
       if (l.state_pitch) std::memcpy(copies.state_row(i), rows.state(slots[i]), l.state_pitch);
     }
-    EXPECT_EQ(apply(ApplyTo(copies, slots), *update, UpdateEntries{entries.data(), entries.size()}, &scratch), entries.size());
+    EXPECT_EQ(apply(ApplyTo(copies, slots), *update, UpdateEntries{entries.data(), entries.size()},
+                    &scratch),
+              entries.size());
     for (size_t i = 0; i < slots.size(); ++i) {
       expect_row(copies.row(i), copies.state_row(i), slots[i], "read-out");
       if (HasFatalFailure()) return;

@@ -1,14 +1,16 @@
-// Ranks, flush threads and who declares, cancels and looks rows up, beside each other on one window in chosen interleavings
-// (support/schedule.h).
+// Ranks, flush threads and who declares, cancels and looks rows up, beside each other on one window
+// in chosen interleavings (support/schedule.h).
 //
-// The model is a host row's list of the steps whose updates it has. A rank that has passed the gate of a step finds all
-// that the contract promises in the rows that it reads, nobody writes them meanwhile, updates of a row are written in
-// step order, one at a time, and in the end each is written once. The ranks follow the engine's rules: a step is staged when
-// all ranks have passed its gate and committed when all have ended it; declarations are linked in pieces, by one thread at a
-// time; a rank that would wait helps.
+// The model is a host row's list of the steps whose updates it has. A rank that has passed the gate
+// of a step finds all that the contract promises in the rows that it reads, nobody writes them
+// meanwhile, updates of a row are written in step order, one at a time, and in the end each is
+// written once. The ranks follow the engine's rules: a step is staged when all ranks have passed
+// its gate and committed when all have ended it; declarations are linked in pieces, by one thread
+// at a time; a rank that would wait helps.
 //
-// With caches rank 0 has one, and a thread works its boundaries out ahead (as engine/caches.cpp does). Then rows have
-// values, and each that is read, in a line or in host memory, has the bits that one thread gives.
+// With caches rank 0 has one, and a thread works its boundaries out ahead (as engine/caches.cpp
+// does). Then rows have values, and each that is read, in a line or in host memory, has the bits
+// that one thread gives.
 #include "window/window.h"
 
 #include <algorithm>
@@ -43,7 +45,8 @@ constexpr size_t kNone = SIZE_MAX;
 struct Tables {
   Tables() {
     for (Rows* rows : {&host, &reference})
-      if (rows->open(rows_config(kRows, kDim, FRUGAL_ADAM), nullptr) != FRUGAL_OK) throw std::bad_alloc();
+      if (rows->open(rows_config(kRows, kDim, FRUGAL_ADAM), nullptr) != FRUGAL_OK)
+        throw std::bad_alloc();
   }
   void begin() {
     for (Rows* rows : {&host, &reference})
@@ -69,14 +72,18 @@ class World {
       if (HostLines::open(host_, lines, tables_.pool, &lines_) != FRUGAL_OK) throw std::bad_alloc();
     }
     for (size_t i = 0; i < steps_.size(); ++i) draw(i);
-    if (window_.open({.rows = rows_.size(), .staleness = tau_, .placement = ranks_, .tree_heap = kind.tree_heap}, kFirst) !=
-        FRUGAL_OK)
+    if (window_.open({.rows = rows_.size(),
+                      .staleness = tau_,
+                      .placement = ranks_,
+                      .tree_heap = kind.tree_heap},
+                     kFirst) != FRUGAL_OK)
       throw std::bad_alloc();
   }
 
   void run() {
     constexpr const char* kRanks[] = {"rank 0", "rank 1"};
-    for (uint32_t rank = 0; rank < ranks_; ++rank) s_.thread(kRanks[rank], [this, rank] { train(rank); });
+    for (uint32_t rank = 0; rank < ranks_; ++rank)
+      s_.thread(kRanks[rank], [this, rank] { train(rank); });
     s_.thread("flush 0", [this] { flush(); });
     if (r_.one_in(2)) s_.thread("flush 1", [this] { flush(); });
     if (kind_.declares) s_.thread("linker", [this] { link_all(); });
@@ -128,13 +135,15 @@ class World {
       OfRank& of = steps_[i].of[rank];
       of.declared = resolved_part(pool, step, rank, kind_.declares ? some_rows(2) : Slots());
       // Mostly what was declared is pushed.
-      of.pushed = kind_.declares && !r_.one_in(4) ? of.declared : resolved_part(pool, step, rank, some_rows(2));
+      of.pushed = kind_.declares && !r_.one_in(4) ? of.declared
+                                                  : resolved_part(pool, step, rank, some_rows(2));
       if (of.pushed->distinct == 0) continue;
       pushed.push_back(of.pushed);
       all.insert(of.pushed->row_slots(), of.pushed->row_slots() + of.pushed->distinct);
     }
     if (all.empty()) return;
-    const UpdateRef& update = steps_[i].update = make_update(pool, step, pushed, kind_.caches ? host_.layout().sums_stride : 0);
+    const UpdateRef& update = steps_[i].update =
+        make_update(pool, step, pushed, kind_.caches ? host_.layout().sums_stride : 0);
     update->make_list();
     for (uint32_t slot : all) rows_[slot].updates.push_back(step);
     if (!kind_.caches) return;
@@ -142,7 +151,8 @@ class World {
     o.kind = FRUGAL_ADAM;
     update->scalars = arith::step_scalars(o, step, ranks_, 0, kDim);
     for (Handover& h : update->ranks)
-      for (size_t k = 0; k < h.rows() * h.stride; ++k) h.sums.as<float>()[k] = static_cast<float>(r_.below(1000)) * 1e-3f;
+      for (size_t k = 0; k < h.rows() * h.stride; ++k)
+        h.sums.as<float>()[k] = static_cast<float>(r_.below(1000)) * 1e-3f;
     for (size_t row = 0; row < update->n; ++row) {
       apply(tables_.reference, *update, row);
       keep_values(update->slots[row]);
@@ -159,7 +169,8 @@ class World {
     frugal::apply(ApplyTo(rows), update, UpdateEntries{&entry, 1}, &scratch);
   }
   static size_t before(const Row& row, uint64_t step) {  // updates of earlier steps
-    return static_cast<size_t>(std::lower_bound(row.updates.begin(), row.updates.end(), step) - row.updates.begin());
+    return static_cast<size_t>(std::lower_bound(row.updates.begin(), row.updates.end(), step) -
+                               row.updates.begin());
   }
 
   // --- Host rows ---
@@ -193,7 +204,9 @@ class World {
     const Row& row = rows_[slot];
     s_.note("reads row %llu before step %llu", slot, step);
     HOLDS(s_, row.applied >= before(row, step));
-    HOLDS(s_, !kind_.caches || row.writing || std::memcmp(host_.values(slot), row.values[row.applied].data(), kDim * sizeof(float)) == 0);
+    HOLDS(s_, !kind_.caches || row.writing ||
+                  std::memcmp(host_.values(slot), row.values[row.applied].data(),
+                              kDim * sizeof(float)) == 0);
   }
 
   // --- Ranks ---
@@ -219,7 +232,8 @@ class World {
     {
       Lock lock(control_);
       if (committed_ + tau_ < i) return false;
-      if (kind_.declares && step.of[rank].linking != kDone && !step.of[rank].cancelled) return false;
+      if (kind_.declares && step.of[rank].linking != kDone && !step.of[rank].cancelled)
+        return false;
     }
     return !window_.pending_until(kFirst + i);
   }
@@ -256,8 +270,10 @@ class World {
       const auto* source = part.sources.as<device::Source>();
       if (rank == 0 && kind_.caches && source[k].is_own()) {
         s_.note("reads row %llu in line %llu", slot, source[k].index());
-        const float* line = device::behind(lines_->at().host, source[k].index() * host_.layout().value_pitch);
-        HOLDS(s_, std::memcmp(line, row.values[before(row, kFirst + i)].data(), kDim * sizeof(float)) == 0);
+        const float* line =
+            device::behind(lines_->at().host, source[k].index() * host_.layout().value_pitch);
+        HOLDS(s_, std::memcmp(line, row.values[before(row, kFirst + i)].data(),
+                              kDim * sizeof(float)) == 0);
         s_.point();
         continue;
       }
@@ -276,7 +292,8 @@ class World {
     if (!more) plan_ = {};
     Vector<uint32_t> slots, evicted;
     for (size_t k = 0; part && k < part->distinct; ++k)
-      if (window_.placement().may_cache(0, part->row_slots()[k])) slots.push_back(part->row_slots()[k]);
+      if (window_.placement().may_cache(0, part->row_slots()[k]))
+        slots.push_back(part->row_slots()[k]);
     Vector<uint64_t> next(slots.size());
     window_.next_owner_reads(slots.data(), slots.size(), kFirst + i, next.data(), urgency);
     for (uint64_t read : next) HOLDS(s_, read > kFirst + i);
@@ -290,7 +307,8 @@ class World {
     uint64_t dirty = 0;
     window_.set_cached(evicted.data(), evicted.size(), false, &dirty, urgency);
     if (!part) return;
-    HOLDS(s_, tables_.pool.get((part->distinct + 1) * sizeof(device::Source), &part->sources) == FRUGAL_OK);
+    HOLDS(s_, tables_.pool.get((part->distinct + 1) * sizeof(device::Source), &part->sources) ==
+                  FRUGAL_OK);
     cache_.sources(part->row_slots(), part->distinct, part->sources.as<device::Source>());
     plan_.parts.push_back(part);
   }
@@ -353,7 +371,8 @@ class World {
         if (of.linking == kDone && !of.cancelled) part = of.declared;
         if (!part && !r_.one_in(4)) continue;
         for (uint32_t rank = 0; rank < ranks_; ++rank)
-          if (steps_[i - 1].of[rank].declared->distinct) pushed.push_back(steps_[i - 1].of[rank].declared);
+          if (steps_[i - 1].of[rank].declared->distinct)
+            pushed.push_back(steps_[i - 1].of[rank].declared);
         planning_ = true;
         turned_ = kNone;
       }
@@ -376,7 +395,8 @@ class World {
       step.staging = true;
       for (uint32_t rank = 0; rank < ranks_; ++rank) {
         const OfRank& of = step.of[rank];
-        exact = exact && of.linking == kDone && !of.cancelled && (of.pushed == of.declared || of.pushed->distinct == 0);
+        exact = exact && of.linking == kDone && !of.cancelled &&
+                (of.pushed == of.declared || of.pushed->distinct == 0);
       }
     }
     if (step.update) {
@@ -409,7 +429,8 @@ class World {
     Step& step = steps_[i];
     {
       Lock lock(control_);
-      // With staleness a rank may have ended a step before the ranks have all passed the gate of an earlier one.
+      // With staleness a rank may have ended a step before the ranks have all passed the gate of an
+      // earlier one.
       if (++step.ended < ranks_) return;
     }
     while (!stage(i)) s_.pause();
@@ -504,7 +525,9 @@ void explore_kind(const char* name, uint64_t rounds, const Kind& kind) {
 TEST(WindowSchedules, Gates) { explore_kind("window.gates", 10000, {}); }
 TEST(WindowSchedules, TreeHeap) { explore_kind("window.tree_heap", 10000, {.tree_heap = true}); }
 TEST(WindowSchedules, Staleness) { explore_kind("window.staleness", 10000, {.stale = true}); }
-TEST(WindowSchedules, NothingDeclared) { explore_kind("window.undeclared", 10000, {.declares = false}); }
+TEST(WindowSchedules, NothingDeclared) {
+  explore_kind("window.undeclared", 10000, {.declares = false});
+}
 TEST(WindowSchedules, Caches) { explore_kind("window.caches", 10000, {.caches = true}); }
 
 }  // namespace

@@ -63,7 +63,8 @@ size_t insertion_sort(const uint32_t* slots, size_t n, uint32_t first_position, 
 size_t sort_scratch(size_t n, uint64_t rows) {
   if (n <= kInsertionLimit) return 0;
   const Digits digits = choose_digits(bits_below(rows), n);
-  return (sizeof(uint32_t) * digits.passes << digits.bits) + (digits.passes > 1 ? n * sizeof(uint64_t) : 0);
+  return (sizeof(uint32_t) * digits.passes << digits.bits) +
+         (digits.passes > 1 ? n * sizeof(uint64_t) : 0);
 }
 
 size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
@@ -77,7 +78,8 @@ size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint
   memset(histogram, 0, sizeof(uint32_t) * digits.passes * buckets);
   // The pairs go from one to the other with each pass; the last one ends in `pairs`.
   uint64_t* a = pairs;
-  uint64_t* b = reinterpret_cast<uint64_t*>(histogram + digits.passes * buckets);  // an even number of counts
+  uint64_t* b =
+      reinterpret_cast<uint64_t*>(histogram + digits.passes * buckets);  // an even number of counts
   if (digits.passes % 2 == 0) std::swap(a, b);
   size_t count = 0;
   if (digits.passes == 2) {

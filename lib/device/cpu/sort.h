@@ -13,13 +13,13 @@
 
 namespace frugal::device {
 
-// The bytes between the passes of sort_pairs: counts of digits, and the pairs once more if there are
-// several passes.
+// The bytes between the passes of sort_pairs: counts of digits, and the pairs once more if there
+// are several passes.
 size_t sort_scratch(size_t n, uint64_t rows);
 
 // Sorts slot << 32 | (first_position + i) for i in 0 .. n - 1 by slot, stable, without padding.
-// Slots that are not padding are < `rows`. n + first_position <= 2^32. `pairs` has room for n pairs,
-// `scratch` for sort_scratch(n, rows) bytes at a multiple of 8. Returns the number of pairs.
+// Slots that are not padding are < `rows`. n + first_position <= 2^32. `pairs` has room for n
+// pairs, `scratch` for sort_scratch(n, rows) bytes at a multiple of 8. Returns the number of pairs.
 size_t sort_pairs(const uint32_t* slots, size_t n, uint32_t first_position, uint64_t rows,
                   uint64_t* pairs, void* scratch);
 

@@ -186,8 +186,9 @@ class CudaRuntime final : public Runtime {
     if (bytes == 0 || reinterpret_cast<uintptr_t>(p) % page != 0)
       return misuse("cudaHostRegister", "memory to pin does not start at a page, or is empty");
     FRUGAL_SCOPE;
-    const cudaError_t code = cudaHostRegister(p, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped |
-                                                            (read_only ? cudaHostRegisterReadOnly : 0));
+    const cudaError_t code = cudaHostRegister(p, bytes,
+                                              cudaHostRegisterPortable | cudaHostRegisterMapped |
+                                                  (read_only ? cudaHostRegisterReadOnly : 0));
     Result result = told(code, "cudaHostRegister");
     // How the system's refusals to lock memory are told.
     if (code == cudaErrorOperatingSystem || code == cudaErrorNotSupported ||
@@ -406,7 +407,8 @@ Result CudaRuntime::open(uint32_t index) {
   info_.processors = static_cast<uint32_t>(properties.multiProcessorCount);
   info_.compute = static_cast<uint32_t>(properties.major * 10 + properties.minor);
   int pins_read_only = 0;
-  FRUGAL_CUDA_TRY(cudaDeviceGetAttribute, &pins_read_only, cudaDevAttrHostRegisterReadOnlySupported, device_);
+  FRUGAL_CUDA_TRY(cudaDeviceGetAttribute, &pins_read_only, cudaDevAttrHostRegisterReadOnlySupported,
+                  device_);
   info_.pins_read_only = pins_read_only != 0;
   FRUGAL_CUDA_TRY(cudaDeviceGetStreamPriorityRange, &lowest_priority_, &highest_priority_);
 

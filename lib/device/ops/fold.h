@@ -1,11 +1,10 @@
 // fold32 on a device: sums of runs, combined pairwise (docs/arithmetic.md, section 1).
 //
 // What: runs that come one after the other are combined by a binary counter of partial sums, as in
-// arith/fold.h; its levels lie in shared memory, since an array that is indexed by a variable can not
-// stay in registers.
-// Invariants: a pairwise sum of runs, cut into pieces of a power of two runs each, is the pairwise
-// sum of the sums of the pieces, of which the last may be shorter: so pieces are summed in parallel.
-// Callers: reduce.h, pool.h.
+// arith/fold.h; its levels lie in shared memory, since an array that is indexed by a variable can
+// not stay in registers. Invariants: a pairwise sum of runs, cut into pieces of a power of two runs
+// each, is the pairwise sum of the sums of the pieces, of which the last may be shorter: so pieces
+// are summed in parallel. Callers: reduce.h, pool.h.
 #ifndef FRUGAL_DEVICE_OPS_FOLD_H_
 #define FRUGAL_DEVICE_OPS_FOLD_H_
 
@@ -20,8 +19,8 @@ FRUGAL_HD uint32_t fold_levels(uint64_t n) {
   return levels;
 }
 
-// The partial sums of one thread. Uses fold_levels(n) * threads() * sizeof(V) bytes of shared memory
-// for `n` sums, the last of which goes to finish().
+// The partial sums of one thread. Uses fold_levels(n) * threads() * sizeof(V) bytes of shared
+// memory for `n` sums, the last of which goes to finish().
 template <class V>
 class PairwiseSum {
  public:

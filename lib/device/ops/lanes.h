@@ -2,9 +2,9 @@
 //
 // What: a row is read and written in vectors of four floats, or of one where dim or an address does
 // not allow four. A *lane group* of 1 to 32 lanes of a warp handles one *tile* of a row, that is up
-// to 32 vectors, one a lane: narrow rows share a warp, wide rows are several tiles. All kernels that
-// work elementwise walk over (item, tile) pairs in this way, so they have no loop over columns.
-// Invariants: everything that depends on dim alone is the same in all lanes of a grid.
+// to 32 vectors, one a lane: narrow rows share a warp, wide rows are several tiles. All kernels
+// that work elementwise walk over (item, tile) pairs in this way, so they have no loop over
+// columns. Invariants: everything that depends on dim alone is the same in all lanes of a grid.
 // Callers: the kernel bodies; shapes.h.
 #ifndef FRUGAL_DEVICE_OPS_LANES_H_
 #define FRUGAL_DEVICE_OPS_LANES_H_

@@ -11,13 +11,15 @@
 
 namespace frugal::device {
 
-// Bag b has keys offsets[b] .. offsets[b + 1] - 1. Offsets that come from the caller's device memory
-// have been seen by nobody: no key behind the last is read, whatever they say, and `wrong` is told.
+// Bag b has keys offsets[b] .. offsets[b + 1] - 1. Offsets that come from the caller's device
+// memory have been seen by nobody: no key behind the last is read, whatever they say, and `wrong`
+// is told.
 struct BagsPtr {
   Ptr<uint64_t> offsets;
   uint32_t bags;
   uint32_t keys;
-  Ptr<uint32_t> wrong;  // a word that becomes 1 if they do not ascend from 0 to `keys`; null: they do
+  Ptr<uint32_t>
+      wrong;  // a word that becomes 1 if they do not ascend from 0 to `keys`; null: they do
 };
 
 struct Bag {
@@ -122,7 +124,8 @@ FRUGAL_DEVICE void pool_rows_body(const PoolArgs& a) {
 // Lanes of a group that makes a sum16: each holds four of the sixteen.
 inline constexpr uint32_t kSumGroup = arith::kSumLanes / 4;
 
-// The sum over the caller's group of kSumGroup lanes, in all of them: lane l + lane l + 8, then + 4,
+// The sum over the caller's group of kSumGroup lanes, in all of them: lane l + lane l + 8, then +
+// 4,
 // + 2, + 1. Which operand is on the left changes no bit (of a sum that is no NaN). All lanes of the
 // warp take part.
 FRUGAL_DEVICE float finish_sum16(Float4 acc) {

@@ -41,7 +41,7 @@ struct ReduceArgs {
   Ptr<float> sums;       // of distinct rows; the hand-over, in host memory
   uint64_t sums_stride;  // floats
   Ptr<float> runs;
-  Ptr<uint32_t> nan;     // a word that becomes 1 if a term is a NaN, and is left alone else; or null
+  Ptr<uint32_t> nan;  // a word that becomes 1 if a term is a NaN, and is left alone else; or null
 };
 
 // The serial sum of a span's terms, `nan` true if one is a NaN.
@@ -118,7 +118,8 @@ struct CombineArgs {
   uint64_t sums_stride;  // floats
 };
 
-// The sum of a piece: runs first .. first + n - 1 of a row. Four at a time are combined in registers.
+// The sum of a piece: runs first .. first + n - 1 of a row. Four at a time are combined in
+// registers.
 template <class V>
 FRUGAL_DEVICE V sum_piece(Ptr<float> runs, uint32_t dim, uint64_t first, uint64_t n,
                           uint32_t index) {
@@ -146,8 +147,8 @@ FRUGAL_HD uint64_t runs_of_piece(uint64_t n, uint32_t groups) {
   return piece;
 }
 
-// A block for each tile of a heavy row. Each of its lane groups sums a piece; their sums are combined
-// in shared memory.
+// A block for each tile of a heavy row. Each of its lane groups sums a piece; their sums are
+// combined in shared memory.
 template <class V>
 FRUGAL_DEVICE void combine_vectors(const CombineArgs& a) {
   const Cut cut = cut_rows<V>(a.dim);

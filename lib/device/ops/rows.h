@@ -15,7 +15,8 @@ struct RowsPtr {
   uint64_t stride;    // floats, a multiple of 4
 };
 
-// The keys of a part, sorted by row: distinct row i has slot slots[i] and stands at positions[start[i]]
+// The keys of a part, sorted by row: distinct row i has slot slots[i] and stands at
+// positions[start[i]]
 // .. positions[start[i + 1] - 1] of the batch. Behind them are `zeros` positions that read as zeros
 // (padding, rows that are missing).
 struct PartPtr {
@@ -70,8 +71,8 @@ struct GatherArgs {
   uint64_t out_stride;   // bytes, a multiple of 4
 };
 
-// The items of one group of blocks: a row's vector is read once and written to all positions. Rows are
-// read in fours whatever dim is, for they are padded; outputs need not be.
+// The items of one group of blocks: a row's vector is read once and written to all positions. Rows
+// are read in fours whatever dim is, for they are padded; outputs need not be.
 template <bool kFromHbm>
 FRUGAL_DEVICE void gather_items(const GatherArgs& a, Walk walk) {
   const bool fours = in_fours(a.out, a.out_stride, a.dim);
@@ -152,7 +153,8 @@ struct StageArgs {
 // Rows and state of lines. Columns of state lie in a line as they do in a host row.
 struct FillArgs {
   RowsPtr host, lines;
-  RowsPtr host_state, line_state;  // strides: of floats, a multiple of 4 or, if state_floats is 1, any
+  RowsPtr host_state,
+      line_state;  // strides: of floats, a multiple of 4 or, if state_floats is 1, any
   Ptr<uint32_t> slots;
   Ptr<uint32_t> to;      // lines
   uint32_t count;
@@ -191,12 +193,14 @@ FRUGAL_DEVICE void copy_rows(const FillArgs& a, SlotOf slot_of) {
       accumulator[k] = 0.0f;
       if (!copies[k]) continue;
       value[k] = load(vector_of(a.host, a.host_state, slot[k], vector[k]));
-      if (a.state_floats == 1 && vector[k] == 0) accumulator[k] = load(row_of(a.host_state, slot[k]));
+      if (a.state_floats == 1 && vector[k] == 0)
+        accumulator[k] = load(row_of(a.host_state, slot[k]));
     }
     for (uint32_t k = 0; k < kInFlight; ++k) {
       if (!copies[k]) continue;
       store(vector_of(a.lines, a.line_state, line[k], vector[k]), value[k]);
-      if (a.state_floats == 1 && vector[k] == 0) store(row_of(a.line_state, line[k]), accumulator[k]);
+      if (a.state_floats == 1 && vector[k] == 0)
+        store(row_of(a.line_state, line[k]), accumulator[k]);
     }
   }
 }
@@ -229,8 +233,10 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
   for (; walk.item() < a.part.distinct; walk.next()) {
     const uint32_t row = static_cast<uint32_t>(walk.item());
     Source place = a.source ? load(a.source + row) : Source{};
-    if (a.all_staged && place.is_staged()) place = {};  // a host row, staged among the frequent ones only
-    if (!place.is_own()) place = a.all_staged ? Source::staged(row) : Source::place(load(a.part.slots + row));
+    if (a.all_staged && place.is_staged())
+      place = {};  // a host row, staged among the frequent ones only
+    if (!place.is_own())
+      place = a.all_staged ? Source::staged(row) : Source::place(load(a.part.slots + row));
     const uint32_t end = load(a.part.start + (row + 1));
     for (uint64_t p = load(a.part.start + row) + walk.vector(); p < end; p += kWarp) {
       store(a.out + load(a.part.positions + p), place);
@@ -247,7 +253,8 @@ FRUGAL_DEVICE void place_keys_body(const PlaceArgs& a) {
 FRUGAL_DEVICE Float4 load_place(const RowsPtr& host, const RowsPtr& lines, const RowsPtr& staged,
                                 Source place, uint32_t index) {
   if (place.is_missing()) return {};
-  return load_vector<Float4>(place.is_own() ? hbm_row(lines, staged, place) : row_of(host, place.word), index);
+  return load_vector<Float4>(
+      place.is_own() ? hbm_row(lines, staged, place) : row_of(host, place.word), index);
 }
 
 }  // namespace frugal::device

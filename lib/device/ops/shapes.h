@@ -1,9 +1,9 @@
 // How many blocks and threads a kernel gets, and how much shared memory.
 //
 // What: one function a kernel; gather_shape also fills in how its blocks are divided.
-// Invariants: any shape with a multiple of 32 threads up to kBlockThreads, and the shared memory that
-// is told here, gives the same result; the others would only be slower.
-// Callers: whoever launches.
+// Invariants: any shape with a multiple of 32 threads up to kBlockThreads, and the shared memory
+// that is told here, gives the same result; the others would only be slower. Callers: whoever
+// launches.
 #ifndef FRUGAL_DEVICE_OPS_SHAPES_H_
 #define FRUGAL_DEVICE_OPS_SHAPES_H_
 
@@ -27,9 +27,11 @@ inline Shape shape_of(uint64_t lanes, uint64_t most_blocks, const Extent& e) {
   const uint64_t most = most_blocks < 1 ? 1 : most_blocks;
   return {static_cast<uint32_t>(blocks < 1 ? 1 : blocks < most ? blocks : most), e.threads, 0};
 }
-// An H100 reads rows of 512 bytes at the link's speed with 16 blocks; rows of 128 bytes that lie far apart take one a
-// processor, which leaves most of the processor to others.
-inline uint64_t link_blocks(const Extent& e) { return e.link_blocks ? e.link_blocks : e.processors; }
+// An H100 reads rows of 512 bytes at the link's speed with 16 blocks; rows of 128 bytes that lie
+// far apart take one a processor, which leaves most of the processor to others.
+inline uint64_t link_blocks(const Extent& e) {
+  return e.link_blocks ? e.link_blocks : e.processors;
+}
 // 1,024 threads a processor: what all architectures hold with the registers that kernels may have.
 inline uint64_t all_blocks(const Extent& e) { return uint64_t{e.processors} * 1024 / e.threads; }
 

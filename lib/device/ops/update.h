@@ -1,9 +1,8 @@
 // Updating the lines of a cache: docs/cuda.md, section 8; docs/arithmetic.md, section 3.
 //
 // What: the rank sums of a row are added up into device memory (sum_terms: over the link, each
-// read once), then the row is updated with that sum (apply_<optimizer>: in device memory alone, where
-// reading a sum in several passes is cheap).
-// Callers: boundaries of a cache.
+// read once), then the row is updated with that sum (apply_<optimizer>: in device memory alone,
+// where reading a sum in several passes is cheap). Callers: boundaries of a cache.
 #ifndef FRUGAL_DEVICE_OPS_UPDATE_H_
 #define FRUGAL_DEVICE_OPS_UPDATE_H_
 
@@ -66,7 +65,8 @@ FRUGAL_DEVICE void sum_terms_body(const SumTermsArgs& a) {
       for (uint32_t k = 0; k < kInFlight; ++k) {
         x[k] = Float4{};
         if (!in_span[k]) continue;
-        x[k] = load_vector<Float4>(load(a.ranks + term[k].rank) + term[k].row * a.ranks_stride, vector[k]);
+        x[k] = load_vector<Float4>(load(a.ranks + term[k].rank) + term[k].row * a.ranks_stride,
+                                   vector[k]);
       }
       for (uint32_t k = 0; k < kInFlight; ++k) {
         if (in_span[k]) sum[k] = t == 0 ? x[k] : sum[k] + x[k];

@@ -34,8 +34,9 @@ namespace {
 // What threads leave their bodies with when their kernel has failed.
 struct Ended {};
 
-// After sync() all threads of a block know of each other's accesses, and so would the next block's, were
-// they the same to ThreadSanitizer: blocks take the one half of the fibers or the other, by chance.
+// After sync() all threads of a block know of each other's accesses, and so would the next block's,
+// were they the same to ThreadSanitizer: blocks take the one half of the fibers or the other, by
+// chance.
 #if defined(FRUGAL_TSAN)
 constexpr uint32_t kHalves = 2;
 #else
@@ -76,7 +77,8 @@ BlockRunner::~BlockRunner() {
   delete met_;
 }
 
-// Mapped and not allocated, so that ThreadSanitizer knows of no access by who had the memory before.
+// Mapped and not allocated, so that ThreadSanitizer knows of no access by who had the memory
+// before.
 bool BlockRunner::grow(const Shape& shape) {
   if (!memory_) {
     const size_t threads = kHalves * kMaxThreads * sizeof(Thread);
@@ -139,7 +141,8 @@ void BlockRunner::forget_block() {
   delete met_;
   met_ = new char;
   if (shape_.shared_bytes > 0)
-    mmap(shared_, kMaxShared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    mmap(shared_, kMaxShared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+         0);
 #endif
 }
 
@@ -298,7 +301,8 @@ FRUGAL_UNSEEN void* BlockRunner::access(Thread* thread, uint64_t address, size_t
                                         Access access) {
   if ((address & (bytes - 1)) == 0) {
     const Range* range = section_.find(address, bytes);
-    if (range && range->allows(device_, access)) return reinterpret_cast<void*>(address + range->offset);
+    if (range && range->allows(device_, access))
+      return reinterpret_cast<void*>(address + range->offset);
   }
   fail_access(thread, address, bytes, access);
 }
@@ -306,7 +310,9 @@ FRUGAL_UNSEEN void* BlockRunner::access(Thread* thread, uint64_t address, size_t
 void BlockRunner::fail_access(Thread* thread, uint64_t address, size_t bytes, Access access) {
   {
     Unseen unseen;
-    const char* what = access == Access::kRead ? "read" : access == Access::kWrite ? "write" : "add";
+    const char* what = access == Access::kRead    ? "read"
+                       : access == Access::kWrite ? "write"
+                                                  : "add";
     const std::string why = address % bytes != 0 ? "misaligned"
                                                  : why_not(device_, address, bytes, access);
     char text[300];
@@ -358,7 +364,8 @@ void BlockRunner::diverged() {
   doom();
 }
 
-// --- What is read ---------------------------------------------------------------------------------
+// --- What is read
+// ---------------------------------------------------------------------------------
 
 namespace {
 
@@ -394,7 +401,8 @@ uint64_t meet_exchange(uint64_t v, uint32_t from) {
 }
 char* block_memory() { return running()->runner->shared(); }
 const void* readable(uint64_t address, size_t bytes) {
-  if (const ReadCounts* counts = g_counts.load(std::memory_order_relaxed)) counts->add(address, bytes);
+  if (const ReadCounts* counts = g_counts.load(std::memory_order_relaxed))
+    counts->add(address, bytes);
   return running()->runner->access(running(), address, bytes, Access::kRead);
 }
 void* writable(uint64_t address, size_t bytes) {

@@ -35,8 +35,8 @@ FRUGAL_UNSEEN void switch_stacks(frugal::device::sim::Fiber* from, frugal::devic
 
 #else
 
-// void frugal_sim_switch(void** save, void* load): pushes what a callee has to keep, saves the stack
-// pointer in *save, and goes on where `load` was saved.
+// void frugal_sim_switch(void** save, void* load): pushes what a callee has to keep, saves the
+// stack pointer in *save, and goes on where `load` was saved.
 extern "C" void frugal_sim_switch(void** save, void* load);
 
 #if defined(__x86_64__)
@@ -103,7 +103,8 @@ frugal_sim_switch:
 #endif
 
 namespace {
-// Unseen: a fiber that ends does not come back from it, and ThreadSanitizer would count calls for ever.
+// Unseen: a fiber that ends does not come back from it, and ThreadSanitizer would count calls for
+// ever.
 FRUGAL_UNSEEN void switch_stacks(frugal::device::sim::Fiber* from, frugal::device::sim::Fiber* to) {
   frugal_sim_switch(&from->top, to->top);
 }
@@ -253,8 +254,8 @@ FRUGAL_UNSEEN void leave_fiber(Fiber* from, Fiber* to) {
 
 FRUGAL_UNSEEN void entered_fiber([[maybe_unused]] Fiber* thread_context) {
 #if defined(FRUGAL_ASAN)
-  // The first fiber that a thread enters comes from the thread's own stack, whose bounds are needed to
-  // go back to it.
+  // The first fiber that a thread enters comes from the thread's own stack, whose bounds are needed
+  // to go back to it.
   const void* bottom = nullptr;
   size_t bytes = 0;
   const bool from_thread = thread_context->stack == nullptr;

@@ -1,11 +1,10 @@
 // Fibers: functions with stacks of their own that hand the thread to each other.
 //
-// What: a context is a saved stack; switch_fiber leaves one and goes on with another. AddressSanitizer
-// and ThreadSanitizer are told of every switch.
-// Invariants: a fiber runs on one operating-system thread from prepare() to its end. Its function does
-// not return: it ends by a switch that says so. Stacks end at a guard page.
-// Cost: some nanoseconds a switch on x86-64 and AArch64; elsewhere ucontext's two system calls.
-// Callers: block.cpp.
+// What: a context is a saved stack; switch_fiber leaves one and goes on with another.
+// AddressSanitizer and ThreadSanitizer are told of every switch. Invariants: a fiber runs on one
+// operating-system thread from prepare() to its end. Its function does not return: it ends by a
+// switch that says so. Stacks end at a guard page. Cost: some nanoseconds a switch on x86-64 and
+// AArch64; elsewhere ucontext's two system calls. Callers: block.cpp.
 #pragma once
 
 #include <stddef.h>
@@ -48,8 +47,9 @@ class FiberSet {
 
  private:
   FiberSet() = default;
-  // ThreadSanitizer's threads are dear (a millisecond each, and every order costs time for each), so
-  // fibers share some, not in a pattern. Two fibers that share one are ordered, as far as it knows.
+  // ThreadSanitizer's threads are dear (a millisecond each, and every order costs time for each),
+  // so fibers share some, not in a pattern. Two fibers that share one are ordered, as far as it
+  // knows.
   static constexpr uint32_t kThreads = 16;
   std::vector<Fiber> fibers_;
   [[maybe_unused]] void* threads_[kThreads] = {};

@@ -67,7 +67,8 @@ uint64_t page() {
 
 uint64_t page_up(uint64_t bytes) { return (bytes + page() - 1) / page() * page(); }
 
-// Makes `spare` what sections see from now on, and waits until none sees the other. `update` is held.
+// Makes `spare` what sections see from now on, and waits until none sees the other. `update` is
+// held.
 void publish(Registry& r) {
   {
     std::lock_guard<std::mutex> lock(r.state);
@@ -400,7 +401,8 @@ std::string why_not(int32_t device, uint64_t address, size_t bytes, Access acces
   }
   if (range && range->device == kHostMemory && access == Access::kAdd)
     return "host memory, which nothing on a device may read, modify and write";
-  if (range && range->read_only && access == Access::kWrite) return "host memory that was pinned to be read";
+  if (range && range->read_only && access == Access::kWrite)
+    return "host memory that was pinned to be read";
   for (const Freed& freed : r.freed) {
     if (address < freed.begin || address >= freed.end) continue;
     snprintf(text, sizeof text, "freed device memory, once of %llu bytes",
@@ -415,7 +417,8 @@ std::string why_not(int32_t device, uint64_t address, size_t bytes, Access acces
       if (table.ranges[i].begin < address && table.ranges[i].begin >= reserve.base)
         before = &table.ranges[i];
     if (!before) return "out of bounds: device memory that was never allocated";
-    snprintf(text, sizeof text, "out of bounds: %llu bytes behind the end of device memory of %llu bytes",
+    snprintf(text, sizeof text,
+             "out of bounds: %llu bytes behind the end of device memory of %llu bytes",
              static_cast<unsigned long long>(address - before->end),
              static_cast<unsigned long long>(before->end - before->begin));
     return text;

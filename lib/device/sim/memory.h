@@ -1,14 +1,13 @@
 // Which memory a kernel may use: device memory of its device, and host memory while it is pinned.
 //
-// What: device memory lies twice in the address space of the process. What Ptr holds is reserved and
-// never readable; kernels are let through to a second mapping. So a host access of device memory is a
-// segmentation fault, as it would be on a GPU. Addresses of freed memory are not used again while the
-// device is open. Fresh memory is filled with garbage.
-// Invariants: a section (one block of a kernel, a copy) sees the ranges that existed when it began, and
-// what it may see stays mapped until it has ended: free and unpin wait for that. They wait for no
-// kernel that has not begun, unlike CUDA's: memory that a later kernel uses is a fault of the caller.
-// Threads: any. Sections take no lock.
-// Callers: block.cpp, stream.cpp, runtime.cpp.
+// What: device memory lies twice in the address space of the process. What Ptr holds is reserved
+// and never readable; kernels are let through to a second mapping. So a host access of device
+// memory is a segmentation fault, as it would be on a GPU. Addresses of freed memory are not used
+// again while the device is open. Fresh memory is filled with garbage. Invariants: a section (one
+// block of a kernel, a copy) sees the ranges that existed when it began, and what it may see stays
+// mapped until it has ended: free and unpin wait for that. They wait for no kernel that has not
+// begun, unlike CUDA's: memory that a later kernel uses is a fault of the caller. Threads: any.
+// Sections take no lock. Callers: block.cpp, stream.cpp, runtime.cpp.
 #pragma once
 
 #include <stddef.h>
@@ -31,8 +30,8 @@ struct Range {
   int32_t device;  // or kHostMemory
   bool read_only = false;  // of host memory
   FRUGAL_UNSEEN bool allows(int32_t on, Access access) const {
-    return device == on ||
-           (device == kHostMemory && access != Access::kAdd && !(read_only && access == Access::kWrite));
+    return device == on || (device == kHostMemory && access != Access::kAdd &&
+                            !(read_only && access == Access::kWrite));
   }
 };
 
@@ -42,8 +41,8 @@ struct SectionSlot {
   SectionSlot* next = nullptr;
 };
 
-// The ranges at the start of a section. One section at a time for each object; the object belongs to
-// one thread.
+// The ranges at the start of a section. One section at a time for each object; the object belongs
+// to one thread.
 class Section {
  public:
   Section();

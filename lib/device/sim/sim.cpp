@@ -87,7 +87,8 @@ class SimRuntime final : public Sim {
   Streams streams_;
   char name_[16];
 
-  // Of all that follows. Threads that call are ordered by it only where ThreadSanitizer does not see.
+  // Of all that follows. Threads that call are ordered by it only where ThreadSanitizer does not
+  // see.
   mutable std::mutex mutex_;
   uint64_t calls_ = 0;
   uint64_t fail_in_ = 0;
@@ -110,7 +111,8 @@ SimRuntime::~SimRuntime() {
 
 Result SimRuntime::faulted(const char* call) const {
   const char* text = health_->settle();
-  return reset_.load() ? misuse(call, kInvalidHandle, text) : Result{ErrorKind::kFault, kLaunchFailure, call, text};
+  return reset_.load() ? misuse(call, kInvalidHandle, text)
+                       : Result{ErrorKind::kFault, kLaunchFailure, call, text};
 }
 
 Result SimRuntime::begin(const char* call, Wants wants) {
@@ -134,7 +136,8 @@ Result SimRuntime::begin(const char* call, Wants wants) {
   }
   if (health_->failed()) return faulted(call);
   if (kind == ErrorKind::kNone) return {};
-  return {kind, kind == ErrorKind::kOutOfMemory ? kMemoryAllocation : kInvalidValue, call, kAskedFor};
+  return {kind, kind == ErrorKind::kOutOfMemory ? kMemoryAllocation : kInvalidValue, call,
+          kAskedFor};
 }
 
 void SimRuntime::fault(const char* call, const void* what) {
@@ -166,8 +169,8 @@ DeviceInfo SimRuntime::info() const {
   snprintf(info.name, sizeof info.name, "CUDA seam on the host (slow, for tests)");
   info.memory_bytes = memory_limit_;
   info.processors = 4;
-  // Each is a fiber of each stream that runs kernels, and to ThreadSanitizer a thread, of which it knows
-  // some 8,000.
+  // Each is a fiber of each stream that runs kernels, and to ThreadSanitizer a thread, of which it
+  // knows some 8,000.
   info.block_threads = 64;
   return info;
 }
@@ -399,7 +402,9 @@ void SimRuntime::set_seed(uint64_t seed) {
 
 void SimRuntime::set_delays(const Delays& delays) { streams_.set_delays(delays); }
 
-void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) { fail(n, kind, forever, false); }
+void SimRuntime::fail_after(uint64_t n, ErrorKind kind, bool forever) {
+  fail(n, kind, forever, false);
+}
 
 void SimRuntime::reset_after(uint64_t n) { fail(n, ErrorKind::kFault, false, true); }
 
@@ -451,7 +456,9 @@ Live SimRuntime::live() const {
 
 std::vector<std::string> SimRuntime::launched() const { return streams_.launched(); }
 
-std::vector<Priority> SimRuntime::priorities(const char* of) const { return streams_.priorities(of); }
+std::vector<Priority> SimRuntime::priorities(const char* of) const {
+  return streams_.priorities(of);
+}
 
 void SimRuntime::set_test_kernels(const KernelEntry* kernels, uint32_t count) {
   Unseen unseen;

@@ -3,10 +3,9 @@
 // What: streams are threads, kernels run in fibers, device memory is memory that the host cannot
 // touch. All that CUDA leaves open is random: when an operation of a stream starts, in which order
 // blocks run, and threads between barriers. Calls fail on request.
-// Invariants: never prints, never aborts. A fault (docs/cuda.md, section 3) is sticky: every later call
-// on the device answers with it, and what its streams still hold is passed over.
-// Threads: any, several at once.
-// Callers: runtime.cpp; tests.
+// Invariants: never prints, never aborts. A fault (docs/cuda.md, section 3) is sticky: every later
+// call on the device answers with it, and what its streams still hold is passed over. Threads: any,
+// several at once. Callers: runtime.cpp; tests.
 #pragma once
 
 #include <stddef.h>
@@ -55,14 +54,15 @@ class Sim : public Runtime {
   // Of all streams, for what they have not begun to wait for.
   virtual void set_delays(const Delays& delays) = 0;
 
-  // The n-th call from now that has a Result fails with `kind`, or it and all behind it; 0: none does.
-  // kFault stays anyhow.
+  // The n-th call from now that has a Result fails with `kind`, or it and all behind it; 0: none
+  // does. kFault stays anyhow.
   virtual void fail_after(uint64_t n, ErrorKind kind, bool forever) = 0;
-  // With the n-th call from now that has a Result the host program resets the device: what its streams hold is passed
-  // over, and that call and all behind it are misuse.
+  // With the n-th call from now that has a Result the host program resets the device: what its
+  // streams hold is passed over, and that call and all behind it are misuse.
   virtual void reset_after(uint64_t n) = 0;
-  // With the n-th call from now that has a Result the device's memory is used up: that call, and all behind it, fail
-  // if they want some, as allocations, new streams and events, copies, fills and launches may. 0: there is memory.
+  // With the n-th call from now that has a Result the device's memory is used up: that call, and
+  // all behind it, fail if they want some, as allocations, new streams and events, copies, fills
+  // and launches may. 0: there is memory.
   virtual void exhaust_after(uint64_t n) = 0;
   // Calls so far that fail_after counts.
   virtual uint64_t calls() const = 0;
@@ -76,8 +76,8 @@ class Sim : public Runtime {
   virtual Live live() const = 0;
   // Names of the kernels that were launched.
   virtual std::vector<std::string> launched() const = 0;
-  // Of the streams that were given launches of the kernel, or a "copy" or a "fill": each once, the default stream's is
-  // kNormal.
+  // Of the streams that were given launches of the kernel, or a "copy" or a "fill": each once, the
+  // default stream's is kNormal.
   virtual std::vector<Priority> priorities(const char* of) const = 0;
   // Kernels of a test, with the numbers from kTestKernels on. Before the first of their launches;
   // the array is used in place.
@@ -88,8 +88,8 @@ class Sim : public Runtime {
 // Of the process: what may be pinned.
 void set_pinnable_bytes(uint64_t bytes);
 
-// Of the process: while it lives it counts the bytes that kernels read in each of the pieces, of `piece` bytes, from
-// `begin` on. One at a time; no kernel runs while it begins or ends.
+// Of the process: while it lives it counts the bytes that kernels read in each of the pieces, of
+// `piece` bytes, from `begin` on. One at a time; no kernel runs while it begins or ends.
 class ReadCounts {
  public:
   ReadCounts(const void* begin, size_t piece, size_t pieces);

@@ -195,7 +195,8 @@ void StreamThread::run(Operation* operation) {
 
 char* StreamThread::resolve(const char* call, uint64_t address, size_t bytes, Access access) {
   const Range* range = section_.find(address, bytes);
-  if (range && range->allows(health_->device, access)) return reinterpret_cast<char*>(address + range->offset);
+  if (range && range->allows(health_->device, access))
+    return reinterpret_cast<char*>(address + range->offset);
   Unseen unseen;
   char text[kFaultText];
   snprintf(text, sizeof text, "%s: %s of %zu bytes at 0x%llx: %s", call,

@@ -1,8 +1,8 @@
 // Streams: each a thread that runs its operations in order, at random moments.
 //
-// What: operations start after random delays; some are held until somebody waits for them or for what
-// follows, or for some time at most, so that nothing ever waits for ever. A Mark is one record of an
-// event. When the device has failed, operations are passed over, and marks still pass.
+// What: operations start after random delays; some are held until somebody waits for them or for
+// what follows, or for some time at most, so that nothing ever waits for ever. A Mark is one record
+// of an event. When the device has failed, operations are passed over, and marks still pass.
 // Threads: any. All waiting is for the streams' own progress, never for the caller's.
 // Callers: runtime.cpp.
 #pragma once
@@ -33,8 +33,8 @@ class Health {
   // The first fault stays. `text` is at most kFaultText bytes.
   void fail(const char* text);
   bool failed() const { return state_.load() == 2; }
-  // Of failed(): waits until nothing runs any more, and nothing will. What ran is before what follows,
-  // or nobody could ever touch its memory again, as no event tells.
+  // Of failed(): waits until nothing runs any more, and nothing will. What ran is before what
+  // follows, or nobody could ever touch its memory again, as no event tells.
   const char* settle();
   // Around an operation that accesses memory. False: it must not run.
   bool enter();

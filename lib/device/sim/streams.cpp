@@ -123,7 +123,8 @@ void Streams::need_default() {
     default_ = std::move(stream);
 }
 
-Result Streams::enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation, const Event* event) {
+Result Streams::enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation,
+                        const Event* event) {
   if (!s.handle) need_default();
   release_order(operation.get());
   Unseen unseen;
@@ -136,7 +137,8 @@ Result Streams::enqueue(const char* call, Stream s, std::unique_ptr<Operation> o
   }
   if (!event) {
     if (operation->kind != Operation::Kind::kWait)
-      given_.emplace(operation->kind == Operation::Kind::kKernel ? operation->kernel->name : call, stream->priority);
+      given_.emplace(operation->kind == Operation::Kind::kKernel ? operation->kernel->name : call,
+                     stream->priority);
     stream->add(std::move(operation));
     return {};
   }
@@ -211,7 +213,8 @@ std::vector<std::string> Streams::launched() const {
     std::lock_guard<std::mutex> lock(mutex_);
     size_t n = 0;
     for (const auto& [name, priority] : given_)
-      if (name != kCopy && name != kFill && n < kMaxNames && (n == 0 || names[n - 1] != name)) names[n++] = name;
+      if (name != kCopy && name != kFill && n < kMaxNames && (n == 0 || names[n - 1] != name))
+        names[n++] = name;
   }
   std::vector<std::string> out;
   for (const char* name : names)

@@ -1,7 +1,8 @@
-// The streams and events of a device of the host implementation: which there are, and what they were given.
+// The streams and events of a device of the host implementation: which there are, and what they
+// were given.
 //
-// What: handles; the default stream, made when first needed; the order of what is given to a stream, and what an event
-// stands for; captures. Streams that were destroyed end their work.
+// What: handles; the default stream, made when first needed; the order of what is given to a
+// stream, and what an event stands for; captures. Streams that were destroyed end their work.
 // Threads: any. Threads that call are ordered by the lock only where ThreadSanitizer does not see.
 // Callers: sim.cpp.
 #pragma once
@@ -54,7 +55,8 @@ class Streams {
   bool destroy(Stream s);
   bool destroy(Event e);
   // With an event, its record: the operation's mark becomes what the event stands for.
-  Result enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation, const Event* event);
+  Result enqueue(const char* call, Stream s, std::unique_ptr<Operation> operation,
+                 const Event* event);
   // What was recorded last; null: nothing.
   Result mark_of(const char* call, Event e, MarkRef* out);
   Result capturing(Stream s, bool* out);
@@ -83,7 +85,8 @@ class Streams {
   uint64_t seed_ = 1, created_ = 0, violations_ = 0;
   Delays delays_;
   uint64_t streams_ever_ = 0, events_ever_ = 0;
-  // Names, static: of kernels, kCopy, kFill; and the priorities of the streams that were given them.
+  // Names, static: of kernels, kCopy, kFill; and the priorities of the streams that were given
+  // them.
   std::set<std::pair<const char*, Priority>> given_;
 };
 
