@@ -3,8 +3,9 @@
 // prepare  tables keys: of each table in a step; rows dim opt threads: flush threads
 // run      seconds=S
 //
-// All keys are declared ten steps ahead, and other ones in each step. Metrics: throughput, keys of whole steps (declared,
-// looked up, pushed and ended) a second; lookup_time, microseconds of the lookup calls of a step, the median.
+// All keys are declared ten steps ahead, and other ones in each step. Metrics: throughput, keys of
+// whole steps (declared, looked up, pushed and ended) a second; lookup_time, microseconds of the
+// lookup calls of a step, the median.
 #include <algorithm>
 #include <memory>
 #include <stdexcept>
@@ -97,7 +98,8 @@ class Worker {
       ops_[i].keys = keys + i * count_;
       ops_[i].count = count_;
     }
-    CHECK_OK(frugal_prefetch(trainer_, step, ops_.data(), ops_.size(), &ring_[step % ring_.size()]));
+    CHECK_OK(
+        frugal_prefetch(trainer_, step, ops_.data(), ops_.size(), &ring_[step % ring_.size()]));
   }
 
   void Steps(uint64_t n, std::vector<double>* lookups) {
@@ -154,5 +156,6 @@ class Worker {
 
 int main() {
   bench::Worker worker;
-  return bench::Serve([&](const std::string& c, const bench::Params& p) { return worker.Handle(c, p); });
+  return bench::Serve(
+      [&](const std::string& c, const bench::Params& p) { return worker.Handle(c, p); });
 }

@@ -1,7 +1,8 @@
 // What moves and sums rows for a trainer: gathers of resolved keys, sums of pushed gradients.
 //
 // No tables, steps or locks: rows, parts and buffers are given. An engine does this for its own
-// trainers; a trainer in another process does it for itself, on memory that it shares with the engine.
+// trainers; a trainer in another process does it for itself, on memory that it shares with the
+// engine.
 #pragma once
 #include "base/buffer.h"
 #include "device/ops/reduce.h"
@@ -26,7 +27,8 @@ struct PushSums {
   Vector<Tail> tail;
 };
 
-// Rows of a part with more occurrences than a run of fold32, ascending. Returns how many runs they have.
+// Rows of a part with more occurrences than a run of fold32, ascending. Returns how many runs they
+// have.
 uint32_t frequent_rows(const Part& part, Vector<device::HeavyRow>* out);
 
 // Where the gradient of each of an op's keys is. Bags and divisors are buffers of `pool`.
@@ -48,12 +50,14 @@ Status room_for_sums(PushSums* push, uint32_t dim, BufferPool& pool);
 // What a key without a row reads as, as long as the longest row.
 const float* row_of_zeros();
 
-// Of rows or gradients: of less than this the caller sees to all. Sharing, and waking a thread, would cost more.
+// Of rows or gradients: of less than this the caller sees to all. Sharing, and waking a thread,
+// would cost more.
 constexpr size_t kParallelBytes = 256 << 10;
 
 class DataPath {
  public:
-  // Rows to the places that an op names: row i is *pointers[i], or slots[i] if there are no pointers.
+  // Rows to the places that an op names: row i is *pointers[i], or slots[i] if there are no
+  // pointers.
   [[nodiscard]] Status gather(const device::RowsView& rows, const float* const* pointers,
                               const uint32_t* slots, size_t n, const frugal_op& op);
   // Sums the first push of a table in a step. With `streaming` sums go past the caches: right where
@@ -62,14 +66,17 @@ class DataPath {
                                  BufferPool& pool, bool streaming, bool* nan);
   // Takes a later one. With `reject` a NaN in a gradient is told, and then nothing is taken.
   [[nodiscard]] Status add_tail(PushSums* push, const PartRef& part, uint32_t dim,
-                                const device::GradSource& source, BufferPool& pool, bool reject, bool* nan);
+                                const device::GradSource& source, BufferPool& pool, bool reject,
+                                bool* nan);
   // Is a NaN among the gradients?
-  [[nodiscard]] Status find_nan(const device::GradSource& source, size_t n, uint32_t dim, bool* nan);
+  [[nodiscard]] Status find_nan(const device::GradSource& source, size_t n, uint32_t dim,
+                                bool* nan);
 
  protected:
   ~DataPath() = default;
   // Runs chunks of a loop, by all threads that may help.
-  [[nodiscard]] virtual Status parallel(size_t chunks, void (*run)(void*, size_t), void* context) = 0;
+  [[nodiscard]] virtual Status parallel(size_t chunks, void (*run)(void*, size_t),
+                                        void* context) = 0;
 };
 
 }  // namespace frugal

@@ -13,8 +13,9 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
        [](const Pass&) { return String("an abort"); }, nullptr});
   add({0, [this](Pass&) { return of_.ranks.lost() == kNoRank; },
        [this](const Pass&) {
-         return text("somebody to join in place of rank %u, whose process is gone or does not answer",
-                     of_.ranks.lost());
+         return text(
+             "somebody to join in place of rank %u, whose process is gone or does not answer",
+             of_.ranks.lost());
        },
        nullptr});
   add({waited_for(WaitedFor::kRanks),
@@ -24,7 +25,8 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
          return is_near;
        },
        [this](const Pass&) {
-         return text("rank %s to end step %llu", of_.ranks.late_ranks(of_.ranks.to_commit()).c_str(),
+         return text("rank %s to end step %llu",
+                     of_.ranks.late_ranks(of_.ranks.to_commit()).c_str(),
                      static_cast<unsigned long long>(of_.ranks.to_commit()));
        },
        nullptr});
@@ -40,15 +42,18 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
          return p.declared == kNoStep;
        },
        [](const Pass& p) {
-         return text("the keys declared for step %llu", static_cast<unsigned long long>(p.declared));
+         return text("the keys declared for step %llu",
+                     static_cast<unsigned long long>(p.declared));
        },
        [declare](const Pass& p) { return declare(p.step); }});
   add({waited_for(WaitedFor::kAllPending),
        [this](Pass& p) {
          // Out of deferred mode, declarations are no longer linked: what is pending must go first.
          PendingBytes& pending = of_.pending;
-         const bool any = pending.drains() || !of_.pacing.deferred() || pending.now() > pending.limit();
-         p.table = of_.tables.first_pending([&](Window& w) { return w.any_pending() && (any || w.crowded()); });
+         const bool any =
+             pending.drains() || !of_.pacing.deferred() || pending.now() > pending.limit();
+         p.table = of_.tables.first_pending(
+             [&](Window& w) { return w.any_pending() && (any || w.crowded()); });
          p.everything = p.table != of_.tables.size();
          if (any && !p.everything) pending.drained();
          return !p.everything;
@@ -59,13 +64,14 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
        [this](Pass& p) {
          p.table = of_.tables.first_pending([&](Window& w) { return w.pending_until(p.step); });
          const bool none = p.table == of_.tables.size();
-         if (!none && !p.in_flight) p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
+         if (!none && !p.in_flight)
+           p.in_flight = of_.tables[p.table]->window.in_flight_until(p.step);
          return none;
        },
        [this](const Pass& p) {
          const TableRef& t = of_.tables[p.table];
-         return text("pending updates of table '%s' that step %llu reads (%llu rows pending)", t->name.c_str(),
-                     static_cast<unsigned long long>(p.step),
+         return text("pending updates of table '%s' that step %llu reads (%llu rows pending)",
+                     t->name.c_str(), static_cast<unsigned long long>(p.step),
                      static_cast<unsigned long long>(t->window.pending_rows()));
        },
        [this](const Pass& p) { return of_.flusher.write(p.step); }});

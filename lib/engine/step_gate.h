@@ -1,9 +1,9 @@
-// The gate of a step: contract, point 6. (a) Every rank's steps < step - staleness are ended and taken in, (b) every
-// declaration for a step <= `step` is resolved and linked, (c) no update that `step` must see is queued, claimed but
-// unwritten, or in a job.
+// The gate of a step: contract, point 6. (a) Every rank's steps < step - staleness are ended and
+// taken in, (b) every declaration for a step <= `step` is resolved and linked, (c) no update that
+// `step` must see is queued, claimed but unwritten, or in a job.
 //
-// Conditions are looked at with the engine's mutex held, all at each look: between two looks an operation outside steps
-// may have dropped a table, or cached rows.
+// Conditions are looked at with the engine's mutex held, all at each look: between two looks an
+// operation outside steps may have dropped a table, or cached rows.
 #pragma once
 #include "engine/declarations.h"
 #include "engine/flusher.h"
@@ -17,8 +17,9 @@
 
 namespace frugal {
 
-// How far a rank may run ahead of the last commit when staleness allows it: what it is about to read must be linked, if
-// priorities matter at all. (The marks of young rows tell a step from the 62 after it.)
+// How far a rank may run ahead of the last commit when staleness allows it: what it is about to
+// read must be linked, if priorities matter at all. (The marks of young rows tell a step from the
+// 62 after it.)
 inline uint64_t most_ahead(const frugal_config& c) {
   return c.staleness >= kRing ? Rows::kMarks - 2 : Window::kHorizon - 2;
 }
@@ -36,7 +37,8 @@ class StepGate : public Gate {
     Tables& tables;
     Flusher& flusher;
   };
-  // `declare` resolves or links one part that is declared for a step up to the given one. False: there is none.
+  // `declare` resolves or links one part that is declared for a step up to the given one. False:
+  // there is none.
   StepGate(const Parts& of, std::function<bool(uint64_t)> declare);
 
  private:

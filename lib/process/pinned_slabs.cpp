@@ -48,7 +48,8 @@ void PinnedSlabs::over_rows(const Mapping& mapping, uint64_t count, size_t row_b
   base_ = mapping.base;
   row_bytes_ = row_bytes;
   slab_ = SlabArray::slab_bytes(count, row_bytes);
-  pinned_.assign(std::min<uint64_t>((count * row_bytes + slab_ - 1) / slab_, mapping.bytes / slab_), 0);
+  pinned_.assign(std::min<uint64_t>((count * row_bytes + slab_ - 1) / slab_, mapping.bytes / slab_),
+                 0);
 }
 
 void PinnedSlabs::over_buffers(const Mapping& mapping) {
@@ -59,9 +60,10 @@ void PinnedSlabs::over_buffers(const Mapping& mapping) {
 }
 
 Status PinnedSlabs::pin_slab(uint64_t slab) {
-  if (slab >= pinned_.size()) 
-    return fail(FRUGAL_ERR_INTERNAL,
-                "the controller sent a row that its table does not have, or a place outside of its memory");
+  if (slab >= pinned_.size())
+    return fail(
+        FRUGAL_ERR_INTERNAL,
+        "the controller sent a row that its table does not have, or a place outside of its memory");
   if (pinned_[slab]) return FRUGAL_OK;
   bool pinned = false;
   FRUGAL_TRY(pins_->pinner()->pin_read_only(base_ + slab * slab_, slab_, &pinned));
@@ -85,7 +87,8 @@ Status PinnedSlabs::pin(const uint32_t* slots, size_t n) {
 Status PinnedSlabs::pin_bytes(uint64_t from, uint64_t bytes) {
   if (bytes == 0) return FRUGAL_OK;
   std::lock_guard<std::mutex> lock(mu_);
-  for (uint64_t slab = from / slab_; slab <= (from + bytes - 1) / slab_; ++slab) FRUGAL_TRY(pin_slab(slab));
+  for (uint64_t slab = from / slab_; slab <= (from + bytes - 1) / slab_; ++slab)
+    FRUGAL_TRY(pin_slab(slab));
   return FRUGAL_OK;
 }
 

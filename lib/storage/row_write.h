@@ -29,7 +29,8 @@ class RowWatcher {
   // watcher of a table may do that. What it answers comes back in after().
   virtual uint32_t before(const RowWrite& write, device::Undo* undo) noexcept = 0;
   virtual void after(const RowWrite& write, uint32_t token) noexcept = 0;
-  // All rows have the state of new rows, of which there may be more or fewer columns. Nobody is inside a step.
+  // All rows have the state of new rows, of which there may be more or fewer columns. Nobody is
+  // inside a step.
   virtual void new_state() noexcept = 0;
   // Lists of rows outside of steps are cut into pieces of so many.
   virtual size_t most_outside() const = 0;

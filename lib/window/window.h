@@ -44,7 +44,8 @@ class Window : public HeapObject {
     uint64_t staleness = 0;
     Placement placement;
     bool tree_heap = false;
-    std::atomic<uint64_t>* pending_rows = nullptr;  // where those of several windows are counted, or null
+    std::atomic<uint64_t>* pending_rows =
+        nullptr;  // where those of several windows are counted, or null
   };
   Status open(const Config& config, uint64_t base);
   const Placement& placement() const { return config_.placement; }

@@ -1,4 +1,5 @@
-// What a step waits for before it begins: each condition closed alone, told in words, and opened by what it waits for.
+// What a step waits for before it begins: each condition closed alone, told in words, and opened by
+// what it waits for.
 #include "engine/step_gate.h"
 
 #include "support/engine_parts.h"
@@ -13,8 +14,9 @@ struct StepGateTest : testing::Test {
     a = parts->join(0);
     b = parts->join(1);
     gate = std::make_unique<StepGate>(
-        StepGate::Parts{parts->config, parts->phase, parts->ranks, parts->workers, parts->declarations,
-                        parts->pending, parts->pacing, parts->tables, parts->flusher},
+        StepGate::Parts{parts->config, parts->phase, parts->ranks, parts->workers,
+                        parts->declarations, parts->pending, parts->pacing, parts->tables,
+                        parts->flusher},
         [this](uint64_t step) { return declare && declare(step); });
     table = parts->add_table(100);
     parts->ranks.start(0);
@@ -81,7 +83,8 @@ TEST_F(StepGateTest, OperationsOutsideStepsAndAborts) {
 TEST_F(StepGateTest, ARankThatIsLost) {
   open();
   parts->ranks.lose(1);
-  EXPECT_EQ(look(0), "somebody to join in place of rank 1, whose process is gone or does not answer");
+  EXPECT_EQ(look(0),
+            "somebody to join in place of rank 1, whose process is gone or does not answer");
   EXPECT_EQ(pass.waited, 0u) << "that is no part of training";
 }
 
@@ -160,7 +163,8 @@ TEST_F(StepGateTest, AllThatIsPendingWhereNothingIsDeferred) {
   EXPECT_EQ(parts->times(table, 7), 2);
 }
 
-// Of a step that reads some of the rows, only those: queued ones, and those that somebody writes just now.
+// Of a step that reads some of the rows, only those: queued ones, and those that somebody writes
+// just now.
 TEST_F(StepGateTest, PendingRowsThatTheStepReads) {
   open();
   ASSERT_OK(parts->tables.open_window(*table));

@@ -313,7 +313,8 @@ TEST_F(RowWriteTest, VersionsOfRowsThatAreStored) {
 }
 
 // Rows that are copies have no watchers, and no versions.
-// The state of all rows is made anew at once: no list of rows, and the watchers are told when it is there.
+// The state of all rows is made anew at once: no list of rows, and the watchers are told when it is
+// there.
 TEST_F(RowWriteTest, NewStateOfAllRows) {
   open(true, false);
   Watcher watcher(rows);

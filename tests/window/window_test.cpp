@@ -520,7 +520,8 @@ TEST_F(WindowTest, Unstaging) {
   EXPECT_EQ(write(UINT64_MAX), (Slots{1, 2, 1}));
 }
 
-// Rows are counted where those of all windows are from before they are pending until they are written.
+// Rows are counted where those of all windows are from before they are pending until they are
+// written.
 TEST_F(WindowTest, PendingRowsOfSeveralWindows) {
   std::atomic<uint64_t> of_all{5};
   open({.rows = 100, .placement = 1, .pending_rows = &of_all});
