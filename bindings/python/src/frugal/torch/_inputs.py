@@ -310,6 +310,14 @@ _differ: Callable[[int, int, int], int] = ctypes.PyDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
 
 
+def _to_keep(count: int) -> torch.Tensor:
+    """New int64s on the CPU. A backward can keep them, as it could not keep what torch.inference_mode() makes."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return torch.empty(count, dtype=_int64, device="cpu")
+    return torch.empty(count, dtype=_int64, device="cpu")
+
+
 class Arange:
     """The offsets of bags: remembers the last, since those of the next batch may be the same."""
 
@@ -323,8 +331,7 @@ class Arange:
         """Offsets on the CPU with the last, which is the number of keys. Not to be written to: they
         are returned again."""
         bags, offsets = offsets.numel(), offsets.contiguous()
-        with torch.inference_mode(False):  # an inference tensor could not be kept by a backward
-            ends = torch.empty(bags + 1, dtype=torch.int64, device="cpu")
+        ends = _to_keep(bags + 1)
         address = ends.data_ptr()
         ctypes.memmove(address, offsets.data_ptr(), 8 * bags)
         ctypes.c_int64.from_address(address + 8 * bags).value = count
