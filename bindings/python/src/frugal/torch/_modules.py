@@ -422,12 +422,15 @@ class _Single(_Module):
         dtype = anchor.dtype
         if value.dtype.is_floating_point or not requires_grad:
             dtype = _dtype(None, value, not requires_grad, self._pools)
-        if not (isinstance(value, Weight) and value._table is self._table and value._at is None):  # as by weight *= 2
+        own = isinstance(value, Weight) and value._table is self._table and value._at is None  # as by weight *= 2
+        if not own:
             write(self._table, value)
         if dtype != anchor.dtype:
             anchor.requires_grad_(False)  # which integers cannot
             anchor.become(dtype, anchor.grad if dtype.is_floating_point else None)
         anchor.requires_grad_(requires_grad)
+        if not own:
+            self._table.tied_to(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered

@@ -79,6 +79,7 @@ class Table:
         self._anchor: Optional["weakref.ref[Anchor]"] = None  # which modules hold: it holds gradients, and they this
         self.seeded_since = False  # torch's generator, and initial rows follow the seed of before
         self._warned = False
+        self._tie: Any = None  # the hook of a Parameter that was assigned to weight
         self.goes = False  # with its anchor: the last of its modules, of what has their weight, and of optimizers
         self._without = 0  # steps of optimizers that had no part in this table
         self._seen = optimizer_steps  # of them all, by the last backward
@@ -102,6 +103,30 @@ class Table:
             if self.goes:
                 weakref.finalize(anchor, _drop, weakref.ref(anchor.trainer), self.table)
         return anchor
+
+    def tied_to(self, value: torch.Tensor) -> None:
+        """The rows are those of a tensor that was assigned to weight. A Parameter that others have too is one parameter in
+        PyTorch, so that a gradient of it, which the rows have no part in, is an error."""
+        if self._tie is not None:
+            self._tie.remove()
+            self._tie = None
+        if not isinstance(value, torch.nn.Parameter) or not value.dtype.is_floating_point:
+            return
+        weak, name = weakref.ref(self.anchor), self.name
+
+        def refuse(grad: torch.Tensor) -> None:
+            if weak() is not None:
+                raise NotImplementedError(
+                    f"table {name!r}: its weight was assigned a Parameter, whose rows it has copied, and that has a gradient"
+                    " of its own now, as of a decoder that is tied to the embedding: the two are not tied. Give one of them"
+                    " a Parameter of its own (head.weight = torch.nn.Parameter(module.weight.detach().clone())), or keep"
+                    " torch.nn.Embedding for this module"
+                )
+
+        requires_grad = value.requires_grad
+        value.requires_grad_(True)  # without, no hook is taken, and it may be unfrozen
+        self._tie = value.register_hook(refuse)  # type: ignore[no-untyped-call]
+        value.requires_grad_(requires_grad)
 
     def trains(self) -> bool:
         anchor = self.held_anchor()

@@ -1,0 +1,50 @@
+"""What would pass without a word and differ from torch.nn: each is torch's, or an error that says what to do."""
+
+# mypy: disable-error-code="no-untyped-call"
+# torch says no types of Tensor.backward.
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch_support import DIM, ROWS, integers
+
+import frugal
+import frugal.torch as ft
+
+KEYS = torch.tensor([[1, 2], [3, 4]])
+
+
+def embedding(trainer: frugal.Trainer, **arguments: Any) -> ft.Embedding:
+    return ft.Embedding(ROWS, DIM, trainer=trainer, **arguments)
+
+
+# --- a Parameter that is assigned to weight ---
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_weight_that_is_another_layer_s_too_is_refused(trainer: frugal.Trainer, late: bool) -> None:
+    table, head = embedding(trainer), torch.nn.Linear(DIM, ROWS, bias=False)
+    head.weight.requires_grad_(not late)
+    table.weight = head.weight
+    table.requires_grad_(True)
+    head.weight.requires_grad_(True)
+    with pytest.raises(NotImplementedError, match="tied.*detach.*torch.nn.Embedding"):
+        head(table(KEYS)).sum().backward()
+
+
+def test_a_parameter_is_free_when_another_took_its_place(trainer: frugal.Trainer) -> None:
+    table, first = embedding(trainer), torch.nn.Parameter(integers(ROWS, DIM))
+    table.weight = first
+    table.weight = torch.nn.Parameter(integers(ROWS, DIM))
+    first.sum().backward()
+    other, second = embedding(trainer), torch.nn.Parameter(integers(ROWS, DIM))
+    other.weight = second
+    del other
+    gc.collect()
+    second.sum().backward()
+    assert first.grad is not None and second.grad is not None
