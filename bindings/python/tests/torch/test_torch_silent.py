@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch_support import DIM, ROWS, integers
+from torch_support import DIM, ROWS, bag_pair, integers, snapshot
 
 import frugal
 import frugal.torch as ft
@@ -48,3 +48,19 @@ def test_a_parameter_is_free_when_another_took_its_place(trainer: frugal.Trainer
     gc.collect()
     second.sum().backward()
     assert first.grad is not None and second.grad is not None
+
+
+# --- the gradient of a new parameter ---
+
+
+def test_a_new_parameter_has_its_own_gradient(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM))
+    for bags in (ours, theirs):
+        bags(KEYS).sum().backward()
+        bags.weight = torch.nn.Parameter(torch.ones(ROWS, DIM))
+        assert bags.weight.grad is None
+        given = torch.nn.Parameter(torch.ones(ROWS, DIM))
+        given.grad = torch.full((ROWS, DIM), 2.0)
+        bags.weight = given
+        torch.optim.SGD(bags.parameters(), lr=1.0).step()
+    assert torch.equal(snapshot(ours), snapshot(theirs))

@@ -431,6 +431,8 @@ class _Single(_Module):
         anchor.requires_grad_(requires_grad)
         if not own:
             self._table.tied_to(value)
+            if isinstance(value, torch.nn.Parameter):
+                self.weight.grad = value.grad  # that of before went with the parameter of before
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":  # a parameter would be registered
