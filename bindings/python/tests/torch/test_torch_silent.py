@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, Callable, Dict
 
 import pytest
 import torch
@@ -64,3 +64,29 @@ def test_a_new_parameter_has_its_own_gradient(trainer: frugal.Trainer) -> None:
         bags.weight = given
         torch.optim.SGD(bags.parameters(), lr=1.0).step()
     assert torch.equal(snapshot(ours), snapshot(theirs))
+
+
+# --- writes to the parameter that stands for a table ---
+
+WRITES: Dict[str, Callable[[Any], Any]] = {
+    "detach": lambda p: p.detach().copy_(torch.ones(1)),
+    "foreach": lambda p: torch._foreach_copy_([p], [torch.ones(1)]),
+    "Tensor.copy_": lambda p: torch.Tensor.copy_(p, torch.ones(1)),
+}
+LOOKS: Dict[str, Callable[[ft.Embedding], Any]] = {
+    "training forward": lambda m: m(KEYS),
+    "state_dict": lambda m: m.state_dict(),
+    "load_state_dict": lambda m: m.load_state_dict({"weight": torch.zeros(ROWS, DIM)}),
+    "weight": lambda m: m.weight,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_the_parameter_is_found(trainer: frugal.Trainer, write: str, look: str) -> None:
+    table = embedding(trainer)
+    with torch.no_grad():
+        WRITES[write](table.anchor)
+    with pytest.raises(NotImplementedError, match="would change no row"):
+        LOOKS[look](table)
+    LOOKS[look](table)  # told once

@@ -110,6 +110,12 @@ class _Module(torch.nn.Module):
         self._anchors = anchors
         self._first = next(iter(self._parameters))
 
+    def _check_anchors(self) -> None:
+        """An error, if somebody has written a parameter, and believes that rows are others now."""
+        for anchor in self._anchors:
+            if anchor._version != anchor.seen:
+                anchor.check()
+
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # half(), double(), to(): outputs change their dtype; to another device goes the trainer, with all its modules.
         old = [(name, a, a.value, a.grad) for name, a in self._parameters.items() if isinstance(a, Anchor)]
@@ -188,15 +194,14 @@ class _Module(torch.nn.Module):
         dtype = anchors[0].dtype
         graph = torch.is_grad_enabled()
         training = graph and (anchors[0].requires_grad or any([anchor.requires_grad for anchor in anchors[1:]]))
+        if anchors[0]._version != anchors[0].seen or len(anchors) > 1:
+            self._check_anchors()
         if self.max_norm is not None:
             _renorm.renorm(self._lookup, tensors[0], self.max_norm, self.norm_type, training)
         if training:
             lookup = self._by_frequency if self.scale_grad_by_freq else self._lookup
             out, moment = lookup.train(anchors, shape, tensors, mine)
         else:
-            for anchor in anchors:
-                if anchor._version != anchor.seen:
-                    anchor.check()
             lookup = self._lookup
             out, moment = lookup.read(shape, tensors)
         if graph:
@@ -238,6 +243,7 @@ class _Module(torch.nn.Module):
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._check_anchors()
         for name, table in self._tables().items():
             for key, value in saved(table).items():
                 destination[f"{prefix}{name}{key}"] = value
@@ -258,6 +264,7 @@ class _Module(torch.nn.Module):
         unexpected_keys: List[str],
         error_msgs: List[str],
     ) -> None:
+        self._check_anchors()
         known = set()
         anchors = self._anchor_keys(prefix)
         if any(key in state_dict for key in anchors):
@@ -393,6 +400,7 @@ class _Single(_Module):
             return self._instead
         if sys._getframe(1).f_globals.get("__name__") in _COMPUTE_WEIGHT:
             _refuse_computed(self._table.name, "a parametrization")
+        self._check_anchors()
         shown = self._shown
         if shown is None or not shown.is_as_now(self.sparse):
             shown = Weight(self._table, self._lookup.features[0], self.sparse)
