@@ -90,3 +90,38 @@ def test_a_write_to_the_parameter_is_found(trainer: frugal.Trainer, write: str, 
     with pytest.raises(NotImplementedError, match="would change no row"):
         LOOKS[look](table)
     LOOKS[look](table)  # told once
+
+
+# --- gradients that are set by data ---
+
+
+@pytest.mark.parametrize("how", ["parameter", "weight", "sparse weight", "zeros"])
+def test_gradients_are_set_by_their_data(trainer: frugal.Trainer, how: str) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), sparse=how == "sparse weight")
+    for bags in (ours, theirs):
+        optimizer = torch.optim.SGD(bags.parameters(), lr=1.0)
+        bags(KEYS).sum().backward()
+        if "weight" in how:
+            bags.weight.grad.data = bags.weight.grad.data / 4
+        else:
+            for parameter in bags.parameters():
+                grad = parameter.grad
+                assert grad is not None
+                if how == "zeros":
+                    grad.data = grad.data * 0
+                else:
+                    grad.data = grad.data / 4
+        optimizer.step()
+    assert torch.equal(snapshot(ours), snapshot(theirs))
+
+
+def test_data_of_a_gradient_that_is_another_s_is_refused(trainer: frugal.Trainer) -> None:
+    table, other = embedding(trainer), embedding(trainer)
+    (table(KEYS).sum() + other(KEYS).sum()).backward()
+    grad = table.anchor.grad
+    assert grad is not None
+    for value in (torch.ones(1), other.anchor.grad):
+        with pytest.raises(NotImplementedError, match="data"):
+            grad.data = value
+    with pytest.raises(RuntimeError, match="size"):
+        table.weight.grad.data = torch.ones(2, 2)  # type: ignore[union-attr]

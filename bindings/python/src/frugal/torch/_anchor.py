@@ -435,6 +435,21 @@ class Gradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gradient of the table {self.table.name!r}, of {len(self.parts)} backwards"
 
+    # torch's own would swap memory that this has not.
+
+    @property
+    def data(self) -> "Gradient":
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, Gradient) or value.table is not self.table:
+            raise NotImplementedError(
+                f"table {self.table.name!r}: an assignment of another tensor to data of its gradient, which the engine holds:"
+                " scale or clamp what is there, or set module.weight.grad, which is one of rows"
+            )
+        self.become(value)
+
     def hold(self, held: Held, features: Tuple[int, ...]) -> None:
         if self.clip_limit:
             self.fold()

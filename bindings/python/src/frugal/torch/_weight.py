@@ -476,6 +476,19 @@ class _Copy(torch.Tensor):
 
     _source: "_GradSource"  # of all of the gradient, whose memory this has
 
+    @property
+    def data(self) -> torch.Tensor:
+        return cast(torch.Tensor, _tensor.data.__get__(self))
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # The values are written, for torch's own would give this tensor memory that is not the gradient's.
+        if value.shape != self.shape:
+            raise RuntimeError(f"data of a gradient is set to one of another size: {tuple(value.shape)}, not"
+                               f" {tuple(self.shape)}")
+        with torch.no_grad():
+            self.copy_(value)
+
     @classmethod
     def __torch_function__(
         cls,
