@@ -125,3 +125,33 @@ def test_data_of_a_gradient_that_is_another_s_is_refused(trainer: frugal.Trainer
             grad.data = value
     with pytest.raises(RuntimeError, match="size"):
         table.weight.grad.data = torch.ones(2, 2)  # type: ignore[union-attr]
+
+
+# --- steps of gradients that are zeros ---
+
+ZEROS: Dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", ZEROS)
+def test_a_step_of_zeros_counts(trainer: frugal.Trainer, kind: str) -> None:
+    weight = integers(ROWS, DIM)
+    ours, theirs = bag_pair(trainer, weight, mode="sum", sparse=kind == "SparseAdam")
+    other, others = bag_pair(trainer, weight, mode="sum", sparse=kind == "SparseAdam")
+    for used, now_and_then in ((ours, other), (theirs, others)):
+        optimizer = ZEROS[kind]([*used.parameters(), *now_and_then.parameters()])
+        for i in range(7):
+            optimizer.zero_grad(set_to_none=False)
+            out = used(KEYS)
+            if i % 3 == 1:
+                out = out + now_and_then(KEYS)
+            out.pow(2).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        states = [optimizer.state[p]["step"] for m in (used, now_and_then) for p in m.parameters()]
+        assert [int(step) for step in states] == [8, 7]
+    for one, two in ((ours, theirs), (other, others)):
+        torch.testing.assert_close(snapshot(one), snapshot(two), rtol=1e-5, atol=1e-6)

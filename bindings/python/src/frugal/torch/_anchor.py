@@ -301,7 +301,8 @@ class Anchor(torch.nn.Parameter):
         given[0].hold(held, features)
 
     def gradient(self) -> Optional["Gradient"]:
-        """What there is to train the table with, or None."""
+        """What there is to train the table with, or None. After zero_grad(set_to_none=False) it has no parts, which is a
+        gradient of zeros."""
         if self._version != self.seen:
             self.check()
         grad = get_grad(self)
@@ -314,7 +315,7 @@ class Anchor(torch.nn.Parameter):
                     raise self.penalty()
                 return None
             grad = found
-        return grad if grad.parts else None
+        return grad
 
 
 _data: Any = torch.Tensor.data  # which Anchor has its own of

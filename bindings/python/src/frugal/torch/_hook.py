@@ -350,9 +350,10 @@ def _step_once(optimizer: torch.optim.Optimizer, known: _Known, entries: List[_E
                 _update(optimizer, entry, gradient, state, groups[entry.group], factor)
                 for entry, gradient, state in items
             ]
-            steps.apply(updates, skip)
+            if steps.world_size > 1 or any([gradient is not None and gradient.parts for _, gradient, _ in items]):
+                steps.apply(updates, skip)
             if not skip:
-                for _, gradient, state in items:
+                for _, gradient, state in items:  # also one of zeros, as PyTorch counts
                     if gradient is not None:
                         state[_STEP] = _Count(state[_STEP] + 1)
 

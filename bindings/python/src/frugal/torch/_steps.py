@@ -521,7 +521,7 @@ class Steps:
             pushing = False
             try:
                 # A rank without a gradient has no say: what PyTorch did to gradients is in grad_scale.
-                some = [update for update in updates if update.gradient is not None]
+                some = [update for update in updates if update.gradient is not None and update.gradient.parts]
                 if some and not skip:
                     if self.world_size > 1:
                         said = {u.table.name: _numbers(u.optimizer) for u in some}

@@ -171,16 +171,11 @@ class Weight(torch.Tensor):
         rows = rows.clone() if gradient.parts and rows is gradient.parts[0].held.grad else rows
         return torch.sparse_coo_tensor(keys[None], rows, _shape(self._table), check_invariants=False)
 
-    def _gradient(self) -> Optional[Gradient]:
-        """The table's gradient; one of zeros after zero_grad(set_to_none=False)."""
-        gradient, left = self._table.anchor.gradient(), self._table.anchor.grad
-        return left if gradient is None and isinstance(left, Gradient) else gradient
-
     @property
     def grad(self) -> Optional[torch.Tensor]:
         """The gradient that backwards have left for the optimizer's step: a sparse tensor if the module was made with
         sparse=True, or else one of the table's shape, which is made when it is asked for."""
-        gradient = self._gradient()
+        gradient = self._table.anchor.gradient()
         if gradient is None:
             return None
         return _copy_of(*_GradSource(self, gradient).both())
@@ -219,7 +214,7 @@ class Weight(torch.Tensor):
 
         table, anchor = self._table, self._table.anchor
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            before = self._gradient()
+            before = self._table.anchor.gradient()
             if rows.is_sparse:
                 keys, values = rows._indices()[0], rows._values()
             else:
