@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any, Callable, Dict
 
 import pytest
@@ -15,6 +16,7 @@ from torch_support import DIM, ROWS, bag_pair, integers, snapshot
 
 import frugal
 import frugal.torch as ft
+from frugal.torch import _hook
 
 KEYS = torch.tensor([[1, 2], [3, 4]])
 
@@ -155,3 +157,21 @@ def test_a_step_of_zeros_counts(trainer: frugal.Trainer, kind: str) -> None:
         assert [int(step) for step in states] == [8, 7]
     for one, two in ((ours, theirs), (other, others)):
         torch.testing.assert_close(snapshot(one), snapshot(two), rtol=1e-5, atol=1e-6)
+
+
+# --- weight decay ---
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_one_warning_says_which_rows_decay(
+    trainer: frugal.Trainer, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setattr(_hook, "_warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for lr in (0.1, 0.2):
+            table = embedding(trainer)
+            optimizer = kind(table.parameters(), lr=lr, weight_decay=0.5)
+            table(KEYS).sum().backward()
+            optimizer.step()
+    assert sum("in the steps that have a gradient of it" in str(w.message) for w in caught) == 1

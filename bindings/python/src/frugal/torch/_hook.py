@@ -518,15 +518,17 @@ class _Hyper(NamedTuple):
 def _sgd(h: _Hyper) -> frugal.Optimizer:
     lr, l2 = h.number("lr"), h.number("weight_decay")
     if not h.number("momentum"):
+        _warn_lazy(h, l2, "weight_decay")
         return frugal.SGD(lr=lr, weight_decay_l2=l2, **h.common())
     h.refuse("dampening")
-    _warn_lazy(h, "momentum")
+    _warn_lazy(h, True, "momentum")
     return frugal.Momentum(
         lr=lr, weight_decay_l2=l2, momentum=h.number("momentum"), nesterov=bool(h.group["nesterov"]), **h.common()
     )
 
 
 def _adagrad(h: _Hyper) -> frugal.Optimizer:
+    _warn_lazy(h, h.number("weight_decay"), "weight_decay")
     return frugal.Adagrad(
         lr=h.number("lr") / (1.0 + (h.step - 1) * h.number("lr_decay")),
         weight_decay_l2=h.number("weight_decay"),
@@ -544,7 +546,7 @@ def _adam(h: _Hyper) -> frugal.Optimizer:
     sparse = "weight_decay" not in h.group  # SparseAdam: eps is added before the bias correction
     eps, decay, l2 = h.number("eps") if sparse else h.number("eps") * root, 0.0, 0.0
     if not sparse:
-        _warn_lazy(h, "moments")
+        _warn_lazy(h, True, "moments")
         if h.group.get("decoupled_weight_decay"):
             # PyTorch decays before the update, the engine behind it.
             share = h.number("lr") * h.number("weight_decay")
@@ -576,7 +578,7 @@ def adam_at(optimizer: frugal.Adam, step: int) -> frugal.Adam:
 
 def _rmsprop(h: _Hyper) -> frugal.Optimizer:
     h.refuse("momentum", "centered")
-    _warn_lazy(h, "the mean square")
+    _warn_lazy(h, True, "the mean square")
     return frugal.RMSProp(
         lr=h.number("lr"),
         rho=h.number("alpha"),
@@ -667,11 +669,12 @@ def _inherited(function: Callable[..., Any]) -> Callable[..., Any]:
 _warned: Set[Tuple[str, str]] = set()
 
 
-def _warn_lazy(h: _Hyper, what: str) -> None:
-    if (h.name, what) not in _warned:
+def _warn_lazy(h: _Hyper, moves: float, what: str) -> None:
+    """One warning of each optimizer that `moves` every row of a dense weight in every step, by `what`."""
+    if moves and (h.name, what) not in _warned:
         _warned.add((h.name, what))
         warnings.warn(
-            f"{h.name}: {what} of a frugal table's row change in the steps that have a gradient of it, as with"
+            f"{h.name} with {what}: a frugal table's row changes in the steps that have a gradient of it, as with"
             " torch.optim.SparseAdam, and not in every step",
             stacklevel=2,
         )
