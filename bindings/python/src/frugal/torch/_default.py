@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import threading
-from typing import Optional, cast
+from typing import Optional, Set, cast
 
 import torch
 
@@ -17,6 +18,7 @@ _lock = threading.Lock()
 _trainer: Optional[frugal.Trainer] = None
 _pid = 0
 _seed: Optional[int] = None  # of torch, that initial rows follow; None: they follow none
+_states: Set[int] = set()  # of torch's generator where modules were made, as hashes
 
 
 def trainer(device: object = None) -> frugal.Trainer:
@@ -55,8 +57,17 @@ def _open(device: torch.device) -> frugal.Trainer:
 
 
 def seeded_since(trainer: frugal.Trainer) -> bool:
-    """Whether initial rows of this trainer's tables follow another torch.manual_seed() than the last one."""
-    return trainer is _trainer and _seed is not None and torch.initial_seed() % 2**64 != _seed
+    """Whether initial rows of this trainer's tables follow another torch.manual_seed() than the last one: one of another
+    number, or of the same, by which the generator is where it was when another module was made. So that it does not stand
+    still from module to module, each draws a number."""
+    if trainer is not _trainer or _seed is None:
+        return False
+    state = torch.default_generator.get_state()
+    found = hash(ctypes.string_at(state.data_ptr(), state.nbytes))
+    again = found in _states
+    _states.add(found)
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
+    return again or torch.initial_seed() % 2**64 != _seed
 
 
 def _close(engine: frugal.Engine, trainer: frugal.Trainer, pid: int) -> None:

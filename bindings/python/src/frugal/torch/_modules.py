@@ -165,7 +165,7 @@ class _Module(torch.nn.Module):
         table = self._steps.table(
             name or self._steps.name(kind), rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed
         )
-        table.seeded_since = table.created and _default.seeded_since(self._trainer)
+        table.seeded_since = _default.seeded_since(self._trainer) and table.created
         table.goes |= name is None and table.created and self._steps.world_size == 1
         return table
 
