@@ -183,6 +183,7 @@ def test_one_warning_says_which_rows_decay(
 @pytest.mark.parametrize("again", [False, True])
 def test_one_warning_says_that_the_same_seed_gives_other_rows(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
     monkeypatch.setattr(_steps, "_told_of_seeds", False)
+    ft.default_trainer()
     monkeypatch.setattr(_default, "_seed", torch.initial_seed() % 2**64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,6 +201,7 @@ def test_one_warning_says_that_the_same_seed_gives_other_rows(monkeypatch: pytes
 
 def test_modules_of_one_seed_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_steps, "_told_of_seeds", False)
+    ft.default_trainer()
     monkeypatch.setattr(_default, "_seed", torch.initial_seed() % 2**64)
     torch.manual_seed(torch.initial_seed())
     torch.rand(3)  # a state that no other test makes modules in
@@ -208,3 +210,22 @@ def test_modules_of_one_seed_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) 
         warnings.simplefilter("error")
         for _ in range(3):
             ft.Embedding(ROWS, DIM)(KEYS).sum().backward()
+
+
+# --- derivatives of per_sample_weights ---
+
+SECOND: Dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "jvp": lambda f, w: torch.autograd.functional.jvp(f, w, w),
+    "hvp": lambda f, w: torch.autograd.functional.hvp(lambda w: f(w).pow(2).sum(), w, w),
+    "hessian": lambda f, w: torch.autograd.functional.hessian(lambda w: f(w).pow(2).sum(), w),
+    "dual": lambda f, w: f(forward_ad.make_dual(w, w)),
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_derivatives_that_torch_has_not_are_refused(trainer: frugal.Trainer, how: str) -> None:
+    for bags in bag_pair(trainer, integers(ROWS, DIM), mode="sum"):
+        bags.requires_grad_(False)
+        with forward_ad.dual_level():
+            with pytest.raises(RuntimeError):
+                SECOND[how](lambda w, bags=bags: bags(KEYS, per_sample_weights=w), torch.ones(2, 2))

@@ -12,6 +12,7 @@ import ctypes
 from typing import Callable, NoReturn, Optional, Tuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _native
 
@@ -113,6 +114,8 @@ def weights(
         )
     if tensor.dtype != dtype:
         raise InputTypeError(f"{what} is of {tensor.dtype}: it must have the same type as the rows, {dtype}")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(f"{what}: forward AD of a table's lookup is not possible, nor of PyTorch's bags")
     # Each of these has a gradient, and returns what needs nothing as it is.
     if tensor.is_neg():
         tensor = tensor.resolve_neg()

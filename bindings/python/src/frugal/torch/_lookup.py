@@ -8,10 +8,9 @@ that gets the output's gradient.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, cast
+from typing import Any, Callable, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from . import _inputs, _native
@@ -365,11 +364,31 @@ class WeightedRows(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         wanted = ctx.needs_input_grad[5::3]
-        grads = _weight_grads(ctx, ctx.lookup, _inputs.gradient(grad), ctx.saved_tensors, wanted)
+        with torch.no_grad():
+            grads = _weight_grads(ctx, ctx.lookup, _inputs.gradient(grad.detach()), ctx.saved_tensors, wanted)
+        if _is_grad_enabled():  # create_graph=True
+            grads = [None if each is None else _once(each, grad, *ctx.saved_tensors) for each in grads]
         return (grad if ctx.needs_input_grad[0] else None, None, None, *_of_each(grads))
+
+
+class _Once(torch.autograd.Function):
+    """A gradient of weights, whose own gradients are an error: of all that it was computed of, so that whoever asks for one
+    of these alone is told, too."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *computed_of: Optional[torch.Tensor]) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "a derivative of the gradient of per_sample_weights of a table: it has one derivative, as PyTorch's has"
+        )
+
+
+_once: Callable[..., Any] = _Once.apply  # without types in torch
 
 
 def _weight_grads(
