@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -229,3 +229,51 @@ def test_derivatives_that_torch_has_not_are_refused(trainer: frugal.Trainer, how
         with forward_ad.dual_level():
             with pytest.raises(RuntimeError):
                 SECOND[how](lambda w, bags=bags: bags(KEYS, per_sample_weights=w), torch.ones(2, 2))
+
+
+# --- convert ---
+
+
+def test_convert_keeps_what_stands_beside_weight(trainer: frugal.Trainer) -> None:
+    called: List[str] = []
+    theirs: Any = torch.nn.Embedding(ROWS, DIM)
+    theirs.register_buffer("scale", torch.ones(1), persistent=False)
+    theirs.register_parameter("gate", torch.nn.Parameter(torch.ones(2)))
+    theirs.add_module("inner", torch.nn.Linear(1, 1))
+    theirs.note = "a note"
+    handle = theirs.register_forward_hook(lambda *_: called.append("forward"))
+    theirs.register_full_backward_hook(lambda *_: called.append("backward"))
+    theirs.register_state_dict_post_hook(lambda *_: called.append("saved"))
+    theirs.register_load_state_dict_pre_hook(lambda module, *_: called.append(type(module).__module__.split(".")[0]))
+    theirs(KEYS).sum().backward()
+    called.clear()
+    grad = theirs.weight.grad
+    model: Any = ft.convert(torch.nn.Sequential(theirs), trainer=trainer)
+    ours: Any = model[0]
+    assert type(ours) is ft.Embedding and ours.note == "a note" and torch.equal(ours.weight.grad, grad)
+    assert set(model.state_dict()) == {f"0.{name}" for name in ("weight", "gate", "inner.weight", "inner.bias")}
+    assert set(dict(ours.named_buffers())) == {"scale"} and ours.gate is theirs.gate
+    ours(KEYS).sum().backward()
+    del theirs
+    gc.collect()
+    ours.load_state_dict(ours.state_dict())
+    handle.remove()
+    ours(KEYS)
+    assert called == ["saved", "forward", "backward", "saved", "frugal"]
+
+
+REFUSED: Dict[str, Callable[[Any], Any]] = {
+    "hook": lambda m: m.weight.register_hook(lambda grad: grad * 2),
+    "forward": lambda m: setattr(m, "forward", m.forward),
+    "_table": lambda m: setattr(m, "_table", 1),
+    "computed": lambda m: torch.nn.utils.spectral_norm(m),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_convert_refuses_what_it_cannot_keep(trainer: frugal.Trainer, what: str) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(ROWS, DIM), torch.nn.Embedding(ROWS, DIM))
+    REFUSED[what](model[1])
+    with pytest.raises(NotImplementedError, match=f"^1: .*{what}"):
+        ft.convert(model, trainer=trainer)
+    assert type(model[0]) is torch.nn.Embedding
