@@ -277,3 +277,40 @@ def test_convert_refuses_what_it_cannot_keep(trainer: frugal.Trainer, what: str)
     with pytest.raises(NotImplementedError, match=f"^1: .*{what}"):
         ft.convert(model, trainer=trainer)
     assert type(model[0]) is torch.nn.Embedding
+
+
+# --- rows that were read ---
+
+
+def test_a_state_dict_outlives_its_model(trainer: frugal.Trainer) -> None:
+    table = embedding(trainer)
+    kept, saved = embedding(trainer, name="kept"), {}
+    for name, module in (("table", table), ("kept", kept)):
+        saved[name] = module.state_dict()["weight"]
+    before = saved["table"].clone()
+    del table, module, kept
+    gc.collect()
+    for rows in saved.values():
+        rows += 1
+        rows /= 2
+    assert torch.equal(saved["table"], (before + 1) / 2)
+    again = embedding(trainer, name="kept")
+    assert torch.equal(snapshot(again), saved["kept"].clone())
+
+
+@pytest.mark.parametrize("how", ["data", "detach", "fill", "of data"])
+def test_rows_are_written_by_their_data(trainer: frugal.Trainer, how: str) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM, low=1))
+    for bags in (ours, theirs):
+        row = bags.weight[3]
+        if how == "data":
+            row.data.zero_()
+        elif how == "detach":
+            row.detach().zero_()
+        elif how == "fill":
+            bags.weight[4:6].data[:, 1].fill_(7.0)
+        else:
+            row.data.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="leaf|view"):
+            bags.weight[3].zero_()
+    assert torch.equal(snapshot(ours), snapshot(theirs))

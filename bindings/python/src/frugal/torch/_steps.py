@@ -88,6 +88,12 @@ class Table:
         """The anchor, if somebody has it."""
         return None if self._anchor is None else self._anchor()
 
+    def is_gone(self) -> bool:
+        """Whether the table went with the last of its modules, or with its engine."""
+        trainer = self.steps._trainer()
+        gone = self.goes and self.held_anchor() is None
+        return gone or trainer is None or not trainer.engine._finalizer.alive
+
     @property
     def anchor(self) -> Anchor:
         anchor = self.held_anchor()

@@ -727,6 +727,10 @@ class _Source:
     def _now(self) -> Tuple[int, int]:
         return self.table.steps.next, self.table.written_at
 
+    def detached(self) -> "_Source":
+        """The same, for views that can be written though the weight requires a gradient."""
+        return self if self._weight is None else _Source(self.table, self.keys, self.rows, self._weight.data)
+
     @property
     def version(self) -> int:
         """How often the rows have been written."""
@@ -736,6 +740,8 @@ class _Source:
         """Comes before a use: a view of a weight shows rows as they are now, and what is written is made of these."""
         if writes and self._weight is not None:
             self._weight._check_written()
+        if self._weight is None and self.table.is_gone():
+            return
         if (writes or self._weight is not None) and (self._read_at != self._now() or self.table.steps.world_size > 1):
             now = _rows_of(self.table, self.keys)
             with torch.no_grad():
@@ -743,7 +749,9 @@ class _Source:
             self._read_at = self._now()
 
     def after_write(self) -> None:
-        """The table's rows are what has become of these."""
+        """The table's rows are what has become of these. Of a table that is gone they are a tensor like others."""
+        if self._weight is None and self.table.is_gone():
+            return
         rows = self.rows.detach().to(device="cpu", dtype=torch.float32).view(-1, self.table.dim)
         _change(self.table, self.keys, lambda some, where: some.copy_(rows[where]))
         self._read_at = self._now()
@@ -800,6 +808,8 @@ class _Part(torch.Tensor):
                 for source, version in zip(sources, before):
                     if source in written or source.version != version:
                         source.after_write()
+        if func in _DETACHES:
+            sources = [source.detached() for source in sources]
         return _read_only(out) if name in ("numpy", "__array__") else _shared(out, sources)
 
     def plain(self) -> torch.Tensor:
@@ -866,6 +876,8 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 _EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq}  # the operator, from the left and from the right
+
+_DETACHES = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
 # Of these nothing is read.
 _tensor: Any = torch.Tensor  # whose properties have types of their values
