@@ -314,3 +314,38 @@ def test_rows_are_written_by_their_data(trainer: frugal.Trainer, how: str) -> No
         with pytest.raises(RuntimeError, match="leaf|view"):
             bags.weight[3].zero_()
     assert torch.equal(snapshot(ours), snapshot(theirs))
+
+
+# --- gradients of rows of weight ---
+
+
+def test_rows_of_weight_have_a_gradient(trainer: frugal.Trainer) -> None:
+    ours, theirs = bag_pair(trainer, integers(ROWS, DIM), mode="sum", padding_idx=2)
+    for bags in (ours, theirs):
+        optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+        for ids in (torch.tensor([2, 3, 3]), torch.tensor([[5], [1]]), slice(3, 6), 4):
+            optimizer.zero_grad()
+            loss = bags(KEYS).sum() + bags.weight[ids].pow(2).sum() + bags.weight[7, 1:3].sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            grad = bags.weight.grad
+            assert grad is not None
+            optimizer.step()
+    assert torch.equal(snapshot(ours), snapshot(theirs))
+    (gradient,) = torch.autograd.grad(ours.weight[KEYS].sum(), [ours.anchor])
+    assert gradient.norm() == (4 * DIM) ** 0.5
+    ours.requires_grad_(False)
+    assert not ours.weight[3].requires_grad
+
+
+def test_rows_of_a_hashed_weight_have_a_gradient(trainer: frugal.Trainer) -> None:
+    table = embedding(trainer, hashed=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
+    table(torch.tensor([70, -9])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = snapshot(table)
+    table.weight[1].pow(2).sum().backward()
+    optimizer.step()
+    after = snapshot(table)
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1] - before[1])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NoReturn, Optional,
 import torch
 
 from . import _native, _state
-from ._anchor import ACCUMULATED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of
+from ._anchor import ACCUMULATED, NOT_ASKED, RETURNED, Anchor, Gradient, Held, flat, in_place, use_of
 from ._steps import Table
 
 if TYPE_CHECKING:
@@ -39,14 +39,19 @@ def _shape(table: Table) -> Tuple[int, int]:
 
 
 class _Read(torch.autograd.Function):
-    """What a computation of `weight` begins with: rows of it, at these places. A gradient comes back for who asks for that
-    of this weight, by torch.autograd.grad()."""
+    """What a computation of `weight` begins with: rows of it, at these places, of these keys. The gradient of some rows is
+    the table's, as of a forward; that of this weight comes back for who asks for it, by torch.autograd.grad()."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, weight: "Weight", rows: torch.Tensor, at: Optional[torch.Tensor], name: str
+        ctx: Any,
+        anchor: torch.Tensor,
+        weight: "Weight",
+        rows: torch.Tensor,
+        at: Optional[torch.Tensor],
+        keys: Optional[torch.Tensor],
     ) -> torch.Tensor:
-        ctx.at, ctx.shape, ctx.name = at, tuple(weight.shape), name
+        ctx.at, ctx.shape, ctx.keys, ctx.weight = at, tuple(weight.shape), keys, weight
         # The same memory, but no view, which PyTorch would not let be written.
         return rows.new_empty(0).set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
 
@@ -58,9 +63,13 @@ class _Read(torch.autograd.Function):
                 rows = grad.reshape(-1, ctx.shape[1])
                 grad = grad.new_zeros(ctx.shape).index_add(0, ctx.at.reshape(-1).to(grad.device), rows)
             return None, grad, None, None, None
+        if ctx.at is not None:
+            ctx.weight._hold(anchor, ctx.keys, grad)
+            # In the place of what is returned a hook puts the table's gradient, if there is something.
+            return grad.new_zeros(1) if anchor == RETURNED else None, None, None, None, None
         raise NotImplementedError(
-            f"table {ctx.name!r}: a gradient of weight itself, which has as many rows as the table: only the module's"
-            " forward trains rows. Take weight.detach(), or a torch.nn.Linear for a decoder of its own"
+            f"table {ctx.weight._table.name!r}: a gradient of weight itself, which has as many rows as the"
+            " table: the module's forward trains rows, and so does weight[ids]. Take weight.detach(), or a torch.nn.Linear for a decoder of its own"
         )
 
 
@@ -210,8 +219,6 @@ class Weight(torch.Tensor):
     def _take_grad(self, rows: torch.Tensor, anew: bool = False) -> None:
         """Makes these the table's gradient: of the rows that are not zero, and of those that had one. `anew`: who has kept
         the gradient keeps it as it was."""
-        from ._lookup import Lookup
-
         table, anchor = self._table, self._table.anchor
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             before = self._table.anchor.gradient()
@@ -226,11 +233,29 @@ class Weight(torch.Tensor):
             if before is None or anew:
                 before = anchor.begin()
                 anchor.grad = before
-            number = next(table.steps.backwards)
-            feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
-            lookup = Lookup(table.steps, [feature], table.dim)
-            held = Held(lookup, (keys.clone(), None, None), values.detach().to(torch.float32).clone(), number)
-            before.become(Gradient.of(anchor, held, (0,)))
+            before.become(Gradient.of(anchor, self._held(keys.clone(), values), (0,)))
+
+    def _held(self, keys: torch.Tensor, rows: torch.Tensor) -> Held:
+        """Gradients of keys, as a backward would have delivered them."""
+        from ._lookup import Lookup
+
+        steps = self._table.steps
+        feature = self._feature._replace(pooling=_native.POOL_NONE, padding=None, column=0)
+        lookup = Lookup(steps, [feature], self._table.dim)
+        rows = rows.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
+        return Held(lookup, (keys.to(steps.device), None, None), rows, next(steps.backwards))
+
+    def _hold(self, use: int, keys: torch.Tensor, grad: torch.Tensor) -> None:
+        """What a backward does with the gradient of rows of these keys."""
+        anchor = self._table.anchor
+        if use == NOT_ASKED or (use == ACCUMULATED and not anchor.requires_grad):
+            return
+        held = self._held(keys.reshape(-1), grad.reshape(-1, self._table.dim))
+        held.graph = torch.is_grad_enabled()  # create_graph=True
+        if use == ACCUMULATED:
+            anchor.hold(held, (0,))
+        else:
+            anchor.give(held, (0,), True)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -292,7 +317,9 @@ class Weight(torch.Tensor):
             keys = self._keys(at)
             values = self._rows(keys).view(*at.shape, self._table.dim)
         if torch.is_grad_enabled() and self.requires_grad:
-            values = cast(torch.Tensor, _read(self._table.anchor, self, values, at, self._table.name))
+            if keys is None:
+                keys = at
+            values = cast(torch.Tensor, _read(self._table.anchor, self, values, at, keys))
         out = values[(slice(None),) * at.dim() + rest] if rest else values
         if view:
             out = _shared(out, [_Source(self._table, keys, values, self)])
@@ -348,7 +375,7 @@ class Weight(torch.Tensor):
             keys = self._keys()
             rows = self._rows(keys)
         if torch.is_grad_enabled() and self.requires_grad:
-            rows = _read(self._table.anchor, self, rows, None, self._table.name)
+            rows = _read(self._table.anchor, self, rows, None, None)
         return _Source(self._table, keys, rows, self)
 
     def _check_written(self) -> None:
