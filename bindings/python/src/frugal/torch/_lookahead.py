@@ -315,11 +315,12 @@ class _Iteration(Iterator[T]):
         if before is None or steps.world_size > 1 or not self._depth:
             return
         looked_up, undeclared = now[0] - before[0], now[1] - before[1]
-        if undeclared > looked_up // 2:
+        # A key that was not declared counts when it is looked up, and when it is pushed again.
+        if undeclared > looked_up:
             self._lookahead.warned = True
             warnings.warn(
-                f"Lookahead: {undeclared} of {looked_up} keys that forwards looked up were not declared: does keys(batch)"
-                " say of each module what its forward gets?",
+                f"Lookahead: {(undeclared + 1) // 2} of {looked_up} keys that forwards looked up were not declared: does"
+                " keys(batch) say of each module what its forward gets?",
                 stacklevel=3,
             )
 
