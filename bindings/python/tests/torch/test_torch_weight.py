@@ -597,8 +597,6 @@ def test_shapes_that_do_not_fit_are_refused(pair: Pair) -> None:
         lambda w: (torch.ones(2, DIM) @ w.t()).sum(),
         lambda w: torch.nn.functional.linear(torch.ones(2, DIM), w).sum(),
         lambda w: w.sum(),
-        lambda w: w[3].sum(),
-        lambda w: w[[1, 2]].pow(2).sum(),
         lambda w: torch.nn.functional.embedding(torch.tensor([1]), w).sum(),
         lambda w: w.norm(),
     ],
@@ -608,7 +606,7 @@ def test_training_through_weight_is_refused_in_the_backward(pair: Pair, use: Cal
     ours, theirs = pair
     loss = use(ours.weight)
     assert torch.equal(loss, use(theirs.weight)) and loss.requires_grad
-    with pytest.raises(NotImplementedError, match="embedding_0.*only the module's forward trains"):
+    with pytest.raises(NotImplementedError, match="embedding_0.*so does weight"):
         loss.backward()
     (anchor,) = ours.parameters()
     assert anchor.grad is None
@@ -701,7 +699,7 @@ def test_backward_to_a_named_weight(pair: Pair) -> None:
         module.zero_grad()
     assert same(pair)
     weight = pair[0].weight
-    with pytest.raises(NotImplementedError, match="only the module's forward trains"):
+    with pytest.raises(NotImplementedError, match="so does weight"):
         weight.sum().backward(inputs=[weight])
     assert weight.grad is None
 
@@ -712,7 +710,7 @@ def test_a_module_of_torch_that_shares_the_weight_is_refused_in_the_backward(pai
     decoder.weight = ours.weight
     out = decoder(torch.ones(1, DIM))
     assert torch.equal(out, torch.nn.functional.linear(torch.ones(1, DIM), theirs.weight))
-    with pytest.raises(NotImplementedError, match="only the module's forward trains"):
+    with pytest.raises(NotImplementedError, match="so does weight"):
         out.sum().backward()
     with pytest.raises(RuntimeError, match="Weight"):
         torch.nn.Embedding(ROWS, DIM, _weight=ours.weight)

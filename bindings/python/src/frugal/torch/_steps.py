@@ -73,6 +73,7 @@ class Table:
         self.said = optimizer  # what the module was made with
         self.written = False  # rows, by the caller
         self.written_at = 0  # the steps' count of writes, when rows were written last
+        self.grad_read_at = -1  # the steps' count of writes, when somebody read weight.grad last
         self.state_floats = 0 if self.empty else info.state_floats
         self.owner: Optional["weakref.ref[Any]"] = None  # the optimizer that made the last step
         self._keeper: Optional["weakref.ref[Any]"] = None  # the frugal.torch.Optimizer, whose tables others leave alone
@@ -187,7 +188,8 @@ class Table:
 
     def warn_if_nobody_steps(self) -> None:
         """One warning for a table whose gradients nobody uses."""
-        if self.owner is None and not self._warned:
+        by_hand = self.written_at > self.grad_read_at >= 0  # rows were written after weight.grad was read
+        if self.owner is None and not self._warned and not by_hand:
             self._warned = True
             warnings.warn(
                 f"table {self.name!r}: many backwards, and no optimizer that has its parameter has made a step: its rows"

@@ -187,6 +187,7 @@ class Weight(torch.Tensor):
         gradient = self._table.anchor.gradient()
         if gradient is None:
             return None
+        self._table.grad_read_at = self._table.steps.writes
         return _copy_of(*_GradSource(self, gradient).both())
 
     @grad.setter
@@ -506,8 +507,9 @@ class _Copy(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         # The values are written, for torch's own would give this tensor memory that is not the gradient's.
         if value.shape != self.shape:
-            raise RuntimeError(f"data of a gradient is set to one of another size: {tuple(value.shape)}, not"
-                               f" {tuple(self.shape)}")
+            raise RuntimeError(
+                f"data of a gradient is set to one of another size: {tuple(value.shape)}, not {tuple(self.shape)}"
+            )
         with torch.no_grad():
             self.copy_(value)
 
