@@ -271,7 +271,7 @@ def test_what_is_not_there_is_said(trainer: frugal.Trainer) -> None:
         with pytest.raises(ValueError, match="padding_idx"):
             cls(ROWS, DIM, padding_idx=ROWS, trainer=trainer)
         with pytest.raises(ValueError, match="trainer's device"):
-            cls(ROWS, DIM, device="meta", trainer=trainer)
+            cls(ROWS, DIM, device="cuda:77", trainer=trainer)
         with pytest.raises(TypeError, match="trainer"):
             cls(ROWS, DIM, trainer=object())  # type: ignore[arg-type]
         for dtype in (torch.int64, torch.complex64):
@@ -843,8 +843,8 @@ def test_a_seed_that_is_set_later_is_told_of(monkeypatch: pytest.MonkeyPatch, ro
 
 @pytest.mark.parametrize(
     ("device", "default", "name"),
-    [(None, "cpu", "cpu"), ("cuda:1", "cpu", "cuda:1"), (None, "cuda:2", "cuda:2"), ("meta", "cpu", "cpu"),
-     ("cuda", "cpu", "cuda:3"), (None, "meta", "cpu"), ("cpu", "cuda:1", "cpu")],
+    [(None, "cpu", "cpu"), ("cuda:1", "cpu", "cuda:1"), (None, "cuda:2", "cuda:2"),
+     ("cuda", "cpu", "cuda:3"), ("cpu", "cuda:1", "cpu")],
 )  # fmt: skip
 def test_the_process_s_trainer_is_where_its_first_module_is(
     monkeypatch: pytest.MonkeyPatch, device: Any, default: str, name: str

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch_support import DIM, ROWS, bag_pair, integers, snapshot
+from torch_support import DIM, ROWS, bag_pair, integers, sgd, snapshot
 
 import frugal
 import frugal.torch as ft
@@ -100,15 +100,15 @@ def test_a_write_to_the_parameter_is_found(trainer: frugal.Trainer, write: str, 
 @pytest.mark.parametrize("how", ["parameter", "weight", "sparse weight", "zeros"])
 def test_gradients_are_set_by_their_data(trainer: frugal.Trainer, how: str) -> None:
     ours, theirs = bag_pair(trainer, integers(ROWS, DIM), sparse=how == "sparse weight")
-    for bags in (ours, theirs):
+    both: List[Any] = [ours, theirs]
+    for bags in both:
         optimizer = torch.optim.SGD(bags.parameters(), lr=1.0)
         bags(KEYS).sum().backward()
         if "weight" in how:
             bags.weight.grad.data = bags.weight.grad.data / 4
         else:
             for parameter in bags.parameters():
-                grad = parameter.grad
-                assert grad is not None
+                grad: Any = parameter.grad
                 if how == "zeros":
                     grad.data = grad.data * 0
                 else:
@@ -118,15 +118,15 @@ def test_gradients_are_set_by_their_data(trainer: frugal.Trainer, how: str) -> N
 
 
 def test_data_of_a_gradient_that_is_another_s_is_refused(trainer: frugal.Trainer) -> None:
-    table, other = embedding(trainer), embedding(trainer)
+    table: Any = embedding(trainer)
+    other: Any = embedding(trainer)
     (table(KEYS).sum() + other(KEYS).sum()).backward()
-    grad = table.anchor.grad
-    assert grad is not None
+    grad: Any = table.anchor.grad
     for value in (torch.ones(1), other.anchor.grad):
         with pytest.raises(NotImplementedError, match="data"):
             grad.data = value
     with pytest.raises(RuntimeError, match="size"):
-        table.weight.grad.data = torch.ones(2, 2)  # type: ignore[union-attr]
+        table.weight.grad.data = torch.ones(2, 2)
 
 
 # --- steps of gradients that are zeros ---
@@ -212,6 +212,15 @@ def test_modules_of_one_seed_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) 
             ft.Embedding(ROWS, DIM)(KEYS).sum().backward()
 
 
+def test_a_module_with_a_weight_draws_nothing() -> None:
+    """As torch.nn's: what is made after it has the same numbers from the same seed."""
+    ft.default_trainer()
+    before = torch.get_rng_state()
+    for kind in (ft.Embedding, ft.EmbeddingBag):
+        kind(ROWS, DIM, _weight=torch.zeros(ROWS, DIM))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # --- derivatives of per_sample_weights ---
 
 SECOND: Dict[str, Callable[[Any, torch.Tensor], Any]] = {
@@ -247,10 +256,10 @@ def test_convert_keeps_what_stands_beside_weight(trainer: frugal.Trainer) -> Non
     theirs.register_load_state_dict_pre_hook(lambda module, *_: called.append(type(module).__module__.split(".")[0]))
     theirs(KEYS).sum().backward()
     called.clear()
-    grad = theirs.weight.grad
+    grad: Any = theirs.weight.grad
     model: Any = ft.convert(torch.nn.Sequential(theirs), trainer=trainer)
     ours: Any = model[0]
-    assert type(ours) is ft.Embedding and ours.note == "a note" and torch.equal(ours.weight.grad, grad)
+    assert torch.equal(ours.weight.grad, grad) and ours.note == "a note" and type(ours) is ft.Embedding
     assert set(model.state_dict()) == {f"0.{name}" for name in ("weight", "gate", "inner.weight", "inner.bias")}
     assert set(dict(ours.named_buffers())) == {"scale"} and ours.gate is theirs.gate
     ours(KEYS).sum().backward()
@@ -332,7 +341,7 @@ def test_rows_of_weight_have_a_gradient(trainer: frugal.Trainer) -> None:
             assert grad is not None
             optimizer.step()
     assert torch.equal(snapshot(ours), snapshot(theirs))
-    (gradient,) = torch.autograd.grad(ours.weight[KEYS].sum(), [ours.anchor])
+    (gradient,) = torch.autograd.grad(ours.weight[KEYS].sum(), list(ours.parameters()))
     assert gradient.norm() == (4 * DIM) ** 0.5
     ours.requires_grad_(False)
     assert not ours.weight[3].requires_grad
@@ -349,3 +358,60 @@ def test_rows_of_a_hashed_weight_have_a_gradient(trainer: frugal.Trainer) -> Non
     optimizer.step()
     after = snapshot(table)
     assert torch.equal(after[0], before[0]) and torch.equal(after[1], before[1] - before[1])
+
+
+# --- the meta device ---
+
+
+@pytest.mark.parametrize("how", ["argument", "within", "skip_init", "to"])
+@pytest.mark.parametrize("kind", [ft.Embedding, ft.EmbeddingBag])
+def test_a_table_on_the_meta_device_is_refused(how: str, kind: Any) -> None:
+    tables = ft.default_trainer().engine.tables().keys()
+    with pytest.raises((NotImplementedError, ValueError), match="meta.*lazy=True"):
+        if how == "argument":
+            kind(ROWS, DIM, device="meta")
+        elif how == "within":
+            with torch.device("meta"):
+                kind(ROWS, DIM)
+        elif how == "skip_init":
+            torch.nn.utils.skip_init(kind, ROWS, DIM)
+        else:
+            made = kind(ROWS, DIM)
+            tables = ft.default_trainer().engine.tables().keys()
+            made.to("meta")
+    assert ft.default_trainer().engine.tables().keys() == tables
+
+
+# --- who trains rows by hand ---
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_who_trains_by_weight_s_gradient_is_not_warned(trainer: frugal.Trainer, writes: bool) -> None:
+    table, dense = embedding(trainer), torch.nn.Linear(DIM, 1)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(30):
+            dense(table(KEYS)).sum().backward()
+            optimizer.step()
+            grad = table.weight.grad
+            assert grad is not None
+            if writes:
+                table.weight.data.sub_(grad, alpha=0.1)
+            table.weight.grad = None
+    assert any("are not trained" in str(w.message) for w in caught) != writes
+
+
+# --- Lookahead ---
+
+
+def test_undeclared_keys_are_counted_beside_all_keys(trainer: frugal.Trainer) -> None:
+    bag = embedding(trainer, optimizer=sgd())
+    tables = ft.Optimizer(bag)
+    loader = [torch.randint(0, ROWS // 2, (5,)) for _ in range(120)]
+    with pytest.warns(UserWarning, match="were not declared") as told:
+        for keys in ft.Lookahead(loader, lambda keys: {bag: keys + ROWS // 2}, measure=False):
+            bag(keys).sum().backward()
+            tables.step()
+    undeclared, _, used = str(told[0].message).split()[1:4]
+    assert int(undeclared) <= int(used)

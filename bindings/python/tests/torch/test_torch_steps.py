@@ -202,7 +202,7 @@ def test_a_second_derivative_is_an_error(trainer: frugal.Trainer) -> None:
     bags = ft.EmbeddingBag(ROWS, DIM, mode="sum", trainer=trainer)
     weights = torch.ones(6, 2, requires_grad=True)
     (first,) = torch.autograd.grad((bags(keys(), per_sample_weights=weights) ** 2).sum(), weights, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="has one derivative"):
         first.sum().backward()
 
 

@@ -74,7 +74,7 @@ def _check(name: str, module: torch.nn.Module) -> None:
 
 def _added(module: torch.nn.Module) -> Dict[str, Any]:
     """What somebody has given to a module that has no attribute of that name."""
-    usual = vars(type(module)(1, 1, device="meta"))  # type: ignore[arg-type]
+    usual = vars(type(module)(1, 1, device="meta"))
     return {name: value for name, value in vars(module).items() if name not in usual}
 
 

@@ -44,6 +44,14 @@ def place_of(device: object) -> torch.device:
     return cast(torch.device, place)
 
 
+def refuse_meta(what: str) -> None:
+    """Rows are in an engine, and not on a device of PyTorch's."""
+    raise NotImplementedError(
+        f"{what}: a table has no rows on the meta device, which would have to be made later. Make the module without the"
+        " device; with lazy=True a row takes memory when it is used first"
+    )
+
+
 def _open(device: torch.device) -> frugal.Trainer:
     global _seed
     place = world(alone=True)

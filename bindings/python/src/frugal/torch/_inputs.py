@@ -9,13 +9,14 @@ torch.nn raises for the same input.
 from __future__ import annotations
 
 import ctypes
-from typing import Callable, NoReturn, Optional, Tuple
+from typing import Any, Callable, NoReturn, Optional, Tuple
 
 import torch
 from torch.autograd import forward_ad
 
 from . import _native
 
+_unpack_dual: Callable[..., Any] = forward_ad.unpack_dual  # without types in torch
 
 _Tensor, _int64 = torch.Tensor, torch.int64
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -114,7 +115,7 @@ def weights(
         )
     if tensor.dtype != dtype:
         raise InputTypeError(f"{what} is of {tensor.dtype}: it must have the same type as the rows, {dtype}")
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+    if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(f"{what}: forward AD of a table's lookup is not possible, nor of PyTorch's bags")
     # Each of these has a gradient, and returns what needs nothing as it is.
     if tensor.is_neg():

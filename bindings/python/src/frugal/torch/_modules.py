@@ -85,6 +85,9 @@ class _Module(torch.nn.Module):
 
     def __init__(self, trainer: Optional[frugal.Trainer], device: object) -> None:
         super().__init__()
+        # A trainer that is given says where rows are, unless there is a device, too.
+        if (trainer is None or device is not None) and _default.place_of(device).type == "meta":
+            _default.refuse_meta(f"a {type(self).__name__} with device meta")
         self._trainer = _default.trainer(device) if trainer is None else trainer
         self._steps = _steps.of(self._trainer)
         if device is not None and _default.place_of(device) != self._steps.device:
@@ -134,6 +137,8 @@ class _Module(torch.nn.Module):
                 anchor.become(new.dtype, grad)
                 self._parameters[name] = anchor
         if where is not None:
+            if where.type == "meta":
+                _default.refuse_meta(f"a {type(self).__name__} cannot be moved to meta")
             if where.type not in ("cpu", "cuda") or not self._steps.can_move():
                 raise ValueError(
                     f"a {type(self).__name__} cannot be moved to {where}: its rows come to the trainer's device,"
@@ -165,7 +170,6 @@ class _Module(torch.nn.Module):
         table = self._steps.table(
             name or self._steps.name(kind), rows, dim, optimizer, init, hashed, nan_policy, lazy and not hashed
         )
-        table.seeded_since = _default.seeded_since(self._trainer) and table.created
         table.goes |= name is None and table.created and self._steps.world_size == 1
         return table
 
@@ -373,6 +377,8 @@ class _Single(_Module):
             self._kind, table.name, num_embeddings, embedding_dim, table.optimizer, table.init, table.hashed,
             table.mean_ranks, table.nan_policy, table.lazy,
         )  # fmt: skip
+        if weight is None:  # with one, torch.nn's modules draw nothing
+            self._table.seeded_since = _default.seeded_since(self._trainer) and self._table.created
         self._make_lookup(pooling)
         self._parameters = _Parameters()
         self._parameters.table = self._table.name
@@ -737,6 +743,7 @@ class EmbeddingBagCollection(_Module):
                 "table", config.name, config.num_embeddings, config.embedding_dim, config.optimizer, config.init,
                 config.hashed, mean_ranks, nan_policy, config.lazy,
             )  # fmt: skip
+            table.seeded_since = _default.seeded_since(self._trainer) and table.created
             self._by_name[config.name] = table
             self._warn_of_found(table, False, 3)
             padding = _inputs.padding_idx(config.padding_idx, config.num_embeddings, config.hashed)
