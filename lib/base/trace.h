@@ -40,7 +40,7 @@ enum class SpanKind : uint8_t {
 #define FRUGAL_WAITED_FOR(X)                                                                       \
   X(kOutside, "operation outside steps") X(kAborting, "abort") X(kRanks, "ranks")                  \
   X(kJobs, "apply") X(kDeclared, "declarations") X(kAllPending, "all pending rows")                \
-  X(kPending, "pending rows of the step")
+  X(kPending, "pending rows of the step") X(kLoading, "rows that are loading")
 
 enum class WaitedFor : uint8_t {
 #define X(name, text) name,

@@ -108,6 +108,49 @@ Status Engine::fresh(Trainer* t, Table& table, const uint32_t* slots, size_t n, 
   return s;
 }
 
+// --- Rows that may be far ------------------------------------------------------------------------
+
+// A call of a step that has found no places: makes it again until it finds some.
+template <class Call>
+Status Engine::with_places(Trainer& t, const Vector<Access>& accesses, Call call) {
+  struct Wake {
+    Workers& workers;
+    ~Wake() { workers.wake(); }
+  } wake{workers_};  // declarations of later steps go on
+  List<Arriving::Wanted> wanted;
+  for (const Access& a : accesses)
+    if (!a.whole && own(*a.table).rows.far()) wanted.emplace_back(own(*a.table).arriving, t.step);
+  Status s = FRUGAL_ERR_BUSY;
+  const Status waited = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t,
+                             [&] { return (s = call()) != FRUGAL_ERR_BUSY; },
+                             [&] {
+                               for (const Access& a : accesses)
+                                 if (!a.whole && own(*a.table).rows.far() && free_places(own(*a.table), t.step))
+                                   return true;
+                               return false;
+                             });
+  if (waited == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
+  if (waited == FRUGAL_ERR_TIMEOUT)
+    return fail(waited, "rows that were not declared waited for places in memory; call again");
+  return waited == FRUGAL_OK ? s : waited;
+}
+
+Status Engine::await_loaded(Trainer& t, const Vector<Access>& accesses) {
+  const auto loaded = [&] {
+    for (const Access& a : accesses) {
+      Rows& rows = own(*a.table).rows;
+      if (a.whole || !rows.far()) continue;
+      if (rows.first_loading(a.part->slots.as<uint32_t>(), 0, a.part->n) != a.part->n) return false;
+    }
+    return true;
+  };
+  if (loaded()) return FRUGAL_OK;
+  const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t, loaded, [this] { return load_one(); });
+  if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
+  if (s == FRUGAL_ERR_TIMEOUT) return fail(s, "rows that were not declared waited to be loaded; call again");
+  return s;
+}
+
 // --- Lookup --------------------------------------------------------------------------------------
 
 // The cache of the trainer's that has rows of an access; null if there is none. Where keys were not
@@ -161,7 +204,7 @@ Status Engine::LocalStep::begin(Use use) {
 Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use use) {
   const size_t n = accesses.size();
   if (std::all_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.whole; })) return FRUGAL_OK;
-  return engine_.with_room(ops, n, [&]() -> Status {
+  const auto find = [&]() -> Status {
     hold_.emplace(engine_, accesses);
     for (size_t i = 0; i < n; ++i) {
       // Kernels want the rows in order, and so does who sums.
@@ -175,12 +218,19 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
       return in_op(s, numbers_ ? numbers_->at[i] : i, of, accesses[i].table);
     }
     return FRUGAL_OK;
-  });
+  };
+  Status s = engine_.with_room(ops, n, find);
+  if (s == FRUGAL_ERR_BUSY) s = engine_.with_places(t_, accesses, [&] { return engine_.with_room(ops, n, find); });
+  return s == FRUGAL_OK ? engine_.await_loaded(t_, accesses) : s;
 }
 
 Status Engine::LocalStep::create() {
   if (std::any_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.table->any_key; }))
+  {
+    if (hold_) t_.created.reserve(t_.created.size() + 2 * accesses.size());
     engine_.create_rows(t_, accesses);
+    if (hold_) hold_->keep(&t_.created);
+  }
   hold_.reset();
   return FRUGAL_OK;
 }
@@ -245,21 +295,33 @@ Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
 
 // --- Evaluation ----------------------------------------------------------------------------------
 
-Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op) {
+Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op, const AwayRows& away) {
   const RowSource from = host_rows(table);
   Buffer pointers, copies;
   Deadline until;
   FRUGAL_TRY(locate(from, nullptr, slots, n, memory_.pool, &pointers, &copies, [&] { return row_awaited(&until); }));
+  if (!away.at.empty()) {
+    const bool all = !pointers;
+    if (all) FRUGAL_TRY(memory_.pool.get(n * sizeof(float*), &pointers));
+    for (size_t i = 0; i < n; ++i) {
+      const float*& p = pointers.as<const float*>()[i];
+      if (away.has(i))
+        p = away.ref.row(away.at[i]);
+      else if (all)
+        p = slots[i] == kNoSlot ? nullptr : slots[i] == kMissingSlot ? row_of_zeros() : from.rows.row(slots[i]);
+    }
+  }
   return gather(from.rows, pointers.as<const float*>(), slots, n, op);
 }
 
 // Into memory of the device: complete when it returns, so nothing stays in flight.
-Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op) {
+Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op,
+                              const AwayRows& away) {
   Flight flight;
   flight.gpu = t.gpu;
   const RowLayout& layout = table.rows.layout();
   FRUGAL_TRY(t.gpu->send_rows(flight, op, n, layout.dim, layout.sums_stride,
-                              [&](const frugal_op& host) { return read_rows(table, slots, n, host); }));
+                              [&](const frugal_op& host) { return read_rows(table, slots, n, host, away); }));
   return t.gpu->wait_stream();
 }
 

@@ -145,6 +145,7 @@ void Engine::end_planning(Trainer& t) {
   std::unique_lock<std::mutex> lock(mu_);
   t.turned = kNoStep;
   workers_.settle(lock, [&] { return !t.planning; });
+  t.turning = true;
 }
 
 // The boundary of `step` is behind us: that of the next may be planned.

@@ -216,6 +216,23 @@ void Declarations::give_up(Batch& b, size_t i) {
   set_state(b, i, Part::kStale);
 }
 
+// A part with the same keys, which nobody has resolved.
+bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
+  const PartRef old = b.parts[i], part = make_part();
+  part->step = old->step;
+  part->rank = old->rank;
+  if (part->take_keys(pool, *old) != FRUGAL_OK) return false;
+  unlink(b, i);
+  old->let_go(b.tables[i]->rows);
+  count(s, *old, -1u);
+  b.parts[i] = part;
+  count(s, *part, 1);
+  b.to_resolve = std::min(b.to_resolve, static_cast<uint32_t>(i));
+  b.to_link = std::min(b.to_link, static_cast<uint32_t>(i));
+  s.resolve_at = s.link_at = s.warm_at = s.warm_part = s.warm_bytes = 0;
+  return true;
+}
+
 bool Declarations::quiet(const Table& table) {
   bool none = !retiring_ && table.calls.load() == 0;
   each({.table = &table}, [&](const Batch& b, size_t i) {
@@ -268,7 +285,7 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
         }
         set_state(*b, i, Part::kResolving);
         ++resolving_;
-        *out = {b, i};
+        *out = {b, i, b->parts[i]};
         return true;
       }
     }
@@ -281,6 +298,15 @@ void Declarations::resolved(const Item& item, bool done) {
   --resolving_;
   set_state(*item.batch, item.index, done ? Part::kResolved : Part::kStale);
   recount(*item.table());
+}
+
+void Declarations::put_back(const Item& item) {
+  Lock lock(mu_);
+  --resolving_;
+  Batch& b = *item.batch;
+  set_state(b, item.index, Part::kDeclared);
+  b.to_resolve = std::min(b.to_resolve, item.index);
+  if (b.entered) steps_.find(b.step)->second.resolve_at = 0;
 }
 
 bool Declarations::next_to_link(uint64_t base, uint64_t end, Item* out) {
@@ -301,7 +327,7 @@ bool Declarations::next_to_link(uint64_t base, uint64_t end, Item* out) {
         if (p.state.load() != Part::kResolved || p.linked.load() || p.linking) continue;
         change(*b, i, [](Part& part) { part.linking = true; });
         ++linking_;
-        *out = {b, i};
+        *out = {b, i, b->parts[i]};
         return true;
       }
     }
@@ -336,7 +362,7 @@ bool Declarations::next_to_warm(uint64_t step, size_t most, size_t rows, bool ta
       if (p.warmed < limit) {
         *from = p.warmed;
         *end = std::min(limit, p.warmed + rows);
-        *out = {b, static_cast<uint32_t>(s.warm_part)};
+        *out = {b, static_cast<uint32_t>(s.warm_part), b->parts[s.warm_part]};
         if (take) p.warmed = *end;
         return true;
       }

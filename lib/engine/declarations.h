@@ -22,7 +22,8 @@ class Declarations {
   struct Item {
     BatchRef batch;
     uint32_t index = 0;
-    const PartRef& part() const { return batch->parts[index]; }
+    PartRef now;  // a part that is revoked is another one afterwards
+    const PartRef& part() const { return now; }
     const TableRef& table() const { return batch->tables[index]; }
   };
   // Steps in [first, last]; of one rank, or all; of one table, or all.
@@ -91,6 +92,8 @@ class Declarations {
   // `stale`: there were some of tables that are tight: the calls of their step resolve them.
   bool next_to_resolve(uint64_t up_to, Item* out, bool* stale);
   void resolved(const Item& item, bool done);
+  // It has found no places now (Rows::far()), and is the next again.
+  void put_back(const Item& item);
   // The next to be linked of steps in [base, end).
   bool next_to_link(uint64_t base, uint64_t end, Item* out);
   void linked(const Item& item, bool done);
@@ -114,6 +117,11 @@ class Declarations {
   void never_resolve(Batch& batch, size_t index, Part::State instead) REQUIRES(mu_);
   // It lets go of its places. The calls of its step resolve it again.
   void give_up(Batch& batch, size_t index) REQUIRES(mu_);
+  // Parts of steps behind `step` give up their places (Rows::far()), for the step's sake, and are to be
+  // resolved again: those of batches that may() names, if nobody is linking others of their step.
+  // Returns whether there were any.
+  template <class May>
+  bool revoke(const Table& table, uint64_t step, BufferPool& pool, May may) REQUIRES(mu_);
   // Nobody is in the middle of finding rows of the table, or of letting go of some: all who hold
   // places are resolved parts.
   bool quiet(const Table& table) REQUIRES(mu_);
@@ -143,6 +151,7 @@ class Declarations {
   void change(Batch& batch, size_t index, Change change) REQUIRES(mu_);
   void set_state(Batch& batch, size_t index, Part::State state) REQUIRES(mu_);
   void unlink(Batch& batch, size_t index) REQUIRES(mu_);
+  bool make_anew(Step& step, Batch& batch, size_t index, BufferPool& pool) REQUIRES(mu_);
 
   Mutex mu_;
   Steps steps_ GUARDED_BY(mu_);  // none is there that nothing is declared for
@@ -158,5 +167,21 @@ class Declarations {
   Vector<Coming> coming_ GUARDED_BY(mu_);
   std::atomic<uint32_t> arriving_{0};
 };
+
+template <class May>
+bool Declarations::revoke(const Table& table, uint64_t step, BufferPool& pool, May may) {
+  bool any = false;
+  for (auto at = steps_.upper_bound(step); at != steps_.end(); ++at) {
+    Step& s = at->second;
+    if (s.linking) continue;
+    for (const BatchRef& b : s.batches)
+      if (may(*b))
+        b->each(&table, [&](Batch& of, size_t i) {
+          mu_.assert_held();
+          if (of.parts[i]->resolved() && make_anew(s, of, i, pool)) any = true;
+        });
+  }
+  return any;
+}
 
 }  // namespace frugal

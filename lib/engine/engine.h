@@ -275,6 +275,22 @@ class Engine final : public Session, private DataPath {
   template <class Call>
   Status with_room(const frugal_op* ops, size_t n, Call call);
   bool outside_allowed(String* why);
+  // --- far.cpp: rows that may be far
+  bool load_one();
+  bool free_places(Table& table, uint64_t step);
+  bool revoke_later(Table& table, uint64_t step);
+  bool give_up_lines_of(Table& table);
+  bool give_up_own_lines(Trainer& t);
+  bool loading_until(uint64_t step);
+  Status settle_loading(Table& table, const uint32_t* slots, size_t n);
+  // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
+  Status put_far(Table& table, const uint64_t* keys, size_t n,
+                 const std::function<void(size_t, const device::RowsRef&)>& make, uint64_t* created);
+  Status remove_far(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
+  template <class Call>
+  Status with_places(Trainer& t, const Vector<Access>& accesses, Call call);
+  Status await_loaded(Trainer& t, const Vector<Access>& accesses);
+  std::atomic<uint32_t> far_tables_{0};  // that there have been
   // --- access.cpp
   class CallHold;
   class LocalStep;
@@ -294,8 +310,17 @@ class Engine final : public Session, private DataPath {
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;
   }
-  Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op);
-  Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op);
+  // Copies of those rows that have no place, where rows may be far: of keys[i] row at[i], or kMissingSlot.
+  struct AwayRows {
+    Buffer rows;
+    device::RowsView ref{};
+    Vector<uint32_t> at;
+    bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
+  };
+  Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op, const AwayRows& away);
+  Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op, const AwayRows& away);
+
+  Status read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots, AwayRows* out);
 
   const uint64_t opened_ns_ = now_ns();
   EngineMemory memory_;
@@ -317,8 +342,10 @@ class Engine final : public Session, private DataPath {
   TimedMutex outside_mu_;
   StepRecords records_;
   Declarations declarations_;
-  StepGate gate_{{config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
-                 [this](uint64_t step) { return resolve_one(step) || (need_links() && link_one(step)); }};
+  StepGate gate_{
+      {config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
+      {[this](uint64_t step) { return resolve_one(step) || (need_links() && link_one(step)); },
+       [this](uint64_t step) { return loading_until(step); }, [this] { return load_one(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }
   Vector<Thread> reapers_;  // undo steps of ranks whose GPU has failed

@@ -70,11 +70,28 @@ bool Flusher::write(uint64_t step) {
       Timed timed(counters_.entry_ns);
       t->window.finish(claim);
     }
+    for (const Claim::Run& run : claim.runs)
+      if (run.finished) let_go(*t, *run.finished);
     written += claim.ids.size();
     claim.runs.clear();  // updates that are written end here
     workers_.progress();
   }
   return written != 0;
+}
+
+void Flusher::hold(Table& table, const StepUpdate& update) {
+  size_t held = 0;
+  try {
+    for (; held < update.ranks.size(); ++held)
+      table.rows.hold(update.ranks[held].slots(), update.ranks[held].rows());
+  } catch (const std::bad_alloc&) {
+    while (held-- != 0) table.rows.unhold(update.ranks[held].slots(), update.ranks[held].rows());
+    throw;
+  }
+}
+
+void Flusher::let_go(Table& table, const StepUpdate& update) {
+  for (const Handover& h : update.ranks) table.rows.unhold(h.slots(), h.rows());
 }
 
 void Flusher::apply_claim(Table& table, const Claim& claim, Scratch& scratch) {
@@ -105,7 +122,11 @@ struct Flusher::Chunks : HeapObject {
     const auto* of = static_cast<const Chunks*>(context);
     of->flusher->apply_chunk(*of, chunk);
   }
-  static void finished(void* context) { static_cast<const Chunks*>(context)->update->written(); }
+  static void finished(void* context) {
+    const auto* of = static_cast<const Chunks*>(context);
+    of->update->written();
+    let_go(*of->table, *of->update);
+  }
 };
 
 void Flusher::apply_chunk(const Chunks& of, size_t chunk) {

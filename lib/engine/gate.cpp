@@ -22,7 +22,7 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (t) its.emplace(t->counts.gate_wait_ns);
   if (pending_.over_budget())
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
-  Status s = wait_for_ranks(deadline, t, open, [&] { return gate_.help(pass); });
+  Status s = wait_for_ranks(deadline, t, open, [&] { return gate_.help(pass) || (t && give_up_own_lines(*t)); });
   span.waited(pass.waited);
   if (pass.in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {

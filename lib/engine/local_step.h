@@ -18,15 +18,26 @@ class Engine::CallHold {
     for (const Access& a : accesses_) {
       if (!counts(a)) continue;
       Table& table = own(*a.table);
-      if (a.part) a.part->let_go(table.rows);
+      if (a.part && !(kept_ && table.rows.far())) a.part->let_go(table.rows);
       engine_.end_holding(table);
     }
+  }
+  // Places of rows that may be far are held until the step is committed or undone. There is room.
+  void keep(Vector<CreatedRows>* created) {
+    for (const Access& a : accesses_) {
+      if (!counts(a) || !own(*a.table).rows.far()) continue;
+      CreatedRows& c = created->emplace_back();
+      c.table = std::static_pointer_cast<Table>(a.table);
+      c.held = a.part;
+    }
+    kept_ = true;
   }
 
  private:
   static bool counts(const Access& a) { return !a.whole && !a.table->keys_are_slots; }
   Engine& engine_;
   const Vector<Access>& accesses_;
+  bool kept_ = false;
 };
 
 class Engine::LocalStep final : public StepView {

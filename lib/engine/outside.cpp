@@ -119,11 +119,18 @@ Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t cap
 
 namespace {
 
-void read_row(const Rows& rows, uint32_t slot, bool state, float* out) {
-  const RowLayout& l = rows.layout();
-  std::memcpy(out, rows.values(slot), l.value_bytes());
-  if (state) rows.export_state(slot, out + l.dim);
+void read_row(const RowLayout& l, const device::RowsView& rows, uint32_t slot, bool state, float* out) {
+  std::memcpy(out, rows.row(slot), l.value_bytes());
+  if (state) l.export_state(rows.state_row(slot), out + l.dim);
 }
+
+// Of what resolve() has found, where rows may be far.
+struct Unhold {
+  Rows& rows;
+  const uint32_t* slots;
+  size_t n;
+  ~Unhold() { rows.unhold(slots, n); }
+};
 
 // Checks the stride of rows as they travel; 0 becomes what they take. With state that is known between steps alone.
 Status fit_stride(const Table& t, bool state, size_t n, size_t* stride) {
@@ -151,12 +158,16 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   FRUGAL_TRY(memory_.unread().get(n * sizeof(uint32_t), &slots));
   uint32_t* s = slots.as<uint32_t>();
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, s, nullptr));
+  const Unhold unhold{t.rows, s, n};
   FRUGAL_TRY(fresh(nullptr, t, s, n, UINT64_MAX, deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  AwayRows away;
+  FRUGAL_TRY(read_away(t, keys, n, s, &away));
+  const RowLayout& l = t.rows.layout();
   for (size_t i = 0; i < n; ++i) {
-    bool there = s[i] < kMissingSlot;
+    const bool here = s[i] < kMissingSlot, there = here || away.has(i);
     if (found) found[i] = there;
     if (there)
-      read_row(t.rows, s[i], state,
+      read_row(l, here ? t.rows.ref() : away.ref, here ? s[i] : away.at[i], state,
                reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride));
   }
   return FRUGAL_OK;
@@ -193,19 +204,29 @@ Status Engine::put(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
     }
   };
   const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
+  auto give = [&](size_t i, const device::RowsRef& to) {
+    float* r = given.as<float>();
+    std::memcpy(r, reinterpret_cast<const char*>(in) + i * stride, l.exported_bytes(state));
+    device::kernels().canonicalize(r, l.dim + (state ? l.state_floats : 0));
+    std::memcpy(to.values, r, l.value_bytes());
+    if (state)
+      l.import_state(r + l.dim, to.state);
+    else
+      l.new_state(t.rows.init(), to.state);
+  };
+  if (t.rows.far()) {
+    if (state && l.state_floats) t.has_state.store(true);
+    uint64_t made_rows = 0;
+    const Status s_far = put_far(t, keys, n, give, &made_rows);
+    counters_.rows_created.fetch_add(made_rows, std::memory_order_relaxed);
+    return s_far;
+  }
   auto make = [&](RowWrite& write, size_t first, size_t end) {
     for (size_t i = first; i < end; ++i) {
-      float* r = given.as<float>();
-      std::memcpy(r, reinterpret_cast<const char*>(in) + i * stride, l.exported_bytes(state));
-      device::kernels().canonicalize(r, l.dim + (state ? l.state_floats : 0));
       // All of the row, for what lies between its columns.
       std::memcpy(made.values, t.rows.values(s[i]), made.value_pitch);
       if (made.state_pitch) std::memcpy(made.state, t.rows.state(s[i]), made.state_pitch);
-      std::memcpy(made.values, r, l.value_bytes());
-      if (state)
-        l.import_state(r + l.dim, made.state);
-      else
-        l.new_state(t.rows.init(), made.state);
+      give(i, made);
       write.store(i - first, made.values, made.state);
     }
   };
@@ -236,6 +257,12 @@ Status Engine::remove(AnyTable& table, const uint64_t* keys, size_t n, uint64_t*
   OutsideScope scope(*this, deadline(FRUGAL_TIMEOUT_DEFAULT));
   FRUGAL_TRY(scope.status());
   FRUGAL_TRY(flush(deadline(FRUGAL_TIMEOUT_DEFAULT)));
+  if (t.rows.far()) {
+    uint64_t were_far = 0;
+    FRUGAL_TRY(remove_far(t, Vector<uint64_t>(keys, keys + n), &were_far));
+    if (deleted) *deleted = were_far;
+    return FRUGAL_OK;
+  }
   Vector<uint32_t> slots(n);
   FRUGAL_TRY(t.rows.resolve(keys, n, nullptr, Rows::Missing::kLeave, slots.data(), nullptr));
   std::erase_if(slots, [](uint32_t s) { return s >= kMissingSlot; });
@@ -338,13 +365,16 @@ Status Engine::read(AnyTrainer* any, const frugal_op* ops, size_t n, Deadline de
     FRUGAL_TRY(memory_.unread().get(op.count * sizeof(uint32_t), &slots));
     uint32_t* s = slots.as<uint32_t>();
     FRUGAL_TRY(in_op(table->rows.resolve(op.keys, op.count, padding, Rows::Missing::kLeave, s, nullptr), i, n, table));
+    const Unhold unhold{table->rows, s, op.count};
     FRUGAL_TRY(in_op(fresh(trainer, *table, s, op.count, step, deadline), i, n, table));
+    AwayRows away;
+    FRUGAL_TRY(in_op(read_away(*table, op.keys, op.count, s, &away), i, n, table));
     if (op.found_out)
-      for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot;
+      for (size_t k = 0; k < op.count; ++k) op.found_out[k] = s[k] < kMissingSlot || away.has(k);
     if (trainer && trainer->gpu && gpu[i].rows_on_device)
-      FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i]));
+      FRUGAL_TRY(read_to_device(*trainer, *table, s, op.count, gpu[i], away));
     else
-      FRUGAL_TRY(read_rows(*table, s, op.count, op));
+      FRUGAL_TRY(read_rows(*table, s, op.count, op, away));
   }
   // An abort may have taken rows back while they were read, and their places may be other rows'.
   if (trainer && trainer->abort_notice.load()) return aborter_.tell(*trainer);

@@ -2,7 +2,7 @@
 
 namespace frugal {
 
-StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_(of) {
+StepGate::StepGate(const Parts& of, Work work) : of_(of), work_(std::move(work)) {
   add({waited_for(WaitedFor::kOutside),
        [this](Pass& p) {
          p.everything = false;
@@ -45,7 +45,10 @@ StepGate::StepGate(const Parts& of, std::function<bool(uint64_t)> declare) : of_
          return text("the keys declared for step %llu",
                      static_cast<unsigned long long>(p.declared));
        },
-       [declare](const Pass& p) { return declare(p.step); }});
+       [this](const Pass& p) { return work_.declare(p.step); }});
+  add({waited_for(WaitedFor::kLoading), [this](Pass& p) { return !work_.loading(p.step); },
+       [](const Pass&) { return String("rows to be loaded"); },
+       [this](const Pass&) { return work_.load(); }});
   add({waited_for(WaitedFor::kAllPending),
        [this](Pass& p) {
          // Out of deferred mode, declarations are no longer linked: what is pending must go first.

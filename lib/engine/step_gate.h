@@ -37,13 +37,20 @@ class StepGate : public Gate {
     Tables& tables;
     Flusher& flusher;
   };
-  // `declare` resolves or links one part that is declared for a step up to the given one. False:
-  // there is none.
-  StepGate(const Parts& of, std::function<bool(uint64_t)> declare);
+  // What the engine itself does for a step that waits.
+  struct Work {
+    // Resolves or links one part that is declared for a step up to the given one. False: there is none.
+    std::function<bool(uint64_t)> declare;
+    // Are rows loading that are declared for a step up to that? Loads some. False: there are none.
+    std::function<bool(uint64_t)> loading;
+    std::function<bool()> load;
+  };
+  StepGate(const Parts& of, Work work);
 
  private:
   bool near(uint64_t step) const;
   const Parts of_;
+  const Work work_;
 };
 
 }  // namespace frugal

@@ -34,7 +34,8 @@ struct SoonRows : HeapObject {
 struct Commit {
   TableRef table;
   UpdateRef update;         // null: nothing is pushed
-  bool taken = false;       // it has what the ranks have pushed
+  bool taken = false;       // it has what the ranks have pushed,
+  bool held = false;        // and holds the places of these rows
   bool added = false;       // to the table's window,
   bool staged = false;      // which has taken all of its rows in
   List<JobRef> job;         // where it is applied at once

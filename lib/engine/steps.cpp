@@ -51,7 +51,19 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       counters_.ranks_apart.fetch_add(1, std::memory_order_relaxed);
   }
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
-  if (t.has_cache.load()) end_planning(t);
+  struct Turning {
+    Engine& engine;
+    Trainer* t = nullptr;
+    ~Turning() {
+      if (!t) return;
+      std::lock_guard<std::mutex> lock(engine.mu_);
+      t->turning = false;
+    }
+  } turning{*this};
+  if (t.has_cache.load()) {
+    end_planning(t);
+    turning.t = &t;
+  }
   for (;;) {
     bool again = false;
     Status s = gate(&t, step, deadline);

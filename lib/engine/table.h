@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "base/heap.h"
+#include "engine/arriving.h"
 #include "engine/ledger.h"
 #include "engine/session.h"
 #include "storage/rows.h"
@@ -29,6 +30,7 @@ struct Table : AnyTable {
   }
   uint32_t predict_pause = 0;           // steps without staging ahead
   std::shared_ptr<TableLedger> ledger;  // or null
+  Arriving arriving;                    // where rows may be far
 };
 using TableRef = std::shared_ptr<Table>;
 

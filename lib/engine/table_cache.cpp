@@ -51,6 +51,7 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
   next_.resize(slots_.size());
   plan_.parts.reserve(plan_.parts.size() + parts.size());
   window.next_owner_reads(slots_.data(), slots_.size(), step, next_.data(), urgency);
+  const size_t before = plan_.admitted.size();
   index_.turn_over(
       more, step, slots_.data(), next_.data(), slots_.size(),
       [&](const uint32_t* of_lines, size_t n, uint64_t* reads) {
@@ -58,10 +59,13 @@ Status TableCache::plan(uint64_t step, const Vector<PartRef>& parts, Window::Urg
       },
       &plan_.admitted, &plan_.to, &evicted_);
   planned_ = step;
+  const bool held = hold(before);
   uint64_t dirty = 0;
   window.set_cached(evicted_.data(), evicted_.size(), false, &dirty, urgency);
+  table_->rows.unhold(evicted_.data(), evicted_.size());
   counters_.cache_evicted.fetch_add(evicted_.size(), std::memory_order_relaxed);
   counters_.cache_evicted_dirty.fetch_add(dirty, std::memory_order_relaxed);
+  if (!held) throw std::bad_alloc();
   for (const PartRef& p : parts) {
     FRUGAL_TRY(place(*p));
     plan_.parts.push_back(p);
@@ -93,6 +97,21 @@ void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* 
   waiting.clear();
   table_->window.collect_pending(slots->data(), slots->size(), &waiting);
   std::erase_if(*slots, waits);
+}
+
+// Rows in lines hold their places, where rows may be far: from the plan by which they come to that by
+// which they go. Without memory those that are new do not come.
+bool TableCache::hold(size_t from) {
+  try {
+    table_->rows.hold(plan_.admitted.data() + from, plan_.admitted.size() - from);
+    return true;
+  } catch (const std::bad_alloc&) {
+    for (size_t i = from; i < plan_.admitted.size(); ++i) index_.drop(plan_.admitted[i]);
+    plan_.admitted.resize(from);
+    plan_.to.resize(from);
+    cancel_plan();
+    return false;
+  }
 }
 
 // Where the cache has the rows of a part, by what has been turned over: the others are in no line.
@@ -127,6 +146,7 @@ void TableCache::check_plan(uint64_t step, const Vector<PartRef>& declared) {
 void TableCache::cancel_plan() {
   if (planned_ == kNoStep) return;
   for (uint32_t slot : plan_.admitted) index_.drop(slot);
+  table_->rows.unhold(plan_.admitted.data(), plan_.admitted.size());
   forget_plan();
 }
 
@@ -193,6 +213,7 @@ void TableCache::drop(const uint32_t* slots, size_t n, Vector<uint32_t>* dropped
     if (slots[i] < kMissingSlot && index_.find(slots[i]) != RowCache::kNone) {
       index_.drop(slots[i]);
       dropped->push_back(slots[i]);
+      table_->rows.unhold(&slots[i], 1);
     }
 }
 
@@ -201,9 +222,11 @@ void TableCache::forget() noexcept {
   unflagged_.clear();
   forget_plan();
   uint32_t line = 0, slots[512];
-  while (const size_t n = index_.drop_some(&line, slots, 512))
+  while (const size_t n = index_.drop_some(&line, slots, 512)) {
     if (table_->window.opened())
       table_->window.set_cached(slots, n, false, nullptr, Window::Urgency::kUrgent);
+    table_->rows.unhold(slots, n);
+  }
 }
 
 }  // namespace frugal

@@ -23,6 +23,7 @@ class TableCache {
   // Without: there is no cache, and the trainer works with none.
   void open(uint64_t lines, std::unique_ptr<Lines> made, uint64_t bytes);
   bool there() const { return lines_ != nullptr; }
+  bool any() const { return lines_ && index_.size() != 0; }  // rows
   const TableRef& table() const { return table_; }
   const LinesAt& at() const { return lines_->at(); }
   uint64_t bytes() const { return bytes_; }  // of the lines
@@ -55,6 +56,7 @@ class TableCache {
   Vector<PartRef> not_planned(const Vector<PartRef>& declared) const;
   Status plan(uint64_t step, const Vector<PartRef>& parts, Window::Urgency urgency);
   void slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* slots);
+  bool hold(size_t from);
   Status place(Part& part);
   DueUpdate due(const UpdateRef& update, bool all_now);
   void forget_plan() noexcept;

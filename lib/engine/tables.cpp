@@ -258,7 +258,16 @@ Status Engine::create_table(const frugal_table_config& config, TableRef* out, bo
   rows.pinner = memory_.pinner;
   if (stale()) flusher_.make_room(rows.layout.bytes());
   table->stride = rows.layout.sums_stride;
-  FRUGAL_TRY(table->rows.open(rows, &memory_.budget));
+  FarRows far;
+  if (const auto make = g_make_far_rows.load(); make && rows.hashed) far = make(config);
+  if (far.store) {
+    far.room = [this] {
+      workers_.wake();
+      workers_.progress();
+    };
+    far_tables_.fetch_add(1);
+  }
+  FRUGAL_TRY(table->rows.open(rows, &memory_.budget, std::move(far)));
   if (!rows.hashed && !rows.lazy) {
     // All of it at once, before the first page of it is touched.
     FRUGAL_TRY(os_check_available(config.rows * rows.layout.bytes()));
@@ -349,7 +358,7 @@ Status Engine::describe(AnyTable& table, frugal_table_info* out) {
   std::memset(&i, 0, sizeof i);
   i.struct_size = sizeof i;
   i.rows = t.rows.count();
-  i.capacity = t.rows.capacity();
+  i.capacity = t.rows.most_rows();
   i.value_bytes = t.rows.layout().value_bytes();
   i.state_floats = t.rows.state_floats();
   i.memory_bytes = t.rows.memory_bytes();
@@ -401,6 +410,8 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                     "gives up that state",
                     o.kind, double{accumulator}, was.kind,
                     double{was.initial_accumulator});
+      if (table.rows.far() && table.rows.any_far())
+        return fail(FRUGAL_ERR_UNSUPPORTED, "rows of the table that are not in memory have state of its kind");
       if (ledger_)
         return fail(FRUGAL_ERR_UNSUPPORTED,
                     "optimizer.kind is %d, and the table's %d: other processes may have mapped its "

@@ -64,17 +64,23 @@ class UsedElsewhere {
 // Rows that a step has created, or of which it is the earliest one that has used them: with
 // staleness ranks are in different steps, and that one's undoing takes the row back. They bear its
 // mark, and are not cached before its commit.
+//
+// Where rows may be far, what a call has found of keys that nobody has declared stays here as long,
+// too: the part holds its places.
 struct CreatedRows {
   TableRef table;
   Vector<uint32_t> slots, earlier;
+  PartRef held;  // or null
   // The step is committed: they are there for good.
   void settle(uint64_t step) const {
     for (const Vector<uint32_t>* of : {&slots, &earlier})
       table->rows.settle(of->data(), of->size(), step);
+    if (held) held->let_go(table->rows);
   }
   // They exist no longer; their places stay theirs while somebody holds them.
   void undo() const {
     for (const Vector<uint32_t>* of : {&slots, &earlier}) table->rows.undo(of->data(), of->size());
+    if (held) held->let_go(table->rows);
   }
 };
 
@@ -98,6 +104,7 @@ struct Trainer : AnyTrainer {
   uint64_t turned = kNoStep;     // whose boundary its caches have passed: the next can be planned
   uint64_t planned = kNoStep;    // the boundary that has been planned last
   bool planning = false;         // somebody does
+  bool turning = false;          // it is about to begin a step: its caches are its own
   bool plan_more = false;        // something was declared for the step that has been planned
   std::atomic<uint32_t> abort_notice{0};  // aborts that this rank is to be told of, one a call
   // Where else that is counted: in memory that the rank's own process sees. Or null.

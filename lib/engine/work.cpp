@@ -42,6 +42,7 @@ void Engine::list_work() {
   add(Urgency::kSoon, [this] { return pin_one(); });
   add(Urgency::kSoon, [this] { return flusher_.write(ranks_.soonest()); });
   add(Urgency::kSoon, [=, this] { return declared(ranks_.soonest() + kSoon); });
+  add(Urgency::kSoon, [this] { return load_one(); });
   add(Urgency::kSoon, [this] { return prepare_one(); });
   add(Urgency::kSoon, [this] { return plan_one(); });
   add(Urgency::kIdle, [this] { return flusher_.write(ranks_.soonest() + 1); });
@@ -79,11 +80,27 @@ bool Engine::resolve_one(uint64_t up_to) {
   TraceSpan span(trace_, SpanKind::kResolve);
   span.step(part->step).rank(part->rank).table(table->number).count(part->n);
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
-  bool resolved = false;
+  bool resolved = false, expected = false, waits = false;
+  Status status = FRUGAL_OK;
   try {
+    if (table->rows.far()) {
+      table->arriving.make_room();
+      expected = true;
+      waits = table->arriving.wanted_before(part->step);
+      if (waits) status = FRUGAL_ERR_BUSY;
+    }
     // Ids from a device that the table does not have are told by the calls of the step, too.
-    resolved = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr) == FRUGAL_OK;
+    if (status == FRUGAL_OK) status = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr);
+    resolved = status == FRUGAL_OK;
+    if (status == FRUGAL_ERR_BUSY && !waits) table->arriving.lacks(part);
   } catch (const std::bad_alloc&) {
+  }
+  if (expected) table->arriving.add(resolved ? part : nullptr);
+  if (status == FRUGAL_ERR_BUSY) {
+    span.drop();
+    part->slots.reset();
+    declarations_.put_back(item);
+    return !waits && free_places(*table, part->step);
   }
   declarations_.resolved(item, resolved);
   workers_.progress();

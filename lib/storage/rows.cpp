@@ -46,8 +46,9 @@ device::RowsRef RowLayout::at(void* values, void* state) const {
   return ref;
 }
 
-Status Rows::open(const Config& c, MemoryBudget* budget) {
+Status Rows::open(const Config& c, MemoryBudget* budget, FarRows far) {
   capacity_ = c.capacity;
+  if (far.store) capacity_ = std::min(c.capacity, far.places);
   hashed_ = c.hashed;
   lazy_ = c.lazy || c.hashed;
   layout_ = c.layout;
@@ -66,6 +67,10 @@ Status Rows::open(const Config& c, MemoryBudget* budget) {
     FRUGAL_TRY(index_.open(capacity_, budget));
   }
   ref_ = layout_.at(values_.base(), state_.base());
+  FRUGAL_ASSERT(!far.store || hashed_);
+  most_rows_ = c.capacity;
+  room_ = std::move(far.room);
+  far_ = std::move(far.store);
   return FRUGAL_OK;
 }
 
@@ -221,6 +226,12 @@ Status Rows::begin_rows(const uint32_t* slots, size_t n) {
 }
 
 Status Rows::add_key(uint64_t key, uint32_t* slot) {
+  const bool away = far_ && far_->has(key);
+  if (far_ && !away && existing_ + away_ + reserved_ - loading_ >= most_rows_)
+    return fail(FRUGAL_ERR_TABLE_FULL,
+                "no room for key %s: the table has its %llu rows; create it with more, or delete some",
+                number_text(key).c_str(), static_cast<unsigned long long>(most_rows_));
+  if (away) to_load_.reserve(to_load_.size() + 1);
   uint32_t s = free_;
   if (s == kNoSlot) {
     if (next_slot_ >= capacity_)
@@ -240,6 +251,11 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   begin_place(s, key);
   if (slots_told_) slots_told_->store(next_slot_, std::memory_order_release);
   reserved_.fetch_add(1, std::memory_order_relaxed);
+  if (away) {
+    flags()[s] = kLoading;
+    loading_.fetch_add(1);
+    to_load_.push_back(s);
+  }
   *slot = s;
   return FRUGAL_OK;
 }
@@ -282,6 +298,10 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
     FRUGAL_TRY(dense_slots(keys, n, padding, capacity_, slots));
     return begin_rows(slots, n);
   }
+  if (far_) {
+    FRUGAL_ASSERT(missing != Missing::kCreate);
+    return resolve_far(keys, n, padding, missing == Missing::kLeave, slots);
+  }
   size_t i = 0;  // places of slots[0, i) are held
   Status status = FRUGAL_OK;
   for (size_t at = 0; at < n && status == FRUGAL_OK; at += kChunk) try {
@@ -322,11 +342,16 @@ Status Rows::resolve(const uint64_t* keys, size_t n, const uint64_t* padding, Mi
 }
 
 void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
-  for (size_t at = 0; at < n && has_reserved(); at += kChunk) {
+  for (size_t at = 0; at < n && (far_ || has_reserved()); at += kChunk) {
     Lock lock(mu_);
     for (size_t i = at; i < std::min(n, at + kChunk); ++i) {
       const uint32_t s = slots[i];
-      if (s >= kMissingSlot || flags()[s] != kReserved) continue;
+      if (s >= kMissingSlot) continue;
+      if (far_) {
+        release(s, start ? start[i + 1] - start[i] : 1);
+        continue;
+      }
+      if (flags()[s] != kReserved) continue;
       if (!holders_.let_go(s, start ? start[i + 1] - start[i] : 1)) free_place(s);
     }
   }
@@ -334,7 +359,7 @@ void Rows::let_go(const uint32_t* slots, size_t n, const uint32_t* start) {
 
 void Rows::create(uint32_t s, uint8_t mark) {
   FRUGAL_ASSERT(s < next_slot_ && flags()[s] == kReserved && holders_.held(s) && mark <= kMarks);
-  holders_.clear(s);
+  if (!far_) holders_.clear(s);
   flags()[s] = static_cast<uint8_t>(kExists | mark << kMarkAt);
   ++existing_;
   young_ += mark != 0;
@@ -401,6 +426,7 @@ void Rows::settle(const uint32_t* slots, size_t n, uint64_t step) {
     if (!(flag & kExists) || flag_mark(flag) != mark_of(step)) continue;
     flag = kExists;
     --young_;
+    if (far_ && !holders_.held(slots[i])) become_idle();
   }
 }
 
@@ -408,7 +434,7 @@ void Rows::undo(const uint32_t* slots, size_t n) {
   if (!hashed_) return;
   Lock lock(mu_);
   for (size_t i = 0; i < n; ++i)
-    if (flag_mark(flags()[slots[i]]) != 0) remove(slots[i]);
+    if (flags()[slots[i]] & kExists && flag_mark(flags()[slots[i]]) != 0) remove(slots[i]);
 }
 
 void Rows::tell_slots(std::atomic<uint64_t>* elsewhere) {
@@ -424,6 +450,12 @@ void Rows::remove(uint32_t s) {
   flags()[s] = kReserved;
   --existing_;
   reserved_.fetch_add(1, std::memory_order_relaxed);
+  if (far_) {
+    if (holders_.held(s)) return;
+    free_place(s);
+    tell_room();
+    return;
+  }
   holders_.forget(s);
   try {
     unsure_.push_back(s);
@@ -505,8 +537,10 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
     uint32_t s = slots[i];
     if (hashed_ && !(flags()[s] & kExists)) continue;
     ++were;
+    const uint64_t key = key_of(s);
     if (hashed_) remove(s);
-    if (hashed_ && reinitialize) initialize_slot(s, key_of(s));
+    if (hashed_ && reinitialize) initialize_slot(s, key);
+    if (far_) far_->forget(key);
   }
   // Rows of a dense table are there all the time.
   if (reinitialize && !hashed_)
@@ -551,10 +585,11 @@ bool Rows::any_reserved(const uint32_t* slots, size_t n) {
 uint64_t Rows::count() {
   if (!hashed_) return capacity_;
   Lock lock(mu_);
-  return existing_;
+  return existing_ + away_;
 }
 
 size_t Rows::enumerate(uint64_t* cursor, uint64_t* keys, size_t capacity) {
+  if (far_) return enumerate_far(cursor, keys, capacity);
   size_t n = 0;
   Lock lock(mu_);
   uint64_t end = hashed_ ? next_slot_ : capacity_;

@@ -8,7 +8,9 @@
 //
 // A place of a hashed table has one life: free; reserved, which lasts while somebody holds it
 // (storage/holders.h); here, from when the row exists. A row that exists no longer is reserved
-// again, or its place free at once.
+// again, or its place free at once. Where rows have a store behind the memory (far_store.h), a place
+// is loading before it is here, where the row comes from there, and leaving behind it; and who holds
+// a place is counted in each of these states.
 //
 // Threads: values and state of a row are written through a RowWrite, by whoever applies its update
 // (the engine sees to it that this is one thread at a time and nobody reads meanwhile). The key
@@ -21,6 +23,7 @@
 #include "base/heap.h"
 #include "base/sync.h"
 #include "device/kernels.h"
+#include "storage/far_store.h"
 #include "storage/holders.h"
 #include "storage/key_index.h"
 #include "storage/row_write.h"
@@ -78,7 +81,8 @@ class Rows : public HeapObject {
   // What resolve() may do with keys that have no row.
   enum class Missing { kLeave, kReserve, kCreate };
 
-  Status open(const Config& config, MemoryBudget* budget);
+  // `far`: of a hashed table, what is behind the memory; capacity() is that in places then.
+  Status open(const Config& config, MemoryBudget* budget, FarRows far = {});
   // Another slab of values or state that is committed becomes visible to devices (*any: there was
   // one), or none is so any more; what is committed later is, if there is a device. Not beside
   // initialize_range.
@@ -124,6 +128,35 @@ class Rows : public HeapObject {
   // Initializes rows of a lazy dense table that have not been used before; those of other tables
   // are there.
   Status begin_rows(const uint32_t* slots, size_t n);
+
+  // --- Rows that may be far (rows_far.cpp): where far() is not null. resolve() differs so: places are
+  // held whether their rows exist or not, and with kLeave, too. A row that is far gets a place that is
+  // loading, and with kLeave none. BUSY: there are not so many places now; room() will tell.
+  FarStore* far() const { return far_.get(); }
+  // These are held once more. Throws where there is no memory, and none is then.
+  void hold(const uint32_t* slots, size_t n) {
+    if (far_) hold_far(slots, n);
+  }
+  void unhold(const uint32_t* slots, size_t n) {
+    if (far_) let_go(slots, n);
+  }
+  // Is any place loading? The first of slots[from, n) that is; n: none.
+  bool loading() const { return loading_.load() != 0; }
+  size_t first_loading(const uint32_t* slots, size_t from, size_t n);
+  // Brings some rows in whose places are loading. *any: there were some.
+  Status load_some(bool* any);
+  // For a key whose row had no place. A copy of its row, if it has one.
+  Status read_far(uint64_t key, const device::RowsRef& out, bool* there);
+  // Outside steps. Keys that have a place, all at one moment, are held, and others get kMissingSlot.
+  void find_places(const uint64_t* keys, size_t n, uint32_t* slots);
+  // What a row becomes that has no place; and that it is none any more. Where it has one by now (*placed)
+  // nothing is done.
+  Status put_far(uint64_t key, const device::RowsView& row, bool* placed, bool* created);
+  void forget_far(uint64_t key, bool* placed, bool* was);
+  bool any_far();
+  // Somebody has found no places, and nobody has let go of any since.
+  bool lacking() const { return lacking_.load(); }
+
   // check_dense_ids, for a dense table.
   Status check_ids(const uint64_t* keys, size_t n, const uint64_t* padding) const;
   // Turns reserved rows among `slots` into existing ones.
@@ -200,7 +233,8 @@ class Rows : public HeapObject {
       make(write, from, to);
     }
   }
-  uint64_t capacity() const { return capacity_; }
+  uint64_t capacity() const { return capacity_; }  // places in memory
+  uint64_t most_rows() const { return far_ ? most_rows_ : capacity_; }
   // Which slot has a key: its own number; else resolve() finds it, and the place may become another
   // row's.
   bool keys_are_slots() const { return !hashed_; }
@@ -230,11 +264,26 @@ class Rows : public HeapObject {
   void list_unsure() REQUIRES(mu_);
   void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(mu_);
   void create(uint32_t slot, uint8_t mark) REQUIRES(mu_);
+  Status resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding, bool leave, uint32_t* slots);
+  Status take_places(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could, uint32_t* slots,
+                     uint64_t* lacking);
+  void give_back(uint32_t* slots, size_t n, uint64_t could) REQUIRES(mu_);
+  uint64_t within_reach() const REQUIRES(mu_) { return idle_ + capacity_ - index_.size(); }
+  Status leave(uint64_t places);
+  size_t enumerate_far(uint64_t* cursor, uint64_t* keys, size_t capacity);
+  void hold_far(const uint32_t* slots, size_t n);
+  void hold_place(uint32_t slot) REQUIRES(mu_);
+  void release(uint32_t slot, uint64_t times) REQUIRES(mu_);
+  void become_idle() REQUIRES(mu_);
+  void tell_room() REQUIRES(mu_);
   uint64_t* keys() const { return reinterpret_cast<uint64_t*>(keys_.base()); }
   uint8_t* flags() const { return reinterpret_cast<uint8_t*>(flags_.base()); }
 
-  static constexpr uint8_t kExists = 1, kReserved = 2;
+  // A place that is leaving has a row that exists. One that is loading has none as yet; its mark is
+  // no step's.
+  static constexpr uint8_t kExists = 1, kReserved = 2, kLeaving = kExists | kReserved;
   static constexpr int kMarkAt = 2;
+  static constexpr uint8_t kLoading = kReserved | 1 << kMarkAt;
 
   Mutex mu_;  // index, flags, holders, free list
   uint64_t capacity_ = 0;
@@ -261,6 +310,18 @@ class Rows : public HeapObject {
   uint64_t existing_ GUARDED_BY(mu_) = 0;
   uint64_t young_ GUARDED_BY(mu_) = 0;
   std::atomic<uint64_t> reserved_{0};  // changed with mu_ held
+  // --- Of rows that may be far
+  Mutex admit_;  // one call at a time looks for places; before mu_
+  std::unique_ptr<FarStore> far_;
+  std::function<void()> room_;
+  uint64_t most_rows_ = 0;
+  Vector<uint32_t> to_load_ GUARDED_BY(mu_);     // places that nobody has begun to load, from load_at_ on
+  size_t load_at_ GUARDED_BY(mu_) = 0;
+  std::atomic<uint64_t> loading_{0};             // places; changed with mu_ held
+  uint64_t away_ GUARDED_BY(mu_) = 0;            // rows that are far, those that are loading included
+  uint64_t idle_ GUARDED_BY(mu_) = 0;            // rows that are here, and that nobody holds
+  uint32_t hand_ GUARDED_BY(mu_) = 0;            // where the next that leaves is looked for
+  std::atomic<bool> lacking_{false};             // room() is to be told; changed with mu_ held
 };
 
 template <class Quiet, class Each>

@@ -17,7 +17,9 @@ struct StepGateTest : testing::Test {
         StepGate::Parts{parts->config, parts->phase, parts->ranks, parts->workers,
                         parts->declarations, parts->pending, parts->pacing, parts->tables,
                         parts->flusher},
-        [this](uint64_t step) { return declare && declare(step); });
+        StepGate::Work{[this](uint64_t step) { return declare && declare(step); },
+                       [this](uint64_t step) { return loads != 0 && step >= 3; },
+                       [this] { return loads != 0 && loads-- != 0; }});
     table = parts->add_table(100);
     parts->ranks.start(0);
   }
@@ -62,6 +64,7 @@ struct StepGateTest : testing::Test {
   TrainerRef a, b;
   TableRef table;
   std::function<bool(uint64_t)> declare;
+  int loads = 0;  // until no row of step 3 is loading
   std::unique_ptr<StepGate> gate;
   Gate::Pass pass;
 };
@@ -145,6 +148,19 @@ TEST_F(StepGateTest, DeclarationsThatAreNotResolvedOrLinked) {
   EXPECT_NE(look(2), "");
   parts->declarations.linked(item, true);
   EXPECT_EQ(look(2), "");
+}
+
+TEST_F(StepGateTest, RowsThatAreLoading) {
+  open();
+  loads = 2;
+  for (const uint64_t step : {uint64_t{0}, uint64_t{1}, uint64_t{2}}) {
+    EXPECT_EQ(look(step), "");
+    commit(step);
+  }
+  EXPECT_EQ(look(3), "rows to be loaded");
+  EXPECT_TRUE(waited(WaitedFor::kLoading));
+  EXPECT_EQ(help(3), "");
+  EXPECT_EQ(loads, 0);
 }
 
 // Where steps are not written in the order of who reads them, nothing may be pending.

@@ -10,5 +10,5 @@ target_link_libraries(frugal_reference PUBLIC frugal_flags)
 # Memory of a device is the run-time seam's, so this one is linked with the library's objects.
 set(oracle_sources oracle.cpp driver.cpp processes.cpp replay.cpp script.cpp)
 list(TRANSFORM oracle_sources PREPEND ${tests}/oracle/)
-add_executable(oracle_device ${oracle_sources} ${tests}/oracle/device.cpp)
+add_executable(oracle_device ${oracle_sources} ${tests}/oracle/device.cpp ${tests}/oracle/far.cpp)
 target_link_libraries(oracle_device PRIVATE frugal_objects frugal_reference)

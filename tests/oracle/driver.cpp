@@ -13,6 +13,7 @@
 
 #include "oracle/device.h"
 #include "oracle/digest.h"
+#include "oracle/far.h"
 #include "oracle/meeting.h"
 #include "oracle/random.h"
 #include "oracle/replay.h"
@@ -1045,8 +1046,10 @@ bool Run::Open() {
     const bool kind_later = address.empty() && (script_.seed + tables_.size()) % 3 == 0;
     if (kind_later) table_config.optimizer.kind = static_cast<int32_t>((script_.seed / 3 + tables_.size()) % 7);
     frugal_table* table = nullptr;
-    if (!Expect(frugal_table_create(engine_, &table_config, &table), FRUGAL_OK,
-                "frugal_table_create") ||
+    if (spec.places != 0) PlacesOfNextTable(spec.places, script_.seed);
+    const int32_t created = frugal_table_create(engine_, &table_config, &table);
+    if (spec.places != 0) PlacesOfNextTable(0, 0);
+    if (!Expect(created, FRUGAL_OK, "frugal_table_create") ||
         (kind_later && !Expect(frugal_table_set_optimizer(table, 0, &spec.config.optimizer), FRUGAL_OK,
                                "frugal_table_set_optimizer"))) {
       return false;

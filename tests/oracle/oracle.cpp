@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "oracle/driver.h"
+#include "oracle/far.h"
 #include "oracle/processes.h"
 #include "oracle/random.h"
 #include "oracle/replay.h"
@@ -106,6 +107,7 @@ std::vector<std::string> OptionArguments(const Options& options) {
   if (!options.device.empty()) add("--device", options.device);
   if (options.scale != 1) add("--scale", std::to_string(options.scale));
   if (options.killed) add("--killed", "");
+  if (options.far) add("--far", "");
   if (options.record) add("--record", "");
   return list;
 }
@@ -362,7 +364,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
                "              [--hang-seconds S] [--stop]\n"
                "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n"
-               "              [--draw] [--killed] [--record]\n");
+               "              [--draw] [--killed] [--record] [--far]\n");
   std::exit(2);
 }
 
@@ -414,6 +416,8 @@ Arguments Parse(int argc, char** argv) {
       arguments.controller = argv[++i];
     } else if (name == "--killed") {
       arguments.options.killed = true;
+    } else if (name == "--far") {
+      arguments.options.far = true;
     } else if (name == "--record") {
       arguments.options.record = true;
     } else if (name == "--lead") {

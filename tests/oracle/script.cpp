@@ -39,6 +39,7 @@ class ScriptMaker {
     MakeBoundaryActions();
     FinishAttempts();
     if (options_.killed) LeaveUncommitted();
+    if (options_.far) MakePlaces();
     return std::move(script_);
   }
 
@@ -48,7 +49,8 @@ class ScriptMaker {
   void MakeEngine() {
     frugal_config& config = script_.config;
     pressure_ = random_.Chance(0.35);
-    const uint32_t most = std::min(static_cast<uint32_t>(std::max(1, options_.max_ranks)), 8u);
+    scarce_ = options_.far && Random(script_.seed * 277).Chance(0.45);
+    const uint32_t most = std::min(static_cast<uint32_t>(std::max(1, options_.max_ranks)), options_.far ? 4u : 8u);
     config.world_size =
         random_.Chance(0.15) ? 1 : static_cast<uint32_t>(random_.Between(1, most));
     if (pressure_) config.world_size = static_cast<uint32_t>(random_.Between((most + 1) / 2, most));
@@ -120,6 +122,7 @@ class ScriptMaker {
       config.key_space = random_.Chance(0.5) ? FRUGAL_HASHED : FRUGAL_DENSE;
       uint64_t keys = random_.Chance(0.3) ? random_.Between(10, 60) : random_.Between(10, 2000);
       if (pressure_) keys = random_.Between(500, 6000);
+      if (scarce_) keys = random_.Between(4000, 8000);
       MakeUniverse(keys, &table);
       config.rows = keys;
       // A table with no room to spare shows whether rows that are gone give theirs back.
@@ -236,6 +239,10 @@ class ScriptMaker {
     const double affordable = budget / (calls * mean_dim_);
     max_keys_ = static_cast<size_t>(std::clamp(affordable, 4.0, pressure_ ? 1500.0 : 300.0));
     if (!pressure_ && random_.Chance(0.3)) max_keys_ = std::max<size_t>(4, max_keys_ / 10);
+    if (scarce_) {
+      groups_per_step_ = std::min(groups_per_step_, 2);
+      max_keys_ = std::clamp<size_t>(80 / (script_.config.world_size * static_cast<size_t>(groups_per_step_)), 4, max_keys_);
+    }
     const double sleeps[] = {0, 0.03, 0.2};
     sleep_chance_ = sleeps[random_.Weighted({30, 50, 20})];
     cancel_chance_ = random_.Chance(0.25) ? 0.5 : 0.06;
@@ -781,6 +788,42 @@ class ScriptMaker {
     }
   }
 
+  // From as many places on as the rows have that may be held at a time: of one step, or of as many as ranks can
+  // be inside of.
+  void MakePlaces() {
+    Random random(script_.seed * 281);
+    const uint64_t apart = std::min<uint64_t>(script_.config.staleness, script_.steps);
+    for (size_t t = 0; t < script_.tables.size(); ++t) {
+      TableSpec& table = script_.tables[t];
+      if (table.config.key_space != FRUGAL_HASHED) continue;
+      std::vector<std::set<uint64_t>> of_step(script_.steps);
+      for (const RankSpec& rank : script_.ranks) {
+        for (size_t i = 0; i < rank.steps.size(); ++i) {
+          for (const Attempt& attempt : rank.steps[i].attempts) {
+            for (const std::vector<Action>* list : {&attempt.before, &attempt.inside}) {
+              for (const Action& action : *list) {
+                if (action.call == Call::kRead) continue;
+                const size_t step = action.call == Call::kPrefetch ? action.target : i;
+                for (const OpSpec& op : action.ops) {
+                  if (op.table == t) of_step[step].insert(op.keys.begin(), op.keys.end());
+                }
+              }
+            }
+          }
+        }
+      }
+      uint64_t least = 4;
+      for (size_t i = 0; i < script_.steps; ++i) {
+        std::set<uint64_t> at_once;
+        for (size_t j = i; j <= i + apart && j < script_.steps; ++j) at_once.insert(of_step[j].begin(), of_step[j].end());
+        least = std::max<uint64_t>(least, at_once.size());
+      }
+      const uint64_t rows = table.config.rows;
+      table.places = random.Chance(0.6) ? least + random.Below(3) : least + random.Below(rows);
+      table.places = std::min(table.places, rows);
+    }
+  }
+
   void AddSleeps(std::vector<Action>* actions) {
     for (size_t i = 0; i <= actions->size(); ++i) {
       if (!random_.Chance(sleep_chance_)) continue;
@@ -802,6 +845,7 @@ class ScriptMaker {
   // A run that makes the rare events likely: rows that come again within long windows, flush
   // threads at work, caches that are too small.
   bool pressure_ = false;
+  bool scarce_ = false;  // rows that may be far: few of many are in memory
   double sleep_chance_ = 0;
   double cancel_chance_ = 0;
   double abort_chance_ = 0;
@@ -855,6 +899,7 @@ std::string Script::Describe() const {
     out << (table.config.key_space == FRUGAL_HASHED ? " hashed " : " dense ") << table.config.rows
         << 'x' << table.config.dim << " opt " << table.config.optimizer.kind << " nan "
         << table.config.nan_policy;
+    if (table.places != 0) out << " places " << table.places;
   }
   return out.str();
 }

@@ -28,6 +28,7 @@ struct Options {
   std::string device;      // some ranks run on one of these: "sim:0,sim:1"; "" for none
   double scale = 1;  // of the amount of work in a run
   bool killed = false;  // Script::killed
+  bool far = false;     // rows of hashed tables are in memory when they are wanted, and else in a store behind it
   bool record = false;  // nothing is compared: what comes back is hashed
 };
 
@@ -130,6 +131,7 @@ struct TableSpec {
   std::string name;
   frugal_table_config config = FRUGAL_TABLE_CONFIG_INIT;  // its name is set when used
   std::vector<uint64_t> universe;                         // the keys that the run uses
+  uint64_t places = 0;                                    // in memory; 0: for all rows
 };
 
 struct OptimizerChange {

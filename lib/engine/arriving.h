@@ -1,0 +1,86 @@
+// Of a table whose rows may be far (storage/far_store.h): declared parts of whose rows some may be
+// loading as yet, and steps whose calls want places and find none.
+//
+// The lock is taken below that of declarations, and above the rows'.
+#pragma once
+#include <algorithm>
+
+#include "base/sync.h"
+#include "window/part.h"
+
+namespace frugal {
+
+class Arriving {
+ public:
+  // Throws where there is no memory. Then add() does not.
+  void make_room() {
+    Lock lock(mu_);
+    if (parts_.size() + expected_++ == parts_.capacity()) parts_.reserve(2 * parts_.capacity() + 1);
+  }
+  // The part that there was room for, if it has been resolved.
+  void add(const PartRef& part) {
+    Lock lock(mu_);
+    --expected_;
+    if (part) parts_.push_back({part, 0});
+  }
+  // Is a row loading that is declared for a step up to `step`?
+  bool until(Rows& rows, uint64_t step) {
+    Lock lock(mu_);
+    bool any = false;
+    for (size_t i = 0; i < parts_.size();) {
+      auto& [part, at] = parts_[i];
+      if (part->step <= step) {
+        at = rows.first_loading(part->row_slots(), at, part->distinct);
+        if (at == part->distinct) {
+          std::swap(parts_[i], parts_.back());
+          parts_.pop_back();
+          continue;
+        }
+        any = true;
+      }
+      ++i;
+    }
+    return any;
+  }
+
+  // A call of a step wants places, for as long as this lives: declarations of later steps take none.
+  class Wanted {
+   public:
+    Wanted(Arriving& of, uint64_t step) : of_(of), step_(step) { of_.want(step, 1); }
+    ~Wanted() { of_.want(step_, -1); }
+    Wanted(const Wanted&) = delete;
+
+   private:
+    Arriving& of_;
+    const uint64_t step_;
+  };
+  // The part has found no places: the same, until it is resolved, or nobody is to resolve it any more. (Throws
+  // where there is no memory. Then those of later steps go before it, and give way when it comes again.)
+  void lacks(const PartRef& part) {
+    Lock lock(mu_);
+    if (std::find(lacking_.begin(), lacking_.end(), part) == lacking_.end()) lacking_.push_back(part);
+  }
+  bool wanted_before(uint64_t step) {
+    Lock lock(mu_);
+    std::erase_if(lacking_, [](const PartRef& p) { return p->state.load() >= Part::kResolved; });
+    return (!wanted_.empty() && wanted_.begin()->first < step) ||
+           std::any_of(lacking_.begin(), lacking_.end(), [&](const PartRef& p) { return p->step < step; });
+  }
+
+ private:
+  void want(uint64_t step, int by) {
+    Lock lock(mu_);
+    if ((wanted_[step] += by) == 0) wanted_.erase(step);
+  }
+  struct OfPart {
+    PartRef part;
+    size_t at;  // rows before this one are there
+  };
+  Mutex mu_;
+  Vector<OfPart> parts_ GUARDED_BY(mu_);
+  size_t expected_ GUARDED_BY(mu_) = 0;  // there is room for
+  Map<uint64_t, int> wanted_ GUARDED_BY(mu_);
+  Vector<PartRef> lacking_ GUARDED_BY(mu_);
+};
+
+}  // namespace frugal

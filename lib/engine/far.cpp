@@ -1,0 +1,216 @@
+// Rows that may be far (storage/far_store.h): who brings them in, who makes places free, and how
+// calls outside steps reach those that have no place.
+//
+// Places go to declarations in the order of steps: no later one gets any while an earlier one lacks
+// some, and where it has got them already it gives them up. So the places of one step's rows are
+// enough. What is wanted comes from here, in turn: updates that are pending are written, later
+// steps give way, caches do. What is left is held by steps that ranks are inside of, or have ended.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/wait.h"
+
+namespace frugal {
+
+// Rows whose places are loading. False: there are none that nobody else brings in.
+bool Engine::load_one() {
+  if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
+  Vector<TableRef> tables;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const TableRef& t : tables_)
+      if (t->rows.loading()) tables.push_back(t);
+  }
+  for (const TableRef& t : tables) {
+    bool any;
+    const Status s = t->rows.load_some(&any);
+    if (s != FRUGAL_OK) workers_.fail(s);
+    if (!any) continue;
+    workers_.progress();
+    return true;
+  }
+  return false;
+}
+
+// Is a row loading that is declared for a step up to `step`? With mu_ held.
+bool Engine::loading_until(uint64_t step) {
+  if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
+  return std::any_of(tables_.begin(), tables_.end(), [&](const TableRef& t) {
+    return t->rows.far() && t->arriving.until(t->rows, step);
+  });
+}
+
+// One unit of what may make places of a table free, for the sake of `step`. False: others have to
+// let go.
+bool Engine::free_places(Table& table, uint64_t step) {
+  if (workers_.help(true)) return true;
+  if (table.window.opened() && table.window.any_pending() && flusher_.write(UINT64_MAX)) return true;
+  return revoke_later(table, step) || give_up_lines_of(table);
+}
+
+bool Engine::revoke_later(Table& table, uint64_t step) {
+  bool any;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    // Who plans a boundary has parts in hand.
+    if (phase_.is(Phase::kPlan)) return false;
+    Lock declared(declarations_.mutex());
+    any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
+      const TrainerRef& t = ranks_[b.rank];
+      return t && (t->next_step == kNoStep || b.step >= t->next_step);
+    });
+  }
+  if (any) workers_.wake();
+  return any;
+}
+
+// Lines hold places. A cache is given up where its trainer is not in the middle of a boundary: it
+// goes on from host rows.
+bool Engine::give_up_lines_of(Table& table) {
+  if (!ranks_.caches_exist()) return false;
+  TrainerRef t;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
+    for (const TrainerRef& r : ranks_) {
+      if (!r || r->planning || r->turning || r->closing.load()) continue;
+      const TableCache* of = cache_in(*r, table);
+      if (of && of->any()) t = r;
+    }
+    if (!t) return false;
+    t->planning = true;
+    phase_.begin(Phase::kPlan);
+  }
+  cache_in(*t, table)->forget();
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    t->planning = false;
+    t->planned = kNoStep;
+    phase_.end(Phase::kPlan);
+  }
+  workers_.progress();
+  return true;
+}
+
+// The same of a trainer that waits at a gate, whose caches are its own then.
+bool Engine::give_up_own_lines(Trainer& t) {
+  if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
+  bool any = false;
+  for (auto& [raw, of] : t.caches) {
+    if (!raw->rows.far() || !raw->rows.lacking() || !of.any()) continue;
+    of.forget();
+    any = true;
+  }
+  return any;
+}
+
+// --- Outside steps -------------------------------------------------------------------------------
+
+Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots, AwayRows* out) {
+  if (!table.rows.far()) return FRUGAL_OK;
+  const RowLayout& l = table.rows.layout();
+  const size_t missing = static_cast<size_t>(std::count(slots, slots + n, kMissingSlot));
+  out->at.assign(n, kMissingSlot);
+  FRUGAL_TRY(memory_.unread().get((missing + 1) * l.bytes(), &out->rows));
+  const device::RowsRef copies = l.at(out->rows.data(), out->rows.data() + (missing + 1) * l.value_pitch);
+  out->ref = copies;
+  uint32_t found = 0;
+  for (size_t i = 0; i < n; ++i) {
+    if (slots[i] != kMissingSlot) continue;
+    bool there;
+    FRUGAL_TRY(table.rows.read_far(keys[i], l.at(copies.row(found), copies.state_row(found)), &there));
+    if (there) out->at[i] = found++;
+  }
+  return FRUGAL_OK;
+}
+
+// Waits until none of these places is loading.
+Status Engine::settle_loading(Table& table, const uint32_t* slots, size_t n) {
+  const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), nullptr,
+                        [&] { return table.rows.first_loading(slots, 0, n) == n; },
+                        [this] { return load_one(); });
+  return s == FRUGAL_ERR_TIMEOUT ? fail(s, "waited for rows to be loaded; call again") : s;
+}
+
+namespace {
+
+// Keys of an operation outside steps, some of which have places, which it holds.
+struct HeldPlaces {
+  HeldPlaces(Rows& of, const uint64_t* keys, size_t n) : rows(of), slots(n) {
+    rows.find_places(keys, n, slots.data());
+    for (size_t i = 0; i < n; ++i)
+      if (slots[i] < kMissingSlot) there.push_back(slots[i]);
+  }
+  ~HeldPlaces() { rows.unhold(slots.data(), slots.size()); }
+  Rows& rows;
+  Vector<uint32_t> slots, there;
+};
+
+}  // namespace
+
+// Rows that have a place are written there, and others to the store: a put wants no place. Of a key that
+// gets one meanwhile all that is left comes later, so that the last of its rows stays.
+Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
+                       const std::function<void(size_t, const device::RowsRef&)>& make, uint64_t* created) {
+  const RowLayout& l = t.rows.layout();
+  Buffer row;
+  FRUGAL_TRY(memory_.unread().get(l.bytes(), &row));
+  const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
+  Vector<size_t> all(n), later;
+  for (size_t i = 0; i < n; ++i) all[i] = i;
+  for (; !all.empty(); all.swap(later), later.clear()) {
+    Vector<uint64_t> of(all.size());
+    for (size_t k = 0; k < all.size(); ++k) of[k] = keys[all[k]];
+    later.reserve(all.size());
+    const HeldPlaces placed(t.rows, of.data(), of.size());
+    FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
+    drop_cached(t, placed.there.data(), placed.there.size());
+    Vector<uint32_t> made_here;
+    made_here.reserve(placed.there.size());
+    Vector<size_t> which;
+    for (size_t k = 0; k < all.size(); ++k)
+      if (placed.slots[k] < kMissingSlot) which.push_back(all[k]);
+    t.rows.write_outside(placed.there.data(), placed.there.size(), [&](RowWrite& write, size_t from, size_t to) {
+      for (size_t k = from; k < to; ++k) {
+        std::memcpy(made.values, t.rows.values(placed.there[k]), l.value_pitch);
+        if (l.state_pitch) std::memcpy(made.state, t.rows.state(placed.there[k]), l.state_pitch);
+        make(which[k], made);
+        write.store(k - from, made.values, made.state);
+      }
+    });
+    t.rows.create_reserved(placed.there.data(), placed.there.size(), &made_here);
+    *created += made_here.size();
+    for (size_t k = 0; k < all.size(); ++k) {
+      if (placed.slots[k] < kMissingSlot) continue;
+      std::memset(row.data(), 0, l.bytes());
+      make(all[k], made);
+      bool has_place, is_new = false;
+      FRUGAL_TRY(t.rows.put_far(of[k], made, &has_place, &is_new));
+      if (has_place) later.push_back(all[k]);
+      *created += is_new;
+    }
+  }
+  return FRUGAL_OK;
+}
+
+Status Engine::remove_far(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
+  std::sort(keys.begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+  for (Vector<uint64_t> later; !keys.empty(); keys.swap(later), later.clear()) {
+    later.reserve(keys.size());
+    const HeldPlaces placed(t.rows, keys.data(), keys.size());
+    FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
+    drop_cached(t, placed.there.data(), placed.there.size());
+    *deleted += t.rows.uncreate(placed.there.data(), placed.there.size(), true);
+    for (size_t k = 0; k < keys.size(); ++k) {
+      if (placed.slots[k] < kMissingSlot) continue;
+      bool has_place, was;
+      t.rows.forget_far(keys[k], &has_place, &was);
+      if (has_place) later.push_back(keys[k]);
+      *deleted += was;
+    }
+  }
+  return FRUGAL_OK;
+}
+
+}  // namespace frugal
