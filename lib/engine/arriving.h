@@ -60,11 +60,15 @@ class Arriving {
     Lock lock(mu_);
     if (std::find(lacking_.begin(), lacking_.end(), part) == lacking_.end()) lacking_.push_back(part);
   }
-  bool wanted_before(uint64_t step) {
+  // Is it in vain to look for places for a part? Some of an earlier step want them, or it has found none itself
+  // and nobody has let go of any since.
+  bool held_up(const Part& part, const Rows& rows) {
     Lock lock(mu_);
     std::erase_if(lacking_, [](const PartRef& p) { return p->state.load() >= Part::kResolved; });
-    return (!wanted_.empty() && wanted_.begin()->first < step) ||
-           std::any_of(lacking_.begin(), lacking_.end(), [&](const PartRef& p) { return p->step < step; });
+    if (!wanted_.empty() && wanted_.begin()->first < part.step) return true;
+    return std::any_of(lacking_.begin(), lacking_.end(), [&](const PartRef& p) {
+      return p->step < part.step || (p.get() == &part && rows.lacking());
+    });
   }
 
  private:

@@ -91,6 +91,13 @@ bool Engine::plan_one() {
   TrainerRef t;
   uint64_t step = 0;
   PartsByTable parts, pushed;
+  // Where rows may be far, those of parts in hand stay: a part may be taken back meanwhile.
+  struct Hold {
+    Vector<Declarations::Held> of;
+    ~Hold() {
+      for (const Declarations::Held& h : of) h.table->rows.unhold(h.part->row_slots(), h.part->distinct);
+    }
+  } hold;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
@@ -103,6 +110,13 @@ bool Engine::plan_one() {
     }
     if (!t) return false;
     step = t->next_step;
+    for (auto& [raw, list] : parts)
+      if (TableCache* of = raw->rows.far() ? cache_in(*t, *raw) : nullptr)
+        for (const PartRef& p : list) {
+          hold.of.reserve(hold.of.size() + 1);
+          of->table()->rows.hold(p->row_slots(), p->distinct);
+          hold.of.push_back({of->table(), p});
+        }
     // What the ranks push in the step before, if that is what they declared, by rank.
     {
       Lock declared(declarations_.mutex());

@@ -131,6 +131,7 @@ bool Declarations::take_out(const Share& share) {
       // In this section: who counts holders finds them among the parts, or has them let go already.
       if (p.resolved()) p.let_go(b->tables[i]->rows);
       count(s, p, -1u);
+      if (!p.resolved()) p.state.store(Part::kDropped);
     }
     b->entered = false;
     --(b->own ? s.of_rank[b->rank].own : s.of_rank[b->rank].former);
@@ -278,7 +279,13 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
       while (b->to_resolve < b->parts.size()) {
         const uint32_t i = b->to_resolve++;
         if (b->parts[i]->state.load() != Part::kDeclared) continue;
-        if (b->tables[i]->tight.load()) {  // no row is to be reserved now
+        Table& table = *b->tables[i];
+        if (table.rows.far() && table.arriving.held_up(*b->parts[i], table.rows)) {
+          --b->to_resolve;
+          *out = {b, i, nullptr};
+          return false;
+        }
+        if (table.tight.load()) {  // no row is to be reserved now
           set_state(*b, i, Part::kStale);
           *stale = true;
           continue;

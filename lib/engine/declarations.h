@@ -88,7 +88,8 @@ class Declarations {
   bool drop_table(const Table& table);
 
   // --- Work
-  // The next part to be resolved of steps up to `up_to`; it is the caller's until resolved().
+  // The next part to be resolved of steps up to `up_to`; it is the caller's until resolved(). False, and
+  // `out` names one: it waits for places, and those behind it wait, too.
   // `stale`: there were some of tables that are tight: the calls of their step resolve them.
   bool next_to_resolve(uint64_t up_to, Item* out, bool* stale);
   void resolved(const Item& item, bool done);

@@ -69,7 +69,7 @@ bool Engine::resolve_one(uint64_t up_to) {
   bool gave_up;
   const bool found = declarations_.next_to_resolve(up_to, &item, &gave_up);
   if (gave_up) workers_.progress();  // a gate may have waited for one
-  if (!found) return false;
+  if (!found) return item.batch && free_places(*item.table(), item.batch->step);
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   TrainerRef trainer;
@@ -80,19 +80,17 @@ bool Engine::resolve_one(uint64_t up_to) {
   TraceSpan span(trace_, SpanKind::kResolve);
   span.step(part->step).rank(part->rank).table(table->number).count(part->n);
   // If the table is full, or memory is short, the calls of the step resolve again and tell.
-  bool resolved = false, expected = false, waits = false;
+  bool resolved = false, expected = false;
   Status status = FRUGAL_OK;
   try {
     if (table->rows.far()) {
       table->arriving.make_room();
       expected = true;
-      waits = table->arriving.wanted_before(part->step);
-      if (waits) status = FRUGAL_ERR_BUSY;
     }
     // Ids from a device that the table does not have are told by the calls of the step, too.
-    if (status == FRUGAL_OK) status = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr);
+    status = part->resolve(memory_.pool, table->rows, Rows::Missing::kReserve, nullptr);
     resolved = status == FRUGAL_OK;
-    if (status == FRUGAL_ERR_BUSY && !waits) table->arriving.lacks(part);
+    if (status == FRUGAL_ERR_BUSY) table->arriving.lacks(part);
   } catch (const std::bad_alloc&) {
   }
   if (expected) table->arriving.add(resolved ? part : nullptr);
@@ -100,7 +98,8 @@ bool Engine::resolve_one(uint64_t up_to) {
     span.drop();
     part->slots.reset();
     declarations_.put_back(item);
-    return !waits && free_places(*table, part->step);
+    workers_.progress();
+    return true;
   }
   declarations_.resolved(item, resolved);
   workers_.progress();

@@ -97,12 +97,17 @@ Status Rows::take_places(const uint64_t* keys, size_t n, const uint64_t* padding
   std::sort(absent.begin(), absent.end());
   absent.erase(std::unique(absent.begin(), absent.end()), absent.end());
   const uint64_t wanted = absent.size(), free = capacity_ - index_.size();
-  if (wanted > capacity_)
-    return fail(FRUGAL_ERR_TABLE_FULL, "%llu rows at a time, and the memory has room for %llu of the table's",
-                static_cast<unsigned long long>(wanted), static_cast<unsigned long long>(capacity_));
   if (wanted > free) {
     *lacking = wanted - free;
     if (idle_ >= *lacking) return FRUGAL_OK;
+    Vector<uint32_t> here;
+    for (size_t i = 0; i < n; ++i)
+      if (slots[i] != KeyIndex::kNone) here.push_back(slots[i]);
+    std::sort(here.begin(), here.end());
+    const uint64_t all = wanted + static_cast<uint64_t>(std::unique(here.begin(), here.end()) - here.begin());
+    if (all > capacity_)
+      return fail(FRUGAL_ERR_TABLE_FULL, "%llu rows at a time, and the memory has room for %llu of the table's",
+                  static_cast<unsigned long long>(all), static_cast<unsigned long long>(capacity_));
     far_->refused.fetch_add(*lacking - idle_, std::memory_order_relaxed);
     give_back(slots, n, could);
     return FRUGAL_ERR_BUSY;

@@ -1343,6 +1343,7 @@ void Run::Do() {
     Expect(frugal_close(engine_), FRUGAL_OK, "frugal_close");
     Expect(frugal_flush(engine_, 0), FRUGAL_ERR_BAD_HANDLE, "frugal_flush after frugal_close");
   }
+  if (party_.host) meeting_.far = CountFar();
   ++meeting_.closed;
   progress_->Enter("idle");
 }
@@ -1354,6 +1355,7 @@ Outcome OutcomeOf(const Meeting& meeting) {
   outcome.passed = !meeting.failed();
   outcome.message = meeting.message;
   outcome.stats = meeting.stats;
+  outcome.far = meeting.far;
   outcome.rows_checked = meeting.rows_checked;
   outcome.older_rows = meeting.older_rows;
   outcome.lookups = meeting.lookups;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "frugal.h"
+#include "oracle/far.h"
 #include "oracle/script.h"
 #include "reference/reference.h"
 
@@ -52,6 +53,7 @@ struct Outcome {
   bool passed = false;
   std::string message;  // of the first failure
   frugal_stats stats = {};
+  FarCounts far = {};
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;  // rows that were of an earlier step than the one that read them
   // Digests, if the run was recorded: what lookups (with staleness 0) and calls outside steps gave,

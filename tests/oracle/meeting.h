@@ -12,6 +12,7 @@
 
 #include "frugal.h"
 #include "oracle/driver.h"
+#include "oracle/far.h"
 
 namespace frugal_oracle {
 
@@ -45,6 +46,7 @@ struct Meeting {
   std::atomic<uint64_t> outside{0};
   std::atomic<uint64_t> tables{0};
 
+  FarCounts far = {};  // of the process that has the engine, if it is one of several
   frugal_stats stats = {};  // at the end, by one of them
   std::atomic<uint32_t> failures{0};
   std::atomic<bool> told{false};

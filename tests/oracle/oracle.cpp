@@ -73,6 +73,8 @@ struct Totals {
   uint64_t rows_checked = 0;
   uint64_t older_rows = 0;
   frugal_stats stats = {};
+  FarCounts far = {};      // of runs with processes
+  uint64_t far_tables = 0, scarce = 0;  // tables with a store behind the memory; for 5 % of the rows at most that is
 };
 
 int64_t NowMs() {
@@ -137,6 +139,7 @@ Arguments Drawn(const Arguments& from, uint64_t seed) {
     run.options.device = from.options.device;
     run.options.scale *= 0.3;
   }
+  run.options.far = kFarStores && !run.options.record && Random(seed * 271).Chance(0.35);
   if (kind >= 4) {
     run.processes = true;
     run.options.scale *= kind == 5 ? 0.3 : 0.2;
@@ -239,6 +242,13 @@ void RunSeed(const Arguments& arguments, uint64_t seed, Slot* slot, Totals* tota
   totals->rows_checked += outcome.rows_checked;
   totals->older_rows += outcome.older_rows;
   AddStats(outcome.stats, &totals->stats);
+  totals->far.loaded += outcome.far.loaded;
+  totals->far.left += outcome.far.left;
+  totals->far.refused += outcome.far.refused;
+  for (const TableSpec& table : script.tables) {
+    totals->far_tables += table.places != 0 ? 1 : 0;
+    totals->scarce += table.places != 0 && table.places * 20 <= table.config.rows ? 1 : 0;
+  }
   if (options.record && outcome.passed) PrintRecord(seed, script, processes ? &layout : nullptr, outcome);
   if (arguments.verbose) {
     const frugal_stats& stats = outcome.stats;
@@ -347,6 +357,22 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
     std::printf("  %-24s %12llu%s\n", line.name, static_cast<unsigned long long>(line.value),
                 short_of ? "   TOO FEW" : "");
     enough = enough && !short_of;
+  }
+  if (totals.far_tables != 0) {
+    const FarCounts here = CountFar();
+    const std::pair<const char*, uint64_t> far[] = {{"rows loaded", here.loaded + totals.far.loaded},
+                                                    {"rows that left", here.left + totals.far.left},
+                                                    {"rows refused a place", here.refused + totals.far.refused}};
+    for (const auto& [name, value] : far) {
+      const bool short_of = arguments.required && value <= arguments.require;
+      std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), short_of ? "   TOO FEW" : "");
+      enough = enough && !short_of;
+    }
+    const bool few = arguments.required && totals.scarce * 3 < totals.far_tables;
+    std::printf("  %-24s %12llu\n  %-24s %12llu%s\n", "tables with a far store",
+                static_cast<unsigned long long>(totals.far_tables), "of these for 5 % or less",
+                static_cast<unsigned long long>(totals.scarce), few ? "   TOO FEW" : "");
+    enough = enough && !few;
   }
   // Bounded staleness that is never used would be checked by nothing.
   if (totals.stale_runs >= 20 && totals.older_rows == 0) {

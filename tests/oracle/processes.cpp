@@ -210,7 +210,7 @@ Layout MakeLayout(const Script& script) {
   Random random(script.seed * 173);
   Layout layout;
   const uint32_t ranks = static_cast<uint32_t>(script.ranks.size());
-  layout.program = random.Chance(0.5) || script.killed;
+  layout.program = (random.Chance(0.5) || script.killed) && !script.far();  // stores are in this program
   layout.processes = ranks;
   const bool own = random.Chance(0.65);
   if (!own) layout.processes = static_cast<uint32_t>(random.Between(1, ranks));

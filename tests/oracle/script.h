@@ -164,6 +164,13 @@ struct Script {
     for (const RankSpec& rank : ranks) n += rank.device.empty() ? 0 : 1;
     return n;
   }
+  // Some rows are in memory only when they are wanted.
+  bool far() const {
+    for (const TableSpec& table : tables) {
+      if (table.places != 0) return true;
+    }
+    return false;
+  }
   uint64_t StepNumber(size_t index) const { return first_step + index; }
   std::string Describe() const;
   // A hash of all that was drawn.

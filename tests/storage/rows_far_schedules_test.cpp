@@ -1,0 +1,137 @@
+// Rows that may be far, in chosen interleavings (support/schedule.h): calls and declarations of steps that find
+// places, loaders, who commits (an update holds its rows until they are written), aborts, and who lets go.
+//
+// While somebody holds a place it is its row's, and nobody but the writer changes it. A row that has left has what was
+// written last when it comes back. In the end every row has what its committed updates have made of it.
+#include "storage/rows.h"
+
+#include <vector>
+
+#include "support/rows.h"
+#include "support/schedule.h"
+#include "support/slow_store.h"
+
+namespace frugal {
+namespace {
+
+constexpr uint64_t kKeys = 6;
+
+class World {
+ public:
+  explicit World(Schedule& schedule) : s_(schedule), r_(schedule.random()) {
+    FarRows far;
+    far.store = std::make_unique<SlowStore>(1, 0);
+    far.places = 3 + r_.below(2);
+    far.room = [] {};
+    if (rows_.open(rows_config(kKeys, 1, FRUGAL_SGD, true), nullptr, std::move(far)) != FRUGAL_OK) throw std::bad_alloc();
+  }
+
+  void run() {
+    constexpr const char* kNames[] = {"rank 0", "rank 1", "rank 2"};
+    const uint64_t ranks = 2 + r_.below(2);
+    running_.store(static_cast<uint32_t>(ranks));
+    for (uint64_t i = 0; i < ranks; ++i) {
+      std::vector<Turn> turns(2 + r_.below(4));
+      for (Turn& turn : turns) turn = draw(i);
+      s_.thread(kNames[i], [this, turns, i] {
+        for (size_t t = 0; t < turns.size(); ++t) take(turns[t], 1 + i * 8 + t);
+        running_.fetch_sub(1);
+      });
+    }
+    s_.thread("loader", [this] {
+      while (running_.load() != 0) {
+        bool any;
+        HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
+        if (!any) yield_thread();
+      }
+    });
+    s_.run();
+    HOLDS(s_, !rows_.has_reserved() && !rows_.loading());
+    uint64_t there = 0;
+    for (uint64_t key = 0; key < kKeys; ++key) {
+      there += exists_[key];
+      if (!exists_[key]) continue;
+      uint32_t slot;
+      HOLDS(s_, rows_.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr) == FRUGAL_OK);
+      for (bool any = true; any;) HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
+      HOLDS(s_, *rows_.values(slot) == now_[key]);
+      rows_.let_go(&slot, 1);
+    }
+    HOLDS(s_, rows_.count() == there);
+  }
+
+ private:
+  enum class End { kLetGo, kCommit, kAbort };
+  struct Turn {
+    std::vector<uint64_t> keys;
+    End end;
+  };
+  // Rows of a rank are its own, so that one writes a row at a time, and all ranks read a last one.
+  Turn draw(uint64_t rank) {
+    Turn turn;
+    turn.keys.resize(1 + r_.below(2));
+    for (uint64_t& key : turn.keys) key = rank * 2 + r_.below(2);
+    turn.end = static_cast<End>(r_.below(3));
+    return turn;
+  }
+
+  void take(const Turn& turn, uint64_t step) {
+    const size_t n = turn.keys.size();
+    uint32_t slots[2];
+    Status s;
+    while ((s = rows_.resolve(turn.keys.data(), n, nullptr, Rows::Missing::kReserve, slots, nullptr)) == FRUGAL_ERR_BUSY)
+      yield_thread();
+    HOLDS(s_, s == FRUGAL_OK);
+    while (rows_.first_loading(slots, 0, n) != n) {
+      bool any = false;
+      if (r_.one_in(2)) HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
+      if (!any) yield_thread();
+    }
+    look(turn, slots);
+    if (turn.end == End::kLetGo) return rows_.let_go(slots, n);
+    Vector<uint32_t> created, earlier;
+    rows_.use(slots, n, step, step, &created, &earlier);
+    look(turn, slots);
+    if (turn.end == End::kAbort) {
+      rows_.undo(created.data(), created.size());
+      return rows_.let_go(slots, n);
+    }
+    // The commit: the update holds its rows, the declaration lets go, and somebody writes.
+    rows_.hold(slots, n);
+    rows_.settle(created.data(), created.size(), step);
+    rows_.let_go(slots, n);
+    look(turn, slots);
+    for (size_t i = 0; i < n; ++i) {
+      const uint64_t key = turn.keys[i];
+      exists_[key] = true;
+      now_[key] = static_cast<float>(step * 10 + i);
+      schedule_point();
+      const RowWrite write(rows_, &slots[i], 1, {RowWrite::What::kOutside});
+      *write.in_place().row(slots[i]) = now_[key];
+    }
+    look(turn, slots);
+    rows_.unhold(slots, n);
+  }
+
+  void look(const Turn& turn, const uint32_t* slots) {
+    for (size_t i = 0; i < turn.keys.size(); ++i) {
+      HOLDS(s_, rows_.key_of(slots[i]) == turn.keys[i]);
+      if (exists_[turn.keys[i]]) HOLDS(s_, *rows_.values(slots[i]) == now_[turn.keys[i]]);
+    }
+    schedule_point();
+  }
+
+  Schedule& s_;
+  Random& r_;
+  Rows rows_;
+  std::atomic<uint32_t> running_{0};
+  bool exists_[kKeys] = {};  // by who writes the row
+  float now_[kKeys] = {};
+};
+
+TEST(RowsFarSchedules, LoadsBesideCommitsAbortsAndLettingGo) {
+  explore("rows_far.life", 10000, [](Schedule& schedule) { World(schedule).run(); });
+}
+
+}  // namespace
+}  // namespace frugal

@@ -1,0 +1,181 @@
+// Rows that may be far: the life of a place that loads and leaves, beside a store that counts.
+#include <algorithm>
+#include <numeric>
+
+#include <gtest/gtest.h>
+
+#include "support/inside.h"
+#include "support/rows.h"
+#include "support/slow_store.h"
+
+namespace frugal {
+namespace {
+
+using Missing = Rows::Missing;
+
+class FarRowsTest : public ::testing::Test {
+ protected:
+  void open(uint64_t rows, uint64_t places) {
+    FarRows far;
+    far.store = std::make_unique<SlowStore>(1, 0);
+    far.places = places;
+    far.room = [this] { ++told_; };
+    ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  }
+  Status resolve(std::vector<uint64_t> keys, std::vector<uint32_t>* slots, Missing missing = Missing::kReserve) {
+    slots->resize(keys.size());
+    return rows_.resolve(keys.data(), keys.size(), nullptr, missing, slots->data(), nullptr);
+  }
+  void let_go(const std::vector<uint32_t>& slots) { rows_.let_go(slots.data(), slots.size()); }
+  void load() {
+    for (bool any = true; any;) ASSERT_OK(rows_.load_some(&any));
+  }
+  // A row of the key, with this value, that nobody holds.
+  void make(uint64_t key, float value) {
+    std::vector<uint32_t> slots;
+    ASSERT_OK(resolve({key}, &slots));
+    load();
+    rows_.create_reserved(slots.data(), 1, nullptr);
+    {
+      const RowWrite write(rows_, slots.data(), 1, {RowWrite::What::kOutside});
+      *write.in_place().row(slots[0]) = value;
+      *write.in_place().state_row(slots[0]) = -value;
+    }
+    let_go(slots);
+  }
+  void expect(uint64_t key, float value) {
+    std::vector<uint32_t> slots;
+    ASSERT_OK(resolve({key}, &slots));
+    load();
+    EXPECT_EQ(*rows_.values(slots[0]), value);
+    EXPECT_EQ(*rows_.state(slots[0]), -value);
+    let_go(slots);
+  }
+  std::vector<uint64_t> keys() {
+    std::vector<uint64_t> all;
+    uint64_t cursor = 0, some[3];
+    while (const size_t n = rows_.enumerate(&cursor, some, 3)) all.insert(all.end(), some, some + n);
+    return all;
+  }
+
+  Rows rows_;
+  int told_ = 0;
+};
+
+TEST_F(FarRowsTest, RowsLeaveAndComeBackWithTheirState) {
+  open(100, 4);
+  for (uint64_t key = 0; key < 20; ++key) make(key, static_cast<float>(key) + 1);
+  EXPECT_EQ(rows_.count(), 20);
+  EXPECT_EQ(rows_.capacity(), 4);
+  EXPECT_EQ(rows_.far()->left, 16);
+  for (uint64_t key = 20; key-- > 0;) expect(key, static_cast<float>(key) + 1);
+  EXPECT_EQ(rows_.count(), 20);
+  std::vector<uint64_t> all(20);
+  std::iota(all.begin(), all.end(), 0);
+  EXPECT_EQ(keys(), all);
+}
+
+TEST_F(FarRowsTest, APlaceThatIsHeldStaysAndACallGetsAllItsPlacesOrNone) {
+  open(100, 3);
+  for (uint64_t key = 0; key < 5; ++key) make(key, 7);
+  std::vector<uint32_t> held, more, other;
+  ASSERT_OK(resolve({0, 1, 0}, &held));
+  EXPECT_EQ(resolve({1, 2, 3}, &more), FRUGAL_ERR_BUSY);
+  EXPECT_TRUE(rows_.lacking());
+  EXPECT_EQ(rows_.far()->refused, 1);
+  // Nobody is told of what the call itself has let go of.
+  EXPECT_EQ(told_, 0);
+  ASSERT_OK(resolve({4}, &other));
+  EXPECT_EQ(rows_.key_of(held[0]), 0);
+  EXPECT_EQ(rows_.key_of(held[1]), 1);
+  let_go(other);
+  load();
+  EXPECT_EQ(told_, 1);
+  EXPECT_FALSE(rows_.lacking());
+  EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);
+  rows_.let_go(held.data(), 1);
+  EXPECT_EQ(resolve({2, 3}, &more), FRUGAL_ERR_BUSY);  // key 0 was named twice
+  rows_.let_go(held.data() + 2, 1);
+  EXPECT_EQ(told_, 2);
+  ASSERT_OK(resolve({2, 3}, &more));
+  load();
+  let_go(more);
+  // More than there are places is never possible.
+  EXPECT_EQ(resolve({1, 2, 3, 4}, &other), FRUGAL_ERR_TABLE_FULL);
+}
+
+TEST_F(FarRowsTest, ARowThatIsLoadingExistsForNobody) {
+  open(100, 2);
+  for (uint64_t key = 0; key < 3; ++key) make(key, 5);
+  std::vector<uint32_t> slots, seen;
+  ASSERT_OK(resolve({0}, &slots));
+  EXPECT_TRUE(rows_.loading());
+  EXPECT_EQ(rows_.first_loading(slots.data(), 0, 1), 0);
+  EXPECT_FALSE(rows_.exists(slots[0]));
+  EXPECT_EQ(rows_.count(), 3);
+  ASSERT_OK(resolve({0, 2, 9}, &seen, Missing::kLeave));
+  EXPECT_EQ(seen[0], kMissingSlot);
+  EXPECT_EQ(rows_.key_of(seen[1]), 2);
+  EXPECT_EQ(seen[2], kMissingSlot);
+  rows_.unhold(seen.data(), 3);
+  std::vector<float> copy(64);
+  bool there;
+  ASSERT_OK(rows_.read_far(0, rows_.layout().at(copy.data(), copy.data() + 16), &there));
+  EXPECT_TRUE(there);
+  EXPECT_EQ(copy[0], 5);
+  load();
+  EXPECT_TRUE(rows_.exists(slots[0]));
+  EXPECT_EQ(rows_.first_loading(slots.data(), 0, 1), 1);
+  let_go(slots);
+}
+
+TEST_F(FarRowsTest, YoungRowsStayUntilTheirStepIsSettledOrUndone) {
+  open(100, 2);
+  Vector<uint32_t> created, earlier;
+  std::vector<uint32_t> slots, other;
+  ASSERT_OK(resolve({1, 2}, &slots));
+  rows_.use(slots.data(), 2, 10, 10, &created, &earlier);
+  let_go(slots);
+  EXPECT_EQ(resolve({3}, &other), FRUGAL_ERR_BUSY);
+  rows_.settle(created.data(), 1, 10);
+  EXPECT_EQ(told_, 1);
+  rows_.undo(created.data() + 1, 1);
+  EXPECT_EQ(rows_.count(), 1);
+  ASSERT_OK(resolve({3, 4}, &other));
+  EXPECT_EQ(rows_.count(), 1);
+  let_go(other);
+  EXPECT_EQ(keys(), std::vector<uint64_t>{1});
+}
+
+TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
+  open(4, 2);
+  make(0, 1);
+  make(1, 1);
+  make(2, 1);
+  std::vector<float> copy(64, 9);
+  const device::RowsRef row = rows_.layout().at(copy.data(), copy.data() + 16);
+  bool placed, created = false, was;
+  ASSERT_OK(rows_.put_far(2, row, &placed, &created));
+  EXPECT_TRUE(placed);
+  ASSERT_OK(rows_.put_far(0, row, &placed, &created));
+  EXPECT_FALSE(placed || created);
+  ASSERT_OK(rows_.put_far(3, row, &placed, &created));
+  EXPECT_TRUE(created);
+  EXPECT_EQ(rows_.put_far(5, row, &placed, &created), FRUGAL_ERR_TABLE_FULL);
+  rows_.forget_far(0, &placed, &was);
+  EXPECT_TRUE(was);
+  EXPECT_EQ(rows_.count(), 3);
+  // What was deleted where it has a place has no record either.
+  uint64_t key = 1;
+  std::vector<uint32_t> slots(1);
+  rows_.find_places(&key, 1, slots.data());
+  EXPECT_EQ(rows_.uncreate(slots.data(), 1, true), 1);
+  rows_.unhold(slots.data(), 1);
+  EXPECT_EQ(keys(), (std::vector<uint64_t>{2, 3}));
+  ASSERT_OK(resolve({1}, &slots));
+  EXPECT_FALSE(rows_.loading());
+  let_go(slots);
+}
+
+}  // namespace
+}  // namespace frugal
