@@ -55,13 +55,14 @@ Status Rows::open(const Config& c, MemoryBudget* budget, FarRows far) {
   init_ = c.init;
   budget_ = budget;
   pinner_ = c.pinner;
-  FRUGAL_TRY(values_.reserve(capacity_, layout_.value_pitch, c.shared, budget, c.pinner));
-  FRUGAL_TRY(state_.reserve(capacity_, layout_.state_pitch, c.shared, budget, c.pinner));
+  // (Addresses for all rows: so other processes expect it, who know of no places.)
+  FRUGAL_TRY(values_.reserve(c.capacity, layout_.value_pitch, c.shared, budget, c.pinner));
+  FRUGAL_TRY(state_.reserve(c.capacity, layout_.state_pitch, c.shared, budget, c.pinner));
   if (lazy_) {
-    FRUGAL_TRY(flags_.reserve(capacity_, 1, c.shared, budget));
+    FRUGAL_TRY(flags_.reserve(c.capacity, 1, c.shared, budget));
   }
   if (hashed_) {
-    FRUGAL_TRY(keys_.reserve(capacity_, 8, c.shared, budget));
+    FRUGAL_TRY(keys_.reserve(c.capacity, 8, c.shared, budget));
     Lock lock(mu_);
     FRUGAL_TRY(holders_.open(capacity_, budget));
     FRUGAL_TRY(index_.open(capacity_, budget));
@@ -109,7 +110,7 @@ Status Rows::initialize_range(uint64_t first, uint64_t n) {
 }
 
 Status Rows::open_state(State* s) const {
-  return s->array.reserve(capacity_, s->layout.state_pitch, values_.fd() >= 0, budget_, pinner_);
+  return s->array.reserve(most_rows_, s->layout.state_pitch, values_.fd() >= 0, budget_, pinner_);
 }
 
 Status Rows::fill_state(State* s, uint64_t first, uint64_t n) const {

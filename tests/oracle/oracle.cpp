@@ -41,6 +41,7 @@ struct Arguments {
   bool keep_going = true;
   uint64_t require = 0;
   bool required = false;
+  int64_t require_far = -1;  // rows that are loaded, leave and are refused a place
   int hang_seconds = 60;
   bool processes = false;
   bool draw = false;
@@ -364,11 +365,11 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                                                     {"rows that left", here.left + totals.far.left},
                                                     {"rows refused a place", here.refused + totals.far.refused}};
     for (const auto& [name, value] : far) {
-      const bool short_of = arguments.required && value <= arguments.require;
+      const bool short_of = arguments.require_far >= 0 && value <= static_cast<uint64_t>(arguments.require_far);
       std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), short_of ? "   TOO FEW" : "");
       enough = enough && !short_of;
     }
-    const bool few = arguments.required && totals.scarce * 3 < totals.far_tables;
+    const bool few = arguments.require_far >= 0 && totals.scarce * 3 < totals.far_tables;
     std::printf("  %-24s %12llu\n  %-24s %12llu%s\n", "tables with a far store",
                 static_cast<unsigned long long>(totals.far_tables), "of these for 5 % or less",
                 static_cast<unsigned long long>(totals.scarce), few ? "   TOO FEW" : "");
@@ -390,7 +391,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                "              [--flush-threads N] [--max-ranks N] [--no-cache] [--scale X]\n"
                "              [--hang-seconds S] [--stop]\n"
                "              [--device sim:N|cuda:N[,...]] [--processes [--controller PROGRAM]]\n"
-               "              [--draw] [--killed] [--record] [--far]\n");
+               "              [--draw] [--killed] [--record] [--far] [--require-far N]\n");
   std::exit(2);
 }
 
@@ -415,6 +416,8 @@ Arguments Parse(int argc, char** argv) {
     } else if (name == "--require") {
       arguments.require = number();
       arguments.required = true;
+    } else if (name == "--require-far") {
+      arguments.require_far = static_cast<int64_t>(number());
     } else if (name == "--tau-only") {
       arguments.options.tau_only = true;
     } else if (name == "--exact-only") {
