@@ -452,6 +452,7 @@ void Rows::remove(uint32_t s) {
   --existing_;
   reserved_.fetch_add(1, std::memory_order_relaxed);
   if (far_) {
+    far_->forget(key_of(s));
     if (holders_.held(s)) return;
     free_place(s);
     tell_room();
@@ -541,7 +542,6 @@ uint64_t Rows::uncreate(const uint32_t* slots, size_t n, bool reinitialize) {
     const uint64_t key = key_of(s);
     if (hashed_) remove(s);
     if (hashed_ && reinitialize) initialize_slot(s, key);
-    if (far_) far_->forget(key);
   }
   // Rows of a dense table are there all the time.
   if (reinitialize && !hashed_)

@@ -276,6 +276,10 @@ Status Rows::read_far(uint64_t key, const device::RowsRef& out, bool* there) {
   {
     Lock lock(mu_);
     *there = far_->has(key);
+    // Of a row that was deleted while it was leaving a record may be being written as yet. One that has
+    // come in since the caller found no place has been what its record is.
+    const uint32_t s = *there ? index_.find(key) : KeyIndex::kNone;
+    if (s != KeyIndex::kNone && flags()[s] == kReserved) *there = false;
   }
   const uint32_t first = 0;
   return *there ? far_->load(&key, &first, 1, out) : FRUGAL_OK;

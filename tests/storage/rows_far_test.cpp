@@ -177,5 +177,68 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   let_go(slots);
 }
 
+// A store that does something in the middle of each record that it writes.
+class Between final : public FarStore {
+ public:
+  explicit Between(std::function<void()>* then) : store_(1, 0), then_(then) {}
+  bool has(uint64_t key) override { return store_.has(key); }
+  void forget(uint64_t key) noexcept override { store_.forget(key); }
+  void keys(Vector<uint64_t>* out) override { store_.keys(out); }
+  Status load(const uint64_t* keys, const uint32_t* slots, size_t n, const device::RowsRef& to) override {
+    return store_.load(keys, slots, n, to);
+  }
+  Status store(const uint64_t* keys, size_t n, const device::RowsView& from) override {
+    const Status s = store_.store(keys, n, from);
+    if (*then_) std::exchange(*then_, nullptr)();
+    return s;
+  }
+
+ private:
+  SlowStore store_;
+  std::function<void()>* const then_;
+};
+
+TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
+  std::function<void()> then;
+  FarRows far;
+  far.store = std::make_unique<Between>(&then);
+  far.places = 1;
+  far.room = [] {};
+  ASSERT_OK(rows_.open(rows_config(9, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  make(7, 5);
+  std::vector<float> copy(64);
+  const device::RowsRef row = rows_.layout().at(copy.data(), copy.data() + 16);
+  bool there = true;
+  then = [&] {
+    const uint64_t key = 7;
+    uint32_t slot;
+    rows_.find_places(&key, 1, &slot);
+    EXPECT_EQ(rows_.uncreate(&slot, 1, true), 1);
+    rows_.unhold(&slot, 1);
+    EXPECT_OK(rows_.read_far(7, row, &there));
+    EXPECT_FALSE(there);
+    EXPECT_EQ(rows_.count(), 0);
+  };
+  std::vector<uint32_t> slots;
+  ASSERT_OK(resolve({8}, &slots));
+  EXPECT_FALSE(then);
+  EXPECT_FALSE(rows_.far()->has(7));
+  EXPECT_EQ(rows_.count(), 0);
+  let_go(slots);
+  make(7, 6);
+  // One that somebody wants meanwhile stays.
+  then = [&] {
+    std::vector<uint32_t> again;
+    ASSERT_OK(resolve({7}, &again, Missing::kLeave));
+    EXPECT_EQ(rows_.key_of(again[0]), 7);
+    EXPECT_EQ(*rows_.values(again[0]), 6);
+    rows_.unhold(again.data(), 1);
+  };
+  ASSERT_OK(resolve({8}, &slots));
+  load();
+  let_go(slots);
+  expect(7, 6);
+}
+
 }  // namespace
 }  // namespace frugal
