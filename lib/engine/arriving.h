@@ -43,7 +43,8 @@ class Arriving {
     return any;
   }
 
-  // A call of a step wants places, for as long as this lives: declarations of later steps take none.
+  // A call of a step wants places, for as long as this lives: declarations of later steps take
+  // none.
   class Wanted {
    public:
     Wanted(Arriving& of, uint64_t step) : of_(of), step_(step) { of_.want(step, 1); }
@@ -54,14 +55,16 @@ class Arriving {
     Arriving& of_;
     const uint64_t step_;
   };
-  // The part has found no places: the same, until it is resolved, or nobody is to resolve it any more. (Throws
-  // where there is no memory. Then those of later steps go before it, and give way when it comes again.)
+  // The part has found no places: the same, until it is resolved, or nobody is to resolve it any
+  // more. (Throws where there is no memory. Then those of later steps go before it, and give way
+  // when it comes again.)
   void lacks(const PartRef& part) {
     Lock lock(mu_);
-    if (std::find(lacking_.begin(), lacking_.end(), part) == lacking_.end()) lacking_.push_back(part);
+    if (std::find(lacking_.begin(), lacking_.end(), part) == lacking_.end())
+      lacking_.push_back(part);
   }
-  // Is it in vain to look for places for a part? Some of an earlier step want them, or it has found none itself
-  // and nobody has let go of any since.
+  // Is it in vain to look for places for a part? Some of an earlier step want them, or it has found
+  // none itself and nobody has let go of any since.
   bool held_up(const Part& part, const Rows& rows) {
     Lock lock(mu_);
     std::erase_if(lacking_, [](const PartRef& p) { return p->state.load() >= Part::kResolved; });

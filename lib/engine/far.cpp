@@ -44,7 +44,8 @@ bool Engine::loading_until(uint64_t step) {
 // let go.
 bool Engine::free_places(Table& table, uint64_t step) {
   if (workers_.help(true)) return true;
-  if (table.window.opened() && table.window.any_pending() && flusher_.write(UINT64_MAX)) return true;
+  Window& window = table.window;
+  if (window.opened() && window.any_pending() && flusher_.write(UINT64_MAX)) return true;
   return revoke_later(table, step) || give_up_lines_of(table);
 }
 
@@ -106,19 +107,22 @@ bool Engine::give_up_own_lines(Trainer& t) {
 
 // --- Outside steps -------------------------------------------------------------------------------
 
-Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots, AwayRows* out) {
+Status Engine::read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots,
+                         AwayRows* out) {
   if (!table.rows.far()) return FRUGAL_OK;
   const RowLayout& l = table.rows.layout();
   const size_t missing = static_cast<size_t>(std::count(slots, slots + n, kMissingSlot));
   out->at.assign(n, kMissingSlot);
   FRUGAL_TRY(memory_.unread().get((missing + 1) * l.bytes(), &out->rows));
-  const device::RowsRef copies = l.at(out->rows.data(), out->rows.data() + (missing + 1) * l.value_pitch);
+  char* const values = out->rows.data();
+  const device::RowsRef copies = l.at(values, values + (missing + 1) * l.value_pitch);
   out->ref = copies;
   uint32_t found = 0;
   for (size_t i = 0; i < n; ++i) {
     if (slots[i] != kMissingSlot) continue;
     bool there;
-    FRUGAL_TRY(table.rows.read_far(keys[i], l.at(copies.row(found), copies.state_row(found)), &there));
+    const device::RowsRef copy = l.at(copies.row(found), copies.state_row(found));
+    FRUGAL_TRY(table.rows.read_far(keys[i], copy, &there));
     if (there) out->at[i] = found++;
   }
   return FRUGAL_OK;
@@ -148,10 +152,11 @@ struct HeldPlaces {
 
 }  // namespace
 
-// Rows that have a place are written there, and others to the store: a put wants no place. Of a key that
-// gets one meanwhile all that is left comes later, so that the last of its rows stays.
+// Rows that have a place are written there, and others to the store: a put wants no place. Of a key
+// that gets one meanwhile all that is left comes later, so that the last of its rows stays.
 Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
-                       const std::function<void(size_t, const device::RowsRef&)>& make, uint64_t* created) {
+                       const std::function<void(size_t, const device::RowsRef&)>& make,
+                       uint64_t* created) {
   const RowLayout& l = t.rows.layout();
   Buffer row;
   FRUGAL_TRY(memory_.unread().get(l.bytes(), &row));
@@ -170,14 +175,15 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
     Vector<size_t> which;
     for (size_t k = 0; k < all.size(); ++k)
       if (placed.slots[k] < kMissingSlot) which.push_back(all[k]);
-    t.rows.write_outside(placed.there.data(), placed.there.size(), [&](RowWrite& write, size_t from, size_t to) {
+    const auto rewrite = [&](RowWrite& write, size_t from, size_t to) {
       for (size_t k = from; k < to; ++k) {
         std::memcpy(made.values, t.rows.values(placed.there[k]), l.value_pitch);
         if (l.state_pitch) std::memcpy(made.state, t.rows.state(placed.there[k]), l.state_pitch);
         make(which[k], made);
         write.store(k - from, made.values, made.state);
       }
-    });
+    };
+    t.rows.write_outside(placed.there.data(), placed.there.size(), rewrite);
     t.rows.create_reserved(placed.there.data(), placed.there.size(), &made_here);
     *created += made_here.size();
     for (size_t k = 0; k < all.size(); ++k) {

@@ -26,7 +26,8 @@ class FarStore {
   virtual void forget(uint64_t key) noexcept = 0;
   virtual void keys(Vector<uint64_t>* out) = 0;
   // The record of keys[i] to row slots[i].
-  virtual Status load(const uint64_t* keys, const uint32_t* slots, size_t n, const device::RowsRef& to) = 0;
+  virtual Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
+                      const device::RowsRef& to) = 0;
   // Row i becomes the record of keys[i]. After a failure a key may have its former one.
   virtual Status store(const uint64_t* keys, size_t n, const device::RowsView& from) = 0;
 
@@ -42,7 +43,8 @@ struct FarRows {
   std::function<void()> room;
 };
 
-// Makes what a table that is created has behind its memory, all but `room`. No product does: tests set it.
+// Makes what a table that is created has behind its memory, all but `room`. No product does: tests
+// set it.
 extern std::atomic<FarRows (*)(const frugal_table_config&)> g_make_far_rows;
 
 }  // namespace frugal

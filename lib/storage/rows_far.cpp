@@ -67,8 +67,9 @@ void Rows::hold_far(const uint32_t* slots, size_t n) {
 
 // --- Places --------------------------------------------------------------------------------------
 
-// A call that has found no places lets go of those that it holds. There were `could` for others before
-// it began: where there are no more now, nobody is told, for that would be the call itself, for ever.
+// A call that has found no places lets go of those that it holds. There were `could` for others
+// before it began: where there are no more now, nobody is told, for that would be the call itself,
+// for ever.
 void Rows::give_back(uint32_t* slots, size_t n, uint64_t could) {
   lacking_.store(false);
   for (size_t i = 0; i < n; ++i)
@@ -104,9 +105,11 @@ Status Rows::take_places(const uint64_t* keys, size_t n, const uint64_t* padding
     for (size_t i = 0; i < n; ++i)
       if (slots[i] != KeyIndex::kNone) here.push_back(slots[i]);
     std::sort(here.begin(), here.end());
-    const uint64_t all = wanted + static_cast<uint64_t>(std::unique(here.begin(), here.end()) - here.begin());
+    here.erase(std::unique(here.begin(), here.end()), here.end());
+    const uint64_t all = wanted + here.size();
     if (all > capacity_)
-      return fail(FRUGAL_ERR_TABLE_FULL, "%llu rows at a time, and the memory has room for %llu of the table's",
+      return fail(FRUGAL_ERR_TABLE_FULL,
+                  "%llu rows at a time, and the memory has room for %llu of the table's",
                   static_cast<unsigned long long>(all), static_cast<unsigned long long>(capacity_));
     far_->refused.fetch_add(*lacking - idle_, std::memory_order_relaxed);
     give_back(slots, n, could);
@@ -153,7 +156,8 @@ Status Rows::resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding
       if (status == FRUGAL_OK && lacking) status = leave(lacking);
     }
   } catch (const std::bad_alloc&) {
-    status = fail(FRUGAL_ERR_OUT_OF_MEMORY, "no memory to find rows: free memory of the machine and call again");
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                  "no memory to find rows: free memory of the machine and call again");
   }
   if (status != FRUGAL_OK) let_go(slots, n);
   for (size_t i = 0; leaves && i < n; ++i)
@@ -195,7 +199,8 @@ Status Rows::leave(uint64_t places) {
       flags()[s] = kLeaving;
       const size_t i = slots.size();
       std::memcpy(copies.row(i), ref_.row(s), layout_.value_pitch);
-      if (layout_.state_pitch) std::memcpy(copies.state_row(i), ref_.state_row(s), layout_.state_pitch);
+      if (layout_.state_pitch)
+        std::memcpy(copies.state_row(i), ref_.state_row(s), layout_.state_pitch);
       keys.push_back(key_of(s));
       slots.push_back(s);
     }
@@ -276,8 +281,8 @@ Status Rows::read_far(uint64_t key, const device::RowsRef& out, bool* there) {
   {
     Lock lock(mu_);
     *there = far_->has(key);
-    // Of a row that was deleted while it was leaving a record may be being written as yet. One that has
-    // come in since the caller found no place has been what its record is.
+    // Of a row that was deleted while it was leaving a record may be being written as yet. One that
+    // has come in since the caller found no place has been what its record is.
     const uint32_t s = *there ? index_.find(key) : KeyIndex::kNone;
     if (s != KeyIndex::kNone && flags()[s] == kReserved) *there = false;
   }
@@ -313,8 +318,8 @@ bool Rows::any_far() {
   return away_ != 0;
 }
 
-// In the order of the keys plus one, for which rows may come and go between two calls: the cursor is
-// the next. (So the greatest key but one ends none: it is told again.)
+// In the order of the keys plus one, for which rows may come and go between two calls: the cursor
+// is the next. (So the greatest key but one ends none: it is told again.)
 size_t Rows::enumerate_far(uint64_t* cursor, uint64_t* keys, size_t capacity) {
   Vector<uint64_t> all;
   Lock lock(mu_);

@@ -28,7 +28,8 @@ class Counted final : public frugal::FarStore {
                       const frugal::device::RowsRef& to) override {
     return store_.load(keys, slots, n, to);
   }
-  frugal::Status store(const uint64_t* keys, size_t n, const frugal::device::RowsView& from) override {
+  frugal::Status store(const uint64_t* keys, size_t n,
+                       const frugal::device::RowsView& from) override {
     return store_.store(keys, n, from);
   }
 

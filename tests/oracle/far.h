@@ -9,7 +9,8 @@ namespace frugal_oracle {
 // Whether there are any: the C ABI alone has none.
 extern const bool kFarStores;
 
-// The next table that this thread creates has so many places in memory, and a slow store behind them. 0: all.
+// The next table that this thread creates has so many places in memory, and a slow store behind
+// them. 0: all.
 void PlacesOfNextTable(uint64_t places, uint64_t seed);
 
 // Of all tables that are gone.

@@ -1,8 +1,10 @@
-// Rows that may be far, in chosen interleavings (support/schedule.h): calls and declarations of steps that find
-// places, loaders, who commits (an update holds its rows until they are written), aborts, and who lets go.
+// Rows that may be far, in chosen interleavings (support/schedule.h): calls and declarations of
+// steps that find places, loaders, who commits (an update holds its rows until they are written),
+// aborts, and who lets go.
 //
-// While somebody holds a place it is its row's, and nobody but the writer changes it. A row that has left has what was
-// written last when it comes back. In the end every row has what its committed updates have made of it.
+// While somebody holds a place it is its row's, and nobody but the writer changes it. A row that
+// has left has what was written last when it comes back. In the end every row has what its
+// committed updates have made of it.
 #include "storage/rows.h"
 
 #include <vector>
@@ -23,7 +25,8 @@ class World {
     far.store = std::make_unique<SlowStore>(1, 0);
     far.places = 3 + r_.below(2);
     far.room = [] {};
-    if (rows_.open(rows_config(kKeys, 1, FRUGAL_SGD, true), nullptr, std::move(far)) != FRUGAL_OK) throw std::bad_alloc();
+    const Rows::Config config = rows_config(kKeys, 1, FRUGAL_SGD, true);
+    if (rows_.open(config, nullptr, std::move(far)) != FRUGAL_OK) throw std::bad_alloc();
   }
 
   void run() {
@@ -52,7 +55,7 @@ class World {
       there += exists_[key];
       if (!exists_[key]) continue;
       uint32_t slot;
-      HOLDS(s_, rows_.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr) == FRUGAL_OK);
+      HOLDS(s_, find(&key, 1, &slot) == FRUGAL_OK);
       for (bool any = true; any;) HOLDS(s_, rows_.load_some(&any) == FRUGAL_OK);
       HOLDS(s_, *rows_.values(slot) == now_[key]);
       rows_.let_go(&slot, 1);
@@ -75,12 +78,15 @@ class World {
     return turn;
   }
 
+  Status find(const uint64_t* keys, size_t n, uint32_t* slots) {
+    return rows_.resolve(keys, n, nullptr, Rows::Missing::kReserve, slots, nullptr);
+  }
+
   void take(const Turn& turn, uint64_t step) {
     const size_t n = turn.keys.size();
     uint32_t slots[2];
     Status s;
-    while ((s = rows_.resolve(turn.keys.data(), n, nullptr, Rows::Missing::kReserve, slots, nullptr)) == FRUGAL_ERR_BUSY)
-      yield_thread();
+    while ((s = find(turn.keys.data(), n, slots)) == FRUGAL_ERR_BUSY) yield_thread();
     HOLDS(s_, s == FRUGAL_OK);
     while (rows_.first_loading(slots, 0, n) != n) {
       bool any = false;

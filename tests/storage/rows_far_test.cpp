@@ -22,7 +22,8 @@ class FarRowsTest : public ::testing::Test {
     far.room = [this] { ++told_; };
     ASSERT_OK(rows_.open(rows_config(rows, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
   }
-  Status resolve(std::vector<uint64_t> keys, std::vector<uint32_t>* slots, Missing missing = Missing::kReserve) {
+  Status resolve(std::vector<uint64_t> keys, std::vector<uint32_t>* slots,
+                 Missing missing = Missing::kReserve) {
     slots->resize(keys.size());
     return rows_.resolve(keys.data(), keys.size(), nullptr, missing, slots->data(), nullptr);
   }
@@ -54,7 +55,8 @@ class FarRowsTest : public ::testing::Test {
   std::vector<uint64_t> keys() {
     std::vector<uint64_t> all;
     uint64_t cursor = 0, some[3];
-    while (const size_t n = rows_.enumerate(&cursor, some, 3)) all.insert(all.end(), some, some + n);
+    while (const size_t n = rows_.enumerate(&cursor, some, 3))
+      all.insert(all.end(), some, some + n);
     return all;
   }
 
@@ -184,7 +186,8 @@ class Between final : public FarStore {
   bool has(uint64_t key) override { return store_.has(key); }
   void forget(uint64_t key) noexcept override { store_.forget(key); }
   void keys(Vector<uint64_t>* out) override { store_.keys(out); }
-  Status load(const uint64_t* keys, const uint32_t* slots, size_t n, const device::RowsRef& to) override {
+  Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
+              const device::RowsRef& to) override {
     return store_.load(keys, slots, n, to);
   }
   Status store(const uint64_t* keys, size_t n, const device::RowsView& from) override {
