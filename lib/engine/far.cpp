@@ -44,6 +44,8 @@ bool Engine::loading_until(uint64_t step) {
 // let go.
 bool Engine::free_places(Table& table, uint64_t step) {
   if (workers_.help(true)) return true;
+  // A row that is loading and that nobody wants any more leaves when it is there.
+  if (table.rows.loading() && load_one()) return true;
   Window& window = table.window;
   if (window.opened() && window.any_pending() && flusher_.write(UINT64_MAX)) return true;
   return revoke_later(table, step) || give_up_lines_of(table);
