@@ -225,11 +225,13 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
 }
 
 Status Engine::LocalStep::create() {
-  if (std::any_of(accesses.begin(), accesses.end(), [](const Access& a) { return a.table->any_key; }))
-  {
-    if (hold_) t_.created.reserve(t_.created.size() + 2 * accesses.size());
+  const auto any_key = [](const Access& a) { return a.table->any_key; };
+  if (std::any_of(accesses.begin(), accesses.end(), any_key)) {
+    // What is kept wants no memory once rows exist.
+    const size_t kept = hold_ ? hold_->to_keep() : 0;
+    if (kept) t_.created.reserve(t_.created.size() + accesses.size() + kept);
     engine_.create_rows(t_, accesses);
-    if (hold_) hold_->keep(&t_.created);
+    if (kept) hold_->keep(&t_.created);
   }
   hold_.reset();
   return FRUGAL_OK;

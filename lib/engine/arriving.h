@@ -15,7 +15,8 @@ class Arriving {
   // Throws where there is no memory. Then add() does not.
   void make_room() {
     Lock lock(mu_);
-    if (parts_.size() + expected_++ == parts_.capacity()) parts_.reserve(2 * parts_.capacity() + 1);
+    if (parts_.size() + expected_ >= parts_.capacity()) parts_.reserve(2 * parts_.capacity() + 1);
+    ++expected_;
   }
   // The part that there was room for, if it has been resolved.
   void add(const PartRef& part) {
@@ -23,22 +24,25 @@ class Arriving {
     --expected_;
     if (part) parts_.push_back({part, 0});
   }
-  // Is a row loading that is declared for a step up to `step`?
+  // Is a row loading that is declared for a step up to `step`? (Parts that are none any more do not
+  // count. They keep their memory until a gate looks.)
   bool until(Rows& rows, uint64_t step) {
     Lock lock(mu_);
     bool any = false;
     for (size_t i = 0; i < parts_.size();) {
       auto& [part, at] = parts_[i];
-      if (part->step <= step) {
+      bool gone = part->state.load() > Part::kResolved;
+      if (!gone && part->step <= step) {
         at = rows.first_loading(part->row_slots(), at, part->distinct);
-        if (at == part->distinct) {
-          std::swap(parts_[i], parts_.back());
-          parts_.pop_back();
-          continue;
-        }
-        any = true;
+        gone = at == part->distinct;
+        any = any || !gone;
       }
-      ++i;
+      if (!gone) {
+        ++i;
+        continue;
+      }
+      std::swap(parts_[i], parts_.back());
+      parts_.pop_back();
     }
     return any;
   }
@@ -67,14 +71,26 @@ class Arriving {
   // none itself and nobody has let go of any since.
   bool held_up(const Part& part, const Rows& rows) {
     Lock lock(mu_);
-    std::erase_if(lacking_, [](const PartRef& p) { return p->state.load() >= Part::kResolved; });
+    forget_served();
     if (!wanted_.empty() && wanted_.begin()->first < part.step) return true;
     return std::any_of(lacking_.begin(), lacking_.end(), [&](const PartRef& p) {
       return p->step < part.step || (p.get() == &part && rows.lacking());
     });
   }
+  // Does a call of a step up to `step`, or a part that is declared for one, lack places still? (A
+  // call does for as long as it wants some: that it has let go of others tells nothing.)
+  bool lacking_until(uint64_t step, const Rows& rows) {
+    Lock lock(mu_);
+    forget_served();
+    if (!wanted_.empty() && wanted_.begin()->first <= step) return true;
+    return rows.lacking() && std::any_of(lacking_.begin(), lacking_.end(),
+                                         [&](const PartRef& p) { return p->step <= step; });
+  }
 
  private:
+  void forget_served() REQUIRES(mu_) {
+    std::erase_if(lacking_, [](const PartRef& p) { return p->state.load() >= Part::kResolved; });
+  }
   void want(uint64_t step, int by) {
     Lock lock(mu_);
     if ((wanted_[step] += by) == 0) wanted_.erase(step);

@@ -168,7 +168,7 @@ void Engine::begin_planning(Trainer& t, uint64_t step) {
     std::lock_guard<std::mutex> lock(mu_);
     if (!t.abort_notice.load() && t.in_step && t.step == step) t.turned = step;
     t.planned = kNoStep;
-    t.plan_more = false;
+    t.plan_more = t.turning = false;
   }
   if (config_.flush_threads) workers_.wake();
 }

@@ -186,12 +186,8 @@ Status Committer::prepare(uint64_t step, StepRecord& record, Commit* commit) {
   UpdateRef& update = commit->update;
   if (!update) return FRUGAL_OK;
   Table& table = *commit->table;
-  if (!std::exchange(commit->held, true)) try {
-    Flusher::hold(table, *update);
-  } catch (const std::bad_alloc&) {
-    commit->held = false;
-    throw;
-  }
+  if (!commit->held) Flusher::hold(table, *update);
+  commit->held = true;
   table.has_state.store(true);
   {
     std::lock_guard<std::mutex> lock(mu_);

@@ -151,6 +151,7 @@ Vector<Declarations::Held> Declarations::begin_retiring(uint64_t step) {
       held.push_back({b.tables[i], b.parts[i]});
   });
   retiring_ = true;
+  retiring_to_ = step;
   return held;
 }
 
@@ -226,6 +227,7 @@ bool Declarations::make_anew(Step& s, Batch& b, size_t i, BufferPool& pool) {
   unlink(b, i);
   old->let_go(b.tables[i]->rows);
   count(s, *old, -1u);
+  old->state.store(Part::kDropped);
   b.parts[i] = part;
   count(s, *part, 1);
   b.to_resolve = std::min(b.to_resolve, static_cast<uint32_t>(i));
@@ -303,7 +305,12 @@ bool Declarations::next_to_resolve(uint64_t up_to, Item* out, bool* stale) {
 void Declarations::resolved(const Item& item, bool done) {
   Lock lock(mu_);
   --resolving_;
-  set_state(*item.batch, item.index, done ? Part::kResolved : Part::kStale);
+  if (served(*item.batch)) {
+    if (done) item.part()->let_go(item.table()->rows);
+    set_state(*item.batch, item.index, Part::kDropped);
+  } else {
+    set_state(*item.batch, item.index, done ? Part::kResolved : Part::kStale);
+  }
   recount(*item.table());
 }
 
@@ -311,9 +318,10 @@ void Declarations::put_back(const Item& item) {
   Lock lock(mu_);
   --resolving_;
   Batch& b = *item.batch;
+  if (served(b)) return set_state(b, item.index, Part::kDropped);
   set_state(b, item.index, Part::kDeclared);
   b.to_resolve = std::min(b.to_resolve, item.index);
-  if (b.entered) steps_.find(b.step)->second.resolve_at = 0;
+  steps_.find(b.step)->second.resolve_at = 0;
 }
 
 bool Declarations::next_to_link(uint64_t base, uint64_t end, Item* out) {

@@ -88,8 +88,10 @@ class Declarations {
   bool drop_table(const Table& table);
 
   // --- Work
-  // The next part to be resolved of steps up to `up_to`; it is the caller's until resolved(). False, and
-  // `out` names one: it waits for places, and those behind it wait, too.
+  // The next part to be resolved of steps up to `up_to`; it is the caller's until resolved() or
+  // put_back(). (Its step may be committed meanwhile. Then it is none any more, and those two let
+  // go of what it has got.) False, and `out` names one: it waits for places, and those behind it
+  // wait, too.
   // `stale`: there were some of tables that are tight: the calls of their step resolve them.
   bool next_to_resolve(uint64_t up_to, Item* out, bool* stale);
   void resolved(const Item& item, bool done);
@@ -118,9 +120,9 @@ class Declarations {
   void never_resolve(Batch& batch, size_t index, Part::State instead) REQUIRES(mu_);
   // It lets go of its places. The calls of its step resolve it again.
   void give_up(Batch& batch, size_t index) REQUIRES(mu_);
-  // Parts of steps behind `step` give up their places (Rows::far()), for the step's sake, and are to be
-  // resolved again: those of batches that may() names, if nobody is linking others of their step.
-  // Returns whether there were any.
+  // Parts of the last step behind `step` that has any give up their places (Rows::far()), for the
+  // step's sake, and are to be resolved again: those of batches that may() names, if nobody is
+  // linking others of their step. Returns whether there were any.
   template <class May>
   bool revoke(const Table& table, uint64_t step, BufferPool& pool, May may) REQUIRES(mu_);
   // Nobody is in the middle of finding rows of the table, or of letting go of some: all who hold
@@ -152,6 +154,10 @@ class Declarations {
   void change(Batch& batch, size_t index, Change change) REQUIRES(mu_);
   void set_state(Batch& batch, size_t index, Part::State state) REQUIRES(mu_);
   void unlink(Batch& batch, size_t index) REQUIRES(mu_);
+  // Nobody lets go of what a part of this batch holds from now on.
+  bool served(const Batch& b) const REQUIRES(mu_) {
+    return !b.entered || (retiring_ && b.step <= retiring_to_);
+  }
   bool make_anew(Step& step, Batch& batch, size_t index, BufferPool& pool) REQUIRES(mu_);
 
   Mutex mu_;
@@ -159,8 +165,9 @@ class Declarations {
   // Parts.
   uint32_t declared_ GUARDED_BY(mu_) = 0;
   uint32_t resolving_ GUARDED_BY(mu_) = 0, linking_ GUARDED_BY(mu_) = 0;
-  // Parts of steps that retire have let go of places, and are there as yet.
+  // Parts of steps that retire have let go of places, and are there as yet: of steps up to this.
   bool retiring_ GUARDED_BY(mu_) = false;
+  uint64_t retiring_to_ GUARDED_BY(mu_) = 0;
   struct Coming {
     std::shared_ptr<Arrival> arrival;
     BatchRef batch;
@@ -172,9 +179,10 @@ class Declarations {
 template <class May>
 bool Declarations::revoke(const Table& table, uint64_t step, BufferPool& pool, May may) {
   bool any = false;
-  for (auto at = steps_.upper_bound(step); at != steps_.end(); ++at) {
+  for (auto at = steps_.end(); !any && at != steps_.begin();) {
+    if ((--at)->first <= step) break;
     Step& s = at->second;
-    if (s.linking) continue;
+    if (s.linking || (retiring_ && at->first <= retiring_to_)) continue;
     for (const BatchRef& b : s.batches)
       if (may(*b))
         b->each(&table, [&](Batch& of, size_t i) {

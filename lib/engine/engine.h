@@ -213,7 +213,7 @@ class Engine final : public Session, private DataPath {
   // --- work.cpp: what flush threads do, and who waits helps with
   void list_work();
   bool calls_first() const;
-  bool resolve_one(uint64_t up_to);
+  bool resolve_one(uint64_t up_to, bool gate = false);
   // `worker`: between the pieces, help whoever has published a job.
   bool link_one(uint64_t up_to, bool worker = false);
   bool prepare_one();
@@ -256,6 +256,7 @@ class Engine final : public Session, private DataPath {
 
   // --- gate.cpp
   Status gate(Trainer* t, uint64_t step, Deadline deadline);
+  bool open_still(uint64_t step);
 
   // --- steps.cpp
   void end_holding(Table& table);
@@ -279,8 +280,10 @@ class Engine final : public Session, private DataPath {
   bool load_one();
   bool free_places(Table& table, uint64_t step);
   bool revoke_later(Table& table, uint64_t step);
+  template <class Choose>
+  bool give_up_cache(Choose choose);
   bool give_up_lines_of(Table& table);
-  bool give_up_own_lines(Trainer& t);
+  bool give_up_own_lines(const Trainer& t);
   bool loading_until(uint64_t step);
   Status settle_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
@@ -344,7 +347,7 @@ class Engine final : public Session, private DataPath {
   Declarations declarations_;
   StepGate gate_{
       {config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
-      {[this](uint64_t step) { return resolve_one(step) || (need_links() && link_one(step)); },
+      {[this](uint64_t step) { return resolve_one(step, true) || (need_links() && link_one(step)); },
        [this](uint64_t step) { return loading_until(step); }, [this] { return load_one(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }

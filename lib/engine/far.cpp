@@ -58,6 +58,9 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
     // Who plans a boundary has parts in hand.
     if (phase_.is(Phase::kPlan)) return false;
     Lock declared(declarations_.mutex());
+    // Parts are resolved by who tells so under this lock. Whoever lacked places when the caller
+    // looked may have got them since, and have begun its step.
+    if (!table.arriving.lacking_until(step, table.rows)) return false;
     any = declarations_.revoke(table, step, memory_.pool, [&](const Batch& b) {
       const TrainerRef& t = ranks_[b.rank];
       return t && (t->next_step == kNoStep || b.step >= t->next_step);
@@ -67,24 +70,23 @@ bool Engine::revoke_later(Table& table, uint64_t step) {
   return any;
 }
 
-// Lines hold places. A cache is given up where its trainer is not in the middle of a boundary: it
-// goes on from host rows.
-bool Engine::give_up_lines_of(Table& table) {
-  if (!ranks_.caches_exist()) return false;
+// Lines hold places. A cache of a trainer is given up, and the trainer goes on from host rows. Who
+// does it has the caches as one who plans a boundary has them: no operation outside steps, nor an
+// abort, may have begun, and those that begin meanwhile wait. choose(&trainer), with mu_ held,
+// names the cache, or none.
+template <class Choose>
+bool Engine::give_up_cache(Choose choose) {
   TrainerRef t;
+  TableCache* of;
   {
     std::lock_guard<std::mutex> lock(mu_);
     if (!phase_.may(Phase::kPlan) || closed_.load()) return false;
-    for (const TrainerRef& r : ranks_) {
-      if (!r || r->planning || r->turning || r->closing.load()) continue;
-      const TableCache* of = cache_in(*r, table);
-      if (of && of->any()) t = r;
-    }
-    if (!t) return false;
+    of = choose(&t);
+    if (!of) return false;
     t->planning = true;
     phase_.begin(Phase::kPlan);
   }
-  cache_in(*t, table)->forget();
+  of->forget();
   {
     std::lock_guard<std::mutex> lock(mu_);
     t->planning = false;
@@ -95,16 +97,31 @@ bool Engine::give_up_lines_of(Table& table) {
   return true;
 }
 
-// The same of a trainer that waits at a gate, whose caches are its own then.
-bool Engine::give_up_own_lines(Trainer& t) {
-  if (far_tables_.load(std::memory_order_relaxed) == 0) return false;
-  bool any = false;
-  for (auto& [raw, of] : t.caches) {
-    if (!raw->rows.far() || !raw->rows.lacking() || !of.any()) continue;
-    of.forget();
-    any = true;
-  }
-  return any;
+// That of a trainer which is not in the middle of a boundary.
+bool Engine::give_up_lines_of(Table& table) {
+  if (!ranks_.caches_exist()) return false;
+  return give_up_cache([&](TrainerRef* t) -> TableCache* {
+    for (const TrainerRef& r : ranks_) {
+      if (!r || r->planning || r->turning || r->closing.load()) continue;
+      TableCache* of = cache_in(*r, table);
+      if (!of || !of->any()) continue;
+      *t = r;
+      return of;
+    }
+    return nullptr;
+  });
+}
+
+// Its own, of a trainer that waits at a gate.
+bool Engine::give_up_own_lines(const Trainer& own) {
+  if (far_tables_.load(std::memory_order_relaxed) == 0 || !own.has_cache.load()) return false;
+  return give_up_cache([&](TrainerRef* t) -> TableCache* {
+    if (ranks_[own.rank].get() != &own) return nullptr;
+    *t = ranks_[own.rank];
+    for (auto& [raw, of] : (*t)->caches)
+      if (raw->rows.far() && raw->rows.lacking() && of.any()) return &of;
+    return nullptr;
+  });
 }
 
 // --- Outside steps -------------------------------------------------------------------------------
@@ -142,20 +159,31 @@ namespace {
 
 // Keys of an operation outside steps, some of which have places, which it holds.
 struct HeldPlaces {
-  HeldPlaces(Rows& of, const uint64_t* keys, size_t n) : rows(of), slots(n) {
-    rows.find_places(keys, n, slots.data());
-    for (size_t i = 0; i < n; ++i)
-      if (slots[i] < kMissingSlot) there.push_back(slots[i]);
+  explicit HeldPlaces(Rows& of) : rows(of) {}
+  ~HeldPlaces() {
+    rows.unhold(there.data(), there.size());
+    rows.promise_no_more(promised);
   }
-  ~HeldPlaces() { rows.unhold(slots.data(), slots.size()); }
+  HeldPlaces(const HeldPlaces&) = delete;
+  // Once it has been right. `room`: all keys that have no row are to get one.
+  Status find(const Vector<uint64_t>& keys, bool room) {
+    slots.resize(keys.size());
+    there.reserve(keys.size());
+    FRUGAL_TRY(rows.find_places(keys.data(), keys.size(), slots.data(), room ? &promised : nullptr));
+    for (const uint32_t s : slots)
+      if (s < kMissingSlot) there.push_back(s);
+    return FRUGAL_OK;
+  }
   Rows& rows;
   Vector<uint32_t> slots, there;
+  uint64_t promised = 0;  // new rows
 };
 
 }  // namespace
 
 // Rows that have a place are written there, and others to the store: a put wants no place. Of a key
-// that gets one meanwhile all that is left comes later, so that the last of its rows stays.
+// that gets one meanwhile all that is left comes later, so that the last of its rows stays. There is
+// room for all of them before the first is written.
 Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
                        const std::function<void(size_t, const device::RowsRef&)>& make,
                        uint64_t* created) {
@@ -163,13 +191,18 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
   Buffer row;
   FRUGAL_TRY(memory_.unread().get(l.bytes(), &row));
   const device::RowsRef made = l.at(row.data(), row.data() + l.value_pitch);
+  frugal_op op = FRUGAL_OP_INIT;
+  op.table = reinterpret_cast<frugal_table*>(t.handle);
+  HeldPlaces room(t.rows);
+  FRUGAL_TRY(with_room(&op, 1, [&] { return room.find(Vector<uint64_t>(keys, keys + n), true); }));
   Vector<size_t> all(n), later;
   for (size_t i = 0; i < n; ++i) all[i] = i;
   for (; !all.empty(); all.swap(later), later.clear()) {
     Vector<uint64_t> of(all.size());
     for (size_t k = 0; k < all.size(); ++k) of[k] = keys[all[k]];
     later.reserve(all.size());
-    const HeldPlaces placed(t.rows, of.data(), of.size());
+    HeldPlaces placed(t.rows);
+    FRUGAL_TRY(placed.find(of, false));
     FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
     Vector<uint32_t> made_here;
@@ -196,6 +229,7 @@ Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
       FRUGAL_TRY(t.rows.put_far(of[k], made, &has_place, &is_new));
       if (has_place) later.push_back(all[k]);
       *created += is_new;
+      room.promised -= is_new;
     }
   }
   return FRUGAL_OK;
@@ -206,7 +240,8 @@ Status Engine::remove_far(Table& t, Vector<uint64_t> keys, uint64_t* deleted) {
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   for (Vector<uint64_t> later; !keys.empty(); keys.swap(later), later.clear()) {
     later.reserve(keys.size());
-    const HeldPlaces placed(t.rows, keys.data(), keys.size());
+    HeldPlaces placed(t.rows);
+    FRUGAL_TRY(placed.find(keys, false));
     FRUGAL_TRY(settle_loading(t, placed.there.data(), placed.there.size()));
     drop_cached(t, placed.there.data(), placed.there.size());
     *deleted += t.rows.uncreate(placed.there.data(), placed.there.size(), true);

@@ -65,12 +65,12 @@ class Flusher {
   bool write(uint64_t step);
   // A job that writes all of an update, in chunks between `bounds` (StepUpdate::cut).
   JobRef job(const TableRef& table, const UpdateRef& update, Vector<uint64_t>&& bounds);
-  // Where rows may be far, an update that is to be written holds its rows until all of them are. Throws
-  // where there is no memory, and nothing is held then.
+  // Where rows may be far, an update that is to be written holds its rows until all of them are, or
+  // it is undone. Throws where there is no memory, and nothing is held then.
   static void hold(Table& table, const StepUpdate& update);
+  static void let_go(Table& table, const StepUpdate& update);
 
  private:
-  static void let_go(Table& table, const StepUpdate& update);
   struct Chunks;
   void apply_claim(Table& table, const Claim& claim, Scratch& scratch);
   void apply_chunk(const Chunks& of, size_t chunk);

@@ -22,7 +22,9 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
   if (t) its.emplace(t->counts.gate_wait_ns);
   if (pending_.over_budget())
     counters_.back_pressure.fetch_add(1, std::memory_order_relaxed);
-  Status s = wait_for_ranks(deadline, t, open, [&] { return gate_.help(pass) || (t && give_up_own_lines(*t)); });
+  Status s = wait_for_ranks(deadline, t, open, [&] {
+    return gate_.help(pass) || (t && give_up_own_lines(*t));
+  });
   span.waited(pass.waited);
   if (pass.in_flight) counters_.gate_in_flight.fetch_add(1, std::memory_order_relaxed);
   if (s == FRUGAL_ERR_TIMEOUT) {
@@ -39,6 +41,15 @@ Status Engine::gate(Trainer* t, uint64_t step, Deadline deadline) {
                 gate_.what(pass).c_str());
   }
   return s;
+}
+
+// Who begins a step looks again, in the section in which it does: since the gate has opened, parts
+// of the step may have given up their places. With mu_ held.
+bool Engine::open_still(uint64_t step) {
+  if (far_tables_.load(std::memory_order_relaxed) == 0) return true;
+  Gate::Pass pass;
+  pass.step = step;
+  return gate_.open(&pass);
 }
 
 }  // namespace frugal

@@ -22,10 +22,16 @@ class Engine::CallHold {
       engine_.end_holding(table);
     }
   }
-  // Places of rows that may be far are held until the step is committed or undone. There is room.
+  // Places of rows that may be far are held until the step is committed or undone: of so many
+  // accesses, for which there is room.
+  size_t to_keep() const {
+    if (engine_.far_tables_.load(std::memory_order_relaxed) == 0) return 0;
+    return static_cast<size_t>(
+        std::count_if(accesses_.begin(), accesses_.end(), [](const Access& a) { return keeps(a); }));
+  }
   void keep(Vector<CreatedRows>* created) {
     for (const Access& a : accesses_) {
-      if (!counts(a) || !own(*a.table).rows.far()) continue;
+      if (!keeps(a)) continue;
       CreatedRows& c = created->emplace_back();
       c.table = std::static_pointer_cast<Table>(a.table);
       c.held = a.part;
@@ -35,6 +41,7 @@ class Engine::CallHold {
 
  private:
   static bool counts(const Access& a) { return !a.whole && !a.table->keys_are_slots; }
+  static bool keeps(const Access& a) { return counts(a) && own(*a.table).rows.far(); }
   Engine& engine_;
   const Vector<Access>& accesses_;
   bool kept_ = false;

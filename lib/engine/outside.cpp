@@ -163,11 +163,12 @@ Status Engine::get(AnyTable& table, const uint64_t* keys, size_t n, uint32_t fla
   AwayRows away;
   FRUGAL_TRY(read_away(t, keys, n, s, &away));
   const RowLayout& l = t.rows.layout();
+  const device::RowsView rows = t.rows.ref();
   for (size_t i = 0; i < n; ++i) {
     const bool here = s[i] < kMissingSlot, there = here || away.has(i);
     if (found) found[i] = there;
     if (there)
-      read_row(l, here ? t.rows.ref() : away.ref, here ? s[i] : away.at[i], state,
+      read_row(l, here ? rows : away.ref, here ? s[i] : away.at[i], state,
                reinterpret_cast<float*>(reinterpret_cast<char*>(out) + i * stride));
   }
   return FRUGAL_OK;

@@ -17,7 +17,7 @@ class Phase {
     kOutside,   // an operation outside steps
     kAlone,     // such an operation has rows and caches for itself
     kRead,      // a trainer between steps reads rows
-    kPlan,      // a boundary of a cache is worked out ahead
+    kPlan,      // a boundary of a cache is worked out ahead, or a cache given up
     kJoin,      // a rank that was here before comes back
     kLeave,     // the caches of a rank that leaves are taken away
     kEnd,       // the engine's tables and steps are

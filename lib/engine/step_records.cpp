@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/flusher.h"
+
 namespace frugal {
 
 void StepRecord::TableHandovers::add(Handover&& h) {
@@ -24,8 +26,10 @@ uint64_t StepRecord::row_bytes() const {
 
 void StepRecord::undo() {
   for (auto& [raw, p] : prepared) p.table->window.unstage(p.update);
-  for (Commit& c : commits)
+  for (Commit& c : commits) {
     if (c.added) c.table->window.unstage(c.update);
+    if (c.held) Flusher::let_go(*c.table, *c.update);
+  }
   await_flights();
   flights.clear();
 }

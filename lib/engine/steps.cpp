@@ -53,7 +53,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
   if (t.gpu) FRUGAL_TRY(await_pins(t, deadline));
   struct Turning {
     Engine& engine;
-    Trainer* t = nullptr;
+    Trainer* t = nullptr;  // null: begin_planning has told
     ~Turning() {
       if (!t) return;
       std::lock_guard<std::mutex> lock(engine.mu_);
@@ -72,7 +72,7 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
     {
       std::lock_guard<std::mutex> lock(mu_);
       if (!t.abort_notice.load() && !t.closing.load() && !closed_.load() && health() == FRUGAL_OK &&
-          phase_.may(Phase::kStep)) {
+          phase_.may(Phase::kStep) && open_still(step)) {
         // None is declared for it any more, and what is stays as the gate has found it.
         t.parts.clear();
         t.next_part = 0;
@@ -126,7 +126,10 @@ Status Engine::step_begin(AnyTrainer& any, uint64_t step, Deadline deadline) {
       }
     }
   }
-  if (t.has_cache.load()) begin_planning(t, step);
+  if (t.has_cache.load()) {
+    begin_planning(t, step);
+    turning.t = nullptr;
+  }
   if (pacing_.deferred() && config_.flush_threads) {
     bool schedule = false;
     try {

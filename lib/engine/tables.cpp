@@ -410,8 +410,6 @@ Status Engine::set_optimizer(AnyTable& any, uint64_t first_step, const frugal_op
                     "gives up that state",
                     o.kind, double{accumulator}, was.kind,
                     double{was.initial_accumulator});
-      if (table.rows.far() && table.rows.any_far())
-        return fail(FRUGAL_ERR_UNSUPPORTED, "rows of the table that are not in memory have state of its kind");
       if (ledger_)
         return fail(FRUGAL_ERR_UNSUPPORTED,
                     "optimizer.kind is %d, and the table's %d: other processes may have mapped its "

@@ -64,12 +64,13 @@ bool Engine::calls_first() const {
 
 // --- Declarations --------------------------------------------------------------------------------
 
-bool Engine::resolve_one(uint64_t up_to) {
+// `gate`: one waits for a step up to `up_to`; for its sake places may be made free.
+bool Engine::resolve_one(uint64_t up_to, bool gate) {
   Declarations::Item item;
   bool gave_up;
   const bool found = declarations_.next_to_resolve(up_to, &item, &gave_up);
   if (gave_up) workers_.progress();  // a gate may have waited for one
-  if (!found) return item.batch && free_places(*item.table(), item.batch->step);
+  if (!found) return gate && item.batch && free_places(*item.table(), item.batch->step);
   const PartRef& part = item.part();
   const TableRef& table = item.table();
   TrainerRef trainer;

@@ -5,8 +5,11 @@
 // its record is an old one, which nobody reads.
 //
 // Threads: Rows calls has(), forget() and keys() with its lock held, one at a time, so they answer
-// at once; load() and store() without, by several threads at a time, so these may be slow. No key
-// is in two of these at a time.
+// at once; load() and store() without, but for a store() outside steps, by several threads at a
+// time, so these may be slow. While a key's record is being written no other call writes it, but
+// each of the others may name the key: has() tells what was before or what is after, load() gives
+// one of the two, whole, and of a record that is forgotten meanwhile one may be left, which is
+// forgotten again when store() has ended. Any may throw std::bad_alloc, but forget().
 #pragma once
 #include <atomic>
 #include <functional>

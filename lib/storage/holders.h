@@ -1,10 +1,11 @@
-// Who holds the places of a hashed table that are reserved only: how often each is held. The only
-// count of that.
+// Who holds the places of a hashed table: how often each is held. The only count of that.
 //
 // A declaration or a call holds a place once for each time that it names the row's key, from the
 // look that finds the place until it has served. A place that is held stays its row's. Where the
 // row exists nobody counts, for nobody takes the place away. When it exists no longer the count is
-// unknown, until the holders have been gone over.
+// unknown, until the holders have been gone over. (Where rows have a store behind the memory,
+// far_store.h, places are taken away from rows that exist: so they are counted there, too, and the
+// count is never unknown.)
 //
 // 15 bits a place do for nearly all. What is beyond goes to a map in pieces of 2^14, so that counts
 // have no largest value: 4,096 ranks may declare one key a million times each. The map is asked

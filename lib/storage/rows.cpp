@@ -90,6 +90,9 @@ Status Rows::fill_state(State* s, uint64_t first, uint64_t n) const {
 
 Status Rows::take_state(State* s) {
   Lock lock(mu_);  // no row is begun
+  if (away_ + leaving_ != 0)
+    return fail(FRUGAL_ERR_UNSUPPORTED,
+                "rows of the table that are not in memory have state of its kind");
   if (hashed_) {
     FRUGAL_TRY(fill_state(s, 0, next_slot_));  // free slots have memory, too
   } else if (lazy_) {
@@ -195,11 +198,11 @@ Status Rows::begin_rows(const uint32_t* slots, size_t n) {
 
 Status Rows::add_key(uint64_t key, uint32_t* slot) {
   const bool away = far_ && far_->has(key);
-  if (far_ && !away && existing_ + away_ + reserved_ - loading_ >= most_rows_)
+  if (far_ && !away && taken() >= most_rows_)
     return fail(FRUGAL_ERR_TABLE_FULL,
                 "no room for key %s: the table has its %llu rows; create it with more, or delete some",
                 number_text(key).c_str(), static_cast<unsigned long long>(most_rows_));
-  if (away) to_load_.reserve(to_load_.size() + 1);
+  if (away) expect_to_load();
   uint32_t s = free_;
   if (s == kNoSlot) {
     if (next_slot_ >= capacity_)
@@ -231,16 +234,18 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
 // The one function by which a free place becomes a row's. It begins clean. Who still looks there
 // for the row before takes nothing of this one for it:
 // - Values, state and what lies between their columns: all bytes are new. The row before was
-//   deleted between steps, or undone when no call that had found it was under way: nobody reads it.
+//   deleted between steps, or undone when no call that had found it was under way; or it has left
+//   (rows_far.cpp), when nobody held its place: nobody reads it.
 // - Version word (staleness): it is shared with other rows and only counts on, so no copy of a row
 //   is taken for whole that was begun before.
 // - Flag byte: 0 while the place is free, and no mark is left. Who reads the flags alone, in
 //   another process, finds no row until this one exists, and finds its key then, which was there
 //   before.
 // - Word of the window: its reads are those of declarations, which hold the place, so a free one
-//   has none of steps to come. Updates in it are written, or forgotten by an abort. Its bit of the
-//   cache went with the line.
-// - Lines of caches: dropped before a row is deleted. Young rows have none.
+//   has none of steps to come. Updates in it are written, or forgotten by an abort; where rows may
+//   leave, updates that are not written hold the place. Its bit of the cache went with the line.
+// - Lines of caches: dropped before a row is deleted. Young rows have none. Where rows may leave,
+//   a line holds the place.
 void Rows::begin_place(uint32_t slot, uint64_t key) {
   FRUGAL_ASSERT(flags()[slot] == 0 && !holders_.held(slot));
   index_.insert(key, slot);

@@ -129,9 +129,9 @@ class Rows : public HeapObject {
   // are there.
   Status begin_rows(const uint32_t* slots, size_t n);
 
-  // --- Rows that may be far (rows_far.cpp): where far() is not null. resolve() differs so: places are
-  // held whether their rows exist or not, and with kLeave, too. A row that is far gets a place that is
-  // loading, and with kLeave none. BUSY: there are not so many places now; room() will tell.
+  // --- Rows that may be far (rows_far.cpp): where far() is not null. resolve() differs so: places
+  // are held whether their rows exist or not, and with kLeave, too. A row that is far gets a place
+  // that is loading, and with kLeave none. BUSY: there are not so many places now; room() will tell.
   FarStore* far() const { return far_.get(); }
   // These are held once more. Throws where there is no memory, and none is then.
   void hold(const uint32_t* slots, size_t n) {
@@ -143,17 +143,21 @@ class Rows : public HeapObject {
   // Is any place loading? The first of slots[from, n) that is; n: none.
   bool loading() const { return loading_.load() != 0; }
   size_t first_loading(const uint32_t* slots, size_t from, size_t n);
-  // Brings some rows in whose places are loading. *any: there were some.
+  // Brings some rows in whose places are loading. *any: there were some. What fails, or throws where
+  // there is no memory, is to be done again.
   Status load_some(bool* any);
   // For a key whose row had no place. A copy of its row, if it has one.
   Status read_far(uint64_t key, const device::RowsRef& out, bool* there);
-  // Outside steps. Keys that have a place, all at one moment, are held, and others get kMissingSlot.
-  void find_places(const uint64_t* keys, size_t n, uint32_t* slots);
-  // What a row becomes that has no place; and that it is none any more. Where it has one by now (*placed)
-  // nothing is done.
+  // Outside steps. Keys that have a place, all at one moment, are held, and others get
+  // kMissingSlot. With `promised`, there is to be room for new rows of all that have neither a
+  // place nor a record, so many: put_far() uses it up, and what is left promise_no_more() takes
+  // back. Throws where there is no memory. After a failure nothing is held.
+  Status find_places(const uint64_t* keys, size_t n, uint32_t* slots, uint64_t* promised = nullptr);
+  void promise_no_more(uint64_t rows);
+  // What a row becomes that has no place, for which, if it is new, there is room promised; and that
+  // it is none any more. Where it has a place by now (*placed) nothing is done.
   Status put_far(uint64_t key, const device::RowsView& row, bool* placed, bool* created);
   void forget_far(uint64_t key, bool* placed, bool* was);
-  bool any_far();
   // Somebody has found no places, and nobody has let go of any since.
   bool lacking() const { return lacking_.load(); }
 
@@ -264,12 +268,19 @@ class Rows : public HeapObject {
   void list_unsure() REQUIRES(mu_);
   void settle_unsure(const Vector<uint64_t>& counts) REQUIRES(mu_);
   void create(uint32_t slot, uint8_t mark) REQUIRES(mu_);
-  Status resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding, bool leave, uint32_t* slots);
-  Status take_places(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could, uint32_t* slots,
-                     uint64_t* lacking);
+  Status resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding, bool leaves,
+                     uint32_t* slots);
+  Status take_places(const uint64_t* keys, size_t n, const uint64_t* padding, uint64_t could,
+                     uint32_t* slots, uint64_t* lacking);
   void give_back(uint32_t* slots, size_t n, uint64_t could) REQUIRES(mu_);
   uint64_t within_reach() const REQUIRES(mu_) { return idle_ + capacity_ - index_.size(); }
-  Status leave(uint64_t places);
+  // Rows of the table, and places for which there may be one.
+  uint64_t taken() const REQUIRES(mu_) {
+    return existing_ + away_ + reserved_ - loading_ + promised_;
+  }
+  Status leave(uint64_t places, uint64_t* gone);
+  void expect_to_load() REQUIRES(mu_);
+  void skip_loaded() REQUIRES(mu_);
   size_t enumerate_far(uint64_t* cursor, uint64_t* keys, size_t capacity);
   void hold_far(const uint32_t* slots, size_t n);
   void hold_place(uint32_t slot) REQUIRES(mu_);
@@ -315,13 +326,16 @@ class Rows : public HeapObject {
   std::unique_ptr<FarStore> far_;
   std::function<void()> room_;
   uint64_t most_rows_ = 0;
-  Vector<uint32_t> to_load_ GUARDED_BY(mu_);     // places that nobody has begun to load, from load_at_ on
+  // Places that nobody has begun to load, from load_at_ on.
+  Vector<uint32_t> to_load_ GUARDED_BY(mu_);
   size_t load_at_ GUARDED_BY(mu_) = 0;
-  std::atomic<uint64_t> loading_{0};             // places; changed with mu_ held
-  uint64_t away_ GUARDED_BY(mu_) = 0;            // rows that are far, those that are loading included
-  uint64_t idle_ GUARDED_BY(mu_) = 0;            // rows that are here, and that nobody holds
-  uint32_t hand_ GUARDED_BY(mu_) = 0;            // where the next that leaves is looked for
-  std::atomic<bool> lacking_{false};             // room() is to be told; changed with mu_ held
+  std::atomic<uint64_t> loading_{0};          // places; changed with mu_ held
+  uint64_t away_ GUARDED_BY(mu_) = 0;         // rows that are far, those that are loading included
+  uint64_t leaving_ GUARDED_BY(mu_) = 0;      // whose records are being written
+  uint64_t promised_ GUARDED_BY(mu_) = 0;     // rows that puts are about to make
+  uint64_t idle_ GUARDED_BY(mu_) = 0;         // rows that are here, and that nobody holds
+  uint32_t hand_ GUARDED_BY(mu_) = 0;         // where the next that leaves is looked for
+  std::atomic<bool> lacking_{false};          // room() is to be told; changed with mu_ held
 };
 
 template <class Quiet, class Each>

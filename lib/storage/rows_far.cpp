@@ -142,18 +142,26 @@ Status Rows::resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding
       const size_t to = std::min(n, at + kChunk);
       Lock lock(mu_);
       index_.find(keys + at, to - at, slots + at);
-      for (size_t i = at; i < to; ++i) {
-        const uint32_t s = slots[i];
-        slots[i] = KeyIndex::kNone;
-        if (s == KeyIndex::kNone || (padding && keys[i] == *padding)) continue;
-        if (leaves && !(flags()[s] & kExists)) continue;
-        hold_place(s);
-        slots[i] = s;
+      size_t i = at;
+      try {
+        for (; i < to; ++i) {
+          const uint32_t s = slots[i];
+          slots[i] = KeyIndex::kNone;
+          if (s == KeyIndex::kNone || (padding && keys[i] == *padding)) continue;
+          if (leaves && !(flags()[s] & kExists)) continue;
+          hold_place(s);
+          slots[i] = s;
+        }
+      } catch (const std::bad_alloc&) {
+        std::fill(slots + i, slots + to, KeyIndex::kNone);  // found, and not held
+        throw;
       }
     }
     for (uint64_t lacking = 1; !leaves && lacking && status == FRUGAL_OK;) {
       status = take_places(keys, n, padding, could, slots, &lacking);
-      if (status == FRUGAL_OK && lacking) status = leave(lacking);
+      uint64_t gone = 1;
+      for (uint64_t left = lacking; left && gone && status == FRUGAL_OK; left -= gone)
+        status = leave(left, &gone);
     }
   } catch (const std::bad_alloc&) {
     status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
@@ -165,31 +173,62 @@ Status Rows::resolve_far(const uint64_t* keys, size_t n, const uint64_t* padding
   return status;
 }
 
-void Rows::find_places(const uint64_t* keys, size_t n, uint32_t* slots) {
+Status Rows::find_places(const uint64_t* keys, size_t n, uint32_t* slots, uint64_t* promised) {
+  Vector<uint64_t> fresh;
+  if (promised) fresh.reserve(n);
   Lock lock(mu_);
   index_.find(keys, n, slots);
-  for (size_t i = 0; i < n; ++i)
-    if (slots[i] == KeyIndex::kNone)
-      slots[i] = kMissingSlot;
-    else
-      hold_place(slots[i]);
+  for (size_t i = 0; promised && i < n; ++i)
+    if (slots[i] == KeyIndex::kNone && !far_->has(keys[i])) fresh.push_back(keys[i]);
+  std::sort(fresh.begin(), fresh.end());
+  fresh.erase(std::unique(fresh.begin(), fresh.end()), fresh.end());
+  if (fresh.size() > most_rows_ - taken())
+    return fail(FRUGAL_ERR_TABLE_FULL, "no room for %zu new keys: the table has its %llu rows",
+                fresh.size(), static_cast<unsigned long long>(most_rows_));
+  size_t i = 0;
+  try {
+    for (; i < n; ++i)
+      if (slots[i] == KeyIndex::kNone)
+        slots[i] = kMissingSlot;
+      else
+        hold_place(slots[i]);
+  } catch (const std::bad_alloc&) {
+    while (i-- != 0)
+      if (slots[i] != kMissingSlot) release(slots[i], 1);
+    throw;
+  }
+  promised_ += fresh.size();
+  if (promised) *promised = fresh.size();
+  return FRUGAL_OK;
+}
+
+void Rows::promise_no_more(uint64_t rows) {
+  Lock lock(mu_);
+  promised_ -= rows;
 }
 
 // --- Leaving -------------------------------------------------------------------------------------
 
-// So many rows that nobody holds leave, or as many as there are of these. The store holds a place
-// until it has the row: so nobody writes the same record beside it.
-Status Rows::leave(uint64_t places) {
+// Some rows that nobody holds leave, up to so many. The store holds a place until it has the row:
+// so nobody writes the same record beside it.
+Status Rows::leave(uint64_t places, uint64_t* gone) {
+  *gone = 0;
+  RowLayout layout;
+  {
+    Lock lock(mu_);
+    layout = layout_;
+  }
   Vector<uint32_t> slots;
   Vector<uint64_t> keys;
   const size_t most = std::min<uint64_t>(places, kSome);
   slots.reserve(most);
   keys.reserve(most);
-  Vector<char> bytes(most * layout_.bytes() + 64);
+  Vector<char> bytes(most * layout.bytes() + 64);
   char* const aligned = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
-  const device::RowsRef copies = layout_.at(aligned, aligned + most * layout_.value_pitch);
+  const device::RowsRef copies = layout.at(aligned, aligned + most * layout.value_pitch);
   {
     Lock lock(mu_);
+    if (layout.state_pitch != layout_.state_pitch) return FRUGAL_OK;  // take_state: the caller looks again
     for (uint64_t left = next_slot_; left-- && slots.size() < most && idle_;) {
       const uint32_t s = hand_;
       hand_ = hand_ + 1 < next_slot_ ? hand_ + 1 : 0;
@@ -198,16 +237,24 @@ Status Rows::leave(uint64_t places) {
       holders_.hold(s);
       flags()[s] = kLeaving;
       const size_t i = slots.size();
-      std::memcpy(copies.row(i), ref_.row(s), layout_.value_pitch);
-      if (layout_.state_pitch)
-        std::memcpy(copies.state_row(i), ref_.state_row(s), layout_.state_pitch);
+      std::memcpy(copies.row(i), ref_.row(s), layout.value_pitch);
+      if (layout.state_pitch)
+        std::memcpy(copies.state_row(i), ref_.state_row(s), layout.state_pitch);
       keys.push_back(key_of(s));
       slots.push_back(s);
     }
+    leaving_ += slots.size();
   }
   if (slots.empty()) return FRUGAL_OK;
-  const Status status = far_->store(keys.data(), keys.size(), copies);
+  Status status;
+  try {
+    status = far_->store(keys.data(), keys.size(), copies);
+  } catch (const std::bad_alloc&) {
+    status = fail(FRUGAL_ERR_OUT_OF_MEMORY,
+                  "no memory to write rows that leave: free memory of the machine and call again");
+  }
   Lock lock(mu_);
+  leaving_ -= slots.size();
   for (const uint32_t s : slots) {
     if (flags()[s] == kLeaving && status == FRUGAL_OK) {
       FRUGAL_ASSERT(holders_.count(s) == 1);
@@ -217,7 +264,7 @@ Status Rows::leave(uint64_t places) {
       free_place(s);
       --existing_;
       ++away_;
-      far_->left.fetch_add(1, std::memory_order_relaxed);
+      ++*gone;
       continue;
     }
     if (flags()[s] == kLeaving) flags()[s] = kExists;
@@ -225,6 +272,7 @@ Status Rows::leave(uint64_t places) {
     if (!(flags()[s] & kExists)) far_->forget(key_of(s));
     release(s, 1);
   }
+  far_->left.fetch_add(*gone, std::memory_order_relaxed);
   tell_room();
   return status;
 }
@@ -236,6 +284,19 @@ size_t Rows::first_loading(const uint32_t* slots, size_t from, size_t n) {
   Lock lock(mu_);
   while (from < n && (slots[from] >= kMissingSlot || flags()[slots[from]] != kLoading)) ++from;
   return from;
+}
+
+// Room for one more place that is loading, and for those to come back that somebody is about to
+// load.
+void Rows::expect_to_load() {
+  if (load_at_ * 2 > to_load_.size()) skip_loaded();
+  const size_t least = load_at_ + loading_.load() + 1;
+  if (to_load_.capacity() < least) to_load_.reserve(2 * least);
+}
+
+void Rows::skip_loaded() {
+  to_load_.erase(to_load_.begin(), to_load_.begin() + static_cast<ptrdiff_t>(load_at_));
+  load_at_ = 0;
 }
 
 Status Rows::load_some(bool* any) {
@@ -250,18 +311,26 @@ Status Rows::load_some(bool* any) {
       slots[n] = to_load_[load_at_++];
       keys[n] = key_of(slots[n]);
     }
-    if (load_at_ == to_load_.size()) {
-      to_load_.clear();
-      load_at_ = 0;
-    }
+    if (load_at_ == to_load_.size()) skip_loaded();
   }
   if (n == 0) return FRUGAL_OK;
   *any = true;
-  {
+  Status status;
+  bool memory = true;
+  try {
     const RowWrite write(*this, slots, n, {RowWrite::What::kNew});
-    FRUGAL_TRY(far_->load(keys, slots, n, write.in_place()));
+    status = far_->load(keys, slots, n, write.in_place());
+  } catch (const std::bad_alloc&) {
+    memory = false;
   }
   Lock lock(mu_);
+  if (!memory || status != FRUGAL_OK) {
+    // Another time; there is room for them.
+    skip_loaded();
+    to_load_.insert(to_load_.end(), slots, slots + n);
+    if (!memory) throw std::bad_alloc();
+    return status;
+  }
   for (size_t i = 0; i < n; ++i) {
     FRUGAL_ASSERT(flags()[slots[i]] == kLoading);
     flags()[slots[i]] = kExists;
@@ -296,11 +365,10 @@ Status Rows::put_far(uint64_t key, const device::RowsView& row, bool* placed, bo
   *placed = index_.find(key) != KeyIndex::kNone;
   if (*placed) return FRUGAL_OK;
   *created = !far_->has(key);
-  if (*created && existing_ + away_ + reserved_ - loading_ >= most_rows_)
-    return fail(FRUGAL_ERR_TABLE_FULL, "no room for key %s: the table has its %llu rows",
-                number_text(key).c_str(), static_cast<unsigned long long>(most_rows_));
+  FRUGAL_ASSERT(!*created || promised_ != 0);
   FRUGAL_TRY(far_->store(&key, 1, row));
   away_ += *created;
+  promised_ -= *created;
   return FRUGAL_OK;
 }
 
@@ -311,11 +379,6 @@ void Rows::forget_far(uint64_t key, bool* placed, bool* was) {
   if (!*was) return;
   far_->forget(key);
   --away_;
-}
-
-bool Rows::any_far() {
-  Lock lock(mu_);
-  return away_ != 0;
 }
 
 // In the order of the keys plus one, for which rows may come and go between two calls: the cursor

@@ -161,33 +161,51 @@ TEST_F(FarRowsTest, PutsAndDeletionsWantNoPlace) {
   EXPECT_TRUE(placed);
   ASSERT_OK(rows_.put_far(0, row, &placed, &created));
   EXPECT_FALSE(placed || created);
+  // There is room for one new row: for two of them there is none, and nothing is held.
+  uint64_t promised = 7;
+  uint32_t found[4];
+  const uint64_t both[] = {2, 3, 5, 3}, one[] = {3, 0, 3};
+  EXPECT_EQ(rows_.find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
+  ASSERT_OK(rows_.find_places(one, 3, found, &promised));
+  EXPECT_EQ(promised, 1);
   ASSERT_OK(rows_.put_far(3, row, &placed, &created));
   EXPECT_TRUE(created);
-  EXPECT_EQ(rows_.put_far(5, row, &placed, &created), FRUGAL_ERR_TABLE_FULL);
+  rows_.promise_no_more(0);
+  EXPECT_EQ(rows_.find_places(both, 4, found, &promised), FRUGAL_ERR_TABLE_FULL);
   rows_.forget_far(0, &placed, &was);
   EXPECT_TRUE(was);
   EXPECT_EQ(rows_.count(), 3);
   // What was deleted where it has a place has no record either.
   uint64_t key = 1;
   std::vector<uint32_t> slots(1);
-  rows_.find_places(&key, 1, slots.data());
+  ASSERT_OK(rows_.find_places(&key, 1, slots.data()));
   EXPECT_EQ(rows_.uncreate(slots.data(), 1, true), 1);
   rows_.unhold(slots.data(), 1);
   EXPECT_EQ(keys(), (std::vector<uint64_t>{2, 3}));
   ASSERT_OK(resolve({1}, &slots));
   EXPECT_FALSE(rows_.loading());
   let_go(slots);
+  // Room that is promised is nobody else's.
+  const uint64_t fresh[] = {10, 11};
+  ASSERT_OK(rows_.find_places(fresh, 2, found, &promised));
+  EXPECT_EQ(promised, 2);
+  EXPECT_EQ(resolve({12}, &slots), FRUGAL_ERR_TABLE_FULL);
+  rows_.promise_no_more(promised);
+  ASSERT_OK(resolve({12}, &slots));
+  let_go(slots);
 }
 
-// A store that does something in the middle of each record that it writes.
+// A store that does something, once, when it has written records, or before it reads some.
 class Between final : public FarStore {
  public:
-  explicit Between(std::function<void()>* then) : store_(1, 0), then_(then) {}
+  explicit Between(std::function<void()>* then, std::function<void()>* before = nullptr)
+      : store_(1, 0), then_(then), before_(before) {}
   bool has(uint64_t key) override { return store_.has(key); }
   void forget(uint64_t key) noexcept override { store_.forget(key); }
   void keys(Vector<uint64_t>* out) override { store_.keys(out); }
   Status load(const uint64_t* keys, const uint32_t* slots, size_t n,
               const device::RowsRef& to) override {
+    if (before_ && *before_) std::exchange(*before_, nullptr)();
     return store_.load(keys, slots, n, to);
   }
   Status store(const uint64_t* keys, size_t n, const device::RowsView& from) override {
@@ -199,7 +217,112 @@ class Between final : public FarStore {
  private:
   SlowStore store_;
   std::function<void()>* const then_;
+  std::function<void()>* const before_;
 };
+
+TEST_F(FarRowsTest, WhatTheStoreHasNoMemoryForIsAsItWas) {
+  std::function<void()> then, before;
+  FarRows far;
+  far.store = std::make_unique<Between>(&then, &before);
+  far.places = 2;
+  far.room = [this] { ++told_; };
+  ASSERT_OK(rows_.open(rows_config(9, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  make(1, 5);
+  make(2, 6);
+  std::vector<uint32_t> slots, more;
+  then = [] { throw std::bad_alloc(); };
+  EXPECT_EQ(resolve({3}, &slots), FRUGAL_ERR_OUT_OF_MEMORY);
+  EXPECT_EQ(rows_.far()->left, 0);
+  EXPECT_FALSE(rows_.has_reserved());
+  EXPECT_EQ(rows_.count(), 2);
+  make(3, 7);
+  make(4, 8);
+  // Two that load, of which one comes when the other is being loaded.
+  ASSERT_OK(resolve({1}, &slots));
+  before = [&] {
+    ASSERT_OK(resolve({2}, &more));
+    throw std::bad_alloc();
+  };
+  bool any;
+  EXPECT_THROW(static_cast<void>(rows_.load_some(&any)), std::bad_alloc);
+  EXPECT_TRUE(rows_.loading());
+  load();
+  EXPECT_FALSE(rows_.loading());
+  let_go(slots);
+  let_go(more);
+  expect(1, 5);
+  expect(2, 6);
+  expect(3, 7);
+}
+
+TEST_F(FarRowsTest, NothingIsHeldWhereThereIsNoMemoryToCountIt) {
+  open(100, 2);
+  make(1, 5);
+  make(2, 6);
+  const std::vector<uint64_t> often(40000, 1);
+  std::vector<uint32_t> slots(often.size());
+  for (const bool places : {false, true}) {
+    for (WithoutMemory without; without.next();)
+      without([&] {
+        return places ? rows_.find_places(often.data(), often.size(), slots.data())
+                      : resolve(often, &slots);
+      });
+    let_go(slots);
+    // Nobody holds it.
+    make(3, 7);
+    make(4, 8);
+    EXPECT_EQ(rows_.count(), 4);
+    expect(1, 5);
+    expect(2, 6);
+  }
+}
+
+TEST_F(FarRowsTest, StateOfAnotherKindIsNotTakenWhileRecordsAreWritten) {
+  std::function<void()> then;
+  FarRows far;
+  far.store = std::make_unique<Between>(&then);
+  far.places = 1;
+  far.room = [] {};
+  ASSERT_OK(rows_.open(rows_config(9, 3, FRUGAL_ADAM, true), nullptr, std::move(far)));
+  Rows::State state;
+  state.layout = RowLayout::of(3, FRUGAL_SGD);
+  state.init = arith::init_spec(FRUGAL_INIT_CONSTANT, 0, 0, 9, 3, 1, FRUGAL_SGD, 0);
+  ASSERT_OK(rows_.open_state(&state));
+  make(7, 5);
+  std::vector<uint32_t> slots;
+  int asked = 0;
+  then = [&] {
+    asked += rows_.take_state(&state) == FRUGAL_ERR_UNSUPPORTED;
+    ASSERT_OK(resolve({7}, &slots, Missing::kLeave));  // it stays
+  };
+  std::vector<uint32_t> other;
+  EXPECT_EQ(resolve({8}, &other), FRUGAL_ERR_BUSY);
+  EXPECT_EQ(asked, 1);
+  let_go(slots);
+  ASSERT_OK(resolve({8}, &other));
+  EXPECT_EQ(rows_.take_state(&state), FRUGAL_ERR_UNSUPPORTED);
+  let_go(other);
+  expect(7, 5);
+  ASSERT_OK(rows_.take_state(&state));
+  EXPECT_EQ(rows_.state_floats(), 0);
+}
+
+TEST_F(FarRowsTest, ManyRowsLeaveForOneCall) {
+  open(1000, 300);
+  std::vector<uint64_t> first(300), second(300);
+  std::iota(first.begin(), first.end(), 0);
+  std::iota(second.begin(), second.end(), 300);
+  for (const uint64_t key : first) make(key, static_cast<float>(key));
+  std::vector<uint32_t> slots;
+  ASSERT_OK(resolve(second, &slots));
+  EXPECT_EQ(rows_.far()->left, 300);
+  let_go(slots);
+  ASSERT_OK(resolve(first, &slots));
+  load();
+  for (size_t i = 0; i < first.size(); ++i)
+    EXPECT_EQ(*rows_.values(slots[i]), static_cast<float>(first[i]));
+  let_go(slots);
+}
 
 TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   std::function<void()> then;
@@ -215,7 +338,7 @@ TEST_F(FarRowsTest, ARowThatIsDeletedWhileItLeavesIsGoneAtOnce) {
   then = [&] {
     const uint64_t key = 7;
     uint32_t slot;
-    rows_.find_places(&key, 1, &slot);
+    ASSERT_OK(rows_.find_places(&key, 1, &slot));
     EXPECT_EQ(rows_.uncreate(&slot, 1, true), 1);
     rows_.unhold(&slot, 1);
     EXPECT_OK(rows_.read_far(7, row, &there));

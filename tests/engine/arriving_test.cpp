@@ -1,0 +1,237 @@
+// Parts whose rows may be far: who gets places first, what a gate waits for, and parts that have
+// found none, give theirs up, or are of a step that is committed meanwhile.
+#include "engine/arriving.h"
+
+#include <vector>
+
+#include "engine/declarations.h"
+#include "support/inside.h"
+#include "support/parts.h"
+#include "support/rows.h"
+#include "support/slow_store.h"
+
+namespace frugal {
+namespace {
+
+// Of a table with three places.
+struct ArrivingTest : testing::Test {
+  MemoryBudget budget;
+  BufferPool pool;
+  Declarations all;
+  TableRef of = std::allocate_shared<Table>(HeapAllocator<Table>());
+  Rows& rows = of->rows;
+  Arriving& arriving = of->arriving;
+
+  void SetUp() override {
+    of->keys_are_slots = false;
+    of->any_key = true;
+    FarRows far;
+    far.store = std::make_unique<SlowStore>(1, 0);
+    far.places = 3;
+    far.room = [] {};
+    ASSERT_OK(rows.open(rows_config(100, 4, FRUGAL_SGD, true), &budget, std::move(far)));
+  }
+  BatchRef declare(uint64_t step, uint32_t rank, const std::vector<uint64_t>& keys) {
+    auto b = std::allocate_shared<Batch>(HeapAllocator<Batch>());
+    b->step = step;
+    b->rank = rank;
+    b->parts.push_back(make_part());
+    b->parts[0]->step = step;
+    b->parts[0]->rank = rank;
+    b->tables.push_back(of);
+    EXPECT_OK(b->parts[0]->take_keys(pool, rows, keys.data(), keys.size(), false, 0));
+    b->index();
+    bool alone;
+    EXPECT_OK(all.enter(b, false, nullptr, &alone));
+    return b;
+  }
+  bool next(Declarations::Item* item) {
+    bool stale;
+    return all.next_to_resolve(UINT64_MAX, item, &stale);
+  }
+  // As the engine does it.
+  Status find(const Declarations::Item& item) {
+    arriving.make_room();
+    const Status s = item.part()->resolve(pool, rows, Rows::Missing::kReserve, nullptr);
+    if (s == FRUGAL_ERR_BUSY) arriving.lacks(item.part());
+    arriving.add(s == FRUGAL_OK ? item.part() : nullptr);
+    if (s != FRUGAL_ERR_BUSY) return s;
+    item.part()->slots.reset();
+    return s;
+  }
+  // Of the next; BUSY if it has found no places.
+  Status resolve(BatchRef* which = nullptr) {
+    Declarations::Item item;
+    if (!next(&item)) return FRUGAL_ERR_NOT_FOUND;
+    if (which) *which = item.batch;
+    const Status s = find(item);
+    s == FRUGAL_ERR_BUSY ? all.put_back(item) : all.resolved(item, s == FRUGAL_OK);
+    return s;
+  }
+  // Rows that exist, and that nobody holds.
+  void make(const std::vector<uint64_t>& keys) {
+    for (const uint64_t key : keys) {
+      uint32_t slot;
+      ASSERT_OK(rows.resolve(&key, 1, nullptr, Rows::Missing::kReserve, &slot, nullptr));
+      rows.create_reserved(&slot, 1, nullptr);
+      rows.let_go(&slot, 1);
+    }
+  }
+  void load() {
+    for (bool any = true; any;) ASSERT_OK(rows.load_some(&any));
+  }
+  bool revoke(uint64_t step, const Batch* but = nullptr) {
+    Lock lock(all.mutex());
+    return all.revoke(*of, step, pool, [&](const Batch& b) { return &b != but; });
+  }
+  uint32_t state(const BatchRef& b) { return b->parts[0]->state.load(); }
+};
+
+TEST_F(ArrivingTest, AGateWaitsForRowsThatAreLoading) {
+  make({0, 1, 2, 3, 4, 5});
+  declare(5, 0, {0, 1});
+  ASSERT_OK(resolve());
+  EXPECT_FALSE(arriving.until(rows, 4));
+  EXPECT_TRUE(arriving.until(rows, 5));
+  EXPECT_TRUE(arriving.until(rows, 6));
+  load();
+  EXPECT_FALSE(arriving.until(rows, 6));
+}
+
+TEST_F(ArrivingTest, NobodyWaitsForRowsOfAPartThatHasGivenThemUp) {
+  make({0, 1, 2, 3, 4, 5});
+  const BatchRef later = declare(5, 0, {0, 1});
+  ASSERT_OK(resolve());
+  ASSERT_TRUE(arriving.until(rows, 5));
+  EXPECT_TRUE(revoke(4));
+  EXPECT_EQ(state(later), Part::kDeclared);
+  EXPECT_TRUE(rows.loading());
+  EXPECT_FALSE(arriving.until(rows, 5));
+  // Once it has found them again, they are waited for.
+  ASSERT_OK(resolve());
+  EXPECT_TRUE(arriving.until(rows, 5));
+  load();
+  EXPECT_FALSE(arriving.until(rows, 5));
+}
+
+TEST_F(ArrivingTest, ThereIsRoomForAPartOnlyWhereThereWasMemory) {
+  const PartRef part = make_part();
+  {
+    HeapFails fails(1);
+    EXPECT_THROW(arriving.make_room(), std::bad_alloc);
+  }
+  arriving.make_room();
+  arriving.make_room();
+  HeapFails fails(1);
+  arriving.add(part);
+  arriving.add(part);
+}
+
+TEST_F(ArrivingTest, PlacesGoToPartsInTheOrderOfSteps) {
+  const BatchRef later = declare(7, 0, {1, 2});
+  ASSERT_OK(resolve());
+  const BatchRef soon = declare(5, 0, {3, 4}), last = declare(9, 0, {5});
+  BatchRef tried;
+  EXPECT_EQ(resolve(&tried), FRUGAL_ERR_BUSY);
+  EXPECT_EQ(tried, soon);
+  EXPECT_EQ(state(soon), Part::kDeclared);
+  EXPECT_EQ(all.unready(5, kNoStep), 5u);
+  // It is not tried again before somebody lets go, nor is any behind it.
+  Declarations::Item item;
+  EXPECT_FALSE(next(&item));
+  EXPECT_EQ(item.batch, soon);
+  EXPECT_TRUE(arriving.held_up(*soon->parts[0], rows));
+  EXPECT_TRUE(arriving.held_up(*last->parts[0], rows));
+  EXPECT_TRUE(arriving.lacking_until(5, rows));
+  EXPECT_FALSE(arriving.lacking_until(4, rows));
+  EXPECT_TRUE(revoke(5));
+  EXPECT_EQ(state(later), Part::kDeclared);
+  EXPECT_FALSE(arriving.held_up(*soon->parts[0], rows));
+  EXPECT_TRUE(arriving.held_up(*last->parts[0], rows));
+  ASSERT_OK(resolve(&tried));
+  EXPECT_EQ(tried, soon);
+  EXPECT_FALSE(arriving.lacking_until(9, rows));
+  // The one that has given way is a part like others.
+  EXPECT_EQ(resolve(&tried), FRUGAL_ERR_BUSY);
+  EXPECT_EQ(tried, later);
+  ASSERT_TRUE(all.take_out({5, 0, soon.get()}));
+  ASSERT_OK(resolve(&tried));
+  EXPECT_EQ(tried, later);
+  ASSERT_OK(resolve(&tried));
+  EXPECT_EQ(tried, last);
+}
+
+TEST_F(ArrivingTest, ACallOfAStepComesBeforeDeclarationsOfLaterOnes) {
+  const BatchRef same = declare(5, 0, {1}), later = declare(6, 0, {1});
+  {
+    const Arriving::Wanted one(arriving, 5), other(arriving, 5);
+    EXPECT_FALSE(arriving.held_up(*same->parts[0], rows));
+    EXPECT_TRUE(arriving.held_up(*later->parts[0], rows));
+    EXPECT_TRUE(arriving.lacking_until(5, rows));
+    EXPECT_FALSE(arriving.lacking_until(4, rows));
+  }
+  EXPECT_FALSE(arriving.lacking_until(5, rows));
+  EXPECT_FALSE(arriving.held_up(*later->parts[0], rows));
+}
+
+TEST_F(ArrivingTest, ThoseOfTheLastStepGiveWayFirst) {
+  const BatchRef a = declare(5, 0, {1}), b = declare(6, 0, {2}), c = declare(6, 1, {3});
+  for (int i = 0; i < 3; ++i) ASSERT_OK(resolve());
+  EXPECT_FALSE(revoke(6));
+  // Not those that are in use.
+  EXPECT_TRUE(revoke(4, b.get()));
+  EXPECT_EQ(state(c), Part::kDeclared);
+  EXPECT_EQ(state(b), Part::kResolved);
+  EXPECT_TRUE(revoke(4, b.get()));
+  EXPECT_EQ(state(a), Part::kDeclared);
+  EXPECT_FALSE(revoke(4, b.get()));
+  // Nor while their step retires: who retires them lets go.
+  const Vector<Declarations::Held> served = all.begin_retiring(6);
+  EXPECT_EQ(served.size(), 1u);
+  EXPECT_FALSE(revoke(4));
+  for (const Declarations::Held& h : served) h.part->let_go(rows);
+  all.retire(6);
+  EXPECT_FALSE(rows.has_reserved());
+}
+
+TEST_F(ArrivingTest, APartThatIsResolvedWhenItsStepIsCommittedHoldsNothing) {
+  for (const bool between : {true, false}) {
+    const BatchRef late = declare(5, 0, {1, 2});
+    Declarations::Item item;
+    ASSERT_TRUE(next(&item));
+    ASSERT_OK(find(item));
+    EXPECT_TRUE(rows.has_reserved());
+    EXPECT_TRUE(all.begin_retiring(5).empty());
+    if (!between) all.retire(5);
+    all.resolved(item, true);
+    if (between) all.retire(5);
+    EXPECT_FALSE(rows.has_reserved()) << between;
+    EXPECT_EQ(state(late), Part::kDropped);
+    EXPECT_FALSE(arriving.until(rows, 5));
+  }
+}
+
+TEST_F(ArrivingTest, APartThatFindsNoPlacesWhenItsStepIsCommittedStopsNobody) {
+  for (const bool between : {true, false}) {
+    const uint64_t keys[] = {7, 8, 9};
+    uint32_t slots[3];
+    ASSERT_OK(rows.resolve(keys, 3, nullptr, Rows::Missing::kReserve, slots, nullptr));
+    const BatchRef late = declare(5, 0, {1, 2});
+    Declarations::Item item;
+    ASSERT_TRUE(next(&item));
+    ASSERT_EQ(find(item), FRUGAL_ERR_BUSY);
+    EXPECT_TRUE(all.begin_retiring(5).empty());
+    if (!between) all.retire(5);
+    all.put_back(item);
+    if (between) all.retire(5);
+    EXPECT_EQ(state(late), Part::kDropped) << between;
+    const BatchRef other = declare(6, 0, {7});
+    ASSERT_OK(resolve());
+    ASSERT_TRUE(all.take_out({6, 0, other.get()}));
+    rows.let_go(slots, 3);
+    EXPECT_FALSE(rows.has_reserved());
+  }
+}
+
+}  // namespace
+}  // namespace frugal
