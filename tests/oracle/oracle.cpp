@@ -359,7 +359,7 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
                 short_of ? "   TOO FEW" : "");
     enough = enough && !short_of;
   }
-  if (totals.far_tables != 0) {
+  if (totals.far_tables != 0 || arguments.require_far >= 0) {
     const FarCounts here = CountFar();
     const std::pair<const char*, uint64_t> far[] = {{"rows loaded", here.loaded + totals.far.loaded},
                                                     {"rows that left", here.left + totals.far.left},
@@ -369,7 +369,8 @@ bool PrintTotals(const Arguments& arguments, const Totals& totals) {
       std::printf("  %-24s %12llu%s\n", name, static_cast<unsigned long long>(value), short_of ? "   TOO FEW" : "");
       enough = enough && !short_of;
     }
-    const bool few = arguments.require_far >= 0 && totals.scarce * 3 < totals.far_tables;
+    const bool few = arguments.require_far >= 0 &&
+                     (totals.far_tables == 0 || totals.scarce * 3 < totals.far_tables);
     std::printf("  %-24s %12llu\n  %-24s %12llu%s\n", "tables with a far store",
                 static_cast<unsigned long long>(totals.far_tables), "of these for 5 % or less",
                 static_cast<unsigned long long>(totals.scarce), few ? "   TOO FEW" : "");
@@ -458,6 +459,7 @@ Arguments Parse(int argc, char** argv) {
     }
   }
   if (arguments.options.killed && !arguments.processes && arguments.lead < 0) Usage();
+  if (arguments.options.far && !kFarStores) Usage();  // the C ABI alone has none
   if (arguments.controller.empty()) {  // as the build has them
     char self[4096];
     const ssize_t n = readlink("/proc/self/exe", self, sizeof(self) - 1);
