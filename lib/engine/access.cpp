@@ -121,14 +121,13 @@ Status Engine::with_places(Trainer& t, const Vector<Access>& accesses, Call call
   for (const Access& a : accesses)
     if (!a.whole && own(*a.table).rows.far()) wanted.emplace_back(own(*a.table).arriving, t.step);
   Status s = FRUGAL_ERR_BUSY;
+  const auto help = [&] {
+    return std::any_of(accesses.begin(), accesses.end(), [&](const Access& a) {
+      return !a.whole && own(*a.table).rows.far() && free_places(own(*a.table), t.step);
+    });
+  };
   const Status waited = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t,
-                             [&] { return (s = call()) != FRUGAL_ERR_BUSY; },
-                             [&] {
-                               for (const Access& a : accesses)
-                                 if (!a.whole && own(*a.table).rows.far() && free_places(own(*a.table), t.step))
-                                   return true;
-                               return false;
-                             });
+                             [&] { return (s = call()) != FRUGAL_ERR_BUSY; }, help);
   if (waited == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
   if (waited == FRUGAL_ERR_TIMEOUT)
     return fail(waited, "rows that were not declared waited for places in memory; call again");
@@ -145,10 +144,11 @@ Status Engine::await_loaded(Trainer& t, const Vector<Access>& accesses) {
     return true;
   };
   if (loaded()) return FRUGAL_OK;
-  const Status s = wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t, loaded, [this] { return load_one(); });
+  const Status s =
+      wait(deadline(FRUGAL_TIMEOUT_DEFAULT), &t, loaded, [this] { return load_one(); });
   if (s == FRUGAL_ERR_STEP_ABORTED) return aborter_.tell(t);
-  if (s == FRUGAL_ERR_TIMEOUT) return fail(s, "rows that were not declared waited to be loaded; call again");
-  return s;
+  if (s != FRUGAL_ERR_TIMEOUT) return s;
+  return fail(s, "rows that were not declared waited to be loaded; call again");
 }
 
 // --- Lookup --------------------------------------------------------------------------------------
@@ -220,7 +220,8 @@ Status Engine::LocalStep::resolve(const frugal_op* ops, const GpuOp* gpu, Use us
     return FRUGAL_OK;
   };
   Status s = engine_.with_room(ops, n, find);
-  if (s == FRUGAL_ERR_BUSY) s = engine_.with_places(t_, accesses, [&] { return engine_.with_room(ops, n, find); });
+  if (s == FRUGAL_ERR_BUSY)
+    s = engine_.with_places(t_, accesses, [&] { return engine_.with_room(ops, n, find); });
   return s == FRUGAL_OK ? engine_.await_loaded(t_, accesses) : s;
 }
 
@@ -297,7 +298,8 @@ Status Engine::borrow(AnyTrainer& any, size_t bytes, void** out) {
 
 // --- Evaluation ----------------------------------------------------------------------------------
 
-Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op, const AwayRows& away) {
+Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
+                         const AwayRows& away) {
   const RowSource from = host_rows(table);
   Buffer pointers, copies;
   Deadline until;
@@ -309,21 +311,27 @@ Status Engine::read_rows(Table& table, const uint32_t* slots, size_t n, const fr
       const float*& p = pointers.as<const float*>()[i];
       if (away.has(i))
         p = away.ref.row(away.at[i]);
-      else if (all)
-        p = slots[i] == kNoSlot ? nullptr : slots[i] == kMissingSlot ? row_of_zeros() : from.rows.row(slots[i]);
+      else if (!all)
+        continue;
+      else if (slots[i] == kNoSlot)
+        p = nullptr;
+      else
+        p = slots[i] == kMissingSlot ? row_of_zeros() : from.rows.row(slots[i]);
     }
   }
   return gather(from.rows, pointers.as<const float*>(), slots, n, op);
 }
 
 // Into memory of the device: complete when it returns, so nothing stays in flight.
-Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op,
-                              const AwayRows& away) {
+Status Engine::read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n,
+                              const GpuOp& op, const AwayRows& away) {
   Flight flight;
   flight.gpu = t.gpu;
   const RowLayout& layout = table.rows.layout();
   FRUGAL_TRY(t.gpu->send_rows(flight, op, n, layout.dim, layout.sums_stride,
-                              [&](const frugal_op& host) { return read_rows(table, slots, n, host, away); }));
+                              [&](const frugal_op& host) {
+                                return read_rows(table, slots, n, host, away);
+                              }));
   return t.gpu->wait_stream();
 }
 

@@ -95,7 +95,8 @@ bool Engine::plan_one() {
   struct Hold {
     Vector<Declarations::Held> of;
     ~Hold() {
-      for (const Declarations::Held& h : of) h.table->rows.unhold(h.part->row_slots(), h.part->distinct);
+      for (const Declarations::Held& h : of)
+        h.table->rows.unhold(h.part->row_slots(), h.part->distinct);
     }
   } hold;
   {

@@ -169,7 +169,8 @@ struct HeldPlaces {
   Status find(const Vector<uint64_t>& keys, bool room) {
     slots.resize(keys.size());
     there.reserve(keys.size());
-    FRUGAL_TRY(rows.find_places(keys.data(), keys.size(), slots.data(), room ? &promised : nullptr));
+    uint64_t* const promise = room ? &promised : nullptr;
+    FRUGAL_TRY(rows.find_places(keys.data(), keys.size(), slots.data(), promise));
     for (const uint32_t s : slots)
       if (s < kMissingSlot) there.push_back(s);
     return FRUGAL_OK;
@@ -182,8 +183,8 @@ struct HeldPlaces {
 }  // namespace
 
 // Rows that have a place are written there, and others to the store: a put wants no place. Of a key
-// that gets one meanwhile all that is left comes later, so that the last of its rows stays. There is
-// room for all of them before the first is written.
+// that gets one meanwhile all that is left comes later, so that the last of its rows stays. There
+// is room for all of them before the first is written.
 Status Engine::put_far(Table& t, const uint64_t* keys, size_t n,
                        const std::function<void(size_t, const device::RowsRef&)>& make,
                        uint64_t* created) {

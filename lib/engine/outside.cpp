@@ -119,7 +119,8 @@ Status Engine::keys(AnyTable& table, uint64_t* cursor, uint64_t* out, size_t cap
 
 namespace {
 
-void read_row(const RowLayout& l, const device::RowsView& rows, uint32_t slot, bool state, float* out) {
+void read_row(const RowLayout& l, const device::RowsView& rows, uint32_t slot, bool state,
+              float* out) {
   std::memcpy(out, rows.row(slot), l.value_bytes());
   if (state) l.export_state(rows.state_row(slot), out + l.dim);
 }

@@ -99,8 +99,8 @@ void TableCache::slots_to_cache(const Vector<PartRef>& parts, Vector<uint32_t>* 
   std::erase_if(*slots, waits);
 }
 
-// Rows in lines hold their places, where rows may be far: from the plan by which they come to that by
-// which they go. Without memory those that are new do not come.
+// Rows in lines hold their places, where rows may be far: from the plan by which they come to that
+// by which they go. Without memory those that are new do not come.
 bool TableCache::hold(size_t from) {
   try {
     table_->rows.hold(plan_.admitted.data() + from, plan_.admitted.size() - from);

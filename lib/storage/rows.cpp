@@ -200,7 +200,8 @@ Status Rows::add_key(uint64_t key, uint32_t* slot) {
   const bool away = far_ && far_->has(key);
   if (far_ && !away && taken() >= most_rows_)
     return fail(FRUGAL_ERR_TABLE_FULL,
-                "no room for key %s: the table has its %llu rows; create it with more, or delete some",
+                "no room for key %s: the table has its %llu rows; create it with more, or delete "
+                "some",
                 number_text(key).c_str(), static_cast<unsigned long long>(most_rows_));
   if (away) expect_to_load();
   uint32_t s = free_;

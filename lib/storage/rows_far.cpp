@@ -228,7 +228,8 @@ Status Rows::leave(uint64_t places, uint64_t* gone) {
   const device::RowsRef copies = layout.at(aligned, aligned + most * layout.value_pitch);
   {
     Lock lock(mu_);
-    if (layout.state_pitch != layout_.state_pitch) return FRUGAL_OK;  // take_state: the caller looks again
+    // After a take_state the caller looks again.
+    if (layout.state_pitch != layout_.state_pitch) return FRUGAL_OK;
     for (uint64_t left = next_slot_; left-- && slots.size() < most && idle_;) {
       const uint32_t s = hand_;
       hand_ = hand_ + 1 < next_slot_ ? hand_ + 1 : 0;
