@@ -288,7 +288,8 @@ class Engine final : public Session, private DataPath {
   Status settle_loading(Table& table, const uint32_t* slots, size_t n);
   // make(i, row): what the row of keys[i] becomes, beside what it was or zeros.
   Status put_far(Table& table, const uint64_t* keys, size_t n,
-                 const std::function<void(size_t, const device::RowsRef&)>& make, uint64_t* created);
+                 const std::function<void(size_t, const device::RowsRef&)>& make,
+                 uint64_t* created);
   Status remove_far(Table& table, Vector<uint64_t> keys, uint64_t* deleted);
   template <class Call>
   Status with_places(Trainer& t, const Vector<Access>& accesses, Call call);
@@ -313,17 +314,20 @@ class Engine final : public Session, private DataPath {
   size_t stale_keys(Table& table, const uint32_t* slots, size_t n) {
     return stale() && table.window.opened() ? table.window.collect_pending(slots, n, nullptr) : 0;
   }
-  // Copies of those rows that have no place, where rows may be far: of keys[i] row at[i], or kMissingSlot.
+  // Copies of those rows that have no place, where rows may be far: of keys[i] row at[i], or
+  // kMissingSlot.
   struct AwayRows {
     Buffer rows;
     device::RowsView ref{};
     Vector<uint32_t> at;
     bool has(size_t i) const { return !at.empty() && at[i] != kMissingSlot; }
   };
-  Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op, const AwayRows& away);
-  Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op, const AwayRows& away);
-
-  Status read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots, AwayRows* out);
+  Status read_rows(Table& table, const uint32_t* slots, size_t n, const frugal_op& op,
+                   const AwayRows& away);
+  Status read_to_device(Trainer& t, Table& table, const uint32_t* slots, size_t n, const GpuOp& op,
+                        const AwayRows& away);
+  Status read_away(Table& table, const uint64_t* keys, size_t n, const uint32_t* slots,
+                   AwayRows* out);
 
   const uint64_t opened_ns_ = now_ns();
   EngineMemory memory_;
@@ -347,7 +351,9 @@ class Engine final : public Session, private DataPath {
   Declarations declarations_;
   StepGate gate_{
       {config_, phase_, ranks_, workers_, declarations_, pending_, pacing_, tables_, flusher_},
-      {[this](uint64_t step) { return resolve_one(step, true) || (need_links() && link_one(step)); },
+      {[this](uint64_t step) {
+         return resolve_one(step, true) || (need_links() && link_one(step));
+       },
        [this](uint64_t step) { return loading_until(step); }, [this] { return load_one(); }}};
   PinnedTables pins_;
   bool in_flight() const { return records_.flying() || declarations_.arriving(); }

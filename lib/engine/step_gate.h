@@ -39,7 +39,8 @@ class StepGate : public Gate {
   };
   // What the engine itself does for a step that waits.
   struct Work {
-    // Resolves or links one part that is declared for a step up to the given one. False: there is none.
+    // Resolves or links one part that is declared for a step up to the given one. False: there is
+    // none.
     std::function<bool(uint64_t)> declare;
     // Are rows loading that are declared for a step up to that? Loads some. False: there are none.
     std::function<bool(uint64_t)> loading;

@@ -8,9 +8,9 @@
 //
 // A place of a hashed table has one life: free; reserved, which lasts while somebody holds it
 // (storage/holders.h); here, from when the row exists. A row that exists no longer is reserved
-// again, or its place free at once. Where rows have a store behind the memory (far_store.h), a place
-// is loading before it is here, where the row comes from there, and leaving behind it; and who holds
-// a place is counted in each of these states.
+// again, or its place free at once. Where rows have a store behind the memory (far_store.h), a
+// place is loading before it is here, where the row comes from there, and leaving behind it; and
+// who holds a place is counted in each of these states.
 //
 // Threads: values and state of a row are written through a RowWrite, by whoever applies its update
 // (the engine sees to it that this is one thread at a time and nobody reads meanwhile). The key
@@ -131,7 +131,8 @@ class Rows : public HeapObject {
 
   // --- Rows that may be far (rows_far.cpp): where far() is not null. resolve() differs so: places
   // are held whether their rows exist or not, and with kLeave, too. A row that is far gets a place
-  // that is loading, and with kLeave none. BUSY: there are not so many places now; room() will tell.
+  // that is loading, and with kLeave none. BUSY: there are not so many places now; room() will
+  // tell.
   FarStore* far() const { return far_.get(); }
   // These are held once more. Throws where there is no memory, and none is then.
   void hold(const uint32_t* slots, size_t n) {
@@ -143,8 +144,8 @@ class Rows : public HeapObject {
   // Is any place loading? The first of slots[from, n) that is; n: none.
   bool loading() const { return loading_.load() != 0; }
   size_t first_loading(const uint32_t* slots, size_t from, size_t n);
-  // Brings some rows in whose places are loading. *any: there were some. What fails, or throws where
-  // there is no memory, is to be done again.
+  // Brings some rows in whose places are loading. *any: there were some. What fails, or throws
+  // where there is no memory, is to be done again.
   Status load_some(bool* any);
   // For a key whose row had no place. A copy of its row, if it has one.
   Status read_far(uint64_t key, const device::RowsRef& out, bool* there);
