@@ -79,6 +79,17 @@ class Build(Suite):
     return (0, 0, 0) if good else (0, 1, 0)
 
 
+class Packages(Suite):
+  """What only later suites need, installed beside the first ones. Tests that miss it say so and are skipped."""
+
+  def __init__(self, name, tier, seconds, command):
+    super().__init__(name, tier, seconds, processors=0)
+    self.command = command
+
+  def run(self):
+    return (0, 0, 0) if self.call(self.command) == 0 else (0, 0, 1)
+
+
 class Tests(Suite):
   """Tests of a preset by ctest."""
 
@@ -146,9 +157,10 @@ def suites():
   cuda = only('device_open_test|cuda_.*|symbols|readme|host_test|capi_test|gpu_test')
   return [
       Build('release', 'base', 280),
+      Packages('peers', 'ci', 60, ['./dev', 'peers']),
       Tests('release', 'release', 'base', 150, ['-L', only('tier_base')]),
       Program('smoke', 'base', 30, ['bindings/smoke', release]),
-      Tests('release-ci', 'release', 'ci', 260, ['-L', only('tier_ci')], after=['build-release', 'release', 'smoke']),
+      Tests('release-ci', 'release', 'ci', 260, ['-L', only('tier_ci')], after=['build-release', 'peers', 'release', 'smoke']),
       # Builds come one after the other, in this order.
       Build('tsan', 'ci', 300, after=['build-release']),
       Tests('tsan', 'tsan', 'ci', 450, ['-L', only('tier_base|tier_ci')], after=['build-tsan', 'release-ci'], processors=1),
@@ -160,7 +172,8 @@ def suites():
       Tests('nocuda', 'nocuda', 'ci', 2, ['-R', only('device_open_test|control_none_test|symbols|readme')],
             after=['build-nocuda', 'release-ci'], processors=1),
       # One processor each, beside the sanitizers' tests. The mutants begin where the long builds have ended.
-      Program('python', 'ci', 380, ['bindings/python/check', release, python], after=['build-release', 'release-ci']),
+      Program('python', 'ci', 380, ['bindings/python/check', release, python],
+              after=['build-release', 'peers', 'release-ci']),
       Program('julia', 'ci', 200, ['bindings/julia/check', release], after=['build-release', 'release-ci']),
       Program('rust', 'ci', 60, ['bindings/rust/check', release], after=['build-release', 'release-ci']),
       Program('mixed', 'ci', 30, ['tests/opscript/check', release], after=['python', 'julia', 'rust']),
@@ -226,10 +239,11 @@ class Run:
       suite.counts, suite.took = counts, time.monotonic() - start
       self.running.remove(suite)
       self.ended.append(suite)
-      told = 'built' if isinstance(suite, Build) else '{} passed, {} failed, {} skipped'.format(*counts)
+      told = '{} passed, {} failed, {} skipped'.format(*counts)
+      if isinstance(suite, (Build, Packages)):
+        told = 'done' if counts == (0, 0, 0) else 'NOT done'
       if counts[1]:
         self.tell_failure(suite)
-        told = told.replace('built', 'NOT built')
       self.say(f'{suite.name}: {told} ({suite.took:.0f} s, {suite.used:.0f} of a processor); {self.left()}')
       self.lock.notify()
 
@@ -288,9 +302,9 @@ def main():
     unknown = names - {s.name for s in every}
     if unknown:
       sys.exit(f'no suite {", ".join(sorted(unknown))}; there are {", ".join(s.name for s in every)}')
-    # With the builds that they stand on.
-    chosen = [s for s in every if s.name in names or
-              isinstance(s, Build) and any(s.name in o.after for o in every if o.name in names and not isinstance(o, Build))]
+    # With what they stand on: builds and packages, and not the tests that come before.
+    chosen = [s for s in every if s.name in names or isinstance(s, (Build, Packages)) and
+              any(s.name in o.after for o in every if o.name in names and not isinstance(o, Build))]
   else:
     tier = 2 if args.all else 1 if args.ci else 0
     chosen = [s for s in every if TIERS.index(s.tier) <= tier]

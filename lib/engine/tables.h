@@ -44,7 +44,7 @@ class Tables {
   // --- Windows
   // The table's is there, if it was not: from the step on that is to be committed next. Takes the
   // mutex, so that no commit moves that on between.
-  Status open_window(Table& table) const {
+  Status open_window(Table& table) {
     if (table.window.opened()) return FRUGAL_OK;
     Window::Config c;
     c.rows = table.rows.capacity();
@@ -92,7 +92,7 @@ class Tables {
   bool none_pending() const { return pending_rows_.load(std::memory_order_acquire) == 0; }
 
   Vector<TableRef> all_;  // by number
-  mutable std::atomic<uint64_t> pending_rows_{0};  // of all windows
+  std::atomic<uint64_t> pending_rows_{0};  // of all windows
   uint32_t numbers_ = 0;
   size_t turn_ = 0;
 };

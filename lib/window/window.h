@@ -42,7 +42,7 @@ class Window : public HeapObject {
   struct Config {
     uint64_t rows = 0;
     uint64_t staleness = 0;
-    Placement placement;
+    Placement placement = {};
     bool tree_heap = false;
     std::atomic<uint64_t>* pending_rows =
         nullptr;  // where those of several windows are counted, or null

@@ -194,9 +194,10 @@ TEST_F(Service, WhatALargeDeclarationTookGoesBack) {
   };
   for (int i = 0; i < 4; ++i) small_step();
   // The pools keep 64 MiB.
-  const long before = resident_kib(controller.pid()), mine = resident_kib(getpid());
+  const long before = resident_kib(controller.pid());
+  [[maybe_unused]] const long mine = resident_kib(getpid());
   auto segments = [] { return mapped_of(getpid(), "memfd"); };
-  const long mapped = segments();
+  [[maybe_unused]] const long mapped = segments();
   for (const char* how : {"passed", "cancelled", "left"}) {
     SCOPED_TRACE(how);
     frugal_op large = op;

@@ -540,6 +540,8 @@ def test_keys_that_nobody_looks_up_are_warned_of_once(trainer: frugal.Trainer) -
             bag(keys).sum().backward()
             tables.step()
     assert len(told) == 1
+    undeclared, _, used = str(told[0].message).split()[1:4]
+    assert int(undeclared) <= int(used)
 
 
 def test_right_keys_are_not_warned_of(

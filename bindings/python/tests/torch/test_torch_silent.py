@@ -400,18 +400,3 @@ def test_who_trains_by_weight_s_gradient_is_not_warned(trainer: frugal.Trainer, 
                 table.weight.data.sub_(grad, alpha=0.1)
             table.weight.grad = None
     assert any("are not trained" in str(w.message) for w in caught) != writes
-
-
-# --- Lookahead ---
-
-
-def test_undeclared_keys_are_counted_beside_all_keys(trainer: frugal.Trainer) -> None:
-    bag = embedding(trainer, optimizer=sgd())
-    tables = ft.Optimizer(bag)
-    loader = [torch.randint(0, ROWS // 2, (5,)) for _ in range(120)]
-    with pytest.warns(UserWarning, match="were not declared") as told:
-        for keys in ft.Lookahead(loader, lambda keys: {bag: keys + ROWS // 2}, measure=False):
-            bag(keys).sum().backward()
-            tables.step()
-    undeclared, _, used = str(told[0].message).split()[1:4]
-    assert int(undeclared) <= int(used)

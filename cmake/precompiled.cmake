@@ -1,0 +1,34 @@
+# FRUGAL_PRECOMPILED: headers of the standard library and of GoogleTest are read once for all files, and not once for
+# each. Sanitizers' builds are made so: half of the time that their files take is such headers, and no other build
+# shares their objects. The other builds are not, so that each file has to name the headers that it uses.
+option(FRUGAL_PRECOMPILED "Precompile headers of the standard library" OFF)
+
+# For the library's files. Kernels are compiled for other processors, which a precompiled header is not.
+function(frugal_precompile_library target)
+  if(NOT FRUGAL_PRECOMPILED)
+    return()
+  endif()
+  target_precompile_headers(${target} PRIVATE <algorithm> <atomic> <bit> <cerrno> <chrono> <condition_variable> <cstdint>
+    <cstring> <functional> <memory> <mutex> <new> <optional> <string> <thread> <utility> <vector>)
+  file(GLOB kernels ${CMAKE_SOURCE_DIR}/lib/device/cpu/kernels_*.cpp)
+  set_source_files_properties(${kernels} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+endfunction()
+
+# For the programs of this directory that use GoogleTest. `host` is one of them, which has no definitions of its own.
+function(frugal_precompile_tests host)
+  if(NOT FRUGAL_PRECOMPILED)
+    return()
+  endif()
+  get_target_property(headers ${host} PRECOMPILE_HEADERS)
+  if(NOT headers)
+    target_precompile_headers(${host} PRIVATE <algorithm> <atomic> <chrono> <cmath> <cstdint> <cstring> <functional>
+      <gtest/gtest.h> <map> <memory> <mutex> <numeric> <random> <set> <sstream> <string> <thread> <vector>)
+  endif()
+  get_property(targets DIRECTORY PROPERTY BUILDSYSTEM_TARGETS)
+  foreach(target IN LISTS targets)
+    get_target_property(libraries ${target} LINK_LIBRARIES)
+    if(NOT target STREQUAL host AND "${libraries}" MATCHES "GTest::gtest")
+      target_precompile_headers(${target} REUSE_FROM ${host})
+    endif()
+  endforeach()
+endfunction()
