@@ -181,6 +181,7 @@ def suites():
       Tests('release-all', 'release', 'all', 3000, ['-L', only('tier_all')], after=['build-release', 'mixed', 'mutants', 'asan', 'nocuda']),
       Build('clang', 'all', 300, after=['release-all']),
       Tests('clang', 'clang', 'all', 200, ['-L', only('tier_base')]),
+      Single('aarch64', 'all', 600, ['tests/aarch64.sh'], after=['clang'], processors=2),
       Program('coverage', 'all', 90, ['tests/coverage.sh', '.', 'build/coverage'], after=['clang'], processors=2),
       Single('rehearsal', 'all', 200, [sys.executable, 'tools/gpu/run.py', 'rehearse', '--python', python],
              after=['clang'], processors=2),

@@ -25,7 +25,7 @@ namespace frugal {
 class Committer {
  public:
   // `mu` guards ranks, records, phase and tables. Once it is `closed`, no step is committed.
-  Committer(std::mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, const Tables& tables,
+  Committer(std::mutex& mu, Ranks& ranks, StepRecords& records, Phase& phase, Tables& tables,
             Declarations& declarations, PendingBytes& pending, Flusher& flusher, Workers& workers,
             Pacing& pacing, EngineMemory& memory, const std::shared_ptr<Ledger>& ledger,
             const std::atomic<bool>& closed, Counters& counters, Trace& trace)
@@ -58,7 +58,7 @@ class Committer {
   Ranks& ranks_;
   StepRecords& records_;
   Phase& phase_;
-  const Tables& tables_;
+  Tables& tables_;
   Declarations& declarations_;
   PendingBytes& pending_;
   Flusher& flusher_;

@@ -831,7 +831,8 @@ class Maker {
     if (random_.Chance(0.3)) DeclareAhead(r);
     if (random_.Chance(0.15)) {
       // From now on, or from a later step on; of steps that have been declared already, too.
-      SetOptimizer(random_.Below(tables_.size()), step_ + random_.Below(4));
+      const uint64_t first_step = step_ + random_.Below(4);  // one draw after the other, whoever compiles this
+      SetOptimizer(random_.Below(tables_.size()), first_step);
     }
     if (random_.Chance(0.2)) Probe(r);
     switch (random_.Weighted({46, 46, 8})) {

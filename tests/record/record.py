@@ -7,6 +7,8 @@
     record.py BUILD --of FOLDER --write FILE  makes a record
     --rotate         a part of it, drawn by the commit that is checked out, so that each has its turn
     --more ARGUMENT  for the oracle, as --more=--flush-threads --more=0: what is drawn is then not compared
+    --qemu FOLDER    all of them are programs of AArch64, which qemu-aarch64 runs; FOLDER is their root. What is made
+                     by several processes is left out: qemu-aarch64 imitates one
 
 A line of the record is KIND NAME DRAWN TABLES OUTSIDE LOOKUPS and what is in it. DRAWN is a hash of what the program
 has drawn: where it differs the programs have changed, and the record has to be made again, with the library that it was
@@ -25,6 +27,7 @@ import contextlib
 import glob
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(os.path.dirname(HERE), 'opscript'))
 import compare  # noqa: E402
 
+RECORD = os.path.join(HERE, 'record.txt')
 FIRST, CONFIGS, SCRIPTS = 9_000_001, 300, 60
 STEPS = 40  # of a script
 COLUMNS = ['drawn', 'tables', 'outside', 'lookups']
@@ -41,12 +45,51 @@ COLUMNS = ['drawn', 'tables', 'outside', 'lookups']
 WANTED = {'processes': 40, 'killed': 10, 'aborts': 50, 'put': 50, 'delete': 50, 'sim': 20, 'cached': 100, 'stale': 20}
 
 
+class Machine:
+  """This one."""
+
+  processes = True  # several that share memory
+
+  def program(self, path):
+    """What runs the program."""
+    return path
+
+  def libraries(self, program):
+    """What it loads."""
+    return subprocess.run([program], env={**os.environ, 'LD_TRACE_LOADED_OBJECTS': '1'}, check=True,
+                          capture_output=True, text=True).stdout
+
+
+class Emulated(Machine):
+  """One that qemu-aarch64 imitates: a file of the folder starts it with the program, as another program would."""
+
+  processes = False
+
+  def __init__(self, root, folder):
+    self.qemu = ['qemu-aarch64', '-L', os.path.abspath(root)]
+    self.folder = folder
+    self.paths = {}
+
+  def program(self, path):
+    number = len(self.paths)
+    wrapper = os.path.join(self.folder, f'{number}-{os.path.basename(path)}')
+    with open(wrapper, 'w', encoding='utf-8') as file:
+      file.write(f'#!/bin/sh\nexec {shlex.join([*self.qemu, path])} "$@"\n')
+    os.chmod(wrapper, 0o700)
+    self.paths[wrapper] = path
+    return wrapper
+
+  def libraries(self, program):
+    return subprocess.run([*self.qemu, '-E', 'LD_TRACE_LOADED_OBJECTS=1', self.paths[program]], check=True,
+                          capture_output=True, text=True).stdout
+
 class Side:
   """A library and its controller."""
 
-  def __init__(self, folder):
+  def __init__(self, folder, machine):
+    self.machine = machine
     self.shared = self.find(folder, ['libfrugal.so.0', 'lib/libfrugal.so.0', 'lib/*/libfrugal.so.0'])
-    self.controller = self.find(folder, ['tools/controller/frugal-controller', 'bin/frugal-controller'])
+    self.controller = machine.program(self.find(folder, ['tools/controller/frugal-controller', 'bin/frugal-controller']))
 
   @staticmethod
   def find(folder, patterns):
@@ -63,8 +106,7 @@ class Side:
       os.symlink(self.shared, os.path.join(folder, 'libfrugal.so.0'))
       os.environ['LD_LIBRARY_PATH'] = folder
       for program in programs:
-        traced = subprocess.run([program], env={**os.environ, 'LD_TRACE_LOADED_OBJECTS': '1'}, check=True,
-                                capture_output=True, text=True).stdout
+        traced = self.machine.libraries(program)
         if f'{folder}/libfrugal.so.0 ' not in traced:
           sys.exit(f'{program} does not load {self.shared}:\n{traced}')
       yield
@@ -86,11 +128,20 @@ def run(command, timeout=3600):
   return done.stdout
 
 
+def alone(key, fields):
+  """Whether one process makes this line of a record."""
+  return 'processes=0' in fields if key[0] == 'config' else '-' not in key[1]
+
+
 def configs(programs, side, part, more):
-  first, count = part
-  out = run([programs['oracle'], '--draw', '--record', '--device', 'sim:0,sim:1', '--controller', side.controller,
-             '--first', str(first), '--seeds', str(count), *more])
-  return [line for line in (out or '').splitlines() if line.startswith('config ')]
+  if side.machine.processes:
+    parts = [part]
+  else:
+    known = (key for key, fields in read(RECORD).items() if key[0] == 'config' and alone(key, fields))
+    parts = [(int(seed), 1) for _, seed in known if 0 <= int(seed) - part[0] < part[1]]
+  out = [run([programs['oracle'], '--draw', '--record', '--device', 'sim:0,sim:1', '--controller', side.controller,
+              '--first', str(first), '--seeds', str(count), *more]) for first, count in parts]
+  return [line for text in out for line in (text or '').splitlines() if line.startswith('config ')]
 
 
 def short(*texts):
@@ -117,13 +168,13 @@ def scripts(programs, side, seeds):
       compare.make(programs['opscript_maker'], seed, STEPS, script)
       script += '.jsonl'
       lines.append(script_line(seed, script, [(run([runner, script], compare.TIMEOUT) or '').splitlines()]))
-      if seed % 3 == 0:
+      if side.machine.processes and seed % 3 == 0:
         with compare.controller(side.controller, folder) as environment:
           os.environ['FRUGAL_SERVICE'] = environment['FRUGAL_SERVICE']
           lines.append(script_line(f'{seed}-attached', script,
                                    [(run([runner, script], compare.TIMEOUT) or '').splitlines()]))
           del os.environ['FRUGAL_SERVICE']
-      if seed % 6 == 1:
+      if side.machine.processes and seed % 6 == 1:
         ranks = 2 + seed % 7
         dealt = os.path.join(folder, 'dealt')
         compare.make(programs['opscript_maker'], seed, STEPS, dealt, ranks, ranks)
@@ -201,7 +252,13 @@ def main():
   parser.add_argument('--write')
   parser.add_argument('--rotate', action='store_true')
   parser.add_argument('--more', action='append', default=[])
+  parser.add_argument('--qemu')
   arguments = parser.parse_args()
+  with tempfile.TemporaryDirectory() as folder:
+    return compared(arguments, Emulated(arguments.qemu, folder) if arguments.qemu else Machine())
+
+
+def compared(arguments, machine):
 
   tests = os.path.join(os.path.abspath(arguments.build), 'tests')
   programs = {name: os.path.join(tests, folder, name) for folder, name in (
@@ -209,25 +266,28 @@ def main():
   for program in programs.values():
     if not os.access(program, os.X_OK):
       sys.exit(f'{program} is not there: build the target {os.path.basename(program)}')
+  programs = {name: machine.program(path) for name, path in programs.items()}
 
   part, seeds = (FIRST, CONFIGS), list(range(1, SCRIPTS + 1))
   if arguments.rotate:
     part, seeds = rotated()
-  side = Side(arguments.of or arguments.build)
+  side = Side(arguments.of or arguments.build, machine)
   got = make(programs, side, part, seeds, arguments.more)
   if arguments.other:
-    expected = make(programs, Side(arguments.other), part, seeds, arguments.more)
+    expected = make(programs, Side(arguments.other, machine), part, seeds, arguments.more)
   elif arguments.write:
     expected = got
   else:
-    expected = read(os.path.join(HERE, 'record.txt'))
+    expected = read(RECORD)
+    if not machine.processes:
+      expected = {key: fields for key, fields in expected.items() if alone(key, fields)}
     if arguments.rotate:
       chosen = range(part[0], part[0] + part[1])
       expected = {key: fields for key, fields in expected.items() if key[0] == 'demo' or
                   int(key[1].split('-')[0]) in (chosen if key[0] == 'config' else seeds)}
 
   differ = differences(expected, got, not arguments.more)
-  if not arguments.rotate:
+  if not arguments.rotate and machine.processes:
     seen = shown(got)
     print('configurations with', ', '.join(f'{name} {count}' for name, count in seen.items()))
     few = [name for name, least in WANTED.items() if seen[name] < least]
