@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import Any, Callable, Dict, List
 
 import pytest
@@ -15,7 +16,7 @@ from torch_support import DIM, ROWS, integers, snapshot
 
 import frugal
 import frugal.torch as ft
-from frugal.torch import _native, _state
+from frugal.torch import _native, _state, _steps
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
@@ -154,3 +155,17 @@ def test_backwards_in_several_threads_lose_no_gradient(trainer: frugal.Trainer) 
             assert grad is not None and grad[1].tolist() == [160.0] * DIM
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_what_is_pushed_lives_until_it_is(trainer: frugal.Trainer) -> None:
+    """Another thread's backward may sum what a table's gradient holds meanwhile."""
+    module: Any = ft.EmbeddingBag(10, 4, mode="sum", trainer=trainer)
+    for _ in range(2):
+        module(torch.arange(4), torch.tensor([0, 2])).sum().backward()
+    gradient = module.anchor.grad
+    memory = [weakref.ref(tensor) for part in gradient.parts for tensor in (part.held.tensors[0], part.held.grad)]
+    _, alive = _steps._pushes([_steps.Update(gradient.table, gradient, gradient.table.optimizer)])
+    gradient.fold()
+    assert len(gradient.parts) == 1 and all(tensor() is not None for tensor in memory)
+    del alive
+    assert all(tensor() is None for tensor in memory[::2])

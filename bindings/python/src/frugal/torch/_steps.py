@@ -689,8 +689,9 @@ class Update(NamedTuple):
     optimizer: frugal.Optimizer  # of this step; without the gradient's factor
 
 
-def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[torch.Tensor]]:
-    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed. The factor
+def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[Any]]:
+    """The ops of all gradients, in the order of their backwards, and what has to live until they are pushed, also if another
+    thread's backward sums what a table's gradient holds. The factor
     that a table's gradients share is its optimizer's grad_scale (see `scaled`); the rest is multiplied here."""
     parts: List[Tuple[int, Part, float]] = []
     for _, gradient, _ in updates:
@@ -701,7 +702,7 @@ def _pushes(updates: Sequence[Update]) -> Tuple[List[bytes], List[torch.Tensor]]
     if len(parts) > 1:
         parts.sort(key=operator.itemgetter(0))
     ops: List[bytes] = []
-    return ops, [part.held.lookup.add_pushes(ops, part.held, part.features, factor) for _, part, factor in parts]
+    return ops, [(part, part.held.lookup.add_pushes(ops, part.held, part.features, factor)) for _, part, factor in parts]
 
 
 def scaled(optimizer: frugal.Optimizer, gradient: Optional[Gradient]) -> frugal.Optimizer:
